@@ -1,0 +1,152 @@
+"""Every error that TensorHub raises to its users.
+
+    TensorHubError
+    ├── VersionUnavailable      the version has no live source, or does not exist
+    ├── VersionConflict         the number was used already, or is not above the mark
+    ├── ManifestMismatch        the reader's tensors are not those of the version
+    ├── RegistrationError       these tensors, or this (model, group, rank), cannot be registered
+    ├── MutabilityViolation     published memory was written by its owner
+    ├── StateError              the call, or one of its arguments, is not allowed in this state
+    ├── OperationTimeout        a deadline passed (also a TimeoutError)
+    │   └── DrainTimeout        memory could not be taken back in time; it stays published
+    ├── RetentionError          leaving would lose a retained version
+    ├── GroupAborted            another rank, or the group's membership, ended the operation
+    ├── LeaseLost               this worker was taken for dead and is a new incarnation now
+    ├── IntegrityError          bytes do not have their digest, whichever source they come from
+    ├── AuthenticationFailed    the secrets differ, or open access was asked for beyond loopback
+    ├── ProtocolError           the peer does not speak this protocol, or broke it
+    ├── CoordinatorUnavailable  the coordinator cannot be reached
+    └── TransportUnavailable    a transport is unknown, not installed, or not shared with the peer
+
+Each carries `retryable` (whether the same call may succeed later without a change by the caller) and `memory`, the
+state of the caller's tensors: "intact" (what they were before the call), "torn" (parts of several versions) or
+"in_doubt" (the call's outcome is not known here; do not write them; the next call on the handle resolves it).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import ClassVar, Literal
+
+Memory = Literal["intact", "torn", "in_doubt"]
+
+
+class TensorHubError(Exception):
+    """Base of all errors that TensorHub raises on purpose."""
+
+    retryable_by_default: ClassVar[bool] = False
+
+    def __init__(self, message: str, *, retryable: bool | None = None, memory: Memory = "intact") -> None:
+        super().__init__(message)
+        self.retryable = self.retryable_by_default if retryable is None else retryable
+        self.memory: Memory = memory
+
+
+class VersionUnavailable(TensorHubError):
+    """The version has no live source (retryable), or does not exist."""
+
+    retryable_by_default = True
+
+
+class VersionConflict(TensorHubError):
+    """The version number was used already, or is not above the lineage's mark."""
+
+
+class ManifestMismatch(TensorHubError):
+    """The reader's tensors are not those of the version; each difference is named in `differences`."""
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        differences: tuple[str, ...] = (),
+        retryable: bool | None = None,
+        memory: Memory = "intact",
+    ) -> None:
+        super().__init__(message, retryable=retryable, memory=memory)
+        self.differences = differences
+
+
+class RegistrationError(TensorHubError):
+    """These tensors, or this (model, group, rank), cannot be registered or used any more."""
+
+
+class MutabilityViolation(TensorHubError):
+    """Published memory was written by its owner."""
+
+
+class StateError(TensorHubError):
+    """The call, or one of its arguments, is not allowed in this state."""
+
+
+class OperationTimeout(TensorHubError, TimeoutError):
+    """A deadline passed. The outcome is unknown only if `memory` says "in_doubt"."""
+
+    retryable_by_default = True
+
+
+class DrainTimeout(OperationTimeout):
+    """Memory could not be taken back in time; it stays published and must not be written."""
+
+
+class RetentionError(TensorHubError):
+    """Leaving would lose a retained version, and nobody could take it over."""
+
+    retryable_by_default = True
+
+
+class GroupAborted(TensorHubError):
+    """The group's operation ended on all ranks; `causes` says why, per rank where a rank is to blame."""
+
+    retryable_by_default = True
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        causes: Mapping[int, str] | None = None,
+        retryable: bool | None = None,
+        memory: Memory = "intact",
+    ) -> None:
+        super().__init__(message, retryable=retryable, memory=memory)
+        self.causes: dict[int, str] = dict(causes or {})
+
+
+class LeaseLost(TensorHubError):
+    """The coordinator took this worker for dead; it goes on as a new incarnation."""
+
+    retryable_by_default = True
+
+
+class IntegrityError(TensorHubError):
+    """Bytes do not have their digest."""
+
+    retryable_by_default = True
+
+
+class AuthenticationFailed(TensorHubError):
+    """The secrets differ, or open access was asked for beyond loopback."""
+
+
+class ProtocolError(TensorHubError):
+    """The peer does not speak this protocol, or broke it."""
+
+
+class CoordinatorUnavailable(TensorHubError):
+    """The coordinator cannot be reached."""
+
+    retryable_by_default = True
+
+
+class TransportUnavailable(TensorHubError):
+    """A transport is unknown, not installed, or not shared with the peer."""
+
+
+def _family(base: type[TensorHubError]) -> dict[str, type[TensorHubError]]:
+    found = {base.__name__: base}
+    for child in base.__subclasses__():
+        found.update(_family(child))
+    return found
+
+
+BY_NAME: Mapping[str, type[TensorHubError]] = _family(TensorHubError)  # the wire form of an error names its class

@@ -1,0 +1,541 @@
+"""What workers, the coordinator and one another's readers say: the one vocabulary of the control plane.
+
+The coordinator and the worker machines take and emit these values directly; `tensorhub.protocol` turns them into
+frames and back, and checks every bound on the way in. A message is a frozen dataclass; its fields' annotations are its
+validation. Not responsible for bytes, sockets or order.
+
+Ids: a `request` is minted by the asking worker and comes back on the answer; an `OpKey` names a group operation, and a
+message about an operation that is decided is answered with its outcome (a retry is not a second call).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Annotated
+
+from tensorhub import errors
+from tensorhub.types import (
+    Endpoint,
+    Id,
+    Length,
+    Location,
+    Medium,
+    ModelInfo,
+    Name,
+    OpKey,
+    OpKind,
+    Purpose,
+    Range,
+    Seconds,
+    Text,
+    U64,
+    VersionInfo,
+)
+
+PROTOCOL_VERSION = 1
+
+Rank = Annotated[int, Range(0, 2**20)]
+WorldSize = Annotated[int, Range(1, 2**20)]
+ManifestBlob = Annotated[bytes, Length(48 * 2**20)]
+Nonce = Annotated[bytes, Length(32)]
+
+# -------------------------------------------------------------------------------- handshake, on every kind of socket
+
+
+@dataclass(frozen=True, slots=True)
+class ClientHello:
+    """First frame of whoever connects. `role`: "worker" (to a coordinator), "observer", "reader" (to a worker)."""
+
+    protocol: U64
+    role: Name
+    incarnation: Id
+    nonce: Nonce
+
+
+@dataclass(frozen=True, slots=True)
+class ServerHello:
+    """First answer; `incarnation` names the answering process' life."""
+
+    protocol: U64
+    role: Name
+    incarnation: Id
+    nonce: Nonce
+
+
+@dataclass(frozen=True, slots=True)
+class Proof:
+    """Shows knowledge of the secret for this handshake, without sending it."""
+
+    mac: Nonce
+
+
+# ---------------------------------------------------------------------------------------------------- small values
+
+
+@dataclass(frozen=True, slots=True)
+class ErrorInfo:
+    """An error on its way to another process. `causes`: (rank, reason) pairs of GroupAborted."""
+
+    kind: Name
+    message: Text
+    retryable: bool
+    causes: Annotated[tuple[tuple[int, Text], ...], Length(4096)] = ()
+    differences: Annotated[tuple[Text, ...], Length(1024)] = ()
+
+    @classmethod
+    def of(cls, error: errors.TensorHubError) -> ErrorInfo:
+        causes = tuple(sorted(error.causes.items())) if isinstance(error, errors.GroupAborted) else ()
+        differences = error.differences if isinstance(error, errors.ManifestMismatch) else ()
+        return cls(type(error).__name__, str(error)[:16_000], error.retryable, causes[:4096], differences[:1024])
+
+    def error(self, memory: errors.Memory = "intact") -> errors.TensorHubError:
+        """The exception that this describes; an unknown kind becomes a ProtocolError."""
+        kind = errors.BY_NAME.get(self.kind, errors.ProtocolError)
+        if issubclass(kind, errors.GroupAborted):
+            return kind(self.message, causes=dict(self.causes), retryable=self.retryable, memory=memory)
+        if issubclass(kind, errors.ManifestMismatch):
+            return kind(self.message, differences=self.differences, retryable=self.retryable, memory=memory)
+        return kind(self.message, retryable=self.retryable, memory=memory)
+
+
+@dataclass(frozen=True, slots=True)
+class Grant:
+    """A read lease as its reader sees it: whom to read from, and under which generation (R3)."""
+
+    lease: Id
+    source: Name  # the source worker's name, for people
+    incarnation: Id
+    registration: Id
+    generation: U64
+    endpoints: Annotated[tuple[Endpoint, ...], Length(16)]
+    location: Location
+    complete: bool  # False: the source is still filling; the reader waits there for what it lacks
+
+
+@dataclass(frozen=True, slots=True)
+class Held:
+    """What a registration holds, as it is announced again after a lost connection."""
+
+    version: U64
+    content_id: Id
+    generation: U64
+    world_size: WorldSize
+    nbytes: U64
+    manifest: ManifestBlob
+
+
+# ---------------------------------------------------------------------------------------- worker -> coordinator
+
+
+@dataclass(frozen=True, slots=True)
+class Join:
+    """A worker's first message after the handshake."""
+
+    name: Name
+    location: Location
+    endpoints: Annotated[tuple[Endpoint, ...], Length(16)]
+    pid: U64
+
+
+@dataclass(frozen=True, slots=True)
+class Heartbeat:
+    sequence: U64
+
+
+@dataclass(frozen=True, slots=True)
+class Leave:
+    """The worker closes: all that it registered goes at once."""
+
+    reason: Text
+
+
+@dataclass(frozen=True, slots=True)
+class Register:
+    """One rank's memory. `manifest` is encoded under the worker's own options, used when this rank publishes."""
+
+    request: U64
+    registration: Id
+    model: Name
+    group: Name
+    rank: Rank
+    world_size: WorldSize
+    spot: bool
+    layout_id: Name
+    nbytes: U64
+    chunks: U64
+    manifest: ManifestBlob
+    held: Held | None
+
+
+@dataclass(frozen=True, slots=True)
+class Deregister:
+    request: U64
+    registration: Id
+    abandon: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Publish:
+    """This rank's call of publish, and its vote: the memory is immutable under `generation` from now on."""
+
+    key: OpKey
+    rank: Rank
+    registration: Id
+    version: U64
+    generation: U64
+    timeout_s: Seconds
+
+
+@dataclass(frozen=True, slots=True)
+class Fill:
+    """This rank's call of replicate, update or prefetch.
+
+    `generation` is the one under which the memory will be filled. `hold`: this rank wants to hear of the bound version
+    before the first byte changes (it has a `before_write`). `at_least`: wait for that number.
+    """
+
+    key: OpKey
+    rank: Rank
+    registration: Id
+    kind: OpKind
+    selector: int | Name
+    at_least: int | None
+    generation: U64
+    hold: bool
+    staged: bool
+    medium: Medium
+    purpose: Purpose
+    timeout_s: Seconds
+
+
+@dataclass(frozen=True, slots=True)
+class ReadyToWrite:
+    """This rank's manifest fits and its before_write has returned."""
+
+    key: OpKey
+    rank: Rank
+
+
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    """This rank's vote: every chunk is there and verified."""
+
+    key: OpKey
+    rank: Rank
+
+
+@dataclass(frozen=True, slots=True)
+class Abandon:
+    """This rank ends the operation, if it is not decided yet. Answered by an Outcome."""
+
+    key: OpKey
+    rank: Rank
+    error: ErrorInfo
+
+
+@dataclass(frozen=True, slots=True)
+class Resolve:
+    """This rank has voted and asks for the outcome."""
+
+    key: OpKey
+    rank: Rank
+
+
+@dataclass(frozen=True, slots=True)
+class ReadFailed:
+    """The read under this lease ended without all its bytes; the reader wants another source."""
+
+    key: OpKey
+    rank: Rank
+    lease: Id
+    reason: Name  # "lost" | "stalled" | "refused" | "corrupt" | "unreachable"
+    detail: Text
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """For scheduling and display only; correctness never depends on it."""
+
+    key: OpKey
+    rank: Rank
+    chunks_verified: U64
+    bytes_read: U64
+
+
+@dataclass(frozen=True, slots=True)
+class Withdraw:
+    """This rank wants its published memory back: no new readers; answered by Withdrawable when the old ones are gone."""
+
+    request: U64
+    registration: Id
+    generation: U64
+
+
+@dataclass(frozen=True, slots=True)
+class Withdrawn:
+    """The generation was changed and the owner's own accesses have ended (also sent after a local fence)."""
+
+    registration: Id
+    generation: U64
+
+
+@dataclass(frozen=True, slots=True)
+class ReaderCut:
+    """The owner serves this lease's reader no more."""
+
+    lease: Id
+
+
+@dataclass(frozen=True, slots=True)
+class GetManifest:
+    request: U64
+    model: Name
+    content_id: Id
+    rank: Rank
+
+
+@dataclass(frozen=True, slots=True)
+class Watch:
+    """Announce this model's newest visible version now, and whenever it changes."""
+
+    model: Name
+
+
+@dataclass(frozen=True, slots=True)
+class Check:
+    """Could `version` be published under this model now? Answered by Done or Refused (mutate checks first)."""
+
+    request: U64
+    model: Name
+    version: U64
+
+
+@dataclass(frozen=True, slots=True)
+class Describe:
+    """Ask for one model, or all of them (None)."""
+
+    request: U64
+    model: Name | None
+
+
+# ---------------------------------------------------------------------------------------- coordinator -> worker
+
+
+@dataclass(frozen=True, slots=True)
+class Welcome:
+    """Answer to Join. `epoch` is the coordinator's; `cluster` names its durable state; `known` False: new incarnation."""
+
+    cluster: Id
+    epoch: U64
+    lease_s: Seconds
+    known: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Dismissed:
+    """This incarnation is lost for good; the worker must come back as a new one (R11)."""
+
+    reason: Text
+
+
+@dataclass(frozen=True, slots=True)
+class HeartbeatAck:
+    sequence: U64
+
+
+@dataclass(frozen=True, slots=True)
+class Registered:
+    """`sequence` is the group's next operation; `keep` False: what was announced as held is ordered out (R2)."""
+
+    request: U64
+    registration: Id
+    epoch: U64
+    sequence: U64
+    keep: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Done:
+    request: U64
+
+
+@dataclass(frozen=True, slots=True)
+class Refused:
+    request: U64
+    error: ErrorInfo
+
+
+@dataclass(frozen=True, slots=True)
+class EpochChanged:
+    """The group's membership changed; operations of older epochs are aborted."""
+
+    model: Name
+    group: Name
+    epoch: U64
+    sequence: U64
+
+
+@dataclass(frozen=True, slots=True)
+class Start:
+    """The operation is bound. `write` True: nobody holds it back, overwrite at once; else wait for Write."""
+
+    key: OpKey
+    version: VersionInfo
+    manifest_id: Id
+    write: bool
+    grants: Annotated[tuple[Grant, ...], Length(64)]
+
+
+@dataclass(frozen=True, slots=True)
+class Write:
+    """Every rank is ready: fence the old version and fill."""
+
+    key: OpKey
+    grants: Annotated[tuple[Grant, ...], Length(64)]
+
+
+@dataclass(frozen=True, slots=True)
+class AddSource:
+    key: OpKey
+    grant: Grant
+
+
+@dataclass(frozen=True, slots=True)
+class DropSource:
+    """This lease is over: the source leaves. What was verified stays verified."""
+
+    key: OpKey
+    lease: Id
+    reason: Text
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """The decision. `version` is set if committed; `changed` False: the rank held that content already."""
+
+    key: OpKey
+    committed: bool
+    changed: bool
+    version: VersionInfo | None
+    error: ErrorInfo | None
+
+
+@dataclass(frozen=True, slots=True)
+class Withdrawable:
+    """No lease counts on this memory any more (or the grace is over): fence and take it."""
+
+    request: U64
+
+
+@dataclass(frozen=True, slots=True)
+class CutReader:
+    """This lease's reader is lost: close its connections, and say so."""
+
+    lease: Id
+    reader: Id
+
+
+@dataclass(frozen=True, slots=True)
+class ManifestReply:
+    request: U64
+    manifest: ManifestBlob
+
+
+@dataclass(frozen=True, slots=True)
+class Announce:
+    """The newest visible version; None: none yet."""
+
+    model: Name
+    newest: VersionInfo | None
+
+
+@dataclass(frozen=True, slots=True)
+class Description:
+    request: U64
+    models: Annotated[tuple[ModelInfo, ...], Length(2**16)]
+
+
+# ------------------------------------------------------------------------------------------------ reader <-> owner
+
+
+@dataclass(frozen=True, slots=True)
+class Read:
+    """Ask an owner for chunks, as (first, count) runs. It sends those that it has verified, in any order, and waits for
+    the others; `request` numbers the reads of one connection."""
+
+    request: U64
+    lease: Id
+    registration: Id
+    generation: U64
+    content_id: Id
+    runs: Annotated[tuple[tuple[int, int], ...], Length(4096)]
+
+
+@dataclass(frozen=True, slots=True)
+class ChunksFollow:
+    """The bytes of these chunks follow this frame, back to back. Digests are 0 where the manifest says "none"."""
+
+    request: U64
+    chunks: Annotated[tuple[tuple[int, int], ...], Length(1024)]  # (index, digest)
+
+
+@dataclass(frozen=True, slots=True)
+class StillWaiting:
+    """The owner lives, and waits for chunks itself."""
+
+    request: U64
+
+
+@dataclass(frozen=True, slots=True)
+class ReadRefused:
+    """The owner does not hold this under this generation (any more)."""
+
+    request: U64
+    reason: Text
+
+
+Handshake = ClientHello | ServerHello | Proof
+FromWorker = (
+    Join
+    | Heartbeat
+    | Leave
+    | Register
+    | Deregister
+    | Publish
+    | Fill
+    | ReadyToWrite
+    | Prepared
+    | Abandon
+    | Resolve
+    | ReadFailed
+    | Progress
+    | Withdraw
+    | Withdrawn
+    | ReaderCut
+    | GetManifest
+    | Watch
+    | Check
+    | Describe
+)
+FromCoordinator = (
+    Welcome
+    | Dismissed
+    | HeartbeatAck
+    | Registered
+    | Done
+    | Refused
+    | EpochChanged
+    | Start
+    | Write
+    | AddSource
+    | DropSource
+    | Outcome
+    | Withdrawable
+    | CutReader
+    | ManifestReply
+    | Announce
+    | Description
+)
+FromReader = Read
+FromOwner = ChunksFollow | StillWaiting | ReadRefused
+Message = Handshake | FromWorker | FromCoordinator | FromReader | FromOwner

@@ -1,0 +1,311 @@
+"""Identifiers and value types that every layer shares.
+
+Responsible for the words of the project as values: plain, immutable, comparable with `==`. Not responsible for
+behaviour: nothing here does I/O, knows a clock or keeps state.
+"""
+
+from __future__ import annotations
+
+import re
+import socket
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Annotated, Literal, NewType
+
+from tensorhub.errors import StateError
+
+# --------------------------------------------------------------------------------------------- bounds of wire fields
+
+
+@dataclass(frozen=True, slots=True)
+class Length:
+    """The most characters, bytes or items that a field received from a socket may have."""
+
+    most: int
+
+
+@dataclass(frozen=True, slots=True)
+class Range:
+    """The smallest and the largest value, both included, that a number received from a socket may have."""
+
+    least: float
+    most: float
+
+
+U64 = Annotated[int, Range(0, 2**64 - 1)]
+Seconds = Annotated[float, Range(0, 10**9)]
+Name = Annotated[str, Length(512)]  # models, groups, workers, sites, hosts
+Id = Annotated[str, Length(64)]  # ids that a party of the cluster minted
+Text = Annotated[str, Length(16_384)]  # what a person reads
+
+# ------------------------------------------------------------------------------------------------------ identifiers
+
+Incarnation = NewType("Incarnation", str)  # one life of one worker process; never used twice
+ContentId = NewType("ContentId", str)  # minted by a publication (R1); two publications never share one
+RegistrationId = NewType("RegistrationId", str)  # one rank's registered memory, of one incarnation
+LeaseId = NewType("LeaseId", str)  # one read lease; names one attempt of one reader to read one source
+
+Selector = int | str  # a version number, "latest" or "latest-1"
+LATEST: Literal["latest"] = "latest"
+PREVIOUS: Literal["latest-1"] = "latest-1"
+VERSION_MAX = 2**63 - 1
+
+
+def check_selector(selector: Selector) -> Selector:
+    """Return `selector` if it is a version number (0 to 2**63-1), "latest" or "latest-1"; else raise StateError."""
+    if isinstance(selector, int) and not isinstance(selector, bool) and 0 <= selector <= VERSION_MAX:
+        return selector
+    if selector in (LATEST, PREVIOUS):
+        return selector
+    raise StateError(f"{selector!r} is not a version selector: give a number from 0, 'latest' or 'latest-1'")
+
+
+def check_name(what: str, name: str) -> str:
+    """Return `name` if it can name a `what` (1 to 512 printable characters); else raise StateError."""
+    if isinstance(name, str) and 0 < len(name) <= 512 and name.isprintable():
+        return name
+    raise StateError(f"{name!r} cannot name a {what}: give 1 to 512 printable characters")
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class OpKey:
+    """Names one group operation for all time: the n-th group call of a group's membership epoch (R6)."""
+
+    model: Name
+    group: Name
+    epoch: U64
+    sequence: U64
+
+    def __str__(self) -> str:
+        return f"{self.model}/{self.group}@{self.epoch}#{self.sequence}"
+
+
+class OpKind(StrEnum):
+    PUBLISH = "publish"
+    REPLICATE = "replicate"
+    UPDATE = "update"
+    PREFETCH = "prefetch"
+
+
+class Medium(StrEnum):
+    DEVICE = "device"  # the caller's own tensors, wherever they are
+    HOST = "host"  # the library's own host memory
+
+
+class Purpose(StrEnum):
+    USE = "use"
+    PREFETCH = "prefetch"
+    RETENTION = "retention"
+    SEED = "seed"
+
+
+class HandleState(StrEnum):
+    """What `weights.state` shows."""
+
+    EMPTY = "empty"  # holds no version; the memory is the caller's to write
+    FILLING = "filling"  # the library writes the memory
+    READY = "ready"  # holds a version; the memory is immutable
+    DRAINING = "draining"  # still immutable; on its way to empty
+    TORN = "torn"  # a fill was broken off: the memory holds parts of several versions
+    IN_DOUBT = "in_doubt"  # this rank has voted and does not know the outcome; the next call resolves it first
+    CLOSED = "closed"
+
+
+# -------------------------------------------------------------------------------------------------------- locations
+
+_THIS_HOST = socket.gethostname()
+
+
+@dataclass(frozen=True, slots=True)
+class Location:
+    """Where a worker is. Equal `host` means: same kernel, same network namespace, memory can be shared.
+
+    Network namespaces and containers set different hosts.
+    """
+
+    site: Name = "default"
+    rack: Name = ""
+    host: Name = _THIS_HOST
+
+
+@dataclass(frozen=True, slots=True)
+class Endpoint:
+    """One way to reach a worker's memory: a transport's name and an address that this transport understands."""
+
+    transport: Name
+    address: Name
+
+
+# ---------------------------------------------------------------------------------------------------------- options
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """Settings of `serve` and `connect`; each says whose setting counts.
+
+    Raises `StateError` for a value out of range, naming it.
+    """
+
+    op_timeout_s: float = 60.0  # caller's: the deadline of a call that is given none
+    lease_s: float = 10.0  # coordinator's: a worker unheard of for this long is lost
+    drain_grace_s: float = 5.0  # coordinator's: how long a leaving source waits for its running readers
+    chunk_bytes: int = 8 * 2**20  # publisher's: the most bytes in one chunk
+    integrity: bool = True  # publisher's: False writes digest "none" into the manifest
+    host_memory_bytes: int = 0  # worker's: budget for host copies (prefetch, staged updates, retention)
+    listen_host: str | None = None  # worker's: data listeners' address; None: that of the coordinator connection
+    connect_timeout_s: float = 10.0  # caller's: connecting and authenticating, each attempt
+    stall_timeout_s: float = 10.0  # reader's: a source that is silent for this long is given up
+    readers_max: int = 64  # worker's: connections from readers that it serves at a time
+    frame_bytes_max: int = 64 * 2**20  # everyone's: a larger control frame is refused unread
+
+    def __post_init__(self) -> None:
+        for name in ("op_timeout_s", "lease_s", "connect_timeout_s", "stall_timeout_s"):
+            if not 0 < getattr(self, name) < 10**9:
+                raise StateError(f"Options.{name} = {getattr(self, name)!r}: give a positive number of seconds")
+        if not 0 <= self.drain_grace_s < 10**9:
+            raise StateError(f"Options.drain_grace_s = {self.drain_grace_s!r}: give seconds, 0 or more")
+        if not 4096 <= self.chunk_bytes <= 2**30:
+            raise StateError(f"Options.chunk_bytes = {self.chunk_bytes!r}: give 4096 to 2**30 bytes")
+        if self.host_memory_bytes < 0:
+            raise StateError(f"Options.host_memory_bytes = {self.host_memory_bytes!r}: give bytes, 0 or more")
+        if self.readers_max < 1:
+            raise StateError(f"Options.readers_max = {self.readers_max!r}: give 1 or more")
+        if not 65_536 <= self.frame_bytes_max <= 2**31:
+            raise StateError(f"Options.frame_bytes_max = {self.frame_bytes_max!r}: give 65536 to 2**31 bytes")
+
+
+# ---------------------------------------------------------------------------------------------- what callers receive
+
+
+@dataclass(frozen=True, slots=True)
+class VersionInfo:
+    """One visible version of a model. `nbytes` counts every shard of it."""
+
+    model: Name
+    version: U64
+    content_id: Id
+    nbytes: U64
+    world_size: Annotated[int, Range(1, 2**20)]
+
+
+@dataclass(frozen=True, slots=True)
+class SourceReport:
+    """What one source gave to one fetch. `outcome`: "used", or why the reader left it."""
+
+    name: str
+    transport: str
+    bytes_read: int
+    seconds: float
+    outcome: str
+
+
+@dataclass(frozen=True, slots=True)
+class FetchReport:
+    """What one rank's one call of `replicate`, `update`, `prefetch` or `fetch` did.
+
+    `bytes_read`: payload taken off transports, discarded included, local copies excluded. `reread_bytes`: the part
+    of it whose offsets had been verified before in this call. `changed` is False when the version was held already.
+    `phases`: seconds by name (resolve, wait, transfer, verify, unpack, commit); `seconds` is the whole call.
+    """
+
+    version: int
+    changed: bool
+    bytes_read: int = 0
+    seconds: float = 0.0
+    phases: Mapping[str, float] = field(default_factory=dict)
+    sources: tuple[SourceReport, ...] = ()
+    retries: int = 0
+    reread_bytes: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class VersionView:
+    """One version in `describe`."""
+
+    version: U64
+    content_id: Id
+    state: Name
+    nbytes: U64
+    world_size: U64
+    lineage: U64
+    retained: bool
+
+
+@dataclass(frozen=True, slots=True)
+class ShardView:
+    """One rank's memory in `describe`; `chunks_verified` of `chunks` can be read from it."""
+
+    rank: U64
+    worker: Name
+    state: Name
+    chunks_verified: U64
+    chunks: U64
+    readers: U64
+
+
+@dataclass(frozen=True, slots=True)
+class ReplicaView:
+    """One group's copy of one version in `describe`."""
+
+    group: Name
+    version: U64
+    state: Name
+    medium: Name
+    purpose: Name
+    layout_id: Name
+    spot: bool
+    shards: Annotated[tuple[ShardView, ...], Length(2**20)]
+
+
+@dataclass(frozen=True, slots=True)
+class LeaseView:
+    """One running read in `describe`: who reads which version from whom."""
+
+    lease: Id
+    reader: Name
+    source: Name
+    version: U64
+    rank: U64
+    state: Name
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerView:
+    """One worker in `describe`."""
+
+    name: Name
+    incarnation: Id
+    state: Name
+    location: Location
+    endpoints: Annotated[tuple[Endpoint, ...], Length(16)]
+
+
+@dataclass(frozen=True, slots=True)
+class ModelInfo:
+    """All that the coordinator knows about one model."""
+
+    model: Name
+    lineage: U64
+    mark: int | None  # the newest number ever published in this lineage
+    retain: U64
+    versions: Annotated[tuple[VersionView, ...], Length(2**20)]
+    replicas: Annotated[tuple[ReplicaView, ...], Length(2**20)]
+    leases: Annotated[tuple[LeaseView, ...], Length(2**20)]
+    workers: Annotated[tuple[WorkerView, ...], Length(2**20)]
+
+
+_ADDRESS = re.compile(r"tcp://(?P<host>\[[0-9a-fA-F:.%]+\]|[^:/\[\]]+):(?P<port>\d{1,5})\Z")
+
+
+def parse_address(address: str) -> tuple[str, int]:
+    """Split "tcp://host:port" (IPv6 hosts in brackets) into host and port; raise StateError if it is not one."""
+    match = _ADDRESS.match(address) if isinstance(address, str) else None
+    if match is None or int(match["port"]) > 65_535:
+        raise StateError(f"{address!r} is not a TensorHub address: give tcp://HOST:PORT")
+    return match["host"].strip("[]"), int(match["port"])
+
+
+def format_address(host: str, port: int) -> str:
+    """The "tcp://host:port" form of an address."""
+    return f"tcp://[{host}]:{port}" if ":" in host else f"tcp://{host}:{port}"
