@@ -1,0 +1,364 @@
+"""The things that a coordinator knows, and the cluster that holds them.
+
+Each attribute's comment says what it always equals. Only the departments (membership, versions, readers, operations)
+change them; `invariants` checks what the comments say.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import ClassVar
+
+from tensorhub.coordinator import states
+from tensorhub.coordinator.actions import Action, CloseSession, Persist, Send
+from tensorhub.coordinator.states import (
+    LeaseState,
+    OperationState,
+    ReplicaState,
+    Stateful,
+    VersionState,
+    WorkerState,
+)
+from tensorhub.coordinator.timers import Timers
+from tensorhub.errors import TensorHubError
+from tensorhub.messages import Fill, FromCoordinator, Outcome, Publish
+from tensorhub.types import Endpoint, Location, Medium, OpKey, OpKind, Options, Purpose, VersionInfo
+
+DECIDED_KEPT_MAX = 32  # outcomes that a group remembers for ranks that ask late
+
+
+class Worker(Stateful[WorkerState]):
+    """One incarnation of one worker process."""
+
+    table: ClassVar = states.WORKER_TABLE
+    __slots__ = ("endpoints", "heard_at", "incarnation", "location", "members", "name", "session")
+
+    def __init__(
+        self, incarnation: str, name: str, location: Location, endpoints: tuple[Endpoint, ...], session: int, now: float
+    ) -> None:
+        super().__init__(WorkerState.LIVE)
+        self.incarnation = incarnation
+        self.name = name
+        self.location = location
+        self.endpoints = endpoints
+        self.session: int | None = session  # the connection over which it can be told something
+        self.heard_at = now  # when its newest message arrived
+        self.members: dict[str, Member] = {}  # by registration id; empty once LOST
+
+    def __repr__(self) -> str:
+        return f"<Worker {self.name} {self.incarnation[:8]} {self.state} members={len(self.members)}>"
+
+
+@dataclass(slots=True, eq=False)
+class Member:
+    """One rank of one group: a registration."""
+
+    registration: str
+    worker: Worker
+    group: Group
+    rank: int
+    spot: bool
+    nbytes: int
+    chunks: int
+    manifest: bytes  # as this rank publishes
+    holding: Holding | None = None  # what its memory holds or is filled with; None while its own to write
+    leaving: list[Holding] = field(default_factory=list)  # withdrawn holdings whose fence is not confirmed yet
+
+    def __repr__(self) -> str:
+        return f"<Member {self.group.model.name}/{self.group.name}[{self.rank}] at {self.worker.name}>"
+
+
+@dataclass(slots=True, eq=False)
+class Group:
+    """One model-parallel group of one model."""
+
+    model: Model
+    name: str
+    world_size: int
+    layout_id: str
+    epoch: int  # changes whenever a rank is replaced
+    sequence: int = 0  # of the next operation that is not decided
+    members: dict[int, Member] = field(default_factory=dict)  # by rank; only registered ones
+    operation: Operation | None = None  # the undecided one
+    decided: dict[OpKey, dict[int, Outcome]] = field(default_factory=dict)  # newest DECIDED_KEPT_MAX, by rank
+    replicas: list[Replica] = field(default_factory=list)  # those that are not GONE
+
+    @property
+    def spot(self) -> bool:
+        """A group is spot if any rank is."""
+        return any(member.spot for member in self.members.values())
+
+    def torn_replica(self) -> Replica | None:
+        return next((r for r in self.replicas if r.state is ReplicaState.TORN), None)
+
+
+class Version(Stateful[VersionState]):
+    """One number of one lineage, with the content that was published under it."""
+
+    table: ClassVar = states.VERSION_TABLE
+    __slots__ = ("holdings", "info", "layout_id", "lineage", "manifests", "publisher")
+
+    def __init__(self, info: VersionInfo, lineage: int, layout_id: str, publisher: OpKey) -> None:
+        super().__init__(VersionState.STAGED)
+        self.info = info
+        self.lineage = lineage
+        self.layout_id = layout_id
+        self.publisher = publisher  # the publish that minted it
+        self.manifests: dict[int, bytes] = {}  # by rank; of every rank that ever held it since the start
+        self.holdings: dict[int, list[Holding]] = {rank: [] for rank in range(info.world_size)}  # by rank
+
+    @property
+    def number(self) -> int:
+        return self.info.version
+
+    @property
+    def visible(self) -> bool:
+        return self.state in (VersionState.AVAILABLE, VersionState.UNAVAILABLE)
+
+    def has_live_source(self) -> bool:
+        """Whether every shard is held, complete and committed, by a replica that takes readers."""
+        return all(any(h.is_source for h in holdings) for holdings in self.holdings.values())
+
+    def __repr__(self) -> str:
+        holders = sum(len(h) for h in self.holdings.values())
+        return f"<Version {self.info.model}:{self.number} {self.state} holdings={holders}>"
+
+
+class Replica(Stateful[ReplicaState]):
+    """One group's copy of one version, or what a broken fill left of it (TORN)."""
+
+    table: ClassVar = states.REPLICA_TABLE
+    __slots__ = ("group", "holdings", "id", "medium", "purpose", "version")
+
+    def __init__(self, ident: str, group: Group, version: Version, medium: Medium, purpose: Purpose) -> None:
+        super().__init__(ReplicaState.FILLING)
+        self.id = ident
+        self.group = group
+        self.version = version
+        self.medium = medium
+        self.purpose = purpose
+        self.holdings: dict[int, Holding] = {}  # by rank; those whose memory still belongs to this replica
+
+    def __repr__(self) -> str:
+        return f"<Replica {self.group.name} of {self.version.info.model}:{self.version.number} {self.state}>"
+
+
+@dataclass(slots=True, eq=False)
+class Holding:
+    """One rank's memory as a part of a replica, under one generation."""
+
+    replica: Replica
+    member: Member
+    rank: int
+    generation: int
+    complete: bool  # every chunk is there and verified
+    committed: bool  # complete, and its group's operation committed: counts for availability
+    chunks_verified: int = 0  # for scheduling and display only
+    leaving: bool = False  # its owner wants the memory back
+    readers: dict[str, ReadLease] = field(default_factory=dict)  # ACTIVE and FENCING leases on it
+
+    @property
+    def version(self) -> Version:
+        return self.replica.version
+
+    @property
+    def takes_readers(self) -> bool:
+        return (
+            not self.leaving
+            and self.replica.state in (ReplicaState.FILLING, ReplicaState.READY)
+            and self.member.worker.state is not WorkerState.LOST
+        )
+
+    @property
+    def is_source(self) -> bool:
+        return self.committed and self.takes_readers
+
+    def active_readers(self) -> int:
+        return sum(lease.state is LeaseState.ACTIVE for lease in self.readers.values())
+
+
+class ReadLease(Stateful[LeaseState]):
+    """One reader's right to read one holding: one attempt, never used again."""
+
+    table: ClassVar = states.LEASE_TABLE
+    __slots__ = ("holding", "id", "part")
+
+    def __init__(self, ident: str, part: RankPart, holding: Holding) -> None:
+        super().__init__(LeaseState.ACTIVE)
+        self.id = ident
+        self.part = part  # the reader
+        self.holding = holding  # the source
+
+    def __repr__(self) -> str:
+        reader, source = self.part.member.worker.name, self.holding.member.worker.name
+        return f"<ReadLease {self.id[:8]} {reader} <- {source} {self.state}>"
+
+
+@dataclass(slots=True, eq=False)
+class RankPart:
+    """One rank's part in one group operation."""
+
+    operation: Operation
+    member: Member
+    call: Publish | Fill
+    deadline: float
+    needs_bytes: bool = True  # False: it held the bound content when the operation was bound
+    ready: bool = False  # its ReadyToWrite has come, or is not waited for
+    voted: bool = False  # its Prepared has come (or, for publish, its call)
+    holding: Holding | None = None  # what it fills, from Write on
+    leases: dict[str, ReadLease] = field(default_factory=dict)  # its ACTIVE leases
+    failures: dict[str, int] = field(default_factory=dict)  # failed reads by source incarnation
+    retry_at: float = 0.0  # no new source is looked for before
+
+    @property
+    def rank(self) -> int:
+        return self.member.rank
+
+    @property
+    def wants_source(self) -> bool:
+        return self.needs_bytes and self.holding is not None and not self.voted and not self.leases
+
+
+class Operation(Stateful[OperationState]):
+    """One group call: publish, replicate, update or prefetch, on all ranks of a group."""
+
+    table: ClassVar = states.OPERATION_TABLE
+    __slots__ = ("calls", "group", "key", "kind", "parts", "record", "unchanged", "version", "writing")
+
+    def __init__(self, key: OpKey, kind: OpKind, group: Group) -> None:
+        super().__init__(OperationState.GATHERING)
+        self.key = key
+        self.kind = kind
+        self.group = group
+        self.parts: dict[int, RankPart] = {}  # by rank; those that have called
+        self.version: Version | None = None  # set while RUNNING or later
+        self.writing = False  # every rank was told to overwrite
+        self.unchanged = False  # every rank held the bound content already
+        self.record: int | None = None  # of the entry that is being made durable, while PREPARED
+
+    @property
+    def decided(self) -> bool:
+        return self.state in (OperationState.COMMITTED, OperationState.ABORTED)
+
+    @property
+    def gathered(self) -> bool:
+        return len(self.parts) == self.group.world_size
+
+    def __repr__(self) -> str:
+        return f"<Operation {self.kind} {self.key} {self.state} ranks={len(self.parts)}/{self.group.world_size}>"
+
+
+@dataclass(slots=True, eq=False)
+class Withdrawal:
+    """A rank's wish to have its published memory back (an attempt; the holding's state is its replica's)."""
+
+    request: int
+    holding: Holding
+    granted: bool = False
+
+
+@dataclass(slots=True, eq=False)
+class Model:
+    """One name, its current lineage and its versions."""
+
+    name: str
+    lineage: int = 0
+    mark: int | None = None  # the newest number of the current lineage that was ever made durable
+    retain: int = 0
+    versions: dict[int, Version] = field(default_factory=dict)  # by number; STAGED, AVAILABLE and UNAVAILABLE ones
+    groups: dict[str, Group] = field(default_factory=dict)
+    waiting: dict[OpKey, Operation] = field(default_factory=dict)  # undecided, and unbound or without a source
+    withdrawals: dict[str, Withdrawal] = field(default_factory=dict)  # by registration; those not granted
+    watchers: set[int] = field(default_factory=set)  # sessions
+    announced: VersionInfo | None = None  # what the watchers were told last
+
+    def newest_visible(self, skip: int = 0) -> Version | None:
+        """The newest visible version, or the one `skip` places before it."""
+        visible = sorted((v.number for v in self.versions.values() if v.visible), reverse=True)
+        return self.versions[visible[skip]] if len(visible) > skip else None
+
+
+@dataclass(slots=True)
+class Session:
+    """One authenticated connection."""
+
+    number: int
+    incarnation: str
+    role: str
+    worker: Worker | None = None  # set once it has joined
+
+
+class Cluster:
+    """All entities, and the one place through which departments act. A plain value store: no rules here."""
+
+    def __init__(self, ident: str, epoch: int, options: Options, ids: Callable[[], str]) -> None:
+        self.id = ident  # names the durable state
+        self.epoch = epoch  # of this coordinator
+        self.options = options
+        self.new_id = ids
+        self.now = 0.0
+        self.cause = 0  # ordinal number of the event being handled
+        self.timers = Timers()
+        self.sessions: dict[int, Session] = {}
+        self.workers: dict[str, Worker] = {}  # LIVE and SUSPECT ones, by incarnation
+        self.lost: deque[str] = deque(maxlen=4096)  # incarnations that must not come back
+        self.members: dict[str, Member] = {}  # by registration id
+        self.models: dict[str, Model] = {}
+        self.leases: dict[str, ReadLease] = {}  # ACTIVE and FENCING ones
+        self.records: dict[int, Operation] = {}  # entries on their way to the store
+        self.decisions: dict[OpKey, tuple[str, int, str]] = {}  # recovered commit records: (model, number, content)
+        self.changed_models: dict[str, None] = {}  # whose availability or sources may have changed in this step
+        self.changed_operations: dict[OpKey, Operation] = {}
+        self.epochs_minted = epoch << 32  # group epochs of a later coordinator are always larger
+        self.records_minted = 0
+        self._actions: list[Action] = []
+
+    # -- acting
+
+    def send(self, session: int | None, message: FromCoordinator) -> None:
+        """Say it over this connection; without one it is not said (the peer asks again when it is back)."""
+        if session is not None:
+            self._actions.append(Send(self.cause, session, message))
+
+    def tell(self, member: Member, message: FromCoordinator) -> None:
+        self.send(member.worker.session, message)
+
+    def act(self, action: Persist | CloseSession) -> None:
+        self._actions.append(action)
+
+    def take_actions(self) -> list[Action]:
+        actions, self._actions = self._actions, []
+        return actions
+
+    def mint_epoch(self) -> int:
+        self.epochs_minted += 1
+        return self.epochs_minted
+
+    # -- looking up
+
+    def touch(self, model: Model) -> None:
+        """Have the model's consequences worked out at the end of this step."""
+        self.changed_models[model.name] = None
+
+    def model(self, name: str) -> Model:
+        """The model of this name; it begins to exist when somebody first names it for writing or waiting."""
+        model = self.models.get(name)
+        if model is None:
+            model = self.models[name] = Model(name)
+        return model
+
+    def operations(self) -> Iterator[Operation]:
+        for model in self.models.values():
+            for group in model.groups.values():
+                if group.operation is not None:
+                    yield group.operation
+
+
+@dataclass(frozen=True, slots=True)
+class Blame:
+    """Why an operation is aborted. `rank` None: no single rank is to blame, and all get `error` itself."""
+
+    error: TensorHubError
+    rank: int | None = None

@@ -1,0 +1,122 @@
+"""The state machines of the coordinator, as tables; `Stateful.become` is the only writer of a state.
+
+Theory of operation. Facts arrive as events; each entity below moves along its own table and nothing else. Attempts (a
+read, a withdrawal, a retry) are entities of their own, never extra states of another entity. The diagrams in docs/ are
+generated from these tables, and a test walks every (state, event) pair of each.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from enum import StrEnum
+from typing import ClassVar, Generic, TypeVar
+
+from tensorhub.coordinator.story import Story
+
+
+class VersionState(StrEnum):
+    STAGED = "staged"  # some shards are promised; invisible
+    AVAILABLE = "available"  # visible, and every shard has a live holder
+    UNAVAILABLE = "unavailable"  # visible, but some shard has no live holder
+    DISCARDED = "discarded"  # its publication was aborted; its number was not used
+    RETIRED = "retired"  # rolled back, or old, unretained and held by nobody
+
+
+class ReplicaState(StrEnum):
+    FILLING = "filling"
+    READY = "ready"
+    DRAINING = "draining"  # takes no new readers
+    TORN = "torn"  # memory of mixed content
+    GONE = "gone"
+
+
+class LeaseState(StrEnum):
+    ACTIVE = "active"
+    FENCING = "fencing"  # must not count any more; the owner has not confirmed yet
+    FENCED = "fenced"
+    RELEASED = "released"  # the reader said that it reads no more
+
+
+class WorkerState(StrEnum):
+    LIVE = "live"
+    SUSPECT = "suspect"  # silent or disconnected, but its lease still runs
+    LOST = "lost"
+
+
+class OperationState(StrEnum):
+    GATHERING = "gathering"  # not every rank has called, or no version is bound yet
+    RUNNING = "running"
+    PREPARED = "prepared"  # every rank has voted; the decision is being recorded
+    COMMITTED = "committed"
+    ABORTED = "aborted"
+
+
+class CoordinatorState(StrEnum):
+    RECOVERING = "recovering"
+    SERVING = "serving"
+    DEPOSED = "deposed"
+
+
+V, R, L, W, O, C = VersionState, ReplicaState, LeaseState, WorkerState, OperationState, CoordinatorState
+
+VERSION_TABLE: Mapping[VersionState, frozenset[VersionState]] = {
+    V.STAGED: frozenset({V.AVAILABLE, V.DISCARDED}),
+    V.AVAILABLE: frozenset({V.UNAVAILABLE, V.RETIRED}),
+    V.UNAVAILABLE: frozenset({V.AVAILABLE, V.RETIRED}),
+    V.DISCARDED: frozenset(),
+    V.RETIRED: frozenset(),
+}
+REPLICA_TABLE: Mapping[ReplicaState, frozenset[ReplicaState]] = {
+    R.FILLING: frozenset({R.READY, R.TORN, R.GONE}),
+    R.READY: frozenset({R.DRAINING, R.GONE}),
+    R.DRAINING: frozenset({R.GONE, R.READY}),
+    R.TORN: frozenset({R.FILLING, R.READY, R.GONE}),
+    R.GONE: frozenset(),
+}
+LEASE_TABLE: Mapping[LeaseState, frozenset[LeaseState]] = {
+    L.ACTIVE: frozenset({L.RELEASED, L.FENCING}),
+    L.FENCING: frozenset({L.FENCED, L.RELEASED}),
+    L.FENCED: frozenset(),
+    L.RELEASED: frozenset(),
+}
+WORKER_TABLE: Mapping[WorkerState, frozenset[WorkerState]] = {
+    W.LIVE: frozenset({W.SUSPECT}),
+    W.SUSPECT: frozenset({W.LIVE, W.LOST}),
+    W.LOST: frozenset(),
+}
+OPERATION_TABLE: Mapping[OperationState, frozenset[OperationState]] = {
+    O.GATHERING: frozenset({O.RUNNING, O.ABORTED}),
+    O.RUNNING: frozenset({O.PREPARED, O.ABORTED}),
+    O.PREPARED: frozenset({O.COMMITTED, O.ABORTED}),
+    O.COMMITTED: frozenset(),
+    O.ABORTED: frozenset(),
+}
+COORDINATOR_TABLE: Mapping[CoordinatorState, frozenset[CoordinatorState]] = {
+    C.RECOVERING: frozenset({C.SERVING, C.DEPOSED}),
+    C.SERVING: frozenset({C.DEPOSED}),
+    C.DEPOSED: frozenset(),
+}
+
+S = TypeVar("S", bound=StrEnum)
+
+
+class IllegalTransition(Exception):
+    """A transition that the entity's table does not have: a defect of TensorHub. Carries the entity's story."""
+
+
+class Stateful(Generic[S]):
+    """An entity with a state, a table and a story."""
+
+    table: ClassVar[Mapping[StrEnum, frozenset[StrEnum]]]
+    __slots__ = ("state", "story")
+
+    def __init__(self, state: S) -> None:
+        self.state: S = state
+        self.story = Story()
+
+    def become(self, new: S, cause: int, now: float, why: str) -> None:
+        """Move to `new`; raise IllegalTransition with the story where the table has no such move."""
+        if new not in self.table[self.state]:
+            raise IllegalTransition(f"{self}: {self.state} -> {new} ({why}) is not in the table. Story:\n{self.story}")
+        self.story.note(cause, now, f"{self.state} -> {new}: {why}")
+        self.state = new
