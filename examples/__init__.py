@@ -1,0 +1,1 @@
+"""Runnable examples; the tests import them from here."""

@@ -1,0 +1,8 @@
+"""The only loops: they feed events, clocks and randomness to the pure packages and carry out their actions.
+
+Responsible for the server that drives the coordinator and its durable state, for the worker's side that
+serves regions and runs pulls, and for the clock. Written on anyio, so that all of it runs on asyncio and on
+trio.
+
+Not responsible for any decision that a pure package can make.
+"""

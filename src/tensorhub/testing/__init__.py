@@ -1,0 +1,8 @@
+"""Public test tools: the simulated cluster, fault plans, the transport conformance suite, Hypothesis
+strategies.
+
+Responsible for running the real coordinator, scheduler and pull machines over a simulated network and
+clock, and for proving that a transport keeps its promises. The same seed gives the same trace, always.
+
+Not responsible for anything that happens outside tests: no other package imports this one.
+"""

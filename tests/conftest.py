@@ -1,0 +1,41 @@
+"""What every test shares: tests that need something which this machine lacks are skipped, with the reason."""
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+
+def _lacks_gpu() -> str | None:
+    try:
+        import torch
+    except ImportError:
+        return "torch is not installed"
+    return None if torch.cuda.is_available() else "no CUDA device"
+
+
+def _lacks_rdma() -> str | None:
+    devices = Path("/sys/class/infiniband")
+    return None if devices.is_dir() and any(devices.iterdir()) else "no RDMA device"
+
+
+_LACKS: dict[str, Callable[[], str | None]] = {
+    "root": lambda: None if os.geteuid() == 0 else "not root",
+    "gpu": _lacks_gpu,
+    "rdma": _lacks_rdma,
+    "peer": lambda: None if os.environ.get("TENSORHUB_TEST_PEER") else "TENSORHUB_TEST_PEER is not set",
+}
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    reasons: dict[str, str | None] = {}
+    for item in items:
+        for need, lacks in _LACKS.items():
+            if item.get_closest_marker(need) is None:
+                continue
+            if need not in reasons:
+                reasons[need] = lacks()
+            reason = reasons[need]
+            if reason is not None:
+                item.add_marker(pytest.mark.skip(reason=reason))
