@@ -15,6 +15,7 @@ from typing import Annotated
 
 from tensorhub import errors
 from tensorhub.types import (
+    U64,
     Endpoint,
     Id,
     Length,
@@ -28,7 +29,6 @@ from tensorhub.types import (
     Range,
     Seconds,
     Text,
-    U64,
     VersionInfo,
 )
 
@@ -264,7 +264,7 @@ class Progress:
 
 @dataclass(frozen=True, slots=True)
 class Withdraw:
-    """This rank wants its published memory back: no new readers; answered by Withdrawable when the old ones are gone."""
+    """This rank wants its published memory back: no new readers; Withdrawable answers when the old are gone."""
 
     request: U64
     registration: Id
@@ -323,7 +323,7 @@ class Describe:
 
 @dataclass(frozen=True, slots=True)
 class Welcome:
-    """Answer to Join. `epoch` is the coordinator's; `cluster` names its durable state; `known` False: new incarnation."""
+    """Answer to Join. `epoch`: the coordinator's; `cluster` names its durable state; `known` False: new incarnation."""
 
     cluster: Id
     epoch: U64

@@ -52,16 +52,16 @@ PREVIOUS: Literal["latest-1"] = "latest-1"
 VERSION_MAX = 2**63 - 1
 
 
-def check_selector(selector: Selector) -> Selector:
+def check_selector(selector: object) -> Selector:
     """Return `selector` if it is a version number (0 to 2**63-1), "latest" or "latest-1"; else raise StateError."""
     if isinstance(selector, int) and not isinstance(selector, bool) and 0 <= selector <= VERSION_MAX:
         return selector
-    if selector in (LATEST, PREVIOUS):
+    if isinstance(selector, str) and selector in (LATEST, PREVIOUS):
         return selector
     raise StateError(f"{selector!r} is not a version selector: give a number from 0, 'latest' or 'latest-1'")
 
 
-def check_name(what: str, name: str) -> str:
+def check_name(what: str, name: object) -> str:
     """Return `name` if it can name a `what` (1 to 512 printable characters); else raise StateError."""
     if isinstance(name, str) and 0 < len(name) <= 512 and name.isprintable():
         return name
@@ -298,7 +298,7 @@ class ModelInfo:
 _ADDRESS = re.compile(r"tcp://(?P<host>\[[0-9a-fA-F:.%]+\]|[^:/\[\]]+):(?P<port>\d{1,5})\Z")
 
 
-def parse_address(address: str) -> tuple[str, int]:
+def parse_address(address: object) -> tuple[str, int]:
     """Split "tcp://host:port" (IPv6 hosts in brackets) into host and port; raise StateError if it is not one."""
     match = _ADDRESS.match(address) if isinstance(address, str) else None
     if match is None or int(match["port"]) > 65_535:

@@ -1,9 +1,45 @@
-"""The coordinator's decisions: events in, actions out.
+"""The coordinator's mind: which worker holds which version, who may read whom, what is decided.
 
-Responsible for versions, replicas, leases, groups, retention, lineages, and for the bounded story of each
-of them. `Coordinator.step(event, now)` returns the actions, `next_deadline()` says when it wants to be
-called again.
-
-Not responsible for clocks, sockets, disks or tasks: time and randomness are arguments, and what must be
-durable is an action that `tensorhub.runtime` carries out. It never sees a byte of a weight.
+PURE: events in, actions out; time is an argument. Responsible for versions, leases, replicas, groups and, later,
+retention. Not responsible for sockets, files or a clock (`runtime.server`), nor for protecting memory: its owner does.
 """
+
+from tensorhub.coordinator.actions import (
+    Action,
+    CloseSession,
+    Decision,
+    Durable,
+    Entry,
+    Persist,
+    Publication,
+    Send,
+)
+from tensorhub.coordinator.core import Coordinator
+from tensorhub.coordinator.events import (
+    Connected,
+    Disconnected,
+    Event,
+    Persisted,
+    PersistFailed,
+    Received,
+    Tick,
+)
+
+__all__ = [
+    "Action",
+    "CloseSession",
+    "Connected",
+    "Coordinator",
+    "Decision",
+    "Disconnected",
+    "Durable",
+    "Entry",
+    "Event",
+    "Persist",
+    "PersistFailed",
+    "Persisted",
+    "Publication",
+    "Received",
+    "Send",
+    "Tick",
+]

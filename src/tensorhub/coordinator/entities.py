@@ -17,12 +17,11 @@ from tensorhub.coordinator.states import (
     LeaseState,
     OperationState,
     ReplicaState,
-    Stateful,
     VersionState,
     WorkerState,
 )
-from tensorhub.coordinator.timers import Timers
 from tensorhub.errors import TensorHubError
+from tensorhub.machine import Stateful, Timers
 from tensorhub.messages import Fill, FromCoordinator, Outcome, Publish
 from tensorhub.types import Endpoint, Location, Medium, OpKey, OpKind, Options, Purpose, VersionInfo
 
@@ -36,7 +35,13 @@ class Worker(Stateful[WorkerState]):
     __slots__ = ("endpoints", "heard_at", "incarnation", "location", "members", "name", "session")
 
     def __init__(
-        self, incarnation: str, name: str, location: Location, endpoints: tuple[Endpoint, ...], session: int, now: float
+        self,
+        incarnation: str,
+        name: str,
+        location: Location,
+        endpoints: tuple[Endpoint, ...],
+        session: int,
+        now: float,
     ) -> None:
         super().__init__(WorkerState.LIVE)
         self.incarnation = incarnation
@@ -98,7 +103,7 @@ class Version(Stateful[VersionState]):
     """One number of one lineage, with the content that was published under it."""
 
     table: ClassVar = states.VERSION_TABLE
-    __slots__ = ("holdings", "info", "layout_id", "lineage", "manifests", "publisher")
+    __slots__ = ("abandoned", "holdings", "info", "layout_id", "lineage", "manifests", "publisher")
 
     def __init__(self, info: VersionInfo, lineage: int, layout_id: str, publisher: OpKey) -> None:
         super().__init__(VersionState.STAGED)
@@ -106,6 +111,7 @@ class Version(Stateful[VersionState]):
         self.lineage = lineage
         self.layout_id = layout_id
         self.publisher = publisher  # the publish that minted it
+        self.abandoned = False  # its last live source left on purpose, and none has come since
         self.manifests: dict[int, bytes] = {}  # by rank; of every rank that ever held it since the start
         self.holdings: dict[int, list[Holding]] = {rank: [] for rank in range(info.world_size)}  # by rank
 
@@ -156,7 +162,8 @@ class Holding:
     complete: bool  # every chunk is there and verified
     committed: bool  # complete, and its group's operation committed: counts for availability
     chunks_verified: int = 0  # for scheduling and display only
-    leaving: bool = False  # its owner wants the memory back
+    depth: int = 0  # fills between it and a complete copy when it last got a source; 0 once complete
+    leaving: bool = False  # takes no readers any more: withdrawn, overwritten, torn or lost
     readers: dict[str, ReadLease] = field(default_factory=dict)  # ACTIVE and FENCING leases on it
 
     @property
@@ -183,13 +190,14 @@ class ReadLease(Stateful[LeaseState]):
     """One reader's right to read one holding: one attempt, never used again."""
 
     table: ClassVar = states.LEASE_TABLE
-    __slots__ = ("holding", "id", "part")
+    __slots__ = ("dropping", "holding", "id", "part")
 
     def __init__(self, ident: str, part: RankPart, holding: Holding) -> None:
         super().__init__(LeaseState.ACTIVE)
         self.id = ident
         self.part = part  # the reader
         self.holding = holding  # the source
+        self.dropping = False  # the reader was told to leave this source for another one
 
     def __repr__(self) -> str:
         reader, source = self.part.member.worker.name, self.holding.member.worker.name
@@ -241,6 +249,10 @@ class Operation(Stateful[OperationState]):
     @property
     def decided(self) -> bool:
         return self.state in (OperationState.COMMITTED, OperationState.ABORTED)
+
+    @property
+    def running(self) -> bool:
+        return self.state is OperationState.RUNNING
 
     @property
     def gathered(self) -> bool:

@@ -1,4 +1,4 @@
-"""The state machines of the coordinator, as tables; `Stateful.become` is the only writer of a state.
+"""The state machines of the coordinator, as tables; `machine.Stateful.become` is the only writer of a state.
 
 Theory of operation. Facts arrive as events; each entity below moves along its own table and nothing else. Attempts (a
 read, a withdrawal, a retry) are entities of their own, never extra states of another entity. The diagrams in docs/ are
@@ -9,9 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from enum import StrEnum
-from typing import ClassVar, Generic, TypeVar
-
-from tensorhub.coordinator.story import Story
 
 
 class VersionState(StrEnum):
@@ -57,7 +54,7 @@ class CoordinatorState(StrEnum):
     DEPOSED = "deposed"
 
 
-V, R, L, W, O, C = VersionState, ReplicaState, LeaseState, WorkerState, OperationState, CoordinatorState
+V, R, L, W, P, C = VersionState, ReplicaState, LeaseState, WorkerState, OperationState, CoordinatorState
 
 VERSION_TABLE: Mapping[VersionState, frozenset[VersionState]] = {
     V.STAGED: frozenset({V.AVAILABLE, V.DISCARDED}),
@@ -85,38 +82,14 @@ WORKER_TABLE: Mapping[WorkerState, frozenset[WorkerState]] = {
     W.LOST: frozenset(),
 }
 OPERATION_TABLE: Mapping[OperationState, frozenset[OperationState]] = {
-    O.GATHERING: frozenset({O.RUNNING, O.ABORTED}),
-    O.RUNNING: frozenset({O.PREPARED, O.ABORTED}),
-    O.PREPARED: frozenset({O.COMMITTED, O.ABORTED}),
-    O.COMMITTED: frozenset(),
-    O.ABORTED: frozenset(),
+    P.GATHERING: frozenset({P.RUNNING, P.ABORTED}),
+    P.RUNNING: frozenset({P.PREPARED, P.ABORTED}),
+    P.PREPARED: frozenset({P.COMMITTED, P.ABORTED}),
+    P.COMMITTED: frozenset(),
+    P.ABORTED: frozenset(),
 }
 COORDINATOR_TABLE: Mapping[CoordinatorState, frozenset[CoordinatorState]] = {
     C.RECOVERING: frozenset({C.SERVING, C.DEPOSED}),
     C.SERVING: frozenset({C.DEPOSED}),
     C.DEPOSED: frozenset(),
 }
-
-S = TypeVar("S", bound=StrEnum)
-
-
-class IllegalTransition(Exception):
-    """A transition that the entity's table does not have: a defect of TensorHub. Carries the entity's story."""
-
-
-class Stateful(Generic[S]):
-    """An entity with a state, a table and a story."""
-
-    table: ClassVar[Mapping[StrEnum, frozenset[StrEnum]]]
-    __slots__ = ("state", "story")
-
-    def __init__(self, state: S) -> None:
-        self.state: S = state
-        self.story = Story()
-
-    def become(self, new: S, cause: int, now: float, why: str) -> None:
-        """Move to `new`; raise IllegalTransition with the story where the table has no such move."""
-        if new not in self.table[self.state]:
-            raise IllegalTransition(f"{self}: {self.state} -> {new} ({why}) is not in the table. Story:\n{self.story}")
-        self.story.note(cause, now, f"{self.state} -> {new}: {why}")
-        self.state = new

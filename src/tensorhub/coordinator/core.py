@@ -1,0 +1,352 @@
+"""The coordinator: `step(event, now) -> actions`. Pure: no clock, no I/O, no randomness of its own.
+
+Theory of operation. A handler records what happened (`_handle`); what follows from it is worked out afterwards
+(`_settle`): operations that can go on go on, versions become available or not, watchers and owners are told. So the
+order in which facts arrive within a step does not matter, and each consequence has one place.
+
+Not responsible for weights (it never touches a byte of them), for protecting memory (owners do, R3), or for making
+anything durable (the shell does, and says so with `Persisted`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import assert_never
+
+from tensorhub.coordinator import invariants, views
+from tensorhub.coordinator.actions import Action, CloseSession, Durable
+from tensorhub.coordinator.entities import Cluster, Member, Session, Version, Worker
+from tensorhub.coordinator.events import (
+    Connected,
+    Disconnected,
+    Event,
+    Persisted,
+    PersistFailed,
+    Received,
+    Tick,
+)
+from tensorhub.coordinator.membership import Membership
+from tensorhub.coordinator.operations import Operations
+from tensorhub.coordinator.readers import Readers
+from tensorhub.coordinator.states import COORDINATOR_TABLE, CoordinatorState
+from tensorhub.coordinator.versions import Versions
+from tensorhub.errors import StateError, VersionUnavailable
+from tensorhub.machine import Stateful
+from tensorhub.messages import (
+    Abandon,
+    Announce,
+    Check,
+    Deregister,
+    Describe,
+    Description,
+    Done,
+    ErrorInfo,
+    Fill,
+    FromWorker,
+    GetManifest,
+    Heartbeat,
+    HeartbeatAck,
+    Join,
+    Leave,
+    ManifestReply,
+    Prepared,
+    Progress,
+    Publish,
+    ReaderCut,
+    ReadFailed,
+    ReadyToWrite,
+    Refused,
+    Register,
+    Resolve,
+    Watch,
+    Withdraw,
+    Withdrawable,
+    Withdrawn,
+)
+from tensorhub.types import Options, VersionInfo
+
+RECOVERED_PER_MODEL_MAX = 64  # newest versions of each model that holders may announce again after a restart
+
+
+class Coordinator(Stateful[CoordinatorState]):
+    """One coordinator's whole mind.
+
+    `cluster`: the id of its durable state. `epoch`: larger than that of any coordinator before it on that state.
+    `ids`: mints ids that nobody else ever mints. `durable`: what the store held at the start.
+    """
+
+    table = COORDINATOR_TABLE
+
+    def __init__(
+        self,
+        *,
+        cluster: str,
+        epoch: int,
+        options: Options,
+        ids: Callable[[], str],
+        now: float,
+        durable: Durable | None = None,
+    ) -> None:
+        super().__init__(CoordinatorState.RECOVERING)
+        self.cluster = Cluster(cluster, epoch, options, ids)
+        self.cluster.now = now
+        self._versions = Versions(self.cluster)
+        self._readers = Readers(self.cluster)
+        self._operations = Operations(self.cluster, self._versions, self._readers)
+        self._membership = Membership(self.cluster, self._readers, self._operations)
+        if durable is not None:
+            self._recover(durable)
+        self.become(CoordinatorState.SERVING, 0, now, "recovered")
+
+    def __repr__(self) -> str:
+        c = self.cluster
+        return (
+            f"<Coordinator {self.state} epoch={c.epoch} workers={len(c.workers)} models={len(c.models)} "
+            f"operations={sum(1 for _ in c.operations())} leases={len(c.leases)}>"
+        )
+
+    def _recover(self, durable: Durable) -> None:
+        cluster = self.cluster
+        newest = sorted(durable.publications, key=lambda p: (p.model, p.lineage, p.number))
+        for publication in newest:
+            model = cluster.model(publication.model)
+            info = VersionInfo(
+                publication.model,
+                publication.number,
+                publication.content_id,
+                publication.nbytes,
+                publication.world_size,
+            )
+            model.lineage = publication.lineage
+            version = Version(info, publication.lineage, publication.layout_id, publication.key)
+            self._versions.recover(version, model)
+            cluster.decisions[publication.key] = (info.model, info.version, info.content_id)
+            oldest = min(model.versions)
+            if len(model.versions) > RECOVERED_PER_MODEL_MAX:
+                del model.versions[oldest]
+        for decision in durable.decisions:
+            cluster.decisions[decision.key] = (decision.model, decision.number, decision.content_id)
+        cluster.timers.set("recovery", "", cluster.now + cluster.options.lease_s)
+
+    # ------------------------------------------------------------------------------------------------- entry points
+
+    def step(self, event: Event, now: float) -> list[Action]:
+        """Take one event at time `now` (seconds, never going back); return what is to be done, in order."""
+        cluster = self.cluster
+        cluster.now = max(now, cluster.now)
+        cluster.cause += 1
+        self._run_timers()
+        self._handle(event)
+        self._settle()
+        return cluster.take_actions()
+
+    def next_deadline(self) -> float | None:
+        """When `step(Tick(), ...)` is wanted at the latest; None: no deadline is set."""
+        return self.cluster.timers.next()
+
+    def check_invariants(self) -> None:
+        """Raise InvariantBroken, with a story, if anything that always holds does not."""
+        invariants.check(self.cluster)
+
+    # ------------------------------------------------------------------------------------------------------ events
+
+    def _run_timers(self) -> None:
+        while (name := self.cluster.timers.pop_due(self.cluster.now)) is not None:
+            match name:
+                case ("worker", incarnation):
+                    self._membership.lease_due(incarnation)
+                case ("operation", key):
+                    self._operations.deadline_passed(key)
+                case ("retry", key):
+                    self._operations.retry_due(key)
+                case ("grace", registration):
+                    self._readers.grace_over(registration)
+                case ("recovery", _):
+                    for model in self.cluster.models.values():
+                        self.cluster.touch(model)
+                case _:
+                    raise StateError(f"no such timer: {name}")
+
+    def _handle(self, event: Event) -> None:
+        sessions = self.cluster.sessions
+        match event:
+            case Connected():
+                sessions[event.session] = Session(event.session, event.incarnation, event.role)
+            case Received():
+                session = sessions.get(event.session)
+                if session is not None:
+                    self._receive(session, event.message)
+            case Disconnected():
+                session = sessions.get(event.session)
+                if session is not None:
+                    self._membership.disconnected(session)
+            case Persisted():
+                self._operations.persisted(event.record)
+            case PersistFailed():
+                self._operations.persist_failed(event.record, event.reason)
+            case Tick():
+                pass
+            case _:
+                assert_never(event)
+
+    def _receive(self, session: Session, message: FromWorker) -> None:
+        if session.worker is not None:
+            self._membership.heard(session.worker)
+        match message:
+            case Join():
+                if session.role == "worker" and session.worker is None:
+                    self._membership.join(session, message)
+                else:
+                    self._offend(session, "only a worker joins, and only once")
+            case Watch() | Describe() | GetManifest() | Check():
+                self._ask(session, message)
+            case _ if session.worker is None:
+                self._offend(session, f"{type(message).__name__} before Join")
+            case _:
+                self._receive_from_worker(session.worker, message)
+
+    def _offend(self, session: Session, what: str) -> None:
+        self.cluster.act(CloseSession(self.cluster.cause, session.number, what))
+
+    def _receive_from_worker(
+        self,
+        worker: Worker,
+        message: Heartbeat
+        | Leave
+        | Register
+        | Deregister
+        | Publish
+        | Fill
+        | ReadyToWrite
+        | Prepared
+        | Abandon
+        | Resolve
+        | ReadFailed
+        | Progress
+        | Withdraw
+        | Withdrawn
+        | ReaderCut,
+    ) -> None:
+        match message:
+            case Heartbeat():
+                self.cluster.send(worker.session, HeartbeatAck(message.sequence))
+            case Leave():
+                self._membership.leave(worker, message.reason)
+            case Register():
+                self._membership.register(worker, message)
+            case Deregister():
+                member = worker.members.get(message.registration)
+                if member is not None:
+                    self._membership.deregister(member, message.request)
+                else:
+                    self.cluster.send(worker.session, Done(message.request))
+            case Withdraw():
+                self._withdraw(worker, message)
+            case Withdrawn():
+                if message.registration in worker.members:
+                    self._readers.confirm_withdrawn(message.registration, message.generation)
+            case ReaderCut():
+                lease = self.cluster.leases.get(message.lease)
+                if lease is not None and lease.holding.member.worker is worker:
+                    self._readers.confirm_fenced(lease, "the owner has cut its reader off")
+            case _:
+                self._receive_about_operation(worker, message)
+
+    def _receive_about_operation(
+        self,
+        worker: Worker,
+        message: Publish | Fill | ReadyToWrite | Prepared | Abandon | Resolve | ReadFailed | Progress,
+    ) -> None:
+        member = self._member(worker, message)
+        if member is None:
+            return  # of an older registration (G9)
+        match message:
+            case Publish() | Fill():
+                self._operations.arrive(member, message)
+            case ReadyToWrite():
+                self._operations.ready_to_write(member, message.key)
+            case Prepared():
+                self._operations.prepared(member, message.key)
+            case Abandon():
+                self._operations.abandon(member, message.key, message.error.error())
+            case Resolve():
+                self._operations.resolve(member, message.key)
+            case ReadFailed():
+                self._operations.read_failed(member, message.key, message.lease, message.reason)
+            case Progress():
+                self._operations.progress(member, message.key, message.chunks_verified)
+            case _:
+                assert_never(message)
+
+    def _member(
+        self,
+        worker: Worker,
+        message: Publish | Fill | ReadyToWrite | Prepared | Abandon | Resolve | ReadFailed | Progress,
+    ) -> Member | None:
+        model = self.cluster.models.get(message.key.model)
+        group = model.groups.get(message.key.group) if model is not None else None
+        member = group.members.get(message.rank) if group is not None else None
+        return member if member is not None and member.worker is worker else None
+
+    def _withdraw(self, worker: Worker, message: Withdraw) -> None:
+        member = worker.members.get(message.registration)
+        if member is None or member.holding is None or member.holding.generation != message.generation:
+            self.cluster.send(worker.session, Withdrawable(message.request))  # nothing here counts on it
+        else:
+            self._readers.withdraw(message.request, member.holding)
+
+    def _ask(self, session: Session, message: Watch | Describe | GetManifest | Check) -> None:
+        cluster = self.cluster
+        match message:
+            case Watch():
+                model = cluster.model(message.model)
+                model.watchers.add(session.number)
+                newest = model.newest_visible()
+                cluster.send(session.number, Announce(model.name, newest.info if newest is not None else None))
+            case Describe():
+                self._describe(session, message)
+            case GetManifest():
+                model_ = cluster.models.get(message.model)
+                for version in model_.versions.values() if model_ is not None else ():
+                    if version.info.content_id == message.content_id and message.rank in version.manifests:
+                        manifest = version.manifests[message.rank]
+                        cluster.send(session.number, ManifestReply(message.request, manifest))
+                        return
+                error = VersionUnavailable(f"no manifest of rank {message.rank} of that content is known")
+                cluster.send(session.number, Refused(message.request, ErrorInfo.of(error)))
+            case Check():
+                conflict = self._versions.conflict(cluster.model(message.model), message.version)
+                answer = Done(message.request) if conflict is None else Refused(message.request, ErrorInfo.of(conflict))
+                cluster.send(session.number, answer)
+            case _:
+                assert_never(message)
+
+    def _describe(self, session: Session, message: Describe) -> None:
+        cluster = self.cluster
+        if message.model is None:
+            chosen = [cluster.models[name] for name in sorted(cluster.models)]
+        elif message.model in cluster.models:
+            chosen = [cluster.models[message.model]]
+        else:
+            known = ", ".join(sorted(cluster.models)[:20]) or "none yet"
+            error = VersionUnavailable(f"no model {message.model!r} is known here; known models: {known}")
+            cluster.send(session.number, Refused(message.request, ErrorInfo.of(error)))
+            return
+        models = tuple(views.describe(cluster, model) for model in chosen)
+        cluster.send(session.number, Description(message.request, models))
+
+    # ------------------------------------------------------------------------------------------------ consequences
+
+    def _settle(self) -> None:
+        cluster = self.cluster
+        while cluster.changed_operations or cluster.changed_models:
+            while cluster.changed_operations:
+                _, operation = cluster.changed_operations.popitem()
+                if not operation.decided:
+                    self._operations.settle(operation)
+            if cluster.changed_models:
+                name = next(iter(cluster.changed_models))
+                del cluster.changed_models[name]
+                model = cluster.models[name]
+                self._versions.refresh(model)
+                cluster.changed_operations.update(model.waiting)

@@ -1,0 +1,248 @@
+"""Workers and ranks: who is there, who is suspected, who is lost (G9, R11), and who belongs to which group.
+
+Not responsible for what a lost rank's operation or memory means: `operations` and `readers` are told.
+"""
+
+from __future__ import annotations
+
+from tensorhub.coordinator.actions import CloseSession
+from tensorhub.coordinator.entities import Cluster, Group, Holding, Member, Replica, Session, Worker
+from tensorhub.coordinator.operations import Operations, new_group
+from tensorhub.coordinator.readers import Readers
+from tensorhub.coordinator.states import ReplicaState, WorkerState
+from tensorhub.errors import RegistrationError, TensorHubError
+from tensorhub.messages import (
+    Dismissed,
+    Done,
+    EpochChanged,
+    ErrorInfo,
+    Held,
+    Join,
+    Refused,
+    Register,
+    Registered,
+    Welcome,
+)
+from tensorhub.types import Medium, Purpose
+
+
+class Membership:
+    """Changes sessions, workers, members and groups; nobody else does."""
+
+    def __init__(self, cluster: Cluster, readers: Readers, operations: Operations) -> None:
+        self._cluster = cluster
+        self._readers = readers
+        self._operations = operations
+
+    # -- workers
+
+    def join(self, session: Session, message: Join) -> None:
+        """A worker introduces itself on a new connection: for the first time, or again within its lease."""
+        cluster = self._cluster
+        if session.incarnation in cluster.lost:
+            cluster.send(session.number, Dismissed("this incarnation was lost; come back as a new one"))
+            cluster.act(CloseSession(cluster.cause, session.number, "lost incarnation"))
+            return
+        worker = cluster.workers.get(session.incarnation)
+        known = worker is not None
+        if worker is None:
+            worker = Worker(
+                session.incarnation,
+                message.name,
+                message.location,
+                message.endpoints,
+                session.number,
+                cluster.now,
+            )
+            cluster.workers[session.incarnation] = worker
+        elif worker.session is not None and worker.session != session.number:
+            cluster.act(CloseSession(cluster.cause, worker.session, "the same worker has connected again"))
+            cluster.sessions[worker.session].worker = None
+        worker.session, worker.endpoints = session.number, message.endpoints
+        session.worker = worker
+        self.heard(worker)
+        cluster.timers.set("worker", worker.incarnation, cluster.now + cluster.options.lease_s / 2)
+        cluster.send(session.number, Welcome(cluster.id, cluster.epoch, cluster.options.lease_s, known))
+
+    def heard(self, worker: Worker) -> None:
+        """Any message renews the lease."""
+        worker.heard_at = self._cluster.now
+        if worker.state is WorkerState.SUSPECT and worker.session is not None:
+            self._become(worker, WorkerState.LIVE, "heard again")
+            self._touch_models(worker)
+
+    def disconnected(self, session: Session) -> None:
+        """Its connection is gone; its lease runs on."""
+        cluster = self._cluster
+        cluster.sessions.pop(session.number, None)
+        for model in cluster.models.values():
+            model.watchers.discard(session.number)
+        worker = session.worker
+        if worker is None or worker.session != session.number:
+            return
+        worker.session = None
+        if worker.state is WorkerState.LIVE:
+            self._become(worker, WorkerState.SUSPECT, "disconnected")
+        cluster.timers.set("worker", worker.incarnation, worker.heard_at + cluster.options.lease_s)
+
+    def lease_due(self, incarnation: str) -> None:
+        """Half a lease of silence makes a worker suspect, a whole one lost."""
+        cluster = self._cluster
+        worker = cluster.workers.get(incarnation)
+        if worker is None:
+            return
+        lease_s, silent_s = cluster.options.lease_s, cluster.now - worker.heard_at
+        if silent_s >= lease_s:
+            if worker.state is WorkerState.LIVE:
+                self._become(worker, WorkerState.SUSPECT, "silent")
+            self.lose(worker, f"worker {worker.name!r} was not heard of for {silent_s:.1f} s")
+            return
+        if silent_s >= lease_s / 2 and worker.state is WorkerState.LIVE:
+            self._become(worker, WorkerState.SUSPECT, "silent")
+        due = lease_s if worker.state is WorkerState.SUSPECT else lease_s / 2
+        cluster.timers.set("worker", incarnation, worker.heard_at + due)
+
+    def leave(self, worker: Worker, reason: str) -> None:
+        """It closes: its lease ends now."""
+        if worker.state is WorkerState.LIVE:
+            self._become(worker, WorkerState.SUSPECT, "leaves")
+        self.lose(worker, f"worker {worker.name!r} has left: {reason}")
+
+    def lose(self, worker: Worker, why: str) -> None:
+        """Nothing that this incarnation says or held counts any more."""
+        cluster = self._cluster
+        self._become(worker, WorkerState.LOST, why)
+        for member in list(worker.members.values()):
+            self.remove(member, why)
+        del cluster.workers[worker.incarnation]
+        cluster.lost.append(worker.incarnation)
+        cluster.timers.cancel("worker", worker.incarnation)
+        if worker.session is not None:
+            cluster.send(worker.session, Dismissed(why[:1000]))
+            cluster.act(CloseSession(cluster.cause, worker.session, why))
+            cluster.sessions[worker.session].worker = None
+            worker.session = None
+
+    def _touch_models(self, worker: Worker) -> None:
+        for member in worker.members.values():
+            self._cluster.touch(member.group.model)
+
+    def _become(self, worker: Worker, state: WorkerState, why: str) -> None:
+        worker.become(state, self._cluster.cause, self._cluster.now, why)
+
+    # -- ranks
+
+    def register(self, worker: Worker, message: Register) -> None:
+        """One rank's memory joins its group, or takes a lost rank's place under a new membership epoch."""
+        cluster = self._cluster
+        if message.registration in cluster.members:
+            group = cluster.members[message.registration].group
+            answer = Registered(message.request, message.registration, group.epoch, group.sequence, True)
+            cluster.send(worker.session, answer)  # a retry
+            return
+        error = self._registration_error(message)
+        if error is not None:
+            cluster.send(worker.session, Refused(message.request, ErrorInfo.of(error)))
+            return
+        group = cluster.model(message.model).groups.get(message.group) or new_group(
+            cluster, message.model, message.group, message.world_size, message.layout_id
+        )
+        before = group.members.get(message.rank)
+        if before is not None:
+            self.remove(before, f"rank {before.rank} was replaced by worker {worker.name!r}", new_epoch=True)
+        member = Member(
+            message.registration,
+            worker,
+            group,
+            message.rank,
+            message.spot,
+            message.nbytes,
+            message.chunks,
+            message.manifest,
+        )
+        group.members[member.rank] = cluster.members[member.registration] = member
+        worker.members[member.registration] = member
+        group.model.groups[group.name] = group
+        keep = message.held is None or self._announce(member, message.held)
+        answer = Registered(message.request, member.registration, group.epoch, group.sequence, keep)
+        cluster.send(worker.session, answer)
+
+    def _registration_error(self, message: Register) -> TensorHubError | None:
+        if message.rank >= message.world_size:
+            return RegistrationError(f"rank {message.rank} does not exist in a group of {message.world_size}")
+        model = self._cluster.models.get(message.model)
+        group = model.groups.get(message.group) if model is not None else None
+        if group is None:
+            return None
+        if group.world_size != message.world_size:
+            return RegistrationError(
+                f"group {group.name!r} of {message.model!r} has {group.world_size} ranks, not {message.world_size}: "
+                "give every rank the same world_size, or take another group name"
+            )
+        if group.layout_id != message.layout_id:
+            return RegistrationError(f"group {group.name!r} is laid out as {group.layout_id}, not {message.layout_id}")
+        before = group.members.get(message.rank)
+        if before is not None and before.worker.session is not None:
+            return RegistrationError(
+                f"rank {message.rank} of group {group.name!r} of {message.model!r} is registered by worker "
+                f"{before.worker.name!r}, which is connected: close it first, or take another group name "
+                "(two sets of one model in one process need two groups)"
+            )
+        return None
+
+    def _announce(self, member: Member, held: Held) -> bool:
+        """A worker of a former session says what it holds. Another content than the recorded is ordered out (R2)."""
+        cluster, group = self._cluster, member.group
+        version = group.model.versions.get(held.version)
+        if version is None or not version.visible or version.info.content_id != held.content_id:
+            return False
+        version.manifests.setdefault(member.rank, held.manifest)
+        replica = next((r for r in group.replicas if r.version is version and r.state in _LIVING), None)
+        if replica is None:
+            replica = Replica(cluster.new_id(), group, version, Medium.DEVICE, Purpose.USE)
+            group.replicas.append(replica)
+        holding = Holding(replica, member, member.rank, held.generation, True, True)
+        holding.chunks_verified = member.chunks
+        self._readers.add_holding(holding)
+        if replica.state is ReplicaState.FILLING and len(replica.holdings) == group.world_size:
+            replica.become(ReplicaState.READY, cluster.cause, cluster.now, "announced again by every rank")
+        return True
+
+    def deregister(self, member: Member, request: int) -> None:
+        """A rank closes its handle."""
+        self.remove(member, f"rank {member.rank} of group {member.group.name!r} was closed")
+        self._cluster.send(member.worker.session, Done(request))
+
+    def remove(self, member: Member, why: str, *, new_epoch: bool = False) -> None:
+        """The rank is gone: its operation, its memory's readers, and its place in the group."""
+        cluster, group = self._cluster, member.group
+        self._operations.member_gone(member, why)
+        for holding in [member.holding, *member.leaving]:
+            if holding is not None:
+                self._readers.lose(holding)
+        group.model.withdrawals.pop(member.registration, None)
+        cluster.timers.cancel("grace", member.registration)
+        cluster.members.pop(member.registration, None)
+        member.worker.members.pop(member.registration, None)
+        if group.members.get(member.rank) is member:
+            del group.members[member.rank]
+        cluster.touch(group.model)
+        if not group.members and not new_epoch:
+            self._dissolve(group)
+        else:
+            self._change_epoch(group)
+
+    def _change_epoch(self, group: Group) -> None:
+        group.epoch, group.sequence = self._cluster.mint_epoch(), 0
+        for member in group.members.values():
+            changed = EpochChanged(group.model.name, group.name, group.epoch, group.sequence)
+            self._cluster.tell(member, changed)
+
+    def _dissolve(self, group: Group) -> None:
+        """Its last rank has gone: the next registration under its name begins a new group."""
+        for replica in list(group.replicas):
+            self._readers.settle_replica(replica)
+        group.model.groups.pop(group.name, None)
+
+
+_LIVING = (ReplicaState.FILLING, ReplicaState.READY)

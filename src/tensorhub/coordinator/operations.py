@@ -1,0 +1,520 @@
+"""Group operations: publish, replicate, update and prefetch, in two phases (R6, R7).
+
+Responsible for G4: all ranks of an operation act on one version and hear one decision. Each handler records a fact;
+`settle` works out what follows, so that the order in which facts arrive does not matter.
+"""
+
+from __future__ import annotations
+
+import hashlib
+
+from tensorhub.coordinator.actions import Decision, Entry, Persist, Publication
+from tensorhub.coordinator.entities import (
+    DECIDED_KEPT_MAX,
+    Blame,
+    Cluster,
+    Group,
+    Holding,
+    Member,
+    Operation,
+    RankPart,
+    Replica,
+)
+from tensorhub.coordinator.readers import Readers
+from tensorhub.coordinator.states import OperationState, ReplicaState, VersionState
+from tensorhub.coordinator.versions import Versions
+from tensorhub.errors import (
+    CoordinatorUnavailable,
+    GroupAborted,
+    ManifestMismatch,
+    OperationTimeout,
+    StateError,
+    TensorHubError,
+    VersionUnavailable,
+)
+from tensorhub.messages import AddSource, ErrorInfo, Fill, Grant, Outcome, Publish, Start, Write
+from tensorhub.types import Medium, OpKey, OpKind, Purpose, VersionInfo
+
+
+class Operations:
+    """Changes operations and replicas' states; nobody else does."""
+
+    def __init__(self, cluster: Cluster, versions: Versions, readers: Readers) -> None:
+        self._cluster = cluster
+        self._versions = versions
+        self._readers = readers
+
+    # ------------------------------------------------------------------------------------------------------- facts
+
+    def arrive(self, member: Member, call: Publish | Fill) -> None:
+        """One rank calls."""
+        group, key = member.group, call.key
+        if key.epoch != group.epoch or key.sequence < group.sequence:
+            self._answer_decided(member, key)
+            return
+        operation = group.operation
+        if operation is not None and operation.key.sequence < key.sequence:
+            left = GroupAborted(f"rank {member.rank} gave {operation.kind} up and called again")
+            self._abort(operation, Blame(left, member.rank))
+            operation = None
+        if operation is None:
+            kind = OpKind.PUBLISH if isinstance(call, Publish) else call.kind
+            operation = group.operation = Operation(key, kind, group)
+            group.sequence = key.sequence
+        if member.rank in operation.parts:
+            return  # a retry of a call that is on its way
+        part = RankPart(operation, member, call, self._cluster.now + call.timeout_s)
+        operation.parts[member.rank] = part
+        operation.story.note(self._cluster.cause, self._cluster.now, f"rank {member.rank} called")
+        self._first_or_same(operation, part)
+
+    def _first_or_same(self, operation: Operation, part: RankPart) -> None:
+        """The first arrival binds kind and selector; one that differs aborts all at once and names both calls."""
+        first = next(iter(operation.parts.values()))
+        ours, theirs = _describe(part.call), _describe(first.call)
+        if ours != theirs:
+            causes = {first.rank: f"called {theirs}", part.rank: f"called {ours}"}
+            text = (
+                f"the ranks of group {operation.group.name!r} made different calls: {causes[first.rank]} on rank "
+                f"{first.rank}, {causes[part.rank]} on rank {part.rank}"
+            )
+            self._abort(operation, Blame(GroupAborted(text, causes=causes, retryable=False)))
+            return
+        if isinstance(part.call, Publish) and first is part:
+            conflict = self._versions.conflict(operation.group.model, part.call.version)
+            if conflict is not None:
+                self._abort(operation, Blame(conflict))
+                return
+            operation.version = self._versions.stage(operation, part.call.version)
+        if isinstance(part.call, Publish):
+            if part.member.holding is not None:
+                self._abort(
+                    operation,
+                    Blame(StateError("publish: this rank's memory is published already"), part.rank),
+                )
+                return
+            part.voted, part.needs_bytes = True, False
+        self._set_deadline(operation)
+        self._changed(operation)
+
+    def ready_to_write(self, member: Member, key: OpKey) -> None:
+        part = self._part(member, key)
+        if part is not None and part.operation.state is OperationState.RUNNING:
+            part.ready = True
+            self._changed(part.operation)
+
+    def prepared(self, member: Member, key: OpKey) -> None:
+        """This rank has verified every chunk: it can no longer be timed out or cancelled alone."""
+        part = self._part(member, key)
+        if part is None or part.operation.state is not OperationState.RUNNING or part.holding is None:
+            return
+        part.voted = True
+        part.holding.complete = True
+        part.holding.depth = 0
+        part.holding.chunks_verified = member.chunks
+        self._readers.release_all(part, "verified")
+        self._set_deadline(part.operation)
+        self._cluster.touch(member.group.model)
+        self._changed(part.operation)
+
+    def abandon(self, member: Member, key: OpKey, error: TensorHubError) -> None:
+        """This rank ends the operation, unless it is decided or being decided."""
+        group = member.group
+        if key.epoch == group.epoch and key.sequence >= group.sequence and group.operation is None:
+            group.operation = Operation(key, OpKind.PUBLISH, group)  # aborted before anybody called
+            group.sequence = key.sequence
+        operation = group.operation
+        if operation is None or operation.key != key:
+            self._answer_decided(member, key)
+        elif operation.state is not OperationState.PREPARED:
+            part = operation.parts.get(member.rank)
+            if part is None or not part.voted or operation.kind is OpKind.PUBLISH:
+                self._abort(operation, Blame(error, member.rank))
+
+    def resolve(self, member: Member, key: OpKey) -> None:
+        """This rank asks for the outcome; while there is none, it will be told when there is."""
+        operation = member.group.operation
+        if operation is None or operation.key != key:
+            self._answer_decided(member, key)
+
+    def read_failed(self, member: Member, key: OpKey, lease: str, reason: str) -> None:
+        part = self._part(member, key)
+        if part is not None:
+            self._readers.failed(part, lease, reason)
+            self._changed(part.operation)
+
+    def progress(self, member: Member, key: OpKey, chunks_verified: int) -> None:
+        part = self._part(member, key)
+        if part is not None and part.holding is not None and not part.holding.complete:
+            part.holding.chunks_verified = min(chunks_verified, member.chunks)
+
+    def member_gone(self, member: Member, why: str) -> None:
+        """A rank is lost, replaced or closed: before the decision, its group's operation is over."""
+        operation = member.group.operation
+        if operation is None:
+            return
+        part = operation.parts.get(member.rank)
+        if part is not None:
+            self._readers.reader_lost(part)
+        if operation.state is not OperationState.PREPARED:
+            self._abort(operation, Blame(GroupAborted(why, causes={member.rank: why}), member.rank))
+
+    def persisted(self, record: int) -> None:
+        operation = self._cluster.records.pop(record, None)
+        if operation is not None:
+            self._commit(operation)
+
+    def persist_failed(self, record: int, reason: str) -> None:
+        operation = self._cluster.records.pop(record, None)
+        if operation is not None:
+            text = f"the coordinator cannot make {operation.kind} {operation.key} durable: {reason}; see its state_dir"
+            self._abort(operation, Blame(CoordinatorUnavailable(text)))
+
+    def retry_due(self, key: str) -> None:
+        for operation in self._cluster.operations():
+            if str(operation.key) == key:
+                self._changed(operation)
+
+    # -------------------------------------------------------------------------------------------------- deadlines
+
+    def _set_deadline(self, operation: Operation) -> None:
+        """The earliest deadline of the ranks that may still give up; a rank that voted in a fill may not."""
+        may_end = [p.deadline for p in operation.parts.values() if operation.kind is OpKind.PUBLISH or not p.voted]
+        name = str(operation.key)
+        if may_end and operation.state is not OperationState.PREPARED:
+            self._cluster.timers.set("operation", name, min(may_end))
+        else:
+            self._cluster.timers.cancel("operation", name)
+
+    def deadline_passed(self, key: str) -> None:
+        operation = next((op for op in self._cluster.operations() if str(op.key) == key), None)
+        if operation is None or operation.state is OperationState.PREPARED:
+            return
+        late = min(
+            (p for p in operation.parts.values() if operation.kind is OpKind.PUBLISH or not p.voted),
+            key=lambda p: p.deadline,
+        )
+        self._abort(operation, self._timeout(operation, late))
+
+    def _timeout(self, operation: Operation, late: RankPart) -> Blame:
+        group, what = operation.group, f"{operation.kind} of {operation.group.model.name!r}"
+        if not operation.gathered:
+            missing = sorted(set(range(group.world_size)) - set(operation.parts))
+            ranks = ", ".join(f"{rank}{'' if rank in group.members else ' (not registered)'}" for rank in missing)
+            text = (
+                f"{what}: waited {late.call.timeout_s:g} s for group {group.name!r}; these ranks did not call: {ranks}"
+            )
+            return Blame(OperationTimeout(text))
+        if operation.state is OperationState.GATHERING and isinstance(late.call, Fill):
+            why = self._versions.waiting_text(group.model, late.call.selector, late.call.at_least)
+            return Blame(VersionUnavailable(f"{what}: {why}; waited {late.call.timeout_s:g} s"))
+        number = operation.version.number if operation.version else "?"
+        if operation.version is not None and not operation.writing and not operation.version.has_live_source():
+            return Blame(
+                VersionUnavailable(f"{what}: version {number} has lost its last source; none came back in time")
+            )
+        starving = [p.rank for p in operation.parts.values() if p.wants_source]
+        if starving:
+            text = f"{what}: version {number} has lost its last source (rank {starving[0]}), none came back in time"
+            return Blame(VersionUnavailable(text))
+        slow = sorted(p.rank for p in operation.parts.values() if not p.voted)
+        text = f"{what}: version {number} was not complete after {late.call.timeout_s:g} s on rank(s) {slow}"
+        return Blame(OperationTimeout(text))
+
+    # ------------------------------------------------------------------------------------------------ consequences
+
+    def settle(self, operation: Operation) -> None:
+        """Do whatever the facts allow now."""
+        if operation.state is OperationState.GATHERING and operation.gathered:
+            if operation.kind is OpKind.PUBLISH:
+                self._become(operation, OperationState.RUNNING, "every rank called")
+            else:
+                self._bind(operation)
+        if operation.running and operation.kind is not OpKind.PUBLISH:
+            self._settle_fill(operation)
+        if operation.running and all(p.voted for p in operation.parts.values()):
+            self._prepare(operation)
+        waiting = operation.group.model.waiting
+        starving = not (operation.writing or operation.unchanged) or any(
+            p.wants_source for p in operation.parts.values()
+        )
+        if not operation.decided and operation.gathered and starving:
+            waiting[operation.key] = operation
+        else:
+            waiting.pop(operation.key, None)
+
+    def _bind(self, operation: Operation) -> None:
+        """R12: bind only once that number has a live source, or the group holds it; until then, wait."""
+        group = operation.group
+        call = next(iter(operation.parts.values())).call
+        assert isinstance(call, Fill)
+        at_least = [p.call.at_least for p in operation.parts.values() if isinstance(p.call, Fill) and p.call.at_least]
+        try:
+            version = self._versions.resolve(group.model, call.selector, max(at_least, default=None))
+        except VersionUnavailable as error:
+            self._abort(operation, Blame(error))
+            return
+        if version is None:
+            return
+        if version.layout_id != group.layout_id:
+            text = (
+                f"version {version.number} of {group.model.name!r} is laid out as {version.layout_id}, group "
+                f"{group.name!r} as {group.layout_id}: readers of another layout are not supported yet"
+            )
+            self._abort(operation, Blame(ManifestMismatch(text, differences=(text,))))
+            return
+        holders = {
+            rank: part.member.holding is not None and part.member.holding.version is version
+            for rank, part in operation.parts.items()
+        }
+        if not all(holders.values()) and not version.has_live_source():
+            return
+        operation.version = version
+        operation.unchanged = all(holders.values())
+        self._become(operation, OperationState.RUNNING, f"bound to {version.number}")
+        for rank, part in operation.parts.items():
+            assert isinstance(part.call, Fill)
+            part.needs_bytes = not holders[rank]
+            part.voted = holders[rank]
+            # Without a hook, a rank that holds nothing can be overwritten at once: its Start is its Write.
+            part.ready = holders[rank] or not (part.call.hold or part.member.holding is not None)
+        if not operation.unchanged:
+            self._start(operation)
+
+    def _start(self, operation: Operation) -> None:
+        at_once = all(part.ready for part in operation.parts.values())
+        if at_once:
+            self._begin_write(operation)
+        assert operation.version is not None
+        for part in operation.parts.values():
+            if part.needs_bytes:
+                manifest = operation.version.manifests[part.rank]
+                grants = self._first_grants(part) if at_once else ()
+                start = Start(operation.key, operation.version.info, _manifest_id(manifest), at_once, grants)
+                self._cluster.tell(part.member, start)
+
+    def _settle_fill(self, operation: Operation) -> None:
+        version = operation.version
+        assert version is not None
+        if not operation.writing and not operation.unchanged:
+            if version.abandoned and not version.has_live_source():
+                self._abort_abandoned(operation)
+                return
+            if all(part.ready for part in operation.parts.values()) and version.has_live_source():
+                self._begin_write(operation)
+                for part in operation.parts.values():
+                    if part.needs_bytes:
+                        self._cluster.tell(part.member, Write(operation.key, self._first_grants(part)))
+        for part in operation.parts.values():
+            if part.wants_source and self._cluster.now >= part.retry_at:
+                grant = self._readers.grant(part)
+                if grant is not None:
+                    self._cluster.tell(part.member, AddSource(operation.key, grant))
+                elif version.abandoned:
+                    self._abort_abandoned(operation)
+                    return
+
+    def _abort_abandoned(self, operation: Operation) -> None:
+        number = operation.version.number if operation.version else "?"
+        text = (
+            f"version {number} of {operation.group.model.name!r}: its last holder has left on purpose; "
+            "ask again for a newer version, or retain versions that late readers need"
+        )
+        self._abort(operation, Blame(VersionUnavailable(text)))
+
+    def _first_grants(self, part: RankPart) -> tuple[Grant, ...]:
+        grant = self._readers.grant(part)
+        return () if grant is None else (grant,)
+
+    def _begin_write(self, operation: Operation) -> None:
+        """Every rank is ready: the old replica leaves, the new one begins. Past this point an abort tears."""
+        cluster, group, version = self._cluster, operation.group, operation.version
+        assert version is not None
+        operation.writing = True
+        kept = {p.rank: p.member.holding for p in operation.parts.values() if not p.needs_bytes}
+        torn = group.torn_replica()
+        call = next(iter(operation.parts.values())).call
+        assert isinstance(call, Fill)
+        if torn is not None:
+            replica, torn.version = torn, version
+            replica.become(ReplicaState.FILLING, cluster.cause, cluster.now, f"filled with {version.number}")
+        else:
+            replica = Replica(cluster.new_id(), group, version, call.medium, call.purpose)
+            group.replicas.append(replica)
+        for part in operation.parts.values():
+            old = part.member.holding
+            if part.needs_bytes:
+                if old is not None:
+                    self._readers.overwrite(old)
+                assert isinstance(part.call, Fill)
+                part.holding = Holding(replica, part.member, part.rank, part.call.generation, False, False)
+                self._readers.add_holding(part.holding)
+        for rank, holding in kept.items():
+            assert holding is not None
+            before, holding.replica = holding.replica, replica
+            before.holdings.pop(rank, None)
+            replica.holdings[rank] = holding
+            self._readers.settle_replica(before)
+
+    # --------------------------------------------------------------------------------------------------- deciding
+
+    def _prepare(self, operation: Operation) -> None:
+        """Every rank has voted. What several ranks must agree on, and what `latest` means, is recorded first."""
+        self._become(operation, OperationState.PREPARED, "every rank voted")
+        self._set_deadline(operation)
+        entry = self._entry(operation)
+        if entry is None:
+            self._commit(operation)
+        else:
+            self._cluster.records_minted += 1
+            operation.record = self._cluster.records_minted
+            self._cluster.records[operation.record] = operation
+            self._cluster.act(Persist(self._cluster.cause, operation.record, entry))
+
+    def _entry(self, operation: Operation) -> Entry | None:
+        version, group = operation.version, operation.group
+        assert version is not None
+        if operation.kind is OpKind.PUBLISH:
+            nbytes = sum(part.member.nbytes for part in operation.parts.values())
+            old = version.info
+            version.info = VersionInfo(old.model, old.version, old.content_id, nbytes, old.world_size)
+            return Publication(
+                model=old.model,
+                lineage=version.lineage,
+                number=old.version,
+                content_id=old.content_id,
+                nbytes=nbytes,
+                world_size=old.world_size,
+                layout_id=version.layout_id,
+                key=operation.key,
+            )
+        if group.world_size == 1 or operation.unchanged:
+            return None
+        return Decision(operation.key, version.info.model, version.number, version.info.content_id)
+
+    def _commit(self, operation: Operation) -> None:
+        cluster, group, version = self._cluster, operation.group, operation.version
+        assert version is not None
+        self._become(operation, OperationState.COMMITTED, "decided")
+        alive = [p for p in operation.parts.values() if p.member.registration in cluster.members]
+        if operation.kind is OpKind.PUBLISH:
+            replica = group.torn_replica()
+            if replica is None:
+                replica = Replica(cluster.new_id(), group, version, Medium.DEVICE, Purpose.USE)
+                group.replicas.append(replica)
+            replica.version = version
+            for part in operation.parts.values():
+                version.manifests[part.rank] = part.member.manifest
+            for part in alive:
+                assert isinstance(part.call, Publish)
+                holding = Holding(replica, part.member, part.rank, part.call.generation, True, True)
+                holding.chunks_verified = part.member.chunks
+                self._readers.add_holding(holding)
+            self._become_ready(replica)
+            self._versions.show(version, group.model)
+        elif not operation.unchanged:
+            self._commit_fill(operation)
+        outcomes = {
+            p.rank: Outcome(operation.key, True, p.needs_bytes or operation.kind is OpKind.PUBLISH, version.info, None)
+            for p in operation.parts.values()
+        }
+        self._close(operation, outcomes)
+
+    def _commit_fill(self, operation: Operation) -> None:
+        filled = [p.holding for p in operation.parts.values() if p.holding is not None]
+        for holding in filled:
+            holding.committed = True
+        if filled and filled[0].replica.state is ReplicaState.FILLING:
+            self._become_ready(filled[0].replica)
+
+    def _become_ready(self, replica: Replica) -> None:
+        replica.become(ReplicaState.READY, self._cluster.cause, self._cluster.now, "committed")
+        self._readers.settle_replica(replica)
+        self._cluster.touch(replica.group.model)
+
+    def _abort(self, operation: Operation, blame: Blame) -> None:
+        """End it on all ranks: the rank to blame gets its own error, the others GroupAborted with the cause."""
+        self._become(operation, OperationState.ABORTED, str(blame.error))
+        version = operation.version
+        if version is not None and version.state is VersionState.STAGED and version.publisher == operation.key:
+            self._versions.discard(version, operation.group.model)
+        replica = next((p.holding.replica for p in operation.parts.values() if p.holding is not None), None)
+        for part in operation.parts.values():
+            self._readers.release_all(part, "operation aborted")
+            if part.holding is not None and not part.holding.leaving:
+                self._readers.tear(part.holding)
+        if replica is not None and replica.state is ReplicaState.FILLING:
+            replica.become(ReplicaState.TORN, self._cluster.cause, self._cluster.now, "operation aborted")
+            self._readers.settle_replica(replica)
+        self._close(operation, {r: self._aborted(operation, blame, r) for r in range(operation.group.world_size)})
+
+    @staticmethod
+    def _aborted(operation: Operation, blame: Blame, rank: int) -> Outcome:
+        error = blame.error
+        if blame.rank is not None and blame.rank != rank:
+            text = f"{operation.kind} of group {operation.group.name!r} ended on all ranks: rank {blame.rank}: {error}"
+            error = GroupAborted(text, causes={blame.rank: str(error)}, retryable=error.retryable)
+        return Outcome(operation.key, False, False, None, ErrorInfo.of(error))
+
+    def _close(self, operation: Operation, outcomes: dict[int, Outcome]) -> None:
+        group, name = operation.group, str(operation.key)
+        for part in operation.parts.values():
+            self._cluster.tell(part.member, outcomes[part.rank])
+        for kind in ("operation", "retry"):
+            self._cluster.timers.cancel(kind, name)
+        group.model.waiting.pop(operation.key, None)
+        self._cluster.changed_operations.pop(operation.key, None)
+        group.operation = None
+        group.sequence = operation.key.sequence + 1
+        group.decided[operation.key] = outcomes
+        while len(group.decided) > DECIDED_KEPT_MAX:
+            group.decided.pop(next(iter(group.decided)))
+        self._cluster.touch(group.model)
+
+    def _answer_decided(self, member: Member, key: OpKey) -> None:
+        """A call or question about an operation that is over, or that this coordinator never saw."""
+        outcome = member.group.decided.get(key, {}).get(member.rank)
+        if outcome is None:
+            record = self._cluster.decisions.get(key)
+            version = member.group.model.versions.get(record[1]) if record is not None else None
+            if version is not None and record is not None and version.info.content_id == record[2]:
+                outcome = Outcome(key, True, True, version.info, None)
+            else:
+                text = (
+                    f"the membership of group {member.group.name!r} changed, or its coordinator restarted; call again"
+                )
+                outcome = Outcome(key, False, False, None, ErrorInfo.of(GroupAborted(text)))
+        self._cluster.tell(member, outcome)
+
+    # ---------------------------------------------------------------------------------------------------- helpers
+
+    @staticmethod
+    def _part(member: Member, key: OpKey) -> RankPart | None:
+        operation = member.group.operation
+        return operation.parts.get(member.rank) if operation is not None and operation.key == key else None
+
+    def _changed(self, operation: Operation) -> None:
+        if not operation.decided:
+            self._cluster.changed_operations[operation.key] = operation
+
+    def _become(self, operation: Operation, state: OperationState, why: str) -> None:
+        operation.become(state, self._cluster.cause, self._cluster.now, why)
+
+
+def _describe(call: Publish | Fill) -> str:
+    if isinstance(call, Publish):
+        return f"publish({call.version})"
+    staged = ", staged=True" if call.staged else ""
+    at_least = "" if call.at_least is None else f", at_least={call.at_least}"
+    return f"{call.kind}({call.selector!r}{at_least}{staged})"
+
+
+def _manifest_id(manifest: bytes) -> str:
+    return hashlib.blake2b(manifest, digest_size=16).hexdigest()
+
+
+def new_group(cluster: Cluster, model_name: str, name: str, world_size: int, layout_id: str) -> Group:
+    """A group begins with its first registration."""
+    model = cluster.model(model_name)
+    group = model.groups[name] = Group(model, name, world_size, layout_id, cluster.mint_epoch())
+    return group

@@ -1,0 +1,303 @@
+"""Who reads from whom: read leases, their sources, and what happens when a source leaves.
+
+Leases schedule and count; they protect nothing (R3): only an owner's own fence does. Not responsible for operations'
+outcomes: a reader without a source is left wanting one, and `operations` decides what that means.
+"""
+
+from __future__ import annotations
+
+from tensorhub.coordinator.entities import Cluster, Holding, RankPart, ReadLease, Replica, Withdrawal
+from tensorhub.coordinator.states import LeaseState, ReplicaState, WorkerState
+from tensorhub.messages import AddSource, CutReader, DropSource, Grant, Withdrawable
+from tensorhub.scheduler.choice import Candidate, choose
+
+RETRY_S_FIRST = 0.05  # before a source that has failed is tried again; doubles each time
+RETRY_S_MAX = 2.0
+
+
+class Readers:
+    """Changes leases and holdings; nobody else does."""
+
+    def __init__(self, cluster: Cluster) -> None:
+        self._cluster = cluster
+
+    # -- granting
+
+    def grant(self, part: RankPart, *, other_than: Holding | None = None) -> Grant | None:
+        """A new lease on the best source for this reader, or None if there is no candidate now."""
+        holding = self._choose(part, other_than)
+        if holding is None:
+            return None
+        lease = ReadLease(self._cluster.new_id(), part, holding)
+        lease.story.note(self._cluster.cause, self._cluster.now, "granted")
+        self._cluster.leases[lease.id] = holding.readers[lease.id] = part.leases[lease.id] = lease
+        if part.holding is not None:
+            part.holding.depth = holding.depth + 1
+        worker = holding.member.worker
+        return Grant(
+            lease=lease.id,
+            source=worker.name,
+            incarnation=worker.incarnation,
+            registration=holding.member.registration,
+            generation=holding.generation,
+            endpoints=worker.endpoints,
+            location=worker.location,
+            complete=holding.complete,
+        )
+
+    def _choose(self, part: RankPart, other_than: Holding | None) -> Holding | None:
+        version = part.operation.version
+        if version is None:
+            return None
+        # The core never assumes that shard k reads shard k; with equal layouts it does.
+        holdings = {
+            h.member.registration: h
+            for h in version.holdings[part.rank]
+            if h is not other_than and h is not part.holding and self._readable(h, part)
+        }
+        while holdings:
+            best = choose(
+                part.member.worker.location,
+                [self._candidate(h, part) for h in holdings.values()],
+                part.member.nbytes,
+            )
+            if best is None:
+                return None
+            holding = holdings.pop(best.ident)
+            if not self._reads_from(holding, part):
+                return holding
+        return None
+
+    @staticmethod
+    def _readable(holding: Holding, part: RankPart) -> bool:
+        if not holding.takes_readers or holding.member.worker.state is not WorkerState.LIVE:
+            return False
+        if not holding.complete and not any(lease.state is LeaseState.ACTIVE for lease in _fillers(holding)):
+            return False  # it waits for a source itself
+        mine = {endpoint.transport for endpoint in part.member.worker.endpoints}
+        return any(endpoint.transport in mine for endpoint in holding.member.worker.endpoints)
+
+    @staticmethod
+    def _candidate(holding: Holding, part: RankPart) -> Candidate:
+        worker = holding.member.worker
+        missing = 0
+        if not holding.complete:
+            left = max(0, holding.member.chunks - holding.chunks_verified)
+            missing = holding.member.nbytes * left // max(1, holding.member.chunks)
+        return Candidate(
+            ident=holding.member.registration,
+            location=worker.location,
+            readers=holding.active_readers(),
+            depth=holding.depth,
+            failures=part.failures.get(worker.incarnation, 0),
+            bytes_missing=missing,
+        )
+
+    @staticmethod
+    def _reads_from(holding: Holding, part: RankPart) -> bool:
+        """Whether `holding` is filled, directly or through others, by what `part` fills: that would be a wait cycle."""
+        if part.holding is None or not part.holding.readers:
+            return False
+        todo, seen = [holding], set()
+        while todo:
+            at = todo.pop()
+            if at is part.holding:
+                return True
+            if id(at) not in seen:
+                seen.add(id(at))
+                todo.extend(lease.holding for lease in _fillers(at))
+        return False
+
+    # -- a lease's end
+
+    def release(self, lease: ReadLease, why: str) -> None:
+        """Its reader reads no more."""
+        if lease.state in (LeaseState.ACTIVE, LeaseState.FENCING):
+            self._become(lease, LeaseState.RELEASED, why)
+            self._forget(lease)
+
+    def release_all(self, part: RankPart, why: str) -> None:
+        for lease in list(part.leases.values()):
+            self.release(lease, why)
+
+    def failed(self, part: RankPart, lease_id: str, reason: str) -> None:
+        """The reader gave this source up; it gets another, after a while if it has to be the same one."""
+        lease = part.leases.get(lease_id) or self._cluster.leases.get(lease_id)
+        if lease is None or lease.part is not part:
+            return
+        self.release(lease, reason)
+        if reason != "dropped":
+            incarnation = lease.holding.member.worker.incarnation
+            failures = part.failures[incarnation] = part.failures.get(incarnation, 0) + 1
+            wait_s = min(RETRY_S_FIRST * 2 ** (failures - 1), RETRY_S_MAX)
+            if failures > 1:
+                part.retry_at = self._cluster.now + wait_s
+                self._cluster.timers.set("retry", str(part.operation.key), part.retry_at)
+
+    def fence(self, lease: ReadLease, why: str) -> None:
+        """It must not count any more; FENCED once the owner has confirmed."""
+        if lease.state is LeaseState.ACTIVE:
+            self._become(lease, LeaseState.FENCING, why)
+            lease.part.leases.pop(lease.id, None)
+
+    def confirm_fenced(self, lease: ReadLease, why: str) -> None:
+        if lease.state is LeaseState.FENCING:
+            self._become(lease, LeaseState.FENCED, why)
+            self._forget(lease)
+
+    def reader_lost(self, part: RankPart) -> None:
+        """The reader's worker is LOST: its sources are told to cut it off."""
+        for lease in list(part.leases.values()):
+            self.fence(lease, "reader lost")
+            owner = lease.holding.member.worker
+            if owner.session is None:
+                self.confirm_fenced(lease, "its owner is gone too")
+            self._cluster.send(owner.session, CutReader(lease.id, part.member.worker.incarnation))
+
+    def _forget(self, lease: ReadLease) -> None:
+        self._cluster.leases.pop(lease.id, None)
+        lease.part.leases.pop(lease.id, None)
+        lease.holding.readers.pop(lease.id, None)
+        model = lease.holding.member.group.model
+        if lease.holding.member.registration in model.withdrawals:
+            self.settle_withdrawal(model.withdrawals[lease.holding.member.registration])
+        if lease.part.wants_source:
+            self._cluster.changed_operations[lease.part.operation.key] = lease.part.operation
+
+    # -- a holding's beginning and end
+
+    def add_holding(self, holding: Holding) -> None:
+        """From now on it may be read."""
+        holding.replica.holdings[holding.rank] = holding
+        holding.version.holdings[holding.rank].append(holding)
+        if not holding.version.manifests.get(holding.rank):
+            holding.version.manifests[holding.rank] = holding.member.manifest
+        holding.member.holding = holding
+        self._cluster.touch(holding.member.group.model)
+
+    def withdraw(self, request: int, holding: Holding) -> None:
+        """Its owner wants the memory back: no new readers; running ones are moved, or waited for within the grace."""
+        cluster = self._cluster
+        self._leave(holding, "withdrawn")
+        withdrawal = Withdrawal(request, holding)
+        model, registration = holding.member.group.model, holding.member.registration
+        model.withdrawals[registration] = withdrawal
+        cluster.timers.set("grace", registration, cluster.now + cluster.options.drain_grace_s)
+        for lease in list(holding.readers.values()):
+            self._move(lease)
+        self.settle_withdrawal(withdrawal)
+
+    def grace_over(self, registration: str) -> None:
+        member = self._cluster.members.get(registration)
+        if member is not None and registration in member.group.model.withdrawals:
+            withdrawal = member.group.model.withdrawals[registration]
+            self._cut_readers(withdrawal.holding, "the source's grace is over", moved=False)
+            self.settle_withdrawal(withdrawal)
+
+    def settle_withdrawal(self, withdrawal: Withdrawal) -> None:
+        """Let the owner take its memory once no lease counts on it."""
+        member = withdrawal.holding.member
+        if not withdrawal.granted and not withdrawal.holding.active_readers():
+            withdrawal.granted = True
+            member.group.model.withdrawals.pop(member.registration, None)
+            self._cluster.timers.cancel("grace", member.registration)
+            self._cluster.tell(member, Withdrawable(withdrawal.request))
+
+    def overwrite(self, holding: Holding) -> None:
+        """Its owner is about to fence and overwrite it (R7): readers are moved or cut, never waited for."""
+        self._leave(holding, "overwritten")
+        self._cut_readers(holding, "the source takes another version", moved=True)
+
+    def confirm_withdrawn(self, registration: str, generation: int) -> None:
+        """The owner's fence stands: nothing can be read under that generation any more."""
+        member = self._cluster.members.get(registration)
+        if member is None:
+            return
+        if member.holding is not None and member.holding.generation == generation:
+            self._leave(member.holding, "fenced by its owner")  # a local fence, without our grant
+        for holding in [h for h in member.leaving if h.generation == generation]:
+            self._end(holding)
+
+    def lose(self, holding: Holding) -> None:
+        """Its worker is LOST. Its bytes may still be served: readers without another source keep their lease."""
+        self._leave(holding, "worker lost", on_purpose=False)
+        for lease in list(holding.readers.values()):
+            if lease.state is LeaseState.FENCING:
+                self.confirm_fenced(lease, "owner lost")
+            else:
+                self._move(lease)
+        self._end(holding, cut=False)
+
+    def tear(self, holding: Holding) -> None:
+        """Its fill was broken off: nobody may read it, its owner changes the generation by itself."""
+        self._leave(holding, "fill broken off", on_purpose=False)
+        self._cut_readers(holding, "the source's own fill was broken off", moved=True)
+
+    def _leave(self, holding: Holding, why: str, *, on_purpose: bool = True) -> None:
+        if holding.leaving:
+            return
+        holding.leaving = True
+        version, member, replica = holding.version, holding.member, holding.replica
+        version.holdings[holding.rank].remove(holding)
+        if on_purpose and version.visible and not version.has_live_source():
+            version.abandoned = True
+        if member.holding is holding:
+            member.holding = None
+        member.leaving.append(holding)
+        if replica.state is ReplicaState.READY and on_purpose:
+            replica.become(ReplicaState.DRAINING, self._cluster.cause, self._cluster.now, why)
+        self._cluster.touch(member.group.model)
+
+    def _move(self, lease: ReadLease) -> None:
+        """Give the reader another source, if there is one, and let it leave this one."""
+        if lease.state is not LeaseState.ACTIVE or lease.dropping:
+            return
+        part = lease.part
+        grant = self.grant(part, other_than=lease.holding)
+        if grant is not None:
+            lease.dropping = True
+            self._cluster.tell(part.member, AddSource(part.operation.key, grant))
+            self._cluster.tell(part.member, DropSource(part.operation.key, lease.id, "the source leaves"))
+
+    def _cut_readers(self, holding: Holding, why: str, *, moved: bool) -> None:
+        for lease in list(holding.readers.values()):
+            if lease.state is LeaseState.ACTIVE:
+                if moved:
+                    self._move(lease)
+                part = lease.part
+                if not lease.dropping:
+                    self._cluster.tell(part.member, DropSource(part.operation.key, lease.id, why))
+                self.fence(lease, why)
+                if part.wants_source:
+                    self._cluster.changed_operations[part.operation.key] = part.operation
+
+    def _end(self, holding: Holding, *, cut: bool = True) -> None:
+        """Nothing of it is left: its leases are fenced, and its replica goes with its last holding."""
+        if cut:
+            self._cut_readers(holding, "the source is gone", moved=True)
+            for lease in list(holding.readers.values()):
+                self.confirm_fenced(lease, "the owner's fence stands")
+        if holding in holding.member.leaving:
+            holding.member.leaving.remove(holding)
+        replica = holding.replica
+        if replica.holdings.get(holding.rank) is holding:
+            del replica.holdings[holding.rank]
+        self.settle_replica(replica)
+
+    def settle_replica(self, replica: Replica) -> None:
+        """A replica without memory is GONE (a TORN one stays as long as its group has ranks)."""
+        group = replica.group
+        torn = replica.state is ReplicaState.TORN and group.members
+        if not replica.holdings and replica.state is not ReplicaState.GONE and not torn:
+            replica.become(ReplicaState.GONE, self._cluster.cause, self._cluster.now, "no memory left")
+            group.replicas.remove(replica)
+
+    def _become(self, lease: ReadLease, state: LeaseState, why: str) -> None:
+        lease.become(state, self._cluster.cause, self._cluster.now, why)
+
+
+def _fillers(holding: Holding) -> list[ReadLease]:
+    """The ACTIVE leases through which this holding is being filled."""
+    operation = holding.member.group.operation
+    part = operation.parts.get(holding.rank) if operation is not None else None
+    return list(part.leases.values()) if part is not None and part.holding is holding and not holding.complete else []

@@ -1,0 +1,147 @@
+"""The versions of a model: numbers and marks, visibility, selectors.
+
+Responsible for G3 (what `latest` means) and R1, R2, R12. Not responsible for who reads whom, or for durability itself:
+a number counts as used once its publication is on its way to the store.
+"""
+
+from __future__ import annotations
+
+from tensorhub.coordinator.entities import Cluster, Model, Operation, Version
+from tensorhub.coordinator.states import OperationState, VersionState
+from tensorhub.errors import VersionConflict, VersionUnavailable
+from tensorhub.messages import Announce
+from tensorhub.types import LATEST, PREVIOUS, OpKind, Selector, VersionInfo
+
+
+class Versions:
+    """Changes versions and marks; nobody else does."""
+
+    def __init__(self, cluster: Cluster) -> None:
+        self._cluster = cluster
+
+    # -- publishing
+
+    def conflict(self, model: Model, number: int) -> VersionConflict | None:
+        """Why `number` cannot be published now, if it cannot."""
+        if model.mark is not None and number <= model.mark:
+            return VersionConflict(
+                f"version {number} of {model.name!r} cannot be published: the newest number so far is {model.mark}; "
+                f"publish {model.mark + 1} or more, or roll back first"
+            )
+        staged = model.versions.get(number)
+        if staged is not None:
+            return VersionConflict(
+                f"version {number} of {model.name!r} is being published by group {staged.publisher.group!r}; "
+                "take another number"
+            )
+        newer = [op.version.number for op in self._being_recorded(model) if op.version is not None]
+        if newer and number <= max(newer):
+            return VersionConflict(
+                f"version {number} of {model.name!r} is overtaken: {max(newer)} is being recorded; take a larger number"
+            )
+        return None
+
+    def _being_recorded(self, model: Model) -> list[Operation]:
+        return [
+            op
+            for op in self._cluster.records.values()
+            if op.kind is OpKind.PUBLISH and op.group.model is model and op.state is OperationState.PREPARED
+        ]
+
+    def stage(self, operation: Operation, number: int) -> Version:
+        """The invisible version that this publish will make; its content id is minted here (R1)."""
+        group = operation.group
+        info = VersionInfo(group.model.name, number, self._cluster.new_id(), 0, group.world_size)
+        version = Version(info, group.model.lineage, group.layout_id, operation.key)
+        group.model.versions[number] = version
+        return version
+
+    def show(self, version: Version, model: Model) -> None:
+        """Its publication is durable, and its first replica is READY: it is visible from now on."""
+        self._become(version, VersionState.AVAILABLE, "published")
+        model.mark = version.number
+        self._cluster.touch(model)
+
+    def discard(self, version: Version, model: Model) -> None:
+        """Its publication was aborted: the number stays unused."""
+        self._become(version, VersionState.DISCARDED, "publication aborted")
+        del model.versions[version.number]
+
+    def recover(self, version: Version, model: Model) -> None:
+        """A version of a former coordinator, from the store: visible, without live memory until holders are back."""
+        self._become(version, VersionState.AVAILABLE, "recovered")
+        self._become(version, VersionState.UNAVAILABLE, "no holder is known yet")
+        model.versions[version.number] = version
+        model.mark = max(version.number, model.mark or 0)
+
+    # -- resolving (R12)
+
+    def resolve(self, model: Model, selector: Selector, at_least: int | None) -> Version | None:
+        """The visible version that is meant, or None while it has to be waited for.
+
+        Raises VersionUnavailable for a number that is not visible: it fails at once.
+        """
+        if isinstance(selector, int):
+            version = model.versions.get(selector)
+            if version is None or not version.visible:
+                raise VersionUnavailable(
+                    self._unknown(model, selector), retryable=model.mark is None or selector > model.mark
+                )
+            return version
+        version = model.newest_visible(skip=0 if selector == LATEST else 1)
+        if version is not None and at_least is not None and version.number < at_least:
+            return None
+        return version
+
+    def _unknown(self, model: Model, number: int) -> str:
+        visible = sorted(v.number for v in model.versions.values() if v.visible)
+        if not visible:
+            return f"version {number} of {model.name!r} does not exist: nothing was published under that model yet"
+        if model.mark is not None and number > model.mark:
+            return (
+                f"version {number} of {model.name!r} is not published yet (the newest is {model.mark}); "
+                "wait_for() waits for a version"
+            )
+        shown = ", ".join(map(str, visible[-5:]))
+        return f"version {number} of {model.name!r} does not exist any more; available: {shown}"
+
+    @staticmethod
+    def waiting_text(model: Model, selector: Selector, at_least: int | None) -> str:
+        """Why nothing is bound yet, for the error at the deadline."""
+        newest = model.newest_visible()
+        if newest is None:
+            return f"nothing was published under the model {model.name!r} (is the name right?)"
+        if at_least is not None and newest.number < at_least:
+            return f"version {at_least} of {model.name!r} was not published; the newest is {newest.number}"
+        if selector == PREVIOUS and model.newest_visible(skip=1) is None:
+            return f"{model.name!r} has one version only; there is no 'latest-1'"
+        return f"no live worker holds {selector!r} of {model.name!r} (the newest version is {newest.number})"
+
+    # -- consequences
+
+    def refresh(self, model: Model) -> None:
+        """Work out availability and retirement, and tell the watchers of a new newest version."""
+        for version in list(model.versions.values()):
+            live = version.visible and version.has_live_source()
+            if live and version.state is VersionState.UNAVAILABLE:
+                self._become(version, VersionState.AVAILABLE, "held again")
+            elif not live and version.state is VersionState.AVAILABLE:
+                self._become(version, VersionState.UNAVAILABLE, "no live holder")
+            if version.state is VersionState.UNAVAILABLE and self._forgettable(model, version):
+                self._become(version, VersionState.RETIRED, "old, not retained, held by nobody")
+                del model.versions[version.number]
+        newest = model.newest_visible()
+        if newest is not None and newest.info != model.announced:
+            model.announced = newest.info
+            for session in sorted(model.watchers):
+                self._cluster.send(session, Announce(model.name, newest.info))
+
+    def _forgettable(self, model: Model, version: Version) -> bool:
+        if ("recovery", "") in self._cluster.timers or any(version.holdings.values()):
+            return False
+        newer = sum(v.visible and v.number > version.number for v in model.versions.values())
+        bound = any(g.operation is not None and g.operation.version is version for g in model.groups.values())
+        return newer >= max(2, model.retain) and not bound
+
+    def _become(self, version: Version, state: VersionState, why: str) -> None:
+        version.become(state, self._cluster.cause, self._cluster.now, why)

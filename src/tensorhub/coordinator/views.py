@@ -1,0 +1,70 @@
+"""What `describe` shows: the coordinator's knowledge of a model as plain values. Changes nothing."""
+
+from __future__ import annotations
+
+from tensorhub.coordinator.entities import Cluster, Model, Replica
+from tensorhub.types import LeaseView, ModelInfo, ReplicaView, ShardView, VersionView, WorkerView
+
+
+def describe(cluster: Cluster, model: Model) -> ModelInfo:
+    """Versions, replicas, leases and workers of one model, each in a stable order."""
+    visible = sorted((v.number for v in model.versions.values() if v.visible), reverse=True)
+    retained = set(visible[: model.retain])
+    versions = tuple(
+        VersionView(
+            version=v.number,
+            content_id=v.info.content_id,
+            state=v.state.value,
+            nbytes=v.info.nbytes,
+            world_size=v.info.world_size,
+            lineage=v.lineage,
+            retained=v.number in retained,
+        )
+        for v in sorted(model.versions.values(), key=lambda v: v.number)
+    )
+    replicas = tuple(
+        _replica(replica) for group in sorted(model.groups.values(), key=lambda g: g.name) for replica in group.replicas
+    )
+    leases = tuple(
+        LeaseView(
+            lease=lease.id,
+            reader=lease.part.member.worker.name,
+            source=lease.holding.member.worker.name,
+            version=lease.holding.version.number,
+            rank=lease.part.rank,
+            state=lease.state.value,
+        )
+        for lease in cluster.leases.values()
+        if lease.holding.member.group.model is model
+    )
+    mine = {m.worker.incarnation: m.worker for g in model.groups.values() for m in g.members.values()}
+    workers = tuple(
+        WorkerView(w.name, w.incarnation, w.state.value, w.location, w.endpoints)
+        for w in sorted(mine.values(), key=lambda w: (w.name, w.incarnation))
+    )
+    return ModelInfo(model.name, model.lineage, model.mark, model.retain, versions, replicas, leases, workers)
+
+
+def _replica(replica: Replica) -> ReplicaView:
+    group = replica.group
+    shards = tuple(
+        ShardView(
+            rank=rank,
+            worker=holding.member.worker.name,
+            state="complete" if holding.complete else "filling",
+            chunks_verified=holding.chunks_verified,
+            chunks=holding.member.chunks,
+            readers=holding.active_readers(),
+        )
+        for rank, holding in sorted(replica.holdings.items())
+    )
+    return ReplicaView(
+        group=group.name,
+        version=replica.version.number,
+        state=replica.state.value,
+        medium=replica.medium.value,
+        purpose=replica.purpose.value,
+        layout_id=group.layout_id,
+        spot=group.spot,
+        shards=shards,
+    )

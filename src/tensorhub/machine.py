@@ -1,0 +1,100 @@
+"""What every pure state machine is made of: a table that is the only writer of state, a story, and named deadlines.
+
+Not responsible for a clock, I/O or any particular machine.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections import deque
+from collections.abc import Mapping
+from enum import StrEnum
+from typing import Any, ClassVar, Generic, TypeVar
+
+STORY_LINES_MAX = 24
+
+S = TypeVar("S", bound=StrEnum)
+
+
+class Story:
+    """Bounded history: the last few things that happened to one entity, oldest first. Kept and forgotten with it."""
+
+    __slots__ = ("_lines",)
+
+    def __init__(self) -> None:
+        self._lines: deque[tuple[int, float, str]] = deque(maxlen=STORY_LINES_MAX)
+
+    def note(self, cause: int, now: float, text: str) -> None:
+        """Remember that `text` happened at `now`, because of event number `cause`."""
+        self._lines.append((cause, now, text))
+
+    def __str__(self) -> str:
+        lines = (f"  {now:.3f} (event {cause}) {text}" for cause, now, text in self._lines)
+        return "\n".join(lines) or "  (nothing yet)"
+
+
+class IllegalTransition(Exception):
+    """A transition that the entity's table does not have: a defect of TensorHub. Carries the entity's story."""
+
+
+class InvariantBroken(Exception):
+    """Something that always holds does not hold: a defect of TensorHub."""
+
+
+class Stateful(Generic[S]):
+    """An entity with a state, a transition table and a story."""
+
+    table: ClassVar[Mapping[Any, frozenset[Any]]]
+    __slots__ = ("state", "story")
+
+    def __init__(self, state: S) -> None:
+        self.state: S = state
+        self.story = Story()
+
+    def become(self, new: S, cause: int, now: float, why: str) -> None:
+        """Move to `new`; raise IllegalTransition with the story where the table has no such move."""
+        if new not in self.table[self.state]:
+            raise IllegalTransition(f"{self}: {self.state} -> {new} ({why}) is not in the table. Story:\n{self.story}")
+        self.story.note(cause, now, f"{self.state} -> {new}: {why}")
+        self.state = new
+
+
+class Timers:
+    """Deadlines by (kind, key); setting one again replaces it. O(log n) to set, amortised O(1) to ask for the next."""
+
+    __slots__ = ("_heap", "_when")
+
+    def __init__(self) -> None:
+        self._when: dict[tuple[str, str], float] = {}
+        self._heap: list[tuple[float, tuple[str, str]]] = []
+
+    def __len__(self) -> int:
+        return len(self._when)
+
+    def __contains__(self, name: tuple[str, str]) -> bool:
+        return name in self._when
+
+    def set(self, kind: str, key: str, when: float) -> None:
+        """Let (kind, key) come due at `when`."""
+        if self._when.get((kind, key)) != when:
+            self._when[kind, key] = when
+            heapq.heappush(self._heap, (when, (kind, key)))
+
+    def cancel(self, kind: str, key: str) -> None:
+        """Forget (kind, key), if it is set."""
+        self._when.pop((kind, key), None)
+
+    def next(self) -> float | None:
+        """When the earliest deadline is, or None."""
+        while self._heap and self._when.get(self._heap[0][1]) != self._heap[0][0]:
+            heapq.heappop(self._heap)
+        return self._heap[0][0] if self._heap else None
+
+    def pop_due(self, now: float) -> tuple[str, str] | None:
+        """Remove and return the name of one deadline at or before `now`, or None."""
+        when = self.next()
+        if when is None or when > now:
+            return None
+        _, name = heapq.heappop(self._heap)
+        del self._when[name]
+        return name
