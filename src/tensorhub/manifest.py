@@ -378,9 +378,7 @@ def _decode(blob: bytes) -> Manifest:
     _expect(type(parts) is list and bool(parts) and type(parts[0]) is int, "not a manifest")
     _expect(parts[0] == FORMAT, f"format {parts[0]} is unknown to this version of TensorHub")
     kinds = (int, str, int, str, list, str, *repeat(bytes, len(_COLUMNS)))
-    _expect(
-        len(parts) == len(kinds) and all(map(isinstance, parts, kinds)), "parts are missing or of wrong types"
-    )
+    _expect(len(parts) == len(kinds) and all(map(isinstance, parts, kinds)), "parts are missing or of wrong types")
     _, digest, chunk_bytes, layout_id, dtypes, names = parts[:_COLUMNS_AT]
     _expect(all(type(dtype) is str for dtype in dtypes), "a dtype is not a string")
     columns = [_unpack(what, data) for what, data in zip(_COLUMNS, parts[_COLUMNS_AT:], strict=True)]

@@ -132,10 +132,17 @@ class Operations:
                 self._abort(operation, Blame(error, member.rank))
 
     def resolve(self, member: Member, key: OpKey) -> None:
-        """This rank asks for the outcome; while there is none, it will be told when there is."""
+        """This rank may have missed something: tell it the outcome, or, while there is none, where it stands."""
         operation = member.group.operation
         if operation is None or operation.key != key:
             self._answer_decided(member, key)
+            return
+        part = operation.parts.get(member.rank)
+        if part is not None and part.needs_bytes and operation.running and operation.version is not None:
+            grants = tuple(self._readers.to_grant(lease) for lease in part.leases.values() if not lease.dropping)
+            manifest_id = _manifest_id(operation.version.manifests[part.rank])
+            start = Start(key, operation.version.info, manifest_id, operation.writing, grants)
+            self._cluster.tell(member, start)
 
     def read_failed(self, member: Member, key: OpKey, lease: str, reason: str) -> None:
         part = self._part(member, key)

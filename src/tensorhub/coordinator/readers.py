@@ -33,6 +33,12 @@ class Readers:
         self._cluster.leases[lease.id] = holding.readers[lease.id] = part.leases[lease.id] = lease
         if part.holding is not None:
             part.holding.depth = holding.depth + 1
+        return self.to_grant(lease)
+
+    @staticmethod
+    def to_grant(lease: ReadLease) -> Grant:
+        """The lease as its reader sees it."""
+        holding = lease.holding
         worker = holding.member.worker
         return Grant(
             lease=lease.id,
