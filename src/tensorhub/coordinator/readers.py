@@ -262,8 +262,8 @@ class Readers:
         grant = self.grant(part, other_than=lease.holding)
         if grant is not None:
             lease.dropping = True
-            self._cluster.tell(part.member, AddSource(part.operation.key, grant))
-            self._cluster.tell(part.member, DropSource(part.operation.key, lease.id, "the source leaves"))
+            self._cluster.tell(part.member, AddSource(part.operation.key, part.rank, grant))
+            self._cluster.tell(part.member, DropSource(part.operation.key, part.rank, lease.id, "the source leaves"))
 
     def _cut_readers(self, holding: Holding, why: str, *, moved: bool) -> None:
         for lease in list(holding.readers.values()):
@@ -272,7 +272,7 @@ class Readers:
                     self._move(lease)
                 part = lease.part
                 if not lease.dropping:
-                    self._cluster.tell(part.member, DropSource(part.operation.key, lease.id, why))
+                    self._cluster.tell(part.member, DropSource(part.operation.key, part.rank, lease.id, why))
                 self.fence(lease, why)
                 if part.wants_source:
                     self._cluster.changed_operations[part.operation.key] = part.operation

@@ -200,7 +200,9 @@ class Member(Stateful[HandleState]):
     def cancel(self, error: Exception, now: float) -> list[Action]:
         """End the running call with `error`, if it is not this rank's to finish any more."""
         self._enter(now)
-        if self.running is not None and self.running.error is None:
+        run = self.running
+        if run is not None and run.error is None:
+            run.deadline = min(run.deadline, now)  # who cancels waits for the coordinator only for the slack
             self._give_up(error)
         return self._leave()
 
