@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tracemalloc
 from dataclasses import replace
 from itertools import pairwise
 from math import prod
@@ -220,6 +221,17 @@ def test_garbage_is_refused(garbage: Any) -> None:
         Manifest.decode(blob)
 
 
+def test_promises_of_long_arrays_take_no_memory() -> None:
+    blob = b"\xdd\x00\x01\x00\x00" * 300 + bytes(2**16)  # 300 nested arrays of 2**16 elements each
+    tracemalloc.start()
+    try:
+        with pytest.raises(ProtocolError, match="not msgpack"):
+            Manifest.decode(blob)
+        assert tracemalloc.get_traced_memory()[1] < 2**20
+    finally:
+        tracemalloc.stop()
+
+
 @given(st.data())
 @settings(max_examples=300)
 def test_wrong_parts_are_refused(data: st.DataObject) -> None:
@@ -367,6 +379,8 @@ def test_a_source_may_tie_what_its_reader_keeps_apart() -> None:
     check_compatible(tied, apart)
     assert differences(apart, tied) == ("tensors 'a' and 'b' share memory at the reader only",)
     assert differences(tied, other) == ("tensors 'b' and 'c' share memory at the reader only",)
+    packed = manifest(*[spec(name, "uint8", 2, offset=2 * i) for i, name in enumerate("abc")])
+    assert differences(packed, tied) == ("tensors 'a' and 'b' share memory at the reader only",)
 
 
 @given(manifests())
@@ -410,6 +424,8 @@ def test_an_overlap_names_both_tensors() -> None:
     whole, part = description("qkv", 1000, 30), description("q", 1040, 10)
     with pytest.raises(RegistrationError, match=r"'qkv' and 'q'.*clone"):
         build_manifest([part, whole, description("far", 1130, 3)], 4096, "none")
+    with pytest.raises(RegistrationError, match="'qkv' and 'q', 'qkv' and 'v'"):
+        build_manifest([whole, part, description("v", 1080, 10)], 4096, "none")
 
 
 def test_what_no_manifest_can_say_is_refused_when_it_is_built() -> None:
