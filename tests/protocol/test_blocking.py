@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import socket
+import struct
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -92,7 +93,8 @@ def test_different_secrets_are_said_to_both_sides(pair: Pair, start: Start) -> N
         other.result(5)
 
 
-def test_a_peer_that_goes_away_upon_the_proof(pair: Pair, start: Start) -> None:
+@pytest.mark.parametrize("how", ["closed", "reset"])
+def test_a_peer_that_goes_away_upon_the_proof(pair: Pair, start: Start, how: str) -> None:
     other = start(pair.one.handshake, client(), 5.0)
     theirs = server()
     for _ in range(2):  # the preface, and the hello
@@ -102,6 +104,8 @@ def test_a_peer_that_goes_away_upon_the_proof(pair: Pair, start: Start) -> None:
     while theirs.bytes_wanted == 4:
         theirs.receive_data(pair.sock.recv(4))
     assert pair.sock.recv(theirs.bytes_wanted)  # the proof, which nobody looks at
+    if how == "reset":
+        pair.sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("@ii", 1, 0))
     pair.two.close()
     with pytest.raises(AuthenticationFailed, match="closed the connection upon"):
         other.result(5)

@@ -218,6 +218,7 @@ def test_only_what_the_peer_may_say_is_accepted() -> None:
         (b"\x92\x21\xc1", "Watch.model"),
         (b"\x92\x21\xdb\xff\xff\xff\xff", "frame ends"),
         (raw(24, ["a", "g", 1], 0), "Prepared.key: 3 fields, not 4"),
+        (raw(24, ["a", "g", 1, 2, 3], 0), "Prepared.key: 5 fields, not 4"),
         (raw(24, [], 0), "Prepared.key: 0 fields, not 4"),
         (raw(79, "a", ["a", 1]), "Announce.newest: 2 fields"),
         (raw(79, "a", None), "Announce.newest"),
@@ -318,6 +319,12 @@ class _Empty:
 def test_a_type_without_a_bound_or_a_wire_form_is_refused_at_once(annotation: Any) -> None:
     with pytest.raises(TypeError):
         forms.form_of(annotation)
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+def test_a_float_without_a_range_is_finite_as_well(value: float) -> None:
+    with pytest.raises(forms.Violation, match="finite"):
+        forms.form_of(float).encode(value)
 
 
 def test_new_types_are_what_they_stand_for() -> None:

@@ -49,6 +49,29 @@ class MemoryStream(ByteStream):
         await self._outgoing.aclose()
 
 
+class _BreaksAfter(ByteStream):
+    """A stream that gives what has arrived once, and is broken from then on."""
+
+    def __init__(self, inner: ByteStream) -> None:
+        self._inner = inner
+        self._broken = False
+
+    async def receive(self, max_bytes: int = 65_536) -> bytes:
+        if self._broken:
+            raise anyio.BrokenResourceError
+        self._broken = True
+        return await self._inner.receive(max_bytes)
+
+    async def send(self, item: bytes) -> None:
+        await self._inner.send(item)
+
+    async def send_eof(self) -> None:
+        await self._inner.send_eof()
+
+    async def aclose(self) -> None:
+        await self._inner.aclose()
+
+
 def memory_ends(step: int = 65_536, room: float = math.inf) -> Ends:
     there, there_out = anyio.create_memory_object_stream[bytes](room)
     back, back_out = anyio.create_memory_object_stream[bytes](room)
@@ -156,6 +179,18 @@ async def test_an_end_during_the_handshake(ends: Ends) -> None:
     await ends[0].send_eof()
     with anyio.fail_after(5), pytest.raises(ProtocolError, match="closed the connection during"):
         await coordinator.handshake(server(), 5)
+
+
+async def test_a_stream_that_breaks_upon_the_proof_is_a_matter_of_secrets(anyio_backend: str) -> None:
+    one, two = memory_ends()
+    worker = MessageStream(_BreaksAfter(one), FROM_COORDINATOR, MOST)
+    theirs = server()
+    theirs.receive_data(client().data_to_send())
+    await two.send(theirs.data_to_send())
+    with anyio.fail_after(5), pytest.raises(AuthenticationFailed, match="closed the connection upon"):
+        await worker.handshake(client(), 5)
+    await worker.aclose()
+    await two.aclose()
 
 
 async def test_frames_that_come_with_the_last_proof_are_kept(ends: Ends) -> None:

@@ -1,6 +1,7 @@
 """Versioned MessagePack frames between worker and coordinator, and between workers.
 
     tags       which number stands for which message on the wire
+    forms      how an annotated type is written, read and checked
     codec      a message of `tensorhub.messages` to a frame's body and back; checks every bound
     frames     the connection's preface, and bodies to length-prefixed frames and back
     handshake  mutual proof of the cluster's secret
@@ -9,7 +10,7 @@
     stream     driver for an anyio byte stream (the control plane)
     lost       the drivers' one exception for a connection that is gone
 
-The first four do no I/O and know no clock: a driver feeds them bytes and sends the bytes that they make.
+The first five do no I/O and know no clock: a driver feeds them bytes and sends the bytes that they make.
 Whatever a peer sends, the only errors that it can cause are `ProtocolError` and `AuthenticationFailed`, and
 nothing is allocated for a length before the length was checked.
 
