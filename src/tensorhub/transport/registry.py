@@ -23,7 +23,7 @@ class Local:
     """What a transport knows of the worker that it works for."""
 
     incarnation: Incarnation
-    secret: bytes | None  # None: an open cluster
+    secret: bytes  # empty: an open cluster
     options: Options
 
 

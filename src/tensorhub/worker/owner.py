@@ -235,6 +235,10 @@ class Owner:
         holding = self._holdings.get(registration)
         return holding is None or holding.accesses == 0
 
+    def is_access_to(self, number: int, registration: RegistrationId) -> bool:
+        """Whether the access of this number runs, and is to this registration."""
+        return self._running.get(number) == registration
+
     # ------------------------------------------------------------------------------------------------- inspection
 
     def check_invariants(self) -> None:
