@@ -23,7 +23,7 @@ from tensorhub.runtime.chunks import ChunkMemory
 from tensorhub.runtime.lanes import AllVerified, ChannelOpener, PullReport, PullRunner, SourceFailed
 from tensorhub.runtime.serving import SharedOwner
 from tensorhub.transport.memory import MappedRegions, RegisteredMemory
-from tensorhub.types import FetchReport, LeaseId, RegistrationId, VersionInfo
+from tensorhub.types import ContentId, FetchReport, LeaseId, RegistrationId, VersionInfo
 from tensorhub.worker.calls import (
     Action,
     AddPullSource,
@@ -226,7 +226,8 @@ class Handle:
     def _open(self, action: OpenMemory) -> None:
         regions = self.memory.map(action.manifest).regions
         chunks = ChunkMemory(action.manifest, regions)
-        self._owner.open(self._registration, action.generation, chunks, complete=action.complete)
+        content_id = ContentId(action.content_id)
+        self._owner.open(self._registration, action.generation, content_id, chunks, complete=action.complete)
 
     def _change_source(self, action: AddPullSource | DropPullSource) -> None:
         pull = self._pull

@@ -58,9 +58,13 @@ class Say:
 
 @dataclass(frozen=True, slots=True)
 class OpenMemory:
-    """From now on readers may ask for this memory under `generation`: all of it, or what is marked available."""
+    """From now on readers may ask for this memory under `generation`: all of it, or what is marked available.
+
+    `content_id` is empty where a publisher opens before it is minted.
+    """
 
     generation: int
+    content_id: str
     manifest: Manifest
     complete: bool
 

@@ -488,7 +488,7 @@ class Member(Stateful[HandleState]):
     def _publish(self, run: Running, call: PublishCall) -> None:
         """The promise begins here: readers may come the moment the coordinator has decided."""
         self._take_key(run)
-        self._actions.append(OpenMemory(run.generation, self.shard.manifest, complete=True))
+        self._actions.append(OpenMemory(run.generation, "", self.shard.manifest, complete=True))
         run.phase = Phase.VOTED
         self._say(self._publish_message(run, call))
 
@@ -619,7 +619,7 @@ class Member(Stateful[HandleState]):
         self.content = Content(run.version, run.manifest, run.generation)
         run.phase = Phase.PULLING
         run.leases = {grant.lease for grant in run.grants}
-        self._actions.append(OpenMemory(run.generation, run.manifest, complete=False))
+        self._actions.append(OpenMemory(run.generation, run.version.content_id, run.manifest, complete=False))
         self._actions.append(StartPull(run.version, run.manifest, run.generation, run.grants))
 
     # ------------------------------------------------------------------------------------------- taking it back
@@ -747,10 +747,11 @@ class Member(Stateful[HandleState]):
 
     def _republish(self, run: Running) -> None:
         """Announce the old version again, under a new generation (R7)."""
-        assert self.content is not None
-        self._actions.append(Fence(self.content.generation))
-        self.content.generation = run.generation
-        self._actions.append(OpenMemory(run.generation, self.content.manifest, complete=True))
+        content = self.content
+        assert content is not None
+        self._actions.append(Fence(content.generation))
+        content.generation = run.generation
+        self._actions.append(OpenMemory(run.generation, content.version.content_id, content.manifest, complete=True))
         self._register()
 
     def _stop_pull(self, run: Running, error: Exception) -> None:
