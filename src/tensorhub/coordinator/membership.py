@@ -166,9 +166,12 @@ class Membership:
         cluster.send(worker.session, answer)
 
     def _register_again(self, member: Member, message: Register) -> None:
-        """A retry; or a rank that was told to overwrite, did not, and holds its old version under a new generation."""
-        keep = message.held is None or member.holding is not None or self._announce(member, message.held)
-        group = member.group
+        """A rank that was there before says anew what it holds; an operation in the middle of its fill goes on."""
+        group, held = member.group, message.held
+        part = group.operation.parts.get(member.rank) if group.operation is not None else None
+        filling = part.holding if part is not None and part.member is member else None
+        counts = self._readers.restated(member, held.generation if held is not None else None, filling)
+        keep = held is None or counts or self._announce(member, held)
         answer = Registered(message.request, message.registration, group.epoch, group.sequence, keep)
         self._cluster.tell(member, answer)
 
@@ -200,6 +203,8 @@ class Membership:
         cluster, group = self._cluster, member.group
         version = group.model.versions.get(held.version)
         if version is None or not version.visible or version.info.content_id != held.content_id:
+            return False
+        if version.info.world_size != group.world_size:
             return False
         version.manifests.setdefault(member.rank, held.manifest)
         replica = next((r for r in group.replicas if r.version is version and r.state in _LIVING), None)
