@@ -28,9 +28,7 @@ from tensorhub.types import ContentId, Incarnation, RegistrationId
 from tensorhub.worker.owner import CHUNKS_PER_ACCESS_MAX, Refusal, Wait
 
 SEND_BYTES = 16 * 2**20  # of one send call whose digests are known
-FIRST_SEND_BYTES = (
-    4 * 2**20
-)  # of one whose digests must be made: small, so that the bytes are still in the cache
+FIRST_SEND_BYTES = 4 * 2**20  # of one whose digests must be made: small, so that the bytes are still in the cache
 PATIENCE_S = 1.0  # how often a waiting reader hears that its owner lives
 RETRY_S = 0.1  # after an accept that failed for want of descriptors or memory
 
@@ -107,9 +105,7 @@ def _is_shortage(error: OSError) -> bool:
 # ------------------------------------------------------------------------------------------------------- one lane
 
 
-def _serve_lane(
-    lane: Lane, connection: BlockingConnection, owner: SharedOwner, settings: ServeSettings
-) -> None:
+def _serve_lane(lane: Lane, connection: BlockingConnection, owner: SharedOwner, settings: ServeSettings) -> None:
     """Serve one reader until it leaves, breaks the protocol, stops taking bytes, or the lane is stopped."""
     owner.add_lane(lane)
     try:
@@ -138,9 +134,7 @@ def _next_read(lane: Lane, connection: BlockingConnection) -> Read | None:
     return None
 
 
-def _answer(
-    read: Read, lane: Lane, connection: BlockingConnection, owner: SharedOwner, patience_s: float
-) -> None:
+def _answer(read: Read, lane: Lane, connection: BlockingConnection, owner: SharedOwner, patience_s: float) -> None:
     """Send all that one Read asks for, as far as it is and becomes available, or refuse it."""
     wanted: Sequence[int] = _chunks_of(read)
     registration, content_id = RegistrationId(read.registration), ContentId(read.content_id)

@@ -18,9 +18,7 @@ class ChunkMemory:
         """`regions`: one contiguous view per region of the manifest, of its size; writable if chunks are to be filled."""
         sizes = tuple(region.nbytes for region in manifest.regions)
         if tuple(region.nbytes for region in regions) != sizes:
-            raise ValueError(
-                f"the regions have {[region.nbytes for region in regions]} bytes, not {list(sizes)}"
-            )
+            raise ValueError(f"the regions have {[region.nbytes for region in regions]} bytes, not {list(sizes)}")
         self._chunks = manifest.chunks
         self._regions = tuple(region.cast("B") if region.nbytes else region for region in regions)
         self.sizes: tuple[int, ...] = tuple(chunk.nbytes for chunk in manifest.chunks)

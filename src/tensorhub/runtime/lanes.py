@@ -87,9 +87,7 @@ class _Lane:
     wait_s: float = 0.0
     transfer_s: float = 0.0
     verify_s: float = 0.0
-    asked: list[set[int]] = field(
-        default_factory=list
-    )  # of each open batch, what has not arrived; none is empty
+    asked: list[set[int]] = field(default_factory=list)  # of each open batch, what has not arrived; none is empty
 
 
 class PullRunner:
@@ -117,9 +115,7 @@ class PullRunner:
         self._generation = generation
         self._open_channel = open_channel
         self._batch_bytes = batch_bytes
-        self._changed = (
-            threading.Condition()
-        )  # guards the pull, the events and `_is_over`; notified when they change
+        self._changed = threading.Condition()  # guards the pull, the events and `_is_over`; notified when they change
         self._pull = Pull(memory.sizes, verified)
         self._events: deque[PullEvent] = deque()  # one per lane at most, and the last one
         self._is_over = self._pull.done  # no lane asks for anything more

@@ -102,9 +102,9 @@ class CoordinatorServer:
         except OSError as error:
             cause: BaseException = error.__cause__ or error
             number = getattr(cause, "errno", None)
-            if number == errno.EADDRINUSE or error.errno == errno.EADDRINUSE:
+            if errno.EADDRINUSE in (number, error.errno):
                 advice = "is in use: stop whoever listens there, or choose another port (0 takes a free one)"
-            elif number == errno.EACCES or error.errno == errno.EACCES:
+            elif errno.EACCES in (number, error.errno):
                 advice = "needs more rights: choose a port above 1023"
             else:
                 advice = f"cannot be listened on: {error}"
@@ -112,8 +112,8 @@ class CoordinatorServer:
         first = multi.listeners[0]
         for other in multi.listeners[1:]:
             await other.aclose()
-        shown, bound = first.extra(anyio.abc.SocketAttribute.local_address)[:2]
-        self.address = format_address(str(shown), int(bound))
+        bound = first.extra(anyio.abc.SocketAttribute.local_address)
+        self.address = format_address(str(bound[0]), int(bound[1]))
         return first
 
     # ---------------------------------------------------------------------------------------------------- the core
@@ -189,9 +189,7 @@ class CoordinatorServer:
         except TensorHubError as error:
             log.warning("peer_refused", kind=type(error).__name__, reason=str(error))
 
-    async def _converse(
-        self, messages: MessageStream[FromWorker], incarnation: str, role: str
-    ) -> None:
+    async def _converse(self, messages: MessageStream[FromWorker], incarnation: str, role: str) -> None:
         self._sessions_minted += 1
         number = self._sessions_minted
         outbox, to_say = anyio.create_memory_object_stream[FromCoordinator | None](OUTBOX_MESSAGES_MAX)

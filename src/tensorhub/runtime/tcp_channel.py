@@ -61,9 +61,7 @@ class TcpTransport:
 class TcpChannel:
     """See `transport.base.Channel`."""
 
-    def __init__(
-        self, connection: BlockingConnection, right: ReadRight, destination: Destination, cutter: Cutter
-    ) -> None:
+    def __init__(self, connection: BlockingConnection, right: ReadRight, destination: Destination, cutter: Cutter) -> None:
         self._connection = connection
         self._right = right
         self._destination = destination
@@ -90,9 +88,7 @@ class TcpChannel:
             asked = self._asked.get(message.request, set())
             arrived = {chunk for chunk, _ in message.chunks}
             if not arrived or len(arrived) != len(message.chunks) or not arrived <= asked:
-                raise ProtocolError(
-                    f"request {message.request} is answered with chunks that it does not ask for"
-                )
+                raise ProtocolError(f"request {message.request} is answered with chunks that it does not ask for")
             first_byte = time.perf_counter()
             self._connection.receive_into([self._destination.buffer(chunk) for chunk, _ in message.chunks])
         asked -= arrived
