@@ -380,6 +380,7 @@ class Start:
     """The operation is bound. `write` True: nobody holds it back, overwrite at once; else wait for Write."""
 
     key: OpKey
+    rank: Rank
     version: VersionInfo
     manifest_id: Id
     write: bool
@@ -391,12 +392,14 @@ class Write:
     """Every rank is ready: fence the old version and fill."""
 
     key: OpKey
+    rank: Rank
     grants: Annotated[tuple[Grant, ...], Length(64)]
 
 
 @dataclass(frozen=True, slots=True)
 class AddSource:
     key: OpKey
+    rank: Rank
     grant: Grant
 
 
@@ -405,6 +408,7 @@ class DropSource:
     """This lease is over: the source leaves. What was verified stays verified."""
 
     key: OpKey
+    rank: Rank
     lease: Id
     reason: Text
 
@@ -414,6 +418,7 @@ class Outcome:
     """The decision. `version` is set if committed; `changed` False: the rank held that content already."""
 
     key: OpKey
+    rank: Rank
     committed: bool
     changed: bool
     version: VersionInfo | None

@@ -290,7 +290,9 @@ class Coordinator(Stateful[CoordinatorState]):
 
     def _withdraw(self, worker: Worker, message: Withdraw) -> None:
         member = worker.members.get(message.registration)
-        if member is None or member.holding is None or member.holding.generation != message.generation:
+        if member is not None and message.registration in member.group.model.withdrawals:
+            member.group.model.withdrawals[message.registration].request = message.request  # a retry
+        elif member is None or member.holding is None or member.holding.generation != message.generation:
             self.cluster.send(worker.session, Withdrawable(message.request))  # nothing here counts on it
         else:
             self._readers.withdraw(message.request, member.holding)

@@ -136,9 +136,7 @@ class Membership:
         """One rank's memory joins its group, or takes a lost rank's place under a new membership epoch."""
         cluster = self._cluster
         if message.registration in cluster.members:
-            group = cluster.members[message.registration].group
-            answer = Registered(message.request, message.registration, group.epoch, group.sequence, True)
-            cluster.send(worker.session, answer)  # a retry
+            self._register_again(cluster.members[message.registration], message)
             return
         error = self._registration_error(message)
         if error is not None:
@@ -166,6 +164,13 @@ class Membership:
         keep = message.held is None or self._announce(member, message.held)
         answer = Registered(message.request, member.registration, group.epoch, group.sequence, keep)
         cluster.send(worker.session, answer)
+
+    def _register_again(self, member: Member, message: Register) -> None:
+        """A retry; or a rank that was told to overwrite, did not, and holds its old version under a new generation."""
+        keep = message.held is None or member.holding is not None or self._announce(member, message.held)
+        group = member.group
+        answer = Registered(message.request, message.registration, group.epoch, group.sequence, keep)
+        self._cluster.tell(member, answer)
 
     def _registration_error(self, message: Register) -> TensorHubError | None:
         if message.rank >= message.world_size:

@@ -132,10 +132,17 @@ class Operations:
                 self._abort(operation, Blame(error, member.rank))
 
     def resolve(self, member: Member, key: OpKey) -> None:
-        """This rank asks for the outcome; while there is none, it will be told when there is."""
+        """This rank may have missed something: tell it the outcome, or, while there is none, where it stands."""
         operation = member.group.operation
         if operation is None or operation.key != key:
             self._answer_decided(member, key)
+            return
+        part = operation.parts.get(member.rank)
+        if part is not None and part.needs_bytes and operation.running and operation.version is not None:
+            grants = tuple(self._readers.to_grant(lease) for lease in part.leases.values() if not lease.dropping)
+            manifest_id = _manifest_id(operation.version.manifests[part.rank])
+            start = Start(key, member.rank, operation.version.info, manifest_id, operation.writing, grants)
+            self._cluster.tell(member, start)
 
     def read_failed(self, member: Member, key: OpKey, lease: str, reason: str) -> None:
         part = self._part(member, key)
@@ -290,7 +297,7 @@ class Operations:
             if part.needs_bytes:
                 manifest = operation.version.manifests[part.rank]
                 grants = self._first_grants(part) if at_once else ()
-                start = Start(operation.key, operation.version.info, _manifest_id(manifest), at_once, grants)
+                start = Start(operation.key, part.rank, operation.version.info, _manifest_id(manifest), at_once, grants)
                 self._cluster.tell(part.member, start)
 
     def _settle_fill(self, operation: Operation) -> None:
@@ -304,12 +311,12 @@ class Operations:
                 self._begin_write(operation)
                 for part in operation.parts.values():
                     if part.needs_bytes:
-                        self._cluster.tell(part.member, Write(operation.key, self._first_grants(part)))
+                        self._cluster.tell(part.member, Write(operation.key, part.rank, self._first_grants(part)))
         for part in operation.parts.values():
             if part.wants_source and self._cluster.now >= part.retry_at:
                 grant = self._readers.grant(part)
                 if grant is not None:
-                    self._cluster.tell(part.member, AddSource(operation.key, grant))
+                    self._cluster.tell(part.member, AddSource(operation.key, part.rank, grant))
                 elif version.abandoned:
                     self._abort_abandoned(operation)
                     return
@@ -415,7 +422,9 @@ class Operations:
         elif not operation.unchanged:
             self._commit_fill(operation)
         outcomes = {
-            p.rank: Outcome(operation.key, True, p.needs_bytes or operation.kind is OpKind.PUBLISH, version.info, None)
+            p.rank: Outcome(
+                operation.key, p.rank, True, p.needs_bytes or operation.kind is OpKind.PUBLISH, version.info, None
+            )
             for p in operation.parts.values()
         }
         self._close(operation, outcomes)
@@ -454,7 +463,7 @@ class Operations:
         if blame.rank is not None and blame.rank != rank:
             text = f"{operation.kind} of group {operation.group.name!r} ended on all ranks: rank {blame.rank}: {error}"
             error = GroupAborted(text, causes={blame.rank: str(error)}, retryable=error.retryable)
-        return Outcome(operation.key, False, False, None, ErrorInfo.of(error))
+        return Outcome(operation.key, rank, False, False, None, ErrorInfo.of(error))
 
     def _close(self, operation: Operation, outcomes: dict[int, Outcome]) -> None:
         group, name = operation.group, str(operation.key)
@@ -478,12 +487,12 @@ class Operations:
             record = self._cluster.decisions.get(key)
             version = member.group.model.versions.get(record[1]) if record is not None else None
             if version is not None and record is not None and version.info.content_id == record[2]:
-                outcome = Outcome(key, True, True, version.info, None)
+                outcome = Outcome(key, member.rank, True, True, version.info, None)
             else:
                 text = (
                     f"the membership of group {member.group.name!r} changed, or its coordinator restarted; call again"
                 )
-                outcome = Outcome(key, False, False, None, ErrorInfo.of(GroupAborted(text)))
+                outcome = Outcome(key, member.rank, False, False, None, ErrorInfo.of(GroupAborted(text)))
         self._cluster.tell(member, outcome)
 
     # ---------------------------------------------------------------------------------------------------- helpers

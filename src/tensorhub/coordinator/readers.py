@@ -33,6 +33,12 @@ class Readers:
         self._cluster.leases[lease.id] = holding.readers[lease.id] = part.leases[lease.id] = lease
         if part.holding is not None:
             part.holding.depth = holding.depth + 1
+        return self.to_grant(lease)
+
+    @staticmethod
+    def to_grant(lease: ReadLease) -> Grant:
+        """The lease as its reader sees it."""
+        holding = lease.holding
         worker = holding.member.worker
         return Grant(
             lease=lease.id,
@@ -256,8 +262,8 @@ class Readers:
         grant = self.grant(part, other_than=lease.holding)
         if grant is not None:
             lease.dropping = True
-            self._cluster.tell(part.member, AddSource(part.operation.key, grant))
-            self._cluster.tell(part.member, DropSource(part.operation.key, lease.id, "the source leaves"))
+            self._cluster.tell(part.member, AddSource(part.operation.key, part.rank, grant))
+            self._cluster.tell(part.member, DropSource(part.operation.key, part.rank, lease.id, "the source leaves"))
 
     def _cut_readers(self, holding: Holding, why: str, *, moved: bool) -> None:
         for lease in list(holding.readers.values()):
@@ -266,7 +272,7 @@ class Readers:
                     self._move(lease)
                 part = lease.part
                 if not lease.dropping:
-                    self._cluster.tell(part.member, DropSource(part.operation.key, lease.id, why))
+                    self._cluster.tell(part.member, DropSource(part.operation.key, part.rank, lease.id, why))
                 self.fence(lease, why)
                 if part.wants_source:
                     self._cluster.changed_operations[part.operation.key] = part.operation

@@ -1,8 +1,19 @@
-"""Versioned MessagePack frames between worker and coordinator, and between workers; no I/O.
+"""Versioned MessagePack frames between worker and coordinator, and between workers.
 
-Responsible for the bounds on a frame, for the mutual proof of the cluster's secret, and for turning frames
-into the typed messages of `tensorhub.messages` and back. A malformed frame is a `ProtocolError` and nothing
-else.
+    tags       which number stands for which message on the wire
+    forms      how an annotated type is written, read and checked
+    codec      a message of `tensorhub.messages` to a frame's body and back; checks every bound
+    frames     the connection's preface, and bodies to length-prefixed frames and back
+    handshake  mutual proof of the cluster's secret
+    secret     where the secret comes from, and when there need not be one
+    blocking   driver for a thread with a blocking socket (the data plane), payloads included
+    stream     driver for an anyio byte stream (the control plane)
+    lost       the drivers' one exception for a connection that is gone
 
-Not responsible for sockets (`tensorhub.runtime`) or for what a message means (`coordinator` and `worker`).
+The first five do no I/O and know no clock: a driver feeds them bytes and sends the bytes that they make.
+Whatever a peer sends, the only errors that it can cause are `ProtocolError` and `AuthenticationFailed`, and
+nothing is allocated for a length before the length was checked.
+
+Not responsible for listening, connecting or retrying (`tensorhub.runtime`), nor for what a message means
+(`coordinator` and `worker`).
 """

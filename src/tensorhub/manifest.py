@@ -1,0 +1,480 @@
+"""What a version is: its tensors, the regions that hold their bytes, and the grid of chunks that is read.
+
+Responsible for the manifest as a value: building it from described memory, comparing a source's with a
+reader's, and its one encoding, which is also its identity. Not responsible for where the bytes are: a region
+has no address here, and every holder keeps it wherever it likes.
+
+A manifest is fixed by its publisher (R8). The chunk grid follows from it alone, so that chunk numbers and
+digests mean the same to everyone who reads the version, whatever their own settings are.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import struct
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import count, pairwise, repeat
+from math import prod
+from operator import attrgetter
+from typing import Any, Literal, NamedTuple, get_args
+
+import msgpack
+
+from tensorhub.errors import ManifestMismatch, ProtocolError, RegistrationError
+
+Digest = Literal["xxh3-64", "none"]
+
+FORMAT = 1
+INT_MAX = 2**63 - 1
+CHUNK_BYTES_MIN = 4096
+CHUNK_BYTES_MAX = 2**30
+CHUNKS_MAX = 2**24
+TENSORS_MAX = 2**20
+DIMENSIONS_MAX = 64  # what torch itself can iterate over
+NAME_MAX = 512
+ENCODED_BYTES_MAX = 48 * 2**20  # what a message can carry
+
+# Bytes per element, by torch's names, counted as torch counts those with several values per byte ("bits4x2").
+ITEMSIZE: Mapping[str, int] = {
+    name: size
+    for size, names in {
+        1: "bool int8 uint8 qint8 quint8 quint4x2 quint2x4 bits1x8 bits2x4 bits4x2 bits8 float4_e2m1fn_x2 "
+        "float8_e4m3fn float8_e4m3fnuz float8_e5m2 float8_e5m2fnuz float8_e8m0fnu "
+        "int1 int2 int3 int4 int5 int6 int7 uint1 uint2 uint3 uint4 uint5 uint6 uint7",
+        2: "float16 bfloat16 int16 uint16 bits16",
+        4: "float32 int32 uint32 qint32 complex32",
+        8: "float64 int64 uint64 complex64",
+        16: "complex128",
+    }.items()
+    for name in names.split()
+}
+
+
+def itemsize(dtype: str) -> int:
+    """Bytes per element of a torch dtype ("bfloat16", without "torch."); ManifestMismatch if unknown."""
+    try:
+        return ITEMSIZE[dtype]
+    except KeyError:
+        raise ManifestMismatch(f"dtype {dtype!r} is unknown to this version of TensorHub") from None
+
+
+# ----------------------------------------------------------------------------------------------------- values
+
+
+@dataclass(frozen=True, slots=True)
+class TensorDescription:
+    """One registered tensor: contiguous bytes at an address. `dtype` is torch's name without "torch."."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    address: int
+    nbytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class TensorSpec:
+    """One tensor of a version: the part of it that this shard holds, and where in which region its bytes are.
+
+    `slices`: (start, stop) per dimension of `global_shape`.
+    """
+
+    name: str
+    dtype: str
+    global_shape: tuple[int, ...]
+    slices: tuple[tuple[int, int], ...]
+    region: int
+    offset: int
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The shape of the part that this shard holds."""
+        return tuple([stop - start for start, stop in self.slices])
+
+    @property
+    def nbytes(self) -> int:
+        return prod(self.shape) * itemsize(self.dtype)
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of one index of the first dimension; a tensor without dimensions is one row."""
+        return prod(self.shape[1:]) * itemsize(self.dtype)
+
+
+@dataclass(frozen=True, slots=True)
+class RegionSpec:
+    """One contiguous run of bytes, the same at every holder."""
+
+    nbytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """The unit of transfer: `nbytes` of region `region`, from `offset` on."""
+
+    index: int
+    region: int
+    offset: int
+    nbytes: int
+
+
+class _Grid(NamedTuple):
+    """How a region is cut: `step` bytes apart, and anew every `period` bytes; period divides nbytes."""
+
+    nbytes: int
+    period: int
+    step: int
+
+    @property
+    def chunk_count(self) -> int:
+        return self.nbytes // self.period * -(-self.period // self.step)
+
+    def cuts(self) -> Iterator[tuple[range, list[int]]]:
+        """The chunks' offsets and sizes, one period at a time."""
+        pieces = -(-self.period // self.step)
+        sizes = [self.step] * (pieces - 1) + [self.period - (pieces - 1) * self.step]
+        for start in range(0, self.nbytes, self.period):
+            yield range(start, start + self.period, self.step), sizes
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """One shard of a version. `layout_id` names how the model is cut into shards."""
+
+    tensors: tuple[TensorSpec, ...]
+    regions: tuple[RegionSpec, ...]
+    chunk_bytes: int
+    digest: Digest
+    layout_id: str
+
+    @cached_property
+    def nbytes(self) -> int:
+        """Bytes of all regions: what a whole read moves. Tied tensors count once."""
+        return sum(region.nbytes for region in self.regions)
+
+    @cached_property
+    def by_region(self) -> tuple[tuple[TensorSpec, ...], ...]:
+        """The tensors of each region, in the order of `tensors`."""
+        found: list[list[TensorSpec]] = [[] for _ in self.regions]
+        for tensor in self.tensors:
+            found[tensor.region].append(tensor)
+        return tuple(map(tuple, found))
+
+    @cached_property
+    def chunk_count(self) -> int:
+        """len(chunks), without making them."""
+        return sum(grid.chunk_count for _, grid in self._grids())
+
+    @cached_property
+    def chunks(self) -> tuple[Chunk, ...]:
+        """Every byte of every region exactly once, in order.
+
+        A region of one tensor is cut at rows of the tensor's first dimension, as many as fit `chunk_bytes`; a
+        longer row is cut into pieces, anew in each row. So every row begins a chunk or lies within one, and a
+        reader of another layout can verify what it reads.
+        """
+        made: list[Chunk] = []
+        for region, grid in self._grids():
+            for offsets, sizes in grid.cuts():
+                made.extend(map(Chunk, count(len(made)), repeat(region), offsets, sizes))
+        return tuple(made)
+
+    def _grids(self) -> Iterator[tuple[int, _Grid]]:
+        for index, (region, tensors) in enumerate(zip(self.regions, self.by_region, strict=True)):
+            if region.nbytes:
+                yield index, _grid(region.nbytes, tensors, self.chunk_bytes)
+
+    @cached_property
+    def _encoded(self) -> bytes:
+        return _encode(self)
+
+    def encode(self) -> bytes:
+        """The one encoding of this manifest: equal manifests have equal bytes."""
+        return self._encoded
+
+    @cached_property
+    def manifest_id(self) -> str:
+        """32 hex digits that name the encoding."""
+        return hashlib.blake2b(self._encoded, digest_size=16).hexdigest()
+
+    @classmethod
+    def decode(cls, blob: bytes) -> Manifest:
+        """The manifest that `blob` encodes; ProtocolError, saying what is wrong, for anything else."""
+        manifest = _decode(blob)
+        if fault := _fault(manifest):
+            raise ProtocolError(f"bad manifest: {fault}")
+        if manifest.encode() != blob:
+            raise ProtocolError("bad manifest: this is not the one encoding of what it says")
+        return manifest
+
+
+def _grid(nbytes: int, tensors: tuple[TensorSpec, ...], chunk_bytes: int) -> _Grid:
+    if len(tensors) == 1 and tensors[0].nbytes == nbytes:
+        row_bytes = tensors[0].row_bytes
+        if row_bytes > chunk_bytes:
+            return _Grid(nbytes, row_bytes, chunk_bytes)
+        return _Grid(nbytes, nbytes, chunk_bytes - chunk_bytes % row_bytes)
+    return _Grid(nbytes, nbytes, chunk_bytes)
+
+
+# --------------------------------------------------------------------------------------------------- building
+
+
+def build_manifest(
+    tensors: Iterable[TensorDescription], chunk_bytes: int, digest: Digest, layout_id: str = ""
+) -> Manifest:
+    """The manifest of registered memory; tensors of the same bytes share a region, so ties are sent once.
+
+    RegistrationError, naming both tensors, where bytes are shared in part; and for what no manifest can say.
+    """
+    regions: list[TensorDescription] = []  # the first tensor of each
+    region_of: dict[tuple[int, int], int] = {}
+    specs: list[TensorSpec] = []
+    for tensor in tensors:
+        place = (tensor.address, tensor.nbytes)
+        region = region_of.get(place) if tensor.nbytes else None
+        if region is None:
+            region = region_of[place] = len(regions)
+            regions.append(tensor)
+        if tensor.dtype in ITEMSIZE and prod(tensor.shape) * ITEMSIZE[tensor.dtype] != tensor.nbytes:
+            what = f"{tensor.dtype} {tensor.shape} is not {tensor.nbytes} bytes"
+            raise RegistrationError(f"tensor {tensor.name!r}: {what}")
+        slices = tuple([(0, size) for size in tensor.shape])
+        specs.append(TensorSpec(tensor.name, tensor.dtype, tensor.shape, slices, region, 0))
+    _refuse_overlaps(regions)
+    sizes = tuple([RegionSpec(first.nbytes) for first in regions])
+    manifest = Manifest(tuple(specs), sizes, chunk_bytes, digest, layout_id)
+    if fault := _fault(manifest):
+        raise RegistrationError(f"these tensors cannot be one shard: {fault}")
+    if len(manifest.encode()) > ENCODED_BYTES_MAX:
+        raise RegistrationError(f"these tensors take more than {ENCODED_BYTES_MAX} bytes to describe")
+    return manifest
+
+
+def _refuse_overlaps(regions: list[TensorDescription]) -> None:
+    overlaps = []
+    last: TensorDescription | None = None  # of the regions so far, the one that ends last
+    for region in sorted((r for r in regions if r.nbytes), key=attrgetter("address")):
+        if last is not None and region.address < last.address + last.nbytes:
+            overlaps.append(f"{last.name!r} and {region.name!r}")
+        if last is None or region.address + region.nbytes > last.address + last.nbytes:
+            last = region
+    if overlaps:
+        raise RegistrationError(
+            f"tensors overlap without being the same bytes: {_some(overlaps, ', ')}. "
+            "Register the larger one alone, or copy one of the two (`.clone()`)."
+        )
+
+
+# -------------------------------------------------------------------------------------------------- comparing
+
+
+def differences(source: Manifest, reader: Manifest) -> tuple[str, ...]:
+    """Why the reader's tensors cannot hold the source's version, a sentence each; none if they can.
+
+    Chunk size, digest, order, region numbers and offsets are the publisher's affair and make no difference.
+    """
+    found = []
+    if source.layout_id != reader.layout_id:
+        layouts = f"{source.layout_id!r} at the source and {reader.layout_id!r} at the reader"
+        found.append(f"the layout is {layouts}")
+    theirs = {tensor.name: tensor for tensor in source.tensors}
+    mine = {tensor.name: tensor for tensor in reader.tensors}
+    found += [f"tensor {name!r} is missing at the reader" for name in theirs if name not in mine]
+    found += [f"tensor {name!r} is unknown to the source" for name in mine if name not in theirs]
+    for name, tensor in theirs.items():
+        if name in mine:
+            found += _tensor_differences(tensor, mine[name])
+    return (*found, *_tie_differences(theirs, reader))
+
+
+def _tensor_differences(source: TensorSpec, reader: TensorSpec) -> list[str]:
+    found = []
+    if source.dtype != reader.dtype:
+        dtypes = f"{source.dtype} at the source and {reader.dtype} at the reader"
+        found.append(f"tensor {source.name!r} is {dtypes}")
+    if source.global_shape != reader.global_shape:
+        shapes = f"{source.global_shape} at the source and {reader.global_shape} at the reader"
+        found.append(f"tensor {source.name!r} has shape {shapes}")
+    elif source.slices != reader.slices:
+        slices = f"{_brackets(source)} at the source and {_brackets(reader)} at the reader"
+        found.append(f"of tensor {source.name!r}, the shard holds {slices}")
+    return found
+
+
+def _brackets(tensor: TensorSpec) -> str:
+    return f"[{', '.join(f'{start}:{stop}' for start, stop in tensor.slices)}]"
+
+
+def _tie_differences(source: Mapping[str, TensorSpec], reader: Manifest) -> list[str]:
+    """R13: what shares memory at the reader only would be overwritten there with two tensors' bytes."""
+    found = []
+    first_at: dict[tuple[int, int], TensorSpec] = {}
+    for tensor in reader.tensors:
+        if tensor.name not in source or not tensor.nbytes:
+            continue
+        first = first_at.setdefault((tensor.region, tensor.offset), tensor)
+        one, other = source[first.name], source[tensor.name]
+        if (one.region, one.offset) != (other.region, other.offset):
+            found.append(f"tensors {first.name!r} and {tensor.name!r} share memory at the reader only")
+    return found
+
+
+def check_compatible(source: Manifest, reader: Manifest) -> None:
+    """Raise ManifestMismatch, with every difference, unless the reader can hold the source's version."""
+    if found := differences(source, reader):
+        raise ManifestMismatch(f"{len(found)} difference(s): {_some(found, '; ')}", differences=found)
+
+
+def _some(sentences: list[str] | tuple[str, ...], separator: str) -> str:
+    more = len(sentences) - 10
+    return separator.join(sentences[:10]) + (f" (and {more} more)" if more > 0 else "")
+
+
+# --------------------------------------------------------------------------------------------------- encoding
+#
+# One flat array: [FORMAT, digest, chunk_bytes, layout_id, dtypes, all names in one string, columns of 64-bit
+# numbers]. Columns rather than an array per tensor, because msgpack then needs no long arrays: a hostile blob
+# that nests empty promises of long arrays would make its decoder allocate gigabytes.
+
+_COLUMNS = ("regions", "name lengths", "dtypes", "dimensions", "region", "offset", "shape", "start", "stop")
+_COLUMNS_AT = 6
+_DTYPES_MAX = 64
+
+
+def _pack(column: list[int]) -> bytes:
+    return struct.pack(f"<{len(column)}Q", *column)
+
+
+def _encode(manifest: Manifest) -> bytes:
+    tensors = manifest.tensors
+    dtypes = {name: index for index, name in enumerate(dict.fromkeys(tensor.dtype for tensor in tensors))}
+    columns = (
+        [region.nbytes for region in manifest.regions],
+        [len(tensor.name) for tensor in tensors],
+        [dtypes[tensor.dtype] for tensor in tensors],
+        [len(tensor.global_shape) for tensor in tensors],
+        [tensor.region for tensor in tensors],
+        [tensor.offset for tensor in tensors],
+        [size for tensor in tensors for size in tensor.global_shape],
+        [start for tensor in tensors for start, _ in tensor.slices],
+        [stop for tensor in tensors for _, stop in tensor.slices],
+    )
+    names = "".join([tensor.name for tensor in tensors])
+    head = [FORMAT, manifest.digest, manifest.chunk_bytes, manifest.layout_id, list(dtypes), names]
+    encoded: bytes = msgpack.packb([*head, *map(_pack, columns)])
+    return encoded
+
+
+def _decode(blob: bytes) -> Manifest:
+    """What `blob` says, with every type and count checked, and not yet what it means."""
+    _expect(len(blob) <= ENCODED_BYTES_MAX, f"longer than {ENCODED_BYTES_MAX} bytes")
+    try:
+        parts: Any = msgpack.unpackb(blob, max_array_len=_DTYPES_MAX, max_map_len=0, max_ext_len=0)
+    except (ValueError, TypeError, RecursionError, msgpack.UnpackException) as error:
+        raise ProtocolError(f"bad manifest: not msgpack ({type(error).__name__}: {error})") from None
+    _expect(type(parts) is list and bool(parts) and type(parts[0]) is int, "not a manifest")
+    _expect(parts[0] == FORMAT, f"format {parts[0]} is unknown to this version of TensorHub")
+    kinds = (int, str, int, str, list, str, *repeat(bytes, len(_COLUMNS)))
+    _expect(len(parts) == len(kinds) and all(map(isinstance, parts, kinds)), "parts are missing or of wrong types")
+    _, digest, chunk_bytes, layout_id, dtypes, names = parts[:_COLUMNS_AT]
+    _expect(all(type(dtype) is str for dtype in dtypes), "a dtype is not a string")
+    columns = [_unpack(what, data) for what, data in zip(_COLUMNS, parts[_COLUMNS_AT:], strict=True)]
+    regions, *per_tensor, sizes, starts, stops = columns
+    _expect(len({len(column) for column in per_tensor}) == 1, "the columns tell of different tensors")
+    lengths, dtype_of, dimensions, *_ = per_tensor
+    _expect(max(len(lengths), len(regions)) <= TENSORS_MAX, f"more than {TENSORS_MAX} tensors")
+    _expect(sum(lengths) == len(names), "the names' lengths do not add up")
+    _expect(sum(dimensions) == len(sizes) == len(starts) == len(stops), "the dimensions do not add up")
+    _expect(max(dtype_of, default=-1) < len(dtypes), "a tensor's dtype is not listed")
+    slices = tuple(zip(starts, stops, strict=True))
+    at, dimension = 0, 0  # where the next tensor's name and sizes begin
+    tensors = []
+    for length, dtype, rank, region, offset in zip(*per_tensor, strict=True):
+        name, its = names[at : at + length], slice(dimension, dimension + rank)
+        tensors.append(TensorSpec(name, dtypes[dtype], sizes[its], slices[its], region, offset))
+        at, dimension = at + length, dimension + rank
+    return Manifest(tuple(tensors), tuple(map(RegionSpec, regions)), chunk_bytes, digest, layout_id)
+
+
+def _unpack(what: str, data: bytes) -> tuple[int, ...]:
+    _expect(len(data) % 8 == 0, f"column {what!r} is not whole numbers")
+    column = struct.unpack(f"<{len(data) // 8}Q", data)
+    _expect(max(column, default=0) <= INT_MAX, f"column {what!r} has a number above 2**63 - 1")
+    return column
+
+
+def _expect(holds: bool, otherwise: str) -> None:
+    if not holds:
+        raise ProtocolError(f"bad manifest: {otherwise}")
+
+
+# --------------------------------------------------------------------------------------------------- checking
+
+
+def _fault(manifest: Manifest) -> str | None:
+    """The first thing that makes this no manifest, whether it was built here or came from a socket."""
+    if manifest.digest not in get_args(Digest):
+        return f"digest {manifest.digest[:64]!r} is unknown; known are {', '.join(get_args(Digest))}"
+    size = manifest.chunk_bytes
+    if type(size) is not int or not CHUNK_BYTES_MIN <= size <= CHUNK_BYTES_MAX:
+        return f"chunk_bytes {size!r} is not within {CHUNK_BYTES_MIN} to {CHUNK_BYTES_MAX}"
+    if len(manifest.layout_id) > NAME_MAX:
+        return f"the layout id has more than {NAME_MAX} characters"
+    if len(manifest.tensors) > TENSORS_MAX:
+        return f"there are more than {TENSORS_MAX} tensors"
+    if manifest.nbytes > INT_MAX:
+        return "the regions hold 2**63 bytes or more"
+    names = set()
+    for tensor in manifest.tensors:
+        if fault := _tensor_fault(tensor, manifest.regions):
+            return f"tensor {tensor.name[:NAME_MAX]!r}: {fault}"
+        if tensor.name in names:
+            return f"tensor {tensor.name!r} is there twice"
+        names.add(tensor.name)
+    if fault := _region_fault(manifest):
+        return fault
+    if manifest.chunk_count > CHUNKS_MAX:
+        return f"{manifest.chunk_count} chunks are more than {CHUNKS_MAX}; a larger chunk_bytes makes fewer"
+    return None
+
+
+def name_fault(name: object) -> str | None:
+    """Why this cannot name a tensor; None if it can."""
+    if not isinstance(name, str) or not 0 < len(name) <= NAME_MAX:
+        return f"a name is a string of 1 to {NAME_MAX} characters"
+    if not name.isascii() and any("\ud800" <= character <= "\udfff" for character in name):
+        return "the name holds half a character (a lone surrogate), which UTF-8 cannot carry"
+    return None
+
+
+def _tensor_fault(tensor: TensorSpec, regions: tuple[RegionSpec, ...]) -> str | None:
+    if fault := name_fault(tensor.name):
+        return fault
+    if tensor.dtype not in ITEMSIZE:
+        return f"dtype {tensor.dtype[:64]!r} is unknown to this version of TensorHub"
+    if len(tensor.global_shape) > DIMENSIONS_MAX:
+        return f"{len(tensor.global_shape)} dimensions are more than {DIMENSIONS_MAX}"
+    for size, (start, stop) in zip(tensor.global_shape, tensor.slices, strict=True):
+        if not 0 <= start <= stop <= size <= INT_MAX:
+            return f"the slice {start}:{stop} is not within 0:{size}, or that is 2**63 or more"
+    if not 0 <= tensor.region < len(regions):
+        return f"there is no region {tensor.region}"
+    if tensor.offset + tensor.nbytes > regions[tensor.region].nbytes:
+        return f"it ends beyond its region of {regions[tensor.region].nbytes} bytes"
+    return None
+
+
+def _region_fault(manifest: Manifest) -> str | None:
+    """Tensors of one region are the same bytes or apart: overlaps in part would be no alias classes."""
+    for index, tensors in enumerate(manifest.by_region):
+        if not tensors:
+            return f"region {index} holds no tensor"
+        if len(tensors) == 1:
+            continue
+        spans = sorted({(tensor.offset, tensor.nbytes) for tensor in tensors if tensor.nbytes})
+        if any(at + nbytes > after for (at, nbytes), (after, _) in pairwise(spans)):
+            return f"tensors of region {index} overlap without being the same bytes"
+    return None

@@ -1,0 +1,236 @@
+"""Driver for a thread of its own with a blocking socket: frames, and payloads that follow them without a
+copy.
+
+Responsible for exact reads (a frame never takes bytes of the payload behind it), for scatter and gather of
+any number of buffers, and for a bound on every wait: the kernel's own timeouts, because payload is read by
+MSG_WAITALL on a socket that really blocks. Not responsible for connecting, nor for what a message means.
+
+Raises ProtocolError, AuthenticationFailed, OperationTimeout (nothing moved for `stall_timeout_s`) and
+ConnectionLost. Only `shutdown` may be called from other threads; it ends whatever call is blocked.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import struct
+import threading
+import time
+from collections.abc import Sequence
+from types import TracebackType
+from typing import Final, Self, TypeVar
+
+from tensorhub.errors import OperationTimeout, TensorHubError
+from tensorhub.messages import ClientHello, Message, ServerHello
+from tensorhub.protocol import codec
+from tensorhub.protocol.codec import Vocabulary
+from tensorhub.protocol.frames import FrameDecoder, header
+from tensorhub.protocol.handshake import Handshake
+from tensorhub.protocol.lost import ConnectionLost
+
+M = TypeVar("M")
+PeerHello = TypeVar("PeerHello", ClientHello, ServerHello)
+
+FRAME_BYTES_MAX: Final = 2**20
+BUFFERS_MAX: Final = 1024  # Linux' IOV_MAX: the most buffers that one system call takes
+
+
+class BlockingConnection:
+    """A connected socket, which this object owns from now on; close it here."""
+
+    def __init__(
+        self, sock: socket.socket, *, stall_timeout_s: float, frame_bytes_max: int = FRAME_BYTES_MAX
+    ) -> None:
+        self.stall_timeout_s = stall_timeout_s
+        self._socket = sock
+        self._decoder = FrameDecoder(frame_bytes_max)
+        self._ending = threading.Lock()  # so that `shutdown` never meets a descriptor that `close` gave back
+        sock.settimeout(None)
+        self._limit_waits(stall_timeout_s)
+
+    def __repr__(self) -> str:
+        return f"<BlockingConnection on descriptor {self._socket.fileno()}: {self._decoder!r}>"
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    # -------------------------------------------------------------------------------------------- handshake
+
+    def handshake(self, handshake: Handshake[PeerHello], timeout_s: float) -> PeerHello:
+        """Run a handshake, either side's, and return the peer's hello. `timeout_s` bounds all of it.
+
+        On an error the connection is of no more use; close it.
+        """
+        deadline = time.monotonic() + timeout_s
+        try:
+            self._send_before(deadline, handshake.data_to_send())
+            while not handshake.done:
+                self._step(handshake, deadline)
+        except OperationTimeout as error:
+            raise OperationTimeout(f"the handshake took longer than {timeout_s:g} s") from error
+        self._decoder.receive_data(handshake.take_rest())
+        self._limit_waits(self.stall_timeout_s)
+        return handshake.peer
+
+    def _step(self, handshake: Handshake[PeerHello], deadline: float) -> None:
+        self._limit_waits(deadline - time.monotonic())
+        try:
+            data = self._receive(handshake.bytes_wanted)
+        except ConnectionLost:
+            handshake.receive_eof()
+            raise
+        if not data:
+            handshake.receive_eof()
+        try:
+            handshake.receive_data(data)
+        except TensorHubError:
+            with contextlib.suppress(ConnectionLost, OperationTimeout):  # the peer need not hear why
+                self._send_before(deadline, handshake.data_to_send())
+            raise
+        self._send_before(deadline, handshake.data_to_send())
+
+    def _send_before(self, deadline: float, data: bytes) -> None:
+        if data:
+            self._limit_waits(deadline - time.monotonic())
+            self._send([memoryview(data)])
+
+    # -------------------------------------------------------------------------------------------- receiving
+
+    def receive(self, allowed: Vocabulary[M]) -> M | None:
+        """The next message, or None if the peer closed, or `shutdown` was called, between two messages.
+
+        Raises OperationTimeout if nothing came for `stall_timeout_s`, or a message took longer than twice
+        that; the call can be repeated then. ProtocolError also if the stream ended inside a message.
+        """
+        deadline = time.monotonic() + self.stall_timeout_s
+        while (body := self._decoder.next_frame()) is None:
+            data = self._receive(self._decoder.bytes_wanted)
+            if not data:
+                self._decoder.receive_eof()
+                return None
+            self._decoder.receive_data(data)
+            if time.monotonic() > deadline and self._decoder.bytes_wanted:
+                raise OperationTimeout(f"a message did not arrive whole within {self.stall_timeout_s:g} s")
+        return codec.decode(body, allowed)
+
+    def receive_into(self, buffers: Sequence[memoryview]) -> None:
+        """Fill the buffers, in order, with exactly the bytes that come next. They must be writable and
+        contiguous.
+
+        Raises OperationTimeout if nothing came for `stall_timeout_s`, ConnectionLost if the stream ends
+        before. After an error it is not known how much arrived, and the connection is of no more use.
+        """
+        left = _Left(buffers)
+        rest = self._decoder.take_rest()
+        if rest:
+            self._decoder.receive_data(rest[left.fill(rest) :])
+        while left:
+            try:
+                count = self._socket.recvmsg_into(left.next_buffers(), 0, socket.MSG_WAITALL)[0]
+            except OSError as error:
+                raise self._failed(error, "sent nothing") from error
+            if count == 0:
+                raise ConnectionLost("the peer closed the connection inside a payload")
+            left.advance(count)
+
+    def _receive(self, count: int) -> bytes:
+        """At most `count` bytes; fewer only at the end of the stream, or when a timeout cut it short."""
+        try:
+            return self._socket.recv(count, socket.MSG_WAITALL)
+        except OSError as error:
+            raise self._failed(error, "sent nothing") from error
+
+    # ---------------------------------------------------------------------------------------------- sending
+
+    def send(self, message: Message) -> None:
+        """Send one message. Errors as of `send_with_payload`."""
+        self.send_with_payload(message, ())
+
+    def send_with_payload(self, message: Message, buffers: Sequence[memoryview]) -> None:
+        """Send one message and, right behind it, the bytes of the buffers, which are not copied.
+
+        Raises ProtocolError, with nothing sent, for a message that breaks its own bounds. Raises
+        OperationTimeout if the peer took nothing for `stall_timeout_s`, ConnectionLost if it is gone; the
+        connection is of no more use then.
+        """
+        body = codec.encode(message)
+        self._send([memoryview(header(len(body), self._decoder.frame_bytes_max) + body), *buffers])
+
+    def _send(self, buffers: Sequence[memoryview]) -> None:
+        left = _Left(buffers)
+        while left:
+            try:
+                left.advance(self._socket.sendmsg(left.next_buffers(), (), socket.MSG_NOSIGNAL))
+            except OSError as error:
+                raise self._failed(error, "took nothing") from error
+
+    # ----------------------------------------------------------------------------------------------- ending
+
+    def shutdown(self) -> None:
+        """End the connection, from any thread: calls fail then, or see the end of the stream."""
+        with self._ending, contextlib.suppress(OSError):  # it is down already
+            self._socket.shutdown(socket.SHUT_RDWR)
+
+    def close(self) -> None:
+        """Give the socket back; for the thread that uses the connection. A second call does nothing."""
+        with self._ending:
+            self._socket.close()
+
+    def _failed(self, error: OSError, idle: str) -> Exception:
+        if isinstance(error, BlockingIOError):
+            return OperationTimeout(f"the peer {idle} for {self.stall_timeout_s:g} s")
+        return ConnectionLost(f"the connection is gone: {error}")
+
+    def _limit_waits(self, seconds: float) -> None:
+        """Bound each system call on the socket. OperationTimeout if there is no time left."""
+        if seconds <= 0:
+            raise OperationTimeout("no time left")
+        whole, part = divmod(max(1, int(min(seconds, 10**9) * 1_000_000)), 1_000_000)
+        limit = struct.pack("@ll", whole, part)  # a struct timeval; 0 would mean no limit
+        try:
+            self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, limit)
+            self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, limit)
+        except OSError as error:
+            raise ConnectionLost(f"the connection is gone: {error}") from error
+
+
+class _Left:
+    """The part of a sequence of buffers that is still to be moved."""
+
+    __slots__ = ("_buffers", "_index")
+
+    def __init__(self, buffers: Sequence[memoryview]) -> None:
+        # Empty ones are dropped: a call with nothing to move looks like the end of the stream.
+        self._buffers = [buffer.cast("B") for buffer in buffers if buffer.nbytes]
+        self._index = 0  # the first buffer that is not moved whole; it is cut to what is left of it
+
+    def __bool__(self) -> bool:
+        return self._index < len(self._buffers)
+
+    def next_buffers(self) -> list[memoryview]:
+        return self._buffers[self._index : self._index + BUFFERS_MAX]
+
+    def advance(self, count: int) -> None:
+        while count:
+            buffer = self._buffers[self._index]
+            if count < buffer.nbytes:
+                self._buffers[self._index] = buffer[count:]
+                return
+            count -= buffer.nbytes
+            self._index += 1
+
+    def fill(self, data: bytes) -> int:
+        """Copy from `data` what fits, and return how much that was."""
+        used = 0
+        while self and used < len(data):
+            buffer = self._buffers[self._index]
+            part = data[used : used + buffer.nbytes]
+            buffer[: len(part)] = part
+            used += len(part)
+            self.advance(len(part))
+        return used

@@ -1,0 +1,276 @@
+"""Mutual proof of the cluster's secret, at the beginning of every connection; no I/O.
+
+    client                                    server
+      preface, ClientHello(nonce)      ->
+                                       <-       preface, ServerHello(nonce)
+      Proof(mac, "client")             ->
+                                       <-       Proof(mac, "server"), or Proof(b""): refused
+
+A mac is HMAC-SHA256 under the secret over who makes it and both hellos: versions, roles, incarnations,
+nonces. So a proof fits one handshake and one side; it cannot be replayed, nor reflected. The client proves
+itself first: a server says nothing under the secret to whoever does not know it. Open access is the same
+with an empty secret. Without TLS an active man in the middle is out of scope.
+
+Responsible for that exchange, for the roles that may meet, and for its bounds; not for its deadline (the
+drivers). Raises ProtocolError (not a peer, another version, roles or an incarnation that do not fit) and
+AuthenticationFailed. After an error, send `data_to_send()` before closing: it may say to the peer what was
+wrong.
+"""
+
+from __future__ import annotations
+
+import abc
+import hashlib
+import hmac
+from collections.abc import Sequence
+from typing import Final, Generic, TypeVar
+
+from tensorhub.errors import AuthenticationFailed, ProtocolError, TensorHubError
+from tensorhub.messages import PROTOCOL_VERSION, ClientHello, Proof, ServerHello
+from tensorhub.protocol import codec
+from tensorhub.protocol.frames import PREFACE, FrameDecoder, WrongVersion, check_preface, frame
+from tensorhub.protocol.secret import TOKEN_VARIABLE, Secret
+
+NONCE_BYTES: Final = 32
+FRAME_BYTES_MAX: Final = 4096  # of a peer that has proved nothing yet
+SERVER_OF: Final = {
+    "worker": "coordinator",
+    "observer": "coordinator",
+    "reader": "owner",
+}  # by the client's role
+
+PeerHello = TypeVar("PeerHello", ClientHello, ServerHello)
+
+
+def proof(secret: bytes, side: str, client: ClientHello, server: ServerHello) -> bytes:
+    """The mac by which `side` ("client" or "server") shows, after these hellos, that it knows `secret`."""
+    fields = [f"tensorhub/1 {side}".encode()]
+    for hello in (client, server):
+        fields += [
+            hello.protocol.to_bytes(8, "big"),
+            hello.role.encode(),
+            hello.incarnation.encode(),
+            hello.nonce,
+        ]
+    transcript = b"".join(len(field).to_bytes(4, "big") + field for field in fields)
+    return hmac.new(secret, transcript, hashlib.sha256).digest()
+
+
+class Handshake(abc.ABC, Generic[PeerHello]):
+    """What both sides share: bytes in, bytes out, and the peer's hello once it is `done`."""
+
+    def __init__(self, role: str, incarnation: str, nonce: bytes) -> None:
+        if len(nonce) != NONCE_BYTES:
+            raise ValueError(f"a nonce has {NONCE_BYTES} random bytes, not {len(nonce)}")
+        self.role = role
+        self.incarnation = incarnation
+        self.done = False  # True once each side has proved itself to the other
+        self._nonce = nonce
+        self._peer: PeerHello | None = (
+            None  # the peer's hello, from its arrival on; nothing vouches for it until `done`
+        )
+        self._preface = bytearray()  # the peer's preface, as far as it has arrived
+        self._decoder = FrameDecoder(FRAME_BYTES_MAX)
+        self._outgoing = bytearray()  # what `data_to_send` gives next
+        self._error: TensorHubError | None = None  # what the handshake failed with
+
+    def __repr__(self) -> str:
+        state = "done" if self.done else "failed" if self._error else "in progress"
+        return f"<{type(self).__name__} as {self.role} {self.incarnation}: {state}>"
+
+    @property
+    def peer(self) -> PeerHello:
+        """The hello of the peer, which has proved itself; RuntimeError before `done`."""
+        if not self.done or self._peer is None:
+            raise RuntimeError("the peer has not proved itself yet")
+        return self._peer
+
+    @property
+    def bytes_wanted(self) -> int:
+        """How many bytes to receive next without taking any that lie beyond the handshake; 0 when `done`."""
+        if self.done:
+            return 0
+        return len(PREFACE) - len(self._preface) or self._decoder.bytes_wanted
+
+    def data_to_send(self) -> bytes:
+        """What to send to the peer now; each byte is given once."""
+        data = bytes(self._outgoing)
+        self._outgoing.clear()
+        return data
+
+    def take_rest(self) -> bytes:
+        """The bytes received that lie beyond the handshake: they belong to the connection's first frames."""
+        return self._decoder.take_rest()
+
+    def receive_data(self, data: bytes) -> None:
+        """Take what arrived. Raises ProtocolError or AuthenticationFailed; further calls raise the same."""
+        if self._error is not None:
+            raise self._error
+        try:
+            self._advance(data)
+        except TensorHubError as error:
+            self._error = error
+            raise
+
+    def receive_eof(self) -> None:
+        """The peer closed, or the connection broke: raise what that means, unless the handshake is done."""
+        if self._error is None and not self.done:
+            self._error = self._closed()
+        if self._error is not None:
+            raise self._error
+
+    def _advance(self, data: bytes) -> None:
+        if not self.done and len(self._preface) < len(PREFACE):
+            missing = len(PREFACE) - len(self._preface)
+            self._preface += data[:missing]
+            data = data[missing:]
+            self._check_preface(bytes(self._preface) + data[:16])
+        self._decoder.receive_data(data)
+        while not self.done:
+            body = self._decoder.next_frame()
+            if body is None:
+                return
+            self._receive_frame(body)
+
+    def _check_preface(self, start: bytes) -> None:
+        check_preface(start)
+
+    def _check_hello(self, hello: PeerHello) -> None:
+        if hello.protocol != PROTOCOL_VERSION:
+            raise ProtocolError(
+                f"the peer's hello says version {hello.protocol}, its preface {PROTOCOL_VERSION}"
+            )
+        if len(hello.nonce) != NONCE_BYTES:
+            raise ProtocolError(f"the peer's nonce has {len(hello.nonce)} bytes instead of {NONCE_BYTES}")
+
+    def _send(self, message: ClientHello | ServerHello | Proof) -> None:
+        self._outgoing += frame(codec.encode(message), FRAME_BYTES_MAX)
+
+    @abc.abstractmethod
+    def _receive_frame(self, body: bytes) -> None: ...
+
+    @abc.abstractmethod
+    def _closed(self) -> TensorHubError: ...
+
+
+class ClientHandshake(Handshake[ServerHello]):
+    """The connecting side. `expected_incarnation`: refuse a server that is another life than this one.
+
+    ValueError for a role other than "worker", "observer" and "reader", or a nonce of another length.
+    """
+
+    def __init__(
+        self,
+        role: str,
+        incarnation: str,
+        secret: bytes,
+        nonce: bytes,
+        *,
+        expected_incarnation: str | None = None,
+    ) -> None:
+        super().__init__(role, incarnation, nonce)
+        if role not in SERVER_OF:
+            raise ValueError(f"a client's role is one of {', '.join(SERVER_OF)}, not {role!r}")
+        self._secret = Secret(secret)
+        self._expected_incarnation = expected_incarnation
+        self._hello = ClientHello(PROTOCOL_VERSION, role, incarnation, nonce)
+        self._outgoing += PREFACE
+        self._send(self._hello)
+
+    def _receive_frame(self, body: bytes) -> None:
+        if self._peer is None:
+            hello = codec.decode(body, codec.SERVER_HELLO)
+            self._check_hello(hello)
+            self._peer = hello
+            self._send(Proof(proof(self._secret, "client", self._hello, hello)))
+            return
+        mac = codec.decode(body, codec.PROOF).mac
+        if not mac:
+            raise self._secrets_differ("refused this side's proof")
+        if not hmac.compare_digest(mac, proof(self._secret, "server", self._hello, self._peer)):
+            raise self._secrets_differ("did not prove itself")
+        self.done = True
+
+    def _check_hello(self, hello: ServerHello) -> None:
+        super()._check_hello(hello)
+        if hello.role != SERVER_OF[self.role]:
+            raise ProtocolError(
+                f"a {self.role} connects to a server of the role {SERVER_OF[self.role]!r}, and this one is "
+                f"{hello.role[:32]!r}: check the address"
+            )
+        if self._expected_incarnation not in (None, hello.incarnation):
+            raise ProtocolError(
+                f"the address belongs to another worker now ({hello.incarnation!r}, not "
+                f"{self._expected_incarnation!r}): ask the coordinator for another source",
+                retryable=True,
+            )
+
+    def _closed(self) -> TensorHubError:
+        if self._peer is None:
+            return ProtocolError("the server closed the connection during the handshake", retryable=True)
+        # It may also have died just then; the retry of whoever connects finds out.
+        return self._secrets_differ("closed the connection upon this side's proof", retryable=True)
+
+    def _secrets_differ(self, what: str, *, retryable: bool = False) -> AuthenticationFailed:
+        role = SERVER_OF[self.role]
+        have = "has one" if self._secret else "has none"
+        return AuthenticationFailed(
+            f"the {role} {what}: its secret is not that of this {self.role}, which {have}. Set the same "
+            f"{TOKEN_VARIABLE} (or token file) on both sides",
+            retryable=retryable,
+        )
+
+
+class ServerHandshake(Handshake[ClientHello]):
+    """The listening side. `secrets`: each is accepted, for a change of secrets without a stop; b"" is open
+    access.
+
+    ValueError for a role other than "coordinator" and "owner", no secret at all, or a nonce of another
+    length.
+    """
+
+    def __init__(self, role: str, incarnation: str, secrets: Sequence[bytes], nonce: bytes) -> None:
+        super().__init__(role, incarnation, nonce)
+        if role not in SERVER_OF.values():
+            raise ValueError(f"a server's role is coordinator or owner, not {role!r}")
+        if not secrets:
+            raise ValueError('no secret would let anybody in: give at least one, b"" for open access')
+        self._secrets = tuple(Secret(secret) for secret in secrets)
+        self._hello = ServerHello(PROTOCOL_VERSION, role, incarnation, nonce)
+
+    def _check_preface(self, start: bytes) -> None:
+        try:
+            check_preface(start)
+        except WrongVersion:
+            self._outgoing += PREFACE  # so that the client hears of the versions as well
+            raise
+        if len(start) >= len(PREFACE):
+            self._outgoing += PREFACE
+
+    def _receive_frame(self, body: bytes) -> None:
+        if self._peer is None:
+            hello = codec.decode(body, codec.CLIENT_HELLO)
+            self._check_hello(hello)
+            self._send(self._hello)
+            if SERVER_OF.get(hello.role) != self.role:
+                raise ProtocolError(
+                    f"a {hello.role[:32]!r} has no business with the {self.role} at this address"
+                )
+            self._peer = hello
+            return
+        mac = codec.decode(body, codec.PROOF).mac
+        found: bytes | None = None
+        for secret in self._secrets:  # all of them, so that time does not tell which one it was
+            if hmac.compare_digest(mac, proof(secret, "client", self._peer, self._hello)):
+                found = secret
+        if found is None:
+            self._send(Proof(b""))
+            raise AuthenticationFailed(
+                f"the {self._peer.role} {self._peer.incarnation!r} did not prove that it knows the secret of "
+                f"this {self.role}: set the same {TOKEN_VARIABLE} (or token file) on both sides"
+            )
+        self._send(Proof(proof(found, "server", self._peer, self._hello)))
+        self.done = True
+
+    def _closed(self) -> TensorHubError:
+        return ProtocolError("the client closed the connection during the handshake", retryable=True)

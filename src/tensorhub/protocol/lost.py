@@ -1,0 +1,10 @@
+"""The drivers' one exception for a connection that is gone; its cause is the socket's own error."""
+
+from __future__ import annotations
+
+
+class ConnectionLost(Exception):
+    """The connection broke, was shut down, or was left in the middle of a message; it is of no more use.
+
+    Never reaches a user of the library: whoever drives the connection decides what the loss means.
+    """

@@ -1,0 +1,140 @@
+"""Driver for an anyio byte stream: typed messages on the control plane, on asyncio and on trio.
+
+Responsible for the deadline of the handshake, for sends that do not interleave, and for one exception for a
+stream that is gone. Not responsible for connecting, for the deadline of each message (the caller's cancel
+scope), nor for what a message means.
+
+Raises ProtocolError, AuthenticationFailed, OperationTimeout (handshake) and ConnectionLost.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from types import TracebackType
+from typing import Generic, Self, TypeVar
+
+import anyio
+from anyio.abc import ByteStream
+
+from tensorhub.errors import OperationTimeout, TensorHubError
+from tensorhub.messages import ClientHello, Message, ServerHello
+from tensorhub.protocol import codec
+from tensorhub.protocol.codec import Vocabulary
+from tensorhub.protocol.frames import READ_BYTES_MAX, FrameDecoder, frame
+from tensorhub.protocol.handshake import Handshake
+from tensorhub.protocol.lost import ConnectionLost
+
+M = TypeVar("M")
+PeerHello = TypeVar("PeerHello", ClientHello, ServerHello)
+
+
+class MessageStream(Generic[M]):
+    """A byte stream, which this object owns from now on, as a stream of messages. `incoming`: what the peer
+    may say.
+
+    One task receives; any number may send. A receive that is cancelled loses nothing; a send that is
+    cancelled under way may leave half a frame, so that no further send is possible. Iterating gives
+    messages until the peer closes.
+    """
+
+    def __init__(self, stream: ByteStream, incoming: Vocabulary[M], frame_bytes_max: int) -> None:
+        self._stream = stream
+        self._incoming = incoming
+        self._decoder = FrameDecoder(frame_bytes_max)
+        self._sending = anyio.Lock()
+        self._torn = False  # True while, and after, a frame is sent in part
+
+    def __repr__(self) -> str:
+        torn = ", torn" if self._torn else ""
+        return f"<MessageStream from {self._incoming.speaker}: {self._decoder!r}{torn}>"
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.aclose()
+
+    async def handshake(self, handshake: Handshake[PeerHello], timeout_s: float) -> PeerHello:
+        """Run a handshake, either side's, and return the peer's hello. `timeout_s` bounds all of it.
+
+        On an error the stream is of no more use; close it.
+        """
+        with anyio.move_on_after(timeout_s) as scope:
+            await self._send_bytes(handshake.data_to_send())
+            while not handshake.done:
+                await self._step(handshake)
+        if scope.cancelled_caught:
+            raise OperationTimeout(f"the handshake took longer than {timeout_s:g} s")
+        self._decoder.receive_data(handshake.take_rest())
+        return handshake.peer
+
+    async def _step(self, handshake: Handshake[PeerHello]) -> None:
+        try:
+            data = await self._receive_bytes()
+        except ConnectionLost:
+            handshake.receive_eof()
+            raise
+        if not data:
+            handshake.receive_eof()
+        try:
+            handshake.receive_data(data)
+        except TensorHubError:
+            with contextlib.suppress(ConnectionLost):  # the peer need not hear why
+                await self._send_bytes(handshake.data_to_send())
+            raise
+        await self._send_bytes(handshake.data_to_send())
+
+    async def send(self, message: Message) -> None:
+        """Send one message, whole, after those that other tasks are sending.
+
+        Raises ProtocolError, with nothing sent, for a message that breaks its own bounds or is too large.
+        """
+        data = frame(codec.encode(message), self._decoder.frame_bytes_max)
+        async with self._sending:
+            await self._send_bytes(data)
+
+    async def receive(self) -> M | None:
+        """The next message, None if the peer closed between two; ProtocolError if it did so inside one."""
+        while (body := self._decoder.next_frame()) is None:
+            data = await self._receive_bytes()
+            if not data:
+                self._decoder.receive_eof()
+                return None
+            self._decoder.receive_data(data)
+        return codec.decode(body, self._incoming)
+
+    def __aiter__(self) -> Self:
+        return self
+
+    async def __anext__(self) -> M:
+        message = await self.receive()
+        if message is None:
+            raise StopAsyncIteration
+        return message
+
+    async def aclose(self) -> None:
+        """Close the stream; a second call does nothing."""
+        await self._stream.aclose()
+
+    async def _receive_bytes(self) -> bytes:
+        """Some bytes, none at the end of the stream."""
+        try:
+            return await self._stream.receive(READ_BYTES_MAX)
+        except anyio.EndOfStream:
+            return b""
+        except (anyio.BrokenResourceError, anyio.ClosedResourceError, OSError) as error:
+            raise ConnectionLost(f"the connection is gone: {error!r}") from error
+
+    async def _send_bytes(self, data: bytes) -> None:
+        if not data:
+            return
+        if self._torn:
+            raise ConnectionLost("an earlier message was sent in part only")
+        self._torn = True
+        try:
+            await self._stream.send(data)
+        except (anyio.BrokenResourceError, anyio.ClosedResourceError, OSError) as error:
+            raise ConnectionLost(f"the connection is gone: {error!r}") from error
+        self._torn = False

@@ -1,0 +1,64 @@
+"""Which number stands for which message on the wire.
+
+Responsible for the numbers being explicit, so that neither a renamed nor a reordered class changes the
+protocol. A message's fields are written in the order of their declaration. A change that an older peer
+would misread, here or in the fields, needs a new `messages.PROTOCOL_VERSION`; a number that was used once
+is never given to another message.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Final
+
+from tensorhub import messages as m
+
+TAGS: Final[Mapping[type, int]] = {
+    m.ClientHello: 1,
+    m.ServerHello: 2,
+    m.Proof: 3,
+    # From a worker to the coordinator.
+    m.Join: 16,
+    m.Heartbeat: 17,
+    m.Leave: 18,
+    m.Register: 19,
+    m.Deregister: 20,
+    m.Publish: 21,
+    m.Fill: 22,
+    m.ReadyToWrite: 23,
+    m.Prepared: 24,
+    m.Abandon: 25,
+    m.Resolve: 26,
+    m.ReadFailed: 27,
+    m.Progress: 28,
+    m.Withdraw: 29,
+    m.Withdrawn: 30,
+    m.ReaderCut: 31,
+    m.GetManifest: 32,
+    m.Watch: 33,
+    m.Check: 34,
+    m.Describe: 35,
+    # From the coordinator to a worker.
+    m.Welcome: 64,
+    m.Dismissed: 65,
+    m.HeartbeatAck: 66,
+    m.Registered: 67,
+    m.Done: 68,
+    m.Refused: 69,
+    m.EpochChanged: 70,
+    m.Start: 71,
+    m.Write: 72,
+    m.AddSource: 73,
+    m.DropSource: 74,
+    m.Outcome: 75,
+    m.Withdrawable: 76,
+    m.CutReader: 77,
+    m.ManifestReply: 78,
+    m.Announce: 79,
+    m.Description: 80,
+    # From a reader to an owner, and back.
+    m.Read: 112,
+    m.ChunksFollow: 120,
+    m.StillWaiting: 121,
+    m.ReadRefused: 122,
+}

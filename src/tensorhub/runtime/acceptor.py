@@ -1,0 +1,170 @@
+"""Accepting readers, and serving each with a blocking thread of its own (a lane).
+
+Responsible for the life of these threads and sockets: none outlives `serve_readers`. Not responsible for what may be
+read (`SharedOwner`).
+"""
+
+from __future__ import annotations
+
+import errno
+import logging
+import os
+import socket
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import anyio
+import anyio.to_thread
+
+from tensorhub.errors import OperationTimeout, ProtocolError, TensorHubError
+from tensorhub.messages import ChunksFollow, Read, ReadRefused, StillWaiting
+from tensorhub.protocol.blocking import BlockingConnection
+from tensorhub.protocol.codec import FROM_READER
+from tensorhub.protocol.handshake import NONCE_BYTES, ServerHandshake
+from tensorhub.protocol.lost import ConnectionLost
+from tensorhub.runtime.serving import Lane, SharedOwner
+from tensorhub.transport import tcp
+from tensorhub.types import ContentId, Incarnation, RegistrationId
+from tensorhub.worker.owner import CHUNKS_PER_ACCESS_MAX, Refusal, Wait
+
+SEND_BYTES = 16 * 2**20  # of one send call whose digests are known
+FIRST_SEND_BYTES = (
+    4 * 2**20
+)  # of one whose digests must be made: small, so that the bytes are still in the cache
+PATIENCE_S = 1.0  # how often a waiting reader hears that its owner lives
+RETRY_S = 0.1  # after an accept that failed for want of descriptors or memory
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class ServeSettings:
+    """How readers are served. `secrets`: each is accepted; b"" is open access."""
+
+    incarnation: Incarnation
+    secrets: Sequence[bytes]
+    readers_max: int = 64
+    handshake_timeout_s: float = 10.0
+    stall_timeout_s: float = 10.0  # a reader that takes nothing for so long is given up
+    patience_s: float = PATIENCE_S
+
+
+async def serve_readers(listener: socket.socket, owner: SharedOwner, settings: ServeSettings) -> None:
+    """Serve whoever connects to this non-blocking listener, until cancelled; then end all lanes. Leaves it open."""
+    lanes: dict[Lane, BlockingConnection] = {}
+    limiter = anyio.CapacityLimiter(settings.readers_max)
+
+    async def serve(lane: Lane, connection: BlockingConnection) -> None:
+        try:
+            await anyio.to_thread.run_sync(_serve_lane, lane, connection, owner, settings, limiter=limiter)
+        finally:
+            connection.close()
+            del lanes[lane]
+
+    async with anyio.create_task_group() as tasks:
+        try:
+            while True:
+                accepted = await _accept(listener)
+                if len(lanes) >= settings.readers_max:
+                    logger.warning("reader_refused", extra={"readers_max": settings.readers_max})
+                    accepted.close()
+                    continue
+                connection = BlockingConnection(accepted, stall_timeout_s=settings.stall_timeout_s)
+                lane = Lane(connection)
+                lanes[lane] = connection
+                tasks.start_soon(serve, lane, connection)
+        finally:
+            for lane in lanes:
+                owner.stop(lane)
+
+
+async def _accept(listener: socket.socket) -> socket.socket:
+    """The next connection, tuned."""
+    while True:
+        await anyio.wait_readable(listener)
+        try:
+            accepted, _ = listener.accept()
+        except (BlockingIOError, ConnectionAbortedError, InterruptedError):
+            continue
+        except OSError as error:
+            if not _is_shortage(error):
+                raise
+            logger.warning("accept_failed", extra={"reason": str(error)})
+            await anyio.sleep(RETRY_S)
+            continue
+        try:
+            tcp.tune(accepted)
+        except OSError:  # it has gone already
+            accepted.close()
+            continue
+        return accepted
+
+
+def _is_shortage(error: OSError) -> bool:
+    return error.errno in (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
+
+
+# ------------------------------------------------------------------------------------------------------- one lane
+
+
+def _serve_lane(
+    lane: Lane, connection: BlockingConnection, owner: SharedOwner, settings: ServeSettings
+) -> None:
+    """Serve one reader until it leaves, breaks the protocol, stops taking bytes, or the lane is stopped."""
+    owner.add_lane(lane)
+    try:
+        if lane.is_stopped:
+            return
+        handshake = ServerHandshake("owner", settings.incarnation, settings.secrets, os.urandom(NONCE_BYTES))
+        hello = connection.handshake(handshake, settings.handshake_timeout_s)
+        lane.reader = Incarnation(hello.incarnation)
+        while (read := _next_read(lane, connection)) is not None:
+            _answer(read, lane, connection, owner, settings.patience_s)
+    except ConnectionLost:
+        pass
+    except TensorHubError as error:
+        logger.info("lane_ended", extra={"reader": lane.reader, "reason": str(error)})
+    finally:
+        owner.remove_lane(lane)
+        connection.shutdown()
+
+
+def _next_read(lane: Lane, connection: BlockingConnection) -> Read | None:
+    while not lane.is_stopped:
+        try:
+            return connection.receive(FROM_READER)
+        except OperationTimeout:  # idle; a reader that is gone is found out by the socket's keepalive
+            continue
+    return None
+
+
+def _answer(
+    read: Read, lane: Lane, connection: BlockingConnection, owner: SharedOwner, patience_s: float
+) -> None:
+    """Send all that one Read asks for, as far as it is and becomes available, or refuse it."""
+    wanted: Sequence[int] = _chunks_of(read)
+    registration, content_id = RegistrationId(read.registration), ContentId(read.content_id)
+    bytes_max = FIRST_SEND_BYTES
+    while wanted:
+        right = (lane, registration, read.generation, content_id)
+        with owner.access(*right, wanted, bytes_max, patience_s) as answer:
+            if isinstance(answer, tuple):
+                access, memory = answer
+                chunks = tuple(owner.digests_of(access, memory))
+                buffers = [memory.buffer(chunk) for chunk in access.chunks]
+                connection.send_with_payload(ChunksFollow(read.request, chunks), buffers)
+                wanted = access.rest
+                bytes_max = FIRST_SEND_BYTES if None in access.digests and memory.is_digested else SEND_BYTES
+        if isinstance(answer, Wait):
+            connection.send(StillWaiting(read.request))
+        elif isinstance(answer, Refusal):
+            connection.send(ReadRefused(read.request, answer.reason))
+            return
+
+
+def _chunks_of(read: Read) -> list[int]:
+    if not 0 < sum(count for _, count in read.runs) <= CHUNKS_PER_ACCESS_MAX or any(
+        first < 0 or count < 1 for first, count in read.runs
+    ):
+        raise ProtocolError(f"a read names 1 to {CHUNKS_PER_ACCESS_MAX} chunks, in runs of one or more")
+    return [chunk for first, count in read.runs for chunk in range(first, first + count)]

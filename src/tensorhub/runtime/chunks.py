@@ -1,0 +1,39 @@
+"""A manifest's chunks as pieces of this process' memory, and their digests."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import xxhash
+
+from tensorhub.manifest import Manifest
+
+
+class ChunkMemory:
+    """Where each chunk of one content is: views into the regions, made on demand. Nothing is copied."""
+
+    __slots__ = ("_chunks", "_regions", "is_digested", "sizes")
+
+    def __init__(self, manifest: Manifest, regions: Sequence[memoryview]) -> None:
+        """`regions`: one contiguous view per region of the manifest, of its size; writable if chunks are to be filled."""
+        sizes = tuple(region.nbytes for region in manifest.regions)
+        if tuple(region.nbytes for region in regions) != sizes:
+            raise ValueError(
+                f"the regions have {[region.nbytes for region in regions]} bytes, not {list(sizes)}"
+            )
+        self._chunks = manifest.chunks
+        self._regions = tuple(region.cast("B") if region.nbytes else region for region in regions)
+        self.sizes: tuple[int, ...] = tuple(chunk.nbytes for chunk in manifest.chunks)
+        self.is_digested: bool = manifest.digest != "none"
+
+    def buffer(self, chunk: int) -> memoryview:
+        """The bytes of one chunk."""
+        place = self._chunks[chunk]
+        return self._regions[place.region][place.offset : place.offset + place.nbytes]
+
+    def digest(self, chunk: int) -> int:
+        """Make the chunk's digest from its bytes; the GIL is released meanwhile. 0 if the manifest wants none."""
+        return xxhash.xxh3_64_intdigest(self.buffer(chunk)) if self.is_digested else 0
+
+    def __repr__(self) -> str:
+        return f"<ChunkMemory of {len(self.sizes)} chunks, {sum(self.sizes)} bytes>"

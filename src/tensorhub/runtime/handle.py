@@ -1,0 +1,335 @@
+"""One registration's shell: carries out what its `worker.Member` wants, one action after the other.
+
+Responsible for the order of fences, openings and pulls of one memory (each is done before the next begins), for the
+phases of a report, and for a call's future. Decides nothing. Lives in the worker runtime's loop.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Protocol, assert_never
+
+import anyio
+import anyio.abc
+import anyio.to_thread
+import structlog
+
+from tensorhub.errors import StateError, TensorHubError
+from tensorhub.messages import FromWorker, Progress
+from tensorhub.runtime import clock
+from tensorhub.runtime.chunks import ChunkMemory
+from tensorhub.runtime.lanes import AllVerified, ChannelOpener, PullReport, PullRunner, SourceFailed
+from tensorhub.runtime.serving import SharedOwner
+from tensorhub.transport.memory import MappedRegions, RegisteredMemory
+from tensorhub.types import ContentId, FetchReport, LeaseId, RegistrationId, VersionInfo
+from tensorhub.worker.calls import (
+    Action,
+    AddPullSource,
+    Call,
+    CallHook,
+    CloseCall,
+    DropPullSource,
+    Fence,
+    FillCall,
+    Finish,
+    OpenMemory,
+    PublishCall,
+    RefuseCall,
+    Registered,
+    RegistrationFailed,
+    Say,
+    StartPull,
+    StopPull,
+    UnpublishCall,
+)
+from tensorhub.worker.member import Member
+
+PROGRESS_S = 0.25  # how often a running fill tells the coordinator how far it is
+
+log = structlog.get_logger("tensorhub.worker")
+
+HookRequest = Callable[[VersionInfo], None]
+
+
+class Line(Protocol):
+    """What a handle needs of its worker."""
+
+    def say(self, message: FromWorker) -> None: ...
+
+    def open_channel(self) -> ChannelOpener: ...
+
+
+@dataclass(slots=True)
+class _Call:
+    """The running call's future, and when what happened."""
+
+    ended: anyio.Event
+    started: float
+    hook: HookRequest | None = None
+    bound: float | None = None  # Start has come
+    pulled_from: float | None = None
+    prepared: float | None = None
+    unpack_s: float = 0.0
+    report: PullReport | None = None
+    result: Finish | None = None
+
+
+@dataclass(slots=True)
+class _Pull:
+    """The running fill."""
+
+    scope: anyio.CancelScope = field(default_factory=anyio.CancelScope)
+    ended: anyio.Event = field(default_factory=anyio.Event)
+    runner: PullRunner | None = None
+    early: list[AddPullSource | DropPullSource] = field(default_factory=list)  # before the runner was up
+
+
+class Handle:
+    """One registered memory and its calls. `run` must be running for anything to happen."""
+
+    def __init__(self, member: Member, memory: RegisteredMemory, owner: SharedOwner, line: Line) -> None:
+        self.member = member
+        self.memory = memory
+        self.registered = anyio.Event()
+        self.registration_error: Exception | None = None
+        self._registration = RegistrationId(member.shard.registration)
+        self._owner = owner
+        self._line = line
+        self._todo: deque[Action] = deque()
+        self._todo_wanted = anyio.Event()
+        self._call: _Call | None = None
+        self._pull: _Pull | None = None
+        self._tasks: anyio.abc.TaskGroup
+        self.deadline_moved: Callable[[], None] = lambda: None
+
+    def __repr__(self) -> str:
+        return f"<Handle of {self.member!r}>"
+
+    # ------------------------------------------------------------------------------------------------- calls
+
+    async def publish(self, version: int, timeout_s: float) -> VersionInfo:
+        self.memory.check_unreplaced()
+        finish = await self._run(PublishCall(version), timeout_s)
+        assert finish.version is not None
+        return finish.version
+
+    async def unpublish(self, timeout_s: float) -> None:
+        await self._run(UnpublishCall(), timeout_s)
+
+    async def refuse(self, reason: str, timeout_s: float) -> None:
+        """This rank will not make its next group call."""
+        await self._run(RefuseCall(reason), timeout_s)
+
+    async def close(self, timeout_s: float, *, abandon: bool = False) -> None:
+        await self._run(CloseCall(abandon), timeout_s)
+
+    async def fill(self, call: FillCall, timeout_s: float, hook: HookRequest | None = None) -> FetchReport:
+        self.memory.check_unreplaced()
+        started = clock.now()
+        finish = await self._run(call, timeout_s, hook)
+        assert finish.version is not None
+        assert self._call is not None
+        return _report(self._call, finish, started, clock.now())
+
+    async def _run(self, call: Call, timeout_s: float, hook: HookRequest | None = None) -> Finish:
+        """Begin a call and wait for its end; cancelling ends it as soon as may be, and leaves nothing running."""
+        actions = self.member.begin(call, timeout_s, clock.now())
+        running = self._call = _Call(anyio.Event(), clock.now(), hook)
+        self.apply(actions)
+        try:
+            await running.ended.wait()
+        except anyio.get_cancelled_exc_class():
+            with anyio.CancelScope(shield=True):
+                self.apply(self.member.cancel(StateError("the call was cancelled by its caller"), clock.now()))
+                await running.ended.wait()
+            raise
+        finish = running.result
+        assert finish is not None
+        if finish.error is not None:
+            raise finish.error
+        return finish
+
+    def hook_returned(self, error: Exception | None) -> None:
+        self.apply(self.member.hook_returned(error, clock.now()))
+
+    # ------------------------------------------------------------------------------------------------- actions
+
+    def apply(self, actions: list[Action]) -> None:
+        """Queue what the member wants done. `Say` and `Finish` keep their place behind fences and openings."""
+        self._todo.extend(actions)
+        if actions:
+            self._todo_wanted.set()
+        self.deadline_moved()
+
+    async def run(self) -> None:
+        """Carry out actions until cancelled; then no read of this memory runs any more."""
+        try:
+            async with anyio.create_task_group() as self._tasks:
+                while True:
+                    await self._todo_wanted.wait()
+                    self._todo_wanted = anyio.Event()
+                    while self._todo:
+                        await self._do(self._todo.popleft())
+        finally:
+            with anyio.CancelScope(shield=True):
+                await self._owner.fence_async(self._registration)
+                self._owner.forget(self._registration)
+            self._end_call(Finish(error=StateError("the hub was closed while the call was running")))
+
+    async def _do(self, action: Action) -> None:
+        match action:
+            case Say():
+                self._line.say(action.message)
+            case OpenMemory():
+                self._open(action)
+            case Fence():
+                await self._owner.fence_async(self._registration)
+                self.apply(self.member.fenced(action.generation, clock.now()))
+            case CallHook():
+                assert self._call is not None
+                assert self._call.hook is not None
+                self._call.hook(action.version)
+            case StartPull():
+                self._pull = _Pull()
+                if self._call is not None:
+                    self._call.pulled_from = clock.now()
+                self._tasks.start_soon(self._fill, action, self._pull)
+            case AddPullSource() | DropPullSource():
+                self._change_source(action)
+            case StopPull():
+                if self._pull is not None:
+                    self._pull.scope.cancel()
+                    await self._pull.ended.wait()
+                self.apply(self.member.pull_stopped(clock.now()))
+            case Registered():
+                self.registered.set()
+            case RegistrationFailed():
+                self.registration_error = action.error
+                self.registered.set()
+            case Finish():
+                self._end_call(action)
+            case _:
+                assert_never(action)
+
+    def _end_call(self, finish: Finish) -> None:
+        if self._call is not None and self._call.result is None:
+            self._call.result = finish
+            self._call.ended.set()
+
+    def note_bound(self) -> None:
+        """The coordinator has bound the running call to a version."""
+        if self._call is not None and self._call.bound is None:
+            self._call.bound = clock.now()
+
+    def _open(self, action: OpenMemory) -> None:
+        regions = self.memory.map(action.manifest).regions
+        chunks = ChunkMemory(action.manifest, regions)
+        content_id = ContentId(action.content_id)
+        self._owner.open(self._registration, action.generation, content_id, chunks, complete=action.complete)
+
+    def _change_source(self, action: AddPullSource | DropPullSource) -> None:
+        pull = self._pull
+        if pull is None or pull.ended.is_set():
+            return
+        if pull.runner is None:
+            pull.early.append(action)
+        elif isinstance(action, AddPullSource):
+            pull.runner.add_source(action.grant)
+        else:
+            pull.runner.drop_source(LeaseId(action.lease))
+            self.apply(self.member.source_failed(action.lease, "dropped", "", clock.now()))
+
+    # ------------------------------------------------------------------------------------------------- filling
+
+    async def _fill(self, action: StartPull, pull: _Pull) -> None:
+        """Pull every chunk into the caller's tensors, with whatever sources there are and come."""
+        mapped = self.memory.map(action.manifest)
+        try:
+            with pull.scope:
+                async with anyio.create_task_group() as tasks:
+                    await self._pull_chunks(action, pull, mapped, tasks)
+                    tasks.cancel_scope.cancel()
+                await self._unpack(mapped)
+        except TensorHubError as error:
+            log.warning("fill_failed", registration=self._registration, reason=str(error))
+            self.apply(self.member.pull_failed(error, clock.now()))
+        else:
+            if not pull.scope.cancelled_caught:
+                if self._call is not None:
+                    self._call.prepared = clock.now()
+                self.apply(self.member.pull_done(clock.now()))
+        finally:
+            pull.ended.set()
+
+    async def _pull_chunks(
+        self, action: StartPull, pull: _Pull, mapped: MappedRegions, tasks: anyio.abc.TaskGroup
+    ) -> None:
+        chunks = ChunkMemory(action.manifest, mapped.regions)
+        opener = self._line.open_channel()
+        async with PullRunner(chunks, self._owner, self._registration, action.generation, opener) as runner:
+            pull.runner = runner
+            try:
+                for grant in action.grants:
+                    runner.add_source(grant)
+                while pull.early:
+                    self._change_source(pull.early.pop(0))
+                tasks.start_soon(self._tell_progress, runner)
+                async for event in runner.events():
+                    match event:
+                        case SourceFailed():
+                            log.info("source_failed", lease=event.lease, reason=event.reason, detail=event.detail)
+                            failed = self.member.source_failed(event.lease, event.reason, event.detail, clock.now())
+                            self.apply(failed)
+                        case AllVerified():
+                            break
+            finally:
+                if self._call is not None:
+                    self._call.report = runner.report()
+
+    async def _unpack(self, mapped: MappedRegions) -> None:
+        if mapped.copies:
+            started = clock.now()
+            await anyio.to_thread.run_sync(mapped.unpack)
+            if self._call is not None:
+                self._call.unpack_s = clock.now() - started
+
+    async def _tell_progress(self, runner: PullRunner) -> None:
+        while True:
+            await anyio.sleep(PROGRESS_S)
+            running = self.member.running
+            if running is not None and running.key is not None:
+                report = runner.report()
+                rank = self.member.shard.rank
+                self._line.say(Progress(running.key, rank, report.chunks_verified, report.bytes_read))
+
+
+def _report(call: _Call, finish: Finish, started: float, ended: float) -> FetchReport:
+    assert finish.version is not None
+    bound = call.bound if call.bound is not None else ended
+    pull = call.report
+    if pull is None:
+        return FetchReport(finish.version.version, finish.changed, seconds=ended - started, phases={"resolve": bound - started})
+    pulled_from = call.pulled_from if call.pulled_from is not None else bound
+    prepared = call.prepared if call.prepared is not None else ended
+    phases = {
+        "resolve": bound - started,
+        "wait": pulled_from - bound + pull.phases["wait"],
+        "transfer": pull.phases["transfer"],
+        "verify": pull.phases["verify"],
+        "unpack": call.unpack_s,
+        "commit": ended - prepared,
+    }
+    return FetchReport(
+        version=finish.version.version,
+        changed=finish.changed,
+        bytes_read=pull.bytes_read,
+        seconds=ended - started,
+        phases=phases,
+        sources=pull.sources,
+        retries=pull.retries,
+        reread_bytes=pull.reread_bytes,
+    )
+
+

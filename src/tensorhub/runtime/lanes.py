@@ -1,0 +1,321 @@
+"""The reader's side of the data plane: one shard, read from every source that it is granted, chunk by chunk.
+
+Theory of operation
+-------------------
+Each source has a lane: a blocking thread that takes batches from the `Pull` under one lock, keeps two of them asked for,
+receives straight into the destination, checks digests while the bytes are in the cache, and offers each verified chunk
+to other readers (`SharedOwner`) at once. Nothing of that passes through the event loop. The loop hears only events: a
+source failed, everything is verified.
+
+Nobody but a lane writes into the destination, and no lane outlives the runner's `async with` block.
+
+Responsible for threads, time and digests. Not responsible for which sources there are (the coordinator), nor for whether
+what arrived may be used (the group's decision).
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from types import TracebackType
+from typing import Self
+
+import anyio
+import anyio.to_thread
+from anyio.abc import TaskGroup
+
+from tensorhub.messages import Grant
+from tensorhub.runtime.chunks import ChunkMemory
+from tensorhub.runtime.serving import SharedOwner
+from tensorhub.runtime.wakeup import Wakeup
+from tensorhub.scheduler.pull import Pull
+from tensorhub.transport.base import Arrival, Channel, Cutter, Destination, ReadFailure, Reason
+from tensorhub.types import LeaseId, RegistrationId, SourceReport
+
+BATCH_BYTES = 32 * 2**20  # of one request
+BATCHES_OPEN = 2  # of one lane: the next is asked for before the last has arrived
+LANES_MAX = 64
+
+ChannelOpener = Callable[[Grant, Destination, Cutter], tuple[str, Channel]]
+"""Opens the best channel to a grant's source, in a lane's thread; gives the transport's name too. ReadFailure if none."""
+
+
+@dataclass(frozen=True, slots=True)
+class SourceFailed:
+    """This lease's read ended without all its bytes; what was verified stays. `chunk`: the one with a bad digest."""
+
+    lease: LeaseId
+    reason: Reason
+    detail: str
+    chunk: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class AllVerified:
+    """Every chunk is in the destination, and has its digest. The last event."""
+
+
+PullEvent = SourceFailed | AllVerified
+
+
+@dataclass(frozen=True, slots=True)
+class PullReport:
+    """What a pull has done up to now; see `FetchReport`. `phases`: wait, transfer, verify, seconds summed over lanes."""
+
+    bytes_read: int
+    reread_bytes: int
+    retries: int
+    chunks_verified: int
+    phases: dict[str, float]
+    sources: tuple[SourceReport, ...]
+
+
+@dataclass(slots=True)
+class _Lane:
+    """One source's lane. Written by its thread only, but for `cutter`."""
+
+    grant: Grant
+    lease: LeaseId
+    cutter: Cutter = field(default_factory=Cutter)
+    transport: str = ""
+    outcome: str = "reading"  # then "used", "dropped", or why it failed
+    started: float = 0.0
+    seconds: float = 0.0
+    wait_s: float = 0.0
+    transfer_s: float = 0.0
+    verify_s: float = 0.0
+    asked: list[set[int]] = field(
+        default_factory=list
+    )  # of each open batch, what has not arrived; none is empty
+
+
+class PullRunner:
+    """Reads one shard of one content into `memory`. Use as `async with`; all but its lanes belongs to the loop's thread.
+
+    The registration must be open (filling) at `owner` under `generation` if others are to read what arrives here. Leaving
+    the block, also by cancellation, ends all lanes and returns when the last one has ended.
+    """
+
+    def __init__(
+        self,
+        memory: ChunkMemory,
+        owner: SharedOwner,
+        registration: RegistrationId,
+        generation: int,
+        open_channel: ChannelOpener,
+        *,
+        verified: Iterable[int] = (),
+        batch_bytes: int = BATCH_BYTES,
+    ) -> None:
+        """`verified`: chunks that `memory` holds, and that were verified, already."""
+        self._memory = memory
+        self._owner = owner
+        self._registration = registration
+        self._generation = generation
+        self._open_channel = open_channel
+        self._batch_bytes = batch_bytes
+        self._changed = (
+            threading.Condition()
+        )  # guards the pull, the events and `_is_over`; notified when they change
+        self._pull = Pull(memory.sizes, verified)
+        self._events: deque[PullEvent] = deque()  # one per lane at most, and the last one
+        self._is_over = self._pull.done  # no lane asks for anything more
+        if self._is_over:
+            self._events.append(AllVerified())
+        self._lanes: dict[LeaseId, _Lane] = {}
+        self._tasks: TaskGroup
+        self._wakeup: Wakeup
+        self._limiter: anyio.CapacityLimiter
+
+    def __repr__(self) -> str:
+        return f"<PullRunner of {self._registration}: {self._pull!r}>"
+
+    # --------------------------------------------------------------------------------------- the loop's own side
+
+    async def __aenter__(self) -> Self:
+        self._wakeup = Wakeup()
+        self._limiter = anyio.CapacityLimiter(LANES_MAX)
+        self._tasks = anyio.create_task_group()
+        await self._tasks.__aenter__()
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> bool | None:
+        with self._changed:
+            self._is_over = True
+            self._changed.notify_all()
+        for lane in self._lanes.values():
+            lane.cutter.cut()
+        return await self._tasks.__aexit__(kind, error, trace)
+
+    def add_source(self, grant: Grant) -> None:
+        """Read from this source as well, from now on."""
+        lane = _Lane(grant, LeaseId(grant.lease))
+        with self._changed:
+            self._pull.add_source(lane.lease, grant.complete)
+        self._lanes[lane.lease] = lane
+        self._tasks.start_soon(self._run_lane, lane)
+
+    def drop_source(self, lease: LeaseId) -> None:
+        """Stop reading there. No event follows; a lease that is unknown or over already is fine."""
+        lane = self._lanes.get(lease)
+        if lane is None:
+            return
+        lane.cutter.cut()  # first: a lane that is woken below must see it
+        with self._changed:
+            self._pull.drop_source(lease)
+            self._changed.notify_all()
+
+    async def next_event(self) -> PullEvent:
+        """What happens next. After AllVerified nothing does: do not wait for more."""
+        while True:
+            with self._changed:
+                if self._events:
+                    return self._events.popleft()
+            await self._wakeup.wait()
+
+    def events(self) -> PullEvents:
+        """What happens, in order; ends after AllVerified."""
+        return PullEvents(self)
+
+    def report(self) -> PullReport:
+        """Counts and seconds up to now."""
+        with self._changed:
+            pull, lanes = self._pull, list(self._lanes.values())
+            return PullReport(
+                bytes_read=pull.bytes_read,
+                reread_bytes=pull.reread_bytes,
+                retries=pull.retries,
+                chunks_verified=pull.chunks_verified,
+                phases={
+                    "wait": sum(lane.wait_s for lane in lanes),
+                    "transfer": sum(lane.transfer_s for lane in lanes),
+                    "verify": sum(lane.verify_s for lane in lanes),
+                },
+                sources=tuple(self._source_report(lane) for lane in lanes),
+            )
+
+    def _source_report(self, lane: _Lane) -> SourceReport:
+        bytes_read = self._pull.source_bytes(lane.lease)
+        return SourceReport(lane.grant.source, lane.transport, bytes_read, lane.seconds, lane.outcome)
+
+    async def _run_lane(self, lane: _Lane) -> None:
+        try:
+            await anyio.to_thread.run_sync(self._lane_thread, lane, limiter=self._limiter)
+        finally:
+            self._lane_ended(lane, None)  # for a thread that was never started
+
+    # -------------------------------------------------------------------------------------------- a lane's thread
+
+    def _lane_thread(self, lane: _Lane) -> None:
+        failure: ReadFailure | None = None
+        lane.started = time.perf_counter()
+        try:
+            lane.transport, channel = self._open_channel(lane.grant, self._memory, lane.cutter)
+            try:
+                self._read(lane, channel)
+            finally:
+                channel.close()
+        except ReadFailure as error:
+            failure = error
+        finally:
+            lane.seconds = time.perf_counter() - lane.started
+            self._lane_ended(lane, failure)
+
+    def _lane_ended(self, lane: _Lane, failure: ReadFailure | None) -> None:
+        """Give back what the lane did not bring, now that it writes no more. A second call changes nothing."""
+        with self._changed:
+            if lane.outcome == "reading":
+                lane.outcome = self._outcome(lane, failure)
+            if failure is not None and not lane.cutter.is_cut:
+                self._events.append(SourceFailed(lane.lease, failure.reason, failure.detail, failure.chunk))
+            self._pull.lane_ended(lane.lease)
+            self._changed.notify_all()
+        self._wakeup.set()
+
+    def _outcome(self, lane: _Lane, failure: ReadFailure | None) -> str:
+        if self._pull.done:
+            return "used"
+        return "dropped" if failure is None or lane.cutter.is_cut else failure.reason
+
+    def _read(self, lane: _Lane, channel: Channel) -> None:
+        while True:
+            for batch in self._take(lane):
+                channel.submit(batch)
+            if not lane.asked:
+                return
+            self._settle(lane, channel.receive())
+
+    def _take(self, lane: _Lane) -> list[tuple[int, ...]]:
+        """Batches to ask for now: a second one before the first has arrived. Waits if the lane has nothing to do."""
+        batches: list[tuple[int, ...]] = []
+        with self._changed:
+            while not self._is_over and not lane.cutter.is_cut:
+                while len(lane.asked) < BATCHES_OPEN:
+                    batch = self._pull.next_batch(lane.lease, self._batch_bytes)
+                    if not batch:
+                        break
+                    lane.asked.append(set(batch))
+                    batches.append(batch)
+                if lane.asked:
+                    break
+                self._changed.wait()
+        return batches
+
+    def _settle(self, lane: _Lane, arrival: Arrival) -> None:
+        """Check what arrived, enter it into the books and offer it to others. ReadFailure for a bad chunk."""
+        started = time.perf_counter()
+        good: list[tuple[int, int | None]] = []
+        bad: list[int] = []
+        for chunk, digest in arrival.chunks:
+            if self._memory.is_digested and self._memory.digest(chunk) != digest:
+                bad.append(chunk)
+            else:
+                good.append((chunk, digest))
+        lane.verify_s += time.perf_counter() - started
+        lane.wait_s += arrival.wait_s
+        lane.transfer_s += arrival.transfer_s
+        arrived = {chunk for chunk, _ in arrival.chunks}
+        lane.asked = [left for batch in lane.asked if (left := batch - arrived)]
+        with self._changed:
+            for chunk, _ in good:
+                self._pull.arrived(lane.lease, chunk, ok=True)
+            for chunk in bad:
+                self._pull.arrived(lane.lease, chunk, ok=False)
+            if bad:
+                self._changed.notify_all()
+        self._owner.mark_available(self._registration, self._generation, good)
+        self._finish_if_done()
+        if bad:
+            raise ReadFailure("corrupt", f"chunk {bad[0]} does not have its digest", bad[0])
+
+    def _finish_if_done(self) -> None:
+        with self._changed:
+            if not self._pull.done or self._is_over:
+                return
+            self._is_over = True
+            self._events.append(AllVerified())
+            self._changed.notify_all()
+        self._wakeup.set()
+
+
+class PullEvents:
+    """Iterates over a runner's events; not a generator, so that leaving the loop early leaves nothing to be closed."""
+
+    def __init__(self, runner: PullRunner) -> None:
+        self._runner = runner
+        self._is_over = False
+
+    def __aiter__(self) -> Self:
+        return self
+
+    async def __anext__(self) -> PullEvent:
+        if self._is_over:
+            raise StopAsyncIteration
+        event = await self._runner.next_event()
+        self._is_over = isinstance(event, AllVerified)
+        return event

@@ -1,0 +1,223 @@
+"""A thread with a loop of its own, and calls into it from any other loop or thread (R14).
+
+A trainer that blocks its event loop or its main thread for minutes does not block what runs here. Responsible for the
+crossing: results, exceptions, cancellation, and requests back to the caller's own task. Not responsible for what runs.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections import deque
+from collections.abc import Awaitable, Callable
+from types import TracebackType
+from typing import Any, Generic, Self, TypeVar
+
+import anyio
+from anyio.lowlevel import current_token
+
+from tensorhub.errors import StateError
+from tensorhub.runtime.wakeup import Wakeup
+
+T = TypeVar("T")
+Upcall = Callable[[], Awaitable[None]]
+
+
+def running_backend() -> str:
+    """The name of the backend of the loop that this is called in: "asyncio" or "trio"."""
+    native: Any = current_token().native_token
+    return "asyncio" if hasattr(native, "call_soon_threadsafe") else "trio"
+
+
+class Job(Generic[T]):
+    """One call on its way: run in the library's loop, awaited in the caller's."""
+
+    def __init__(self, function: Callable[..., Awaitable[T]], arguments: tuple[Any, ...]) -> None:
+        self.function = function
+        self.arguments = arguments
+        self.upcalls: deque[Upcall] = deque()  # to be awaited in the caller's task
+        self.finished = False
+        self._result: T
+        self._error: BaseException | None = None
+        self._scope: anyio.CancelScope | None = None
+        self._cancelled = False
+        self._waiter = Wakeup()
+
+    # -- in the library's loop
+
+    async def run(self) -> None:
+        try:
+            with anyio.CancelScope() as self._scope:
+                if self._cancelled:
+                    self._scope.cancel()
+                self._result = await self.function(*self.arguments)
+            if self._scope.cancelled_caught:
+                self._error = StateError("the call was cancelled")
+        except Exception as error:
+            self._error = error
+        except BaseException:
+            self._error = StateError("the library's thread has ended: its hub or coordinator was closed")
+            raise
+        finally:
+            self._scope = None
+            self.finish()
+
+    def finish(self) -> None:
+        self.finished = True
+        self._waiter.set()
+
+    def fail(self, error: Exception) -> None:
+        self._error = error
+        self.finish()
+
+    def cancel(self) -> None:
+        self._cancelled = True
+        if self._scope is not None:
+            self._scope.cancel()
+
+    def ask_caller(self, upcall: Upcall) -> None:
+        """Have `upcall` awaited by the caller's own task, in its own loop."""
+        self.upcalls.append(upcall)
+        self._waiter.set()
+
+    # -- in the caller's loop
+
+    async def wait(self) -> None:
+        while not self.finished:
+            await self._waiter.wait()
+            while self.upcalls:
+                await self.upcalls.popleft()()
+
+    def outcome(self) -> T:
+        if self._error is not None:
+            raise self._error
+        return self._result
+
+
+class LoopThread:
+    """Runs `main(thread)` in a loop of its own kind, in a thread of its own, until stopped; then cancels what is left.
+
+    `main` is awaited first; it calls `ready()` once calls may come. Use as an async context manager, from any loop.
+    """
+
+    def __init__(self, name: str, main: Callable[[LoopThread], Awaitable[None]], backend: str | None = None) -> None:
+        self._name = name
+        self._main = main
+        self._backend = backend
+        self._pid = os.getpid()
+        self._lock = threading.Lock()
+        self._posted: deque[Callable[[], None]] = deque()
+        self._wakeup: Wakeup | None = None  # of the library's loop, while it runs
+        self._ended = False
+        self._started: Wakeup  # of the loop that starts it
+        self._stopped: Wakeup
+        self._error: BaseException | None = None
+        self._ready = False
+        self._tasks: anyio.abc.TaskGroup
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+
+    # -- the owner's side
+
+    async def __aenter__(self) -> Self:
+        self._backend = self._backend or running_backend()
+        self._started, self._stopped = Wakeup(), Wakeup()
+        self._thread.start()
+        try:
+            await self._started.wait()
+        except BaseException:
+            await self._stop()
+            raise
+        if not self._ready:
+            await self._stop()
+            assert self._error is not None
+            raise self._error
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self._stop()
+        if self._error is not None and error is None:
+            raise self._error
+
+    async def _stop(self) -> None:
+        self.post(lambda: self._tasks.cancel_scope.cancel())
+        with anyio.CancelScope(shield=True):
+            while self._thread.is_alive() and not self._ended:
+                await self._stopped.wait()
+            self._thread.join()
+
+    async def call(self, function: Callable[..., Awaitable[T]], *arguments: Any) -> T:
+        """Await `function(*arguments)` over there; cancelling here cancels it there, and waits until it has ended."""
+        return await self.run_job(Job(function, arguments))
+
+    async def run_job(self, job: Job[T]) -> T:
+        """As `call`, for a job that may ask its caller back."""
+        self._check_usable()
+        if not self.post(lambda: self._tasks.start_soon(job.run)):
+            raise StateError(f"{self._name} is closed")
+        try:
+            await job.wait()
+        except BaseException:
+            self.post(job.cancel)
+            with anyio.CancelScope(shield=True):
+                job.upcalls.clear()
+                while not job.finished and not self._ended:
+                    await job.wait()
+            raise
+        return job.outcome()
+
+    def _check_usable(self) -> None:
+        if os.getpid() != self._pid:
+            raise StateError(f"{self._name} was opened before this process was forked: connect in the child instead")
+
+    def post(self, callback: Callable[[], None]) -> bool:
+        """Have `callback` run over there, soon. From any thread; never blocks. False: the loop has ended."""
+        with self._lock:
+            if self._ended:
+                return False
+            self._posted.append(callback)
+            if self._wakeup is not None:
+                self._wakeup.set()
+        return True
+
+    # -- the library's side
+
+    def ready(self) -> None:
+        """`main` is set up: let the owner go on."""
+        self._ready = True
+        self._started.set()
+
+    def _run(self) -> None:
+        try:
+            anyio.run(self._loop, backend=self._backend or "asyncio")
+        except BaseException as error:  # noqa: BLE001 - handed to the owner
+            self._error = _only(error)
+        finally:
+            with self._lock:
+                self._ended = True
+            self._started.set()
+            self._stopped.set()
+
+    async def _loop(self) -> None:
+        async with anyio.create_task_group() as self._tasks:
+            with self._lock:
+                self._wakeup = Wakeup()
+                self._wakeup.set()
+            self._tasks.start_soon(self._run_posted)
+            await self._main(self)
+            self._tasks.cancel_scope.cancel()
+
+    async def _run_posted(self) -> None:
+        assert self._wakeup is not None
+        while True:
+            await self._wakeup.wait()
+            while self._posted:
+                self._posted.popleft()()
+
+
+def _only(error: BaseException) -> BaseException:
+    """What a group of one exception is about."""
+    while isinstance(error, BaseExceptionGroup) and len(error.exceptions) == 1:
+        error = error.exceptions[0]
+    return error

@@ -1,0 +1,224 @@
+"""The coordinator's shell: sockets, a clock and a store around `coordinator.Coordinator`.
+
+Responsible for sessions (handshake, bounded queues in both directions), for feeding events to the core one at a time,
+and for carrying out its actions in order. Decides nothing. Runs on asyncio and trio alike.
+"""
+
+from __future__ import annotations
+
+import errno
+import secrets
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+
+import anyio
+import anyio.abc
+import anyio.to_thread
+import structlog
+from anyio.streams.memory import MemoryObjectReceiveStream, MemoryObjectSendStream
+
+from tensorhub.coordinator import (
+    CloseSession,
+    Connected,
+    Coordinator,
+    Disconnected,
+    Event,
+    Persist,
+    Persisted,
+    PersistFailed,
+    Received,
+    Send,
+    Tick,
+)
+from tensorhub.errors import StateError, TensorHubError
+from tensorhub.messages import FromCoordinator, FromWorker
+from tensorhub.protocol.codec import FROM_WORKER
+from tensorhub.protocol.handshake import NONCE_BYTES, ServerHandshake
+from tensorhub.protocol.lost import ConnectionLost
+from tensorhub.protocol.secret import check_open_access
+from tensorhub.protocol.stream import MessageStream
+from tensorhub.runtime import clock
+from tensorhub.runtime.store import Store
+from tensorhub.types import Options, format_address
+
+OUTBOX_MESSAGES_MAX = 8192  # that a session may be behind; beyond, it is cut off
+HANDSHAKES_MAX = 256  # at a time; further connections wait in the kernel's queue
+
+log = structlog.get_logger("tensorhub.coordinator")
+
+
+@dataclass(slots=True)
+class _Session:
+    """One authenticated connection, and what is still to be said over it."""
+
+    outbox: MemoryObjectSendStream[FromCoordinator | None]
+    scope: anyio.CancelScope = field(default_factory=anyio.CancelScope)
+
+
+class CoordinatorServer:
+    """One coordinator on one listening address. `await run(...)` serves until cancelled."""
+
+    def __init__(self, *, options: Options, secrets_accepted: Sequence[bytes], store: Store) -> None:
+        self.address = ""  # "tcp://host:port", once it listens
+        self._options = options
+        self._secrets = secrets_accepted
+        self._store = store
+        self._incarnation = secrets.token_hex(16)
+        self._sessions: dict[int, _Session] = {}
+        self._sessions_minted = 0
+        self._unrecorded: list[Persist] = []
+        self._record_wanted = anyio.Event()
+        self._deadline_moved = anyio.Event()
+        self._handshakes = anyio.CapacityLimiter(HANDSHAKES_MAX)
+        self._core: Coordinator
+
+    def __repr__(self) -> str:
+        return f"<CoordinatorServer {self.address} sessions={len(self._sessions)}>"
+
+    async def run(self, host: str, port: int, ready: Callable[[], None]) -> None:
+        """Listen, call `ready`, and serve. Raises StateError if the address cannot be had."""
+        check_open_access(b"".join(self._secrets), host)
+        durable = await anyio.to_thread.run_sync(self._store.read)
+        self._core = Coordinator(
+            cluster=self._store.cluster,
+            epoch=self._store.epoch,
+            options=self._options,
+            ids=partial(secrets.token_hex, 12),
+            now=clock.now(),
+            durable=durable,
+        )
+        listener = await self._listen(host, port)
+        async with listener, anyio.create_task_group() as tasks:
+            tasks.start_soon(self._keep_time)
+            tasks.start_soon(self._keep_records)
+            log.info("coordinator_listens", address=self.address, cluster=self._store.cluster, epoch=self._store.epoch)
+            ready()
+            await listener.serve(self._serve)
+
+    async def _listen(self, host: str, port: int) -> anyio.abc.Listener[anyio.abc.SocketStream]:
+        try:
+            multi = await anyio.create_tcp_listener(local_host=host, local_port=port)
+        except OSError as error:
+            cause: BaseException = error.__cause__ or error
+            number = getattr(cause, "errno", None)
+            if number == errno.EADDRINUSE or error.errno == errno.EADDRINUSE:
+                advice = "is in use: stop whoever listens there, or choose another port (0 takes a free one)"
+            elif number == errno.EACCES or error.errno == errno.EACCES:
+                advice = "needs more rights: choose a port above 1023"
+            else:
+                advice = f"cannot be listened on: {error}"
+            raise StateError(f"port {port} of {host} {advice}") from error
+        first = multi.listeners[0]
+        for other in multi.listeners[1:]:
+            await other.aclose()
+        shown, bound = first.extra(anyio.abc.SocketAttribute.local_address)[:2]
+        self.address = format_address(str(shown), int(bound))
+        return first
+
+    # ---------------------------------------------------------------------------------------------------- the core
+
+    def _step(self, event: Event) -> None:
+        """Feed one event, and do what follows. Never awaits: nothing comes between an event and its actions."""
+        for action in self._core.step(event, clock.now()):
+            match action:
+                case Send():
+                    self._send(action.session, action.message)
+                case Persist():
+                    self._unrecorded.append(action)
+                    self._record_wanted.set()
+                case CloseSession():
+                    log.info("session_closed", session=action.session, reason=action.reason)
+                    self._send(action.session, None)
+        self._deadline_moved.set()
+
+    def _send(self, number: int, message: FromCoordinator | None) -> None:
+        session = self._sessions.get(number)
+        if session is None:
+            return
+        try:
+            session.outbox.send_nowait(message)
+        except anyio.WouldBlock:
+            log.warning("session_too_slow", session=number, messages=OUTBOX_MESSAGES_MAX)
+            session.scope.cancel()
+        except (anyio.BrokenResourceError, anyio.ClosedResourceError):
+            pass  # it is ending; Disconnected follows
+
+    async def _keep_time(self) -> None:
+        while True:
+            self._deadline_moved = anyio.Event()
+            deadline = self._core.next_deadline()
+            if deadline is None:
+                await self._deadline_moved.wait()
+                continue
+            with anyio.move_on_after(max(0.0, deadline - clock.now())):
+                await self._deadline_moved.wait()
+            if clock.now() >= deadline:
+                self._step(Tick())
+
+    async def _keep_records(self) -> None:
+        """Write what has gathered, in one transaction; then say so."""
+        while True:
+            await self._record_wanted.wait()
+            self._record_wanted = anyio.Event()
+            batch, self._unrecorded = self._unrecorded, []
+            try:
+                await anyio.to_thread.run_sync(self._store.write, [action.entry for action in batch])
+            except OSError as error:
+                log.error("state_not_written", reason=str(error))
+                for action in batch:
+                    self._step(PersistFailed(action.record, str(error)))
+            else:
+                for action in batch:
+                    self._step(Persisted(action.record))
+
+    # ------------------------------------------------------------------------------------------------- one session
+
+    async def _serve(self, stream: anyio.abc.SocketStream) -> None:
+        """One connection, from its first byte to its last. Whatever a peer does, it costs only this connection."""
+        try:
+            async with MessageStream(stream, FROM_WORKER, self._options.frame_bytes_max) as messages:
+                handshake = ServerHandshake(
+                    "coordinator", self._incarnation, self._secrets, secrets.token_bytes(NONCE_BYTES)
+                )
+                async with self._handshakes:
+                    hello = await messages.handshake(handshake, self._options.connect_timeout_s)
+                await self._converse(messages, hello.incarnation, hello.role)
+        except ConnectionLost:
+            pass
+        except TensorHubError as error:
+            log.warning("peer_refused", kind=type(error).__name__, reason=str(error))
+
+    async def _converse(
+        self, messages: MessageStream[FromWorker], incarnation: str, role: str
+    ) -> None:
+        self._sessions_minted += 1
+        number = self._sessions_minted
+        outbox, to_say = anyio.create_memory_object_stream[FromCoordinator | None](OUTBOX_MESSAGES_MAX)
+        session = self._sessions[number] = _Session(outbox)
+        self._step(Connected(number, incarnation, role))
+        try:
+            with session.scope, outbox, to_say:
+                async with anyio.create_task_group() as tasks:
+                    tasks.start_soon(self._talk, messages, to_say, tasks.cancel_scope)
+                    async for message in messages:
+                        self._step(Received(number, message))
+                    tasks.cancel_scope.cancel()
+        except* (ConnectionLost, TensorHubError) as group:
+            raise group.exceptions[0] from None
+        finally:
+            del self._sessions[number]
+            self._step(Disconnected(number))
+
+    @staticmethod
+    async def _talk(
+        messages: MessageStream[FromWorker],
+        to_say: MemoryObjectReceiveStream[FromCoordinator | None],
+        scope: anyio.CancelScope,
+    ) -> None:
+        """Say what the core wants said, until it wants the session closed."""
+        async for message in to_say:
+            if message is None:
+                break
+            await messages.send(message)
+        scope.cancel()

@@ -1,0 +1,232 @@
+"""The owner's side of the data plane: who may read, for threads; the fence; and the lanes that serve readers.
+
+`SharedOwner` puts the pure `Owner` behind one condition variable. A lane holds no lock while it digests or sends, only
+a counted access; the generation is checked, under the lock, for every send call. Responsible for threads and for ending
+them; not responsible for which versions exist, nor for who is told to read here.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Protocol
+
+import anyio
+import anyio.to_thread
+
+from tensorhub.errors import DrainTimeout, StateError
+from tensorhub.runtime.chunks import ChunkMemory
+from tensorhub.types import ContentId, Incarnation, RegistrationId
+from tensorhub.worker.owner import Access, Owner, Refusal, Wait
+
+FENCE_GRACE_S = 1.0  # how long a send call may go on before its reader is taken for stopped
+FENCE_TIMEOUT_S = 60.0
+
+
+class Endable(Protocol):
+    """What can be ended from any thread."""
+
+    def shutdown(self) -> None: ...
+
+
+class Lane:
+    """One reader's connection at its owner, as others see it."""
+
+    __slots__ = ("connection", "is_stopped", "reader")
+
+    def __init__(self, connection: Endable) -> None:
+        self.connection = connection
+        self.reader: Incarnation | None = None  # known, and proved, after the handshake
+        self.is_stopped = False  # it must begin nothing any more
+
+    def __repr__(self) -> str:
+        return f"<Lane to {self.reader or 'nobody yet'}{', stopped' if self.is_stopped else ''}>"
+
+
+class SharedOwner:
+    """One worker's `Owner` with the memory itself and the lanes that serve it. Every method may be called by any thread."""
+
+    def __init__(self, *, fence_grace_s: float = FENCE_GRACE_S) -> None:
+        self._changed = threading.Condition()  # guards everything below; notified when any of it changes
+        self._owner = Owner()
+        self._memory: dict[RegistrationId, ChunkMemory] = {}
+        self._lanes: set[Lane] = set()
+        self._inside: dict[int, Lane | None] = {}  # access number -> its lane; None: a local copy
+        self._fence_grace_s = fence_grace_s
+
+    def __repr__(self) -> str:
+        return f"<SharedOwner {self._owner!r}, {len(self._lanes)} lanes>"
+
+    # ----------------------------------------------------------------------------------------------- what is held
+
+    def open(
+        self,
+        registration: RegistrationId,
+        generation: int,
+        content_id: ContentId,
+        memory: ChunkMemory,
+        *,
+        complete: bool,
+        digests: Sequence[int | None] | None = None,
+    ) -> None:
+        """Let readers in: to all of it, or (complete False) to what `mark_available` names from now on."""
+        with self._changed:
+            self._owner.open(
+                registration, generation, content_id, memory.sizes, complete=complete, digests=digests
+            )
+            self._memory[registration] = memory
+            self._changed.notify_all()
+
+    def mark_available(
+        self, registration: RegistrationId, generation: int, arrived: Iterable[tuple[int, int | None]]
+    ) -> bool:
+        """See `Owner.mark_available`; readers that wait for these chunks go on."""
+        with self._changed:
+            taken = self._owner.mark_available(registration, generation, arrived)
+            self._changed.notify_all()
+            return taken
+
+    def complete(self, registration: RegistrationId, generation: int) -> bool:
+        """See `Owner.complete`."""
+        with self._changed:
+            taken = self._owner.complete(registration, generation)
+            self._changed.notify_all()
+            return taken
+
+    def digests(self, registration: RegistrationId, generation: int) -> tuple[int | None, ...] | None:
+        """See `Owner.digests`."""
+        with self._changed:
+            return self._owner.digests(registration, generation)
+
+    def forget(self, registration: RegistrationId) -> None:
+        """Let go of fenced memory."""
+        with self._changed:
+            self._owner.forget(registration)
+            self._memory.pop(registration, None)
+
+    def check_invariants(self) -> None:
+        with self._changed:
+            self._owner.check_invariants()
+
+    # --------------------------------------------------------------------------------------------------- accesses
+
+    @contextmanager
+    def access(
+        self,
+        lane: Lane | None,
+        registration: RegistrationId,
+        generation: int,
+        content_id: ContentId,
+        wanted: Sequence[int],
+        bytes_max: int,
+        patience_s: float,
+    ) -> Iterator[tuple[Access, ChunkMemory] | Wait | Refusal]:
+        """Have some of the chunks to read for the length of the block, after at most `patience_s` of waiting for one."""
+        with self._changed:
+            answer = self._begin(lane, registration, generation, content_id, wanted, bytes_max)
+            if isinstance(answer, Wait):
+                self._changed.wait(patience_s)
+                answer = self._begin(lane, registration, generation, content_id, wanted, bytes_max)
+        if not isinstance(answer, Access):
+            yield answer
+            return
+        try:
+            yield answer, self._memory[registration]
+        finally:
+            with self._changed:
+                self._owner.end(answer)
+                del self._inside[answer.number]
+                self._changed.notify_all()
+
+    def _begin(
+        self,
+        lane: Lane | None,
+        registration: RegistrationId,
+        generation: int,
+        content_id: ContentId,
+        wanted: Sequence[int],
+        bytes_max: int,
+    ) -> Access | Wait | Refusal:
+        if lane is not None and lane.is_stopped:
+            return Refusal("this reader is served no more")
+        answer = self._owner.begin(registration, generation, content_id, wanted, bytes_max)
+        if isinstance(answer, Access):
+            self._inside[answer.number] = lane
+        return answer
+
+    def digests_of(self, access: Access, memory: ChunkMemory) -> list[tuple[int, int]]:
+        """The access' chunks with their digests (0: the manifest wants none); missing ones are made and kept."""
+        named: list[tuple[int, int]] = []
+        for chunk, digest in zip(access.chunks, access.digests, strict=True):
+            if digest is None:
+                made = memory.digest(chunk)
+                with self._changed:
+                    kept = self._owner.set_digest(access.registration, access.generation, chunk, made)
+                digest = made if kept is None else kept
+            named.append((chunk, digest))
+        return named
+
+    # -------------------------------------------------------------------------------------------------- the fence
+
+    def fence(self, registration: RegistrationId, timeout_s: float = FENCE_TIMEOUT_S) -> None:
+        """Refuse every further read of this memory, and return once none runs any more: it may be written then.
+
+        A reader that does not take its bytes within the grace loses its connection. Needs nobody's cooperation.
+        Raises DrainTimeout (the memory must not be written) if an access cannot be ended; nothing is let in again.
+        """
+        with self._changed:
+            self._owner.close(registration)
+            self._changed.notify_all()
+            if self._changed.wait_for(lambda: self._owner.is_quiet(registration), self._fence_grace_s):
+                return
+            for access, lane in self._inside.items():
+                if lane is not None and self._owner.is_access_to(access, registration):
+                    self._stop(lane)
+            if not self._changed.wait_for(lambda: self._owner.is_quiet(registration), timeout_s):
+                raise DrainTimeout(
+                    f"{registration} is still being read after {timeout_s:g} s: do not write it"
+                )
+
+    async def fence_async(self, registration: RegistrationId, timeout_s: float = FENCE_TIMEOUT_S) -> None:
+        """As `fence`, for a task. It cannot be cancelled in between: memory is fenced, or it is not."""
+        with self._changed:
+            self._owner.close(registration)
+            self._changed.notify_all()
+            if self._owner.is_quiet(registration):
+                return
+        limiter = anyio.CapacityLimiter(1)
+        with anyio.CancelScope(shield=True):
+            await anyio.to_thread.run_sync(self.fence, registration, timeout_s, limiter=limiter)
+
+    # ------------------------------------------------------------------------------------------------------ lanes
+
+    def add_lane(self, lane: Lane) -> None:
+        with self._changed:
+            self._lanes.add(lane)
+
+    def remove_lane(self, lane: Lane) -> None:
+        """The lane's thread is done with it."""
+        with self._changed:
+            if lane in self._inside.values():
+                raise StateError(f"{lane!r} is inside an access")
+            self._lanes.discard(lane)
+            self._changed.notify_all()
+
+    def cut(self, reader: Incarnation, timeout_s: float = FENCE_TIMEOUT_S) -> None:
+        """End every connection of this reader; returns when none of them reads any more."""
+        with self._changed:
+            for lane in self._lanes:
+                if lane.reader == reader:
+                    self._stop(lane)
+            self._changed.wait_for(lambda: all(lane.reader != reader for lane in self._lanes), timeout_s)
+
+    def stop(self, lane: Lane) -> None:
+        """Have a lane end soon."""
+        with self._changed:
+            self._stop(lane)
+
+    def _stop(self, lane: Lane) -> None:
+        lane.is_stopped = True
+        lane.connection.shutdown()
+        self._changed.notify_all()

@@ -1,0 +1,160 @@
+"""What a coordinator must not forget (R2): marks, commit records, and the cluster's own id and epoch.
+
+Responsible for durability: an entry that `write` returned for survives a crash of process and machine. Not responsible
+for what the entries mean.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import secrets
+import sqlite3
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Protocol
+
+from tensorhub.coordinator import Decision, Durable, Entry, Publication
+from tensorhub.errors import StateError
+from tensorhub.types import OpKey
+
+PUBLICATIONS_READ_MAX = 64  # newest of each model, at the start
+_SCHEMA = """
+CREATE TABLE IF NOT EXISTS cluster (id TEXT NOT NULL, epoch INTEGER NOT NULL, format INTEGER NOT NULL);
+CREATE TABLE IF NOT EXISTS publications (
+    model TEXT NOT NULL, lineage INTEGER NOT NULL, number INTEGER NOT NULL, content_id TEXT NOT NULL,
+    nbytes INTEGER NOT NULL, world_size INTEGER NOT NULL, layout_id TEXT NOT NULL,
+    "group" TEXT NOT NULL, epoch INTEGER NOT NULL, sequence INTEGER NOT NULL,
+    PRIMARY KEY (model, lineage, number));
+CREATE TABLE IF NOT EXISTS decisions (
+    model TEXT NOT NULL, "group" TEXT NOT NULL, epoch INTEGER NOT NULL, sequence INTEGER NOT NULL,
+    number INTEGER NOT NULL, content_id TEXT NOT NULL, PRIMARY KEY (model, "group"));
+"""
+FORMAT = 1
+
+
+class Store(Protocol):
+    """Where a coordinator's entries are kept. `cluster` and `epoch` are set once it is open."""
+
+    cluster: str
+    epoch: int
+
+    def read(self) -> Durable:
+        """All entries that still count. Blocks."""
+        ...
+
+    def write(self, entries: Sequence[Entry]) -> None:
+        """Make all of them durable, or none; raises OSError if that fails. Blocks."""
+        ...
+
+    def close(self) -> None: ...
+
+
+class MemoryStore:
+    """No durability: after a restart it is a new cluster, and old handles fail loudly (R2)."""
+
+    def __init__(self) -> None:
+        self.cluster = secrets.token_hex(8)
+        self.epoch = 1
+
+    def read(self) -> Durable:
+        return Durable()
+
+    def write(self, entries: Sequence[Entry]) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
+
+
+class SqliteStore:
+    """Entries in `state_dir`, each transaction synced to the disk. One coordinator at a time may have it open."""
+
+    def __init__(self, state_dir: str | os.PathLike[str]) -> None:
+        """Raises StateError if the directory cannot be used, or another coordinator has it open."""
+        path = Path(state_dir)
+        try:
+            path.mkdir(parents=True, exist_ok=True, mode=0o700)
+            self._lock = os.open(path / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        except OSError as error:
+            raise StateError(f"the state_dir {path} cannot be used: {error.strerror}") from error
+        try:
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            os.close(self._lock)
+            raise StateError(f"the state_dir {path} is in use by another coordinator: give each its own") from error
+        try:
+            self._open(path)
+        except (sqlite3.Error, StateError) as error:
+            os.close(self._lock)
+            raise StateError(f"the state_dir {path} cannot be used: {error}") from error
+
+    def _open(self, path: Path) -> None:
+        self._db = sqlite3.connect(path / "state.sqlite3", check_same_thread=False, isolation_level=None)
+        try:
+            self._db.execute("PRAGMA journal_mode=WAL")
+            self._db.execute("PRAGMA synchronous=FULL")
+            self._db.executescript(_SCHEMA)
+            with self._transaction():
+                row = self._db.execute("SELECT id, epoch, format FROM cluster").fetchone()
+                if row is None:
+                    row = (secrets.token_hex(8), 0, FORMAT)
+                    self._db.execute("INSERT INTO cluster VALUES (?, ?, ?)", row)
+                if row[2] != FORMAT:
+                    raise StateError(f"its format is {row[2]}, this version writes {FORMAT}")
+                self.cluster, self.epoch = row[0], row[1] + 1
+                self._db.execute("UPDATE cluster SET epoch = ?", (self.epoch,))
+        except BaseException:
+            self._db.close()
+            raise
+
+    @contextlib.contextmanager
+    def _transaction(self) -> Iterator[None]:
+        self._db.execute("BEGIN IMMEDIATE")
+        try:
+            yield
+        except BaseException:
+            self._db.execute("ROLLBACK")
+            raise
+        self._db.execute("COMMIT")
+
+    def read(self) -> Durable:
+        publications = self._db.execute(
+            "SELECT model, lineage, number, content_id, nbytes, world_size, layout_id, "
+            '"group", epoch, sequence FROM (SELECT *, row_number() OVER '
+            "(PARTITION BY model ORDER BY lineage DESC, number DESC) AS age FROM publications) "
+            "WHERE age <= ? ORDER BY model, lineage, number",
+            (PUBLICATIONS_READ_MAX,),
+        ).fetchall()
+        decisions = self._db.execute('SELECT model, "group", epoch, sequence, number, content_id FROM decisions')
+        return Durable(
+            publications=tuple(Publication(*row[:7], key=OpKey(row[0], *row[7:])) for row in publications),
+            decisions=tuple(Decision(OpKey(*row[:4]), row[0], row[4], row[5]) for row in decisions.fetchall()),
+        )
+
+    def write(self, entries: Sequence[Entry]) -> None:
+        try:
+            with self._transaction():
+                for entry in entries:
+                    self._write(entry)
+        except sqlite3.Error as error:
+            raise OSError(f"the state cannot be written: {error}") from error
+
+    def _write(self, entry: Entry) -> None:
+        key = (entry.key.group, entry.key.epoch, entry.key.sequence)
+        match entry:
+            case Publication():
+                content = (entry.model, entry.lineage, entry.number, entry.content_id)
+                size = (entry.nbytes, entry.world_size, entry.layout_id)
+                self._db.execute("INSERT INTO publications VALUES (?,?,?,?,?,?,?,?,?,?)", (*content, *size, *key))
+            case Decision():
+                values = (entry.model, *key, entry.number, entry.content_id)
+                self._db.execute("INSERT OR REPLACE INTO decisions VALUES (?,?,?,?,?,?)", values)
+
+    def close(self) -> None:
+        """Let go of the directory; a second call does nothing."""
+        if self._lock >= 0:
+            self._db.close()
+            os.close(self._lock)
+            self._lock = -1

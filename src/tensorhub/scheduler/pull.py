@@ -1,0 +1,216 @@
+"""The reader's side of one shard: which chunk is asked of whom, and what has been verified.
+
+Theory of operation
+-------------------
+A chunk is wanted, in flight at exactly one source, or verified. The table below is the only way on:
+
+    wanted -> in flight     `next_batch` hands it to a lane
+    in flight -> verified   it arrived with its digest (final: it is never asked for, nor written, again; G8)
+    in flight -> wanted     it arrived with another digest, or its lane has ended
+
+A source is live or leaving. Leaving means: no new batch; but its lane may still be writing into the destination of
+chunks that are in flight there. So these go back to wanted only with `lane_ended`, and no two lanes ever write the same
+bytes. What such a lane still brings, with the right digest, counts as verified like any other.
+
+All live sources draw from one pool, the lowest wanted chunk first: several sources are striped, and a chain of readers
+fills in the same order at every link. A lane that finds the pool empty waits for `lane_ended` or bad bytes elsewhere.
+
+Responsible for the books only: lanes, sockets, digests and time belong to `runtime.lanes`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Final
+
+from tensorhub.story import IllegalStep, Story
+from tensorhub.types import LeaseId
+
+CHUNKS_PER_BATCH_MAX = 1024
+
+_WANTED: Final = 0
+_IN_FLIGHT: Final = 1
+_VERIFIED: Final = 2
+_WANTED_BYTE: Final = bytes([_WANTED])
+
+
+class SourceState(StrEnum):
+    LIVE = "live"  # is given batches
+    LEAVING = "leaving"  # is given no more; its lane may still write
+    ENDED = "ended"  # its lane is over; kept for its counts
+
+
+_STEPS: Final = {
+    SourceState.LIVE: {SourceState.LEAVING, SourceState.ENDED},
+    SourceState.LEAVING: {SourceState.ENDED},
+    SourceState.ENDED: set[SourceState](),
+}
+
+
+@dataclass(slots=True)
+class _Source:
+    state: SourceState = SourceState.LIVE
+    in_flight: set[int] = field(default_factory=set)  # exactly the chunks whose books name this source
+    bytes_read: int = 0  # payload that its lane took in, discarded included
+
+
+class Pull:
+    """The chunks of one shard of one content, on their way into this reader's memory."""
+
+    def __init__(self, sizes: Sequence[int], verified: Iterable[int] = ()) -> None:
+        """`sizes`: bytes per chunk. `verified`: chunks that the destination holds, and that were verified, already."""
+        self._sizes = sizes
+        self._states = bytearray(len(sizes))  # one of _WANTED, _IN_FLIGHT, _VERIFIED per chunk
+        self._sources: dict[LeaseId, _Source] = {}
+        self._story = Story()
+        for chunk in verified:
+            self._states[chunk] = _VERIFIED
+        self._lowest = 0  # no chunk below this is wanted
+        self._unverified = len(sizes) - self._states.count(
+            _VERIFIED
+        )  # always the number of chunks not verified
+        self.bytes_read = 0  # always the sum over sources, ended ones included
+        self.reread_bytes = 0  # the part of it that had been verified before; G8 keeps it 0
+        self.retries = 0  # chunks that had to be asked for again
+
+    # ---------------------------------------------------------------------------------------------------- sources
+
+    def add_source(self, lease: LeaseId, complete: bool) -> None:
+        """Read from this lease's source as well. `complete` False: it is still filling itself."""
+        if lease in self._sources:
+            raise IllegalStep(f"lease {lease} was a source before", self._story)
+        self._sources[lease] = _Source()
+        self._story.tell("source", lease, "complete" if complete else "filling")
+
+    def drop_source(self, lease: LeaseId) -> None:
+        """Ask nothing more of this source. What is in flight there stays so until its lane has ended."""
+        source = self._source(lease)
+        if source.state is SourceState.LIVE:
+            self._step(lease, source, SourceState.LEAVING)
+
+    def lane_ended(self, lease: LeaseId) -> tuple[int, ...]:
+        """Nobody writes for this source any more: what was in flight there is wanted again. Returns those chunks."""
+        source = self._source(lease)
+        if source.state is SourceState.ENDED:
+            return ()
+        self._step(lease, source, SourceState.ENDED)
+        back = tuple(sorted(source.in_flight))
+        for chunk in back:
+            self._give_back(source, chunk)
+        return back
+
+    def _step(self, lease: LeaseId, source: _Source, state: SourceState) -> None:
+        if state not in _STEPS[source.state]:
+            raise IllegalStep(f"source {lease} cannot go from {source.state} to {state}", self._story)
+        source.state = state
+        self._story.tell(lease, state, "in flight", len(source.in_flight))
+
+    def _source(self, lease: LeaseId) -> _Source:
+        try:
+            return self._sources[lease]
+        except KeyError:
+            raise IllegalStep(f"lease {lease} is no source of this pull", self._story) from None
+
+    # ----------------------------------------------------------------------------------------------------- chunks
+
+    def next_batch(self, lease: LeaseId, bytes_max: int) -> tuple[int, ...]:
+        """Chunks to ask of this source now, ascending: the lowest wanted one, then others up to `bytes_max`.
+
+        Empty: the source is leaving, or every chunk is verified or in flight somewhere.
+        """
+        source = self._source(lease)
+        if source.state is not SourceState.LIVE:
+            return ()
+        batch: list[int] = []
+        taken_bytes = 0
+        chunk = self._states.find(_WANTED_BYTE, self._lowest)
+        while chunk >= 0 and len(batch) < CHUNKS_PER_BATCH_MAX:
+            nbytes = self._sizes[chunk]
+            if batch and taken_bytes + nbytes > bytes_max:
+                break
+            batch.append(chunk)
+            taken_bytes += nbytes
+            self._states[chunk] = _IN_FLIGHT
+            chunk = self._states.find(_WANTED_BYTE, chunk + 1)
+        self._lowest = len(self._sizes) if chunk < 0 else chunk
+        source.in_flight.update(batch)
+        return tuple(batch)
+
+    def arrived(self, lease: LeaseId, chunk: int, ok: bool) -> None:
+        """A chunk in flight at this source is in the destination; `ok`: it has its digest. Its lane is done with it."""
+        source = self._source(lease)
+        if chunk not in source.in_flight:
+            raise IllegalStep(f"chunk {chunk} is not in flight at {lease}", self._story)
+        nbytes = self._sizes[chunk]
+        source.bytes_read += nbytes
+        self.bytes_read += nbytes
+        if self._states[chunk] == _VERIFIED:
+            self.reread_bytes += nbytes
+        if not ok:
+            self._story.tell("bad chunk", chunk, lease)
+            self._give_back(source, chunk)
+            return
+        source.in_flight.discard(chunk)
+        self._states[chunk] = _VERIFIED
+        self._unverified -= 1
+        if not self._unverified:
+            self._story.tell("all verified")
+
+    def discarded(self, lease: LeaseId, nbytes: int) -> None:
+        """Bytes of a chunk in flight came in, but the rest of it never will."""
+        self._source(lease).bytes_read += nbytes
+        self.bytes_read += nbytes
+
+    def _give_back(self, source: _Source, chunk: int) -> None:
+        source.in_flight.discard(chunk)
+        self._states[chunk] = _WANTED
+        self._lowest = min(self._lowest, chunk)
+        self.retries += 1
+
+    # ------------------------------------------------------------------------------------------------- inspection
+
+    @property
+    def done(self) -> bool:
+        """Whether every chunk is verified."""
+        return self._unverified == 0
+
+    @property
+    def chunks_verified(self) -> int:
+        return len(self._sizes) - self._unverified
+
+    @property
+    def verified(self) -> bytes:
+        """One byte per chunk, 1 if it is verified."""
+        return bytes(state == _VERIFIED for state in self._states)
+
+    def in_flight(self, lease: LeaseId) -> frozenset[int]:
+        """The chunks that only this source's lane may write now."""
+        return frozenset(self._source(lease).in_flight)
+
+    def source_bytes(self, lease: LeaseId) -> int:
+        """Payload taken in from this source, discarded included."""
+        return self._source(lease).bytes_read
+
+    def check_invariants(self) -> None:
+        """Raise IllegalStep if this object's own books disagree."""
+        held = [chunk for source in self._sources.values() for chunk in source.in_flight]
+        sound = (
+            len(held) == len(set(held)) == self._states.count(_IN_FLIGHT)
+            and all(self._states[chunk] == _IN_FLIGHT for chunk in held)
+            and not any(
+                source.in_flight for source in self._sources.values() if source.state is SourceState.ENDED
+            )
+            and self._states.find(_WANTED_BYTE, 0, self._lowest) == -1
+            and self._unverified == len(self._sizes) - self._states.count(_VERIFIED)
+            and self.bytes_read == sum(source.bytes_read for source in self._sources.values())
+            and self.reread_bytes == 0
+        )
+        if not sound:
+            raise IllegalStep(f"the books of {self!r} disagree", self._story)
+
+    def __repr__(self) -> str:
+        live = sum(source.state is SourceState.LIVE for source in self._sources.values())
+        flying = self._states.count(_IN_FLIGHT)
+        return f"<Pull {self.chunks_verified} of {len(self._sizes)} verified, {flying} in flight, {live} sources>"

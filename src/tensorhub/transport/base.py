@@ -1,0 +1,131 @@
+"""What a transport is, as its reader sees it.
+
+A *channel* is one reader's way to one source under one read lease. One blocking thread (the lane) drives it:
+
+    channel = transport.open(...)        connect, prove who is who
+    channel.submit(chunks)               ask; several batches may be submitted before the first has arrived
+    channel.receive()                    block until some of them are in the destination; in any order
+    channel.close()                      always, from the lane's own thread
+
+Semantics that every transport keeps:
+
+1. Bytes go straight into the destination's views of the chunks that were submitted, and of no others. A chunk's views are
+   written only between its `submit` and the `receive` that names it, or until the channel is closed.
+2. `receive` names a chunk only when all its bytes were read under the right's generation: a two-sided source checks it
+   for each send; a one-sided reader reads the generation word *after* the bytes, and discards them if it changed (R3).
+3. The digest that `receive` gives is the publisher's, carried by the source. It is not checked here: the lane does it.
+4. Every failure is a `ReadFailure`, raised by the call that meets it; a channel that raised is only closed.
+5. `Cutter.cut`, from any thread, makes a blocked call of the channel raise soon, also while it still connects.
+6. No call blocks for more than `stall_timeout_s` unless the source shows that it lives.
+
+Responsible for the contract only. Not responsible for choosing a source, for digests, or for the books (`Pull`).
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Literal, NamedTuple, Protocol
+
+from tensorhub.types import ContentId, Endpoint, Incarnation, LeaseId, Location, RegistrationId
+
+Reason = Literal["lost", "stalled", "refused", "corrupt", "unreachable"]
+
+
+class ReadFailure(Exception):
+    """A source cannot be read (any more). `chunk`: the one with another digest, if `reason` is "corrupt"."""
+
+    def __init__(self, reason: Reason, detail: str, chunk: int | None = None) -> None:
+        super().__init__(f"{reason}: {detail}")
+        self.reason: Reason = reason
+        self.detail = detail
+        self.chunk = chunk
+
+
+@dataclass(frozen=True, slots=True)
+class ReadRight:
+    """Under which right a reader reads: what each request names, and the owner checks."""
+
+    lease: LeaseId
+    incarnation: Incarnation  # the source's; whoever else answers is not the source
+    registration: RegistrationId
+    generation: int
+    content_id: ContentId
+
+
+class Destination(Protocol):
+    """Where chunks go."""
+
+    def buffer(self, chunk: int) -> memoryview:
+        """The writable bytes of one chunk, exactly its size."""
+
+
+class Arrival(NamedTuple):
+    """Chunks whose bytes are in the destination, each with the digest its source gave (None: the source has none)."""
+
+    chunks: Sequence[tuple[int, int | None]]
+    wait_s: float  # until the first byte
+    transfer_s: float  # from then on
+
+
+class Channel(Protocol):
+    """One reader's way to one source; driven by one thread."""
+
+    def submit(self, chunks: Sequence[int]) -> None:
+        """Ask for these chunks (ascending, 1 to 1024 of them). Does not wait for them."""
+
+    def receive(self) -> Arrival:
+        """Wait for some of the submitted chunks. Raises ReadFailure."""
+
+    def close(self) -> None:
+        """Release everything. Nothing writes into the destination afterwards."""
+
+
+class Transport(Protocol):
+    """A kind of channel. Made once per worker."""
+
+    name: str
+
+    def reaches(self, here: Location, there: Location) -> bool:
+        """Whether a worker at `here` can read one at `there` this way, as far as their locations say."""
+
+    def open(self, endpoint: Endpoint, right: ReadRight, destination: Destination, cutter: Cutter) -> Channel:
+        """Connect to the source, in the calling thread. Raises ReadFailure."""
+
+
+class Cutter:
+    """Ends, from any thread, what a lane blocks on.
+
+    The lane attaches what ends its present call, and detaches it before it releases the thing: after `detach` has
+    returned, `cut` does not touch it any more (a descriptor's number may then belong to somebody else).
+    """
+
+    __slots__ = ("_end", "_is_cut", "_lock")
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._end: Callable[[], None] | None = None
+        self._is_cut = False
+
+    @property
+    def is_cut(self) -> bool:
+        return self._is_cut
+
+    def attach(self, end: Callable[[], None]) -> None:
+        """Have `end` called by `cut` (now, if it came first). `end` must not block."""
+        with self._lock:
+            self._end = end
+            if self._is_cut:
+                end()
+
+    def detach(self) -> None:
+        with self._lock:
+            self._end = None
+
+    def cut(self) -> None:
+        """End the lane's blocking call, and every later one. May be called any number of times."""
+        with self._lock:
+            self._is_cut = True
+            if self._end is not None:
+                self._end()

@@ -1,0 +1,288 @@
+"""The caller's tensors as bytes: described when they are registered, viewed in place, checked before use.
+
+Responsible for what a tensor must be so that its memory can be lent out, for writable views of that memory,
+and for noticing that it was replaced (R15). Not responsible for who may read or write when: the worker's
+Owner decides that.
+
+torch and numpy are never imported here. Whoever hands over a tensor has imported its library already.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import sys
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from itertools import starmap
+from math import prod
+from operator import is_
+from typing import Any
+
+from tensorhub.errors import ManifestMismatch, RegistrationError
+from tensorhub.manifest import ITEMSIZE, Manifest, TensorDescription, TensorSpec, name_fault
+
+Fingerprint = tuple[int, tuple[int, ...], tuple[int, ...], object]  # address, shape, strides, dtype
+
+
+def _is_torch(value: object) -> bool:
+    return isinstance(value, getattr(sys.modules.get("torch"), "Tensor", ()))
+
+
+def _is_numpy(value: object) -> bool:
+    return isinstance(value, getattr(sys.modules.get("numpy"), "ndarray", ()))
+
+
+# ------------------------------------------------------------------------------------------------- describing
+
+
+def describe(tensors: Mapping[str, Any]) -> tuple[TensorDescription, ...]:
+    """What is registered, in the mapping's order: CPU tensors of torch, or numpy arrays, used in place.
+
+    One RegistrationError names every tensor that cannot be used, why, and what to do about it.
+    """
+    found, faults = [], []
+    for name, tensor in _snapshot(tensors).items():
+        fault = name_fault(name) or _fault(tensor)
+        if fault:
+            faults.append(f"{name!r}: {fault}")
+        else:
+            found.append(_describe(name, tensor))
+    if faults:
+        raise RegistrationError(f"{len(faults)} tensor(s) cannot be registered:\n  " + "\n  ".join(faults))
+    return tuple(found)
+
+
+def _snapshot(tensors: object) -> dict[str, Any]:
+    if not isinstance(tensors, Mapping):
+        raise RegistrationError(f"tensors: give a mapping of names to tensors, not {_kind(tensors)}")
+    if not tensors:
+        raise RegistrationError("tensors: there are none; give at least one")
+    return dict(tensors)
+
+
+def _describe(name: str, tensor: Any) -> TensorDescription:
+    dtype, shape = _dtype(tensor), tuple(tensor.shape)
+    return TensorDescription(name, dtype, shape, _address(tensor), prod(shape) * ITEMSIZE[dtype])
+
+
+def _dtype(tensor: Any) -> str:
+    return str(tensor.dtype).removeprefix("torch.") if _is_torch(tensor) else str(tensor.dtype.name)
+
+
+def _address(tensor: Any) -> int:
+    address: int = tensor.data_ptr() if _is_torch(tensor) else tensor.__array_interface__["data"][0]
+    return address
+
+
+def _kind(value: object) -> str:
+    return f"{type(value).__module__}.{type(value).__qualname__}"
+
+
+def _fault(tensor: Any) -> str | None:
+    """Why this tensor's memory cannot be lent out, and what to do; None if it can."""
+    if _is_torch(tensor):
+        try:
+            return _torch_fault(tensor)
+        except (RuntimeError, ValueError, TypeError, NotImplementedError) as error:
+            # Lazy, functional and wrapper tensors refuse the questions themselves.
+            return f"a {_kind(tensor)} has no memory to look at ({str(error).splitlines()[0]:.200})"
+    if _is_numpy(tensor):
+        return _numpy_fault(tensor)
+    return f"a {_kind(tensor)} is neither a torch.Tensor nor a numpy.ndarray"
+
+
+def _torch_fault(tensor: Any) -> str | None:
+    if tensor.is_meta:
+        return "it is on the meta device and has no bytes; materialize it first (`.to_empty(device='cpu')`)"
+    if tensor.device.type != "cpu":
+        return f"it is on {tensor.device}; only CPU tensors can be registered without the 'cuda' extra"
+    if str(tensor.layout) != "torch.strided" or tensor.is_nested:
+        return "it is sparse, nested or of another special layout; register `.to_dense()` or its parts"
+    if tensor.is_conj():
+        return "its conjugation is still to be done; register `.resolve_conj()`"
+    if tensor.is_neg():
+        return "its negation is still to be done; register `.resolve_neg()`"
+    if tensor.is_quantized:
+        return "its scale and zero point are not in its bytes; register `.int_repr()` and those as tensors"
+    if _dtype(tensor) not in ITEMSIZE:
+        return f"{tensor.dtype} is unknown to this version of TensorHub"
+    if not tensor.is_contiguous():
+        shape = f"shape {tuple(tensor.shape)}, stride {tensor.stride()}"
+        return f"it is not contiguous ({shape}); register `.contiguous()`"
+    nbytes = tensor.numel() * tensor.element_size()
+    if tensor.untyped_storage().nbytes() < tensor.storage_offset() * tensor.element_size() + nbytes:
+        return "its storage was freed or is smaller than its shape; register it while it has its memory"
+    if nbytes and not tensor.data_ptr():
+        return f"a {_kind(tensor)} has no memory of its own; register the tensors that it wraps"
+    return None
+
+
+def _numpy_fault(array: Any) -> str | None:
+    if array.dtype.name not in ITEMSIZE or not array.dtype.isnative:
+        return f"dtype {array.dtype} is not one of torch's; convert it (`.astype(...)`)"
+    if not array.flags.c_contiguous:
+        return f"it is not C-contiguous (shape {array.shape}); use `numpy.ascontiguousarray(...)`"
+    if not array.flags.writeable:
+        return "it cannot be written to; register a copy (`.copy()`)"
+    return None
+
+
+# ---------------------------------------------------------------------------------------------------- viewing
+
+
+def view(tensor: Any) -> memoryview:
+    """The writable bytes of a tensor that `describe` accepts, in place. The view keeps the memory alive."""
+    description = _describe("", tensor)
+    return _bytes_at(description.address, description.nbytes, _storage(tensor))
+
+
+def _storage(tensor: Any) -> object:
+    """What keeps the tensor's present bytes alive, even after `tensor.data = ...`."""
+    return tensor.untyped_storage() if _is_torch(tensor) else tensor
+
+
+def _bytes_at(address: int, nbytes: int, storage: object) -> memoryview:
+    if not nbytes:
+        return memoryview(bytearray())
+    buffer = (ctypes.c_char * nbytes).from_address(address)
+    buffer.storage = storage  # type: ignore[attr-defined]
+    return memoryview(buffer).cast("B")
+
+
+@dataclass(frozen=True, slots=True)
+class MappedRegions:
+    """Where a manifest's regions are in this process.
+
+    `regions`: one writable view per region. `copies`: (from, to) for tensors that share a region at the
+    source and are apart here.
+    """
+
+    regions: tuple[memoryview, ...]
+    copies: tuple[tuple[memoryview, memoryview], ...]
+
+    def unpack(self) -> None:
+        """Bring the regions' bytes to the other tensors that hold them too: when verified, before READY."""
+        for source, target in self.copies:
+            # ctypes lets go of the GIL meanwhile; a slice assignment of gigabytes would stop the heartbeats.
+            ctypes.memmove(_pointer(target), _pointer(source), source.nbytes)
+
+
+def _pointer(view: memoryview) -> int:
+    return ctypes.addressof(ctypes.c_char.from_buffer(view))
+
+
+# ------------------------------------------------------------------------------------------------ registering
+
+
+class RegisteredMemory:
+    """The memory of one registration, as it was when it was registered.
+
+    RegistrationError as for `describe`. Replaced storage is noticed for the mapping's very tensors. Those of
+    a `state_dict()` are aliases, which `parameter.data = ...` leaves as they are; `dict(named_parameters())`
+    holds the parameters themselves.
+    """
+
+    def __init__(self, tensors: Mapping[str, Any]) -> None:
+        self._mapping = tensors  # the caller's own, to see when an entry becomes another tensor
+        self._tensors = _snapshot(tensors)
+        self.descriptions = describe(self._tensors)
+        self._by_name = {description.name: description for description in self.descriptions}
+        # Lanes may still read the old bytes when the caller has replaced them, so what holds them is kept.
+        self._storages = {name: _storage(tensor) for name, tensor in self._tensors.items()}
+        self._of_torch = [_is_torch(tensor) for tensor in self._tensors.values()]
+        self._fingerprints = self._fingerprints_now()
+
+    def __repr__(self) -> str:
+        nbytes = sum(description.nbytes for description in self.descriptions)
+        return f"<RegisteredMemory of {len(self.descriptions)} tensors, {nbytes} bytes>"
+
+    def check_unreplaced(self) -> None:
+        """RegistrationError, naming each tensor whose memory is not the registered one. Writes are fine."""
+        entries = map(self._mapping.get, self._tensors)
+        same_objects = all(starmap(is_, zip(entries, self._tensors.values(), strict=True)))
+        if same_objects and self._fingerprints_now() == self._fingerprints:
+            return
+        if changed := list(self._changes()):
+            raise RegistrationError(
+                f"{len(changed)} tensor(s) were replaced since they were registered:\n  "
+                + "\n  ".join(changed)
+                + "\nWrite into the registered ones (`copy_`), or close this handle and register these."
+            )
+
+    def _fingerprints_now(self) -> list[Fingerprint]:
+        return list(map(_fingerprint, self._tensors.values(), self._of_torch))
+
+    def _changes(self) -> Iterator[str]:
+        for (name, tensor), was in zip(self._tensors.items(), self._fingerprints, strict=True):
+            # An entry that is gone is no change: the caller may let go of the mapping. Another object is none
+            # either if it is the same memory, as from a mapping that makes its tensors when asked.
+            for entry in (tensor, self._mapping.get(name, tensor)):
+                fault = None if entry is tensor else _fault(entry)
+                what = [fault] if fault else _compare(_fingerprint(entry, _is_torch(entry)), was)
+                if what:
+                    yield f"{name!r}: {', '.join(what)}"
+                    break
+
+    def versions(self) -> tuple[int, ...]:
+        """torch's count of writes, per tensor: equal before and after, no torch operation has written.
+
+        Writes through numpy, `.data` and views of bytes are not counted. 0: this tensor has no count.
+        """
+        return tuple(map(_version, self._tensors.values(), self._of_torch))
+
+    def map(self, manifest: Manifest) -> MappedRegions:
+        """Find the regions of a manifest, this registration's own or a compatible source's, in this memory.
+
+        ManifestMismatch where they cannot be found.
+        """
+        regions, copies = [], []
+        # By address: a tied reader of an untied source would overwrite itself (R13).
+        taken: dict[int, str] = {}
+        for region, tensors in zip(manifest.regions, manifest.by_region, strict=True):
+            names: dict[int, str] = {}  # by address, the first tensor's there
+            for tensor in tensors:
+                address = self._find(tensor, region.nbytes).address
+                names.setdefault(address, tensor.name)
+                if region.nbytes and address in taken:
+                    raise _mismatch(f"tensors {taken[address]!r} and {tensor.name!r} share memory here only")
+            storages = self._storages
+            primary, *others = [_bytes_at(at, region.nbytes, storages[name]) for at, name in names.items()]
+            regions.append(primary)
+            if region.nbytes:
+                taken.update(names)
+                copies += [(primary, other) for other in others]
+        return MappedRegions(tuple(regions), tuple(copies))
+
+    def _find(self, tensor: TensorSpec, region_nbytes: int) -> TensorDescription:
+        if tensor.offset or tensor.nbytes != region_nbytes:
+            raise _mismatch(f"tensor {tensor.name!r} is not a whole region: packed layouts are not built yet")
+        mine = self._by_name.get(tensor.name)
+        if mine is None:
+            raise _mismatch(f"tensor {tensor.name!r} is missing here")
+        if mine.nbytes != tensor.nbytes:
+            sizes = f"{tensor.nbytes} bytes at the source and {mine.nbytes} here"
+            raise _mismatch(f"tensor {tensor.name!r} has {sizes}")
+        return mine
+
+
+def _mismatch(difference: str) -> ManifestMismatch:
+    return ManifestMismatch(difference, differences=(difference,))
+
+
+def _version(tensor: Any, of_torch: bool) -> int:
+    return 0 if not of_torch or tensor.is_inference() else tensor._version
+
+
+def _fingerprint(tensor: Any, of_torch: bool) -> Fingerprint:
+    if of_torch:
+        return tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype
+    return tensor.__array_interface__["data"][0], tensor.shape, tensor.strides, tensor.dtype
+
+
+def _compare(now: Fingerprint, was: Fingerprint) -> list[str]:
+    what = [
+        f"its {word} is {new}, not {old}"
+        for word, new, old in zip(("shape", "stride", "dtype"), now[1:], was[1:], strict=True)
+        if new != old
+    ]
+    return [*what, *(["its storage is another one"] if now[0] != was[0] else [])]

@@ -1,0 +1,94 @@
+"""Which transports there are, in order of preference.
+
+Built-in ones are registered by the runtime; third parties add theirs through the entry-point group
+`tensorhub.transports` (name -> factory), which is looked up when a name is first needed. Responsible for names and
+order; not responsible for which transport a given pair of workers can use.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from importlib.metadata import EntryPoint, entry_points
+
+from tensorhub.errors import TransportUnavailable
+from tensorhub.transport.base import Transport
+from tensorhub.types import Incarnation, Options
+
+ENTRY_POINT_GROUP = "tensorhub.transports"
+
+
+@dataclass(frozen=True, slots=True)
+class Local:
+    """What a transport knows of the worker that it works for."""
+
+    incarnation: Incarnation
+    secret: bytes  # empty: an open cluster
+    options: Options
+
+
+TransportFactory = Callable[[Local], Transport]  # raises TransportUnavailable, saying what is missing
+
+
+class Registry:
+    """Names of transports, best first, each with what makes it."""
+
+    def __init__(self) -> None:
+        self._factories: list[tuple[int, str, TransportFactory]] = []  # ascending by (place, name)
+
+    def add(self, name: str, factory: TransportFactory, place: int) -> None:
+        """Register a built-in transport; a lower `place` is preferred."""
+        if any(known == name for _, known, _ in self._factories):
+            raise ValueError(f"transport {name!r} is registered already")
+        self._factories.append((place, name, factory))
+        self._factories.sort(key=lambda entry: entry[:2])
+
+    def names(self) -> tuple[str, ...]:
+        """Every name that can be asked for, built-in ones first, best first."""
+        built_in = tuple(name for _, name, _ in self._factories)
+        return built_in + tuple(sorted(set(_entry_points()) - set(built_in)))
+
+    def make(self, local: Local, wanted: Sequence[str] | None = None) -> tuple[Transport, ...]:
+        """The `wanted` transports in that order, or (None) all built-in ones that work here, best first.
+
+        Raises TransportUnavailable if a wanted one is unknown or does not work here, or if none does.
+        """
+        if wanted is not None:
+            if not wanted:
+                raise TransportUnavailable(f"no transport is allowed; there are {', '.join(self.names())}")
+            return tuple(self._make_one(name, local) for name in dict.fromkeys(wanted))
+        made: list[Transport] = []
+        reasons: list[str] = []
+        for _, name, factory in self._factories:
+            try:
+                made.append(factory(local))
+            except TransportUnavailable as reason:
+                reasons.append(f"{name}: {reason}")
+        if not made:
+            raise TransportUnavailable(f"no transport works here ({'; '.join(reasons) or 'none is known'})")
+        return tuple(made)
+
+    def _make_one(self, name: str, local: Local) -> Transport:
+        factory = next((factory for _, known, factory in self._factories if known == name), None)
+        if factory is None:
+            point = _entry_points().get(name)
+            if point is None:
+                raise TransportUnavailable(
+                    f"there is no transport {name!r}; there are {', '.join(self.names())}"
+                )
+            factory = _load(point)
+        return factory(local)
+
+
+def _entry_points() -> dict[str, EntryPoint]:
+    return {point.name: point for point in entry_points(group=ENTRY_POINT_GROUP)}
+
+
+def _load(point: EntryPoint) -> TransportFactory:
+    try:
+        factory: TransportFactory = point.load()
+    except Exception as error:
+        raise TransportUnavailable(
+            f"transport {point.name!r} ({point.value}) cannot be loaded: {error}"
+        ) from error
+    return factory

@@ -1,0 +1,142 @@
+"""What a caller can ask of a handle, and what the handle's machine asks of its shell: two closed unions."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from tensorhub.manifest import Manifest
+from tensorhub.messages import FromWorker, Grant
+from tensorhub.types import OpKind, Selector, VersionInfo
+
+# ------------------------------------------------------------------------------------------------- calls
+
+
+@dataclass(frozen=True, slots=True)
+class PublishCall:
+    version: int
+
+
+@dataclass(frozen=True, slots=True)
+class FillCall:
+    """`hold`: the caller has a before_write."""
+
+    kind: OpKind
+    selector: Selector
+    at_least: int | None = None
+    hold: bool = False
+    staged: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class UnpublishCall:
+    pass
+
+
+@dataclass(frozen=True, slots=True)
+class CloseCall:
+    abandon: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class RefuseCall:
+    """This rank will not make its next group call (its body raised): the other ranks' call ends at once."""
+
+    reason: str
+
+
+Call = PublishCall | FillCall | UnpublishCall | CloseCall | RefuseCall
+
+# ------------------------------------------------------------------------------------------------- actions
+
+
+@dataclass(frozen=True, slots=True)
+class Say:
+    """Tell the coordinator; dropped without a connection (the machine says it again when there is one)."""
+
+    message: FromWorker
+
+
+@dataclass(frozen=True, slots=True)
+class OpenMemory:
+    """From now on readers may ask for this memory under `generation`: all of it, or what is marked available.
+
+    `content_id` is empty where a publisher opens before it is minted.
+    """
+
+    generation: int
+    content_id: str
+    manifest: Manifest
+    complete: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Fence:
+    """Make `generation` unreadable, end the owner's own accesses, then call `Member.fenced(generation)`."""
+
+    generation: int
+
+
+@dataclass(frozen=True, slots=True)
+class CallHook:
+    """Run before_write, then call `Member.hook_returned`."""
+
+    version: VersionInfo
+
+
+@dataclass(frozen=True, slots=True)
+class StartPull:
+    """Fill the memory; then call `Member.pull_done`, or `source_failed` and `pull_failed` as it happens."""
+
+    version: VersionInfo
+    manifest: Manifest
+    generation: int
+    grants: tuple[Grant, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class AddPullSource:
+    grant: Grant
+
+
+@dataclass(frozen=True, slots=True)
+class DropPullSource:
+    lease: str
+
+
+@dataclass(frozen=True, slots=True)
+class StopPull:
+    """End every read; then call `Member.pull_stopped`."""
+
+
+@dataclass(frozen=True, slots=True)
+class Registered:
+    """The coordinator knows this memory now."""
+
+
+@dataclass(frozen=True, slots=True)
+class RegistrationFailed:
+    error: Exception
+
+
+@dataclass(frozen=True, slots=True)
+class Finish:
+    """The running call is over: it returns (version, changed), or raises."""
+
+    version: VersionInfo | None = None
+    changed: bool = False
+    error: Exception | None = None
+
+
+Action = (
+    Say
+    | OpenMemory
+    | Fence
+    | CallHook
+    | StartPull
+    | AddPullSource
+    | DropPullSource
+    | StopPull
+    | Registered
+    | RegistrationFailed
+    | Finish
+)

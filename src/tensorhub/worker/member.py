@@ -1,0 +1,885 @@
+"""One registration's own side: its calls, its votes, and what its memory holds.
+
+Theory of operation. At most one call runs at a time and is in one `Phase`; the handle's state follows its table. Every
+input returns the actions that follow, in order. The machine never waits: the shell tells it what came back.
+
+Responsible for what a rank may promise (R6: after its vote only the coordinator decides) and for the order of fences
+and writes (R3, R7). Not responsible for reading bytes (`scheduler.pull`), for access to memory (`worker.owner`), for
+connections, or for time, which is an argument.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import assert_never
+
+from tensorhub.errors import (
+    CoordinatorUnavailable,
+    GroupAborted,
+    OperationTimeout,
+    StateError,
+    TensorHubError,
+)
+from tensorhub.machine import InvariantBroken, Stateful
+from tensorhub.manifest import Manifest, check_compatible
+from tensorhub.messages import (
+    Abandon,
+    AddSource,
+    Deregister,
+    Done,
+    DropSource,
+    EpochChanged,
+    ErrorInfo,
+    Fill,
+    FromWorker,
+    GetManifest,
+    Grant,
+    Held,
+    ManifestReply,
+    Outcome,
+    Prepared,
+    Publish,
+    ReadFailed,
+    ReadyToWrite,
+    Refused,
+    Register,
+    Resolve,
+    Start,
+    Withdraw,
+    Withdrawable,
+    Withdrawn,
+    Write,
+)
+from tensorhub.messages import Registered as RegisteredReply
+from tensorhub.types import HandleState, Medium, OpKey, OpKind, Purpose, VersionInfo
+from tensorhub.worker.calls import (
+    Action,
+    AddPullSource,
+    Call,
+    CallHook,
+    CloseCall,
+    DropPullSource,
+    Fence,
+    FillCall,
+    Finish,
+    OpenMemory,
+    PublishCall,
+    RefuseCall,
+    Registered,
+    RegistrationFailed,
+    Say,
+    StartPull,
+    StopPull,
+    UnpublishCall,
+)
+from tensorhub.worker.states import HANDLE_TABLE, UNVOTED, Phase
+
+MANIFESTS_KEPT_MAX = 16
+# The coordinator ends calls at their deadline and knows why; a rank that does not hear of it ends them by itself later.
+DEADLINE_SLACK_S = 2.0
+
+
+@dataclass(frozen=True, slots=True)
+class Shard:
+    """What a registration is, for the coordinator."""
+
+    registration: str
+    model: str
+    group: str
+    rank: int
+    world_size: int
+    spot: bool
+    layout_id: str
+    manifest: Manifest  # as this rank publishes
+
+
+@dataclass(slots=True)
+class Content:
+    """What the memory holds, or is being filled with, under one generation."""
+
+    version: VersionInfo
+    manifest: Manifest
+    generation: int
+
+
+@dataclass(slots=True)
+class Running:
+    """The call that runs now."""
+
+    call: Call
+    deadline: float
+    timeout_s: float
+    phase: Phase = Phase.QUEUED
+    key: OpKey | None = None  # of its group operation, once said
+    generation: int = 0  # under which this call publishes or fills
+    version: VersionInfo | None = None  # bound
+    manifest: Manifest | None = None  # of the bound version
+    grants: tuple[Grant, ...] = ()  # of the first Start or Write
+    write: bool = False  # the coordinator has told every rank to overwrite
+    request: int = 0  # of the question whose answer is awaited
+    error: Exception | None = None  # with which it will end
+    leases: set[str] = field(default_factory=set)  # that the pull reads under
+
+
+class Member(Stateful[HandleState]):
+    """The machine of one handle. `requests` and `generations` mint numbers that are used once."""
+
+    table = HANDLE_TABLE
+
+    def __init__(
+        self,
+        shard: Shard,
+        *,
+        requests: Callable[[], int],
+        generations: Callable[[], int],
+        manifests: dict[str, Manifest],
+    ) -> None:
+        super().__init__(HandleState.EMPTY)
+        self.shard = shard
+        self.content: Content | None = None  # READY or DRAINING: what it holds; FILLING: what it is filled with
+        self.running: Running | None = None
+        self.doubt: OpKey | None = None  # IN_DOUBT: the operation whose outcome is not known
+        self._requests = requests
+        self._generations = generations
+        self._manifests = manifests  # by id; shared by a worker's handles
+        self._fitting: set[str] = set()  # ids of manifests that fit this registration
+        self._epoch = 0
+        self._sequence = 0
+        self._online = False  # the coordinator can be told something
+        self._confirmed = False  # it knows this registration, in this session's terms
+        self._register_request = 0
+        self._unreported: list[int] = []  # generations fenced while nobody could be told
+        self._now = 0.0
+        self._cause = 0
+        self._actions: list[Action] = []
+
+    def __repr__(self) -> str:
+        phase = self.running.phase.value if self.running is not None else "idle"
+        s = self.shard
+        return f"<Member {s.model}/{s.group}[{s.rank}] {self.state.value} {phase}>"
+
+    @property
+    def version(self) -> int | None:
+        """What `weights.version` shows."""
+        if self.content is not None and self.state in (HandleState.READY, HandleState.DRAINING):
+            return self.content.version.version
+        return None
+
+    # ------------------------------------------------------------------------------------------- inputs: the caller
+
+    def begin(self, call: Call, timeout_s: float, now: float) -> list[Action]:
+        """Start a call; raises StateError, and starts nothing, where the state forbids it."""
+        self._enter(now)
+        if self.running is not None:
+            what = type(self.running.call).__name__.removesuffix("Call").lower()
+            raise StateError(f"{self._name}: {what} is running on this handle; one call at a time")
+        self._check_allowed(call)
+        self.running = Running(call, now + timeout_s, timeout_s)
+        self._go_on()
+        return self._leave()
+
+    def _check_allowed(self, call: Call) -> None:
+        state = self.state
+        if state is HandleState.CLOSED and not isinstance(call, CloseCall):
+            raise StateError(f"{self._name} is closed; register again")
+        if state is HandleState.IN_DOUBT:
+            return  # judged again once the doubt is resolved
+        match call:
+            case PublishCall() if state in (HandleState.READY, HandleState.DRAINING):
+                raise StateError(
+                    f"{self._name} holds version {self.version}, which is published: unpublish() first, or use mutate()"
+                )
+            case FillCall(kind=OpKind.REPLICATE) if state in (HandleState.READY, HandleState.DRAINING):
+                raise StateError(f"{self._name} holds version {self.version}: update() replaces it")
+            case UnpublishCall() if state is not HandleState.READY:
+                raise StateError(f"{self._name} is {state.value}: there is nothing to unpublish")
+            case _:
+                pass
+
+    def cancel(self, error: Exception, now: float) -> list[Action]:
+        """End the running call with `error`, if it is not this rank's to finish any more."""
+        self._enter(now)
+        run = self.running
+        if run is not None and run.error is None:
+            run.deadline = min(run.deadline, now)  # who cancels waits for the coordinator only for the slack
+            self._give_up(error)
+        return self._leave()
+
+    def hook_returned(self, error: Exception | None, now: float) -> list[Action]:
+        self._enter(now)
+        run = self.running
+        if run is not None and run.phase is Phase.HOOK:
+            if error is not None:
+                self._give_up(error)
+            else:
+                self._ready_to_write(run)
+        return self._leave()
+
+    # -------------------------------------------------------------------------------------- inputs: the owner's side
+
+    def fenced(self, generation: int, now: float) -> list[Action]:
+        """Nothing is read under that generation any more."""
+        self._enter(now)
+        self._report_fenced(generation)
+        run = self.running
+        if run is not None and run.phase is Phase.FENCING:
+            self._after_fence(run)
+        return self._leave()
+
+    def source_failed(self, lease: str, reason: str, detail: str, now: float) -> list[Action]:
+        """A read has ended before its time (reason "dropped": because it was told to)."""
+        self._enter(now)
+        run = self.running
+        if run is not None and run.key is not None and lease in run.leases:
+            run.leases.discard(lease)
+            self._say(ReadFailed(run.key, self.shard.rank, lease, reason, detail[:1000]))
+        return self._leave()
+
+    def pull_done(self, now: float) -> list[Action]:
+        """Every chunk is in place and verified: vote."""
+        self._enter(now)
+        run = self.running
+        if run is not None and run.phase is Phase.PULLING and run.key is not None:
+            run.phase = Phase.VOTED
+            self._say(Prepared(run.key, self.shard.rank))
+        return self._leave()
+
+    def pull_failed(self, error: TensorHubError, now: float) -> list[Action]:
+        """The pull cannot go on with any source."""
+        self._enter(now)
+        run = self.running
+        if run is not None and run.phase is Phase.PULLING:
+            self._give_up(error)
+        return self._leave()
+
+    def pull_stopped(self, now: float) -> list[Action]:
+        self._enter(now)
+        run = self.running
+        if run is not None and run.phase is Phase.STOPPING:
+            self._torn(run)
+        return self._leave()
+
+    # ------------------------------------------------------------------------------------- inputs: the coordinator
+
+    def connected(self, known: bool, now: float) -> list[Action]:
+        """A session is up. `known`: the coordinator remembers this incarnation's registrations."""
+        self._enter(now)
+        self._online = True
+        if self.state is HandleState.CLOSED:
+            return self._leave()
+        if known and self._confirmed:
+            for generation in self._unreported:
+                self._say(Withdrawn(self.shard.registration, generation))
+            self._unreported.clear()
+            self._say_again()
+        else:
+            self._confirmed = False
+            self._unreported.clear()
+            self._lose_unvoted()
+            self._register()
+        return self._leave()
+
+    def disconnected(self, now: float) -> list[Action]:
+        """Nobody can be told anything for now. An owner needs nobody to take its memory back."""
+        self._enter(now)
+        self._online = False
+        run = self.running
+        if run is not None and run.phase is Phase.WITHDRAWING:
+            self._fence_for(run)
+        elif run is not None and run.phase is Phase.DEREGISTERING:
+            self._closed(run)
+        return self._leave()
+
+    def receive(
+        self,
+        message: RegisteredReply
+        | Refused
+        | Done
+        | EpochChanged
+        | Start
+        | Write
+        | AddSource
+        | DropSource
+        | Outcome
+        | Withdrawable
+        | ManifestReply,
+        now: float,
+    ) -> list[Action]:
+        """The coordinator says something about this registration. What is stale changes nothing (G9)."""
+        self._enter(now)
+        run = self.running
+        match message:
+            case RegisteredReply():
+                self._registered(message)
+            case EpochChanged():
+                self._epoch, self._sequence = message.epoch, message.sequence
+            case Outcome():
+                self._outcome(message)
+            case Refused() if message.request == self._register_request and not self._confirmed:
+                self._actions.append(RegistrationFailed(message.error.error()))
+            case _ if run is None:
+                pass
+            case Refused():
+                if message.request == run.request:
+                    self._give_up(message.error.error())
+            case Done():
+                if run.phase is Phase.DEREGISTERING and message.request == run.request:
+                    self._closed(run)
+            case Withdrawable():
+                if run.phase is Phase.WITHDRAWING and message.request == run.request:
+                    self._fence_for(run)
+            case ManifestReply():
+                if run.phase is Phase.MANIFEST and message.request == run.request:
+                    self._manifest_came(run, message.manifest)
+            case Start() | Write() | AddSource() | DropSource():
+                if message.key == run.key:
+                    self._about_fill(run, message)
+            case _:
+                assert_never(message)
+        return self._leave()
+
+    # ------------------------------------------------------------------------------------------------------- time
+
+    def next_deadline(self) -> float | None:
+        return None if self.running is None else self.running.deadline + DEADLINE_SLACK_S
+
+    def tick(self, now: float) -> list[Action]:
+        """End a call whose deadline passed without a word from the coordinator."""
+        self._enter(now)
+        run, due = self.running, self.next_deadline()
+        if run is not None and due is not None and now >= due:
+            run.deadline = now  # each further step gets DEADLINE_SLACK_S
+            what = type(run.call).__name__.removesuffix("Call").lower()
+            if self._online:
+                self._give_up(OperationTimeout(f"{self._name}: {what} did not end within {run.timeout_s:g} s"))
+            else:
+                text = f"{self._name}: {what}: the coordinator could not be reached within {run.timeout_s:g} s"
+                self._give_up(CoordinatorUnavailable(text))
+        return self._leave()
+
+    # ------------------------------------------------------------------------------------------ registration
+
+    def _register(self) -> None:
+        held = None
+        if self.content is not None and self.state in (HandleState.READY, HandleState.DRAINING):
+            version = self.content.version
+            held = Held(
+                version.version,
+                version.content_id,
+                self.content.generation,
+                version.world_size,
+                version.nbytes,
+                self.content.manifest.encode(),
+            )
+        s = self.shard
+        self._register_request = self._requests()
+        self._say(
+            Register(
+                request=self._register_request,
+                registration=s.registration,
+                model=s.model,
+                group=s.group,
+                rank=s.rank,
+                world_size=s.world_size,
+                spot=s.spot,
+                layout_id=s.layout_id,
+                nbytes=s.manifest.nbytes,
+                chunks=s.manifest.chunk_count,
+                manifest=s.manifest.encode(),
+                held=held,
+            )
+        )
+
+    def _registered(self, message: RegisteredReply) -> None:
+        if message.request != self._register_request:
+            return
+        self._epoch, self._sequence = message.epoch, message.sequence
+        first, self._confirmed = not self._confirmed, True
+        if first:
+            self._actions.append(Registered())
+        if not message.keep and self.state is HandleState.READY:
+            self._drop_content("ordered out: the coordinator knows another content")
+        self._say_again()
+
+    def _say_again(self) -> None:
+        """After a new connection: ask for what may have been missed."""
+        run = self.running
+        if self.doubt is not None:
+            self._say(Resolve(self.doubt, self.shard.rank))
+        if run is None:
+            return
+        match run.phase:
+            case Phase.QUEUED:
+                self._go_on()
+            case Phase.WITHDRAWING:
+                self._fence_for(run)
+            case Phase.MANIFEST:
+                self._ask_manifest(run)
+            case Phase.ABANDONING:
+                if run.key is not None and run.error is not None:
+                    self._say(Abandon(run.key, self.shard.rank, _info(run.error)))
+            case Phase.VOTED if isinstance(run.call, PublishCall) and run.key is not None:
+                self._say(self._publish_message(run, run.call))
+            case Phase.ASKED if isinstance(run.call, FillCall) and run.key is not None:
+                self._say(self._fill_message(run, run.call))
+            case Phase.HELD if run.key is not None:
+                self._say(ReadyToWrite(run.key, self.shard.rank))
+                self._say(Resolve(run.key, self.shard.rank))
+            case Phase.VOTED if run.key is not None:
+                self._say(Prepared(run.key, self.shard.rank))
+                self._say(Resolve(run.key, self.shard.rank))
+            case Phase.PULLING if run.key is not None:
+                self._say(Resolve(run.key, self.shard.rank))
+            case _:
+                pass
+
+    def _lose_unvoted(self) -> None:
+        """The coordinator has forgotten us: an operation that we have not voted in is over (R11)."""
+        run = self.running
+        if run is None or run.phase is Phase.QUEUED or not isinstance(run.call, PublishCall | FillCall):
+            return
+        if run.phase in UNVOTED and run.error is None:
+            self._give_up(GroupAborted(f"{self._name}: the coordinator lost sight of this worker; call again"))
+
+    # --------------------------------------------------------------------------------------------- going on
+
+    def _go_on(self) -> None:
+        """Say what a queued call has to say, as soon as somebody can hear it."""
+        run = self.running
+        if run is None or run.phase is not Phase.QUEUED:
+            return
+        if isinstance(run.call, UnpublishCall | CloseCall) and self.doubt is None:
+            self._take_back(run)
+            return
+        if not (self._online and self._confirmed):
+            return
+        if self.doubt is not None:
+            self._say(Resolve(self.doubt, self.shard.rank))
+            return
+        try:
+            self._check_allowed(run.call)
+        except StateError as error:
+            self._finish(error=error)
+            return
+        match run.call:
+            case PublishCall():
+                self._publish(run, run.call)
+            case FillCall():
+                self._take_key(run)
+                run.phase = Phase.ASKED
+                self._say(self._fill_message(run, run.call))
+            case RefuseCall():
+                self._take_key(run)
+                assert run.key is not None
+                refusal = ErrorInfo.of(GroupAborted(run.call.reason))
+                self._say(Abandon(run.key, self.shard.rank, refusal))
+                self._finish()
+            case UnpublishCall() | CloseCall():
+                pass  # begun above
+            case _:
+                assert_never(run.call)
+
+    def _take_key(self, run: Running) -> None:
+        run.key = OpKey(self.shard.model, self.shard.group, self._epoch, self._sequence)
+        run.generation = self._generations()
+        self._sequence += 1
+
+    def _publish(self, run: Running, call: PublishCall) -> None:
+        """The promise begins here: readers may come the moment the coordinator has decided."""
+        self._take_key(run)
+        self._actions.append(OpenMemory(run.generation, "", self.shard.manifest, complete=True))
+        run.phase = Phase.VOTED
+        self._say(self._publish_message(run, call))
+
+    def _publish_message(self, run: Running, call: PublishCall) -> Publish:
+        assert run.key is not None
+        rank, registration = self.shard.rank, self.shard.registration
+        return Publish(run.key, rank, registration, call.version, run.generation, max(0.0, run.deadline - self._now))
+
+    def _fill_message(self, run: Running, call: FillCall) -> Fill:
+        assert run.key is not None
+        return Fill(
+            key=run.key,
+            rank=self.shard.rank,
+            registration=self.shard.registration,
+            kind=call.kind,
+            selector=call.selector,
+            at_least=call.at_least,
+            generation=run.generation,
+            hold=call.hold,
+            staged=call.staged,
+            medium=Medium.DEVICE,
+            purpose=Purpose.USE,
+            timeout_s=max(0.0, run.deadline - self._now),
+        )
+
+    # ---------------------------------------------------------------------------------------------- filling
+
+    def _about_fill(self, run: Running, message: Start | Write | AddSource | DropSource) -> None:
+        match message:
+            case Start():
+                if run.phase is Phase.ASKED:
+                    run.version, run.write, run.grants = message.version, message.write, message.grants
+                    self._find_manifest(run, message.manifest_id)
+                elif run.phase is Phase.PULLING:
+                    self._reconcile(run, message.grants)
+                elif run.phase is Phase.HELD and message.write:
+                    self._write(run, message.grants)
+            case Write():
+                if run.phase is Phase.HELD:
+                    self._write(run, message.grants)
+                elif run.phase is Phase.ABANDONING:
+                    run.write = True  # it crossed our Abandon: nothing was written here
+            case AddSource():
+                self._add_source(run, message.grant)
+            case DropSource():
+                if run.phase is Phase.PULLING and message.lease in run.leases:
+                    self._actions.append(DropPullSource(message.lease))
+                else:
+                    run.grants = tuple(g for g in run.grants if g.lease != message.lease)
+            case _:
+                assert_never(message)
+
+    def _add_source(self, run: Running, grant: Grant) -> None:
+        if run.phase is Phase.PULLING:
+            if grant.lease not in run.leases:
+                run.leases.add(grant.lease)
+                self._actions.append(AddPullSource(grant))
+        elif run.phase in UNVOTED:
+            run.grants = (*run.grants, grant)
+
+    def _reconcile(self, run: Running, grants: tuple[Grant, ...]) -> None:
+        """After a lost connection: the coordinator's list of our leases is the true one."""
+        for lease in sorted(run.leases - {grant.lease for grant in grants}):
+            self._actions.append(DropPullSource(lease))
+        for grant in grants:
+            self._add_source(run, grant)
+
+    def _find_manifest(self, run: Running, manifest_id: str) -> None:
+        manifest = self._manifests.get(manifest_id)
+        if manifest is None:
+            run.phase = Phase.MANIFEST
+            self._ask_manifest(run)
+        else:
+            self._manifest_found(run, manifest)
+
+    def _ask_manifest(self, run: Running) -> None:
+        assert run.version is not None
+        run.request = self._requests()
+        self._say(GetManifest(run.request, self.shard.model, run.version.content_id, self.shard.rank))
+
+    def _manifest_came(self, run: Running, blob: bytes) -> None:
+        try:
+            manifest = Manifest.decode(blob)
+        except TensorHubError as error:
+            self._give_up(error)
+            return
+        while len(self._manifests) >= MANIFESTS_KEPT_MAX:
+            del self._manifests[next(iter(self._manifests))]
+        self._manifests[manifest.manifest_id] = manifest
+        self._manifest_found(run, manifest)
+
+    def _manifest_found(self, run: Running, manifest: Manifest) -> None:
+        run.manifest = manifest
+        if manifest.manifest_id not in self._fitting:
+            try:
+                check_compatible(manifest, self.shard.manifest)
+            except TensorHubError as error:
+                self._give_up(error)
+                return
+            self._fitting.add(manifest.manifest_id)
+        if isinstance(run.call, FillCall) and run.call.hold:
+            assert run.version is not None
+            run.phase = Phase.HOOK
+            self._actions.append(CallHook(run.version))
+        else:
+            self._ready_to_write(run)
+
+    def _ready_to_write(self, run: Running) -> None:
+        assert run.key is not None
+        if run.write:
+            self._write(run, run.grants)
+        else:
+            run.phase = Phase.HELD
+            self._say(ReadyToWrite(run.key, self.shard.rank))
+
+    def _write(self, run: Running, grants: tuple[Grant, ...]) -> None:
+        """Every rank is ready: fence what this one holds, then fill."""
+        run.write, run.grants = True, grants
+        if self.state is HandleState.READY:
+            self._fence_for(run)
+        else:
+            self._start_pull(run)
+
+    def _start_pull(self, run: Running) -> None:
+        assert run.version is not None
+        assert run.manifest is not None
+        self._become(HandleState.FILLING, f"filled with {run.version.version}")
+        self.content = Content(run.version, run.manifest, run.generation)
+        run.phase = Phase.PULLING
+        run.leases = {grant.lease for grant in run.grants}
+        self._actions.append(OpenMemory(run.generation, run.version.content_id, run.manifest, complete=False))
+        self._actions.append(StartPull(run.version, run.manifest, run.generation, run.grants))
+
+    # ------------------------------------------------------------------------------------------- taking it back
+
+    def _take_back(self, run: Running) -> None:
+        if self.state is HandleState.READY:
+            self._withdraw(run)
+        elif isinstance(run.call, CloseCall) and self.state is not HandleState.CLOSED:
+            self._deregister(run)
+        else:
+            self._finish()
+
+    def _withdraw(self, run: Running) -> None:
+        assert self.content is not None
+        self._become(HandleState.DRAINING, "withdrawn")
+        run.request = self._requests()
+        if self._online and self._confirmed:
+            run.phase = Phase.WITHDRAWING
+            self._say(Withdraw(run.request, self.shard.registration, self.content.generation))
+        else:
+            self._fence_for(run)
+
+    def _fence_for(self, run: Running) -> None:
+        assert self.content is not None
+        run.phase = Phase.FENCING
+        self._actions.append(Fence(self.content.generation))
+
+    def _after_fence(self, run: Running) -> None:
+        match run.call:
+            case UnpublishCall():
+                self._forget_content("unpublished")
+                self._finish()
+            case CloseCall():
+                self._forget_content("closed")
+                self._deregister(run)
+            case FillCall() if run.error is None:
+                self._start_pull(run)
+            case FillCall():
+                self._republish(run)  # given up between the fence and the first byte: nothing was written
+                self._finish(error=run.error)
+            case _:
+                raise InvariantBroken(f"{self}: {run.call} does not fence. Story:\n{self.story}")
+
+    def _forget_content(self, why: str) -> None:
+        self.content = None
+        self._become(HandleState.EMPTY, why)
+
+    def _drop_content(self, why: str) -> None:
+        assert self.content is not None
+        self._actions.append(Fence(self.content.generation))
+        self._forget_content(why)
+
+    def _report_fenced(self, generation: int) -> None:
+        if self._online and self._confirmed:
+            self._say(Withdrawn(self.shard.registration, generation))
+        else:
+            self._unreported.append(generation)
+
+    def _deregister(self, run: Running) -> None:
+        if self._online and self._confirmed:
+            assert isinstance(run.call, CloseCall)
+            run.phase, run.request = Phase.DEREGISTERING, self._requests()
+            self._say(Deregister(run.request, self.shard.registration, run.call.abandon))
+        else:
+            self._closed(run)
+
+    def _closed(self, run: Running) -> None:
+        if self.content is not None:
+            self._actions.append(Fence(self.content.generation))
+            self.content = None
+        if self.state is not HandleState.CLOSED:
+            self._become(HandleState.CLOSED, "closed")
+        self._finish(error=run.error)
+
+    # ----------------------------------------------------------------------------------------------- decisions
+
+    def _outcome(self, message: Outcome) -> None:
+        run = self.running
+        if self.doubt == message.key:
+            self.doubt = None
+            self._resolved(message)
+            self._go_on()
+        elif run is not None and run.key == message.key:
+            if message.committed:
+                self._committed(run, message)
+            else:
+                self._aborted(run, message)
+
+    def _committed(self, run: Running, message: Outcome) -> None:
+        version = message.version
+        if version is None:
+            return
+        match run.call:
+            case PublishCall():
+                self.content = Content(version, self.shard.manifest, run.generation)
+                self._become(HandleState.READY, f"published {version.version}")
+            case FillCall() if run.phase is Phase.VOTED:
+                self._become(HandleState.READY, f"filled with {version.version}")
+            case FillCall() if not message.changed:
+                pass  # a barrier: this content was held already
+            case _:
+                raise InvariantBroken(f"{self}: committed before this rank voted. Story:\n{self.story}")
+        self._finish(version=version, changed=message.changed)
+
+    def _aborted(self, run: Running, message: Outcome) -> None:
+        info = message.error
+        error = run.error or (info.error() if info is not None else GroupAborted("aborted"))
+        match run.phase:
+            case Phase.PULLING:
+                self._stop_pull(run, error)
+            case Phase.STOPPING | Phase.FENCING:
+                run.error = error
+            case Phase.VOTED if isinstance(run.call, FillCall):
+                run.error = error
+                self._torn(run)
+            case Phase.VOTED | Phase.ABANDONING if isinstance(run.call, PublishCall):
+                self._actions.append(Fence(run.generation))
+                self._finish(error=error)
+            case Phase.ABANDONING if run.write and self.state is HandleState.READY:
+                # Our Abandon crossed Write: the coordinator has let go of the old version, which is whole here.
+                self._republish(run)
+                self._finish(error=error)
+            case _:
+                self._finish(error=error)
+
+    def _republish(self, run: Running) -> None:
+        """Announce the old version again, under a new generation (R7)."""
+        content = self.content
+        assert content is not None
+        self._actions.append(Fence(content.generation))
+        content.generation = run.generation
+        self._actions.append(OpenMemory(run.generation, content.version.content_id, content.manifest, complete=True))
+        self._register()
+
+    def _stop_pull(self, run: Running, error: Exception) -> None:
+        run.error = error
+        run.phase = Phase.STOPPING
+        self._actions.append(StopPull())
+
+    def _torn(self, run: Running) -> None:
+        """The fill is broken off; nobody may read what is there."""
+        assert self.content is not None
+        self._actions.append(Fence(self.content.generation))
+        self.content = None
+        self._become(HandleState.TORN, "fill broken off")
+        error = run.error
+        if isinstance(error, TensorHubError):
+            error.memory = "torn"
+        self._finish(error=error)
+
+    def _give_up(self, error: Exception) -> None:
+        """End the call from this side, as far as that is still this rank's to do."""
+        run = self.running
+        assert run is not None
+        match run.phase:
+            case Phase.QUEUED:
+                if self.doubt is not None and isinstance(error, TensorHubError):
+                    error.memory = "in_doubt"
+                self._finish(error=error)
+            case Phase.ASKED | Phase.MANIFEST | Phase.HOOK | Phase.HELD:
+                run.error = error
+                run.phase = Phase.ABANDONING
+                self._abandon(run, error)
+            case Phase.FENCING:
+                if run.key is not None:
+                    run.error = error
+                    self._abandon(run, error)
+                # else: taking memory back; the fence ends by itself
+            case Phase.PULLING:
+                self._abandon(run, error)
+                self._stop_pull(run, error)
+            case Phase.VOTED if isinstance(run.call, PublishCall):
+                run.error = error
+                run.phase = Phase.ABANDONING
+                self._abandon(run, error)
+            case Phase.VOTED:
+                self._doubt(run, error)
+            case Phase.ABANDONING:
+                if isinstance(run.call, PublishCall):
+                    self._doubt(run, error)
+                else:
+                    self._finish(error=run.error)
+            case Phase.WITHDRAWING:
+                self._fence_for(run)
+            case Phase.DEREGISTERING:
+                self._closed(run)
+            case Phase.STOPPING:
+                pass
+            case _:
+                assert_never(run.phase)
+
+    def _abandon(self, run: Running, error: Exception) -> None:
+        assert run.key is not None
+        self._say(Abandon(run.key, self.shard.rank, _info(error)))
+
+    def _doubt(self, run: Running, error: Exception) -> None:
+        """Voted, and no word of the outcome: the memory stays as it is until somebody knows (R6)."""
+        assert run.key is not None
+        self.doubt = run.key
+        if isinstance(run.call, PublishCall):
+            version = VersionInfo(self.shard.model, run.call.version, "", 0, self.shard.world_size)
+            self.content = Content(version, self.shard.manifest, run.generation)
+        self._become(HandleState.IN_DOUBT, "voted, outcome unknown")
+        if isinstance(error, TensorHubError):
+            error.memory = "in_doubt"
+        self._finish(error=error)
+
+    def _resolved(self, message: Outcome) -> None:
+        """What became of the operation that was in doubt."""
+        assert self.content is not None
+        published = not self.content.version.content_id
+        if message.committed and message.version is not None:
+            self.content.version = message.version
+            self._become(HandleState.READY, "doubt resolved: committed")
+            return
+        self._actions.append(Fence(self.content.generation))
+        self.content = None
+        self._become(HandleState.EMPTY if published else HandleState.TORN, "doubt resolved: aborted")
+
+    # ------------------------------------------------------------------------------------------------- helpers
+
+    @property
+    def _name(self) -> str:
+        s = self.shard
+        return f"{s.model!r} (group {s.group!r}, rank {s.rank})"
+
+    def _enter(self, now: float) -> None:
+        self._now = max(now, self._now)
+        self._cause += 1
+
+    def _leave(self) -> list[Action]:
+        actions, self._actions = self._actions, []
+        return actions
+
+    def _say(self, message: FromWorker) -> None:
+        if self._online:
+            self._actions.append(Say(message))
+
+    def _become(self, state: HandleState, why: str) -> None:
+        self.become(state, self._cause, self._now, why)
+
+    def _finish(
+        self, *, version: VersionInfo | None = None, changed: bool = False, error: Exception | None = None
+    ) -> None:
+        self.running = None
+        self._actions.append(Finish(version, changed, error))
+
+    def check_invariants(self) -> None:
+        """Raise InvariantBroken if the handle's parts disagree."""
+        holds = self.content is not None
+        needs = (HandleState.READY, HandleState.DRAINING, HandleState.FILLING, HandleState.IN_DOUBT)
+        if holds != (self.state in needs):
+            raise InvariantBroken(f"{self}: content {self.content} in state {self.state}. Story:\n{self.story}")
+        if (self.doubt is not None) != (self.state is HandleState.IN_DOUBT):
+            raise InvariantBroken(f"{self}: doubt {self.doubt} in state {self.state}. Story:\n{self.story}")
+        if self.running is not None and self.running.phase is Phase.PULLING and self.state is not HandleState.FILLING:
+            raise InvariantBroken(f"{self}: pulls in state {self.state}. Story:\n{self.story}")
+
+
+def _info(error: Exception) -> ErrorInfo:
+    if isinstance(error, TensorHubError):
+        return ErrorInfo.of(error)
+    return ErrorInfo.of(GroupAborted(f"{type(error).__name__}: {error}"[:2000]))

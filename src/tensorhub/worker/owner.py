@@ -1,0 +1,281 @@
+"""The owner's authority over its registered memory (R3): what may be read, under which generation, and by whom now.
+
+Theory of operation
+-------------------
+Each registration is closed, or open under one generation word. Open means: these bytes are what `content_id` says,
+for every chunk that is marked available. A lane that wants to touch memory calls `begin`, which checks registration,
+generation and content and counts the access; it calls `end` when the kernel or device no longer needs the bytes.
+
+The fence is two steps: `close` (from here on every `begin` is refused) and waiting until `is_quiet`. Only then may the
+memory be written, and only then can it be opened again, under another generation (the caller mints each only once).
+Results that name an older generation (a digest, a chunk that arrived) are dropped on sight.
+
+Responsible for the decision. Not responsible for locks, waiting, sockets, digesting or time: `runtime.serving` wraps
+this in a condition variable. Every entry point costs at most the size of its request; `open` costs one pass over the
+chunks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+from tensorhub.story import IllegalStep, Story
+from tensorhub.types import ContentId, RegistrationId
+
+CHUNKS_PER_ACCESS_MAX = 1024  # a ChunksFollow frame names no more, and one gather call takes no more buffers
+
+
+@dataclass(frozen=True, slots=True)
+class Access:
+    """The right to touch these chunks' memory until `end`. Digests that nobody has made yet are None."""
+
+    number: int  # never used twice by one Owner
+    registration: RegistrationId
+    generation: int
+    chunks: tuple[int, ...]
+    digests: tuple[int | None, ...]
+    rest: tuple[int, ...]  # what was asked for beyond `chunks`, in the order of asking
+
+
+@dataclass(frozen=True, slots=True)
+class Wait:
+    """None of the wanted chunks is verified here yet; ask again after the next `mark_available`."""
+
+
+@dataclass(frozen=True, slots=True)
+class Refusal:
+    """This memory is not held under that right, and never will be again."""
+
+    reason: str
+
+
+@dataclass(slots=True)
+class _Holding:
+    """One registration. Kept while closed, so that its last generation cannot be opened again."""
+
+    generation: int
+    content_id: ContentId
+    sizes: Sequence[int]  # bytes of each chunk
+    available: bytearray  # 1 for each chunk that may be read
+    digests: list[int | None]  # of each chunk; None until it is made or has arrived
+    missing: int  # always available.count(0)
+    is_open: bool = True
+    accesses: int = 0  # always the number of running accesses to this registration
+    story: Story = field(default_factory=Story)
+
+
+_WAIT = Wait()
+
+
+class Owner:
+    """What one worker's registered memory holds, and the accesses to it that run now."""
+
+    def __init__(self) -> None:
+        self._holdings: dict[RegistrationId, _Holding] = {}
+        self._running: dict[int, RegistrationId] = {}  # access number -> registration
+        self._next_access = 0  # above every number given out
+
+    # ------------------------------------------------------------------------------------------ life of a holding
+
+    def open(
+        self,
+        registration: RegistrationId,
+        generation: int,
+        content_id: ContentId,
+        sizes: Sequence[int],
+        *,
+        complete: bool,
+        digests: Sequence[int | None] | None = None,
+    ) -> None:
+        """Let readers in under `generation`. `sizes`: bytes per chunk; `complete`: every chunk may be read already."""
+        old = self._holdings.get(registration)
+        if old is not None:
+            self._check_may_open(registration, old, generation)
+        if digests is not None and len(digests) != len(sizes):
+            raise ValueError(f"{len(digests)} digests for {len(sizes)} chunks")
+        holding = _Holding(
+            generation=generation,
+            content_id=content_id,
+            sizes=sizes,
+            available=bytearray([complete]) * len(sizes),
+            digests=[None] * len(sizes) if digests is None else list(digests),
+            missing=0 if complete else len(sizes),
+        )
+        if old is not None:
+            holding.story = old.story
+        holding.story.tell("opened", generation, content_id, "complete" if complete else "filling")
+        self._holdings[registration] = holding
+
+    def _check_may_open(self, registration: RegistrationId, old: _Holding, generation: int) -> None:
+        if old.is_open:
+            raise IllegalStep(f"{registration} is open already", old.story)
+        if old.accesses:
+            raise IllegalStep(f"{registration} still has {old.accesses} running accesses", old.story)
+        if generation == old.generation:
+            raise IllegalStep(f"generation {generation} of {registration} was used before", old.story)
+
+    def close(self, registration: RegistrationId) -> None:
+        """Refuse every further access; running ones go on until they end. Closing twice changes nothing."""
+        holding = self._holdings.get(registration)
+        if holding is not None and holding.is_open:
+            holding.is_open = False
+            holding.story.tell("closed", holding.generation, "accesses", holding.accesses)
+
+    def forget(self, registration: RegistrationId) -> None:
+        """Drop all that is known of a closed, quiet registration (it is deregistered; its id is never used again)."""
+        holding = self._holdings.get(registration)
+        if holding is None:
+            return
+        if holding.is_open or holding.accesses:
+            raise IllegalStep(f"{registration} is open or in use", holding.story)
+        del self._holdings[registration]
+
+    # ---------------------------------------------------------------------------------------------- what is there
+
+    def mark_available(
+        self, registration: RegistrationId, generation: int, arrived: Iterable[tuple[int, int | None]]
+    ) -> bool:
+        """Let others read these (chunk, digest) pairs, which were verified. False: an older generation's, dropped."""
+        holding = self._at(registration, generation)
+        if holding is None:
+            return False
+        for chunk, digest in arrived:
+            if not holding.available[chunk]:
+                holding.available[chunk] = 1
+                holding.missing -= 1
+                holding.digests[chunk] = digest
+        return True
+
+    def complete(self, registration: RegistrationId, generation: int) -> bool:
+        """Let others read every chunk. False: an older generation's, dropped."""
+        holding = self._at(registration, generation)
+        if holding is None:
+            return False
+        holding.available = bytearray(b"\1") * len(holding.sizes)
+        holding.missing = 0
+        holding.story.tell("completed", generation)
+        return True
+
+    def set_digest(
+        self, registration: RegistrationId, generation: int, chunk: int, digest: int
+    ) -> int | None:
+        """Remember a chunk's digest; the first one counts. Returns the one that counts, None for an older generation."""
+        holding = self._at(registration, generation)
+        if holding is None:
+            return None
+        known = holding.digests[chunk]
+        if known is None:
+            holding.digests[chunk] = known = digest
+        return known
+
+    def digest(self, registration: RegistrationId, generation: int, chunk: int) -> int | None:
+        """The digest of a chunk, None if it is not known (or the generation is an older one)."""
+        holding = self._at(registration, generation)
+        return None if holding is None else holding.digests[chunk]
+
+    def digests(self, registration: RegistrationId, generation: int) -> tuple[int | None, ...] | None:
+        """All digests, None for those that are not known; None altogether for an older generation."""
+        holding = self._at(registration, generation)
+        return None if holding is None else tuple(holding.digests)
+
+    def is_complete(self, registration: RegistrationId, generation: int) -> bool:
+        """Whether every chunk may be read under this generation."""
+        holding = self._at(registration, generation)
+        return holding is not None and holding.missing == 0
+
+    def _at(self, registration: RegistrationId, generation: int) -> _Holding | None:
+        holding = self._holdings.get(registration)
+        return (
+            holding if holding is not None and holding.is_open and holding.generation == generation else None
+        )
+
+    # --------------------------------------------------------------------------------------------------- accesses
+
+    def begin(
+        self,
+        registration: RegistrationId,
+        generation: int,
+        content_id: ContentId,
+        wanted: Sequence[int],
+        bytes_max: int,
+    ) -> Access | Wait | Refusal:
+        """Start an access to those of the `wanted` chunks that may be read now, one at least, then up to `bytes_max`."""
+        holding = self._holdings.get(registration)
+        if holding is None:
+            return Refusal("nothing is registered under that id")
+        if not holding.is_open or holding.generation != generation:
+            return Refusal("the memory has changed its generation")
+        # A publisher opens before its content id is minted; its generation alone says what is meant.
+        if holding.content_id and holding.content_id != content_id:
+            return Refusal("the memory holds another content")
+        if not wanted or min(wanted) < 0 or max(wanted) >= len(holding.sizes):
+            return Refusal(
+                f"the content has chunks 0 to {len(holding.sizes) - 1}, and others (or none) are asked for"
+            )
+        chunks, rest = _readable(holding, wanted, bytes_max)
+        if not chunks:
+            return _WAIT
+        number, self._next_access = self._next_access, self._next_access + 1
+        holding.accesses += 1
+        self._running[number] = registration
+        digests = tuple(holding.digests[chunk] for chunk in chunks)
+        return Access(number, registration, generation, tuple(chunks), digests, tuple(rest))
+
+    def end(self, access: Access) -> None:
+        """The access no longer touches the memory."""
+        holding = self._holdings[access.registration]
+        if self._running.pop(access.number, None) is None:
+            raise IllegalStep(
+                f"access {access.number} to {access.registration} has ended before", holding.story
+            )
+        holding.accesses -= 1
+
+    def is_quiet(self, registration: RegistrationId) -> bool:
+        """Whether no access to this registration runs. Closed and quiet means: fenced."""
+        holding = self._holdings.get(registration)
+        return holding is None or holding.accesses == 0
+
+    def is_access_to(self, number: int, registration: RegistrationId) -> bool:
+        """Whether the access of this number runs, and is to this registration."""
+        return self._running.get(number) == registration
+
+    # ------------------------------------------------------------------------------------------------- inspection
+
+    def check_invariants(self) -> None:
+        """Raise IllegalStep if this object's own books disagree."""
+        counts: dict[RegistrationId, int] = {}
+        for registration in self._running.values():
+            counts[registration] = counts.get(registration, 0) + 1
+        for registration, holding in self._holdings.items():
+            sound = (
+                holding.accesses == counts.pop(registration, 0)
+                and holding.missing == holding.available.count(0)
+                and len(holding.available) == len(holding.digests) == len(holding.sizes)
+            )
+            if not sound:
+                raise IllegalStep(f"the books of {registration} disagree", holding.story)
+        if counts:
+            raise IllegalStep(f"accesses run to unknown registrations {sorted(counts)}", Story())
+
+    def __repr__(self) -> str:
+        live = sum(holding.is_open for holding in self._holdings.values())
+        return f"<Owner {live} open of {len(self._holdings)}, {len(self._running)} accesses>"
+
+
+def _readable(holding: _Holding, wanted: Sequence[int], bytes_max: int) -> tuple[list[int], list[int]]:
+    """Split `wanted` into what one access takes now, and the rest."""
+    chunks: list[int] = []
+    rest: list[int] = []
+    taken_bytes = 0
+    for position, chunk in enumerate(wanted):
+        nbytes = holding.sizes[chunk]
+        if len(chunks) == CHUNKS_PER_ACCESS_MAX or (chunks and taken_bytes + nbytes > bytes_max):
+            rest.extend(wanted[position:])
+            break
+        if holding.available[chunk]:
+            chunks.append(chunk)
+            taken_bytes += nbytes
+        else:
+            rest.append(chunk)
+    return chunks, rest

@@ -1,0 +1,332 @@
+"""Round trips, and the refusal of every value and every byte string that is not exactly a message."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import math
+import tracemalloc
+import typing
+from typing import Annotated, Any
+
+import msgpack
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tensorhub import messages as m
+from tensorhub.errors import ProtocolError
+from tensorhub.protocol import codec, forms
+from tensorhub.protocol.codec import ANYTHING, FROM_COORDINATOR, FROM_READER, FROM_WORKER, decode, encode
+from tensorhub.protocol.tags import TAGS
+from tensorhub.types import Endpoint, Id, Length, Location, Medium, OpKey, OpKind, Purpose, Range
+from tests.protocol.strategies import MESSAGES, any_message, values
+
+KEY = OpKey("actor", "g", 1, 2)
+FILL = m.Fill(KEY, 0, "r", OpKind.UPDATE, 7, None, 3, False, False, Medium.DEVICE, Purpose.USE, 60.0)
+
+
+def raw(*items: object) -> bytes:
+    packed: bytes = msgpack.packb(list(items))
+    return packed
+
+
+def refused(body: bytes, allowed: codec.Vocabulary[Any] = ANYTHING) -> str:
+    with pytest.raises(ProtocolError) as caught:
+        decode(body, allowed)
+    assert len(str(caught.value)) < 250
+    return str(caught.value)
+
+
+def unsendable(message: object) -> str:
+    with pytest.raises(ProtocolError) as caught:
+        encode(typing.cast(Any, message))
+    assert len(str(caught.value)) < 250
+    return str(caught.value)
+
+
+# ------------------------------------------------------------------------------------- what goes through
+
+
+@pytest.mark.parametrize("kind", MESSAGES, ids=lambda kind: str(kind.__name__))
+@settings(max_examples=30)
+@given(data=st.data())
+def test_every_message_comes_back_as_it_was(kind: type, data: st.DataObject) -> None:
+    message = data.draw(values(kind))
+    body = encode(message)
+    again = decode(body, ANYTHING)
+    assert type(again) is kind
+    assert again == message
+    assert encode(again) == body
+
+
+def test_every_message_has_a_tag_of_its_own() -> None:
+    assert set(TAGS) == set(MESSAGES)
+    assert len(set(TAGS.values())) == len(TAGS)
+    assert all(0 < tag < 128 for tag in TAGS.values())  # one byte each
+
+
+def test_the_wire_form_is_what_it_was() -> None:
+    assert encode(m.Heartbeat(5)) == b"\x92\x11\x05"
+    assert encode(m.Announce("a", None)) == b"\x93\x4f\xa1a\x90"
+    assert encode(FILL) == raw(
+        22, ["actor", "g", 1, 2], 0, "r", "update", 7, None, 3, False, False, "device", "use", 60.0
+    )
+
+
+def test_members_of_enums_come_back_as_members() -> None:
+    again = decode(encode(FILL), FROM_WORKER)
+    assert isinstance(again, m.Fill)
+    assert again.kind is OpKind.UPDATE
+    assert again.medium is Medium.DEVICE
+
+
+def test_an_int_is_good_where_a_float_is_meant() -> None:
+    again = decode(encode(dataclasses.replace(FILL, timeout_s=60)), FROM_WORKER)
+    assert isinstance(again, m.Fill)
+    assert type(again.timeout_s) is float
+
+
+def test_values_at_their_bounds_go_through() -> None:
+    for message in (
+        m.Watch("n" * 512),
+        m.Watch("\U0001f600" * 512),
+        m.ReaderCut("i" * 64),
+        m.Heartbeat(2**64 - 1),
+        m.Proof(b"m" * 32),
+        dataclasses.replace(FILL, rank=2**20, timeout_s=1e9, at_least=-(2**63)),
+        m.ChunksFollow(1, ((-(2**63), 2**64 - 1),) * 1024),
+    ):
+        assert decode(encode(message), ANYTHING) == message
+
+
+# --------------------------------------------------------------------------------------- what is refused
+
+BREACHES = [
+    (m.Watch("n" * 513), "Watch.model", "512"),
+    (m.Watch("\ud800"), "Watch.model", "UTF-8"),
+    (m.ReaderCut("i" * 65), "ReaderCut.lease", "64"),
+    (m.Heartbeat(-1), "Heartbeat.sequence", str(2**64 - 1)),
+    (m.Heartbeat(2**64), "Heartbeat.sequence", str(2**64 - 1)),
+    (m.Heartbeat(10**5000), "Heartbeat.sequence", "bits"),
+    (m.Heartbeat(True), "Heartbeat.sequence", "whole number"),
+    (m.Proof(b"m" * 33), "Proof.mac", "32"),
+    (dataclasses.replace(FILL, timeout_s=math.nan), "Fill.timeout_s", "finite"),
+    (dataclasses.replace(FILL, timeout_s=math.inf), "Fill.timeout_s", "finite"),
+    (dataclasses.replace(FILL, timeout_s=-0.1), "Fill.timeout_s", "from 0"),
+    (dataclasses.replace(FILL, timeout_s=1e9 + 1), "Fill.timeout_s", "1000000000"),
+    (dataclasses.replace(FILL, timeout_s=10**400), "Fill.timeout_s", "bits"),
+    (dataclasses.replace(FILL, at_least=2**64), "Fill.at_least", str(2**64 - 1)),
+    (dataclasses.replace(FILL, selector="s" * 513), "Fill.selector", "512"),
+    (dataclasses.replace(FILL, key=OpKey("a", "g", -1, 0)), "Fill.key.epoch", "from 0"),
+    (dataclasses.replace(FILL, rank=2**20 + 1), "Fill.rank", str(2**20)),
+    (m.Join("w", Location(host="h"), (Endpoint("t", "a"),) * 17, 1), "Join.endpoints", "16"),
+    (m.Join("w", Location(host="h"), (Endpoint("t" * 513, "a"),), 1), "Join.endpoints.transport", "512"),
+    (m.ChunksFollow(1, ((0, 0),) * 1025), "ChunksFollow.chunks", "1024"),
+]
+
+
+@pytest.mark.parametrize(
+    ("message", "field", "bound"), BREACHES, ids=[f"{row[1]} {row[2]}" for row in BREACHES]
+)
+def test_a_bound_is_kept_by_the_sender_and_by_the_receiver(
+    message: m.Message, field: str, bound: str
+) -> None:
+    text = unsendable(message)
+    assert text.startswith(f"{field}: ")
+    assert bound in text
+    body = _unchecked(message)
+    if body is not None:
+        assert refused(body).startswith(f"{field}: ")
+
+
+def _unchecked(message: m.Message) -> bytes | None:
+    """The body that a sender without checks would make; None if msgpack itself cannot say it."""
+
+    def plain(value: object) -> object:
+        if dataclasses.is_dataclass(value):
+            return [plain(getattr(value, field.name)) for field in dataclasses.fields(value)]
+        return [plain(one) for one in value] if isinstance(value, tuple) else value
+
+    fields = plain(message)
+    assert isinstance(fields, list)
+    try:
+        return raw(TAGS[type(message)], *fields)
+    except (OverflowError, UnicodeEncodeError):
+        return None
+
+
+WRONG_TYPES: list[Any] = [
+    m.Watch(typing.cast(Any, b"actor")),
+    m.Watch(typing.cast(Any, None)),
+    m.Proof(typing.cast(Any, "mac")),
+    m.Heartbeat(typing.cast(Any, 1.0)),
+    m.Heartbeat(typing.cast(Any, "1")),
+    m.Deregister(1, "r", typing.cast(Any, 1)),
+    dataclasses.replace(FILL, selector=typing.cast(Any, True)),
+    dataclasses.replace(FILL, selector=typing.cast(Any, None)),
+    dataclasses.replace(FILL, at_least=typing.cast(Any, "7")),
+    dataclasses.replace(FILL, kind=typing.cast(Any, "destroy")),
+    dataclasses.replace(FILL, kind=typing.cast(Any, 3)),
+    dataclasses.replace(FILL, key=typing.cast(Any, None)),
+    dataclasses.replace(FILL, timeout_s=typing.cast(Any, "soon")),
+    m.ChunksFollow(1, typing.cast(Any, 5)),
+    m.ChunksFollow(1, typing.cast(Any, ((1, 2, 3),))),
+    m.ChunksFollow(1, typing.cast(Any, (1,))),
+    m.Announce("a", typing.cast(Any, 5)),
+]
+
+
+@pytest.mark.parametrize("message", WRONG_TYPES)
+def test_a_value_of_another_type_is_refused_on_both_sides(message: m.Message) -> None:
+    assert unsendable(message).startswith(type(message).__name__ + ".")
+    body = _unchecked(message)
+    assert body is not None
+    assert refused(body).startswith(type(message).__name__ + ".")
+
+
+def test_what_is_not_a_message_cannot_be_sent() -> None:
+    assert "OpKey" in unsendable(KEY)
+
+
+def test_only_what_the_peer_may_say_is_accepted() -> None:
+    assert "Heartbeat is not for the coordinator" in refused(encode(m.Heartbeat(1)), FROM_COORDINATOR)
+    assert "Proof is not for a worker" in refused(encode(m.Proof(b"")), FROM_WORKER)
+    assert "Watch is not for a reader" in refused(encode(m.Watch("a")), FROM_READER)
+
+
+@pytest.mark.parametrize(
+    ("body", "says"),
+    [
+        (b"", "frame ends"),
+        (b"\x00", "malformed"),
+        (b"\xc0", "malformed"),
+        (raw(), "frame ends"),
+        (raw(200), "tag"),
+        (raw(True, 1), "tag"),
+        (raw("Heartbeat", 1), "tag"),
+        (raw([], 1), "tag"),
+        (raw({}, 1), "tag"),
+        (raw(17), "0 fields instead of 1"),
+        (raw(17, 1, 2), "2 fields instead of 1"),
+        (raw(17, 1) + b"\x00", "1 bytes after"),
+        (b"\x92\x11", "frame ends"),
+        (raw(33, {"a": 1}), "Watch.model"),
+        (raw(33, msgpack.ExtType(1, b"x")), "Watch.model"),
+        (raw(33, msgpack.Timestamp(1)), "Watch.model"),
+        (b"\x92\x21\xa2\xff\xfe", "UTF-8"),
+        (b"\x92\x21\xc1", "Watch.model"),
+        (b"\x92\x21\xdb\xff\xff\xff\xff", "frame ends"),
+        (raw(24, ["a", "g", 1], 0), "Prepared.key: 3 fields, not 4"),
+        (raw(24, ["a", "g", 1, 2, 3], 0), "Prepared.key: 5 fields, not 4"),
+        (raw(24, [], 0), "Prepared.key: 0 fields, not 4"),
+        (raw(79, "a", ["a", 1]), "Announce.newest: 2 fields"),
+        (raw(79, "a", None), "Announce.newest"),
+    ],
+    ids=str,
+)
+def test_bytes_that_are_not_a_message_are_refused(body: bytes, says: str) -> None:
+    assert says in refused(body)
+
+
+@given(st.binary(max_size=200))
+def test_garbage_raises_nothing_but_protocol_errors(body: bytes) -> None:
+    with contextlib.suppress(ProtocolError):
+        decode(body, ANYTHING)
+
+
+@given(any_message(), st.data())
+def test_damaged_messages_raise_nothing_but_protocol_errors(message: m.Message, data: st.DataObject) -> None:
+    body = bytearray(encode(message))
+    for _ in range(data.draw(st.integers(1, 3))):
+        body[data.draw(st.integers(0, len(body) - 1))] ^= 1 << data.draw(st.integers(0, 7))
+    try:
+        again = decode(bytes(body), ANYTHING)
+    except ProtocolError:
+        return
+    decode(encode(again), ANYTHING)  # damaged into another good message
+
+
+@given(any_message(), st.data())
+def test_truncated_messages_are_refused(message: m.Message, data: st.DataObject) -> None:
+    body = encode(message)
+    refused(body[: data.draw(st.integers(0, len(body) - 1))])
+
+
+# ------------------------------------------------------------------------------------------------ memory
+
+BOMBS = {
+    "an array that claims 4 Gi items": b"\x93\x79\x01\xdd\xff\xff\xff\xff",
+    "as many items as are allowed, and none there": b"\x93\x79\x01\xdc\x04\x00",
+    "a million items of a description": b"\x93\x50\x01\xdd\x00\x01\x00\x00" + b"\x98" * 10,
+    "arrays inside of arrays where a text belongs": b"\x92\x21" + b"\xdd\x00\x10\x00\x00" * 10_000,
+    "arrays inside of arrays where pairs belong": b"\x93\x79\x01" + b"\xdc\x04\x00" * 10_000,
+    "arrays as the tag": b"\x92" + b"\xdd\x00\x10\x00\x00" * 10_000,
+    "a text that claims 4 GiB": b"\x92\x21\xdb\xff\xff\xff\xff",
+    "bytes that claim 4 GiB": b"\x92\x03\xc6\xff\xff\xff\xff",
+    "a map that claims 4 Gi items": b"\x92\x21\xdf\xff\xff\xff\xff",
+    "an extension that claims 4 GiB": b"\x92\x21\xc9\xff\xff\xff\xff\x01",
+}
+
+
+@pytest.mark.parametrize("name", BOMBS)
+def test_no_claim_makes_the_decoder_allocate(name: str) -> None:
+    body = BOMBS[name]
+    tracemalloc.start()
+    try:
+        refused(body)
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert peak < 2**18 + 4 * len(body)
+
+
+def test_the_pure_python_msgpack_will_do_as_well(monkeypatch: pytest.MonkeyPatch) -> None:
+    from msgpack import fallback
+
+    monkeypatch.setattr(msgpack, "Unpacker", fallback.Unpacker)
+    monkeypatch.setattr(codec, "_ARRAY_MOST", codec._array_most())
+    assert codec._ARRAY_MOST > 0
+    assert decode(encode(FILL), FROM_WORKER) == FILL
+    for body in BOMBS.values():
+        refused(body)
+
+
+# -------------------------------------------------------------------------- types that do not fit a wire
+
+
+@dataclasses.dataclass(frozen=True)
+class _Empty:
+    pass
+
+
+@pytest.mark.parametrize(
+    "annotation",
+    [
+        str,
+        bytes,
+        tuple[int, ...],
+        dict[str, int],
+        list[int],
+        object,
+        Location | Endpoint,
+        int | Annotated[int, Range(0, 1)],
+        Id | Annotated[str, Length(3)],
+        _Empty,
+    ],
+    ids=str,
+)
+def test_a_type_without_a_bound_or_a_wire_form_is_refused_at_once(annotation: Any) -> None:
+    with pytest.raises(TypeError):
+        forms.form_of(annotation)
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+def test_a_float_without_a_range_is_finite_as_well(value: float) -> None:
+    with pytest.raises(forms.Violation, match="finite"):
+        forms.form_of(float).encode(value)
+
+
+def test_new_types_are_what_they_stand_for() -> None:
+    kind = typing.NewType("kind", int)
+    assert forms.form_of(kind).encode(5) == 5

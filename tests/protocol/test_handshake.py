@@ -1,0 +1,365 @@
+"""The handshake without I/O: who gets in, who does not, and what each side is told."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any, TypeVar
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tensorhub.errors import AuthenticationFailed, ProtocolError
+from tensorhub.messages import ClientHello, Message, Proof, ServerHello
+from tensorhub.protocol import codec
+from tensorhub.protocol.frames import PREFACE, FrameDecoder, frame
+from tensorhub.protocol.handshake import FRAME_BYTES_MAX, ClientHandshake, Handshake, ServerHandshake, proof
+
+SECRET = b"tell nobody"
+M = TypeVar("M")
+
+
+def client(secret: bytes = SECRET, role: str = "worker", **more: Any) -> ClientHandshake:
+    return ClientHandshake(role, "client-1", secret, b"c" * 32, **more)
+
+
+def server(*secrets: bytes, role: str = "coordinator", nonce: bytes = b"s" * 32) -> ServerHandshake:
+    return ServerHandshake(role, "server-1", secrets or (SECRET,), nonce)
+
+
+def deliver(one: Handshake[Any], other: Handshake[Any]) -> None:
+    """Carry bytes both ways until nobody has any left to send; the first error is raised."""
+    moved = True
+    while moved:
+        moved = False
+        for sender, receiver in ((one, other), (other, one)):
+            data = sender.data_to_send()
+            if data:
+                moved = True
+                receiver.receive_data(data)
+
+
+def wire(*messages: Message) -> bytes:
+    return b"".join(frame(codec.encode(message), FRAME_BYTES_MAX) for message in messages)
+
+
+def messages_in(data: bytes) -> list[Message]:
+    decoder = FrameDecoder(FRAME_BYTES_MAX)
+    decoder.receive_data(data)
+    found: list[Message] = []
+    while (body := decoder.next_frame()) is not None:
+        found.append(codec.decode(body, codec.ANYTHING))
+    return found
+
+
+def hello(one: Handshake[Any]) -> tuple[bytes, Message]:
+    """What `one` sends first: everything, and the hello in it."""
+    data = one.data_to_send()
+    assert data.startswith(PREFACE)
+    return data, messages_in(data[len(PREFACE) :])[0]
+
+
+# ------------------------------------------------------------------------------------------- who gets in
+
+
+@pytest.mark.parametrize(
+    ("role", "server_role"), [("worker", "coordinator"), ("observer", "coordinator"), ("reader", "owner")]
+)
+@pytest.mark.parametrize("secret", [SECRET, b""], ids=["secret", "open"])
+def test_equal_secrets_meet(role: str, server_role: str, secret: bytes) -> None:
+    a, b = client(secret, role), server(secret, role=server_role)
+    deliver(a, b)
+    assert a.done
+    assert b.done
+    assert (a.peer.role, a.peer.incarnation) == (server_role, "server-1")
+    assert (b.peer.role, b.peer.incarnation) == (role, "client-1")
+    a.receive_eof()
+    b.receive_eof()
+    assert a.bytes_wanted == b.bytes_wanted == 0
+
+
+@pytest.mark.parametrize("secret", [b"old", b"new"])
+def test_a_server_accepts_each_of_its_secrets(secret: bytes) -> None:
+    a, b = client(secret), server(b"old", b"new")
+    deliver(a, b)
+    assert a.done
+    assert b.done
+
+
+def test_one_byte_at_a_time() -> None:
+    a, b = client(), server()
+    for _ in range(2):
+        for sender, receiver in ((a, b), (b, a)):
+            for byte in sender.data_to_send():
+                assert not receiver.done
+                receiver.receive_data(bytes([byte]))
+    assert a.done
+    assert b.done
+
+
+@given(st.data())
+def test_any_cut_of_the_bytes_and_what_follows_them_is_kept(data: st.DataObject) -> None:
+    a, b = client(), server()
+    for sender, receiver, more in ((a, b, b""), (b, a, b""), (a, b, b"first frames"), (b, a, b"payload")):
+        stream = sender.data_to_send() + more
+        while stream:
+            cut = data.draw(st.integers(1, len(stream)))
+            receiver.receive_data(stream[:cut])
+            stream = stream[cut:]
+    assert b.take_rest() == b"first frames"
+    assert a.take_rest() == b"payload"
+    assert a.take_rest() == b""
+
+
+def test_reading_what_is_wanted_never_reads_beyond_the_handshake() -> None:
+    a, b = client(), server()
+    while not (a.done and b.done):
+        for sender, receiver in ((a, b), (b, a)):
+            stream = sender.data_to_send()
+            while stream:
+                wanted = receiver.bytes_wanted
+                assert wanted > 0
+                receiver.receive_data(stream[:wanted])
+                stream = stream[wanted:]
+    assert a.take_rest() == b.take_rest() == b""
+
+
+# ------------------------------------------------------------------------------------------ who does not
+
+
+@pytest.mark.parametrize(
+    ("mine", "theirs"),
+    [(b"wrong", SECRET), (b"", SECRET), (SECRET, b""), (SECRET, b"wrong"), (SECRET + b"\n", SECRET)],
+)
+def test_different_secrets_fail_on_both_sides(mine: bytes, theirs: bytes) -> None:
+    a, b = client(mine), server(theirs)
+    with pytest.raises(AuthenticationFailed, match=r"worker 'client-1'.*TENSORHUB_TOKEN") as at_server:
+        deliver(a, b)
+    answer = b.data_to_send()
+    assert messages_in(answer) == [Proof(b"")]
+    with pytest.raises(AuthenticationFailed, match=r"coordinator refused.*TENSORHUB_TOKEN") as at_client:
+        a.receive_data(answer)
+    for error in (at_server.value, at_client.value):
+        assert not error.retryable
+        assert "tell nobody" not in str(error)
+    assert not a.done
+    assert not b.done
+    with pytest.raises(AuthenticationFailed):
+        b.receive_data(b"")
+    with pytest.raises(RuntimeError):
+        _ = b.peer
+
+
+def test_a_server_that_cannot_prove_itself_is_refused() -> None:
+    a = client()
+    a.data_to_send()
+    a.receive_data(PREFACE + wire(ServerHello(1, "coordinator", "impostor", b"s" * 32)))
+    with pytest.raises(AuthenticationFailed, match="did not prove itself"):
+        a.receive_data(wire(Proof(b"m" * 32)))
+    assert not a.done
+
+
+def test_a_connection_closed_upon_the_proof_is_a_matter_of_secrets() -> None:
+    a, b = client(), server()
+    b.receive_data(a.data_to_send())
+    a.receive_data(b.data_to_send())
+    with pytest.raises(AuthenticationFailed, match="closed the connection upon") as caught:
+        a.receive_eof()
+    assert caught.value.retryable
+
+
+def test_a_client_cannot_get_in_by_sending_the_servers_own_words_back() -> None:
+    b = server()
+    b.receive_data(PREFACE + wire(ClientHello(1, "worker", "server-1", b"s" * 32)))  # the server's own nonce
+    _, theirs = hello(b)
+    assert isinstance(theirs, ServerHello)
+    with pytest.raises(ProtocolError, match="ServerHello is not for"):
+        b.receive_data(wire(theirs))
+    assert not b.done
+
+
+def test_a_proof_of_one_side_is_not_one_of_the_other() -> None:
+    mine, theirs = ClientHello(1, "worker", "c", b"n" * 32), ServerHello(1, "coordinator", "s", b"n" * 32)
+    assert proof(SECRET, "client", mine, theirs) != proof(SECRET, "server", mine, theirs)
+    a = client()
+    a.data_to_send()
+    a.receive_data(PREFACE + wire(theirs))
+    own = messages_in(a.data_to_send())
+    with pytest.raises(AuthenticationFailed):  # the client's own proof, reflected
+        a.receive_data(wire(*own))
+
+
+def test_a_proof_cannot_be_replayed() -> None:
+    a, b = client(), server()
+    first = a.data_to_send()
+    b.receive_data(first)
+    a.receive_data(b.data_to_send())
+    second = a.data_to_send()
+    b.receive_data(second)
+    assert b.done
+    again = server(nonce=b"t" * 32)
+    again.receive_data(first)
+    with pytest.raises(AuthenticationFailed):
+        again.receive_data(second)
+
+
+def test_a_server_says_nothing_under_the_secret_before_the_client_has_proved_itself() -> None:
+    b = server()
+    b.receive_data(PREFACE + wire(ClientHello(1, "worker", "c", b"c" * 32)))
+    sent = b.data_to_send()
+    other = server(b"another secret")
+    other.receive_data(PREFACE + wire(ClientHello(1, "worker", "c", b"c" * 32)))
+    assert sent == other.data_to_send()  # the same bytes whatever the secret
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"role": "observer"}, {"incarnation": "other"}, {"nonce": b"d" * 32}, {"protocol": 2}],
+    ids=lambda change: str(next(iter(change))),
+)
+@pytest.mark.parametrize("side", [0, 1], ids=["client", "server"])
+def test_a_proof_covers_every_field_of_both_hellos(change: dict[str, Any], side: int) -> None:
+    hellos: list[Any] = [
+        ClientHello(1, "worker", "c", b"c" * 32),
+        ServerHello(1, "coordinator", "s", b"s" * 32),
+    ]
+    before = proof(SECRET, "client", *hellos)
+    hellos[side] = dataclasses.replace(hellos[side], **change)
+    assert proof(SECRET, "client", *hellos) != before
+
+
+def test_fields_cannot_be_shifted_into_each_other() -> None:
+    theirs = ServerHello(1, "coordinator", "s", b"s" * 32)
+    one, two = ClientHello(1, "ab", "c", b"c" * 32), ClientHello(1, "a", "bc", b"c" * 32)
+    assert proof(SECRET, "client", one, theirs) != proof(SECRET, "client", two, theirs)
+
+
+# ------------------------------------------------------------------------------------ not the right peer
+
+
+@pytest.mark.parametrize("make", [client, server], ids=["client", "server"])
+def test_a_stranger_is_refused_and_told_nothing(make: Any) -> None:
+    one = make()
+    one.data_to_send()
+    with pytest.raises(ProtocolError, match=r"not a TensorHub peer.*GET / HTTP"):
+        one.receive_data(b"GET / HTTP/1.1\r\nHost: x\r\n\r\n")
+    assert one.data_to_send() == b""
+
+
+@pytest.mark.parametrize("make", [client, server], ids=["client", "server"])
+def test_another_version_is_refused_on_both_sides(make: Any) -> None:
+    one = make()
+    sent = one.data_to_send()
+    with pytest.raises(ProtocolError, match=r"version 9 .* version 1: upgrade"):
+        one.receive_data(PREFACE[:8] + b"\x00\x09" + b"whatever comes then")
+    sent += one.data_to_send()
+    assert sent.startswith(PREFACE)  # so that the other side can say the same
+
+
+@pytest.mark.parametrize(
+    ("role", "server_role"), [("reader", "coordinator"), ("worker", "owner"), ("observer", "owner")]
+)
+def test_roles_that_do_not_meet_are_refused_on_both_sides(role: str, server_role: str) -> None:
+    a, b = client(role=role), server(role=server_role)
+    with pytest.raises(ProtocolError, match="no business"):
+        b.receive_data(a.data_to_send())
+    with pytest.raises(ProtocolError, match="check the address"):
+        a.receive_data(b.data_to_send())
+    assert a.data_to_send() == b""  # no proof
+
+
+def test_a_reader_notices_that_the_address_belongs_to_another_worker() -> None:
+    a, b = client(role="reader", expected_incarnation="server-0"), server(role="owner")
+    with pytest.raises(ProtocolError, match="belongs to another worker now") as caught:
+        deliver(a, b)
+    assert caught.value.retryable
+    a, b = client(role="reader", expected_incarnation="server-1"), server(role="owner")
+    deliver(a, b)
+    assert a.done
+
+
+@pytest.mark.parametrize(
+    ("data", "says"),
+    [
+        (wire(Proof(b"m" * 32)), "Proof is not for a client"),
+        (wire(ClientHello(2, "worker", "c", b"c" * 32)), "hello says version 2"),
+        (wire(ClientHello(1, "worker", "c", b"c" * 31)), "31 bytes"),
+        (wire(ClientHello(1, "worker", "c", b"")), "0 bytes"),
+        ((FRAME_BYTES_MAX + 1).to_bytes(4, "big"), "4097 bytes"),
+        (b"\x00\x00\x00\x01\xc1", "frame without a message"),
+    ],
+)
+def test_a_bad_hello_is_refused(data: bytes, says: str) -> None:
+    with pytest.raises(ProtocolError, match=says):
+        server().receive_data(PREFACE + data)
+
+
+@given(st.binary(max_size=300))
+def test_garbage_raises_nothing_but_protocol_errors(data: bytes) -> None:
+    for one in (client(), server()):
+        for start in (b"", PREFACE):
+            try:
+                one.receive_data(start + data)
+            except ProtocolError:
+                break
+            assert not one.done
+
+
+@given(st.data())
+def test_a_flipped_bit_never_lets_anybody_in(data: st.DataObject) -> None:
+    a, b = client(), server()
+    spoilt = data.draw(st.integers(0, 3))
+    pairs: Sequence[tuple[Handshake[Any], Handshake[Any]]] = ((a, b), (b, a), (a, b), (b, a))
+    try:
+        for step, (sender, receiver) in enumerate(pairs):
+            stream = bytearray(sender.data_to_send())
+            if step == spoilt and stream:
+                stream[data.draw(st.integers(0, len(stream) - 1))] ^= 1 << data.draw(st.integers(0, 7))
+            receiver.receive_data(bytes(stream))
+    except (ProtocolError, AuthenticationFailed):
+        pass  # otherwise they wait for each other, until the deadline
+    assert not a.done
+    assert b.done == (spoilt == 3)  # the client had proved itself by then
+
+
+def test_truncated_at_every_byte() -> None:
+    steps = 4
+    for step in range(steps):
+        size = 1
+        while True:
+            a, b = client(), server()
+            pairs: Sequence[tuple[Handshake[Any], Handshake[Any]]] = ((a, b), (b, a), (a, b), (b, a))
+            for sender, receiver in pairs[:step]:
+                receiver.receive_data(sender.data_to_send())
+            sender, receiver = pairs[step]
+            stream = sender.data_to_send()
+            receiver.receive_data(stream[: size - 1])
+            assert not receiver.done
+            with pytest.raises((ProtocolError, AuthenticationFailed), match="closed the connection"):
+                receiver.receive_eof()
+            if size == len(stream):
+                break
+            size += 1
+
+
+# ------------------------------------------------------------------------------------- the caller's part
+
+
+def test_arguments_that_cannot_work_are_refused() -> None:
+    with pytest.raises(ValueError, match="32 random bytes"):
+        ClientHandshake("worker", "c", SECRET, b"short")
+    with pytest.raises(ValueError, match="role"):
+        ClientHandshake("owner", "c", SECRET, b"c" * 32)
+    with pytest.raises(ValueError, match="role"):
+        ServerHandshake("worker", "s", [SECRET], b"c" * 32)
+    with pytest.raises(ValueError, match="no secret"):
+        ServerHandshake("owner", "s", [], b"c" * 32)
+
+
+def test_no_repr_shows_the_secret() -> None:
+    a, b = client(), server()
+    deliver(a, b)
+    for one in (a, b):
+        assert "done" in repr(one)
+        assert "tell nobody" not in repr(one) + repr(vars(one))

@@ -1,0 +1,255 @@
+"""Owners and readers on loopback, in one process, for tests of the data plane; and a check that nothing of them is left."""
+
+from __future__ import annotations
+
+import os
+import random
+import socket
+import sys
+import threading
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+
+import anyio
+
+from tensorhub.manifest import Digest, Manifest, TensorDescription, build_manifest
+from tensorhub.messages import Grant
+from tensorhub.runtime.acceptor import ServeSettings, serve_readers
+from tensorhub.runtime.chunks import ChunkMemory
+from tensorhub.runtime.lanes import AllVerified, PullEvent, PullRunner
+from tensorhub.runtime.serving import SharedOwner
+from tensorhub.runtime.tcp_channel import TcpTransport
+from tensorhub.transport import tcp
+from tensorhub.transport.base import Channel, Cutter, Destination, ReadRight
+from tensorhub.transport.registry import Local
+from tensorhub.types import (
+    ContentId,
+    Endpoint,
+    Incarnation,
+    LeaseId,
+    Location,
+    Options,
+    RegistrationId,
+)
+
+CONTENT = ContentId("content-1")
+SECRET = b"a secret of the test"
+CHUNK_BYTES = 4096
+SIZES = (10, 3 * CHUNK_BYTES + 5, 0, 1, 5 * CHUNK_BYTES)  # 1 + 4 + 0 + 1 + 5 = 11 chunks
+CHUNKS = 11
+WAIT_S = 30.0  # nothing here takes so long unless it hangs
+
+
+def manifest_of(
+    sizes: tuple[int, ...] = SIZES, digest: Digest = "xxh3-64", chunk_bytes: int = CHUNK_BYTES
+) -> Manifest:
+    tensors = [
+        TensorDescription(f"t{index}", "uint8", (size,), (index + 1) << 40, size)
+        for index, size in enumerate(sizes)
+    ]
+    return build_manifest(tensors, chunk_bytes, digest)
+
+
+class Node:
+    """One worker with one registration; its memory is zeros, or random bytes that depend on the sizes only."""
+
+    def __init__(
+        self,
+        name: str,
+        manifest: Manifest,
+        *,
+        filled: bool,
+        owner: SharedOwner | None = None,
+        **settings: object,
+    ) -> None:
+        self.name = name
+        self.incarnation = Incarnation(f"{name}-1")
+        self.registration = RegistrationId(f"{name}-r")
+        self.generation = 7
+        self.manifest = manifest
+        source = random.Random(0)
+        self.arrays = [
+            bytearray(source.randbytes(region.nbytes) if filled else region.nbytes)
+            for region in manifest.regions
+        ]
+        self.memory = ChunkMemory(manifest, [memoryview(array) for array in self.arrays])
+        self.owner = owner or SharedOwner(fence_grace_s=0.05)
+        self.listener = tcp.listen("127.0.0.1")
+        self.settings = ServeSettings(self.incarnation, [SECRET], patience_s=0.2, **settings)  # type: ignore[arg-type]
+
+    def open(self, *, complete: bool) -> Node:
+        self.owner.open(self.registration, self.generation, CONTENT, self.memory, complete=complete)
+        return self
+
+    def make_available(self, *chunks: int) -> None:
+        named = [(chunk, self.memory.digest(chunk)) for chunk in chunks]
+        assert self.owner.mark_available(self.registration, self.generation, named)
+
+    def has(self, chunk: int) -> bool:
+        with self.owner.access(None, self.registration, self.generation, CONTENT, [chunk], 1, 0.0) as answer:
+            return isinstance(answer, tuple)
+
+    def grant(
+        self, lease: str = "", *, address: str | None = None, complete: bool = True, **changes: object
+    ) -> Grant:
+        fields: dict[str, object] = {
+            "lease": lease or f"from-{self.name}",
+            "source": self.name,
+            "incarnation": self.incarnation,
+            "registration": self.registration,
+            "generation": self.generation,
+            "endpoints": (Endpoint("tcp", address or tcp.address_of(self.listener)),),
+            "location": Location(),
+            "complete": complete,
+        }
+        return Grant(**(fields | changes))  # type: ignore[arg-type]
+
+    def runner(
+        self,
+        *,
+        batch_bytes: int = CHUNK_BYTES,
+        secret: bytes = SECRET,
+        stall_timeout_s: float = WAIT_S,
+        **more: object,
+    ) -> PullRunner:
+        """A pull into this node's memory."""
+        options = Options(stall_timeout_s=stall_timeout_s, connect_timeout_s=WAIT_S)
+        transport = TcpTransport(Local(self.incarnation, secret, options))
+
+        def open_channel(grant: Grant, destination: Destination, cutter: Cutter) -> tuple[str, Channel]:
+            right = ReadRight(
+                LeaseId(grant.lease),
+                Incarnation(grant.incarnation),
+                RegistrationId(grant.registration),
+                grant.generation,
+                CONTENT,
+            )
+            return "tcp", transport.open(grant.endpoints[0], right, destination, cutter)
+
+        return PullRunner(
+            self.memory,
+            self.owner,
+            self.registration,
+            self.generation,
+            open_channel,
+            batch_bytes=batch_bytes,
+            **more,  # type: ignore[arg-type]
+        )
+
+
+@asynccontextmanager
+async def serving(*nodes: Node) -> AsyncIterator[None]:
+    """Serve these nodes' readers; afterwards check that no lane, socket or thread of theirs is left."""
+    before = open_sockets() - {os.fstat(node.listener.fileno()).st_ino for node in nodes}
+    with anyio.fail_after(2 * WAIT_S):
+        async with anyio.create_task_group() as tasks:
+            for node in nodes:
+                tasks.start_soon(serve_readers, node.listener, node.owner, node.settings)
+            yield
+            tasks.cancel_scope.cancel()
+    for node in nodes:
+        node.owner.check_invariants()
+        assert "0 lanes" in repr(node.owner)
+        assert "0 accesses" in repr(node.owner)
+        node.listener.close()
+    assert open_sockets() <= before
+    assert not busy_threads()
+
+
+def open_sockets() -> set[int]:
+    """The inodes of this process' open sockets."""
+    inodes = set()
+    for descriptor in os.listdir("/proc/self/fd"):
+        try:
+            target = os.readlink(f"/proc/self/fd/{descriptor}")
+        except FileNotFoundError:
+            continue
+        if target.startswith("socket:["):
+            inodes.add(int(target[8:-1]))
+    return inodes
+
+
+def busy_threads() -> list[str]:
+    """Other threads that are inside TensorHub; pools keep idle ones for a while."""
+    found = []
+    for thread, frame in sys._current_frames().items():
+        while thread != threading.get_ident() and frame is not None:
+            if "/tensorhub/" in frame.f_code.co_filename:
+                found.append(f"{frame.f_code.co_filename}:{frame.f_lineno}")
+            frame = frame.f_back  # type: ignore[assignment]
+    return found
+
+
+async def until(holds: Callable[[], bool]) -> None:
+    """Let everything run until `holds`."""
+    with anyio.fail_after(WAIT_S):
+        while not holds():
+            await anyio.sleep(0.001)
+
+
+async def next_event(runner: PullRunner) -> PullEvent:
+    with anyio.fail_after(WAIT_S):
+        return await runner.next_event()
+
+
+async def finish(runner: PullRunner) -> None:
+    assert await next_event(runner) == AllVerified()
+
+
+def received(peer: socket.socket) -> bytes:
+    """What comes next; nothing at the end, however it came."""
+    try:
+        return peer.recv(65536)
+    except OSError:
+        return b""
+
+
+class Proxy:
+    """Passes one connection on; after `spoil_at` bytes from the source it closes, or (`flip`) flips one bit and goes on."""
+
+    def __init__(self, target: Node, spoil_at: int, *, flip: bool) -> None:
+        self.listener = socket.create_server(("127.0.0.1", 0))
+        self.address = tcp.address_of(self.listener)
+        self._target = target.listener.getsockname()
+        self._left = spoil_at
+        self._flip = flip
+        self._thread = threading.Thread(target=self._run)
+        self._thread.start()
+
+    def _run(self) -> None:
+        reader, _ = self.listener.accept()
+        source = socket.create_connection(self._target)
+        up = threading.Thread(target=self._pass_on, args=(reader, source))
+        up.start()
+        while data := bytearray(received(source)):
+            if self._left >= 0 and len(data) > self._left:
+                if self._flip:
+                    data[self._left] ^= 1
+                else:
+                    reader.sendall(data[: self._left])
+                    break
+                self._left = -1
+            elif self._left >= 0:
+                self._left -= len(data)
+            try:
+                reader.sendall(data)
+            except OSError:
+                break
+        tcp.shutdown(reader)
+        tcp.shutdown(source)
+        up.join()
+        reader.close()
+        source.close()
+
+    @staticmethod
+    def _pass_on(reader: socket.socket, source: socket.socket) -> None:
+        while data := received(reader):
+            try:
+                source.sendall(data)
+            except OSError:
+                break
+        tcp.shutdown(source)
+
+    def close(self) -> None:
+        self._thread.join()
+        self.listener.close()

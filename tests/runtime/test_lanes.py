@@ -1,0 +1,285 @@
+"""Reading over real sockets: equal bytes, resume, refusal, corruption, and lanes that end."""
+
+from __future__ import annotations
+
+import anyio
+import pytest
+from data_rig import CHUNKS, CONTENT, SIZES, Node, Proxy, finish, manifest_of, next_event, serving, until
+
+from tensorhub.manifest import Digest
+from tensorhub.runtime.lanes import SourceFailed
+from tensorhub.transport.base import ReadFailure
+from tensorhub.types import ContentId, Incarnation, LeaseId, RegistrationId
+
+pytestmark = pytest.mark.anyio
+TOTAL = sum(SIZES)
+
+
+@pytest.fixture(params=["asyncio", "trio"])
+def anyio_backend(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+@pytest.mark.parametrize("digest", ["xxh3-64", "none"])
+@pytest.mark.parametrize("batch_bytes", [1, 10_000, 2**20])
+async def test_every_byte_arrives(digest: Digest, batch_bytes: int) -> None:
+    manifest = manifest_of(digest=digest)
+    a, b = Node("a", manifest, filled=True).open(complete=True), Node("b", manifest, filled=False)
+    b.open(complete=False)
+    async with serving(a, b):
+        async with b.runner(batch_bytes=batch_bytes) as runner:
+            runner.add_source(a.grant())
+            await finish(runner)
+            report = runner.report()
+    assert b.arrays == a.arrays
+    assert b.owner.digests(b.registration, 7) == a.owner.digests(a.registration, 7)
+    assert (report.bytes_read, report.reread_bytes, report.retries) == (TOTAL, 0, 0)
+    assert report.chunks_verified == CHUNKS
+    assert set(report.phases) == {"wait", "transfer", "verify"}
+    assert [source.bytes_read for source in report.sources] == [TOTAL]
+
+
+async def test_a_reader_serves_what_it_has_while_it_still_fills() -> None:
+    manifest = manifest_of()
+    a = Node("a", manifest, filled=True).open(complete=False)
+    b = Node("b", manifest, filled=False).open(complete=False)
+    c = Node("c", manifest, filled=False).open(complete=False)
+    async with serving(a, b, c), b.runner() as to_b, c.runner() as to_c:
+        to_b.add_source(a.grant(complete=False))
+        to_c.add_source(b.grant(complete=False))
+        for chunk in range(CHUNKS):
+            assert not c.has(chunk)
+            a.make_available(chunk)
+            await until(lambda chunk=chunk: c.has(chunk))  # through b, which lacks all later chunks
+        await finish(to_b)
+        await finish(to_c)
+    assert c.arrays == a.arrays
+
+
+@pytest.mark.parametrize("digest", ["xxh3-64", "none"])
+@pytest.mark.parametrize("broken_after", range(0, TOTAL, 3001))
+async def test_a_reader_goes_on_elsewhere_from_what_it_has_verified(
+    broken_after: int, digest: Digest
+) -> None:
+    manifest = manifest_of(digest=digest)
+    a, b, c = (Node(name, manifest, filled=name != "c") for name in "abc")
+    proxy = Proxy(a.open(complete=True), broken_after, flip=False)
+    async with serving(a, b.open(complete=True), c.open(complete=False)):
+        async with c.runner() as runner:
+            runner.add_source(a.grant(address=proxy.address))
+            failed = await next_event(runner)
+            assert isinstance(failed, SourceFailed)
+            assert failed.reason in ("lost", "unreachable")
+            kept = runner.report()
+            runner.add_source(b.grant())
+            await finish(runner)
+            report = runner.report()
+        await anyio.to_thread.run_sync(proxy.close)
+    assert c.arrays == a.arrays
+    assert report.reread_bytes == 0
+    assert report.bytes_read == TOTAL  # what a verified is not read from b
+    assert report.sources[1].bytes_read == TOTAL - kept.bytes_read
+
+
+async def test_chunks_that_were_verified_before_are_not_read() -> None:
+    manifest = manifest_of()
+    a, b = Node("a", manifest, filled=True).open(complete=True), Node("b", manifest, filled=True)
+    verified = [0, 3, 4]
+    async with serving(a, b.open(complete=False)):
+        async with b.runner(verified=verified) as runner:
+            runner.add_source(a.grant())
+            await finish(runner)
+            assert runner.report().bytes_read == TOTAL - sum(a.memory.sizes[chunk] for chunk in verified)
+        async with b.runner(verified=range(CHUNKS)) as runner:
+            await finish(runner)
+
+
+@pytest.mark.parametrize("at", [600, 5000, 20_000])
+async def test_a_flipped_bit_on_the_way_is_never_accepted(at: int) -> None:
+    manifest = manifest_of()
+    a, b, c = (Node(name, manifest, filled=name != "c") for name in "abc")
+    proxy = Proxy(a.open(complete=True), at, flip=True)
+    async with serving(a, b.open(complete=True), c.open(complete=False)):
+        async with c.runner() as runner:
+            runner.add_source(a.grant(address=proxy.address))
+            failed = await next_event(runner)
+            assert isinstance(failed, SourceFailed)
+            assert failed.reason in ("corrupt", "lost")  # lost: it hit a frame
+            runner.add_source(b.grant())
+            await finish(runner)
+        await anyio.to_thread.run_sync(proxy.close)
+    assert c.arrays == a.arrays
+
+
+async def test_a_source_whose_memory_changed_is_named_corrupt_with_the_chunk() -> None:
+    manifest = manifest_of()
+    a, b = Node("a", manifest, filled=True).open(complete=False), Node("b", manifest, filled=False)
+    a.make_available(*range(CHUNKS))
+    a.memory.buffer(5)[0] ^= 1
+    async with serving(a, b.open(complete=False)):
+        async with b.runner() as runner:
+            runner.add_source(a.grant())
+            failed = await next_event(runner)
+            assert isinstance(failed, SourceFailed)
+            assert (failed.reason, failed.chunk) == ("corrupt", 5)
+            a.memory.buffer(5)[0] ^= 1
+            runner.add_source(a.grant("again"))
+            await finish(runner)
+            report = runner.report()
+    assert b.arrays == a.arrays
+    assert report.reread_bytes == 0
+    assert report.bytes_read == TOTAL + a.memory.sizes[5]  # the bad one counts as read
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"generation": 8}, "refused"),
+        ({"registration": RegistrationId("other")}, "refused"),
+        ({"incarnation": Incarnation("another")}, "unreachable"),
+        ({"address": "tcp://127.0.0.1:1"}, "unreachable"),
+        ({"address": "nonsense"}, "unreachable"),
+    ],
+)
+async def test_a_read_under_another_right_fails_with_the_reason(
+    changes: dict[str, object], reason: str
+) -> None:
+    manifest = manifest_of()
+    a, b = Node("a", manifest, filled=True).open(complete=True), Node("b", manifest, filled=False)
+    async with serving(a, b.open(complete=False)), b.runner() as runner:
+        runner.add_source(a.grant(**changes))  # type: ignore[arg-type]
+        failed = await next_event(runner)
+        assert isinstance(failed, SourceFailed)
+        assert (failed.lease, failed.reason) == ("from-a", reason)
+        assert not runner.report().bytes_read
+
+
+async def test_another_content_is_refused() -> None:
+    manifest = manifest_of()
+    a, b = Node("a", manifest, filled=True), Node("b", manifest, filled=False)
+    a.owner.open(a.registration, 7, ContentId("other"), a.memory, complete=True)
+    async with serving(a, b), b.runner() as runner:
+        runner.add_source(a.grant())
+        failed = await next_event(runner)
+        assert isinstance(failed, SourceFailed)
+        assert (failed.reason, "another content" in failed.detail) == ("refused", True)
+
+
+async def test_another_secret_reads_nothing() -> None:
+    manifest = manifest_of()
+    a, b = Node("a", manifest, filled=True).open(complete=True), Node("b", manifest, filled=False)
+    async with serving(a, b), b.runner(secret=b"guessed") as runner:
+        runner.add_source(a.grant())
+        failed = await next_event(runner)
+        assert isinstance(failed, SourceFailed)
+        assert failed.reason == "unreachable"
+    assert not any(map(any, b.arrays))
+
+
+async def test_a_silent_source_is_given_up_and_one_that_waits_itself_is_not() -> None:
+    manifest = manifest_of()
+    a = Node("a", manifest, filled=True).open(complete=False)
+    b = Node("b", manifest, filled=False).open(complete=False)
+    async with serving(a, b):
+        async with b.runner(stall_timeout_s=0.01) as runner:  # a says only every 0.2 s that it lives
+            runner.add_source(a.grant())
+            failed = await next_event(runner)
+            assert isinstance(failed, SourceFailed)
+            assert failed.reason == "stalled"
+        async with b.runner() as runner:
+            runner.add_source(a.grant("patient"))
+            a.make_available(*range(CHUNKS))
+            await finish(runner)
+
+
+async def test_several_sources_share_the_work() -> None:
+    manifest = manifest_of()
+    a, b, c = (Node(name, manifest, filled=name != "c") for name in "abc")
+    async with serving(a.open(complete=False), b.open(complete=True), c), c.runner(batch_bytes=1) as runner:
+        runner.add_source(a.grant(complete=False))
+        await until(
+            lambda: "2 in flight" in repr(runner)
+        )  # a's lane has asked for two, and a has none of them
+        runner.add_source(b.grant())
+        await until(lambda: runner.report().chunks_verified == CHUNKS - 2)
+        assert a.owner.complete(a.registration, 7)
+        await finish(runner)
+        report = runner.report()
+        assert c.arrays == a.arrays
+        assert [source.bytes_read for source in report.sources] == [10 + 4096, TOTAL - 10 - 4096]
+
+
+async def test_what_a_dropped_source_owed_goes_to_a_lane_that_was_idle() -> None:
+    manifest = manifest_of()
+    a, b, c = (Node(name, manifest, filled=name != "c") for name in "abc")
+    async with (
+        serving(a.open(complete=False), b.open(complete=True), c),
+        c.runner(batch_bytes=2**20) as runner,
+    ):
+        runner.add_source(a.grant(complete=False))
+        await until(lambda: f"{CHUNKS} in flight" in repr(runner))
+        runner.add_source(b.grant())
+        await until(
+            lambda: runner.report().sources[1].transport == "tcp"
+        )  # connected; nothing is left for it
+        runner.drop_source(LeaseId("from-a"))
+        runner.drop_source(LeaseId("unknown"))
+        await finish(runner)
+        assert c.arrays == a.arrays
+        assert [source.outcome for source in runner.report().sources][0] == "dropped"
+
+
+async def test_an_idle_lane_can_be_dropped() -> None:
+    manifest = manifest_of()
+    a, b, c = (Node(name, manifest, filled=name != "c") for name in "abc")
+    async with (
+        serving(a.open(complete=False), b.open(complete=True), c),
+        c.runner(batch_bytes=2**20) as runner,
+    ):
+        runner.add_source(a.grant(complete=False))
+        await until(lambda: f"{CHUNKS} in flight" in repr(runner))
+        runner.add_source(b.grant())
+        await until(lambda: "1 lanes" in repr(b.owner))
+        runner.drop_source(LeaseId("from-b"))
+        await until(lambda: "0 lanes" in repr(b.owner))
+
+
+@pytest.mark.parametrize("when", ["connecting", "reading"])
+async def test_cancelling_ends_all_lanes(when: str) -> None:
+    manifest = manifest_of()
+    a = Node("a", manifest, filled=True).open(complete=False)
+    b = Node("b", manifest, filled=False).open(complete=False)
+    async with serving(a, b):
+        with anyio.CancelScope() as scope:
+            async with b.runner() as runner:
+                runner.add_source(a.grant())
+                if when == "reading":
+                    a.make_available(0)
+                    await until(lambda: b.has(0))
+                scope.cancel()
+                await anyio.sleep_forever()
+        assert scope.cancelled_caught
+        before = [bytes(array) for array in b.arrays]
+        a.make_available(*range(CHUNKS))
+        await until(lambda: "0 lanes" in repr(a.owner))
+        assert [bytes(array) for array in b.arrays] == before
+
+
+async def test_a_fault_inside_a_lane_ends_the_runner_and_every_other_lane() -> None:
+    manifest = manifest_of()
+    a, b = Node("a", manifest, filled=True).open(complete=False), Node("b", manifest, filled=False)
+
+    async with serving(a, b):
+        with pytest.raises(BaseExceptionGroup) as caught:
+            async with b.runner() as runner:
+                runner.add_source(a.grant())
+                await until(lambda: "1 lanes" in repr(a.owner))
+                runner._open_channel = lambda *_: 1 // 0  # type: ignore[assignment,return-value]
+                runner.add_source(a.grant("second"))
+                await next_event(runner)
+        assert caught.group_contains(ZeroDivisionError)
+
+
+async def test_a_failed_channel_says_why() -> None:
+    assert str(ReadFailure("lost", "gone")) == "lost: gone"
+    assert CONTENT == "content-1"

@@ -1,0 +1,216 @@
+"""The owner's side: the fence, cutting readers, and connections that do not behave."""
+
+from __future__ import annotations
+
+import os
+import socket
+import threading
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+import anyio
+import anyio.to_thread
+import pytest
+from data_rig import (
+    CHUNKS,
+    CONTENT,
+    SECRET,
+    WAIT_S,
+    Node,
+    finish,
+    manifest_of,
+    next_event,
+    serving,
+    until,
+)
+
+from tensorhub.errors import DrainTimeout
+from tensorhub.messages import ChunksFollow, Read, ReadRefused
+from tensorhub.protocol.blocking import BlockingConnection
+from tensorhub.protocol.codec import FROM_OWNER
+from tensorhub.protocol.handshake import NONCE_BYTES, ClientHandshake
+from tensorhub.protocol.lost import ConnectionLost
+from tensorhub.runtime.lanes import SourceFailed
+from tensorhub.types import ContentId, Incarnation
+from tensorhub.worker.owner import Refusal, Wait
+
+pytestmark = pytest.mark.anyio
+LARGE = 32 * 2**20  # more than the buffers of two sockets
+
+
+@pytest.fixture(params=["asyncio", "trio"])
+def anyio_backend(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+@asynccontextmanager
+async def raw_reader(node: Node) -> AsyncIterator[BlockingConnection]:
+    """A proved connection that does only what the test does with it."""
+    sock = socket.create_connection(node.listener.getsockname())
+    handshake = ClientHandshake("reader", "raw-1", SECRET, os.urandom(NONCE_BYTES))
+    with BlockingConnection(sock, stall_timeout_s=WAIT_S) as connection:
+        await anyio.to_thread.run_sync(connection.handshake, handshake, WAIT_S)
+        yield connection
+
+
+def read(node: Node, *runs: tuple[int, int], generation: int | None = None) -> Read:
+    return Read(0, "lease", node.registration, generation or node.generation, CONTENT, runs)
+
+
+async def test_a_fence_does_not_wait_for_a_reader_that_stopped_reading() -> None:
+    a = Node("a", manifest_of((LARGE,), chunk_bytes=LARGE), filled=True).open(complete=True)
+    published = bytes(a.arrays[0])
+
+    def stop_reading(connection: BlockingConnection) -> None:
+        connection.send(read(a, (0, 1)))
+        answer = connection.receive(FROM_OWNER)
+        assert isinstance(answer, ChunksFollow)
+
+    async with serving(a):
+        async with raw_reader(a) as connection:
+            await anyio.to_thread.run_sync(stop_reading, connection)
+            assert "1 accesses" in repr(a.owner)  # its lane is inside the send, and cannot end it
+            await a.owner.fence_async(a.registration)
+            assert "0 accesses" in repr(a.owner)
+            a.arrays[0][:] = bytes(LARGE)  # the next version
+            received = bytearray(LARGE)
+
+            def drain() -> None:
+                connection.receive_into([memoryview(received)])
+
+            with pytest.raises(ConnectionLost):
+                await anyio.to_thread.run_sync(drain)
+            end = len(received.rstrip(b"\0"))
+            assert end < LARGE
+            assert received[:end] == published[:end]  # what did come is of the old version only
+
+
+async def test_a_fence_waits_for_running_accesses_and_lets_no_new_one_begin() -> None:
+    a = Node("a", manifest_of(), filled=True).open(complete=True)
+    right = (None, a.registration, a.generation, CONTENT, [0], 1, 0.0)
+    async with serving(a):
+        with a.owner.access(*right) as held:
+            assert isinstance(held, tuple)
+            fence = threading.Thread(target=a.owner.fence, args=(a.registration,))
+            fence.start()
+
+            def refused() -> bool:
+                with a.owner.access(*right) as answer:
+                    return isinstance(answer, Refusal)
+
+            await until(refused)
+            with pytest.raises(DrainTimeout):  # a local access cannot be ended from outside
+                a.owner.fence(a.registration, timeout_s=0.0)
+            assert fence.is_alive()
+        await anyio.to_thread.run_sync(fence.join)
+        await a.owner.fence_async(a.registration)  # once more changes nothing
+        a.owner.open(a.registration, 8, ContentId("next"), a.memory, complete=True)
+
+
+async def test_a_fence_ends_the_waiting_of_readers() -> None:
+    manifest = manifest_of()
+    a = Node("a", manifest, filled=True).open(complete=False)
+    b = Node("b", manifest, filled=False).open(complete=False)
+    async with serving(a, b), b.runner() as runner:
+        runner.add_source(a.grant())
+        await until(lambda: "1 lanes" in repr(a.owner))
+        await a.owner.fence_async(a.registration)
+        failed = await next_event(runner)
+        assert isinstance(failed, SourceFailed)
+        assert failed.reason == "refused"
+
+
+async def test_a_reader_of_the_old_generation_gets_nothing_of_the_new_one() -> None:
+    a = Node("a", manifest_of(), filled=True).open(complete=True)
+    async with serving(a):
+        async with raw_reader(a) as connection:
+
+            def ask(generation: int) -> object:
+                connection.send(read(a, (0, 1), generation=generation))
+                return connection.receive(FROM_OWNER)
+
+            await a.owner.fence_async(a.registration)
+            a.owner.open(a.registration, 8, CONTENT, a.memory, complete=True)
+            assert isinstance(await anyio.to_thread.run_sync(ask, 7), ReadRefused)
+            assert isinstance(await anyio.to_thread.run_sync(ask, 8), ChunksFollow)
+
+
+async def test_cut_ends_one_readers_connections_and_no_others() -> None:
+    manifest = manifest_of()
+    a = Node("a", manifest, filled=True).open(complete=False)
+    b, c = (Node(name, manifest, filled=False).open(complete=False) for name in "bc")
+    async with serving(a, b, c), b.runner() as to_b, c.runner() as to_c:
+        to_b.add_source(a.grant())
+        to_c.add_source(a.grant())
+        a.make_available(0)
+        await until(lambda: b.has(0) and c.has(0))
+        await anyio.to_thread.run_sync(a.owner.cut, b.incarnation)
+        a.owner.cut(Incarnation("unknown"))
+        failed = await next_event(to_b)
+        assert isinstance(failed, SourceFailed)
+        assert failed.reason == "lost"
+        a.make_available(*range(CHUNKS))
+        await finish(to_c)
+
+
+async def test_more_readers_than_allowed_are_turned_away() -> None:
+    manifest = manifest_of()
+    a = Node("a", manifest, filled=True, readers_max=1).open(complete=False)
+    b, c = (Node(name, manifest, filled=False).open(complete=False) for name in "bc")
+    async with serving(a, b, c), b.runner() as to_b, c.runner() as to_c:
+        to_b.add_source(a.grant())
+        a.make_available(0)
+        await until(lambda: b.has(0))
+        to_c.add_source(a.grant())
+        failed = await next_event(to_c)
+        assert isinstance(failed, SourceFailed)
+        assert failed.reason == "unreachable"
+        a.make_available(*range(CHUNKS))
+        await finish(to_b)
+
+
+@pytest.mark.parametrize("data", [b"", b"GET / HTTP/1.1\r\n\r\n", b"TENSRHUB\0\1\xff\xff\xff\xff"])
+async def test_a_malformed_peer_loses_its_connection_and_nobody_else_anything(data: bytes) -> None:
+    manifest = manifest_of()
+    a = Node("a", manifest, filled=True).open(complete=True)
+    b = Node("b", manifest, filled=False).open(complete=False)
+    async with serving(a, b), b.runner() as runner:
+        with socket.create_connection(a.listener.getsockname()) as peer:
+            peer.sendall(data)
+            peer.shutdown(socket.SHUT_WR)
+            runner.add_source(a.grant())
+            await finish(runner)
+            await until(lambda: "0 lanes" in repr(a.owner))
+
+
+@pytest.mark.parametrize("runs", [(), ((0, 0),), ((0, 2**60),), ((0, 1024), (0, 1))])
+async def test_a_read_of_too_much_or_nothing_costs_the_connection(runs: tuple[tuple[int, int], ...]) -> None:
+    a = Node("a", manifest_of(), filled=True).open(complete=True)
+    async with serving(a):
+        async with raw_reader(a) as connection:
+
+            def ask() -> object:
+                connection.send(read(a, *runs))
+                return connection.receive(FROM_OWNER)
+
+            assert await anyio.to_thread.run_sync(ask) is None
+
+
+async def test_a_listener_that_is_cancelled_ends_lanes_in_the_middle_of_a_send() -> None:
+    a = Node("a", manifest_of((LARGE,), chunk_bytes=LARGE), filled=True).open(complete=True)
+    with socket.create_connection(a.listener.getsockname()) as sock:
+        async with serving(
+            a
+        ):  # which checks, at its end, that the lane is over, though its reader takes nothing
+            connection = BlockingConnection(sock, stall_timeout_s=WAIT_S)
+            handshake = ClientHandshake("reader", "raw-1", SECRET, os.urandom(NONCE_BYTES))
+            await anyio.to_thread.run_sync(connection.handshake, handshake, WAIT_S)
+            connection.send(read(a, (0, 1)))
+            await until(lambda: "1 accesses" in repr(a.owner))
+
+
+async def test_a_local_access_waits_no_longer_than_its_patience() -> None:
+    a = Node("a", manifest_of(), filled=True).open(complete=False)
+    with a.owner.access(None, a.registration, a.generation, CONTENT, [0], 1, 0.0) as answer:
+        assert answer == Wait()
+    a.listener.close()

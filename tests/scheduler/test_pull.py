@@ -1,0 +1,193 @@
+"""The reader's books: one writer per chunk, nothing verified is asked for again, everything arrives in the end."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from tensorhub.scheduler.pull import CHUNKS_PER_BATCH_MAX, Pull
+from tensorhub.story import IllegalStep
+from tensorhub.types import LeaseId
+
+A, B = LeaseId("a"), LeaseId("b")
+
+
+def pull_from(*leases: LeaseId, sizes: tuple[int, ...] = (10,) * 6) -> Pull:
+    pull = Pull(sizes)
+    for lease in leases:
+        pull.add_source(lease, complete=True)
+    return pull
+
+
+def test_batches_ascend_from_the_lowest_wanted_chunk_and_keep_to_their_bytes() -> None:
+    pull = pull_from(A)
+    assert pull.next_batch(A, 25) == (0, 1)
+    assert pull.next_batch(A, 1) == (2,)  # one at least
+    assert pull.next_batch(A, 1000) == (3, 4, 5)
+    assert pull.next_batch(A, 1000) == ()
+
+
+def test_a_batch_names_no_more_chunks_than_a_frame() -> None:
+    pull = pull_from(A, sizes=(1,) * 3000)
+    assert pull.next_batch(A, 10**9) == tuple(range(CHUNKS_PER_BATCH_MAX))
+
+
+def test_several_sources_share_one_pool() -> None:
+    pull = pull_from(A, B)
+    assert [pull.next_batch(lease, 20) for lease in (A, B, A, B)] == [(0, 1), (2, 3), (4, 5), ()]
+
+
+def test_chunks_of_a_dropped_source_are_wanted_again_only_when_its_lane_has_ended() -> None:
+    pull = pull_from(A, B)
+    assert pull.next_batch(A, 30) == (0, 1, 2)
+    pull.drop_source(A)
+    assert pull.next_batch(A, 30) == ()
+    assert pull.next_batch(B, 1000) == (3, 4, 5)
+    pull.arrived(A, 1, ok=True)  # its lane was still writing, and the bytes are right
+    assert pull.lane_ended(A) == (0, 2)
+    assert pull.next_batch(B, 1000) == (0, 2)
+    assert pull.retries == 2
+
+
+def test_a_chunk_with_another_digest_is_wanted_again() -> None:
+    pull = pull_from(A)
+    pull.next_batch(A, 20)
+    pull.arrived(A, 0, ok=False)
+    pull.arrived(A, 1, ok=True)
+    assert pull.next_batch(A, 20) == (0, 2)
+    assert (pull.bytes_read, pull.reread_bytes, pull.retries) == (20, 0, 1)
+
+
+def test_what_was_verified_before_is_not_asked_for() -> None:
+    pull = Pull([10] * 4, verified=[0, 2])
+    pull.add_source(A, complete=True)
+    assert pull.next_batch(A, 1000) == (1, 3)
+    assert pull.verified == b"\1\0\1\0"
+
+
+@pytest.mark.parametrize("sizes", [(), (10,)])
+def test_done(sizes: tuple[int, ...]) -> None:
+    pull = pull_from(A, sizes=sizes)
+    assert pull.done == (not sizes)
+    for chunk in pull.next_batch(A, 100):
+        pull.arrived(A, chunk, ok=True)
+    assert pull.done
+
+
+def test_bytes_of_a_broken_chunk_count_as_read_but_not_as_arrived() -> None:
+    pull = pull_from(A)
+    pull.next_batch(A, 10)
+    pull.discarded(A, 4)
+    pull.lane_ended(A)
+    assert (pull.bytes_read, pull.source_bytes(A), pull.chunks_verified) == (4, 4, 0)
+
+
+def test_illegal_steps_tell_the_story() -> None:
+    pull = pull_from(A)
+    with pytest.raises(IllegalStep, match="chunk 3 is not in flight at a .*source a complete"):
+        pull.arrived(A, 3, ok=True)
+    with pytest.raises(IllegalStep, match="was a source before"):
+        pull.add_source(A, complete=True)
+    with pytest.raises(IllegalStep, match="no source"):
+        pull.next_batch(B, 1)
+    pull.next_batch(A, 10)
+    pull.lane_ended(A)
+    with pytest.raises(IllegalStep, match="not in flight"):
+        pull.arrived(A, 0, ok=True)
+
+
+SIZES = st.lists(st.integers(1, 50), min_size=1, max_size=12)
+
+
+class PullMachine(RuleBasedStateMachine):
+    """Lanes as a model: each writes the chunks that it was given until it ends, also after its source was dropped."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.pull: Pull | None = None
+        self.sizes: list[int] = []
+        self.lanes: dict[LeaseId, set[int]] = {}  # of each running lane, what it may write
+        self.dropped: set[LeaseId] = set()
+        self.verified: set[int] = set()
+        self.leases = 0
+
+    @precondition(lambda self: self.pull is None)
+    @rule(sizes=SIZES, data=st.data())
+    def start(self, sizes: list[int], data: st.DataObject) -> None:
+        self.verified = data.draw(st.sets(st.integers(0, len(sizes) - 1)))
+        self.sizes = sizes
+        self.pull = Pull(sizes, self.verified)
+
+    @precondition(lambda self: self.pull is not None and len(self.lanes) < 4)
+    @rule(complete=st.booleans())
+    def add(self, complete: bool) -> None:
+        lease = LeaseId(str(self.leases))
+        self.leases += 1
+        self.pull.add_source(lease, complete)
+        self.lanes[lease] = set()
+
+    @precondition(lambda self: self.lanes)
+    @rule(data=st.data(), bytes_max=st.integers(1, 100))
+    def ask(self, data: st.DataObject, bytes_max: int) -> None:
+        lease = data.draw(st.sampled_from(sorted(self.lanes)))
+        batch = self.pull.next_batch(lease, bytes_max)
+        writing = set().union(*self.lanes.values())
+        assert not writing & set(batch), "two lanes write one chunk"
+        assert not self.verified & set(batch), "a verified chunk is asked for again"
+        assert list(batch) == sorted(batch)
+        assert lease not in self.dropped or not batch
+        if not batch and lease not in self.dropped:
+            assert len(writing | self.verified) == len(self.sizes)
+        self.lanes[lease] |= set(batch)
+
+    @precondition(lambda self: any(self.lanes.values()))
+    @rule(data=st.data(), ok=st.booleans())
+    def arrive(self, data: st.DataObject, ok: bool) -> None:
+        lease = data.draw(st.sampled_from(sorted(lease for lease, chunks in self.lanes.items() if chunks)))
+        chunk = data.draw(st.sampled_from(sorted(self.lanes[lease])))
+        self.pull.arrived(lease, chunk, ok)
+        self.lanes[lease].discard(chunk)
+        if ok:
+            self.verified.add(chunk)
+
+    @precondition(lambda self: self.lanes)
+    @rule(data=st.data())
+    def drop(self, data: st.DataObject) -> None:
+        lease = data.draw(st.sampled_from(sorted(self.lanes)))
+        self.pull.drop_source(lease)
+        self.dropped.add(lease)
+
+    @precondition(lambda self: self.lanes)
+    @rule(data=st.data())
+    def end(self, data: st.DataObject) -> None:
+        lease = data.draw(st.sampled_from(sorted(self.lanes)))
+        assert set(self.pull.lane_ended(lease)) == self.lanes.pop(lease)
+        assert self.pull.lane_ended(lease) == ()
+
+    @invariant()
+    def books_agree(self) -> None:
+        if self.pull is None:
+            return
+        self.pull.check_invariants()
+        assert self.pull.chunks_verified == len(self.verified)
+        assert self.pull.done == (len(self.verified) == len(self.sizes))
+        for lease, chunks in self.lanes.items():
+            assert self.pull.in_flight(lease) == chunks
+
+    def teardown(self) -> None:
+        """Once faults stop, one good source is enough."""
+        if self.pull is None:
+            return
+        for lease in self.lanes:
+            self.pull.lane_ended(lease)
+        good = LeaseId("good")
+        self.pull.add_source(good, complete=True)
+        while batch := self.pull.next_batch(good, 60):
+            for chunk in batch:
+                self.pull.arrived(good, chunk, ok=True)
+        assert self.pull.done
+        self.pull.check_invariants()
+
+
+TestPullMachine = PullMachine.TestCase

@@ -1,0 +1,449 @@
+"""What a version is: the chunk grid, the one encoding, the comparison, and what cannot be a manifest."""
+
+from __future__ import annotations
+
+import tracemalloc
+from dataclasses import replace
+from itertools import pairwise
+from math import prod
+from typing import Any
+
+import msgpack
+import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from tensorhub.errors import ManifestMismatch, ProtocolError, RegistrationError
+from tensorhub.manifest import (
+    CHUNKS_MAX,
+    ENCODED_BYTES_MAX,
+    ITEMSIZE,
+    Chunk,
+    Manifest,
+    RegionSpec,
+    TensorDescription,
+    TensorSpec,
+    build_manifest,
+    check_compatible,
+    differences,
+    itemsize,
+)
+
+KIB, GIB = 2**10, 2**30
+
+
+def spec(name: str, dtype: str, *shape: int, region: int = 0, offset: int = 0) -> TensorSpec:
+    return TensorSpec(name, dtype, shape, tuple((0, size) for size in shape), region, offset)
+
+
+def manifest(*tensors: TensorSpec, chunk_bytes: int = 4096, layout_id: str = "") -> Manifest:
+    """Each region ends with its last tensor."""
+    ends: dict[int, int] = {}
+    for tensor in tensors:
+        ends[tensor.region] = max(ends.get(tensor.region, 0), tensor.offset + tensor.nbytes)
+    regions = tuple(RegionSpec(ends[region]) for region in range(len(ends)))
+    return Manifest(tensors, regions, chunk_bytes, "xxh3-64", layout_id)
+
+
+def description(name: str, address: int, *shape: int, dtype: str = "float32") -> TensorDescription:
+    return TensorDescription(name, dtype, shape, address, prod(shape) * itemsize(dtype))
+
+
+@st.composite
+def manifests(draw: st.DrawFn) -> Manifest:
+    """Whole, sliced and empty tensors; alone in their regions, tied, or packed behind one another."""
+    names = draw(st.lists(st.text(st.characters(exclude_categories=["Cs"]), min_size=1), unique=True))
+    tensors: list[TensorSpec] = []
+    ends: list[int] = []
+    for name in names:
+        sizes = draw(st.lists(st.integers(0, 40), max_size=4))
+        cuts = [sorted((draw(st.integers(0, size)), draw(st.integers(0, size)))) for size in sizes]
+        tensor = TensorSpec(
+            name,
+            draw(st.sampled_from(sorted(ITEMSIZE))),
+            tuple(sizes),
+            tuple((start, stop) for start, stop in cuts),
+            len(ends),
+            0,
+        )
+        match draw(st.sampled_from(["alone", "tied", "packed"])):
+            case "tied" if tensors:
+                one = tensors[-1]
+                tensors.append(replace(one, name=name))
+            case "packed" if ends:
+                gap = draw(st.integers(0, 100))
+                tensors.append(replace(tensor, region=len(ends) - 1, offset=ends[-1] + gap))
+                ends[-1] += gap + tensor.nbytes
+            case _:
+                tensors.append(tensor)
+                ends.append(tensor.nbytes)
+    chunk_bytes = draw(st.integers(4096, 9000))
+    digest: Any = draw(st.sampled_from(["xxh3-64", "none"]))
+    layout_id = draw(st.text(st.characters(exclude_categories=["Cs"]), max_size=8))
+    return Manifest(tuple(tensors), tuple(map(RegionSpec, ends)), chunk_bytes, digest, layout_id)
+
+
+# ----------------------------------------------------------------------------------------------------- dtypes
+
+
+def test_every_dtype_of_torch_has_the_itemsize_that_torch_says() -> None:
+    torch = pytest.importorskip("torch")
+    dtypes = {value for value in vars(torch).values() if isinstance(value, torch.dtype)}
+    assert len(dtypes) > 20
+    assert {str(dtype): dtype.itemsize for dtype in dtypes} == {
+        str(dtype): ITEMSIZE.get(str(dtype).removeprefix("torch.")) for dtype in dtypes
+    }
+
+
+def test_an_unknown_dtype_is_named() -> None:
+    with pytest.raises(ManifestMismatch, match="float3"):
+        itemsize("float3")
+
+
+# ------------------------------------------------------------------------------------------------------- grid
+
+
+def offsets(made: Manifest, region: int = 0) -> list[tuple[int, int]]:
+    return [(chunk.offset, chunk.nbytes) for chunk in made.chunks if chunk.region == region]
+
+
+@given(manifests())
+def test_the_grid_covers_every_region_once_in_order(made: Manifest) -> None:
+    assert [chunk.index for chunk in made.chunks] == list(range(made.chunk_count))
+    assert all(0 < chunk.nbytes <= made.chunk_bytes for chunk in made.chunks)
+    assert [chunk.region for chunk in made.chunks] == sorted(chunk.region for chunk in made.chunks)
+    for index, region in enumerate(made.regions):
+        end = 0
+        for offset, nbytes in offsets(made, index):
+            assert offset == end
+            end = offset + nbytes
+        assert end == region.nbytes
+
+
+@given(st.integers(0, 60), st.integers(0, 3 * 4096))
+@example(3, 4096)
+@example(3, 4097)
+def test_rows_begin_chunks_or_lie_within_one(rows: int, row_bytes: int) -> None:
+    made = manifest(spec("w", "uint8", rows, row_bytes))
+    cuts = offsets(made)
+    starts = {offset for offset, _ in cuts}
+    if row_bytes > made.chunk_bytes:
+        assert set(range(0, rows * row_bytes, row_bytes)) <= starts
+    else:
+        assert all(offset % row_bytes == 0 for offset in starts)
+        whole = [nbytes for _, nbytes in cuts[:-1]]
+        assert all(nbytes + row_bytes > made.chunk_bytes for nbytes in whole), "another row would have fitted"
+
+
+def test_a_long_row_is_cut_anew_in_each_row() -> None:
+    made = manifest(spec("w", "uint8", 2, 5000))
+    assert made.chunks == (
+        Chunk(0, 0, 0, 4096),
+        Chunk(1, 0, 4096, 904),
+        Chunk(2, 0, 5000, 4096),
+        Chunk(3, 0, 9096, 904),
+    )
+
+
+def test_a_tensor_without_dimensions_is_one_row() -> None:
+    assert offsets(manifest(spec("step", "int64"))) == [(0, 8)]
+
+
+def test_regions_of_several_tensors_are_cut_by_size_alone() -> None:
+    tied = manifest(spec("a", "uint8", 2, 3000), spec("b", "uint8", 2, 3000))
+    packed = manifest(spec("a", "uint8", 1, 3000), spec("b", "uint8", 1, 3000, offset=3000))
+    assert offsets(tied) == offsets(packed) == [(0, 4096), (4096, 1904)]
+
+
+def test_a_region_larger_than_its_one_tensor_is_cut_by_size_alone() -> None:
+    made = Manifest((spec("a", "uint8", 2, 3000),), (RegionSpec(6001),), 4096, "none", "")
+    assert offsets(made) == [(0, 4096), (4096, 1905)]
+
+
+def test_empty_regions_have_no_chunks() -> None:
+    made = manifest(spec("none", "float32", 0, 7), spec("w", "float32", 2, region=1))
+    assert made.chunks == (Chunk(0, 1, 0, 8),)
+
+
+def test_tensors_beyond_4_gib() -> None:
+    made = manifest(spec("w", "bfloat16", 131_072, 65_536), chunk_bytes=GIB)
+    assert (made.nbytes, made.chunk_count) == (16 * GIB, 16)
+    assert made.chunks[-1] == Chunk(15, 0, 15 * GIB, GIB)
+    one_row = manifest(spec("w", "uint8", 2, 5 * GIB + 1), chunk_bytes=GIB)
+    assert offsets(one_row)[5:7] == [(5 * GIB, 1), (5 * GIB + 1, GIB)]
+    assert Manifest.decode(made.encode()) == made
+
+
+def test_a_sliced_tensor_has_the_rows_of_its_slice() -> None:
+    tensor = TensorSpec("w", "float32", (8, 4), ((2, 5), (0, 3)), 0, 0)
+    assert (tensor.shape, tensor.nbytes, tensor.row_bytes) == ((3, 3), 36, 12)
+
+
+# --------------------------------------------------------------------------------------------------- encoding
+
+
+@given(manifests())
+def test_a_manifest_comes_back_from_its_encoding(made: Manifest) -> None:
+    back = Manifest.decode(made.encode())
+    assert back == made
+    assert back.encode() == made.encode()
+    assert (back.manifest_id, back.chunks) == (made.manifest_id, made.chunks)
+    assert len(back.manifest_id) == 32
+
+
+def test_the_encoding_is_this_one() -> None:
+    """Workers of different releases compare these bytes: a change of them is a new FORMAT."""
+    made = manifest(spec("a", "bfloat16", 2, 3), spec("b", "bool", region=1), layout_id="tp1")
+    assert made.manifest_id == "d6472ae3b44056648b3574a6be8032a6"
+
+
+@given(st.data(), manifests())
+def test_a_mutated_encoding_is_refused_or_is_another_manifest(data: st.DataObject, made: Manifest) -> None:
+    blob = bytearray(made.encode())
+    for _ in range(data.draw(st.integers(1, 4))):
+        blob[data.draw(st.integers(0, len(blob) - 1))] = data.draw(st.integers(0, 255))
+    try:
+        back = Manifest.decode(bytes(blob))
+    except ProtocolError:
+        return
+    assert back.encode() == blob
+
+
+@given(
+    st.binary(max_size=200)
+    | st.recursive(st.none() | st.integers(-9, 2**64 - 1) | st.text() | st.binary(), st.lists)
+)
+@example(b"\xdd\xff\xff\xff\xff" * 500)
+@example(b"\xdc\x00\x40" * 2000)
+def test_garbage_is_refused(garbage: Any) -> None:
+    blob = garbage if isinstance(garbage, bytes) else msgpack.packb(garbage)
+    with pytest.raises(ProtocolError, match="bad manifest"):
+        Manifest.decode(blob)
+
+
+def test_promises_of_long_arrays_take_no_memory() -> None:
+    blob = b"\xdd\x00\x01\x00\x00" * 300 + bytes(2**16)  # 300 nested arrays of 2**16 elements each
+    tracemalloc.start()
+    try:
+        with pytest.raises(ProtocolError, match="not msgpack"):
+            Manifest.decode(blob)
+        assert tracemalloc.get_traced_memory()[1] < 2**20
+    finally:
+        tracemalloc.stop()
+
+
+@given(st.data())
+@settings(max_examples=300)
+def test_wrong_parts_are_refused(data: st.DataObject) -> None:
+    parts = msgpack.unpackb(manifest(spec("a", "uint8", 2), spec("b", "float32", 3, region=1)).encode())
+    column = st.lists(st.integers(0, 3) | st.integers(0, 2**64 - 1), max_size=4).map(
+        lambda numbers: b"".join(number.to_bytes(8, "little") for number in numbers)
+    )
+    anything: st.SearchStrategy[Any] = (
+        st.none() | st.booleans() | st.integers(0, 9000) | st.text(max_size=4) | st.just([]) | column
+    )
+    parts[data.draw(st.integers(0, len(parts) - 1))] = data.draw(anything)
+    blob = msgpack.packb(parts)
+    try:
+        assert Manifest.decode(blob).encode() == blob
+    except ProtocolError as error:
+        assert str(error).startswith("bad manifest: ")  # noqa: PT017 - a part may also fit by chance
+
+
+FAULTY: list[tuple[Manifest, str]] = [
+    (manifest(spec("a", "uint8"), spec("a", "uint8", region=1)), "'a' is there twice"),
+    (manifest(spec("", "uint8")), "1 to 512 characters"),
+    (manifest(spec("n" * 513, "uint8")), "1 to 512 characters"),
+    (manifest(spec("a", "uint8", *[1] * 65)), "65 dimensions"),
+    (
+        Manifest((TensorSpec("a", "uint8", (2,), ((0, 3),), 0, 0),), (RegionSpec(3),), 4096, "none", ""),
+        "slice 0:3",
+    ),
+    (
+        Manifest((TensorSpec("a", "uint8", (2,), ((2, 1),), 0, 0),), (RegionSpec(3),), 4096, "none", ""),
+        "slice 2:1",
+    ),
+    (Manifest((spec("a", "uint8", region=1),), (RegionSpec(1),), 4096, "none", ""), "no region 1"),
+    (
+        Manifest((spec("a", "uint8", 2, offset=1),), (RegionSpec(2),), 4096, "none", ""),
+        "beyond its region of 2",
+    ),
+    (
+        Manifest((spec("a", "uint8", 2),), (RegionSpec(2), RegionSpec(2)), 4096, "none", ""),
+        "region 1 holds no",
+    ),
+    (manifest(spec("a", "uint8", 2), spec("b", "uint8", 2, offset=1)), "region 0 overlap"),
+    (manifest(spec("a", "uint8"), chunk_bytes=4095), "chunk_bytes 4095"),
+    (manifest(spec("a", "uint8"), chunk_bytes=2**30 + 1), "chunk_bytes 1073741825"),
+    (manifest(spec("a", "uint8", 4096 * CHUNKS_MAX + 1)), "16777217 chunks"),
+    (manifest(spec("a", "uint8", 2**62), spec("b", "uint8", 2**62, region=1)), "2\\*\\*63 bytes or more"),
+    (manifest(spec("a", "uint8"), layout_id="x" * 513), "layout id"),
+    (replace(manifest(spec("a", "uint8")), digest="md5"), "digest 'md5' is unknown"),  # type: ignore[arg-type]
+]
+
+
+@pytest.mark.parametrize(("made", "why"), FAULTY, ids=[why for _, why in FAULTY])
+def test_a_hostile_manifest_is_refused_by_name(made: Manifest, why: str) -> None:
+    with pytest.raises(ProtocolError, match=why):
+        Manifest.decode(made.encode())
+
+
+def test_parts_of_the_encoding_are_refused_by_name() -> None:
+    good = manifest(spec("a", "uint8", 2)).encode()
+    for at, part, why in [
+        (0, 99, "format 99"),
+        (2, True, "chunk_bytes True"),
+        (4, [1], "dtype is not a string"),
+        (4, ["float3"], "dtype 'float3' is unknown"),
+        (4, ["uint8", "uint8"], "not the one encoding"),
+        (5, "ab", "lengths do not add up"),
+        (6, b"1234567", "not whole numbers"),
+        (6, b"\xff" * 8, "above 2\\*\\*63"),
+        (7, b"", "different tensors"),
+        (8, (1).to_bytes(8, "little"), "dtype is not listed"),
+        (9, (2).to_bytes(8, "little"), "dimensions do not add up"),
+    ]:
+        parts = msgpack.unpackb(good)
+        parts[at] = part
+        with pytest.raises(ProtocolError, match=why):
+            Manifest.decode(msgpack.packb(parts))
+    with pytest.raises(ProtocolError, match="not msgpack"):
+        Manifest.decode(good + b"\0")
+    with pytest.raises(ProtocolError, match="longer than"):
+        Manifest.decode(bytes(ENCODED_BYTES_MAX + 1))
+
+
+# -------------------------------------------------------------------------------------------------- comparing
+
+
+def test_what_makes_a_difference() -> None:
+    source = manifest(
+        spec("gone", "uint8"),
+        spec("dtype", "bfloat16", 2, region=1),
+        spec("shape", "uint8", 4, 4, region=2),
+        TensorSpec("slice", "uint8", (8,), ((0, 4),), 3, 0),
+        spec("one", "uint8", 2, region=4),
+        spec("two", "uint8", 2, region=5),
+        layout_id="tp2",
+    )
+    reader = manifest(
+        spec("new", "uint8"),
+        spec("dtype", "float16", 2, region=1),
+        spec("shape", "uint8", 2, 8, region=2),
+        TensorSpec("slice", "uint8", (8,), ((4, 8),), 3, 0),
+        spec("one", "uint8", 2, region=4),
+        spec("two", "uint8", 2, region=4),
+    )
+    found = differences(source, reader)
+    assert found == (
+        "the layout is 'tp2' at the source and '' at the reader",
+        "tensor 'gone' is missing at the reader",
+        "tensor 'new' is unknown to the source",
+        "tensor 'dtype' is bfloat16 at the source and float16 at the reader",
+        "tensor 'shape' has shape (4, 4) at the source and (2, 8) at the reader",
+        "of tensor 'slice', the shard holds [0:4] at the source and [4:8] at the reader",
+        "tensors 'one' and 'two' share memory at the reader only",
+    )
+    with pytest.raises(ManifestMismatch, match=r"7 difference\(s\): the layout") as caught:
+        check_compatible(source, reader)
+    assert caught.value.differences == found
+
+
+def test_a_message_lists_ten_differences_and_counts_the_rest() -> None:
+    source = manifest(*[spec(f"t{i}", "uint8", region=i) for i in range(12)])
+    with pytest.raises(
+        ManifestMismatch, match=r"12 .*'t9' is missing at the reader \(and 2 more\)"
+    ) as caught:
+        check_compatible(source, manifest())
+    assert "t10" not in str(caught.value)
+    assert len(caught.value.differences) == 12
+
+
+def test_what_makes_none() -> None:
+    source = manifest(spec("a", "uint8", 2), spec("b", "uint8", 3, region=1), spec("e", "uint8", 0, region=2))
+    reader = Manifest(
+        (spec("e", "uint8", 0), spec("b", "uint8", 3, offset=8), spec("a", "uint8", 2)),
+        (RegionSpec(11),),
+        8192,
+        "none",
+        "",
+    )
+    check_compatible(source, reader)
+    check_compatible(reader, source)
+
+
+def test_a_source_may_tie_what_its_reader_keeps_apart() -> None:
+    tied = manifest(spec("a", "uint8", 2), spec("b", "uint8", 2), spec("c", "uint8", 2, region=1))
+    apart = manifest(*[spec(name, "uint8", 2, region=i) for i, name in enumerate("abc")])
+    other = manifest(spec("a", "uint8", 2), spec("b", "uint8", 2, region=1), spec("c", "uint8", 2, region=1))
+    check_compatible(tied, apart)
+    assert differences(apart, tied) == ("tensors 'a' and 'b' share memory at the reader only",)
+    assert differences(tied, other) == ("tensors 'b' and 'c' share memory at the reader only",)
+    packed = manifest(*[spec(name, "uint8", 2, offset=2 * i) for i, name in enumerate("abc")])
+    assert differences(packed, tied) == ("tensors 'a' and 'b' share memory at the reader only",)
+
+
+@given(manifests())
+def test_a_manifest_has_no_difference_from_itself(made: Manifest) -> None:
+    assert differences(made, made) == ()
+
+
+# --------------------------------------------------------------------------------------------------- building
+
+
+def test_tied_tensors_share_a_region_and_regions_keep_their_order() -> None:
+    tensors = [
+        description("head", 8000, 10),
+        description("empty", 0, 0),
+        description("body", 1000, 5),
+        description("nothing", 0, 0),
+        description("embedding", 8000, 2, 5),
+    ]
+    made = build_manifest(tensors, 4096, "xxh3-64", "tp1")
+    assert [(tensor.name, tensor.region) for tensor in made.tensors] == [
+        ("head", 0), ("empty", 1), ("body", 2), ("nothing", 3), ("embedding", 0)
+    ]  # fmt: skip
+    assert [region.nbytes for region in made.regions] == [40, 0, 20, 0]
+    assert (made.nbytes, made.layout_id) == (60, "tp1")
+    assert Manifest.decode(made.encode()) == made
+
+
+@given(st.lists(st.tuples(st.integers(0, 60), st.integers(0, 20)), max_size=8))
+def test_only_overlaps_in_part_are_refused(places: list[tuple[int, int]]) -> None:
+    tensors = [description(f"t{i}", at, size, dtype="uint8") for i, (at, size) in enumerate(places)]
+    spans = sorted({place for place in places if place[1]})
+    if any(at + size > after for (at, size), (after, _) in pairwise(spans)):
+        with pytest.raises(RegistrationError, match="overlap"):
+            build_manifest(tensors, 4096, "none")
+    else:
+        made = build_manifest(tensors, 4096, "none")
+        assert len(made.regions) == len(spans) + sum(not size for _, size in places)
+
+
+def test_an_overlap_names_both_tensors() -> None:
+    whole, part = description("qkv", 1000, 30), description("q", 1040, 10)
+    with pytest.raises(RegistrationError, match=r"'qkv' and 'q'.*clone"):
+        build_manifest([part, whole, description("far", 1130, 3)], 4096, "none")
+    with pytest.raises(RegistrationError, match="'qkv' and 'q', 'qkv' and 'v'"):
+        build_manifest([whole, part, description("v", 1080, 10)], 4096, "none")
+
+
+def test_what_no_manifest_can_say_is_refused_when_it_is_built() -> None:
+    with pytest.raises(RegistrationError, match="'w' is there twice"):
+        build_manifest([description("w", 0, 1), description("w", 100, 1)], 4096, "none")
+    with pytest.raises(RegistrationError, match=r"'w': float32 .3,. is not 8 bytes"):
+        build_manifest([TensorDescription("w", "float32", (3,), 0, 8)], 4096, "none")
+    with pytest.raises(RegistrationError, match="dtype 'float3' is unknown"):
+        build_manifest([TensorDescription("w", "float3", (3,), 0, 12)], 4096, "none")
+    with pytest.raises(RegistrationError, match="surrogate"):
+        build_manifest([description("\ud800", 0, 1)], 4096, "none")
+    with pytest.raises(RegistrationError, match="a larger chunk_bytes makes fewer"):
+        build_manifest([description("w", 0, 2**40)], 4096, "none")
+    with pytest.raises(RegistrationError, match="chunk_bytes 1 is not"):
+        build_manifest([description("w", 0, 1)], 1, "none")
+
+
+def test_too_much_to_describe_is_refused_when_it_is_built(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tensorhub.manifest.ENCODED_BYTES_MAX", 100)
+    with pytest.raises(RegistrationError, match="more than 100 bytes to describe"):
+        build_manifest([description("w", 0, 1)], 4096, "none")

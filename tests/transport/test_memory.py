@@ -1,0 +1,380 @@
+"""The caller's tensors as bytes: what may be registered, views that write through, and replaced storage."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import warnings
+import weakref
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from tensorhub.errors import ManifestMismatch, RegistrationError
+from tensorhub.manifest import ITEMSIZE, Manifest, RegionSpec, TensorSpec, build_manifest
+from tensorhub.transport.memory import RegisteredMemory, describe, view
+
+
+def manifest_of(tensors: Mapping[str, Any]) -> Manifest:
+    return build_manifest(describe(tensors), 4096, "xxh3-64")
+
+
+# ------------------------------------------------------------------------------------------------- describing
+
+
+def test_what_is_described() -> None:
+    weight, array = nn.Parameter(torch.zeros(2, 3, dtype=torch.bfloat16)), np.zeros((4,), np.complex64)
+    one, two = describe({"w": weight, "a": array})
+    assert (one.name, one.dtype, one.shape, one.nbytes) == ("w", "bfloat16", (2, 3), 12)
+    assert (two.name, two.dtype, two.shape, two.nbytes) == ("a", "complex64", (4,), 32)
+    assert one.address == weight.data_ptr()
+    assert two.address == array.ctypes.data
+
+
+def test_views_into_a_larger_storage_are_fine() -> None:
+    storage = torch.arange(10, dtype=torch.int32)
+    (part,) = describe({"part": storage[4:6]})
+    assert (part.address, part.nbytes) == (storage.data_ptr() + 16, 8)
+
+
+class Wrapper(torch.Tensor):
+    """Has the shape of a tensor and no memory, as DTensor."""
+
+    @staticmethod
+    def __new__(cls) -> Wrapper:
+        made: Wrapper = torch.Tensor._make_wrapper_subclass(cls, (3,))
+        return made
+
+    @classmethod
+    def __torch_dispatch__(cls, *args: Any, **kwargs: Any) -> Any:
+        raise NotImplementedError("no operations")
+
+
+def freed() -> torch.Tensor:
+    tensor = torch.zeros(8)
+    tensor.untyped_storage().resize_(0)
+    return tensor
+
+
+def readonly() -> np.ndarray[Any, Any]:
+    array = np.zeros(3)
+    array.flags.writeable = False
+    return array
+
+
+def quantized() -> torch.Tensor:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch means to give them up
+        return torch.empty(3, dtype=torch.qint8)
+
+
+BAD: dict[str, tuple[Any, str]] = {
+    "list": ([1.0], "a builtins.list is neither a torch.Tensor nor a numpy.ndarray"),
+    "numpy scalar": (np.float32(1), "a numpy.float32 is neither"),
+    "transposed": (torch.zeros(2, 3).T, r"stride \(1, 3\)\); register `.contiguous\(\)`"),
+    "expanded": (torch.zeros(1).expand(3), r"register `.contiguous\(\)`"),
+    "channels last": (torch.zeros(2, 3, 4, 4).to(memory_format=torch.channels_last), "not contiguous"),
+    "meta": (torch.zeros(3, device="meta"), "meta device and has no bytes"),
+    "sparse": (torch.eye(3).to_sparse(), r"register `.to_dense\(\)`"),
+    "conjugated": (torch.zeros(3, dtype=torch.complex64).conj(), r"register `.resolve_conj\(\)`"),
+    "negated": (torch._neg_view(torch.zeros(3)), r"register `.resolve_neg\(\)`"),
+    "quantized": (quantized(), "scale and zero point are not in its bytes"),
+    "freed": (freed(), "its storage was freed"),
+    "lazy": (nn.UninitializedParameter(), "has no memory to look at .*uninitialized parameter"),
+    "wrapper": (Wrapper(), "Wrapper has no memory"),
+    "fortran": (np.zeros((2, 3), order="F"), r"numpy.ascontiguousarray"),
+    "strided": (np.zeros(8)[::2], "not C-contiguous"),
+    "readonly": (readonly(), r"cannot be written to; register a copy"),
+    "object": (np.array([None]), "dtype object is not one of torch's"),
+    "big endian": (np.zeros(3, ">f4"), "dtype >f4 is not one of torch's"),
+    "record": (np.zeros(3, "i4,i4"), "is not one of torch's"),
+}
+
+
+@pytest.mark.parametrize("kind", BAD)
+def test_a_bad_tensor_is_named_with_the_reason(kind: str) -> None:
+    tensor, why = BAD[kind]
+    with pytest.raises(RegistrationError, match=f"'layer.w': .*{why}"):
+        describe({"good": torch.zeros(1), "layer.w": tensor})
+
+
+def test_a_tensor_on_another_device_is_named() -> None:
+    class Elsewhere(torch.Tensor):
+        is_meta = False
+        device = torch.device("cuda", 1)
+
+    with pytest.raises(RegistrationError, match=r"'w': it is on cuda:1; only CPU tensors .* 'cuda' extra"):
+        describe({"w": torch.zeros(1).as_subclass(Elsewhere)})
+
+
+def test_every_bad_tensor_is_in_the_one_error() -> None:
+    with pytest.raises(RegistrationError) as caught:
+        describe({"good": torch.zeros(1), **{kind: tensor for kind, (tensor, _) in BAD.items()}})
+    assert str(caught.value).startswith(f"{len(BAD)} tensor(s) cannot be registered")
+    assert all(f"{kind!r}: " in str(caught.value) for kind in BAD)
+    assert "'good'" not in str(caught.value)
+
+
+@pytest.mark.parametrize("name", ["", "n" * 513, 7, None, "\ud800"])
+def test_bad_names_are_refused(name: Any) -> None:
+    with pytest.raises(RegistrationError, match="name"):
+        describe({name: torch.zeros(1)})
+
+
+@pytest.mark.parametrize("tensors", [{}, [torch.zeros(1)], torch.zeros(1), None])
+def test_a_registration_needs_a_mapping_with_tensors(tensors: Any) -> None:
+    with pytest.raises(RegistrationError, match="tensors: "):
+        RegisteredMemory(tensors)
+
+
+def test_neither_torch_nor_numpy_is_imported() -> None:
+    script = (
+        "import sys\n"
+        "from tensorhub.errors import RegistrationError\n"
+        "from tensorhub.transport.memory import describe\n"
+        "try: describe({'w': object()})\n"
+        "except RegistrationError as error: assert 'neither' in str(error)\n"
+        "sys.exit('torch' in sys.modules or 'numpy' in sys.modules)\n"
+    )
+    assert subprocess.run([sys.executable, "-c", script], timeout=60).returncode == 0
+
+
+# ---------------------------------------------------------------------------------------------------- viewing
+
+DTYPES = sorted({value for value in vars(torch).values() if isinstance(value, torch.dtype)}, key=str)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_writes_go_through_to_tensors_of_every_dtype(dtype: torch.dtype) -> None:
+    name = str(dtype).removeprefix("torch.")
+    backing = torch.zeros(3 * ITEMSIZE[name], dtype=torch.uint8)
+    data = view(backing.view(dtype))
+    assert (data.nbytes, data.format, data.readonly) == (len(backing), "B", False)
+    data[:] = bytes(range(1, len(backing) + 1))
+    assert backing.tolist() == list(range(1, len(backing) + 1))
+
+
+def test_writes_go_through_with_their_values() -> None:
+    tensors = {
+        "bfloat16": (torch.zeros(2, dtype=torch.bfloat16), torch.tensor([1.5, -2.0], dtype=torch.bfloat16)),
+        "bool": (torch.zeros(3, dtype=torch.bool), torch.tensor([True, False, True])),
+        "complex": (torch.zeros(1, dtype=torch.complex64), torch.tensor([1 + 2j])),
+        "scalar": (torch.tensor(0.0), torch.tensor(7.0)),
+        "parameter": (nn.Parameter(torch.zeros(2, 2)), torch.ones(2, 2)),
+    }
+    for target, source in tensors.values():
+        view(target)[:] = view(source)
+        assert torch.equal(target, source)
+    array = np.zeros((), np.float32)
+    view(array)[:] = view(torch.tensor(7.0))
+    assert array == 7
+
+
+@pytest.mark.parametrize("empty", [torch.zeros(0, 4), np.zeros((4, 0))])
+def test_an_empty_tensor_has_an_empty_view(empty: Any) -> None:
+    data = view(empty)
+    assert (data.nbytes, data.readonly) == (0, False)
+
+
+def test_a_view_larger_than_2_gib() -> None:
+    nbytes = 2**31 + 4096
+    tensor = torch.empty(nbytes, dtype=torch.uint8)  # pages that nobody touches take no memory
+    data = view(tensor)
+    assert data.nbytes == nbytes
+    data[-1] = 77
+    assert tensor[-1] == 77
+
+
+def test_a_view_keeps_the_memory_alive() -> None:
+    tensor = torch.arange(1000)
+    data = view(tensor)
+    storage = weakref.ref(tensor.untyped_storage())
+    expected = bytes(data)
+    del tensor
+    assert storage() is not None
+    assert bytes(data) == expected
+
+
+# ---------------------------------------------------------------------------------------------------- mapping
+
+
+def test_each_region_of_its_own_manifest_is_mapped() -> None:
+    tensors = {"a": torch.zeros(2), "none": torch.zeros(0), "b": torch.zeros(3), "a again": torch.zeros(0)}
+    tensors["a again"] = tensors["a"].view(2, 1)
+    mapped = RegisteredMemory(tensors).map(manifest_of(tensors))
+    assert [region.nbytes for region in mapped.regions] == [8, 0, 12]
+    assert mapped.copies == ()
+    mapped.regions[2][:4] = np.float32(5).tobytes()
+    assert tensors["b"].tolist() == [5, 0, 0]
+
+
+def test_the_bytes_of_a_tied_source_reach_every_tensor_of_the_reader() -> None:
+    tied = torch.arange(6.0).view(2, 3)
+    source = {"head": tied, "body": torch.ones(2), "embedding": tied, "third": tied}
+    one = torch.zeros(2, 3)
+    reader = {"embedding": torch.zeros(2, 3), "head": one, "third": one, "body": torch.zeros(2)}
+    mapped = RegisteredMemory(reader).map(manifest_of(source))
+    assert (len(mapped.regions), len(mapped.copies)) == (2, 1)
+    for target, data in zip(
+        mapped.regions, RegisteredMemory(source).map(manifest_of(source)).regions, strict=True
+    ):
+        target[:] = data
+    assert not reader["embedding"].any()
+    mapped.unpack()
+    assert all(torch.equal(tensor, source[name]) for name, tensor in reader.items())
+
+
+def test_a_tied_reader_cannot_map_an_untied_source() -> None:
+    one = torch.zeros(2)
+    with pytest.raises(ManifestMismatch, match="'a' and 'b' share memory here only") as caught:
+        RegisteredMemory({"a": one, "b": one}).map(manifest_of({"a": torch.zeros(2), "b": torch.zeros(2)}))
+    assert len(caught.value.differences) == 1
+
+
+def test_what_cannot_be_mapped_is_named() -> None:
+    memory = RegisteredMemory(
+        {"a": torch.zeros(2, dtype=torch.uint8), "b": torch.zeros(2, dtype=torch.uint8)}
+    )
+    packed = [TensorSpec(name, "uint8", (2,), ((0, 2),), 0, 2 * at) for at, name in enumerate("ab")]
+    with pytest.raises(ManifestMismatch, match="'a' is not a whole region: packed"):
+        memory.map(Manifest(tuple(packed), (RegionSpec(4),), 4096, "none", ""))
+    with pytest.raises(ManifestMismatch, match="'c' is missing here"):
+        memory.map(manifest_of({"c": torch.zeros(2)}))
+    with pytest.raises(ManifestMismatch, match="'a' has 8 bytes at the source and 2 here"):
+        memory.map(manifest_of({"a": torch.zeros(2)}))
+
+
+# --------------------------------------------------------------------------------------------------- replaced
+
+
+def test_writes_in_place_replace_nothing() -> None:
+    tensors: dict[str, Any] = {"p": nn.Parameter(torch.zeros(4)), "n": np.zeros(3)}
+    memory = RegisteredMemory(tensors)
+    with torch.no_grad():
+        tensors["p"].add_(1)
+        tensors["p"].copy_(torch.ones(4))
+    tensors["n"][:] = 1
+    tensors["p"].grad = torch.ones(4)
+    memory.check_unreplaced()
+
+
+def test_every_replaced_tensor_is_named() -> None:
+    tensors = {
+        name: nn.Parameter(torch.zeros(2, 2))
+        for name in ("same", "data", "shape", "stride", "freed", "dtype")
+    }
+    arrays = {"array": np.zeros((2, 3))}
+    memory = RegisteredMemory({**tensors, **arrays})
+    other = torch.ones(2, 2)
+    tensors["data"].data = other
+    tensors["shape"].data = tensors["shape"].data.view(4)
+    tensors["stride"].data = tensors["stride"].data.T
+    tensors["freed"].untyped_storage().resize_(0)
+    tensors["dtype"].data = tensors["dtype"].data.view(torch.complex64)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # numpy means to give it up
+        arrays["array"].shape = (3, 2)
+    with pytest.raises(RegistrationError) as caught:
+        memory.check_unreplaced()
+    message = str(caught.value)
+    assert message.startswith("6 tensor(s) were replaced")
+    assert "'same'" not in message
+    for line in (
+        "'data': its storage is another one",
+        "'shape': its shape is torch.Size([4]), not torch.Size([2, 2])",
+        "'stride': its stride is (1, 2), not (2, 1)",
+        "'freed': its storage is another one",
+        "its dtype is torch.complex64, not torch.float32",
+        "'array': its shape is (3, 2), not (2, 3)",
+    ):
+        assert line in message
+    assert "copy_" in message
+
+
+def test_a_grown_tensor_is_noticed() -> None:
+    tensor = torch.zeros(2)
+    memory = RegisteredMemory({"w": tensor})
+    tensor.resize_(100_000)
+    with pytest.raises(RegistrationError, match="'w': its shape is"):
+        memory.check_unreplaced()
+
+
+def test_an_entry_that_becomes_another_tensor_is_noticed() -> None:
+    tensors: dict[str, Any] = {"a": torch.zeros(2), "b": torch.zeros(2), "c": torch.zeros(2)}
+    memory = RegisteredMemory(tensors)
+    tensors["b"] = tensors["b"].detach()
+    memory.check_unreplaced()
+    tensors["a"] = torch.zeros(2)
+    tensors["c"] = None
+    with pytest.raises(RegistrationError, match=r"(?s)2 tensor.*'a': its storage.*'c': a builtins.NoneType"):
+        memory.check_unreplaced()
+    tensors.clear()
+    memory.check_unreplaced()
+
+
+class Fresh(Mapping[str, torch.Tensor]):
+    """Makes an alias whenever it is asked."""
+
+    def __init__(self) -> None:
+        self.storage = torch.arange(4)
+
+    def __getitem__(self, name: str) -> torch.Tensor:
+        if name != "w":
+            raise KeyError(name)
+        return self.storage.view(2, 2)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(["w"])
+
+    def __len__(self) -> int:
+        return 1
+
+
+def test_a_mapping_may_make_its_tensors_when_asked() -> None:
+    tensors = Fresh()
+    memory = RegisteredMemory(tensors)
+    memory.check_unreplaced()
+    tensors.storage = torch.arange(4)
+    with pytest.raises(RegistrationError, match="'w': its storage is another one"):
+        memory.check_unreplaced()
+
+
+def test_replaced_memory_can_still_be_read() -> None:
+    tensors = {"w": nn.Parameter(torch.arange(100_000.0))}
+    memory = RegisteredMemory(tensors)
+    (region,) = memory.map(manifest_of(tensors)).regions
+    expected = bytes(region)
+    storage = weakref.ref(tensors["w"].untyped_storage())
+    tensors["w"].data = torch.zeros(1)
+    assert storage() is not None
+    assert bytes(region) == expected
+
+
+def test_versions_tell_of_writes() -> None:
+    with torch.inference_mode():
+        uncounted = torch.zeros(2)
+    tensors: dict[str, Any] = {
+        "p": nn.Parameter(torch.zeros(4)),
+        "q": torch.zeros(1),
+        "i": uncounted,
+        "n": np.zeros(3),
+    }
+    memory = RegisteredMemory(tensors)
+    before = memory.versions()
+    assert memory.versions() == before
+    with torch.no_grad():
+        tensors["p"].add_(1)
+    after = memory.versions()
+    assert after[0] != before[0]
+    assert after[1:] == before[1:]
+
+
+def test_a_registration_says_what_it_holds() -> None:
+    assert (
+        repr(RegisteredMemory({"w": torch.zeros(2), "v": torch.zeros(1)}))
+        == "<RegisteredMemory of 2 tensors, 12 bytes>"
+    )

@@ -1,0 +1,210 @@
+"""The owner's authority: what may be read, under which generation, and when memory is fenced."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from tensorhub.story import IllegalStep
+from tensorhub.types import ContentId, RegistrationId
+from tensorhub.worker.owner import CHUNKS_PER_ACCESS_MAX, Access, Owner, Refusal, Wait
+
+R = RegistrationId("r")
+C = ContentId("c")
+SIZES = (10, 20, 30, 40)
+
+
+def opened(*, complete: bool = True, generation: int = 1) -> Owner:
+    owner = Owner()
+    owner.open(R, generation, C, SIZES, complete=complete)
+    return owner
+
+
+def begun(
+    owner: Owner, wanted: tuple[int, ...] = (0, 1, 2, 3), bytes_max: int = 1000, generation: int = 1
+) -> Access:
+    access = owner.begin(R, generation, C, wanted, bytes_max)
+    assert isinstance(access, Access), access
+    return access
+
+
+def test_a_complete_holder_serves_what_is_asked_for_in_the_order_of_asking() -> None:
+    access = begun(opened(), (3, 0))
+    assert access.chunks == (3, 0)
+    assert access.digests == (None, None)
+    assert access.rest == ()
+
+
+@pytest.mark.parametrize(
+    ("bytes_max", "chunks", "rest"),
+    [
+        (1, (0,), (1, 2, 3)),
+        (30, (0, 1), (2, 3)),
+        (59, (0, 1), (2, 3)),
+        (60, (0, 1, 2), (3,)),
+        (100, (0, 1, 2, 3), ()),
+    ],
+)
+def test_an_access_takes_one_chunk_at_least_and_then_no_more_than_its_bytes(
+    bytes_max: int, chunks: tuple[int, ...], rest: tuple[int, ...]
+) -> None:
+    access = begun(opened(), bytes_max=bytes_max)
+    assert (access.chunks, access.rest) == (chunks, rest)
+
+
+def test_an_access_takes_no_more_chunks_than_a_frame_names() -> None:
+    owner = Owner()
+    owner.open(R, 1, C, [1] * 3000, complete=True)
+    access = begun(owner, tuple(range(3000)), 10**9)
+    assert len(access.chunks) == CHUNKS_PER_ACCESS_MAX
+    assert access.rest == tuple(range(CHUNKS_PER_ACCESS_MAX, 3000))
+
+
+def test_a_filling_holder_serves_only_what_was_verified() -> None:
+    owner = opened(complete=False)
+    assert owner.begin(R, 1, C, (0, 1), 1000) == Wait()
+    assert owner.mark_available(R, 1, [(1, 77)])
+    access = begun(owner, (0, 1, 2))
+    assert (access.chunks, access.digests, access.rest) == ((1,), (77,), (0, 2))
+    assert not owner.is_complete(R, 1)
+    owner.mark_available(R, 1, [(0, None), (2, None), (3, None), (3, None)])
+    assert owner.is_complete(R, 1)
+
+
+@pytest.mark.parametrize(
+    ("registration", "generation", "content", "wanted", "says"),
+    [
+        ("other", 1, "c", (0,), "nothing is registered"),
+        ("r", 2, "c", (0,), "generation"),
+        ("r", 1, "other", (0,), "another content"),
+        ("r", 1, "c", (4,), "chunks 0 to 3"),
+        ("r", 1, "c", (-1,), "chunks 0 to 3"),
+        ("r", 1, "c", (), "chunks 0 to 3"),
+    ],
+)
+def test_a_read_under_any_other_right_is_refused(
+    registration: str, generation: int, content: str, wanted: tuple[int, ...], says: str
+) -> None:
+    answer = opened().begin(RegistrationId(registration), generation, ContentId(content), wanted, 100)
+    assert isinstance(answer, Refusal)
+    assert says in answer.reason
+
+
+def test_closed_memory_refuses_at_once_and_is_quiet_when_the_last_access_ends() -> None:
+    owner = opened()
+    first, second = begun(owner), begun(owner)
+    owner.close(R)
+    assert isinstance(owner.begin(R, 1, C, (0,), 100), Refusal)
+    owner.end(first)
+    assert not owner.is_quiet(R)
+    owner.end(second)
+    assert owner.is_quiet(R)
+
+
+def test_memory_cannot_be_opened_while_it_is_open_in_use_or_under_its_last_generation() -> None:
+    owner = opened()
+    access = begun(owner)
+    for problem in ("is open already", "running accesses", "was used before"):
+        with pytest.raises(IllegalStep, match=problem):
+            owner.open(R, 1, C, SIZES, complete=True)
+        if problem == "is open already":
+            owner.close(R)
+        elif problem == "running accesses":
+            owner.end(access)
+    owner.open(R, 2, C, SIZES, complete=True)
+    begun(owner, generation=2)
+
+
+def test_results_of_an_older_generation_are_dropped() -> None:
+    owner = opened(complete=False)
+    owner.close(R)
+    owner.open(R, 2, C, SIZES, complete=False)
+    assert not owner.mark_available(R, 1, [(0, 5)])
+    assert not owner.complete(R, 1)
+    assert owner.set_digest(R, 1, 0, 5) is None
+    assert owner.digests(R, 1) is None
+    assert owner.begin(R, 2, C, (0, 1, 2, 3), 100) == Wait()
+    assert owner.digests(R, 2) == (None,) * 4
+
+
+def test_the_first_digest_of_a_chunk_counts() -> None:
+    owner = opened()
+    assert owner.set_digest(R, 1, 0, 5) == 5
+    assert owner.set_digest(R, 1, 0, 6) == 5
+    assert owner.digest(R, 1, 0) == 5
+
+
+def test_an_access_ends_once() -> None:
+    owner = opened()
+    access = begun(owner)
+    owner.end(access)
+    with pytest.raises(IllegalStep, match="has ended before"):
+        owner.end(access)
+
+
+def test_only_closed_and_quiet_memory_is_forgotten() -> None:
+    owner = opened()
+    with pytest.raises(IllegalStep):
+        owner.forget(R)
+    owner.close(R)
+    owner.forget(R)
+    assert isinstance(owner.begin(R, 1, C, (0,), 100), Refusal)
+
+
+class OwnerMachine(RuleBasedStateMachine):
+    """Against a model of what was opened: no access ever covers a chunk that was not verified under its generation."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.owner = Owner()
+        self.generation = 0
+        self.is_open = False
+        self.available: set[int] = set()
+        self.running: list[Access] = []
+
+    @precondition(lambda self: not self.is_open and not self.running)
+    @rule(complete=st.booleans())
+    def open(self, complete: bool) -> None:
+        self.generation += 1
+        self.owner.open(R, self.generation, C, SIZES, complete=complete)
+        self.is_open = True
+        self.available = set(range(4)) if complete else set()
+
+    @rule()
+    def close(self) -> None:
+        self.owner.close(R)
+        self.is_open = False
+
+    @rule(chunk=st.integers(0, 3), lag=st.integers(0, 1))
+    def mark(self, chunk: int, lag: int) -> None:
+        taken = self.owner.mark_available(R, self.generation - lag, [(chunk, chunk)])
+        assert taken == (self.is_open and lag == 0)
+        if taken:
+            self.available.add(chunk)
+
+    @rule(wanted=st.permutations(range(4)), bytes_max=st.integers(1, 100), lag=st.integers(0, 1))
+    def begin(self, wanted: list[int], bytes_max: int, lag: int) -> None:
+        answer = self.owner.begin(R, self.generation - lag, C, wanted, bytes_max)
+        if not self.is_open or lag:
+            assert isinstance(answer, Refusal)
+        elif not self.available:
+            assert answer == Wait()
+        else:
+            assert isinstance(answer, Access)
+            assert set(answer.chunks) <= self.available
+            assert sorted(answer.chunks + answer.rest) == [0, 1, 2, 3]
+            self.running.append(answer)
+
+    @precondition(lambda self: self.running)
+    @rule(data=st.data())
+    def end(self, data: st.DataObject) -> None:
+        self.owner.end(self.running.pop(data.draw(st.integers(0, len(self.running) - 1))))
+
+    @invariant()
+    def books_agree(self) -> None:
+        self.owner.check_invariants()
+        assert self.owner.is_quiet(R) == (not self.running)
+
+
+TestOwnerMachine = OwnerMachine.TestCase
