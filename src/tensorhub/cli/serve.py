@@ -29,18 +29,14 @@ from tensorhub.types import Options, format_address
 
 
 def serve(
-    host: Annotated[str, typer.Option(help="The address to listen on; beyond loopback only with a secret.")] = (
-        "127.0.0.1"
-    ),
+    host: Annotated[str, typer.Option(help="The address to listen on; beyond loopback only with a secret.")] = ("127.0.0.1"),
     port: Annotated[int, typer.Option(min=0, max=65_535, help="The port; 0 picks a free one.")] = 0,
     state_dir: Annotated[
         Path | None, typer.Option(file_okay=False, help="Where marks and retention outlive a restart.")
     ] = None,
     token_file: TokenFileOption = None,
     lease_s: Annotated[float, typer.Option(help="A worker unheard of for this long is lost.")] = 10.0,
-    drain_grace_s: Annotated[
-        float, typer.Option(help="How long a leaving source waits for the readers that it has.")
-    ] = 5.0,
+    drain_grace_s: Annotated[float, typer.Option(help="How long a leaving source waits for the readers that it has.")] = 5.0,
     as_json: JsonOption = False,
     quiet: QuietOption = False,
 ) -> None:
@@ -91,7 +87,5 @@ async def _serve(
 def _cannot_listen(host: str, port: int, error: OSError) -> CommandError:
     where = format_address(host, port)
     if error.errno == errno.EADDRINUSE:
-        return CommandError(
-            "AddressInUse", f"{where} is in use: end the other program, or give another --port (0: any)"
-        )
+        return CommandError("AddressInUse", f"{where} is in use: end the other program, or give another --port (0: any)")
     return CommandError(type(error).__name__, f"cannot serve at {where}: {error.strerror or error}")

@@ -14,13 +14,13 @@ from typing import Protocol, assert_never
 import anyio
 import anyio.abc
 import anyio.to_thread
-import structlog
 
 from tensorhub.errors import StateError, TensorHubError
 from tensorhub.messages import FromWorker, Progress
 from tensorhub.runtime import clock
 from tensorhub.runtime.chunks import ChunkMemory
 from tensorhub.runtime.lanes import AllVerified, ChannelOpener, PullReport, PullRunner, SourceFailed
+from tensorhub.runtime.logs import get_logger
 from tensorhub.runtime.serving import SharedOwner
 from tensorhub.transport.memory import MappedRegions, RegisteredMemory
 from tensorhub.types import ContentId, FetchReport, HandleState, LeaseId, RegistrationId, VersionInfo
@@ -48,7 +48,7 @@ from tensorhub.worker.member import Member
 
 PROGRESS_S = 0.25  # how often a running fill tells the coordinator how far it is
 
-log = structlog.get_logger("tensorhub.worker")
+log = get_logger("tensorhub.worker")
 
 HookRequest = Callable[[VersionInfo], None]
 

@@ -15,7 +15,6 @@ from functools import partial
 import anyio
 import anyio.abc
 import anyio.to_thread
-import structlog
 from anyio.streams.memory import MemoryObjectReceiveStream, MemoryObjectSendStream
 
 from tensorhub.coordinator import (
@@ -39,13 +38,14 @@ from tensorhub.protocol.lost import ConnectionLost
 from tensorhub.protocol.secret import check_open_access
 from tensorhub.protocol.stream import MessageStream
 from tensorhub.runtime import clock
+from tensorhub.runtime.logs import get_logger
 from tensorhub.runtime.store import Store
 from tensorhub.types import Options, format_address
 
 OUTBOX_MESSAGES_MAX = 8192  # that a session may be behind; beyond, it is cut off
 HANDSHAKES_MAX = 256  # at a time; further connections wait in the kernel's queue
 
-log = structlog.get_logger("tensorhub.coordinator")
+log = get_logger("tensorhub.coordinator")
 
 
 @dataclass(slots=True)

@@ -18,7 +18,6 @@ from typing import Any, assert_never
 import anyio
 import anyio.abc
 import anyio.to_thread
-import structlog
 from anyio.streams.memory import MemoryObjectReceiveStream, MemoryObjectSendStream
 
 from tensorhub.errors import (
@@ -67,6 +66,7 @@ from tensorhub.runtime import clock
 from tensorhub.runtime.acceptor import ServeSettings, serve_readers
 from tensorhub.runtime.handle import Handle
 from tensorhub.runtime.lanes import ChannelOpener
+from tensorhub.runtime.logs import get_logger
 from tensorhub.runtime.serving import SharedOwner
 from tensorhub.runtime.tcp_channel import TcpTransport
 from tensorhub.transport import tcp
@@ -92,7 +92,7 @@ RECONNECT_S_FIRST = 0.05
 RECONNECT_S_MAX = 2.0
 CLOSE_S = 5.0  # for the last words of a worker that closes
 
-log = structlog.get_logger("tensorhub.worker")
+log = get_logger("tensorhub.worker")
 
 TRANSPORTS = Registry()
 TRANSPORTS.add("tcp", TcpTransport, place=90)
@@ -289,8 +289,9 @@ class Worker:
                         self._welcomed(message)
                         ready()
                     elif isinstance(message, Dismissed):
-                        log.warning("worker_dismissed", reason=message.reason)
-                        self._reincarnate()
+                        if not self._closing:
+                            log.warning("worker_dismissed", reason=message.reason)
+                            self._reincarnate()
                         break
                     else:
                         self._receive(message)
