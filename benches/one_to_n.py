@@ -179,9 +179,7 @@ def show(rows: list[dict[str, object]]) -> None:
         cells = [value for value in row.values() if isinstance(value, list)]
         texts = "".join(f"{f'{mid:.3f} [{low:.2f}-{high:.2f}]':>22}" for mid, low, high in cells)
         print(f"1 -> {row['receivers']:<2} {row['way']:<28}{texts}")
-    print(
-        "\nMedian [least-largest] of the rounds. A ratio is taken within each round; above 1 is faster than the baseline."
-    )
+    print("\nMedian [least-largest] of the rounds. A ratio is taken within each round; above 1 is faster.")
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -95,7 +95,7 @@ async def _worker(pipe: Connection, address: str, nbytes: int, name: str) -> Non
     torch.set_num_threads(1)
     memory = Memory(nbytes, random=name == "publisher")
     async with AsyncExitStack() as stack:
-        handles: dict[str, Any] = {}
+        handles: dict[str, tensorhub.Weights] = {}
         for model, integrity in (("digested", True), ("plain", False)):
             options = tensorhub.Options(integrity=integrity)
             connecting = tensorhub.connect(address, name=f"{name}-{model}", transports=("tcp",), options=options)
@@ -127,7 +127,7 @@ async def _cpu() -> float:
     return used.ru_utime + used.ru_stime
 
 
-def _commands(memory: "Memory", handles: dict[str, Any]) -> Commands:
+def _commands(memory: "Memory", handles: dict[str, tensorhub.Weights]) -> Commands:
     async def publish(model: str, version: int) -> None:
         await handles[model].publish(version)
 

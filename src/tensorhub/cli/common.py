@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Annotated, NoReturn
 
 import anyio
+import structlog
 import typer
 from anyio.abc import TaskStatus
 
@@ -81,8 +82,17 @@ def read_token(path: Path | None) -> str | None:
     return token
 
 
-def run(body: Callable[[], Awaitable[int]]) -> NoReturn:
+def logs_to_stderr(level: str) -> None:
+    """The library's events of this level and above go to stderr: stdout is for results."""
+    structlog.configure(
+        wrapper_class=structlog.make_filtering_bound_logger(level),
+        logger_factory=structlog.PrintLoggerFactory(sys.stderr),
+    )
+
+
+def run(body: Callable[[], Awaitable[int]], *, logs: str = "warning") -> NoReturn:
     """Run `body` until it returns its exit code, fails or is ended by SIGINT or SIGTERM; then leave the command."""
+    logs_to_stderr(logs)
     try:
         code = anyio.run(_until_signal, body)
     except KeyboardInterrupt:  # before the signal handlers were there

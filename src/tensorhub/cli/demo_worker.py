@@ -22,6 +22,7 @@ import sys
 import threading
 import time
 from collections.abc import Mapping
+from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
@@ -30,7 +31,7 @@ import anyio
 import anyio.to_thread
 
 import tensorhub
-from tensorhub.cli.common import leaf_of
+from tensorhub.cli.common import leaf_of, logs_to_stderr
 from tensorhub.cli.safetensors_header import allocate, read_header
 from tensorhub.errors import TensorHubError
 from tensorhub.types import FetchReport, VersionInfo
@@ -78,7 +79,7 @@ class Settings:
         parser.add_argument("--op-timeout-s", type=float, default=60.0)
         return cls(**vars(parser.parse_args(arguments)))
 
-    def connect(self) -> Any:  # an async context manager of a Hub
+    def connect(self) -> AbstractAsyncContextManager[tensorhub.Hub]:
         options = tensorhub.Options(op_timeout_s=self.op_timeout_s)
         return tensorhub.connect(self.address, name=self.name, transports=("tcp",), options=options)
 
@@ -201,7 +202,9 @@ async def roll_out(settings: Settings, wire: Wire, model: Model) -> None:
             tasks.cancel_scope.cancel()
 
 
-async def _follow(hub: Any, weights: Any, model: Model, tensors: dict[str, torch.Tensor], wire: Wire) -> None:
+async def _follow(
+    hub: tensorhub.Hub, weights: tensorhub.Weights, model: Model, tensors: dict[str, torch.Tensor], wire: Wire
+) -> None:
     held = -1
     async for newest in hub.watch(MODEL):
         if newest.version <= held:
@@ -219,7 +222,7 @@ async def _follow(hub: Any, weights: Any, model: Model, tensors: dict[str, torch
         )
 
 
-async def _update(weights: Any, wire: Wire) -> tuple[FetchReport, float, int]:
+async def _update(weights: tensorhub.Weights, wire: Wire) -> tuple[FetchReport, float, int]:
     """Take the newest version: the report, the seconds in which the weights were of no use, and the attempts.
 
     An error that a retry may cure is retried: a version that is superseded while it moves is gone, its successor is
@@ -233,7 +236,7 @@ async def _update(weights: Any, wire: Wire) -> tuple[FetchReport, float, int]:
 
     for attempt in range(1, ATTEMPTS_MAX + 1):
         try:
-            report: FetchReport = await weights.update("latest", before_write=pause)
+            report = await weights.update("latest", before_write=pause)
         except TensorHubError as error:
             if not error.retryable or attempt == ATTEMPTS_MAX:
                 raise
@@ -272,6 +275,7 @@ def plain(report: FetchReport) -> dict[str, object]:
 def main() -> int:
     settings = Settings.parse()
     wire = Wire()
+    logs_to_stderr("warning")
     try:
         example, model = load_model(settings)
     except ModuleNotFoundError as error:

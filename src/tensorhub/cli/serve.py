@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import json
 import signal
 import sys
@@ -25,18 +24,22 @@ from tensorhub.cli.common import (
     usage,
 )
 from tensorhub.errors import StateError
-from tensorhub.types import Options, format_address
+from tensorhub.types import Options
 
 
 def serve(
-    host: Annotated[str, typer.Option(help="The address to listen on; beyond loopback only with a secret.")] = ("127.0.0.1"),
+    host: Annotated[str, typer.Option(help="The address to listen on; beyond loopback only with a secret.")] = (
+        "127.0.0.1"
+    ),
     port: Annotated[int, typer.Option(min=0, max=65_535, help="The port; 0 picks a free one.")] = 0,
     state_dir: Annotated[
         Path | None, typer.Option(file_okay=False, help="Where marks and retention outlive a restart.")
     ] = None,
     token_file: TokenFileOption = None,
     lease_s: Annotated[float, typer.Option(help="A worker unheard of for this long is lost.")] = 10.0,
-    drain_grace_s: Annotated[float, typer.Option(help="How long a leaving source waits for the readers that it has.")] = 5.0,
+    drain_grace_s: Annotated[
+        float, typer.Option(help="How long a leaving source waits for the readers that it has.")
+    ] = 5.0,
     as_json: JsonOption = False,
     quiet: QuietOption = False,
 ) -> None:
@@ -52,7 +55,7 @@ def serve(
     except CommandError as error:
         raise typer.Exit(report(error)) from None
     try:
-        run(body)
+        run(body, logs="warning" if quiet else "info")
     except typer.Exit as ended:
         raise typer.Exit(0 if ended.exit_code == 128 + signal.SIGTERM else ended.exit_code) from None
 
@@ -73,19 +76,9 @@ async def _serve(
     as_json: bool,
     quiet: bool,
 ) -> int:
-    try:
-        async with tensorhub.serve(host, port, token=token, state_dir=state_dir, options=options) as coordinator:
-            print(json.dumps({"address": coordinator.address}) if as_json else coordinator.address, flush=True)
-            if not quiet and not as_json:
-                print("the coordinator is up; Ctrl-C stops it", file=sys.stderr, flush=True)
-            await anyio.sleep_forever()
-    except OSError as error:
-        raise _cannot_listen(host, port, error) from error
+    async with tensorhub.serve(host, port, token=token, state_dir=state_dir, options=options) as coordinator:
+        print(json.dumps({"address": coordinator.address}) if as_json else coordinator.address, flush=True)
+        if not quiet and not as_json:
+            print("the coordinator is up; Ctrl-C stops it", file=sys.stderr, flush=True)
+        await anyio.sleep_forever()
     return 0
-
-
-def _cannot_listen(host: str, port: int, error: OSError) -> CommandError:
-    where = format_address(host, port)
-    if error.errno == errno.EADDRINUSE:
-        return CommandError("AddressInUse", f"{where} is in use: end the other program, or give another --port (0: any)")
-    return CommandError(type(error).__name__, f"cannot serve at {where}: {error.strerror or error}")
