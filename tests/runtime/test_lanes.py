@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+import os
+import threading
+
 import anyio
+import anyio.to_thread
 import pytest
-from data_rig import CHUNKS, CONTENT, SIZES, Node, Proxy, finish, manifest_of, next_event, serving, until
+from data_rig import CHUNKS, SECRET, SIZES, Node, Proxy, finish, manifest_of, next_event, serving, until
 
 from tensorhub.manifest import Digest
+from tensorhub.messages import ChunksFollow
+from tensorhub.protocol.blocking import BlockingConnection
+from tensorhub.protocol.codec import FROM_READER
+from tensorhub.protocol.handshake import NONCE_BYTES, ServerHandshake
 from tensorhub.runtime.lanes import SourceFailed
-from tensorhub.transport.base import ReadFailure
 from tensorhub.types import ContentId, Incarnation, LeaseId, RegistrationId
 
 pytestmark = pytest.mark.anyio
@@ -270,6 +277,35 @@ async def test_a_fault_inside_a_lane_ends_the_runner_and_every_other_lane() -> N
         assert caught.group_contains(ZeroDivisionError)
 
 
-async def test_a_failed_channel_says_why() -> None:
-    assert str(ReadFailure("lost", "gone")) == "lost: gone"
-    assert CONTENT == "content-1"
+@pytest.mark.parametrize(
+    ("request_number", "chunks"),
+    [(0, ((5, 0),)), (0, ((0, 0), (0, 0))), (0, ()), (9, ((0, 0),)), (1, ((0, 0),))],
+)
+async def test_a_source_that_sends_what_was_not_asked_for_writes_nothing(
+    request_number: int, chunks: tuple[tuple[int, int], ...]
+) -> None:
+    manifest = manifest_of(digest="none")
+    a, b = Node("a", manifest, filled=True), Node("b", manifest, filled=False)
+
+    def misbehave() -> None:
+        a.listener.setblocking(True)
+        with BlockingConnection(a.listener.accept()[0], stall_timeout_s=30) as connection:
+            connection.handshake(
+                ServerHandshake("owner", a.incarnation, [SECRET], os.urandom(NONCE_BYTES)), 30
+            )
+            connection.receive(FROM_READER)
+            payload = [a.memory.buffer(chunk) for chunk, _ in chunks]
+            connection.send_with_payload(ChunksFollow(request_number, chunks), payload)
+            connection.receive(FROM_READER)
+
+    source = threading.Thread(target=misbehave)
+    source.start()
+    async with b.runner(batch_bytes=1) as runner:
+        runner.add_source(a.grant())
+        failed = await next_event(runner)
+        assert isinstance(failed, SourceFailed)
+        assert failed.reason == "lost"
+    await anyio.to_thread.run_sync(source.join)
+    a.listener.close()
+    b.listener.close()
+    assert not any(map(any, b.arrays))

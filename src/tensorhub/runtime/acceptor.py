@@ -10,6 +10,7 @@ import errno
 import logging
 import os
 import socket
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -22,6 +23,7 @@ from tensorhub.protocol.blocking import BlockingConnection
 from tensorhub.protocol.codec import FROM_READER
 from tensorhub.protocol.handshake import NONCE_BYTES, ServerHandshake
 from tensorhub.protocol.lost import ConnectionLost
+from tensorhub.runtime.chunks import is_gil_contended
 from tensorhub.runtime.serving import Lane, SharedOwner
 from tensorhub.transport import tcp
 from tensorhub.types import ContentId, Incarnation, RegistrationId
@@ -144,11 +146,15 @@ def _answer(read: Read, lane: Lane, connection: BlockingConnection, owner: Share
         with owner.access(*right, wanted, bytes_max, patience_s) as answer:
             if isinstance(answer, tuple):
                 access, memory = answer
+                started = time.perf_counter()
                 chunks = tuple(owner.digests_of(access, memory))
+                digest_s = time.perf_counter() - started
                 buffers = [memory.buffer(chunk) for chunk in access.chunks]
                 connection.send_with_payload(ChunksFollow(read.request, chunks), buffers)
                 wanted = access.rest
-                bytes_max = FIRST_SEND_BYTES if None in access.digests and memory.is_digested else SEND_BYTES
+                is_first = None in access.digests and memory.is_digested
+                if not is_first or is_gil_contended(sum(map(len, buffers)), digest_s):
+                    bytes_max = SEND_BYTES
         if isinstance(answer, Wait):
             connection.send(StillWaiting(read.request))
         elif isinstance(answer, Refusal):
