@@ -290,9 +290,7 @@ async def test_a_source_that_sends_what_was_not_asked_for_writes_nothing(
     def misbehave() -> None:
         a.listener.setblocking(True)
         with BlockingConnection(a.listener.accept()[0], stall_timeout_s=30) as connection:
-            connection.handshake(
-                ServerHandshake("owner", a.incarnation, [SECRET], os.urandom(NONCE_BYTES)), 30
-            )
+            connection.handshake(ServerHandshake("owner", a.incarnation, [SECRET], os.urandom(NONCE_BYTES)), 30)
             connection.receive(FROM_READER)
             payload = [a.memory.buffer(chunk) for chunk, _ in chunks]
             connection.send_with_payload(ChunksFollow(request_number, chunks), payload)

@@ -28,18 +28,14 @@ from tensorhub.types import Options
 
 
 def serve(
-    host: Annotated[str, typer.Option(help="The address to listen on; beyond loopback only with a secret.")] = (
-        "127.0.0.1"
-    ),
+    host: Annotated[str, typer.Option(help="The address to listen on; beyond loopback only with a secret.")] = ("127.0.0.1"),
     port: Annotated[int, typer.Option(min=0, max=65_535, help="The port; 0 picks a free one.")] = 0,
     state_dir: Annotated[
         Path | None, typer.Option(file_okay=False, help="Where marks and retention outlive a restart.")
     ] = None,
     token_file: TokenFileOption = None,
     lease_s: Annotated[float, typer.Option(help="A worker unheard of for this long is lost.")] = 10.0,
-    drain_grace_s: Annotated[
-        float, typer.Option(help="How long a leaving source waits for the readers that it has.")
-    ] = 5.0,
+    drain_grace_s: Annotated[float, typer.Option(help="How long a leaving source waits for the readers that it has.")] = 5.0,
     as_json: JsonOption = False,
     quiet: QuietOption = False,
 ) -> None:

@@ -8,7 +8,6 @@ import xxhash
 
 from tensorhub.manifest import Manifest
 
-
 DIGEST_BYTES_PER_S = 4 * 2**30  # less than any CPU of the last ten years manages
 SLACK_S = 0.002
 

@@ -36,9 +36,7 @@ from tensorhub.transport.base import Arrival, Channel, Cutter, Destination, Read
 from tensorhub.types import LeaseId, RegistrationId, SourceReport
 
 BATCH_BYTES = 64 * 2**20  # of one request
-CACHED_BYTES = (
-    4 * 2**20
-)  # received by one call and then digested, out of the cache, while the source goes on sending
+CACHED_BYTES = 4 * 2**20  # received by one call and then digested, out of the cache, while the source goes on sending
 BATCHES_OPEN = 2  # of one lane: the next is asked for before the last has arrived
 LANES_MAX = 64
 

@@ -68,9 +68,7 @@ class TcpChannel:
         self._destination = destination
         self._cutter = cutter
         self._next_request = 0
-        self._asked: dict[
-            int, set[int]
-        ] = {}  # request -> its chunks that were not announced yet; never empty
+        self._asked: dict[int, set[int]] = {}  # request -> its chunks that were not announced yet; never empty
         self._coming: deque[tuple[int, int]] = deque()  # announced by the present frame, and not received yet
 
     def __repr__(self) -> str:

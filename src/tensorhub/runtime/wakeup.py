@@ -33,9 +33,7 @@ class Wakeup:
             if self._pending:
                 return
             self._pending = True
-        with contextlib.suppress(
-            RuntimeError
-        ):  # asyncio: the loop is closed; trio.RunFinishedError is one, too
+        with contextlib.suppress(RuntimeError):  # asyncio: the loop is closed; trio.RunFinishedError is one, too
             self._call_soon(self._fire)
 
     def _fire(self) -> None:
