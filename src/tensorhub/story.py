@@ -24,10 +24,7 @@ class Story:
         self._events.append(event)
 
     def __str__(self) -> str:
-        return (
-            "; ".join(" ".join(str(word) for word in event) for event in self._events)
-            or "nothing happened yet"
-        )
+        return "; ".join(" ".join(str(word) for word in event) for event in self._events) or "nothing happened yet"
 
 
 class IllegalStep(RuntimeError):

@@ -40,13 +40,8 @@ CHUNKS = 11
 WAIT_S = 30.0  # nothing here takes so long unless it hangs
 
 
-def manifest_of(
-    sizes: tuple[int, ...] = SIZES, digest: Digest = "xxh3-64", chunk_bytes: int = CHUNK_BYTES
-) -> Manifest:
-    tensors = [
-        TensorDescription(f"t{index}", "uint8", (size,), (index + 1) << 40, size)
-        for index, size in enumerate(sizes)
-    ]
+def manifest_of(sizes: tuple[int, ...] = SIZES, digest: Digest = "xxh3-64", chunk_bytes: int = CHUNK_BYTES) -> Manifest:
+    tensors = [TensorDescription(f"t{index}", "uint8", (size,), (index + 1) << 40, size) for index, size in enumerate(sizes)]
     return build_manifest(tensors, chunk_bytes, digest)
 
 
@@ -69,8 +64,7 @@ class Node:
         self.manifest = manifest
         source = random.Random(0)
         self.arrays = [
-            bytearray(source.randbytes(region.nbytes) if filled else region.nbytes)
-            for region in manifest.regions
+            bytearray(source.randbytes(region.nbytes) if filled else region.nbytes) for region in manifest.regions
         ]
         self.memory = ChunkMemory(manifest, [memoryview(array) for array in self.arrays])
         self.owner = owner or SharedOwner(fence_grace_s=0.05)
@@ -89,9 +83,7 @@ class Node:
         with self.owner.access(None, self.registration, self.generation, CONTENT, [chunk], 1, 0.0) as answer:
             return isinstance(answer, tuple)
 
-    def grant(
-        self, lease: str = "", *, address: str | None = None, complete: bool = True, **changes: object
-    ) -> Grant:
+    def grant(self, lease: str = "", *, address: str | None = None, complete: bool = True, **changes: object) -> Grant:
         fields: dict[str, object] = {
             "lease": lease or f"from-{self.name}",
             "source": self.name,

@@ -5,12 +5,18 @@ from typing import Annotated
 import typer
 
 import tensorhub
+from tensorhub.cli.common import EXIT_CODES
+from tensorhub.cli.demo import demo
+from tensorhub.cli.serve import serve
+from tensorhub.cli.status import status
 
 app = typer.Typer(
     name="tensorhub",
     help="Fetch model weights from the memory of the workers that hold them.",
+    epilog=EXIT_CODES,
     no_args_is_help=True,
     add_completion=False,
+    pretty_exceptions_enable=False,  # its tracebacks print local variables, the secret among them
 )
 
 
@@ -28,3 +34,7 @@ def _root(
     ] = False,
 ) -> None:
     """Fetch model weights from the memory of the workers that hold them."""
+
+
+for _command in (serve, demo, status):
+    app.command(epilog=EXIT_CODES)(_command)

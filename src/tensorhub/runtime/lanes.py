@@ -28,14 +28,15 @@ import anyio.to_thread
 from anyio.abc import TaskGroup
 
 from tensorhub.messages import Grant
-from tensorhub.runtime.chunks import ChunkMemory
+from tensorhub.runtime.chunks import ChunkMemory, is_gil_contended
 from tensorhub.runtime.serving import SharedOwner
 from tensorhub.runtime.wakeup import Wakeup
 from tensorhub.scheduler.pull import Pull
 from tensorhub.transport.base import Arrival, Channel, Cutter, Destination, ReadFailure, Reason
 from tensorhub.types import LeaseId, RegistrationId, SourceReport
 
-BATCH_BYTES = 32 * 2**20  # of one request
+BATCH_BYTES = 64 * 2**20  # of one request
+CACHED_BYTES = 4 * 2**20  # received by one call and then digested, out of the cache, while the source goes on sending
 BATCHES_OPEN = 2  # of one lane: the next is asked for before the last has arrived
 LANES_MAX = 64
 
@@ -84,12 +85,11 @@ class _Lane:
     outcome: str = "reading"  # then "used", "dropped", or why it failed
     started: float = 0.0
     seconds: float = 0.0
+    receive_bytes: int = CACHED_BYTES  # BATCH_BYTES where small calls do not pay
     wait_s: float = 0.0
     transfer_s: float = 0.0
     verify_s: float = 0.0
-    asked: list[set[int]] = field(
-        default_factory=list
-    )  # of each open batch, what has not arrived; none is empty
+    asked: list[set[int]] = field(default_factory=list)  # of each open batch, what has not arrived; none is empty
 
 
 class PullRunner:
@@ -117,9 +117,7 @@ class PullRunner:
         self._generation = generation
         self._open_channel = open_channel
         self._batch_bytes = batch_bytes
-        self._changed = (
-            threading.Condition()
-        )  # guards the pull, the events and `_is_over`; notified when they change
+        self._changed = threading.Condition()  # guards the pull, the events and `_is_over`; notified when they change
         self._pull = Pull(memory.sizes, verified)
         self._events: deque[PullEvent] = deque()  # one per lane at most, and the last one
         self._is_over = self._pull.done  # no lane asks for anything more
@@ -248,7 +246,7 @@ class PullRunner:
                 channel.submit(batch)
             if not lane.asked:
                 return
-            self._settle(lane, channel.receive())
+            self._settle(lane, channel.receive(lane.receive_bytes))
 
     def _take(self, lane: _Lane) -> list[tuple[int, ...]]:
         """Batches to ask for now: a second one before the first has arrived. Waits if the lane has nothing to do."""
@@ -276,7 +274,11 @@ class PullRunner:
                 bad.append(chunk)
             else:
                 good.append((chunk, digest))
-        lane.verify_s += time.perf_counter() - started
+        seconds = time.perf_counter() - started
+        lane.verify_s += seconds
+        arrived_bytes = sum(self._memory.sizes[chunk] for chunk, _ in arrival.chunks)
+        is_large = not self._memory.is_digested or is_gil_contended(arrived_bytes, seconds)
+        lane.receive_bytes = BATCH_BYTES if is_large else CACHED_BYTES
         lane.wait_s += arrival.wait_s
         lane.transfer_s += arrival.transfer_s
         arrived = {chunk for chunk, _ in arrival.chunks}

@@ -72,9 +72,7 @@ class SharedOwner:
     ) -> None:
         """Let readers in: to all of it, or (complete False) to what `mark_available` names from now on."""
         with self._changed:
-            self._owner.open(
-                registration, generation, content_id, memory.sizes, complete=complete, digests=digests
-            )
+            self._owner.open(registration, generation, content_id, memory.sizes, complete=complete, digests=digests)
             self._memory[registration] = memory
             self._changed.notify_all()
 
@@ -159,13 +157,14 @@ class SharedOwner:
         """The access' chunks with their digests (0: the manifest wants none); missing ones are made and kept."""
         named: list[tuple[int, int]] = []
         for chunk, digest in zip(access.chunks, access.digests, strict=True):
-            if digest is None:
-                made = memory.digest(chunk)
-                with self._changed:
-                    kept = self._owner.set_digest(access.registration, access.generation, chunk, made)
-                digest = made if kept is None else kept
-            named.append((chunk, digest))
+            named.append((chunk, self._make_digest(access, chunk, memory) if digest is None else digest))
         return named
+
+    def _make_digest(self, access: Access, chunk: int, memory: ChunkMemory) -> int:
+        made = memory.digest(chunk)
+        with self._changed:
+            kept = self._owner.set_digest(access.registration, access.generation, chunk, made)
+        return made if kept is None else kept
 
     # -------------------------------------------------------------------------------------------------- the fence
 
@@ -184,9 +183,7 @@ class SharedOwner:
                 if lane is not None and self._owner.is_access_to(access, registration):
                     self._stop(lane)
             if not self._changed.wait_for(lambda: self._owner.is_quiet(registration), timeout_s):
-                raise DrainTimeout(
-                    f"{registration} is still being read after {timeout_s:g} s: do not write it"
-                )
+                raise DrainTimeout(f"{registration} is still being read after {timeout_s:g} s: do not write it")
 
     async def fence_async(self, registration: RegistrationId, timeout_s: float = FENCE_TIMEOUT_S) -> None:
         """As `fence`, for a task. It cannot be cancelled in between: memory is fenced, or it is not."""

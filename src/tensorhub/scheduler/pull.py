@@ -68,9 +68,7 @@ class Pull:
         for chunk in verified:
             self._states[chunk] = _VERIFIED
         self._lowest = 0  # no chunk below this is wanted
-        self._unverified = len(sizes) - self._states.count(
-            _VERIFIED
-        )  # always the number of chunks not verified
+        self._unverified = len(sizes) - self._states.count(_VERIFIED)  # always the number of chunks not verified
         self.bytes_read = 0  # always the sum over sources, ended ones included
         self.reread_bytes = 0  # the part of it that had been verified before; G8 keeps it 0
         self.retries = 0  # chunks that had to be asked for again
@@ -199,9 +197,7 @@ class Pull:
         sound = (
             len(held) == len(set(held)) == self._states.count(_IN_FLIGHT)
             and all(self._states[chunk] == _IN_FLIGHT for chunk in held)
-            and not any(
-                source.in_flight for source in self._sources.values() if source.state is SourceState.ENDED
-            )
+            and not any(source.in_flight for source in self._sources.values() if source.state is SourceState.ENDED)
             and self._states.find(_WANTED_BYTE, 0, self._lowest) == -1
             and self._unverified == len(self._sizes) - self._states.count(_VERIFIED)
             and self.bytes_read == sum(source.bytes_read for source in self._sources.values())

@@ -4,7 +4,7 @@ A *channel* is one reader's way to one source under one read lease. One blocking
 
     channel = transport.open(...)        connect, prove who is who
     channel.submit(chunks)               ask; several batches may be submitted before the first has arrived
-    channel.receive()                    block until some of them are in the destination; in any order
+    channel.receive(n)                   block until some of them are in the destination; in any order
     channel.close()                      always, from the lane's own thread
 
 Semantics that every transport keeps:
@@ -75,8 +75,8 @@ class Channel(Protocol):
     def submit(self, chunks: Sequence[int]) -> None:
         """Ask for these chunks (ascending, 1 to 1024 of them). Does not wait for them."""
 
-    def receive(self) -> Arrival:
-        """Wait for some of the submitted chunks. Raises ReadFailure."""
+    def receive(self, bytes_max: int) -> Arrival:
+        """Wait for some of the submitted chunks: one at least, and beyond it no more than `bytes_max`."""
 
     def close(self) -> None:
         """Release everything. Nothing writes into the destination afterwards."""

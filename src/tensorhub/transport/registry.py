@@ -73,9 +73,7 @@ class Registry:
         if factory is None:
             point = _entry_points().get(name)
             if point is None:
-                raise TransportUnavailable(
-                    f"there is no transport {name!r}; there are {', '.join(self.names())}"
-                )
+                raise TransportUnavailable(f"there is no transport {name!r}; there are {', '.join(self.names())}")
             factory = _load(point)
         return factory(local)
 
@@ -88,7 +86,5 @@ def _load(point: EntryPoint) -> TransportFactory:
     try:
         factory: TransportFactory = point.load()
     except Exception as error:
-        raise TransportUnavailable(
-            f"transport {point.name!r} ({point.value}) cannot be loaded: {error}"
-        ) from error
+        raise TransportUnavailable(f"transport {point.name!r} ({point.value}) cannot be loaded: {error}") from error
     return factory

@@ -24,9 +24,7 @@ from tensorhub.types import format_address, parse_address
 
 BACKLOG = 128
 LOCAL_CONGESTION_CONTROL = b"reno"
-LOCAL_BUFFER_BYTES = (
-    4 * 2**20
-)  # see benches/one_to_one.py; elsewhere the kernel's own tuning follows the path
+LOCAL_BUFFER_BYTES = 4 * 2**20  # see benches/one_to_one.py; elsewhere the kernel's own tuning follows the path
 KEEPALIVE_IDLE_S = 15
 KEEPALIVE_INTERVAL_S = 5
 KEEPALIVE_PROBES = 3
@@ -78,9 +76,7 @@ def connect(address: str, timeout_s: float, cutter: Cutter) -> socket.socket:
     raise ReadFailure("unreachable", f"{address}: {reason}")
 
 
-def _connect_one(
-    connection: socket.socket, target: tuple[object, ...], deadline: float, cutter: Cutter
-) -> socket.socket:
+def _connect_one(connection: socket.socket, target: tuple[object, ...], deadline: float, cutter: Cutter) -> socket.socket:
     try:
         connection.setblocking(False)
         code = connection.connect_ex(target)

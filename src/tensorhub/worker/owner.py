@@ -157,9 +157,7 @@ class Owner:
         holding.story.tell("completed", generation)
         return True
 
-    def set_digest(
-        self, registration: RegistrationId, generation: int, chunk: int, digest: int
-    ) -> int | None:
+    def set_digest(self, registration: RegistrationId, generation: int, chunk: int, digest: int) -> int | None:
         """Remember a chunk's digest; the first one counts. Returns the one that counts, None for an older generation."""
         holding = self._at(registration, generation)
         if holding is None:
@@ -186,9 +184,7 @@ class Owner:
 
     def _at(self, registration: RegistrationId, generation: int) -> _Holding | None:
         holding = self._holdings.get(registration)
-        return (
-            holding if holding is not None and holding.is_open and holding.generation == generation else None
-        )
+        return holding if holding is not None and holding.is_open and holding.generation == generation else None
 
     # --------------------------------------------------------------------------------------------------- accesses
 
@@ -210,9 +206,7 @@ class Owner:
         if holding.content_id and holding.content_id != content_id:
             return Refusal("the memory holds another content")
         if not wanted or min(wanted) < 0 or max(wanted) >= len(holding.sizes):
-            return Refusal(
-                f"the content has chunks 0 to {len(holding.sizes) - 1}, and others (or none) are asked for"
-            )
+            return Refusal(f"the content has chunks 0 to {len(holding.sizes) - 1}, and others (or none) are asked for")
         chunks, rest = _readable(holding, wanted, bytes_max)
         if not chunks:
             return _WAIT
@@ -226,9 +220,7 @@ class Owner:
         """The access no longer touches the memory."""
         holding = self._holdings[access.registration]
         if self._running.pop(access.number, None) is None:
-            raise IllegalStep(
-                f"access {access.number} to {access.registration} has ended before", holding.story
-            )
+            raise IllegalStep(f"access {access.number} to {access.registration} has ended before", holding.story)
         holding.accesses -= 1
 
     def is_quiet(self, registration: RegistrationId) -> bool:

@@ -1,0 +1,224 @@
+"""The processes of a benchmark: a coordinator, a publisher, receivers; each does what its pipe says and answers.
+
+Every process ends when its pipe does, so that none outlives the benchmark.
+"""
+
+import ctypes
+import hashlib
+import multiprocessing
+import resource
+import sys
+import time
+from collections.abc import Awaitable, Callable
+from contextlib import AsyncExitStack
+from functools import partial
+from multiprocessing.connection import Connection
+from typing import Any
+
+import anyio
+import anyio.to_thread
+import torch
+
+import tensorhub
+from benches import bare
+
+REPLY_S = 180.0
+TINY_BYTES_MAX = 8192
+
+Command = Callable[..., Awaitable[object]]
+Commands = dict[str, Command]
+
+
+class Remote:
+    """A process, as the benchmark sees it."""
+
+    def __init__(self, name: str, target: Callable[..., None], *arguments: object) -> None:
+        context = multiprocessing.get_context("spawn")
+        self.name = name
+        self._pipe, theirs = context.Pipe()
+        self._process = context.Process(target=target, args=(theirs, *arguments), name=name, daemon=True)
+        self._process.start()
+        theirs.close()
+
+    def __repr__(self) -> str:
+        return f"<Remote {self.name}: {'alive' if self._process.is_alive() else 'ended'}>"
+
+    def tell(self, command: str, *arguments: object) -> None:
+        self._pipe.send((command, *arguments))
+
+    def hear(self) -> Any:
+        """The answer to the oldest unanswered command; RuntimeError if it is an error, or does not come."""
+        if not self._pipe.poll(REPLY_S):
+            raise RuntimeError(f"{self.name} has not answered for {REPLY_S:g} s")
+        try:
+            good, answer = self._pipe.recv()
+        except EOFError:
+            raise RuntimeError(f"{self.name} ended; its reason is above") from None
+        if not good:
+            raise RuntimeError(f"{self.name}: {answer}")
+        return answer
+
+    def ask(self, command: str, *arguments: object) -> Any:
+        self.tell(command, *arguments)
+        return self.hear()
+
+    def end(self) -> None:
+        self._pipe.close()
+        self._process.join(20)
+        if self._process.is_alive():
+            self._process.kill()
+            self._process.join()
+
+
+# ----------------------------------------------------------------------------------------------- inside the processes
+
+
+def coordinator_main(pipe: Connection) -> None:
+    anyio.run(_coordinator, pipe)
+
+
+def publisher_main(pipe: Connection, address: str, nbytes: int) -> None:
+    anyio.run(_worker, pipe, address, nbytes, "publisher")
+
+
+def receiver_main(pipe: Connection, address: str, nbytes: int, name: str) -> None:
+    anyio.run(_worker, pipe, address, nbytes, name)
+
+
+async def _coordinator(pipe: Connection) -> None:
+    async with tensorhub.serve() as coordinator:
+        pipe.send((True, coordinator.address))
+        await _obey(pipe, {"cpu": _cpu})
+
+
+async def _worker(pipe: Connection, address: str, nbytes: int, name: str) -> None:
+    torch.set_num_threads(1)
+    memory = Memory(nbytes, random=name == "publisher")
+    async with AsyncExitStack() as stack:
+        handles: dict[str, tensorhub.Weights] = {}
+        for model, integrity in (("digested", True), ("plain", False)):
+            options = tensorhub.Options(integrity=integrity)
+            connecting = tensorhub.connect(address, name=f"{name}-{model}", transports=("tcp",), options=options)
+            hub = await stack.enter_async_context(connecting)
+            handles[model] = await hub.register(model, memory.tensors)
+        pipe.send((True, len(memory.tensors)))
+        await _obey(pipe, _commands(memory, handles))
+
+
+async def _obey(pipe: Connection, commands: Commands) -> None:
+    """Do and answer what comes, until the pipe ends."""
+    while True:
+        try:
+            command, *arguments = await anyio.to_thread.run_sync(pipe.recv)
+        except EOFError:
+            return
+        try:
+            answer = await commands[command](*arguments)
+        except Exception as error:
+            print(f"{command} failed: {error!r}", file=sys.stderr, flush=True)
+            pipe.send((False, repr(error)))
+        else:
+            pipe.send((True, answer))
+
+
+async def _cpu() -> float:
+    """CPU seconds of this process so far, of all its threads, in user and kernel mode."""
+    used = resource.getrusage(resource.RUSAGE_SELF)
+    return used.ru_utime + used.ru_stime
+
+
+def _commands(memory: "Memory", handles: dict[str, tensorhub.Weights]) -> Commands:
+    async def publish(model: str, version: int) -> None:
+        await handles[model].publish(version)
+
+    async def fetch(model: str, version: int) -> tuple[float, float]:
+        start = time.monotonic()
+        await handles[model].replicate(version)
+        return start, time.monotonic()
+
+    async def unpublish(model: str) -> None:
+        await handles[model].unpublish()
+
+    return {
+        "cpu": _cpu,
+        "publish": publish,
+        "fetch": fetch,
+        "unpublish": unpublish,
+        "change": _call(memory.change),
+        "clear": _call(memory.clear),
+        "sample": _call(memory.sample),
+        "sha256": _call(memory.sha256),
+        "listen": _call(memory.listen),
+        "send": _call(memory.send),
+        "receive": _call(memory.receive),
+    }
+
+
+def _call(function: Callable[..., object]) -> Command:
+    async def called(*arguments: object) -> object:
+        return await anyio.to_thread.run_sync(partial(function, *arguments))
+
+    return called
+
+
+def sizes(nbytes: int) -> list[int]:
+    """About 300 tensors, half of them tiny (1 to 8 KiB), the others of two sizes: bytes of each, in all `nbytes`."""
+    tiny = [1024 * (1 + number % 8) for number in range(150)]
+    assert max(tiny) <= TINY_BYTES_MAX
+    share = (nbytes - sum(tiny)) // 300 // 4096 * 4096
+    if share <= 0:
+        raise ValueError("too few bytes for 300 tensors: give at least 2 MiB")
+    big = [share if number % 2 else 3 * share for number in range(150)]
+    big[-1] += nbytes - sum(tiny) - sum(big)
+    return [size for pair in zip(big, tiny, strict=True) for size in pair]
+
+
+class Memory:
+    """The tensors of one process, in pages that have been touched."""
+
+    def __init__(self, nbytes: int, *, random: bool) -> None:
+        self.tensors: dict[str, torch.Tensor] = {}
+        for number, size in enumerate(sizes(nbytes)):
+            tensor = torch.empty(size // 4, dtype=torch.float32)
+            words = tensor.view(torch.int32)
+            words.random_() if random else words.fill_(1)
+            self.tensors[f"tensor.{number:03}"] = tensor
+        self._bytes = [tensor.view(torch.uint8) for tensor in self.tensors.values()]
+        self._views = [_view(tensor) for tensor in self.tensors.values()]
+        self._listener = bare.listen()
+
+    def change(self) -> None:
+        """Another content: one byte of every tensor is another."""
+        for raw in self._bytes:
+            raw[0] += 1
+
+    def clear(self) -> None:
+        for raw in self._bytes:
+            raw.zero_()
+
+    def sample(self) -> bytes:
+        """The byte of every tensor that `change` changes, and its last one."""
+        return bytes(view[at] for view in self._views for at in (0, -1))
+
+    def sha256(self) -> str:
+        total = hashlib.sha256()
+        for view in self._views:
+            total.update(view)
+        return total.hexdigest()
+
+    def listen(self) -> int:
+        """The port of the bare copy."""
+        return int(self._listener.getsockname()[1])
+
+    def send(self, receivers: int, digests: bool) -> None:
+        bare.send_all(self._listener, receivers, self._views, digests)
+
+    def receive(self, port: int, digests: bool) -> tuple[float, float]:
+        start = time.monotonic()
+        bare.receive_all(port, self._views, digests)
+        return start, time.monotonic()
+
+
+def _view(tensor: torch.Tensor) -> memoryview:
+    """The tensor's own bytes; valid while the tensor lives."""
+    return memoryview((ctypes.c_char * tensor.nbytes).from_address(tensor.data_ptr())).cast("B")

@@ -1,0 +1,153 @@
+"""What all commands share: exit codes, error lines, signals, the address and the secret.
+
+Exit codes: 0 it worked; 1 the operation failed; 2 what was given cannot be used; 128 + n ended by signal n (130 is
+Ctrl-C). An error is one line on stderr, `error: <kind>: <what happened, and what to do>`; stdout carries results only.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Annotated, NoReturn
+
+import anyio
+import structlog
+import typer
+from anyio.abc import TaskStatus
+
+from tensorhub.errors import StateError, TensorHubError
+from tensorhub.types import parse_address
+
+FAILED = 1
+USAGE = 2
+INTERRUPTED = 128 + signal.SIGINT
+
+EXIT_CODES = """\
+Exit codes: 0 it worked, 1 the operation failed, 2 what was given cannot be used, 130 Ctrl-C, 143 SIGTERM."""
+
+AddressOption = Annotated[
+    str | None,
+    typer.Option("--address", envvar="TENSORHUB_ADDRESS", metavar="tcp://HOST:PORT", help="Where the coordinator is."),
+]
+TokenFileOption = Annotated[
+    Path | None,
+    typer.Option(
+        metavar="FILE",
+        help="A file with the cluster's secret, instead of TENSORHUB_TOKEN in the environment.",
+    ),
+]
+JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON, and nothing else, on stdout.")]
+QuietOption = Annotated[bool, typer.Option("--quiet", "-q", help="Print results and errors only.")]
+
+
+class CommandError(Exception):
+    """A command cannot go on, for a reason that is not a TensorHubError: printed as one line, without a traceback."""
+
+    def __init__(self, kind: str, text: str, code: int = FAILED) -> None:
+        super().__init__(text)
+        self.kind = kind
+        self.code = code
+
+
+def usage(text: str) -> CommandError:
+    """What the user gave cannot be used; `text` says what to give instead."""
+    return CommandError("usage", text, USAGE)
+
+
+def check_address(address: str | None) -> str:
+    """The address that a command was given; a usage error if there is none or it is not one."""
+    if address is None:
+        raise usage("no coordinator to talk to: give --address tcp://HOST:PORT or set TENSORHUB_ADDRESS")
+    try:
+        parse_address(address)
+    except StateError as error:
+        raise usage(str(error)) from error
+    return address
+
+
+def read_token(path: Path | None) -> str | None:
+    """The secret in this file; None without a file: the library then looks where it always does."""
+    if path is None:
+        return None
+    try:
+        token = path.read_text(encoding="utf-8").strip()
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "not UTF-8 text"
+        raise usage(f"the token file {path} cannot be read: {reason}") from error
+    if not token:
+        raise usage(f"the token file {path} is empty: write the cluster's secret into it")
+    return token
+
+
+def logs_to_stderr(level: str) -> None:
+    """The library's events of this level and above go to stderr: stdout is for results."""
+    structlog.configure(
+        wrapper_class=structlog.make_filtering_bound_logger(level),
+        logger_factory=structlog.PrintLoggerFactory(sys.stderr),
+    )
+
+
+def run(body: Callable[[], Awaitable[int]], *, logs: str = "warning") -> NoReturn:
+    """Run `body` until it returns its exit code, fails or is ended by SIGINT or SIGTERM; then leave the command."""
+    logs_to_stderr(logs)
+    try:
+        code = anyio.run(_until_signal, body)
+    except KeyboardInterrupt:  # before the signal handlers were there
+        code = INTERRUPTED
+    except Exception as error:
+        code = report(error)
+    raise typer.Exit(code)
+
+
+def report(error: BaseException) -> int:
+    """Print an expected error as one line and return its exit code; raise anything else, a bug, again."""
+    leaf = leaf_of(error)
+    match leaf:
+        case CommandError():
+            kind, code = leaf.kind, leaf.code
+        case TensorHubError():
+            kind, code = type(leaf).__name__, FAILED
+        case _:
+            raise error
+    print(f"error: {kind}: {' '.join(str(leaf).split())}", file=sys.stderr, flush=True)
+    return code
+
+
+def leaf_of(error: BaseException) -> BaseException:
+    """The error itself; of what came out of a task group, the first expected error, else the first."""
+    if not isinstance(error, BaseExceptionGroup):
+        return error
+    leaves = [leaf_of(inner) for inner in error.exceptions]
+    return next((leaf for leaf in leaves if isinstance(leaf, CommandError | TensorHubError)), leaves[0])
+
+
+async def _until_signal(body: Callable[[], Awaitable[int]]) -> int:
+    """The code of `body`, or 128 + n if signal n cancelled it. A second signal ends the process without waiting."""
+    code = 0
+    failure: Exception | None = None
+    scope = anyio.CancelScope()
+
+    async def watch(*, task_status: TaskStatus[None]) -> None:
+        with anyio.open_signal_receiver(signal.SIGINT, signal.SIGTERM) as signals:
+            task_status.started()
+            async for number in signals:
+                if scope.cancel_called:
+                    os._exit(128 + number)
+                nonlocal code
+                code = 128 + number
+                scope.cancel()
+
+    async with anyio.create_task_group() as tasks:
+        await tasks.start(watch)
+        with scope:
+            try:
+                code = await body() or code
+            except Exception as error:
+                failure = error
+        tasks.cancel_scope.cancel()
+    if failure is not None and not scope.cancel_called:
+        raise failure
+    return code

@@ -1,0 +1,80 @@
+"""`tensorhub serve`: a coordinator in a process of its own."""
+
+from __future__ import annotations
+
+import json
+import signal
+import sys
+from functools import partial
+from pathlib import Path
+from typing import Annotated
+
+import anyio
+import typer
+
+import tensorhub
+from tensorhub.cli.common import (
+    CommandError,
+    JsonOption,
+    QuietOption,
+    TokenFileOption,
+    read_token,
+    report,
+    run,
+    usage,
+)
+from tensorhub.errors import StateError
+from tensorhub.types import Options
+
+
+def serve(
+    host: Annotated[str, typer.Option(help="The address to listen on; beyond loopback only with a secret.")] = ("127.0.0.1"),
+    port: Annotated[int, typer.Option(min=0, max=65_535, help="The port; 0 picks a free one.")] = 0,
+    state_dir: Annotated[
+        Path | None, typer.Option(file_okay=False, help="Where marks and retention outlive a restart.")
+    ] = None,
+    token_file: TokenFileOption = None,
+    lease_s: Annotated[float, typer.Option(help="A worker unheard of for this long is lost.")] = 10.0,
+    drain_grace_s: Annotated[float, typer.Option(help="How long a leaving source waits for the readers that it has.")] = 5.0,
+    as_json: JsonOption = False,
+    quiet: QuietOption = False,
+) -> None:
+    """Run a coordinator until Ctrl-C or SIGTERM.
+
+    Its address is the first line on stdout ({"address": ...} with --json). The secret comes from TENSORHUB_TOKEN or
+    --token-file; without one, access is open, and only on loopback. SIGTERM is the ordinary way to stop it: exit
+    code 0.
+    """
+    try:
+        options = _options(lease_s, drain_grace_s)
+        body = partial(_serve, host, port, state_dir, read_token(token_file), options, as_json, quiet)
+    except CommandError as error:
+        raise typer.Exit(report(error)) from None
+    try:
+        run(body, logs="warning" if quiet else "info")
+    except typer.Exit as ended:
+        raise typer.Exit(0 if ended.exit_code == 128 + signal.SIGTERM else ended.exit_code) from None
+
+
+def _options(lease_s: float, drain_grace_s: float) -> Options:
+    try:
+        return Options(lease_s=lease_s, drain_grace_s=drain_grace_s)
+    except StateError as error:
+        raise usage(str(error)) from error
+
+
+async def _serve(
+    host: str,
+    port: int,
+    state_dir: Path | None,
+    token: str | None,
+    options: Options,
+    as_json: bool,
+    quiet: bool,
+) -> int:
+    async with tensorhub.serve(host, port, token=token, state_dir=state_dir, options=options) as coordinator:
+        print(json.dumps({"address": coordinator.address}) if as_json else coordinator.address, flush=True)
+        if not quiet and not as_json:
+            print("the coordinator is up; Ctrl-C stops it", file=sys.stderr, flush=True)
+        await anyio.sleep_forever()
+    return 0

@@ -1,0 +1,37 @@
+"""The benchmark's arithmetic; and that it runs at all."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from benches import one_to_n
+from benches.one_to_n import BARE, WAYS, Figure, ratios, table
+from benches.workers import sizes
+
+
+def test_half_of_the_tensors_are_tiny_and_all_bytes_are_there() -> None:
+    for nbytes in (2**24, 2**30):
+        each = sizes(nbytes)
+        assert (len(each), sum(each)) == (300, nbytes)
+        assert sum(size <= 8192 for size in each) == 150
+        assert all(size % 4 == 0 for size in each)
+
+
+def test_a_ratio_compares_neighbours() -> None:
+    figures = [Figure(way.name, 1, number, 0.5 * number * (n + 1), 1.0) for number in (1, 2) for n, way in enumerate(WAYS)]
+    assert ratios(figures, WAYS[0], BARE, 1) == [4.0, 4.0]
+    row = table(figures, [1], 2**30)[0]
+    assert row["seconds"] == [0.75, 0.5, 1.0]
+    assert row["GiB/s"] == [1.5, 1.0, 2.0]
+    assert row["speed of bare"] == [4.0, 4.0, 4.0]
+
+
+def test_a_small_run(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("tensorhub.hub", exc_type=ImportError)
+    file = tmp_path / "figures.json"
+    arguments = ["--rounds", "1", "--mib", "4", "--receivers", "1", "2", "--json", str(file)]
+    assert one_to_n.main(arguments) == 0
+    assert "1 -> 2  TensorHub, integrity=False" in capfd.readouterr().out
+    written = json.loads(file.read_text())
+    assert len(written["rows"]) == len(written["figures"]) == 8

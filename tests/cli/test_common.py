@@ -1,0 +1,92 @@
+"""Exit codes, error lines, and what a signal does to a command."""
+
+import os
+import signal
+from pathlib import Path
+
+import anyio
+import pytest
+import typer
+
+from tensorhub.cli.common import FAILED, USAGE, CommandError, check_address, read_token, report, run, usage
+from tensorhub.errors import CoordinatorUnavailable, VersionConflict
+
+
+def exit_code(error: Exception | None = None, number: int | None = None) -> int:
+    async def body() -> int:
+        if number is not None:
+            os.kill(os.getpid(), number)
+            await anyio.sleep(30)
+        if error is not None:
+            raise error
+        return 0
+
+    with pytest.raises(typer.Exit) as ended:
+        run(body)
+    return ended.value.exit_code
+
+
+def test_exit_codes(capfd: pytest.CaptureFixture[str]) -> None:
+    assert exit_code() == 0
+    assert capfd.readouterr() == ("", "")
+    assert exit_code(VersionConflict("7 was\nused  already")) == FAILED
+    assert exit_code(usage("give a file")) == USAGE
+    assert exit_code(number=signal.SIGINT) == 130
+    assert exit_code(number=signal.SIGTERM) == 143
+    assert capfd.readouterr().err.splitlines() == [
+        "error: VersionConflict: 7 was used already",
+        "error: usage: give a file",
+    ]
+
+
+def test_an_expected_error_in_a_group_is_one_line(capfd: pytest.CaptureFixture[str]) -> None:
+    inner = ExceptionGroup("", [OSError("noise"), CoordinatorUnavailable("nobody there")])
+    assert report(ExceptionGroup("", [inner])) == FAILED
+    assert capfd.readouterr().err == "error: CoordinatorUnavailable: nobody there\n"
+
+
+def test_a_bug_keeps_its_traceback() -> None:
+    with pytest.raises(ZeroDivisionError):
+        report(ZeroDivisionError())
+    with pytest.raises(RuntimeError):
+        run(failing)
+
+
+async def failing() -> int:
+    raise RuntimeError("a bug")
+
+
+def test_what_cleaning_up_after_a_signal_raises_is_not_the_outcome() -> None:
+    async def body() -> int:
+        try:
+            os.kill(os.getpid(), signal.SIGTERM)
+            await anyio.sleep(30)
+        finally:
+            raise VersionConflict("on the way out")
+
+    with pytest.raises(typer.Exit) as ended:
+        run(body)
+    assert ended.value.exit_code == 143
+
+
+def test_addresses() -> None:
+    assert check_address("tcp://[::1]:80") == "tcp://[::1]:80"
+    with pytest.raises(CommandError, match="TENSORHUB_ADDRESS"):
+        check_address(None)
+    with pytest.raises(CommandError, match="give tcp://HOST:PORT"):
+        check_address("http://here")
+
+
+def test_token_files(tmp_path: Path) -> None:
+    file = tmp_path / "token"
+    assert read_token(None) is None
+    file.write_text(" secret\n")
+    assert read_token(file) == "secret"
+    file.write_text("\n")
+    with pytest.raises(CommandError, match="is empty"):
+        read_token(file)
+    file.write_bytes(b"\xff")
+    with pytest.raises(CommandError, match="not UTF-8"):
+        read_token(file)
+    with pytest.raises(CommandError, match="No such file"):
+        read_token(tmp_path / "gone")

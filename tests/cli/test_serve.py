@@ -1,0 +1,58 @@
+"""`tensorhub serve`, as a process."""
+
+import json
+import signal
+import socket
+
+import pytest
+
+from tests.cli.processes import children, line_with, run, started
+
+pytest.importorskip("tensorhub.hub", exc_type=ImportError)
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 0)])
+def test_serves_until_it_is_told_to_stop(number: signal.Signals, code: int) -> None:
+    with started("serve", "--json") as process:
+        address = json.loads(line_with("address", process.stdout))["address"]
+        host, port = address.removeprefix("tcp://").split(":")
+        assert host == "127.0.0.1"
+        with socket.create_connection((host, int(port)), timeout=10):
+            pass
+        assert children(process.pid) == []
+        process.send_signal(number)
+        out, err = process.communicate(timeout=30)
+    assert (process.returncode, out) == (code, "")
+    assert "Traceback" not in err
+
+
+def test_the_address_is_the_first_line() -> None:
+    with started("serve") as process:
+        assert line_with("", process.stdout).startswith("tcp://127.0.0.1:")
+        assert line_with("Ctrl-C stops it", process.stderr)
+
+
+def test_a_port_in_use() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        port = other.getsockname()[1]
+        done = run("serve", "--port", str(port))
+    assert (done.returncode, done.stdout) == (1, "")
+    assert done.stderr.startswith("error: StateError: ")
+    assert done.stderr.count("\n") == 1
+    assert f"{port} of 127.0.0.1 is in use: " in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "text"),
+    [
+        (("--lease-s", "-1"), 2, "error: usage: Options.lease_s = -1.0"),
+        (("--token-file", "/no/such/file"), 2, "error: usage: the token file /no/such/file cannot be read"),
+        (("--port", "70000"), 2, "--port"),
+        (("--host", "0.0.0.0"), 1, "error: AuthenticationFailed: "),
+    ],
+)
+def test_what_cannot_be_served(arguments: tuple[str, ...], code: int, text: str) -> None:
+    done = run("serve", *arguments)
+    assert done.returncode == code, done.stderr
+    assert text in done.stderr
+    assert "Traceback" not in done.stderr
