@@ -83,12 +83,18 @@ from tensorhub.worker.calls import (
     StopPull,
     UnpublishCall,
 )
-from tensorhub.worker.member import Member, Shard
+from tensorhub.worker.enrolment import Shard
+from tensorhub.worker.member import Member
 from tensorhub.worker.owner import Access, Owner, Refusal, Wait
 
 CHUNKS = 2
 CHUNK_BYTES = 4096
-MANIFEST = build_manifest([TensorDescription("w", "uint8", (CHUNKS, CHUNK_BYTES), 0, CHUNKS * CHUNK_BYTES)], CHUNK_BYTES, "none")
+TENSOR = TensorDescription("w", "uint8", (CHUNKS, CHUNK_BYTES), 0, CHUNKS * CHUNK_BYTES)
+MANIFEST = build_manifest([TENSOR], CHUNK_BYTES, "none")
+
+
+class BrokenHook(Exception):
+    """What a test's before_write raises."""
 
 
 class GuaranteeBroken(AssertionError):
@@ -291,7 +297,8 @@ class Handle:
 
     def finish(self, action: Finish) -> None:
         asked = self.asked
-        assert asked is not None and not asked.done, f"{self.name}: {action} without a call"
+        assert asked is not None
+        assert not asked.done, f"{self.name}: {action} without a call"
         asked.done, asked.version, asked.changed, asked.error = True, action.version, action.changed, action.error
         self.cluster.ended(self, asked)
 
@@ -405,11 +412,12 @@ class SimWorker:
         handle = Handle(self.cluster, self, shard)
         self.handles.append(handle)
         if self.link is not None and self.link.welcomed:
-            handle.apply(handle.member.connected(False, self.cluster.now))
+            handle.apply(handle.member.connected(self.cluster.now))
         return handle
 
     def connect(self) -> None:
-        assert self.alive and self.link is None
+        assert self.alive
+        assert self.link is None
         self.link = self.cluster.new_link(self)
         self.say(Join(self.name, self.location, self.endpoints, 1))
 
@@ -453,7 +461,7 @@ class SimWorker:
                 assert self.link is not None
                 self.link.welcomed = True
                 for handle in self.handles:
-                    handle.apply(handle.member.connected(message.known, now))
+                    handle.apply(handle.member.connected(now))
             case Dismissed():
                 self.dismissals.append(message.reason)
                 self.lives += 1
@@ -570,9 +578,8 @@ class PureCluster:
         return None
 
     def readers_of(self, source: Handle) -> list[Handle]:
-        return [
-            h for h in self.all_handles() if h.pull is not None and h.pull.reading is not None and h.pull.reading.source is source
-        ]
+        reading = [(h, h.pull.reading) for h in self.all_handles() if h.pull is not None and h.pull.reading is not None]
+        return [handle for handle, running in reading if running.source is source]
 
     def note(self, line: str) -> None:
         self.log.append(f"{self.now:7.2f}  {line}")
@@ -724,7 +731,7 @@ class PureCluster:
         what = f"v{asked.version.version} changed={asked.changed}" if asked.version else show_error(error)
         self.note(f"{handle.name} {type(asked.what).__name__.removesuffix('Call').lower()} ends: {what}")
         if error is not None:
-            demand(isinstance(error, TensorHubError), f"every refusal is a typed error (G10): {error!r}")
+            demand(isinstance(error, TensorHubError | BrokenHook), f"every refusal is a typed error (G10): {error!r}")
             if key is not None and getattr(error, "memory", "") != "in_doubt":
                 self.learn(key, handle.shard.rank, False, f"{handle.name} raised {show_error(error)}")
             return

@@ -7,6 +7,7 @@ Responsible for G4: all ranks of an operation act on one version and hear one de
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Iterable
 
 from tensorhub.coordinator.actions import Decision, Entry, Persist, Publication
 from tensorhub.coordinator.entities import (
@@ -32,7 +33,19 @@ from tensorhub.errors import (
     StateError,
     VersionUnavailable,
 )
-from tensorhub.messages import Abandon, AddSource, DropSource, ErrorInfo, Fill, Grant, Outcome, Publish, Start, Write
+from tensorhub.messages import (
+    Abandon,
+    AddSource,
+    DropSource,
+    EpochChanged,
+    ErrorInfo,
+    Fill,
+    Grant,
+    Outcome,
+    Publish,
+    Start,
+    Write,
+)
 from tensorhub.types import Medium, OpKey, OpKind, Purpose, VersionInfo
 
 LATER_PER_RANK_MAX = 4  # messages of a new epoch that wait for an older one's decision
@@ -54,7 +67,11 @@ class Operations:
         if self._waits(member, call):
             return
         if key.epoch != group.epoch or key.sequence < group.sequence:
-            self._answer_decided(member, key)
+            if key.epoch == group.epoch and member.rank not in group.decided.get(key, {member.rank: None}):
+                # It ended without this rank, which comes late: the call counts for what the others do now.
+                self._cluster.tell(member, EpochChanged(key.model, key.group, group.epoch, group.sequence))
+            else:
+                self._answer_decided(member, key)
             return
         operation = self._begin(member, key, OpKind.PUBLISH if isinstance(call, Publish) else call.kind)
         if member.rank in operation.parts:
@@ -226,7 +243,7 @@ class Operations:
             (p for p in operation.parts.values() if operation.kind is OpKind.PUBLISH or not p.voted),
             key=lambda p: p.deadline,
         )
-        self._abort(operation, self._timeout(operation, late))
+        self._abort(operation, self._timeout(operation, late), ranks=operation.parts)
 
     def _timeout(self, operation: Operation, late: RankPart) -> Blame:
         group, what = operation.group, f"{operation.kind} of {operation.group.model.name!r}"
@@ -320,7 +337,7 @@ class Operations:
         """Where no rank has a hook or holds anything, all can be overwritten at once: their Start is their Write."""
         assert operation.version is not None
         fillers = [part for part in operation.parts.values() if part.needs_bytes]
-        bare = not any(isinstance(p.call, Fill) and p.call.hold or p.member.holding is not None for p in fillers)
+        bare = not any((isinstance(p.call, Fill) and p.call.hold) or p.member.holding is not None for p in fillers)
         at_once = bare and self._all_find_a_source(operation)
         if at_once:
             self._begin_write(operation)
@@ -479,8 +496,11 @@ class Operations:
         self._readers.settle_replica(replica)
         self._cluster.touch(replica.group.model)
 
-    def _abort(self, operation: Operation, blame: Blame) -> None:
-        """End it on all ranks: the rank to blame gets its own error, the others GroupAborted with the cause."""
+    def _abort(self, operation: Operation, blame: Blame, ranks: Iterable[int] | None = None) -> None:
+        """End it on all ranks: the rank to blame gets its own error, the others GroupAborted with the cause.
+
+        `ranks`: end it on these only; one that calls late joins the others' next operation.
+        """
         self._become(operation, OperationState.ABORTED, str(blame.error))
         version = operation.version
         if version is not None and version.state is VersionState.STAGED and version.publisher == operation.key:
@@ -493,7 +513,8 @@ class Operations:
         if replica is not None and replica.state is ReplicaState.FILLING:
             replica.become(ReplicaState.TORN, self._cluster.cause, self._cluster.now, "operation aborted")
             self._readers.settle_replica(replica)
-        self._close(operation, {r: self._aborted(operation, blame, r) for r in range(operation.group.world_size)})
+        concerned = range(operation.group.world_size) if ranks is None else ranks
+        self._close(operation, {rank: self._aborted(operation, blame, rank) for rank in concerned})
 
     @staticmethod
     def _aborted(operation: Operation, blame: Blame, rank: int) -> Outcome:
