@@ -91,16 +91,18 @@ class Membership:
         worker = cluster.workers.get(incarnation)
         if worker is None:
             return
-        lease_s, silent_s = cluster.options.lease_s, cluster.now - worker.heard_at
-        if silent_s >= lease_s:
+        # The very sums that the timers are set to: a rounded difference could be a hair short of them, for ever.
+        lease_s = cluster.options.lease_s
+        suspect_at, lost_at = worker.heard_at + lease_s / 2, worker.heard_at + lease_s
+        if cluster.now >= lost_at:
             if worker.state is WorkerState.LIVE:
                 self._become(worker, WorkerState.SUSPECT, "silent")
-            self.lose(worker, f"worker {worker.name!r} was not heard of for {silent_s:.1f} s")
+            self.lose(worker, f"worker {worker.name!r} was not heard of for {cluster.now - worker.heard_at:.1f} s")
             return
-        if silent_s >= lease_s / 2 and worker.state is WorkerState.LIVE:
+        if cluster.now >= suspect_at and worker.state is WorkerState.LIVE:
             self._become(worker, WorkerState.SUSPECT, "silent")
-        due = lease_s if worker.state is WorkerState.SUSPECT else lease_s / 2
-        cluster.timers.set("worker", incarnation, worker.heard_at + due)
+        suspect = worker.state is WorkerState.SUSPECT
+        cluster.timers.set("worker", incarnation, lost_at if suspect else suspect_at)
 
     def leave(self, worker: Worker, reason: str) -> None:
         """It closes: its lease ends now."""
