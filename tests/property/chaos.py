@@ -27,15 +27,18 @@ FAULTS = (
 class Chaos:
     """One run. `seed` decides everything: which faults there are, how often, and in which order things happen."""
 
-    def __init__(self, seed: int, steps: int = 250) -> None:
+    def __init__(self, seed: int, steps: int = 400) -> None:
         self.random = random = Random(seed)
         self.seed = seed
         self.steps = steps
         self.cluster = PureCluster()
         self.faults = {fault: 3 ** random.randint(-2, 1) for fault in FAULTS if random.random() < 0.4}
         self.next_version = 1
-        for number in range(random.randint(2, 3)):
-            self.cluster.group(f"g{number}", random.choice((1, 1, 2, 3)))
+        self.fault_rate = random.choice((0.02, 0.05, 0.15))
+        world_size = random.choice((1, 1, 2, 3))
+        for number in range(random.randint(2, 4)):
+            odd = random.random() < 0.05
+            self.cluster.group(f"g{number}", world_size + odd)
 
     def __repr__(self) -> str:
         return f"Chaos({self.seed}, {self.steps}).run()"
@@ -48,10 +51,10 @@ class Chaos:
     def step(self) -> None:
         random, cluster = self.random, self.cluster
         choices = cluster.choices()
-        if self.faults and random.random() < 0.06:
+        if self.faults and random.random() < self.fault_rate:
             names, weights = zip(*self.faults.items(), strict=True)
             self.fault(random.choices(names, weights)[0])
-        elif choices and random.random() < 0.9:
+        elif choices and random.random() < 0.93:
             cluster.do(random.choice(choices))
         else:
             self.user()
@@ -64,20 +67,22 @@ class Chaos:
         if not handles:
             return
         group = random.choice(handles).shard.group
-        ranks = [h for h in handles if h.shard.group == group and h.idle and h.registered]
-        if self.faults and random.random() < 0.05:
-            ranks = ranks[:1]
-        if not ranks:
+        members = [h for h in handles if h.shard.group == group and h.member.state is not HandleState.CLOSED]
+        ranks = [h for h in members if h.idle and h.registered]
+        if not ranks or (len(ranks) < len(members) and random.random() < 0.9):
             return
-        what = random.choice(("publish", "fill", "fill", "fill", "unpublish", "rare"))
+        if self.faults and random.random() < 0.03:
+            ranks = ranks[:1]
+        what = random.choice(("publish", "publish", "fill", "fill", "fill", "fill", "unpublish", "rare"))
         number, timeout_s = self.next_version, random.choice((0.5, 5.0, 60.0))
         if what == "publish":
             self.next_version += 1
             if random.random() < 0.1:
                 number = random.randint(0, self.next_version)
         if what == "rare":
-            what = random.choice(("close", "refuse", "mix"))
-        selector: Selector = random.choice(("latest", "latest", "latest-1", random.randint(0, self.next_version)))
+            what = random.choice(("close", "refuse", "mix", "fill", "fill"))
+        recent = max(0, self.next_version - random.randint(1, 2))
+        selector: Selector = random.choice(("latest", "latest", "latest", "latest-1", recent))
         hold = random.random() < 0.3
         for handle in ranks:
             self.one_call(handle, what, number, selector, hold, timeout_s)
@@ -142,7 +147,8 @@ class Chaos:
             case "hook":
                 handle.hook_error = None if handle.hook_error is not None else BrokenHook("the hook broke")
             case "cancel":
-                handle.cancel()
+                if not handle.idle:
+                    handle.cancel()
             case "double":
                 self.user()
             case "replace":
