@@ -165,7 +165,7 @@ class Operations:
         part = operation.parts.get(member.rank)
         filled = part is not None and part.voted and part.needs_bytes
         if operation.state is not OperationState.PREPARED and not filled:
-            self._abort(operation, Blame(message.error.error(), member.rank))
+            self._abort(operation, Blame(message.error.error(), member.rank), also_late=True)
             if part is None:
                 self._answer_decided(member, key)
 
@@ -243,7 +243,7 @@ class Operations:
             (p for p in operation.parts.values() if operation.kind is OpKind.PUBLISH or not p.voted),
             key=lambda p: p.deadline,
         )
-        self._abort(operation, self._timeout(operation, late), ranks=operation.parts)
+        self._abort(operation, self._timeout(operation, late))
 
     def _timeout(self, operation: Operation, late: RankPart) -> Blame:
         group, what = operation.group, f"{operation.kind} of {operation.group.model.name!r}"
@@ -442,7 +442,7 @@ class Operations:
                 layout_id=version.layout_id,
                 key=operation.key,
             )
-        if group.world_size == 1 or operation.unchanged:
+        if group.world_size == 1:
             return None
         return Decision(operation.key, version.info.model, version.number, version.info.content_id)
 
@@ -496,10 +496,10 @@ class Operations:
         self._readers.settle_replica(replica)
         self._cluster.touch(replica.group.model)
 
-    def _abort(self, operation: Operation, blame: Blame, ranks: Iterable[int] | None = None) -> None:
+    def _abort(self, operation: Operation, blame: Blame, *, also_late: bool = False) -> None:
         """End it on all ranks: the rank to blame gets its own error, the others GroupAborted with the cause.
 
-        `ranks`: end it on these only; one that calls late joins the others' next operation.
+        A rank that has not called yet joins the others' next operation, or (`also_late`) finds this one ended.
         """
         self._become(operation, OperationState.ABORTED, str(blame.error))
         version = operation.version
@@ -513,7 +513,7 @@ class Operations:
         if replica is not None and replica.state is ReplicaState.FILLING:
             replica.become(ReplicaState.TORN, self._cluster.cause, self._cluster.now, "operation aborted")
             self._readers.settle_replica(replica)
-        concerned = range(operation.group.world_size) if ranks is None else ranks
+        concerned: Iterable[int] = range(operation.group.world_size) if also_late else operation.parts
         self._close(operation, {rank: self._aborted(operation, blame, rank) for rank in concerned})
 
     @staticmethod

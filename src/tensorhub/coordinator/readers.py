@@ -157,6 +157,7 @@ class Readers:
         if lease.state is LeaseState.ACTIVE:
             self._become(lease, LeaseState.FENCING, why)
             lease.part.leases.pop(lease.id, None)
+            self._reader_less(lease.holding)
 
     def confirm_fenced(self, lease: ReadLease, why: str) -> None:
         if lease.state is LeaseState.FENCING:
@@ -176,11 +177,15 @@ class Readers:
         self._cluster.leases.pop(lease.id, None)
         lease.part.leases.pop(lease.id, None)
         lease.holding.readers.pop(lease.id, None)
-        model = lease.holding.member.group.model
-        if lease.holding.member.registration in model.withdrawals:
-            self.settle_withdrawal(model.withdrawals[lease.holding.member.registration])
+        self._reader_less(lease.holding)
         if lease.part.wants_source:
             self._cluster.changed_operations[lease.part.operation.key] = lease.part.operation
+
+    def _reader_less(self, holding: Holding) -> None:
+        """A lease counts no more; if it was the last, its owner may take the memory that it has asked for."""
+        withdrawal = holding.member.group.model.withdrawals.get(holding.member.registration)
+        if withdrawal is not None and withdrawal.holding is holding:
+            self.settle_withdrawal(withdrawal)
 
     # -- a holding's beginning and end
 

@@ -752,6 +752,8 @@ class Member(Stateful[HandleState]):
                 if isinstance(run.call, PublishCall):
                     self._doubt(run, error)
                 else:
+                    if self.state is HandleState.READY and run.version is None and isinstance(run.error, TensorHubError):
+                        run.error.memory = "in_doubt"  # if it holds that content already, the others may have ended well
                     self._finish(error=run.error)
             case Phase.WITHDRAWING:
                 self._fence_for(run)
