@@ -695,17 +695,37 @@ class PureCluster:
 
     def heal(self, seconds: float = 200.0) -> None:
         """Faults are over: everybody connects, everything is delivered, deadlines pass; every call must have ended."""
-        end = self.now + seconds
+        start, end = self.now, self.now + seconds
         while self.now < end:
             for worker in self.workers.values():
                 if worker.alive and worker.link is None:
                     worker.connect()
             self.advance(2.0)
-            if all(h.idle for h in self.live_handles()) and not self.choices():
+            connected = all(worker.link is not None for worker in self.workers.values() if worker.alive)
+            quiet = all(handle.idle for handle in self.live_handles()) and not self.choices()
+            if connected and quiet and self.now > start + 2 * self.options.lease_s:
                 break
         for handle in self.live_handles():
             if handle.asked is not None and not handle.asked.done:
                 raise GuaranteeBroken(f"{handle}: {handle.asked.what} never ended: {handle.member.running}")
+        self.check_agreement()
+
+    def check_agreement(self) -> None:
+        """At rest, the coordinator knows exactly what is held, and under which generation."""
+        for handle in self.live_handles():
+            member = self.coordinator.cluster.members.get(handle.id)
+            content, state = handle.member.content, handle.member.state
+            if member is None:
+                refused = handle.registration_error is not None or state is HandleState.CLOSED
+                demand(refused or not handle.registered, f"the coordinator has forgotten {handle}")
+                continue
+            known = member.holding.generation if member.holding is not None else None
+            held = content.generation if content is not None and state is HandleState.READY else None
+            if state is not HandleState.IN_DOUBT:
+                demand(known == held, f"{handle} holds generation {held}, the coordinator thinks {known}")
+            demand(not member.leaving, f"{handle} is thought to leave, for ever: {member.leaving}")
+        for lease in self.coordinator.cluster.leases.values():
+            raise GuaranteeBroken(f"a lease is left: {lease}. Story:\n{lease.story}")
 
     def step(self, event: Event) -> None:
         for action in self.coordinator.step(event, self.now):

@@ -154,6 +154,8 @@ class Coordinator(Stateful[CoordinatorState]):
             match name:
                 case ("worker", incarnation):
                     self._membership.lease_due(incarnation)
+                case ("restate", incarnation):
+                    self._membership.restate_due(incarnation)
                 case ("operation", key):
                     self._operations.deadline_passed(key)
                 case ("retry", key):

@@ -68,6 +68,7 @@ class Member:
     nbytes: int
     chunks: int
     manifest: bytes  # as this rank publishes
+    said_in: int | None  # the session in which it was registered or announced last
     holding: Holding | None = None  # what its memory holds or is filled with; None while its own to write
     leaving: list[Holding] = field(default_factory=list)  # withdrawn holdings whose fence is not confirmed yet
 

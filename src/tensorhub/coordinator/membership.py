@@ -61,6 +61,8 @@ class Membership:
         worker.session, worker.endpoints = session.number, message.endpoints
         session.worker = worker
         self.heard(worker)
+        if known:
+            cluster.timers.set("restate", worker.incarnation, cluster.now + cluster.options.lease_s)
         cluster.timers.set("worker", worker.incarnation, cluster.now + cluster.options.lease_s / 2)
         cluster.send(session.number, Welcome(cluster.id, cluster.epoch, cluster.options.lease_s, known))
 
@@ -104,6 +106,15 @@ class Membership:
         suspect = worker.state is WorkerState.SUSPECT
         cluster.timers.set("worker", incarnation, lost_at if suspect else suspect_at)
 
+    def restate_due(self, incarnation: str) -> None:
+        """What a worker does not announce again after a lost connection was closed meanwhile."""
+        worker = self._cluster.workers.get(incarnation)
+        if worker is None or worker.session is None:
+            return
+        for member in list(worker.members.values()):
+            if member.said_in != worker.session:
+                self.remove(member, f"rank {member.rank} of group {member.group.name!r} was not announced again")
+
     def leave(self, worker: Worker, reason: str) -> None:
         """It closes: its lease ends now."""
         if worker.state is WorkerState.LIVE:
@@ -118,7 +129,8 @@ class Membership:
             self.remove(member, why)
         del cluster.workers[worker.incarnation]
         cluster.lost.append(worker.incarnation)
-        cluster.timers.cancel("worker", worker.incarnation)
+        for timer in ("worker", "restate"):
+            cluster.timers.cancel(timer, worker.incarnation)
         if worker.session is not None:
             cluster.send(worker.session, Dismissed(why[:1000]))
             cluster.act(CloseSession(cluster.cause, worker.session, why))
@@ -159,6 +171,7 @@ class Membership:
             message.nbytes,
             message.chunks,
             message.manifest,
+            worker.session,
         )
         group.members[member.rank] = cluster.members[member.registration] = member
         worker.members[member.registration] = member
@@ -170,6 +183,7 @@ class Membership:
     def _register_again(self, member: Member, message: Register) -> None:
         """A rank that was there before says anew what it holds; an operation in the middle of its fill goes on."""
         group, held = member.group, message.held
+        member.said_in = member.worker.session
         part = group.operation.parts.get(member.rank) if group.operation is not None else None
         filling = part.holding if part is not None and part.member is member else None
         counts = self._readers.restated(member, held.generation if held is not None else None, filling)

@@ -99,8 +99,8 @@ class Operations:
         if ours != theirs:
             causes = {first.rank: f"called {theirs}", part.rank: f"called {ours}"}
             text = (
-                f"the ranks of group {operation.group.name!r} made different calls: {causes[first.rank]} on rank "
-                f"{first.rank}, {causes[part.rank]} on rank {part.rank}"
+                f"the ranks of group {operation.group.name!r} made different calls: {theirs} on rank "
+                f"{first.rank}, {ours} on rank {part.rank}"
             )
             self._abort(operation, Blame(GroupAborted(text, causes=causes, retryable=False)))
             return

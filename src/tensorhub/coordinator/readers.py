@@ -168,7 +168,11 @@ class Readers:
         """The reader's worker is LOST: its sources are told to cut it off."""
         for lease in list(part.leases.values()):
             self.fence(lease, "reader lost")
-            self._tell_to_cut(lease)
+            owner = lease.holding.member
+            if self._cluster.members.get(owner.registration) is owner:
+                self._tell_to_cut(lease)
+            else:
+                self.confirm_fenced(lease, "its owner is gone too")
 
     def _tell_to_cut(self, lease: ReadLease) -> None:
         self._cluster.tell(lease.holding.member, CutReader(lease.id, lease.part.member.worker.incarnation))

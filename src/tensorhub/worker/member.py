@@ -325,10 +325,23 @@ class Member(Stateful[HandleState]):
     # ------------------------------------------------------------------------------------------ registration
 
     def _register(self) -> None:
-        """Say what is held. Memory that is being taken back, or is in doubt, is not."""
-        fencing = self.running is not None and self.running.phase is Phase.FENCING
-        holds = self.content if self.state is HandleState.READY and not fencing else None
+        """Say what is held, or was voted for. Memory that is being taken back or filled is neither."""
+        run, holds = self.running, None
+        if self.state is HandleState.IN_DOUBT or (self.state is HandleState.READY and not self._fencing(run)):
+            holds = self.content
+        elif run is not None and run.phase in (Phase.VOTED, Phase.ABANDONING):
+            holds = self._promised(run, run.call) if isinstance(run.call, PublishCall) else self.content
         self._say(self.enrolment.register(holds.held() if holds is not None else None))
+
+    @staticmethod
+    def _fencing(run: Running | None) -> bool:
+        return run is not None and run.phase is Phase.FENCING
+
+    def _promised(self, run: Running, call: PublishCall) -> Content:
+        """What this rank has voted to publish; the content id is not known yet."""
+        s = self.shard
+        version = VersionInfo(s.model, call.version, "", s.manifest.nbytes, s.world_size)
+        return Content(version, s.manifest, run.generation)
 
     def _registered(self, message: RegisteredReply) -> None:
         if not self.enrolment.asked(message.request):
@@ -474,6 +487,8 @@ class Member(Stateful[HandleState]):
                     self._reconcile(run, message.grants)
                 elif run.phase is Phase.HELD and message.write:
                     self._write(run, message.grants)
+                elif run.phase is Phase.ABANDONING:
+                    run.write = run.write or message.write  # it crossed our Abandon: nothing was written here
             case Write():
                 if run.phase is Phase.HELD:
                     self._write(run, message.grants)
@@ -773,8 +788,7 @@ class Member(Stateful[HandleState]):
         assert run.key is not None
         self.doubt = run.key
         if isinstance(run.call, PublishCall):
-            version = VersionInfo(self.shard.model, run.call.version, "", 0, self.shard.world_size)
-            self.content = Content(version, self.shard.manifest, run.generation)
+            self.content = self._promised(run, run.call)
         self._become(HandleState.IN_DOUBT, "voted, outcome unknown")
         if isinstance(error, TensorHubError):
             error.memory = "in_doubt"
