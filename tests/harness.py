@@ -121,6 +121,9 @@ class Asked:
     changed: bool = False
     error: Exception | None = None
 
+    def has_ended(self) -> bool:
+        return self.done
+
     @property
     def number(self) -> int:
         """The version that the call ended with; raises what the call raised."""

@@ -4,8 +4,15 @@ from __future__ import annotations
 
 import pytest
 
-from tensorhub.errors import GroupAborted, ManifestMismatch, OperationTimeout, StateError, VersionUnavailable
-from tensorhub.messages import Write
+from tensorhub.errors import (
+    GroupAborted,
+    ManifestMismatch,
+    OperationTimeout,
+    StateError,
+    TransportUnavailable,
+    VersionUnavailable,
+)
+from tensorhub.messages import Start, Write
 from tensorhub.types import HandleState, Location
 from tests.harness import BrokenHook, Choice, Handle, PureCluster
 
@@ -187,8 +194,8 @@ def test_a_hook_that_raises_ends_the_update_on_all_ranks_intact() -> None:
     cluster.check_agreement()
 
 
-def test_an_empty_rank_waits_for_the_others_hooks() -> None:
-    """Its Start is no Write: it says that it is ready, however late its manifest comes."""
+def test_an_empty_rank_beside_one_that_holds_something_says_that_it_is_ready() -> None:
+    """Its Start is no Write: nobody writes before its manifest, however late, has come and fits."""
     cluster = PureCluster()
     trainers, readers = cluster.group("trainer", 2), cluster.group("reader", 2)
     cluster.run()
@@ -198,15 +205,24 @@ def test_an_empty_rank_waits_for_the_others_hooks() -> None:
     for handle in readers:
         handle.replicate()
     cluster.run()
-    for handle in readers:
+    for handle in trainers:
         handle.unpublish()
     cluster.run()
-    calls = [readers[0].update(hold=True), readers[1].update(hold=True)]
-    slow = Choice("down", readers[1].worker.name)
+    readers[1].worker.crash()
+    cluster.advance(11)
+    newcomer = cluster.handle("spare", "reader", 1, 2)
+    for handle in trainers:
+        handle.publish(2)
+    cluster.run()
+    calls = [readers[0].update(), newcomer.update()]
+    slow = Choice("up", "spare")
+    while not any(isinstance(message, Start) for message in newcomer.worker.heard_soon()):
+        cluster.do(cluster.choices()[0])
     while (choices := [c for c in cluster.choices() if c != slow]) != []:
         cluster.do(choices[0])
+    assert readers[0].member.version == 1
     cluster.run()
-    assert [call.number for call in calls] == [1, 1]
+    assert [call.number for call in calls] == [2, 2]
 
 
 def test_a_no_op_update_is_a_barrier_of_its_group() -> None:
@@ -337,18 +353,18 @@ def test_given_up_between_the_fence_and_the_first_byte_the_old_version_is_publis
 
 
 def test_another_layout_is_refused_before_anything_changes() -> None:
-    cluster, _, reader = trainer_and_reader()
+    cluster, _, _ = trainer_and_reader()
     readers = cluster.group("wide", 2)
     cluster.run()
     calls = [handle.replicate() for handle in readers]
     cluster.run()
     for call in calls:
-        with pytest.raises(ManifestMismatch, match="over 1 rank.*over 2"):
+        with pytest.raises(ManifestMismatch, match=r"over 1 rank.*over 2"):
             _ = call.number
 
 
 def test_a_lost_source_is_replaced_and_nothing_verified_is_read_again() -> None:
-    cluster, trainer, reader = trainer_and_reader()
+    cluster, _, reader = trainer_and_reader()
     second = cluster.handle("second")
     cluster.run()
     second.replicate()
@@ -368,7 +384,7 @@ def test_a_lost_source_is_replaced_and_nothing_verified_is_read_again() -> None:
 
 
 def test_the_only_source_is_tried_again_after_a_while_that_grows() -> None:
-    cluster, trainer, reader = trainer_and_reader()
+    cluster, _, reader = trainer_and_reader()
     asked = reader.replicate()
     while reader.pull is None:
         cluster.do(cluster.choices()[0])
@@ -460,8 +476,8 @@ def test_a_source_on_the_same_host_is_preferred() -> None:
     assert any("reader <- Start" in line and ":near(" in line for line in cluster.log)
 
 
-def test_nothing_is_overwritten_while_no_source_can_be_reached() -> None:
-    """R7: the only holder speaks another transport; the old version stays, and the call ends at its deadline."""
+def test_without_a_transport_in_common_nothing_is_overwritten() -> None:
+    """R7: the only holder speaks another transport; the old version stays."""
     cluster = PureCluster()
     trainer = cluster.worker("trainer", transports=("rdma", "tcp")).register("trainer")
     reader = cluster.handle("reader")
@@ -476,14 +492,28 @@ def test_nothing_is_overwritten_while_no_source_can_be_reached() -> None:
     cluster.run()
     other.publish(2)
     cluster.run()
-    asked = reader.update(timeout_s=5)
-    cluster.advance(6)
-    assert asked.error is not None
-    assert getattr(asked.error, "memory", None) == "intact"
+    asked = reader.update()
+    cluster.run()
+    with pytest.raises(TransportUnavailable, match="rank 0 has tcp, and version 2 is offered over rdma") as caught:
+        _ = asked.number
+    assert caught.value.memory == "intact"
     assert reader.member.version == 1
 
 
+def test_nothing_is_overwritten_while_its_only_source_is_suspected() -> None:
+    cluster, trainer, reader = trainer_and_reader()
+    trainer.worker.disconnect()
+    cluster.run()
+    asked = reader.replicate(timeout_s=5)
+    cluster.run()
+    assert reader.member.state is HandleState.EMPTY
+    cluster.advance(6)
+    assert isinstance(asked.error, VersionUnavailable)
+    assert "no holder of version 1 can be reached now" in str(asked.error)
+    assert asked.error.memory == "intact"
+
+
 def test_replicate_over_published_memory_is_refused_here() -> None:
-    cluster, trainer, _ = trainer_and_reader()
+    _, trainer, _ = trainer_and_reader()
     with pytest.raises(StateError, match=r"holds version 1: update\(\) replaces it"):
         trainer.replicate()

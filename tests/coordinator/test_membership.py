@@ -38,7 +38,7 @@ def test_a_disconnected_worker_is_suspected_then_lost() -> None:
     assert worker_state(cluster, trainer) == "suspect"
     asked = reader.replicate(timeout_s=30)
     cluster.run()
-    assert not asked.done  # nobody is sent to a suspect
+    assert not asked.has_ended()  # nobody is sent to a suspect
     cluster.advance(11)
     assert worker_state(cluster, trainer) == "lost"
 
@@ -74,7 +74,7 @@ def test_a_suspect_that_is_heard_again_wakes_who_waits_for_it() -> None:
     cluster.advance(6)
     asked = reader.replicate()
     cluster.run()
-    assert not asked.done
+    assert not asked.has_ended()
     trainer.worker.connect()
     cluster.run()
     assert asked.number == 1
@@ -277,6 +277,46 @@ def test_deadlines_that_rounding_puts_in_the_past_end() -> None:
     cluster.run()
     cluster.advance(20, run=False)
     assert cluster.coordinator.cluster.workers == {}
+
+
+def test_a_key_is_taken_once_also_across_a_lost_connection() -> None:
+    """The coordinator counts only what it has decided; a rank also counts what it has called."""
+    cluster, trainer, reader = published()
+    trainer.unpublish()
+    cluster.run()
+    first = reader.replicate()
+    cluster.run()
+    reader.worker.disconnect()
+    reader.worker.connect()
+    cluster.run()
+    trainer.publish(2)
+    cluster.run()
+    assert first.number == 2
+    trainer.unpublish()
+    cluster.run()
+    trainer.publish(3)
+    cluster.run()
+    second = reader.update()
+    cluster.run()
+    assert second.number == 3
+    assert first.key != second.key
+
+
+def test_a_call_that_was_given_up_while_nobody_heard_it_ends_on_the_other_ranks_at_the_next_connection() -> None:
+    cluster = PureCluster()
+    first, second = cluster.group("reader", 2)
+    cluster.run()
+    mine, theirs = first.replicate(timeout_s=60), second.replicate(timeout_s=60)
+    cluster.run()
+    first.worker.disconnect()
+    first.cancel("enough")
+    cluster.advance(4)
+    assert mine.has_ended()
+    assert not theirs.has_ended()
+    first.worker.connect()
+    cluster.run()
+    with pytest.raises(GroupAborted, match="rank 0: enough"):
+        _ = theirs.number
 
 
 # -- what a peer must not do

@@ -113,7 +113,7 @@ def test_describe_shows_versions_replicas_leases_and_workers() -> None:
 
 
 def test_describing_an_unknown_model_names_the_known_ones() -> None:
-    cluster, trainer = observed()
+    cluster, _ = observed()
     refused = ask(cluster, Describe(1, "criti"))
     assert isinstance(refused, Refused)
     assert "no model 'criti' is known here; known models: actor" in refused.error.message

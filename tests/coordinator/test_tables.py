@@ -29,8 +29,8 @@ MACHINES: dict[str, tuple[type[Stateful[Any]], str, str]] = {
     "replica": (
         Replica,
         "FILLING",
-        "FILLING -> READY | TORN | GONE; READY -> DRAINING | GONE; DRAINING -> GONE | READY; "
-        "TORN -> FILLING | READY (published after the owner's own load) | GONE",
+        """FILLING -> READY | TORN | GONE; READY -> DRAINING | GONE; DRAINING -> GONE | READY;
+        TORN -> FILLING | READY (published after the owner's own load) | GONE""",
     ),
     "read lease": (ReadLease, "ACTIVE", "ACTIVE -> RELEASED | FENCING; FENCING -> FENCED | RELEASED"),
     "worker lease": (Worker, "LIVE", "LIVE <-> SUSPECT; SUSPECT -> LOST"),
@@ -43,12 +43,12 @@ MACHINES: dict[str, tuple[type[Stateful[Any]], str, str]] = {
     "handle": (
         Member,
         "EMPTY",
-        "EMPTY -> FILLING | READY | IN_DOUBT | CLOSED; "
-        "FILLING -> READY | TORN | IN_DOUBT | CLOSED; "
-        "READY -> DRAINING | FILLING | EMPTY | CLOSED; "
-        "DRAINING -> EMPTY | READY | CLOSED; "
-        "TORN -> FILLING | READY | IN_DOUBT | CLOSED; "
-        "IN_DOUBT -> READY | EMPTY | TORN | CLOSED",
+        """EMPTY -> FILLING | READY | IN_DOUBT | CLOSED;
+        FILLING -> READY | TORN | IN_DOUBT | CLOSED;
+        READY -> DRAINING | FILLING | EMPTY | CLOSED;
+        DRAINING -> EMPTY | READY | CLOSED;
+        TORN -> FILLING | READY | IN_DOUBT | CLOSED;
+        IN_DOUBT -> READY | EMPTY | TORN | CLOSED""",
     ),
 }
 TERMINAL = {
@@ -88,7 +88,8 @@ def test_the_table_says_what_the_design_says(machine: str) -> None:
 def test_every_table_is_a_machines() -> None:
     tables = [value for name, value in vars(states).items() if name.endswith("_TABLE")] + [HANDLE_TABLE]
     used = [entity.table for entity, _, _ in MACHINES.values()]
-    assert len(tables) == len(used) and all(any(t is u for u in used) for t in tables)
+    assert len(tables) == len(used)
+    assert all(any(t is u for u in used) for t in tables)
 
 
 @pytest.mark.parametrize("machine", MACHINES)
