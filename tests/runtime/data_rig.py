@@ -1,4 +1,6 @@
-"""Owners and readers on loopback, in one process, for tests of the data plane; and a check that nothing of them is left."""
+"""Owners and readers on loopback, in one process, for tests of the data plane; and a check that nothing of
+them is left.
+"""
 
 from __future__ import annotations
 
@@ -46,7 +48,7 @@ def manifest_of(sizes: tuple[int, ...] = SIZES, digest: Digest = "xxh3-64", chun
 
 
 class Node:
-    """One worker with one registration; its memory is zeros, or random bytes that depend on the sizes only."""
+    """One worker with one registration, of zeros, or of random bytes that depend on the sizes only."""
 
     def __init__(
         self,
@@ -197,7 +199,9 @@ def received(peer: socket.socket) -> bytes:
 
 
 class Proxy:
-    """Passes one connection on; after `spoil_at` bytes from the source it closes, or (`flip`) flips one bit and goes on."""
+    """Passes one connection on; after `spoil_at` bytes from the source it closes, or (`flip`) flips one bit
+    and goes on.
+    """
 
     def __init__(self, target: Node, spoil_at: int, *, flip: bool) -> None:
         self.listener = socket.create_server(("127.0.0.1", 0))

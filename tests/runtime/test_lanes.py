@@ -223,7 +223,7 @@ async def test_what_a_dropped_source_owed_goes_to_a_lane_that_was_idle() -> None
         runner.drop_source(LeaseId("unknown"))
         await finish(runner)
         assert c.arrays == a.arrays
-        assert [source.outcome for source in runner.report().sources][0] == "dropped"
+        assert runner.report().sources[0].outcome == "dropped"
 
 
 async def test_an_idle_lane_can_be_dropped() -> None:

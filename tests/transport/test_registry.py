@@ -76,5 +76,5 @@ def test_third_parties_come_through_entry_points(known: Registry, monkeypatch: p
     monkeypatch.setattr(registry, "entry_points", lambda group: points)
     assert known.names() == ("rdma", "cma", "tcp", "broken", "third")
     assert known.make(LOCAL, ["third"]) == ("third",)
-    with pytest.raises(TransportUnavailable, match="'broken'.*cannot be loaded"):
+    with pytest.raises(TransportUnavailable, match=r"'broken'.*cannot be loaded"):
         known.make(LOCAL, ["broken"])

@@ -151,7 +151,9 @@ def test_only_closed_and_quiet_memory_is_forgotten() -> None:
 
 
 class OwnerMachine(RuleBasedStateMachine):
-    """Against a model of what was opened: no access ever covers a chunk that was not verified under its generation."""
+    """Against a model of what was opened: no access ever covers a chunk that was not verified under its
+    generation.
+    """
 
     def __init__(self) -> None:
         super().__init__()

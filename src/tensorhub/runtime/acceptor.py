@@ -1,7 +1,7 @@
 """Accepting readers, and serving each with a blocking thread of its own (a lane).
 
-Responsible for the life of these threads and sockets: none outlives `serve_readers`. Not responsible for what may be
-read (`SharedOwner`).
+Responsible for the life of these threads and sockets: none outlives `serve_readers`. Not responsible for what
+may be read (`SharedOwner`).
 """
 
 from __future__ import annotations
@@ -50,7 +50,9 @@ class ServeSettings:
 
 
 async def serve_readers(listener: socket.socket, owner: SharedOwner, settings: ServeSettings) -> None:
-    """Serve whoever connects to this non-blocking listener, until cancelled; then end all lanes. Leaves it open."""
+    """Serve whoever connects to this non-blocking listener, until cancelled; then end all lanes. Leaves it
+    open.
+    """
     lanes: dict[Lane, BlockingConnection] = {}
     limiter = anyio.CapacityLimiter(settings.readers_max)
 
@@ -104,7 +106,7 @@ def _is_shortage(error: OSError) -> bool:
     return error.errno in (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 
 
-# ------------------------------------------------------------------------------------------------------- one lane
+# --------------------------------------------------------------------------------------------------- one lane
 
 
 def _serve_lane(lane: Lane, connection: BlockingConnection, owner: SharedOwner, settings: ServeSettings) -> None:

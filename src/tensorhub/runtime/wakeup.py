@@ -1,7 +1,7 @@
 """Waking a task from any thread, on asyncio and on trio, without blocking the thread.
 
-`anyio.from_thread` waits for the loop, which a busy Python thread can delay by a switch interval per hop; lanes must not
-wait. Responsible for the wake-up only: what happened lies in a queue of the caller's.
+`anyio.from_thread` waits for the loop, which a busy Python thread can delay by a switch interval per hop;
+lanes must not wait. Responsible for the wake-up only: what happened lies in a queue of the caller's.
 """
 
 from __future__ import annotations
