@@ -11,6 +11,7 @@ import sys
 import threading
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from types import FrameType
 
 import anyio
 
@@ -166,18 +167,19 @@ def open_sockets() -> set[int]:
 def busy_threads() -> list[str]:
     """Other threads that are inside TensorHub; pools keep idle ones for a while."""
     found = []
-    for thread, frame in sys._current_frames().items():
+    for thread, innermost in sys._current_frames().items():
+        frame: FrameType | None = innermost
         while thread != threading.get_ident() and frame is not None:
             if "/tensorhub/" in frame.f_code.co_filename:
                 found.append(f"{frame.f_code.co_filename}:{frame.f_lineno}")
-            frame = frame.f_back  # type: ignore[assignment]
+            frame = frame.f_back
     return found
 
 
 async def until(holds: Callable[[], bool]) -> None:
     """Let everything run until `holds`."""
     with anyio.fail_after(WAIT_S):
-        while not holds():
+        while not holds():  # noqa: ASYNC110 - what threads do sets no event
             await anyio.sleep(0.001)
 
 

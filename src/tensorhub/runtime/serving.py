@@ -164,6 +164,12 @@ class SharedOwner:
             named.append((chunk, self._make_digest(access, chunk, memory) if digest is None else digest))
         return named
 
+    def _make_digest(self, access: Access, chunk: int, memory: ChunkMemory) -> int:
+        made = memory.digest(chunk)
+        with self._changed:
+            kept = self._owner.set_digest(access.registration, access.generation, chunk, made)
+        return made if kept is None else kept
+
     # ---------------------------------------------------------------------------------------------- the fence
 
     def fence(self, registration: RegistrationId, timeout_s: float = FENCE_TIMEOUT_S) -> None:

@@ -27,7 +27,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Final
 
-from tensorhub.story import IllegalStep, Story
+from tensorhub.machine import IllegalStep, Story
 from tensorhub.types import LeaseId
 
 CHUNKS_PER_BATCH_MAX = 1024

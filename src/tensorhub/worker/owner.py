@@ -23,7 +23,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
-from tensorhub.story import IllegalStep, Story
+from tensorhub.machine import IllegalStep, Story
 from tensorhub.types import ContentId, RegistrationId
 
 CHUNKS_PER_ACCESS_MAX = 1024  # a ChunksFollow frame names no more, and one gather call takes no more buffers
@@ -166,9 +166,7 @@ class Owner:
         holding.story.tell("completed", generation)
         return True
 
-    def set_digest(
-        self, registration: RegistrationId, generation: int, chunk: int, digest: int
-    ) -> int | None:
+    def set_digest(self, registration: RegistrationId, generation: int, chunk: int, digest: int) -> int | None:
         """Remember a chunk's digest; the first one counts. Returns the one that counts, None for an older
         generation.
         """
