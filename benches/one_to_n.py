@@ -61,9 +61,7 @@ class Cluster:
         self._all = [self.coordinator]
         address = self.coordinator.hear()
         self.publisher = Remote("publisher", publisher_main, address, nbytes)
-        self.receivers = [
-            Remote(f"receiver-{n}", receiver_main, address, nbytes, f"receiver-{n}") for n in range(receivers)
-        ]
+        self.receivers = [Remote(f"receiver-{n}", receiver_main, address, nbytes, f"receiver-{n}") for n in range(receivers)]
         self._all += [self.publisher, *self.receivers]
         (self.tensors,) = {remote.hear() for remote in self._all[1:]}
 

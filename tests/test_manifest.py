@@ -209,10 +209,7 @@ def test_a_mutated_encoding_is_refused_or_is_another_manifest(data: st.DataObjec
     assert back.encode() == blob
 
 
-@given(
-    st.binary(max_size=200)
-    | st.recursive(st.none() | st.integers(-9, 2**64 - 1) | st.text() | st.binary(), st.lists)
-)
+@given(st.binary(max_size=200) | st.recursive(st.none() | st.integers(-9, 2**64 - 1) | st.text() | st.binary(), st.lists))
 @example(b"\xdd\xff\xff\xff\xff" * 500)
 @example(b"\xdc\x00\x40" * 2000)
 def test_garbage_is_refused(garbage: Any) -> None:
@@ -351,9 +348,7 @@ def test_what_makes_a_difference() -> None:
 
 def test_a_message_lists_ten_differences_and_counts_the_rest() -> None:
     source = manifest(*[spec(f"t{i}", "uint8", region=i) for i in range(12)])
-    with pytest.raises(
-        ManifestMismatch, match=r"12 .*'t9' is missing at the reader \(and 2 more\)"
-    ) as caught:
+    with pytest.raises(ManifestMismatch, match=r"12 .*'t9' is missing at the reader \(and 2 more\)") as caught:
         check_compatible(source, manifest())
     assert "t10" not in str(caught.value)
     assert len(caught.value.differences) == 12

@@ -3,4 +3,57 @@
 This module holds the public names and no logic. Importing it imports no torch.
 """
 
+from tensorhub.errors import (
+    AuthenticationFailed,
+    CoordinatorUnavailable,
+    DrainTimeout,
+    GroupAborted,
+    IntegrityError,
+    LeaseLost,
+    ManifestMismatch,
+    MutabilityViolation,
+    OperationTimeout,
+    ProtocolError,
+    RegistrationError,
+    RetentionError,
+    StateError,
+    TensorHubError,
+    TransportUnavailable,
+    VersionConflict,
+    VersionUnavailable,
+)
+from tensorhub.hub import Coordinator, Hub, Weights, connect, serve
+from tensorhub.types import FetchReport, Location, ModelInfo, Options, SourceReport, VersionInfo
+
 __version__ = "0.1.0"
+
+__all__ = [
+    "AuthenticationFailed",
+    "Coordinator",
+    "CoordinatorUnavailable",
+    "DrainTimeout",
+    "FetchReport",
+    "GroupAborted",
+    "Hub",
+    "IntegrityError",
+    "LeaseLost",
+    "Location",
+    "ManifestMismatch",
+    "ModelInfo",
+    "MutabilityViolation",
+    "OperationTimeout",
+    "Options",
+    "ProtocolError",
+    "RegistrationError",
+    "RetentionError",
+    "SourceReport",
+    "StateError",
+    "TensorHubError",
+    "TransportUnavailable",
+    "VersionConflict",
+    "VersionInfo",
+    "VersionUnavailable",
+    "Weights",
+    "connect",
+    "serve",
+]

@@ -222,9 +222,7 @@ def _grid(nbytes: int, tensors: tuple[TensorSpec, ...], chunk_bytes: int) -> _Gr
 # --------------------------------------------------------------------------------------------------- building
 
 
-def build_manifest(
-    tensors: Iterable[TensorDescription], chunk_bytes: int, digest: Digest, layout_id: str = ""
-) -> Manifest:
+def build_manifest(tensors: Iterable[TensorDescription], chunk_bytes: int, digest: Digest, layout_id: str = "") -> Manifest:
     """The manifest of registered memory; tensors of the same bytes share a region, so ties are sent once.
 
     RegistrationError, naming both tensors, where bytes are shared in part; and for what no manifest can say.

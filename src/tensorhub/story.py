@@ -1,7 +1,8 @@
 """What an entity went through lately, and the error that tells it.
 
-Responsible for a bounded history that costs nothing to keep, and for the exception that a pure machine raises when
-it is asked for a step that its tables forbid: a fault of this library, never of its user. Not responsible for logs.
+Responsible for a bounded history that costs nothing to keep, and for the exception that a pure machine raises
+when it is asked for a step that its tables forbid: a fault of this library, never of its user. Not
+responsible for logs.
 """
 
 from __future__ import annotations
@@ -24,10 +25,7 @@ class Story:
         self._events.append(event)
 
     def __str__(self) -> str:
-        return (
-            "; ".join(" ".join(str(word) for word in event) for event in self._events)
-            or "nothing happened yet"
-        )
+        return "; ".join(" ".join(str(word) for word in event) for event in self._events) or "nothing happened yet"
 
 
 class IllegalStep(RuntimeError):

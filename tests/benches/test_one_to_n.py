@@ -19,9 +19,7 @@ def test_half_of_the_tensors_are_tiny_and_all_bytes_are_there() -> None:
 
 
 def test_a_ratio_compares_neighbours() -> None:
-    figures = [
-        Figure(way.name, 1, number, 0.5 * number * (n + 1), 1.0) for number in (1, 2) for n, way in enumerate(WAYS)
-    ]
+    figures = [Figure(way.name, 1, number, 0.5 * number * (n + 1), 1.0) for number in (1, 2) for n, way in enumerate(WAYS)]
     assert ratios(figures, WAYS[0], BARE, 1) == [4.0, 4.0]
     row = table(figures, [1], 2**30)[0]
     assert row["seconds"] == [0.75, 0.5, 1.0]

@@ -17,9 +17,7 @@ def test_every_dtype_comes_back_as_zeros_of_the_same_shape(tmp_path: Path) -> No
     made |= {"scalar": torch.tensor(2.0), "none": torch.empty(0, 4)}
     save_file(made, path, metadata={"format": "pt"})
     zeros = allocate(read_header(path))
-    assert {n: (t.dtype, t.shape) for n, t in zeros.items()} == {
-        n: (t.dtype, t.shape) for n, t in load_file(path).items()
-    }
+    assert {n: (t.dtype, t.shape) for n, t in zeros.items()} == {n: (t.dtype, t.shape) for n, t in load_file(path).items()}
     assert zeros["scalar"].item() == 0
 
 

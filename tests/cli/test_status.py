@@ -25,9 +25,7 @@ MODEL = ModelInfo(
     mark=7,
     retain=2,
     versions=(VersionView(7, "c" * 32, "available", 90_000_000, 1, 0, True),),
-    replicas=(
-        ReplicaView("group-1", 7, "filling", "device", "use", "", True, (ShardView(0, "w1", "filling", 3, 12, 1),)),
-    ),
+    replicas=(ReplicaView("group-1", 7, "filling", "device", "use", "", True, (ShardView(0, "w1", "filling", 3, 12, 1),)),),
     leases=(LeaseView("l1", "w1", "[bold]w2", 7, 0, "active"),),
     workers=(WorkerView("w1", "i1", "live", Location("site-a", "rack-b", "host-c"), (Endpoint("tcp", "h:1"),)),),
 )
@@ -44,9 +42,7 @@ def test_tables_show_every_fact_and_take_no_name_for_markup() -> None:
     text = text_of(MODEL)
     for (
         fact
-    ) in "actor|mark 7|retains 2|available|90.0|group-1|filling|spot|3/12|[bold]w2|site-a|rack-b|host-c|tcp h:1".split(
-        "|"
-    ):
+    ) in "actor|mark 7|retains 2|available|90.0|group-1|filling|spot|3/12|[bold]w2|site-a|rack-b|host-c|tcp h:1".split("|"):
         assert fact in text
 
 

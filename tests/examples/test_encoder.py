@@ -31,9 +31,7 @@ def encoder(weights: dict[str, Tensor]) -> Encoder:
 
 @needs_weights
 class TestEncoder:
-    def test_every_tensor_of_the_file_is_used_under_its_name_and_in_place(
-        self, weights: dict[str, Tensor]
-    ) -> None:
+    def test_every_tensor_of_the_file_is_used_under_its_name_and_in_place(self, weights: dict[str, Tensor]) -> None:
         model = build(weights)
         assert isinstance(model, Encoder)
         tensors = model.tensors()
@@ -118,9 +116,7 @@ class TestAnyModel:
         assert probe.shape == (3,)
         losses = [Trainer(model).step() for _ in range(3)]
         assert losses[0] > losses[1] > losses[2] > 0
-        changed = {
-            n for n in tensors if not torch.equal(tensors[n].to(torch.float32), before[n].to(torch.float32))
-        }
+        changed = {n for n in tensors if not torch.equal(tensors[n].to(torch.float32), before[n].to(torch.float32))}
         assert changed == {"matrix", "half", "scalar"}
         assert (model.probe() < probe).all()
 

@@ -56,9 +56,7 @@ def values(annotation: Any) -> st.SearchStrategy[Any]:
     if issubclass(annotation, StrEnum):
         return st.sampled_from(annotation)
     hints = typing.get_type_hints(annotation, include_extras=True)
-    return st.builds(
-        annotation, **{field.name: values(hints[field.name]) for field in dataclasses.fields(annotation)}
-    )
+    return st.builds(annotation, **{field.name: values(hints[field.name]) for field in dataclasses.fields(annotation)})
 
 
 def any_message() -> st.SearchStrategy[messages.Message]:

@@ -241,9 +241,7 @@ def pattern(size: int) -> bytearray:
     ],
     ids=["one", "with empty ones", "thousands", "many empty ones", "large", "uneven"],
 )
-def test_payload_arrives_in_its_buffers(
-    pair: Pair, start: Start, sent: list[int], received: list[int]
-) -> None:
+def test_payload_arrives_in_its_buffers(pair: Pair, start: Start, sent: list[int], received: list[int]) -> None:
     source, target = pattern(sum(sent)), bytearray(sum(received))
     message = ChunksFollow(1, ((0, 5),))
 
@@ -275,9 +273,7 @@ def test_partial_sends_and_receives_go_on(start: Start) -> None:
 
 
 @pytest.mark.parametrize("step", [1, 7, 1000])
-def test_calls_that_move_little_are_repeated(
-    monkeypatch: pytest.MonkeyPatch, start: Start, step: int
-) -> None:
+def test_calls_that_move_little_are_repeated(monkeypatch: pytest.MonkeyPatch, start: Start, step: int) -> None:
     """A kernel that moves at most `step` bytes per call, whatever it is given."""
 
     class Slow(socket.socket):

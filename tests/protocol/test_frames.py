@@ -123,9 +123,7 @@ def test_a_stranger_is_recognised_by_its_first_bytes(start: bytes) -> None:
     assert repr(start[:16]) in str(caught.value)
 
 
-@pytest.mark.parametrize(
-    ("version", "older"), [(PROTOCOL_VERSION - 1, "peer"), (PROTOCOL_VERSION + 1, "this side")]
-)
+@pytest.mark.parametrize(("version", "older"), [(PROTOCOL_VERSION - 1, "peer"), (PROTOCOL_VERSION + 1, "this side")])
 def test_another_version_names_both_and_who_must_upgrade(version: int, older: str) -> None:
     with pytest.raises(WrongVersion) as caught:
         check_preface(PREFACE[:8] + version.to_bytes(2, "big"))

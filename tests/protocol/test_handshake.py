@@ -257,9 +257,7 @@ def test_another_version_is_refused_on_both_sides(make: Any) -> None:
     assert sent.startswith(PREFACE)  # so that the other side can say the same
 
 
-@pytest.mark.parametrize(
-    ("role", "server_role"), [("reader", "coordinator"), ("worker", "owner"), ("observer", "owner")]
-)
+@pytest.mark.parametrize(("role", "server_role"), [("reader", "coordinator"), ("worker", "owner"), ("observer", "owner")])
 def test_roles_that_do_not_meet_are_refused_on_both_sides(role: str, server_role: str) -> None:
     a, b = client(role=role), server(role=server_role)
     with pytest.raises(ProtocolError, match="no business"):

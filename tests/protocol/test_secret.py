@@ -27,9 +27,7 @@ def write(path: Path, content: bytes, mode: int = 0o600) -> Path:
     return path
 
 
-def test_the_argument_comes_first_then_the_environment_then_the_files(
-    home: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_argument_comes_first_then_the_environment_then_the_files(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert resolve_token(None) == b""
     write(home / ".config/tensorhub/token", b"usual\n")
     assert resolve_token(None) == b"usual"
@@ -77,9 +75,7 @@ def test_a_secret_is_not_shown() -> None:
     assert isinstance(secret, bytes)
 
 
-@pytest.mark.parametrize(
-    "host", ["127.0.0.1", "127.8.9.1", "::1", "[::1]", "localhost", "LOCALHOST", "::ffff:127.0.0.1"]
-)
+@pytest.mark.parametrize("host", ["127.0.0.1", "127.8.9.1", "::1", "[::1]", "localhost", "LOCALHOST", "::ffff:127.0.0.1"])
 def test_loopback(host: str) -> None:
     assert is_loopback(host)
     check_open_access(b"", host)

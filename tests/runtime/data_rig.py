@@ -1,4 +1,6 @@
-"""Owners and readers on loopback, in one process, for tests of the data plane; and a check that nothing of them is left."""
+"""Owners and readers on loopback, in one process, for tests of the data plane; and a check that nothing of
+them is left.
+"""
 
 from __future__ import annotations
 
@@ -40,18 +42,13 @@ CHUNKS = 11
 WAIT_S = 30.0  # nothing here takes so long unless it hangs
 
 
-def manifest_of(
-    sizes: tuple[int, ...] = SIZES, digest: Digest = "xxh3-64", chunk_bytes: int = CHUNK_BYTES
-) -> Manifest:
-    tensors = [
-        TensorDescription(f"t{index}", "uint8", (size,), (index + 1) << 40, size)
-        for index, size in enumerate(sizes)
-    ]
+def manifest_of(sizes: tuple[int, ...] = SIZES, digest: Digest = "xxh3-64", chunk_bytes: int = CHUNK_BYTES) -> Manifest:
+    tensors = [TensorDescription(f"t{index}", "uint8", (size,), (index + 1) << 40, size) for index, size in enumerate(sizes)]
     return build_manifest(tensors, chunk_bytes, digest)
 
 
 class Node:
-    """One worker with one registration; its memory is zeros, or random bytes that depend on the sizes only."""
+    """One worker with one registration, of zeros, or of random bytes that depend on the sizes only."""
 
     def __init__(
         self,
@@ -69,8 +66,7 @@ class Node:
         self.manifest = manifest
         source = random.Random(0)
         self.arrays = [
-            bytearray(source.randbytes(region.nbytes) if filled else region.nbytes)
-            for region in manifest.regions
+            bytearray(source.randbytes(region.nbytes) if filled else region.nbytes) for region in manifest.regions
         ]
         self.memory = ChunkMemory(manifest, [memoryview(array) for array in self.arrays])
         self.owner = owner or SharedOwner(fence_grace_s=0.05)
@@ -89,9 +85,7 @@ class Node:
         with self.owner.access(None, self.registration, self.generation, CONTENT, [chunk], 1, 0.0) as answer:
             return isinstance(answer, tuple)
 
-    def grant(
-        self, lease: str = "", *, address: str | None = None, complete: bool = True, **changes: object
-    ) -> Grant:
+    def grant(self, lease: str = "", *, address: str | None = None, complete: bool = True, **changes: object) -> Grant:
         fields: dict[str, object] = {
             "lease": lease or f"from-{self.name}",
             "source": self.name,
@@ -205,7 +199,9 @@ def received(peer: socket.socket) -> bytes:
 
 
 class Proxy:
-    """Passes one connection on; after `spoil_at` bytes from the source it closes, or (`flip`) flips one bit and goes on."""
+    """Passes one connection on; after `spoil_at` bytes from the source it closes, or (`flip`) flips one bit
+    and goes on.
+    """
 
     def __init__(self, target: Node, spoil_at: int, *, flip: bool) -> None:
         self.listener = socket.create_server(("127.0.0.1", 0))

@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+import os
+import threading
+
 import anyio
+import anyio.to_thread
 import pytest
-from data_rig import CHUNKS, CONTENT, SIZES, Node, Proxy, finish, manifest_of, next_event, serving, until
+from data_rig import CHUNKS, SECRET, SIZES, Node, Proxy, finish, manifest_of, next_event, serving, until
 
 from tensorhub.manifest import Digest
+from tensorhub.messages import ChunksFollow
+from tensorhub.protocol.blocking import BlockingConnection
+from tensorhub.protocol.codec import FROM_READER
+from tensorhub.protocol.handshake import NONCE_BYTES, ServerHandshake
 from tensorhub.runtime.lanes import SourceFailed
-from tensorhub.transport.base import ReadFailure
 from tensorhub.types import ContentId, Incarnation, LeaseId, RegistrationId
 
 pytestmark = pytest.mark.anyio
@@ -26,11 +33,10 @@ async def test_every_byte_arrives(digest: Digest, batch_bytes: int) -> None:
     manifest = manifest_of(digest=digest)
     a, b = Node("a", manifest, filled=True).open(complete=True), Node("b", manifest, filled=False)
     b.open(complete=False)
-    async with serving(a, b):
-        async with b.runner(batch_bytes=batch_bytes) as runner:
-            runner.add_source(a.grant())
-            await finish(runner)
-            report = runner.report()
+    async with serving(a, b), b.runner(batch_bytes=batch_bytes) as runner:
+        runner.add_source(a.grant())
+        await finish(runner)
+        report = runner.report()
     assert b.arrays == a.arrays
     assert b.owner.digests(b.registration, 7) == a.owner.digests(a.registration, 7)
     assert (report.bytes_read, report.reread_bytes, report.retries) == (TOTAL, 0, 0)
@@ -58,9 +64,7 @@ async def test_a_reader_serves_what_it_has_while_it_still_fills() -> None:
 
 @pytest.mark.parametrize("digest", ["xxh3-64", "none"])
 @pytest.mark.parametrize("broken_after", range(0, TOTAL, 3001))
-async def test_a_reader_goes_on_elsewhere_from_what_it_has_verified(
-    broken_after: int, digest: Digest
-) -> None:
+async def test_a_reader_goes_on_elsewhere_from_what_it_has_verified(broken_after: int, digest: Digest) -> None:
     manifest = manifest_of(digest=digest)
     a, b, c = (Node(name, manifest, filled=name != "c") for name in "abc")
     proxy = Proxy(a.open(complete=True), broken_after, flip=False)
@@ -116,16 +120,15 @@ async def test_a_source_whose_memory_changed_is_named_corrupt_with_the_chunk() -
     a, b = Node("a", manifest, filled=True).open(complete=False), Node("b", manifest, filled=False)
     a.make_available(*range(CHUNKS))
     a.memory.buffer(5)[0] ^= 1
-    async with serving(a, b.open(complete=False)):
-        async with b.runner() as runner:
-            runner.add_source(a.grant())
-            failed = await next_event(runner)
-            assert isinstance(failed, SourceFailed)
-            assert (failed.reason, failed.chunk) == ("corrupt", 5)
-            a.memory.buffer(5)[0] ^= 1
-            runner.add_source(a.grant("again"))
-            await finish(runner)
-            report = runner.report()
+    async with serving(a, b.open(complete=False)), b.runner() as runner:
+        runner.add_source(a.grant())
+        failed = await next_event(runner)
+        assert isinstance(failed, SourceFailed)
+        assert (failed.reason, failed.chunk) == ("corrupt", 5)
+        a.memory.buffer(5)[0] ^= 1
+        runner.add_source(a.grant("again"))
+        await finish(runner)
+        report = runner.report()
     assert b.arrays == a.arrays
     assert report.reread_bytes == 0
     assert report.bytes_read == TOTAL + a.memory.sizes[5]  # the bad one counts as read
@@ -141,9 +144,7 @@ async def test_a_source_whose_memory_changed_is_named_corrupt_with_the_chunk() -
         ({"address": "nonsense"}, "unreachable"),
     ],
 )
-async def test_a_read_under_another_right_fails_with_the_reason(
-    changes: dict[str, object], reason: str
-) -> None:
+async def test_a_read_under_another_right_fails_with_the_reason(changes: dict[str, object], reason: str) -> None:
     manifest = manifest_of()
     a, b = Node("a", manifest, filled=True).open(complete=True), Node("b", manifest, filled=False)
     async with serving(a, b.open(complete=False)), b.runner() as runner:
@@ -197,9 +198,7 @@ async def test_several_sources_share_the_work() -> None:
     a, b, c = (Node(name, manifest, filled=name != "c") for name in "abc")
     async with serving(a.open(complete=False), b.open(complete=True), c), c.runner(batch_bytes=1) as runner:
         runner.add_source(a.grant(complete=False))
-        await until(
-            lambda: "2 in flight" in repr(runner)
-        )  # a's lane has asked for two, and a has none of them
+        await until(lambda: "2 in flight" in repr(runner))  # a's lane has asked for two, and a has none of them
         runner.add_source(b.grant())
         await until(lambda: runner.report().chunks_verified == CHUNKS - 2)
         assert a.owner.complete(a.registration, 7)
@@ -219,14 +218,12 @@ async def test_what_a_dropped_source_owed_goes_to_a_lane_that_was_idle() -> None
         runner.add_source(a.grant(complete=False))
         await until(lambda: f"{CHUNKS} in flight" in repr(runner))
         runner.add_source(b.grant())
-        await until(
-            lambda: runner.report().sources[1].transport == "tcp"
-        )  # connected; nothing is left for it
+        await until(lambda: runner.report().sources[1].transport == "tcp")  # connected; nothing is left for it
         runner.drop_source(LeaseId("from-a"))
         runner.drop_source(LeaseId("unknown"))
         await finish(runner)
         assert c.arrays == a.arrays
-        assert [source.outcome for source in runner.report().sources][0] == "dropped"
+        assert runner.report().sources[0].outcome == "dropped"
 
 
 async def test_an_idle_lane_can_be_dropped() -> None:
@@ -280,6 +277,33 @@ async def test_a_fault_inside_a_lane_ends_the_runner_and_every_other_lane() -> N
         assert caught.group_contains(ZeroDivisionError)
 
 
-async def test_a_failed_channel_says_why() -> None:
-    assert str(ReadFailure("lost", "gone")) == "lost: gone"
-    assert CONTENT == "content-1"
+@pytest.mark.parametrize(
+    ("request_number", "chunks"),
+    [(0, ((5, 0),)), (0, ((0, 0), (0, 0))), (0, ()), (9, ((0, 0),)), (1, ((0, 0),))],
+)
+async def test_a_source_that_sends_what_was_not_asked_for_writes_nothing(
+    request_number: int, chunks: tuple[tuple[int, int], ...]
+) -> None:
+    manifest = manifest_of(digest="none")
+    a, b = Node("a", manifest, filled=True), Node("b", manifest, filled=False)
+
+    def misbehave() -> None:
+        a.listener.setblocking(True)
+        with BlockingConnection(a.listener.accept()[0], stall_timeout_s=30) as connection:
+            connection.handshake(ServerHandshake("owner", a.incarnation, [SECRET], os.urandom(NONCE_BYTES)), 30)
+            connection.receive(FROM_READER)
+            payload = [a.memory.buffer(chunk) for chunk, _ in chunks]
+            connection.send_with_payload(ChunksFollow(request_number, chunks), payload)
+            connection.receive(FROM_READER)
+
+    source = threading.Thread(target=misbehave)
+    source.start()
+    async with b.runner(batch_bytes=1) as runner:
+        runner.add_source(a.grant())
+        failed = await next_event(runner)
+        assert isinstance(failed, SourceFailed)
+        assert failed.reason == "lost"
+    await anyio.to_thread.run_sync(source.join)
+    a.listener.close()
+    b.listener.close()
+    assert not any(map(any, b.arrays))

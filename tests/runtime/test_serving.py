@@ -66,23 +66,22 @@ async def test_a_fence_does_not_wait_for_a_reader_that_stopped_reading() -> None
         answer = connection.receive(FROM_OWNER)
         assert isinstance(answer, ChunksFollow)
 
-    async with serving(a):
-        async with raw_reader(a) as connection:
-            await anyio.to_thread.run_sync(stop_reading, connection)
-            assert "1 accesses" in repr(a.owner)  # its lane is inside the send, and cannot end it
-            await a.owner.fence_async(a.registration)
-            assert "0 accesses" in repr(a.owner)
-            a.arrays[0][:] = bytes(LARGE)  # the next version
-            received = bytearray(LARGE)
+    async with serving(a), raw_reader(a) as connection:
+        await anyio.to_thread.run_sync(stop_reading, connection)
+        assert "1 accesses" in repr(a.owner)  # its lane is inside the send, and cannot end it
+        await a.owner.fence_async(a.registration)
+        assert "0 accesses" in repr(a.owner)
+        a.arrays[0][:] = bytes(LARGE)  # the next version
+        received = bytearray(LARGE)
 
-            def drain() -> None:
-                connection.receive_into([memoryview(received)])
+        def drain() -> None:
+            connection.receive_into([memoryview(received)])
 
-            with pytest.raises(ConnectionLost):
-                await anyio.to_thread.run_sync(drain)
-            end = len(received.rstrip(b"\0"))
-            assert end < LARGE
-            assert received[:end] == published[:end]  # what did come is of the old version only
+        with pytest.raises(ConnectionLost):
+            await anyio.to_thread.run_sync(drain)
+        end = len(received.rstrip(b"\0"))
+        assert end < LARGE
+        assert received[:end] == published[:end]  # what did come is of the old version only
 
 
 async def test_a_fence_waits_for_running_accesses_and_lets_no_new_one_begin() -> None:
@@ -122,17 +121,16 @@ async def test_a_fence_ends_the_waiting_of_readers() -> None:
 
 async def test_a_reader_of_the_old_generation_gets_nothing_of_the_new_one() -> None:
     a = Node("a", manifest_of(), filled=True).open(complete=True)
-    async with serving(a):
-        async with raw_reader(a) as connection:
+    async with serving(a), raw_reader(a) as connection:
 
-            def ask(generation: int) -> object:
-                connection.send(read(a, (0, 1), generation=generation))
-                return connection.receive(FROM_OWNER)
+        def ask(generation: int) -> object:
+            connection.send(read(a, (0, 1), generation=generation))
+            return connection.receive(FROM_OWNER)
 
-            await a.owner.fence_async(a.registration)
-            a.owner.open(a.registration, 8, CONTENT, a.memory, complete=True)
-            assert isinstance(await anyio.to_thread.run_sync(ask, 7), ReadRefused)
-            assert isinstance(await anyio.to_thread.run_sync(ask, 8), ChunksFollow)
+        await a.owner.fence_async(a.registration)
+        a.owner.open(a.registration, 8, CONTENT, a.memory, complete=True)
+        assert isinstance(await anyio.to_thread.run_sync(ask, 7), ReadRefused)
+        assert isinstance(await anyio.to_thread.run_sync(ask, 8), ChunksFollow)
 
 
 async def test_cut_ends_one_readers_connections_and_no_others() -> None:
@@ -186,22 +184,19 @@ async def test_a_malformed_peer_loses_its_connection_and_nobody_else_anything(da
 @pytest.mark.parametrize("runs", [(), ((0, 0),), ((0, 2**60),), ((0, 1024), (0, 1))])
 async def test_a_read_of_too_much_or_nothing_costs_the_connection(runs: tuple[tuple[int, int], ...]) -> None:
     a = Node("a", manifest_of(), filled=True).open(complete=True)
-    async with serving(a):
-        async with raw_reader(a) as connection:
+    async with serving(a), raw_reader(a) as connection:
 
-            def ask() -> object:
-                connection.send(read(a, *runs))
-                return connection.receive(FROM_OWNER)
+        def ask() -> object:
+            connection.send(read(a, *runs))
+            return connection.receive(FROM_OWNER)
 
-            assert await anyio.to_thread.run_sync(ask) is None
+        assert await anyio.to_thread.run_sync(ask) is None
 
 
 async def test_a_listener_that_is_cancelled_ends_lanes_in_the_middle_of_a_send() -> None:
     a = Node("a", manifest_of((LARGE,), chunk_bytes=LARGE), filled=True).open(complete=True)
     with socket.create_connection(a.listener.getsockname()) as sock:
-        async with serving(
-            a
-        ):  # which checks, at its end, that the lane is over, though its reader takes nothing
+        async with serving(a):  # which checks, at its end, that the lane is over, though its reader takes nothing
             connection = BlockingConnection(sock, stall_timeout_s=WAIT_S)
             handshake = ClientHandshake("reader", "raw-1", SECRET, os.urandom(NONCE_BYTES))
             await anyio.to_thread.run_sync(connection.handshake, handshake, WAIT_S)

@@ -219,9 +219,7 @@ def test_the_bytes_of_a_tied_source_reach_every_tensor_of_the_reader() -> None:
     reader = {"embedding": torch.zeros(2, 3), "head": one, "third": one, "body": torch.zeros(2)}
     mapped = RegisteredMemory(reader).map(manifest_of(source))
     assert (len(mapped.regions), len(mapped.copies)) == (2, 1)
-    for target, data in zip(
-        mapped.regions, RegisteredMemory(source).map(manifest_of(source)).regions, strict=True
-    ):
+    for target, data in zip(mapped.regions, RegisteredMemory(source).map(manifest_of(source)).regions, strict=True):
         target[:] = data
     assert not reader["embedding"].any()
     mapped.unpack()
@@ -236,9 +234,7 @@ def test_a_tied_reader_cannot_map_an_untied_source() -> None:
 
 
 def test_what_cannot_be_mapped_is_named() -> None:
-    memory = RegisteredMemory(
-        {"a": torch.zeros(2, dtype=torch.uint8), "b": torch.zeros(2, dtype=torch.uint8)}
-    )
+    memory = RegisteredMemory({"a": torch.zeros(2, dtype=torch.uint8), "b": torch.zeros(2, dtype=torch.uint8)})
     packed = [TensorSpec(name, "uint8", (2,), ((0, 2),), 0, 2 * at) for at, name in enumerate("ab")]
     with pytest.raises(ManifestMismatch, match="'a' is not a whole region: packed"):
         memory.map(Manifest(tuple(packed), (RegionSpec(4),), 4096, "none", ""))
@@ -263,10 +259,7 @@ def test_writes_in_place_replace_nothing() -> None:
 
 
 def test_every_replaced_tensor_is_named() -> None:
-    tensors = {
-        name: nn.Parameter(torch.zeros(2, 2))
-        for name in ("same", "data", "shape", "stride", "freed", "dtype")
-    }
+    tensors = {name: nn.Parameter(torch.zeros(2, 2)) for name in ("same", "data", "shape", "stride", "freed", "dtype")}
     arrays = {"array": np.zeros((2, 3))}
     memory = RegisteredMemory({**tensors, **arrays})
     other = torch.ones(2, 2)
@@ -374,7 +367,4 @@ def test_versions_tell_of_writes() -> None:
 
 
 def test_a_registration_says_what_it_holds() -> None:
-    assert (
-        repr(RegisteredMemory({"w": torch.zeros(2), "v": torch.zeros(1)}))
-        == "<RegisteredMemory of 2 tensors, 12 bytes>"
-    )
+    assert repr(RegisteredMemory({"w": torch.zeros(2), "v": torch.zeros(1)})) == "<RegisteredMemory of 2 tensors, 12 bytes>"

@@ -21,9 +21,7 @@ def opened(*, complete: bool = True, generation: int = 1) -> Owner:
     return owner
 
 
-def begun(
-    owner: Owner, wanted: tuple[int, ...] = (0, 1, 2, 3), bytes_max: int = 1000, generation: int = 1
-) -> Access:
+def begun(owner: Owner, wanted: tuple[int, ...] = (0, 1, 2, 3), bytes_max: int = 1000, generation: int = 1) -> Access:
     access = owner.begin(R, generation, C, wanted, bytes_max)
     assert isinstance(access, Access), access
     return access
@@ -153,7 +151,9 @@ def test_only_closed_and_quiet_memory_is_forgotten() -> None:
 
 
 class OwnerMachine(RuleBasedStateMachine):
-    """Against a model of what was opened: no access ever covers a chunk that was not verified under its generation."""
+    """Against a model of what was opened: no access ever covers a chunk that was not verified under its
+    generation.
+    """
 
     def __init__(self) -> None:
         super().__init__()

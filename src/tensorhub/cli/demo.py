@@ -57,9 +57,7 @@ def demo(
         typer.Option(help="wait: the trainer waits until every rollout has its version; free: it goes on."),
     ] = Pace.WAIT,
     seed: Annotated[int, typer.Option(help="Of the training's randomness.")] = 0,
-    timeout_s: Annotated[
-        float, typer.Option(min=1, max=86_400, help="Give up when nobody has news for this long.")
-    ] = 120.0,
+    timeout_s: Annotated[float, typer.Option(min=1, max=86_400, help="Give up when nobody has news for this long.")] = 120.0,
     as_json: JsonOption = False,
     quiet: QuietOption = False,
 ) -> None:

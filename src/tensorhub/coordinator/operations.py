@@ -208,18 +208,14 @@ class Operations:
         if not operation.gathered:
             missing = sorted(set(range(group.world_size)) - set(operation.parts))
             ranks = ", ".join(f"{rank}{'' if rank in group.members else ' (not registered)'}" for rank in missing)
-            text = (
-                f"{what}: waited {late.call.timeout_s:g} s for group {group.name!r}; these ranks did not call: {ranks}"
-            )
+            text = f"{what}: waited {late.call.timeout_s:g} s for group {group.name!r}; these ranks did not call: {ranks}"
             return Blame(OperationTimeout(text))
         if operation.state is OperationState.GATHERING and isinstance(late.call, Fill):
             why = self._versions.waiting_text(group.model, late.call.selector, late.call.at_least)
             return Blame(VersionUnavailable(f"{what}: {why}; waited {late.call.timeout_s:g} s"))
         number = operation.version.number if operation.version else "?"
         if operation.version is not None and not operation.writing and not operation.version.has_live_source():
-            return Blame(
-                VersionUnavailable(f"{what}: version {number} has lost its last source; none came back in time")
-            )
+            return Blame(VersionUnavailable(f"{what}: version {number} has lost its last source; none came back in time"))
         starving = [p.rank for p in operation.parts.values() if p.wants_source]
         if starving:
             text = f"{what}: version {number} has lost its last source (rank {starving[0]}), none came back in time"
@@ -242,9 +238,7 @@ class Operations:
         if operation.running and all(p.voted for p in operation.parts.values()):
             self._prepare(operation)
         waiting = operation.group.model.waiting
-        starving = not (operation.writing or operation.unchanged) or any(
-            p.wants_source for p in operation.parts.values()
-        )
+        starving = not (operation.writing or operation.unchanged) or any(p.wants_source for p in operation.parts.values())
         if not operation.decided and operation.gathered and starving:
             waiting[operation.key] = operation
         else:
@@ -489,9 +483,7 @@ class Operations:
             if version is not None and record is not None and version.info.content_id == record[2]:
                 outcome = Outcome(key, member.rank, True, True, version.info, None)
             else:
-                text = (
-                    f"the membership of group {member.group.name!r} changed, or its coordinator restarted; call again"
-                )
+                text = f"the membership of group {member.group.name!r} changed, or its coordinator restarted; call again"
                 outcome = Outcome(key, member.rank, False, False, None, ErrorInfo.of(GroupAborted(text)))
         self._cluster.tell(member, outcome)
 

@@ -55,10 +55,11 @@ class Readers:
         version = part.operation.version
         if version is None:
             return None
-        # The core never assumes that shard k reads shard k; with equal layouts it does.
+        # The core never assumes that shard k reads shard k; with equal layouts it does. Newest first: of equals, the
+        # publisher, which is the oldest, is chosen last, so that its unpublish is short.
         holdings = {
             h.member.registration: h
-            for h in version.holdings[part.rank]
+            for h in reversed(version.holdings[part.rank])
             if h is not other_than and h is not part.holding and self._readable(h, part)
         }
         while holdings:

@@ -38,9 +38,7 @@ BUFFERS_MAX: Final = 1024  # Linux' IOV_MAX: the most buffers that one system ca
 class BlockingConnection:
     """A connected socket, which this object owns from now on; close it here."""
 
-    def __init__(
-        self, sock: socket.socket, *, stall_timeout_s: float, frame_bytes_max: int = FRAME_BYTES_MAX
-    ) -> None:
+    def __init__(self, sock: socket.socket, *, stall_timeout_s: float, frame_bytes_max: int = FRAME_BYTES_MAX) -> None:
         self.stall_timeout_s = stall_timeout_s
         self._socket = sock
         self._decoder = FrameDecoder(frame_bytes_max)
@@ -54,9 +52,7 @@ class BlockingConnection:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self.close()
 
     # -------------------------------------------------------------------------------------------- handshake

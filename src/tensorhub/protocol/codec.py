@@ -59,9 +59,7 @@ CLIENT_HELLO: Final[Vocabulary[messages.ClientHello]] = Vocabulary("a client", m
 SERVER_HELLO: Final[Vocabulary[messages.ServerHello]] = Vocabulary("a server", messages.ServerHello)
 PROOF: Final[Vocabulary[messages.Proof]] = Vocabulary("a peer that must prove itself", messages.Proof)
 FROM_WORKER: Final[Vocabulary[messages.FromWorker]] = Vocabulary("a worker", messages.FromWorker)
-FROM_COORDINATOR: Final[Vocabulary[messages.FromCoordinator]] = Vocabulary(
-    "the coordinator", messages.FromCoordinator
-)
+FROM_COORDINATOR: Final[Vocabulary[messages.FromCoordinator]] = Vocabulary("the coordinator", messages.FromCoordinator)
 FROM_READER: Final[Vocabulary[messages.FromReader]] = Vocabulary("a reader", messages.FromReader)
 FROM_OWNER: Final[Vocabulary[messages.FromOwner]] = Vocabulary("an owner", messages.FromOwner)
 ANYTHING: Final[Vocabulary[messages.Message]] = Vocabulary("anyone", messages.Message)

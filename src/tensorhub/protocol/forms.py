@@ -177,9 +177,7 @@ def _scalar(python_type: type, check: Check) -> Form:
         return check(unpacker.unpack())
 
     def encode_float(value: object) -> Any:
-        whole = (
-            type(value) is int and abs(value) < 2**53
-        )  # Python takes an int for a float; the wire does not
+        whole = type(value) is int and abs(value) < 2**53  # Python takes an int for a float; the wire does not
         return check(float(cast(int, value)) if whole else value)
 
     return Form(encode_float if python_type is float else check, decode)
@@ -268,14 +266,10 @@ class Record:
         hints = typing.get_type_hints(kind, include_extras=True)
         names = [field.name for field in dataclasses.fields(kind)]
         if not names:
-            raise TypeError(
-                f"{kind.__name__} has no fields; the wire keeps the empty array for an absent record"
-            )
+            raise TypeError(f"{kind.__name__} has no fields; the wire keeps the empty array for an absent record")
         self.kind = kind
         self.size = len(names)
-        self._fields = [
-            (name, form.encode, form.decode) for name in names for form in (form_of(hints[name]),)
-        ]
+        self._fields = [(name, form.encode, form.decode) for name in names for form in (form_of(hints[name]),)]
 
     def encode(self, value: Any) -> list[Any]:
         """The fields of `value`, as msgpack packs them."""

@@ -34,9 +34,7 @@ def check_preface(data: bytes) -> None:
     """
     magic, version = data[: len(MAGIC)], data[len(MAGIC) : len(PREFACE)]
     if not MAGIC.startswith(magic):
-        raise ProtocolError(
-            f"not a TensorHub peer: its first bytes are {bytes(data[:16])!r}; check the address"
-        )
+        raise ProtocolError(f"not a TensorHub peer: its first bytes are {bytes(data[:16])!r}; check the address")
     if len(version) == 2 and version != PREFACE[len(MAGIC) :]:
         theirs = int.from_bytes(version, "big")
         older = "peer" if theirs < PROTOCOL_VERSION else "TensorHub on this side"

@@ -66,9 +66,7 @@ class Handshake(abc.ABC, Generic[PeerHello]):
         self.incarnation = incarnation
         self.done = False  # True once each side has proved itself to the other
         self._nonce = nonce
-        self._peer: PeerHello | None = (
-            None  # the peer's hello, from its arrival on; nothing vouches for it until `done`
-        )
+        self._peer: PeerHello | None = None  # the peer's hello, from its arrival on; nothing vouches for it until `done`
         self._preface = bytearray()  # the peer's preface, as far as it has arrived
         self._decoder = FrameDecoder(FRAME_BYTES_MAX)
         self._outgoing = bytearray()  # what `data_to_send` gives next
@@ -137,9 +135,7 @@ class Handshake(abc.ABC, Generic[PeerHello]):
 
     def _check_hello(self, hello: PeerHello) -> None:
         if hello.protocol != PROTOCOL_VERSION:
-            raise ProtocolError(
-                f"the peer's hello says version {hello.protocol}, its preface {PROTOCOL_VERSION}"
-            )
+            raise ProtocolError(f"the peer's hello says version {hello.protocol}, its preface {PROTOCOL_VERSION}")
         if len(hello.nonce) != NONCE_BYTES:
             raise ProtocolError(f"the peer's nonce has {len(hello.nonce)} bytes instead of {NONCE_BYTES}")
 
@@ -253,9 +249,7 @@ class ServerHandshake(Handshake[ClientHello]):
             self._check_hello(hello)
             self._send(self._hello)
             if SERVER_OF.get(hello.role) != self.role:
-                raise ProtocolError(
-                    f"a {hello.role[:32]!r} has no business with the {self.role} at this address"
-                )
+                raise ProtocolError(f"a {hello.role[:32]!r} has no business with the {self.role} at this address")
             self._peer = hello
             return
         mac = codec.decode(body, codec.PROOF).mac

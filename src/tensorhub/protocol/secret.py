@@ -75,9 +75,7 @@ def _read_token_file(path: Path) -> Secret:
             )
         content = file.read(TOKEN_BYTES_MAX + 1)
     if len(content) > TOKEN_BYTES_MAX:
-        raise AuthenticationFailed(
-            f"the token file {path} has more than {TOKEN_BYTES_MAX} bytes: is it the right one?"
-        )
+        raise AuthenticationFailed(f"the token file {path} has more than {TOKEN_BYTES_MAX} bytes: is it the right one?")
     token = content.strip()
     if not token:
         raise AuthenticationFailed(f"the token file {path} is empty: put a token into it, or remove it")

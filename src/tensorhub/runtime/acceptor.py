@@ -1,7 +1,7 @@
 """Accepting readers, and serving each with a blocking thread of its own (a lane).
 
-Responsible for the life of these threads and sockets: none outlives `serve_readers`. Not responsible for what may be
-read (`SharedOwner`).
+Responsible for the life of these threads and sockets: none outlives `serve_readers`. Not responsible for what
+may be read (`SharedOwner`).
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import errno
 import logging
 import os
 import socket
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -22,15 +23,14 @@ from tensorhub.protocol.blocking import BlockingConnection
 from tensorhub.protocol.codec import FROM_READER
 from tensorhub.protocol.handshake import NONCE_BYTES, ServerHandshake
 from tensorhub.protocol.lost import ConnectionLost
+from tensorhub.runtime.chunks import is_gil_contended
 from tensorhub.runtime.serving import Lane, SharedOwner
 from tensorhub.transport import tcp
 from tensorhub.types import ContentId, Incarnation, RegistrationId
 from tensorhub.worker.owner import CHUNKS_PER_ACCESS_MAX, Refusal, Wait
 
 SEND_BYTES = 16 * 2**20  # of one send call whose digests are known
-FIRST_SEND_BYTES = (
-    4 * 2**20
-)  # of one whose digests must be made: small, so that the bytes are still in the cache
+FIRST_SEND_BYTES = 4 * 2**20  # of one whose digests must be made: small, so that the bytes are still in the cache
 PATIENCE_S = 1.0  # how often a waiting reader hears that its owner lives
 RETRY_S = 0.1  # after an accept that failed for want of descriptors or memory
 
@@ -50,7 +50,9 @@ class ServeSettings:
 
 
 async def serve_readers(listener: socket.socket, owner: SharedOwner, settings: ServeSettings) -> None:
-    """Serve whoever connects to this non-blocking listener, until cancelled; then end all lanes. Leaves it open."""
+    """Serve whoever connects to this non-blocking listener, until cancelled; then end all lanes. Leaves it
+    open.
+    """
     lanes: dict[Lane, BlockingConnection] = {}
     limiter = anyio.CapacityLimiter(settings.readers_max)
 
@@ -104,12 +106,10 @@ def _is_shortage(error: OSError) -> bool:
     return error.errno in (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 
 
-# ------------------------------------------------------------------------------------------------------- one lane
+# --------------------------------------------------------------------------------------------------- one lane
 
 
-def _serve_lane(
-    lane: Lane, connection: BlockingConnection, owner: SharedOwner, settings: ServeSettings
-) -> None:
+def _serve_lane(lane: Lane, connection: BlockingConnection, owner: SharedOwner, settings: ServeSettings) -> None:
     """Serve one reader until it leaves, breaks the protocol, stops taking bytes, or the lane is stopped."""
     owner.add_lane(lane)
     try:
@@ -138,9 +138,7 @@ def _next_read(lane: Lane, connection: BlockingConnection) -> Read | None:
     return None
 
 
-def _answer(
-    read: Read, lane: Lane, connection: BlockingConnection, owner: SharedOwner, patience_s: float
-) -> None:
+def _answer(read: Read, lane: Lane, connection: BlockingConnection, owner: SharedOwner, patience_s: float) -> None:
     """Send all that one Read asks for, as far as it is and becomes available, or refuse it."""
     wanted: Sequence[int] = _chunks_of(read)
     registration, content_id = RegistrationId(read.registration), ContentId(read.content_id)
@@ -150,11 +148,15 @@ def _answer(
         with owner.access(*right, wanted, bytes_max, patience_s) as answer:
             if isinstance(answer, tuple):
                 access, memory = answer
+                started = time.perf_counter()
                 chunks = tuple(owner.digests_of(access, memory))
+                digest_s = time.perf_counter() - started
                 buffers = [memory.buffer(chunk) for chunk in access.chunks]
                 connection.send_with_payload(ChunksFollow(read.request, chunks), buffers)
                 wanted = access.rest
-                bytes_max = FIRST_SEND_BYTES if None in access.digests and memory.is_digested else SEND_BYTES
+                is_first = None in access.digests and memory.is_digested
+                if not is_first or is_gil_contended(sum(map(len, buffers)), digest_s):
+                    bytes_max = SEND_BYTES
         if isinstance(answer, Wait):
             connection.send(StillWaiting(read.request))
         elif isinstance(answer, Refusal):

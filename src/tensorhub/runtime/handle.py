@@ -14,16 +14,16 @@ from typing import Protocol, assert_never
 import anyio
 import anyio.abc
 import anyio.to_thread
-import structlog
 
 from tensorhub.errors import StateError, TensorHubError
 from tensorhub.messages import FromWorker, Progress
 from tensorhub.runtime import clock
 from tensorhub.runtime.chunks import ChunkMemory
 from tensorhub.runtime.lanes import AllVerified, ChannelOpener, PullReport, PullRunner, SourceFailed
+from tensorhub.runtime.logs import get_logger
 from tensorhub.runtime.serving import SharedOwner
 from tensorhub.transport.memory import MappedRegions, RegisteredMemory
-from tensorhub.types import ContentId, FetchReport, LeaseId, RegistrationId, VersionInfo
+from tensorhub.types import ContentId, FetchReport, HandleState, LeaseId, RegistrationId, VersionInfo
 from tensorhub.worker.calls import (
     Action,
     AddPullSource,
@@ -48,7 +48,7 @@ from tensorhub.worker.member import Member
 
 PROGRESS_S = 0.25  # how often a running fill tells the coordinator how far it is
 
-log = structlog.get_logger("tensorhub.worker")
+log = get_logger("tensorhub.worker")
 
 HookRequest = Callable[[VersionInfo], None]
 
@@ -58,7 +58,7 @@ class Line(Protocol):
 
     def say(self, message: FromWorker) -> None: ...
 
-    def open_channel(self) -> ChannelOpener: ...
+    def open_channel(self, content_id: ContentId) -> ChannelOpener: ...
 
 
 @dataclass(slots=True)
@@ -102,6 +102,7 @@ class Handle:
         self._call: _Call | None = None
         self._pull: _Pull | None = None
         self._tasks: anyio.abc.TaskGroup
+        self._scope = anyio.CancelScope()
         self.deadline_moved: Callable[[], None] = lambda: None
 
     def __repr__(self) -> str:
@@ -167,16 +168,23 @@ class Handle:
         """Carry out actions until cancelled; then no read of this memory runs any more."""
         try:
             async with anyio.create_task_group() as self._tasks:
+                self._scope = self._tasks.cancel_scope
                 while True:
                     await self._todo_wanted.wait()
                     self._todo_wanted = anyio.Event()
                     while self._todo:
                         await self._do(self._todo.popleft())
+                    if self.member.state is HandleState.CLOSED and self.member.running is None:
+                        self.stop()
         finally:
             with anyio.CancelScope(shield=True):
                 await self._owner.fence_async(self._registration)
                 self._owner.forget(self._registration)
             self._end_call(Finish(error=StateError("the hub was closed while the call was running")))
+
+    def stop(self) -> None:
+        """Let `run` end: the handle is closed, or was never registered."""
+        self._scope.cancel()
 
     async def _do(self, action: Action) -> None:
         match action:
@@ -263,14 +271,13 @@ class Handle:
         finally:
             pull.ended.set()
 
-    async def _pull_chunks(
-        self, action: StartPull, pull: _Pull, mapped: MappedRegions, tasks: anyio.abc.TaskGroup
-    ) -> None:
+    async def _pull_chunks(self, action: StartPull, pull: _Pull, mapped: MappedRegions, tasks: anyio.abc.TaskGroup) -> None:
         chunks = ChunkMemory(action.manifest, mapped.regions)
-        opener = self._line.open_channel()
-        async with PullRunner(chunks, self._owner, self._registration, action.generation, opener) as runner:
-            pull.runner = runner
-            try:
+        opener = self._line.open_channel(ContentId(action.version.content_id))
+        runner = PullRunner(chunks, self._owner, self._registration, action.generation, opener)
+        try:
+            async with runner:
+                pull.runner = runner
                 for grant in action.grants:
                     runner.add_source(grant)
                 while pull.early:
@@ -284,9 +291,9 @@ class Handle:
                             self.apply(failed)
                         case AllVerified():
                             break
-            finally:
-                if self._call is not None:
-                    self._call.report = runner.report()
+        finally:
+            if self._call is not None:
+                self._call.report = runner.report()
 
     async def _unpack(self, mapped: MappedRegions) -> None:
         if mapped.copies:
@@ -310,7 +317,9 @@ def _report(call: _Call, finish: Finish, started: float, ended: float) -> FetchR
     bound = call.bound if call.bound is not None else ended
     pull = call.report
     if pull is None:
-        return FetchReport(finish.version.version, finish.changed, seconds=ended - started, phases={"resolve": bound - started})
+        return FetchReport(
+            finish.version.version, finish.changed, seconds=ended - started, phases={"resolve": bound - started}
+        )
     pulled_from = call.pulled_from if call.pulled_from is not None else bound
     prepared = call.prepared if call.prepared is not None else ended
     phases = {
@@ -331,5 +340,3 @@ def _report(call: _Call, finish: Finish, started: float, ended: float) -> FetchR
         retries=pull.retries,
         reread_bytes=pull.reread_bytes,
     )
-
-

@@ -2,15 +2,15 @@
 
 Theory of operation
 -------------------
-Each source has a lane: a blocking thread that takes batches from the `Pull` under one lock, keeps two of them asked for,
-receives straight into the destination, checks digests while the bytes are in the cache, and offers each verified chunk
-to other readers (`SharedOwner`) at once. Nothing of that passes through the event loop. The loop hears only events: a
-source failed, everything is verified.
+Each source has a lane: a blocking thread that takes batches from the `Pull` under one lock, keeps two of them
+asked for, receives straight into the destination, checks digests while the bytes are in the cache, and offers
+each verified chunk to other readers (`SharedOwner`) at once. Nothing of that passes through the event loop.
+The loop hears only events: a source failed, everything is verified.
 
 Nobody but a lane writes into the destination, and no lane outlives the runner's `async with` block.
 
-Responsible for threads, time and digests. Not responsible for which sources there are (the coordinator), nor for whether
-what arrived may be used (the group's decision).
+Responsible for threads, time and digests. Not responsible for which sources there are (the coordinator), nor
+for whether what arrived may be used (the group's decision).
 """
 
 from __future__ import annotations
@@ -28,24 +28,29 @@ import anyio.to_thread
 from anyio.abc import TaskGroup
 
 from tensorhub.messages import Grant
-from tensorhub.runtime.chunks import ChunkMemory
+from tensorhub.runtime.chunks import ChunkMemory, is_gil_contended
 from tensorhub.runtime.serving import SharedOwner
 from tensorhub.runtime.wakeup import Wakeup
 from tensorhub.scheduler.pull import Pull
 from tensorhub.transport.base import Arrival, Channel, Cutter, Destination, ReadFailure, Reason
 from tensorhub.types import LeaseId, RegistrationId, SourceReport
 
-BATCH_BYTES = 32 * 2**20  # of one request
+BATCH_BYTES = 64 * 2**20  # of one request
+CACHED_BYTES = 4 * 2**20  # received by one call and then digested, out of the cache, while the source goes on sending
 BATCHES_OPEN = 2  # of one lane: the next is asked for before the last has arrived
 LANES_MAX = 64
 
 ChannelOpener = Callable[[Grant, Destination, Cutter], tuple[str, Channel]]
-"""Opens the best channel to a grant's source, in a lane's thread; gives the transport's name too. ReadFailure if none."""
+"""Opens the best channel to a grant's source, in a lane's thread; gives the transport's name too. ReadFailure
+if none.
+"""
 
 
 @dataclass(frozen=True, slots=True)
 class SourceFailed:
-    """This lease's read ended without all its bytes; what was verified stays. `chunk`: the one with a bad digest."""
+    """This lease's read ended without all its bytes; what was verified stays. `chunk`: the one with a bad
+    digest.
+    """
 
     lease: LeaseId
     reason: Reason
@@ -63,7 +68,9 @@ PullEvent = SourceFailed | AllVerified
 
 @dataclass(frozen=True, slots=True)
 class PullReport:
-    """What a pull has done up to now; see `FetchReport`. `phases`: wait, transfer, verify, seconds summed over lanes."""
+    """What a pull has done up to now; see `FetchReport`. `phases`: wait, transfer, verify, seconds summed
+    over lanes.
+    """
 
     bytes_read: int
     reread_bytes: int
@@ -84,19 +91,19 @@ class _Lane:
     outcome: str = "reading"  # then "used", "dropped", or why it failed
     started: float = 0.0
     seconds: float = 0.0
+    receive_bytes: int = CACHED_BYTES  # BATCH_BYTES where small calls do not pay
     wait_s: float = 0.0
     transfer_s: float = 0.0
     verify_s: float = 0.0
-    asked: list[set[int]] = field(
-        default_factory=list
-    )  # of each open batch, what has not arrived; none is empty
+    asked: list[set[int]] = field(default_factory=list)  # of each open batch, what has not arrived; none is empty
 
 
 class PullRunner:
-    """Reads one shard of one content into `memory`. Use as `async with`; all but its lanes belongs to the loop's thread.
+    """Reads one shard of one content into `memory`. Use as `async with`; all but its lanes belongs to the
+    loop's thread.
 
-    The registration must be open (filling) at `owner` under `generation` if others are to read what arrives here. Leaving
-    the block, also by cancellation, ends all lanes and returns when the last one has ended.
+    The registration must be open (filling) at `owner` under `generation` if others are to read what arrives
+    here. Leaving the block, also by cancellation, ends all lanes and returns when the last one has ended.
     """
 
     def __init__(
@@ -117,9 +124,7 @@ class PullRunner:
         self._generation = generation
         self._open_channel = open_channel
         self._batch_bytes = batch_bytes
-        self._changed = (
-            threading.Condition()
-        )  # guards the pull, the events and `_is_over`; notified when they change
+        self._changed = threading.Condition()  # guards the pull, the events and `_is_over`; notified when they change
         self._pull = Pull(memory.sizes, verified)
         self._events: deque[PullEvent] = deque()  # one per lane at most, and the last one
         self._is_over = self._pull.done  # no lane asks for anything more
@@ -133,7 +138,7 @@ class PullRunner:
     def __repr__(self) -> str:
         return f"<PullRunner of {self._registration}: {self._pull!r}>"
 
-    # --------------------------------------------------------------------------------------- the loop's own side
+    # ------------------------------------------------------------------------------------ the loop's own side
 
     async def __aenter__(self) -> Self:
         self._wakeup = Wakeup()
@@ -209,7 +214,7 @@ class PullRunner:
         finally:
             self._lane_ended(lane, None)  # for a thread that was never started
 
-    # -------------------------------------------------------------------------------------------- a lane's thread
+    # ---------------------------------------------------------------------------------------- a lane's thread
 
     def _lane_thread(self, lane: _Lane) -> None:
         failure: ReadFailure | None = None
@@ -227,7 +232,7 @@ class PullRunner:
             self._lane_ended(lane, failure)
 
     def _lane_ended(self, lane: _Lane, failure: ReadFailure | None) -> None:
-        """Give back what the lane did not bring, now that it writes no more. A second call changes nothing."""
+        """Give back what the lane did not bring, now that it writes no more. A second call does nothing."""
         with self._changed:
             if lane.outcome == "reading":
                 lane.outcome = self._outcome(lane, failure)
@@ -248,10 +253,12 @@ class PullRunner:
                 channel.submit(batch)
             if not lane.asked:
                 return
-            self._settle(lane, channel.receive())
+            self._settle(lane, channel.receive(lane.receive_bytes))
 
     def _take(self, lane: _Lane) -> list[tuple[int, ...]]:
-        """Batches to ask for now: a second one before the first has arrived. Waits if the lane has nothing to do."""
+        """Batches to ask for now: a second one before the first has arrived. Waits if the lane has nothing to
+        do.
+        """
         batches: list[tuple[int, ...]] = []
         with self._changed:
             while not self._is_over and not lane.cutter.is_cut:
@@ -276,7 +283,11 @@ class PullRunner:
                 bad.append(chunk)
             else:
                 good.append((chunk, digest))
-        lane.verify_s += time.perf_counter() - started
+        seconds = time.perf_counter() - started
+        lane.verify_s += seconds
+        arrived_bytes = sum(self._memory.sizes[chunk] for chunk, _ in arrival.chunks)
+        is_large = not self._memory.is_digested or is_gil_contended(arrived_bytes, seconds)
+        lane.receive_bytes = BATCH_BYTES if is_large else CACHED_BYTES
         lane.wait_s += arrival.wait_s
         lane.transfer_s += arrival.transfer_s
         arrived = {chunk for chunk, _ in arrival.chunks}
@@ -304,7 +315,9 @@ class PullRunner:
 
 
 class PullEvents:
-    """Iterates over a runner's events; not a generator, so that leaving the loop early leaves nothing to be closed."""
+    """Iterates over a runner's events; not a generator, so that leaving the loop early leaves nothing to be
+    closed.
+    """
 
     def __init__(self, runner: PullRunner) -> None:
         self._runner = runner

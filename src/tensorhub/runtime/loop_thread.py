@@ -10,6 +10,7 @@ import os
 import threading
 from collections import deque
 from collections.abc import Awaitable, Callable
+from functools import partial
 from types import TracebackType
 from typing import Any, Generic, Self, TypeVar
 
@@ -154,7 +155,7 @@ class LoopThread:
     async def run_job(self, job: Job[T]) -> T:
         """As `call`, for a job that may ask its caller back."""
         self._check_usable()
-        if not self.post(lambda: self._tasks.start_soon(job.run)):
+        if not self.post(partial(self._start, job)):
             raise StateError(f"{self._name} is closed")
         try:
             await job.wait()
@@ -183,6 +184,9 @@ class LoopThread:
 
     # -- the library's side
 
+    def _start(self, job: Job[Any]) -> None:
+        self._tasks.start_soon(job.run)
+
     def ready(self) -> None:
         """`main` is set up: let the owner go on."""
         self._ready = True
@@ -191,7 +195,7 @@ class LoopThread:
     def _run(self) -> None:
         try:
             anyio.run(self._loop, backend=self._backend or "asyncio")
-        except BaseException as error:  # noqa: BLE001 - handed to the owner
+        except BaseException as error:
             self._error = _only(error)
         finally:
             with self._lock:

@@ -15,7 +15,6 @@ from functools import partial
 import anyio
 import anyio.abc
 import anyio.to_thread
-import structlog
 from anyio.streams.memory import MemoryObjectReceiveStream, MemoryObjectSendStream
 
 from tensorhub.coordinator import (
@@ -39,13 +38,14 @@ from tensorhub.protocol.lost import ConnectionLost
 from tensorhub.protocol.secret import check_open_access
 from tensorhub.protocol.stream import MessageStream
 from tensorhub.runtime import clock
+from tensorhub.runtime.logs import get_logger
 from tensorhub.runtime.store import Store
 from tensorhub.types import Options, format_address
 
 OUTBOX_MESSAGES_MAX = 8192  # that a session may be behind; beyond, it is cut off
 HANDSHAKES_MAX = 256  # at a time; further connections wait in the kernel's queue
 
-log = structlog.get_logger("tensorhub.coordinator")
+log = get_logger("tensorhub.coordinator")
 
 
 @dataclass(slots=True)
@@ -102,9 +102,9 @@ class CoordinatorServer:
         except OSError as error:
             cause: BaseException = error.__cause__ or error
             number = getattr(cause, "errno", None)
-            if number == errno.EADDRINUSE or error.errno == errno.EADDRINUSE:
+            if errno.EADDRINUSE in (number, error.errno):
                 advice = "is in use: stop whoever listens there, or choose another port (0 takes a free one)"
-            elif number == errno.EACCES or error.errno == errno.EACCES:
+            elif errno.EACCES in (number, error.errno):
                 advice = "needs more rights: choose a port above 1023"
             else:
                 advice = f"cannot be listened on: {error}"
@@ -112,8 +112,8 @@ class CoordinatorServer:
         first = multi.listeners[0]
         for other in multi.listeners[1:]:
             await other.aclose()
-        shown, bound = first.extra(anyio.abc.SocketAttribute.local_address)[:2]
-        self.address = format_address(str(shown), int(bound))
+        bound = first.extra(anyio.abc.SocketAttribute.local_address)
+        self.address = format_address(str(bound[0]), int(bound[1]))
         return first
 
     # ---------------------------------------------------------------------------------------------------- the core
@@ -189,9 +189,7 @@ class CoordinatorServer:
         except TensorHubError as error:
             log.warning("peer_refused", kind=type(error).__name__, reason=str(error))
 
-    async def _converse(
-        self, messages: MessageStream[FromWorker], incarnation: str, role: str
-    ) -> None:
+    async def _converse(self, messages: MessageStream[FromWorker], incarnation: str, role: str) -> None:
         self._sessions_minted += 1
         number = self._sessions_minted
         outbox, to_say = anyio.create_memory_object_stream[FromCoordinator | None](OUTBOX_MESSAGES_MAX)

@@ -129,8 +129,14 @@ class SqliteStore:
         ).fetchall()
         decisions = self._db.execute('SELECT model, "group", epoch, sequence, number, content_id FROM decisions')
         return Durable(
-            publications=tuple(Publication(*row[:7], key=OpKey(row[0], *row[7:])) for row in publications),
-            decisions=tuple(Decision(OpKey(*row[:4]), row[0], row[4], row[5]) for row in decisions.fetchall()),
+            publications=tuple(
+                Publication(model, lineage, number, content_id, nbytes, world_size, layout_id, OpKey(model, *key))
+                for model, lineage, number, content_id, nbytes, world_size, layout_id, *key in publications
+            ),
+            decisions=tuple(
+                Decision(OpKey(model, group, epoch, sequence), model, number, content_id)
+                for model, group, epoch, sequence, number, content_id in decisions.fetchall()
+            ),
         )
 
     def write(self, entries: Sequence[Entry]) -> None:

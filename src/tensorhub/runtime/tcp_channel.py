@@ -1,12 +1,14 @@
 """The tcp transport's channel: a reader's connection to an owner's lane.
 
-Responsible for saying `Read` and for taking exactly the chunks that were asked for. Not responsible for digests or books.
+Responsible for saying `Read` and for taking exactly the chunks that were asked for. Not responsible for
+digests or books.
 """
 
 from __future__ import annotations
 
 import os
 import time
+from collections import deque
 from collections.abc import Iterator, Sequence
 
 from tensorhub.errors import AuthenticationFailed, OperationTimeout, ProtocolError, TensorHubError
@@ -61,15 +63,14 @@ class TcpTransport:
 class TcpChannel:
     """See `transport.base.Channel`."""
 
-    def __init__(
-        self, connection: BlockingConnection, right: ReadRight, destination: Destination, cutter: Cutter
-    ) -> None:
+    def __init__(self, connection: BlockingConnection, right: ReadRight, destination: Destination, cutter: Cutter) -> None:
         self._connection = connection
         self._right = right
         self._destination = destination
         self._cutter = cutter
         self._next_request = 0
-        self._asked: dict[int, set[int]] = {}  # request -> its chunks that have not arrived; never empty
+        self._asked: dict[int, set[int]] = {}  # request -> its chunks that were not announced yet; never empty
+        self._coming: deque[tuple[int, int]] = deque()  # announced by the present frame, and not received yet
 
     def __repr__(self) -> str:
         return f"<TcpChannel to {self._right.incarnation}, {len(self._asked)} requests open>"
@@ -83,22 +84,37 @@ class TcpChannel:
         with _Failures():
             self._connection.send(read)
 
-    def receive(self) -> Arrival:
+    def receive(self, bytes_max: int) -> Arrival:
         started = time.perf_counter()
         with _Failures():
-            message = self._next_message()
-            asked = self._asked.get(message.request, set())
-            arrived = {chunk for chunk, _ in message.chunks}
-            if not arrived or len(arrived) != len(message.chunks) or not arrived <= asked:
-                raise ProtocolError(
-                    f"request {message.request} is answered with chunks that it does not ask for"
-                )
+            if not self._coming:
+                self._coming.extend(self._next_chunks())
             first_byte = time.perf_counter()
-            self._connection.receive_into([self._destination.buffer(chunk) for chunk, _ in message.chunks])
+            group = self._next_group(bytes_max)
+            self._connection.receive_into([self._destination.buffer(chunk) for chunk, _ in group])
+        return Arrival(group, first_byte - started, time.perf_counter() - first_byte)
+
+    def _next_group(self, bytes_max: int) -> list[tuple[int, int]]:
+        """Take the next chunks of the present frame: one at least, then up to `bytes_max`."""
+        group: list[tuple[int, int]] = []
+        while self._coming:
+            bytes_max -= self._destination.buffer(self._coming[0][0]).nbytes
+            if group and bytes_max < 0:
+                break
+            group.append(self._coming.popleft())
+        return group
+
+    def _next_chunks(self) -> Sequence[tuple[int, int]]:
+        """The chunks that the next frame announces; each was asked for, and has not come before."""
+        message = self._next_message()
+        asked = self._asked.get(message.request, set())
+        arrived = {chunk for chunk, _ in message.chunks}
+        if not arrived or len(arrived) != len(message.chunks) or not arrived <= asked:
+            raise ProtocolError(f"request {message.request} is answered with chunks that it does not ask for")
         asked -= arrived
         if not asked:
             del self._asked[message.request]
-        return Arrival(message.chunks, first_byte - started, time.perf_counter() - first_byte)
+        return message.chunks
 
     def _next_message(self) -> ChunksFollow:
         while True:

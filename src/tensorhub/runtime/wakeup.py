@@ -1,11 +1,12 @@
 """Waking a task from any thread, on asyncio and on trio, without blocking the thread.
 
-`anyio.from_thread` waits for the loop, which a busy Python thread can delay by a switch interval per hop; lanes must not
-wait. Responsible for the wake-up only: what happened lies in a queue of the caller's.
+`anyio.from_thread` waits for the loop, which a busy Python thread can delay by a switch interval per hop;
+lanes must not wait. Responsible for the wake-up only: what happened lies in a queue of the caller's.
 """
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -32,10 +33,8 @@ class Wakeup:
             if self._pending:
                 return
             self._pending = True
-        try:
+        with contextlib.suppress(RuntimeError):  # asyncio: the loop is closed; trio.RunFinishedError is one, too
             self._call_soon(self._fire)
-        except RuntimeError:  # asyncio: the loop is closed; trio.RunFinishedError is one, too
-            pass
 
     def _fire(self) -> None:
         with self._lock:

@@ -1,8 +1,8 @@
 """Which transports there are, in order of preference.
 
 Built-in ones are registered by the runtime; third parties add theirs through the entry-point group
-`tensorhub.transports` (name -> factory), which is looked up when a name is first needed. Responsible for names and
-order; not responsible for which transport a given pair of workers can use.
+`tensorhub.transports` (name -> factory), which is looked up when a name is first needed. Responsible for
+names and order; not responsible for which transport a given pair of workers can use.
 """
 
 from __future__ import annotations
@@ -73,9 +73,7 @@ class Registry:
         if factory is None:
             point = _entry_points().get(name)
             if point is None:
-                raise TransportUnavailable(
-                    f"there is no transport {name!r}; there are {', '.join(self.names())}"
-                )
+                raise TransportUnavailable(f"there is no transport {name!r}; there are {', '.join(self.names())}")
             factory = _load(point)
         return factory(local)
 
@@ -88,7 +86,5 @@ def _load(point: EntryPoint) -> TransportFactory:
     try:
         factory: TransportFactory = point.load()
     except Exception as error:
-        raise TransportUnavailable(
-            f"transport {point.name!r} ({point.value}) cannot be loaded: {error}"
-        ) from error
+        raise TransportUnavailable(f"transport {point.name!r} ({point.value}) cannot be loaded: {error}") from error
     return factory

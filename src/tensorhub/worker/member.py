@@ -861,9 +861,7 @@ class Member(Stateful[HandleState]):
     def _become(self, state: HandleState, why: str) -> None:
         self.become(state, self._cause, self._now, why)
 
-    def _finish(
-        self, *, version: VersionInfo | None = None, changed: bool = False, error: Exception | None = None
-    ) -> None:
+    def _finish(self, *, version: VersionInfo | None = None, changed: bool = False, error: Exception | None = None) -> None:
         self.running = None
         self._actions.append(Finish(version, changed, error))
 

@@ -1,0 +1,440 @@
+"""The public async API: `serve`, `connect`, the hub and its handles. A bridge to the library's own thread, no logic.
+
+Every call may be made from asyncio or trio, and from several tasks; one call at a time runs on one handle. A call without
+a timeout gets `Options.op_timeout_s`. Errors: see `tensorhub.errors`; each says in `memory` what the caller's tensors are.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import weakref
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from functools import partial
+from typing import Any, NoReturn, Self, TypeVar, overload
+
+import anyio
+
+from tensorhub.errors import StateError
+from tensorhub.protocol.secret import check_open_access, resolve_token
+from tensorhub.runtime.handle import Handle
+from tensorhub.runtime.loop_thread import Job, LoopThread
+from tensorhub.runtime.server import CoordinatorServer
+from tensorhub.runtime.store import MemoryStore, SqliteStore, Store
+from tensorhub.runtime.wakeup import Wakeup
+from tensorhub.runtime.worker import Worker
+from tensorhub.types import (
+    LATEST,
+    VERSION_MAX,
+    FetchReport,
+    HandleState,
+    Location,
+    ModelInfo,
+    OpKind,
+    Options,
+    Selector,
+    VersionInfo,
+    check_name,
+    check_selector,
+)
+from tensorhub.worker.calls import FillCall
+
+T = TypeVar("T")
+BeforeWrite = Callable[[VersionInfo], Awaitable[None]]
+
+
+def _refuse_unbuilt(**settings: object) -> None:
+    for name, value in settings.items():
+        if value not in (None, False):
+            raise NotImplementedError(f"{name}={value!r} is not built yet: leave it out")
+
+
+# ------------------------------------------------------------------------------------------------------ coordinator
+
+
+class Coordinator:
+    """A coordinator embedded in this process, on a thread and loop of its own."""
+
+    def __init__(self, server: CoordinatorServer) -> None:
+        self._server = server
+
+    @property
+    def address(self) -> str:
+        """What `connect` takes: "tcp://host:port"."""
+        return self._server.address
+
+    def __repr__(self) -> str:
+        return f"<Coordinator at {self.address}>"
+
+
+@contextlib.asynccontextmanager
+async def serve(
+    host: str = "127.0.0.1",
+    port: int = 0,
+    *,
+    token: str | bytes | None = None,
+    state_dir: str | os.PathLike[str] | None = None,
+    ha: object = None,
+    tls: object = None,
+    options: Options | None = None,
+) -> AsyncIterator[Coordinator]:
+    """Run a coordinator for the length of the block.
+
+    `port` 0 takes a free one. `token`: the cluster's secret; None takes TENSORHUB_TOKEN, then a token file, else access is
+    open, which only loopback allows. `state_dir`: where versions' marks are kept (SQLite, synced); without one, a
+    coordinator that restarts is a new cluster.
+
+    Raises StateError (port in use, state_dir in use or unusable), AuthenticationFailed (open access beyond loopback).
+    """
+    _refuse_unbuilt(ha=ha, tls=tls)
+    secret = resolve_token(token)
+    check_open_access(secret, host)
+    store: Store = MemoryStore() if state_dir is None else SqliteStore(state_dir)
+    try:
+        server: list[CoordinatorServer] = []
+
+        async def main(thread: LoopThread) -> None:
+            server.append(CoordinatorServer(options=options or Options(), secrets_accepted=(secret,), store=store))
+            await server[0].run(host, port, thread.ready)
+
+        async with LoopThread("tensorhub-coordinator", main):
+            yield Coordinator(server[0])
+    finally:
+        store.close()
+
+
+# -------------------------------------------------------------------------------------------------------------- hub
+
+
+@contextlib.asynccontextmanager
+async def connect(
+    address: str | Sequence[str],
+    *,
+    name: str | None = None,
+    location: Location | None = None,
+    token: str | bytes | None = None,
+    transports: Sequence[str] | None = None,
+    tls: object = None,
+    prefetch: bool = False,
+    options: Options | None = None,
+) -> AsyncIterator[Hub]:
+    """Join a cluster as a worker for the length of the block; leaving closes every handle.
+
+    `address`: a coordinator's "tcp://host:port", or several. `name`: for people; default: host and process id. `transports`:
+    names in order of preference, and only these.
+
+    Raises CoordinatorUnavailable, AuthenticationFailed (another secret), ProtocolError (not a TensorHub coordinator, or of
+    another version), TransportUnavailable, StateError (an address that is none).
+    """
+    _refuse_unbuilt(tls=tls, prefetch=prefetch)
+    here = location or Location()
+    settings = options or Options()
+    called = check_name("worker", name) if name is not None else f"{here.host}-{os.getpid()}"
+    secret = resolve_token(token)
+    worker: list[Worker] = []
+
+    async def main(thread: LoopThread) -> None:
+        addresses = [address] if isinstance(address, str) else list(address)
+        worker.append(Worker(addresses, name=called, location=here, secret=secret, transports=transports, options=settings))
+        await worker[0].run(thread.ready)
+
+    async with LoopThread(f"tensorhub-{called}", main) as thread:
+        hub = Hub(worker[0], thread)
+        try:
+            yield hub
+        finally:
+            with anyio.CancelScope(shield=True):
+                await hub.close()
+
+
+class Hub:
+    """A worker's view of its cluster. Made by `connect`."""
+
+    def __init__(self, worker: Worker, thread: LoopThread) -> None:
+        self._worker = worker
+        self._thread = thread
+        self._watchers: weakref.WeakSet[Watcher] = weakref.WeakSet()
+        self._is_closed = False
+
+    def __repr__(self) -> str:
+        return f"<Hub of {self._worker!r}>"
+
+    @property
+    def name(self) -> str:
+        return self._worker.name
+
+    def _timeout_s(self, timeout: float | None) -> float:
+        if timeout is None:
+            return self._worker.options.op_timeout_s
+        if not 0 <= timeout < 10**9:
+            raise StateError(f"timeout={timeout!r}: give seconds, 0 or more, or None for the default")
+        return timeout
+
+    async def register(
+        self,
+        model: str,
+        tensors: Mapping[str, Any],
+        *,
+        group: str | None = None,
+        rank: int = 0,
+        world_size: int = 1,
+        spot: bool = False,
+    ) -> Weights:
+        """Register `tensors` (contiguous CPU tensors by name), used in place and never copied, as one rank's weights.
+
+        `group`: one string for all ranks of a replica, unique per replica within the model; required if `world_size` > 1;
+        None makes a fresh one. Does not wait for other ranks.
+
+        Raises RegistrationError, which names each tensor that cannot be registered and what to do.
+        """
+        check_name("model", model)
+        if group is not None:
+            check_name("group", group)
+        elif world_size != 1:
+            raise StateError("world_size > 1 needs group=: one string on all ranks, unique per replica within the model")
+        if not 1 <= world_size <= 2**20 or not 0 <= rank < world_size:
+            raise StateError(f"rank={rank}, world_size={world_size}: ranks go from 0 to world_size - 1")
+        make = partial(
+            self._worker.register,
+            model,
+            tensors,
+            group=group,
+            rank=rank,
+            world_size=world_size,
+            spot=spot,
+            timeout_s=self._timeout_s(None),
+        )
+        return Weights(self, await self._thread.call(make))
+
+    def newest(self, model: str) -> VersionInfo | None:
+        """The newest visible version that this worker has heard of, without I/O; None if it has heard of none.
+
+        The first question about a model begins to watch it.
+        """
+        if not self._worker.watches(model):
+            check_name("model", model)
+            self._thread.post(partial(self._worker.watch, model))
+        return self._worker.newest(model)
+
+    async def wait_for(self, model: str, *, at_least: int, timeout: float | None = None) -> VersionInfo:
+        """The newest version of `model`, once it is `at_least`. Raises OperationTimeout, CoordinatorUnavailable."""
+        check_name("model", model)
+        check_selector(at_least)
+        return await self._thread.call(self._worker.wait_for, model, at_least, self._timeout_s(timeout))
+
+    def watch(self, model: str) -> Watcher:
+        """Iterate over newest versions, the known one first; a slow consumer gets only the newest of those it missed."""
+        check_name("model", model)
+        watcher = Watcher(self._worker, self._thread, model)
+        self._watchers.add(watcher)
+        return watcher
+
+    @overload
+    async def describe(self, model: str, timeout: float | None = None) -> ModelInfo: ...
+    @overload
+    async def describe(self, model: None = None, timeout: float | None = None) -> tuple[ModelInfo, ...]: ...
+    async def describe(self, model: str | None = None, timeout: float | None = None) -> ModelInfo | tuple[ModelInfo, ...]:
+        """What the coordinator knows of one model, or (None) of all. Raises VersionUnavailable for an unknown model."""
+        found = await self._thread.call(self._worker.describe, model, self._timeout_s(timeout))
+        return found if model is None else found[0]
+
+    async def retain(self, model: str, *, latest: int) -> NoReturn:
+        """Keep the newest `latest` versions fetchable. Not built yet."""
+        raise NotImplementedError("retain is not built yet")
+
+    def pin(self, model: str, version: int) -> NoReturn:
+        """Keep one version fetchable for the length of a block. Not built yet."""
+        raise NotImplementedError("pin is not built yet")
+
+    async def rollback(self, model: str, *, to: int) -> NoReturn:
+        """Begin a new lineage after version `to`. Not built yet."""
+        raise NotImplementedError("rollback is not built yet")
+
+    async def fetch(self, model: str, selector: Selector = LATEST, **settings: object) -> NoReturn:
+        """Allocate tensors and fill them. Not built yet."""
+        raise NotImplementedError("fetch is not built yet: register tensors and replicate()")
+
+    async def close(self) -> None:
+        """Close every handle and leave the cluster; `connect` does it at the end of its block."""
+        if not self._is_closed:
+            self._is_closed = True
+            for watcher in list(self._watchers):
+                watcher.end()
+            with contextlib.suppress(StateError):
+                await self._thread.call(self._worker.close)
+
+
+class Watcher:
+    """Newest versions of one model, conflated. Iterate with `async for`; ends when the hub is closed."""
+
+    def __init__(self, worker: Worker, thread: LoopThread, model: str) -> None:
+        self._wakeup = Wakeup()
+        self._box: list[VersionInfo | None] = [None]
+        self._last: VersionInfo | None = None
+        self._has_ended = False
+        listener = _Listener(self._box, self._wakeup)
+        thread.post(partial(worker.listen, model, listener))
+        weakref.finalize(self, thread.post, partial(worker.unlisten, model, listener))
+
+    def __aiter__(self) -> Self:
+        return self
+
+    async def __anext__(self) -> VersionInfo:
+        while not self._has_ended:
+            info = self._box[0]
+            if info is not None and info != self._last:
+                self._last = info
+                return info
+            await self._wakeup.wait()
+        raise StopAsyncIteration
+
+    def end(self) -> None:
+        self._has_ended = True
+        self._wakeup.set()
+
+
+class _Listener:
+    """Holds no reference to its watcher, so that a watcher that nobody iterates any more goes away."""
+
+    def __init__(self, box: list[VersionInfo | None], wakeup: Wakeup) -> None:
+        self._box = box
+        self._wakeup = wakeup
+
+    def __call__(self, info: VersionInfo) -> None:
+        self._box[0] = info
+        self._wakeup.set()
+
+
+# ---------------------------------------------------------------------------------------------------------- weights
+
+
+class Weights:
+    """One rank's registered memory. Made by `Hub.register`."""
+
+    def __init__(self, hub: Hub, handle: Handle) -> None:
+        self._hub = hub
+        self._handle = handle
+        self._thread = hub._thread
+        self._worker = hub._worker
+
+    def __repr__(self) -> str:
+        shard = self._handle.member.shard
+        return f"<Weights of {shard.model}/{shard.group}[{shard.rank}] {self.state.value} version={self.version}>"
+
+    @property
+    def model(self) -> str:
+        return self._handle.member.shard.model
+
+    @property
+    def version(self) -> int | None:
+        """The version that the memory holds; None unless ready or draining."""
+        return self._handle.member.version
+
+    @property
+    def state(self) -> HandleState:
+        """empty, filling, ready, draining, torn, in_doubt or closed (each equals that string)."""
+        return self._handle.member.state
+
+    async def publish(self, version: int, timeout: float | None = None) -> VersionInfo:
+        """Promise that the memory is immutable, as `version`; returns when it is visible (all ranks have called).
+
+        Raises VersionConflict (the number was used, or is not above the mark), StateError (published already),
+        RegistrationError (a tensor's storage was replaced), OperationTimeout, GroupAborted, CoordinatorUnavailable.
+        """
+        _check_version(version)
+        return await self._thread.call(self._handle.publish, version, self._hub._timeout_s(timeout))
+
+    async def unpublish(self, timeout: float | None = None) -> None:
+        """Take the promise back; returns when the memory may be overwritten.
+
+        Running readers are moved, or waited for within `drain_grace_s`, then fenced. Needs no reachable coordinator.
+        Raises StateError (nothing is published), DrainTimeout (the memory stays published).
+        """
+        await self._thread.call(self._handle.unpublish, self._hub._timeout_s(timeout))
+
+    @contextlib.asynccontextmanager
+    async def mutate(self, version: int, timeout: float | None = None) -> AsyncIterator[None]:
+        """Unpublish if published, run the body, publish as `version`. If the body raises, nothing is published.
+
+        The number is checked first (VersionConflict, with the memory as it was). If one rank's body raises, the other
+        ranks' publish ends with GroupAborted, and the number stays unused.
+        """
+        _check_version(version)
+        timeout_s = self._hub._timeout_s(timeout)
+        await self._thread.call(self._worker.check_number, self.model, version, timeout_s)
+        if self.state in (HandleState.READY, HandleState.IN_DOUBT):
+            await self.unpublish(timeout)
+        try:
+            yield
+        except BaseException as error:
+            if self._handle.member.shard.world_size > 1:
+                with anyio.CancelScope(shield=True):
+                    reason = f"the body of mutate({version}) raised {type(error).__name__}: {error}"
+                    await self._thread.call(self._handle.refuse, reason[:1000], timeout_s)
+            raise
+        await self.publish(version, timeout)
+
+    async def replicate(self, selector: Selector = LATEST, timeout: float | None = None) -> FetchReport:
+        """Fill the memory, which must hold no version, with a version: a number, "latest" or "latest-1".
+
+        Raises VersionUnavailable, ManifestMismatch (each difference named), StateError, OperationTimeout, GroupAborted.
+        """
+        call = FillCall(OpKind.REPLICATE, check_selector(selector))
+        return await self._thread.call(self._handle.fill, call, self._hub._timeout_s(timeout))
+
+    async def update(
+        self,
+        selector: Selector = LATEST,
+        *,
+        at_least: int | None = None,
+        before_write: BeforeWrite | None = None,
+        staged: bool = False,
+        timeout: float | None = None,
+    ) -> FetchReport:
+        """Replace what the memory holds by a version; `report.changed` is False if it holds that content already.
+
+        `at_least` waits for that number. `before_write` is awaited here, in the caller's task, once version and source are
+        certain and before the first byte changes. Up to then an error leaves the old version published; after it the
+        memory is torn. Raises as `replicate`, and whatever `before_write` raises.
+        """
+        check_selector(selector)
+        if at_least is not None:
+            check_selector(at_least)
+        if staged:
+            self._needs_host_memory("update(staged=True)")
+        call = FillCall(OpKind.UPDATE, selector, at_least, hold=before_write is not None, staged=staged)
+
+        def ask(info: VersionInfo) -> None:
+            job.ask_caller(partial(self._run_hook, before_write, info))
+
+        job = Job(self._handle.fill, (call, self._hub._timeout_s(timeout), ask))
+        return await self._thread.run_job(job)
+
+    async def _run_hook(self, before_write: BeforeWrite | None, info: VersionInfo) -> None:
+        problem: Exception | None = None
+        try:
+            if before_write is not None:
+                await before_write(info)
+        except Exception as error:
+            problem = error
+        self._thread.post(partial(self._handle.hook_returned, problem))
+
+    async def prefetch(self, selector: Selector = LATEST, timeout: float | None = None) -> NoReturn:
+        """Fill host memory with a version while the current one stays in use. Not built yet."""
+        check_selector(selector)
+        self._needs_host_memory("prefetch()")
+        raise NotImplementedError("prefetch is not built yet")
+
+    def _needs_host_memory(self, what: str) -> None:
+        if self._worker.options.host_memory_bytes == 0:
+            raise StateError(f"{what} needs host memory: set Options.host_memory_bytes")
+        raise NotImplementedError(f"{what} is not built yet")
+
+    async def close(self, abandon: bool = False) -> None:
+        """Withdraw what is published, as `unpublish` does, and give the registration up."""
+        await self._thread.call(partial(self._handle.close, abandon=abandon), self._hub._timeout_s(None))
+
+
+def _check_version(version: object) -> None:
+    if not isinstance(version, int) or isinstance(version, bool) or not 0 <= version <= VERSION_MAX:
+        raise StateError(f"{version!r} is not a version: give an integer from 0 to 2**63 - 1")

@@ -1,0 +1,619 @@
+"""The worker's shell: one connection to the coordinator, one listener for readers, and the handles of this process.
+
+Responsible for staying connected (R11: a lost worker comes back as a new incarnation behind the same handles), for the
+heartbeat, for passing messages to the right handle, and for what is known of each model's newest version. Decides nothing
+about memory: each handle's `Member` does. Runs in the library's own loop (R14), on asyncio or trio.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import os
+import secrets
+import socket
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, assert_never
+
+import anyio
+import anyio.abc
+import anyio.to_thread
+from anyio.streams.memory import MemoryObjectReceiveStream, MemoryObjectSendStream
+
+from tensorhub.errors import (
+    CoordinatorUnavailable,
+    OperationTimeout,
+    RegistrationError,
+    StateError,
+    TensorHubError,
+)
+from tensorhub.manifest import Manifest, build_manifest
+from tensorhub.messages import (
+    AddSource,
+    Announce,
+    Check,
+    CutReader,
+    Describe,
+    Description,
+    Dismissed,
+    Done,
+    DropSource,
+    EpochChanged,
+    FromCoordinator,
+    FromWorker,
+    Grant,
+    Heartbeat,
+    HeartbeatAck,
+    Join,
+    Leave,
+    ManifestReply,
+    Outcome,
+    ReaderCut,
+    Refused,
+    Registered,
+    Start,
+    Watch,
+    Welcome,
+    Withdrawable,
+    Write,
+)
+from tensorhub.protocol.codec import FROM_COORDINATOR
+from tensorhub.protocol.handshake import NONCE_BYTES, ClientHandshake
+from tensorhub.protocol.lost import ConnectionLost
+from tensorhub.protocol.secret import check_open_access
+from tensorhub.protocol.stream import MessageStream
+from tensorhub.runtime import clock
+from tensorhub.runtime.acceptor import ServeSettings, serve_readers
+from tensorhub.runtime.handle import Handle
+from tensorhub.runtime.lanes import ChannelOpener
+from tensorhub.runtime.logs import get_logger
+from tensorhub.runtime.serving import SharedOwner
+from tensorhub.runtime.tcp_channel import TcpTransport
+from tensorhub.transport import tcp
+from tensorhub.transport.base import Channel, Cutter, Destination, ReadFailure, ReadRight, Transport
+from tensorhub.transport.memory import RegisteredMemory
+from tensorhub.transport.registry import Local, Registry
+from tensorhub.types import (
+    ContentId,
+    Endpoint,
+    Incarnation,
+    LeaseId,
+    Location,
+    ModelInfo,
+    Options,
+    RegistrationId,
+    VersionInfo,
+    parse_address,
+)
+from tensorhub.worker.member import Member, Shard
+
+OUTBOX_MESSAGES_MAX = 8192
+RECONNECT_S_FIRST = 0.05
+RECONNECT_S_MAX = 2.0
+CLOSE_S = 5.0  # for the last words of a worker that closes
+
+log = get_logger("tensorhub.worker")
+
+TRANSPORTS = Registry()
+TRANSPORTS.add("tcp", TcpTransport, place=90)
+
+Answer = Done | Refused | Description
+
+
+class Worker:
+    """One worker of one cluster. `await run(ready)` stays connected until cancelled or `close` is called."""
+
+    def __init__(
+        self,
+        addresses: Sequence[str],
+        *,
+        name: str,
+        location: Location,
+        secret: bytes,
+        transports: Sequence[str] | None,
+        options: Options,
+    ) -> None:
+        """Raises StateError for an address that is none, TransportUnavailable for a transport that cannot be had."""
+        self._addresses = [parse_address(address) for address in addresses]
+        if not self._addresses:
+            raise StateError("no coordinator address is given")
+        self.name = name
+        self.location = location
+        self.options = options
+        self._secret = secret
+        self._wanted = transports
+        self.incarnation = Incarnation(secrets.token_hex(16))
+        self._transports: tuple[Transport, ...] = ()
+        self._make_transports()
+        self._owner = SharedOwner()
+        self._handles: dict[str, Handle] = {}  # by registration
+        self._by_rank: dict[tuple[str, str, int], Handle] = {}  # by (model, group, rank)
+        self._asked: dict[int, Handle] = {}  # requests of handles that are not answered yet
+        self._answers: dict[int, tuple[anyio.Event, list[Answer]]] = {}  # of this worker's own questions
+        self._manifests: dict[str, Manifest] = {}
+        self._numbers = itertools.count(1)
+        self._generations = itertools.count(1)
+        self._newest: dict[str, VersionInfo | None] = {}  # of the watched models
+        self._listeners: dict[str, list[Callable[[VersionInfo], None]]] = {}
+        self._outbox: MemoryObjectSendStream[FromWorker] | None = None  # of the session, while there is one
+        self._endpoints: tuple[Endpoint, ...] = ()
+        self._lease_s = options.lease_s
+        self._closing = False
+        self._closed = anyio.Event()
+        self._welcome_came = anyio.Event()
+        self._local_host = ""
+        self._outbox_done = anyio.Event()  # all that was queued for the present session is said, or never will be
+        self._time_moved = anyio.Event()
+        self._tasks: anyio.abc.TaskGroup
+        self._serving = anyio.CancelScope()
+
+    def __repr__(self) -> str:
+        online = "online" if self._outbox is not None else "offline"
+        return f"<Worker {self.name} {self.incarnation[:8]} {online} handles={len(self._handles)}>"
+
+    def _make_transports(self) -> None:
+        self._transports = TRANSPORTS.make(Local(self.incarnation, self._secret, self.options), self._wanted)
+
+    # --------------------------------------------------------------------------------------------- life
+
+    async def run(self, ready: Callable[[], None]) -> None:
+        """Connect (raising if that fails the first time), call `ready`, and stay connected until closed."""
+        try:
+            with anyio.fail_after(self.options.connect_timeout_s):
+                messages = await self._connect_any()
+        except TimeoutError:
+            raise CoordinatorUnavailable(
+                f"no coordinator answered at {self._shown()} within {self.options.connect_timeout_s:g} s"
+            ) from None
+        listener = self._listen()
+        try:
+            async with anyio.create_task_group() as self._tasks:
+                self._tasks.start_soon(self._serve_readers, listener)
+                self._tasks.start_soon(self._keep_time)
+                self._tasks.start_soon(self._keep_connected, messages, ready)
+                with anyio.move_on_after(self.options.connect_timeout_s):
+                    await self._welcome_came.wait()
+                if not self._welcome_came.is_set():
+                    raise CoordinatorUnavailable(f"the coordinator at {self._shown()} does not answer")
+                await self._closed.wait()
+                self._tasks.cancel_scope.cancel()
+        finally:
+            listener.close()
+
+    async def close(self) -> None:
+        """Close every handle, say goodbye, and let `run` return. Bounded in time."""
+        self._closing = True
+        with anyio.move_on_after(CLOSE_S, shield=True):
+            await self._leave()
+        self._closed.set()
+
+    def _listen(self) -> socket.socket:
+        """The data listener, on the address by which this worker reached its coordinator."""
+        host = self.options.listen_host or self._local_host
+        check_open_access(self._secret, host)
+        try:
+            listener = tcp.listen(host)
+        except OSError as error:
+            raise StateError(f"readers cannot be listened for on {host!r} ({error}): set Options.listen_host") from error
+        self._endpoints = (Endpoint("tcp", tcp.address_of(listener)),)
+        return listener
+
+    async def _serve_readers(self, listener: socket.socket) -> None:
+        """Serve readers as the present incarnation; again as the next one after a change."""
+        while True:
+            settings = ServeSettings(
+                incarnation=self.incarnation,
+                secrets=(self._secret,),
+                readers_max=self.options.readers_max,
+                handshake_timeout_s=self.options.connect_timeout_s,
+                stall_timeout_s=self.options.stall_timeout_s,
+            )
+            with anyio.CancelScope() as self._serving:
+                await serve_readers(listener, self._owner, settings)
+
+    async def _leave(self) -> None:
+        async with anyio.create_task_group() as tasks:
+            for handle in list(self._handles.values()):
+                tasks.start_soon(self._close_quietly, handle)
+        if self._outbox is not None:
+            self.say(Leave("closed"))
+            await self._outbox.aclose()
+            await self._outbox_done.wait()
+
+    async def _close_quietly(self, handle: Handle) -> None:
+        with contextlib.suppress(TensorHubError):
+            await handle.close(CLOSE_S / 2, abandon=True)
+
+    # --------------------------------------------------------------------------------------------- connection
+
+    def _shown(self) -> str:
+        return ", ".join(f"tcp://{host}:{port}" for host, port in self._addresses)
+
+    async def _connect_any(self) -> MessageStream[FromCoordinator]:
+        """A session with the first coordinator that takes one."""
+        problems: list[str] = []
+        for host, port in self._addresses:
+            try:
+                return await self._connect(host, port)
+            except (OSError, ConnectionLost, OperationTimeout) as error:
+                problems.append(f"tcp://{host}:{port}: {error}")
+        text = f"no coordinator can be reached ({'; '.join(problems)}): is one running there? (tensorhub serve)"
+        raise CoordinatorUnavailable(text)
+
+    async def _connect(self, host: str, port: int) -> MessageStream[FromCoordinator]:
+        stream = await anyio.connect_tcp(host, port)
+        self._local_host = str(stream.extra(anyio.abc.SocketAttribute.local_address)[0])
+        messages = MessageStream(stream, FROM_COORDINATOR, self.options.frame_bytes_max)
+        try:
+            handshake = ClientHandshake("worker", self.incarnation, self._secret, secrets.token_bytes(NONCE_BYTES))
+            await messages.handshake(handshake, self.options.connect_timeout_s)
+        except BaseException:
+            with anyio.CancelScope(shield=True):
+                await messages.aclose()
+            raise
+        return messages
+
+    async def _keep_connected(self, first: MessageStream[FromCoordinator], ready: Callable[[], None]) -> None:
+        """Hold a session; after its end, another one."""
+        messages: MessageStream[FromCoordinator] | None = first
+        wait_s = RECONNECT_S_FIRST
+        while True:
+            if messages is not None and await self._hold_session(messages, ready):
+                wait_s = RECONNECT_S_FIRST
+            if self._closing:
+                return
+            await anyio.sleep(wait_s)
+            wait_s = min(wait_s * 2, RECONNECT_S_MAX)
+            messages = None
+            try:
+                with anyio.fail_after(self.options.connect_timeout_s):
+                    messages = await self._connect_any()
+            except (TensorHubError, TimeoutError) as error:
+                log.warning("coordinator_unreachable", reason=str(error))
+
+    async def _hold_session(self, messages: MessageStream[FromCoordinator], ready: Callable[[], None]) -> bool:
+        """One session, to its end. True if it was welcomed."""
+        outbox, to_say = anyio.create_memory_object_stream[FromWorker](OUTBOX_MESSAGES_MAX)
+        welcomed = False
+        self._outbox_done = anyio.Event()
+        try:
+            async with messages, outbox, to_say, anyio.create_task_group() as tasks:
+                tasks.start_soon(self._talk, messages, to_say, tasks.cancel_scope)
+                outbox.send_nowait(Join(self.name, self.location, self._endpoints, os.getpid()))
+                async for message in messages:
+                    if isinstance(message, Welcome):
+                        welcomed = True
+                        self._welcome_came.set()
+                        self._outbox = outbox
+                        tasks.start_soon(self._beat)
+                        self._welcomed(message)
+                        ready()
+                    elif isinstance(message, Dismissed):
+                        if not self._closing:
+                            log.warning("worker_dismissed", reason=message.reason)
+                            self._reincarnate()
+                        break
+                    else:
+                        self._receive(message)
+                tasks.cancel_scope.cancel()
+        except* (ConnectionLost, TensorHubError) as group:
+            log.warning("coordinator_lost", reason=str(group.exceptions[0]))
+        finally:
+            self._outbox_done.set()
+            if self._outbox is outbox:
+                self._outbox = None
+                for handle in list(self._handles.values()):
+                    handle.apply(handle.member.disconnected(clock.now()))
+            for event, _ in self._answers.values():
+                event.set()
+        return welcomed
+
+    async def _talk(
+        self,
+        messages: MessageStream[FromCoordinator],
+        to_say: MemoryObjectReceiveStream[FromWorker],
+        scope: anyio.CancelScope,
+    ) -> None:
+        async for message in to_say:
+            await messages.send(message)
+        self._outbox_done.set()
+        scope.cancel()  # the outbox was closed: all is said
+
+    async def _beat(self) -> None:
+        for sequence in itertools.count():
+            await anyio.sleep(self._lease_s / 4)
+            self.say(Heartbeat(sequence))
+
+    def _welcomed(self, message: Welcome) -> None:
+        self._lease_s = message.lease_s
+        log.info("worker_welcomed", incarnation=self.incarnation, epoch=message.epoch, known=message.known)
+        for model in self._newest:
+            self.say(Watch(model))
+        for handle in list(self._handles.values()):
+            handle.apply(handle.member.connected(message.known, clock.now()))
+
+    def _reincarnate(self) -> None:
+        """This incarnation is lost for good; the same memory goes on as a new one."""
+        self.incarnation = Incarnation(secrets.token_hex(16))
+        self._make_transports()
+        self._serving.cancel()
+
+    # --------------------------------------------------------------------------------------------- messages
+
+    def say(self, message: FromWorker) -> None:
+        """Queue a message for the coordinator; without a session it is not said."""
+        if self._outbox is None:
+            return
+        try:
+            self._outbox.send_nowait(message)
+        except anyio.WouldBlock:
+            log.warning("coordinator_too_slow", messages=OUTBOX_MESSAGES_MAX)
+            self._outbox.close()
+        except (anyio.BrokenResourceError, anyio.ClosedResourceError):
+            pass  # the session is ending
+
+    def _receive(self, message: FromCoordinator) -> None:
+        match message:
+            case Announce():
+                self._announced(message)
+            case CutReader():
+                self._tasks.start_soon(self._cut, message)
+            case Registered() | ManifestReply() | Withdrawable():
+                self._tell(self._asked.pop(message.request, None), message)
+            case Done() | Refused():
+                handle = self._asked.pop(message.request, None)
+                if handle is not None:
+                    self._tell(handle, message)
+                else:
+                    self._answered(message)
+            case Description():
+                self._answered(message)
+            case Start() | Write() | AddSource() | DropSource() | Outcome():
+                handle = self._by_rank.get((message.key.model, message.key.group, message.rank))
+                if handle is not None and isinstance(message, Start | Outcome):
+                    handle.note_bound()
+                self._tell(handle, message)
+            case EpochChanged():
+                for (model, group, _), handle in list(self._by_rank.items()):
+                    if (model, group) == (message.model, message.group):
+                        self._tell(handle, message)
+            case HeartbeatAck() | Welcome() | Dismissed():
+                pass
+            case _:
+                assert_never(message)
+
+    @staticmethod
+    def _tell(
+        handle: Handle | None,
+        message: Registered
+        | Refused
+        | Done
+        | EpochChanged
+        | Start
+        | Write
+        | AddSource
+        | DropSource
+        | Outcome
+        | Withdrawable
+        | ManifestReply,
+    ) -> None:
+        if handle is not None:
+            handle.apply(handle.member.receive(message, clock.now()))
+
+    async def _cut(self, message: CutReader) -> None:
+        await anyio.to_thread.run_sync(self._owner.cut, Incarnation(message.reader))
+        self.say(ReaderCut(message.lease))
+
+    def _announced(self, message: Announce) -> None:
+        self._newest[message.model] = message.newest
+        if message.newest is not None:
+            for listener in list(self._listeners.get(message.model, ())):
+                listener(message.newest)
+
+    async def _keep_time(self) -> None:
+        """Wake the members at their deadlines."""
+        while True:
+            self._time_moved = anyio.Event()
+            deadlines = [d for h in self._handles.values() if (d := h.member.next_deadline()) is not None]
+            if not deadlines:
+                await self._time_moved.wait()
+                continue
+            with anyio.move_on_after(max(0.0, min(deadlines) - clock.now())):
+                await self._time_moved.wait()
+            for handle in list(self._handles.values()):
+                actions = handle.member.tick(clock.now())
+                if actions:
+                    handle.apply(actions)
+
+    # --------------------------------------------------------------------------------------------- questions
+
+    def _answered(self, message: Answer) -> None:
+        waiting = self._answers.get(message.request)
+        if waiting is not None:
+            waiting[1].append(message)
+            waiting[0].set()
+
+    async def _ask(self, make: Callable[[int], FromWorker], what: str, timeout_s: float) -> Answer:
+        """Ask the coordinator; again after a lost connection, until the deadline."""
+        with anyio.move_on_after(timeout_s):
+            while True:
+                request = next(self._numbers)
+                event, answers = anyio.Event(), list[Answer]()
+                self._answers[request] = (event, answers)
+                try:
+                    if self._outbox is not None:
+                        self.say(make(request))
+                        await event.wait()
+                    else:
+                        await anyio.sleep(RECONNECT_S_FIRST)
+                finally:
+                    del self._answers[request]
+                if answers:
+                    if isinstance(answers[0], Refused):
+                        raise answers[0].error.error()
+                    return answers[0]
+        if self._outbox is None:
+            raise CoordinatorUnavailable(f"{what}: the coordinator could not be reached within {timeout_s:g} s")
+        raise OperationTimeout(f"{what}: the coordinator did not answer within {timeout_s:g} s")
+
+    async def describe(self, model: str | None, timeout_s: float) -> tuple[ModelInfo, ...]:
+        """What the coordinator knows of one model, or of all."""
+        answer = await self._ask(lambda request: Describe(request, model), "describe", timeout_s)
+        assert isinstance(answer, Description)
+        return answer.models
+
+    async def check_number(self, model: str, version: int, timeout_s: float) -> None:
+        """Raise VersionConflict if `version` could not be published now."""
+        await self._ask(lambda request: Check(request, model, version), f"version {version} of {model!r}", timeout_s)
+
+    # --------------------------------------------------------------------------------------------- versions
+
+    def watch(self, model: str) -> None:
+        """From now on, know this model's newest version."""
+        if model not in self._newest:
+            self._newest[model] = None
+            self.say(Watch(model))
+
+    def newest(self, model: str) -> VersionInfo | None:
+        """The last known newest version. From any thread."""
+        return self._newest.get(model)
+
+    def watches(self, model: str) -> bool:
+        """Whether this model's newest version is kept known. From any thread."""
+        return model in self._newest
+
+    def listen(self, model: str, listener: Callable[[VersionInfo], None]) -> None:
+        """Have `listener` called, in this loop, with each newest version from now on; at once with the known one."""
+        self._listeners.setdefault(model, []).append(listener)
+        self.watch(model)
+        known = self._newest.get(model)
+        if known is not None:
+            listener(known)
+
+    def unlisten(self, model: str, listener: Callable[[VersionInfo], None]) -> None:
+        listeners = self._listeners.get(model, [])
+        if listener in listeners:
+            listeners.remove(listener)
+
+    async def wait_for(self, model: str, at_least: int, timeout_s: float) -> VersionInfo:
+        """The newest version of `model` once it is `at_least`."""
+        found = anyio.Event()
+
+        def listener(info: VersionInfo) -> None:
+            if info.version >= at_least:
+                found.set()
+
+        self.listen(model, listener)
+        try:
+            with anyio.move_on_after(timeout_s):
+                await found.wait()
+        finally:
+            self.unlisten(model, listener)
+        newest = self._newest.get(model)
+        if not found.is_set() or newest is None:
+            known = "nothing is published yet" if newest is None else f"the newest is {newest.version}"
+            text = f"version {at_least} of {model!r} was not published within {timeout_s:g} s; {known}"
+            if self._outbox is None:
+                raise CoordinatorUnavailable(f"{text} (the coordinator cannot be reached)")
+            raise OperationTimeout(text)
+        return newest
+
+    # --------------------------------------------------------------------------------------------- registering
+
+    async def register(
+        self,
+        model: str,
+        tensors: Mapping[str, Any],
+        *,
+        group: str | None,
+        rank: int,
+        world_size: int,
+        spot: bool,
+        timeout_s: float,
+    ) -> Handle:
+        """Take tensors into use, in place, and tell the coordinator of them."""
+        memory = RegisteredMemory(tensors)
+        layout_id = f"world/{world_size}"
+        manifest = build_manifest(
+            memory.descriptions, self.options.chunk_bytes, "xxh3-64" if self.options.integrity else "none", layout_id
+        )
+        shard = Shard(
+            registration=secrets.token_hex(12),
+            model=model,
+            group=group if group is not None else f"{self.name}-{secrets.token_hex(4)}",
+            rank=rank,
+            world_size=world_size,
+            spot=spot,
+            layout_id=layout_id,
+            manifest=manifest,
+        )
+        place = (model, shard.group, rank)
+        if place in self._by_rank:
+            raise RegistrationError(
+                f"rank {rank} of group {shard.group!r} of {model!r} is registered by this worker already: "
+                "close it first, or take another group name (two sets of one model in one process need two groups)"
+            )
+        handle = self._make_handle(shard, memory)
+        self._by_rank[place] = self._handles[shard.registration] = handle
+        self._tasks.start_soon(self._run_handle, handle, place)
+        if self._outbox is not None:
+            handle.apply(handle.member.connected(False, clock.now()))
+        try:
+            with anyio.move_on_after(timeout_s):
+                await handle.registered.wait()
+            if not handle.registered.is_set():
+                raise CoordinatorUnavailable(f"register {model!r}: the coordinator did not answer within {timeout_s:g} s")
+            if handle.registration_error is not None:
+                raise handle.registration_error
+        except BaseException:
+            handle.stop()
+            raise
+        return handle
+
+    def _make_handle(self, shard: Shard, memory: RegisteredMemory) -> Handle:
+        def request() -> int:
+            number = next(self._numbers)
+            self._asked[number] = handle
+            return number
+
+        member = Member(shard, requests=request, generations=self._mint_generation, manifests=self._manifests)
+        handle = Handle(member, memory, self._owner, self)
+        handle.deadline_moved = lambda: self._time_moved.set()
+        return handle
+
+    def _mint_generation(self) -> int:
+        """A generation word: the high half a nonce, the low half a counter (R3)."""
+        return secrets.randbits(31) << 32 | (next(self._generations) & 0xFFFFFFFF)
+
+    async def _run_handle(self, handle: Handle, place: tuple[str, str, int]) -> None:
+        try:
+            await handle.run()
+        finally:
+            if self._by_rank.get(place) is handle:
+                del self._by_rank[place]
+            self._handles.pop(handle.member.shard.registration, None)
+            for request in [number for number, asker in self._asked.items() if asker is handle]:
+                del self._asked[request]
+
+    # --------------------------------------------------------------------------------------------- reading
+
+    def open_channel(self, content_id: ContentId) -> ChannelOpener:
+        """What opens the best transport to a granted source; for one content."""
+
+        def open_one(grant: Grant, destination: Destination, cutter: Cutter) -> tuple[str, Channel]:
+            right = ReadRight(
+                LeaseId(grant.lease),
+                Incarnation(grant.incarnation),
+                RegistrationId(grant.registration),
+                grant.generation,
+                content_id,
+            )
+            for transport in self._transports:
+                for endpoint in grant.endpoints:
+                    if endpoint.transport == transport.name and transport.reaches(self.location, grant.location):
+                        return transport.name, transport.open(endpoint, right, destination, cutter)
+            offered = ", ".join(endpoint.transport for endpoint in grant.endpoints) or "none"
+            mine = ", ".join(transport.name for transport in self._transports)
+            raise ReadFailure("unreachable", f"no transport in common: {grant.source} offers {offered}, here are {mine}")
+
+        return open_one

@@ -1,0 +1,92 @@
+"""Sockets of the data plane: connecting can be cut, and local paths are tuned."""
+
+from __future__ import annotations
+
+import socket
+import threading
+
+import pytest
+
+from tensorhub.transport import tcp
+from tensorhub.transport.base import Cutter, ReadFailure
+
+WAIT_S = 30.0
+
+
+def test_a_local_connection_is_tuned_and_blocking() -> None:
+    cutter = Cutter()
+    with (
+        tcp.listen("127.0.0.1") as listener,
+        tcp.connect(tcp.address_of(listener), WAIT_S, cutter) as connection,
+    ):
+        assert tcp.is_local(connection)
+        assert connection.getblocking()
+        assert connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
+        assert connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, 16).rstrip(b"\0") == b"reno"
+        cutter.detach()
+
+
+@pytest.mark.parametrize("address", ["tcp://127.0.0.1:1", "127.0.0.1:1", "tcp://host.invalid:1"])
+def test_what_cannot_be_reached_says_so(address: str) -> None:
+    with pytest.raises(ReadFailure) as caught:
+        tcp.connect(address, WAIT_S, Cutter())
+    assert caught.value.reason == "unreachable"
+
+
+@pytest.mark.parametrize("cut_first", [True, False])
+def test_a_connect_that_hangs_can_be_cut(cut_first: bool) -> None:
+    with socket.socket() as full:
+        full.bind(("127.0.0.1", 0))
+        full.listen(0)
+        fillers = []
+        for _ in range(3):  # a full backlog: further attempts are not answered
+            filler = socket.socket()
+            filler.setblocking(False)
+            filler.connect_ex(full.getsockname())
+            fillers.append(filler)
+        cutter, attached = Cutter(), threading.Event()
+        attach = cutter.attach
+
+        class Watched(Cutter):
+            def attach(self, end: object) -> None:
+                attach(end)  # type: ignore[arg-type]
+                attached.set()
+
+            @property
+            def is_cut(self) -> bool:
+                return cutter.is_cut
+
+        if cut_first:
+            cutter.cut()
+        cut = threading.Thread(target=lambda: attached.wait(WAIT_S) and cutter.cut())
+        cut.start()
+        with pytest.raises(ReadFailure):
+            tcp.connect(tcp.address_of(full), 10 * WAIT_S, Watched())
+        cut.join()
+        for filler in fillers:
+            filler.close()
+
+
+def test_a_connect_ends_at_its_deadline() -> None:
+    with socket.socket() as full:
+        full.bind(("127.0.0.1", 0))
+        full.listen(0)
+        fillers = [socket.socket() for _ in range(3)]
+        for filler in fillers:
+            filler.setblocking(False)
+            filler.connect_ex(full.getsockname())
+        with pytest.raises(ReadFailure, match="no answer in time"):
+            tcp.connect(tcp.address_of(full), 0.01, Cutter())
+        for filler in fillers:
+            filler.close()
+
+
+def test_a_cutter_does_not_touch_what_was_detached() -> None:
+    calls: list[str] = []
+    cutter = Cutter()
+    cutter.attach(lambda: calls.append("first"))
+    cutter.detach()
+    cutter.cut()
+    assert (calls, cutter.is_cut) == ([], True)
+    cutter.attach(lambda: calls.append("late"))
+    assert calls == ["late"]
