@@ -23,16 +23,20 @@ class Versions:
 
     def conflict(self, model: Model, number: int) -> VersionConflict | None:
         """Why `number` cannot be published now, if it cannot."""
+        staged = model.versions.get(number)
+        if staged is not None and not staged.visible:
+            return VersionConflict(
+                f"version {number} of {model.name!r} is being published by group {staged.publisher.group!r}; "
+                "take another number"
+            )
+        return self.overtaken(model, number)
+
+    def overtaken(self, model: Model, number: int) -> VersionConflict | None:
+        """Why `number`, staged or not, is not above all that was or is being recorded, if it is not (R1)."""
         if model.mark is not None and number <= model.mark:
             return VersionConflict(
                 f"version {number} of {model.name!r} cannot be published: the newest number so far is {model.mark}; "
                 f"publish {model.mark + 1} or more, or roll back first"
-            )
-        staged = model.versions.get(number)
-        if staged is not None:
-            return VersionConflict(
-                f"version {number} of {model.name!r} is being published by group {staged.publisher.group!r}; "
-                "take another number"
             )
         newer = [op.version.number for op in self._being_recorded(model) if op.version is not None]
         if newer and number <= max(newer):
@@ -59,7 +63,7 @@ class Versions:
     def show(self, version: Version, model: Model) -> None:
         """Its publication is durable, and its first replica is READY: it is visible from now on."""
         self._become(version, VersionState.AVAILABLE, "published")
-        model.mark = version.number
+        model.mark = max(version.number, -1 if model.mark is None else model.mark)
         self._cluster.touch(model)
 
     def discard(self, version: Version, model: Model) -> None:
@@ -72,7 +76,7 @@ class Versions:
         self._become(version, VersionState.AVAILABLE, "recovered")
         self._become(version, VersionState.UNAVAILABLE, "no holder is known yet")
         model.versions[version.number] = version
-        model.mark = max(version.number, model.mark or 0)
+        model.mark = max(version.number, -1 if model.mark is None else model.mark)
 
     # -- resolving (R12)
 
@@ -123,6 +127,7 @@ class Versions:
         """Work out availability and retirement, and tell the watchers of a new newest version."""
         for version in list(model.versions.values()):
             live = version.visible and version.has_live_source()
+            version.abandoned = version.abandoned and not live
             if live and version.state is VersionState.UNAVAILABLE:
                 self._become(version, VersionState.AVAILABLE, "held again")
             elif not live and version.state is VersionState.AVAILABLE:
