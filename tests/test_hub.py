@@ -266,6 +266,18 @@ async def test_mutate_whose_body_raises_on_one_rank_ends_the_other_ranks_publish
                 tasks.start_soon(rank.publish, 1)
 
 
+async def test_mutate_of_a_rank_whose_group_publishes_that_number_already() -> None:
+    async with cluster("one", "two") as c:
+        ranks = [await hub.register("m", tensors(1), group="g", rank=r, world_size=2) for r, hub in enumerate(c.hubs)]
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(ranks[0].publish, 1)
+            await until(lambda: ranks[0]._handle.member.running is not None)
+            await c.hubs[0].describe("m")  # so that the coordinator has heard of it
+            async with ranks[1].mutate(1):
+                pass
+        assert [rank.version for rank in ranks] == [1, 1]
+
+
 async def test_mutate_of_a_handle_that_is_in_use() -> None:
     """The body would write where the library writes."""
     with gated(2) as gate:

@@ -317,7 +317,8 @@ class Coordinator(Stateful[CoordinatorState]):
                 error = VersionUnavailable(f"no manifest of rank {message.rank} of that content is known")
                 cluster.send(session.number, Refused(message.request, ErrorInfo.of(error)))
             case Check():
-                conflict = self._versions.conflict(cluster.model(message.model), message.version)
+                # Not `conflict`: another rank of the asker's own group may be publishing this very number.
+                conflict = self._versions.overtaken(cluster.model(message.model), message.version)
                 answer = Done(message.request) if conflict is None else Refused(message.request, ErrorInfo.of(conflict))
                 cluster.send(session.number, answer)
             case _:

@@ -23,16 +23,20 @@ class Versions:
 
     def conflict(self, model: Model, number: int) -> VersionConflict | None:
         """Why `number` cannot be published now, if it cannot."""
+        staged = model.versions.get(number)
+        if staged is not None and not staged.visible:
+            return VersionConflict(
+                f"version {number} of {model.name!r} is being published by group {staged.publisher.group!r}; "
+                "take another number"
+            )
+        return self.overtaken(model, number)
+
+    def overtaken(self, model: Model, number: int) -> VersionConflict | None:
+        """Why `number`, staged or not, is not above all that was or is being recorded, if it is not (R1)."""
         if model.mark is not None and number <= model.mark:
             return VersionConflict(
                 f"version {number} of {model.name!r} cannot be published: the newest number so far is {model.mark}; "
                 f"publish {model.mark + 1} or more, or roll back first"
-            )
-        staged = model.versions.get(number)
-        if staged is not None:
-            return VersionConflict(
-                f"version {number} of {model.name!r} is being published by group {staged.publisher.group!r}; "
-                "take another number"
             )
         newer = [op.version.number for op in self._being_recorded(model) if op.version is not None]
         if newer and number <= max(newer):
