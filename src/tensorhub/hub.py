@@ -128,6 +128,9 @@ async def connect(
     """
     _refuse_unbuilt(tls=tls, prefetch=prefetch)
     here = location or Location()
+    for part, place in (("site", here.site), ("rack", here.rack), ("host", here.host)):
+        if place:
+            check_name(part, place)
     settings = options or Options()
     called = check_name("worker", name) if name is not None else f"{here.host}-{os.getpid()}"
     secret = resolve_token(token)
@@ -192,8 +195,8 @@ class Hub:
             check_name("group", group)
         elif world_size != 1:
             raise StateError("world_size > 1 needs group=: one string on all ranks, unique per replica within the model")
-        if not 1 <= world_size <= 2**20 or not 0 <= rank < world_size:
-            raise StateError(f"rank={rank}, world_size={world_size}: ranks go from 0 to world_size - 1")
+        if type(rank) is not int or type(world_size) is not int or not 0 <= rank < world_size <= 2**20:
+            raise StateError(f"rank={rank!r}, world_size={world_size!r}: ranks are integers from 0 to world_size - 1")
         make = partial(
             self._worker.register,
             model,
@@ -219,12 +222,13 @@ class Hub:
     async def wait_for(self, model: str, *, at_least: int, timeout: float | None = None) -> VersionInfo:
         """The newest version of `model`, once it is `at_least`. Raises OperationTimeout, CoordinatorUnavailable."""
         check_name("model", model)
-        check_selector(at_least)
+        _check_version(at_least)
         return await self._thread.call(self._worker.wait_for, model, at_least, self._timeout_s(timeout))
 
     def watch(self, model: str) -> Watcher:
         """Iterate over newest versions, the known one first; a slow consumer gets only the newest of those it missed."""
         check_name("model", model)
+        self._thread.check_usable()
         watcher = Watcher(self._worker, self._thread, model)
         self._watchers.add(watcher)
         return watcher
@@ -361,6 +365,7 @@ class Weights:
         """
         _check_version(version)
         timeout_s = self._hub._timeout_s(timeout)
+        await self._thread.call(self._handle.check_idle)
         await self._thread.call(self._worker.check_number, self.model, version, timeout_s)
         if self.state in (HandleState.READY, HandleState.IN_DOUBT):
             await self.unpublish(timeout)
@@ -399,7 +404,7 @@ class Weights:
         """
         check_selector(selector)
         if at_least is not None:
-            check_selector(at_least)
+            _check_version(at_least)
         if staged:
             self._needs_host_memory("update(staged=True)")
         call = FillCall(OpKind.UPDATE, selector, at_least, hold=before_write is not None, staged=staged)

@@ -12,7 +12,7 @@ import pytest
 from tensorhub.coordinator import states
 from tensorhub.coordinator.core import Coordinator
 from tensorhub.coordinator.entities import Operation, ReadLease, Replica, Version, Worker
-from tensorhub.machine import STORY_LINES_MAX, IllegalTransition, Stateful
+from tensorhub.machine import STORY_EVENTS_MAX, IllegalTransition, Stateful
 from tensorhub.worker.member import Member
 from tensorhub.worker.states import HANDLE_TABLE
 
@@ -29,8 +29,10 @@ MACHINES: dict[str, tuple[type[Stateful[Any]], str, str]] = {
     "replica": (
         Replica,
         "FILLING",
-        "FILLING -> READY | TORN | GONE; READY -> DRAINING | GONE; DRAINING -> GONE | READY; "
-        "TORN -> FILLING | READY (published after the owner's own load) | GONE",
+        (
+            "FILLING -> READY | TORN | GONE; READY -> DRAINING | GONE; DRAINING -> GONE | READY; "
+            "TORN -> FILLING | READY (published after the owner's own load) | GONE"
+        ),
     ),
     "read lease": (ReadLease, "ACTIVE", "ACTIVE -> RELEASED | FENCING; FENCING -> FENCED | RELEASED"),
     "worker lease": (Worker, "LIVE", "LIVE <-> SUSPECT; SUSPECT -> LOST"),
@@ -43,12 +45,14 @@ MACHINES: dict[str, tuple[type[Stateful[Any]], str, str]] = {
     "handle": (
         Member,
         "EMPTY",
-        "EMPTY -> FILLING | READY | IN_DOUBT | CLOSED; "
-        "FILLING -> READY | TORN | IN_DOUBT | CLOSED; "
-        "READY -> DRAINING | FILLING | EMPTY | CLOSED; "
-        "DRAINING -> EMPTY | READY | CLOSED; "
-        "TORN -> FILLING | READY | IN_DOUBT | CLOSED; "
-        "IN_DOUBT -> READY | EMPTY | TORN | CLOSED",
+        (
+            "EMPTY -> FILLING | READY | IN_DOUBT | CLOSED; "
+            "FILLING -> READY | TORN | IN_DOUBT | CLOSED; "
+            "READY -> DRAINING | FILLING | EMPTY | CLOSED; "
+            "DRAINING -> EMPTY | READY | CLOSED; "
+            "TORN -> FILLING | READY | IN_DOUBT | CLOSED; "
+            "IN_DOUBT -> READY | EMPTY | TORN | CLOSED"
+        ),
     ),
 }
 TERMINAL = {
@@ -88,7 +92,8 @@ def test_the_table_says_what_the_design_says(machine: str) -> None:
 def test_every_table_is_a_machines() -> None:
     tables = [value for name, value in vars(states).items() if name.endswith("_TABLE")] + [HANDLE_TABLE]
     used = [entity.table for entity, _, _ in MACHINES.values()]
-    assert len(tables) == len(used) and all(any(t is u for u in used) for t in tables)
+    assert len(tables) == len(used)
+    assert all(any(t is u for u in used) for t in tables)
 
 
 @pytest.mark.parametrize("machine", MACHINES)
@@ -138,8 +143,8 @@ def test_become_moves_along_the_table_and_nowhere_else(machine: str, old: StrEnu
 
 def test_a_story_is_bounded_and_keeps_the_newest() -> None:
     entity = Stateful(states.WorkerState.LIVE)
-    for number in range(10 * STORY_LINES_MAX):
+    for number in range(10 * STORY_EVENTS_MAX):
         entity.story.note(number, float(number), f"line {number};")
     lines = str(entity.story).splitlines()
-    assert len(lines) == STORY_LINES_MAX
-    assert f"line {10 * STORY_LINES_MAX - 1};" in lines[-1]
+    assert len(lines) == STORY_EVENTS_MAX
+    assert f"line {10 * STORY_EVENTS_MAX - 1};" in lines[-1]

@@ -106,8 +106,9 @@ class LoopThread:
         self._main = main
         self._backend = backend
         self._pid = os.getpid()
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # a finalizer may call `post` within `post`
         self._posted: deque[Callable[[], None]] = deque()
+        self._jobs: set[Job[Any]] = set()  # on their way or running; written by the owner's side under the lock
         self._wakeup: Wakeup | None = None  # of the library's loop, while it runs
         self._ended = False
         self._started: Wakeup  # of the loop that starts it
@@ -154,26 +155,37 @@ class LoopThread:
 
     async def run_job(self, job: Job[T]) -> T:
         """As `call`, for a job that may ask its caller back."""
-        self._check_usable()
-        if not self.post(partial(self._start, job)):
-            raise StateError(f"{self._name} is closed")
+        self.check_usable()
+        with self._lock:
+            if self.post(partial(self._start, job)):
+                self._jobs.add(job)
+            else:
+                raise StateError(f"{self._name} is closed")
         try:
             await job.wait()
         except BaseException:
             self.post(job.cancel)
             with anyio.CancelScope(shield=True):
-                job.upcalls.clear()
-                while not job.finished and not self._ended:
+                while not job.finished:
+                    job.upcalls.clear()
                     await job.wait()
             raise
+        finally:
+            with self._lock:
+                self._jobs.discard(job)
         return job.outcome()
 
-    def _check_usable(self) -> None:
+    def check_usable(self) -> None:
+        """Raise StateError if no call can come through any more."""
         if os.getpid() != self._pid:
             raise StateError(f"{self._name} was opened before this process was forked: connect in the child instead")
+        if self._ended:
+            raise StateError(f"{self._name} is closed")
 
     def post(self, callback: Callable[[], None]) -> bool:
-        """Have `callback` run over there, soon. From any thread; never blocks. False: the loop has ended."""
+        """Have `callback` run over there, soon. From any thread; never blocks. False: the loop has ended, or is not ours."""
+        if os.getpid() != self._pid:  # forked; perhaps while another thread held the lock
+            return False
         with self._lock:
             if self._ended:
                 return False
@@ -200,6 +212,10 @@ class LoopThread:
         finally:
             with self._lock:
                 self._ended = True
+                jobs = list(self._jobs)
+            for job in jobs:
+                if not job.finished:  # it was posted too late to be started
+                    job.fail(StateError(f"{self._name} is closed"))
             self._started.set()
             self._stopped.set()
 

@@ -24,7 +24,7 @@ class Wakeup:
         """To be made in a task of the loop that will wait."""
         self._call_soon = _call_soon()
         self._event = anyio.Event()
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # a finalizer may call `set` within `set`
         self._pending = False  # True from `set` until the loop has run `_fire`
 
     def set(self) -> None:
