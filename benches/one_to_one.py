@@ -1,7 +1,8 @@
 """One reader, one source, two processes, one host: the data plane against a bare blocking socket.
 
-Prints the time of a bare copy (recv_into and sendall of whole tensors, same congestion control, no digests) and of the
-lanes, interleaved in one run, and their ratio (1 = as fast as the bare socket). Memory is touched on both sides.
+Prints the time of a bare copy (recv_into and sendall of whole tensors, same congestion control, no digests)
+and of the lanes, interleaved in one run, and their ratio (1 = as fast as the bare socket). Memory is touched
+on both sides.
 
     python benches/one_to_one.py --mib 1024 --tensors 300 --tiny 150 --rounds 7
 """
@@ -78,7 +79,7 @@ def spin(stop: threading.Event) -> None:
         sum(range(1000))
 
 
-# ------------------------------------------------------------------------------------------------------ the source
+# ------------------------------------------------------------------------------------------------- the source
 
 
 def source(pipe: Connection, args: argparse.Namespace) -> None:
@@ -121,7 +122,7 @@ def _bare_send(server: socket.socket, regions: list[memoryview]) -> None:
     connection.close()
 
 
-# ------------------------------------------------------------------------------------------------------ the reader
+# ------------------------------------------------------------------------------------------------- the reader
 
 
 def _bare_receive(address: tuple[str, int], regions: list[memoryview]) -> None:

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from enum import StrEnum
 from typing import Any, ClassVar, Generic, TypeVar
 
-STORY_LINES_MAX = 24
+STORY_EVENTS_MAX = 32
 SWEEP_AT = 64  # entries of a heap that need no sweeping
 
 S = TypeVar("S", bound=StrEnum)
@@ -20,22 +20,33 @@ S = TypeVar("S", bound=StrEnum)
 class Story:
     """Bounded history: the last few things that happened to one entity, oldest first. Kept and forgotten with it."""
 
-    __slots__ = ("_lines",)
+    __slots__ = ("_events",)
 
     def __init__(self) -> None:
-        self._lines: deque[tuple[int, float, str]] = deque(maxlen=STORY_LINES_MAX)
+        self._events: deque[tuple[object, ...]] = deque(maxlen=STORY_EVENTS_MAX)
+
+    def tell(self, *event: object) -> None:
+        """Append one event: a word, then its values. They are formatted only if the story is read."""
+        self._events.append(event)
 
     def note(self, cause: int, now: float, text: str) -> None:
-        """Remember that `text` happened at `now`, because of event number `cause`."""
-        self._lines.append((cause, now, text))
+        """Append that `text` happened at `now`, because of event number `cause`."""
+        self._events.append((f"{now:.3f} (event {cause})", text))
 
     def __str__(self) -> str:
-        lines = (f"  {now:.3f} (event {cause}) {text}" for cause, now, text in self._lines)
+        lines = ("  " + " ".join(map(str, event)) for event in self._events)
         return "\n".join(lines) or "  (nothing yet)"
 
 
-class IllegalTransition(Exception):
-    """A transition that the entity's table does not have: a defect of TensorHub. Carries the entity's story."""
+class IllegalStep(Exception):
+    """A machine was asked for what its rules forbid: a defect of TensorHub. Carries the entity's story."""
+
+    def __init__(self, what: str, story: Story) -> None:
+        super().__init__(f"{what}. Story:\n{story}")
+
+
+class IllegalTransition(IllegalStep):
+    """A transition that the entity's table does not have."""
 
 
 class InvariantBroken(Exception):
@@ -55,7 +66,7 @@ class Stateful(Generic[S]):
     def become(self, new: S, cause: int, now: float, why: str) -> None:
         """Move to `new`; raise IllegalTransition with the story where the table has no such move."""
         if new not in self.table[self.state]:
-            raise IllegalTransition(f"{self}: {self.state} -> {new} ({why}) is not in the table. Story:\n{self.story}")
+            raise IllegalTransition(f"{self}: {self.state} -> {new} ({why}) is not in the table", self.story)
         self.story.note(cause, now, f"{self.state} -> {new}: {why}")
         self.state = new
 

@@ -12,7 +12,7 @@ import pytest
 from tensorhub.coordinator import states
 from tensorhub.coordinator.core import Coordinator
 from tensorhub.coordinator.entities import Operation, ReadLease, Replica, Version, Worker
-from tensorhub.machine import STORY_LINES_MAX, IllegalTransition, Stateful
+from tensorhub.machine import STORY_EVENTS_MAX, IllegalTransition, Stateful
 from tensorhub.worker.member import Member
 from tensorhub.worker.states import HANDLE_TABLE
 
@@ -139,8 +139,8 @@ def test_become_moves_along_the_table_and_nowhere_else(machine: str, old: StrEnu
 
 def test_a_story_is_bounded_and_keeps_the_newest() -> None:
     entity = Stateful(states.WorkerState.LIVE)
-    for number in range(10 * STORY_LINES_MAX):
+    for number in range(10 * STORY_EVENTS_MAX):
         entity.story.note(number, float(number), f"line {number};")
     lines = str(entity.story).splitlines()
-    assert len(lines) == STORY_LINES_MAX
-    assert f"line {10 * STORY_LINES_MAX - 1};" in lines[-1]
+    assert len(lines) == STORY_EVENTS_MAX
+    assert f"line {10 * STORY_EVENTS_MAX - 1};" in lines[-1]

@@ -1,4 +1,6 @@
-"""Owners and readers on loopback, in one process, for tests of the data plane; and a check that nothing of them is left."""
+"""Owners and readers on loopback, in one process, for tests of the data plane; and a check that nothing of
+them is left.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +11,7 @@ import sys
 import threading
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from types import FrameType
 
 import anyio
 
@@ -46,7 +49,7 @@ def manifest_of(sizes: tuple[int, ...] = SIZES, digest: Digest = "xxh3-64", chun
 
 
 class Node:
-    """One worker with one registration; its memory is zeros, or random bytes that depend on the sizes only."""
+    """One worker with one registration, of zeros, or of random bytes that depend on the sizes only."""
 
     def __init__(
         self,
@@ -164,18 +167,19 @@ def open_sockets() -> set[int]:
 def busy_threads() -> list[str]:
     """Other threads that are inside TensorHub; pools keep idle ones for a while."""
     found = []
-    for thread, frame in sys._current_frames().items():
+    for thread, innermost in sys._current_frames().items():
+        frame: FrameType | None = innermost
         while thread != threading.get_ident() and frame is not None:
             if "/tensorhub/" in frame.f_code.co_filename:
                 found.append(f"{frame.f_code.co_filename}:{frame.f_lineno}")
-            frame = frame.f_back  # type: ignore[assignment]
+            frame = frame.f_back
     return found
 
 
 async def until(holds: Callable[[], bool]) -> None:
     """Let everything run until `holds`."""
     with anyio.fail_after(WAIT_S):
-        while not holds():
+        while not holds():  # noqa: ASYNC110 - what threads do sets no event
             await anyio.sleep(0.001)
 
 
@@ -197,7 +201,9 @@ def received(peer: socket.socket) -> bytes:
 
 
 class Proxy:
-    """Passes one connection on; after `spoil_at` bytes from the source it closes, or (`flip`) flips one bit and goes on."""
+    """Passes one connection on; after `spoil_at` bytes from the source it closes, or (`flip`) flips one bit
+    and goes on.
+    """
 
     def __init__(self, target: Node, spoil_at: int, *, flip: bool) -> None:
         self.listener = socket.create_server(("127.0.0.1", 0))

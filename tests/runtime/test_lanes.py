@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import os
 import threading
+from functools import partial
 
 import anyio
 import anyio.to_thread
 import pytest
-from data_rig import CHUNKS, SECRET, SIZES, Node, Proxy, finish, manifest_of, next_event, serving, until
 
 from tensorhub.manifest import Digest
 from tensorhub.messages import ChunksFollow
@@ -17,6 +17,7 @@ from tensorhub.protocol.codec import FROM_READER
 from tensorhub.protocol.handshake import NONCE_BYTES, ServerHandshake
 from tensorhub.runtime.lanes import SourceFailed
 from tensorhub.types import ContentId, Incarnation, LeaseId, RegistrationId
+from tests.runtime.data_rig import CHUNKS, SECRET, SIZES, Node, Proxy, finish, manifest_of, next_event, serving, until
 
 pytestmark = pytest.mark.anyio
 TOTAL = sum(SIZES)
@@ -56,7 +57,7 @@ async def test_a_reader_serves_what_it_has_while_it_still_fills() -> None:
         for chunk in range(CHUNKS):
             assert not c.has(chunk)
             a.make_available(chunk)
-            await until(lambda chunk=chunk: c.has(chunk))  # through b, which lacks all later chunks
+            await until(partial(c.has, chunk))  # through b, which lacks all later chunks
         await finish(to_b)
         await finish(to_c)
     assert c.arrays == a.arrays
@@ -223,7 +224,7 @@ async def test_what_a_dropped_source_owed_goes_to_a_lane_that_was_idle() -> None
         runner.drop_source(LeaseId("unknown"))
         await finish(runner)
         assert c.arrays == a.arrays
-        assert [source.outcome for source in runner.report().sources][0] == "dropped"
+        assert runner.report().sources[0].outcome == "dropped"
 
 
 async def test_an_idle_lane_can_be_dropped() -> None:
@@ -267,11 +268,11 @@ async def test_a_fault_inside_a_lane_ends_the_runner_and_every_other_lane() -> N
     a, b = Node("a", manifest, filled=True).open(complete=False), Node("b", manifest, filled=False)
 
     async with serving(a, b):
-        with pytest.raises(BaseExceptionGroup) as caught:
+        with pytest.raises(BaseExceptionGroup) as caught:  # noqa: PT012 - the fault ends the block from inside
             async with b.runner() as runner:
                 runner.add_source(a.grant())
                 await until(lambda: "1 lanes" in repr(a.owner))
-                runner._open_channel = lambda *_: 1 // 0  # type: ignore[assignment,return-value]
+                runner._open_channel = lambda *_: 1 // 0  # type: ignore[assignment]
                 runner.add_source(a.grant("second"))
                 await next_event(runner)
         assert caught.group_contains(ZeroDivisionError)

@@ -11,7 +11,17 @@ from contextlib import asynccontextmanager
 import anyio
 import anyio.to_thread
 import pytest
-from data_rig import (
+
+from tensorhub.errors import DrainTimeout
+from tensorhub.messages import ChunksFollow, Read, ReadRefused
+from tensorhub.protocol.blocking import BlockingConnection
+from tensorhub.protocol.codec import FROM_OWNER
+from tensorhub.protocol.handshake import NONCE_BYTES, ClientHandshake
+from tensorhub.protocol.lost import ConnectionLost
+from tensorhub.runtime.lanes import SourceFailed
+from tensorhub.types import ContentId, Incarnation
+from tensorhub.worker.owner import Refusal, Wait
+from tests.runtime.data_rig import (
     CHUNKS,
     CONTENT,
     SECRET,
@@ -23,16 +33,6 @@ from data_rig import (
     serving,
     until,
 )
-
-from tensorhub.errors import DrainTimeout
-from tensorhub.messages import ChunksFollow, Read, ReadRefused
-from tensorhub.protocol.blocking import BlockingConnection
-from tensorhub.protocol.codec import FROM_OWNER
-from tensorhub.protocol.handshake import NONCE_BYTES, ClientHandshake
-from tensorhub.protocol.lost import ConnectionLost
-from tensorhub.runtime.lanes import SourceFailed
-from tensorhub.types import ContentId, Incarnation
-from tensorhub.worker.owner import Refusal, Wait
 
 pytestmark = pytest.mark.anyio
 LARGE = 32 * 2**20  # more than the buffers of two sockets

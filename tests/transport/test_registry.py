@@ -37,13 +37,18 @@ def known() -> Registry:
     return known
 
 
+def named(made: object) -> object:
+    """The factories here make names, which are enough to tell them apart."""
+    return made
+
+
 def test_all_that_work_best_first(known: Registry) -> None:
     assert known.names() == ("rdma", "cma", "tcp")
-    assert known.make(LOCAL) == ("cma", "tcp")
+    assert named(known.make(LOCAL)) == ("cma", "tcp")
 
 
 def test_only_the_wanted_in_their_order(known: Registry) -> None:
-    assert known.make(LOCAL, ["tcp", "cma", "tcp"]) == ("tcp", "cma")
+    assert named(known.make(LOCAL, ["tcp", "cma", "tcp"])) == ("tcp", "cma")
 
 
 @pytest.mark.parametrize(
@@ -75,6 +80,6 @@ def test_third_parties_come_through_entry_points(known: Registry, monkeypatch: p
     )
     monkeypatch.setattr(registry, "entry_points", lambda group: points)
     assert known.names() == ("rdma", "cma", "tcp", "broken", "third")
-    assert known.make(LOCAL, ["third"]) == ("third",)
-    with pytest.raises(TransportUnavailable, match="'broken'.*cannot be loaded"):
+    assert named(known.make(LOCAL, ["third"])) == ("third",)
+    with pytest.raises(TransportUnavailable, match=r"'broken'.*cannot be loaded"):
         known.make(LOCAL, ["broken"])

@@ -58,7 +58,12 @@ def test_a_connect_that_hangs_can_be_cut(cut_first: bool) -> None:
 
         if cut_first:
             cutter.cut()
-        cut = threading.Thread(target=lambda: attached.wait(WAIT_S) and cutter.cut())
+
+        def cut_once_attached() -> None:
+            if attached.wait(WAIT_S):
+                cutter.cut()
+
+        cut = threading.Thread(target=cut_once_attached)
         cut.start()
         with pytest.raises(ReadFailure):
             tcp.connect(tcp.address_of(full), 10 * WAIT_S, Watched())

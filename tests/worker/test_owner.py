@@ -6,7 +6,7 @@ import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from tensorhub.story import IllegalStep
+from tensorhub.machine import IllegalStep
 from tensorhub.types import ContentId, RegistrationId
 from tensorhub.worker.owner import CHUNKS_PER_ACCESS_MAX, Access, Owner, Refusal, Wait
 
@@ -151,7 +151,9 @@ def test_only_closed_and_quiet_memory_is_forgotten() -> None:
 
 
 class OwnerMachine(RuleBasedStateMachine):
-    """Against a model of what was opened: no access ever covers a chunk that was not verified under its generation."""
+    """Against a model of what was opened: no access ever covers a chunk that was not verified under its
+    generation.
+    """
 
     def __init__(self) -> None:
         super().__init__()

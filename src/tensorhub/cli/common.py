@@ -6,6 +6,7 @@ Ctrl-C). An error is one line on stderr, `error: <kind>: <what happened, and wha
 
 from __future__ import annotations
 
+import logging
 import os
 import signal
 import sys
@@ -14,7 +15,6 @@ from pathlib import Path
 from typing import Annotated, NoReturn
 
 import anyio
-import structlog
 import typer
 from anyio.abc import TaskStatus
 
@@ -82,15 +82,12 @@ def read_token(path: Path | None) -> str | None:
     return token
 
 
-def logs_to_stderr(level: str) -> None:
+def logs_to_stderr(level: int) -> None:
     """The library's events of this level and above go to stderr: stdout is for results."""
-    structlog.configure(
-        wrapper_class=structlog.make_filtering_bound_logger(level),
-        logger_factory=structlog.PrintLoggerFactory(sys.stderr),
-    )
+    logging.basicConfig(stream=sys.stderr, level=level, format="%(asctime)s %(levelname)s %(message)s", force=True)
 
 
-def run(body: Callable[[], Awaitable[int]], *, logs: str = "warning") -> NoReturn:
+def run(body: Callable[[], Awaitable[int]], *, logs: int = logging.ERROR) -> NoReturn:
     """Run `body` until it returns its exit code, fails or is ended by SIGINT or SIGTERM; then leave the command."""
     logs_to_stderr(logs)
     try:

@@ -162,7 +162,7 @@ def _print_results(settings: Settings, ledger: Ledger) -> None:
     console.print(ledger.fetch_table())
     console.print(ledger.read_table())
     if not ledger.problems():
-        console.print(ledger.summary(), highlight=False)
+        console.print(ledger.summary(), highlight=False, soft_wrap=True)
 
 
 class View:

@@ -16,6 +16,7 @@ import hashlib
 import importlib
 import importlib.util
 import json
+import logging
 import os
 import queue
 import sys
@@ -275,7 +276,7 @@ def plain(report: FetchReport) -> dict[str, object]:
 def main() -> int:
     settings = Settings.parse()
     wire = Wire()
-    logs_to_stderr("warning")
+    logs_to_stderr(logging.WARNING)
     try:
         example, model = load_model(settings)
     except ModuleNotFoundError as error:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import signal
 import sys
 from functools import partial
@@ -28,7 +29,7 @@ from tensorhub.types import Options
 
 
 def serve(
-    host: Annotated[str, typer.Option(help="The address to listen on; beyond loopback only with a secret.")] = ("127.0.0.1"),
+    host: Annotated[str, typer.Option(help="The address to listen on; beyond loopback only with a secret.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(min=0, max=65_535, help="The port; 0 picks a free one.")] = 0,
     state_dir: Annotated[
         Path | None, typer.Option(file_okay=False, help="Where marks and retention outlive a restart.")
@@ -51,7 +52,7 @@ def serve(
     except CommandError as error:
         raise typer.Exit(report(error)) from None
     try:
-        run(body, logs="warning" if quiet else "info")
+        run(body, logs=logging.WARNING if quiet else logging.INFO)
     except typer.Exit as ended:
         raise typer.Exit(0 if ended.exit_code == 128 + signal.SIGTERM else ended.exit_code) from None
 

@@ -318,8 +318,9 @@ class Coordinator(Stateful[CoordinatorState]):
                 error = VersionUnavailable(f"no manifest of rank {message.rank} of that content is known")
                 cluster.send(session.number, Refused(message.request, ErrorInfo.of(error)))
             case Check():
+                # Not `conflict`: another rank of the asker's own group may be publishing this very number.
                 known = cluster.models.get(message.model)
-                conflict = self._versions.conflict(known, message.version) if known is not None else None
+                conflict = self._versions.overtaken(known, message.version) if known is not None else None
                 answer = Done(message.request) if conflict is None else Refused(message.request, ErrorInfo.of(conflict))
                 cluster.send(session.number, answer)
             case _:

@@ -1,13 +1,12 @@
 """Accepting readers, and serving each with a blocking thread of its own (a lane).
 
-Responsible for the life of these threads and sockets: none outlives `serve_readers`. Not responsible for what may be
-read (`SharedOwner`).
+Responsible for the life of these threads and sockets: none outlives `serve_readers`. Not responsible for what
+may be read (`SharedOwner`).
 """
 
 from __future__ import annotations
 
 import errno
-import logging
 import os
 import socket
 import time
@@ -24,6 +23,7 @@ from tensorhub.protocol.codec import FROM_READER
 from tensorhub.protocol.handshake import NONCE_BYTES, ServerHandshake
 from tensorhub.protocol.lost import ConnectionLost
 from tensorhub.runtime.chunks import is_gil_contended
+from tensorhub.runtime.logs import get_logger
 from tensorhub.runtime.serving import Lane, SharedOwner
 from tensorhub.transport import tcp
 from tensorhub.types import ContentId, Incarnation, RegistrationId
@@ -34,7 +34,7 @@ FIRST_SEND_BYTES = 4 * 2**20  # of one whose digests must be made: small, so tha
 PATIENCE_S = 1.0  # how often a waiting reader hears that its owner lives
 RETRY_S = 0.1  # after an accept that failed for want of descriptors or memory
 
-logger = logging.getLogger(__name__)
+log = get_logger("tensorhub.owner")
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +50,9 @@ class ServeSettings:
 
 
 async def serve_readers(listener: socket.socket, owner: SharedOwner, settings: ServeSettings) -> None:
-    """Serve whoever connects to this non-blocking listener, until cancelled; then end all lanes. Leaves it open."""
+    """Serve whoever connects to this non-blocking listener, until cancelled; then end all lanes. Leaves it
+    open.
+    """
     lanes: dict[Lane, BlockingConnection] = {}
     limiter = anyio.CapacityLimiter(settings.readers_max)
 
@@ -66,7 +68,7 @@ async def serve_readers(listener: socket.socket, owner: SharedOwner, settings: S
             while True:
                 accepted = await _accept(listener)
                 if len(lanes) >= settings.readers_max:
-                    logger.warning("reader_refused", extra={"readers_max": settings.readers_max})
+                    log.warning("reader_refused", readers_max=settings.readers_max)
                     accepted.close()
                     continue
                 connection = BlockingConnection(accepted, stall_timeout_s=settings.stall_timeout_s)
@@ -89,7 +91,7 @@ async def _accept(listener: socket.socket) -> socket.socket:
         except OSError as error:
             if not _is_shortage(error):
                 raise
-            logger.warning("accept_failed", extra={"reason": str(error)})
+            log.warning("accept_failed", reason=str(error))
             await anyio.sleep(RETRY_S)
             continue
         try:
@@ -104,7 +106,7 @@ def _is_shortage(error: OSError) -> bool:
     return error.errno in (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 
 
-# ------------------------------------------------------------------------------------------------------- one lane
+# --------------------------------------------------------------------------------------------------- one lane
 
 
 def _serve_lane(lane: Lane, connection: BlockingConnection, owner: SharedOwner, settings: ServeSettings) -> None:
@@ -121,7 +123,9 @@ def _serve_lane(lane: Lane, connection: BlockingConnection, owner: SharedOwner, 
     except ConnectionLost:
         pass
     except TensorHubError as error:
-        logger.info("lane_ended", extra={"reader": lane.reader, "reason": str(error)})
+        log.info("lane_ended", reader=lane.reader, reason=str(error))
+    except Exception:  # a defect: it costs this reader its connection, and nobody else anything (G11)
+        log.exception("lane_failed", reader=lane.reader)
     finally:
         owner.remove_lane(lane)
         connection.shutdown()

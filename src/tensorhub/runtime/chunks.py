@@ -15,8 +15,9 @@ SLACK_S = 0.002
 def is_gil_contended(digested_bytes: int, seconds: float) -> bool:
     """Whether digesting took so long that another thread must have kept the GIL from us meanwhile.
 
-    Beside a thread that spins in Python, each return from a blocking call costs a switch interval (5 ms): then few large
-    calls are better than many that leave the bytes in the cache. Asking the interpreter would cost another such wait.
+    Beside a thread that spins in Python, each return from a blocking call costs a switch interval (5 ms):
+    then few large calls are better than many that leave the bytes in the cache. Asking the interpreter would
+    cost another such wait.
     """
     return seconds > digested_bytes / DIGEST_BYTES_PER_S + SLACK_S
 
@@ -27,7 +28,9 @@ class ChunkMemory:
     __slots__ = ("_chunks", "_regions", "is_digested", "sizes")
 
     def __init__(self, manifest: Manifest, regions: Sequence[memoryview]) -> None:
-        """`regions`: one contiguous view per region of the manifest, of its size; writable if chunks are to be filled."""
+        """`regions`: one contiguous view per region of the manifest, of its size; writable if chunks are to
+        be filled.
+        """
         sizes = tuple(region.nbytes for region in manifest.regions)
         if tuple(region.nbytes for region in regions) != sizes:
             raise ValueError(f"the regions have {[region.nbytes for region in regions]} bytes, not {list(sizes)}")
@@ -42,7 +45,9 @@ class ChunkMemory:
         return self._regions[place.region][place.offset : place.offset + place.nbytes]
 
     def digest(self, chunk: int) -> int:
-        """Make the chunk's digest from its bytes; the GIL is released meanwhile. 0 if the manifest wants none."""
+        """Make the chunk's digest from its bytes; the GIL is released meanwhile. 0 if the manifest wants
+        none.
+        """
         return xxhash.xxh3_64_intdigest(self.buffer(chunk)) if self.is_digested else 0
 
     def __repr__(self) -> str:

@@ -112,7 +112,7 @@ class Handle:
 
     async def publish(self, version: int, timeout_s: float) -> VersionInfo:
         self.memory.check_unreplaced()
-        finish = await self._run(PublishCall(version), timeout_s)
+        _, finish = await self._run(PublishCall(version), timeout_s)
         assert finish.version is not None
         return finish.version
 
@@ -124,18 +124,19 @@ class Handle:
         await self._run(RefuseCall(reason), timeout_s)
 
     async def close(self, timeout_s: float, *, abandon: bool = False) -> None:
-        await self._run(CloseCall(abandon), timeout_s)
+        if self.member.state is not HandleState.CLOSED:
+            await self._run(CloseCall(abandon), timeout_s)
 
     async def fill(self, call: FillCall, timeout_s: float, hook: HookRequest | None = None) -> FetchReport:
         self.memory.check_unreplaced()
         started = clock.now()
-        finish = await self._run(call, timeout_s, hook)
+        ran, finish = await self._run(call, timeout_s, hook)
         assert finish.version is not None
-        assert self._call is not None
-        return _report(self._call, finish, started, clock.now())
+        return _report(ran, finish, started, clock.now())
 
-    async def _run(self, call: Call, timeout_s: float, hook: HookRequest | None = None) -> Finish:
+    async def _run(self, call: Call, timeout_s: float, hook: HookRequest | None = None) -> tuple[_Call, Finish]:
         """Begin a call and wait for its end; cancelling ends it as soon as may be, and leaves nothing running."""
+        self._check_last_ended()
         actions = self.member.begin(call, timeout_s, clock.now())
         running = self._call = _Call(anyio.Event(), clock.now(), hook)
         self.apply(actions)
@@ -143,14 +144,32 @@ class Handle:
             await running.ended.wait()
         except anyio.get_cancelled_exc_class():
             with anyio.CancelScope(shield=True):
-                self.apply(self.member.cancel(StateError("the call was cancelled by its caller"), clock.now()))
+                error = StateError("the call was cancelled by its caller", retryable=True)  # as other ranks see it
+                self.apply(self.member.cancel(error, clock.now()))
                 await running.ended.wait()
             raise
         finish = running.result
         assert finish is not None
         if finish.error is not None:
             raise finish.error
-        return finish
+        return running, finish
+
+    async def check_idle(self) -> None:
+        """Raise StateError if the memory is not the caller's to write: a call runs on it, or it is closed."""
+        self._check_last_ended()
+        if self.member.state is HandleState.CLOSED:
+            raise StateError(f"{self.member!r} is closed; register again")
+
+    def _check_last_ended(self) -> None:
+        """A call is over when its fences are: the member is done with it earlier."""
+        if self._call is not None and self._call.result is None:
+            raise StateError(f"{self.member!r}: a call is still running on this handle; one call at a time")
+
+    async def end_call(self, error: Exception) -> None:
+        """End the running call, if there is one, with `error`; returns when nothing of it runs any more."""
+        if self._call is not None and self._call.result is None:
+            self.apply(self.member.cancel(error, clock.now()))
+            await self._call.ended.wait()
 
     def hook_returned(self, error: Exception | None) -> None:
         self.apply(self.member.hook_returned(error, clock.now()))
@@ -253,14 +272,16 @@ class Handle:
 
     async def _fill(self, action: StartPull, pull: _Pull) -> None:
         """Pull every chunk into the caller's tensors, with whatever sources there are and come."""
-        mapped = self.memory.map(action.manifest)
         try:
             with pull.scope:
+                self.memory.check_unreplaced()  # before_write may have moved them
+                mapped = self.memory.map(action.manifest)
                 async with anyio.create_task_group() as tasks:
                     await self._pull_chunks(action, pull, mapped, tasks)
                     tasks.cancel_scope.cancel()
                 await self._unpack(mapped)
-        except TensorHubError as error:
+        except* TensorHubError as group:
+            error = _first_of(group)
             log.warning("fill_failed", registration=self._registration, reason=str(error))
             self.apply(self.member.pull_failed(error, clock.now()))
         else:
@@ -310,6 +331,13 @@ class Handle:
                 report = runner.report()
                 rank = self.member.shard.rank
                 self._line.say(Progress(running.key, rank, report.chunks_verified, report.bytes_read))
+
+
+def _first_of(group: BaseExceptionGroup[TensorHubError]) -> TensorHubError:
+    error: TensorHubError | BaseExceptionGroup[TensorHubError] = group
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    return error
 
 
 def _report(call: _Call, finish: Finish, started: float, ended: float) -> FetchReport:

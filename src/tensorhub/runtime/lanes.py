@@ -2,15 +2,15 @@
 
 Theory of operation
 -------------------
-Each source has a lane: a blocking thread that takes batches from the `Pull` under one lock, keeps two of them asked for,
-receives straight into the destination, checks digests while the bytes are in the cache, and offers each verified chunk
-to other readers (`SharedOwner`) at once. Nothing of that passes through the event loop. The loop hears only events: a
-source failed, everything is verified.
+Each source has a lane: a blocking thread that takes batches from the `Pull` under one lock, keeps two of them
+asked for, receives straight into the destination, checks digests while the bytes are in the cache, and offers
+each verified chunk to other readers (`SharedOwner`) at once. Nothing of that passes through the event loop.
+The loop hears only events: a source failed, everything is verified.
 
 Nobody but a lane writes into the destination, and no lane outlives the runner's `async with` block.
 
-Responsible for threads, time and digests. Not responsible for which sources there are (the coordinator), nor for whether
-what arrived may be used (the group's decision).
+Responsible for threads, time and digests. Not responsible for which sources there are (the coordinator), nor
+for whether what arrived may be used (the group's decision).
 """
 
 from __future__ import annotations
@@ -41,12 +41,16 @@ BATCHES_OPEN = 2  # of one lane: the next is asked for before the last has arriv
 LANES_MAX = 64
 
 ChannelOpener = Callable[[Grant, Destination, Cutter], tuple[str, Channel]]
-"""Opens the best channel to a grant's source, in a lane's thread; gives the transport's name too. ReadFailure if none."""
+"""Opens the best channel to a grant's source, in a lane's thread; gives the transport's name too. ReadFailure
+if none.
+"""
 
 
 @dataclass(frozen=True, slots=True)
 class SourceFailed:
-    """This lease's read ended without all its bytes; what was verified stays. `chunk`: the one with a bad digest."""
+    """This lease's read ended without all its bytes; what was verified stays. `chunk`: the one with a bad
+    digest.
+    """
 
     lease: LeaseId
     reason: Reason
@@ -64,7 +68,9 @@ PullEvent = SourceFailed | AllVerified
 
 @dataclass(frozen=True, slots=True)
 class PullReport:
-    """What a pull has done up to now; see `FetchReport`. `phases`: wait, transfer, verify, seconds summed over lanes."""
+    """What a pull has done up to now; see `FetchReport`. `phases`: wait, transfer, verify, seconds summed
+    over lanes.
+    """
 
     bytes_read: int
     reread_bytes: int
@@ -93,10 +99,11 @@ class _Lane:
 
 
 class PullRunner:
-    """Reads one shard of one content into `memory`. Use as `async with`; all but its lanes belongs to the loop's thread.
+    """Reads one shard of one content into `memory`. Use as `async with`; all but its lanes belongs to the
+    loop's thread.
 
-    The registration must be open (filling) at `owner` under `generation` if others are to read what arrives here. Leaving
-    the block, also by cancellation, ends all lanes and returns when the last one has ended.
+    The registration must be open (filling) at `owner` under `generation` if others are to read what arrives
+    here. Leaving the block, also by cancellation, ends all lanes and returns when the last one has ended.
     """
 
     def __init__(
@@ -131,7 +138,7 @@ class PullRunner:
     def __repr__(self) -> str:
         return f"<PullRunner of {self._registration}: {self._pull!r}>"
 
-    # --------------------------------------------------------------------------------------- the loop's own side
+    # ------------------------------------------------------------------------------------ the loop's own side
 
     async def __aenter__(self) -> Self:
         self._wakeup = Wakeup()
@@ -207,7 +214,7 @@ class PullRunner:
         finally:
             self._lane_ended(lane, None)  # for a thread that was never started
 
-    # -------------------------------------------------------------------------------------------- a lane's thread
+    # ---------------------------------------------------------------------------------------- a lane's thread
 
     def _lane_thread(self, lane: _Lane) -> None:
         failure: ReadFailure | None = None
@@ -225,7 +232,7 @@ class PullRunner:
             self._lane_ended(lane, failure)
 
     def _lane_ended(self, lane: _Lane, failure: ReadFailure | None) -> None:
-        """Give back what the lane did not bring, now that it writes no more. A second call changes nothing."""
+        """Give back what the lane did not bring, now that it writes no more. A second call does nothing."""
         with self._changed:
             if lane.outcome == "reading":
                 lane.outcome = self._outcome(lane, failure)
@@ -249,7 +256,9 @@ class PullRunner:
             self._settle(lane, channel.receive(lane.receive_bytes))
 
     def _take(self, lane: _Lane) -> list[tuple[int, ...]]:
-        """Batches to ask for now: a second one before the first has arrived. Waits if the lane has nothing to do."""
+        """Batches to ask for now: a second one before the first has arrived. Waits if the lane has nothing to
+        do.
+        """
         batches: list[tuple[int, ...]] = []
         with self._changed:
             while not self._is_over and not lane.cutter.is_cut:
@@ -306,7 +315,9 @@ class PullRunner:
 
 
 class PullEvents:
-    """Iterates over a runner's events; not a generator, so that leaving the loop early leaves nothing to be closed."""
+    """Iterates over a runner's events; not a generator, so that leaving the loop early leaves nothing to be
+    closed.
+    """
 
     def __init__(self, runner: PullRunner) -> None:
         self._runner = runner

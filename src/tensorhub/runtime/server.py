@@ -43,6 +43,7 @@ from tensorhub.runtime.store import Store
 from tensorhub.types import Options, format_address
 
 OUTBOX_MESSAGES_MAX = 8192  # that a session may be behind; beyond, it is cut off
+LAST_WORDS_S = 5.0  # for what a session that is to be closed still has to hear
 HANDSHAKES_MAX = 256  # at a time; further connections wait in the kernel's queue
 
 log = get_logger("tensorhub.coordinator")
@@ -129,7 +130,7 @@ class CoordinatorServer:
                     self._record_wanted.set()
                 case CloseSession():
                     log.info("session_closed", session=action.session, reason=action.reason)
-                    self._send(action.session, None)
+                    self._close(action.session)
         self._deadline_moved.set()
 
     def _send(self, number: int, message: FromCoordinator | None) -> None:
@@ -143,6 +144,13 @@ class CoordinatorServer:
             session.scope.cancel()
         except (anyio.BrokenResourceError, anyio.ClosedResourceError):
             pass  # it is ending; Disconnected follows
+
+    def _close(self, number: int) -> None:
+        """End a session once all is said; soon, if its peer does not take what is said."""
+        session = self._sessions.get(number)
+        if session is not None:
+            session.scope.deadline = clock.now() + LAST_WORDS_S
+            self._send(number, None)
 
     async def _keep_time(self) -> None:
         while True:

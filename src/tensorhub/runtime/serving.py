@@ -1,8 +1,8 @@
 """The owner's side of the data plane: who may read, for threads; the fence; and the lanes that serve readers.
 
-`SharedOwner` puts the pure `Owner` behind one condition variable. A lane holds no lock while it digests or sends, only
-a counted access; the generation is checked, under the lock, for every send call. Responsible for threads and for ending
-them; not responsible for which versions exist, nor for who is told to read here.
+`SharedOwner` puts the pure `Owner` behind one condition variable. A lane holds no lock while it digests or
+sends, only a counted access; the generation is checked, under the lock, for every send call. Responsible for
+threads and for ending them; not responsible for which versions exist, nor for who is told to read here.
 """
 
 from __future__ import annotations
@@ -45,7 +45,9 @@ class Lane:
 
 
 class SharedOwner:
-    """One worker's `Owner` with the memory itself and the lanes that serve it. Every method may be called by any thread."""
+    """One worker's `Owner` with the memory itself and the lanes that serve it. Every method may be called by
+    any thread.
+    """
 
     def __init__(self, *, fence_grace_s: float = FENCE_GRACE_S) -> None:
         self._changed = threading.Condition()  # guards everything below; notified when any of it changes
@@ -58,7 +60,7 @@ class SharedOwner:
     def __repr__(self) -> str:
         return f"<SharedOwner {self._owner!r}, {len(self._lanes)} lanes>"
 
-    # ----------------------------------------------------------------------------------------------- what is held
+    # ------------------------------------------------------------------------------------------- what is held
 
     def open(
         self,
@@ -107,7 +109,7 @@ class SharedOwner:
         with self._changed:
             self._owner.check_invariants()
 
-    # --------------------------------------------------------------------------------------------------- accesses
+    # ----------------------------------------------------------------------------------------------- accesses
 
     @contextmanager
     def access(
@@ -120,7 +122,9 @@ class SharedOwner:
         bytes_max: int,
         patience_s: float,
     ) -> Iterator[tuple[Access, ChunkMemory] | Wait | Refusal]:
-        """Have some of the chunks to read for the length of the block, after at most `patience_s` of waiting for one."""
+        """Have some of the chunks to read for the length of the block, after at most `patience_s` of waiting
+        for one.
+        """
         with self._changed:
             answer = self._begin(lane, registration, generation, content_id, wanted, bytes_max)
             if isinstance(answer, Wait):
@@ -154,7 +158,7 @@ class SharedOwner:
         return answer
 
     def digests_of(self, access: Access, memory: ChunkMemory) -> list[tuple[int, int]]:
-        """The access' chunks with their digests (0: the manifest wants none); missing ones are made and kept."""
+        """The access' chunks with their digests (0: there are none); missing ones are made and kept."""
         named: list[tuple[int, int]] = []
         for chunk, digest in zip(access.chunks, access.digests, strict=True):
             named.append((chunk, self._make_digest(access, chunk, memory) if digest is None else digest))
@@ -166,13 +170,15 @@ class SharedOwner:
             kept = self._owner.set_digest(access.registration, access.generation, chunk, made)
         return made if kept is None else kept
 
-    # -------------------------------------------------------------------------------------------------- the fence
+    # ---------------------------------------------------------------------------------------------- the fence
 
     def fence(self, registration: RegistrationId, timeout_s: float = FENCE_TIMEOUT_S) -> None:
-        """Refuse every further read of this memory, and return once none runs any more: it may be written then.
+        """Refuse every further read of this memory, and return once none runs any more: it may be written
+        then.
 
-        A reader that does not take its bytes within the grace loses its connection. Needs nobody's cooperation.
-        Raises DrainTimeout (the memory must not be written) if an access cannot be ended; nothing is let in again.
+        A reader that does not take its bytes within the grace loses its connection. Needs nobody's
+        cooperation. Raises DrainTimeout (the memory must not be written) if an access cannot be ended;
+        nothing is let in again.
         """
         with self._changed:
             self._owner.close(registration)
@@ -196,7 +202,7 @@ class SharedOwner:
         with anyio.CancelScope(shield=True):
             await anyio.to_thread.run_sync(self.fence, registration, timeout_s, limiter=limiter)
 
-    # ------------------------------------------------------------------------------------------------------ lanes
+    # -------------------------------------------------------------------------------------------------- lanes
 
     def add_lane(self, lane: Lane) -> None:
         with self._changed:

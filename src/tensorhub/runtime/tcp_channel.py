@@ -1,6 +1,7 @@
 """The tcp transport's channel: a reader's connection to an owner's lane.
 
-Responsible for saying `Read` and for taking exactly the chunks that were asked for. Not responsible for digests or books.
+Responsible for saying `Read` and for taking exactly the chunks that were asked for. Not responsible for
+digests or books.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Waking a task from any thread, on asyncio and on trio, without blocking the thread.
 
-`anyio.from_thread` waits for the loop, which a busy Python thread can delay by a switch interval per hop; lanes must not
-wait. Responsible for the wake-up only: what happened lies in a queue of the caller's.
+`anyio.from_thread` waits for the loop, which a busy Python thread can delay by a switch interval per hop;
+lanes must not wait. Responsible for the wake-up only: what happened lies in a queue of the caller's.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class Wakeup:
         """To be made in a task of the loop that will wait."""
         self._call_soon = _call_soon()
         self._event = anyio.Event()
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # a finalizer may call `set` within `set`
         self._pending = False  # True from `set` until the loop has run `_fire`
 
     def set(self) -> None:

@@ -33,6 +33,7 @@ from tensorhub.messages import (
     Announce,
     Check,
     CutReader,
+    Deregister,
     Describe,
     Description,
     Dismissed,
@@ -89,6 +90,7 @@ from tensorhub.worker.enrolment import Shard
 from tensorhub.worker.member import Member
 
 OUTBOX_MESSAGES_MAX = 8192
+BEATS_PER_LEASE = 4
 RECONNECT_S_FIRST = 0.05
 RECONNECT_S_MAX = 2.0
 CLOSE_S = 5.0  # for the last words of a worker that closes
@@ -139,6 +141,7 @@ class Worker:
         self._outbox: MemoryObjectSendStream[FromWorker] | None = None  # of the session, while there is one
         self._endpoints: tuple[Endpoint, ...] = ()
         self._lease_s = options.lease_s
+        self._unanswered = 0  # heartbeats since anything was heard in this session
         self._closing = False
         self._closed = anyio.Event()
         self._welcome_came = anyio.Event()
@@ -159,13 +162,7 @@ class Worker:
 
     async def run(self, ready: Callable[[], None]) -> None:
         """Connect (raising if that fails the first time), call `ready`, and stay connected until closed."""
-        try:
-            with anyio.fail_after(self.options.connect_timeout_s):
-                messages = await self._connect_any()
-        except TimeoutError:
-            raise CoordinatorUnavailable(
-                f"no coordinator answered at {self._shown()} within {self.options.connect_timeout_s:g} s"
-            ) from None
+        messages = await self._connect_any()
         listener = self._listen()
         try:
             async with anyio.create_task_group() as self._tasks:
@@ -222,6 +219,7 @@ class Worker:
             await self._outbox_done.wait()
 
     async def _close_quietly(self, handle: Handle) -> None:
+        await handle.end_call(StateError("the hub was closed while the call was running", retryable=True))
         with contextlib.suppress(TensorHubError):
             await handle.close(CLOSE_S / 2, abandon=True)
 
@@ -234,10 +232,13 @@ class Worker:
         """A session with the first coordinator that takes one."""
         problems: list[str] = []
         for host, port in self._addresses:
-            try:
-                return await self._connect(host, port)
-            except (OSError, ConnectionLost, OperationTimeout) as error:
-                problems.append(f"tcp://{host}:{port}: {error}")
+            with anyio.move_on_after(self.options.connect_timeout_s):
+                try:
+                    return await self._connect(host, port)
+                except (OSError, ConnectionLost, OperationTimeout) as error:
+                    problems.append(f"tcp://{host}:{port}: {error}")
+                    continue
+            problems.append(f"tcp://{host}:{port}: no answer within {self.options.connect_timeout_s:g} s")
         text = f"no coordinator can be reached ({'; '.join(problems)}): is one running there? (tensorhub serve)"
         raise CoordinatorUnavailable(text)
 
@@ -267,26 +268,27 @@ class Worker:
             wait_s = min(wait_s * 2, RECONNECT_S_MAX)
             messages = None
             try:
-                with anyio.fail_after(self.options.connect_timeout_s):
-                    messages = await self._connect_any()
-            except (TensorHubError, TimeoutError) as error:
+                messages = await self._connect_any()
+            except TensorHubError as error:
                 log.warning("coordinator_unreachable", reason=str(error))
 
     async def _hold_session(self, messages: MessageStream[FromCoordinator], ready: Callable[[], None]) -> bool:
         """One session, to its end. True if it was welcomed."""
         outbox, to_say = anyio.create_memory_object_stream[FromWorker](OUTBOX_MESSAGES_MAX)
         welcomed = False
+        self._unanswered = 0
         self._outbox_done = anyio.Event()
         try:
             async with messages, outbox, to_say, anyio.create_task_group() as tasks:
                 tasks.start_soon(self._talk, messages, to_say, tasks.cancel_scope)
+                tasks.start_soon(self._beat)
                 outbox.send_nowait(Join(self.name, self.location, self._endpoints, os.getpid()))
                 async for message in messages:
+                    self._unanswered = 0
                     if isinstance(message, Welcome):
                         welcomed = True
                         self._welcome_came.set()
                         self._outbox = outbox
-                        tasks.start_soon(self._beat)
                         self._welcomed(message)
                         ready()
                     elif isinstance(message, Dismissed):
@@ -321,8 +323,15 @@ class Worker:
         scope.cancel()  # the outbox was closed: all is said
 
     async def _beat(self) -> None:
+        """Renew the lease, and give up a session in which nothing comes back: nobody hears, or the way is cut.
+
+        Counts beats, not seconds, so that a process that was stopped itself does not blame the other side.
+        """
         for sequence in itertools.count():
-            await anyio.sleep(self._lease_s / 4)
+            await anyio.sleep(self._lease_s / BEATS_PER_LEASE)
+            self._unanswered += 1
+            if self._unanswered > BEATS_PER_LEASE:
+                raise ConnectionLost(f"nothing was heard for {self._lease_s:g} s")
             self.say(Heartbeat(sequence))
 
     def _welcomed(self, message: Welcome) -> None:
@@ -541,7 +550,7 @@ class Worker:
         shard = Shard(
             registration=secrets.token_hex(12),
             model=model,
-            group=group if group is not None else f"{self.name}-{secrets.token_hex(4)}",
+            group=group if group is not None else f"{self.name[:400]}-{secrets.token_hex(4)}",
             rank=rank,
             world_size=world_size,
             spot=spot,
@@ -568,6 +577,7 @@ class Worker:
                 raise handle.registration_error
         except BaseException:
             handle.stop()
+            self.say(Deregister(next(self._numbers), shard.registration, abandon=True))  # it may have come through
             raise
         return handle
 

@@ -8,12 +8,14 @@ A chunk is wanted, in flight at exactly one source, or verified. The table below
     in flight -> verified   it arrived with its digest (final: it is never asked for, nor written, again; G8)
     in flight -> wanted     it arrived with another digest, or its lane has ended
 
-A source is live or leaving. Leaving means: no new batch; but its lane may still be writing into the destination of
-chunks that are in flight there. So these go back to wanted only with `lane_ended`, and no two lanes ever write the same
-bytes. What such a lane still brings, with the right digest, counts as verified like any other.
+A source is live or leaving. Leaving means: no new batch; but its lane may still be writing into the
+destination of chunks that are in flight there. So these go back to wanted only with `lane_ended`, and no two
+lanes ever write the same bytes. What such a lane still brings, with the right digest, counts as verified like
+any other.
 
-All live sources draw from one pool, the lowest wanted chunk first: several sources are striped, and a chain of readers
-fills in the same order at every link. A lane that finds the pool empty waits for `lane_ended` or bad bytes elsewhere.
+All live sources draw from one pool, the lowest wanted chunk first: several sources are striped, and a chain
+of readers fills in the same order at every link. A lane that finds the pool empty waits for `lane_ended` or
+bad bytes elsewhere.
 
 Responsible for the books only: lanes, sockets, digests and time belong to `runtime.lanes`.
 """
@@ -25,7 +27,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Final
 
-from tensorhub.story import IllegalStep, Story
+from tensorhub.machine import IllegalStep, Story
 from tensorhub.types import LeaseId
 
 CHUNKS_PER_BATCH_MAX = 1024
@@ -60,7 +62,9 @@ class Pull:
     """The chunks of one shard of one content, on their way into this reader's memory."""
 
     def __init__(self, sizes: Sequence[int], verified: Iterable[int] = ()) -> None:
-        """`sizes`: bytes per chunk. `verified`: chunks that the destination holds, and that were verified, already."""
+        """`sizes`: bytes per chunk. `verified`: chunks that the destination holds, and that were verified,
+        already.
+        """
         self._sizes = sizes
         self._states = bytearray(len(sizes))  # one of _WANTED, _IN_FLIGHT, _VERIFIED per chunk
         self._sources: dict[LeaseId, _Source] = {}
@@ -73,7 +77,7 @@ class Pull:
         self.reread_bytes = 0  # the part of it that had been verified before; G8 keeps it 0
         self.retries = 0  # chunks that had to be asked for again
 
-    # ---------------------------------------------------------------------------------------------------- sources
+    # ------------------------------------------------------------------------------------------------ sources
 
     def add_source(self, lease: LeaseId, complete: bool) -> None:
         """Read from this lease's source as well. `complete` False: it is still filling itself."""
@@ -89,7 +93,9 @@ class Pull:
             self._step(lease, source, SourceState.LEAVING)
 
     def lane_ended(self, lease: LeaseId) -> tuple[int, ...]:
-        """Nobody writes for this source any more: what was in flight there is wanted again. Returns those chunks."""
+        """Nobody writes for this source any more: what was in flight there is wanted again. Returns those
+        chunks.
+        """
         source = self._source(lease)
         if source.state is SourceState.ENDED:
             return ()
@@ -111,7 +117,7 @@ class Pull:
         except KeyError:
             raise IllegalStep(f"lease {lease} is no source of this pull", self._story) from None
 
-    # ----------------------------------------------------------------------------------------------------- chunks
+    # ------------------------------------------------------------------------------------------------- chunks
 
     def next_batch(self, lease: LeaseId, bytes_max: int) -> tuple[int, ...]:
         """Chunks to ask of this source now, ascending: the lowest wanted one, then others up to `bytes_max`.
@@ -137,7 +143,9 @@ class Pull:
         return tuple(batch)
 
     def arrived(self, lease: LeaseId, chunk: int, ok: bool) -> None:
-        """A chunk in flight at this source is in the destination; `ok`: it has its digest. Its lane is done with it."""
+        """A chunk in flight at this source is in the destination; `ok`: it has its digest. Its lane is done
+        with it.
+        """
         source = self._source(lease)
         if chunk not in source.in_flight:
             raise IllegalStep(f"chunk {chunk} is not in flight at {lease}", self._story)
@@ -167,7 +175,7 @@ class Pull:
         self._lowest = min(self._lowest, chunk)
         self.retries += 1
 
-    # ------------------------------------------------------------------------------------------------- inspection
+    # --------------------------------------------------------------------------------------------- inspection
 
     @property
     def done(self) -> bool:
@@ -209,4 +217,5 @@ class Pull:
     def __repr__(self) -> str:
         live = sum(source.state is SourceState.LIVE for source in self._sources.values())
         flying = self._states.count(_IN_FLIGHT)
-        return f"<Pull {self.chunks_verified} of {len(self._sizes)} verified, {flying} in flight, {live} sources>"
+        verified = f"{self.chunks_verified} of {len(self._sizes)} verified"
+        return f"<Pull {verified}, {flying} in flight, {live} sources>"

@@ -9,16 +9,21 @@ A *channel* is one reader's way to one source under one read lease. One blocking
 
 Semantics that every transport keeps:
 
-1. Bytes go straight into the destination's views of the chunks that were submitted, and of no others. A chunk's views are
-   written only between its `submit` and the `receive` that names it, or until the channel is closed.
-2. `receive` names a chunk only when all its bytes were read under the right's generation: a two-sided source checks it
-   for each send; a one-sided reader reads the generation word *after* the bytes, and discards them if it changed (R3).
-3. The digest that `receive` gives is the publisher's, carried by the source. It is not checked here: the lane does it.
+1. Bytes go straight into the destination's views of the chunks that were submitted, and of no others. A
+   chunk's views are written only between its `submit` and the `receive` that names it, or until the channel
+   is closed.
+2. `receive` names a chunk only when all its bytes were read under the right's generation: a two-sided source
+   checks it for each send; a one-sided reader reads the generation word *after* the bytes, and discards them
+   if it changed (R3).
+3. The digest that `receive` gives is the publisher's, carried by the source. It is not checked here: the lane
+   does it.
 4. Every failure is a `ReadFailure`, raised by the call that meets it; a channel that raised is only closed.
-5. `Cutter.cut`, from any thread, makes a blocked call of the channel raise soon, also while it still connects.
+5. `Cutter.cut`, from any thread, makes a blocked call of the channel raise soon, also while it still
+   connects.
 6. No call blocks for more than `stall_timeout_s` unless the source shows that it lives.
 
-Responsible for the contract only. Not responsible for choosing a source, for digests, or for the books (`Pull`).
+Responsible for the contract only. Not responsible for choosing a source, for digests, or for the books
+(`Pull`).
 """
 
 from __future__ import annotations
@@ -62,7 +67,9 @@ class Destination(Protocol):
 
 
 class Arrival(NamedTuple):
-    """Chunks whose bytes are in the destination, each with the digest its source gave (None: the source has none)."""
+    """Chunks whose bytes are in the destination, each with the digest its source gave (None: the source has
+    none).
+    """
 
     chunks: Sequence[tuple[int, int | None]]
     wait_s: float  # until the first byte
@@ -97,8 +104,8 @@ class Transport(Protocol):
 class Cutter:
     """Ends, from any thread, what a lane blocks on.
 
-    The lane attaches what ends its present call, and detaches it before it releases the thing: after `detach` has
-    returned, `cut` does not touch it any more (a descriptor's number may then belong to somebody else).
+    The lane attaches what ends its present call, and detaches it before it releases the thing: after `detach`
+    has returned, `cut` does not touch it any more (a descriptor's number may then belong to somebody else).
     """
 
     __slots__ = ("_end", "_is_cut", "_lock")

@@ -1,8 +1,8 @@
 """Which transports there are, in order of preference.
 
 Built-in ones are registered by the runtime; third parties add theirs through the entry-point group
-`tensorhub.transports` (name -> factory), which is looked up when a name is first needed. Responsible for names and
-order; not responsible for which transport a given pair of workers can use.
+`tensorhub.transports` (name -> factory), which is looked up when a name is first needed. Responsible for
+names and order; not responsible for which transport a given pair of workers can use.
 """
 
 from __future__ import annotations

@@ -1,11 +1,12 @@
 """Sockets for the data plane: listening, connecting, tuning.
 
-Responsible for sockets whose reads and writes are blocking and as fast as the kernel allows. Not responsible for what is
-said on them.
+Responsible for sockets whose reads and writes are blocking and as fast as the kernel allows. Not responsible
+for what is said on them.
 
-Congestion control: a path that stays on this host never loses a packet, and bbr, a common default, paces it to about
-half of what it can carry. An unprivileged process may choose only from `tcp_allowed_congestion_control`, which always
-has reno; on such a path reno is as good as cubic. Real networks keep the host's choice.
+Congestion control: a path that stays on this host never loses a packet, and bbr, a common default, paces it
+to about half of what it can carry. An unprivileged process may choose only from
+`tcp_allowed_congestion_control`, which always has reno; on such a path reno is as good as cubic. Real
+networks keep the host's choice.
 """
 
 from __future__ import annotations
@@ -31,7 +32,9 @@ KEEPALIVE_PROBES = 3
 
 
 def listen(host: str, port: int = 0) -> socket.socket:
-    """A non-blocking listening socket on `host`; port 0 takes a free one. Raises OSError if the address is not ours."""
+    """A non-blocking listening socket on `host`; port 0 takes a free one. Raises OSError if the address is
+    not ours.
+    """
     family, kind, proto, _, address = socket.getaddrinfo(
         host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE | socket.AI_NUMERICSERV
     )[0]

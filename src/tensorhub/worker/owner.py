@@ -1,18 +1,21 @@
-"""The owner's authority over its registered memory (R3): what may be read, under which generation, and by whom now.
+"""The owner's authority over its registered memory (R3): what may be read, under which generation, and by
+whom now.
 
 Theory of operation
 -------------------
-Each registration is closed, or open under one generation word. Open means: these bytes are what `content_id` says,
-for every chunk that is marked available. A lane that wants to touch memory calls `begin`, which checks registration,
-generation and content and counts the access; it calls `end` when the kernel or device no longer needs the bytes.
+Each registration is closed, or open under one generation word. Open means: these bytes are what `content_id`
+says, for every chunk that is marked available. A lane that wants to touch memory calls `begin`, which checks
+registration, generation and content and counts the access; it calls `end` when the kernel or device no longer
+needs the bytes.
 
-The fence is two steps: `close` (from here on every `begin` is refused) and waiting until `is_quiet`. Only then may the
-memory be written, and only then can it be opened again, under another generation (the caller mints each only once).
-Results that name an older generation (a digest, a chunk that arrived) are dropped on sight.
+The fence is two steps: `close` (from here on every `begin` is refused) and waiting until `is_quiet`. Only
+then may the memory be written, and only then can it be opened again, under another generation (the caller
+mints each only once). Results that name an older generation (a digest, a chunk that arrived) are dropped on
+sight.
 
-Responsible for the decision. Not responsible for locks, waiting, sockets, digesting or time: `runtime.serving` wraps
-this in a condition variable. Every entry point costs at most the size of its request; `open` costs one pass over the
-chunks.
+Responsible for the decision. Not responsible for locks, waiting, sockets, digesting or time:
+`runtime.serving` wraps this in a condition variable. Every entry point costs at most the size of its request;
+`open` costs one pass over the chunks.
 """
 
 from __future__ import annotations
@@ -20,7 +23,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
-from tensorhub.story import IllegalStep, Story
+from tensorhub.machine import IllegalStep, Story
 from tensorhub.types import ContentId, RegistrationId
 
 CHUNKS_PER_ACCESS_MAX = 1024  # a ChunksFollow frame names no more, and one gather call takes no more buffers
@@ -76,7 +79,7 @@ class Owner:
         self._running: dict[int, RegistrationId] = {}  # access number -> registration
         self._next_access = 0  # above every number given out
 
-    # ------------------------------------------------------------------------------------------ life of a holding
+    # -------------------------------------------------------------------------------------- life of a holding
 
     def open(
         self,
@@ -88,7 +91,9 @@ class Owner:
         complete: bool,
         digests: Sequence[int | None] | None = None,
     ) -> None:
-        """Let readers in under `generation`. `sizes`: bytes per chunk; `complete`: every chunk may be read already."""
+        """Let readers in under `generation`. `sizes`: bytes per chunk; `complete`: every chunk may be read
+        already.
+        """
         old = self._holdings.get(registration)
         if old is not None:
             self._check_may_open(registration, old, generation)
@@ -123,7 +128,9 @@ class Owner:
             holding.story.tell("closed", holding.generation, "accesses", holding.accesses)
 
     def forget(self, registration: RegistrationId) -> None:
-        """Drop all that is known of a closed, quiet registration (it is deregistered; its id is never used again)."""
+        """Drop all that is known of a closed, quiet registration (it is deregistered; its id is never used
+        again).
+        """
         holding = self._holdings.get(registration)
         if holding is None:
             return
@@ -131,12 +138,14 @@ class Owner:
             raise IllegalStep(f"{registration} is open or in use", holding.story)
         del self._holdings[registration]
 
-    # ---------------------------------------------------------------------------------------------- what is there
+    # ------------------------------------------------------------------------------------------ what is there
 
     def mark_available(
         self, registration: RegistrationId, generation: int, arrived: Iterable[tuple[int, int | None]]
     ) -> bool:
-        """Let others read these (chunk, digest) pairs, which were verified. False: an older generation's, dropped."""
+        """Let others read these (chunk, digest) pairs, which were verified. False: an older generation's,
+        dropped.
+        """
         holding = self._at(registration, generation)
         if holding is None:
             return False
@@ -158,7 +167,9 @@ class Owner:
         return True
 
     def set_digest(self, registration: RegistrationId, generation: int, chunk: int, digest: int) -> int | None:
-        """Remember a chunk's digest; the first one counts. Returns the one that counts, None for an older generation."""
+        """Remember a chunk's digest; the first one counts. Returns the one that counts, None for an older
+        generation.
+        """
         holding = self._at(registration, generation)
         if holding is None:
             return None
@@ -186,7 +197,7 @@ class Owner:
         holding = self._holdings.get(registration)
         return holding if holding is not None and holding.is_open and holding.generation == generation else None
 
-    # --------------------------------------------------------------------------------------------------- accesses
+    # ----------------------------------------------------------------------------------------------- accesses
 
     def begin(
         self,
@@ -196,7 +207,9 @@ class Owner:
         wanted: Sequence[int],
         bytes_max: int,
     ) -> Access | Wait | Refusal:
-        """Start an access to those of the `wanted` chunks that may be read now, one at least, then up to `bytes_max`."""
+        """Start an access to those of the `wanted` chunks that may be read now, one at least, then up to
+        `bytes_max`.
+        """
         holding = self._holdings.get(registration)
         if holding is None:
             return Refusal("nothing is registered under that id")
@@ -232,7 +245,7 @@ class Owner:
         """Whether the access of this number runs, and is to this registration."""
         return self._running.get(number) == registration
 
-    # ------------------------------------------------------------------------------------------------- inspection
+    # --------------------------------------------------------------------------------------------- inspection
 
     def check_invariants(self) -> None:
         """Raise IllegalStep if this object's own books disagree."""

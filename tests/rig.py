@@ -1,0 +1,192 @@
+"""A whole cluster in one process, over loopback sockets; gates that hold a transfer; and proof that nothing is left.
+
+Nothing here sleeps to let things happen: a test waits for what it wants to see (`until`), or holds a gate.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import anyio
+import anyio.lowlevel
+import numpy as np
+import numpy.typing as npt
+
+import tensorhub
+from tensorhub.hub import Coordinator, Hub
+from tensorhub.runtime import worker as worker_module
+from tensorhub.runtime.tcp_channel import TcpTransport
+from tensorhub.transport.base import Arrival, Channel, Cutter, Destination, ReadRight
+from tensorhub.transport.registry import Local, Registry
+from tensorhub.types import Endpoint, Options
+from tests.runtime.data_rig import busy_threads
+
+WAIT_S = 30.0  # nothing here takes so long unless it hangs
+CHUNK_BYTES = 65_536
+CHUNKS = 12  # of the tensors below
+OPTIONS = Options(op_timeout_s=WAIT_S, chunk_bytes=CHUNK_BYTES, drain_grace_s=0.2)
+
+Tensors = Mapping[str, npt.NDArray[np.uint8]]
+
+
+def tensors(content: int | None = None) -> Tensors:
+    """`CHUNKS` chunks in three tensors: zeros, or bytes that depend on `content`."""
+    made = {name: np.zeros(4 * CHUNK_BYTES, np.uint8) for name in ("a", "b", "c")}
+    if content is not None:
+        write(made, content)
+    return made
+
+
+def write(into: Tensors, content: int) -> None:
+    """Bytes that depend on `content`, and on where they are."""
+    for place, tensor in enumerate(into.values()):
+        tensor[:] = np.random.default_rng([content, place]).integers(0, 256, tensor.shape, np.uint8)
+
+
+def holds(what: Tensors, content: int) -> bool:
+    return equal(what, tensors(content))
+
+
+def equal(some: Tensors, other: Tensors) -> bool:
+    return all(np.array_equal(some[name], other[name]) for name in other)
+
+
+# --------------------------------------------------------------------------------------------------- nothing is left
+
+
+def open_files() -> dict[str, str]:
+    found = {}
+    for number in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(FileNotFoundError):
+            found[number] = os.readlink(f"/proc/self/fd/{number}")
+    return found
+
+
+def library_threads() -> list[str]:
+    """Threads of hubs and coordinators, and what any other thread does inside TensorHub."""
+    return [thread.name for thread in threading.enumerate() if thread.name.startswith("tensorhub-")] + busy_threads()
+
+
+@contextlib.asynccontextmanager
+async def nothing_left() -> AsyncIterator[None]:
+    """No thread, file descriptor or task of the block outlives it, and it ends in time."""
+    await anyio.lowlevel.checkpoint()
+    files, tasks = open_files(), {task.id for task in anyio.get_running_tasks()}
+    with anyio.fail_after(2 * WAIT_S):
+        yield
+        await until(lambda: {task.id for task in anyio.get_running_tasks()} <= tasks)
+    assert not library_threads()
+    left = [target for number, target in open_files().items() if files.get(number) != target]
+    assert not left
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    """Let everything run until the condition holds."""
+    with anyio.fail_after(WAIT_S):
+        while not condition():  # noqa: ASYNC110 - it becomes true in another thread
+            await anyio.sleep(0.001)
+
+
+# -------------------------------------------------------------------------------------------------------- clusters
+
+
+@dataclass
+class Cluster:
+    coordinator: Coordinator
+    hubs: list[Hub]
+
+    @property
+    def address(self) -> str:
+        return self.coordinator.address
+
+
+@contextlib.asynccontextmanager
+async def cluster(*names: str, options: Options = OPTIONS, token: str = "", **serving: Any) -> AsyncIterator[Cluster]:
+    """A coordinator and one hub per name; all of it closed, and nothing left, at the end."""
+    async with nothing_left(), contextlib.AsyncExitStack() as stack:
+        coordinator = await stack.enter_async_context(tensorhub.serve(token=token, options=options, **serving))
+        hubs = [await stack.enter_async_context(connect(coordinator.address, name, options, token)) for name in names]
+        yield Cluster(coordinator, hubs)
+
+
+def connect(
+    address: str | Sequence[str], name: str = "worker", options: Options = OPTIONS, token: str = ""
+) -> contextlib.AbstractAsyncContextManager[Hub]:
+    return tensorhub.connect(address, name=name, token=token, options=options)
+
+
+# ----------------------------------------------------------------------------------------------------------- gates
+
+
+class Gate:
+    """Holds every reader of this process after so many arrivals."""
+
+    def __init__(self, arrivals: int) -> None:
+        self._changed = threading.Condition()
+        self._left: int | None = arrivals  # None: open
+        self._waiting = 0
+
+    @property
+    def holds(self) -> bool:
+        """Whether a reader waits here."""
+        with self._changed:
+            return self._waiting > 0
+
+    def open(self) -> None:
+        with self._changed:
+            self._left = None
+            self._changed.notify_all()
+
+    def pass_one(self, cutter: Cutter) -> None:
+        with self._changed:
+            self._waiting += 1
+            while self._left == 0 and not cutter.is_cut:
+                self._changed.wait(0.005)  # a cut does not notify
+            self._waiting -= 1
+            if self._left:
+                self._left -= 1
+
+
+class _GatedChannel:
+    def __init__(self, channel: Channel, gate: Gate, cutter: Cutter) -> None:
+        self._channel = channel
+        self._gate = gate
+        self._cutter = cutter
+
+    def submit(self, chunks: Sequence[int]) -> None:
+        self._channel.submit(chunks)
+
+    def receive(self, bytes_max: int) -> Arrival:
+        self._gate.pass_one(self._cutter)
+        return self._channel.receive(min(bytes_max, CHUNK_BYTES))
+
+    def close(self) -> None:
+        self._channel.close()
+
+
+class _GatedTransport(TcpTransport):
+    def __init__(self, local: Local, gate: Gate) -> None:
+        super().__init__(local)
+        self._gate = gate
+
+    def open(self, endpoint: Endpoint, right: ReadRight, destination: Destination, cutter: Cutter) -> Channel:
+        return _GatedChannel(super().open(endpoint, right, destination, cutter), self._gate, cutter)
+
+
+@contextlib.contextmanager
+def gated(arrivals: int) -> Iterator[Gate]:
+    """Workers that connect in this block read through a gate: so many arrivals, of one chunk each, then it holds."""
+    gate, usual = Gate(arrivals), worker_module.TRANSPORTS
+    registry = Registry()
+    registry.add("tcp", lambda local: _GatedTransport(local, gate), 90)
+    worker_module.TRANSPORTS = registry
+    try:
+        yield gate
+    finally:
+        gate.open()
+        worker_module.TRANSPORTS = usual

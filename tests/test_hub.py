@@ -1,0 +1,634 @@
+"""The public API over real sockets, in one process: what each call does, and what a cancelled or concurrent one leaves."""
+
+from __future__ import annotations
+
+import gc
+import os
+import threading
+import time
+import weakref
+
+import anyio
+import anyio.lowlevel
+import pytest
+
+import tensorhub
+from tensorhub.errors import (
+    GroupAborted,
+    OperationTimeout,
+    RegistrationError,
+    StateError,
+    TensorHubError,
+    VersionConflict,
+    VersionUnavailable,
+)
+from tensorhub.hub import Hub, Weights
+from tensorhub.messages import FromCoordinator, Registered
+from tensorhub.types import Options, VersionInfo
+from tests.rig import (
+    CHUNK_BYTES,
+    CHUNKS,
+    OPTIONS,
+    WAIT_S,
+    cluster,
+    connect,
+    gated,
+    holds,
+    nothing_left,
+    tensors,
+    until,
+    write,
+)
+
+NBYTES = CHUNKS * CHUNK_BYTES
+
+
+async def ready_to_update(trainer: Hub, reader: Hub) -> tuple[Weights, Weights]:
+    """The reader holds version 1, and version 2 is published."""
+    source = await trainer.register("m", tensors(1))
+    await source.publish(1)
+    weights = await reader.register("m", tensors())
+    await weights.replicate()
+    async with source.mutate(2):
+        write(memory_of(source), 2)
+    return source, weights
+
+
+def memory_of(weights: Weights):  # type: ignore[no-untyped-def]
+    """The very tensors that were registered."""
+    return weights._handle.memory._mapping
+
+
+# ------------------------------------------------------------------------------------------------------ the happy path
+
+
+async def test_publish_replicate_update_and_what_the_reports_say() -> None:
+    async with cluster("trainer", "reader") as c:
+        trainer, reader = c.hubs
+        source, mine = await trainer.register("m", tensors(1)), tensors()
+        weights = await reader.register("m", mine)
+        assert (source.state, source.version) == ("empty", None)
+        info = await source.publish(1)
+        assert info == VersionInfo("m", 1, info.content_id, NBYTES, 1)
+        assert (source.state, source.version) == ("ready", 1)
+        report = await weights.replicate()
+        assert (report.version, report.changed, report.bytes_read, report.reread_bytes) == (1, True, NBYTES, 0)
+        assert [(s.name, s.transport, s.bytes_read, s.outcome) for s in report.sources] == [
+            ("trainer", "tcp", NBYTES, "used")
+        ]
+        assert set(report.phases) == {"resolve", "wait", "transfer", "verify", "unpack", "commit"}
+        assert holds(mine, 1)
+        again = await weights.update()
+        assert (again.version, again.changed, again.bytes_read) == (1, False, 0)
+        async with source.mutate(5):
+            assert source.state == "empty"
+            write(memory_of(source), 5)
+        report = await weights.update()
+        assert (report.version, report.changed) == (5, True)
+        assert holds(mine, 5)
+
+
+async def test_update_on_an_empty_handle_is_replicate() -> None:
+    async with cluster("trainer", "reader") as c:
+        source = await c.hubs[0].register("m", tensors(1))
+        await source.publish(1)
+        mine = tensors()
+        weights = await c.hubs[1].register("m", mine)
+        assert (await weights.update()).changed
+        assert holds(mine, 1)
+
+
+async def test_a_reader_is_a_source() -> None:
+    async with cluster("trainer", "first", "second") as c:
+        source = await c.hubs[0].register("m", tensors(1))
+        await source.publish(1)
+        first = await c.hubs[1].register("m", tensors())
+        await first.replicate()
+        await source.unpublish()
+        write(memory_of(source), 9)
+        mine = tensors()
+        second = await c.hubs[2].register("m", mine)
+        report = await second.replicate("latest")
+        assert [s.name for s in report.sources] == ["first"]
+        assert holds(mine, 1)
+
+
+async def test_latest_waits_for_the_first_publication_and_at_least_for_its_number() -> None:
+    async with cluster("trainer", "reader") as c, anyio.create_task_group() as tasks:
+        source = await c.hubs[0].register("m", tensors(1))
+        weights = await c.hubs[1].register("m", tensors())
+        done: list[int] = []
+
+        async def follow() -> None:
+            done.append((await weights.replicate()).version)
+            done.append((await weights.update(at_least=3)).version)
+
+        tasks.start_soon(follow)
+        await source.publish(1)
+        await until(lambda: done == [1])
+        async with source.mutate(2):
+            pass
+        async with source.mutate(3):
+            pass
+        await until(lambda: done == [1, 3])
+
+
+async def test_newest_wait_for_and_describe() -> None:
+    async with cluster("trainer", "reader") as c:
+        trainer, reader = c.hubs
+        assert reader.newest("m") is None
+        source = await trainer.register("m", tensors(1), group="g")
+        info = await source.publish(4)
+        assert await reader.wait_for("m", at_least=3) == info
+        assert await reader.wait_for("m", at_least=4) == info
+        assert reader.newest("m") == info
+        model = await reader.describe("m")
+        assert (model.model, model.mark, [v.version for v in model.versions]) == ("m", 4, [4])
+        assert [(r.group, r.state, [s.worker for s in r.shards]) for r in model.replicas] == [("g", "ready", ["trainer"])]
+        assert await reader.describe() == (model,)
+        assert [worker.name for worker in model.workers] == ["trainer"]
+
+
+async def test_several_handles_of_one_model_in_one_process() -> None:
+    async with cluster("trainer") as c:
+        hub = c.hubs[0]
+        sets = [tensors(1), tensors(), tensors()]
+        one, two, three = [await hub.register("m", each) for each in sets]
+        await one.publish(1)
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(two.replicate)
+            tasks.start_soon(three.replicate)
+        assert holds(sets[1], 1)
+        assert holds(sets[2], 1)
+        write(sets[1], 2)  # as one would not: it is published, too
+        write(sets[1], 1)
+        await two.unpublish()
+        write(sets[1], 2)
+        await two.publish(2)
+        assert (await one.update()).version == 2
+        assert holds(sets[0], 2)
+
+
+async def test_two_ranks_of_one_group_in_one_process() -> None:
+    async with cluster("trainer", "reader") as c:
+        outs, ins = [tensors(10), tensors(11)], [tensors(), tensors()]
+        publishers = [await c.hubs[0].register("m", outs[rank], group="p", rank=rank, world_size=2) for rank in range(2)]
+        readers = [await c.hubs[1].register("m", ins[rank], group="r", rank=rank, world_size=2) for rank in range(2)]
+        async with anyio.create_task_group() as tasks:
+            for reader in readers:
+                tasks.start_soon(reader.replicate)
+            for publisher in publishers:
+                tasks.start_soon(publisher.publish, 1)
+        assert holds(ins[0], 10)
+        assert holds(ins[1], 11)
+        assert [r.state for r in readers] == ["ready", "ready"]
+
+
+async def test_every_number_is_used_once() -> None:
+    async with cluster("trainer") as c:
+        source = await c.hubs[0].register("m", tensors(1))
+        await source.publish(5)
+        with pytest.raises(StateError, match=r"holds version 5, which is published: unpublish\(\) first"):
+            await source.publish(6)
+        await source.unpublish()
+        for number in (5, 4, 0):
+            with pytest.raises(VersionConflict, match="the newest number so far is 5; publish 6 or more") as caught:
+                await source.publish(number)
+            assert (caught.value.retryable, caught.value.memory) == (False, "intact")
+        assert source.state == "empty"
+        await source.publish(6)
+
+
+async def test_unpublish_of_nothing() -> None:
+    async with cluster("trainer") as c:
+        source = await c.hubs[0].register("m", tensors(1))
+        with pytest.raises(StateError, match="is empty: there is nothing to unpublish"):
+            await source.unpublish()
+
+
+async def test_closing_a_handle() -> None:
+    async with cluster("trainer", "reader") as c:
+        source = await c.hubs[0].register("m", tensors(1), group="g")
+        await source.publish(1)
+        await source.close()
+        assert (source.state, source.version) == ("closed", None)
+        await source.close()
+        with pytest.raises(StateError, match="is closed; register again"):
+            await source.publish(2)
+        assert (await c.hubs[1].describe("m")).replicas == ()
+        again = await c.hubs[0].register("m", tensors(2), group="g")
+        await again.publish(2)
+
+
+# ------------------------------------------------------------------------------------------------------------- mutate
+
+
+async def test_mutate_checks_the_number_before_anything_else() -> None:
+    async with cluster("trainer") as c:
+        source = await c.hubs[0].register("m", tensors(1))
+        await source.publish(3)
+        with pytest.raises(VersionConflict):
+            async with source.mutate(3):
+                raise AssertionError("the body must not run")
+        assert (source.state, source.version) == ("ready", 3)
+
+
+async def test_mutate_whose_body_raises_publishes_nothing() -> None:
+    async with cluster("trainer") as c:
+        source = await c.hubs[0].register("m", tensors(1))
+        await source.publish(1)
+        with pytest.raises(ValueError, match="mine"):
+            async with source.mutate(2):
+                raise ValueError("mine")
+        assert (source.state, source.version) == ("empty", None)
+        async with source.mutate(2):  # the number stayed unused
+            pass
+        assert source.version == 2
+
+
+async def test_mutate_whose_body_raises_on_one_rank_ends_the_other_ranks_publish() -> None:
+    async with cluster("one", "two") as c:
+        ranks = [await hub.register("m", tensors(1), group="g", rank=r, world_size=2) for r, hub in enumerate(c.hubs)]
+
+        async def good() -> None:
+            with pytest.raises(GroupAborted, match="ValueError: mine") as caught:
+                async with ranks[0].mutate(1):
+                    pass
+            assert (caught.value.retryable, caught.value.memory) == (True, "intact")
+
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(good)
+            with pytest.raises(ValueError, match="mine"):
+                async with ranks[1].mutate(1):
+                    raise ValueError("mine")
+        async with anyio.create_task_group() as tasks:  # the number stayed unused
+            for rank in ranks:
+                tasks.start_soon(rank.publish, 1)
+
+
+async def test_mutate_of_a_rank_whose_group_publishes_that_number_already() -> None:
+    async with cluster("one", "two") as c:
+        ranks = [await hub.register("m", tensors(1), group="g", rank=r, world_size=2) for r, hub in enumerate(c.hubs)]
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(ranks[0].publish, 1)
+            await until(lambda: ranks[0]._handle.member.running is not None)
+            await c.hubs[0].describe("m")  # so that the coordinator has heard of it
+            async with ranks[1].mutate(1):
+                pass
+        assert [rank.version for rank in ranks] == [1, 1]
+
+
+async def test_mutate_of_a_handle_that_is_in_use() -> None:
+    """The body would write where the library writes."""
+    with gated(2) as gate:
+        async with cluster("trainer", "reader") as c:
+            source = await c.hubs[0].register("m", tensors(1))
+            await source.publish(1)
+            mine = tensors()
+            weights = await c.hubs[1].register("m", mine)
+            async with anyio.create_task_group() as tasks:
+                tasks.start_soon(weights.replicate)
+                await until(lambda: gate.holds)
+                with pytest.raises(StateError, match="one call at a time"):
+                    async with weights.mutate(2):
+                        raise AssertionError("the body must not run")
+                gate.open()
+            assert holds(mine, 1)
+            await weights.close()
+            with pytest.raises(StateError, match="is closed; register again"):
+                async with weights.mutate(2):
+                    raise AssertionError("the body must not run")
+
+
+# ------------------------------------------------------------------------------------------------------- before_write
+
+
+async def test_before_write_runs_in_the_callers_task_before_the_first_byte() -> None:
+    async with cluster("trainer", "reader") as c:
+        _, weights = await ready_to_update(*c.hubs)
+        seen = []
+
+        async def pause(info: VersionInfo) -> None:
+            seen.append((info.version, threading.current_thread(), weights.state, holds(memory_of(weights), 1)))
+            await anyio.lowlevel.checkpoint()
+
+        report = await weights.update(before_write=pause)
+        assert (report.version, report.changed) == (2, True)
+        assert seen == [(2, threading.current_thread(), "ready", True)]
+        assert holds(memory_of(weights), 2)
+        await weights.update(before_write=pause)
+        assert len(seen) == 1  # nothing is to be written
+
+
+async def test_before_write_that_raises_leaves_the_old_version_published() -> None:
+    async with cluster("trainer", "reader", "third") as c:
+        source, weights = await ready_to_update(*c.hubs[:2])
+
+        async def refuse(info: VersionInfo) -> None:
+            raise LookupError("the engine is busy")
+
+        with pytest.raises(LookupError, match="the engine is busy"):
+            await weights.update(before_write=refuse)
+        assert (weights.state, weights.version) == ("ready", 1)
+        assert holds(memory_of(weights), 1)
+        mine = tensors()
+        third = await c.hubs[2].register("m", mine)
+        await third.replicate(1)
+        assert holds(mine, 1)
+        assert (await weights.update()).version == 2
+        assert source.version == 2
+
+
+async def test_cancelled_in_before_write_leaves_the_old_version_published() -> None:
+    async with cluster("trainer", "reader") as c:
+        _, weights = await ready_to_update(*c.hubs)
+        async with anyio.create_task_group() as tasks:
+
+            async def hang(info: VersionInfo) -> None:
+                tasks.cancel_scope.cancel()
+                await anyio.sleep_forever()
+
+            async def update() -> None:
+                await weights.update(before_write=hang)
+
+            tasks.start_soon(update)
+        assert (weights.state, weights.version) == ("ready", 1)
+        assert holds(memory_of(weights), 1)
+        assert (await weights.update()).version == 2
+
+
+async def test_storage_replaced_in_before_write_is_noticed() -> None:
+    """R15: what the hook moved elsewhere would otherwise be filled where it was."""
+    async with cluster("trainer", "reader") as c:
+        _, weights = await ready_to_update(*c.hubs)
+        registered = memory_of(weights)
+
+        async def move(info: VersionInfo) -> None:
+            registered["b"] = registered["b"].copy()
+
+        with pytest.raises(RegistrationError, match="'b': its storage is another one"):
+            await weights.update(before_write=move)
+
+
+# --------------------------------------------------------------------------------------------------------- cancelling
+
+
+async def test_replicate_cancelled_in_mid_transfer() -> None:
+    with gated(2) as gate:
+        async with cluster("trainer", "reader") as c:
+            source = await c.hubs[0].register("m", tensors(1))
+            await source.publish(1)
+            weights = await c.hubs[1].register("m", tensors())
+            async with anyio.create_task_group() as tasks:
+                tasks.start_soon(weights.replicate)
+                await until(lambda: gate.holds)
+                assert weights.state == "filling"
+                tasks.cancel_scope.cancel()
+            assert (weights.state, weights.version) == ("torn", None)
+            assert not gate.holds
+            with pytest.raises(StateError, match="is torn: there is nothing to unpublish"):
+                await weights.unpublish()
+            await source.unpublish()
+            write(memory_of(source), 2)
+            await source.publish(2)
+            gate.open()
+            assert (await weights.replicate()).version == 2
+            assert holds(memory_of(weights), 2)
+
+
+async def test_replicate_cancelled_while_it_waits_unbound() -> None:
+    async with cluster("reader") as c:
+        weights = await c.hubs[0].register("m", tensors())
+        with anyio.move_on_after(0.05):
+            await weights.replicate()
+        assert weights.state == "empty"
+        assert "idle" in repr(weights._handle.member)
+
+
+async def test_publish_cancelled_while_it_waits_for_its_group() -> None:
+    async with cluster("one", "two") as c:
+        ranks = [await hub.register("m", tensors(1), group="g", rank=r, world_size=2) for r, hub in enumerate(c.hubs)]
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(ranks[0].publish, 1)
+            await until(lambda: ranks[0]._handle.member.running is not None)
+            tasks.cancel_scope.cancel()
+        assert ranks[0].state == "empty"
+        with pytest.raises(GroupAborted, match="rank 0: the call was cancelled by its caller") as caught:
+            await ranks[1].publish(1)
+        assert (caught.value.retryable, caught.value.memory, set(caught.value.causes)) == (True, "intact", {0})
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(ranks[0].publish, 1)
+            tasks.start_soon(ranks[1].publish, 1)
+        assert [rank.version for rank in ranks] == [1, 1]
+
+
+async def test_a_registration_that_was_cancelled_can_be_made_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with cluster("trainer") as c:
+        hub = c.hubs[0]
+        receive, came = hub._worker._receive, threading.Event()
+
+        def lose_the_answer(message: FromCoordinator) -> None:
+            if isinstance(message, Registered):
+                came.set()
+            else:
+                receive(message)
+
+        monkeypatch.setattr(hub._worker, "_receive", lose_the_answer)
+        async with anyio.create_task_group() as tasks:
+
+            async def register_m() -> None:
+                await hub.register("m", tensors(1), group="g")
+
+            tasks.start_soon(register_m)
+            await until(came.is_set)  # the coordinator knows it
+            tasks.cancel_scope.cancel()
+        monkeypatch.undo()
+        weights = await hub.register("m", tensors(1), group="g")
+        await weights.publish(1)
+
+
+async def test_timeouts_are_typed_and_say_what_was_waited_for() -> None:
+    async with cluster("reader") as c:
+        weights = await c.hubs[0].register("m", tensors())
+        with pytest.raises(VersionUnavailable, match="nothing was published under the model 'm'") as caught:
+            await weights.replicate(timeout=0.05)
+        assert (caught.value.retryable, caught.value.memory) == (True, "intact")
+        with pytest.raises(OperationTimeout, match=r"version 3 of 'm' was not published within 0\.05 s"):
+            await c.hubs[0].wait_for("m", at_least=3, timeout=0.05)
+
+
+async def test_one_call_at_a_time_on_one_handle() -> None:
+    async with cluster("reader") as c:
+        weights = await c.hubs[0].register("m", tensors())
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(weights.replicate)
+            await until(lambda: weights._handle.member.running is not None)
+            with pytest.raises(StateError, match="one call at a time"):
+                await weights.publish(1)
+            tasks.cancel_scope.cancel()
+
+
+async def test_a_call_that_comes_while_the_last_one_is_being_ended() -> None:
+    """The refused publish is over for the machine before its fence is done: the two must not be taken for each other."""
+    async with cluster("trainer") as c:
+        weights = await c.hubs[0].register("m", tensors(1))
+        await weights.publish(5)
+        await weights.unpublish()
+        handle, outcomes = weights._handle, list[str]()
+        owner = handle._owner
+        fence = owner.fence_async
+
+        async def publish(number: int) -> None:
+            try:
+                outcomes.append(f"published {(await weights.publish(number)).version}")
+            except TensorHubError as error:
+                outcomes.append(type(error).__name__)
+
+        entered, go_on = threading.Event(), threading.Event()
+
+        async def slow_fence(*arguments: object) -> None:
+            entered.set()
+            await until(go_on.is_set)
+            await fence(*arguments)  # type: ignore[arg-type]
+
+        owner.fence_async = slow_fence  # type: ignore[method-assign, assignment]
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(publish, 5)
+            await until(entered.is_set)
+            tasks.start_soon(publish, 6)
+            await until(lambda: bool(outcomes) or "publish" in repr(handle.member))
+            go_on.set()
+        owner.fence_async = fence  # type: ignore[method-assign]
+        assert sorted(outcomes) in (["StateError", "VersionConflict"], ["VersionConflict", "published 6"])
+
+
+# ------------------------------------------------------------------------------------------------------------ watching
+
+
+async def test_watch_gives_the_known_version_first_and_conflates() -> None:
+    async with cluster("trainer", "watcher") as c:
+        source = await c.hubs[0].register("m", tensors(1))
+        await source.publish(1)
+        watcher = c.hubs[1].watch("m")
+        seen = [await anext(watcher)]
+        for number in range(2, 6):
+            async with source.mutate(number):
+                pass
+        await c.hubs[1].wait_for("m", at_least=5)
+        seen.append(await anext(watcher))
+        assert [info.version for info in seen] == [1, 5]
+
+
+async def test_watching_ends_when_the_hub_closes() -> None:
+    async with cluster() as c, anyio.create_task_group() as tasks:
+        ended = anyio.Event()
+
+        async def follow(hub: Hub) -> None:
+            async for _ in hub.watch("m"):
+                pass
+            ended.set()
+
+        async with connect(c.address) as hub:
+            tasks.start_soon(follow, hub)
+            await until(lambda: hub._worker.watches("m"))
+        await ended.wait()
+
+
+async def test_watching_a_closed_hub_does_not_wait_for_ever() -> None:
+    async with nothing_left(), tensorhub.serve(token="", options=OPTIONS) as coordinator:
+        async with connect(coordinator.address) as hub:
+            pass
+        with pytest.raises(StateError, match="is closed"):
+            hub.watch("m")
+
+
+async def test_a_watcher_that_nobody_iterates_goes_away() -> None:
+    async with cluster("watcher") as c:
+        hub = c.hubs[0]
+        watcher = hub.watch("m")
+        await until(lambda: bool(hub._worker._listeners.get("m")))
+        gone = weakref.ref(watcher)
+        del watcher
+        gc.collect()
+        assert gone() is None
+        await until(lambda: not hub._worker._listeners["m"])
+
+
+# ---------------------------------------------------------------------------------------------------- loops and threads
+
+
+async def test_a_blocked_loop_loses_nothing() -> None:
+    """R14. The coordinator's lease is shorter than what the loop is blocked for."""
+    options = Options(op_timeout_s=WAIT_S, chunk_bytes=CHUNK_BYTES, lease_s=0.4)
+    async with cluster("trainer", "reader", options=options) as c:
+        trainer, reader = c.hubs
+        source = await trainer.register("m", tensors(1))
+        await source.publish(1)
+        incarnations = [hub._worker.incarnation for hub in c.hubs]
+        weights = await reader.register("m", tensors())
+        filled = threading.Event()
+
+        async def replicate() -> None:
+            async with connect(c.address, "other", options) as hub:
+                mine = tensors()
+                await (await hub.register("m", mine)).replicate()
+                assert holds(mine, 1)
+            filled.set()
+
+        thread = threading.Thread(target=anyio.run, args=(replicate,))
+        thread.start()
+        time.sleep(1.2)  # noqa: ASYNC251 - three leases, which is what this test is about
+        assert filled.is_set()
+        thread.join()
+        assert source.state == "ready"
+        assert [hub._worker.incarnation for hub in c.hubs] == incarnations
+        async with source.mutate(2):
+            pass
+        await weights.replicate()
+
+
+async def test_a_hub_may_be_used_from_another_loop() -> None:
+    async with cluster("trainer") as c:
+        source = await c.hubs[0].register("m", tensors(1))
+        found = await anyio.to_thread.run_sync(lambda: anyio.run(source.publish, 1))
+        assert found.version == 1
+
+
+async def test_after_a_fork_a_hub_says_so() -> None:
+    async with cluster("trainer") as c:
+        hub = c.hubs[0]
+        source = await hub.register("m", tensors(1))
+        own = hub._thread._pid
+        hub._thread._pid = os.getpid() + 1  # as in a child
+        try:
+            for call in (source.publish(1), hub.describe(), hub.wait_for("m", at_least=1)):
+                with pytest.raises(StateError, match="before this process was forked: connect in the child"):
+                    await call
+            with pytest.raises(StateError, match="before this process was forked: connect in the child"):
+                hub.watch("m")
+        finally:
+            hub._thread._pid = own
+
+
+async def test_closing_a_hub_ends_the_calls_that_run() -> None:
+    with gated(2) as gate:
+        async with cluster("trainer") as c, anyio.create_task_group() as tasks:
+            await (await c.hubs[0].register("m", tensors(1))).publish(1)
+            errors: list[TensorHubError] = []
+
+            async def replicate(weights: Weights) -> None:
+                with pytest.raises(StateError, match="closed") as caught:
+                    await weights.replicate()
+                errors.append(caught.value)
+
+            async with connect(c.address, "reader") as reader:
+                weights = await reader.register("m", tensors())
+                waiting = await reader.register("other", tensors())
+                tasks.start_soon(replicate, weights)
+                tasks.start_soon(replicate, waiting)
+                await until(lambda: gate.holds and waiting._handle.member.running is not None)
+            await until(lambda: len(errors) == 2)
+            assert sorted(error.memory for error in errors) == ["intact", "torn"]
+            assert [weights.state, waiting.state] == ["closed", "closed"]
+            with pytest.raises(StateError, match="is closed"):
+                await weights.replicate()
