@@ -367,7 +367,7 @@ class Refused:
 
 @dataclass(frozen=True, slots=True)
 class EpochChanged:
-    """The group's membership changed; operations of older epochs are aborted."""
+    """The group's next operation. Those of older epochs are aborted; a call that no operation took is made again."""
 
     model: Name
     group: Name

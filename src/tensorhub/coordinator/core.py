@@ -120,12 +120,11 @@ class Coordinator(Stateful[CoordinatorState]):
             model.lineage = publication.lineage
             version = Version(info, publication.lineage, publication.layout_id, publication.key)
             self._versions.recover(version, model)
-            cluster.decisions[publication.key] = (info.model, info.version, info.content_id)
             oldest = min(model.versions)
             if len(model.versions) > RECOVERED_PER_MODEL_MAX:
                 del model.versions[oldest]
-        for decision in durable.decisions:
-            cluster.decisions[decision.key] = (decision.model, decision.number, decision.content_id)
+        for decision in sorted(durable.decisions, key=lambda d: d.key):
+            cluster.decisions[decision.key.model, decision.key.group] = decision
         cluster.timers.set("recovery", "", cluster.now + cluster.options.lease_s)
 
     # ------------------------------------------------------------------------------------------------- entry points
@@ -155,6 +154,8 @@ class Coordinator(Stateful[CoordinatorState]):
             match name:
                 case ("worker", incarnation):
                     self._membership.lease_due(incarnation)
+                case ("restate", incarnation):
+                    self._membership.restate_due(incarnation)
                 case ("operation", key):
                     self._operations.deadline_passed(key)
                 case ("retry", key):
@@ -268,7 +269,7 @@ class Coordinator(Stateful[CoordinatorState]):
             case Prepared():
                 self._operations.prepared(member, message.key)
             case Abandon():
-                self._operations.abandon(member, message.key, message.error.error())
+                self._operations.abandon(member, message)
             case Resolve():
                 self._operations.resolve(member, message.key)
             case ReadFailed():
@@ -318,7 +319,8 @@ class Coordinator(Stateful[CoordinatorState]):
                 cluster.send(session.number, Refused(message.request, ErrorInfo.of(error)))
             case Check():
                 # Not `conflict`: another rank of the asker's own group may be publishing this very number.
-                conflict = self._versions.overtaken(cluster.model(message.model), message.version)
+                known = cluster.models.get(message.model)
+                conflict = self._versions.overtaken(known, message.version) if known is not None else None
                 answer = Done(message.request) if conflict is None else Refused(message.request, ErrorInfo.of(conflict))
                 cluster.send(session.number, answer)
             case _:

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import ClassVar
 
 from tensorhub.coordinator import states
-from tensorhub.coordinator.actions import Action, CloseSession, Persist, Send
+from tensorhub.coordinator.actions import Action, CloseSession, Decision, Persist, Send
 from tensorhub.coordinator.states import (
     LeaseState,
     OperationState,
@@ -22,7 +22,7 @@ from tensorhub.coordinator.states import (
 )
 from tensorhub.errors import TensorHubError
 from tensorhub.machine import Stateful, Timers
-from tensorhub.messages import Fill, FromCoordinator, Outcome, Publish
+from tensorhub.messages import Abandon, Fill, FromCoordinator, Outcome, Publish
 from tensorhub.types import Endpoint, Location, Medium, OpKey, OpKind, Options, Purpose, VersionInfo
 
 DECIDED_KEPT_MAX = 32  # outcomes that a group remembers for ranks that ask late
@@ -68,6 +68,7 @@ class Member:
     nbytes: int
     chunks: int
     manifest: bytes  # as this rank publishes
+    said_in: int | None  # the session in which it was registered or announced last
     holding: Holding | None = None  # what its memory holds or is filled with; None while its own to write
     leaving: list[Holding] = field(default_factory=list)  # withdrawn holdings whose fence is not confirmed yet
 
@@ -218,7 +219,7 @@ class RankPart:
     holding: Holding | None = None  # what it fills, from Write on
     leases: dict[str, ReadLease] = field(default_factory=dict)  # its ACTIVE leases
     failures: dict[str, int] = field(default_factory=dict)  # failed reads by source incarnation
-    retry_at: float = 0.0  # no new source is looked for before
+    retry_at: dict[str, float] = field(default_factory=dict)  # by source incarnation: not tried again before
 
     @property
     def rank(self) -> int:
@@ -226,14 +227,15 @@ class RankPart:
 
     @property
     def wants_source(self) -> bool:
-        return self.needs_bytes and self.holding is not None and not self.voted and not self.leases
+        reads = any(not lease.dropping for lease in self.leases.values())
+        return self.needs_bytes and self.holding is not None and not self.voted and not reads
 
 
 class Operation(Stateful[OperationState]):
     """One group call: publish, replicate, update or prefetch, on all ranks of a group."""
 
     table: ClassVar = states.OPERATION_TABLE
-    __slots__ = ("calls", "group", "key", "kind", "parts", "record", "unchanged", "version", "writing")
+    __slots__ = ("group", "key", "kind", "later", "parts", "record", "unchanged", "version", "writing")
 
     def __init__(self, key: OpKey, kind: OpKind, group: Group) -> None:
         super().__init__(OperationState.GATHERING)
@@ -245,6 +247,7 @@ class Operation(Stateful[OperationState]):
         self.writing = False  # every rank was told to overwrite
         self.unchanged = False  # every rank held the bound content already
         self.record: int | None = None  # of the entry that is being made durable, while PREPARED
+        self.later: list[tuple[Member, Publish | Fill | Abandon]] = []  # said in a newer epoch, while PREPARED
 
     @property
     def decided(self) -> bool:
@@ -277,7 +280,7 @@ class Model:
 
     name: str
     lineage: int = 0
-    mark: int | None = None  # the newest number of the current lineage that was ever made durable
+    mark: int | None = None  # the newest number of the current lineage that was ever visible
     retain: int = 0
     versions: dict[int, Version] = field(default_factory=dict)  # by number; STAGED, AVAILABLE and UNAVAILABLE ones
     groups: dict[str, Group] = field(default_factory=dict)
@@ -320,7 +323,7 @@ class Cluster:
         self.models: dict[str, Model] = {}
         self.leases: dict[str, ReadLease] = {}  # ACTIVE and FENCING ones
         self.records: dict[int, Operation] = {}  # entries on their way to the store
-        self.decisions: dict[OpKey, tuple[str, int, str]] = {}  # recovered commit records: (model, number, content)
+        self.decisions: dict[tuple[str, str], Decision] = {}  # each group's newest durable one, by model and group
         self.changed_models: dict[str, None] = {}  # whose availability or sources may have changed in this step
         self.changed_operations: dict[OpKey, Operation] = {}
         self.epochs_minted = epoch << 32  # group epochs of a later coordinator are always larger

@@ -64,7 +64,7 @@ def _versions(cluster: Cluster, model: Model) -> None:
         kept = (VersionState.STAGED, VersionState.AVAILABLE, VersionState.UNAVAILABLE)
         _demand(version.state in kept, "discarded and retired versions are forgotten", version)
         if version.state is VersionState.STAGED:
-            _staged(model, version)
+            _staged(cluster, model, version)
         else:
             available = version.state is VersionState.AVAILABLE
             _demand(available == version.has_live_source(), "available means that every shard is held", version)
@@ -73,8 +73,10 @@ def _versions(cluster: Cluster, model: Model) -> None:
                 _holding(cluster, version, rank, holding)
 
 
-def _staged(model: Model, version: Version) -> None:
-    publishing = [g.operation for g in model.groups.values() if g.operation and g.operation.version is version]
+def _staged(cluster: Cluster, model: Model, version: Version) -> None:
+    open_operations = [g.operation for g in model.groups.values() if g.operation is not None]
+    open_operations += [op for op in cluster.records.values() if op not in open_operations]  # of a dissolved group
+    publishing = [op for op in open_operations if op.version is version]
     _demand(len(publishing) == 1, "a staged version has one undecided publish", version)
     _demand(publishing[0].kind is OpKind.PUBLISH, "only a publish stages", version)
     _demand(not any(version.holdings.values()), "a staged version has no sources (G4)", version)

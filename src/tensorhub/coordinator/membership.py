@@ -61,6 +61,8 @@ class Membership:
         worker.session, worker.endpoints = session.number, message.endpoints
         session.worker = worker
         self.heard(worker)
+        if known:
+            cluster.timers.set("restate", worker.incarnation, cluster.now + cluster.options.lease_s)
         cluster.timers.set("worker", worker.incarnation, cluster.now + cluster.options.lease_s / 2)
         cluster.send(session.number, Welcome(cluster.id, cluster.epoch, cluster.options.lease_s, known))
 
@@ -91,16 +93,27 @@ class Membership:
         worker = cluster.workers.get(incarnation)
         if worker is None:
             return
-        lease_s, silent_s = cluster.options.lease_s, cluster.now - worker.heard_at
-        if silent_s >= lease_s:
+        # The very sums that the timers are set to: a rounded difference could be a hair short of them, for ever.
+        lease_s = cluster.options.lease_s
+        suspect_at, lost_at = worker.heard_at + lease_s / 2, worker.heard_at + lease_s
+        if cluster.now >= lost_at:
             if worker.state is WorkerState.LIVE:
                 self._become(worker, WorkerState.SUSPECT, "silent")
-            self.lose(worker, f"worker {worker.name!r} was not heard of for {silent_s:.1f} s")
+            self.lose(worker, f"worker {worker.name!r} was not heard of for {cluster.now - worker.heard_at:.1f} s")
             return
-        if silent_s >= lease_s / 2 and worker.state is WorkerState.LIVE:
+        if cluster.now >= suspect_at and worker.state is WorkerState.LIVE:
             self._become(worker, WorkerState.SUSPECT, "silent")
-        due = lease_s if worker.state is WorkerState.SUSPECT else lease_s / 2
-        cluster.timers.set("worker", incarnation, worker.heard_at + due)
+        suspect = worker.state is WorkerState.SUSPECT
+        cluster.timers.set("worker", incarnation, lost_at if suspect else suspect_at)
+
+    def restate_due(self, incarnation: str) -> None:
+        """What a worker does not announce again after a lost connection was closed meanwhile."""
+        worker = self._cluster.workers.get(incarnation)
+        if worker is None or worker.session is None:
+            return
+        for member in list(worker.members.values()):
+            if member.said_in != worker.session:
+                self.remove(member, f"rank {member.rank} of group {member.group.name!r} was not announced again")
 
     def leave(self, worker: Worker, reason: str) -> None:
         """It closes: its lease ends now."""
@@ -116,7 +129,8 @@ class Membership:
             self.remove(member, why)
         del cluster.workers[worker.incarnation]
         cluster.lost.append(worker.incarnation)
-        cluster.timers.cancel("worker", worker.incarnation)
+        for timer in ("worker", "restate"):
+            cluster.timers.cancel(timer, worker.incarnation)
         if worker.session is not None:
             cluster.send(worker.session, Dismissed(why[:1000]))
             cluster.act(CloseSession(cluster.cause, worker.session, why))
@@ -157,6 +171,7 @@ class Membership:
             message.nbytes,
             message.chunks,
             message.manifest,
+            worker.session,
         )
         group.members[member.rank] = cluster.members[member.registration] = member
         worker.members[member.registration] = member
@@ -166,9 +181,13 @@ class Membership:
         cluster.send(worker.session, answer)
 
     def _register_again(self, member: Member, message: Register) -> None:
-        """A retry; or a rank that was told to overwrite, did not, and holds its old version under a new generation."""
-        keep = message.held is None or member.holding is not None or self._announce(member, message.held)
-        group = member.group
+        """A rank that was there before says anew what it holds; an operation in the middle of its fill goes on."""
+        group, held = member.group, message.held
+        member.said_in = member.worker.session
+        part = group.operation.parts.get(member.rank) if group.operation is not None else None
+        filling = part.holding if part is not None and part.member is member else None
+        counts = self._readers.restated(member, held.generation if held is not None else None, filling)
+        keep = held is None or counts or self._announce(member, held)
         answer = Registered(message.request, message.registration, group.epoch, group.sequence, keep)
         self._cluster.tell(member, answer)
 
@@ -200,6 +219,8 @@ class Membership:
         cluster, group = self._cluster, member.group
         version = group.model.versions.get(held.version)
         if version is None or not version.visible or version.info.content_id != held.content_id:
+            return False
+        if version.info.world_size != group.world_size:
             return False
         version.manifests.setdefault(member.rank, held.manifest)
         replica = next((r for r in group.replicas if r.version is version and r.state in _LIVING), None)

@@ -7,6 +7,7 @@ Responsible for G4: all ranks of an operation act on one version and hear one de
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Iterable
 
 from tensorhub.coordinator.actions import Decision, Entry, Persist, Publication
 from tensorhub.coordinator.entities import (
@@ -16,6 +17,7 @@ from tensorhub.coordinator.entities import (
     Group,
     Holding,
     Member,
+    Model,
     Operation,
     RankPart,
     Replica,
@@ -29,11 +31,24 @@ from tensorhub.errors import (
     ManifestMismatch,
     OperationTimeout,
     StateError,
-    TensorHubError,
     VersionUnavailable,
 )
-from tensorhub.messages import AddSource, ErrorInfo, Fill, Grant, Outcome, Publish, Start, Write
+from tensorhub.messages import (
+    Abandon,
+    AddSource,
+    DropSource,
+    EpochChanged,
+    ErrorInfo,
+    Fill,
+    Grant,
+    Outcome,
+    Publish,
+    Start,
+    Write,
+)
 from tensorhub.types import Medium, OpKey, OpKind, Purpose, VersionInfo
+
+LATER_PER_RANK_MAX = 4  # messages of a new epoch that wait for an older one's decision
 
 
 class Operations:
@@ -49,24 +64,33 @@ class Operations:
     def arrive(self, member: Member, call: Publish | Fill) -> None:
         """One rank calls."""
         group, key = member.group, call.key
-        if key.epoch != group.epoch or key.sequence < group.sequence:
-            self._answer_decided(member, key)
+        if self._waits(member, call):
             return
-        operation = group.operation
-        if operation is not None and operation.key.sequence < key.sequence:
-            left = GroupAborted(f"rank {member.rank} gave {operation.kind} up and called again")
-            self._abort(operation, Blame(left, member.rank))
-            operation = None
-        if operation is None:
-            kind = OpKind.PUBLISH if isinstance(call, Publish) else call.kind
-            operation = group.operation = Operation(key, kind, group)
-            group.sequence = key.sequence
+        if key.epoch != group.epoch or key.sequence < group.sequence:
+            if key.epoch == group.epoch and member.rank not in group.decided.get(key, {member.rank: None}):
+                # It ended without this rank, which comes late: the call counts for what the others do now.
+                self._cluster.tell(member, EpochChanged(key.model, key.group, group.epoch, group.sequence))
+            else:
+                self._answer_decided(member, key)
+            return
+        operation = self._begin(member, key, OpKind.PUBLISH if isinstance(call, Publish) else call.kind)
         if member.rank in operation.parts:
             return  # a retry of a call that is on its way
         part = RankPart(operation, member, call, self._cluster.now + call.timeout_s)
         operation.parts[member.rank] = part
         operation.story.note(self._cluster.cause, self._cluster.now, f"rank {member.rank} called")
         self._first_or_same(operation, part)
+
+    def _begin(self, member: Member, key: OpKey, kind: OpKind) -> Operation:
+        """The group's undecided operation of this key; one of an older key was given up by this rank."""
+        group = member.group
+        if group.operation is not None and group.operation.key.sequence < key.sequence:
+            left = GroupAborted(f"rank {member.rank} gave {group.operation.kind} up and called again")
+            self._abort(group.operation, Blame(left, member.rank))
+        if group.operation is None:
+            group.operation = Operation(key, kind, group)
+            group.sequence = key.sequence
+        return group.operation
 
     def _first_or_same(self, operation: Operation, part: RankPart) -> None:
         """The first arrival binds kind and selector; one that differs aborts all at once and names both calls."""
@@ -75,8 +99,8 @@ class Operations:
         if ours != theirs:
             causes = {first.rank: f"called {theirs}", part.rank: f"called {ours}"}
             text = (
-                f"the ranks of group {operation.group.name!r} made different calls: {causes[first.rank]} on rank "
-                f"{first.rank}, {causes[part.rank]} on rank {part.rank}"
+                f"the ranks of group {operation.group.name!r} made different calls: {theirs} on rank "
+                f"{first.rank}, {ours} on rank {part.rank}"
             )
             self._abort(operation, Blame(GroupAborted(text, causes=causes, retryable=False)))
             return
@@ -96,6 +120,16 @@ class Operations:
             part.voted, part.needs_bytes = True, False
         self._set_deadline(operation)
         self._changed(operation)
+
+    @staticmethod
+    def _waits(member: Member, message: Publish | Fill | Abandon) -> bool:
+        """Whether an operation of an older epoch is still being recorded: those of the new one wait for its decision."""
+        operation, epoch = member.group.operation, member.group.epoch
+        if operation is None or operation.key.epoch == epoch or message.key.epoch != epoch:
+            return False
+        if len(operation.later) < LATER_PER_RANK_MAX * member.group.world_size:
+            operation.later.append((member, message))
+        return True
 
     def ready_to_write(self, member: Member, key: OpKey) -> None:
         part = self._part(member, key)
@@ -117,19 +151,23 @@ class Operations:
         self._cluster.touch(member.group.model)
         self._changed(part.operation)
 
-    def abandon(self, member: Member, key: OpKey, error: TensorHubError) -> None:
-        """This rank ends the operation, unless it is decided or being decided."""
-        group = member.group
-        if key.epoch == group.epoch and key.sequence >= group.sequence and group.operation is None:
-            group.operation = Operation(key, OpKind.PUBLISH, group)  # aborted before anybody called
-            group.sequence = key.sequence
+    def abandon(self, member: Member, message: Abandon) -> None:
+        """This rank ends the operation, unless it has voted in it or it is decided."""
+        group, key = member.group, message.key
+        if self._waits(member, message):
+            return
+        if key.epoch == group.epoch and key.sequence >= group.sequence:
+            self._begin(member, key, OpKind.PUBLISH)  # if nobody has called yet, it is aborted before
         operation = group.operation
         if operation is None or operation.key != key:
             self._answer_decided(member, key)
-        elif operation.state is not OperationState.PREPARED:
-            part = operation.parts.get(member.rank)
-            if part is None or not part.voted or operation.kind is OpKind.PUBLISH:
-                self._abort(operation, Blame(error, member.rank))
+            return
+        part = operation.parts.get(member.rank)
+        filled = part is not None and part.voted and part.needs_bytes
+        if operation.state is not OperationState.PREPARED and not filled:
+            self._abort(operation, Blame(message.error.error(), member.rank), also_late=True)
+            if part is None:
+                self._answer_decided(member, key)
 
     def resolve(self, member: Member, key: OpKey) -> None:
         """This rank may have missed something: tell it the outcome, or, while there is none, where it stands."""
@@ -143,6 +181,9 @@ class Operations:
             manifest_id = _manifest_id(operation.version.manifests[part.rank])
             start = Start(key, member.rank, operation.version.info, manifest_id, operation.writing, grants)
             self._cluster.tell(member, start)
+            for lease in part.leases.values():
+                if lease.dropping:
+                    self._cluster.tell(member, DropSource(key, part.rank, lease.id, "the source leaves"))
 
     def read_failed(self, member: Member, key: OpKey, lease: str, reason: str) -> None:
         part = self._part(member, key)
@@ -180,6 +221,7 @@ class Operations:
     def retry_due(self, key: str) -> None:
         for operation in self._cluster.operations():
             if str(operation.key) == key:
+                self._readers.set_retry_timer(operation)
                 self._changed(operation)
 
     # -------------------------------------------------------------------------------------------------- deadlines
@@ -230,7 +272,7 @@ class Operations:
         """Do whatever the facts allow now."""
         if operation.state is OperationState.GATHERING and operation.gathered:
             if operation.kind is OpKind.PUBLISH:
-                self._become(operation, OperationState.RUNNING, "every rank called")
+                self._all_publish(operation)
             else:
                 self._bind(operation)
         if operation.running and operation.kind is not OpKind.PUBLISH:
@@ -243,6 +285,15 @@ class Operations:
             waiting[operation.key] = operation
         else:
             waiting.pop(operation.key, None)
+
+    def _all_publish(self, operation: Operation) -> None:
+        """Every rank has called; the number may have been overtaken since the first one did."""
+        assert operation.version is not None
+        conflict = self._versions.overtaken(operation.group.model, operation.version.number)
+        if conflict is not None:
+            self._abort(operation, Blame(conflict))
+        else:
+            self._become(operation, OperationState.RUNNING, "every rank called")
 
     def _bind(self, operation: Operation) -> None:
         """R12: bind only once that number has a live source, or the group holds it; until then, wait."""
@@ -257,10 +308,11 @@ class Operations:
             return
         if version is None:
             return
-        if version.layout_id != group.layout_id:
+        if (version.layout_id, version.info.world_size) != (group.layout_id, group.world_size):
             text = (
-                f"version {version.number} of {group.model.name!r} is laid out as {version.layout_id}, group "
-                f"{group.name!r} as {group.layout_id}: readers of another layout are not supported yet"
+                f"version {version.number} of {group.model.name!r} is laid out as {version.layout_id!r} over "
+                f"{version.info.world_size} rank(s), group {group.name!r} as {group.layout_id!r} over "
+                f"{group.world_size}: readers of another layout are not supported yet"
             )
             self._abort(operation, Blame(ManifestMismatch(text, differences=(text,))))
             return
@@ -276,23 +328,24 @@ class Operations:
         for rank, part in operation.parts.items():
             assert isinstance(part.call, Fill)
             part.needs_bytes = not holders[rank]
-            part.voted = holders[rank]
-            # Without a hook, a rank that holds nothing can be overwritten at once: its Start is its Write.
-            part.ready = holders[rank] or not (part.call.hold or part.member.holding is not None)
+            part.voted = part.ready = holders[rank]
+        self._set_deadline(operation)
         if not operation.unchanged:
             self._start(operation)
 
     def _start(self, operation: Operation) -> None:
-        at_once = all(part.ready for part in operation.parts.values())
+        """Where no rank has a hook or holds anything, all can be overwritten at once: their Start is their Write."""
+        assert operation.version is not None
+        fillers = [part for part in operation.parts.values() if part.needs_bytes]
+        bare = not any((isinstance(p.call, Fill) and p.call.hold) or p.member.holding is not None for p in fillers)
+        at_once = bare and self._all_find_a_source(operation)
         if at_once:
             self._begin_write(operation)
-        assert operation.version is not None
-        for part in operation.parts.values():
-            if part.needs_bytes:
-                manifest = operation.version.manifests[part.rank]
-                grants = self._first_grants(part) if at_once else ()
-                start = Start(operation.key, part.rank, operation.version.info, _manifest_id(manifest), at_once, grants)
-                self._cluster.tell(part.member, start)
+        for part in fillers:
+            manifest_id = _manifest_id(operation.version.manifests[part.rank])
+            grants = self._first_grants(part) if at_once else ()
+            start = Start(operation.key, part.rank, operation.version.info, manifest_id, at_once, grants)
+            self._cluster.tell(part.member, start)
 
     def _settle_fill(self, operation: Operation) -> None:
         version = operation.version
@@ -301,19 +354,26 @@ class Operations:
             if version.abandoned and not version.has_live_source():
                 self._abort_abandoned(operation)
                 return
-            if all(part.ready for part in operation.parts.values()) and version.has_live_source():
+            if all(part.ready for part in operation.parts.values()) and self._all_find_a_source(operation):
                 self._begin_write(operation)
                 for part in operation.parts.values():
                     if part.needs_bytes:
                         self._cluster.tell(part.member, Write(operation.key, part.rank, self._first_grants(part)))
         for part in operation.parts.values():
-            if part.wants_source and self._cluster.now >= part.retry_at:
+            if part.wants_source:
                 grant = self._readers.grant(part)
                 if grant is not None:
                     self._cluster.tell(part.member, AddSource(operation.key, part.rank, grant))
-                elif version.abandoned:
+                elif version.abandoned and not version.has_live_source():
                     self._abort_abandoned(operation)
                     return
+
+    def _all_find_a_source(self, operation: Operation) -> bool:
+        """R7: before anything is overwritten, every shard that is to be read can be read."""
+        version = operation.version
+        assert version is not None
+        readers = [part for part in operation.parts.values() if part.needs_bytes]
+        return version.has_live_source() and all(self._readers.finds_source(part) for part in readers)
 
     def _abort_abandoned(self, operation: Operation) -> None:
         number = operation.version.number if operation.version else "?"
@@ -332,7 +392,6 @@ class Operations:
         cluster, group, version = self._cluster, operation.group, operation.version
         assert version is not None
         operation.writing = True
-        kept = {p.rank: p.member.holding for p in operation.parts.values() if not p.needs_bytes}
         torn = group.torn_replica()
         call = next(iter(operation.parts.values())).call
         assert isinstance(call, Fill)
@@ -350,12 +409,6 @@ class Operations:
                 assert isinstance(part.call, Fill)
                 part.holding = Holding(replica, part.member, part.rank, part.call.generation, False, False)
                 self._readers.add_holding(part.holding)
-        for rank, holding in kept.items():
-            assert holding is not None
-            before, holding.replica = holding.replica, replica
-            before.holdings.pop(rank, None)
-            replica.holdings[rank] = holding
-            self._readers.settle_replica(before)
 
     # --------------------------------------------------------------------------------------------------- deciding
 
@@ -389,7 +442,7 @@ class Operations:
                 layout_id=version.layout_id,
                 key=operation.key,
             )
-        if group.world_size == 1 or operation.unchanged:
+        if group.world_size == 1:
             return None
         return Decision(operation.key, version.info.model, version.number, version.info.content_id)
 
@@ -397,7 +450,10 @@ class Operations:
         cluster, group, version = self._cluster, operation.group, operation.version
         assert version is not None
         self._become(operation, OperationState.COMMITTED, "decided")
-        alive = [p for p in operation.parts.values() if p.member.registration in cluster.members]
+        entry = self._entry(operation)
+        if isinstance(entry, Decision):
+            cluster.decisions[entry.key.model, entry.key.group] = entry
+        alive = [p for p in operation.parts.values() if cluster.members.get(p.member.registration) is p.member]
         if operation.kind is OpKind.PUBLISH:
             replica = group.torn_replica()
             if replica is None:
@@ -427,16 +483,24 @@ class Operations:
         filled = [p.holding for p in operation.parts.values() if p.holding is not None]
         for holding in filled:
             holding.committed = True
-        if filled and filled[0].replica.state is ReplicaState.FILLING:
-            self._become_ready(filled[0].replica)
+        replica = filled[0].replica
+        if replica.state is not ReplicaState.FILLING:
+            return  # every rank that filled it is gone
+        for part in operation.parts.values():
+            if not part.needs_bytes and part.member.holding is not None:
+                self._readers.move_holding(part.member.holding, replica)
+        self._become_ready(replica)
 
     def _become_ready(self, replica: Replica) -> None:
         replica.become(ReplicaState.READY, self._cluster.cause, self._cluster.now, "committed")
         self._readers.settle_replica(replica)
         self._cluster.touch(replica.group.model)
 
-    def _abort(self, operation: Operation, blame: Blame) -> None:
-        """End it on all ranks: the rank to blame gets its own error, the others GroupAborted with the cause."""
+    def _abort(self, operation: Operation, blame: Blame, *, also_late: bool = False) -> None:
+        """End it on all ranks: the rank to blame gets its own error, the others GroupAborted with the cause.
+
+        A rank that has not called yet joins the others' next operation, or (`also_late`) finds this one ended.
+        """
         self._become(operation, OperationState.ABORTED, str(blame.error))
         version = operation.version
         if version is not None and version.state is VersionState.STAGED and version.publisher == operation.key:
@@ -449,7 +513,8 @@ class Operations:
         if replica is not None and replica.state is ReplicaState.FILLING:
             replica.become(ReplicaState.TORN, self._cluster.cause, self._cluster.now, "operation aborted")
             self._readers.settle_replica(replica)
-        self._close(operation, {r: self._aborted(operation, blame, r) for r in range(operation.group.world_size)})
+        concerned: Iterable[int] = range(operation.group.world_size) if also_late else operation.parts
+        self._close(operation, {rank: self._aborted(operation, blame, rank) for rank in concerned})
 
     @staticmethod
     def _aborted(operation: Operation, blame: Blame, rank: int) -> Outcome:
@@ -461,31 +526,52 @@ class Operations:
 
     def _close(self, operation: Operation, outcomes: dict[int, Outcome]) -> None:
         group, name = operation.group, str(operation.key)
-        for part in operation.parts.values():
-            self._cluster.tell(part.member, outcomes[part.rank])
+        current = group.model.groups.get(group.name)
+        for rank in operation.parts:  # whoever has taken a lost rank's place asks for the same key
+            member = current.members.get(rank) if current is not None else None
+            if member is not None:
+                self._cluster.tell(member, outcomes[rank])
         for kind in ("operation", "retry"):
             self._cluster.timers.cancel(kind, name)
         group.model.waiting.pop(operation.key, None)
         self._cluster.changed_operations.pop(operation.key, None)
         group.operation = None
-        group.sequence = operation.key.sequence + 1
+        if operation.key.epoch == group.epoch:
+            group.sequence = operation.key.sequence + 1
         group.decided[operation.key] = outcomes
         while len(group.decided) > DECIDED_KEPT_MAX:
             group.decided.pop(next(iter(group.decided)))
         self._cluster.touch(group.model)
+        for member, message in operation.later:
+            if group.members.get(member.rank) is not member:
+                continue
+            if isinstance(message, Abandon):
+                self.abandon(member, message)
+            else:
+                self.arrive(member, message)
 
     def _answer_decided(self, member: Member, key: OpKey) -> None:
         """A call or question about an operation that is over, or that this coordinator never saw."""
+        if any(operation.key == key for operation in self._cluster.records.values()):
+            return  # the answer comes with the decision
         outcome = member.group.decided.get(key, {}).get(member.rank)
         if outcome is None:
-            record = self._cluster.decisions.get(key)
-            version = member.group.model.versions.get(record[1]) if record is not None else None
-            if version is not None and record is not None and version.info.content_id == record[2]:
-                outcome = Outcome(key, member.rank, True, True, version.info, None)
+            info = self._recorded(member.group.model, key)
+            if info is not None:
+                outcome = Outcome(key, member.rank, True, True, info, None)
             else:
                 text = f"the membership of group {member.group.name!r} changed, or its coordinator restarted; call again"
                 outcome = Outcome(key, member.rank, False, False, None, ErrorInfo.of(GroupAborted(text)))
         self._cluster.tell(member, outcome)
+
+    def _recorded(self, model: Model, key: OpKey) -> VersionInfo | None:
+        """The version that an operation has committed to, by what is durable."""
+        decision = self._cluster.decisions.get((key.model, key.group))
+        content_id = decision.content_id if decision is not None and decision.key == key else None
+        for version in model.versions.values():
+            if version.visible and (version.publisher == key or version.info.content_id == content_id):
+                return version.info
+        return None
 
     # ---------------------------------------------------------------------------------------------------- helpers
 

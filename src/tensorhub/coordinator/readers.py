@@ -6,7 +6,7 @@ outcomes: a reader without a source is left wanting one, and `operations` decide
 
 from __future__ import annotations
 
-from tensorhub.coordinator.entities import Cluster, Holding, RankPart, ReadLease, Replica, Withdrawal
+from tensorhub.coordinator.entities import Cluster, Holding, Member, Operation, RankPart, ReadLease, Replica, Withdrawal
 from tensorhub.coordinator.states import LeaseState, ReplicaState, WorkerState
 from tensorhub.messages import AddSource, CutReader, DropSource, Grant, Withdrawable
 from tensorhub.scheduler.choice import Candidate, choose
@@ -75,9 +75,14 @@ class Readers:
                 return holding
         return None
 
-    @staticmethod
-    def _readable(holding: Holding, part: RankPart) -> bool:
+    def finds_source(self, part: RankPart) -> bool:
+        """Whether there is a source for this reader now."""
+        return self._choose(part, None) is not None
+
+    def _readable(self, holding: Holding, part: RankPart) -> bool:
         if not holding.takes_readers or holding.member.worker.state is not WorkerState.LIVE:
+            return False
+        if part.retry_at.get(holding.member.worker.incarnation, 0.0) > self._cluster.now:
             return False
         if not holding.complete and not any(lease.state is LeaseState.ACTIVE for lease in _fillers(holding)):
             return False  # it waits for a source itself
@@ -128,7 +133,7 @@ class Readers:
             self.release(lease, why)
 
     def failed(self, part: RankPart, lease_id: str, reason: str) -> None:
-        """The reader gave this source up; it gets another, after a while if it has to be the same one."""
+        """The reader gave this source up; it gets another, or after a while the same one."""
         lease = part.leases.get(lease_id) or self._cluster.leases.get(lease_id)
         if lease is None or lease.part is not part:
             return
@@ -136,16 +141,23 @@ class Readers:
         if reason != "dropped":
             incarnation = lease.holding.member.worker.incarnation
             failures = part.failures[incarnation] = part.failures.get(incarnation, 0) + 1
-            wait_s = min(RETRY_S_FIRST * 2 ** (failures - 1), RETRY_S_MAX)
-            if failures > 1:
-                part.retry_at = self._cluster.now + wait_s
-                self._cluster.timers.set("retry", str(part.operation.key), part.retry_at)
+            wait_s = min(RETRY_S_FIRST * 2 ** min(failures - 1, 16), RETRY_S_MAX)
+            part.retry_at[incarnation] = self._cluster.now + wait_s
+            self.set_retry_timer(part.operation)
+
+    def set_retry_timer(self, operation: Operation) -> None:
+        """Look again when the first source that has failed a reader may be tried again."""
+        times = [when for part in operation.parts.values() for when in part.retry_at.values()]
+        later = [when for when in times if when > self._cluster.now]
+        if later:
+            self._cluster.timers.set("retry", str(operation.key), min(later))
 
     def fence(self, lease: ReadLease, why: str) -> None:
         """It must not count any more; FENCED once the owner has confirmed."""
         if lease.state is LeaseState.ACTIVE:
             self._become(lease, LeaseState.FENCING, why)
             lease.part.leases.pop(lease.id, None)
+            self._reader_less(lease.holding)
 
     def confirm_fenced(self, lease: ReadLease, why: str) -> None:
         if lease.state is LeaseState.FENCING:
@@ -156,20 +168,28 @@ class Readers:
         """The reader's worker is LOST: its sources are told to cut it off."""
         for lease in list(part.leases.values()):
             self.fence(lease, "reader lost")
-            owner = lease.holding.member.worker
-            if owner.session is None:
+            owner = lease.holding.member
+            if self._cluster.members.get(owner.registration) is owner:
+                self._tell_to_cut(lease)
+            else:
                 self.confirm_fenced(lease, "its owner is gone too")
-            self._cluster.send(owner.session, CutReader(lease.id, part.member.worker.incarnation))
+
+    def _tell_to_cut(self, lease: ReadLease) -> None:
+        self._cluster.tell(lease.holding.member, CutReader(lease.id, lease.part.member.worker.incarnation))
 
     def _forget(self, lease: ReadLease) -> None:
         self._cluster.leases.pop(lease.id, None)
         lease.part.leases.pop(lease.id, None)
         lease.holding.readers.pop(lease.id, None)
-        model = lease.holding.member.group.model
-        if lease.holding.member.registration in model.withdrawals:
-            self.settle_withdrawal(model.withdrawals[lease.holding.member.registration])
+        self._reader_less(lease.holding)
         if lease.part.wants_source:
             self._cluster.changed_operations[lease.part.operation.key] = lease.part.operation
+
+    def _reader_less(self, holding: Holding) -> None:
+        """A lease counts no more; if it was the last, its owner may take the memory that it has asked for."""
+        withdrawal = holding.member.group.model.withdrawals.get(holding.member.registration)
+        if withdrawal is not None and withdrawal.holding is holding:
+            self.settle_withdrawal(withdrawal)
 
     # -- a holding's beginning and end
 
@@ -181,6 +201,29 @@ class Readers:
             holding.version.manifests[holding.rank] = holding.member.manifest
         holding.member.holding = holding
         self._cluster.touch(holding.member.group.model)
+
+    def move_holding(self, holding: Holding, replica: Replica) -> None:
+        """It was there before, and becomes a part of its group's new replica."""
+        before, holding.replica = holding.replica, replica
+        before.holdings.pop(holding.rank, None)
+        replica.holdings[holding.rank] = holding
+        self.settle_replica(before)
+
+    def restated(self, member: Member, generation: int | None, filling: Holding | None) -> bool:
+        """After a lost connection the rank says under which generation it holds a version; nothing else is held (R3).
+
+        `filling`: what its running operation fills, which is not spoken of. True: that generation counts already.
+        """
+        for holding in [member.holding, *member.leaving]:
+            if holding is None or holding is filling:
+                continue
+            if holding.generation == generation and (not holding.leaving or filling is not None):
+                for lease in holding.readers.values():
+                    if lease.state is LeaseState.FENCING:
+                        self._tell_to_cut(lease)  # the first time may have been lost
+                continue
+            self.confirm_withdrawn(member.registration, holding.generation)
+        return filling is not None or member.holding is not None
 
     def withdraw(self, request: int, holding: Holding) -> None:
         """Its owner wants the memory back: no new readers; running ones are moved, or waited for within the grace."""

@@ -63,7 +63,7 @@ class Versions:
     def show(self, version: Version, model: Model) -> None:
         """Its publication is durable, and its first replica is READY: it is visible from now on."""
         self._become(version, VersionState.AVAILABLE, "published")
-        model.mark = version.number
+        model.mark = max(version.number, -1 if model.mark is None else model.mark)
         self._cluster.touch(model)
 
     def discard(self, version: Version, model: Model) -> None:
@@ -76,7 +76,7 @@ class Versions:
         self._become(version, VersionState.AVAILABLE, "recovered")
         self._become(version, VersionState.UNAVAILABLE, "no holder is known yet")
         model.versions[version.number] = version
-        model.mark = max(version.number, model.mark or 0)
+        model.mark = max(version.number, -1 if model.mark is None else model.mark)
 
     # -- resolving (R12)
 
@@ -127,6 +127,7 @@ class Versions:
         """Work out availability and retirement, and tell the watchers of a new newest version."""
         for version in list(model.versions.values()):
             live = version.visible and version.has_live_source()
+            version.abandoned = version.abandoned and not live
             if live and version.state is VersionState.UNAVAILABLE:
                 self._become(version, VersionState.AVAILABLE, "held again")
             elif not live and version.state is VersionState.AVAILABLE:

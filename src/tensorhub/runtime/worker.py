@@ -86,7 +86,8 @@ from tensorhub.types import (
     VersionInfo,
     parse_address,
 )
-from tensorhub.worker.member import Member, Shard
+from tensorhub.worker.enrolment import Shard
+from tensorhub.worker.member import Member
 
 OUTBOX_MESSAGES_MAX = 8192
 BEATS_PER_LEASE = 4
@@ -343,7 +344,7 @@ class Worker:
         for model in self._newest:
             self.say(Watch(model))
         for handle in list(self._handles.values()):
-            handle.apply(handle.member.connected(message.known, clock.now()))
+            handle.apply(handle.member.connected(clock.now()))
 
     def _reincarnate(self) -> None:
         """This incarnation is lost for good; the same memory goes on as a new one."""
@@ -570,7 +571,7 @@ class Worker:
         self._by_rank[place] = self._handles[shard.registration] = handle
         self._tasks.start_soon(self._run_handle, handle, place)
         if self._outbox is not None:
-            handle.apply(handle.member.connected(False, clock.now()))
+            handle.apply(handle.member.connected(clock.now()))
         try:
             with anyio.move_on_after(timeout_s):
                 await handle.registered.wait()

@@ -35,7 +35,6 @@ from tensorhub.messages import (
     FromWorker,
     GetManifest,
     Grant,
-    Held,
     ManifestReply,
     Outcome,
     Prepared,
@@ -43,7 +42,6 @@ from tensorhub.messages import (
     ReadFailed,
     ReadyToWrite,
     Refused,
-    Register,
     Resolve,
     Start,
     Withdraw,
@@ -73,34 +71,12 @@ from tensorhub.worker.calls import (
     StopPull,
     UnpublishCall,
 )
+from tensorhub.worker.enrolment import Content, Enrolment, Shard
 from tensorhub.worker.states import HANDLE_TABLE, UNVOTED, Phase
 
 MANIFESTS_KEPT_MAX = 16
 # The coordinator ends calls at their deadline and knows why; a rank that does not hear of it ends them by itself later.
 DEADLINE_SLACK_S = 2.0
-
-
-@dataclass(frozen=True, slots=True)
-class Shard:
-    """What a registration is, for the coordinator."""
-
-    registration: str
-    model: str
-    group: str
-    rank: int
-    world_size: int
-    spot: bool
-    layout_id: str
-    manifest: Manifest  # as this rank publishes
-
-
-@dataclass(slots=True)
-class Content:
-    """What the memory holds, or is being filled with, under one generation."""
-
-    version: VersionInfo
-    manifest: Manifest
-    generation: int
 
 
 @dataclass(slots=True)
@@ -140,16 +116,11 @@ class Member(Stateful[HandleState]):
         self.content: Content | None = None  # READY or DRAINING: what it holds; FILLING: what it is filled with
         self.running: Running | None = None
         self.doubt: OpKey | None = None  # IN_DOUBT: the operation whose outcome is not known
+        self.enrolment = Enrolment(shard, requests)
         self._requests = requests
         self._generations = generations
         self._manifests = manifests  # by id; shared by a worker's handles
         self._fitting: set[str] = set()  # ids of manifests that fit this registration
-        self._epoch = 0
-        self._sequence = 0
-        self._online = False  # the coordinator can be told something
-        self._confirmed = False  # it knows this registration, in this session's terms
-        self._register_request = 0
-        self._unreported: list[int] = []  # generations fenced while nobody could be told
         self._now = 0.0
         self._cause = 0
         self._actions: list[Action] = []
@@ -221,9 +192,9 @@ class Member(Stateful[HandleState]):
     def fenced(self, generation: int, now: float) -> list[Action]:
         """Nothing is read under that generation any more."""
         self._enter(now)
-        self._report_fenced(generation)
-        run = self.running
-        if run is not None and run.phase is Phase.FENCING:
+        self._say(Withdrawn(self.shard.registration, generation))
+        run, content = self.running, self.content
+        if run is not None and run.phase is Phase.FENCING and content is not None and content.generation == generation:
             self._after_fence(run)
         return self._leave()
 
@@ -262,28 +233,20 @@ class Member(Stateful[HandleState]):
 
     # ------------------------------------------------------------------------------------- inputs: the coordinator
 
-    def connected(self, known: bool, now: float) -> list[Action]:
-        """A session is up. `known`: the coordinator remembers this incarnation's registrations."""
+    def connected(self, now: float) -> list[Action]:
+        """A session is up: say what was left, what is held, and then (`_registered`) ask for what may be missing."""
         self._enter(now)
-        self._online = True
-        if self.state is HandleState.CLOSED:
-            return self._leave()
-        if known and self._confirmed:
-            for generation in self._unreported:
-                self._say(Withdrawn(self.shard.registration, generation))
-            self._unreported.clear()
-            self._say_again()
-        else:
-            self._confirmed = False
-            self._unreported.clear()
-            self._lose_unvoted()
+        self.enrolment.connected()
+        if self.state is not HandleState.CLOSED:
+            if self.enrolment.left is not None:
+                self._say(self.enrolment.left)
             self._register()
         return self._leave()
 
     def disconnected(self, now: float) -> list[Action]:
         """Nobody can be told anything for now. An owner needs nobody to take its memory back."""
         self._enter(now)
-        self._online = False
+        self.enrolment.disconnected()
         run = self.running
         if run is not None and run.phase is Phase.WITHDRAWING:
             self._fence_for(run)
@@ -313,11 +276,12 @@ class Member(Stateful[HandleState]):
             case RegisteredReply():
                 self._registered(message)
             case EpochChanged():
-                self._epoch, self._sequence = message.epoch, message.sequence
+                self.enrolment.epoch_changed(message)
+                self._call_again(message)
             case Outcome():
                 self._outcome(message)
-            case Refused() if message.request == self._register_request and not self._confirmed:
-                self._actions.append(RegistrationFailed(message.error.error()))
+            case Refused() if self.enrolment.asked(message.request):
+                self._refused(message.error.error())
             case _ if run is None:
                 pass
             case Refused():
@@ -351,7 +315,7 @@ class Member(Stateful[HandleState]):
         if run is not None and due is not None and now >= due:
             run.deadline = now  # each further step gets DEADLINE_SLACK_S
             what = type(run.call).__name__.removesuffix("Call").lower()
-            if self._online:
+            if self.enrolment.online:
                 self._give_up(OperationTimeout(f"{self._name}: {what} did not end within {run.timeout_s:g} s"))
             else:
                 text = f"{self._name}: {what}: the coordinator could not be reached within {run.timeout_s:g} s"
@@ -361,46 +325,40 @@ class Member(Stateful[HandleState]):
     # ------------------------------------------------------------------------------------------ registration
 
     def _register(self) -> None:
-        held = None
-        if self.content is not None and self.state in (HandleState.READY, HandleState.DRAINING):
-            version = self.content.version
-            held = Held(
-                version.version,
-                version.content_id,
-                self.content.generation,
-                version.world_size,
-                version.nbytes,
-                self.content.manifest.encode(),
-            )
+        """Say what is held, or was voted for. Memory that is being taken back or filled is neither."""
+        run, holds = self.running, None
+        if self.state is HandleState.IN_DOUBT or (self.state is HandleState.READY and not self._fencing(run)):
+            holds = self.content
+        elif run is not None and run.phase in (Phase.VOTED, Phase.ABANDONING):
+            holds = self._promised(run, run.call) if isinstance(run.call, PublishCall) else self.content
+        self._say(self.enrolment.register(holds.held() if holds is not None else None))
+
+    @staticmethod
+    def _fencing(run: Running | None) -> bool:
+        return run is not None and run.phase is Phase.FENCING
+
+    def _promised(self, run: Running, call: PublishCall) -> Content:
+        """What this rank has voted to publish; the content id is not known yet."""
         s = self.shard
-        self._register_request = self._requests()
-        self._say(
-            Register(
-                request=self._register_request,
-                registration=s.registration,
-                model=s.model,
-                group=s.group,
-                rank=s.rank,
-                world_size=s.world_size,
-                spot=s.spot,
-                layout_id=s.layout_id,
-                nbytes=s.manifest.nbytes,
-                chunks=s.manifest.chunk_count,
-                manifest=s.manifest.encode(),
-                held=held,
-            )
-        )
+        version = VersionInfo(s.model, call.version, "", s.manifest.nbytes, s.world_size)
+        return Content(version, s.manifest, run.generation)
 
     def _registered(self, message: RegisteredReply) -> None:
-        if message.request != self._register_request:
+        if not self.enrolment.asked(message.request):
             return
-        self._epoch, self._sequence = message.epoch, message.sequence
-        first, self._confirmed = not self._confirmed, True
-        if first:
-            self._actions.append(Registered())
+        first = self.enrolment.confirm(message)
         if not message.keep and self.state is HandleState.READY:
             self._drop_content("ordered out: the coordinator knows another content")
-        self._say_again()
+        if first:
+            self._actions.append(Registered())
+            self._say_again()
+
+    def _refused(self, error: TensorHubError) -> None:
+        """The coordinator does not take this memory (any more): no group call can be made."""
+        self.enrolment.refusal = error
+        self._actions.append(RegistrationFailed(error))
+        if self.running is not None:
+            self._give_up(error)
 
     def _say_again(self) -> None:
         """After a new connection: ask for what may have been missed."""
@@ -412,35 +370,20 @@ class Member(Stateful[HandleState]):
         match run.phase:
             case Phase.QUEUED:
                 self._go_on()
-            case Phase.WITHDRAWING:
-                self._fence_for(run)
             case Phase.MANIFEST:
                 self._ask_manifest(run)
-            case Phase.ABANDONING:
-                if run.key is not None and run.error is not None:
-                    self._say(Abandon(run.key, self.shard.rank, _info(run.error)))
-            case Phase.VOTED if isinstance(run.call, PublishCall) and run.key is not None:
+            case Phase.VOTED if isinstance(run.call, PublishCall):
                 self._say(self._publish_message(run, run.call))
-            case Phase.ASKED if isinstance(run.call, FillCall) and run.key is not None:
+            case Phase.ASKED if isinstance(run.call, FillCall):
                 self._say(self._fill_message(run, run.call))
             case Phase.HELD if run.key is not None:
                 self._say(ReadyToWrite(run.key, self.shard.rank))
-                self._say(Resolve(run.key, self.shard.rank))
             case Phase.VOTED if run.key is not None:
                 self._say(Prepared(run.key, self.shard.rank))
-                self._say(Resolve(run.key, self.shard.rank))
-            case Phase.PULLING if run.key is not None:
-                self._say(Resolve(run.key, self.shard.rank))
             case _:
                 pass
-
-    def _lose_unvoted(self) -> None:
-        """The coordinator has forgotten us: an operation that we have not voted in is over (R11)."""
-        run = self.running
-        if run is None or run.phase is Phase.QUEUED or not isinstance(run.call, PublishCall | FillCall):
-            return
-        if run.phase in UNVOTED and run.error is None:
-            self._give_up(GroupAborted(f"{self._name}: the coordinator lost sight of this worker; call again"))
+        if run.key is not None:
+            self._say(Resolve(run.key, self.shard.rank))
 
     # --------------------------------------------------------------------------------------------- going on
 
@@ -452,7 +395,10 @@ class Member(Stateful[HandleState]):
         if isinstance(run.call, UnpublishCall | CloseCall) and self.doubt is None:
             self._take_back(run)
             return
-        if not (self._online and self._confirmed):
+        if self.enrolment.refusal is not None:
+            self._finish(error=self.enrolment.refusal)
+            return
+        if not self.enrolment.ready:
             return
         if self.doubt is not None:
             self._say(Resolve(self.doubt, self.shard.rank))
@@ -481,9 +427,24 @@ class Member(Stateful[HandleState]):
                 assert_never(run.call)
 
     def _take_key(self, run: Running) -> None:
-        run.key = OpKey(self.shard.model, self.shard.group, self._epoch, self._sequence)
+        run.key = self.enrolment.take_key()
         run.generation = self._generations()
-        self._sequence += 1
+
+    def _call_again(self, message: EpochChanged) -> None:
+        """The operation that this call named has ended without this rank; the call counts for the next one."""
+        run = self.running
+        if run is None or run.key is None or run.error is not None or run.key.epoch != message.epoch:
+            return
+        if run.key.sequence < message.sequence:
+            match run.call:
+                case PublishCall() if run.phase is Phase.VOTED:
+                    run.key = self.enrolment.take_key()
+                    self._say(self._publish_message(run, run.call))
+                case FillCall() if run.phase is Phase.ASKED:
+                    run.key = self.enrolment.take_key()
+                    self._say(self._fill_message(run, run.call))
+                case _:
+                    pass
 
     def _publish(self, run: Running, call: PublishCall) -> None:
         """The promise begins here: readers may come the moment the coordinator has decided."""
@@ -526,6 +487,8 @@ class Member(Stateful[HandleState]):
                     self._reconcile(run, message.grants)
                 elif run.phase is Phase.HELD and message.write:
                     self._write(run, message.grants)
+                elif run.phase is Phase.ABANDONING:
+                    run.write = run.write or message.write  # it crossed our Abandon: nothing was written here
             case Write():
                 if run.phase is Phase.HELD:
                     self._write(run, message.grants)
@@ -636,7 +599,7 @@ class Member(Stateful[HandleState]):
         assert self.content is not None
         self._become(HandleState.DRAINING, "withdrawn")
         run.request = self._requests()
-        if self._online and self._confirmed:
+        if self.enrolment.ready:
             run.phase = Phase.WITHDRAWING
             self._say(Withdraw(run.request, self.shard.registration, self.content.generation))
         else:
@@ -658,7 +621,8 @@ class Member(Stateful[HandleState]):
             case FillCall() if run.error is None:
                 self._start_pull(run)
             case FillCall():
-                self._republish(run)  # given up between the fence and the first byte: nothing was written
+                run.phase = Phase.ABANDONING  # given up between the fence and the first byte: nothing was written
+                self._republish()
                 self._finish(error=run.error)
             case _:
                 raise InvariantBroken(f"{self}: {run.call} does not fence. Story:\n{self.story}")
@@ -672,14 +636,8 @@ class Member(Stateful[HandleState]):
         self._actions.append(Fence(self.content.generation))
         self._forget_content(why)
 
-    def _report_fenced(self, generation: int) -> None:
-        if self._online and self._confirmed:
-            self._say(Withdrawn(self.shard.registration, generation))
-        else:
-            self._unreported.append(generation)
-
     def _deregister(self, run: Running) -> None:
-        if self._online and self._confirmed:
+        if self.enrolment.ready:
             assert isinstance(run.call, CloseCall)
             run.phase, run.request = Phase.DEREGISTERING, self._requests()
             self._say(Deregister(run.request, self.shard.registration, run.call.abandon))
@@ -697,7 +655,9 @@ class Member(Stateful[HandleState]):
     # ----------------------------------------------------------------------------------------------- decisions
 
     def _outcome(self, message: Outcome) -> None:
-        run = self.running
+        run, left = self.running, self.enrolment.left
+        if left is not None and left.key == message.key:
+            self.enrolment.left = None
         if self.doubt == message.key:
             self.doubt = None
             self._resolved(message)
@@ -707,9 +667,11 @@ class Member(Stateful[HandleState]):
                 self._committed(run, message)
             else:
                 self._aborted(run, message)
+        elif left is not None and left.key == message.key:
+            self._register()  # the call has ended without us; whatever became of it, this is what is held
 
     def _committed(self, run: Running, message: Outcome) -> None:
-        version = message.version
+        version, changed = message.version, True
         if version is None:
             return
         match run.call:
@@ -718,11 +680,17 @@ class Member(Stateful[HandleState]):
                 self._become(HandleState.READY, f"published {version.version}")
             case FillCall() if run.phase is Phase.VOTED:
                 self._become(HandleState.READY, f"filled with {version.version}")
-            case FillCall() if not message.changed:
-                pass  # a barrier: this content was held already
+            case FillCall() if self.content is not None and self.content.version.content_id == version.content_id:
+                changed = False  # a barrier: this content was held already
             case _:
                 raise InvariantBroken(f"{self}: committed before this rank voted. Story:\n{self.story}")
-        self._finish(version=version, changed=message.changed)
+        self._announce_if_uncounted(message.key)
+        self._finish(version=version, changed=changed)
+
+    def _announce_if_uncounted(self, key: OpKey) -> None:
+        """A coordinator that knows a commit from its records only does not know that this memory holds it."""
+        if self.enrolment.is_older(key):
+            self._register()
 
     def _aborted(self, run: Running, message: Outcome) -> None:
         info = message.error
@@ -738,20 +706,18 @@ class Member(Stateful[HandleState]):
             case Phase.VOTED | Phase.ABANDONING if isinstance(run.call, PublishCall):
                 self._actions.append(Fence(run.generation))
                 self._finish(error=error)
-            case Phase.ABANDONING if run.write and self.state is HandleState.READY:
-                # Our Abandon crossed Write: the coordinator has let go of the old version, which is whole here.
-                self._republish(run)
-                self._finish(error=error)
             case _:
+                if run.write:  # it crossed the abort: the coordinator counts on a fill that was never begun
+                    self._register()
                 self._finish(error=error)
 
-    def _republish(self, run: Running) -> None:
-        """Announce the old version again, under a new generation (R7)."""
+    def _republish(self) -> None:
+        """The old version is whole, but fenced: open and announce it again (R7)."""
         content = self.content
         assert content is not None
-        self._actions.append(Fence(content.generation))
-        content.generation = run.generation
-        self._actions.append(OpenMemory(run.generation, content.version.content_id, content.manifest, complete=True))
+        content.generation = self._generations()
+        content_id = content.version.content_id
+        self._actions.append(OpenMemory(content.generation, content_id, content.manifest, complete=True))
         self._register()
 
     def _stop_pull(self, run: Running, error: Exception) -> None:
@@ -801,6 +767,8 @@ class Member(Stateful[HandleState]):
                 if isinstance(run.call, PublishCall):
                     self._doubt(run, error)
                 else:
+                    if self.state is HandleState.READY and run.version is None and isinstance(run.error, TensorHubError):
+                        run.error.memory = "in_doubt"  # if it holds that content already, the others may have ended well
                     self._finish(error=run.error)
             case Phase.WITHDRAWING:
                 self._fence_for(run)
@@ -813,15 +781,14 @@ class Member(Stateful[HandleState]):
 
     def _abandon(self, run: Running, error: Exception) -> None:
         assert run.key is not None
-        self._say(Abandon(run.key, self.shard.rank, _info(error)))
+        self._say(self.enrolment.abandon(run.key, _info(error)))
 
     def _doubt(self, run: Running, error: Exception) -> None:
         """Voted, and no word of the outcome: the memory stays as it is until somebody knows (R6)."""
         assert run.key is not None
         self.doubt = run.key
         if isinstance(run.call, PublishCall):
-            version = VersionInfo(self.shard.model, run.call.version, "", 0, self.shard.world_size)
-            self.content = Content(version, self.shard.manifest, run.generation)
+            self.content = self._promised(run, run.call)
         self._become(HandleState.IN_DOUBT, "voted, outcome unknown")
         if isinstance(error, TensorHubError):
             error.memory = "in_doubt"
@@ -834,6 +801,7 @@ class Member(Stateful[HandleState]):
         if message.committed and message.version is not None:
             self.content.version = message.version
             self._become(HandleState.READY, "doubt resolved: committed")
+            self._announce_if_uncounted(message.key)
             return
         self._actions.append(Fence(self.content.generation))
         self.content = None
@@ -855,7 +823,7 @@ class Member(Stateful[HandleState]):
         return actions
 
     def _say(self, message: FromWorker) -> None:
-        if self._online:
+        if self.enrolment.online:
             self._actions.append(Say(message))
 
     def _become(self, state: HandleState, why: str) -> None:

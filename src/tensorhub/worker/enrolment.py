@@ -1,0 +1,129 @@
+"""One registration's standing with the coordinator: is it heard, is it known, and which operation comes next.
+
+Responsible for the membership epoch and the sequence of this rank's group calls (an `OpKey` is taken once), for saying
+anew, after each lost connection, what the memory holds, and for the operation that was left without hearing its outcome.
+Not responsible for calls or memory (`worker.member`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from tensorhub.errors import TensorHubError
+from tensorhub.manifest import Manifest
+from tensorhub.messages import Abandon, EpochChanged, ErrorInfo, Held, Register, Registered
+from tensorhub.types import OpKey, VersionInfo
+
+
+@dataclass(frozen=True, slots=True)
+class Shard:
+    """What a registration is, for the coordinator."""
+
+    registration: str
+    model: str
+    group: str
+    rank: int
+    world_size: int
+    spot: bool
+    layout_id: str
+    manifest: Manifest  # as this rank publishes
+
+
+@dataclass(slots=True)
+class Content:
+    """What the memory holds, or is being filled with, under one generation."""
+
+    version: VersionInfo
+    manifest: Manifest
+    generation: int
+
+    def held(self) -> Held:
+        """The same, for the coordinator."""
+        version = self.version
+        return Held(
+            version=version.version,
+            content_id=version.content_id,
+            generation=self.generation,
+            world_size=version.world_size,
+            nbytes=version.nbytes,
+            manifest=self.manifest.encode(),
+        )
+
+
+class Enrolment:
+    """What the coordinator knows of one registration, as far as can be told from here."""
+
+    def __init__(self, shard: Shard, requests: Callable[[], int]) -> None:
+        self.shard = shard
+        self.online = False  # the coordinator can be told something
+        self.confirmed = False  # it has answered the Register of this connection
+        self.refusal: TensorHubError | None = None  # its answer was no
+        self.left: Abandon | None = None  # this rank ended that operation, and has not heard the outcome
+        self._requests = requests
+        self._register_request = 0
+        self._epoch = 0
+        self._sequence = 0  # of the next group call
+
+    @property
+    def ready(self) -> bool:
+        """Whether a group call can be made: somebody hears it, and knows who calls."""
+        return self.online and self.confirmed
+
+    def connected(self) -> None:
+        self.online, self.confirmed, self.refusal = True, False, None
+
+    def disconnected(self) -> None:
+        self.online = self.confirmed = False
+
+    def register(self, held: Held | None) -> Register:
+        """Say who this is and what is held; what is not said is not held (the coordinator forgets it)."""
+        s = self.shard
+        self._register_request = self._requests()
+        return Register(
+            request=self._register_request,
+            registration=s.registration,
+            model=s.model,
+            group=s.group,
+            rank=s.rank,
+            world_size=s.world_size,
+            spot=s.spot,
+            layout_id=s.layout_id,
+            nbytes=s.manifest.nbytes,
+            chunks=s.manifest.chunk_count,
+            manifest=s.manifest.encode(),
+            held=held,
+        )
+
+    def asked(self, request: int) -> bool:
+        """Whether this answers the newest Register."""
+        return request == self._register_request
+
+    def confirm(self, message: Registered) -> bool:
+        """The coordinator's answer; True if it is the first of this connection."""
+        self._move_to(message.epoch, message.sequence)
+        first, self.confirmed = not self.confirmed, True
+        return first
+
+    def epoch_changed(self, message: EpochChanged) -> None:
+        self._move_to(message.epoch, message.sequence)
+
+    def _move_to(self, epoch: int, sequence: int) -> None:
+        """Within an epoch the sequence never goes back: a key that was taken here may not have been heard there."""
+        self._sequence = max(sequence, self._sequence) if epoch == self._epoch else sequence
+        self._epoch = epoch
+
+    def take_key(self) -> OpKey:
+        """Names this rank's next group call."""
+        key = OpKey(self.shard.model, self.shard.group, self._epoch, self._sequence)
+        self._sequence += 1
+        return key
+
+    def is_older(self, key: OpKey) -> bool:
+        """Whether that operation began before the present membership: its commit may not have counted this memory."""
+        return key.epoch != self._epoch
+
+    def abandon(self, key: OpKey, error: ErrorInfo) -> Abandon:
+        """End that operation; `left` until its outcome is heard."""
+        self.left = Abandon(key, self.shard.rank, error)
+        return self.left

@@ -1,0 +1,343 @@
+"""Publishing: numbers, visibility, groups, durability (R1, R2, R6, G3, G4)."""
+
+from __future__ import annotations
+
+import pytest
+
+from tensorhub.errors import (
+    CoordinatorUnavailable,
+    GroupAborted,
+    OperationTimeout,
+    StateError,
+    VersionConflict,
+    VersionUnavailable,
+)
+from tensorhub.messages import Prepared, Publish
+from tensorhub.types import HandleState
+from tests.harness import PureCluster
+
+
+def states(cluster: PureCluster) -> dict[int, str]:
+    return {n: v.state.value for n, v in cluster.coordinator.cluster.models["actor"].versions.items()}
+
+
+def test_a_version_is_visible_once_it_is_durable() -> None:
+    cluster = PureCluster()
+    trainer = cluster.handle("trainer")
+    cluster.run()
+    published = trainer.publish(1)
+    while not cluster.unstored:
+        cluster.do(cluster.choices()[0])
+    assert states(cluster) == {1: "staged"}
+    assert not published.done
+    cluster.run()
+    assert published.number == 1
+    assert states(cluster) == {1: "available"}
+    assert (trainer.member.state, trainer.member.version) == (HandleState.READY, 1)
+
+
+def test_a_group_publishes_together() -> None:
+    cluster = PureCluster()
+    first, second = cluster.group("trainer", 2)
+    cluster.run()
+    one = first.publish(1)
+    cluster.run()
+    assert states(cluster) == {1: "staged"}
+    assert not one.done
+    two = second.publish(1)
+    cluster.run()
+    assert one.number == two.number == 1
+    assert one.version == two.version
+    assert one.version is not None
+    assert one.version.world_size == 2
+
+
+def test_a_used_number_is_a_conflict_even_for_equal_bytes() -> None:
+    cluster = PureCluster()
+    trainer, other = cluster.handle("trainer"), cluster.handle("other")
+    cluster.run()
+    trainer.publish(3)
+    cluster.run()
+    for number in (3, 2):
+        asked = other.publish(number)
+        cluster.run()
+        with pytest.raises(VersionConflict, match="the newest number so far is 3; publish 4 or more"):
+            _ = asked.number
+        assert other.member.state is HandleState.EMPTY
+
+
+def test_a_number_that_another_group_stages_is_a_conflict() -> None:
+    cluster = PureCluster()
+    first, _ = cluster.group("trainer", 2)
+    other = cluster.handle("other")
+    cluster.run()
+    first.publish(5)
+    cluster.run()
+    asked = other.publish(5)
+    cluster.run()
+    with pytest.raises(VersionConflict, match="is being published by group 'trainer'"):
+        _ = asked.number
+
+
+def test_a_staged_number_that_was_overtaken_is_not_published() -> None:
+    """The mark never goes back, although 5 was free when its first rank called."""
+    cluster = PureCluster()
+    first, second = cluster.group("trainer", 2)
+    other = cluster.handle("other")
+    cluster.run()
+    slow = first.publish(5)
+    cluster.run()
+    other.publish(7)
+    cluster.run()
+    second.publish(5)
+    cluster.run()
+    with pytest.raises(VersionConflict, match="the newest number so far is 7"):
+        _ = slow.number
+    assert cluster.coordinator.cluster.models["actor"].mark == 7
+
+
+def test_differing_calls_abort_all_and_name_both() -> None:
+    cluster = PureCluster()
+    first, second = cluster.group("trainer", 2)
+    cluster.run()
+    one, two = first.publish(1), second.publish(2)
+    cluster.run()
+    for asked in (one, two):
+        with pytest.raises(GroupAborted, match=r"publish\(1\) on rank 0, publish\(2\) on rank 1") as caught:
+            _ = asked.number
+        assert caught.value.causes == {0: "called publish(1)", 1: "called publish(2)"}
+        assert not caught.value.retryable
+    assert states(cluster) == {}
+
+
+def test_a_publish_and_a_fill_differ() -> None:
+    cluster = PureCluster()
+    first, second = cluster.group("trainer", 2)
+    cluster.run()
+    one, two = first.publish(1), second.replicate("latest")
+    cluster.run()
+    for asked in (one, two):
+        with pytest.raises(GroupAborted, match=r"publish\(1\) on rank 0, replicate\('latest'\) on rank 1"):
+            _ = asked.number
+
+
+def test_a_missing_rank_is_named_at_the_deadline_and_may_come_late() -> None:
+    cluster = PureCluster()
+    first, second = cluster.group("trainer", 2)
+    cluster.run()
+    asked = first.publish(1, timeout_s=3)
+    cluster.advance(4)
+    with pytest.raises(OperationTimeout, match="waited 3 s for group 'trainer'; these ranks did not call: 1"):
+        _ = asked.number
+    assert first.member.state is HandleState.EMPTY
+    late, again = second.publish(1), first.publish(1)
+    cluster.run()
+    assert late.number == again.number == 1
+
+
+def test_a_rank_that_was_not_registered_is_named() -> None:
+    cluster = PureCluster()
+    first = cluster.handle("t0", "trainer", 0, 2)
+    cluster.run()
+    asked = first.publish(1, timeout_s=3)
+    cluster.advance(4)
+    with pytest.raises(OperationTimeout, match=r"did not call: 1 \(not registered\)"):
+        _ = asked.number
+
+
+def test_late_ranks_stay_in_step_however_often_one_times_out() -> None:
+    cluster = PureCluster()
+    first, second = cluster.group("trainer", 2)
+    cluster.run()
+    for _ in range(5):
+        first.publish(1, timeout_s=1)
+        cluster.advance(2)
+    calls = [second.publish(1), first.publish(1)]
+    cluster.run()
+    assert [call.number for call in calls] == [1, 1]
+
+
+def test_a_rank_that_refuses_ends_the_others_call_at_once() -> None:
+    cluster = PureCluster()
+    first, second = cluster.group("trainer", 2)
+    cluster.run()
+    first.refuse("ValueError: loss is NaN")
+    asked = second.publish(1)
+    cluster.run()
+    with pytest.raises(GroupAborted, match="loss is NaN") as caught:
+        _ = asked.number
+    assert caught.value.causes == {0: "ValueError: loss is NaN"}
+    both = [first.publish(1), second.publish(1)]
+    cluster.run()
+    assert [call.number for call in both] == [1, 1]
+
+
+def test_a_refusal_after_the_others_called_counts_as_well() -> None:
+    cluster = PureCluster()
+    first, second = cluster.group("trainer", 2)
+    cluster.run()
+    asked = second.publish(1)
+    cluster.run()
+    first.refuse("ValueError: loss is NaN")
+    cluster.run()
+    with pytest.raises(GroupAborted, match="loss is NaN"):
+        _ = asked.number
+
+
+def test_cancelling_a_publish_before_the_decision_ends_it_on_all_ranks() -> None:
+    cluster = PureCluster()
+    first, second = cluster.group("trainer", 2)
+    cluster.run()
+    asked = first.publish(1)
+    cluster.run()
+    first.cancel("not any more")
+    late = second.publish(1)
+    cluster.run()
+    with pytest.raises(StateError, match="not any more"):
+        _ = asked.number
+    with pytest.raises(GroupAborted, match="not any more"):
+        _ = late.number
+
+
+def test_cancelling_after_the_decision_is_in_the_making_comes_too_late() -> None:
+    cluster = PureCluster()
+    trainer = cluster.handle("trainer")
+    cluster.run()
+    asked = trainer.publish(1)
+    while not cluster.unstored:
+        cluster.do(cluster.choices()[0])
+    trainer.cancel()
+    cluster.run()
+    assert asked.number == 1
+
+
+def test_a_store_that_fails_leaves_the_number_unused() -> None:
+    cluster = PureCluster()
+    trainer = cluster.handle("trainer")
+    cluster.run()
+    asked = trainer.publish(1)
+    while not cluster.unstored:
+        cluster.do(cluster.choices()[0])
+    cluster.fail_store()
+    cluster.run()
+    with pytest.raises(CoordinatorUnavailable, match="disk full; see its state_dir"):
+        _ = asked.number
+    again = trainer.publish(1)
+    cluster.run()
+    assert again.number == 1
+
+
+def test_a_retry_by_key_is_not_a_second_publication() -> None:
+    """The outcome is lost with the connection; the same message, said again, is answered with it."""
+    cluster = PureCluster()
+    trainer = cluster.handle("trainer")
+    cluster.run()
+    asked = trainer.publish(1)
+    while not cluster.unstored:
+        cluster.do(cluster.choices()[0])
+    trainer.worker.disconnect()
+    cluster.run()
+    trainer.worker.connect()
+    cluster.run()
+    assert asked.number == 1
+    assert len(cluster.store) == 1
+    assert sum(" -> Publish " in line for line in cluster.log) == 2
+
+
+def test_publishing_published_memory_is_refused_here() -> None:
+    cluster = PureCluster()
+    trainer = cluster.handle("trainer")
+    cluster.run()
+    trainer.publish(1)
+    cluster.run()
+    with pytest.raises(StateError, match="holds version 1, which is published"):
+        trainer.publish(2)
+
+
+def test_one_call_at_a_time() -> None:
+    cluster = PureCluster()
+    trainer = cluster.handle("trainer")
+    cluster.run()
+    trainer.publish(1)
+    with pytest.raises(StateError, match="publish is running on this handle; one call at a time"):
+        trainer.replicate()
+
+
+def test_a_rank_that_is_lost_before_the_decision_aborts_it() -> None:
+    cluster = PureCluster()
+    first, second = cluster.group("trainer", 2)
+    cluster.run()
+    asked = first.publish(1)
+    cluster.run()
+    second.worker.crash()
+    cluster.advance(11)
+    with pytest.raises(GroupAborted, match=r"worker 'trainer1' was not heard of for 10\.0 s") as caught:
+        _ = asked.number
+    assert list(caught.value.causes) == [1]
+    assert states(cluster) == {}
+
+
+def test_a_rank_replaced_while_its_publish_is_being_recorded() -> None:
+    """The decision stands; the newcomer's first call waits for it, and belongs to the new epoch."""
+    cluster = PureCluster()
+    first, second = cluster.group("trainer", 2)
+    cluster.run()
+    one = first.publish(1)
+    second.publish(1)
+    while not cluster.unstored:
+        cluster.do(next(choice for choice in cluster.choices() if choice.kind != "store"))
+    second.worker.crash()
+    while (choices := [choice for choice in cluster.choices() if choice.kind != "store"]) != []:
+        cluster.do(choices[0])
+    newcomer = cluster.handle("spare", "trainer", 1, 2)
+    while (choices := [choice for choice in cluster.choices() if choice.kind != "store"]) != []:
+        cluster.do(choices[0])
+    early = newcomer.replicate("latest", timeout_s=5)
+    while (choices := [choice for choice in cluster.choices() if choice.kind != "store"]) != []:
+        cluster.do(choices[0])
+    cluster.run()
+    assert one.number == 1
+    assert states(cluster) == {1: "unavailable"}  # rank 1's shard died with its worker
+    cluster.advance(6)
+    with pytest.raises(OperationTimeout, match="did not call: 0"):
+        _ = early.number
+
+
+def test_messages_of_an_old_session_or_of_strangers_change_nothing() -> None:
+    """G9: a key of another epoch is answered, and opens nothing."""
+    cluster = PureCluster()
+    trainer = cluster.handle("trainer")
+    cluster.run()
+    published = trainer.publish(1)
+    cluster.run()
+    key = published.key
+    assert key is not None
+    old = type(key)(key.model, key.group, key.epoch - 1, 0)
+    trainer.worker.say(Publish(old, 0, trainer.id, 9, 999, 60.0))
+    trainer.worker.say(Prepared(old, 0))
+    trainer.worker.say(Prepared(key, 0))
+    cluster.run()
+    assert states(cluster) == {1: "available"}
+    assert cluster.coordinator.cluster.models["actor"].groups["trainer"].operation is None
+
+
+def test_an_integer_that_is_not_visible_fails_at_once_and_says_what_to_do() -> None:
+    cluster = PureCluster()
+    trainer, reader = cluster.handle("trainer"), cluster.handle("reader")
+    cluster.run()
+    nothing = reader.replicate(4)
+    cluster.run()
+    with pytest.raises(VersionUnavailable, match="nothing was published under that model yet"):
+        _ = nothing.number
+    trainer.publish(3)
+    cluster.run()
+    early = reader.replicate(4)
+    cluster.run()
+    with pytest.raises(VersionUnavailable, match=r"not published yet \(the newest is 3\); wait_for\(\)") as caught:
+        _ = early.number
+    assert caught.value.retryable
+    never = reader.replicate(1)
+    cluster.run()
+    with pytest.raises(VersionUnavailable, match="does not exist any more; available: 3") as caught:
+        _ = never.number
+    assert not caught.value.retryable

@@ -1,0 +1,150 @@
+"""Every state machine's table, walked pair by pair, and compared with the words of the design."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from enum import StrEnum
+from typing import Any
+
+import pytest
+
+from tensorhub.coordinator import states
+from tensorhub.coordinator.core import Coordinator
+from tensorhub.coordinator.entities import Operation, ReadLease, Replica, Version, Worker
+from tensorhub.machine import STORY_EVENTS_MAX, IllegalTransition, Stateful
+from tensorhub.worker.member import Member
+from tensorhub.worker.states import HANDLE_TABLE
+
+Table = Mapping[Any, frozenset[Any]]
+
+# name: (the entity that moves along it, its first states, the design's words).
+# In the words, "A <-> B" goes both ways, and what is in brackets is explanation.
+MACHINES: dict[str, tuple[type[Stateful[Any]], str, str]] = {
+    "version": (
+        Version,
+        "STAGED",
+        "STAGED -> AVAILABLE | DISCARDED; AVAILABLE <-> UNAVAILABLE; AVAILABLE -> RETIRED; UNAVAILABLE -> RETIRED",
+    ),
+    "replica": (
+        Replica,
+        "FILLING",
+        (
+            "FILLING -> READY | TORN | GONE; READY -> DRAINING | GONE; DRAINING -> GONE | READY; "
+            "TORN -> FILLING | READY (published after the owner's own load) | GONE"
+        ),
+    ),
+    "read lease": (ReadLease, "ACTIVE", "ACTIVE -> RELEASED | FENCING; FENCING -> FENCED | RELEASED"),
+    "worker lease": (Worker, "LIVE", "LIVE <-> SUSPECT; SUSPECT -> LOST"),
+    "group operation": (
+        Operation,
+        "GATHERING",
+        "GATHERING -> RUNNING | ABORTED; RUNNING -> PREPARED | ABORTED; PREPARED -> COMMITTED | ABORTED",
+    ),
+    "coordinator": (Coordinator, "RECOVERING", "RECOVERING -> SERVING; SERVING -> DEPOSED; RECOVERING -> DEPOSED"),
+    "handle": (
+        Member,
+        "EMPTY",
+        (
+            "EMPTY -> FILLING | READY | IN_DOUBT | CLOSED; "
+            "FILLING -> READY | TORN | IN_DOUBT | CLOSED; "
+            "READY -> DRAINING | FILLING | EMPTY | CLOSED; "
+            "DRAINING -> EMPTY | READY | CLOSED; "
+            "TORN -> FILLING | READY | IN_DOUBT | CLOSED; "
+            "IN_DOUBT -> READY | EMPTY | TORN | CLOSED"
+        ),
+    ),
+}
+TERMINAL = {
+    "version": {"DISCARDED", "RETIRED"},
+    "replica": {"GONE"},
+    "read lease": {"RELEASED", "FENCED"},
+    "worker lease": {"LOST"},
+    "group operation": {"COMMITTED", "ABORTED"},
+    "coordinator": {"DEPOSED"},
+    "handle": {"CLOSED"},
+}
+
+
+def in_words(words: str) -> set[tuple[str, str]]:
+    moves: set[tuple[str, str]] = set()
+    for clause in re.sub(r"\([^)]*\)", "", words).split(";"):
+        left, both, right = clause.partition("<->")
+        if not both:
+            left, _, right = clause.partition("->")
+        for target in right.split("|"):
+            moves.add((left.strip(), target.strip()))
+            if both:
+                moves.add((target.strip(), left.strip()))
+    return moves
+
+
+def names(table: Table) -> set[tuple[str, str]]:
+    return {(old.name, new.name) for old, targets in table.items() for new in targets}
+
+
+@pytest.mark.parametrize("machine", MACHINES)
+def test_the_table_says_what_the_design_says(machine: str) -> None:
+    entity, _, words = MACHINES[machine]
+    assert names(entity.table) == in_words(words)
+
+
+def test_every_table_is_a_machines() -> None:
+    tables = [value for name, value in vars(states).items() if name.endswith("_TABLE")] + [HANDLE_TABLE]
+    used = [entity.table for entity, _, _ in MACHINES.values()]
+    assert len(tables) == len(used)
+    assert all(any(t is u for u in used) for t in tables)
+
+
+@pytest.mark.parametrize("machine", MACHINES)
+def test_every_state_is_reached_and_the_last_ones_are_last(machine: str) -> None:
+    entity, first, _ = MACHINES[machine]
+    table: Table = entity.table
+    kind: type[StrEnum] = type(next(iter(table)))
+    assert set(table) == set(kind)
+    reached, todo = {kind[first]}, [kind[first]]
+    while todo:
+        for new in table[todo.pop()] - reached:
+            reached.add(new)
+            todo.append(new)
+    assert reached == set(kind)
+    assert {state.name for state in kind if not table[state]} == TERMINAL[machine]
+
+
+PAIRS = [
+    (machine, old, new)
+    for machine, (entity, _, _) in MACHINES.items()
+    for old in entity.table
+    for new in type(old)  # every pair, also of a state with itself
+]
+
+
+@pytest.mark.parametrize(("machine", "old", "new"), PAIRS, ids=lambda value: str(value))
+def test_become_moves_along_the_table_and_nowhere_else(machine: str, old: StrEnum, new: StrEnum) -> None:
+    class Entity(Stateful[Any]):
+        table = MACHINES[machine][0].table
+
+        def __repr__(self) -> str:
+            return f"<a {machine}>"
+
+    entity = Entity(old)
+    entity.story.note(7, 1.5, "something happened before")
+    if new in entity.table[old]:
+        entity.become(new, 8, 2.0, "because")
+        assert entity.state is new
+        assert f"2.000 (event 8) {old} -> {new}: because" in str(entity.story)
+        return
+    with pytest.raises(IllegalTransition) as caught:
+        entity.become(new, 8, 2.0, "because")
+    assert entity.state is old
+    for part in (f"<a {machine}>", f"{old} -> {new}", "because", "something happened before"):
+        assert part in str(caught.value)
+
+
+def test_a_story_is_bounded_and_keeps_the_newest() -> None:
+    entity = Stateful(states.WorkerState.LIVE)
+    for number in range(10 * STORY_EVENTS_MAX):
+        entity.story.note(number, float(number), f"line {number};")
+    lines = str(entity.story).splitlines()
+    assert len(lines) == STORY_EVENTS_MAX
+    assert f"line {10 * STORY_EVENTS_MAX - 1};" in lines[-1]

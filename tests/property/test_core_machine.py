@@ -1,0 +1,190 @@
+"""The guarantees under faults: a committed set of seeds, and Hypothesis, which shrinks what it finds.
+
+Search for more with `-m slow`. A failing seed prints one line that reproduces it.
+"""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from tensorhub.errors import StateError
+from tensorhub.types import HandleState, Selector
+from tests.harness import BrokenHook, Choice, Handle, PureCluster
+from tests.property.chaos import Chaos
+
+
+def run(seed: int) -> None:
+    chaos = Chaos(seed)
+    try:
+        chaos.run()
+    except Exception as error:
+        error.add_note(f"reproduce: PYTHONPATH=src python -c 'from tests.property.chaos import Chaos; {chaos}'")
+        error.add_note("\n".join(chaos.cluster.log[-40:]))
+        raise
+
+
+@pytest.mark.parametrize("seeds", [range(first, first + 20) for first in range(0, 200, 20)], ids=lambda s: f"{s.start}")
+def test_guarantees_hold_under_faults(seeds: range) -> None:
+    for seed in seeds:
+        run(seed)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+def test_guarantees_hold_under_many_more_faults() -> None:
+    for seed in range(1_000_000, 1_010_000):
+        run(seed)
+
+
+def test_same_seed_same_trace() -> None:
+    first, second = Chaos(7), Chaos(7)
+    first.run()
+    second.run()
+    assert first.cluster.log == second.cluster.log
+
+
+class CoreMachine(RuleBasedStateMachine):
+    """One rule per kind of fault, so that Hypothesis can leave kinds out, and shrink to those that matter."""
+
+    @initialize(world_size=st.integers(1, 3), groups=st.integers(2, 3))
+    def set_up(self, world_size: int, groups: int) -> None:
+        self.cluster = PureCluster()
+        self.groups = [self.cluster.group(f"g{number}", world_size) for number in range(groups)]
+        self.published = 0
+
+    def pick(self, index: int) -> Handle | None:
+        handles = [h for h in self.cluster.live_handles() if h.member.state is not HandleState.CLOSED]
+        return handles[index % len(handles)] if handles else None
+
+    def ranks(self, index: int) -> list[Handle]:
+        ranks = [h for h in self.groups[index % len(self.groups)] if h.worker.alive]
+        return ranks if all(h.idle and h.registered for h in ranks) else []
+
+    def choices(self) -> list[Choice]:
+        return self.cluster.choices() if hasattr(self, "cluster") else []
+
+    # -- what users do
+
+    @rule(group=st.integers(0, 2), timeout_s=st.sampled_from([0.5, 60.0]))
+    def publish(self, group: int, timeout_s: float) -> None:
+        self.published += 1
+        for handle in self.ranks(group):
+            if handle.member.state in (HandleState.EMPTY, HandleState.TORN, HandleState.IN_DOUBT):
+                handle.publish(self.published, timeout_s)
+
+    @rule(
+        group=st.integers(0, 2),
+        selector=st.sampled_from(["latest", "latest", "latest-1", 1]),
+        hold=st.booleans(),
+        timeout_s=st.sampled_from([0.5, 60.0]),
+    )
+    def update(self, group: int, selector: Selector, hold: bool, timeout_s: float) -> None:
+        for handle in self.ranks(group):
+            if handle.member.state is not HandleState.CLOSED:
+                handle.update(selector, timeout_s, hold=hold)
+
+    @rule(group=st.integers(0, 2))
+    def unpublish(self, group: int) -> None:
+        for handle in self.ranks(group):
+            if handle.member.state is HandleState.READY:
+                handle.unpublish()
+
+    @rule(index=st.integers(0, 8))
+    def close(self, index: int) -> None:
+        handle = self.pick(index)
+        if handle is not None and handle.idle:
+            try:
+                handle.close()
+            except StateError:
+                return
+
+    @rule(index=st.integers(0, 8))
+    def cancel(self, index: int) -> None:
+        handle = self.pick(index)
+        if handle is not None and handle.member.running is not None:
+            handle.cancel()
+
+    # -- what happens by itself
+
+    @precondition(lambda self: self.choices())
+    @rule(picks=st.lists(st.integers(0, 1000), min_size=1, max_size=12))
+    def deliver(self, picks: list[int]) -> None:
+        for pick in picks:
+            choices = self.choices()
+            if not choices:
+                return
+            self.cluster.do(choices[pick % len(choices)])
+
+    @rule()
+    def deliver_all(self) -> None:
+        self.cluster.run()
+
+    @rule(seconds=st.sampled_from([0.01, 0.3, 2.0, 4.0, 12.0]), deliver=st.booleans())
+    def time_passes(self, seconds: float, deliver: bool) -> None:
+        self.cluster.advance(seconds, run=deliver)
+
+    # -- what goes wrong
+
+    @rule(index=st.integers(0, 8))
+    def disconnect_or_connect(self, index: int) -> None:
+        handle = self.pick(index)
+        if handle is not None:
+            worker = handle.worker
+            worker.disconnect() if worker.link is not None else worker.connect()
+
+    @rule(index=st.integers(0, 8))
+    def crash(self, index: int) -> None:
+        handle = self.pick(index)
+        if handle is not None:
+            handle.worker.crash()
+
+    @rule(kept=st.booleans())
+    def restart_the_coordinator(self, kept: bool) -> None:
+        self.cluster.restart(kept=kept)
+        for worker in self.cluster.workers.values():
+            if worker.alive:
+                worker.connect()
+
+    @precondition(lambda self: hasattr(self, "cluster") and bool(self.cluster.unstored))
+    @rule()
+    def fail_the_store(self) -> None:
+        self.cluster.fail_store()
+
+    @rule(index=st.integers(0, 8))
+    def fail_a_source(self, index: int) -> None:
+        handle = self.pick(index)
+        if handle is not None and handle.pull is not None and handle.pull.grants:
+            handle.source_ended(next(iter(handle.pull.grants)), "stalled")
+
+    @rule(index=st.integers(0, 8))
+    def break_a_hook(self, index: int) -> None:
+        handle = self.pick(index)
+        if handle is not None:
+            handle.hook_error = BrokenHook("the hook broke")
+
+    @invariant()
+    def everything_holds(self) -> None:
+        if hasattr(self, "cluster"):
+            self.cluster.check()
+
+    def teardown(self) -> None:
+        """Faults are over: every call ends."""
+        if hasattr(self, "cluster"):
+            for handle in self.cluster.live_handles():
+                handle.hook_error = None
+            self.cluster.heal()
+            self.cluster.check()
+
+
+CoreMachine.TestCase.settings = settings(
+    max_examples=60,
+    stateful_step_count=40,
+    derandomize=True,
+    deadline=None,
+    database=None,
+    suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much],
+)
+test_core_machine = CoreMachine.TestCase
