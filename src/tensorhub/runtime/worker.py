@@ -163,7 +163,12 @@ class Worker:
     async def run(self, ready: Callable[[], None]) -> None:
         """Connect (raising if that fails the first time), call `ready`, and stay connected until closed."""
         messages = await self._connect_any()
-        listener = self._listen()
+        try:
+            listener = self._listen()
+        except BaseException:
+            with anyio.CancelScope(shield=True):
+                await messages.aclose()
+            raise
         try:
             async with anyio.create_task_group() as self._tasks:
                 self._tasks.start_soon(self._serve_readers, listener)
@@ -232,18 +237,18 @@ class Worker:
         """A session with the first coordinator that takes one."""
         problems: list[str] = []
         for host, port in self._addresses:
-            with anyio.move_on_after(self.options.connect_timeout_s):
-                try:
-                    return await self._connect(host, port)
-                except (OSError, ConnectionLost, OperationTimeout) as error:
-                    problems.append(f"tcp://{host}:{port}: {error}")
-                    continue
-            problems.append(f"tcp://{host}:{port}: no answer within {self.options.connect_timeout_s:g} s")
+            try:
+                return await self._connect(host, port)
+            except (OSError, ConnectionLost, OperationTimeout) as error:
+                problems.append(f"tcp://{host}:{port}: {error}")
         text = f"no coordinator can be reached ({'; '.join(problems)}): is one running there? (tensorhub serve)"
         raise CoordinatorUnavailable(text)
 
     async def _connect(self, host: str, port: int) -> MessageStream[FromCoordinator]:
-        stream = await anyio.connect_tcp(host, port)
+        with anyio.move_on_after(self.options.connect_timeout_s) as scope:
+            stream = await anyio.connect_tcp(host, port)
+        if scope.cancelled_caught:
+            raise OperationTimeout(f"no answer within {self.options.connect_timeout_s:g} s")
         self._local_host = str(stream.extra(anyio.abc.SocketAttribute.local_address)[0])
         messages = MessageStream(stream, FROM_COORDINATOR, self.options.frame_bytes_max)
         try:
