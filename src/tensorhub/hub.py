@@ -13,15 +13,12 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequenc
 from functools import partial
 from typing import Any, NoReturn, Self, TypeVar, overload
 
-import anyio
-
 from tensorhub.errors import StateError
 from tensorhub.protocol.secret import check_open_access, resolve_token
 from tensorhub.runtime.handle import Handle
-from tensorhub.runtime.loop_thread import Job, LoopThread
+from tensorhub.runtime.loop_thread import AsyncSide, LoopThread, Side, Waiter
 from tensorhub.runtime.server import CoordinatorServer
 from tensorhub.runtime.store import MemoryStore, SqliteStore, Store
-from tensorhub.runtime.wakeup import Wakeup
 from tensorhub.runtime.worker import Worker
 from tensorhub.types import (
     LATEST,
@@ -43,7 +40,7 @@ T = TypeVar("T")
 BeforeWrite = Callable[[VersionInfo], Awaitable[None]]
 
 
-def _refuse_unbuilt(**settings: object) -> None:
+def refuse_unbuilt(**settings: object) -> None:
     for name, value in settings.items():
         if value not in (None, False):
             raise NotImplementedError(f"{name}={value!r} is not built yet: leave it out")
@@ -67,8 +64,7 @@ class Coordinator:
         return f"<Coordinator at {self.address}>"
 
 
-@contextlib.asynccontextmanager
-async def serve(
+def serve(
     host: str = "127.0.0.1",
     port: int = 0,
     *,
@@ -77,7 +73,7 @@ async def serve(
     ha: object = None,
     tls: object = None,
     options: Options | None = None,
-) -> AsyncIterator[Coordinator]:
+) -> contextlib.AbstractAsyncContextManager[Coordinator]:
     """Run a coordinator for the length of the block.
 
     `port` 0 takes a free one. `token`: the cluster's secret; None takes TENSORHUB_TOKEN, then a token file, else access is
@@ -86,7 +82,20 @@ async def serve(
 
     Raises StateError (port in use, state_dir in use or unusable), AuthenticationFailed (open access beyond loopback).
     """
-    _refuse_unbuilt(ha=ha, tls=tls)
+    refuse_unbuilt(ha=ha, tls=tls)
+    return serve_on(AsyncSide(), host, port, token, state_dir, options or Options())
+
+
+@contextlib.asynccontextmanager
+async def serve_on(
+    side: Side,
+    host: str,
+    port: int,
+    token: str | bytes | None,
+    state_dir: str | os.PathLike[str] | None,
+    options: Options,
+) -> AsyncIterator[Coordinator]:
+    """What `serve` is, for either kind of caller."""
     secret = resolve_token(token)
     check_open_access(secret, host)
     store: Store = MemoryStore() if state_dir is None else SqliteStore(state_dir)
@@ -94,10 +103,10 @@ async def serve(
         server: list[CoordinatorServer] = []
 
         async def main(thread: LoopThread) -> None:
-            server.append(CoordinatorServer(options=options or Options(), secrets_accepted=(secret,), store=store))
+            server.append(CoordinatorServer(options=options, secrets_accepted=(secret,), store=store))
             await server[0].run(host, port, thread.ready)
 
-        async with LoopThread("tensorhub-coordinator", main):
+        async with LoopThread("tensorhub-coordinator", main, side):
             yield Coordinator(server[0])
     finally:
         store.close()
@@ -106,8 +115,7 @@ async def serve(
 # -------------------------------------------------------------------------------------------------------------- hub
 
 
-@contextlib.asynccontextmanager
-async def connect(
+def connect(
     address: str | Sequence[str],
     *,
     name: str | None = None,
@@ -117,7 +125,7 @@ async def connect(
     tls: object = None,
     prefetch: bool = False,
     options: Options | None = None,
-) -> AsyncIterator[Hub]:
+) -> contextlib.AbstractAsyncContextManager[Hub]:
     """Join a cluster as a worker for the length of the block; leaving closes every handle.
 
     `address`: a coordinator's "tcp://host:port", or several. `name`: for people; default: host and process id. `transports`:
@@ -126,27 +134,41 @@ async def connect(
     Raises CoordinatorUnavailable, AuthenticationFailed (another secret), ProtocolError (not a TensorHub coordinator, or of
     another version), TransportUnavailable, StateError (an address that is none).
     """
-    _refuse_unbuilt(tls=tls, prefetch=prefetch)
-    here = location or Location()
-    for part, place in (("site", here.site), ("rack", here.rack), ("host", here.host)):
+    refuse_unbuilt(tls=tls, prefetch=prefetch)
+    return connect_on(AsyncSide(), address, name, location or Location(), token, transports, options or Options())
+
+
+@contextlib.asynccontextmanager
+async def connect_on(
+    side: Side,
+    address: str | Sequence[str],
+    name: str | None,
+    location: Location,
+    token: str | bytes | None,
+    transports: Sequence[str] | None,
+    options: Options,
+) -> AsyncIterator[Hub]:
+    """What `connect` is, for either kind of caller."""
+    for part, place in (("site", location.site), ("rack", location.rack), ("host", location.host)):
         if place:
             check_name(part, place)
-    settings = options or Options()
-    called = check_name("worker", name) if name is not None else f"{here.host}-{os.getpid()}"
+    called = check_name("worker", name) if name is not None else f"{location.host}-{os.getpid()}"
     secret = resolve_token(token)
+    addresses = [address] if isinstance(address, str) else list(address)
     worker: list[Worker] = []
 
     async def main(thread: LoopThread) -> None:
-        addresses = [address] if isinstance(address, str) else list(address)
-        worker.append(Worker(addresses, name=called, location=here, secret=secret, transports=transports, options=settings))
+        worker.append(
+            Worker(addresses, name=called, location=location, secret=secret, transports=transports, options=options)
+        )
         await worker[0].run(thread.ready)
 
-    async with LoopThread(f"tensorhub-{called}", main) as thread:
+    async with LoopThread(f"tensorhub-{called}", main, side) as thread:
         hub = Hub(worker[0], thread)
         try:
             yield hub
         finally:
-            with anyio.CancelScope(shield=True):
+            with side.shield():
                 await hub.close()
 
 
@@ -272,7 +294,7 @@ class Watcher:
     """Newest versions of one model, conflated. Iterate with `async for`; ends when the hub is closed."""
 
     def __init__(self, worker: Worker, thread: LoopThread, model: str) -> None:
-        self._wakeup = Wakeup()
+        self._wakeup = thread.side.waiter()
         self._box: list[VersionInfo | None] = [None]
         self._last: VersionInfo | None = None
         self._has_ended = False
@@ -300,7 +322,7 @@ class Watcher:
 class _Listener:
     """Holds no reference to its watcher, so that a watcher that nobody iterates any more goes away."""
 
-    def __init__(self, box: list[VersionInfo | None], wakeup: Wakeup) -> None:
+    def __init__(self, box: list[VersionInfo | None], wakeup: Waiter) -> None:
         self._box = box
         self._wakeup = wakeup
 
@@ -373,7 +395,7 @@ class Weights:
             yield
         except BaseException as error:
             if self._handle.member.shard.world_size > 1:
-                with anyio.CancelScope(shield=True):
+                with self._thread.side.shield():
                     reason = f"the body of mutate({version}) raised {type(error).__name__}: {error}"
                     await self._thread.call(self._handle.refuse, reason[:1000], timeout_s)
             raise
@@ -412,7 +434,7 @@ class Weights:
         def ask(info: VersionInfo) -> None:
             job.ask_caller(partial(self._run_hook, before_write, info))
 
-        job = Job(self._handle.fill, (call, self._hub._timeout_s(timeout), ask))
+        job = self._thread.job(self._handle.fill, call, self._hub._timeout_s(timeout), ask)
         return await self._thread.run_job(job)
 
     async def _run_hook(self, before_write: BeforeWrite | None, info: VersionInfo) -> None:

@@ -6,18 +6,20 @@ crossing: results, exceptions, cancellation, and requests back to the caller's o
 
 from __future__ import annotations
 
+import contextlib
 import os
 import threading
 from collections import deque
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Coroutine
 from functools import partial
 from types import TracebackType
-from typing import Any, Generic, Self, TypeVar
+from typing import Any, Generic, Protocol, Self, TypeVar
 
 import anyio
 from anyio.lowlevel import current_token
 
 from tensorhub.errors import StateError
+from tensorhub.machine import InvariantBroken
 from tensorhub.runtime.wakeup import Wakeup
 
 T = TypeVar("T")
@@ -30,10 +32,83 @@ def running_backend() -> str:
     return "asyncio" if hasattr(native, "call_soon_threadsafe") else "trio"
 
 
+class Waiter(Protocol):
+    """A flag that any thread sets, without blocking, and its owner waits for."""
+
+    def set(self) -> None: ...
+
+    async def wait(self) -> None: ...
+
+
+class Side(Protocol):
+    """How the owner of a loop thread waits: as a task of a loop, or as a thread."""
+
+    def waiter(self) -> Waiter: ...
+
+    def shield(self) -> contextlib.AbstractContextManager[object]:
+        """Within it, waiting is not ended by the cancellation of the caller's task."""
+        ...
+
+    def backend(self) -> str:
+        """Which kind of loop the library's thread gets."""
+        ...
+
+
+class AsyncSide:
+    """The owner is a task, on asyncio or trio; the library's loop is of the same kind."""
+
+    def waiter(self) -> Waiter:
+        return Wakeup()
+
+    def shield(self) -> anyio.CancelScope:
+        return anyio.CancelScope(shield=True)
+
+    def backend(self) -> str:
+        return running_backend()
+
+
+class BlockingSide:
+    """The owner is a thread. What it awaits blocks it and never suspends: see `finish_blocking`."""
+
+    def waiter(self) -> Waiter:
+        return _ThreadWaiter()
+
+    def shield(self) -> contextlib.AbstractContextManager[object]:
+        return contextlib.nullcontext()
+
+    def backend(self) -> str:
+        return "asyncio"
+
+
+class _ThreadWaiter:
+    """Blocks the thread that waits. A signal (Ctrl-C) interrupts it."""
+
+    def __init__(self) -> None:
+        self._event = threading.Event()
+
+    def set(self) -> None:
+        self._event.set()
+
+    async def wait(self) -> None:
+        self._event.wait()
+        self._event.clear()
+
+
+def finish_blocking(coroutine: Coroutine[Any, Any, T]) -> T:
+    """Run a coroutine of the public API, made on a `BlockingSide`, to its end in this thread; it never suspends."""
+    try:
+        coroutine.send(None)
+    except StopIteration as end:
+        result: T = end.value
+        return result
+    coroutine.close()
+    raise InvariantBroken("a call of the blocking facade has suspended")
+
+
 class Job(Generic[T]):
     """One call on its way: run in the library's loop, awaited in the caller's."""
 
-    def __init__(self, function: Callable[..., Awaitable[T]], arguments: tuple[Any, ...]) -> None:
+    def __init__(self, function: Callable[..., Awaitable[T]], arguments: tuple[Any, ...], waiter: Waiter) -> None:
         self.function = function
         self.arguments = arguments
         self.upcalls: deque[Upcall] = deque()  # to be awaited in the caller's task
@@ -42,7 +117,7 @@ class Job(Generic[T]):
         self._error: BaseException | None = None
         self._scope: anyio.CancelScope | None = None
         self._cancelled = False
-        self._waiter = Wakeup()
+        self._waiter = waiter
 
     # -- in the library's loop
 
@@ -98,31 +173,33 @@ class Job(Generic[T]):
 class LoopThread:
     """Runs `main(thread)` in a loop of its own kind, in a thread of its own, until stopped; then cancels what is left.
 
-    `main` is awaited first; it calls `ready()` once calls may come. Use as an async context manager, from any loop.
+    `main` is awaited first; it calls `ready()` once calls may come. Use as an async context manager, from any loop, or,
+    on a `BlockingSide`, from a thread without one.
     """
 
-    def __init__(self, name: str, main: Callable[[LoopThread], Awaitable[None]], backend: str | None = None) -> None:
+    def __init__(self, name: str, main: Callable[[LoopThread], Awaitable[None]], side: Side) -> None:
+        self.side = side  # how its owner waits
         self._name = name
         self._main = main
-        self._backend = backend
         self._pid = os.getpid()
         self._lock = threading.RLock()  # a finalizer may call `post` within `post`
         self._posted: deque[Callable[[], None]] = deque()
         self._jobs: set[Job[Any]] = set()  # on their way or running; written by the owner's side under the lock
         self._wakeup: Wakeup | None = None  # of the library's loop, while it runs
         self._ended = False
-        self._started: Wakeup  # of the loop that starts it
-        self._stopped: Wakeup
+        self._started: Waiter  # of the side that starts it
+        self._stopped: Waiter
         self._error: BaseException | None = None
         self._ready = False
+        self._backend: str
         self._tasks: anyio.abc.TaskGroup
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
 
     # -- the owner's side
 
     async def __aenter__(self) -> Self:
-        self._backend = self._backend or running_backend()
-        self._started, self._stopped = Wakeup(), Wakeup()
+        self._backend = self.side.backend()
+        self._started, self._stopped = self.side.waiter(), self.side.waiter()
         self._thread.start()
         try:
             await self._started.wait()
@@ -144,29 +221,32 @@ class LoopThread:
 
     async def _stop(self) -> None:
         self.post(lambda: self._tasks.cancel_scope.cancel())
-        with anyio.CancelScope(shield=True):
+        with self.side.shield():
             while self._thread.is_alive() and not self._ended:
                 await self._stopped.wait()
             self._thread.join()
 
     async def call(self, function: Callable[..., Awaitable[T]], *arguments: Any) -> T:
         """Await `function(*arguments)` over there; cancelling here cancels it there, and waits until it has ended."""
-        return await self.run_job(Job(function, arguments))
+        return await self.run_job(self.job(function, *arguments))
+
+    def job(self, function: Callable[..., Awaitable[T]], *arguments: Any) -> Job[T]:
+        """A call that is not made yet."""
+        return Job(function, arguments, self.side.waiter())
 
     async def run_job(self, job: Job[T]) -> T:
         """As `call`, for a job that may ask its caller back."""
         self.check_usable()
-        with self._lock:
-            if self.post(partial(self._start, job)):
-                self._jobs.add(job)
-            else:
-                raise StateError(f"{self._name} is closed")
         try:
+            with self._lock:
+                if not self.post(partial(self._start, job)):
+                    job.fail(StateError(f"{self._name} is closed"))
+                self._jobs.add(job)
             await job.wait()
         except BaseException:
             self.post(job.cancel)
-            with anyio.CancelScope(shield=True):
-                while not job.finished:
+            with self.side.shield():
+                while not job.finished and job in self._jobs:
                     job.upcalls.clear()
                     await job.wait()
             raise
@@ -206,7 +286,7 @@ class LoopThread:
 
     def _run(self) -> None:
         try:
-            anyio.run(self._loop, backend=self._backend or "asyncio")
+            anyio.run(self._loop, backend=self._backend)
         except BaseException as error:
             self._error = _only(error)
         finally:
