@@ -12,8 +12,18 @@ import anyio.to_thread
 import pytest
 
 from tensorhub.errors import StateError
-from tensorhub.runtime.loop_thread import Job, LoopThread, running_backend
+from tensorhub.runtime.loop_thread import AsyncSide, LoopThread, running_backend
 from tests.rig import nothing_left, until
+
+
+class Inside(AsyncSide):
+    """The library's loop is of this kind, or (None) of its owner's."""
+
+    def __init__(self, kind: str | None) -> None:
+        self._kind = kind
+
+    def backend(self) -> str:
+        return self._kind or super().backend()
 
 
 async def idle(thread: LoopThread) -> None:
@@ -33,7 +43,7 @@ async def test_results_and_errors_come_back(backend: str | None) -> None:
             raise LookupError(what)
         return what, running_backend(), threading.get_ident()
 
-    async with nothing_left(), LoopThread("tensorhub-test", idle, backend) as thread:
+    async with nothing_left(), LoopThread("tensorhub-test", idle, Inside(backend)) as thread:
         what, kind, ident = await thread.call(who, "good")
         assert (what, kind) == ("good", backend or running_backend())
         assert ident != threading.get_ident()
@@ -54,7 +64,7 @@ async def test_cancelling_ends_the_call_over_there_first(backend: str | None) ->
                 await anyio.lowlevel.checkpoint()
             events.append("ended")
 
-    async with nothing_left(), LoopThread("tensorhub-test", idle, backend) as thread:
+    async with nothing_left(), LoopThread("tensorhub-test", idle, Inside(backend)) as thread:
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(thread.call, work)
             await until(lambda: events == ["begun"])
@@ -66,7 +76,7 @@ async def test_a_call_cancelled_before_it_begins() -> None:
     async def never() -> None:
         await anyio.sleep_forever()
 
-    async with nothing_left(), LoopThread("tensorhub-test", idle) as thread:
+    async with nothing_left(), LoopThread("tensorhub-test", idle, AsyncSide()) as thread:
         with anyio.CancelScope() as scope:
             scope.cancel()
             await thread.call(never)
@@ -80,7 +90,7 @@ async def test_a_call_may_ask_its_caller_back(backend: str | None) -> None:
         asked.append(threading.get_ident())
         thread.post(answered.append)
 
-    async with nothing_left(), LoopThread("tensorhub-test", idle, backend) as thread:
+    async with nothing_left(), LoopThread("tensorhub-test", idle, Inside(backend)) as thread:
         answered = _Flag()
 
         async def work() -> str:
@@ -89,7 +99,7 @@ async def test_a_call_may_ask_its_caller_back(backend: str | None) -> None:
             await until(lambda: answered.count == 3)
             return "done"
 
-        job = Job(work, ())
+        job = thread.job(work)
         assert await thread.run_job(job) == "done"
         assert asked == [threading.get_ident()] * 3
 
@@ -115,8 +125,8 @@ async def test_an_error_in_what_the_caller_was_asked_ends_the_call() -> None:
         finally:
             ended.set()
 
-    async with nothing_left(), LoopThread("tensorhub-test", idle) as thread:
-        job = Job(work, ())
+    async with nothing_left(), LoopThread("tensorhub-test", idle, AsyncSide()) as thread:
+        job = thread.job(work)
         with pytest.raises(LookupError, match="mine"):
             await thread.run_job(job)
         assert ended.is_set()
@@ -129,7 +139,7 @@ async def test_what_cannot_start_raises_from_enter() -> None:
 
     async with nothing_left():
         with pytest.raises(StateError, match="the port is taken"):
-            async with LoopThread("tensorhub-test", fails):
+            async with LoopThread("tensorhub-test", fails, AsyncSide()):
                 raise AssertionError("not entered")
 
 
@@ -146,7 +156,7 @@ async def test_what_breaks_later_raises_from_exit_and_ends_calls() -> None:
 
     async with nothing_left():
         with pytest.raises(LookupError, match="broken"):  # noqa: PT012
-            async with LoopThread("tensorhub-test", breaks) as thread:
+            async with LoopThread("tensorhub-test", breaks, AsyncSide()) as thread:
                 async with anyio.create_task_group() as tasks:
 
                     async def call() -> None:
@@ -171,7 +181,7 @@ async def test_a_call_that_comes_too_late_to_be_started_is_told_so() -> None:
     async def never() -> None:
         raise AssertionError("it must not be started")
 
-    async with nothing_left(), LoopThread("tensorhub-test", ends) as thread:
+    async with nothing_left(), LoopThread("tensorhub-test", ends, AsyncSide()) as thread:
         await anyio.to_thread.run_sync(blocks.wait, 30)
         async with anyio.create_task_group() as tasks:
 
@@ -194,7 +204,7 @@ async def test_cancelled_while_it_starts() -> None:
     async with nothing_left(), anyio.create_task_group() as tasks:
 
         async def enter() -> None:
-            async with LoopThread("tensorhub-test", starts):
+            async with LoopThread("tensorhub-test", starts, AsyncSide()):
                 raise AssertionError("not entered")
 
         tasks.start_soon(enter)
@@ -207,7 +217,7 @@ async def test_many_calls_from_many_loops() -> None:
         await anyio.lowlevel.checkpoint()
         return 2 * number
 
-    async with nothing_left(), LoopThread("tensorhub-test", idle) as thread:
+    async with nothing_left(), LoopThread("tensorhub-test", idle, AsyncSide()) as thread:
         found: list[int] = []
 
         async def several(first: int) -> None:
@@ -238,7 +248,7 @@ async def test_posting_from_a_finalizer_within_posting() -> None:
     async def flush() -> None:
         await anyio.lowlevel.checkpoint()
 
-    async with nothing_left(), LoopThread("tensorhub-test", idle) as thread:
+    async with nothing_left(), LoopThread("tensorhub-test", idle, AsyncSide()) as thread:
         Collected(lambda: thread.post(lambda: done.append("inner")))
         with thread._lock:
             gc.collect()
