@@ -340,3 +340,27 @@ def test_only_the_newest_versions_are_recovered() -> None:
     reconnect(cluster)
     cluster.advance(15)
     assert sorted(model.versions) == [78, 79]  # what nobody holds is forgotten once everybody had time to come back
+
+
+def test_a_call_after_a_doubt_that_ended_badly_waits_for_the_fence() -> None:
+    """A new coordinator counts on what was voted for; it must hear that it is gone before it hears the next call."""
+    cluster = PureCluster()
+    trainer, reader = cluster.handle("trainer"), cluster.handle("reader")
+    cluster.run()
+    trainer.publish(1)
+    cluster.run()
+    reader.replicate(timeout_s=3)
+    while reader.pull is None:
+        cluster.do(cluster.choices()[0])
+    reader.worker.disconnect()
+    cluster.run()
+    cluster.advance(9)
+    assert "in_doubt" in repr(reader.member)
+    cluster.restart()
+    reconnect(cluster, but="reader")
+    cluster.run()
+    asked = reader.update()
+    reader.worker.connect()
+    cluster.run()
+    assert (asked.number, asked.changed) == (1, True)
+    cluster.check_agreement()

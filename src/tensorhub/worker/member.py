@@ -116,6 +116,7 @@ class Member(Stateful[HandleState]):
         self.content: Content | None = None  # READY or DRAINING: what it holds; FILLING: what it is filled with
         self.running: Running | None = None
         self.doubt: OpKey | None = None  # IN_DOUBT: the operation whose outcome is not known
+        self._letting_go: int | None = None  # the generation of content that was given up without a call, until fenced
         self.enrolment = Enrolment(shard, requests)
         self._requests = requests
         self._generations = generations
@@ -193,6 +194,9 @@ class Member(Stateful[HandleState]):
         """Nothing is read under that generation any more."""
         self._enter(now)
         self._say(Withdrawn(self.shard.registration, generation))
+        if generation == self._letting_go:
+            self._letting_go = None
+            self._go_on()
         run, content = self.running, self.content
         if run is not None and run.phase is Phase.FENCING and content is not None and content.generation == generation:
             self._after_fence(run)
@@ -348,7 +352,7 @@ class Member(Stateful[HandleState]):
             return
         first = self.enrolment.confirm(message)
         if not message.keep and self.state is HandleState.READY:
-            self._drop_content("ordered out: the coordinator knows another content")
+            self._drop_content(HandleState.EMPTY, "ordered out: the coordinator knows another content")
         if first:
             self._actions.append(Registered())
             self._say_again()
@@ -390,7 +394,7 @@ class Member(Stateful[HandleState]):
     def _go_on(self) -> None:
         """Say what a queued call has to say, as soon as somebody can hear it."""
         run = self.running
-        if run is None or run.phase is not Phase.QUEUED:
+        if run is None or run.phase is not Phase.QUEUED or self._letting_go is not None:
             return
         if isinstance(run.call, UnpublishCall | CloseCall) and self.doubt is None:
             self._take_back(run)
@@ -632,10 +636,13 @@ class Member(Stateful[HandleState]):
         self.content = None
         self._become(HandleState.EMPTY, why)
 
-    def _drop_content(self, why: str) -> None:
+    def _drop_content(self, state: HandleState, why: str) -> None:
+        """Give up what is held. The next call waits for the fence, so that nobody counts on this memory any more."""
         assert self.content is not None
+        self._letting_go = self.content.generation
         self._actions.append(Fence(self.content.generation))
-        self._forget_content(why)
+        self.content = None
+        self._become(state, why)
 
     def _deregister(self, run: Running) -> None:
         if self.enrolment.ready:
@@ -804,9 +811,7 @@ class Member(Stateful[HandleState]):
             self._become(HandleState.READY, "doubt resolved: committed")
             self._announce_if_uncounted(message.key)
             return
-        self._actions.append(Fence(self.content.generation))
-        self.content = None
-        self._become(HandleState.EMPTY if published else HandleState.TORN, "doubt resolved: aborted")
+        self._drop_content(HandleState.EMPTY if published else HandleState.TORN, "doubt resolved: aborted")
 
     # ------------------------------------------------------------------------------------------------- helpers
 
