@@ -28,6 +28,15 @@ _LACKS: dict[str, Callable[[], str | None]] = {
 }
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--rewrite-traces", action="store_true", help="write the golden traces of tests/traces anew")
+
+
+@pytest.fixture
+def rewrite_traces(request: pytest.FixtureRequest) -> bool:
+    return bool(request.config.getoption("--rewrite-traces"))
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     reasons: dict[str, str | None] = {}
     for item in items:

@@ -88,7 +88,7 @@ from tensorhub.worker.member import Member
 from tensorhub.worker.owner import Access, Owner, Refusal, Wait
 
 CHUNKS = 2
-CHUNK_BYTES = 4096
+CHUNK_BYTES = 2**28  # so that links, not hops, decide who reads from whom; none of it is allocated
 TENSOR = TensorDescription("w", "uint8", (CHUNKS, CHUNK_BYTES), 0, CHUNKS * CHUNK_BYTES)
 MANIFEST = build_manifest([TENSOR], CHUNK_BYTES, "none")
 
@@ -120,6 +120,9 @@ class Asked:
     version: VersionInfo | None = None
     changed: bool = False
     error: Exception | None = None
+
+    def has_ended(self) -> bool:
+        return self.done
 
     @property
     def number(self) -> int:
@@ -449,6 +452,10 @@ class SimWorker:
             self.cluster.ending.append(self.link.session)
             self.link = None
         self.alive = False
+
+    def heard_soon(self) -> list[FromCoordinator | None]:
+        """What is on its way here."""
+        return list(self.link.down) if self.link is not None else []
 
     def say(self, message: FromWorker) -> None:
         if self.link is not None:

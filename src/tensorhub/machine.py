@@ -12,6 +12,7 @@ from enum import StrEnum
 from typing import Any, ClassVar, Generic, TypeVar
 
 STORY_EVENTS_MAX = 32
+SWEEP_AT = 64  # entries of a heap that need no sweeping
 
 S = TypeVar("S", bound=StrEnum)
 
@@ -90,6 +91,9 @@ class Timers:
         if self._when.get((kind, key)) != when:
             self._when[kind, key] = when
             heapq.heappush(self._heap, (when, (kind, key)))
+            if len(self._heap) > 2 * len(self._when) + SWEEP_AT:  # what was cancelled or replaced is most of it
+                self._heap = [(due, name) for name, due in self._when.items()]
+                heapq.heapify(self._heap)
 
     def cancel(self, kind: str, key: str) -> None:
         """Forget (kind, key), if it is set."""

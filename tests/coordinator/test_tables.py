@@ -29,10 +29,8 @@ MACHINES: dict[str, tuple[type[Stateful[Any]], str, str]] = {
     "replica": (
         Replica,
         "FILLING",
-        (
-            "FILLING -> READY | TORN | GONE; READY -> DRAINING | GONE; DRAINING -> GONE | READY; "
-            "TORN -> FILLING | READY (published after the owner's own load) | GONE"
-        ),
+        """FILLING -> READY | TORN | GONE; READY -> DRAINING | GONE; DRAINING -> GONE | READY;
+        TORN -> FILLING | READY (published after the owner's own load) | GONE""",
     ),
     "read lease": (ReadLease, "ACTIVE", "ACTIVE -> RELEASED | FENCING; FENCING -> FENCED | RELEASED"),
     "worker lease": (Worker, "LIVE", "LIVE <-> SUSPECT; SUSPECT -> LOST"),
@@ -45,14 +43,12 @@ MACHINES: dict[str, tuple[type[Stateful[Any]], str, str]] = {
     "handle": (
         Member,
         "EMPTY",
-        (
-            "EMPTY -> FILLING | READY | IN_DOUBT | CLOSED; "
-            "FILLING -> READY | TORN | IN_DOUBT | CLOSED; "
-            "READY -> DRAINING | FILLING | EMPTY | CLOSED; "
-            "DRAINING -> EMPTY | READY | CLOSED; "
-            "TORN -> FILLING | READY | IN_DOUBT | CLOSED; "
-            "IN_DOUBT -> READY | EMPTY | TORN | CLOSED"
-        ),
+        """EMPTY -> FILLING | READY | IN_DOUBT | CLOSED;
+        FILLING -> READY | TORN | IN_DOUBT | CLOSED;
+        READY -> DRAINING | FILLING | EMPTY | CLOSED;
+        DRAINING -> EMPTY | READY | CLOSED;
+        TORN -> FILLING | READY | IN_DOUBT | CLOSED;
+        IN_DOUBT -> READY | EMPTY | TORN | CLOSED""",
     ),
 }
 TERMINAL = {

@@ -31,6 +31,7 @@ from tensorhub.errors import (
     ManifestMismatch,
     OperationTimeout,
     StateError,
+    TransportUnavailable,
     VersionUnavailable,
 )
 from tensorhub.messages import (
@@ -258,6 +259,9 @@ class Operations:
         number = operation.version.number if operation.version else "?"
         if operation.version is not None and not operation.writing and not operation.version.has_live_source():
             return Blame(VersionUnavailable(f"{what}: version {number} has lost its last source; none came back in time"))
+        if operation.version is not None and not (operation.writing or self._all_find_a_source(operation)):
+            text = f"{what}: no holder of version {number} can be reached now (suspected, or it has just failed)"
+            return Blame(VersionUnavailable(text))
         starving = [p.rank for p in operation.parts.values() if p.wants_source]
         if starving:
             text = f"{what}: version {number} has lost its last source (rank {starving[0]}), none came back in time"
@@ -316,6 +320,13 @@ class Operations:
             )
             self._abort(operation, Blame(ManifestMismatch(text, differences=(text,))))
             return
+        for part in operation.parts.values():
+            offered = self._readers.offered_in_vain(part, version)
+            if offered:
+                mine = ", ".join(endpoint.transport for endpoint in part.member.worker.endpoints) or "none"
+                text = f"rank {part.rank} has {mine}, and version {version.number} is offered over {', '.join(offered)} only"
+                self._abort(operation, Blame(TransportUnavailable(text)))
+                return
         holders = {
             rank: part.member.holding is not None and part.member.holding.version is version
             for rank, part in operation.parts.items()

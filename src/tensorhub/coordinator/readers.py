@@ -6,7 +6,17 @@ outcomes: a reader without a source is left wanting one, and `operations` decide
 
 from __future__ import annotations
 
-from tensorhub.coordinator.entities import Cluster, Holding, Member, Operation, RankPart, ReadLease, Replica, Withdrawal
+from tensorhub.coordinator.entities import (
+    Cluster,
+    Holding,
+    Member,
+    Operation,
+    RankPart,
+    ReadLease,
+    Replica,
+    Version,
+    Withdrawal,
+)
 from tensorhub.coordinator.states import LeaseState, ReplicaState, WorkerState
 from tensorhub.messages import AddSource, CutReader, DropSource, Grant, Withdrawable
 from tensorhub.scheduler.choice import Candidate, choose
@@ -78,6 +88,15 @@ class Readers:
     def finds_source(self, part: RankPart) -> bool:
         """Whether there is a source for this reader now."""
         return self._choose(part, None) is not None
+
+    @staticmethod
+    def offered_in_vain(part: RankPart, version: Version) -> list[str]:
+        """The transports of this shard's sources, if there are sources, and the reader has none of those."""
+        mine = {endpoint.transport for endpoint in part.member.worker.endpoints}
+        sources = [h for h in version.holdings[part.rank] if h.is_source and h.member is not part.member]
+        theirs = {endpoint.transport for h in sources for endpoint in h.member.worker.endpoints}
+        holds = part.member.holding is not None and part.member.holding.version is version
+        return sorted(theirs) if sources and not holds and not mine & theirs else []
 
     def _readable(self, holding: Holding, part: RankPart) -> bool:
         if not holding.takes_readers or holding.member.worker.state is not WorkerState.LIVE:

@@ -16,7 +16,7 @@ from tensorhub.types import Location
 
 # Bytes per second and seconds per hop: the order of what one link of that class carries in a GPU cluster. Only the
 # ratios matter until bandwidths are learnt from transfers.
-BANDWIDTH_BY_DISTANCE = (8e9, 20e9, 15e9, 1e9)
+BANDWIDTH_BY_DISTANCE = (40e9, 20e9, 15e9, 1e9)
 LATENCY_S_BY_DISTANCE = (0.0005, 0.001, 0.002, 0.05)
 FAILURE_PENALTY_S = 60.0  # one failed read outweighs any distance, so that an untried source always comes first
 

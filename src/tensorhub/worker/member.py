@@ -501,6 +501,7 @@ class Member(Stateful[HandleState]):
                     self._actions.append(DropPullSource(message.lease))
                 else:
                     run.grants = tuple(g for g in run.grants if g.lease != message.lease)
+                    self._say(ReadFailed(message.key, self.shard.rank, message.lease, "dropped", ""))
             case _:
                 assert_never(message)
 

@@ -1,0 +1,105 @@
+"""G10: whatever is done however often, the coordinator's and the members' books stay bounded."""
+
+from __future__ import annotations
+
+import gc
+
+from tensorhub.coordinator.entities import DECIDED_KEPT_MAX, Holding, Operation, RankPart, ReadLease, Replica, Version
+from tensorhub.types import Options
+from tests.harness import BrokenHook, PureCluster
+
+ENTITIES = (Version, Replica, Holding, ReadLease, Operation, RankPart)
+
+
+def alive() -> dict[str, int]:
+    gc.collect()
+    objects = gc.get_objects()
+    return {kind.__name__: sum(type(o) is kind for o in objects) for kind in ENTITIES}
+
+
+def one_round(cluster: PureCluster, number: int) -> None:
+    """Publish, replicate, an aborted update, a timeout, a lost connection, an update, an unpublish."""
+    trainer, *readers = cluster.all_handles()
+    trainer.publish(number)
+    cluster.run()
+    for reader in readers:
+        reader.update(hold=True)
+    readers[0].hook_error = BrokenHook("no") if number % 2 else None
+    cluster.run()
+    trainer.update(at_least=number + 1, timeout_s=0.1)
+    cluster.advance(0.2)
+    readers[1].worker.disconnect()
+    cluster.run()
+    readers[1].worker.connect()
+    cluster.run()
+    trainer.unpublish()
+    cluster.run()
+
+
+def test_books_stay_bounded_over_many_operations() -> None:
+    cluster = PureCluster(Options(lease_s=5.0))
+    for name in ("trainer", "r0", "r1"):
+        cluster.handle(name)
+    cluster.run()
+    counts: list[dict[str, int]] = []
+    for number in range(1, 301):
+        one_round(cluster, number)
+        cluster.log.clear()
+        if number in (100, 300):
+            for handle in cluster.all_handles():
+                handle.history.clear()
+            cluster.outcomes.clear()
+            counts.append(alive())
+    assert counts[0] == counts[1]
+    books = cluster.coordinator.cluster
+    model = books.models["actor"]
+    assert len(model.versions) <= 4
+    assert all(len(group.decided) <= DECIDED_KEPT_MAX for group in model.groups.values())
+    assert all(len(group.replicas) <= 2 for group in model.groups.values())
+    assert books.leases == {}
+    assert books.records == {}
+    assert model.waiting == {}
+    assert model.withdrawals == {}
+    assert len(books.timers) <= 8
+    assert len(books.timers._heap) <= 200  # what is cancelled is swept out
+    assert len(books.sessions) == 3
+
+
+def test_workers_and_groups_that_come_and_go_leave_nothing() -> None:
+    cluster = PureCluster()
+    cluster.handle("trainer").publish(1)
+    cluster.run()
+    for number in range(50):
+        spot = cluster.handle(f"spot{number}", spot=True)
+        cluster.run()
+        spot.replicate()
+        cluster.run()
+        if number % 2:
+            spot.worker.crash()
+            cluster.advance(11)
+        else:
+            spot.close()
+            cluster.run()
+            spot.worker.disconnect()
+            spot.worker.alive = False
+            cluster.advance(11)
+        del cluster.workers[spot.worker.name]
+    books = cluster.coordinator.cluster
+    assert list(books.models["actor"].groups) == ["trainer"]
+    assert len(books.workers) == len(books.members) == 1
+    assert books.leases == {}
+
+
+def test_timers_that_are_set_again_and_again_are_swept() -> None:
+    from tensorhub.machine import Timers
+
+    timers = Timers()
+    for number in range(10_000):
+        timers.set("operation", "k", 1e6 + number)
+        timers.set("other", str(number), 1e6)
+        timers.cancel("other", str(number))
+    assert len(timers) == 1
+    assert len(timers._heap) < 200
+    assert timers.next() == 1e6 + 9_999
+    assert timers.pop_due(2e6) == ("operation", "k")
+    assert timers.next() is None

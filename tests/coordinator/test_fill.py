@@ -1,0 +1,519 @@
+"""Replicate and update: binding, writing, sources (R7, R12, G4, G8)."""
+
+from __future__ import annotations
+
+import pytest
+
+from tensorhub.errors import (
+    GroupAborted,
+    ManifestMismatch,
+    OperationTimeout,
+    StateError,
+    TransportUnavailable,
+    VersionUnavailable,
+)
+from tensorhub.messages import Start, Write
+from tensorhub.types import HandleState, Location
+from tests.harness import BrokenHook, Choice, Handle, PureCluster
+
+
+def trainer_and_reader(version: int = 1) -> tuple[PureCluster, Handle, Handle]:
+    cluster = PureCluster()
+    trainer, reader = cluster.handle("trainer"), cluster.handle("reader")
+    cluster.run()
+    trainer.publish(version)
+    cluster.run()
+    return cluster, trainer, reader
+
+
+def run_until(cluster: PureCluster, line: str) -> None:
+    """Let things happen until a message is delivered that is shown with `line`."""
+    seen = len(cluster.log)
+    for _ in range(1000):
+        cluster.do(cluster.choices()[0])
+        if any(line in new for new in cluster.log[seen:]):
+            return
+    raise AssertionError(f"no {line!r}")
+
+
+def test_replicate_copies_what_was_published() -> None:
+    cluster, trainer, reader = trainer_and_reader()
+    asked = reader.replicate()
+    cluster.run()
+    assert (asked.number, asked.changed) == (1, True)
+    assert reader.cells == trainer.cells
+    assert reader.member.state is HandleState.READY
+
+
+def test_a_reader_is_a_source_from_its_first_chunk_on() -> None:
+    cluster, trainer, reader = trainer_and_reader()
+    other = cluster.handle("other")
+    cluster.run()
+    first, second = reader.replicate(), other.replicate()
+    while (choices := [choice for choice in cluster.choices() if choice.kind != "read"]) != []:
+        cluster.do(choices[0])
+    assert any("other <- Start" in line and ":reader(" in line and ", filling)" in line for line in cluster.log)
+    cluster.run()
+    assert (first.number, second.number) == (1, 1)
+    assert other.cells == trainer.cells
+
+
+def test_latest_waits_for_a_first_version() -> None:
+    cluster = PureCluster()
+    trainer, reader = cluster.handle("trainer"), cluster.handle("reader")
+    cluster.run()
+    asked = reader.replicate("latest")
+    cluster.run()
+    assert not asked.done
+    trainer.publish(7)
+    cluster.run()
+    assert asked.number == 7
+
+
+def test_a_wait_for_a_version_that_never_comes_names_the_model() -> None:
+    cluster = PureCluster()
+    reader = cluster.handle("reader")
+    cluster.run()
+    asked = reader.replicate("latest", timeout_s=5)
+    cluster.advance(6)
+    with pytest.raises(VersionUnavailable, match=r"nothing was published under the model 'actor' \(is the name right\?\)"):
+        _ = asked.number
+
+
+def test_latest_1_is_the_one_before_and_does_not_fall_back() -> None:
+    cluster, trainer, reader = trainer_and_reader()
+    keeper = cluster.handle("keeper")
+    cluster.run()
+    asked = reader.replicate("latest-1", timeout_s=5)
+    cluster.advance(6)
+    with pytest.raises(VersionUnavailable, match="has one version only; there is no 'latest-1'"):
+        _ = asked.number
+    keeper.replicate("latest")
+    cluster.run()
+    trainer.unpublish()
+    cluster.run()
+    trainer.publish(2)
+    cluster.run()
+    asked = reader.replicate("latest-1")
+    cluster.run()
+    assert asked.number == 1
+
+
+def test_a_newer_publication_replaces_an_unbound_target() -> None:
+    """Version 1 is visible and held by nobody: nothing is bound, and 2 is what `latest` becomes."""
+    cluster, trainer, reader = trainer_and_reader()
+    trainer.unpublish()
+    cluster.run()
+    asked = reader.replicate("latest")
+    cluster.run()
+    assert not asked.done
+    trainer.publish(2)
+    cluster.run()
+    assert asked.number == 2
+
+
+def test_at_least_waits_for_that_number() -> None:
+    cluster, trainer, reader = trainer_and_reader()
+    asked = reader.update("latest", at_least=3)
+    cluster.run()
+    assert not asked.done
+    trainer.unpublish()
+    cluster.run()
+    trainer.publish(3)
+    cluster.run()
+    assert asked.number == 3
+
+
+def test_at_least_that_never_comes_says_so() -> None:
+    cluster, _, reader = trainer_and_reader()
+    asked = reader.update("latest", at_least=3, timeout_s=2)
+    cluster.advance(3)
+    with pytest.raises(VersionUnavailable, match="version 3 of 'actor' was not published; the newest is 1"):
+        _ = asked.number
+
+
+def test_update_calls_the_hook_with_everything_intact_and_then_writes() -> None:
+    cluster, trainer, reader = trainer_and_reader()
+    reader.replicate()
+    cluster.run()
+    trainer.unpublish()
+    cluster.run()
+    trainer.publish(2)
+    cluster.run()
+    old = list(reader.cells)
+    asked = reader.update(hold=True)
+    while not reader.hooks:
+        cluster.do(cluster.choices()[0])
+    assert reader.hooks[0].version.version == 2
+    assert reader.cells == old
+    assert reader.member.version == 1
+    cluster.run()
+    assert (asked.number, asked.changed, reader.hook_calls) == (2, True, 1)
+
+
+def test_no_rank_writes_before_every_hook_has_returned() -> None:
+    cluster = PureCluster()
+    trainers, readers = cluster.group("trainer", 2), cluster.group("reader", 2)
+    cluster.run()
+    for handle in trainers:
+        handle.publish(1)
+    cluster.run()
+    calls = [handle.replicate(hold=True) for handle in readers]
+    while (choices := [c for c in cluster.choices() if c != Choice("hook", readers[1].name)]) != []:
+        cluster.do(choices[0])
+    assert [handle.hook_calls for handle in readers] == [1, 0]
+    assert all(handle.member.state is HandleState.EMPTY for handle in readers)
+    cluster.run()
+    assert [call.number for call in calls] == [1, 1]
+
+
+def test_a_hook_that_raises_ends_the_update_on_all_ranks_intact() -> None:
+    cluster = PureCluster()
+    trainers, readers = cluster.group("trainer", 2), cluster.group("reader", 2)
+    cluster.run()
+    for number in (1, 2):
+        for handle in trainers:
+            if handle.member.state is HandleState.READY:
+                handle.unpublish()
+        cluster.run()
+        for handle in trainers:
+            handle.publish(number)
+        cluster.run()
+        if number == 1:
+            for handle in readers:
+                handle.replicate()
+            cluster.run()
+    readers[0].hook_error = BrokenHook("cannot pause")
+    calls = [handle.update(hold=True) for handle in readers]
+    cluster.run()
+    assert isinstance(calls[0].error, BrokenHook)
+    with pytest.raises(GroupAborted, match="cannot pause") as caught:
+        _ = calls[1].number
+    assert caught.value.memory == "intact"
+    assert [handle.member.version for handle in readers] == [1, 1]
+    cluster.check_agreement()
+
+
+def test_an_empty_rank_beside_one_that_holds_something_says_that_it_is_ready() -> None:
+    """Its Start is no Write: nobody writes before its manifest, however late, has come and fits."""
+    cluster = PureCluster()
+    trainers, readers = cluster.group("trainer", 2), cluster.group("reader", 2)
+    cluster.run()
+    for handle in trainers:
+        handle.publish(1)
+    cluster.run()
+    for handle in readers:
+        handle.replicate()
+    cluster.run()
+    for handle in trainers:
+        handle.unpublish()
+    cluster.run()
+    readers[1].worker.crash()
+    cluster.advance(11)
+    newcomer = cluster.handle("spare", "reader", 1, 2)
+    for handle in trainers:
+        handle.publish(2)
+    cluster.run()
+    calls = [readers[0].update(), newcomer.update()]
+    slow = Choice("up", "spare")
+    while not any(isinstance(message, Start) for message in newcomer.worker.heard_soon()):
+        cluster.do(cluster.choices()[0])
+    while (choices := [c for c in cluster.choices() if c != slow]) != []:
+        cluster.do(choices[0])
+    assert readers[0].member.version == 1
+    cluster.run()
+    assert [call.number for call in calls] == [2, 2]
+
+
+def test_a_no_op_update_is_a_barrier_of_its_group() -> None:
+    cluster = PureCluster()
+    trainers = cluster.group("trainer", 2)
+    cluster.run()
+    for handle in trainers:
+        handle.publish(1)
+    cluster.run()
+    one = trainers[0].update("latest")
+    cluster.run()
+    assert not one.done
+    two = trainers[1].update("latest")
+    cluster.run()
+    assert [(call.number, call.changed) for call in (one, two)] == [(1, False), (1, False)]
+
+
+def test_a_group_in_which_one_rank_holds_the_version_already() -> None:
+    """Only the newcomer reads; the other's memory stays a source throughout."""
+    cluster = PureCluster()
+    trainers, readers = cluster.group("trainer", 2), cluster.group("reader", 2)
+    cluster.run()
+    for handle in trainers:
+        handle.publish(1)
+    cluster.run()
+    for handle in readers:
+        handle.replicate()
+    cluster.run()
+    readers[1].worker.crash()
+    cluster.advance(11)
+    newcomer = cluster.handle("spare", "reader", 1, 2)
+    cluster.run()
+    calls = [readers[0].update(), newcomer.update()]
+    cluster.run()
+    assert [(call.number, call.changed) for call in calls] == [(1, False), (1, True)]
+    group = cluster.coordinator.cluster.models["actor"].groups["reader"]
+    assert [(replica.state.value, sorted(replica.holdings)) for replica in group.replicas] == [("ready", [0, 1])]
+
+
+def test_that_ranks_memory_survives_when_the_newcomer_fails() -> None:
+    cluster = PureCluster()
+    trainers, readers = cluster.group("trainer", 2), cluster.group("reader", 2)
+    cluster.run()
+    for handle in trainers:
+        handle.publish(1)
+    cluster.run()
+    for handle in readers:
+        handle.replicate()
+    cluster.run()
+    readers[1].worker.crash()
+    cluster.advance(11)
+    newcomer = cluster.handle("spare", "reader", 1, 2)
+    cluster.run()
+    calls = [readers[0].update(), newcomer.update()]
+    while newcomer.pull is None:
+        cluster.do(cluster.choices()[0])
+    newcomer.cancel("enough")
+    cluster.run()
+    assert isinstance(calls[0].error, GroupAborted)
+    assert isinstance(calls[1].error, StateError)
+    assert calls[1].error.memory == "torn"
+    assert readers[0].member.version == 1
+    cluster.check_agreement()
+    for handle in trainers:
+        handle.worker.crash()
+    cluster.advance(11)
+    shard = cluster.coordinator.cluster.models["actor"].versions[1].holdings[0]
+    assert [holding.is_source for holding in shard] == [True]
+
+
+def test_cancelling_in_the_middle_of_a_fill_leaves_torn_memory() -> None:
+    cluster, _, reader = trainer_and_reader()
+    asked = reader.replicate()
+    run_until(cluster, "reader <- Start")
+    while reader.pull is None:
+        cluster.do(cluster.choices()[0])
+    reader.cancel("enough")
+    cluster.run()
+    assert isinstance(asked.error, StateError)
+    assert asked.error.memory == "torn"
+    assert (reader.member.state, reader.member.version) == (HandleState.TORN, None)
+    again = reader.replicate()
+    cluster.run()
+    assert again.number == 1
+
+
+def test_an_abandon_that_crosses_write_keeps_the_old_version_published() -> None:
+    """R7: aborted before the first write, the old version is published again."""
+    cluster, trainer, reader = trainer_and_reader()
+    reader.replicate()
+    cluster.run()
+    trainer.unpublish()
+    cluster.run()
+    trainer.publish(2)
+    cluster.run()
+    asked = reader.update()
+    while not any(isinstance(message, Write) for message in reader.worker.heard_soon()):
+        cluster.do(cluster.choices()[0])
+    reader.cancel("enough")
+    cluster.run()
+    assert isinstance(asked.error, StateError)
+    assert asked.error.memory == "intact"
+    assert reader.member.version == 1
+    cluster.check_agreement()
+    other = cluster.handle("other")
+    cluster.run()
+    got = other.replicate(1)
+    cluster.run()
+    assert got.number == 1
+
+
+def test_given_up_between_the_fence_and_the_first_byte_the_old_version_is_published_again() -> None:
+    cluster, trainer, reader = trainer_and_reader()
+    reader.replicate()
+    cluster.run()
+    trainer.unpublish()
+    cluster.run()
+    trainer.publish(2)
+    cluster.run()
+    asked = reader.update()
+    while reader.member.running is None or reader.member.running.phase.value != "fencing":
+        cluster.do(cluster.choices()[0])
+    reader.cancel("enough")
+    cluster.run()
+    assert isinstance(asked.error, StateError)
+    assert reader.member.version == 1
+    cluster.check_agreement()
+
+
+def test_another_layout_is_refused_before_anything_changes() -> None:
+    cluster, _, _ = trainer_and_reader()
+    readers = cluster.group("wide", 2)
+    cluster.run()
+    calls = [handle.replicate() for handle in readers]
+    cluster.run()
+    for call in calls:
+        with pytest.raises(ManifestMismatch, match=r"over 1 rank.*over 2"):
+            _ = call.number
+
+
+def test_a_lost_source_is_replaced_and_nothing_verified_is_read_again() -> None:
+    cluster, _, reader = trainer_and_reader()
+    second = cluster.handle("second")
+    cluster.run()
+    second.replicate()
+    cluster.run()
+    asked = reader.replicate()
+    while reader.pull is None or len(reader.pull.missing) != 1:
+        cluster.do(cluster.choices()[0])
+    assert reader.pull is not None
+    (grant,) = reader.pull.grants.values()
+    cluster.find(grant).worker.crash()  # type: ignore[union-attr]
+    before = len(cluster.log)
+    cluster.run()
+    cluster.advance(1)
+    assert asked.number == 1
+    assert any("reader <- AddSource" in line for line in cluster.log[before:])
+    assert len(reader.pull.missing) == 0
+
+
+def test_the_only_source_is_tried_again_after_a_while_that_grows() -> None:
+    cluster, _, reader = trainer_and_reader()
+    asked = reader.replicate()
+    while reader.pull is None:
+        cluster.do(cluster.choices()[0])
+    waits = []
+    for _ in range(7):
+        assert reader.pull is not None
+        reader.source_ended(next(iter(reader.pull.grants)), "stalled")
+        began = cluster.now
+        while not reader.pull.grants:
+            for choice in [c for c in cluster.choices() if c.kind != "read"]:
+                cluster.do(choice)
+            cluster.advance(0.01, run=False)
+        waits.append(cluster.now - began)
+    cluster.run()
+    assert asked.number == 1
+    assert waits == pytest.approx([0.05, 0.1, 0.2, 0.4, 0.8, 1.6, 2.0], abs=0.04)
+
+
+def test_two_ranks_failing_sources_are_each_tried_again_in_time() -> None:
+    cluster = PureCluster()
+    trainers, readers = cluster.group("trainer", 2), cluster.group("reader", 2)
+    cluster.run()
+    for handle in trainers:
+        handle.publish(1)
+    cluster.run()
+    calls = [handle.replicate() for handle in readers]
+    while any(handle.pull is None for handle in readers):
+        cluster.do(next(c for c in cluster.choices() if c.kind != "read"))
+    for times, handle in ((4, readers[0]), (1, readers[1])):
+        for _ in range(times):
+            assert handle.pull is not None
+            while not handle.pull.grants:
+                for choice in [c for c in cluster.choices() if c.kind != "read"]:
+                    cluster.do(choice)
+                cluster.advance(0.01, run=False)
+            handle.source_ended(next(iter(handle.pull.grants)), "stalled")
+    cluster.advance(5)
+    assert [call.number for call in calls] == [1, 1]
+
+
+def test_a_lost_last_source_is_waited_for_until_the_deadline() -> None:
+    cluster, trainer, reader = trainer_and_reader()
+    asked = reader.replicate(timeout_s=30)
+    while reader.pull is None:
+        cluster.do(cluster.choices()[0])
+    trainer.worker.crash()
+    cluster.advance(29)
+    assert not asked.done
+    cluster.advance(3)
+    with pytest.raises(VersionUnavailable, match=r"lost its last source.*none came back in time") as caught:
+        _ = asked.number
+    assert caught.value.memory == "torn"
+
+
+def test_a_fill_that_takes_too_long_names_the_slow_ranks() -> None:
+    cluster = PureCluster()
+    trainers, readers = cluster.group("trainer", 2), cluster.group("reader", 2)
+    cluster.run()
+    for handle in trainers:
+        handle.publish(1)
+    cluster.run()
+    calls = [handle.replicate(timeout_s=5) for handle in readers]
+    slow = Choice("read", readers[1].name)
+    while (choices := [c for c in cluster.choices() if c != slow]) != []:
+        cluster.do(choices[0])
+    cluster.advance(2, run=False)
+    while cluster.now < 6:
+        cluster.advance(0.5, run=False)
+        while (choices := [c for c in cluster.choices() if c != slow]) != []:
+            cluster.do(choices[0])
+    for call in calls:
+        with pytest.raises(OperationTimeout, match=r"version 1 was not complete after 5 s on rank\(s\) \[1\]") as caught:
+            _ = call.number
+        assert caught.value.memory == "torn"
+
+
+def test_a_source_on_the_same_host_is_preferred() -> None:
+    cluster = PureCluster()
+    trainer = cluster.handle("trainer")
+    near = cluster.worker("near", Location(host="h1")).register("near")
+    reader = cluster.worker("reader", Location(host="h1")).register("reader")
+    cluster.run()
+    trainer.publish(1)
+    cluster.run()
+    near.replicate()
+    cluster.run()
+    reader.replicate()
+    cluster.run()
+    assert any("reader <- Start" in line and ":near(" in line for line in cluster.log)
+
+
+def test_without_a_transport_in_common_nothing_is_overwritten() -> None:
+    """R7: the only holder speaks another transport; the old version stays."""
+    cluster = PureCluster()
+    trainer = cluster.worker("trainer", transports=("rdma", "tcp")).register("trainer")
+    reader = cluster.handle("reader")
+    cluster.run()
+    trainer.publish(1)
+    cluster.run()
+    reader.replicate()
+    cluster.run()
+    trainer.unpublish()
+    cluster.run()
+    other = cluster.worker("other", transports=("rdma",)).register("other")
+    cluster.run()
+    other.publish(2)
+    cluster.run()
+    asked = reader.update()
+    cluster.run()
+    with pytest.raises(TransportUnavailable, match="rank 0 has tcp, and version 2 is offered over rdma") as caught:
+        _ = asked.number
+    assert caught.value.memory == "intact"
+    assert reader.member.version == 1
+
+
+def test_nothing_is_overwritten_while_its_only_source_is_suspected() -> None:
+    cluster, trainer, reader = trainer_and_reader()
+    trainer.worker.disconnect()
+    cluster.run()
+    asked = reader.replicate(timeout_s=5)
+    cluster.run()
+    assert reader.member.state is HandleState.EMPTY
+    cluster.advance(6)
+    assert isinstance(asked.error, VersionUnavailable)
+    assert "no holder of version 1 can be reached now" in str(asked.error)
+    assert asked.error.memory == "intact"
+
+
+def test_replicate_over_published_memory_is_refused_here() -> None:
+    _, trainer, _ = trainer_and_reader()
+    with pytest.raises(StateError, match=r"holds version 1: update\(\) replaces it"):
+        trainer.replicate()

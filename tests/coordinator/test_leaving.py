@@ -1,0 +1,234 @@
+"""Leaving: unpublish, close, grace, fences, and what becomes of the readers (R3, R5, R12, G2)."""
+
+from __future__ import annotations
+
+import pytest
+
+from tensorhub.errors import StateError, VersionUnavailable
+from tensorhub.types import HandleState
+from tests.harness import Handle, PureCluster
+
+
+def reading() -> tuple[PureCluster, Handle, Handle]:
+    """A trainer that is being read: no byte has arrived yet."""
+    cluster = PureCluster()
+    trainer, reader = cluster.handle("trainer"), cluster.handle("reader")
+    cluster.run()
+    trainer.publish(1)
+    cluster.run()
+    reader.replicate(timeout_s=30)
+    run_without_reads(cluster)
+    return cluster, trainer, reader
+
+
+def run_without_reads(cluster: PureCluster) -> None:
+    while (choices := [choice for choice in cluster.choices() if choice.kind != "read"]) != []:
+        cluster.do(choices[0])
+
+
+def holdings(cluster: PureCluster, number: int = 1) -> int:
+    return len(cluster.coordinator.cluster.models["actor"].versions[number].holdings[0])
+
+
+def test_unpublish_without_readers_returns_at_once() -> None:
+    cluster = PureCluster()
+    trainer = cluster.handle("trainer")
+    cluster.run()
+    trainer.publish(1)
+    cluster.run()
+    asked = trainer.unpublish()
+    cluster.run()
+    assert asked.has_ended()
+    assert asked.error is None
+    assert trainer.member.state is HandleState.EMPTY
+    assert holdings(cluster) == 0
+
+
+def test_unpublish_moves_its_readers_to_another_source() -> None:
+    cluster = PureCluster()
+    trainer, other, reader = cluster.handle("trainer"), cluster.handle("other"), cluster.handle("reader")
+    cluster.run()
+    trainer.publish(1)
+    cluster.run()
+    other.replicate()
+    cluster.run()
+    reader.replicate()
+    run_without_reads(cluster)
+    assert reader.pull is not None
+    (grant,) = reader.pull.grants.values()
+    source = cluster.find(grant)
+    assert source in (trainer, other)
+    asked = source.unpublish()
+    run_without_reads(cluster)
+    assert asked.has_ended()  # no byte was waited for
+    assert [g.source for g in reader.pull.grants.values()] == ["other" if source is trainer else "trainer"]
+    cluster.run()
+    assert reader.member.version == 1
+
+
+def test_unpublish_waits_for_a_reader_that_has_no_other_source_within_the_grace() -> None:
+    cluster, trainer, reader = reading()
+    asked = trainer.unpublish()
+    run_without_reads(cluster)
+    assert not asked.has_ended()
+    cluster.run()
+    assert asked.has_ended()
+    assert reader.member.version == 1
+
+
+def test_after_the_grace_the_reader_is_cut_and_told_that_the_version_is_gone() -> None:
+    cluster, trainer, reader = reading()
+    asked = trainer.unpublish()
+    until = cluster.now + 5.5
+    while cluster.now < until:
+        run_without_reads(cluster)
+        cluster.advance(0.5, run=False)
+    run_without_reads(cluster)
+    assert asked.has_ended()
+    assert asked.error is None
+    assert reader.asked is not None
+    with pytest.raises(VersionUnavailable, match="its last holder has left on purpose") as caught:
+        _ = reader.asked.number
+    assert caught.value.memory == "torn"
+    assert caught.value.retryable
+
+
+def test_nobody_new_is_sent_to_a_source_that_leaves() -> None:
+    cluster, trainer, _ = reading()
+    late = cluster.handle("late")
+    run_without_reads(cluster)
+    trainer.unpublish()
+    run_without_reads(cluster)
+    asked = late.replicate()
+    run_without_reads(cluster)
+    assert not asked.has_ended()
+    cluster.run()
+    assert asked.number == 1  # from `reader`, once that one had it
+    assert any("late <- Start" in line and ":reader(" in line for line in cluster.log)
+
+
+def test_unpublish_needs_no_coordinator() -> None:
+    """R3: a trainer never hangs on a dead coordinator; the fence is local, and reported when it is back."""
+    cluster, trainer, reader = reading()
+    trainer.worker.disconnect()
+    asked = trainer.unpublish()
+    run_without_reads(cluster)
+    assert asked.has_ended()
+    assert asked.error is None
+    assert holdings(cluster) == 2  # the coordinator does not know
+    trainer.worker.connect()
+    run_without_reads(cluster)
+    assert holdings(cluster) == 0
+    assert reader.asked is not None
+    cluster.advance(1)
+    assert isinstance(reader.asked.error, VersionUnavailable)
+
+
+def test_unpublish_whose_connection_breaks_fences_by_itself() -> None:
+    cluster, trainer, _ = reading()
+    asked = trainer.unpublish()
+    run_without_reads(cluster)
+    assert not asked.has_ended()
+    trainer.worker.disconnect()
+    run_without_reads(cluster)
+    assert asked.has_ended()
+    assert asked.error is None
+
+
+def test_a_fence_that_was_never_heard_of_is_restated() -> None:
+    """Withdrawn is lost on the way: after the next Register nobody is sent to that memory."""
+    cluster = PureCluster()
+    trainer, reader = cluster.handle("trainer"), cluster.handle("reader")
+    cluster.run()
+    trainer.publish(1)
+    cluster.run()
+    asked = trainer.unpublish()
+    while not asked.done:
+        cluster.do(next(c for c in cluster.choices() if c.kind != "up" or " Withdrawn" not in str(trainer.worker.link)))
+    trainer.worker.disconnect()
+    trainer.worker.connect()
+    cluster.run()
+    cluster.check_agreement()
+    got = reader.replicate(timeout_s=3)
+    cluster.advance(4)
+    with pytest.raises(VersionUnavailable, match="no live worker holds 'latest' of 'actor'"):
+        _ = got.number
+
+
+def test_an_update_moves_the_readers_of_the_old_version_and_never_waits_for_them() -> None:
+    cluster, trainer, reader = reading()
+    second = cluster.handle("second")
+    run_without_reads(cluster)
+    second.publish(2)
+    run_without_reads(cluster)
+    asked = trainer.update("latest")
+    run_without_reads(cluster)
+    assert trainer.pull is not None  # the trainer is being overwritten already
+    cluster.run()
+    assert asked.number == 2
+    assert reader.asked is not None
+    assert isinstance(reader.asked.error, VersionUnavailable)
+
+
+def test_close_lets_go_of_everything() -> None:
+    cluster = PureCluster()
+    trainer = cluster.handle("trainer")
+    cluster.run()
+    trainer.publish(1)
+    cluster.run()
+    asked = trainer.close()
+    cluster.run()
+    assert asked.has_ended()
+    assert asked.error is None
+    assert trainer.member.state is HandleState.CLOSED
+    assert cluster.coordinator.cluster.members == {}
+    assert cluster.coordinator.cluster.models["actor"].groups == {}
+    with pytest.raises(StateError, match="is closed; register again"):
+        trainer.publish(2)
+
+
+def test_a_handle_that_was_closed_while_nobody_heard_it_is_forgotten() -> None:
+    cluster = PureCluster()
+    trainer = cluster.handle("trainer")
+    cluster.run()
+    trainer.publish(1)
+    cluster.run()
+    trainer.worker.disconnect()
+    asked = trainer.close()
+    cluster.run()
+    assert asked.has_ended()
+    trainer.worker.connect()
+    cluster.advance(11)
+    assert cluster.coordinator.cluster.members == {}
+    again = cluster.handle("other", "trainer")
+    cluster.run()
+    assert again.registered
+
+
+def test_an_abandoned_version_that_is_held_again_is_waited_for_like_any_other() -> None:
+    """Once a new holder has come, losing that one by a crash is no leave on purpose."""
+    cluster = PureCluster()
+    trainer, second, reader = cluster.handle("trainer"), cluster.handle("second"), cluster.handle("reader")
+    cluster.run()
+    trainer.publish(1)
+    cluster.run()
+    second.replicate()
+    cluster.run()
+    second.worker.disconnect()
+    cluster.advance(11)  # lost
+    trainer.unpublish()
+    cluster.run()
+    version = cluster.coordinator.cluster.models["actor"].versions[1]
+    assert version.abandoned
+    for _ in range(2):  # the first time it is dismissed
+        second.worker.connect()
+        cluster.run()
+    assert version.has_live_source()
+    asked = reader.replicate(timeout_s=20)
+    while reader.pull is None:
+        cluster.do(cluster.choices()[0])
+    second.worker.crash()
+    cluster.advance(15)
+    assert not asked.has_ended()
+    cluster.advance(10)
+    assert isinstance(asked.error, VersionUnavailable)

@@ -1,0 +1,383 @@
+"""Workers and ranks: leases, incarnations, registrations, membership epochs (G9, R11)."""
+
+from __future__ import annotations
+
+import pytest
+
+from tensorhub.coordinator import CloseSession, Connected, Disconnected, Received, Send
+from tensorhub.errors import GroupAborted, RegistrationError
+from tensorhub.messages import Dismissed, Heartbeat, HeartbeatAck, Join, Leave, Register, Welcome
+from tensorhub.types import HandleState, Location
+from tests.harness import MANIFEST, Handle, PureCluster
+
+
+def worker_state(cluster: PureCluster, handle: Handle) -> str:
+    worker = cluster.coordinator.cluster.workers.get(handle.worker.incarnation)
+    return worker.state.value if worker is not None else "lost"
+
+
+def published() -> tuple[PureCluster, Handle, Handle]:
+    cluster = PureCluster()
+    trainer, reader = cluster.handle("trainer"), cluster.handle("reader")
+    cluster.run()
+    trainer.publish(1)
+    cluster.run()
+    return cluster, trainer, reader
+
+
+def test_heartbeats_keep_a_worker_alive() -> None:
+    cluster, trainer, _ = published()
+    cluster.advance(100)
+    assert worker_state(cluster, trainer) == "live"
+
+
+def test_a_disconnected_worker_is_suspected_then_lost() -> None:
+    cluster, trainer, reader = published()
+    trainer.worker.crash()
+    cluster.run()
+    assert worker_state(cluster, trainer) == "suspect"
+    asked = reader.replicate(timeout_s=30)
+    cluster.run()
+    assert not asked.has_ended()  # nobody is sent to a suspect
+    cluster.advance(11)
+    assert worker_state(cluster, trainer) == "lost"
+
+
+def test_a_silent_worker_is_suspected_after_half_its_lease() -> None:
+    cluster, trainer, _ = published()
+    assert trainer.worker.link is not None
+    cluster.heartbeat_at = 1e9
+    cluster.advance(5.1)
+    assert worker_state(cluster, trainer) == "suspect"
+    trainer.worker.say(Heartbeat(1))
+    cluster.run()
+    assert worker_state(cluster, trainer) == "live"
+    cluster.advance(10.1)
+    assert trainer.worker.dismissals == ["worker 'trainer' was not heard of for 10.0 s"]
+
+
+def test_a_worker_that_is_back_within_its_lease_has_lost_nothing() -> None:
+    cluster, trainer, reader = published()
+    trainer.worker.disconnect()
+    cluster.advance(6)
+    trainer.worker.connect()
+    cluster.run()
+    assert worker_state(cluster, trainer) == "live"
+    asked = reader.replicate()
+    cluster.run()
+    assert asked.number == 1
+
+
+def test_a_suspect_that_is_heard_again_wakes_who_waits_for_it() -> None:
+    cluster, trainer, reader = published()
+    trainer.worker.disconnect()
+    cluster.advance(6)
+    asked = reader.replicate()
+    cluster.run()
+    assert not asked.has_ended()
+    trainer.worker.connect()
+    cluster.run()
+    assert asked.number == 1
+
+
+def test_a_lost_worker_comes_back_as_a_new_incarnation_behind_the_same_handle() -> None:
+    cluster, trainer, reader = published()
+    trainer.worker.disconnect()
+    cluster.advance(11)
+    assert worker_state(cluster, trainer) == "lost"
+    trainer.worker.connect()
+    cluster.run()
+    assert trainer.worker.dismissals == ["this incarnation was lost; come back as a new one"]
+    trainer.worker.connect()
+    cluster.run()
+    assert trainer.member.version == 1
+    asked = reader.replicate()
+    cluster.run()
+    assert asked.number == 1
+
+
+def test_a_half_open_connection_is_replaced() -> None:
+    """The worker connects again before the coordinator has noticed that it was gone."""
+    cluster, trainer, reader = published()
+    trainer.worker.disconnect()
+    trainer.worker.connect()
+    cluster.run()
+    assert worker_state(cluster, trainer) == "live"
+    assert trainer.worker.link is not None
+    asked = reader.replicate()
+    cluster.run()
+    assert asked.number == 1
+
+
+def test_a_leaving_worker_is_lost_at_once() -> None:
+    cluster, trainer, _ = published()
+    trainer.worker.say(Leave("done"))
+    cluster.run()
+    assert worker_state(cluster, trainer) == "lost"
+    assert trainer.worker.dismissals == ["worker 'trainer' has left: done"]
+
+
+def test_a_connected_rank_is_not_replaced() -> None:
+    cluster, _, _ = published()
+    other = cluster.handle("other", "trainer")
+    cluster.run()
+    assert isinstance(other.registration_error, RegistrationError)
+    assert "is registered by worker 'trainer', which is connected: close it first" in str(other.registration_error)
+    asked = other.publish(5)
+    cluster.run()
+    assert asked.error is other.registration_error
+
+
+def test_a_disconnected_rank_is_replaced_under_a_new_epoch() -> None:
+    cluster = PureCluster()
+    first, second = cluster.group("trainer", 2)
+    cluster.run()
+    group = cluster.coordinator.cluster.models["actor"].groups["trainer"]
+    epoch = group.epoch
+    second.worker.disconnect()
+    cluster.run()
+    newcomer = cluster.handle("spare", "trainer", 1, 2)
+    cluster.run()
+    assert group.epoch > epoch
+    calls = [first.publish(1), newcomer.publish(1)]
+    cluster.run()
+    assert [call.number for call in calls] == [1, 1]
+
+
+def test_a_rank_that_missed_the_change_of_epoch_learns_of_it() -> None:
+    """Without that, each of its calls would be of an epoch that is over, for ever."""
+    cluster = PureCluster()
+    first, second, third = cluster.group("trainer", 3)
+    cluster.run()
+    first.worker.disconnect()
+    third.worker.crash()
+    cluster.run()
+    newcomer = cluster.handle("spare", "trainer", 2, 3)
+    cluster.run()
+    first.worker.connect()
+    cluster.run()
+    calls = [handle.publish(1) for handle in (first, second, newcomer)]
+    cluster.run()
+    assert [call.number for call in calls] == [1, 1, 1]
+
+
+def test_a_call_that_waits_for_its_connection_takes_its_key_from_the_new_epoch() -> None:
+    cluster = PureCluster()
+    first, second = cluster.group("trainer", 2)
+    cluster.run()
+    first.worker.disconnect()
+    queued = first.publish(1)
+    second.worker.crash()
+    cluster.run()
+    newcomer = cluster.handle("spare", "trainer", 1, 2)
+    cluster.run()
+    other = newcomer.publish(1)
+    first.worker.connect()
+    cluster.run()
+    assert (queued.number, other.number) == (1, 1)
+
+
+def test_a_changed_epoch_ends_the_calls_of_the_old_one() -> None:
+    cluster = PureCluster()
+    first, second = cluster.group("trainer", 2)
+    cluster.run()
+    asked = first.publish(1)
+    cluster.run()
+    second.close()
+    cluster.run()
+    with pytest.raises(GroupAborted, match="rank 1 of group 'trainer' was closed"):
+        _ = asked.number
+
+
+@pytest.mark.parametrize(
+    ("rank", "world_size", "layout", "text"),
+    [
+        (2, 2, "", "rank 2 does not exist in a group of 2"),
+        (1, 3, "", "has 2 ranks, not 3: give every rank the same world_size"),
+        (1, 2, "other", "group 'trainer' is laid out as , not other"),
+    ],
+)
+def test_registrations_that_do_not_fit(rank: int, world_size: int, layout: str, text: str) -> None:
+    cluster = PureCluster()
+    cluster.handle("t0", "trainer", 0, 2)
+    cluster.run()
+    odd = cluster.handle("t1", "trainer", rank, world_size, layout=layout)
+    cluster.run()
+    assert isinstance(odd.registration_error, RegistrationError)
+    assert text in str(odd.registration_error)
+
+
+def test_a_dead_readers_source_is_told_to_cut_it_off() -> None:
+    cluster, trainer, reader = published()
+    reader.replicate(timeout_s=60)
+    while reader.pull is None:
+        cluster.do(cluster.choices()[0])
+    (lease,) = reader.pull.grants
+    reader.worker.crash()
+    cluster.advance(11)
+    assert any(f"trainer <- CutReader lease={lease}" in line for line in cluster.log)
+    assert trainer.worker.cut == {lease}
+    assert cluster.coordinator.cluster.leases == {}
+
+
+def test_a_cut_that_was_lost_on_the_way_is_repeated() -> None:
+    cluster, trainer, reader = published()
+    reader.replicate(timeout_s=60)
+    while reader.pull is None:
+        cluster.do(cluster.choices()[0])
+    trainer.worker.disconnect()
+    reader.worker.crash()
+    cluster.advance(9)
+    trainer.worker.connect()
+    trainer.worker.say(Heartbeat(0))
+    while cluster.now < 10.5:
+        cluster.advance(0.5, run=True)
+    assert worker_state(cluster, trainer) == "live"
+    trainer.worker.disconnect()
+    trainer.worker.connect()
+    cluster.advance(1)
+    assert cluster.coordinator.cluster.leases == {}
+
+
+def test_a_source_lost_together_with_its_reader_leaves_no_lease() -> None:
+    cluster, trainer, reader = published()
+    reader.replicate(timeout_s=60)
+    while reader.pull is None:
+        cluster.do(cluster.choices()[0])
+    trainer.worker.crash()
+    reader.worker.crash()
+    cluster.advance(30)
+    assert cluster.coordinator.cluster.leases == {}
+    assert cluster.coordinator.cluster.workers == {}
+
+
+def test_a_lost_source_whose_reader_has_no_other_may_still_serve_it() -> None:
+    """R11: LOST only removes it from counts; immutable bytes may still be read."""
+    cluster, trainer, reader = published()
+    asked = reader.replicate(timeout_s=60)
+    while reader.pull is None:
+        cluster.do(cluster.choices()[0])
+    trainer.worker.disconnect()
+    while cluster.now < 11:
+        for choice in [c for c in cluster.choices() if c.kind != "read"]:
+            cluster.do(choice)
+        cluster.advance(0.5, run=False)
+    assert worker_state(cluster, trainer) == "lost"
+    cluster.run()
+    assert asked.number == 1
+    assert reader.cells == trainer.cells
+
+
+def test_deadlines_that_rounding_puts_in_the_past_end() -> None:
+    """8.01 + 10 - 8.01 < 10: a timer that is due, and a lease that is a hair short of over."""
+    cluster = PureCluster()
+    cluster.heartbeat_at = 1e9
+    cluster.now = 8.01
+    cluster.handle("trainer")
+    cluster.run()
+    cluster.advance(20, run=False)
+    assert cluster.coordinator.cluster.workers == {}
+
+
+def test_a_key_is_taken_once_also_across_a_lost_connection() -> None:
+    """The coordinator counts only what it has decided; a rank also counts what it has called."""
+    cluster, trainer, reader = published()
+    trainer.unpublish()
+    cluster.run()
+    first = reader.replicate()
+    cluster.run()
+    reader.worker.disconnect()
+    reader.worker.connect()
+    cluster.run()
+    trainer.publish(2)
+    cluster.run()
+    assert first.number == 2
+    trainer.unpublish()
+    cluster.run()
+    trainer.publish(3)
+    cluster.run()
+    second = reader.update()
+    cluster.run()
+    assert second.number == 3
+    assert first.key != second.key
+
+
+def test_a_call_that_was_given_up_while_nobody_heard_it_ends_on_the_other_ranks_at_the_next_connection() -> None:
+    cluster = PureCluster()
+    first, second = cluster.group("reader", 2)
+    cluster.run()
+    mine, theirs = first.replicate(timeout_s=60), second.replicate(timeout_s=60)
+    cluster.run()
+    first.worker.disconnect()
+    first.cancel("enough")
+    cluster.advance(4)
+    assert mine.has_ended()
+    assert not theirs.has_ended()
+    first.worker.connect()
+    cluster.run()
+    with pytest.raises(GroupAborted, match="rank 0: enough"):
+        _ = theirs.number
+
+
+# -- what a peer must not do
+
+
+def answers(cluster: PureCluster, session: int, *messages: object) -> list[object]:
+    found: list[object] = []
+    for message in messages:
+        for action in cluster.coordinator.step(Received(session, message), cluster.now):  # type: ignore[arg-type]
+            if isinstance(action, Send | CloseSession) and action.session == session:
+                found.append(action.message if isinstance(action, Send) else action.reason)
+    return found
+
+
+def test_speaking_before_join_costs_the_connection() -> None:
+    cluster = PureCluster()
+    cluster.coordinator.step(Connected(77, "x.1", "worker"), 0.0)
+    assert answers(cluster, 77, Heartbeat(1)) == ["Heartbeat before Join"]
+    assert answers(cluster, 99, Heartbeat(1)) == []  # a session that nobody knows
+
+
+def test_only_workers_join_and_only_once() -> None:
+    cluster = PureCluster()
+    join = Join("x", Location(), (), 1)
+    cluster.coordinator.step(Connected(77, "x.1", "observer"), 0.0)
+    assert answers(cluster, 77, join) == ["only a worker joins, and only once"]
+    cluster.coordinator.step(Connected(78, "x.2", "worker"), 0.0)
+    assert answers(cluster, 78, join, join) == [
+        Welcome("c", 1, 10.0, False),
+        "only a worker joins, and only once",
+    ]
+    cluster.coordinator.step(Disconnected(78), 0.0)
+    cluster.coordinator.step(Disconnected(78), 0.0)
+
+
+def test_a_lost_incarnation_is_sent_away() -> None:
+    cluster = PureCluster()
+    join = Join("x", Location(), (), 1)
+    cluster.coordinator.step(Connected(77, "x.1", "worker"), 0.0)
+    said = answers(cluster, 77, join, Heartbeat(3), Leave("bye"))
+    assert said[1] == HeartbeatAck(3)
+    assert isinstance(said[2], Dismissed)
+    cluster.coordinator.step(Connected(78, "x.1", "worker"), 0.0)
+    again = answers(cluster, 78, join)
+    assert again == [Dismissed("this incarnation was lost; come back as a new one"), "lost incarnation"]
+
+
+def test_an_announced_content_of_another_world_size_is_ordered_out() -> None:
+    """A peer that says nonsense must not break the coordinator."""
+    cluster, trainer, _ = published()
+    content = trainer.member.content
+    assert content is not None
+    cluster.coordinator.step(Connected(77, "x.1", "worker"), 0.0)
+    register = Register(1, "odd", "actor", "odd", 1, 2, False, "", 8192, 2, MANIFEST.encode(), content.held())
+    said = answers(cluster, 77, Join("x", Location(), (), 1), register)
+    assert getattr(said[1], "keep", None) is False
+    cluster.coordinator.check_invariants()
+
+
+def test_handles_states_are_shown() -> None:
+    cluster, trainer, _ = published()
+    assert trainer.member.state is HandleState.READY
+    assert repr(trainer.member) == "<Member actor/trainer[0] ready idle>"
+    assert "workers=2 models=1 operations=0 leases=0" in repr(cluster.coordinator)

@@ -1,0 +1,119 @@
+"""What can be asked: watch, check, manifests, describe."""
+
+from __future__ import annotations
+
+from tensorhub.coordinator import Connected, Disconnected, Received, Send
+from tensorhub.messages import (
+    Announce,
+    Check,
+    Describe,
+    Description,
+    Done,
+    FromCoordinator,
+    FromWorker,
+    GetManifest,
+    ManifestReply,
+    Refused,
+    Watch,
+)
+from tests.harness import MANIFEST, Handle, PureCluster
+
+OBSERVER = 1000
+
+
+def observed() -> tuple[PureCluster, Handle]:
+    cluster = PureCluster()
+    trainer = cluster.handle("trainer")
+    cluster.run()
+    cluster.coordinator.step(Connected(OBSERVER, "observer.1", "observer"), 0.0)
+    return cluster, trainer
+
+
+def ask(cluster: PureCluster, message: FromWorker) -> FromCoordinator:
+    (answer,) = cluster.coordinator.step(Received(OBSERVER, message), cluster.now)
+    assert isinstance(answer, Send)
+    assert answer.session == OBSERVER
+    return answer.message
+
+
+def test_watchers_hear_the_newest_version_now_and_whenever_it_changes() -> None:
+    cluster, trainer = observed()
+    assert ask(cluster, Watch("actor")) == Announce("actor", None)
+    heard: list[Announce] = []
+    step = cluster.coordinator.step
+
+    def listen(event: object, now: float) -> list[object]:
+        actions = step(event, now)  # type: ignore[arg-type]
+        heard.extend(a.message for a in actions if isinstance(a, Send) and isinstance(a.message, Announce))
+        return list(actions)
+
+    cluster.coordinator.step = listen  # type: ignore[assignment, method-assign]
+    for number in (1, 2):
+        trainer.publish(number)
+        cluster.run()
+        trainer.unpublish()
+        cluster.run()
+    assert [a.newest.version for a in heard if a.newest is not None] == [1, 2]
+    step(Disconnected(OBSERVER), cluster.now)
+    trainer.publish(3)
+    cluster.run()
+    assert len(heard) == 2
+    assert cluster.coordinator.cluster.models["actor"].watchers == set()
+
+
+def test_check_says_whether_a_number_could_be_published() -> None:
+    cluster, trainer = observed()
+    assert ask(cluster, Check(1, "actor", 1)) == Done(1)
+    trainer.publish(1)
+    cluster.run()
+    refused = ask(cluster, Check(2, "actor", 1))
+    assert isinstance(refused, Refused)
+    assert refused.error.kind == "VersionConflict"
+    assert ask(cluster, Check(3, "unheard", 1)) == Done(3)
+    assert "unheard" not in cluster.coordinator.cluster.models
+
+
+def test_manifests_are_found_by_content_and_rank() -> None:
+    cluster, trainer = observed()
+    published = trainer.publish(1)
+    cluster.run()
+    assert published.version is not None
+    content = published.version.content_id
+    assert ask(cluster, GetManifest(1, "actor", content, 0)) == ManifestReply(1, MANIFEST.encode())
+    for wrong in (GetManifest(2, "actor", content, 1), GetManifest(2, "actor", "?", 0), GetManifest(2, "?", content, 0)):
+        refused = ask(cluster, wrong)
+        assert isinstance(refused, Refused)
+        assert refused.error.kind == "VersionUnavailable"
+
+
+def test_describe_shows_versions_replicas_leases_and_workers() -> None:
+    cluster, trainer = observed()
+    reader = cluster.handle("reader")
+    cluster.run()
+    trainer.publish(1)
+    cluster.run()
+    reader.replicate()
+    while reader.pull is None:
+        cluster.do(cluster.choices()[0])
+    answer = ask(cluster, Describe(1, "actor"))
+    assert isinstance(answer, Description)
+    (model,) = answer.models
+    assert (model.model, model.mark, model.lineage) == ("actor", 1, 0)
+    assert [(v.version, v.state) for v in model.versions] == [(1, "available")]
+    assert [(r.group, r.state, r.shards[0].chunks_verified, r.shards[0].readers) for r in model.replicas] == [
+        ("reader", "filling", 0, 0),
+        ("trainer", "ready", 2, 1),
+    ]
+    assert [(lease.reader, lease.source, lease.state) for lease in model.leases] == [("reader", "trainer", "active")]
+    assert [(w.name, w.state) for w in model.workers] == [("reader", "live"), ("trainer", "live")]
+    cluster.run()
+    everything = ask(cluster, Describe(2, None))
+    assert isinstance(everything, Description)
+    assert [r.state for r in everything.models[0].replicas] == ["ready", "ready"]
+
+
+def test_describing_an_unknown_model_names_the_known_ones() -> None:
+    cluster, _ = observed()
+    refused = ask(cluster, Describe(1, "criti"))
+    assert isinstance(refused, Refused)
+    assert "no model 'criti' is known here; known models: actor" in refused.error.message

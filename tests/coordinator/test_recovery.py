@@ -1,0 +1,342 @@
+"""A coordinator that comes back on what is durable (R2, R6, R11, G3)."""
+
+from __future__ import annotations
+
+import pytest
+
+from tensorhub.errors import CoordinatorUnavailable, GroupAborted, VersionConflict, VersionUnavailable
+from tensorhub.types import HandleState
+from tests.harness import Choice, PureCluster
+
+
+def reconnect(cluster: PureCluster, *, but: str = "") -> None:
+    for worker in cluster.workers.values():
+        if worker.alive and worker.link is None and worker.name != but:
+            worker.connect()
+
+
+def until_it_is_being_stored(cluster: PureCluster) -> None:
+    while not cluster.unstored:
+        cluster.do(next(choice for choice in cluster.choices() if choice.kind != "store"))
+
+
+def test_everything_is_announced_again() -> None:
+    cluster = PureCluster()
+    trainer, reader, late = cluster.handle("trainer"), cluster.handle("reader"), cluster.handle("late")
+    cluster.run()
+    trainer.publish(1)
+    cluster.run()
+    reader.replicate()
+    cluster.run()
+    cluster.restart()
+    reconnect(cluster)
+    cluster.run()
+    cluster.check_agreement()
+    asked = late.replicate()
+    cluster.run()
+    assert asked.number == 1
+    info = reader.member.content
+    assert info is not None
+    assert asked.version == info.version
+
+
+def test_latest_is_what_is_durable_not_who_came_back_first() -> None:
+    """G3: the holder of 1 is back, that of 2 is not yet: `latest` waits."""
+    cluster = PureCluster()
+    trainer, keeper, reader = cluster.handle("trainer"), cluster.handle("keeper"), cluster.handle("reader")
+    cluster.run()
+    trainer.publish(1)
+    cluster.run()
+    keeper.replicate()
+    cluster.run()
+    trainer.unpublish()
+    cluster.run()
+    trainer.publish(2)
+    cluster.run()
+    cluster.restart()
+    reconnect(cluster, but="trainer")
+    cluster.run()
+    asked = reader.replicate("latest")
+    cluster.run()
+    assert not asked.has_ended()
+    old = cluster.handle("other").replicate(1)
+    cluster.run()
+    assert old.number == 1
+    trainer.worker.connect()
+    cluster.run()
+    assert asked.number == 2
+
+
+def test_a_number_that_was_used_before_the_restart_stays_used() -> None:
+    cluster = PureCluster()
+    trainer = cluster.handle("trainer")
+    cluster.run()
+    trainer.publish(3)
+    cluster.run()
+    trainer.worker.crash()
+    cluster.restart()
+    other = cluster.handle("other")
+    cluster.run()
+    asked = other.publish(3)
+    cluster.run()
+    with pytest.raises(VersionConflict, match="the newest number so far is 3"):
+        _ = asked.number
+
+
+def test_a_publish_that_became_durable_is_committed_although_its_coordinator_died() -> None:
+    cluster = PureCluster()
+    trainer, reader = cluster.handle("trainer"), cluster.handle("reader")
+    cluster.run()
+    asked = trainer.publish(1)
+    until_it_is_being_stored(cluster)
+    cluster.restart(kept=True)
+    reconnect(cluster)
+    cluster.run()
+    assert asked.number == 1
+    cluster.check_agreement()
+    got = reader.replicate()
+    cluster.run()
+    assert got.number == 1
+
+
+def test_a_publish_that_did_not_is_aborted_and_its_number_free() -> None:
+    cluster = PureCluster()
+    trainer = cluster.handle("trainer")
+    cluster.run()
+    asked = trainer.publish(1)
+    until_it_is_being_stored(cluster)
+    cluster.restart(kept=False)
+    reconnect(cluster)
+    cluster.run()
+    with pytest.raises(GroupAborted, match="its coordinator restarted; call again"):
+        _ = asked.number
+    assert trainer.member.state is HandleState.EMPTY
+    again = trainer.publish(1)
+    cluster.run()
+    assert again.number == 1
+
+
+@pytest.mark.parametrize("kept", [True, False])
+def test_a_groups_fill_ends_the_same_on_all_ranks(kept: bool) -> None:
+    cluster = PureCluster()
+    trainers, readers = cluster.group("trainer", 2), cluster.group("reader", 2)
+    cluster.run()
+    for handle in trainers:
+        handle.publish(1)
+    cluster.run()
+    calls = [handle.replicate() for handle in readers]
+    until_it_is_being_stored(cluster)
+    cluster.restart(kept=kept)
+    reconnect(cluster)
+    cluster.run()
+    cluster.check_agreement()
+    if kept:
+        assert [call.number for call in calls] == [1, 1]
+    else:
+        assert [getattr(call.error, "memory", None) for call in calls] == ["torn", "torn"]
+
+
+def test_a_group_of_which_one_rank_has_heard_the_outcome() -> None:
+    cluster = PureCluster()
+    trainers, readers = cluster.group("trainer", 2), cluster.group("reader", 2)
+    cluster.run()
+    for handle in trainers:
+        handle.publish(1)
+    cluster.run()
+    calls = [handle.replicate() for handle in readers]
+    deaf = Choice("down", "reader1")
+    until_it_is_being_stored(cluster)
+    while (choices := [choice for choice in cluster.choices() if choice != deaf]) != []:
+        cluster.do(choices[0])
+    assert [call.done for call in calls] == [True, False]
+    cluster.restart()
+    reconnect(cluster)
+    cluster.run()
+    assert [call.number for call in calls] == [1, 1]
+    cluster.check_agreement()
+
+
+@pytest.mark.parametrize("kept", [0, 1])
+def test_a_barrier_ends_the_same_on_all_ranks(kept: int) -> None:
+    """Nothing was read; yet who has heard that it was a barrier must not differ from who has not."""
+    cluster = PureCluster()
+    trainers = cluster.group("trainer", 2)
+    cluster.run()
+    for handle in trainers:
+        handle.publish(1)
+    cluster.run()
+    calls = [handle.update() for handle in trainers]
+    deaf = Choice("down", f"trainer{kept}")
+    while (choices := [choice for choice in cluster.choices() if choice != deaf]) != []:
+        cluster.do(choices[0])
+    cluster.restart()
+    reconnect(cluster)
+    cluster.run()
+    assert [(call.number, call.changed) for call in calls] == [(1, False), (1, False)]
+
+
+def test_both_ranks_lost_after_the_decision_still_hear_it() -> None:
+    """The group was dissolved meanwhile: the record, not its memory, has the answer."""
+    cluster = PureCluster()
+    trainers, readers = cluster.group("trainer", 2), cluster.group("reader", 2)
+    cluster.run()
+    for handle in trainers:
+        handle.publish(1)
+    cluster.run()
+    calls = [handle.replicate(timeout_s=100) for handle in readers]
+    until_it_is_being_stored(cluster)
+    for handle in readers:
+        handle.worker.disconnect()
+    cluster.advance(12)
+    assert "reader" not in cluster.coordinator.cluster.models["actor"].groups
+    for _ in range(2):
+        reconnect(cluster)
+        cluster.run()
+    assert [call.number for call in calls] == [1, 1]
+    cluster.check_agreement()
+
+
+def test_a_decision_that_is_still_in_the_making_is_not_denied() -> None:
+    cluster = PureCluster()
+    trainers = cluster.group("trainer", 2)
+    cluster.run()
+    calls = [handle.publish(1, timeout_s=100) for handle in trainers]
+    until_it_is_being_stored(cluster)
+    for handle in trainers:
+        handle.worker.disconnect()
+    record = dict(cluster.unstored)
+    cluster.unstored.clear()  # the disk is slow
+    cluster.advance(12)
+    for _ in range(2):
+        reconnect(cluster)
+        cluster.run()
+    assert [call.done for call in calls] == [False, False]
+    cluster.unstored.update(record)
+    cluster.run()
+    assert [call.number for call in calls] == [1, 1]
+    cluster.check_agreement()
+
+
+def test_a_fill_in_the_middle_is_over() -> None:
+    cluster = PureCluster()
+    trainer, reader = cluster.handle("trainer"), cluster.handle("reader")
+    cluster.run()
+    trainer.publish(1)
+    cluster.run()
+    asked = reader.replicate()
+    while reader.pull is None:
+        cluster.do(cluster.choices()[0])
+    cluster.restart()
+    reconnect(cluster)
+    cluster.run()
+    with pytest.raises(GroupAborted, match="its coordinator restarted") as caught:
+        _ = asked.number
+    assert caught.value.memory == "torn"
+    again = reader.replicate()
+    cluster.run()
+    assert again.number == 1
+
+
+def test_a_fence_begun_while_nobody_could_hear_it_is_not_announced_as_held() -> None:
+    cluster = PureCluster()
+    trainer = cluster.handle("trainer")
+    cluster.run()
+    trainer.publish(1)
+    cluster.run()
+    cluster.restart()
+    reconnect(cluster)
+    while trainer.worker.link is None or not trainer.worker.link.welcomed:
+        cluster.do(cluster.choices()[0])
+    trainer.unpublish()  # between Register and its answer
+    cluster.run()
+    cluster.check_agreement()
+
+
+def test_another_content_of_that_number_is_ordered_out() -> None:
+    """R2: the number was used by another content since; who still holds the old one is emptied."""
+    cluster = PureCluster()
+    trainer, keeper = cluster.handle("trainer"), cluster.handle("keeper")
+    cluster.run()
+    trainer.publish(1)
+    cluster.run()
+    keeper.replicate()
+    cluster.run()
+    keeper.worker.disconnect()
+    trainer.worker.disconnect()
+    cluster.store.clear()  # the state is lost: this is a new cluster
+    cluster.restart()
+    reconnect(cluster)
+    cluster.run()
+    assert (keeper.member.state, keeper.member.version) == (HandleState.EMPTY, None)
+    asked = keeper.replicate(1)
+    cluster.run()
+    assert isinstance(asked.error, VersionUnavailable)
+
+
+def test_a_call_without_a_coordinator_ends_and_says_so() -> None:
+    cluster = PureCluster()
+    reader = cluster.handle("reader")
+    cluster.run()
+    reader.worker.disconnect()
+    asked = reader.replicate(timeout_s=3)
+    cluster.advance(6)
+    with pytest.raises(CoordinatorUnavailable, match="the coordinator could not be reached within 3 s"):
+        _ = asked.number
+
+
+def test_a_publisher_that_hears_nothing_is_in_doubt_and_resolves_it_first() -> None:
+    cluster = PureCluster()
+    trainer, reader = cluster.handle("trainer"), cluster.handle("reader")
+    cluster.run()
+    asked = trainer.publish(1, timeout_s=3)
+    until_it_is_being_stored(cluster)
+    trainer.worker.disconnect()
+    cluster.advance(9)
+    assert isinstance(asked.error, CoordinatorUnavailable)
+    assert asked.error.memory == "in_doubt"
+    assert trainer.member.state is HandleState.IN_DOUBT
+    trainer.worker.connect()
+    cluster.run()
+    assert (trainer.member.state, trainer.member.version) == (HandleState.READY, 1)
+    cluster.check_agreement()
+    got = reader.replicate()
+    cluster.run()
+    assert got.number == 1
+
+
+def test_a_publisher_in_doubt_whose_publication_failed_is_empty() -> None:
+    cluster = PureCluster()
+    trainer = cluster.handle("trainer")
+    cluster.run()
+    trainer.publish(1, timeout_s=3)
+    until_it_is_being_stored(cluster)
+    trainer.worker.disconnect()
+    cluster.fail_store()
+    cluster.advance(9)
+    assert "in_doubt" in repr(trainer.member)
+    asked = trainer.unpublish()
+    cluster.run()
+    assert not asked.has_ended()
+    trainer.worker.connect()
+    cluster.run()
+    assert asked.has_ended()
+    assert asked.error is None
+    assert trainer.member.state is HandleState.EMPTY
+
+
+def test_only_the_newest_versions_are_recovered() -> None:
+    cluster = PureCluster()
+    trainer = cluster.handle("trainer")
+    cluster.run()
+    for number in range(80):
+        if number:
+            trainer.unpublish()
+            cluster.run()
+        trainer.publish(number)
+        cluster.run()
+    cluster.restart()
+    model = cluster.coordinator.cluster.models["actor"]
+    assert (len(model.versions), model.mark) == (64, 79)
+    reconnect(cluster)
+    cluster.advance(15)
+    assert sorted(model.versions) == [78, 79]  # what nobody holds is forgotten once everybody had time to come back
