@@ -144,7 +144,7 @@ async def test_what_cannot_start_raises_from_enter() -> None:
 
 
 async def test_what_breaks_later_raises_from_exit_and_ends_calls() -> None:
-    broken = threading.Event()
+    broken, called = threading.Event(), threading.Event()
 
     async def breaks(thread: LoopThread) -> None:
         thread.ready()
@@ -152,6 +152,7 @@ async def test_what_breaks_later_raises_from_exit_and_ends_calls() -> None:
         raise LookupError("broken")
 
     async def wait() -> None:
+        called.set()
         await anyio.sleep_forever()
 
     async with nothing_left():
@@ -164,6 +165,7 @@ async def test_what_breaks_later_raises_from_exit_and_ends_calls() -> None:
                             await thread.call(wait)
 
                     tasks.start_soon(call)
+                    await until(called.is_set)
                     broken.set()
                 with pytest.raises(StateError, match="tensorhub-test is closed"):
                     await thread.call(wait)
