@@ -73,11 +73,11 @@ def library_threads() -> list[str]:
 
 
 @contextlib.asynccontextmanager
-async def nothing_left() -> AsyncIterator[None]:
+async def nothing_left(wait_s: float = 2 * WAIT_S) -> AsyncIterator[None]:
     """No thread, file descriptor or task of the block outlives it, and it ends in time."""
     await anyio.lowlevel.checkpoint()
     files, tasks = open_files(), {task.id for task in anyio.get_running_tasks()}
-    with anyio.fail_after(2 * WAIT_S):
+    with anyio.fail_after(wait_s):
         yield
         await until(lambda: {task.id for task in anyio.get_running_tasks()} <= tasks)
     assert not library_threads()

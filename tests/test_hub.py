@@ -10,6 +10,7 @@ import weakref
 
 import anyio
 import anyio.lowlevel
+import numpy as np
 import pytest
 
 import tensorhub
@@ -500,6 +501,40 @@ async def test_a_call_that_comes_while_the_last_one_is_being_ended() -> None:
             go_on.set()
         owner.fence_async = fence  # type: ignore[method-assign]
         assert sorted(outcomes) in (["StateError", "VersionConflict"], ["VersionConflict", "published 6"])
+
+
+# --------------------------------------------------------------------------------------------------------- mutability
+
+
+async def test_memory_taken_back_without_the_coordinators_knowledge_is_read_no_more() -> None:
+    """R3: no digest, no lease and no coordinator stands between the reader and the overwritten bytes; the fence does."""
+    options = Options(op_timeout_s=WAIT_S, chunk_bytes=2**20, integrity=False, lease_s=600)
+    old = np.full(48 * 2**20, 1, np.uint8)  # more than what the sockets' buffers hold
+    with gated(2) as gate:
+        async with cluster("trainer", "reader", options=options) as c:
+            source = await c.hubs[0].register("m", {"a": old})
+            await source.publish(1)
+            weights = await c.hubs[1].register("m", {"a": np.zeros_like(old)})
+            worker = c.hubs[0]._worker
+
+            async def lose_the_coordinator() -> None:
+                worker._outbox = None
+                source._handle.apply(source._handle.member.disconnected(anyio.current_time()))
+
+            async with anyio.create_task_group() as tasks:
+
+                async def replicate() -> None:
+                    with pytest.raises(TensorHubError) as caught:
+                        await weights.replicate(timeout=1)
+                    assert (caught.value.retryable, caught.value.memory) == (True, "torn")
+
+                tasks.start_soon(replicate)
+                await until(lambda: gate.holds)
+                await c.hubs[0]._thread.call(lose_the_coordinator)
+                await source.unpublish()
+                old[:] = 2
+                gate.open()
+            assert weights.state == "torn"
 
 
 # ------------------------------------------------------------------------------------------------------------ watching

@@ -163,7 +163,12 @@ class Worker:
     async def run(self, ready: Callable[[], None]) -> None:
         """Connect (raising if that fails the first time), call `ready`, and stay connected until closed."""
         messages = await self._connect_any()
-        listener = self._listen()
+        try:
+            listener = self._listen()
+        except BaseException:
+            with anyio.CancelScope(shield=True):
+                await messages.aclose()
+            raise
         try:
             async with anyio.create_task_group() as self._tasks:
                 self._tasks.start_soon(self._serve_readers, listener)
@@ -232,18 +237,18 @@ class Worker:
         """A session with the first coordinator that takes one."""
         problems: list[str] = []
         for host, port in self._addresses:
-            with anyio.move_on_after(self.options.connect_timeout_s):
-                try:
-                    return await self._connect(host, port)
-                except (OSError, ConnectionLost, OperationTimeout) as error:
-                    problems.append(f"tcp://{host}:{port}: {error}")
-                    continue
-            problems.append(f"tcp://{host}:{port}: no answer within {self.options.connect_timeout_s:g} s")
+            try:
+                return await self._connect(host, port)
+            except (OSError, ConnectionLost, OperationTimeout) as error:
+                problems.append(f"tcp://{host}:{port}: {error}")
         text = f"no coordinator can be reached ({'; '.join(problems)}): is one running there? (tensorhub serve)"
         raise CoordinatorUnavailable(text)
 
     async def _connect(self, host: str, port: int) -> MessageStream[FromCoordinator]:
-        stream = await anyio.connect_tcp(host, port)
+        with anyio.move_on_after(self.options.connect_timeout_s) as scope:
+            stream = await anyio.connect_tcp(host, port)
+        if scope.cancelled_caught:
+            raise OperationTimeout(f"no answer within {self.options.connect_timeout_s:g} s")
         self._local_host = str(stream.extra(anyio.abc.SocketAttribute.local_address)[0])
         messages = MessageStream(stream, FROM_COORDINATOR, self.options.frame_bytes_max)
         try:
@@ -275,19 +280,20 @@ class Worker:
     async def _hold_session(self, messages: MessageStream[FromCoordinator], ready: Callable[[], None]) -> bool:
         """One session, to its end. True if it was welcomed."""
         outbox, to_say = anyio.create_memory_object_stream[FromWorker](OUTBOX_MESSAGES_MAX)
-        welcomed = False
+        welcomed = anyio.Event()
         self._unanswered = 0
         self._outbox_done = anyio.Event()
         try:
             async with messages, outbox, to_say, anyio.create_task_group() as tasks:
                 tasks.start_soon(self._talk, messages, to_say, tasks.cancel_scope)
-                tasks.start_soon(self._beat)
+                tasks.start_soon(self._beat, welcomed)
                 outbox.send_nowait(Join(self.name, self.location, self._endpoints, os.getpid()))
                 async for message in messages:
                     self._unanswered = 0
                     if isinstance(message, Welcome):
-                        welcomed = True
                         self._welcome_came.set()
+                        self._lease_s = message.lease_s
+                        welcomed.set()
                         self._outbox = outbox
                         self._welcomed(message)
                         ready()
@@ -309,7 +315,7 @@ class Worker:
                     handle.apply(handle.member.disconnected(clock.now()))
             for event, _ in self._answers.values():
                 event.set()
-        return welcomed
+        return welcomed.is_set()
 
     async def _talk(
         self,
@@ -322,11 +328,15 @@ class Worker:
         self._outbox_done.set()
         scope.cancel()  # the outbox was closed: all is said
 
-    async def _beat(self) -> None:
+    async def _beat(self, welcomed: anyio.Event) -> None:
         """Renew the lease, and give up a session in which nothing comes back: nobody hears, or the way is cut.
 
         Counts beats, not seconds, so that a process that was stopped itself does not blame the other side.
         """
+        with anyio.move_on_after(self.options.connect_timeout_s):
+            await welcomed.wait()
+        if not welcomed.is_set():
+            raise ConnectionLost(f"no welcome came within {self.options.connect_timeout_s:g} s")
         for sequence in itertools.count():
             await anyio.sleep(self._lease_s / BEATS_PER_LEASE)
             self._unanswered += 1
@@ -335,7 +345,6 @@ class Worker:
             self.say(Heartbeat(sequence))
 
     def _welcomed(self, message: Welcome) -> None:
-        self._lease_s = message.lease_s
         log.info("worker_welcomed", incarnation=self.incarnation, epoch=message.epoch, known=message.known)
         for model in self._newest:
             self.say(Watch(model))

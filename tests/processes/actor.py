@@ -1,0 +1,209 @@
+"""One process of a test's cluster: does what its parent says, in JSON lines on its standard input, and answers each.
+
+`{"id": 1, "do": "replicate", ...}` is answered by `{"id": 1, "value": ...}` or `{"id": 1, "error": ...}`; commands run at
+the same time, but for `block`, which blocks this process' only Python thread and its loop.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import sys
+import threading
+import time
+from collections.abc import Awaitable, Callable
+from contextlib import AsyncExitStack
+from typing import Any
+
+import anyio
+import anyio.to_thread
+import numpy as np
+import numpy.typing as npt
+
+import tensorhub
+from tensorhub.errors import TensorHubError
+from tensorhub.hub import Hub, Weights
+from tensorhub.runtime.wakeup import Wakeup
+from tensorhub.types import FetchReport, Options
+from tests.rig import Gate, gated
+
+
+class Actor:
+    """The commands; each returns what JSON can say."""
+
+    def __init__(self, stack: AsyncExitStack) -> None:
+        self._stack = stack
+        self._hub: Hub
+        self._weights: dict[str, Weights] = {}
+        self._memory: dict[str, dict[str, npt.NDArray[np.uint64]]] = {}
+        self._gate: Gate
+        self._last = 2**62  # the version at which `follow` ends
+
+    async def serve(self, port: int = 0, state_dir: str | None = None, **options: Any) -> str:
+        serving = tensorhub.serve(port=port, state_dir=state_dir, token="", options=Options(**options))
+        return (await self._stack.enter_async_context(serving)).address
+
+    async def gate(self, arrivals: int) -> None:
+        """Before `connect`: hold this process' reads after so many chunks."""
+        self._gate = self._stack.enter_context(gated(arrivals))
+
+    async def gate_holds(self) -> None:
+        while not self._gate.holds:  # noqa: ASYNC110 - a lane's thread comes there
+            await anyio.sleep(0.001)
+
+    async def gate_open(self) -> None:
+        self._gate.open()
+
+    async def connect(self, address: str, name: str, **options: Any) -> None:
+        connecting = tensorhub.connect(address, name=name, token="", options=Options(**options))
+        self._hub = await self._stack.enter_async_context(connecting)
+
+    async def register(self, nbytes: int, name: str = "w", **settings: Any) -> None:
+        memory = {part: np.zeros(nbytes // 16, np.uint64) for part in ("a", "b")}
+        self._memory[name] = memory
+        self._weights[name] = await self._hub.register("m", memory, **settings)
+
+    async def write(self, content: int, name: str = "w") -> None:
+        """Every word says which content it belongs to, and where it is."""
+        for place, tensor in enumerate(self._memory[name].values()):
+            tensor[:] = np.arange(len(tensor), dtype=np.uint64) * np.uint64(2) + np.uint64((content << 40) + place)
+
+    async def publish(self, version: int, name: str = "w", timeout: float | None = None) -> int:
+        return (await self._weights[name].publish(version, timeout)).version
+
+    async def unpublish(self, name: str = "w", timeout: float | None = None) -> None:
+        await self._weights[name].unpublish(timeout)
+
+    async def mutate(self, version: int, name: str = "w") -> None:
+        async with self._weights[name].mutate(version):
+            await self.write(version, name)
+
+    async def replicate(self, selector: int | str = "latest", name: str = "w", timeout: float | None = None) -> Any:
+        return _shown(await self._weights[name].replicate(selector, timeout))
+
+    async def update(self, name: str = "w", at_least: int | None = None, timeout: float | None = None) -> Any:
+        return _shown(await self._weights[name].update(at_least=at_least, timeout=timeout))
+
+    async def wait_for(self, at_least: int) -> int:
+        return (await self._hub.wait_for("m", at_least=at_least)).version
+
+    async def state(self, name: str = "w") -> list[Any]:
+        return [self._weights[name].state.value, self._weights[name].version]
+
+    async def incarnation(self) -> str:
+        return self._hub._worker.incarnation
+
+    async def describe(self) -> Any:
+        model = await self._hub.describe("m")
+        return {
+            "mark": model.mark,
+            "holders": sorted(s.worker for r in model.replicas if r.state == "ready" for s in r.shards),
+            "readers": sorted(lease.reader for lease in model.leases),
+        }
+
+    async def sha(self, name: str = "w") -> str:
+        digest = hashlib.sha256()
+        for tensor in self._memory[name].values():
+            digest.update(tensor.data)
+        return digest.hexdigest()
+
+    async def contents(self, name: str = "w") -> list[int]:
+        """Which contents' words the memory holds."""
+        return sorted(_contents(self._memory[name]))
+
+    async def block(self, seconds: float) -> None:
+        time.sleep(seconds)  # noqa: ASYNC251 - a trainer that computes
+
+    async def train(self, first: int, seconds: float, name: str = "w") -> int:
+        """Mutate as fast as one can; returns the last version."""
+        version, until = first, time.monotonic() + seconds
+        while time.monotonic() < until:
+            await self.mutate(version, name)
+            version += 1
+        return version - 1
+
+    async def follow(self, name: str = "w") -> dict[str, Any]:
+        """Replicate and update until the parent says the last version; every content must be whole, and the right one."""
+        seen, mixed, failures = list[int](), list[Any](), dict[str, int]()
+        while not seen or seen[-1] < self._last:
+            try:
+                report = await self._weights[name].update()
+            except TensorHubError as error:
+                kind = type(error).__name__
+                failures[kind] = failures.get(kind, 0) + 1
+                continue
+            found = _contents(self._memory[name])
+            if found != {report.version} or self._weights[name].version != report.version:
+                mixed.append([report.version, sorted(found)])
+            if report.changed:
+                seen.append(report.version)
+        return {"seen": seen, "mixed": mixed, "failures": failures}
+
+    async def stop_at(self, version: int) -> None:
+        self._last = version
+
+    async def close(self) -> None:
+        await self._stack.aclose()
+
+
+def _contents(memory: dict[str, npt.NDArray[np.uint64]]) -> set[int]:
+    found: set[int] = set()
+    for place, tensor in enumerate(memory.values()):
+        at = np.arange(len(tensor), dtype=np.uint64) * np.uint64(2) + np.uint64(place)
+        found.update(int(value) for value in np.unique((tensor - at) >> np.uint64(40)))
+    return found
+
+
+def _shown(report: FetchReport) -> dict[str, Any]:
+    return {
+        "version": report.version,
+        "changed": report.changed,
+        "bytes_read": report.bytes_read,
+        "reread_bytes": report.reread_bytes,
+        "retries": report.retries,
+        "sources": {source.name: source.outcome for source in report.sources},
+    }
+
+
+async def _obey(actor: Actor, command: dict[str, Any]) -> None:
+    number, what = command.pop("id"), command.pop("do")
+    work: Callable[..., Awaitable[Any]] = getattr(actor, what)
+    answer: dict[str, Any] = {"id": number}
+    try:
+        answer["value"] = await work(**command)
+    except Exception as error:
+        answer["error"] = {
+            "kind": type(error).__name__,
+            "text": str(error),
+            "retryable": getattr(error, "retryable", None),
+            "memory": getattr(error, "memory", None),
+        }
+    os.write(1, json.dumps(answer).encode() + b"\n")
+
+
+async def main() -> None:
+    wakeup, lines = Wakeup(), list[str]()
+
+    def listen() -> None:
+        for line in sys.stdin:
+            lines.append(line)
+            wakeup.set()
+        lines.append("")
+        wakeup.set()
+
+    threading.Thread(target=listen, daemon=True).start()
+    async with AsyncExitStack() as stack, anyio.create_task_group() as tasks:
+        actor = Actor(stack)
+        while True:
+            await wakeup.wait()
+            while lines:
+                line = lines.pop(0)
+                if not line:
+                    tasks.cancel_scope.cancel()
+                    return
+                tasks.start_soon(_obey, actor, json.loads(line))
+
+
+if __name__ == "__main__":
+    anyio.run(main, backend=sys.argv[1])

@@ -1,0 +1,258 @@
+"""Calls from any loop into the library's own: results, errors, cancellation, requests back, and its end."""
+
+from __future__ import annotations
+
+import gc
+import threading
+from collections.abc import Callable
+
+import anyio
+import anyio.lowlevel
+import anyio.to_thread
+import pytest
+
+from tensorhub.errors import StateError
+from tensorhub.runtime.loop_thread import AsyncSide, LoopThread, running_backend
+from tests.rig import nothing_left, until
+
+
+class Inside(AsyncSide):
+    """The library's loop is of this kind, or (None) of its owner's."""
+
+    def __init__(self, kind: str | None) -> None:
+        self._kind = kind
+
+    def backend(self) -> str:
+        return self._kind or super().backend()
+
+
+async def idle(thread: LoopThread) -> None:
+    thread.ready()
+    await anyio.sleep_forever()
+
+
+@pytest.fixture(params=[None, "asyncio", "trio"], ids=["own kind", "asyncio inside", "trio inside"])
+def backend(request: pytest.FixtureRequest) -> str | None:
+    found: str | None = request.param
+    return found
+
+
+async def test_results_and_errors_come_back(backend: str | None) -> None:
+    async def who(what: str) -> tuple[str, str, int]:
+        if what == "bad":
+            raise LookupError(what)
+        return what, running_backend(), threading.get_ident()
+
+    async with nothing_left(), LoopThread("tensorhub-test", idle, Inside(backend)) as thread:
+        what, kind, ident = await thread.call(who, "good")
+        assert (what, kind) == ("good", backend or running_backend())
+        assert ident != threading.get_ident()
+        with pytest.raises(LookupError, match="bad"):
+            await thread.call(who, "bad")
+        assert (await thread.call(who, "again"))[0] == "again"
+
+
+async def test_cancelling_ends_the_call_over_there_first(backend: str | None) -> None:
+    events: list[str] = []
+
+    async def work() -> None:
+        events.append("begun")
+        try:
+            await anyio.sleep_forever()
+        finally:
+            with anyio.CancelScope(shield=True):
+                await anyio.lowlevel.checkpoint()
+            events.append("ended")
+
+    async with nothing_left(), LoopThread("tensorhub-test", idle, Inside(backend)) as thread:
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(thread.call, work)
+            await until(lambda: events == ["begun"])
+            tasks.cancel_scope.cancel()
+        assert events == ["begun", "ended"]
+
+
+async def test_a_call_cancelled_before_it_begins() -> None:
+    async def never() -> None:
+        await anyio.sleep_forever()
+
+    async with nothing_left(), LoopThread("tensorhub-test", idle, AsyncSide()) as thread:
+        with anyio.CancelScope() as scope:
+            scope.cancel()
+            await thread.call(never)
+        assert scope.cancelled_caught
+
+
+async def test_a_call_may_ask_its_caller_back(backend: str | None) -> None:
+    asked: list[int] = []
+
+    async def ask() -> None:
+        asked.append(threading.get_ident())
+        thread.post(answered.append)
+
+    async with nothing_left(), LoopThread("tensorhub-test", idle, Inside(backend)) as thread:
+        answered = _Flag()
+
+        async def work() -> str:
+            for _ in range(3):
+                job.ask_caller(ask)
+            await until(lambda: answered.count == 3)
+            return "done"
+
+        job = thread.job(work)
+        assert await thread.run_job(job) == "done"
+        assert asked == [threading.get_ident()] * 3
+
+
+class _Flag:
+    def __init__(self) -> None:
+        self.count = 0
+
+    def append(self) -> None:
+        self.count += 1
+
+
+async def test_an_error_in_what_the_caller_was_asked_ends_the_call() -> None:
+    ended = threading.Event()
+
+    async def ask() -> None:
+        raise LookupError("mine")
+
+    async def work() -> None:
+        job.ask_caller(ask)
+        try:
+            await anyio.sleep_forever()
+        finally:
+            ended.set()
+
+    async with nothing_left(), LoopThread("tensorhub-test", idle, AsyncSide()) as thread:
+        job = thread.job(work)
+        with pytest.raises(LookupError, match="mine"):
+            await thread.run_job(job)
+        assert ended.is_set()
+
+
+async def test_what_cannot_start_raises_from_enter() -> None:
+    async def fails(thread: LoopThread) -> None:
+        async with anyio.create_task_group():
+            raise StateError("the port is taken")
+
+    async with nothing_left():
+        with pytest.raises(StateError, match="the port is taken"):
+            async with LoopThread("tensorhub-test", fails, AsyncSide()):
+                raise AssertionError("not entered")
+
+
+async def test_what_breaks_later_raises_from_exit_and_ends_calls() -> None:
+    broken, called = threading.Event(), threading.Event()
+
+    async def breaks(thread: LoopThread) -> None:
+        thread.ready()
+        await until(broken.is_set)
+        raise LookupError("broken")
+
+    async def wait() -> None:
+        called.set()
+        await anyio.sleep_forever()
+
+    async with nothing_left():
+        with pytest.raises(LookupError, match="broken"):  # noqa: PT012
+            async with LoopThread("tensorhub-test", breaks, AsyncSide()) as thread:
+                async with anyio.create_task_group() as tasks:
+
+                    async def call() -> None:
+                        with pytest.raises(StateError, match="the library's thread has ended"):
+                            await thread.call(wait)
+
+                    tasks.start_soon(call)
+                    await until(called.is_set)
+                    broken.set()
+                with pytest.raises(StateError, match="tensorhub-test is closed"):
+                    await thread.call(wait)
+
+
+async def test_a_call_that_comes_too_late_to_be_started_is_told_so() -> None:
+    """Between the last turn of the library's loop and its end, calls can still be posted."""
+    go_on, blocks = threading.Event(), threading.Event()
+
+    async def ends(thread: LoopThread) -> None:
+        thread.ready()
+        blocks.set()
+        go_on.wait(30)  # the loop does not turn any more before its end
+
+    async def never() -> None:
+        raise AssertionError("it must not be started")
+
+    async with nothing_left(), LoopThread("tensorhub-test", ends, AsyncSide()) as thread:
+        await anyio.to_thread.run_sync(blocks.wait, 30)
+        async with anyio.create_task_group() as tasks:
+
+            async def call() -> None:
+                with pytest.raises(StateError, match="closed"):
+                    await thread.call(never)
+
+            tasks.start_soon(call)
+            await until(lambda: bool(thread._jobs))
+            go_on.set()
+
+
+async def test_cancelled_while_it_starts() -> None:
+    begun = threading.Event()
+
+    async def starts(thread: LoopThread) -> None:
+        begun.set()
+        await anyio.sleep_forever()
+
+    async with nothing_left(), anyio.create_task_group() as tasks:
+
+        async def enter() -> None:
+            async with LoopThread("tensorhub-test", starts, AsyncSide()):
+                raise AssertionError("not entered")
+
+        tasks.start_soon(enter)
+        await until(begun.is_set)
+        tasks.cancel_scope.cancel()
+
+
+async def test_many_calls_from_many_loops() -> None:
+    async def double(number: int) -> int:
+        await anyio.lowlevel.checkpoint()
+        return 2 * number
+
+    async with nothing_left(), LoopThread("tensorhub-test", idle, AsyncSide()) as thread:
+        found: list[int] = []
+
+        async def several(first: int) -> None:
+            for number in range(first, first + 50):
+                found.append(await thread.call(double, number))
+
+        def elsewhere(first: int, kind: str) -> None:
+            anyio.run(several, first, backend=kind)
+
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(several, 0)
+            tasks.start_soon(anyio.to_thread.run_sync, elsewhere, 50, "asyncio")
+            tasks.start_soon(anyio.to_thread.run_sync, elsewhere, 100, "trio")
+        assert sorted(found) == [2 * number for number in range(150)]
+
+
+async def test_posting_from_a_finalizer_within_posting() -> None:
+    """Garbage is collected between any two bytecodes, also while the lock is held."""
+    done: list[str] = []
+
+    class Collected:
+        def __init__(self, post: Callable[[], object]) -> None:
+            self.me, self.post = self, post
+
+        def __del__(self) -> None:
+            self.post()
+
+    async def flush() -> None:
+        await anyio.lowlevel.checkpoint()
+
+    async with nothing_left(), LoopThread("tensorhub-test", idle, AsyncSide()) as thread:
+        Collected(lambda: thread.post(lambda: done.append("inner")))
+        with thread._lock:
+            gc.collect()
+        await thread.call(flush)
+        await until(lambda: done == ["inner"])

@@ -1,0 +1,164 @@
+"""The coordinator's shell: restarts with and without its state, a disk that fails, and peers that do not listen."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import AsyncIterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import anyio
+import anyio.abc
+import pytest
+
+import tensorhub
+from tensorhub.coordinator import Entry
+from tensorhub.errors import CoordinatorUnavailable, StateError, VersionConflict
+from tensorhub.messages import Join, Watch
+from tensorhub.protocol.codec import FROM_COORDINATOR
+from tensorhub.protocol.handshake import NONCE_BYTES, ClientHandshake
+from tensorhub.protocol.stream import MessageStream
+from tensorhub.runtime import server as server_module
+from tensorhub.runtime.server import CoordinatorServer
+from tensorhub.runtime.store import MemoryStore
+from tensorhub.types import Location, Options, parse_address
+from tests.rig import OPTIONS, WAIT_S, cluster, connect, holds, nothing_left, tensors, until
+
+
+async def test_a_used_number_stays_used_and_holders_serve_again_after_a_restart(tmp_path: Path) -> None:
+    async with nothing_left(), contextlib.AsyncExitStack() as stack:
+        first = tensorhub.serve(token="", state_dir=tmp_path, options=OPTIONS)
+        address = (await first.__aenter__()).address
+        trainer = await stack.enter_async_context(connect(address, "trainer"))
+        reader = await stack.enter_async_context(connect(address, "reader"))
+        source = await trainer.register("m", tensors(1))
+        info = await source.publish(3)
+        await first.__aexit__(None, None, None)
+        await until(lambda: "offline" in repr(trainer))
+        port = parse_address(address)[1]
+        second = tensorhub.serve(port=port, token="", state_dir=tmp_path, options=OPTIONS)
+        assert (await stack.enter_async_context(second)).address == address
+        mine = tensors()
+        weights = await reader.register("m", mine)
+        assert (await weights.replicate(3)).version == 3
+        assert holds(mine, 1)
+        assert reader.newest("m") in (None, info)
+        assert (source.state, source.version) == ("ready", 3)
+        with pytest.raises(VersionConflict, match="the newest number so far is 3"):
+            async with source.mutate(3):
+                raise AssertionError("the body must not run")
+        async with source.mutate(4):
+            pass
+        assert (await weights.update()).version == 4
+        await stack.aclose()
+
+
+async def test_without_its_state_a_coordinator_is_a_new_cluster() -> None:
+    """What was published there is not published here; nobody reads it by mistake."""
+    async with nothing_left(), contextlib.AsyncExitStack() as stack:
+        first = tensorhub.serve(token="", options=OPTIONS)
+        address = (await first.__aenter__()).address
+        trainer = await stack.enter_async_context(connect(address, "trainer"))
+        source = await trainer.register("m", tensors(1))
+        await source.publish(3)
+        await first.__aexit__(None, None, None)
+        second = tensorhub.serve(port=parse_address(address)[1], token="", options=OPTIONS)
+        await stack.enter_async_context(second)
+        await until(lambda: source.state == "empty")
+        with pytest.raises(StateError, match="there is nothing to unpublish"):
+            await source.unpublish()
+        await source.publish(1)
+        await stack.aclose()
+
+
+async def test_two_coordinators_on_one_state_dir(tmp_path: Path) -> None:
+    async with cluster(state_dir=tmp_path):
+        with pytest.raises(StateError, match="is in use by another coordinator: give each its own"):
+            async with tensorhub.serve(token="", state_dir=tmp_path):
+                pass
+    async with cluster(state_dir=tmp_path):
+        pass
+
+
+async def test_a_coordinator_that_cannot_listen_lets_go_of_its_state(tmp_path: Path) -> None:
+    async with cluster() as c:
+        with pytest.raises(StateError, match="is in use"):
+            async with tensorhub.serve(port=parse_address(c.address)[1], token="", state_dir=tmp_path):
+                pass
+        async with tensorhub.serve(token="", state_dir=tmp_path):
+            pass
+
+
+class FailingStore(MemoryStore):
+    broken = False
+
+    def write(self, entries: Sequence[Entry]) -> None:
+        if self.broken:
+            raise OSError("no space left on device")
+
+
+@contextlib.asynccontextmanager
+async def serving(options: Options, store: MemoryStore | None = None) -> AsyncIterator[CoordinatorServer]:
+    """A server in this very loop."""
+    server = CoordinatorServer(options=options, secrets_accepted=(b"",), store=store or MemoryStore())
+    listening = anyio.Event()
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(server.run, "127.0.0.1", 0, listening.set)
+        await listening.wait()
+        yield server
+        tasks.cancel_scope.cancel()
+
+
+async def test_a_publication_that_cannot_be_recorded_is_none() -> None:
+    store = FailingStore()
+    async with nothing_left(), serving(OPTIONS, store) as server, connect(server.address) as hub:
+        source = await hub.register("m", tensors(1))
+        store.broken = True
+        with pytest.raises(CoordinatorUnavailable, match="durable: no space left on device; see its state_dir") as caught:
+            await source.publish(1)
+        assert (caught.value.retryable, caught.value.memory) == (True, "intact")
+        assert source.state == "empty"
+        assert hub.newest("m") is None
+        store.broken = False
+        await source.publish(1)
+
+
+async def talk(server: CoordinatorServer, *words: Any) -> MessageStream[Any]:
+    """A worker by hand, that has proved itself and said `words`."""
+    host, port = parse_address(server.address)
+    messages = MessageStream(await anyio.connect_tcp(host, port), FROM_COORDINATOR, 2**20)
+    await messages.handshake(ClientHandshake("worker", "by-hand", b"", bytes(NONCE_BYTES)), WAIT_S)
+    for word in words:
+        await messages.send(word)
+    return messages
+
+
+JOIN = Join("by hand", Location(), (), 1)
+
+
+async def test_who_says_what_is_not_his_to_say_loses_the_connection_alone() -> None:
+    async with nothing_left(), serving(OPTIONS) as server, connect(server.address) as hub:
+        for words in [(JOIN, JOIN), (Watch("m"), JOIN, Join("again", Location(), (), 1))]:
+            async with await talk(server, *words) as messages:
+                assert [type(message).__name__ async for message in messages][-1] in ("Welcome", "Announce")
+        await hub.describe()  # who was there before goes on
+        await until(lambda: "sessions=1" in repr(server))
+
+
+async def test_a_session_whose_peer_takes_nothing_ends_soon_after_its_lease(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its last words would otherwise be waited for until the kernel gives the connection up."""
+    monkeypatch.setattr(server_module, "LAST_WORDS_S", 0.2)
+    options = Options(lease_s=0.3)
+    async with nothing_left(), serving(options) as server, await talk(server, JOIN) as messages:
+        await until(lambda: "sessions=1" in repr(server))
+        stuck = next(iter(server._sessions.values())).outbox
+        await messages.receive()
+        original = MessageStream.send
+
+        async def never(self: MessageStream[Any], message: Any) -> None:
+            await anyio.sleep_forever()
+
+        monkeypatch.setattr(MessageStream, "send", never)
+        assert stuck.statistics().open_send_streams == 1
+        await until(lambda: "sessions=0" in repr(server))
+        monkeypatch.setattr(MessageStream, "send", original)

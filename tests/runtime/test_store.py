@@ -1,0 +1,130 @@
+"""What a coordinator must not forget: durable, all or nothing, and never two owners of one directory."""
+
+import os
+import signal
+import sqlite3
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tensorhub.coordinator import Decision, Durable, Publication
+from tensorhub.errors import StateError
+from tensorhub.runtime.store import PUBLICATIONS_READ_MAX, MemoryStore, SqliteStore
+from tensorhub.types import OpKey
+
+
+def publication(number: int, model: str = "m", lineage: int = 0) -> Publication:
+    return Publication(model, lineage, number, f"content-{number}", 12, 1, "world/1", OpKey(model, "g", 7, number))
+
+
+def decision(number: int, group: str = "g") -> Decision:
+    return Decision(OpKey("m", group, 7, number), "m", number, f"content-{number}")
+
+
+def test_what_was_written_is_read_by_the_next(tmp_path: Path) -> None:
+    first = SqliteStore(tmp_path)
+    assert first.read() == Durable()
+    first.write([publication(1), decision(1)])
+    first.write([publication(2), decision(2), decision(1, "other")])
+    first.close()
+    first.close()
+    second = SqliteStore(tmp_path)
+    assert (second.cluster, second.epoch) == (first.cluster, first.epoch + 1)
+    found = second.read()
+    second.close()
+    assert found.publications == (publication(1), publication(2))
+    assert sorted(found.decisions, key=str) == sorted([decision(2), decision(1, "other")], key=str)
+
+
+def test_only_the_newest_of_each_model_are_read(tmp_path: Path) -> None:
+    store = SqliteStore(tmp_path)
+    count = PUBLICATIONS_READ_MAX + 5
+    store.write([publication(number, model) for model in ("m", "n") for number in range(count)])
+    found = store.read().publications
+    store.close()
+    assert found == tuple(publication(n, model) for model in ("m", "n") for n in range(5, count))
+
+
+@pytest.mark.parametrize(
+    "bad",
+    [publication(1), Publication("m", 0, 2, "c", 12, 1, "world/1", OpKey("m", "g", 7, 2**64 - 1))],
+    ids=["used number", "beyond SQLite's integers"],
+)
+def test_a_batch_is_written_whole_or_not_at_all(tmp_path: Path, bad: Publication) -> None:
+    store = SqliteStore(tmp_path)
+    store.write([publication(1)])
+    with pytest.raises(OSError, match="the state cannot be written"):
+        store.write([publication(3), bad])
+    store.write([publication(4)])
+    found = store.read().publications
+    store.close()
+    assert found == (publication(1), publication(4))
+
+
+def test_every_commit_is_synced(tmp_path: Path) -> None:
+    """SQLite syncs a write-ahead log at each commit only if it is told to (synchronous = 2, FULL)."""
+    store = SqliteStore(tmp_path)
+    assert store._db.execute("PRAGMA journal_mode").fetchone() == ("wal",)
+    assert store._db.execute("PRAGMA synchronous").fetchone() == (2,)
+    store.close()
+
+
+def test_what_was_written_survives_a_kill(tmp_path: Path) -> None:
+    script = (
+        "import os, signal, sys; sys.path[:0] = sys.argv[2:]; from tests.runtime.test_store import *\n"
+        "store = SqliteStore(sys.argv[1]); store.write([publication(1), decision(1)])\n"
+        "store._db.execute('BEGIN IMMEDIATE'); store._write(publication(2)); os.kill(os.getpid(), signal.SIGKILL)"
+    )
+    done = subprocess.run([sys.executable, "-c", script, str(tmp_path), os.getcwd(), *sys.path], timeout=60)
+    assert done.returncode == -signal.SIGKILL
+    store = SqliteStore(tmp_path)
+    found = store.read()
+    store.close()
+    assert found == Durable((publication(1),), (decision(1),))
+
+
+def test_one_coordinator_at_a_time(tmp_path: Path) -> None:
+    first = SqliteStore(tmp_path)
+    with pytest.raises(StateError, match="is in use by another coordinator: give each its own"):
+        SqliteStore(tmp_path)
+    first.write([publication(1)])
+    first.close()
+    SqliteStore(tmp_path).close()
+
+
+def test_only_its_owner_may_look_into_it(tmp_path: Path) -> None:
+    SqliteStore(tmp_path / "a" / "state").close()
+    assert (tmp_path / "a" / "state").stat().st_mode & 0o077 == 0
+
+
+def test_a_directory_that_is_none(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(StateError, match="cannot be used"):
+        SqliteStore(tmp_path / "file")
+
+
+def test_a_file_that_is_no_database(tmp_path: Path) -> None:
+    (tmp_path / "state.sqlite3").write_text("something else, and long enough to be taken for a header" * 100)
+    for _ in range(2):  # and the lock was let go
+        with pytest.raises(StateError, match="cannot be used: file is not a database"):
+            SqliteStore(tmp_path)
+
+
+def test_another_format(tmp_path: Path) -> None:
+    SqliteStore(tmp_path).close()
+    db = sqlite3.connect(tmp_path / "state.sqlite3")
+    db.execute("UPDATE cluster SET format = 99")
+    db.commit()
+    db.close()
+    with pytest.raises(StateError, match="its format is 99, this version writes 1"):
+        SqliteStore(tmp_path)
+
+
+def test_without_a_directory_each_coordinator_is_a_new_cluster() -> None:
+    one, other = MemoryStore(), MemoryStore()
+    assert one.cluster != other.cluster
+    assert one.epoch != other.epoch  # so that no key of the one's operations means something to the other
+    one.write([publication(1)])
+    assert one.read() == Durable()

@@ -1,0 +1,356 @@
+"""What users and strangers get wrong: each is a typed error that says what to do, and nobody else notices."""
+
+from __future__ import annotations
+
+import contextlib
+import http.server
+import socket
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import anyio
+import anyio.to_thread
+import numpy as np
+import pytest
+
+import tensorhub
+from tensorhub.errors import (
+    AuthenticationFailed,
+    CoordinatorUnavailable,
+    ManifestMismatch,
+    ProtocolError,
+    RegistrationError,
+    StateError,
+    TensorHubError,
+    TransportUnavailable,
+    VersionUnavailable,
+)
+from tensorhub.hub import Hub
+from tensorhub.protocol.frames import PREFACE
+from tensorhub.types import Location, Options, parse_address
+from tests.rig import CHUNK_BYTES, cluster, connect, holds, nothing_left, tensors
+
+QUICK = Options(op_timeout_s=5, connect_timeout_s=0.5, chunk_bytes=CHUNK_BYTES)
+
+
+def check(error: TensorHubError, *, retryable: bool) -> None:
+    assert (error.retryable, error.memory) == (retryable, "intact")
+
+
+# ------------------------------------------------------------------------------------------------- connecting, serving
+
+
+async def test_another_secret() -> None:
+    async with cluster(token="right", options=QUICK) as c:
+        for wrong in ("wrong", ""):
+            with pytest.raises(AuthenticationFailed, match="TENSORHUB_TOKEN") as caught:
+                async with connect(c.address, token=wrong, options=QUICK):
+                    pass
+            assert "right" not in str(caught.value)
+        async with connect(c.address, token=" right\n", options=QUICK) as hub:
+            assert await hub.describe() == ()
+
+
+@contextlib.contextmanager
+def answering(answer: bytes) -> Iterator[str]:
+    """Something that listens, says `answer` to whoever connects, and hears it out."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+
+        def run() -> None:
+            with contextlib.suppress(OSError):
+                while True:
+                    peer = listener.accept()[0]
+                    with peer:
+                        peer.sendall(answer)
+                        while answer and peer.recv(65536):
+                            pass
+
+        thread = threading.Thread(target=run)
+        thread.start()
+        try:
+            yield f"tcp://127.0.0.1:{listener.getsockname()[1]}"
+        finally:
+            listener.shutdown(socket.SHUT_RDWR)
+            thread.join()
+
+
+@pytest.mark.parametrize(
+    ("answer", "text"),
+    [
+        (b"HTTP/1.1 400 Bad Request\r\n\r\n", "not a TensorHub peer: .*HTTP/1.1.*check the address"),
+        (
+            PREFACE[:-1] + b"\x09",
+            "speaks version 9 of the protocol, this side version 1: upgrade the TensorHub on this side",
+        ),
+        (PREFACE + b"\xff\xff\xff\xff", "4294967295 bytes"),
+        (PREFACE + b"\x00\x00\x00\x03abc", "."),
+    ],
+    ids=["http", "version", "oversized", "garbage"],
+)
+async def test_not_a_coordinator(answer: bytes, text: str) -> None:
+    async with nothing_left():
+        with answering(answer) as address:
+            with pytest.raises(ProtocolError, match=text) as caught:
+                async with connect(address, options=QUICK):
+                    pass
+            check(caught.value, retryable=False)
+
+
+async def test_an_http_server() -> None:
+    async with nothing_left():
+        server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), http.server.BaseHTTPRequestHandler)
+        thread = threading.Thread(target=server.serve_forever, args=(0.01,))
+        thread.start()
+        try:
+            # It waits for the end of a line that never comes.
+            with pytest.raises(CoordinatorUnavailable, match=r"the handshake took longer than 0\.5 s.*is one running there"):
+                async with connect(f"tcp://127.0.0.1:{server.server_port}", options=QUICK):
+                    pass
+        finally:
+            server.shutdown()
+            server.server_close()
+            thread.join()
+
+
+async def test_nothing_listens_there() -> None:
+    async with nothing_left():
+        with socket.socket() as taken:
+            taken.bind(("127.0.0.1", 0))
+            port = taken.getsockname()[1]
+            with pytest.raises(CoordinatorUnavailable, match=rf"{port}.*is one running there") as caught:
+                async with connect(f"tcp://127.0.0.1:{port}", options=QUICK):
+                    pass
+            check(caught.value, retryable=True)
+
+
+async def test_of_several_addresses_a_silent_one_does_not_use_up_the_time_of_the_others() -> None:
+    async with cluster(options=QUICK) as c:
+        with socket.create_server(("127.0.0.1", 0)) as silent:
+            address = f"tcp://127.0.0.1:{silent.getsockname()[1]}"
+            async with connect([address, c.address], options=QUICK) as hub:
+                assert await hub.describe() == ()
+            with pytest.raises(CoordinatorUnavailable, match=r"the handshake took longer than 0\.5 s"):
+                async with connect(address, options=QUICK):
+                    pass
+
+
+@pytest.mark.parametrize("address", ["", "127.0.0.1:1", "http://127.0.0.1:1", "tcp://127.0.0.1", "tcp://h:99999", []])
+async def test_no_address(address: str | list[str]) -> None:
+    async with nothing_left():
+        with pytest.raises(StateError, match=r"not a TensorHub address|no coordinator address is given") as caught:
+            async with connect(address):
+                pass
+        check(caught.value, retryable=False)
+
+
+async def test_a_port_in_use() -> None:
+    async with cluster() as c:
+        port = parse_address(c.address)[1]
+        with pytest.raises(StateError, match=rf"port {port} of 127\.0\.0\.1 is in use: .* choose another port") as caught:
+            async with tensorhub.serve(port=port, token=""):
+                pass
+        check(caught.value, retryable=False)
+
+
+async def test_open_access_beyond_loopback() -> None:
+    async with nothing_left():
+        for host in ("0.0.0.0", "::"):
+            with pytest.raises(AuthenticationFailed, match=r"open access is for loopback only.*TENSORHUB_TOKEN") as caught:
+                async with tensorhub.serve(host, token=""):
+                    pass
+            check(caught.value, retryable=False)
+
+
+async def test_open_data_listeners_beyond_loopback() -> None:
+    async with cluster() as c:
+        with pytest.raises(AuthenticationFailed, match="open access is for loopback only"):
+            async with connect(c.address, options=Options(listen_host="0.0.0.0")):
+                pass
+
+
+async def test_an_unknown_transport() -> None:
+    async with cluster() as c:
+        with pytest.raises(TransportUnavailable, match="there is no transport 'carrier pigeon'; there are tcp") as caught:
+            async with tensorhub.connect(c.address, token="", transports=["carrier pigeon"]):
+                pass
+        check(caught.value, retryable=False)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"name": ""},
+        {"name": "x" * 513},
+        {"name": "a\nb"},
+        {"location": Location(site="x" * 513)},
+        {"location": Location(host="\0")},
+    ],
+    ids=str,
+)
+async def test_names_that_cannot_be_said(settings: dict[str, object]) -> None:
+    async with cluster() as c:
+        with pytest.raises(StateError, match="1 to 512 printable characters"):
+            async with tensorhub.connect(c.address, token="", **settings):  # type: ignore[arg-type]
+                pass
+
+
+async def test_the_longest_name_makes_a_group_name() -> None:
+    async with cluster() as c, connect(c.address, "n" * 512) as hub:
+        await (await hub.register("m", tensors(1))).publish(1)
+
+
+# ------------------------------------------------------------------------------------------------------------ arguments
+
+
+@pytest.mark.parametrize(
+    ("settings", "text"),
+    [
+        ({"world_size": 2}, "world_size > 1 needs group="),
+        ({"group": "g", "rank": 2, "world_size": 2}, "ranks are integers from 0 to world_size - 1"),
+        ({"group": "g", "rank": -1}, "ranks are integers from 0"),
+        ({"group": "g", "world_size": 1.5}, "ranks are integers from 0"),
+        ({"group": ""}, "'' cannot name a group"),
+    ],
+)
+async def test_registering_a_rank_that_cannot_be(settings: dict[str, object], text: str) -> None:
+    async with cluster("worker") as c:
+        with pytest.raises(StateError, match=text) as caught:
+            await c.hubs[0].register("m", tensors(), **settings)  # type: ignore[arg-type]
+        check(caught.value, retryable=False)
+        assert await c.hubs[0].describe() == ()
+
+
+async def test_arguments_that_no_message_can_carry() -> None:
+    """Such a message would cost the connection, again and again."""
+    async with cluster("worker") as c:
+        hub = c.hubs[0]
+        weights = await hub.register("m", tensors(1))
+        mistakes: list[Callable[[], object]] = [
+            lambda: hub.wait_for("m", at_least="latest"),  # type: ignore[arg-type]
+            lambda: hub.wait_for("m", at_least=-1),
+            lambda: hub.wait_for("m", at_least=1, timeout=float("nan")),
+            lambda: weights.update(at_least="latest"),  # type: ignore[arg-type]
+            lambda: weights.update(at_least=2**63),
+            lambda: weights.replicate("newest"),
+            lambda: weights.replicate(True),
+            lambda: weights.replicate(2**63),
+            lambda: weights.publish(2**63),
+            lambda: weights.publish(1.0),  # type: ignore[arg-type]
+            lambda: weights.publish(1, timeout=-1),
+            lambda: weights.publish(1, timeout=1e10),
+            lambda: hub.register("", tensors()),
+            lambda: hub.register("x" * 513, tensors()),
+        ]
+        for mistake in mistakes:
+            with pytest.raises(StateError) as caught:
+                await mistake()  # type: ignore[misc]
+            check(caught.value, retryable=False)
+        await weights.publish(1)
+        assert weights.state == "ready"
+
+
+async def test_unknown_models_and_versions() -> None:
+    async with cluster("trainer", "reader") as c:
+        await (await c.hubs[0].register("m", tensors(1))).publish(3)
+        weights = await c.hubs[1].register("m", tensors())
+        other = await c.hubs[1].register("other", tensors())
+        for selector, text, retryable in [
+            (4, r"version 4 of 'm' is not published yet \(the newest is 3\); wait_for\(\) waits", True),
+            (2, "version 2 of 'm' does not exist any more; available: 3", False),
+        ]:
+            with pytest.raises(VersionUnavailable, match=text) as caught:
+                await weights.replicate(selector)
+            check(caught.value, retryable=retryable)
+        with pytest.raises(VersionUnavailable, match="nothing was published under that model yet") as caught:
+            await other.replicate(1)
+        check(caught.value, retryable=True)
+        with pytest.raises(VersionUnavailable, match="no model 'nope' is known here; known models: m") as caught:
+            await c.hubs[1].describe("nope")
+        assert weights.state == "empty"
+
+
+async def test_manifests_that_do_not_match() -> None:
+    async with cluster("trainer", "reader") as c:
+        await (await c.hubs[0].register("m", tensors(1))).publish(1)
+        mine: dict[str, Any] = {"a": np.zeros(7, np.uint8), "b": np.zeros(4 * CHUNK_BYTES, np.int8), "more": np.zeros(1)}
+        weights = await c.hubs[1].register("m", mine)
+        with pytest.raises(ManifestMismatch) as caught:
+            await weights.replicate()
+        check(caught.value, retryable=False)
+        differences = caught.value.differences
+        for part in ("'a'", "'b'", "'c'", "'more'"):
+            assert any(part in difference for difference in differences), part
+            assert part in str(caught.value)
+        assert weights.state == "empty"
+        assert not mine["b"].any()
+
+
+async def test_the_same_rank_twice() -> None:
+    async with cluster("one", "two") as c:
+        first = await c.hubs[0].register("m", tensors(1), group="g")
+        with pytest.raises(RegistrationError, match="registered by this worker already: close it first") as caught:
+            await c.hubs[0].register("m", tensors(), group="g")
+        check(caught.value, retryable=False)
+        with pytest.raises(RegistrationError, match="registered by worker 'one', which is connected: close it") as caught:
+            await c.hubs[1].register("m", tensors(), group="g")
+        check(caught.value, retryable=False)
+        with pytest.raises(RegistrationError, match="has 1 ranks, not 2: give every rank the same world_size"):
+            await c.hubs[1].register("m", tensors(), group="g", rank=1, world_size=2)
+        await first.publish(1)
+
+
+# ------------------------------------------------------------------------------------------------------------ strangers
+
+
+GARBAGE = {
+    "http": b"GET / HTTP/1.1\r\nHost: x\r\n\r\n",
+    "noise": bytes(range(256)) * 64,
+    "oversized": PREFACE + b"\xff\xff\xff\xff",
+    "truncated": PREFACE + b"\x00\x00\x00\x20abc",
+    "nothing": b"",
+}
+
+
+def insult(address: str, words: bytes) -> None:
+    with socket.create_connection(parse_address(address), 5) as peer:
+        peer.sendall(words)
+        peer.shutdown(socket.SHUT_WR)
+        with contextlib.suppress(ConnectionResetError):
+            while peer.recv(65536):
+                pass
+
+
+def data_address(hub: Hub) -> str:
+    return hub._worker._endpoints[0].address
+
+
+@pytest.mark.parametrize("words", GARBAGE.values(), ids=GARBAGE)
+@pytest.mark.parametrize("where", ["coordinator", "worker"])
+async def test_strangers_cost_nobody_anything(where: str, words: bytes) -> None:
+    async with cluster("trainer", "reader") as c:
+        source = await c.hubs[0].register("m", tensors(1))
+        await source.publish(1)
+        address = c.address if where == "coordinator" else data_address(c.hubs[0])
+        lives = [hub._worker.incarnation for hub in c.hubs]
+        for _ in range(3):
+            await anyio.to_thread.run_sync(insult, address, words)
+        mine = tensors()
+        await (await c.hubs[1].register("m", mine)).replicate()
+        assert holds(mine, 1)
+        assert [hub._worker.incarnation for hub in c.hubs] == lives
+        assert source.state == "ready"
+
+
+@pytest.mark.parametrize("where", ["coordinator", "worker"])
+async def test_strangers_that_say_nothing_do_not_keep_others_out(where: str) -> None:
+    async with cluster("trainer", "reader") as c:
+        await (await c.hubs[0].register("m", tensors(1))).publish(1)
+        address = parse_address(c.address if where == "coordinator" else data_address(c.hubs[0]))
+        with contextlib.ExitStack() as stack:
+            for _ in range(20):
+                stack.enter_context(socket.create_connection(address, 5))
+            async with connect(c.address, "late") as hub:
+                mine = tensors()
+                await (await hub.register("m", mine)).replicate()
+                assert holds(mine, 1)
