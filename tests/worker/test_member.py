@@ -225,3 +225,45 @@ def test_a_voted_fill_cannot_be_cancelled_alone(kept: bool) -> None:
         cluster.run()
         assert [handle.member.state for handle in readers] == [HandleState.TORN, HandleState.TORN]
     cluster.check_agreement()
+
+
+def test_a_vote_that_was_never_heard_is_said_again_out_of_the_doubt() -> None:
+    cluster, _, (reader,) = published("reader")
+    asked = reader.replicate()
+    run_but_reads(cluster)
+    reader.worker.disconnect()
+    cluster.run()
+    reader.cancel("enough")
+    cluster.run()
+    assert isinstance(asked.error, StateError)
+    assert asked.error.memory == "in_doubt"
+    reader.worker.connect()
+    cluster.run()
+    assert (reader.member.state, reader.member.version) == (HandleState.READY, 1)
+    assert cluster.coordinator.cluster.leases == {}
+
+
+def test_an_abort_of_a_fill_whose_write_was_never_heard_leaves_nothing_behind() -> None:
+    """Register came while the operation still ran, its end without the Write that was lost."""
+    cluster, trainer, (reader, other) = published("reader", "other")
+    reader.replicate()
+    cluster.run()
+    trainer.unpublish()
+    cluster.run()
+    trainer.publish(2)
+    cluster.run()
+    asked = reader.update()
+    while not any("reader -> ReadyToWrite" in line for line in cluster.log):
+        cluster.do(cluster.choices()[0])
+    reader.worker.disconnect()  # Write is on its way
+    reader.worker.connect()
+    while not any("reader <- Registered" in line for line in cluster.log[-2:]):
+        cluster.do(cluster.choices()[0])
+    reader.cancel("enough")
+    cluster.run()
+    assert isinstance(asked.error, StateError)
+    assert reader.member.version == 1
+    cluster.check_agreement()
+    got = other.replicate(1)
+    cluster.run()
+    assert got.number == 1

@@ -93,6 +93,7 @@ class Running:
     manifest: Manifest | None = None  # of the bound version
     grants: tuple[Grant, ...] = ()  # of the first Start or Write
     write: bool = False  # the coordinator has told every rank to overwrite
+    deaf: bool = False  # a connection was lost in the midst of it, and perhaps that word
     request: int = 0  # of the question whose answer is awaited
     error: Exception | None = None  # with which it will end
     leases: set[str] = field(default_factory=set)  # that the pull reads under
@@ -368,6 +369,8 @@ class Member(Stateful[HandleState]):
         """After a new connection: ask for what may have been missed."""
         run = self.running
         if self.doubt is not None:
+            if not self._publishes():
+                self._say(Prepared(self.doubt, self.shard.rank))
             self._say(Resolve(self.doubt, self.shard.rank))
         if run is None:
             return
@@ -387,6 +390,7 @@ class Member(Stateful[HandleState]):
             case _:
                 pass
         if run.key is not None:
+            run.deaf = True
             self._say(Resolve(run.key, self.shard.rank))
 
     # --------------------------------------------------------------------------------------------- going on
@@ -715,7 +719,7 @@ class Member(Stateful[HandleState]):
                 self._actions.append(Fence(run.generation))
                 self._finish(error=error)
             case _:
-                if run.write:  # it crossed the abort: the coordinator counts on a fill that was never begun
+                if run.write or run.deaf:  # the coordinator may count on a fill that was never begun
                     self._register()
                 self._finish(error=error)
 
@@ -802,10 +806,14 @@ class Member(Stateful[HandleState]):
             error.memory = "in_doubt"
         self._finish(error=error)
 
+    def _publishes(self) -> bool:
+        """Whether what is in doubt is a publication: its content id is the coordinator's to tell."""
+        return self.content is not None and not self.content.version.content_id
+
     def _resolved(self, message: Outcome) -> None:
         """What became of the operation that was in doubt."""
         assert self.content is not None
-        published = not self.content.version.content_id
+        published = self._publishes()
         if message.committed and message.version is not None:
             self.content.version = message.version
             self._become(HandleState.READY, "doubt resolved: committed")
