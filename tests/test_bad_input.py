@@ -31,7 +31,7 @@ from tensorhub.protocol.frames import PREFACE
 from tensorhub.types import Location, Options, parse_address
 from tests.rig import CHUNK_BYTES, cluster, connect, holds, nothing_left, tensors
 
-QUICK = Options(op_timeout_s=5, connect_timeout_s=0.5, chunk_bytes=CHUNK_BYTES)
+QUICK = Options(op_timeout_s=5, connect_timeout_s=1, chunk_bytes=CHUNK_BYTES)
 
 
 def check(error: TensorHubError, *, retryable: bool) -> None:
@@ -103,8 +103,9 @@ async def test_an_http_server() -> None:
         thread = threading.Thread(target=server.serve_forever, args=(0.01,))
         thread.start()
         try:
-            # It waits for the end of a line that never comes.
-            with pytest.raises(CoordinatorUnavailable, match=r"the handshake took longer than 0\.5 s.*is one running there"):
+            # It waits for the end of a line: our nonce has one, by chance, or none ever comes.
+            text = "not a TensorHub peer: .*check the address|(took longer than|no answer within) 1 s.*is one running there"
+            with pytest.raises((ProtocolError, CoordinatorUnavailable), match=text):
                 async with connect(f"tcp://127.0.0.1:{server.server_port}", options=QUICK):
                     pass
         finally:
@@ -130,7 +131,7 @@ async def test_of_several_addresses_a_silent_one_does_not_use_up_the_time_of_the
             address = f"tcp://127.0.0.1:{silent.getsockname()[1]}"
             async with connect([address, c.address], options=QUICK) as hub:
                 assert await hub.describe() == ()
-            with pytest.raises(CoordinatorUnavailable, match=r"the handshake took longer than 0\.5 s"):
+            with pytest.raises(CoordinatorUnavailable, match=r"(the handshake took longer than|no answer within) 1 s"):
                 async with connect(address, options=QUICK):
                     pass
 
