@@ -193,8 +193,10 @@ class Chaos:
                 raise GuaranteeBroken(f"{handle}: unpublish: {asked.error!r}")
 
     def must(self, ranks: list[Handle], call: Callable[[Handle], Asked]) -> None:
-        """This call of all ranks has to succeed; once it may end for what happened before (the ranks are out of step)."""
-        for _ in range(3):
+        """This call of all ranks has to succeed, once what happened before is paid for: each refusal ("the body raised") that
+        a rank has not heard of yet ends one call of that rank, and ranks may have several before them (seed 1001224).
+        """
+        for _ in range(12):
             asked = [call(handle) for handle in ranks]
             self.cluster.heal()
             errors = [each.error for each in asked if each.error is not None]
