@@ -193,7 +193,7 @@ class Chaos:
                 raise GuaranteeBroken(f"{handle}: unpublish: {asked.error!r}")
 
     def must(self, ranks: list[Handle], call: Callable[[Handle], Asked]) -> None:
-        """This call of all ranks has to succeed, once what happened before is paid for: each refusal ("the body raised") that
+        """This call of all ranks has to succeed, once what happened before is paid for: each refusal (a body raised) that
         a rank has not heard of yet ends one call of that rank, and ranks may have several before them (seed 1001224).
         """
         for _ in range(12):
