@@ -25,6 +25,7 @@ from tensorhub.errors import (
 )
 from tensorhub.hub import Hub, Weights
 from tensorhub.messages import FromCoordinator, Registered
+from tensorhub.transport.memory import RegisteredMemory
 from tensorhub.types import Options, VersionInfo
 from tests.rig import (
     CHUNK_BYTES,
@@ -57,7 +58,9 @@ async def ready_to_update(trainer: Hub, reader: Hub) -> tuple[Weights, Weights]:
 
 def memory_of(weights: Weights):  # type: ignore[no-untyped-def]
     """The very tensors that were registered."""
-    return weights._handle.memory._mapping
+    memory = weights._handle.memory
+    assert isinstance(memory, RegisteredMemory)
+    return memory._mapping
 
 
 # ------------------------------------------------------------------------------------------------------ the happy path

@@ -80,7 +80,8 @@ def manifests(draw: st.DrawFn) -> Manifest:
     chunk_bytes = draw(st.integers(4096, 9000))
     digest: Any = draw(st.sampled_from(["xxh3-64", "none"]))
     layout_id = draw(st.text(st.characters(exclude_categories=["Cs"]), max_size=8))
-    return Manifest(tuple(tensors), tuple(map(RegionSpec, ends)), chunk_bytes, digest, layout_id)
+    metadata = draw(st.binary(max_size=8))
+    return Manifest(tuple(tensors), tuple(map(RegionSpec, ends)), chunk_bytes, digest, layout_id, metadata)
 
 
 # ----------------------------------------------------------------------------------------------------- dtypes
@@ -194,7 +195,7 @@ def test_a_manifest_comes_back_from_its_encoding(made: Manifest) -> None:
 def test_the_encoding_is_this_one() -> None:
     """Workers of different releases compare these bytes: a change of them is a new FORMAT."""
     made = manifest(spec("a", "bfloat16", 2, 3), spec("b", "bool", region=1), layout_id="tp1")
-    assert made.manifest_id == "d6472ae3b44056648b3574a6be8032a6"
+    assert made.manifest_id == "345444a75b6a17d7755ba3f994d4f019"
 
 
 @given(st.data(), manifests())
@@ -290,15 +291,16 @@ def test_parts_of_the_encoding_are_refused_by_name() -> None:
     for at, part, why in [
         (0, 99, "format 99"),
         (2, True, "chunk_bytes True"),
-        (4, [1], "dtype is not a string"),
-        (4, ["float3"], "dtype 'float3' is unknown"),
-        (4, ["uint8", "uint8"], "not the one encoding"),
-        (5, "ab", "lengths do not add up"),
-        (6, b"1234567", "not whole numbers"),
-        (6, b"\xff" * 8, "above 2\\*\\*63"),
-        (7, b"", "different tensors"),
-        (8, (1).to_bytes(8, "little"), "dtype is not listed"),
-        (9, (2).to_bytes(8, "little"), "dimensions do not add up"),
+        (4, "text", "wrong types"),
+        (5, [1], "dtype is not a string"),
+        (5, ["float3"], "dtype 'float3' is unknown"),
+        (5, ["uint8", "uint8"], "not the one encoding"),
+        (6, "ab", "lengths do not add up"),
+        (7, b"1234567", "not whole numbers"),
+        (7, b"\xff" * 8, "above 2\\*\\*63"),
+        (8, b"", "different tensors"),
+        (9, (1).to_bytes(8, "little"), "dtype is not listed"),
+        (10, (2).to_bytes(8, "little"), "dimensions do not add up"),
     ]:
         parts = msgpack.unpackb(good)
         parts[at] = part

@@ -20,6 +20,7 @@ from tensorhub.runtime.loop_thread import AsyncSide, LoopThread, Side, Waiter
 from tensorhub.runtime.server import CoordinatorServer
 from tensorhub.runtime.store import MemoryStore, SqliteStore, Store
 from tensorhub.runtime.worker import Worker
+from tensorhub.transport.memory import RegisteredMemory
 from tensorhub.types import (
     LATEST,
     VERSION_MAX,
@@ -222,7 +223,7 @@ class Hub:
         make = partial(
             self._worker.register,
             model,
-            tensors,
+            RegisteredMemory(tensors),
             group=group,
             rank=rank,
             world_size=world_size,

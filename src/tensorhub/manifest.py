@@ -26,7 +26,7 @@ from tensorhub.errors import ManifestMismatch, ProtocolError, RegistrationError
 
 Digest = Literal["xxh3-64", "none"]
 
-FORMAT = 1
+FORMAT = 2
 INT_MAX = 2**63 - 1
 CHUNK_BYTES_MIN = 4096
 CHUNK_BYTES_MAX = 2**30
@@ -141,13 +141,17 @@ class _Grid(NamedTuple):
 
 @dataclass(frozen=True)
 class Manifest:
-    """One shard of a version. `layout_id` names how the model is cut into shards."""
+    """One shard of a version. `layout_id` names how the model is cut into shards.
+
+    `metadata` is the publisher's, and opaque here: of a version that was published from files, what they were.
+    """
 
     tensors: tuple[TensorSpec, ...]
     regions: tuple[RegionSpec, ...]
     chunk_bytes: int
     digest: Digest
     layout_id: str
+    metadata: bytes = b""
 
     @cached_property
     def nbytes(self) -> int:
@@ -222,7 +226,9 @@ def _grid(nbytes: int, tensors: tuple[TensorSpec, ...], chunk_bytes: int) -> _Gr
 # --------------------------------------------------------------------------------------------------- building
 
 
-def build_manifest(tensors: Iterable[TensorDescription], chunk_bytes: int, digest: Digest, layout_id: str = "") -> Manifest:
+def build_manifest(
+    tensors: Iterable[TensorDescription], chunk_bytes: int, digest: Digest, layout_id: str = "", metadata: bytes = b""
+) -> Manifest:
     """The manifest of registered memory; tensors of the same bytes share a region, so ties are sent once.
 
     RegistrationError, naming both tensors, where bytes are shared in part; and for what no manifest can say.
@@ -243,7 +249,7 @@ def build_manifest(tensors: Iterable[TensorDescription], chunk_bytes: int, diges
         specs.append(TensorSpec(tensor.name, tensor.dtype, tensor.shape, slices, region, 0))
     _refuse_overlaps(regions)
     sizes = tuple([RegionSpec(first.nbytes) for first in regions])
-    manifest = Manifest(tuple(specs), sizes, chunk_bytes, digest, layout_id)
+    manifest = Manifest(tuple(specs), sizes, chunk_bytes, digest, layout_id, metadata)
     if fault := _fault(manifest):
         raise RegistrationError(f"these tensors cannot be one shard: {fault}")
     if len(manifest.encode()) > ENCODED_BYTES_MAX:
@@ -272,7 +278,7 @@ def _refuse_overlaps(regions: list[TensorDescription]) -> None:
 def differences(source: Manifest, reader: Manifest) -> tuple[str, ...]:
     """Why the reader's tensors cannot hold the source's version, a sentence each; none if they can.
 
-    Chunk size, digest, order, region numbers and offsets are the publisher's affair and make no difference.
+    Chunk size, digest, order, region numbers, offsets and metadata are the publisher's affair and make no difference.
     """
     found = []
     if source.layout_id != reader.layout_id:
@@ -333,12 +339,12 @@ def _some(sentences: list[str] | tuple[str, ...], separator: str) -> str:
 
 # --------------------------------------------------------------------------------------------------- encoding
 #
-# One flat array: [FORMAT, digest, chunk_bytes, layout_id, dtypes, all names in one string, columns of 64-bit
+# One flat array: [FORMAT, digest, chunk_bytes, layout_id, metadata, dtypes, all names in one string, columns of 64-bit
 # numbers]. Columns rather than an array per tensor, because msgpack then needs no long arrays: a hostile blob
 # that nests empty promises of long arrays would make its decoder allocate gigabytes.
 
 _COLUMNS = ("regions", "name lengths", "dtypes", "dimensions", "region", "offset", "shape", "start", "stop")
-_COLUMNS_AT = 6
+_COLUMNS_AT = 7
 _DTYPES_MAX = 64
 
 
@@ -361,7 +367,7 @@ def _encode(manifest: Manifest) -> bytes:
         [stop for tensor in tensors for _, stop in tensor.slices],
     )
     names = "".join([tensor.name for tensor in tensors])
-    head = [FORMAT, manifest.digest, manifest.chunk_bytes, manifest.layout_id, list(dtypes), names]
+    head = [FORMAT, manifest.digest, manifest.chunk_bytes, manifest.layout_id, manifest.metadata, list(dtypes), names]
     encoded: bytes = msgpack.packb([*head, *map(_pack, columns)])
     return encoded
 
@@ -375,9 +381,9 @@ def _decode(blob: bytes) -> Manifest:
         raise ProtocolError(f"bad manifest: not msgpack ({type(error).__name__}: {error})") from None
     _expect(type(parts) is list and bool(parts) and type(parts[0]) is int, "not a manifest")
     _expect(parts[0] == FORMAT, f"format {parts[0]} is unknown to this version of TensorHub")
-    kinds = (int, str, int, str, list, str, *repeat(bytes, len(_COLUMNS)))
+    kinds = (int, str, int, str, bytes, list, str, *repeat(bytes, len(_COLUMNS)))
     _expect(len(parts) == len(kinds) and all(map(isinstance, parts, kinds)), "parts are missing or of wrong types")
-    _, digest, chunk_bytes, layout_id, dtypes, names = parts[:_COLUMNS_AT]
+    _, digest, chunk_bytes, layout_id, metadata, dtypes, names = parts[:_COLUMNS_AT]
     _expect(all(type(dtype) is str for dtype in dtypes), "a dtype is not a string")
     columns = [_unpack(what, data) for what, data in zip(_COLUMNS, parts[_COLUMNS_AT:], strict=True)]
     regions, *per_tensor, sizes, starts, stops = columns
@@ -394,7 +400,7 @@ def _decode(blob: bytes) -> Manifest:
         name, its = names[at : at + length], slice(dimension, dimension + rank)
         tensors.append(TensorSpec(name, dtypes[dtype], sizes[its], slices[its], region, offset))
         at, dimension = at + length, dimension + rank
-    return Manifest(tuple(tensors), tuple(map(RegionSpec, regions)), chunk_bytes, digest, layout_id)
+    return Manifest(tuple(tensors), tuple(map(RegionSpec, regions)), chunk_bytes, digest, layout_id, metadata)
 
 
 def _unpack(what: str, data: bytes) -> tuple[int, ...]:

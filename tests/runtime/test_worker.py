@@ -15,6 +15,7 @@ from tensorhub.runtime.handle import Handle
 from tensorhub.runtime.server import CoordinatorServer
 from tensorhub.runtime.store import MemoryStore
 from tensorhub.runtime.worker import Worker
+from tensorhub.transport.memory import RegisteredMemory
 from tensorhub.types import HandleState, Location, OpKind, Options, parse_address
 from tensorhub.worker.calls import FillCall
 from tests.rig import nothing_left, tensors
@@ -100,7 +101,9 @@ async def started(tasks: anyio.abc.TaskGroup, address: str, name: str, options: 
 
 
 async def registered(worker: Worker, group: str | None = None, content: int | None = 1) -> Handle:
-    return await worker.register("m", tensors(content), group=group, rank=0, world_size=1, spot=False, timeout_s=60)
+    return await worker.register(
+        "m", RegisteredMemory(tensors(content)), group=group, rank=0, world_size=1, spot=False, timeout_s=60
+    )
 
 
 async def states(worker: Worker) -> list[str]:

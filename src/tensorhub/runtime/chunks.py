@@ -25,17 +25,18 @@ def is_gil_contended(digested_bytes: int, seconds: float) -> bool:
 class ChunkMemory:
     """Where each chunk of one content is: views into the regions, made on demand. Nothing is copied."""
 
-    __slots__ = ("_chunks", "_regions", "is_digested", "sizes")
+    __slots__ = ("_chunks", "_regions", "is_digested", "sizes", "unwanted")
 
-    def __init__(self, manifest: Manifest, regions: Sequence[memoryview]) -> None:
+    def __init__(self, manifest: Manifest, regions: Sequence[memoryview], unwanted: frozenset[int] = frozenset()) -> None:
         """`regions`: one contiguous view per region of the manifest, of its size; writable if chunks are to
-        be filled.
+        be filled. `unwanted`: regions that are not read here, and may be empty.
         """
-        sizes = tuple(region.nbytes for region in manifest.regions)
-        if tuple(region.nbytes for region in regions) != sizes:
-            raise ValueError(f"the regions have {[region.nbytes for region in regions]} bytes, not {list(sizes)}")
+        for index, (region, spec) in enumerate(zip(regions, manifest.regions, strict=True)):
+            if region.nbytes != spec.nbytes and index not in unwanted:
+                raise ValueError(f"region {index} has {region.nbytes} bytes, not {spec.nbytes}")
         self._chunks = manifest.chunks
         self._regions = tuple(region.cast("B") if region.nbytes else region for region in regions)
+        self.unwanted: tuple[int, ...] = tuple(c.index for c in manifest.chunks if c.region in unwanted) if unwanted else ()
         self.sizes: tuple[int, ...] = tuple(chunk.nbytes for chunk in manifest.chunks)
         self.is_digested: bool = manifest.digest != "none"
 

@@ -22,7 +22,7 @@ from tensorhub.runtime.chunks import ChunkMemory
 from tensorhub.runtime.lanes import AllVerified, ChannelOpener, PullReport, PullRunner, SourceFailed
 from tensorhub.runtime.logs import get_logger
 from tensorhub.runtime.serving import SharedOwner
-from tensorhub.transport.memory import MappedRegions, RegisteredMemory
+from tensorhub.transport.memory import MappedRegions, Memory
 from tensorhub.types import ContentId, FetchReport, HandleState, LeaseId, RegistrationId, VersionInfo
 from tensorhub.worker.calls import (
     Action,
@@ -89,7 +89,7 @@ class _Pull:
 class Handle:
     """One registered memory and its calls. `run` must be running for anything to happen."""
 
-    def __init__(self, member: Member, memory: RegisteredMemory, owner: SharedOwner, line: Line) -> None:
+    def __init__(self, member: Member, memory: Memory, owner: SharedOwner, line: Line) -> None:
         self.member = member
         self.memory = memory
         self.registered = anyio.Event()
@@ -251,8 +251,7 @@ class Handle:
             self._call.bound = clock.now()
 
     def _open(self, action: OpenMemory) -> None:
-        regions = self.memory.map(action.manifest).regions
-        chunks = ChunkMemory(action.manifest, regions)
+        chunks = ChunkMemory(action.manifest, self.memory.map(action.manifest).regions)
         content_id = ContentId(action.content_id)
         self._owner.open(self._registration, action.generation, content_id, chunks, complete=action.complete)
 
@@ -293,9 +292,9 @@ class Handle:
             pull.ended.set()
 
     async def _pull_chunks(self, action: StartPull, pull: _Pull, mapped: MappedRegions, tasks: anyio.abc.TaskGroup) -> None:
-        chunks = ChunkMemory(action.manifest, mapped.regions)
+        chunks = ChunkMemory(action.manifest, mapped.regions, mapped.unwanted)
         opener = self._line.open_channel(ContentId(action.version.content_id))
-        runner = PullRunner(chunks, self._owner, self._registration, action.generation, opener)
+        runner = PullRunner(chunks, self._owner, self._registration, action.generation, opener, verified=chunks.unwanted)
         try:
             async with runner:
                 pull.runner = runner

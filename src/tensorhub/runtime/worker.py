@@ -12,8 +12,8 @@ import itertools
 import os
 import secrets
 import socket
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, assert_never
+from collections.abc import Callable, Sequence
+from typing import assert_never
 
 import anyio
 import anyio.abc
@@ -27,7 +27,7 @@ from tensorhub.errors import (
     StateError,
     TensorHubError,
 )
-from tensorhub.manifest import Manifest, build_manifest
+from tensorhub.manifest import Digest, Manifest, build_manifest
 from tensorhub.messages import (
     AddSource,
     Announce,
@@ -72,7 +72,7 @@ from tensorhub.runtime.serving import SharedOwner
 from tensorhub.runtime.tcp_channel import TcpTransport
 from tensorhub.transport import tcp
 from tensorhub.transport.base import Channel, Cutter, Destination, ReadFailure, ReadRight, Transport
-from tensorhub.transport.memory import RegisteredMemory
+from tensorhub.transport.memory import Memory
 from tensorhub.transport.registry import Local, Registry
 from tensorhub.types import (
     ContentId,
@@ -542,7 +542,7 @@ class Worker:
     async def register(
         self,
         model: str,
-        tensors: Mapping[str, Any],
+        memory: Memory,
         *,
         group: str | None,
         rank: int,
@@ -550,12 +550,10 @@ class Worker:
         spot: bool,
         timeout_s: float,
     ) -> Handle:
-        """Take tensors into use, in place, and tell the coordinator of them."""
-        memory = RegisteredMemory(tensors)
+        """Take memory into use, in place, and tell the coordinator of it."""
         layout_id = f"world/{world_size}"
-        manifest = build_manifest(
-            memory.descriptions, self.options.chunk_bytes, "xxh3-64" if self.options.integrity else "none", layout_id
-        )
+        digest: Digest = "xxh3-64" if self.options.integrity else "none"
+        manifest = build_manifest(memory.descriptions, self.options.chunk_bytes, digest, layout_id, metadata=memory.metadata)
         shard = Shard(
             registration=secrets.token_hex(12),
             model=model,
@@ -590,7 +588,7 @@ class Worker:
             raise
         return handle
 
-    def _make_handle(self, shard: Shard, memory: RegisteredMemory) -> Handle:
+    def _make_handle(self, shard: Shard, memory: Memory) -> Handle:
         def request() -> int:
             number = next(self._numbers)
             self._asked[number] = handle

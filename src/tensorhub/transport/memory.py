@@ -11,12 +11,12 @@ from __future__ import annotations
 
 import ctypes
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import starmap
 from math import prod
 from operator import is_
-from typing import Any
+from typing import Any, Protocol
 
 from tensorhub.errors import ManifestMismatch, RegistrationError
 from tensorhub.manifest import ITEMSIZE, Manifest, TensorDescription, TensorSpec, name_fault
@@ -153,12 +153,13 @@ def _bytes_at(address: int, nbytes: int, storage: object) -> memoryview:
 class MappedRegions:
     """Where a manifest's regions are in this process.
 
-    `regions`: one writable view per region. `copies`: (from, to) for tensors that share a region at the
-    source and are apart here.
+    `regions`: one view per region, writable if they are to be filled. `copies`: (from, to) for tensors that share a
+    region at the source and are apart here. `unwanted`: regions that are not read here; their views are empty.
     """
 
     regions: tuple[memoryview, ...]
     copies: tuple[tuple[memoryview, memoryview], ...]
+    unwanted: frozenset[int] = frozenset()
 
     def unpack(self) -> None:
         """Bring the regions' bytes to the other tensors that hold them too: when verified, before READY."""
@@ -174,13 +175,34 @@ def _pointer(view: memoryview) -> int:
 # ------------------------------------------------------------------------------------------------ registering
 
 
+class Memory(Protocol):
+    """The memory of one registration: the caller's tensors, a file's bytes, or what is allocated when it is filled."""
+
+    descriptions: tuple[TensorDescription, ...]  # as this memory would be published; empty where it never is
+    metadata: bytes  # see `Manifest.metadata`
+
+    def check_unreplaced(self) -> None:
+        """RegistrationError if this is not the memory that was registered any more."""
+
+    def versions(self) -> tuple[int, ...]:
+        """Counts of writes: equal before and after, the owner has not written, as far as can be seen."""
+
+    def digests(self, manifest: Manifest) -> Sequence[int] | None:
+        """Every chunk's digest, where they must be made before anything is promised; None: made when first sent. Blocks."""
+
+    def map(self, manifest: Manifest) -> MappedRegions:
+        """Find the regions of a manifest, its own or a compatible source's. ManifestMismatch if they are not here."""
+
+
 class RegisteredMemory:
-    """The memory of one registration, as it was when it was registered.
+    """The caller's tensors, as they were when they were registered.
 
     RegistrationError as for `describe`. Replaced storage is noticed for the mapping's very tensors. Those of
     a `state_dict()` are aliases, which `parameter.data = ...` leaves as they are; `dict(named_parameters())`
     holds the parameters themselves.
     """
+
+    metadata = b""
 
     def __init__(self, tensors: Mapping[str, Any]) -> None:
         self._mapping = tensors  # the caller's own, to see when an entry becomes another tensor
@@ -230,11 +252,11 @@ class RegisteredMemory:
         """
         return tuple(map(_version, self._tensors.values(), self._of_torch))
 
-    def map(self, manifest: Manifest) -> MappedRegions:
-        """Find the regions of a manifest, this registration's own or a compatible source's, in this memory.
+    def digests(self, manifest: Manifest) -> None:
+        """None: they are made when a chunk is first sent."""
 
-        ManifestMismatch where they cannot be found.
-        """
+    def map(self, manifest: Manifest) -> MappedRegions:
+        """See `Memory.map`."""
         regions, copies = [], []
         # By address: a tied reader of an untied source would overwrite itself (R13).
         taken: dict[int, str] = {}
