@@ -156,17 +156,17 @@ def table(figures: Sequence[Figure], fans: Sequence[int], nbytes: int) -> list[d
             row: dict[str, object] = {
                 "receivers": fan,
                 "way": way.name,
-                "seconds": _spread(seconds),
-                "GiB/s": _spread([fan * nbytes / GIB / value for value in seconds]),
-                "CPU s/GiB": _spread(cpu_s),
+                "seconds": spread(seconds),
+                "GiB/s": spread([fan * nbytes / GIB / value for value in seconds]),
+                "CPU s/GiB": spread(cpu_s),
             }
             for title, baseline in (("speed of bare", BARE), ("of bare + XXH3", BARE_DIGESTED)):
-                row[title] = _spread(ratios(figures, way, baseline, fan))
+                row[title] = spread(ratios(figures, way, baseline, fan))
             rows.append(row)
     return rows
 
 
-def _spread(values: list[float]) -> list[float]:
+def spread(values: list[float]) -> list[float]:
     """Median, least, largest."""
     return [round(value, 4) for value in (statistics.median(values), min(values), max(values))]
 

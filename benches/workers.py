@@ -85,6 +85,10 @@ def receiver_main(pipe: Connection, address: str, nbytes: int, name: str) -> Non
     anyio.run(_worker, pipe, address, nbytes, name)
 
 
+def rank_main(pipe: Connection, address: str, rank: int, world_size: int) -> None:
+    anyio.run(_rank, pipe, address, rank, world_size)
+
+
 async def _coordinator(pipe: Connection) -> None:
     async with tensorhub.serve() as coordinator:
         pipe.send((True, coordinator.address))
@@ -103,6 +107,29 @@ async def _worker(pipe: Connection, address: str, nbytes: int, name: str) -> Non
             handles[model] = await hub.register(model, memory.tensors)
         pipe.send((True, len(memory.tensors)))
         await _obey(pipe, _commands(memory, handles))
+
+
+async def _rank(pipe: Connection, address: str, rank: int, world_size: int) -> None:
+    """One rank of the group `g` of the model `group`, with one small tensor."""
+    async with tensorhub.connect(address, name=f"rank-{rank}") as hub:
+        weights = await hub.register("group", {"w": torch.ones(1024)}, group="g", rank=rank, world_size=world_size)
+
+        async def publish(version: int) -> None:
+            await weights.publish(version)
+
+        async def update() -> float:
+            started = time.perf_counter()
+            report = await weights.update()
+            assert not report.changed
+            return time.perf_counter() - started
+
+        async def trip() -> float:
+            started = time.perf_counter()
+            await hub.describe("group")
+            return time.perf_counter() - started
+
+        pipe.send((True, None))
+        await _obey(pipe, {"publish": publish, "update": update, "trip": trip})
 
 
 async def _obey(pipe: Connection, commands: Commands) -> None:

@@ -16,6 +16,7 @@ import anyio.abc
 import anyio.to_thread
 
 from tensorhub.errors import StateError, TensorHubError
+from tensorhub.manifest import Manifest
 from tensorhub.messages import FromWorker, Progress
 from tensorhub.runtime import clock
 from tensorhub.runtime.chunks import ChunkMemory
@@ -101,6 +102,7 @@ class Handle:
         self._todo_wanted = anyio.Event()
         self._call: _Call | None = None
         self._pull: _Pull | None = None
+        self._mapped: tuple[str, MappedRegions, ChunkMemory] | None = None  # of the manifest with this id
         self._tasks: anyio.abc.TaskGroup
         self._scope = anyio.CancelScope()
         self.deadline_moved: Callable[[], None] = lambda: None
@@ -251,9 +253,16 @@ class Handle:
             self._call.bound = clock.now()
 
     def _open(self, action: OpenMemory) -> None:
-        chunks = ChunkMemory(action.manifest, self.memory.map(action.manifest).regions)
+        _, chunks = self._map(action.manifest)
         content_id = ContentId(action.content_id)
         self._owner.open(self._registration, action.generation, content_id, chunks, complete=action.complete)
+
+    def _map(self, manifest: Manifest) -> tuple[MappedRegions, ChunkMemory]:
+        """Where the manifest's regions and chunks are; kept, because the next version most likely has the same manifest."""
+        if self._mapped is None or self._mapped[0] != manifest.manifest_id:
+            mapped = self.memory.map(manifest)
+            self._mapped = manifest.manifest_id, mapped, ChunkMemory(manifest, mapped.regions, mapped.unwanted)
+        return self._mapped[1:]
 
     def _change_source(self, action: AddPullSource | DropPullSource) -> None:
         pull = self._pull
@@ -274,9 +283,9 @@ class Handle:
         try:
             with pull.scope:
                 self.memory.check_unreplaced()  # before_write may have moved them
-                mapped = self.memory.map(action.manifest)
+                mapped, chunks = self._map(action.manifest)
                 async with anyio.create_task_group() as tasks:
-                    await self._pull_chunks(action, pull, mapped, tasks)
+                    await self._pull_chunks(action, pull, chunks, tasks)
                     tasks.cancel_scope.cancel()
                 await self._unpack(mapped)
         except* TensorHubError as group:
@@ -291,8 +300,7 @@ class Handle:
         finally:
             pull.ended.set()
 
-    async def _pull_chunks(self, action: StartPull, pull: _Pull, mapped: MappedRegions, tasks: anyio.abc.TaskGroup) -> None:
-        chunks = ChunkMemory(action.manifest, mapped.regions, mapped.unwanted)
+    async def _pull_chunks(self, action: StartPull, pull: _Pull, chunks: ChunkMemory, tasks: anyio.abc.TaskGroup) -> None:
         opener = self._line.open_channel(ContentId(action.version.content_id))
         runner = PullRunner(chunks, self._owner, self._registration, action.generation, opener, verified=chunks.unwanted)
         try:

@@ -170,8 +170,12 @@ class CoordinatorServer:
             await self._record_wanted.wait()
             self._record_wanted = anyio.Event()
             batch, self._unrecorded = self._unrecorded, []
+            entries = [action.entry for action in batch]
             try:
-                await anyio.to_thread.run_sync(self._store.write, [action.entry for action in batch])
+                if self._store.blocks:
+                    await anyio.to_thread.run_sync(self._store.write, entries)
+                else:
+                    self._store.write(entries)
             except OSError as error:
                 log.error("state_not_written", reason=str(error))
                 for action in batch:

@@ -39,6 +39,7 @@ class Store(Protocol):
 
     cluster: str
     epoch: int
+    blocks: bool  # whether `write` waits for a disk
 
     def read(self) -> Durable:
         """All entries that still count. Blocks."""
@@ -53,6 +54,8 @@ class Store(Protocol):
 
 class MemoryStore:
     """No durability: after a restart it is a new cluster, and old handles fail loudly (R2)."""
+
+    blocks = False
 
     def __init__(self) -> None:
         self.cluster = secrets.token_hex(8)
@@ -70,6 +73,8 @@ class MemoryStore:
 
 class SqliteStore:
     """Entries in `state_dir`, each transaction synced to the disk. One coordinator at a time may have it open."""
+
+    blocks = True
 
     def __init__(self, state_dir: str | os.PathLike[str]) -> None:
         """Raises StateError if the directory cannot be used, or another coordinator has it open."""

@@ -15,7 +15,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import starmap
 from math import prod
-from operator import is_
+from operator import eq, is_
 from typing import Any, Protocol
 
 from tensorhub.errors import ManifestMismatch, RegistrationError
@@ -212,7 +212,7 @@ class RegisteredMemory:
         # Lanes may still read the old bytes when the caller has replaced them, so what holds them is kept.
         self._storages = {name: _storage(tensor) for name, tensor in self._tensors.items()}
         self._of_torch = [_is_torch(tensor) for tensor in self._tensors.values()]
-        self._fingerprints = self._fingerprints_now()
+        self._fingerprints = list(self._fingerprints_now())
 
     def __repr__(self) -> str:
         nbytes = sum(description.nbytes for description in self.descriptions)
@@ -222,7 +222,8 @@ class RegisteredMemory:
         """RegistrationError, naming each tensor whose memory is not the registered one. Writes are fine."""
         entries = map(self._mapping.get, self._tensors)
         same_objects = all(starmap(is_, zip(entries, self._tensors.values(), strict=True)))
-        if same_objects and self._fingerprints_now() == self._fingerprints:
+        # One at a time: a list of them all, each time, would have Python's collector walk the whole process now and then.
+        if same_objects and all(map(eq, self._fingerprints_now(), self._fingerprints)):
             return
         if changed := list(self._changes()):
             raise RegistrationError(
@@ -231,8 +232,8 @@ class RegisteredMemory:
                 + "\nWrite into the registered ones (`copy_`), or close this handle and register these."
             )
 
-    def _fingerprints_now(self) -> list[Fingerprint]:
-        return list(map(_fingerprint, self._tensors.values(), self._of_torch))
+    def _fingerprints_now(self) -> Iterator[Fingerprint]:
+        return map(_fingerprint, self._tensors.values(), self._of_torch)
 
     def _changes(self) -> Iterator[str]:
         for (name, tensor), was in zip(self._tensors.items(), self._fingerprints, strict=True):
