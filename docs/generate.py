@@ -7,6 +7,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # for docs and examples, which are not installed
+
+from docs import api
 from tensorhub.coordinator import states
 from tensorhub.worker.states import HANDLE_TABLE
 
@@ -39,7 +42,7 @@ def states_page() -> str:
     return "\n".join(parts)
 
 
-PAGES = {"states.md": states_page}
+PAGES = {"states.md": states_page, "reference.md": api.page}
 
 if __name__ == "__main__":
     for name, make in PAGES.items():

@@ -187,6 +187,7 @@ class Hub:
 
     @property
     def name(self) -> str:
+        """This worker's name, as `describe` and reports show it."""
         return self._worker.name
 
     def _timeout_s(self, timeout: float | None) -> float:
@@ -316,6 +317,7 @@ class Watcher:
         raise StopAsyncIteration
 
     def end(self) -> None:
+        """Let the iteration end, also one that waits; the end of the hub does it too. From the caller's thread."""
         self._has_ended = True
         self._wakeup.set()
 
@@ -350,6 +352,7 @@ class Weights:
 
     @property
     def model(self) -> str:
+        """The model under which the memory is registered."""
         return self._handle.member.shard.model
 
     @property

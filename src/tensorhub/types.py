@@ -124,7 +124,7 @@ class Location:
     Network namespaces and containers set different hosts.
     """
 
-    site: Name = "default"
+    site: Name = "default"  # a datacenter
     rack: Name = ""
     host: Name = _THIS_HOST
 
@@ -183,21 +183,21 @@ class VersionInfo:
     """One visible version of a model. `nbytes` counts every shard of it."""
 
     model: Name
-    version: U64
-    content_id: Id
-    nbytes: U64
-    world_size: Annotated[int, Range(1, 2**20)]
+    version: U64  # 0 to 2**63 - 1
+    content_id: Id  # minted by the publication; two publications never share one
+    nbytes: U64  # of every shard together; tied tensors count once
+    world_size: Annotated[int, Range(1, 2**20)]  # ranks of the group that published it
 
 
 @dataclass(frozen=True, slots=True)
 class SourceReport:
     """What one source gave to one fetch. `outcome`: "used", or why the reader left it."""
 
-    name: str
+    name: str  # the worker's
     transport: str
     bytes_read: int
-    seconds: float
-    outcome: str
+    seconds: float  # while it was a source
+    outcome: str  # "used", "dropped", or why the read failed: lost, stalled, refused, corrupt, unreachable
 
 
 @dataclass(frozen=True, slots=True)
@@ -209,14 +209,14 @@ class FetchReport:
     `phases`: seconds by name (resolve, wait, transfer, verify, unpack, commit); `seconds` is the whole call.
     """
 
-    version: int
-    changed: bool
-    bytes_read: int = 0
-    seconds: float = 0.0
-    phases: Mapping[str, float] = field(default_factory=dict)
+    version: int  # that is held now
+    changed: bool  # False: that content was held before
+    bytes_read: int = 0  # off transports, bytes that were discarded included
+    seconds: float = 0.0  # of the whole call
+    phases: Mapping[str, float] = field(default_factory=dict)  # seconds; they add up to `seconds`
     sources: tuple[SourceReport, ...] = ()
-    retries: int = 0
-    reread_bytes: int = 0
+    retries: int = 0  # chunks that had to be asked for again
+    reread_bytes: int = 0  # the part of bytes_read that had been verified before
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,152 @@
+"""docs/reference.md: the public API, from its docstrings, signatures and examples."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import re
+import textwrap
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import tensorhub
+from examples.reference import EXAMPLES, Example
+from tensorhub import errors, sync, types
+
+VALUES = (
+    "Options Location VersionInfo FetchReport SourceReport ModelInfo VersionView ReplicaView ShardView LeaseView WorkerView "
+    "Endpoint"
+).split()
+INTRODUCTION = """# API reference
+
+Generated from docstrings and from `examples/reference.py` by `python docs/generate.py`. Every example is run by a test. In
+the examples `address` is a running coordinator's, and `trainer` and `rollout` are hubs connected to it.
+
+Sizes are in bytes (`_bytes`, `nbytes`), times in seconds (`_s`). Tensors are registered in place, of any shape, and of
+any dtype that torch has; they must be contiguous. A call without a `timeout` gets `Options.op_timeout_s`.
+"""
+
+
+def page() -> str:
+    """The whole page."""
+    parts = [INTRODUCTION]
+    for title, names in (
+        ("Functions", [name for name in tensorhub.__all__ if inspect.isroutine(getattr(tensorhub, name))]),
+        ("Classes", [name for name in tensorhub.__all__ if _is_handle(getattr(tensorhub, name))]),
+    ):
+        parts.append(f"## {title}\n")
+        for name in names:
+            parts += _entry(f"tensorhub.{name}", name, getattr(tensorhub, name), shown=set())
+    parts.append("## Values\n")
+    for name in VALUES:
+        parts += _value(name, getattr(types, name))
+    parts += _errors()
+    parts += _sync()
+    return "\n".join(parts)
+
+
+def _is_handle(thing: object) -> bool:
+    return inspect.isclass(thing) and not dataclasses.is_dataclass(thing) and not issubclass(thing, Exception)
+
+
+def _entry(title: str, name: str, thing: Any, shown: set[Example]) -> Iterator[str]:
+    """A function or a class with its members; an example that was shown under this class already is not shown again."""
+    yield f"### `{title}`\n"
+    yield from _body(name, thing, shown)
+    if inspect.isclass(thing):
+        for member, value in vars(thing).items():
+            if not member.startswith("_"):
+                yield f"#### `{name}.{member}`\n"
+                yield from _body(f"{name}.{member}", value, shown)
+
+
+def _body(name: str, thing: Any, shown: set[Example]) -> Iterator[str]:
+    signature = _signature(thing)
+    if signature:
+        yield f"```python\n{signature}\n```\n"
+    text = inspect.getdoc(thing)
+    if not text:
+        raise SystemExit(f"{name} has no docstring")
+    yield text + "\n"
+    example = EXAMPLES.get(name)
+    if example is not None and example not in shown:
+        shown.add(example)
+        yield f"```python\n{_code(example)}```\n"
+
+
+def _signature(thing: Any) -> str:
+    if isinstance(thing, property) or inspect.isclass(thing):
+        return ""
+    function: Callable[..., Any] = inspect.unwrap(thing)
+    made = inspect.signature(function)
+    parameters = [p for p in made.parameters.values() if p.name != "self"]
+    words = [_plain(str(p)) for p in parameters]
+    first_named = next((n for n, p in enumerate(parameters) if p.kind is p.KEYWORD_ONLY), None)
+    if first_named is not None:
+        words.insert(first_named, "*")
+    head = ("async " if inspect.iscoroutinefunction(function) else "") + function.__name__
+    returns = _plain(made.return_annotation)
+    line = f"{head}({', '.join(words)}) -> {returns}"
+    return line if len(line) <= 100 else f"{head}(\n    " + ",\n    ".join(words) + f",\n) -> {returns}"
+
+
+_WIRE_TYPES = {"Name": "str", "Id": "str", "Text": "str", "U64": "int", "Seconds": "float", "contextlib.": "", "_async.": ""}
+
+
+def _plain(annotation: str) -> str:
+    """A type as a user writes it: without quotes, and without what bounds it on the wire."""
+    text = re.sub(r"Annotated\[([^\[\]]+(?:\[[^\[\]]*\])?), \w+\([^()]*\)\]", r"\1", annotation.replace("'", ""))
+    for wire, plain in _WIRE_TYPES.items():
+        text = re.sub(rf"\b{re.escape(wire)}" + ("" if wire.endswith(".") else r"\b"), plain, text)
+    return text
+
+
+def _code(example: Example) -> str:
+    """The body of an example's function."""
+    lines = inspect.getsource(example).splitlines(keepends=True)
+    start = next(number for number, line in enumerate(lines) if line.lstrip().startswith(("def ", "async def ")))
+    while not lines[start].rstrip().endswith(":"):
+        start += 1
+    return textwrap.dedent("".join(lines[start + 1 :]))
+
+
+def _value(name: str, kind: Any) -> Iterator[str]:
+    yield f"### `{name}`\n"
+    yield (inspect.getdoc(kind) or "") + "\n"
+    comments = _field_comments(kind)
+    yield "| field | type | default | |\n|---|---|---|---|"
+    for field in dataclasses.fields(kind):
+        default = "" if field.default is dataclasses.MISSING else f"`{field.default!r}`"
+        if name == "Location" and field.name == "host":
+            default = "this host"
+        kind_text = _plain(str(field.type)).replace("|", "\\|")
+        yield f"| `{field.name}` | `{kind_text}` | {default} | {comments.get(field.name, '')} |"
+    yield ""
+
+
+def _field_comments(kind: Any) -> dict[str, str]:
+    """What stands behind each field in the source."""
+    found = {}
+    for line in inspect.getsource(kind).splitlines():
+        code, mark, comment = line.partition("  # ")
+        if mark and ":" in code:
+            found[code.split(":")[0].strip()] = comment.replace("|", "\\|")
+    return found
+
+
+def _errors() -> Iterator[str]:
+    yield "## Errors\n"
+    yield f"```\n{textwrap.dedent((errors.__doc__ or '').partition(chr(10))[2]).strip()}\n```\n"
+    for name, kind in errors.BY_NAME.items():
+        retryable = "retryable by default" if kind.retryable_by_default else "not retryable by default"
+        yield f"### `{name}`\n"
+        yield f"{inspect.getdoc(kind)} ({retryable})\n"
+        if name in EXAMPLES:
+            yield f"```python\n{_code(EXAMPLES[name])}```\n"
+
+
+def _sync() -> Iterator[str]:
+    yield "## `tensorhub.sync`\n"
+    yield (inspect.getdoc(sync) or "") + "\n"
+    for example in dict.fromkeys(example for name, example in EXAMPLES.items() if name.startswith("sync.")):
+        yield f"```python\n{_code(example)}```\n"

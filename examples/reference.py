@@ -1,0 +1,278 @@
+"""One example for each public name: shown in docs/reference.md, run by tests/examples/test_reference.py.
+
+`address` is a running coordinator's; `trainer` and `rollout` are hubs that are connected to it, anew for each example.
+"""
+
+import socket
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+import tensorhub
+from tensorhub import sync
+
+Example = Callable[..., Any]
+EXAMPLES: dict[str, Example] = {}
+RAISES: dict[Example, type[tensorhub.TensorHubError]] = {}
+
+
+def shows(*names: str, raises: type[tensorhub.TensorHubError] | None = None) -> Callable[[Example], Example]:
+    """This is the example of these names; `raises`: what it ends with."""
+
+    def enter(example: Example) -> Example:
+        EXAMPLES.update(dict.fromkeys(names, example))
+        if raises is not None:
+            RAISES[example] = raises
+        return example
+
+    return enter
+
+
+# ------------------------------------------------------------------------------------------------ serving, connecting
+
+
+@shows("serve", "Coordinator", "Coordinator.address")
+async def serve() -> None:
+    async with tensorhub.serve(options=tensorhub.Options(lease_s=30)) as coordinator:
+        assert coordinator.address.startswith("tcp://127.0.0.1:")
+
+
+@shows("connect", "Location", "Options", "Hub", "Hub.name")
+async def connect(address: str) -> None:
+    here = tensorhub.Location(site="paris", rack="r7")
+    options = tensorhub.Options(op_timeout_s=120, chunk_bytes=4 * 2**20)
+    async with tensorhub.connect(address, name="rollout-17", location=here, options=options) as hub:
+        assert hub.name == "rollout-17"
+
+
+@shows("Hub.close")
+async def close_hub(address: str) -> None:
+    async with tensorhub.connect(address) as hub:
+        await hub.close()  # the end of the block does it too
+
+
+# ---------------------------------------------------------------------------------------------------- one model
+
+
+@shows("Hub.register", "Weights", "Weights.model", "Weights.state", "Weights.version")
+async def register(trainer: tensorhub.Hub) -> None:
+    layer = torch.nn.Linear(8, 4)
+    weights = await trainer.register("actor", dict(layer.named_parameters()))  # in place
+    assert (weights.model, weights.state, weights.version) == ("actor", "empty", None)
+
+
+@shows("Weights.publish", "VersionInfo")
+async def publish(trainer: tensorhub.Hub) -> None:
+    weights = await trainer.register("actor", {"w": torch.ones(4, 2, dtype=torch.bfloat16)})
+    info = await weights.publish(1)
+    assert (info.model, info.version, info.nbytes, info.world_size) == ("actor", 1, 16, 1)
+
+
+@shows("Weights.unpublish")
+async def unpublish(trainer: tensorhub.Hub) -> None:
+    tensor = torch.ones(4)
+    weights = await trainer.register("actor", {"w": tensor})
+    await weights.publish(1)
+    await weights.unpublish()
+    tensor.mul_(2)  # nobody can read it any more
+
+
+@shows("Weights.mutate")
+async def mutate(trainer: tensorhub.Hub) -> None:
+    tensor = torch.zeros(4)
+    weights = await trainer.register("actor", {"w": tensor})
+    for version in range(1, 4):
+        async with weights.mutate(version):
+            tensor.add_(1)
+    assert weights.version == 3
+
+
+@shows("Weights.replicate", "FetchReport", "SourceReport")
+async def replicate(trainer: tensorhub.Hub, rollout: tensorhub.Hub) -> None:
+    await (await trainer.register("actor", {"w": torch.ones(1024)})).publish(1)
+    mine = torch.empty(1024)
+    report = await (await rollout.register("actor", {"w": mine}, spot=True)).replicate("latest")
+    assert mine.sum() == 1024
+    assert (report.version, report.changed, report.bytes_read) == (1, True, 4096)
+    assert report.sources[0].name == trainer.name
+    assert set(report.phases) == {"resolve", "wait", "transfer", "verify", "unpack", "commit"}
+
+
+@shows("Weights.update")
+async def update(trainer: tensorhub.Hub, rollout: tensorhub.Hub) -> None:
+    tensor, mine = torch.ones(4), torch.empty(4)
+    source = await trainer.register("actor", {"w": tensor})
+    await source.publish(1)
+    weights = await rollout.register("actor", {"w": mine})
+    await weights.replicate()
+
+    async def pause_engine(info: tensorhub.VersionInfo) -> None:
+        assert (info.version, weights.version) == (2, 1)  # the old version is in place until this returns
+
+    async with source.mutate(2):
+        tensor.fill_(2)
+    report = await weights.update("latest", at_least=2, before_write=pause_engine)
+    assert (report.changed, weights.version, mine.tolist()) == (True, 2, [2, 2, 2, 2])
+    assert not (await weights.update()).changed
+
+
+@shows("Weights.close")
+async def close_weights(trainer: tensorhub.Hub) -> None:
+    weights = await trainer.register("actor", {"w": torch.ones(4)})
+    await weights.publish(1)
+    await weights.close()
+    assert weights.state == "closed"
+
+
+# ------------------------------------------------------------------------------------------- what the cluster knows
+
+
+@shows("Hub.newest", "Hub.wait_for")
+async def newest(trainer: tensorhub.Hub, rollout: tensorhub.Hub) -> None:
+    await (await trainer.register("actor", {"w": torch.ones(4)})).publish(7)
+    info = await rollout.wait_for("actor", at_least=7, timeout=10)
+    assert rollout.newest("actor") == info  # no I/O
+
+
+@shows("Hub.watch", "Watcher")
+async def watch(trainer: tensorhub.Hub, rollout: tensorhub.Hub) -> None:
+    weights = await trainer.register("actor", {"w": torch.ones(4)})
+    await weights.publish(1)
+    async for info in rollout.watch("actor"):
+        if info.version == 2:
+            break
+        await weights.unpublish()
+        await weights.publish(2)
+
+
+@shows("Watcher.end")
+async def end_watch(rollout: tensorhub.Hub) -> None:
+    watcher = rollout.watch("actor")
+    watcher.end()
+    async for _ in watcher:
+        raise AssertionError("it has ended")
+
+
+@shows("Hub.describe", "ModelInfo", "VersionView", "ReplicaView", "ShardView", "LeaseView", "WorkerView")
+async def describe(trainer: tensorhub.Hub) -> None:
+    await (await trainer.register("actor", {"w": torch.ones(4)}, group="trainer")).publish(1)
+    model = await trainer.describe("actor")
+    assert (model.mark, [view.state for view in model.versions]) == (1, ["available"])
+    assert [(view.group, view.shards[0].worker) for view in model.replicas] == [("trainer", trainer.name)]
+    assert not model.leases  # nobody reads
+    assert model.workers[0].location == tensorhub.Location()
+    assert await trainer.describe() == (model,)
+
+
+# -------------------------------------------------------------------------------------------------------------- errors
+
+
+@shows("TensorHubError", "VersionUnavailable", "GroupAborted", "OperationTimeout", "LeaseLost", "CoordinatorUnavailable")
+async def retry(trainer: tensorhub.Hub, rollout: tensorhub.Hub) -> None:
+    weights = await rollout.register("actor", {"w": torch.empty(4)})
+    try:
+        await weights.replicate("latest", timeout=0.1)
+    except tensorhub.TensorHubError as error:  # nothing was published yet: VersionUnavailable
+        if not error.retryable:  # GroupAborted, OperationTimeout, LeaseLost and CoordinatorUnavailable are
+            raise
+    await (await trainer.register("actor", {"w": torch.ones(4)})).publish(1)
+    await weights.replicate("latest")
+
+
+@shows("VersionConflict", raises=tensorhub.VersionConflict)
+async def conflict(trainer: tensorhub.Hub) -> None:
+    weights = await trainer.register("actor", {"w": torch.ones(4)})
+    async with weights.mutate(5):
+        pass
+    async with weights.mutate(5):  # used; the body does not run
+        raise AssertionError
+
+
+@shows("ManifestMismatch", raises=tensorhub.ManifestMismatch)
+async def mismatch(trainer: tensorhub.Hub, rollout: tensorhub.Hub) -> None:
+    await (await trainer.register("actor", {"w": torch.ones(4)})).publish(1)
+    weights = await rollout.register("actor", {"w": torch.ones(4, dtype=torch.float16)})
+    await weights.replicate()  # its `differences` name every tensor
+
+
+@shows("RegistrationError", raises=tensorhub.RegistrationError)
+async def not_contiguous(trainer: tensorhub.Hub) -> None:
+    await trainer.register("actor", {"w": torch.ones(4, 2).t()})  # names the tensor, and says: .contiguous()
+
+
+@shows("StateError", raises=tensorhub.StateError)
+async def published_twice(trainer: tensorhub.Hub) -> None:
+    weights = await trainer.register("actor", {"w": torch.ones(4)})
+    await weights.publish(1)
+    await weights.publish(2)  # unpublish first, or use mutate
+
+
+@shows("AuthenticationFailed", raises=tensorhub.AuthenticationFailed)
+async def other_secret() -> None:
+    async with tensorhub.serve(token="one") as coordinator, tensorhub.connect(coordinator.address, token="another"):
+        raise AssertionError
+
+
+@shows("TransportUnavailable", raises=tensorhub.TransportUnavailable)
+async def unknown_transport(address: str) -> None:
+    async with tensorhub.connect(address, transports=["carrier-pigeon"]):
+        raise AssertionError
+
+
+@shows("ProtocolError", raises=tensorhub.ProtocolError)
+async def not_a_coordinator() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+
+        def answer() -> None:
+            with server.accept()[0] as connection:
+                connection.sendall(b"HTTP/1.1 400 Bad Request\r\n\r\n")
+
+        threading.Thread(target=answer).start()
+        async with tensorhub.connect(f"tcp://127.0.0.1:{server.getsockname()[1]}"):
+            raise AssertionError
+
+
+# ------------------------------------------------------------------------------------------------------ without a loop
+
+
+@shows("sync.serve", "sync.Coordinator", "sync.Coordinator.address")
+def serve_blocking() -> None:
+    with sync.serve() as coordinator:
+        assert coordinator.address
+
+
+@shows("sync.connect", "sync.Hub", "sync.Hub.name", "sync.Hub.register", "sync.Weights", "sync.Weights.model")
+@shows("sync.Weights.publish", "sync.Weights.unpublish", "sync.Weights.mutate", "sync.Weights.close")
+@shows("sync.Weights.state", "sync.Weights.version", "sync.Hub.close")
+def train_blocking(address: str) -> None:
+    tensor = torch.zeros(4)
+    with sync.connect(address, name="trainer-0") as hub:
+        weights = hub.register("actor", {"w": tensor})
+        weights.publish(1)
+        with weights.mutate(2):
+            tensor.fill_(2)
+        assert (hub.name, weights.model, weights.version) == ("trainer-0", "actor", 2)
+        weights.unpublish()
+        weights.close()
+        assert weights.state == "closed"
+
+
+@shows("sync.Weights.replicate", "sync.Weights.update", "sync.Hub.newest", "sync.Hub.wait_for", "sync.Hub.describe")
+@shows("sync.Hub.watch", "sync.Watcher")
+def roll_out_blocking(address: str) -> None:
+    with sync.connect(address, name="trainer-0") as trainer, sync.connect(address) as hub:
+        source = trainer.register("actor", {"w": torch.ones(4)})
+        source.publish(1)
+        weights = hub.register("actor", {"w": torch.empty(4)})
+        weights.replicate()
+        source.unpublish()
+        source.publish(2)
+        hub.wait_for("actor", at_least=2)
+        paused: list[tensorhub.VersionInfo] = []
+        report = weights.update(before_write=paused.append)
+        assert report.version == 2
+        assert [info.version for info in paused] == [2]
+        assert next(hub.watch("actor")) == hub.newest("actor")
+        assert hub.describe("actor").mark == 2
