@@ -240,6 +240,25 @@ def test_a_no_op_update_is_a_barrier_of_its_group() -> None:
     assert [(call.number, call.changed) for call in (one, two)] == [(1, False), (1, False)]
 
 
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_an_update_with_nothing_new_is_one_round_trip_after_the_last_rank_has_called(ranks: int) -> None:
+    cluster = PureCluster()
+    trainers = cluster.group("trainer", ranks)
+    cluster.run()
+    for handle in trainers:
+        handle.publish(1)
+    cluster.run()
+    for handle in trainers[:-1]:
+        handle.update()
+    cluster.run()
+    seen = len(cluster.log)
+    trainers[-1].update()
+    cluster.run()
+    said = [line.split()[1:4] for line in cluster.log[seen:] if " -> " in line or " <- " in line]
+    assert said[0][1:] == ["->", "Fill"]
+    assert sorted(said[1:]) == sorted([trainer.worker.name, "<-", "Outcome"] for trainer in trainers)
+
+
 def test_a_group_in_which_one_rank_holds_the_version_already() -> None:
     """Only the newcomer reads; the other's memory stays a source throughout."""
     cluster = PureCluster()
