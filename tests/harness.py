@@ -38,6 +38,7 @@ from tensorhub.errors import StateError, TensorHubError
 from tensorhub.manifest import Manifest, TensorDescription, build_manifest
 from tensorhub.messages import (
     CutReader,
+    Deregister,
     Dismissed,
     EpochChanged,
     ErrorInfo,
@@ -189,6 +190,8 @@ class Handle:
             generations=lambda: next(cluster.numbers),
             manifests=worker.manifests,
         )
+        if not shard.serves:
+            self.name = f"{worker.name}:{shard.group}"
 
     def __repr__(self) -> str:
         return f"<Handle {self.name} {self.member.state} v={self.member.version}>"
@@ -229,6 +232,9 @@ class Handle:
         self, selector: Selector = "latest", timeout_s: float = 60.0, *, hold: bool = False, at_least: int | None = None
     ) -> Asked:
         return self.call(FillCall(OpKind.UPDATE, selector, at_least, hold), timeout_s)
+
+    def fetch(self, selector: Selector = "latest", timeout_s: float = 60.0) -> Asked:
+        return self.call(FillCall(OpKind.FETCH, selector), timeout_s)
 
     def unpublish(self, timeout_s: float = 60.0) -> Asked:
         return self.call(UnpublishCall(), timeout_s)
@@ -304,6 +310,9 @@ class Handle:
         assert not asked.done, f"{self.name}: {action} without a call"
         asked.done, asked.version, asked.changed, asked.error = True, action.version, action.changed, action.error
         self.cluster.ended(self, asked)
+        if not self.shard.serves:  # it was made for this call
+            self.worker.handles.remove(self)
+            self.worker.say(Deregister(0, self.shard.registration, True))
 
     def hook_returns(self) -> None:
         self.hooks.popleft()
@@ -410,8 +419,15 @@ class SimWorker:
     def register(
         self, group: str, rank: int = 0, world_size: int = 1, *, model: str = "actor", spot: bool = False, layout: str = ""
     ) -> Handle:
-        number = sum(1 for _ in self.cluster.all_handles())
-        shard = Shard(f"r{number}", model, group, rank, world_size, spot, layout, MANIFEST)
+        number = next(self.cluster.registrations)
+        return self.take(Shard(f"r{number}", model, group, rank, world_size, spot, layout, MANIFEST, rank))
+
+    def fetcher(self, shard: int = 0, *, model: str = "actor") -> Handle:
+        """What can fetch once."""
+        number = next(self.cluster.registrations)
+        return self.take(Shard(f"r{number}", model, f"fetch{number}", 0, 1, True, "", None, shard))
+
+    def take(self, shard: Shard) -> Handle:
         handle = Handle(self.cluster, self, shard)
         self.handles.append(handle)
         if self.link is not None and self.link.welcomed:
@@ -504,6 +520,7 @@ class PureCluster:
         self.now = 0.0
         self.log: list[str] = []
         self.numbers = count(1)
+        self.registrations = count()
         self.ids = count(1)
         self.sessions = count(1)
         self.workers: dict[str, SimWorker] = {}
@@ -530,6 +547,10 @@ class PureCluster:
         """A worker of this name, if there is none yet, with one registration."""
         worker = self.workers.get(name) or self.worker(name)
         return worker.register(group or name, rank, world_size, **more)
+
+    def fetcher(self, name: str, shard: int = 0) -> Handle:
+        """A worker of this name, if there is none yet, that fetches."""
+        return (self.workers.get(name) or self.worker(name)).fetcher(shard)
 
     def group(self, name: str, world_size: int) -> list[Handle]:
         """A worker per rank."""
@@ -775,6 +796,8 @@ class PureCluster:
             if isinstance(asked.what.selector, int):
                 demand(number == asked.what.selector, f"{handle.name} asked for {asked.what.selector}, got {number}")
             self.check_content(handle)
+            if asked.what.kind is OpKind.FETCH:
+                self.check_cells(handle, asked.version)
         if isinstance(asked.what, UnpublishCall | CloseCall):
             demand(handle.worker.owner.is_quiet(handle.id), f"G2: {handle.name} is read after {asked.what}")
             self.check_closed(handle)
@@ -804,7 +827,10 @@ class PureCluster:
         content = handle.member.content
         if handle.member.state not in (HandleState.READY, HandleState.DRAINING) or content is None:
             return
-        tag = self.truth[content.version.content_id][handle.shard.rank]
+        self.check_cells(handle, content.version)
+
+    def check_cells(self, handle: Handle, version: VersionInfo) -> None:
+        tag = self.truth[version.content_id][handle.shard.number]
         demand(handle.cells == [tag] * CHUNKS, f"G1: {handle} holds {handle.cells}, published was {tag}")
 
     def check_closed(self, handle: Handle) -> None:
@@ -826,6 +852,7 @@ def demand(holds: bool, what: str) -> None:
 
 UNTOLD = {"manifest", "manifest_id", "endpoints", "location", "layout_id", "pid", "request", "nbytes", "chunks", "spot"}
 UNTOLD |= {"medium", "purpose", "registration", "incarnation", "cluster", "retryable", "world_size", "known", "staged"}
+UNTOLD |= {"shard", "serves"}
 TRIVIAL: tuple[object, ...] = (None, False, ())
 
 

@@ -204,7 +204,7 @@ def test_ctrl_c_in_before_write_leaves_the_old_version(hubs: Pair) -> None:
 @pytest.mark.parametrize("name", ["serve", "connect", "Hub", "Weights"])
 def test_it_mirrors_the_async_api(name: str) -> None:
     """The same names, parameters and defaults, but for what is not built yet."""
-    unbuilt = {"retain", "pin", "rollback", "fetch", "prefetch"}
+    unbuilt = {"retain", "pin", "rollback", "prefetch"}
     theirs, ours = getattr(tensorhub, name), getattr(sync, name)
     if inspect.isclass(theirs):
         public = {key for key in vars(theirs) if not key.startswith("_")} - unbuilt

@@ -127,6 +127,23 @@ def withdrawn_under_a_reader(cluster: PureCluster) -> None:
         run_but(cluster, stuck)
 
 
+def fetched_from_a_source_that_leaves(cluster: PureCluster) -> None:
+    """Memory that serves nobody is filled, from one source and then from the other, and is gone."""
+    trainer, keeper = cluster.handle("trainer"), cluster.handle("keeper")
+    cluster.run()
+    trainer.publish(1)
+    cluster.run()
+    keeper.replicate("latest")
+    cluster.run()
+    cluster.note("-- the fetch")
+    fetcher = cluster.fetcher("reader")
+    fetcher.fetch("latest")
+    while fetcher.pull is None or len(fetcher.pull.missing) != 1:
+        cluster.do(cluster.choices()[0])
+    keeper.unpublish()
+    cluster.run()
+
+
 def coordinator_restarts(cluster: PureCluster) -> None:
     """It dies while a publish is being made durable; the record made it, so the publish is committed."""
     trainer, reader = cluster.handle("trainer"), cluster.handle("reader")
@@ -148,6 +165,7 @@ SCENES: list[Callable[[PureCluster], None]] = [
     source_lost_in_mid_read,
     timeouts,
     withdrawn_under_a_reader,
+    fetched_from_a_source_that_leaves,
     coordinator_restarts,
 ]
 

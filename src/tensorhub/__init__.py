@@ -22,6 +22,7 @@ from tensorhub.errors import (
     VersionConflict,
     VersionUnavailable,
 )
+from tensorhub.fetched import Fetched
 from tensorhub.hub import Coordinator, Hub, Weights, connect, serve
 from tensorhub.types import FetchReport, Location, ModelInfo, Options, SourceReport, VersionInfo
 
@@ -33,6 +34,7 @@ __all__ = [
     "CoordinatorUnavailable",
     "DrainTimeout",
     "FetchReport",
+    "Fetched",
     "GroupAborted",
     "Hub",
     "IntegrityError",

@@ -14,13 +14,15 @@ from functools import partial
 from typing import Any, NoReturn, Self, TypeVar, overload
 
 from tensorhub.errors import StateError
+from tensorhub.fetched import Fetched
 from tensorhub.protocol.secret import check_open_access, resolve_token
-from tensorhub.runtime.handle import Handle
+from tensorhub.runtime.handle import Handle, ProgressListener
 from tensorhub.runtime.loop_thread import AsyncSide, LoopThread, Side, Waiter
 from tensorhub.runtime.server import CoordinatorServer
 from tensorhub.runtime.store import MemoryStore, SqliteStore, Store
 from tensorhub.runtime.worker import Worker
-from tensorhub.transport.memory import RegisteredMemory
+from tensorhub.transport.allocated import AllocatedMemory
+from tensorhub.transport.memory import Memory, RegisteredMemory
 from tensorhub.types import (
     LATEST,
     VERSION_MAX,
@@ -278,9 +280,53 @@ class Hub:
         """Begin a new lineage after version `to`. Not built yet."""
         raise NotImplementedError("rollback is not built yet")
 
-    async def fetch(self, model: str, selector: Selector = LATEST, **settings: object) -> NoReturn:
-        """Allocate tensors and fill them. Not built yet."""
-        raise NotImplementedError("fetch is not built yet: register tensors and replicate()")
+    async def fetch(
+        self,
+        model: str,
+        selector: Selector = LATEST,
+        *,
+        rank: int = 0,
+        names: str | Sequence[str] | None = None,
+        device: object = "cpu",
+        timeout: float | None = None,
+    ) -> Fetched:
+        """Allocate the tensors of a version (a number, "latest" or "latest-1") and fill them; nobody reads them from here.
+
+        `rank`: which shard of a version of several ranks. `names`: only these tensors, by name or glob ("layers.0.*"),
+        one or several; what is not wanted is not read. `device`: a torch device, for the tensors in the end; they arrive,
+        and are verified, in host memory.
+
+        Raises VersionUnavailable, ManifestMismatch (no such rank, a name that no tensor has, a dtype that this torch
+        lacks), StateError (arguments; no torch; a device that cannot be used; no memory), OperationTimeout, GroupAborted,
+        CoordinatorUnavailable.
+        """
+        memory = AllocatedMemory(names, device)
+        info, report = await self.fetch_into(model, selector, memory, rank=rank, timeout=timeout)
+        return Fetched(memory.tensors(), info, report)
+
+    async def fetch_into(
+        self,
+        model: str,
+        selector: Selector,
+        memory: Memory,
+        *,
+        rank: int = 0,
+        timeout: float | None = None,
+        progress: ProgressListener | None = None,
+    ) -> tuple[VersionInfo, FetchReport]:
+        """What `fetch` is made of, for memory that is made elsewhere; internal, and may change.
+
+        `memory.map` is called once the version is known, in the library's thread; the memory is the caller's again when
+        this returns or raises. `progress(bytes verified, bytes wanted)` is called in the library's thread a few times a
+        second and at the end; it must return at once.
+        """
+        check_name("model", model)
+        check_selector(selector)
+        if type(rank) is not int or not 0 <= rank < 2**20:
+            raise StateError(f"rank={rank!r}: ranks are integers from 0 to world_size - 1")
+        timeout_s = self._timeout_s(timeout)
+        fetch = partial(self._worker.fetch, model, selector, memory, rank=rank, timeout_s=timeout_s, progress=progress)
+        return await self._thread.call(fetch)
 
     async def close(self) -> None:
         """Close every handle and leave the cluster; `connect` does it at the end of its block."""

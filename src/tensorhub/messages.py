@@ -151,14 +151,20 @@ class Leave:
 
 @dataclass(frozen=True, slots=True)
 class Register:
-    """One rank's memory. `manifest` is encoded under the worker's own options, used when this rank publishes."""
+    """One rank's memory. `manifest` is encoded under the worker's own options, used when this rank publishes.
+
+    `shard`: which shard of a version this memory holds. `serves` False: a fetch. Nobody reads this memory; it is a group
+    of its own, has no manifest, reads any `shard`, and is deregistered when that is done.
+    """
 
     request: U64
     registration: Id
     model: Name
     group: Name
     rank: Rank
+    shard: Rank
     world_size: WorldSize
+    serves: bool
     spot: bool
     layout_id: Name
     nbytes: U64
@@ -188,7 +194,7 @@ class Publish:
 
 @dataclass(frozen=True, slots=True)
 class Fill:
-    """This rank's call of replicate, update or prefetch.
+    """This rank's call of replicate, update, prefetch or fetch.
 
     `generation` is the one under which the memory will be filled. `hold`: this rank wants to hear of the bound version
     before the first byte changes (it has a `before_write`). `at_least`: wait for that number.
@@ -291,7 +297,7 @@ class GetManifest:
     request: U64
     model: Name
     content_id: Id
-    rank: Rank
+    shard: Rank
 
 
 @dataclass(frozen=True, slots=True)

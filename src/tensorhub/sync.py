@@ -17,8 +17,11 @@ from types import TracebackType
 from typing import Any, Generic, Self, TypeVar, overload
 
 from tensorhub import hub as _async
+from tensorhub.fetched import Fetched
+from tensorhub.runtime.handle import ProgressListener
 from tensorhub.runtime.loop_thread import BlockingSide
 from tensorhub.runtime.loop_thread import finish_blocking as _finish
+from tensorhub.transport.memory import Memory
 from tensorhub.types import LATEST, FetchReport, HandleState, Location, ModelInfo, Options, Selector, VersionInfo
 
 __all__ = ["Coordinator", "Hub", "Watcher", "Weights", "connect", "serve"]
@@ -140,6 +143,34 @@ class Hub:
         if model is None:
             return _finish(self._hub.describe(None, timeout))
         return _finish(self._hub.describe(model, timeout))
+
+    def fetch(
+        self,
+        model: str,
+        selector: Selector = LATEST,
+        *,
+        rank: int = 0,
+        names: str | Sequence[str] | None = None,
+        device: object = "cpu",
+        timeout: float | None = None,
+    ) -> Fetched:
+        """Allocate the tensors of a version and fill them; see `tensorhub.Hub.fetch`."""
+        fetch = self._hub.fetch(model, selector, rank=rank, names=names, device=device, timeout=timeout)
+        return _finish(fetch)
+
+    def fetch_into(
+        self,
+        model: str,
+        selector: Selector,
+        memory: Memory,
+        *,
+        rank: int = 0,
+        timeout: float | None = None,
+        progress: ProgressListener | None = None,
+    ) -> tuple[VersionInfo, FetchReport]:
+        """Internal; see `tensorhub.Hub.fetch_into`."""
+        fetch = self._hub.fetch_into(model, selector, memory, rank=rank, timeout=timeout, progress=progress)
+        return _finish(fetch)
 
 
 class Watcher:

@@ -86,6 +86,7 @@ class OpKind(StrEnum):
     REPLICATE = "replicate"
     UPDATE = "update"
     PREFETCH = "prefetch"
+    FETCH = "fetch"  # into memory that serves nobody
 
 
 class Medium(StrEnum):

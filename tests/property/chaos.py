@@ -35,10 +35,11 @@ class Chaos:
         self.faults = {fault: 3 ** random.randint(-2, 1) for fault in FAULTS if random.random() < 0.4}
         self.next_version = 1
         self.fault_rate = random.choice((0.02, 0.05, 0.15))
-        world_size = random.choice((1, 1, 2, 3))
+        self.world_size = world_size = random.choice((1, 1, 2, 3))
         for number in range(random.randint(2, 4)):
             odd = random.random() < 0.05
             self.cluster.group(f"g{number}", world_size + odd)
+        self.fetch_rate = random.choice((0.0, 0.1, 0.3))
 
     def __repr__(self) -> str:
         return f"Chaos({self.seed}, {self.steps}).run()"
@@ -61,10 +62,13 @@ class Chaos:
         cluster.check()
 
     def user(self) -> None:
-        """All live ranks of one group make the same call, unless they are in the midst of another."""
+        """All live ranks of one group make the same call, unless they are in the midst of another; or a worker fetches."""
         random = self.random
-        handles = list(self.cluster.live_handles())
+        handles = [handle for handle in self.cluster.live_handles() if handle.shard.serves]
         if not handles:
+            return
+        if self.fetch_rate and random.random() < self.fetch_rate:
+            self.fetch(random.choice(handles))
             return
         group = random.choice(handles).shard.group
         members = [h for h in handles if h.shard.group == group and h.member.state is not HandleState.CLOSED]
@@ -86,6 +90,12 @@ class Chaos:
         hold = random.random() < 0.3
         for handle in ranks:
             self.one_call(handle, what, number, selector, hold, timeout_s)
+
+    def fetch(self, beside: Handle) -> None:
+        random = self.random
+        selector: Selector = random.choice(("latest", "latest", "latest-1", max(0, self.next_version - 1)))
+        fetcher = beside.worker.fetcher(random.randrange(self.world_size))
+        fetcher.fetch(selector, random.choice((0.5, 5.0, 60.0)))
 
     def one_call(
         self, handle: Handle, what: str, number: int, selector: Selector, hold: bool, timeout_s: float
@@ -152,7 +162,7 @@ class Chaos:
             case "double":
                 self.user()
             case "replace":
-                dead = [h for h in cluster.all_handles() if not h.worker.alive]
+                dead = [h for h in cluster.all_handles() if not h.worker.alive and h.shard.serves]
                 if dead:
                     shard = random.choice(dead).shard
                     name = f"w{len(cluster.workers)}"

@@ -86,6 +86,17 @@ class CoreMachine(RuleBasedStateMachine):
             if handle.member.state is not HandleState.CLOSED:
                 handle.update(selector, timeout_s, hold=hold)
 
+    @rule(
+        index=st.integers(0, 8),
+        shard=st.integers(0, 2),
+        selector=st.sampled_from(["latest", "latest-1", 1]),
+        timeout_s=st.sampled_from([0.5, 60.0]),
+    )
+    def fetch(self, index: int, shard: int, selector: Selector, timeout_s: float) -> None:
+        handle = self.pick(index)
+        if handle is not None:
+            handle.worker.fetcher(shard).fetch(selector, timeout_s)
+
     @rule(group=st.integers(0, 2))
     def unpublish(self, group: int) -> None:
         for handle in self.ranks(group):

@@ -178,7 +178,7 @@ def test_a_silent_coordinator_does_not_hold_a_call_for_ever() -> None:
     asked = reader.replicate(timeout_s=3)
     cluster.heartbeat_at = 1e9
     cluster.advance(7)
-    with pytest.raises(OperationTimeout, match="fill did not end within 3 s") as caught:
+    with pytest.raises(OperationTimeout, match="replicate did not end within 3 s") as caught:
         _ = asked.number
     assert caught.value.memory == "intact"
 

@@ -311,11 +311,11 @@ class Coordinator(Stateful[CoordinatorState]):
             case GetManifest():
                 model_ = cluster.models.get(message.model)
                 for version in model_.versions.values() if model_ is not None else ():
-                    if version.info.content_id == message.content_id and message.rank in version.manifests:
-                        manifest = version.manifests[message.rank]
+                    if version.info.content_id == message.content_id and message.shard in version.manifests:
+                        manifest = version.manifests[message.shard]
                         cluster.send(session.number, ManifestReply(message.request, manifest))
                         return
-                error = VersionUnavailable(f"no manifest of rank {message.rank} of that content is known")
+                error = VersionUnavailable(f"no manifest of shard {message.shard} of that content is known")
                 cluster.send(session.number, Refused(message.request, ErrorInfo.of(error)))
             case Check():
                 # Not `conflict`: another rank of the asker's own group may be publishing this very number.

@@ -64,6 +64,8 @@ class Member:
     worker: Worker
     group: Group
     rank: int
+    shard: int  # of a version, that this memory holds; always the rank where it serves
+    serves: bool  # False: a fetch, alone in its group; never a holding, a replica or a source
     spot: bool
     nbytes: int
     chunks: int
@@ -216,7 +218,8 @@ class RankPart:
     needs_bytes: bool = True  # False: it held the bound content when the operation was bound
     ready: bool = False  # its ReadyToWrite has come, or is not waited for
     voted: bool = False  # its Prepared has come (or, for publish, its call)
-    holding: Holding | None = None  # what it fills, from Write on
+    reading: bool = False  # it was told to write, and needs bytes
+    holding: Holding | None = None  # what it fills, from Write on; None for a fetch
     leases: dict[str, ReadLease] = field(default_factory=dict)  # its ACTIVE leases
     failures: dict[str, int] = field(default_factory=dict)  # failed reads by source incarnation
     retry_at: dict[str, float] = field(default_factory=dict)  # by source incarnation: not tried again before
@@ -226,13 +229,17 @@ class RankPart:
         return self.member.rank
 
     @property
+    def shard(self) -> int:
+        return self.member.shard
+
+    @property
     def wants_source(self) -> bool:
-        reads = any(not lease.dropping for lease in self.leases.values())
-        return self.needs_bytes and self.holding is not None and not self.voted and not reads
+        has_one = any(not lease.dropping for lease in self.leases.values())
+        return self.reading and not self.voted and not has_one
 
 
 class Operation(Stateful[OperationState]):
-    """One group call: publish, replicate, update or prefetch, on all ranks of a group."""
+    """One group call: publish, replicate, update, prefetch or fetch, on all ranks of a group."""
 
     table: ClassVar = states.OPERATION_TABLE
     __slots__ = ("group", "key", "kind", "later", "parts", "record", "unchanged", "version", "writing")

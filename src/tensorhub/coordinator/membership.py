@@ -167,6 +167,8 @@ class Membership:
             worker,
             group,
             message.rank,
+            message.shard,
+            message.serves,
             message.spot,
             message.nbytes,
             message.chunks,
@@ -194,6 +196,8 @@ class Membership:
     def _registration_error(self, message: Register) -> TensorHubError | None:
         if message.rank >= message.world_size:
             return RegistrationError(f"rank {message.rank} does not exist in a group of {message.world_size}")
+        if message.shard != message.rank if message.serves else message.world_size > 1:
+            return RegistrationError("memory that serves holds its own rank's shard, and a fetch is a group of its own")
         model = self._cluster.models.get(message.model)
         group = model.groups.get(message.group) if model is not None else None
         if group is None:
@@ -217,6 +221,8 @@ class Membership:
     def _announce(self, member: Member, held: Held) -> bool:
         """A worker of a former session says what it holds. Another content than the recorded is ordered out (R2)."""
         cluster, group = self._cluster, member.group
+        if not member.serves:
+            return False
         version = group.model.versions.get(held.version)
         if version is None or not version.visible or version.info.content_id != held.content_id:
             return False

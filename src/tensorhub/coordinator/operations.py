@@ -1,4 +1,7 @@
-"""Group operations: publish, replicate, update and prefetch, in two phases (R6, R7).
+"""Group operations: publish, replicate, update, prefetch and fetch, in two phases (R6, R7).
+
+A fetch is a fill of memory that serves nobody: it makes no replica and no holding; only its leases are
+seen.
 
 Responsible for G4: all ranks of an operation act on one version and hear one decision. Each handler records a fact;
 `settle` works out what follows, so that the order in which facts arrive does not matter.
@@ -21,6 +24,7 @@ from tensorhub.coordinator.entities import (
     Operation,
     RankPart,
     Replica,
+    Version,
 )
 from tensorhub.coordinator.readers import Readers
 from tensorhub.coordinator.states import OperationState, ReplicaState, VersionState
@@ -74,7 +78,8 @@ class Operations:
             else:
                 self._answer_decided(member, key)
             return
-        operation = self._begin(member, key, OpKind.PUBLISH if isinstance(call, Publish) else call.kind)
+        kind = OpKind.PUBLISH if isinstance(call, Publish) else call.kind
+        operation = self._begin(member, key, kind)
         if member.rank in operation.parts:
             return  # a retry of a call that is on its way
         part = RankPart(operation, member, call, self._cluster.now + call.timeout_s)
@@ -95,6 +100,10 @@ class Operations:
 
     def _first_or_same(self, operation: Operation, part: RankPart) -> None:
         """The first arrival binds kind and selector; one that differs aborts all at once and names both calls."""
+        if (operation.kind is OpKind.FETCH) is part.member.serves:
+            error = StateError(f"{operation.kind}: memory either serves others, or is fetched into")
+            self._abort(operation, Blame(error, part.rank))
+            return
         first = next(iter(operation.parts.values()))
         ours, theirs = _describe(part.call), _describe(first.call)
         if ours != theirs:
@@ -141,12 +150,13 @@ class Operations:
     def prepared(self, member: Member, key: OpKey) -> None:
         """This rank has verified every chunk: it can no longer be timed out or cancelled alone."""
         part = self._part(member, key)
-        if part is None or part.operation.state is not OperationState.RUNNING or part.holding is None:
+        if part is None or part.operation.state is not OperationState.RUNNING or not part.reading:
             return
         part.voted = True
-        part.holding.complete = True
-        part.holding.depth = 0
-        part.holding.chunks_verified = member.chunks
+        if part.holding is not None:
+            part.holding.complete = True
+            part.holding.depth = 0
+            part.holding.chunks_verified = member.chunks
         self._readers.release_all(part, "verified")
         self._set_deadline(part.operation)
         self._cluster.touch(member.group.model)
@@ -179,7 +189,7 @@ class Operations:
         part = operation.parts.get(member.rank)
         if part is not None and part.needs_bytes and operation.running and operation.version is not None:
             grants = tuple(self._readers.to_grant(lease) for lease in part.leases.values() if not lease.dropping)
-            manifest_id = _manifest_id(operation.version.manifests[part.rank])
+            manifest_id = _manifest_id(operation.version.manifests[part.shard])
             start = Start(key, member.rank, operation.version.info, manifest_id, operation.writing, grants)
             self._cluster.tell(member, start)
             for lease in part.leases.values():
@@ -312,13 +322,9 @@ class Operations:
             return
         if version is None:
             return
-        if (version.layout_id, version.info.world_size) != (group.layout_id, group.world_size):
-            text = (
-                f"version {version.number} of {group.model.name!r} is laid out as {version.layout_id!r} over "
-                f"{version.info.world_size} rank(s), group {group.name!r} as {group.layout_id!r} over "
-                f"{group.world_size}: readers of another layout are not supported yet"
-            )
-            self._abort(operation, Blame(ManifestMismatch(text, differences=(text,))))
+        misfit = self._misfit(operation, version)
+        if misfit is not None:
+            self._abort(operation, Blame(ManifestMismatch(misfit, differences=(misfit,))))
             return
         for part in operation.parts.values():
             offered = self._readers.offered_in_vain(part, version)
@@ -344,6 +350,26 @@ class Operations:
         if not operation.unchanged:
             self._start(operation)
 
+    @staticmethod
+    def _misfit(operation: Operation, version: Version) -> str | None:
+        """Why this group's ranks cannot take that version's shards, if they cannot."""
+        group, info = operation.group, version.info
+        fetched = next((part.shard for part in operation.parts.values() if not part.member.serves), None)
+        if fetched is not None:
+            if fetched < info.world_size:
+                return None
+            return (
+                f"version {info.version} of {info.model!r} has no rank {fetched}: its world_size is {info.world_size}, "
+                f"so fetch one of the ranks 0 to {info.world_size - 1}"
+            )
+        if (version.layout_id, info.world_size) == (group.layout_id, group.world_size):
+            return None
+        return (
+            f"version {info.version} of {info.model!r} is laid out as {version.layout_id!r} over "
+            f"{info.world_size} rank(s), group {group.name!r} as {group.layout_id!r} over "
+            f"{group.world_size}: readers of another layout are not supported yet"
+        )
+
     def _start(self, operation: Operation) -> None:
         """Where no rank has a hook or holds anything, all can be overwritten at once: their Start is their Write."""
         assert operation.version is not None
@@ -353,7 +379,7 @@ class Operations:
         if at_once:
             self._begin_write(operation)
         for part in fillers:
-            manifest_id = _manifest_id(operation.version.manifests[part.rank])
+            manifest_id = _manifest_id(operation.version.manifests[part.shard])
             grants = self._first_grants(part) if at_once else ()
             start = Start(operation.key, part.rank, operation.version.info, manifest_id, at_once, grants)
             self._cluster.tell(part.member, start)
@@ -400,9 +426,15 @@ class Operations:
 
     def _begin_write(self, operation: Operation) -> None:
         """Every rank is ready: the old replica leaves, the new one begins. Past this point an abort tears."""
+        operation.writing = True
+        for part in operation.parts.values():
+            part.reading = part.needs_bytes
+        if operation.kind is not OpKind.FETCH:
+            self._begin_replica(operation)
+
+    def _begin_replica(self, operation: Operation) -> None:
         cluster, group, version = self._cluster, operation.group, operation.version
         assert version is not None
-        operation.writing = True
         torn = group.torn_replica()
         call = next(iter(operation.parts.values())).call
         assert isinstance(call, Fill)
@@ -480,7 +512,7 @@ class Operations:
                 self._readers.add_holding(holding)
             self._become_ready(replica)
             self._versions.show(version, group.model)
-        elif not operation.unchanged:
+        elif not operation.unchanged and operation.kind is not OpKind.FETCH:
             self._commit_fill(operation)
         outcomes = {
             p.rank: Outcome(

@@ -69,14 +69,14 @@ class Readers:
         # publisher, which is the oldest, is chosen last, so that its unpublish is short.
         holdings = {
             h.member.registration: h
-            for h in reversed(version.holdings[part.rank])
+            for h in reversed(version.holdings[part.shard])
             if h is not other_than and h is not part.holding and self._readable(h, part)
         }
         while holdings:
             best = choose(
                 part.member.worker.location,
                 [self._candidate(h, part) for h in holdings.values()],
-                part.member.nbytes,
+                version.info.nbytes // version.info.world_size,
             )
             if best is None:
                 return None
@@ -93,7 +93,7 @@ class Readers:
     def offered_in_vain(part: RankPart, version: Version) -> list[str]:
         """The transports of this shard's sources, if there are sources, and the reader has none of those."""
         mine = {endpoint.transport for endpoint in part.member.worker.endpoints}
-        sources = [h for h in version.holdings[part.rank] if h.is_source and h.member is not part.member]
+        sources = [h for h in version.holdings[part.shard] if h.is_source and h.member is not part.member]
         theirs = {endpoint.transport for h in sources for endpoint in h.member.worker.endpoints}
         holds = part.member.holding is not None and part.member.holding.version is version
         return sorted(theirs) if sources and not holds and not mine & theirs else []

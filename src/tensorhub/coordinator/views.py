@@ -31,7 +31,7 @@ def describe(cluster: Cluster, model: Model) -> ModelInfo:
             reader=lease.part.member.worker.name,
             source=lease.holding.member.worker.name,
             version=lease.holding.version.number,
-            rank=lease.part.rank,
+            rank=lease.part.shard,
             state=lease.state.value,
         )
         for lease in cluster.leases.values()

@@ -52,6 +52,7 @@ PROGRESS_S = 0.25  # how often a running fill tells the coordinator how far it i
 log = get_logger("tensorhub.worker")
 
 HookRequest = Callable[[VersionInfo], None]
+ProgressListener = Callable[[int, int], None]  # (bytes verified so far, bytes wanted)
 
 
 class Line(Protocol):
@@ -106,6 +107,7 @@ class Handle:
         self._tasks: anyio.abc.TaskGroup
         self._scope = anyio.CancelScope()
         self.deadline_moved: Callable[[], None] = lambda: None
+        self.progress: ProgressListener | None = None
 
     def __repr__(self) -> str:
         return f"<Handle of {self.member!r}>"
@@ -130,11 +132,18 @@ class Handle:
             await self._run(CloseCall(abandon), timeout_s)
 
     async def fill(self, call: FillCall, timeout_s: float, hook: HookRequest | None = None) -> FetchReport:
+        _, report = await self.fetch(call, timeout_s, hook)
+        return report
+
+    async def fetch(
+        self, call: FillCall, timeout_s: float, hook: HookRequest | None = None
+    ) -> tuple[VersionInfo, FetchReport]:
+        """As `fill`; says which version it was, too."""
         self.memory.check_unreplaced()
         started = clock.now()
         ran, finish = await self._run(call, timeout_s, hook)
         assert finish.version is not None
-        return _report(ran, finish, started, clock.now())
+        return finish.version, _report(ran, finish, started, clock.now())
 
     async def _run(self, call: Call, timeout_s: float, hook: HookRequest | None = None) -> tuple[_Call, Finish]:
         """Begin a call and wait for its end; cancelling ends it as soon as may be, and leaves nothing running."""
@@ -318,13 +327,14 @@ class Handle:
                             failed = self.member.source_failed(event.lease, event.reason, event.detail, clock.now())
                             self.apply(failed)
                         case AllVerified():
+                            self._show_progress(runner.report())
                             break
         finally:
             if self._call is not None:
                 self._call.report = runner.report()
 
     async def _unpack(self, mapped: MappedRegions) -> None:
-        if mapped.copies:
+        if mapped.copies or mapped.then is not None:
             started = clock.now()
             await anyio.to_thread.run_sync(mapped.unpack)
             if self._call is not None:
@@ -338,6 +348,16 @@ class Handle:
                 report = runner.report()
                 rank = self.member.shard.rank
                 self._line.say(Progress(running.key, rank, report.chunks_verified, report.bytes_read))
+                self._show_progress(report)
+
+    def _show_progress(self, report: PullReport) -> None:
+        if self.progress is None:
+            return
+        try:
+            self.progress(report.bytes_verified, report.bytes_wanted)
+        except Exception as error:
+            self.progress = None
+            log.warning("progress_failed", registration=self._registration, reason=f"{type(error).__name__}: {error}")
 
 
 def _first_of(group: BaseExceptionGroup[TensorHubError]) -> TensorHubError:

@@ -76,6 +76,8 @@ class PullReport:
     reread_bytes: int
     retries: int
     chunks_verified: int
+    bytes_verified: int
+    bytes_wanted: int  # that were not there at the start
     phases: dict[str, float]
     sources: tuple[SourceReport, ...]
 
@@ -196,6 +198,8 @@ class PullRunner:
                 reread_bytes=pull.reread_bytes,
                 retries=pull.retries,
                 chunks_verified=pull.chunks_verified,
+                bytes_verified=pull.bytes_verified,
+                bytes_wanted=pull.bytes_wanted,
                 phases={
                     "wait": sum(lane.wait_s for lane in lanes),
                     "transfer": sum(lane.transfer_s for lane in lanes),

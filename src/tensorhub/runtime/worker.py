@@ -65,7 +65,7 @@ from tensorhub.protocol.secret import check_open_access
 from tensorhub.protocol.stream import MessageStream
 from tensorhub.runtime import clock
 from tensorhub.runtime.acceptor import ServeSettings, serve_readers
-from tensorhub.runtime.handle import Handle
+from tensorhub.runtime.handle import Handle, ProgressListener
 from tensorhub.runtime.lanes import ChannelOpener
 from tensorhub.runtime.logs import get_logger
 from tensorhub.runtime.serving import SharedOwner
@@ -77,15 +77,19 @@ from tensorhub.transport.registry import Local, Registry
 from tensorhub.types import (
     ContentId,
     Endpoint,
+    FetchReport,
     Incarnation,
     LeaseId,
     Location,
     ModelInfo,
+    OpKind,
     Options,
     RegistrationId,
+    Selector,
     VersionInfo,
     parse_address,
 )
+from tensorhub.worker.calls import FillCall
 from tensorhub.worker.enrolment import Shard
 from tensorhub.worker.member import Member
 
@@ -557,12 +561,13 @@ class Worker:
         shard = Shard(
             registration=secrets.token_hex(12),
             model=model,
-            group=group if group is not None else f"{self.name[:400]}-{secrets.token_hex(4)}",
+            group=group if group is not None else self._fresh_group(),
             rank=rank,
             world_size=world_size,
             spot=spot,
             layout_id=layout_id,
             manifest=manifest,
+            number=rank,
         )
         place = (model, shard.group, rank)
         if place in self._by_rank:
@@ -570,11 +575,7 @@ class Worker:
                 f"rank {rank} of group {shard.group!r} of {model!r} is registered by this worker already: "
                 "close it first, or take another group name (two sets of one model in one process need two groups)"
             )
-        handle = self._make_handle(shard, memory)
-        self._by_rank[place] = self._handles[shard.registration] = handle
-        self._tasks.start_soon(self._run_handle, handle, place)
-        if self._outbox is not None:
-            handle.apply(handle.member.connected(clock.now()))
+        handle = self._start_handle(shard, memory)
         try:
             with anyio.move_on_after(timeout_s):
                 await handle.registered.wait()
@@ -583,10 +584,56 @@ class Worker:
             if handle.registration_error is not None:
                 raise handle.registration_error
         except BaseException:
-            handle.stop()
-            self.say(Deregister(next(self._numbers), shard.registration, abandon=True))  # it may have come through
+            self._drop_handle(handle)
             raise
         return handle
+
+    async def fetch(
+        self,
+        model: str,
+        selector: Selector,
+        memory: Memory,
+        *,
+        rank: int,
+        timeout_s: float,
+        progress: ProgressListener | None,
+    ) -> tuple[VersionInfo, FetchReport]:
+        """Fill memory that serves nobody, and is the caller's when this returns: a group of its own, for one call."""
+        shard = Shard(
+            registration=secrets.token_hex(12),
+            model=model,
+            group=self._fresh_group(),
+            rank=0,
+            world_size=1,
+            spot=True,
+            layout_id="",
+            manifest=None,
+            number=rank,
+        )
+        handle = self._start_handle(shard, memory)
+        handle.progress = progress
+        try:
+            return await handle.fetch(FillCall(OpKind.FETCH, selector), timeout_s)
+        except TensorHubError as error:
+            error.memory = "intact"  # what was torn is nobody's
+            raise
+        finally:
+            self._drop_handle(handle)
+
+    def _fresh_group(self) -> str:
+        return f"{self.name[:400]}-{secrets.token_hex(4)}"
+
+    def _start_handle(self, shard: Shard, memory: Memory) -> Handle:
+        handle, place = self._make_handle(shard, memory), (shard.model, shard.group, shard.rank)
+        self._by_rank[place] = self._handles[shard.registration] = handle
+        self._tasks.start_soon(self._run_handle, handle, place)
+        if self._outbox is not None:
+            handle.apply(handle.member.connected(clock.now()))
+        return handle
+
+    def _drop_handle(self, handle: Handle) -> None:
+        handle.stop()
+        self.say(Deregister(next(self._numbers), handle.member.shard.registration, abandon=True))  # if it came through
 
     def _make_handle(self, shard: Shard, memory: Memory) -> Handle:
         def request() -> int:

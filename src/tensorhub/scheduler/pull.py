@@ -73,6 +73,8 @@ class Pull:
             self._states[chunk] = _VERIFIED
         self._lowest = 0  # no chunk below this is wanted
         self._unverified = len(sizes) - self._states.count(_VERIFIED)  # always the number of chunks not verified
+        self.bytes_wanted: Final = sum(n for n, s in zip(sizes, self._states, strict=True) if s != _VERIFIED)
+        self.bytes_verified = 0  # the part of `bytes_wanted` that is verified
         self.bytes_read = 0  # always the sum over sources, ended ones included
         self.reread_bytes = 0  # the part of it that had been verified before; G8 keeps it 0
         self.retries = 0  # chunks that had to be asked for again
@@ -161,6 +163,7 @@ class Pull:
         source.in_flight.discard(chunk)
         self._states[chunk] = _VERIFIED
         self._unverified -= 1
+        self.bytes_verified += nbytes
         if not self._unverified:
             self._story.tell("all verified")
 

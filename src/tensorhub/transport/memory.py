@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import ctypes
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import starmap
 from math import prod
@@ -154,18 +154,22 @@ class MappedRegions:
     """Where a manifest's regions are in this process.
 
     `regions`: one view per region, writable if they are to be filled. `copies`: (from, to) for tensors that share a
-    region at the source and are apart here. `unwanted`: regions that are not read here; their views are empty.
+    region at the source and are apart here. `unwanted`: regions that are not read here; their views are empty. `then`:
+    what else is to be done with the bytes when they are verified; it runs in a thread, and raises TensorHubErrors.
     """
 
     regions: tuple[memoryview, ...]
     copies: tuple[tuple[memoryview, memoryview], ...]
     unwanted: frozenset[int] = frozenset()
+    then: Callable[[], None] | None = None
 
     def unpack(self) -> None:
         """Bring the regions' bytes to the other tensors that hold them too: when verified, before READY."""
         for source, target in self.copies:
             # ctypes lets go of the GIL meanwhile; a slice assignment of gigabytes would stop the heartbeats.
             ctypes.memmove(_pointer(target), _pointer(source), source.nbytes)
+        if self.then is not None:
+            self.then()
 
 
 def _pointer(view: memoryview) -> int:

@@ -27,7 +27,13 @@ class Shard:
     world_size: int
     spot: bool
     layout_id: str
-    manifest: Manifest  # as this rank publishes
+    manifest: Manifest | None  # as this rank publishes; None: a fetch, which never holds anything for others
+    number: int  # of the shard of a version that this memory is for; always the rank, but for a fetch
+
+    @property
+    def serves(self) -> bool:
+        """Whether others may read this memory."""
+        return self.manifest is not None
 
 
 @dataclass(slots=True)
@@ -78,7 +84,7 @@ class Enrolment:
 
     def register(self, held: Held | None) -> Register:
         """Say who this is and what is held; what is not said is not held (the coordinator forgets it)."""
-        s = self.shard
+        s, manifest = self.shard, self.shard.manifest
         self._register_request = self._requests()
         return Register(
             request=self._register_request,
@@ -86,12 +92,14 @@ class Enrolment:
             model=s.model,
             group=s.group,
             rank=s.rank,
+            shard=s.number,
             world_size=s.world_size,
+            serves=s.serves,
             spot=s.spot,
             layout_id=s.layout_id,
-            nbytes=s.manifest.nbytes,
-            chunks=s.manifest.chunk_count,
-            manifest=s.manifest.encode(),
+            nbytes=manifest.nbytes if manifest is not None else 0,
+            chunks=manifest.chunk_count if manifest is not None else 0,
+            manifest=manifest.encode() if manifest is not None else b"",
             held=held,
         )
 

@@ -145,7 +145,7 @@ class Member(Stateful[HandleState]):
         """Start a call; raises StateError, and starts nothing, where the state forbids it."""
         self._enter(now)
         if self.running is not None:
-            what = type(self.running.call).__name__.removesuffix("Call").lower()
+            what = _what(self.running.call)
             raise StateError(f"{self._name}: {what} is running on this handle; one call at a time")
         self._check_allowed(call)
         self.running = Running(call, now + timeout_s, timeout_s)
@@ -219,6 +219,8 @@ class Member(Stateful[HandleState]):
         if run is not None and run.phase is Phase.PULLING and run.key is not None:
             run.phase = Phase.VOTED
             self._say(Prepared(run.key, self.shard.rank))
+            if not self.shard.serves:
+                self._fetched(run)
         return self._leave()
 
     def pull_failed(self, error: TensorHubError, now: float) -> list[Action]:
@@ -319,7 +321,7 @@ class Member(Stateful[HandleState]):
         run, due = self.running, self.next_deadline()
         if run is not None and due is not None and now >= due:
             run.deadline = now  # each further step gets DEADLINE_SLACK_S
-            what = type(run.call).__name__.removesuffix("Call").lower()
+            what = _what(run.call)
             if self.enrolment.online:
                 self._give_up(OperationTimeout(f"{self._name}: {what} did not end within {run.timeout_s:g} s"))
             else:
@@ -345,6 +347,7 @@ class Member(Stateful[HandleState]):
     def _promised(self, run: Running, call: PublishCall) -> Content:
         """What this rank has voted to publish; the content id is not known yet."""
         s = self.shard
+        assert s.manifest is not None
         version = VersionInfo(s.model, call.version, "", s.manifest.nbytes, s.world_size)
         return Content(version, s.manifest, run.generation)
 
@@ -377,6 +380,7 @@ class Member(Stateful[HandleState]):
         match run.phase:
             case Phase.QUEUED:
                 self._go_on()
+                return  # nothing of it was said before
             case Phase.MANIFEST:
                 self._ask_manifest(run)
             case Phase.VOTED if isinstance(run.call, PublishCall):
@@ -456,6 +460,7 @@ class Member(Stateful[HandleState]):
 
     def _publish(self, run: Running, call: PublishCall) -> None:
         """The promise begins here: readers may come the moment the coordinator has decided."""
+        assert self.shard.manifest is not None
         self._take_key(run)
         self._actions.append(OpenMemory(run.generation, "", self.shard.manifest, complete=True))
         run.phase = Phase.VOTED
@@ -539,7 +544,7 @@ class Member(Stateful[HandleState]):
     def _ask_manifest(self, run: Running) -> None:
         assert run.version is not None
         run.request = self._requests()
-        self._say(GetManifest(run.request, self.shard.model, run.version.content_id, self.shard.rank))
+        self._say(GetManifest(run.request, self.shard.model, run.version.content_id, self.shard.number))
 
     def _manifest_came(self, run: Running, blob: bytes) -> None:
         try:
@@ -553,10 +558,10 @@ class Member(Stateful[HandleState]):
         self._manifest_found(run, manifest)
 
     def _manifest_found(self, run: Running, manifest: Manifest) -> None:
-        run.manifest = manifest
-        if manifest.manifest_id not in self._fitting:
+        run.manifest, mine = manifest, self.shard.manifest
+        if mine is not None and manifest.manifest_id not in self._fitting:
             try:
-                check_compatible(manifest, self.shard.manifest)
+                check_compatible(manifest, mine)
             except TensorHubError as error:
                 self._give_up(error)
                 return
@@ -591,7 +596,8 @@ class Member(Stateful[HandleState]):
         self.content = Content(run.version, run.manifest, run.generation)
         run.phase = Phase.PULLING
         run.leases = {grant.lease for grant in run.grants}
-        self._actions.append(OpenMemory(run.generation, run.version.content_id, run.manifest, complete=False))
+        if self.shard.serves:
+            self._actions.append(OpenMemory(run.generation, run.version.content_id, run.manifest, complete=False))
         self._actions.append(StartPull(run.version, run.manifest, run.generation, run.grants))
 
     # ------------------------------------------------------------------------------------------- taking it back
@@ -688,7 +694,8 @@ class Member(Stateful[HandleState]):
             return
         match run.call:
             case PublishCall():
-                self.content = Content(version, self.shard.manifest, run.generation)
+                self.content = self._promised(run, run.call)
+                self.content.version = version
                 self._become(HandleState.READY, f"published {version.version}")
             case FillCall() if run.phase is Phase.VOTED:
                 self._become(HandleState.READY, f"filled with {version.version}")
@@ -736,6 +743,12 @@ class Member(Stateful[HandleState]):
         run.error = error
         run.phase = Phase.STOPPING
         self._actions.append(StopPull())
+
+    def _fetched(self, run: Running) -> None:
+        """All of it is verified, and the caller's: no other memory depends on it, so there is no outcome to wait for."""
+        self.content = None
+        self._become(HandleState.CLOSED, "fetched")
+        self._finish(version=run.version, changed=True)
 
     def _torn(self, run: Running) -> None:
         """The fill is broken off; nobody may read what is there."""
@@ -826,6 +839,8 @@ class Member(Stateful[HandleState]):
     @property
     def _name(self) -> str:
         s = self.shard
+        if not s.serves:
+            return f"{s.model!r} (rank {s.number})"
         return f"{s.model!r} (group {s.group!r}, rank {s.rank})"
 
     def _enter(self, now: float) -> None:
@@ -857,6 +872,10 @@ class Member(Stateful[HandleState]):
             raise InvariantBroken(f"{self}: doubt {self.doubt} in state {self.state}. Story:\n{self.story}")
         if self.running is not None and self.running.phase is Phase.PULLING and self.state is not HandleState.FILLING:
             raise InvariantBroken(f"{self}: pulls in state {self.state}. Story:\n{self.story}")
+
+
+def _what(call: Call) -> str:
+    return call.kind.value if isinstance(call, FillCall) else type(call).__name__.removesuffix("Call").lower()
 
 
 def _info(error: Exception) -> ErrorInfo:

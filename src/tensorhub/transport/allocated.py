@@ -1,0 +1,156 @@
+"""Memory that is made when a version is known: what `Hub.fetch` fills and gives to its caller.
+
+Responsible for choosing tensors by name, for allocating them, and for bringing them to a device. Tensors that are tied
+at the publisher are tied here. torch is imported when the first such memory is made.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Sequence
+from fnmatch import fnmatchcase
+from itertools import islice
+from typing import TYPE_CHECKING, Any
+
+from tensorhub.errors import ManifestMismatch, StateError
+from tensorhub.manifest import Manifest, TensorDescription, TensorSpec
+from tensorhub.transport.memory import MappedRegions, view
+
+if TYPE_CHECKING:
+    import torch
+
+NAMES_SHOWN_MAX = 5
+
+
+class AllocatedMemory:
+    """See `Memory`; for one fetch. It is never published.
+
+    `names`: a tensor's name or a glob over names (`layers.0.*`), or several; None: all tensors. `device`: where the
+    tensors are in the end; bytes arrive, and are verified, in host memory.
+
+    Raises StateError (names that are none, no torch, a device that cannot be used).
+    """
+
+    descriptions: tuple[TensorDescription, ...] = ()
+    metadata = b""
+
+    def __init__(self, names: str | Sequence[str] | None = None, device: object = "cpu") -> None:
+        self._patterns = _patterns(names)
+        self._torch = _import_torch()
+        self._device = self._usable(device)
+        self._chosen: tuple[TensorSpec, ...] = ()
+        self._bytes: dict[int, torch.Tensor] = {}  # by region
+
+    def __repr__(self) -> str:
+        return f"<AllocatedMemory of {len(self._chosen)} tensors on {self._device}>"
+
+    def _usable(self, device: object) -> torch.device:
+        try:
+            made: torch.device = self._torch.empty(1, dtype=self._torch.uint8, device=device).device
+        except Exception as error:  # each backend has its own way of saying no
+            raise StateError(f"device={device!r} cannot be used: {_first_line(error)}") from error
+        if made.type == "meta":
+            raise StateError("device='meta': there are no bytes there; take 'cpu' or an accelerator")
+        return made
+
+    def check_unreplaced(self) -> None:
+        """Nobody else has it."""
+
+    def versions(self) -> tuple[int, ...]:
+        return ()
+
+    def digests(self, manifest: Manifest) -> None:
+        """It is never published."""
+
+    def map(self, manifest: Manifest) -> MappedRegions:
+        """Allocate what is wanted of this manifest, anew each time.
+
+        Raises ManifestMismatch (a name that nothing has, a dtype that this torch lacks), StateError (no memory).
+        """
+        self._chosen = tuple(_choose(self._patterns, manifest))
+        for tensor in self._chosen:
+            self._check_supported(tensor, manifest)
+        wanted = sorted({tensor.region for tensor in self._chosen})
+        nbytes = sum(manifest.regions[region].nbytes for region in wanted)
+        try:
+            self._bytes = {region: self._allocate(manifest.regions[region].nbytes) for region in wanted}
+        except (RuntimeError, MemoryError) as error:
+            text = (
+                f"{nbytes} bytes of host memory cannot be allocated ({_first_line(error)}): free some, or fetch fewer names"
+            )
+            raise StateError(text) from error
+        nothing = memoryview(b"")
+        regions = [
+            view(self._bytes[region]) if region in self._bytes else nothing for region in range(len(manifest.regions))
+        ]
+        unwanted = frozenset(range(len(manifest.regions))) - self._bytes.keys()
+        is_elsewhere = self._device.type != "cpu"
+        return MappedRegions(tuple(regions), (), unwanted, self._move if is_elsewhere else None)
+
+    def _allocate(self, nbytes: int) -> torch.Tensor:
+        made: torch.Tensor = self._torch.empty(nbytes, dtype=self._torch.uint8)
+        return made
+
+    def _check_supported(self, tensor: TensorSpec, manifest: Manifest) -> None:
+        if not isinstance(getattr(self._torch, tensor.dtype, None), self._torch.dtype):
+            text = f"tensor {tensor.name!r} is {tensor.dtype}, which torch {self._torch.__version__} lacks"
+            raise ManifestMismatch(text, differences=(text,))
+        if tensor.offset or tensor.nbytes != manifest.regions[tensor.region].nbytes:
+            text = f"tensor {tensor.name!r} is not a whole region: packed layouts are not built yet"
+            raise ManifestMismatch(text, differences=(text,))
+
+    def _move(self) -> None:
+        """Bring what has arrived to the device, one region after the other, so that little is there twice."""
+        try:
+            for region, data in self._bytes.items():
+                self._bytes[region] = data.to(self._device)
+            if self._device.type == "cuda":
+                self._torch.cuda.synchronize(self._device)
+        except (RuntimeError, MemoryError) as error:
+            raise StateError(f"the tensors cannot be brought to {self._device}: {_first_line(error)}") from error
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """What was mapped last, by name, in the order of the manifest."""
+        return {tensor.name: self._tensor(tensor) for tensor in self._chosen}
+
+    def _tensor(self, tensor: TensorSpec) -> torch.Tensor:
+        storage = self._bytes[tensor.region].untyped_storage()
+        empty: Any = self._torch.empty(0, dtype=getattr(self._torch, tensor.dtype), device=self._device)
+        made: torch.Tensor = empty.set_(storage, 0, tensor.shape)
+        return made
+
+
+def _patterns(names: str | Sequence[str] | None) -> tuple[str, ...] | None:
+    if names is None:
+        return None
+    patterns = (names,) if isinstance(names, str) else tuple(names)
+    if not patterns or not all(isinstance(pattern, str) for pattern in patterns):
+        raise StateError(f"names={names!r}: give a name, a glob, several of them, or None for all tensors")
+    return patterns
+
+
+def _import_torch() -> Any:
+    try:
+        return importlib.import_module("torch")
+    except ImportError as error:
+        raise StateError("fetch makes torch tensors, and torch is not installed: pip install 'tensorhub[torch]'") from error
+
+
+def _choose(patterns: tuple[str, ...] | None, manifest: Manifest) -> list[TensorSpec]:
+    """The tensors that are wanted, in the manifest's order. A pattern that is a tensor's name is no glob."""
+    if patterns is None:
+        return list(manifest.tensors)
+    names = [tensor.name for tensor in manifest.tensors]
+    known, chosen = set(names), set[str]()
+    for pattern in patterns:
+        found = {pattern} if pattern in known else {name for name in names if fnmatchcase(name, pattern)}
+        if not found:
+            shown = ", ".join(map(repr, islice(names, NAMES_SHOWN_MAX))) + (", ..." if len(names) > NAMES_SHOWN_MAX else "")
+            text = f"names: no tensor is called {pattern!r}; there are {shown or 'none'}"
+            raise ManifestMismatch(text, differences=(text,))
+        chosen |= found
+    return [tensor for tensor in manifest.tensors if tensor.name in chosen]
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error).splitlines() or [type(error).__name__])[0][:300]

@@ -1,0 +1,486 @@
+"""`hub.fetch`: tensors that nobody registered, over real sockets: what arrives, what is refused, what is left."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Any
+
+import anyio
+import pytest
+import torch
+
+import tensorhub
+from tensorhub import errors, sync
+from tensorhub.hub import Hub, Weights
+from tensorhub.manifest import Manifest
+from tensorhub.transport.allocated import AllocatedMemory
+from tensorhub.transport.memory import MappedRegions
+from tests.rig import CHUNK_BYTES, CHUNKS, OPTIONS, WAIT_S, cluster, connect, gated, nothing_left, tensors, until
+
+NBYTES = CHUNKS * CHUNK_BYTES
+Tensors = Mapping[str, torch.Tensor]
+
+
+def layers() -> dict[str, torch.Tensor]:
+    tied = torch.arange(60_000.0).view(200, 300)
+    return {
+        "layers.0.weight": torch.randn(300, 200),
+        "layers.0.bias": torch.randn(200),
+        "layers.1.weight": torch.randint(0, 255, (1000, 300), dtype=torch.uint8),
+        "layers[1]": torch.tensor(7.5),
+        "head": tied,
+        "embedding": tied,
+        "flat": tied.view(-1),
+        "empty": torch.empty(0, 4, dtype=torch.int64),
+    }
+
+
+def equal(some: Tensors, other: Tensors) -> bool:
+    same = [torch.equal(some[name], other[name]) and some[name].dtype is other[name].dtype for name in other]
+    return list(some) == list(other) and all(same)
+
+
+async def published(hub: Hub, what: Mapping[str, Any] | None = None, version: int = 1) -> Weights:
+    weights = await hub.register("m", layers() if what is None else what)
+    await weights.publish(version)
+    return weights
+
+
+async def nothing_of_it_is_left(fetcher: Hub) -> None:
+    """Neither the coordinator nor the worker knows of a fetch any more."""
+    await until(lambda: not fetcher._worker._handles and not fetcher._worker._by_rank and not fetcher._worker._asked)
+    info = await fetcher.describe("m")  # on the connection that the fetch has spoken on
+    assert [(replica.group.split("-")[0], replica.state) for replica in info.replicas] == [("trainer", "ready")]
+    assert info.leases == ()
+    assert [worker.name for worker in info.workers] == ["trainer"]
+
+
+# --------------------------------------------------------------------------------------------------- what arrives
+
+
+async def test_every_tensor_arrives_as_it_was_published() -> None:
+    async with cluster("trainer", "reader") as c:
+        source = layers()
+        await published(c.hubs[0], source, 3)
+        fetched = await c.hubs[1].fetch("m")
+        assert equal(fetched, source)
+        assert len(fetched) == len(source)
+        assert (fetched.info.version, fetched.info.model, fetched.info.world_size) == (3, "m", 1)
+        report = fetched.report
+        assert (report.version, report.changed, report.bytes_read, report.reread_bytes) == (3, True, fetched.info.nbytes, 0)
+        assert [(used.name, used.outcome) for used in report.sources] == [("trainer", "used")]
+        assert repr(fetched) == "<Fetched m version 3: 8 tensors>"
+        await nothing_of_it_is_left(c.hubs[1])
+
+
+async def test_what_is_fetched_is_the_callers_and_ties_stay_ties() -> None:
+    async with cluster("trainer", "reader") as c:
+        source = layers()
+        await published(c.hubs[0], source)
+        fetched = await c.hubs[1].fetch("m")
+        fetched["head"].fill_(1)
+        assert fetched["embedding"].eq(1).all()
+        assert fetched["flat"].eq(1).all()
+        assert fetched["head"].untyped_storage().data_ptr() == fetched["flat"].untyped_storage().data_ptr()
+        assert not fetched["head"]._is_view()
+        assert all(tensor.is_contiguous() and not tensor.requires_grad for tensor in fetched.values())
+        assert equal(await c.hubs[1].fetch("m"), source)
+
+
+@pytest.mark.parametrize(
+    ("names", "expected"),
+    [
+        ("layers.0.bias", ["layers.0.bias"]),
+        ("layers.0.*", ["layers.0.weight", "layers.0.bias"]),
+        (["*.bias", "layers.1.*"], ["layers.0.bias", "layers.1.weight"]),
+        ("layers[1]", ["layers[1]"]),  # a name that looks like a glob is a name
+        (("embedding",), ["embedding"]),
+        (["empty", "empty"], ["empty"]),
+        ("*", list(layers())),
+    ],
+)
+async def test_names(names: Any, expected: list[str]) -> None:
+    async with cluster("trainer", "reader") as c:
+        source = layers()
+        await published(c.hubs[0], source)
+        fetched = await c.hubs[1].fetch("m", 1, names=names)
+        assert equal(fetched, {name: source[name] for name in expected})
+        storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in fetched.values()}
+        assert fetched.report.bytes_read == sum(storages.values())  # what is not wanted is not read
+
+
+async def test_progress_counts_what_is_wanted() -> None:
+    async with cluster("trainer", "reader") as c:
+        await published(c.hubs[0], tensors(1))
+        memory, seen = AllocatedMemory("b"), list[tuple[int, int]]()
+        info, report = await c.hubs[1].fetch_into("m", 1, memory, progress=lambda *now: seen.append(now))
+        assert (info.version, report.bytes_read) == (1, NBYTES // 3)
+        assert seen[-1] == (NBYTES // 3, NBYTES // 3)
+        assert torch.equal(memory.tensors()["b"], torch.from_numpy(tensors(1)["b"]))
+        assert repr(memory) == "<AllocatedMemory of 1 tensors on cpu>"
+
+
+async def test_a_progress_listener_that_raises_ends_nothing() -> None:
+    async with cluster("trainer", "reader") as c:
+        await published(c.hubs[0], tensors(1))
+
+        def broken(done: int, wanted: int) -> None:
+            raise ZeroDivisionError
+
+        await c.hubs[1].fetch_into("m", 1, AllocatedMemory(), progress=broken)
+        await c.hubs[1].fetch("m")
+
+
+async def test_the_ranks_of_a_version_are_fetched_one_by_one() -> None:
+    async with cluster("trainer", "other", "reader") as c:
+        sources = [{"w": torch.full((1000 + rank,), float(rank))} for rank in range(2)]
+        ranks = [
+            await hub.register("m", source, group="g", rank=rank, world_size=2)
+            for rank, (hub, source) in enumerate(zip(c.hubs, sources, strict=False))
+        ]
+        async with anyio.create_task_group() as tasks:
+            for weights in ranks:
+                tasks.start_soon(weights.publish, 1)
+        for rank in (1, 0):
+            fetched = await c.hubs[2].fetch("m", rank=rank)
+            assert equal(fetched, sources[rank])
+            assert fetched.info.world_size == 2
+            assert [source.name for source in fetched.report.sources] == [("trainer", "other")[rank]]
+        with pytest.raises(
+            errors.ManifestMismatch, match=r"has no rank 2: its world_size is 2, so fetch .* 0 to 1"
+        ) as caught:
+            await c.hubs[2].fetch("m", rank=2)
+        assert (caught.value.retryable, caught.value.memory) == (False, "intact")
+
+
+async def test_a_worker_fetches_what_it_holds_itself() -> None:
+    async with cluster("trainer") as c:
+        source = layers()
+        await published(c.hubs[0], source)
+        fetched = await c.hubs[0].fetch("m")
+        assert equal(fetched, source)
+        assert fetched["head"].data_ptr() != source["head"].data_ptr()
+
+
+async def test_two_fetches_at_once_beside_a_replica_that_fills() -> None:
+    async with cluster("trainer", "reader") as c:
+        await published(c.hubs[0], tensors(1))
+        memory, found = tensors(), dict[int, tensorhub.Fetched]()
+        weights = await c.hubs[1].register("m", memory)
+
+        async def fetch(number: int) -> None:
+            found[number] = await c.hubs[1].fetch("m")
+
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(weights.replicate)
+            for number in range(6):
+                tasks.start_soon(fetch, number)
+        expected = {name: torch.from_numpy(array) for name, array in tensors(1).items()}
+        assert all(equal(each, expected) for each in found.values())
+        assert weights.version == 1
+
+
+# ------------------------------------------------------------------------------------------------------ versions
+
+
+async def test_latest_waits_for_the_first_publication() -> None:
+    async with cluster("trainer", "reader") as c, anyio.create_task_group() as tasks:
+        found: list[tensorhub.Fetched] = []
+
+        async def fetch() -> None:
+            found.append(await c.hubs[1].fetch("m"))
+
+        tasks.start_soon(fetch)
+        await until(lambda: any("asked" in repr(handle) for handle in c.hubs[1]._worker._handles.values()))
+        await published(c.hubs[0], version=5)
+        await until(lambda: bool(found))
+        assert found[0].info.version == 5
+
+
+async def test_a_number_that_is_not_visible_fails_at_once_and_latest_at_the_deadline() -> None:
+    async with cluster("trainer", "reader") as c:
+        await published(c.hubs[0])
+        with pytest.raises(errors.VersionUnavailable, match="version 2 of 'm' is not published yet"):
+            await c.hubs[1].fetch("m", 2)
+        with pytest.raises(errors.VersionUnavailable, match="fetch of 'x': nothing was published under the model 'x'"):
+            await c.hubs[1].fetch("x", timeout=0.05)
+        await nothing_of_it_is_left(c.hubs[1])
+
+
+async def test_latest_1_is_the_one_before() -> None:
+    async with cluster("trainer", "keeper", "reader") as c:
+        source = await published(c.hubs[0], tensors(1))
+        keeper = await c.hubs[1].register("m", tensors())
+        await keeper.replicate()
+        async with source.mutate(2):
+            pass
+        fetched = await c.hubs[2].fetch("m", "latest-1")
+        assert fetched.info.version == 1
+        assert [used.name for used in fetched.report.sources] == ["keeper"]
+
+
+# ------------------------------------------------------------------------------------------------- what is refused
+
+
+@pytest.mark.parametrize(
+    ("settings", "match"),
+    [
+        ({"names": []}, r"names=\[\]: give a name, a glob"),
+        ({"names": ["w", 7]}, "names="),
+        ({"rank": -1}, "rank=-1"),
+        ({"rank": True}, "rank=True"),
+        ({"rank": 2**20}, "ranks are integers"),
+        ({"selector": "newest"}, "is not a version selector"),
+        ({"timeout": -1}, "timeout=-1"),
+        ({"model": ""}, "cannot name a model"),
+        ({"device": "nowhere"}, "device='nowhere' cannot be used: Expected one of cpu"),
+        ({"device": "meta"}, "device='meta': there are no bytes there"),
+        ({"device": "mps"}, "device='mps' cannot be used"),
+    ],
+)
+async def test_bad_arguments_are_refused_before_anything_is_sent(settings: dict[str, Any], match: str) -> None:
+    async with cluster("reader") as c:
+        with pytest.raises(errors.StateError, match=match) as caught:
+            await c.hubs[0].fetch(**{"model": "m", **settings})
+        assert (caught.value.retryable, caught.value.memory) == (False, "intact")
+        assert await c.hubs[0].describe() == ()
+
+
+async def test_without_torch_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    def missing(name: str) -> Any:
+        raise ModuleNotFoundError(name)
+
+    monkeypatch.setattr(importlib, "import_module", missing)
+    async with cluster("reader") as c:
+        with pytest.raises(errors.StateError, match=r"pip install 'tensorhub\[torch\]'"):
+            await c.hubs[0].fetch("m")
+
+
+async def test_a_name_that_no_tensor_has_is_named() -> None:
+    async with cluster("trainer", "reader") as c:
+        await published(c.hubs[0])
+        match = r"no tensor is called 'layer\.\*'; there are 'layers.0.weight', 'layers.0.bias', .*, \.\.\."
+        with pytest.raises(errors.ManifestMismatch, match=match) as caught:
+            await c.hubs[1].fetch("m", names=["head", "layer.*"])
+        assert (caught.value.retryable, caught.value.memory) == (False, "intact")
+        assert len(caught.value.differences) == 1
+        await nothing_of_it_is_left(c.hubs[1])
+
+
+async def test_a_dtype_that_this_torch_lacks_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with cluster("trainer", "reader") as c:
+        await published(c.hubs[0], {"w": torch.zeros(4, dtype=torch.uint16)})
+        memory = AllocatedMemory()
+        monkeypatch.delattr(torch, "uint16")
+        with pytest.raises(errors.ManifestMismatch, match=r"'w' is uint16, which torch .* lacks") as caught:
+            await c.hubs[1].fetch_into("m", "latest", memory)
+        assert caught.value.memory == "intact"
+
+
+async def test_memory_that_cannot_be_had_is_an_error_that_says_how_much(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with cluster("trainer", "reader") as c:
+        await published(c.hubs[0], {"w": torch.zeros(4)})
+
+        def no_memory(self: AllocatedMemory, nbytes: int) -> torch.Tensor:
+            return torch.empty(2**50)
+
+        monkeypatch.setattr(AllocatedMemory, "_allocate", no_memory)
+        with pytest.raises(
+            errors.StateError, match=r"16 bytes of host memory cannot be allocated \(.*\): free some"
+        ) as caught:
+            await c.hubs[1].fetch("m")
+        assert (caught.value.retryable, caught.value.memory) == (False, "intact")
+        await nothing_of_it_is_left(c.hubs[1])
+
+
+class Elsewhere(AllocatedMemory):
+    """As if the tensors belonged on a device, which the test's `then` stands for."""
+
+    def __init__(self, then: Callable[[], None]) -> None:
+        super().__init__()
+        self._then = then
+
+    def map(self, manifest: Manifest) -> MappedRegions:
+        return replace(super().map(manifest), then=self._then)
+
+
+async def test_what_cannot_be_brought_to_its_device_is_an_error() -> None:
+    async with cluster("trainer", "reader") as c:
+        await published(c.hubs[0])
+        moved: list[str] = []
+        _, report = await c.hubs[1].fetch_into("m", 1, Elsewhere(lambda: moved.append("moved")))
+        assert moved == ["moved"]
+        assert report.phases["unpack"] > 0
+
+        def fail() -> None:
+            raise errors.StateError("the device is full")
+
+        with pytest.raises(errors.StateError, match="the device is full") as caught:
+            await c.hubs[1].fetch_into("m", 1, Elsewhere(fail))
+        assert caught.value.memory == "intact"
+
+
+@pytest.mark.gpu
+async def test_tensors_on_a_gpu() -> None:
+    async with cluster("trainer", "reader") as c:
+        source = layers()
+        await published(c.hubs[0], source)
+        fetched = await c.hubs[1].fetch("m", device="cuda")
+        assert all(tensor.is_cuda for tensor in fetched.values())
+        assert equal({name: tensor.cpu() for name, tensor in fetched.items()}, source)
+        assert fetched["head"].untyped_storage().data_ptr() == fetched["flat"].untyped_storage().data_ptr()
+
+
+# ------------------------------------------------------------------------------------------------------- failures
+
+
+class Fetching:
+    """A fetch that is held at a gate."""
+
+    def __init__(self) -> None:
+        self.result: tensorhub.Fetched | None = None
+        self.error: errors.TensorHubError | None = None
+
+    async def run(self, hub: Hub) -> None:
+        try:
+            self.result = await hub.fetch("m", names="[ab]")
+        except errors.TensorHubError as error:
+            self.error = error
+
+    def is_whole(self) -> bool:
+        expected = {name: torch.from_numpy(array) for name, array in tensors(1).items() if name != "c"}
+        return self.result is not None and equal(self.result, expected)
+
+
+async def test_it_is_moved_when_the_source_leaves() -> None:
+    async with cluster("trainer", "keeper") as c:
+        source = await published(c.hubs[0], tensors(1))
+        keeper = await c.hubs[1].register("m", tensors())
+        await keeper.replicate()
+        with gated(2) as gate:
+            async with connect(c.address, "fetcher") as fetcher, anyio.create_task_group() as tasks:
+                fetching = Fetching()
+                tasks.start_soon(fetching.run, fetcher)
+                await until(lambda: gate.holds)
+                (lease,) = (await fetcher.describe("m")).leases
+                assert (lease.reader, lease.version, lease.rank) == ("fetcher", 1, 0)
+                leaving, other = (keeper, "trainer") if lease.source == "keeper" else (source, "keeper")
+                await leaving.unpublish()
+                gate.open()
+                await until(lambda: fetching.result is not None)
+                assert fetching.result is not None
+                report = fetching.result.report
+                assert fetching.is_whole()
+                assert {(used.name, used.outcome) for used in report.sources} >= {(other, "used")}
+                assert report.reread_bytes == 0
+
+
+async def test_a_source_that_leaves_with_nobody_else_there_ends_it_at_once() -> None:
+    with gated(2) as gate:
+        async with cluster("trainer", "reader") as c, anyio.create_task_group() as tasks:
+            source = await published(c.hubs[0], tensors(1))
+            fetching = Fetching()
+            tasks.start_soon(fetching.run, c.hubs[1])
+            await until(lambda: gate.holds)
+            await source.unpublish()
+            await until(lambda: fetching.error is not None)
+            assert isinstance(fetching.error, errors.VersionUnavailable)
+            assert (fetching.error.retryable, fetching.error.memory) == (True, "intact")
+            await until(lambda: not c.hubs[1]._worker._handles)
+
+
+async def test_a_lost_source_is_replaced() -> None:
+    """The source's connections break: the fetch goes on, there or elsewhere, and no byte is verified twice."""
+    with gated(2) as gate:
+        async with cluster("trainer", "reader") as c, anyio.create_task_group() as tasks:
+            await published(c.hubs[0], tensors(1))
+            fetching = Fetching()
+            tasks.start_soon(fetching.run, c.hubs[1])
+            await until(lambda: gate.holds)
+            c.hubs[0]._worker._owner.cut(c.hubs[1]._worker.incarnation, 0)
+            gate.open()
+            await until(lambda: fetching.result is not None)
+            assert fetching.is_whole()
+            assert fetching.result is not None
+            assert fetching.result.report.reread_bytes == 0
+
+
+async def test_cancelled_in_mid_fetch_nothing_is_left() -> None:
+    with gated(2) as gate:
+        async with cluster("trainer", "reader") as c:
+            await published(c.hubs[0], tensors(1))
+            async with anyio.create_task_group() as tasks:
+                tasks.start_soon(Fetching().run, c.hubs[1])
+                await until(lambda: gate.holds)
+                tasks.cancel_scope.cancel()
+            assert not gate.holds
+            await nothing_of_it_is_left(c.hubs[1])
+            gate.open()
+            await c.hubs[1].fetch("m")
+
+
+async def test_cancelled_at_once() -> None:
+    async with cluster("trainer", "reader") as c:
+        await published(c.hubs[0], tensors(1))
+        with anyio.CancelScope() as scope:
+            scope.cancel()
+            await c.hubs[1].fetch("m")
+        await nothing_of_it_is_left(c.hubs[1])
+
+
+async def test_a_deadline_in_mid_fetch() -> None:
+    with gated(2):
+        async with cluster("trainer", "reader") as c:
+            await published(c.hubs[0], tensors(1))
+            with pytest.raises(errors.OperationTimeout, match=r"fetch of 'm': version 1 was not complete after") as caught:
+                await c.hubs[1].fetch("m", timeout=0.2)
+            assert caught.value.memory == "intact"
+            await nothing_of_it_is_left(c.hubs[1])
+
+
+async def test_the_hub_is_closed_in_mid_fetch() -> None:
+    with gated(2) as gate:
+        async with cluster("trainer") as c, anyio.create_task_group() as tasks:
+            await published(c.hubs[0], tensors(1))
+            fetching = Fetching()
+            async with connect(c.address, "reader") as reader:
+                tasks.start_soon(fetching.run, reader)
+                await until(lambda: gate.holds)
+            await until(lambda: fetching.error is not None)
+            assert isinstance(fetching.error, errors.StateError)
+            assert (fetching.error.memory, "hub was closed" in str(fetching.error)) == ("intact", True)
+
+
+async def test_no_coordinator_in_mid_fetch_and_all_of_it_arrives() -> None:
+    """The data plane needs no coordinator; what is verified is the caller's, without anybody's decision."""
+    with gated(2) as gate:
+        async with nothing_left(), contextlib.AsyncExitStack() as hubs, anyio.create_task_group() as tasks:
+            async with tensorhub.serve(token="", options=OPTIONS) as coordinator:
+                trainer, reader = [
+                    await hubs.enter_async_context(connect(coordinator.address, name)) for name in ("trainer", "reader")
+                ]
+                await published(trainer, tensors(1))
+                fetching = Fetching()
+                tasks.start_soon(fetching.run, reader)
+                await until(lambda: gate.holds)
+            await until(lambda: "offline" in repr(reader))
+            gate.open()
+            await until(lambda: fetching.result is not None)
+            assert fetching.is_whole()
+
+
+def test_the_blocking_facade_fetches_too() -> None:
+    source = layers()
+    with sync.serve(token="", options=OPTIONS) as coordinator:
+        address = coordinator.address
+        with sync.connect(address, name="t", token="", options=OPTIONS) as trainer:
+            trainer.register("m", source).publish(1)
+            with sync.connect(address, name="r", token="", options=OPTIONS) as reader:
+                fetched = reader.fetch("m", names="layers.*", timeout=WAIT_S)
+                assert equal(fetched, {name: source[name] for name in source if name.startswith("layers.")})
+                memory = AllocatedMemory("head")
+                assert reader.fetch_into("m", 1, memory)[0].version == 1
+                assert torch.equal(memory.tensors()["head"], source["head"])
