@@ -126,6 +126,21 @@ async def close_weights(trainer: tensorhub.Hub) -> None:
     assert weights.state == "closed"
 
 
+# ------------------------------------------------------------------------------------------------------------- fetching
+
+
+@shows("Hub.fetch", "Fetched", "Fetched.info", "Fetched.report")
+async def fetch(trainer: tensorhub.Hub, rollout: tensorhub.Hub) -> None:
+    tensors = {"layers.0.weight": torch.ones(4, 2), "layers.1.weight": torch.zeros(4, 2, dtype=torch.bool)}
+    await (await trainer.register("actor", tensors)).publish(1)
+    fetched = await rollout.fetch("actor", "latest")  # no tensors needed: they are made
+    assert list(fetched) == ["layers.0.weight", "layers.1.weight"]
+    assert torch.equal(fetched["layers.0.weight"], torch.ones(4, 2))
+    assert (fetched.info.version, fetched.report.bytes_read) == (1, 40)
+    fetched = await rollout.fetch("actor", 1, names="layers.1.*")
+    assert (list(fetched), fetched.report.bytes_read) == (["layers.1.weight"], 8)  # the other one was not read
+
+
 # ------------------------------------------------------------------------------------------- what the cluster knows
 
 
@@ -260,7 +275,7 @@ def train_blocking(address: str) -> None:
 
 
 @shows("sync.Weights.replicate", "sync.Weights.update", "sync.Hub.newest", "sync.Hub.wait_for", "sync.Hub.describe")
-@shows("sync.Hub.watch", "sync.Watcher")
+@shows("sync.Hub.watch", "sync.Watcher", "sync.Hub.fetch")
 def roll_out_blocking(address: str) -> None:
     with sync.connect(address, name="trainer-0") as trainer, sync.connect(address) as hub:
         source = trainer.register("actor", {"w": torch.ones(4)})
@@ -276,3 +291,4 @@ def roll_out_blocking(address: str) -> None:
         assert [info.version for info in paused] == [2]
         assert next(hub.watch("actor")) == hub.newest("actor")
         assert hub.describe("actor").mark == 2
+        assert hub.fetch("actor", 2)["w"].sum() == 4
