@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -18,6 +17,7 @@ from torch import nn
 import tensorhub
 from tensorhub import errors, sync
 from tensorhub.transport.memory import view
+from tensorhub.types import Options
 from tests.rig import OPTIONS
 
 DTYPES = sorted({value for value in vars(torch).values() if isinstance(value, torch.dtype)}, key=str)
@@ -44,14 +44,20 @@ class Hubs:
         return fetched
 
 
-@pytest.fixture(scope="module")
-def hubs() -> Iterator[Hubs]:
+@contextmanager
+def connected(options: Options) -> Iterator[Hubs]:
     with (
-        sync.serve(token="", options=OPTIONS) as coordinator,
-        sync.connect(coordinator.address, name="trainer", token="", options=OPTIONS) as trainer,
-        sync.connect(coordinator.address, name="reader", token="", options=OPTIONS) as reader,
+        sync.serve(token="", options=options) as coordinator,
+        sync.connect(coordinator.address, name="trainer", token="", options=options) as trainer,
+        sync.connect(coordinator.address, name="reader", token="", options=options) as reader,
     ):
         yield Hubs(trainer, reader, (f"model {number}" for number in count()))
+
+
+@pytest.fixture(scope="module")
+def hubs() -> Iterator[Hubs]:
+    with connected(OPTIONS) as hubs:
+        yield hubs
 
 
 @contextmanager
@@ -171,22 +177,22 @@ def test_pinned_memory(hubs: Hubs) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-def test_one_tensor_of_5_gib(hubs: Hubs) -> None:
+def test_one_tensor_of_5_gib() -> None:
     """Each element says where it is, so that no byte beyond 2**32 can be in another's place."""
     elements = 5 * 2**30 // 8
     source = {"before": torch.arange(5), "w": torch.arange(elements), "after": torch.arange(-5, 0)}
     target = {"w": torch.empty(elements, dtype=torch.int64), "before": torch.zeros(5).long(), "after": torch.zeros(5).long()}
-    model = next(hubs.models)
-    published, replica = hubs.trainer.register(model, source), hubs.reader.register(model, target)
-    published.publish(1)
-    replica.replicate(timeout=500)
-    assert all(torch.equal(target[name], tensor) for name, tensor in source.items())
-    replica.close()
-    target.clear()
-    del replica
-    started = time.perf_counter()
-    fetched = hubs.reader.fetch(model, timeout=500)
-    print(f"5 GiB fetched in {time.perf_counter() - started:.1f} s: {fetched.report.phases}")  # noqa: T201
-    assert fetched.report.bytes_read == fetched.info.nbytes == 5 * 2**30 + 80
-    assert all(torch.equal(fetched[name], tensor) for name, tensor in source.items())
-    published.close()
+    with connected(Options(op_timeout_s=500.0)) as hubs:
+        published, replica = hubs.trainer.register("m", source), hubs.reader.register("m", target)
+        published.publish(1)
+        report = replica.replicate()
+        assert all(torch.equal(target[name], tensor) for name, tensor in source.items())
+        print(f"\n5 GiB replicated in {report.seconds:.1f} s: {report.phases}")  # noqa: T201
+        replica.close()
+        target.clear()
+        del replica
+        fetched = hubs.reader.fetch("m")
+        report = fetched.report
+        print(f"5 GiB fetched in {report.seconds:.1f} s: {report.phases}")  # noqa: T201
+        assert report.bytes_read == fetched.info.nbytes == 5 * 2**30 + 80
+        assert all(torch.equal(fetched[name], tensor) for name, tensor in source.items())
