@@ -381,7 +381,7 @@ async def test_it_is_moved_when_the_source_leaves() -> None:
 async def test_a_source_that_leaves_with_nobody_else_there_ends_it_at_once() -> None:
     with gated(2) as gate:
         async with cluster("trainer", "reader") as c, anyio.create_task_group() as tasks:
-            source = await published(c.hubs[0], tensors(1))
+            source = await published(c.hubs[0], {"a": torch.zeros(2**25)})  # more than the sockets hold
             fetching = Fetching()
             tasks.start_soon(fetching.run, c.hubs[1])
             await until(lambda: gate.holds)
