@@ -7,12 +7,14 @@ phases of a report, and for a call's future. Decides nothing. Lives in the worke
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Protocol, assert_never
 
 import anyio
 import anyio.abc
+import anyio.from_thread
 import anyio.to_thread
 
 from tensorhub.errors import StateError, TensorHubError
@@ -102,6 +104,7 @@ class Handle:
         self._todo_wanted = anyio.Event()
         self._call: _Call | None = None
         self._pull: _Pull | None = None
+        self._digests: Sequence[int] | None = None  # of memory whose own they must be, made before a publish
         self._tasks: anyio.abc.TaskGroup
         self._scope = anyio.CancelScope()
         self.deadline_moved: Callable[[], None] = lambda: None
@@ -113,7 +116,12 @@ class Handle:
     # ------------------------------------------------------------------------------------------------- calls
 
     async def publish(self, version: int, timeout_s: float) -> VersionInfo:
+        """`timeout_s` does not count the digests that this memory needs beforehand: their time grows with its bytes."""
         self.memory.check_unreplaced()
+        manifest = self.member.shard.manifest
+        if manifest is not None and self.memory.digests_first:
+            make = partial(self.memory.digests, manifest, anyio.from_thread.check_cancelled)
+            self._digests = await anyio.to_thread.run_sync(make)
         _, finish = await self._run(PublishCall(version), timeout_s)
         assert finish.version is not None
         return finish.version
@@ -261,8 +269,10 @@ class Handle:
 
     def _open(self, action: OpenMemory) -> None:
         chunks = ChunkMemory(action.manifest, self.memory.map(action.manifest).regions)
-        content_id = ContentId(action.content_id)
-        self._owner.open(self._registration, action.generation, content_id, chunks, complete=action.complete)
+        content_id, digests = ContentId(action.content_id), self._digests if action.complete else None
+        self._owner.open(
+            self._registration, action.generation, content_id, chunks, complete=action.complete, digests=digests
+        )
 
     def _change_source(self, action: AddPullSource | DropPullSource) -> None:
         pull = self._pull
@@ -283,7 +293,8 @@ class Handle:
         try:
             with pull.scope:
                 self.memory.check_unreplaced()  # before_write may have moved them
-                mapped = self.memory.map(action.manifest)
+                # In a thread, for memory that is made only now: a file of its size.
+                mapped = await anyio.to_thread.run_sync(self.memory.map, action.manifest)
                 async with anyio.create_task_group() as tasks:
                     await self._pull_chunks(action, pull, mapped, tasks)
                     tasks.cancel_scope.cancel()
