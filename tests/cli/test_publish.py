@@ -119,6 +119,21 @@ def test_nobody_there(tmp_path: Path) -> None:
     assert "give --address" in done.stderr
 
 
+def test_a_version_that_the_coordinator_forgets(tmp_path: Path) -> None:
+    """Without its state, it knows nothing that was published before: nobody is left to serve for."""
+    save_file({"a": torch.zeros(3)}, tmp_path / "m.safetensors")
+    with started("serve", "--quiet") as coordinator:
+        address = line_with("tcp://", coordinator.stdout).strip()
+        with published(tmp_path / "m.safetensors", address) as (process, _):
+            coordinator.kill()
+            coordinator.wait(WAIT_S)
+            with started("serve", "--quiet", "--port", address.rpartition(":")[2]) as again:
+                assert line_with(address, again.stdout)
+                out, err = process.communicate(timeout=WAIT_S)
+    assert (process.returncode, out) == (1, "")
+    assert "error: VersionUnavailable: the coordinator knows this version of 'm' no more" in err
+
+
 # --------------------------------------------------------------------------------------------- files that are written
 
 

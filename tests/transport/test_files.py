@@ -13,9 +13,6 @@ from typing import Any
 import pytest
 import torch
 import xxhash
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
-from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from tensorhub.errors import ManifestMismatch, RegistrationError, StateError
@@ -25,7 +22,7 @@ from tensorhub.transport.checkpoint import Checkpoint, Index, find_files
 from tensorhub.transport.file_target import FileTarget, plan
 from tensorhub.transport.files import READ_BYTES, FileMemory
 from tensorhub.transport.memory import MappedRegions, RegisteredMemory
-from tensorhub.transport.safetensors import TORCH_NAMES, make_header, read_header
+from tensorhub.transport.safetensors import make_header, read_header
 
 CHUNK_BYTES = 4096
 Tensors = Mapping[str, torch.Tensor]
@@ -246,56 +243,6 @@ def test_files_that_are_not_one_model(tmp_path: Path) -> None:
 
 
 # ------------------------------------------------------------------------------------------------------- round trip
-
-
-CHARACTERS = st.characters(exclude_categories=["Cs"])
-
-
-@st.composite
-def state_dicts(draw: st.DrawFn) -> dict[str, torch.Tensor]:
-    dtypes = st.sampled_from([getattr(torch, name) for name in TORCH_NAMES.values() if name != "float8_e8m0fnu"])
-    names = st.text(CHARACTERS, min_size=1, max_size=20).filter(lambda name: name != "__metadata__")
-    made = {}
-    for name in draw(st.lists(names, min_size=1, max_size=8, unique=True)):
-        shape, dtype = draw(st.lists(st.integers(0, 7), max_size=4)), draw(dtypes)
-        bits = torch.randint(0, 256, (*shape, dtype.itemsize), dtype=torch.uint8)
-        made[name] = bits[..., 0] > 127 if dtype == torch.bool else bits.view(dtype).reshape(shape)
-    return made
-
-
-METADATA = st.none() | st.dictionaries(st.text(CHARACTERS), st.text("aé\n\x00"), max_size=3)
-
-
-@settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
-@given(tensors=state_dicts(), metadata=METADATA, files=st.integers(1, 4), has_index=st.booleans())
-def test_files_come_back_to_the_byte(
-    tmp_path_factory: pytest.TempPathFactory,
-    tensors: dict[str, torch.Tensor],
-    metadata: dict[str, str] | None,
-    files: int,
-    has_index: bool,
-) -> None:
-    folder = tmp_path_factory.mktemp("round")
-    names = list(tensors)
-    parts = {f"part-{n}.safetensors": {name: tensors[name] for name in names[n::files]} for n in range(files)}
-    parts = {name: part for name, part in parts.items() if part}
-    index = sharded(folder / "in", parts, metadata)
-    if not has_index:
-        index.unlink()
-    copy(folder / "in", folder / "out")
-    assert listing(folder / "out") == listing(folder / "in")
-    assert listing(folder).keys() == {f"{side}/{name}" for side in ("in", "out") for name in listing(folder / "in")}
-    copy(folder / "in", folder / "one.safetensors")
-    if len(parts) == 1:
-        assert (folder / "one.safetensors").read_bytes() == (folder / "in" / next(iter(parts))).read_bytes()
-    merged = load_file(folder / "one.safetensors")
-    assert merged.keys() == tensors.keys()
-    for name, tensor in tensors.items():
-        assert (merged[name].dtype, merged[name].shape) == (tensor.dtype, tensor.shape)
-        assert merged[name].reshape(-1).view(torch.uint8).equal(tensor.reshape(-1).view(torch.uint8))
-    with safe_open(folder / "one.safetensors", "pt") as file:
-        assert (file.metadata() or {}) == (metadata or {"format": "pt"})
-    os.unlink(folder / "one.safetensors")
 
 
 def test_a_merged_file_is_what_the_library_would_write(tmp_path: Path) -> None:

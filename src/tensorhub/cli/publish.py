@@ -26,7 +26,7 @@ from tensorhub.cli.common import (
     run,
     usage,
 )
-from tensorhub.errors import MutabilityViolation, VersionConflict
+from tensorhub.errors import MutabilityViolation, VersionConflict, VersionUnavailable
 from tensorhub.transport.files import FileMemory
 from tensorhub.types import VERSION_MAX, VersionInfo
 
@@ -82,7 +82,7 @@ class Publisher:
                 with bytes_bar(f"reading {self.path.name}", self.quiet) as memory.progress:
                     info = await weights.publish(number)
                 self._tell(info, memory)
-                await self._watch(memory)
+                await self._watch(memory, weights)
         return 0
 
     def _open(self) -> FileMemory:
@@ -115,8 +115,11 @@ class Publisher:
         if not self.quiet:
             print("serving it from the files, which must stay as they are; Ctrl-C stops it", file=sys.stderr, flush=True)
 
-    async def _watch(self, memory: FileMemory) -> None:
+    async def _watch(self, memory: FileMemory, weights: tensorhub.Weights) -> None:
         while True:
             if (change := memory.changed()) is not None:
                 raise MutabilityViolation(f"{change}. The version is taken back: publish it again, under another number")
+            if weights.version is None:
+                text = f"the coordinator knows this version of {self.model!r} no more (it lost its state, or retired it)"
+                raise VersionUnavailable(f"{text}: publish it again")
             await anyio.sleep(POLL_S)
