@@ -216,6 +216,20 @@ class Hub:
 
         Raises RegistrationError, which names each tensor that cannot be registered and what to do.
         """
+        memory = RegisteredMemory(tensors)
+        return await self.register_memory(model, memory, group=group, rank=rank, world_size=world_size, spot=spot)
+
+    async def register_memory(
+        self,
+        model: str,
+        memory: Memory,
+        *,
+        group: str | None = None,
+        rank: int = 0,
+        world_size: int = 1,
+        spot: bool = False,
+    ) -> Weights:
+        """What `register` is made of, for memory that is not tensors, as a file's; internal, and may change."""
         check_name("model", model)
         if group is not None:
             check_name("group", group)
@@ -226,7 +240,7 @@ class Hub:
         make = partial(
             self._worker.register,
             model,
-            RegisteredMemory(tensors),
+            memory,
             group=group,
             rank=rank,
             world_size=world_size,

@@ -122,6 +122,20 @@ class Hub:
         register = self._hub.register(model, tensors, group=group, rank=rank, world_size=world_size, spot=spot)
         return Weights(_finish(register))
 
+    def register_memory(
+        self,
+        model: str,
+        memory: Memory,
+        *,
+        group: str | None = None,
+        rank: int = 0,
+        world_size: int = 1,
+        spot: bool = False,
+    ) -> Weights:
+        """Internal; see `tensorhub.Hub.register_memory`."""
+        register = self._hub.register_memory(model, memory, group=group, rank=rank, world_size=world_size, spot=spot)
+        return Weights(_finish(register))
+
     def newest(self, model: str) -> VersionInfo | None:
         """The newest version that this worker has heard of, without I/O; see `tensorhub.Hub.newest`."""
         return self._hub.newest(model)

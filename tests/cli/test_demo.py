@@ -31,7 +31,7 @@ def test_help(command: str) -> None:
     assert "130 Ctrl-C" in " ".join(done.stdout.split())
 
 
-@pytest.mark.parametrize("content", [None, b"", b"not tensors at all"])
+@pytest.mark.parametrize("content", [None, b"", b"not tensors at all", b"\2\0\0\0\0\0\0\0{}"])
 def test_weights_that_are_none(tmp_path: Path, content: bytes | None) -> None:
     path = tmp_path / "bad.bin"
     if content is not None:

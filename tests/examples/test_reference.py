@@ -16,8 +16,7 @@ from tensorhub import sync
 from tests.rig import nothing_left
 
 UNBUILT = set(
-    "Weights.prefetch Hub.pin Hub.retain Hub.rollback "
-    "DrainTimeout IntegrityError MutabilityViolation RetentionError".split()
+    "Weights.prefetch Hub.pin Hub.retain Hub.rollback DrainTimeout IntegrityError MutabilityViolation RetentionError".split()
 )
 
 

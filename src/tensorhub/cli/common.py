@@ -6,17 +6,20 @@ Ctrl-C). An error is one line on stderr, `error: <kind>: <what happened, and wha
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import signal
 import sys
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
 from typing import Annotated, NoReturn
 
 import anyio
 import typer
 from anyio.abc import TaskStatus
+from rich.console import Console
+from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 
 from tensorhub.errors import StateError, TensorHubError
 from tensorhub.types import parse_address
@@ -119,6 +122,16 @@ def leaf_of(error: BaseException) -> BaseException:
         return error
     leaves = [leaf_of(inner) for inner in error.exceptions]
     return next((leaf for leaf in leaves if isinstance(leaf, CommandError | TensorHubError)), leaves[0])
+
+
+@contextlib.contextmanager
+def bytes_bar(title: str, quiet: bool) -> Iterator[Callable[[int, int], None]]:
+    """A bar on stderr, if that is a terminal and nobody wants quiet. Told (bytes done, bytes in all), from any thread."""
+    console = Console(stderr=True)
+    columns = (TextColumn("{task.description}", markup=False), BarColumn(), DownloadColumn(), TransferSpeedColumn())
+    with Progress(*columns, TimeRemainingColumn(), console=console, disable=quiet or not console.is_terminal) as progress:
+        task = progress.add_task(title, total=None)
+        yield lambda done, total: progress.update(task, completed=done, total=total)
 
 
 async def _until_signal(body: Callable[[], Awaitable[int]]) -> int:

@@ -23,7 +23,7 @@ import tensorhub
 from tensorhub.cli.common import FAILED, CommandError, JsonOption, QuietOption, report, run, usage
 from tensorhub.cli.demo_crew import Crew, Event, hire
 from tensorhub.cli.demo_ledger import MB, TRAINER, Fetch, Ledger, Publication
-from tensorhub.cli.safetensors_header import read_header
+from tensorhub.transport.safetensors import read_header
 
 WIDTH_MIN = 130  # of the tables, where there is no terminal
 
@@ -80,7 +80,8 @@ def demo(
 def _check(weights: Path) -> None:
     """A usage error, before anything is started, if this file cannot be a model."""
     try:
-        read_header(weights)
+        if not read_header(weights).entries:
+            raise ValueError(f"{weights} holds no tensor")
     except OSError as error:
         raise usage(f"--weights {weights}: {error.strerror}; give a safetensors file") from error
     except ValueError as error:

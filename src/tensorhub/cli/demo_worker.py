@@ -33,8 +33,8 @@ import anyio.to_thread
 
 import tensorhub
 from tensorhub.cli.common import leaf_of, logs_to_stderr
-from tensorhub.cli.safetensors_header import allocate, read_header
 from tensorhub.errors import TensorHubError
+from tensorhub.transport.safetensors import Header, read_header
 from tensorhub.types import FetchReport, VersionInfo
 
 if TYPE_CHECKING:
@@ -141,8 +141,15 @@ def load_model(settings: Settings) -> tuple[Any, Model]:
         return example, example.load(settings.weights)
     path = settings.weights or example.model_path()
     vocabulary = path.with_name("vocab.txt")
-    zeros = allocate(read_header(path))
+    zeros = zeroed(read_header(path))
     return example, example.build(zeros, vocabulary if vocabulary.is_file() else None)
+
+
+def zeroed(header: Header) -> dict[str, torch.Tensor]:
+    """CPU tensors of these names, shapes and dtypes, in pages that have been touched."""
+    import torch
+
+    return {entry.name: torch.empty(entry.shape, dtype=getattr(torch, entry.dtype)).zero_() for entry in header.entries}
 
 
 def digest(tensors: Mapping[str, torch.Tensor]) -> str:

@@ -7,12 +7,14 @@ phases of a report, and for a call's future. Decides nothing. Lives in the worke
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Protocol, assert_never
 
 import anyio
 import anyio.abc
+import anyio.from_thread
 import anyio.to_thread
 
 from tensorhub.errors import StateError, TensorHubError
@@ -104,6 +106,7 @@ class Handle:
         self._call: _Call | None = None
         self._pull: _Pull | None = None
         self._mapped: tuple[str, MappedRegions, ChunkMemory] | None = None  # of the manifest with this id
+        self._digests: Sequence[int] | None = None  # of memory whose own they must be, made before a publish
         self._tasks: anyio.abc.TaskGroup
         self._scope = anyio.CancelScope()
         self.deadline_moved: Callable[[], None] = lambda: None
@@ -115,7 +118,12 @@ class Handle:
     # ------------------------------------------------------------------------------------------------- calls
 
     async def publish(self, version: int, timeout_s: float) -> VersionInfo:
+        """`timeout_s` does not count the digests that this memory needs beforehand: their time grows with its bytes."""
         self.memory.check_unreplaced()
+        manifest = self.member.shard.manifest
+        if manifest is not None and self.memory.digests_first:
+            make = partial(self.memory.digests, manifest, anyio.from_thread.check_cancelled)
+            self._digests = await anyio.to_thread.run_sync(make)
         _, finish = await self._run(PublishCall(version), timeout_s)
         assert finish.version is not None
         return finish.version
@@ -263,8 +271,10 @@ class Handle:
 
     def _open(self, action: OpenMemory) -> None:
         _, chunks = self._map(action.manifest)
-        content_id = ContentId(action.content_id)
-        self._owner.open(self._registration, action.generation, content_id, chunks, complete=action.complete)
+        content_id, digests = ContentId(action.content_id), self._digests if action.complete else None
+        self._owner.open(
+            self._registration, action.generation, content_id, chunks, complete=action.complete, digests=digests
+        )
 
     def _map(self, manifest: Manifest) -> tuple[MappedRegions, ChunkMemory]:
         """Where the manifest's regions and chunks are; kept, because the next version most likely has the same manifest."""
@@ -292,7 +302,8 @@ class Handle:
         try:
             with pull.scope:
                 self.memory.check_unreplaced()  # before_write may have moved them
-                mapped, chunks = self._map(action.manifest)
+                # In a thread, for memory that is made only now: a file of its size.
+                mapped, chunks = await anyio.to_thread.run_sync(self._map, action.manifest)
                 async with anyio.create_task_group() as tasks:
                     await self._pull_chunks(action, pull, chunks, tasks)
                     tasks.cancel_scope.cancel()

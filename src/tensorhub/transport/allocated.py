@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import importlib
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from fnmatch import fnmatchcase
 from itertools import islice
 from typing import TYPE_CHECKING, Any
@@ -34,9 +34,10 @@ class AllocatedMemory:
 
     descriptions: tuple[TensorDescription, ...] = ()
     metadata = b""
+    digests_first = False
 
     def __init__(self, names: str | Sequence[str] | None = None, device: object = "cpu") -> None:
-        self._patterns = _patterns(names)
+        self._patterns = patterns(names)
         self._torch = _import_torch()
         self._device = self._usable(device)
         self._chosen: tuple[TensorSpec, ...] = ()
@@ -60,7 +61,7 @@ class AllocatedMemory:
     def versions(self) -> tuple[int, ...]:
         return ()
 
-    def digests(self, manifest: Manifest) -> None:
+    def digests(self, manifest: Manifest, check: Callable[[], object]) -> None:
         """It is never published."""
 
     def map(self, manifest: Manifest) -> MappedRegions:
@@ -68,7 +69,7 @@ class AllocatedMemory:
 
         Raises ManifestMismatch (a name that nothing has, a dtype that this torch lacks), StateError (no memory).
         """
-        self._chosen = tuple(_choose(self._patterns, manifest))
+        self._chosen = tuple(choose(self._patterns, manifest))
         for tensor in self._chosen:
             self._check_supported(tensor, manifest)
         wanted = sorted({tensor.region for tensor in self._chosen})
@@ -131,13 +132,14 @@ class AllocatedMemory:
         return self._torch.quantize_per_tensor(self._torch.empty(0, device=self._device), *tensor.quantization, dtype)
 
 
-def _patterns(names: str | Sequence[str] | None) -> tuple[str, ...] | None:
+def patterns(names: str | Sequence[str] | None) -> tuple[str, ...] | None:
+    """What `choose` takes. StateError for what names nothing."""
     if names is None:
         return None
-    patterns = (names,) if isinstance(names, str) else tuple(names)
-    if not patterns or not all(isinstance(pattern, str) for pattern in patterns):
+    found = (names,) if isinstance(names, str) else tuple(names)
+    if not found or not all(isinstance(pattern, str) for pattern in found):
         raise StateError(f"names={names!r}: give a name, a glob, several of them, or None for all tensors")
-    return patterns
+    return found
 
 
 def _import_torch() -> Any:
@@ -147,7 +149,7 @@ def _import_torch() -> Any:
         raise StateError("fetch makes torch tensors, and torch is not installed: pip install 'tensorhub[torch]'") from error
 
 
-def _choose(patterns: tuple[str, ...] | None, manifest: Manifest) -> list[TensorSpec]:
+def choose(patterns: tuple[str, ...] | None, manifest: Manifest) -> list[TensorSpec]:
     """The tensors that are wanted, in the manifest's order. A pattern that is a tensor's name is no glob."""
     if patterns is None:
         return list(manifest.tensors)

@@ -214,6 +214,7 @@ class Memory(Protocol):
 
     descriptions: tuple[TensorDescription, ...]  # as this memory would be published; empty where it never is
     metadata: bytes  # see `Manifest.metadata`
+    digests_first: bool  # `digests` makes every chunk's digest, before anything is promised
 
     def check_unreplaced(self) -> None:
         """RegistrationError if this is not the memory that was registered any more."""
@@ -221,8 +222,12 @@ class Memory(Protocol):
     def versions(self) -> tuple[int, ...]:
         """Counts of writes: equal before and after, the owner has not written, as far as can be seen."""
 
-    def digests(self, manifest: Manifest) -> Sequence[int] | None:
-        """Every chunk's digest, where they must be made before anything is promised; None: made when first sent. Blocks."""
+    def digests(self, manifest: Manifest, check: Callable[[], object]) -> Sequence[int] | None:
+        """Every chunk's digest; None: each is made when it is first sent.
+
+        Blocks. `check` is called every few MiB and ends it by raising. Memory that makes them here is never digested by
+        its views: they may be of a file that somebody else truncates.
+        """
 
     def map(self, manifest: Manifest) -> MappedRegions:
         """Find the regions of a manifest, its own or a compatible source's. ManifestMismatch if they are not here."""
@@ -237,6 +242,7 @@ class RegisteredMemory:
     """
 
     metadata = b""
+    digests_first = False
 
     def __init__(self, tensors: Mapping[str, Any]) -> None:
         self._mapping = tensors  # the caller's own, to see when an entry becomes another tensor
@@ -287,7 +293,7 @@ class RegisteredMemory:
         """
         return tuple(map(_version, self._tensors.values(), self._of_torch))
 
-    def digests(self, manifest: Manifest) -> None:
+    def digests(self, manifest: Manifest, check: Callable[[], object]) -> None:
         """None: they are made when a chunk is first sent."""
 
     def map(self, manifest: Manifest) -> MappedRegions:

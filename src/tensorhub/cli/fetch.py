@@ -1,0 +1,140 @@
+"""`tensorhub fetch`: a version as safetensors files."""
+
+from __future__ import annotations
+
+import json
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+import anyio.to_thread
+import typer
+
+import tensorhub
+from tensorhub.cli.common import (
+    AddressOption,
+    CommandError,
+    JsonOption,
+    QuietOption,
+    TokenFileOption,
+    bytes_bar,
+    check_address,
+    read_token,
+    report,
+    run,
+    usage,
+)
+from tensorhub.errors import StateError
+from tensorhub.transport.file_target import FileTarget
+from tensorhub.types import FetchReport, Selector, VersionInfo, check_selector
+
+
+def fetch(
+    model: Annotated[str, typer.Argument(help="The model to fetch.")],
+    out: Annotated[
+        Path, typer.Option("--out", "-o", help="A name that ends in .safetensors is one file, else a directory.")
+    ],
+    names: Annotated[
+        list[str] | None, typer.Option("--names", metavar="GLOB", help="Only these tensors ('layers.0.*'); may be repeated.")
+    ] = None,
+    version: Annotated[str, typer.Option(metavar="SELECTOR", help="A number, latest or latest-1.")] = "latest",
+    rank: Annotated[int, typer.Option(min=0, max=2**20 - 1, help="Which shard of a version of several ranks.")] = 0,
+    timeout: Annotated[
+        float | None, typer.Option(metavar="S", min=0, max=1e9, help="Give up after so many seconds; default 60.")
+    ] = None,
+    address: AddressOption = None,
+    token_file: TokenFileOption = None,
+    force: Annotated[bool, typer.Option("--force", help="Replace what is there.")] = False,
+    as_json: JsonOption = False,
+    quiet: QuietOption = False,
+) -> None:
+    """Fetch a version into safetensors files, byte-equal to the published ones if it was published from files.
+
+    All of it appears at once, when it is whole and on the disk; until then, and after an error, there is nothing at
+    --out. A directory gets the publisher's files and index, else model.safetensors. An output that exists is refused
+    with exit code 2 before anything is fetched, except with --force, which replaces file by file. The result is one line
+    on stdout ({"model", "version", "content_id", "files", "bytes", "seconds", "phases"} with --json).
+    """
+    try:
+        token = read_token(token_file)
+        fetching = Fetching(
+            model, out, names, _selector(version), rank, timeout, check_address(address), token, force, quiet
+        )
+    except CommandError as error:
+        raise typer.Exit(report(error)) from None
+
+    async def body() -> int:
+        fetched = await fetching.run()
+        print(json.dumps(fetched.as_json()) if as_json else str(fetched), flush=True)
+        return 0
+
+    run(body)
+
+
+def _selector(text: str) -> Selector:
+    try:
+        return check_selector(int(text) if text.isdecimal() else text)
+    except (StateError, ValueError) as error:  # int() refuses thousands of digits
+        raise usage(f"--version: {error}") from error
+
+
+@dataclass(frozen=True)
+class Fetched:
+    """What a fetch has brought."""
+
+    info: VersionInfo
+    report: FetchReport
+    files: tuple[Path, ...]
+    write_s: float
+
+    @property
+    def seconds(self) -> float:
+        return self.report.seconds + self.write_s
+
+    def __str__(self) -> str:
+        where = f"{self.files[0]}" if len(self.files) == 1 else f"{len(self.files)} files in {self.files[0].parent}"
+        what = f"{self.info.model} version {self.info.version}: {self.report.bytes_read:,} bytes"
+        return f"fetched {what} in {self.seconds:.3f} s into {where}"
+
+    def as_json(self) -> dict[str, object]:
+        return {
+            "model": self.info.model,
+            "version": self.info.version,
+            "content_id": self.info.content_id,
+            "files": list(map(str, self.files)),
+            "bytes": self.report.bytes_read,
+            "seconds": self.seconds,
+            "phases": {**self.report.phases, "write": self.write_s},
+        }
+
+
+@dataclass(frozen=True)
+class Fetching:
+    model: str
+    out: Path
+    names: list[str] | None
+    selector: Selector
+    rank: int
+    timeout: float | None
+    address: str
+    token: str | None
+    force: bool
+    quiet: bool
+
+    async def run(self) -> Fetched:
+        with self._target() as target:
+            async with tensorhub.connect(self.address, token=self.token) as hub:
+                with bytes_bar(f"fetching {self.model}", self.quiet) as bar:
+                    info, report = await hub.fetch_into(
+                        self.model, self.selector, target, rank=self.rank, timeout=self.timeout, progress=bar
+                    )
+            started = time.perf_counter()
+            await anyio.to_thread.run_sync(target.commit)
+            return Fetched(info, report, target.files, time.perf_counter() - started)
+
+    def _target(self) -> FileTarget:
+        try:
+            return FileTarget(self.out, self.names or None, force=self.force)
+        except StateError as error:
+            raise usage(str(error)) from error

@@ -1,0 +1,125 @@
+"""`tensorhub publish`: a model's files as a version, served where they are until told to stop."""
+
+from __future__ import annotations
+
+import json
+import signal
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+import anyio
+import typer
+
+import tensorhub
+from tensorhub.cli.common import (
+    AddressOption,
+    CommandError,
+    JsonOption,
+    QuietOption,
+    TokenFileOption,
+    bytes_bar,
+    check_address,
+    read_token,
+    report,
+    run,
+    usage,
+)
+from tensorhub.errors import MutabilityViolation, VersionConflict, VersionUnavailable
+from tensorhub.transport.files import FileMemory
+from tensorhub.types import VERSION_MAX, VersionInfo
+
+POLL_S = 0.25  # how often the files are looked at
+
+
+def publish(
+    path: Annotated[Path, typer.Argument(help="A .safetensors file, a directory of them, or a sharded model's index.json.")],
+    model: Annotated[str, typer.Option("--model", "-m", help="The name to publish under.")],
+    version: Annotated[
+        int | None,
+        typer.Option(min=0, max=VERSION_MAX, help="The number; without it, one more than the last (0 for a new model)."),
+    ] = None,
+    address: AddressOption = None,
+    token_file: TokenFileOption = None,
+    as_json: JsonOption = False,
+    quiet: QuietOption = False,
+) -> None:
+    """Publish safetensors files, and serve them where they are until Ctrl-C or SIGTERM.
+
+    Nothing is copied: the files must stay as they are meanwhile. One that is written ends the command with exit code 1;
+    its readers fail, and never get other bytes. When the version is visible, one line goes to stdout ({"model", "version",
+    "content_id", "bytes", "tensors", "files"} with --json). From then on SIGTERM is the ordinary way to stop it: exit
+    code 0. What cannot be published is exit code 2.
+    """
+    try:
+        publisher = Publisher(path, model, version, check_address(address), read_token(token_file), as_json, quiet)
+    except CommandError as error:
+        raise typer.Exit(report(error)) from None
+    try:
+        run(publisher.run)
+    except typer.Exit as ended:
+        is_ordinary = publisher.is_visible and ended.exit_code == 128 + signal.SIGTERM
+        raise typer.Exit(0 if is_ordinary else ended.exit_code) from None
+
+
+@dataclass
+class Publisher:
+    path: Path
+    model: str
+    version: int | None
+    address: str
+    token: str | None
+    as_json: bool
+    quiet: bool
+    is_visible: bool = False
+
+    async def run(self) -> int:
+        with self._open() as memory:
+            async with tensorhub.connect(self.address, token=self.token) as hub:
+                weights = await hub.register_memory(self.model, memory)
+                number = self._number((await hub.describe(self.model)).mark)
+                with bytes_bar(f"reading {self.path.name}", self.quiet) as memory.progress:
+                    info = await weights.publish(number)
+                self._tell(info, memory)
+                await self._watch(memory, weights)
+        return 0
+
+    def _open(self) -> FileMemory:
+        try:
+            return FileMemory(self.path)
+        except OSError as error:
+            raise usage(
+                f"{error.filename or self.path}: {error.strerror}; give a safetensors file or a directory"
+            ) from error
+        except ValueError as error:
+            raise usage(str(error)) from error
+
+    def _number(self, mark: int | None) -> int:
+        """The number to publish; a used one is refused before gigabytes are read."""
+        if self.version is None:
+            return 0 if mark is None else mark + 1
+        if mark is not None and self.version <= mark:
+            raise VersionConflict(f"{self.version} is not above {mark}, the newest version of {self.model!r} ever published")
+        return self.version
+
+    def _tell(self, info: VersionInfo, memory: FileMemory) -> None:
+        self.is_visible = True
+        tensors, files = len(memory.descriptions), len(memory.paths)
+        if self.as_json:
+            said = {"model": info.model, "version": info.version, "content_id": info.content_id, "bytes": info.nbytes}
+            print(json.dumps({**said, "tensors": tensors, "files": list(map(str, memory.paths))}), flush=True)
+            return
+        what = f"{info.nbytes:,} bytes, {tensors} tensors, {files} file{'s' * (files > 1)}"
+        print(f"published {info.model} version {info.version} ({what})", flush=True)
+        if not self.quiet:
+            print("serving it from the files, which must stay as they are; Ctrl-C stops it", file=sys.stderr, flush=True)
+
+    async def _watch(self, memory: FileMemory, weights: tensorhub.Weights) -> None:
+        while True:
+            if (change := memory.changed()) is not None:
+                raise MutabilityViolation(f"{change}. The version is taken back: publish it again, under another number")
+            if weights.version is None:
+                text = f"the coordinator knows this version of {self.model!r} no more (it lost its state, or retired it)"
+                raise VersionUnavailable(f"{text}: publish it again")
+            await anyio.sleep(POLL_S)

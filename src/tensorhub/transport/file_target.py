@@ -1,0 +1,282 @@
+"""A version as safetensors files: planned when it is known, filled in place, and renamed to where they belong when whole.
+
+Everything is made in a temporary directory beside the output, on the same filesystem. The files have all their blocks before
+the first byte arrives, so that a full disk is an error, and never a SIGBUS in a lane that writes a mapping.
+
+Responsible for what the files are to hold, for their place, and for leaving nothing else behind.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import mmap
+import os
+import secrets
+import shutil
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Self
+
+from tensorhub.errors import ManifestMismatch, StateError
+from tensorhub.manifest import Manifest, TensorDescription, TensorSpec
+from tensorhub.transport.allocated import choose, patterns
+from tensorhub.transport.checkpoint import SUFFIX, Checkpoint, agreed, rewritten, sync_directory
+from tensorhub.transport.memory import MappedRegions
+from tensorhub.transport.safetensors import Entry, Header, make_header
+
+ONE_FILE = "model" + SUFFIX  # of a directory, where the publisher had no file names
+
+# ---------------------------------------------------------------------------------------------------------- planning
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What is to be written: the header of each file, and (name, text) of the index if there is one."""
+
+    headers: Mapping[str, Header]
+    index: tuple[str, bytes] | None = None
+
+    @property
+    def nbytes(self) -> int:
+        return sum(header.file_bytes for header in self.headers.values())
+
+
+def plan(manifest: Manifest, wanted: Sequence[TensorSpec], name: str | None) -> Plan:
+    """The files that hold the `wanted` tensors: one called `name`, or (None) the publisher's, else one.
+
+    A file of which everything is wanted is as it was published. ManifestMismatch if the format cannot hold a tensor, or for
+    metadata that is not what a publisher says of these tensors.
+    """
+    try:
+        source = Checkpoint.decode(manifest.metadata)
+        if source is None:
+            return Plan({name or ONE_FILE: _header(wanted, {})})
+        _check(source, manifest)
+        chosen = {tensor.name: tensor for tensor in wanted}
+        whole = len(chosen) == len(manifest.tensors)
+        headers = {file: _part(header, chosen) for file, header in source.headers.items() if whole or _has(header, chosen)}
+    except ValueError as error:
+        raise _mismatch(f"this version cannot be written as safetensors files: {error}") from error
+    if name is not None:
+        return Plan({name: next(iter(headers.values())) if len(headers) == 1 else _merged(wanted, headers)})
+    if source.index is None:
+        return Plan(headers)
+    return Plan(headers, (source.index.name, source.index.text if whole else rewritten(source.index, headers)))
+
+
+def _merged(wanted: Sequence[TensorSpec], headers: Mapping[str, Header]) -> Header:
+    return _header(wanted, agreed(header.metadata for header in headers.values()))
+
+
+def _header(tensors: Sequence[TensorSpec], metadata: Mapping[str, str]) -> Header:
+    return make_header([(tensor.name, tensor.dtype, tensor.shape) for tensor in tensors], metadata)
+
+
+def _has(header: Header, chosen: Mapping[str, TensorSpec]) -> bool:
+    return any(entry.name in chosen for entry in header.entries)
+
+
+def _part(header: Header, chosen: Mapping[str, TensorSpec]) -> Header:
+    """The header of what is chosen of a file: its own, to the byte, if that is everything."""
+    entries = [entry for entry in header.entries if entry.name in chosen]
+    return header if len(entries) == len(header.entries) else _header([chosen[e.name] for e in entries], header.metadata)
+
+
+def _check(source: Checkpoint, manifest: Manifest) -> None:
+    """ValueError unless the publisher's files hold this manifest's tensors."""
+    said = {entry.name: (entry.dtype, entry.shape) for header in source.headers.values() for entry in header.entries}
+    there = {tensor.name: (tensor.dtype, tensor.shape) for tensor in manifest.tensors}
+    if said != there:
+        differs = sorted(name for name in {*said, *there} if said.get(name) != there.get(name))
+        raise ValueError(f"what its publisher says of its files is not true of tensor {differs[0]!r}")
+
+
+def _mismatch(text: str) -> ManifestMismatch:
+    return ManifestMismatch(text, differences=(text,))
+
+
+# ----------------------------------------------------------------------------------------------------------- writing
+
+
+class FileTarget:
+    """The output of a fetch, as memory that is made when the version is known. See `Memory`; it is never published.
+
+    `out`: one file if it ends in .safetensors, else a directory. `names`: as `Hub.fetch` takes them. `force`: replace
+    what is there. Use as a context manager: what was not committed in it is removed at its end. Raises StateError, before
+    anything is fetched, if the output exists or cannot be made.
+    """
+
+    descriptions: tuple[TensorDescription, ...] = ()
+    metadata = b""
+    digests_first = False
+
+    def __init__(self, out: Path, names: str | Sequence[str] | None = None, *, force: bool = False) -> None:
+        self._is_file = out.name.endswith(SUFFIX)
+        self._out = Path(os.path.abspath(out) if self._is_file else os.path.realpath(out))
+        self._force = force
+        self._patterns = patterns(names)
+        self._temporary_name = f".{self._out.name[:50]}.{secrets.token_hex(4)}.tmp"
+        self._check_free()
+        self._in_place = self._is_kept()
+        place = self._out if self._in_place else self._out.parent
+        self._temporary = place / self._temporary_name
+        self._plan = Plan({})
+        self._mappings: dict[str, mmap.mmap] = {}
+        with _explained(f"nothing can be written in {place}"):
+            self._temporary.mkdir()
+
+    def __repr__(self) -> str:
+        return f"<FileTarget {self._out}, {len(self._mappings)} files>"
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.discard()
+
+    def _check_free(self) -> None:
+        with _explained(f"{self._out} cannot be looked at"):
+            if not os.path.lexists(self._out):
+                return
+            if self._is_file and self._out.is_dir():
+                raise StateError(f"{self._out} is a directory: a name that ends in {SUFFIX} is one file")
+            if not self._is_file and not self._out.is_dir():
+                raise StateError(f"{self._out} is not a directory: give one, or a name that ends in {SUFFIX} for one file")
+            if not self._force and (self._is_file or self._holds_something()):
+                what = "exists" if self._is_file else "exists and is not empty"
+                raise StateError(f"{self._out} {what}: take another place, or replace what is there (--force)")
+
+    def _is_kept(self) -> bool:
+        """Whether the output is a directory that cannot be replaced as a whole: it has something in it, is of a filesystem
+        of its own, or somebody works in it.
+        """
+        if self._is_file or not self._out.is_dir():
+            return False
+        return self._holds_something() or self._out.is_mount() or self._out.samefile(".")
+
+    def _holds_something(self) -> bool:
+        return any(path.name != self._temporary_name for path in self._out.iterdir())
+
+    # ------------------------------------------------------------------------------------------------- as memory
+
+    def check_unreplaced(self) -> None:
+        """Nobody else has it."""
+
+    def versions(self) -> tuple[int, ...]:
+        return ()
+
+    def digests(self, manifest: Manifest, check: Callable[[], object]) -> None:
+        """It is never published."""
+
+    def map(self, manifest: Manifest) -> MappedRegions:
+        """Make the files, with all their blocks, and find the wanted tensors' regions in them.
+
+        Raises ManifestMismatch (a name that no tensor has; what the format cannot hold), StateError (no room, naming the
+        bytes that are needed and that are free).
+        """
+        wanted = choose(self._patterns, manifest)
+        self._plan = plan(manifest, wanted, self._out.name if self._is_file else None)
+        self._mappings.clear()
+        for name, header in self._plan.headers.items():
+            self._mappings[name] = self._allocate(self._temporary / name, header)
+        views = {
+            entry.name: _view(mapping, self._plan.headers[name], entry)
+            for name, mapping in self._mappings.items()
+            for entry in self._plan.headers[name].entries
+        }
+        return _mapped(manifest, views)
+
+    def _allocate(self, path: Path, header: Header) -> mmap.mmap:
+        flags = os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC
+        try:
+            descriptor = os.open(path, flags, 0o666)
+            try:
+                os.posix_fallocate(descriptor, 0, header.file_bytes)
+                mapping = mmap.mmap(descriptor, header.file_bytes)
+            finally:
+                os.close(descriptor)
+        except OSError as error:
+            free = os.statvfs(self._temporary)
+            rooms = f"{self._plan.nbytes} bytes are needed, {free.f_bavail * free.f_frsize} are free there"
+            raise StateError(f"{self._out} cannot be made: {rooms} ({error.strerror})") from error
+        begin = header.encode()
+        mapping[: len(begin)] = begin
+        return mapping
+
+    # ----------------------------------------------------------------------------------------------------- ending
+
+    @property
+    def files(self) -> tuple[Path, ...]:
+        """Where the files are, once they are committed; the index last."""
+        if self._is_file:
+            return (self._out,)
+        names = [*self._plan.headers, *([self._plan.index[0]] if self._plan.index else ())]
+        return tuple([self._out / name for name in names])
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all files of tensors, headers included."""
+        return self._plan.nbytes
+
+    def commit(self) -> None:
+        """Make everything durable and put it where it belongs. StateError if that cannot be done."""
+        self._mappings.clear()
+        with _explained(f"{self._out} cannot be written"):
+            if self._plan.index is not None:
+                (self._temporary / self._plan.index[0]).write_bytes(self._plan.index[1])
+            for file in self.files:
+                _sync(self._temporary / file.name)
+            sync_directory(self._temporary)
+            self._check_free()  # somebody else may have been faster
+            if self._is_file or self._in_place:
+                for file in self.files:
+                    os.replace(self._temporary / file.name, file)
+                    sync_directory(file.parent)
+                self._temporary.rmdir()
+            else:
+                os.rename(self._temporary, self._out)
+                sync_directory(self._out.parent)
+
+    def discard(self) -> None:
+        """Leave nothing behind but what was committed."""
+        self._mappings.clear()
+        with contextlib.suppress(FileNotFoundError):
+            shutil.rmtree(self._temporary)
+
+
+def _view(mapping: mmap.mmap, header: Header, entry: Entry) -> memoryview:
+    at = header.data_at + entry.offset
+    return memoryview(mapping)[at : at + entry.nbytes]
+
+
+def _mapped(manifest: Manifest, views: Mapping[str, memoryview]) -> MappedRegions:
+    """The manifest's regions where the `views` are. A region's other tensors are copied from the first."""
+    regions: list[memoryview] = []
+    copies: list[tuple[memoryview, memoryview]] = []
+    unwanted: set[int] = set()
+    for index, (region, tensors) in enumerate(zip(manifest.regions, manifest.by_region, strict=True)):
+        for tensor in tensors:
+            if tensor.offset or tensor.nbytes != region.nbytes:
+                raise _mismatch(f"tensor {tensor.name!r} is not a whole region: packed layouts are not built yet")
+        found = [views[tensor.name] for tensor in tensors if tensor.name in views]
+        regions.append(found[0] if found else memoryview(b""))
+        if not found:
+            unwanted.add(index)
+        elif region.nbytes:
+            copies += [(found[0], other) for other in found[1:]]
+    return MappedRegions(tuple(regions), tuple(copies), frozenset(unwanted))
+
+
+def _sync(path: Path) -> None:
+    """Bring a file to the disk; what was written through its mapping as well, which Linux keeps in the same pages."""
+    with path.open("rb") as file:
+        os.fsync(file.fileno())
+
+
+@contextlib.contextmanager
+def _explained(what: str) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise StateError(f"{what}: {error.strerror or error}") from error

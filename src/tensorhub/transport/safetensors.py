@@ -1,0 +1,228 @@
+"""The safetensors format: the header of a file, read as hostile input, and written. Without torch, and without a weight.
+
+Format: https://huggingface.co/docs/safetensors/index (8 bytes little-endian length, JSON, data). Everything is checked
+that the format's own library checks: sizes agree with dtype and shape, and the tensors fill the data without holes or
+overlaps, so that a header and its tensors' bytes are the whole file.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import stat
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+from typing import Any, NoReturn
+
+from tensorhub.manifest import DIMENSIONS_MAX, INT_MAX, ITEMSIZE, TENSORS_MAX, name_fault
+
+HEADER_BYTES_MAX = 100_000_000  # the format's own limit
+LENGTH_BYTES = 8
+METADATA = "__metadata__"
+
+# The format's name of a dtype: torch's. In the order in which its library lays tensors out, the other way round.
+TORCH_NAMES: Mapping[str, str] = {
+    "BOOL": "bool",
+    "U8": "uint8",
+    "I8": "int8",
+    "F8_E5M2": "float8_e5m2",
+    "F8_E4M3": "float8_e4m3fn",
+    "F8_E8M0": "float8_e8m0fnu",
+    "F8_E4M3FNUZ": "float8_e4m3fnuz",
+    "F8_E5M2FNUZ": "float8_e5m2fnuz",
+    "I16": "int16",
+    "U16": "uint16",
+    "F16": "float16",
+    "BF16": "bfloat16",
+    "I32": "int32",
+    "U32": "uint32",
+    "F32": "float32",
+    "C64": "complex64",
+    "F64": "float64",
+    "I64": "int64",
+    "U64": "uint64",
+}
+FILE_NAMES = {torch_name: name for name, torch_name in TORCH_NAMES.items()}
+_PLACES = {torch_name: place for place, torch_name in enumerate(TORCH_NAMES.values())}
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """One tensor of a file: `dtype` under torch's name, `nbytes` from `offset` on, counted from the begin of the data."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    offset: int
+    nbytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Header:
+    """What a file begins with. `text` is exactly what it says; `entries` are in the order of their bytes."""
+
+    text: bytes
+    metadata: Mapping[str, str]
+    entries: tuple[Entry, ...]
+
+    @property
+    def data_at(self) -> int:
+        """Where in the file the data begins."""
+        return LENGTH_BYTES + len(self.text)
+
+    @property
+    def file_bytes(self) -> int:
+        """The size of the whole file."""
+        return self.data_at + sum(entry.nbytes for entry in self.entries)
+
+    def encode(self) -> bytes:
+        """What the file begins with: the length, and the text."""
+        return len(self.text).to_bytes(LENGTH_BYTES, "little") + self.text
+
+
+# ---------------------------------------------------------------------------------------------------------- reading
+
+
+def read_header(path: Path) -> Header:
+    """The header of the file at `path`. OSError if it cannot be read; ValueError as `read_from`."""
+    descriptor = open_file(path)
+    try:
+        return read_from(descriptor, path)
+    finally:
+        os.close(descriptor)
+
+
+def open_file(path: Path) -> int:
+    """A descriptor to read the file by. Never waits, as for the other end of a pipe. OSError."""
+    return os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+
+
+def read_from(descriptor: int, path: Path) -> Header:
+    """The header of an open file. ValueError, naming file and reason, if it is not one whole safetensors file."""
+    status = os.fstat(descriptor)
+    size = status.st_size
+    if not stat.S_ISREG(status.st_mode):
+        raise ValueError(f"{path} is not a safetensors file: it is not a file at all")
+    length = int.from_bytes(os.pread(descriptor, LENGTH_BYTES, 0), "little")
+    if size < LENGTH_BYTES or length > min(size - LENGTH_BYTES, HEADER_BYTES_MAX):
+        raise ValueError(f"{path} is not a safetensors file: it does not begin with a header")
+    try:
+        header = parse_header(os.pread(descriptor, length, LENGTH_BYTES))
+    except ValueError as error:
+        raise ValueError(f"{path} is not a safetensors file: {error}") from error
+    if header.file_bytes != size:
+        sizes = f"its header tells of {header.file_bytes} bytes, and it has {size}"
+        raise ValueError(f"{path} is not a whole safetensors file: {sizes}")
+    return header
+
+
+def parse_header(text: bytes) -> Header:
+    """What a header says. ValueError, with the reason, for any text that is not one."""
+    try:
+        # An object is a list of pairs here: a name that is there twice would silently count once.
+        pairs = json.loads(text.decode(), object_pairs_hook=_Pairs, parse_constant=_no_number)
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"its header is not JSON ({str(error)[:200]})") from error
+    if not isinstance(pairs, _Pairs) or not text.startswith(b"{"):
+        raise ValueError("its header is not a JSON object")
+    objects = pairs.unique()
+    metadata = _metadata(objects.pop(METADATA, _Pairs()))
+    if len(objects) > TENSORS_MAX:
+        raise ValueError(f"it has more than {TENSORS_MAX} tensors")
+    entries = sorted((_entry(name, value) for name, value in objects.items()), key=lambda e: (e.offset, e.nbytes))
+    end = 0
+    for entry in entries:
+        if entry.offset != end:
+            raise ValueError(f"tensor {entry.name!r} begins at byte {entry.offset} of the data, and not at {end}")
+        end += entry.nbytes
+    return Header(text, metadata, tuple(entries))
+
+
+class _Pairs(list[tuple[str, Any]]):
+    """A JSON object."""
+
+    def unique(self) -> dict[str, Any]:
+        found = dict(self)
+        if len(found) != len(self):
+            names = [name for name, _ in self]
+            twice = next(name for name in names if names.count(name) > 1)
+            raise ValueError(f"its header says {twice!r} twice")
+        return found
+
+
+def _no_number(text: str) -> NoReturn:
+    raise ValueError(f"{text} is no number")
+
+
+def _metadata(value: object) -> dict[str, str]:
+    if not isinstance(value, _Pairs):
+        raise ValueError(f"{METADATA} is not an object")
+    found = value.unique()
+    if not all(isinstance(text, str) and _is_text(text) and _is_text(key) for key, text in found.items()):
+        raise ValueError(f"{METADATA} holds what is not text")
+    return found
+
+
+def _is_text(text: str) -> bool:
+    try:
+        text.encode()
+    except UnicodeEncodeError:  # half a character
+        return False
+    return True
+
+
+def _entry(name: str, value: object) -> Entry:
+    if fault := name_fault(name):
+        raise ValueError(f"tensor {name[:64]!r}: {fault}")
+    what = f"tensor {name!r}"
+    fields = value.unique() if isinstance(value, _Pairs) else {}
+    if set(fields) != {"dtype", "shape", "data_offsets"}:
+        raise ValueError(f"{what} has not exactly a dtype, a shape and data_offsets")
+    dtype, shape, offsets = fields["dtype"], fields["shape"], fields["data_offsets"]
+    torch_name = TORCH_NAMES.get(dtype) if isinstance(dtype, str) else None
+    if torch_name is None:
+        raise ValueError(f"{what} has dtype {str(dtype)[:64]!r}; known are {', '.join(TORCH_NAMES)}")
+    if not _are_sizes(shape) or len(shape) > DIMENSIONS_MAX:
+        raise ValueError(f"{what} has a shape that is none")
+    if not _are_sizes(offsets) or len(offsets) != 2 or offsets[0] > offsets[1]:
+        raise ValueError(f"{what} has data_offsets that are none")
+    start, end = offsets
+    if prod(shape) * ITEMSIZE[torch_name] != end - start:
+        raise ValueError(f"{what} is {dtype} of shape {shape}, and has {end - start} bytes")
+    return Entry(name, torch_name, tuple(shape), start, end - start)
+
+
+def _are_sizes(value: object) -> bool:
+    return isinstance(value, list) and all(type(size) is int and 0 <= size <= INT_MAX for size in value)
+
+
+# ---------------------------------------------------------------------------------------------------------- writing
+
+
+def make_header(tensors: Iterable[tuple[str, str, tuple[int, ...]]], metadata: Mapping[str, str]) -> Header:
+    """The header that the format's own library writes for (name, torch's dtype, shape): the same order, to the byte.
+
+    ValueError, naming each tensor, for what the format cannot hold.
+    """
+    wanted = sorted(tensors, key=lambda tensor: (-_PLACES.get(tensor[1], 0), tensor[0].encode()))
+    faults = [f"{name!r} is {dtype}" for name, dtype, _ in wanted if dtype not in FILE_NAMES]
+    faults += [f"a tensor is called {METADATA!r}" for name, _, _ in wanted if name == METADATA]
+    if faults:
+        more = f" (and {len(faults) - 10} more)" if len(faults) > 10 else ""
+        raise ValueError(f"the safetensors format has no way to say: {'; '.join(faults[:10])}{more}")
+    entries: list[Entry] = []
+    end = 0
+    for name, dtype, shape in wanted:
+        entries.append(Entry(name, dtype, shape, end, prod(shape) * ITEMSIZE[dtype]))
+        end += entries[-1].nbytes
+    said: dict[str, object] = {METADATA: dict(sorted(metadata.items()))} if metadata else {}
+    for entry in entries:
+        offsets = [entry.offset, entry.offset + entry.nbytes]
+        said[entry.name] = {"dtype": FILE_NAMES[entry.dtype], "shape": list(entry.shape), "data_offsets": offsets}
+    text = json.dumps(said, ensure_ascii=False, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % LENGTH_BYTES)  # the data is aligned
+    if len(text) > HEADER_BYTES_MAX:
+        raise ValueError(f"the safetensors format has headers of at most {HEADER_BYTES_MAX} bytes; this one has {len(text)}")
+    return Header(text, metadata, tuple(entries))

@@ -1,0 +1,214 @@
+"""`tensorhub fetch`, as a process: files to the byte, or nothing at all."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from examples.encoder import model_path
+from tensorhub import sync
+from tests.cli.processes import PROGRAM, WAIT_S, eventually, run, started
+from tests.cli.test_publish import OPTIONS, large, published, zeros_like
+from tests.transport.test_files import listing, sharded, some
+
+
+def fetch(address: str, out: Path, *options: str) -> subprocess.CompletedProcess[str]:
+    return run("fetch", "m", "--out", str(out), "--address", address, *options)
+
+
+@contextlib.contextmanager
+def trainer(address: str, tensors: dict[str, torch.Tensor]) -> Iterator[sync.Weights]:
+    """Tensors that are published from this process, not from files."""
+    with sync.connect(address, options=OPTIONS) as hub:
+        weights = hub.register("m", tensors)
+        weights.publish(1)
+        yield weights
+
+
+def end(process: subprocess.Popen[str]) -> None:
+    process.terminate()
+    process.communicate(timeout=WAIT_S)
+    assert process.returncode == 0
+
+
+def test_a_real_model_after_its_publisher_has_gone(address: str, tmp_path: Path) -> None:
+    """A file, published, in three replicas, whose publisher then ends, comes back to the byte."""
+    path = model_path()
+    with contextlib.ExitStack() as stack:
+        with published(path, address) as (process, said):
+            for _ in range(3):
+                hub = stack.enter_context(sync.connect(address, options=OPTIONS))
+                hub.register("m", zeros_like(path)).replicate()
+            end(process)
+        done = fetch(address, tmp_path / "out.safetensors", "--json")
+        assert (done.returncode, done.stderr) == (0, "")
+        told = json.loads(done.stdout)
+        assert told["files"] == [str(tmp_path / "out.safetensors")]
+        assert {key: told[key] for key in ("model", "version", "content_id", "bytes")} == {
+            key: said[key] for key in ("model", "version", "content_id", "bytes")
+        }
+        assert told["seconds"] == pytest.approx(sum(told["phases"].values()), abs=0.5)
+        assert (tmp_path / "out.safetensors").read_bytes() == path.read_bytes()
+        done = fetch(address, tmp_path / "out")
+        assert (done.returncode, done.stderr) == (0, "")
+        assert done.stdout.startswith(f"fetched m version 0: {said['bytes']:,} bytes in ")
+        assert done.stdout.endswith(f" into {tmp_path / 'out' / path.name}\n")
+        assert listing(tmp_path / "out") == {path.name: path.read_bytes()}
+
+
+def test_a_sharded_model(address: str, tmp_path: Path) -> None:
+    tensors = some()
+    index = sharded(tmp_path / "in", {"one": {"mask": tensors.pop("mask")}, "two.safetensors": tensors})
+    with published(index, address):
+        assert fetch(address, tmp_path / "out").returncode == 0
+        assert listing(tmp_path / "out") == listing(tmp_path / "in")
+        assert fetch(address, tmp_path / "one.safetensors").returncode == 0
+        save_file(some(), tmp_path / "theirs", metadata={"format": "pt"})
+        assert (tmp_path / "one.safetensors").read_bytes() == (tmp_path / "theirs").read_bytes()
+        done = fetch(address, tmp_path / "some", "--names", "layers.0.*", "--names", "mask", "--json")
+        assert json.loads(done.stdout)["bytes"] == 40 * 70 * 4 + 2
+        assert {name for file in ("one", "two.safetensors") for name in load_file(tmp_path / "some" / file)} == {
+            "layers.0.w",
+            "mask",
+        }
+
+
+def test_a_trainers_tensors(address: str, tmp_path: Path) -> None:
+    tied = torch.arange(6.0)
+    with trainer(address, {"a": tied, "b": tied, "c": torch.ones(2, dtype=torch.complex128)}):
+        done = fetch(address, tmp_path / "out")
+        assert (done.returncode, done.stdout) == (1, "")
+        assert done.stderr.startswith("error: ManifestMismatch: ")
+        assert "'c' is complex128" in done.stderr
+        assert fetch(address, tmp_path / "out", "--names", "[ab]").returncode == 0
+        assert load_file(tmp_path / "out" / "model.safetensors")["b"].equal(tied)
+        assert (tmp_path / "out").stat().st_mode & 0o777 == 0o777 & ~umask()
+
+
+def umask() -> int:
+    mask = os.umask(0)
+    os.umask(mask)
+    return mask
+
+
+def test_selectors(address: str, tmp_path: Path) -> None:
+    with trainer(address, {"a": torch.ones(3)}) as weights:
+        assert fetch(address, tmp_path / "1", "--version", "1").returncode == 0
+        done = fetch(address, tmp_path / "9", "--version", "9")
+        assert done.stderr.startswith("error: VersionUnavailable: ")
+        assert done.returncode == 1
+        done = fetch(address, tmp_path / "9", "--rank", "3")
+        assert done.stderr.startswith("error: ManifestMismatch: ")
+        weights.unpublish()
+        done = fetch(address, tmp_path / "9", "--timeout", "0.2")
+        assert done.returncode == 1
+    done = run("fetch", "unknown", "--out", str(tmp_path / "9"), "--address", address, "--timeout", "0.2")
+    assert done.returncode == 1
+    assert os.listdir(tmp_path) == ["1"]
+
+
+@pytest.mark.parametrize(
+    ("options", "code", "text"),
+    [
+        (("--names", "none*"), 1, "error: ManifestMismatch: names: no tensor is called 'none*'; there are 'a'"),
+        (("--version", "soon"), 2, "error: usage: --version: 'soon' is not a version selector"),
+        (("--version", "9" * 5000), 2, "error: usage: --version: "),
+        (("--version", "-1"), 2, "error: usage: --version: "),
+        (("--rank", "-1"), 2, "--rank"),
+    ],
+)
+def test_what_cannot_be_fetched(address: str, tmp_path: Path, options: Sequence[str], code: int, text: str) -> None:
+    with trainer(address, {"a": torch.ones(3)}):
+        done = fetch(address, tmp_path / "out", *options)
+    assert (done.returncode, done.stdout) == (code, "")
+    assert text in done.stderr
+    assert os.listdir(tmp_path) == []
+
+
+def test_outputs_that_exist_are_refused_before_anything(tmp_path: Path) -> None:
+    """Nobody is there to be asked: the answer does not wait for one."""
+    (tmp_path / "out.safetensors").write_text("old")
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "old").touch()
+    for out, text in (
+        ("out.safetensors", "out.safetensors exists: take another place, or replace what is there (--force)"),
+        ("out", "out exists and is not empty: take another place"),
+        ("none/out", "none: No such file or directory"),
+    ):
+        done = fetch("tcp://127.0.0.1:1", tmp_path / out)
+        assert (done.returncode, done.stdout) == (2, "")
+        assert done.stderr.startswith("error: usage: ")
+        assert text in done.stderr
+    done = fetch("tcp://127.0.0.1:1", tmp_path / "new")
+    assert done.stderr.startswith("error: CoordinatorUnavailable: ")
+    assert set(listing(tmp_path)) == {"out.safetensors", "out/old"}
+    assert len(os.listdir(tmp_path)) == 2
+
+
+def test_a_place_where_nobody_may_write() -> None:
+    """Not even root."""
+    done = run("fetch", "m", "--out", "/proc/out.safetensors", "--address", "tcp://127.0.0.1:1")
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.startswith("error: usage: nothing can be written in /proc: ")
+
+
+def test_force_replaces(address: str, tmp_path: Path) -> None:
+    path = tmp_path / "in.safetensors"
+    save_file(some(), path)
+    (tmp_path / "out.safetensors").write_text("old")
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "old").write_text("old")
+    (tmp_path / "out" / path.name).write_text("old")
+    with published(path, address):
+        assert fetch(address, tmp_path / "out.safetensors", "--force").returncode == 0
+        assert fetch(address, tmp_path / "out", "--force").returncode == 0
+    assert (tmp_path / "out.safetensors").read_bytes() == path.read_bytes()
+    assert listing(tmp_path / "out") == {"old": b"old", path.name: path.read_bytes()}
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_a_signal_in_mid_fetch_leaves_nothing(address: str, tmp_path: Path, number: signal.Signals, code: int) -> None:
+    path, place = large(tmp_path / "m.safetensors"), tmp_path / "place"
+    place.mkdir()
+    with published(path, address) as (source, _):
+        arguments = ("fetch", "m", "--out", str(place / "out.safetensors"), "--address", address)
+        source.send_signal(signal.SIGSTOP)  # it can neither send nor notice
+        with started(*arguments) as process:
+            assert eventually(lambda: list(place.glob(".*/out.safetensors")) != [])
+            process.send_signal(number)
+            out, err = process.communicate(timeout=WAIT_S)
+        source.send_signal(signal.SIGCONT)
+        assert (process.returncode, out) == (code, "")
+        assert "Traceback" not in err
+        assert os.listdir(place) == []
+        assert fetch(address, place / "out.safetensors").returncode == 0  # nothing is in the way of the next one
+        assert (place / "out.safetensors").read_bytes() == path.read_bytes()
+
+
+def test_a_full_disk(address: str, tmp_path: Path) -> None:
+    """The file's size is refused before the first byte, in one line that says how much it takes."""
+    path = large(tmp_path / "m.safetensors", 8)
+    (tmp_path / "place").mkdir()
+    with published(path, address):
+        arguments = ("fetch", "m", "--out", str(tmp_path / "place" / "x"), "--address", address)
+        done = subprocess.run(
+            ["prlimit", "--fsize=1000000", *PROGRAM, *arguments],
+            capture_output=True,
+            text=True,
+            timeout=WAIT_S,
+        )
+    assert (done.returncode, done.stdout) == (1, "")
+    assert done.stderr.startswith(
+        f"error: StateError: {tmp_path / 'place' / 'x'} cannot be made: {path.stat().st_size} bytes"
+    )
+    assert done.stderr.count("\n") == 1
+    assert os.listdir(tmp_path / "place") == []

@@ -1,0 +1,189 @@
+"""The header of a safetensors file: what its own library writes is read and written alike, and nothing else is read."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import load_file, save, save_file
+
+from tensorhub.manifest import ITEMSIZE
+from tensorhub.transport.safetensors import FILE_NAMES, Entry, Header, make_header, parse_header, read_header
+
+ITS_LIBRARY_LACKS = {"float8_e8m0fnu"}  # torch's side of it; the format has it
+
+
+def every_dtype() -> dict[str, torch.Tensor]:
+    names = [name for name in FILE_NAMES if name not in ITS_LIBRARY_LACKS]
+    made = {f"of {name}": torch.ones(2, 3, dtype=torch.uint8).to(getattr(torch, name)) for name in names}
+    return {**made, "scalar": torch.tensor(2.0), "none": torch.empty(0, 4), "größe 📏\x01": torch.zeros(1)}
+
+
+@pytest.mark.parametrize("metadata", [None, {"b\x7f": "\n/é\x1f"}])  # of two, the library takes any order
+def test_the_library_and_we_say_the_same(tmp_path: Path, metadata: dict[str, str] | None) -> None:
+    tensors = every_dtype()
+    path = tmp_path / "some.safetensors"
+    save_file(tensors, path, metadata=metadata)
+    header = read_header(path)
+    assert {entry.name: (entry.dtype, entry.shape) for entry in header.entries} == {
+        name: (str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape)) for name, tensor in load_file(path).items()
+    }
+    assert header.metadata == (metadata or {})
+    assert header.file_bytes == path.stat().st_size
+    assert header.encode() == path.read_bytes()[: header.data_at]
+    again = make_header([(e.name, e.dtype, e.shape) for e in reversed(header.entries)], metadata or {})
+    assert again == header
+
+
+def test_an_entry_is_where_its_bytes_are(tmp_path: Path) -> None:
+    path = tmp_path / "a"
+    path.write_bytes(save({"a": torch.zeros(5, 2), "b": torch.ones(3, dtype=torch.uint8)}))
+    header = read_header(path)
+    assert header.entries == (Entry("a", "float32", (5, 2), 0, 40), Entry("b", "uint8", (3,), 40, 3))
+    assert path.read_bytes()[header.data_at + 40 :] == b"\1\1\1"
+
+
+def test_what_the_format_cannot_say_is_named() -> None:
+    with pytest.raises(ValueError, match=r"'w' is int4; 'z' is complex128; a tensor is called '__metadata__'"):
+        make_header([("w", "int4", (2,)), ("z", "complex128", (1,)), ("__metadata__", "uint8", (1,))], {})
+
+
+# ----------------------------------------------------------------------------------------------------------- hostile
+
+
+def entry(**changes: object) -> dict[str, object]:
+    return {"a": {"dtype": "F32", "shape": [1], "data_offsets": [0, 4]} | changes}
+
+
+@pytest.mark.parametrize(
+    ("header", "reason"),
+    [
+        ([], "is not a JSON object"),
+        (3, "is not a JSON object"),
+        ({"a": 3}, "has not exactly"),
+        ({"a": {}}, "has not exactly"),
+        (entry(more=1), "has not exactly"),
+        (entry(dtype="F4"), "has dtype 'F4'; known are"),
+        (entry(dtype=None), "has dtype 'None'"),
+        (entry(dtype=[]), r"has dtype '\[\]'"),
+        (entry(shape=3), "a shape that is none"),
+        (entry(shape=[-1]), "a shape that is none"),
+        (entry(shape=[True]), "a shape that is none"),
+        (entry(shape=[1.0]), "a shape that is none"),
+        (entry(shape=[2**64]), "a shape that is none"),
+        (entry(shape=[1] * 65), "a shape that is none"),
+        (entry(data_offsets=[0]), "data_offsets that are none"),
+        (entry(data_offsets=[4, 0]), "data_offsets that are none"),
+        (entry(data_offsets="04"), "data_offsets that are none"),
+        (entry(data_offsets=[0, 8]), "and has 8 bytes"),
+        (entry(data_offsets=[4, 8]), "begins at byte 4 of the data, and not at 0"),
+        (entry() | {"b": entry()["a"]}, "begins at byte 0 of the data, and not at 4"),
+        ({"": entry()["a"]}, "a name is a string"),
+        ({"__metadata__": 3}, "__metadata__ is not an object"),
+        ({"__metadata__": {"a": 3}}, "__metadata__ holds what is not text"),
+        ({"__metadata__": {"a": "\ud800"}}, "__metadata__ holds what is not text"),
+    ],
+)
+def test_bad_headers(tmp_path: Path, header: object, reason: str) -> None:
+    text = json.dumps(header).encode()
+    path = tmp_path / "bad.bin"
+    path.write_bytes(len(text).to_bytes(8, "little") + text + b"data")
+    with pytest.raises(ValueError, match=rf"bad\.bin is not a safetensors file: .*{reason}"):
+        read_header(path)
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        (b'{"a":NaN}', "NaN is no number"),
+        (b'{"a":1,"a":1}', "says 'a' twice"),
+        (b'{"a":{"dtype":"U8","dtype":"U8","shape":[],"data_offsets":[0,1]}}', "says 'dtype' twice"),
+        (b'{"__metadata__":{"k":"","k":""}}', "says 'k' twice"),
+        (b"\xff{}", "is not JSON"),
+        (b"[" * 100_000, "is not JSON"),
+        (b' {"a":{}}', "is not a JSON object"),
+        (b'{"a":{"shape":[' + b"9" * 5000 + b"]}}", "is not JSON"),
+    ],
+)
+def test_bad_texts(text: bytes, reason: str) -> None:
+    with pytest.raises(ValueError, match=reason):
+        parse_header(text)
+
+
+@pytest.mark.parametrize("content", [b"", b"short", b"\xff" * 64, b"\3\0\0\0\0\0\0\0{}", b"\1\0\0\0\0\0\0\0{"])
+def test_other_files(tmp_path: Path, content: bytes) -> None:
+    path = tmp_path / "other"
+    path.write_bytes(content)
+    with pytest.raises(ValueError, match="other is not a safetensors file"):
+        read_header(path)
+
+
+def test_no_files(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    for what in ("pipe", "."):
+        with pytest.raises(ValueError, match="it is not a file at all"):
+            read_header(tmp_path / what)
+    with pytest.raises(FileNotFoundError):
+        read_header(tmp_path / "none")
+
+
+@pytest.mark.parametrize("change", [-1, 1])
+def test_a_file_of_another_size(tmp_path: Path, change: int) -> None:
+    path = tmp_path / "cut"
+    whole = save({"a": torch.zeros(100)})
+    path.write_bytes(whole[:change] if change < 0 else whole + b"more")
+    with pytest.raises(
+        ValueError, match=r"cut is not a whole safetensors file: its header tells of \d+ bytes, and it has \d"
+    ):
+        read_header(path)
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(),
+    lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner),
+    max_leaves=20,
+)
+
+
+@given(st.binary() | JSON.map(lambda value: json.dumps(value).encode()))
+def test_garbage_is_refused_and_never_anything_else(text: bytes) -> None:
+    try:
+        header = parse_header(text)
+    except ValueError:
+        return
+    assert header.entries == ()  # there is little else that chance finds
+
+
+@settings(max_examples=300)
+@given(st.data())
+def test_a_damaged_header_is_read_only_if_the_library_reads_it(tmp_path_factory: pytest.TempPathFactory, data: Any) -> None:
+    """What we take, the format's own library takes too, and finds the same in it."""
+    whole = bytearray(save({"a": torch.zeros(2), "bb": torch.zeros(3, dtype=torch.uint8)}, metadata={"format": "pt"}))
+    at = data.draw(st.integers(0, len(whole) - 12))
+    whole[at : at + data.draw(st.integers(0, 2))] = data.draw(st.binary(max_size=2))
+    path = tmp_path_factory.getbasetemp() / "damaged"
+    path.write_bytes(whole)
+    try:
+        header = read_header(path)
+    except ValueError:
+        return
+    try:
+        with safe_open(path, "pt") as file:
+            assert set(file.keys()) == {entry.name for entry in header.entries}
+            assert (file.metadata() or {}) == header.metadata
+    except SafetensorError as error:
+        raise AssertionError(f"{header} is not one, says the library: {error}") from error
+
+
+def test_a_header_knows_its_sizes() -> None:
+    header = make_header([("a", "bfloat16", (3,))], {})
+    assert isinstance(header, Header)
+    assert header.file_bytes == len(header.encode()) + 3 * ITEMSIZE["bfloat16"]
+    assert header.data_at % 8 == 0
