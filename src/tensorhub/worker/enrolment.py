@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from tensorhub.errors import TensorHubError
 from tensorhub.manifest import Manifest
 from tensorhub.messages import Abandon, EpochChanged, ErrorInfo, Held, Register, Registered
 from tensorhub.types import OpKey, VersionInfo
@@ -28,6 +27,11 @@ class Shard:
     spot: bool
     layout_id: str
     manifest: Manifest  # as this rank publishes
+
+    @property
+    def title(self) -> str:
+        """What errors call it."""
+        return f"{self.model!r} (group {self.group!r}, rank {self.rank})"
 
 
 @dataclass(slots=True)
@@ -58,7 +62,7 @@ class Enrolment:
         self.shard = shard
         self.online = False  # the coordinator can be told something
         self.confirmed = False  # it has answered the Register of this connection
-        self.refusal: TensorHubError | None = None  # its answer was no
+        self.refusal: ErrorInfo | None = None  # its answer was no
         self.left: Abandon | None = None  # this rank ended that operation, and has not heard the outcome
         self._requests = requests
         self._register_request = 0
