@@ -79,6 +79,7 @@ from tensorhub.worker.calls import (
     RefuseCall,
     Registered,
     RegistrationFailed,
+    ReopenMemory,
     Say,
     StartPull,
     StopPull,
@@ -178,6 +179,7 @@ class Handle:
         self.todo: deque[Action] = deque()
         self.hooks: deque[CallHook] = deque()
         self.pull: Pull | None = None
+        self.access: tuple[Access, str] | None = None  # one that no fence can end, and what it read in the cell at first
         self.asked: Asked | None = None
         self.history: list[Asked] = []
         self.hook_error: Exception | None = None
@@ -249,6 +251,37 @@ class Handle:
         self.cluster.note(f"{self.name} cancels")
         self.apply(self.member.cancel(StateError(why), self.cluster.now))
 
+    # -- accesses of its own
+
+    def hold_access(self) -> None:
+        """One of its own lanes begins to digest (or copy) a chunk, which nobody can end but itself."""
+        content = self.member.content
+        if self.access is None and content is not None:
+            content_id = ContentId(content.version.content_id)
+            access = self.worker.owner.begin(self.id, content.generation, content_id, [0], CHUNK_BYTES)
+            if isinstance(access, Access):
+                self.cluster.note(f"{self.name} begins an access")
+                self.access = access, self.cells[0]
+
+    def end_access(self) -> None:
+        if self.access is not None:
+            self.cluster.note(f"{self.name} ends an access")
+            (access, was), self.access = self.access, None
+            self.worker.owner.end(access)
+            demand(self.cells[0] == was, f"G2: {self} was written while it was read: {was} is {self.cells[0]}")
+
+    def fence_waits_until(self) -> float | None:
+        """Until when its next action, a fence, has to wait for the access; None: there is no such wait."""
+        fence = self.todo[0] if self.todo else None
+        if not isinstance(fence, Fence) or self.access is None or self.cluster.readers_of(self):
+            return None
+        held = self.worker.owner._holdings[self.id]
+        return None if held.is_open else float("inf") if fence.until is None else fence.until
+
+    def can_do_next(self) -> bool:
+        until = self.fence_waits_until()
+        return bool(self.todo) and (until is None or until <= self.cluster.now)
+
     # -- what its shell does
 
     def apply(self, actions: list[Action]) -> None:
@@ -266,6 +299,9 @@ class Handle:
             if not owner.is_quiet(self.id):
                 for reader in self.cluster.readers_of(self):  # their sockets are shut down
                     reader.end_reading("lost")
+                if action.until is not None and action.until <= now and self.access is not None:
+                    self.todo.popleft()
+                    self.apply(self.member.fence_failed(action.generation, now))
                 return  # takes time
         if isinstance(action, StopPull) and self.pull is not None:
             self.end_reading(None)
@@ -281,6 +317,8 @@ class Handle:
                 content = ContentId(action.content_id)
                 sizes = [CHUNK_BYTES] * CHUNKS
                 owner.open(self.id, action.generation, content, sizes, complete=action.complete)
+            case ReopenMemory():
+                owner.reopen(self.id, action.generation)
             case Fence():
                 self.apply(self.member.fenced(action.generation, now))
             case CallHook():
@@ -456,6 +494,7 @@ class SimWorker:
         self.cluster.note(f"{self.name} crashes")
         for handle in self.handles:
             handle.end_reading(None)
+            handle.access = None
             if handle.pull is not None:
                 handle.pull.ended = True
             handle.todo.clear()
@@ -627,7 +666,7 @@ class PureCluster:
                 if worker.link.down:
                     found.append(Choice("down", name))
         for handle in self.live_handles():
-            if handle.todo:
+            if handle.can_do_next():
                 found.append(Choice("do", handle.name))
             if handle.hooks:
                 found.append(Choice("hook", handle.name))
@@ -696,6 +735,7 @@ class PureCluster:
                 self.run()
             due = [self.heartbeat_at, self.coordinator.next_deadline()]
             due += [handle.member.next_deadline() for handle in self.live_handles()]
+            due += [until for handle in self.live_handles() if (until := handle.fence_waits_until() or 0.0) > self.now]
             when = max(self.now, min(d for d in due if d is not None))
             if when > end:
                 break
@@ -724,6 +764,8 @@ class PureCluster:
     def heal(self, seconds: float = 200.0) -> None:
         """Faults are over: everybody connects, everything is delivered, deadlines pass; every call must have ended."""
         start, end = self.now, self.now + seconds
+        for handle in self.live_handles():
+            handle.end_access()
         while self.now < end:
             for worker in self.workers.values():
                 if worker.alive and worker.link is None:

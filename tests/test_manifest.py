@@ -95,6 +95,14 @@ def manifests(draw: st.DrawFn) -> Manifest:
 # ----------------------------------------------------------------------------------------------------- dtypes
 
 
+def test_a_chunk_is_named_by_the_tensors_that_it_has_bytes_of() -> None:
+    tensors = [
+        TensorDescription(name, "uint8", (10_000,), at, 10_000) for name, at in (("a", 1), ("b", 2**20), ("t", 2**20))
+    ]
+    manifest = build_manifest(tensors, 4096, "none")
+    assert [manifest.tensors_in(chunk) for chunk in range(6)] == [("a",)] * 3 + [("b", "t")] * 3
+
+
 def test_every_dtype_of_torch_has_the_itemsize_that_torch_says() -> None:
     torch = pytest.importorskip("torch")
     dtypes = {value for value in vars(torch).values() if isinstance(value, torch.dtype)}

@@ -19,8 +19,13 @@
     └── TransportUnavailable    a transport is unknown, not installed, or not shared with the peer
 
 Each carries `retryable` (whether the same call may succeed later without a change by the caller) and `memory`, the
-state of the caller's tensors: "intact" (what they were before the call), "torn" (parts of several versions) or
-"in_doubt" (the call's outcome is not known here; do not write them; the next call on the handle resolves it).
+state of the caller's tensors: "intact" (what they were before the call), "torn" (no version as it was published: parts
+of several, or written while published) or "in_doubt" (the call's outcome is not known here; do not write them; the next
+call on the handle resolves it).
+
+A group's call ends on all ranks: the rank to blame raises its own error, the others GroupAborted with that cause. A worker
+that was taken for dead goes on as a new incarnation behind the same handles: its group calls end with GroupAborted (R11),
+other calls ask again; LeaseLost is raised where something cannot go on, because it was given up in the meantime.
 """
 
 from __future__ import annotations
@@ -72,7 +77,11 @@ class RegistrationError(TensorHubError):
 
 
 class MutabilityViolation(TensorHubError):
-    """Published memory was written by its owner."""
+    """Published memory was written by its owner (as far as torch counts writes): readers may have got other bytes.
+
+    Raised by `unpublish`, `close` and `mutate` (before its body) when the memory has been taken back, and by `update`
+    before it does anything; `memory` is "torn" in each case.
+    """
 
 
 class StateError(TensorHubError):
@@ -86,7 +95,7 @@ class OperationTimeout(TensorHubError, TimeoutError):
 
 
 class DrainTimeout(OperationTimeout):
-    """Memory could not be taken back in time; it stays published and must not be written."""
+    """Memory could not be taken back in time; it stays published (or becomes so again) and must not be written."""
 
 
 class RetentionError(TensorHubError):
@@ -113,13 +122,16 @@ class GroupAborted(TensorHubError):
 
 
 class LeaseLost(TensorHubError):
-    """The coordinator took this worker for dead; it goes on as a new incarnation."""
+    """The coordinator took this worker for dead, and what it held, or was lent, was given up.
+
+    Raised by `unpublish` of a version that the coordinator does not know any more: the memory is its owner's to write.
+    """
 
     retryable_by_default = True
 
 
 class IntegrityError(TensorHubError):
-    """Bytes do not have their digest."""
+    """Every source that was tried sent bytes that do not have their digest; the error names source, chunk and tensor."""
 
     retryable_by_default = True
 

@@ -437,8 +437,10 @@ class Weights:
     async def unpublish(self, timeout: float | None = None) -> None:
         """Take the promise back; returns when the memory may be overwritten.
 
-        Running readers are moved, or waited for within `drain_grace_s`, then fenced. Needs no reachable coordinator.
-        Raises StateError (nothing is published), DrainTimeout (the memory stays published).
+        Running readers are moved, or waited for within `drain_grace_s` and half the timeout, then fenced. Needs no reachable
+        coordinator. Raises StateError (nothing is published), DrainTimeout (it is still being read when the time is up: the
+        memory stays published), MutabilityViolation (it is taken back, but was written before), LeaseLost (it is the
+        caller's already: the coordinator has given the version up).
         """
         await self._thread.call(self._handle.unpublish, self._hub._timeout_s(timeout))
 
@@ -446,21 +448,24 @@ class Weights:
     async def mutate(self, version: int, timeout: float | None = None) -> AsyncIterator[None]:
         """Unpublish if published, run the body, publish as `version`. If the body raises, nothing is published.
 
-        The number is checked first (VersionConflict, with the memory as it was). If one rank's body raises, the other
-        ranks' publish ends with GroupAborted, and the number stays unused.
+        The number is checked first (VersionConflict, with the memory as it was). Raises as `unpublish`, before the body,
+        and as `publish`. If one rank's body raises, the other ranks' publish ends with GroupAborted, and the number stays
+        unused.
         """
         _check_version(version)
         timeout_s = self._hub._timeout_s(timeout)
         await self._thread.call(self._handle.check_idle)
         await self._thread.call(self._worker.check_number, self.model, version, timeout_s)
-        if self.state in (HandleState.READY, HandleState.IN_DOUBT):
-            await self.unpublish(timeout)
+        where = "unpublish() in"
         try:
+            if self.state in (HandleState.READY, HandleState.IN_DOUBT):
+                await self.unpublish(timeout)
+            where = "the body of"
             yield
         except BaseException as error:
             if self._handle.member.shard.world_size > 1:
                 with self._thread.side.shield():
-                    reason = f"the body of mutate({version}) raised {type(error).__name__}: {error}"
+                    reason = f"{where} mutate({version}) raised {type(error).__name__}: {error}"
                     await self._thread.call(self._handle.refuse, reason[:1000], timeout_s)
             raise
         await self.publish(version, timeout)
@@ -468,7 +473,8 @@ class Weights:
     async def replicate(self, selector: Selector = LATEST, timeout: float | None = None) -> FetchReport:
         """Fill the memory, which must hold no version, with a version: a number, "latest" or "latest-1".
 
-        Raises VersionUnavailable, ManifestMismatch (each difference named), StateError, OperationTimeout, GroupAborted.
+        Raises VersionUnavailable, ManifestMismatch (each difference named), IntegrityError (no source's bytes have their
+        digests), StateError, OperationTimeout, GroupAborted, TransportUnavailable.
         """
         call = FillCall(OpKind.REPLICATE, check_selector(selector))
         return await self._thread.call(self._handle.fill, call, self._hub._timeout_s(timeout))
@@ -486,7 +492,8 @@ class Weights:
 
         `at_least` waits for that number. `before_write` is awaited here, in the caller's task, once version and source are
         certain and before the first byte changes. Up to then an error leaves the old version published; after it the
-        memory is torn. Raises as `replicate`, and whatever `before_write` raises.
+        memory is torn. Raises as `replicate`, DrainTimeout (the old version is still being read, and stays published),
+        MutabilityViolation (it was written; unpublish() first), and whatever `before_write` raises.
         """
         check_selector(selector)
         if at_least is not None:
@@ -522,7 +529,10 @@ class Weights:
         raise NotImplementedError(f"{what} is not built yet")
 
     async def close(self, abandon: bool = False) -> None:
-        """Withdraw what is published, as `unpublish` does, and give the registration up."""
+        """Withdraw what is published, as `unpublish` does, and give the registration up.
+
+        Raises DrainTimeout (it stays published, and open) and MutabilityViolation (it is closed).
+        """
         await self._thread.call(partial(self._handle.close, abandon=abandon), self._hub._timeout_s(None))
 
 

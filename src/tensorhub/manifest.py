@@ -191,6 +191,13 @@ class Manifest:
                 made.extend(map(Chunk, count(len(made)), repeat(region), offsets, sizes))
         return tuple(made)
 
+    def tensors_in(self, chunk: int) -> tuple[str, ...]:
+        """The names of the tensors that have bytes in this chunk."""
+        place = self.chunks[chunk]
+        end = place.offset + place.nbytes
+        there = (t for t in self.by_region[place.region] if t.offset < end and place.offset < t.offset + t.nbytes)
+        return tuple(tensor.name for tensor in there)
+
     def _grids(self) -> Iterator[tuple[int, _Grid]]:
         for index, (region, tensors) in enumerate(zip(self.regions, self.by_region, strict=True)):
             if region.nbytes:

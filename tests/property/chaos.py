@@ -35,6 +35,8 @@ class Chaos:
         self.faults = {fault: 3 ** random.randint(-2, 1) for fault in FAULTS if random.random() < 0.4}
         self.next_version = 1
         self.fault_rate = random.choice((0.02, 0.05, 0.15))
+        self.accesses = Random(~seed)  # of its own, so that what a seed meant before it still means
+        self.access_rate = self.accesses.choice((0.0, 0.0, 0.02, 0.1))
         self.world_size = world_size = random.choice((1, 1, 2, 3))
         for number in range(random.randint(2, 4)):
             odd = random.random() < 0.05
@@ -59,7 +61,17 @@ class Chaos:
             cluster.do(random.choice(choices))
         else:
             self.user()
+        if self.accesses.random() < self.access_rate:
+            self.access(self.accesses.choice(list(cluster.live_handles()) or [None]))
         cluster.check()
+
+    @staticmethod
+    def access(handle: Handle | None) -> None:
+        """Begin an access that no fence can end, or end it."""
+        if handle is not None and handle.access is None:
+            handle.hold_access()
+        elif handle is not None:
+            handle.end_access()
 
     def user(self) -> None:
         """All live ranks of one group make the same call, unless they are in the midst of another; or a worker fetches."""

@@ -13,7 +13,7 @@ import pytest
 
 import tensorhub
 from tensorhub.coordinator import Entry
-from tensorhub.errors import CoordinatorUnavailable, StateError, VersionConflict
+from tensorhub.errors import CoordinatorUnavailable, LeaseLost, StateError, VersionConflict
 from tensorhub.messages import Join, Watch
 from tensorhub.protocol.codec import FROM_COORDINATOR
 from tensorhub.protocol.handshake import NONCE_BYTES, ClientHandshake
@@ -65,6 +65,8 @@ async def test_without_its_state_a_coordinator_is_a_new_cluster() -> None:
         second = tensorhub.serve(port=parse_address(address)[1], token="", options=OPTIONS)
         await stack.enter_async_context(second)
         await until(lambda: source.state == "empty")
+        with pytest.raises(LeaseLost, match="version 3, which it held, is unknown to the coordinator"):
+            await source.unpublish()
         with pytest.raises(StateError, match="there is nothing to unpublish"):
             await source.unpublish()
         await source.publish(1)

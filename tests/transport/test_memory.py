@@ -401,5 +401,13 @@ def test_versions_tell_of_writes() -> None:
     assert after[1:] == before[1:]
 
 
+def test_a_write_beside_a_tensor_in_its_storage_is_not_taken_for_one_to_it() -> None:
+    both = torch.zeros(2, 8)  # double buffering in one allocation
+    memory = RegisteredMemory({"w": both[0]})
+    before = memory.versions()
+    both[1] = 1
+    assert memory.versions() == before
+
+
 def test_a_registration_says_what_it_holds() -> None:
     assert repr(RegisteredMemory({"w": torch.zeros(2), "v": torch.zeros(1)})) == "<RegisteredMemory of 2 tensors, 12 bytes>"

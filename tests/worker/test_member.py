@@ -4,11 +4,20 @@ from __future__ import annotations
 
 import pytest
 
-from tensorhub.errors import IntegrityError, ManifestMismatch, OperationTimeout, ProtocolError, StateError
+from tensorhub.errors import (
+    DrainTimeout,
+    IntegrityError,
+    LeaseLost,
+    ManifestMismatch,
+    OperationTimeout,
+    ProtocolError,
+    StateError,
+    VersionUnavailable,
+)
 from tensorhub.manifest import TensorDescription, build_manifest
 from tensorhub.messages import ErrorInfo, ManifestReply, Progress, Refused
 from tensorhub.types import HandleState
-from tests.harness import CHUNK_BYTES, Handle, PureCluster
+from tests.harness import CHUNK_BYTES, Asked, Handle, PureCluster
 
 
 def published(*readers: str) -> tuple[PureCluster, Handle, list[Handle]]:
@@ -267,3 +276,179 @@ def test_an_abort_of_a_fill_whose_write_was_never_heard_leaves_nothing_behind() 
     got = other.replicate(1)
     cluster.run()
     assert got.number == 1
+
+
+# ------------------------------------------------------------------------------------------------ fences that do not end
+
+
+def stays_published(cluster: PureCluster, asked: Asked) -> None:
+    """The call ended with DrainTimeout, and its memory is a source as before, under another generation (R4)."""
+    handle = asked.handle
+    assert isinstance(asked.error, DrainTimeout)
+    assert (asked.error.retryable, asked.error.memory) == (True, "intact")
+    assert "version 1 is still being read after 8 s: it stays published and must not be written" in str(asked.error)
+    assert (handle.member.state, handle.member.version) == (HandleState.READY, 1)
+    late = cluster.handle("late")
+    cluster.run()
+    got = late.replicate(1)
+    cluster.run()
+    assert got.number == 1
+    cluster.check_agreement()
+
+
+@pytest.mark.parametrize("online", [True, False])
+@pytest.mark.parametrize("what", ["unpublish", "close"])
+def test_memory_that_is_read_beyond_the_deadline_stays_published(what: str, online: bool) -> None:
+    cluster, trainer, _ = published()
+    trainer.hold_access()
+    if not online:
+        trainer.worker.disconnect()
+    asked = trainer.unpublish(8) if what == "unpublish" else trainer.close(8)
+    cluster.advance(7.9)
+    assert not asked.has_ended()
+    assert trainer.member.state is HandleState.DRAINING
+    cluster.advance(0.1)
+    assert asked.has_ended()
+    if not online:
+        trainer.worker.connect()
+        cluster.run()
+    stays_published(cluster, asked)
+    again = trainer.unpublish(8) if what == "unpublish" else trainer.close(8)
+    cluster.advance(1)
+    assert not again.has_ended()  # the old access counts (G2)
+    trainer.end_access()
+    cluster.run()
+    assert again.done
+    assert again.error is None
+    cluster.check_agreement()
+
+
+@pytest.mark.parametrize("online", [True, False])
+def test_an_update_that_cannot_fence_leaves_the_old_version_published(online: bool) -> None:
+    cluster, _, (reader, other) = published("reader", "other")
+    reader.replicate()
+    cluster.run()
+    other.publish(2)
+    cluster.run()
+    reader.hold_access()
+    asked = reader.update("latest", 8)
+    cluster.run()
+    if not online:
+        reader.worker.disconnect()
+    cluster.advance(8)
+    if not online:
+        reader.worker.connect()
+        cluster.run()
+    stays_published(cluster, asked)
+    reader.end_access()
+    again = reader.update("latest", 8)
+    cluster.run()
+    assert again.number == 2
+
+
+def test_on_one_rank_a_fence_that_does_not_end_ends_the_groups_update() -> None:
+    cluster = PureCluster()
+    trainers, readers = cluster.group("trainer", 2), cluster.group("reader", 2)
+    cluster.run()
+    for version in (1, 2):
+        for handle in trainers:
+            handle.publish(version)
+        cluster.run()
+        if version == 1:
+            for handle in readers:
+                handle.replicate()
+            cluster.run()
+            for handle in trainers:
+                handle.unpublish()
+            cluster.run()
+    readers[0].hold_access()
+    one, two = [handle.update("latest", 8) for handle in readers]
+    cluster.advance(8)
+    assert (type(one.error), readers[0].member.version) == (DrainTimeout, 1)
+    assert isinstance(two.error, OperationTimeout)
+    assert "version 2 was not complete after 8 s on rank(s) [0]" in str(two.error)
+    assert (two.error.retryable, two.error.memory) == (True, "torn")
+    readers[0].end_access()
+    cluster.run()
+    cluster.check_agreement()
+
+
+def test_readers_have_half_the_timeout_to_leave_and_the_fence_the_rest() -> None:
+    """The coordinator would give them its grace of 5 s."""
+    cluster, trainer, (reader,) = published("reader")
+    got = reader.replicate()
+    run_but_reads(cluster)
+    asked = trainer.unpublish(4)
+    while not asked.done:
+        cluster.advance(0.25, run=False)
+        run_but_reads(cluster)
+    assert cluster.now == 2.0
+    assert asked.error is None
+    cluster.advance(100)
+    assert isinstance(got.error, VersionUnavailable)
+
+
+def test_a_cancelled_unpublish_takes_the_memory_back_if_it_can() -> None:
+    cluster, trainer, _ = published()
+    trainer.hold_access()
+    asked = trainer.unpublish(60)
+    cluster.run()
+    trainer.cancel("enough")
+    cluster.advance(1)
+    trainer.end_access()
+    cluster.run()
+    assert asked.done
+    assert trainer.member.state is HandleState.EMPTY
+
+
+def test_memory_that_is_not_published_again_is_fenced_however_long_it_takes() -> None:
+    """A broken fill: neither its caller nor the next call may write while somebody reads."""
+    cluster, trainer, (reader,) = published("reader")
+    asked = reader.replicate()
+    run_but_reads(cluster)
+    assert reader.can_read()
+    reader.read()
+    reader.read()  # one chunk is verified, and offered
+    reader.hold_access()
+    trainer.worker.crash()
+    reader.cancel("enough")
+    cluster.advance(100)
+    assert not asked.has_ended()
+    assert reader.member.state is HandleState.TORN
+    reader.end_access()
+    cluster.run()
+    assert asked.has_ended()
+
+
+def test_what_was_ordered_out_is_told_by_the_next_unpublish_once() -> None:
+    """R2: the version was given up while its holder was taken for dead."""
+    cluster, trainer, _ = published()
+    other = cluster.handle("other")
+    trainer.worker.disconnect()
+    cluster.advance(30)
+    for version in (2, 3, 4):
+        other.publish(version)
+        cluster.run()
+        if version < 4:
+            other.unpublish()
+            cluster.run()
+    trainer.worker.connect()
+    cluster.run()
+    trainer.worker.disconnect()
+    trainer.worker.connect()
+    trainer.hold_access()
+    cluster.run()
+    assert (trainer.member.state, trainer.member.is_letting_go) == (HandleState.EMPTY, True)
+    asked = trainer.unpublish()
+    cluster.advance(1)
+    assert not asked.has_ended()  # it says that the memory may be written, so it waits for the fence (G2)
+    trainer.end_access()
+    cluster.run()
+    assert isinstance(asked.error, LeaseLost)
+    assert "version 1, which it held, is unknown to the coordinator" in str(asked.error)
+    assert (asked.error.retryable, asked.error.memory, trainer.member.is_letting_go) == (False, "intact", False)
+    with pytest.raises(StateError, match="there is nothing to unpublish"):
+        trainer.unpublish()
+    trainer.publish(5)
+    cluster.run()
+    assert trainer.member.version == 5

@@ -114,6 +114,29 @@ def test_memory_cannot_be_opened_while_it_is_open_in_use_or_under_its_last_gener
     begun(owner, generation=2)
 
 
+def test_a_fence_that_is_given_up_lets_readers_in_again_and_the_next_one_waits_for_the_old_access_too() -> None:
+    """G2: what began under the first generation still reads the memory that the second fence is about."""
+    owner = opened(complete=False)
+    owner.mark_available(R, 1, [(0, 5), (1, 6)])
+    old = begun(owner)
+    with pytest.raises(IllegalStep, match="is open already"):
+        owner.reopen(R, 2)
+    owner.close(R)
+    with pytest.raises(IllegalStep, match="was open under generation 1"):
+        owner.reopen(R, 1)
+    owner.reopen(R, 2)
+    assert owner.begin(R, 1, C, (0,), 100) == Refusal("the memory has changed its generation")
+    new = begun(owner, generation=2)
+    assert (new.chunks, new.digests, new.rest) == ((0, 1), (5, 6), (2, 3))
+    owner.end(new)
+    owner.close(R)
+    assert not owner.is_quiet(R)
+    with pytest.raises(IllegalStep, match="running accesses"):
+        owner.open(R, 3, C, SIZES, complete=True)
+    owner.end(old)
+    assert owner.is_quiet(R)
+
+
 def test_results_of_an_older_generation_are_dropped() -> None:
     owner = opened(complete=False)
     owner.close(R)
@@ -170,6 +193,13 @@ class OwnerMachine(RuleBasedStateMachine):
         self.owner.open(R, self.generation, C, SIZES, complete=complete)
         self.is_open = True
         self.available = set(range(4)) if complete else set()
+
+    @precondition(lambda self: not self.is_open and self.generation)
+    @rule()
+    def reopen(self) -> None:
+        self.generation += 1
+        self.owner.reopen(R, self.generation)
+        self.is_open = True
 
     @rule()
     def close(self) -> None:

@@ -30,8 +30,8 @@ from tensorhub.coordinator.operations import Operations
 from tensorhub.coordinator.readers import Readers
 from tensorhub.coordinator.states import COORDINATOR_TABLE, CoordinatorState
 from tensorhub.coordinator.versions import Versions
-from tensorhub.errors import StateError, VersionUnavailable
-from tensorhub.machine import Stateful
+from tensorhub.errors import VersionUnavailable
+from tensorhub.machine import InvariantBroken, Stateful
 from tensorhub.messages import (
     Abandon,
     Announce,
@@ -166,7 +166,7 @@ class Coordinator(Stateful[CoordinatorState]):
                     for model in self.cluster.models.values():
                         self.cluster.touch(model)
                 case _:
-                    raise StateError(f"no such timer: {name}")
+                    raise InvariantBroken(f"no such timer: {name}")
 
     def _handle(self, event: Event) -> None:
         sessions = self.cluster.sessions
@@ -273,7 +273,7 @@ class Coordinator(Stateful[CoordinatorState]):
             case Resolve():
                 self._operations.resolve(member, message.key)
             case ReadFailed():
-                self._operations.read_failed(member, message.key, message.lease, message.reason)
+                self._operations.read_failed(member, message)
             case Progress():
                 self._operations.progress(member, message.key, message.chunks_verified)
             case _:

@@ -222,6 +222,7 @@ class RankPart:
     holding: Holding | None = None  # what it fills, from Write on; None for a fetch
     leases: dict[str, ReadLease] = field(default_factory=dict)  # its ACTIVE leases
     failures: dict[str, int] = field(default_factory=dict)  # failed reads by source incarnation
+    faults: dict[str, tuple[str, str]] = field(default_factory=dict)  # the last one's reason, and what is told of it
     retry_at: dict[str, float] = field(default_factory=dict)  # by source incarnation: not tried again before
 
     @property

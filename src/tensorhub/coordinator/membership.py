@@ -214,7 +214,8 @@ class Membership:
             return RegistrationError(
                 f"rank {message.rank} of group {group.name!r} of {message.model!r} is registered by worker "
                 f"{before.worker.name!r}, which is connected: close it first, or take another group name "
-                "(two sets of one model in one process need two groups)"
+                "(two sets of one model in one process need two groups)",
+                retryable=True,  # it may close, or be found dead
             )
         return None
 

@@ -32,6 +32,7 @@ from tensorhub.coordinator.versions import Versions
 from tensorhub.errors import (
     CoordinatorUnavailable,
     GroupAborted,
+    IntegrityError,
     ManifestMismatch,
     OperationTimeout,
     StateError,
@@ -48,11 +49,13 @@ from tensorhub.messages import (
     Grant,
     Outcome,
     Publish,
+    ReadFailed,
     Start,
     Write,
 )
 from tensorhub.types import Medium, OpKey, OpKind, Purpose, VersionInfo
 
+FAULTS_TOLD_MAX = 3  # in an error
 LATER_PER_RANK_MAX = 4  # messages of a new epoch that wait for an older one's decision
 
 
@@ -196,10 +199,10 @@ class Operations:
                 if lease.dropping:
                     self._cluster.tell(member, DropSource(key, part.rank, lease.id, "the source leaves"))
 
-    def read_failed(self, member: Member, key: OpKey, lease: str, reason: str) -> None:
-        part = self._part(member, key)
+    def read_failed(self, member: Member, message: ReadFailed) -> None:
+        part = self._part(member, message.key)
         if part is not None:
-            self._readers.failed(part, lease, reason)
+            self._readers.failed(part, message.lease, message.reason, message.detail)
             self._changed(part.operation)
 
     def progress(self, member: Member, key: OpKey, chunks_verified: int) -> None:
@@ -272,6 +275,9 @@ class Operations:
         if operation.version is not None and not (operation.writing or self._all_find_a_source(operation)):
             text = f"{what}: no holder of version {number} can be reached now (suspected, or it has just failed)"
             return Blame(VersionUnavailable(text))
+        for part in operation.parts.values():
+            if not part.voted and part.faults and all(reason == "corrupt" for reason, _ in part.faults.values()):
+                return Blame(self._corrupt(f"{what}: version {number}", part), part.rank)
         starving = [p.rank for p in operation.parts.values() if p.wants_source]
         if starving:
             text = f"{what}: version {number} has lost its last source (rank {starving[0]}), none came back in time"
@@ -279,6 +285,15 @@ class Operations:
         slow = sorted(p.rank for p in operation.parts.values() if not p.voted)
         text = f"{what}: version {number} was not complete after {late.call.timeout_s:g} s on rank(s) {slow}"
         return Blame(OperationTimeout(text))
+
+    @staticmethod
+    def _corrupt(what: str, part: RankPart) -> IntegrityError:
+        told = "; ".join(text for _, text in list(part.faults.values())[:FAULTS_TOLD_MAX])
+        return IntegrityError(
+            f"{what}: every source that rank {part.rank} tried sent bytes that do not have their digest: {told}. Either the "
+            "source's memory was written after it was published (by a way that torch does not count), or a machine or the "
+            "way damages bytes: have it published anew, then call again"
+        )
 
     # ------------------------------------------------------------------------------------------------ consequences
 

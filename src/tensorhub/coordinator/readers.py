@@ -151,14 +151,16 @@ class Readers:
         for lease in list(part.leases.values()):
             self.release(lease, why)
 
-    def failed(self, part: RankPart, lease_id: str, reason: str) -> None:
+    def failed(self, part: RankPart, lease_id: str, reason: str, detail: str) -> None:
         """The reader gave this source up; it gets another, or after a while the same one."""
         lease = part.leases.get(lease_id) or self._cluster.leases.get(lease_id)
         if lease is None or lease.part is not part:
             return
         self.release(lease, reason)
         if reason != "dropped":
-            incarnation = lease.holding.member.worker.incarnation
+            source = lease.holding.member.worker
+            incarnation = source.incarnation
+            part.faults[incarnation] = (reason, f"worker {source.name!r}: {detail or reason}")
             failures = part.failures[incarnation] = part.failures.get(incarnation, 0) + 1
             wait_s = min(RETRY_S_FIRST * 2 ** min(failures - 1, 16), RETRY_S_MAX)
             part.retry_at[incarnation] = self._cluster.now + wait_s

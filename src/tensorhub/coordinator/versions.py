@@ -27,7 +27,8 @@ class Versions:
         if staged is not None and not staged.visible:
             return VersionConflict(
                 f"version {number} of {model.name!r} is being published by group {staged.publisher.group!r}; "
-                "take another number"
+                "take another number, or try again if that one fails",
+                retryable=True,
             )
         return self.overtaken(model, number)
 
@@ -41,7 +42,9 @@ class Versions:
         newer = [op.version.number for op in self._being_recorded(model) if op.version is not None]
         if newer and number <= max(newer):
             return VersionConflict(
-                f"version {number} of {model.name!r} is overtaken: {max(newer)} is being recorded; take a larger number"
+                f"version {number} of {model.name!r} is overtaken: {max(newer)} is being recorded; take a larger number, "
+                "or try again if that one fails",
+                retryable=True,
             )
         return None
 

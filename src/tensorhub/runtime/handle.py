@@ -15,9 +15,11 @@ from typing import Protocol, assert_never
 import anyio
 import anyio.abc
 import anyio.from_thread
+import anyio.lowlevel
 import anyio.to_thread
 
-from tensorhub.errors import StateError, TensorHubError
+from tensorhub.errors import DrainTimeout, MutabilityViolation, StateError, TensorHubError
+from tensorhub.errors import Memory as TensorState
 from tensorhub.manifest import Manifest
 from tensorhub.messages import FromWorker, Progress
 from tensorhub.runtime import clock
@@ -26,7 +28,7 @@ from tensorhub.runtime.lanes import AllVerified, ChannelOpener, PullReport, Pull
 from tensorhub.runtime.logs import get_logger
 from tensorhub.runtime.serving import SharedOwner
 from tensorhub.transport.memory import MappedRegions, Memory
-from tensorhub.types import ContentId, FetchReport, HandleState, LeaseId, RegistrationId, VersionInfo
+from tensorhub.types import ContentId, FetchReport, HandleState, LeaseId, OpKind, RegistrationId, VersionInfo
 from tensorhub.worker.calls import (
     Action,
     AddPullSource,
@@ -42,6 +44,7 @@ from tensorhub.worker.calls import (
     RefuseCall,
     Registered,
     RegistrationFailed,
+    ReopenMemory,
     Say,
     StartPull,
     StopPull,
@@ -50,6 +53,8 @@ from tensorhub.worker.calls import (
 from tensorhub.worker.member import Member
 
 PROGRESS_S = 0.25  # how often a running fill tells the coordinator how far it is
+TENSORS_NAMED_MAX = 5  # in an error
+FENCE_TRY_S = 5.0  # of a fence without a deadline, before it is logged and tried again
 
 log = get_logger("tensorhub.worker")
 
@@ -107,6 +112,8 @@ class Handle:
         self._pull: _Pull | None = None
         self._mapped: tuple[str, MappedRegions, ChunkMemory] | None = None  # of the manifest with this id
         self._digests: Sequence[int] | None = None  # of memory whose own they must be, made before a publish
+        self._promised: tuple[int, ...] | None = None  # `memory.versions()` when it was opened; None: it is closed
+        self._violation: MutabilityViolation | None = None  # what the running call has found when it took the memory back
         self._tasks: anyio.abc.TaskGroup
         self._scope = anyio.CancelScope()
         self.deadline_moved: Callable[[], None] = lambda: None
@@ -130,6 +137,7 @@ class Handle:
 
     async def unpublish(self, timeout_s: float) -> None:
         await self._run(UnpublishCall(), timeout_s)
+        self._raise_violation()
 
     async def refuse(self, reason: str, timeout_s: float) -> None:
         """This rank will not make its next group call."""
@@ -138,6 +146,7 @@ class Handle:
     async def close(self, timeout_s: float, *, abandon: bool = False) -> None:
         if self.member.state is not HandleState.CLOSED:
             await self._run(CloseCall(abandon), timeout_s)
+            self._raise_violation()
 
     async def fill(self, call: FillCall, timeout_s: float, hook: HookRequest | None = None) -> FetchReport:
         _, report = await self.fetch(call, timeout_s, hook)
@@ -148,22 +157,27 @@ class Handle:
     ) -> tuple[VersionInfo, FetchReport]:
         """As `fill`; says which version it was, too."""
         self.memory.check_unreplaced()
+        if call.kind is OpKind.UPDATE:
+            self._check_unwritten()
         started = clock.now()
         ran, finish = await self._run(call, timeout_s, hook)
         assert finish.version is not None
+        if not finish.changed:
+            self._check_unwritten()
         return finish.version, _report(ran, finish, started, clock.now())
 
     async def _run(self, call: Call, timeout_s: float, hook: HookRequest | None = None) -> tuple[_Call, Finish]:
         """Begin a call and wait for its end; cancelling ends it as soon as may be, and leaves nothing running."""
         self._check_last_ended()
         actions = self.member.begin(call, timeout_s, clock.now())
+        self._violation = None
         running = self._call = _Call(anyio.Event(), clock.now(), hook)
         self.apply(actions)
         try:
             await running.ended.wait()
         except anyio.get_cancelled_exc_class():
             with anyio.CancelScope(shield=True):
-                error = StateError("the call was cancelled by its caller", retryable=True)  # as other ranks see it
+                error = StateError("the call was cancelled by its caller")  # other ranks and the log see it
                 self.apply(self.member.cancel(error, clock.now()))
                 await running.ended.wait()
             raise
@@ -177,12 +191,41 @@ class Handle:
         """Raise StateError if the memory is not the caller's to write: a call runs on it, or it is closed."""
         self._check_last_ended()
         if self.member.state is HandleState.CLOSED:
-            raise StateError(f"{self.member!r} is closed; register again")
+            raise StateError(f"{self.member.shard.title} is closed; register again")
+        if self.member.is_letting_go:
+            text = f"{self.member.shard.title}: what it held was ordered out, and is still being read; try again"
+            raise StateError(text, retryable=True)
 
     def _check_last_ended(self) -> None:
         """A call is over when its fences are: the member is done with it earlier."""
         if self._call is not None and self._call.result is None:
-            raise StateError(f"{self.member!r}: a call is still running on this handle; one call at a time")
+            text = f"{self.member.shard.title}: a call is still running on this handle; one call at a time"
+            raise StateError(text, retryable=True)
+
+    def _check_unwritten(self) -> None:
+        """Raise MutabilityViolation if the memory is published and has been written since."""
+        violation = self._find_violation() if self.member.state is HandleState.READY else None
+        if violation is not None:
+            raise violation
+
+    def _raise_violation(self) -> None:
+        if self._violation is not None:
+            raise self._violation
+
+    def _find_violation(self) -> MutabilityViolation | None:
+        """R15: what torch has counted since the memory was opened, if it has counted a write."""
+        now = self.memory.versions()
+        if self._promised is None or now == self._promised:
+            return None
+        counts = zip(self.memory.descriptions, self._promised, now, strict=False)
+        names = [repr(tensor.name) for tensor, was, count in counts if count != was]
+        more = f" (and {len(names) - TENSORS_NAMED_MAX} more)" if len(names) > TENSORS_NAMED_MAX else ""
+        return MutabilityViolation(
+            f"version {self.member.version} of {self.member.shard.title} was written while it was published: "
+            f"{', '.join(names[:TENSORS_NAMED_MAX])}{more}. Readers may have got other bytes, or have failed: "
+            "unpublish() before you write, or write in mutate(), and publish a new version",
+            memory="torn",
+        )
 
     async def end_call(self, error: Exception) -> None:
         """End the running call, if there is one, with `error`; returns when nothing of it runs any more."""
@@ -216,9 +259,9 @@ class Handle:
                         self.stop()
         finally:
             with anyio.CancelScope(shield=True):
-                await self._owner.fence_async(self._registration)
-                self._owner.forget(self._registration)
-            self._end_call(Finish(error=StateError("the hub was closed while the call was running")))
+                await self._let_go()
+            memory: TensorState = "torn" if self.member.state is HandleState.FILLING else "intact"
+            self._end_call(Finish(error=StateError("the hub was closed while the call was running", memory=memory)))
 
     def stop(self) -> None:
         """Let `run` end: the handle is closed, or was never registered."""
@@ -230,9 +273,10 @@ class Handle:
                 self._line.say(action.message)
             case OpenMemory():
                 self._open(action)
+            case ReopenMemory():
+                self._owner.reopen(self._registration, action.generation)
             case Fence():
-                await self._owner.fence_async(self._registration)
-                self.apply(self.member.fenced(action.generation, clock.now()))
+                await self._fence(action)
             case CallHook():
                 assert self._call is not None
                 assert self._call.hook is not None
@@ -272,6 +316,7 @@ class Handle:
     def _open(self, action: OpenMemory) -> None:
         _, chunks = self._map(action.manifest)
         content_id, digests = ContentId(action.content_id), self._digests if action.complete else None
+        self._promised = self.memory.versions()
         self._owner.open(
             self._registration, action.generation, content_id, chunks, complete=action.complete, digests=digests
         )
@@ -282,6 +327,35 @@ class Handle:
             mapped = self.memory.map(manifest)
             self._mapped = manifest.manifest_id, mapped, ChunkMemory(manifest, mapped.regions, mapped.unwanted)
         return self._mapped[1:]
+
+    async def _fence(self, action: Fence) -> None:
+        """Fence the memory, or give up at the action's deadline; without one, try until it stands."""
+        while True:
+            left_s = FENCE_TRY_S if action.until is None else max(0.0, action.until - clock.now())
+            try:
+                await self._owner.fence_async(self._registration, left_s)
+                break
+            except DrainTimeout as error:
+                log.warning("fence_failed", registration=self._registration, reason=str(error))
+                if action.until is not None:
+                    self.apply(self.member.fence_failed(action.generation, clock.now()))
+                    return
+            await anyio.lowlevel.checkpoint()
+        if self.member.state is HandleState.DRAINING:  # else it is overwritten next, or was never published
+            self._violation = self._find_violation()
+            if self._violation is not None:
+                log.warning("published_memory_written", registration=self._registration, reason=str(self._violation))
+        self._promised = None
+        self.apply(self.member.fenced(action.generation, clock.now()))
+
+    async def _let_go(self) -> None:
+        """The handle ends. What is still being read then stays closed, and is kept until its lanes have ended."""
+        try:
+            await self._owner.fence_async(self._registration, FENCE_TRY_S)
+        except DrainTimeout as error:
+            log.error("memory_still_read", registration=self._registration, reason=str(error))
+        else:
+            self._owner.forget(self._registration)
 
     def _change_source(self, action: AddPullSource | DropPullSource) -> None:
         pull = self._pull
@@ -334,9 +408,12 @@ class Handle:
                 async for event in runner.events():
                     match event:
                         case SourceFailed():
-                            log.info("source_failed", lease=event.lease, reason=event.reason, detail=event.detail)
-                            failed = self.member.source_failed(event.lease, event.reason, event.detail, clock.now())
-                            self.apply(failed)
+                            detail = event.detail
+                            if event.chunk is not None:
+                                names = action.manifest.tensors_in(event.chunk)[:TENSORS_NAMED_MAX]
+                                detail += f" (tensor {', '.join(map(repr, names))})"
+                            log.info("source_failed", lease=event.lease, reason=event.reason, detail=detail)
+                            self.apply(self.member.source_failed(event.lease, event.reason, detail, clock.now()))
                         case AllVerified():
                             self._show_progress(runner.report())
                             break

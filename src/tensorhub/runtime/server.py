@@ -99,7 +99,11 @@ class CoordinatorServer:
 
     async def _listen(self, host: str, port: int) -> anyio.abc.Listener[anyio.abc.SocketStream]:
         try:
-            multi = await anyio.create_tcp_listener(local_host=host, local_port=port)
+            with anyio.fail_after(self._options.connect_timeout_s):
+                multi = await anyio.create_tcp_listener(local_host=host, local_port=port)
+        except TimeoutError as error:
+            text = f"host {host!r} was not resolved within {self._options.connect_timeout_s:g} s: give an address"
+            raise StateError(text, retryable=True) from error
         except OSError as error:
             cause: BaseException = error.__cause__ or error
             number = getattr(cause, "errno", None)
@@ -109,7 +113,8 @@ class CoordinatorServer:
                 advice = "needs more rights: choose a port above 1023"
             else:
                 advice = f"cannot be listened on: {error}"
-            raise StateError(f"port {port} of {host} {advice}") from error
+            in_use = errno.EADDRINUSE in (number, error.errno)
+            raise StateError(f"port {port} of {host} {advice}", retryable=in_use) from error
         first = multi.listeners[0]
         for other in multi.listeners[1:]:
             await other.aclose()

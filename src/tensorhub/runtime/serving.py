@@ -15,7 +15,8 @@ from typing import Protocol
 import anyio
 import anyio.to_thread
 
-from tensorhub.errors import DrainTimeout, StateError
+from tensorhub.errors import DrainTimeout
+from tensorhub.machine import InvariantBroken
 from tensorhub.runtime.chunks import ChunkMemory
 from tensorhub.types import ContentId, Incarnation, RegistrationId
 from tensorhub.worker.owner import Access, Owner, Refusal, Wait
@@ -76,6 +77,12 @@ class SharedOwner:
         with self._changed:
             self._owner.open(registration, generation, content_id, memory.sizes, complete=complete, digests=digests)
             self._memory[registration] = memory
+            self._changed.notify_all()
+
+    def reopen(self, registration: RegistrationId, generation: int) -> None:
+        """See `Owner.reopen`: what was held, and its digests, are held under another generation."""
+        with self._changed:
+            self._owner.reopen(registration, generation)
             self._changed.notify_all()
 
     def mark_available(
@@ -176,19 +183,20 @@ class SharedOwner:
         """Refuse every further read of this memory, and return once none runs any more: it may be written
         then.
 
-        A reader that does not take its bytes within the grace loses its connection. Needs nobody's
-        cooperation. Raises DrainTimeout (the memory must not be written) if an access cannot be ended;
-        nothing is let in again.
+        A reader that does not take its bytes within the grace (half of `timeout_s` at most) loses its
+        connection. Needs nobody's cooperation. Raises DrainTimeout (the memory must not be written) if an
+        access cannot be ended; nothing is let in again, unless by `reopen`.
         """
         with self._changed:
+            grace_s = min(self._fence_grace_s, timeout_s / 2)
             self._owner.close(registration)
             self._changed.notify_all()
-            if self._changed.wait_for(lambda: self._owner.is_quiet(registration), self._fence_grace_s):
+            if self._changed.wait_for(lambda: self._owner.is_quiet(registration), grace_s):
                 return
             for access, lane in self._inside.items():
                 if lane is not None and self._owner.is_access_to(access, registration):
                     self._stop(lane)
-            if not self._changed.wait_for(lambda: self._owner.is_quiet(registration), timeout_s):
+            if not self._changed.wait_for(lambda: self._owner.is_quiet(registration), timeout_s - grace_s):
                 raise DrainTimeout(f"{registration} is still being read after {timeout_s:g} s: do not write it")
 
     async def fence_async(self, registration: RegistrationId, timeout_s: float = FENCE_TIMEOUT_S) -> None:
@@ -212,7 +220,7 @@ class SharedOwner:
         """The lane's thread is done with it."""
         with self._changed:
             if lane in self._inside.values():
-                raise StateError(f"{lane!r} is inside an access")
+                raise InvariantBroken(f"{lane!r} is inside an access")
             self._lanes.discard(lane)
             self._changed.notify_all()
 

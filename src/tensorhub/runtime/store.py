@@ -88,7 +88,8 @@ class SqliteStore:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
             os.close(self._lock)
-            raise StateError(f"the state_dir {path} is in use by another coordinator: give each its own") from error
+            text = f"the state_dir {path} is in use by another coordinator: give each its own"
+            raise StateError(text, retryable=True) from error
         try:
             self._open(path)
         except (sqlite3.Error, StateError) as error:

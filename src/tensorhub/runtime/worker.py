@@ -228,7 +228,7 @@ class Worker:
             await self._outbox_done.wait()
 
     async def _close_quietly(self, handle: Handle) -> None:
-        await handle.end_call(StateError("the hub was closed while the call was running", retryable=True))
+        await handle.end_call(StateError("the hub was closed while the call was running"))
         with contextlib.suppress(TensorHubError):
             await handle.close(CLOSE_S / 2, abandon=True)
 

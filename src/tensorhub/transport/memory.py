@@ -252,6 +252,11 @@ class RegisteredMemory:
         # Lanes may still read the old bytes when the caller has replaced them, so what holds them is kept.
         self._storages = {name: _storage(tensor) for name, tensor in self._tensors.items()}
         self._of_torch = [_is_torch(tensor) for tensor in self._tensors.values()]
+        # The views of one storage share one count: a write elsewhere in it would look like one to its tensors here.
+        self._counted = [
+            of_torch and tensor.untyped_storage().nbytes() == description.nbytes and not tensor.is_inference()
+            for tensor, of_torch, description in zip(self._tensors.values(), self._of_torch, self.descriptions, strict=True)
+        ]
         self._fingerprints = list(self._fingerprints_now())
 
     def __repr__(self) -> str:
@@ -289,9 +294,11 @@ class RegisteredMemory:
     def versions(self) -> tuple[int, ...]:
         """torch's count of writes, per tensor: equal before and after, no torch operation has written.
 
-        Writes through numpy, `.data` and views of bytes are not counted. 0: this tensor has no count.
+        Writes through numpy, `.data` and views of bytes are not counted. 0: this tensor has no count (a numpy array, an
+        inference tensor, or a part of a larger storage).
         """
-        return tuple(map(_version, self._tensors.values(), self._of_torch))
+        counted = zip(self._tensors.values(), self._counted, strict=True)
+        return tuple([tensor._version if counts else 0 for tensor, counts in counted])
 
     def digests(self, manifest: Manifest, check: Callable[[], object]) -> None:
         """None: they are made when a chunk is first sent."""
@@ -330,10 +337,6 @@ class RegisteredMemory:
 
 def _mismatch(difference: str) -> ManifestMismatch:
     return ManifestMismatch(difference, differences=(difference,))
-
-
-def _version(tensor: Any, of_torch: bool) -> int:
-    return 0 if not of_torch or tensor.is_inference() else tensor._version
 
 
 def _fingerprint(tensor: Any, of_torch: bool) -> Fingerprint:

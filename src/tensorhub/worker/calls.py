@@ -70,10 +70,22 @@ class OpenMemory:
 
 
 @dataclass(frozen=True, slots=True)
-class Fence:
-    """Make `generation` unreadable, end the owner's own accesses, then call `Member.fenced(generation)`."""
+class ReopenMemory:
+    """Let readers in again under `generation`: the bytes, and what is available of them, are as before the last fence."""
 
     generation: int
+
+
+@dataclass(frozen=True, slots=True)
+class Fence:
+    """Make `generation` unreadable, end the owner's own accesses, then call `Member.fenced(generation)`.
+
+    If accesses still run at `until`, call `Member.fence_failed` instead. None: the memory is not published again, whatever
+    comes, so the fence is tried until it stands.
+    """
+
+    generation: int
+    until: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,6 +142,7 @@ class Finish:
 Action = (
     Say
     | OpenMemory
+    | ReopenMemory
     | Fence
     | CallHook
     | StartPull

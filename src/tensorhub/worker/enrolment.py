@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from tensorhub.errors import TensorHubError
 from tensorhub.manifest import Manifest
 from tensorhub.messages import Abandon, EpochChanged, ErrorInfo, Held, Register, Registered
 from tensorhub.types import OpKey, VersionInfo
@@ -34,6 +33,13 @@ class Shard:
     def serves(self) -> bool:
         """Whether others may read this memory."""
         return self.manifest is not None
+
+    @property
+    def title(self) -> str:
+        """What errors call it."""
+        if not self.serves:
+            return f"{self.model!r} (rank {self.number})"
+        return f"{self.model!r} (group {self.group!r}, rank {self.rank})"
 
 
 @dataclass(slots=True)
@@ -64,7 +70,7 @@ class Enrolment:
         self.shard = shard
         self.online = False  # the coordinator can be told something
         self.confirmed = False  # it has answered the Register of this connection
-        self.refusal: TensorHubError | None = None  # its answer was no
+        self.refusal: ErrorInfo | None = None  # its answer was no
         self.left: Abandon | None = None  # this rank ended that operation, and has not heard the outcome
         self._requests = requests
         self._register_request = 0

@@ -16,7 +16,9 @@ from typing import assert_never
 
 from tensorhub.errors import (
     CoordinatorUnavailable,
+    DrainTimeout,
     GroupAborted,
+    LeaseLost,
     OperationTimeout,
     StateError,
     TensorHubError,
@@ -66,6 +68,7 @@ from tensorhub.worker.calls import (
     RefuseCall,
     Registered,
     RegistrationFailed,
+    ReopenMemory,
     Say,
     StartPull,
     StopPull,
@@ -117,6 +120,7 @@ class Member(Stateful[HandleState]):
         self.content: Content | None = None  # READY or DRAINING: what it holds; FILLING: what it is filled with
         self.running: Running | None = None
         self.doubt: OpKey | None = None  # IN_DOUBT: the operation whose outcome is not known
+        self._ordered_out: int | None = None  # what it held until the coordinator knew that content no more (R2)
         self._letting_go: int | None = None  # the generation of content that was given up without a call, until fenced
         self.enrolment = Enrolment(shard, requests)
         self._requests = requests
@@ -139,14 +143,19 @@ class Member(Stateful[HandleState]):
             return self.content.version.version
         return None
 
+    @property
+    def is_letting_go(self) -> bool:
+        """Whether memory that holds nothing any more is still to be fenced: it is not the caller's to write."""
+        return self._letting_go is not None
+
     # ------------------------------------------------------------------------------------------- inputs: the caller
 
     def begin(self, call: Call, timeout_s: float, now: float) -> list[Action]:
         """Start a call; raises StateError, and starts nothing, where the state forbids it."""
         self._enter(now)
         if self.running is not None:
-            what = _what(self.running.call)
-            raise StateError(f"{self._name}: {what} is running on this handle; one call at a time")
+            text = f"{self._name}: {_what(self.running.call)} is running on this handle; one call at a time"
+            raise StateError(text, retryable=True)
         self._check_allowed(call)
         self.running = Running(call, now + timeout_s, timeout_s)
         self._go_on()
@@ -165,7 +174,7 @@ class Member(Stateful[HandleState]):
                 )
             case FillCall(kind=OpKind.REPLICATE) if state in (HandleState.READY, HandleState.DRAINING):
                 raise StateError(f"{self._name} holds version {self.version}: update() replaces it")
-            case UnpublishCall() if state is not HandleState.READY:
+            case UnpublishCall() if state is not HandleState.READY and self._ordered_out is None:
                 raise StateError(f"{self._name} is {state.value}: there is nothing to unpublish")
             case _:
                 pass
@@ -175,7 +184,9 @@ class Member(Stateful[HandleState]):
         self._enter(now)
         run = self.running
         if run is not None and run.error is None:
-            run.deadline = min(run.deadline, now)  # who cancels waits for the coordinator only for the slack
+            takes_back = isinstance(run.call, UnpublishCall | CloseCall)
+            fence_s = DEADLINE_SLACK_S if takes_back else 0.0
+            run.deadline = min(run.deadline, now + fence_s)  # who cancels waits for the coordinator only for the slack
             self._give_up(error)
         return self._leave()
 
@@ -201,6 +212,14 @@ class Member(Stateful[HandleState]):
         run, content = self.running, self.content
         if run is not None and run.phase is Phase.FENCING and content is not None and content.generation == generation:
             self._after_fence(run)
+        return self._leave()
+
+    def fence_failed(self, generation: int, now: float) -> list[Action]:
+        """Accesses still run at the fence's deadline. The bytes are what they were: published they stay (G2, R4)."""
+        self._enter(now)
+        run, content = self.running, self.content
+        if run is not None and run.phase is Phase.FENCING and content is not None and content.generation == generation:
+            self._stays_published(run, content)
         return self._leave()
 
     def source_failed(self, lease: str, reason: str, detail: str, now: float) -> list[Action]:
@@ -288,7 +307,7 @@ class Member(Stateful[HandleState]):
             case Outcome():
                 self._outcome(message)
             case Refused() if self.enrolment.asked(message.request):
-                self._refused(message.error.error())
+                self._refused(message.error)
             case _ if run is None:
                 pass
             case Refused():
@@ -313,13 +332,20 @@ class Member(Stateful[HandleState]):
     # ------------------------------------------------------------------------------------------------------- time
 
     def next_deadline(self) -> float | None:
-        return None if self.running is None else self.running.deadline + DEADLINE_SLACK_S
+        run = self.running
+        if run is None:
+            return None
+        if run.phase is Phase.WITHDRAWING:  # readers have half the time to leave by themselves, the fence has the rest
+            return run.deadline - run.timeout_s / 2
+        return run.deadline + DEADLINE_SLACK_S
 
     def tick(self, now: float) -> list[Action]:
         """End a call whose deadline passed without a word from the coordinator."""
         self._enter(now)
         run, due = self.running, self.next_deadline()
-        if run is not None and due is not None and now >= due:
+        if run is not None and due is not None and now >= due and run.phase is Phase.WITHDRAWING:
+            self._fence_for(run)
+        elif run is not None and due is not None and now >= due:
             run.deadline = now  # each further step gets DEADLINE_SLACK_S
             what = _what(run.call)
             if self.enrolment.online:
@@ -356,17 +382,19 @@ class Member(Stateful[HandleState]):
             return
         first = self.enrolment.confirm(message)
         if not message.keep and self.state is HandleState.READY:
-            self._drop_content(HandleState.EMPTY, "ordered out: the coordinator knows another content")
+            number = self.version
+            self._drop_content(HandleState.EMPTY, "ordered out: the coordinator does not know that content")
+            self._ordered_out = number
         if first:
             self._actions.append(Registered())
             self._say_again()
 
-    def _refused(self, error: TensorHubError) -> None:
+    def _refused(self, info: ErrorInfo) -> None:
         """The coordinator does not take this memory (any more): no group call can be made."""
-        self.enrolment.refusal = error
-        self._actions.append(RegistrationFailed(error))
+        self.enrolment.refusal = info
+        self._actions.append(RegistrationFailed(info.error()))
         if self.running is not None:
-            self._give_up(error)
+            self._give_up(info.error())  # one for each call: what it says of the memory is that call's
 
     def _say_again(self) -> None:
         """After a new connection: ask for what may have been missed."""
@@ -408,7 +436,7 @@ class Member(Stateful[HandleState]):
             self._take_back(run)
             return
         if self.enrolment.refusal is not None:
-            self._finish(error=self.enrolment.refusal)
+            self._finish(error=self.enrolment.refusal.error())
             return
         if not self.enrolment.ready:
             return
@@ -607,6 +635,12 @@ class Member(Stateful[HandleState]):
             self._withdraw(run)
         elif isinstance(run.call, CloseCall) and self.state is not HandleState.CLOSED:
             self._deregister(run)
+        elif self._ordered_out is not None:
+            text = f"{self._name}: version {self._ordered_out}, which it held, is unknown to the coordinator"
+            self._ordered_out = None
+            why = "it was given up while this worker was taken for dead, or the coordinator has lost its state"
+            do = "Nobody reads the memory any more: write it, and publish a new version"
+            self._finish(error=LeaseLost(f"{text}: {why}. {do}", retryable=False))
         else:
             self._finish()
 
@@ -623,7 +657,7 @@ class Member(Stateful[HandleState]):
     def _fence_for(self, run: Running) -> None:
         assert self.content is not None
         run.phase = Phase.FENCING
-        self._actions.append(Fence(self.content.generation))
+        self._actions.append(Fence(self.content.generation, run.deadline))
 
     def _after_fence(self, run: Running) -> None:
         match run.call:
@@ -641,6 +675,20 @@ class Member(Stateful[HandleState]):
                 self._finish(error=run.error)
             case _:
                 raise InvariantBroken(f"{self}: {run.call} does not fence. Story:\n{self.story}")
+
+    def _stays_published(self, run: Running, content: Content) -> None:
+        """The fence was given up, and nothing was written: let readers in again, and end the call."""
+        text = f"{self._name}: version {content.version.version} is still being read after {run.timeout_s:g} s"
+        error = DrainTimeout(f"{text}: it stays published and must not be written; try again, with a longer timeout")
+        if not isinstance(run.call, FillCall):
+            self._become(HandleState.READY, "not fenced in time")
+        elif run.error is None:
+            self._abandon(run, error)
+        if run.error is None or isinstance(run.error, OperationTimeout):
+            run.error = error
+        run.phase = Phase.ABANDONING
+        self._republish()
+        self._finish(error=run.error)
 
     def _forget_content(self, why: str) -> None:
         self.content = None
@@ -731,12 +779,10 @@ class Member(Stateful[HandleState]):
                 self._finish(error=error)
 
     def _republish(self) -> None:
-        """The old version is whole, but fenced: open and announce it again (R7)."""
-        content = self.content
-        assert content is not None
-        content.generation = self._generations()
-        content_id = content.version.content_id
-        self._actions.append(OpenMemory(content.generation, content_id, content.manifest, complete=True))
+        """The old version is whole, but closed: open and announce it again (R7)."""
+        assert self.content is not None
+        self.content.generation = self._generations()
+        self._actions.append(ReopenMemory(self.content.generation))
         self._register()
 
     def _stop_pull(self, run: Running, error: Exception) -> None:
@@ -838,10 +884,7 @@ class Member(Stateful[HandleState]):
 
     @property
     def _name(self) -> str:
-        s = self.shard
-        if not s.serves:
-            return f"{s.model!r} (rank {s.number})"
-        return f"{s.model!r} (group {s.group!r}, rank {s.rank})"
+        return self.shard.title
 
     def _enter(self, now: float) -> None:
         self._now = max(now, self._now)
@@ -856,6 +899,7 @@ class Member(Stateful[HandleState]):
             self._actions.append(Say(message))
 
     def _become(self, state: HandleState, why: str) -> None:
+        self._ordered_out = None
         self.become(state, self._cause, self._now, why)
 
     def _finish(self, *, version: VersionInfo | None = None, changed: bool = False, error: Exception | None = None) -> None:
@@ -879,6 +923,9 @@ def _what(call: Call) -> str:
 
 
 def _info(error: Exception) -> ErrorInfo:
+    """As the other ranks hear it: that this one was cancelled or closed does not keep them from trying again."""
+    if isinstance(error, StateError):
+        return ErrorInfo.of(StateError(str(error), retryable=True))
     if isinstance(error, TensorHubError):
         return ErrorInfo.of(error)
     return ErrorInfo.of(GroupAborted(f"{type(error).__name__}: {error}"[:2000]))

@@ -9,9 +9,10 @@ registration, generation and content and counts the access; it calls `end` when 
 needs the bytes.
 
 The fence is two steps: `close` (from here on every `begin` is refused) and waiting until `is_quiet`. Only
-then may the memory be written, and only then can it be opened again, under another generation (the caller
-mints each only once). Results that name an older generation (a digest, a chunk that arrived) are dropped on
-sight.
+then may the memory be written, and only then can it be opened with other bytes, under another generation (the
+caller mints each only once). A fence that is given up ends with `reopen`: the bytes are the same, so accesses
+that still run harm nobody; they are counted by registration, so that the next fence waits for them, too.
+Results that name an older generation (a digest, a chunk that arrived) are dropped on sight.
 
 Responsible for the decision. Not responsible for locks, waiting, sockets, digesting or time:
 `runtime.serving` wraps this in a condition variable. Every entry point costs at most the size of its request;
@@ -64,7 +65,7 @@ class _Holding:
     digests: list[int | None]  # of each chunk; None until it is made or has arrived
     missing: int  # always available.count(0)
     is_open: bool = True
-    accesses: int = 0  # always the number of running accesses to this registration
+    accesses: int = 0  # always the number of running accesses to this registration, under whichever generation
     story: Story = field(default_factory=Story)
 
 
@@ -119,6 +120,14 @@ class Owner:
             raise IllegalStep(f"{registration} still has {old.accesses} running accesses", old.story)
         if generation == old.generation:
             raise IllegalStep(f"generation {generation} of {registration} was used before", old.story)
+
+    def reopen(self, registration: RegistrationId, generation: int) -> None:
+        """Let readers in again under another generation, to the very bytes of the last one."""
+        holding = self._holdings[registration]
+        if holding.is_open or generation == holding.generation:
+            raise IllegalStep(f"{registration} is open already, or was open under generation {generation}", holding.story)
+        holding.generation, holding.is_open = generation, True
+        holding.story.tell("reopened", generation, "accesses", holding.accesses)
 
     def close(self, registration: RegistrationId) -> None:
         """Refuse every further access; running ones go on until they end. Closing twice changes nothing."""
