@@ -31,6 +31,7 @@ from tensorhub.coordinator import (
     PersistFailed,
     Publication,
     Received,
+    Rollback,
     Send,
     Tick,
 )
@@ -39,6 +40,7 @@ from tensorhub.manifest import Manifest, TensorDescription, build_manifest
 from tensorhub.messages import (
     CutReader,
     Dismissed,
+    Done,
     EpochChanged,
     ErrorInfo,
     FromCoordinator,
@@ -49,8 +51,10 @@ from tensorhub.messages import (
     Join,
     Publish,
     ReaderCut,
+    Refused,
     Welcome,
 )
+from tensorhub.messages import Rollback as AskRollback
 from tensorhub.types import (
     ContentId,
     Endpoint,
@@ -114,7 +118,8 @@ class Asked:
 
     what: Call
     handle: Handle
-    floor: int | None  # the newest number whose publish had returned when this call began
+    floor: int | None  # the newest number whose publish had returned when this call began, and not rolled back since
+    retired: frozenset[str] = frozenset()  # content ids that were rolled back when this call began
     key: OpKey | None = None
     done: bool = False
     version: VersionInfo | None = None
@@ -212,7 +217,8 @@ class Handle:
         """Begin a call; raises StateError where the handle's state forbids it."""
         self.cluster.note(f"{self.name} calls {show(call)}")
         actions = self.member.begin(call, timeout_s, self.cluster.now)
-        asked = self.asked = Asked(call, self, self.cluster.returned.get(self.shard.model))
+        retired = frozenset(self.cluster.retired)
+        asked = self.asked = Asked(call, self, self.cluster.returned.get(self.shard.model), retired)
         self.history.append(asked)
         self.apply(actions)
         return asked
@@ -399,6 +405,7 @@ class SimWorker:
         self.link: Link | None = None
         self.cut: set[str] = set()  # leases whose readers are served no more
         self.dismissals: list[str] = []
+        self.answers: dict[int, TensorHubError | None] = {}  # to what the worker itself asked, by request
 
     def __repr__(self) -> str:
         return f"<SimWorker {self.incarnation} link={self.link is not None}>"
@@ -453,6 +460,12 @@ class SimWorker:
             self.link = None
         self.alive = False
 
+    def rollback(self, to: int, model: str = "actor", ident: str = "") -> int:
+        """Ask for it; its answer will be in `answers`."""
+        request = next(self.cluster.numbers)
+        self.say(AskRollback(request, ident or f"rollback{request}", model, to))
+        return request
+
     def heard_soon(self) -> list[FromCoordinator | None]:
         """What is on its way here."""
         return list(self.link.down) if self.link is not None else []
@@ -486,6 +499,8 @@ class SimWorker:
                     if (handle.shard.model, handle.shard.group) == (message.model, message.group):
                         handle.apply(handle.member.receive(message, now))
             case _:
+                if isinstance(message, Done | Refused):
+                    self.answers[message.request] = message.error.error() if isinstance(message, Refused) else None
                 key = getattr(message, "key", None)
                 registration = getattr(message, "registration", None)
                 for handle in self.handles:
@@ -516,7 +531,8 @@ class PureCluster:
         self.promised: dict[OpKey, dict[int, str]] = {}  # tags of each publish, by rank
         self.truth: dict[str, dict[int, str]] = {}  # tags of each content, by rank
         self.outcomes: dict[OpKey, dict[int, tuple[bool, str]]] = {}  # by rank: committed, and how it was learnt
-        self.returned: dict[str, int] = {}  # by model: the newest number whose publish has returned
+        self.returned: dict[str, int] = {}  # by model: the newest number of its lineage whose publish has returned
+        self.retired: set[str] = set()  # content ids that were rolled back
         self.restart(note=False)
 
     # -- making things
@@ -546,20 +562,17 @@ class PureCluster:
         if note:
             self.note("the coordinator restarts")
         if kept:
-            self.store.extend(persist.entry for persist in self.unstored.values())
+            for persist in self.unstored.values():
+                self.stored(persist.entry)
         self.unstored.clear()
         self.epoch += 1
-        durable = Durable(
-            tuple(e for e in self.store if isinstance(e, Publication)),
-            tuple(e for e in self.store if isinstance(e, Decision)),
-        )
         self.coordinator = Coordinator(
             cluster="c",
             epoch=self.epoch,
             options=self.options,
             ids=lambda: f"id{next(self.ids)}",
             now=self.now,
-            durable=durable if self.epoch > 1 else None,
+            durable=Durable.of(self.store) if self.epoch > 1 else None,
         )
         self.links.clear()
         self.ending.clear()
@@ -643,7 +656,7 @@ class PureCluster:
         elif kind == "store":
             persist = self.unstored.pop(int(name))
             self.note(f"stored {show(persist.entry)}")
-            self.store.append(persist.entry)
+            self.stored(persist.entry)
             self.step(Persisted(persist.record))
         else:
             handle = next(h for h in self.live_handles() if h.name == name)
@@ -750,6 +763,20 @@ class PureCluster:
                 case _:
                     assert_never(action)
 
+    def stored(self, entry: Entry) -> None:
+        """It is durable now. After a rollback nobody may see what it retires any more."""
+        self.store.append(entry)
+        if isinstance(entry, Rollback):
+            published = [e for e in self.store if isinstance(e, Publication) and e.model == entry.model]
+            self.retired.update(e.content_id for e in published if e.number > entry.to)
+            newest = max((e.number for e in published if e.content_id not in self.retired), default=-1)
+            if entry.model in self.returned:
+                self.returned[entry.model] = min(self.returned[entry.model], newest)
+            for handle in self.all_handles():
+                asked = handle.asked
+                if asked is not None and asked.floor is not None and handle.shard.model == entry.model:
+                    asked.floor = min(asked.floor, newest)
+
     # -- what must hold
 
     def ended(self, handle: Handle, asked: Asked) -> None:
@@ -764,12 +791,13 @@ class PureCluster:
             return
         if key is not None and asked.version is not None:
             self.learn(key, handle.shard.rank, True, f"{handle.name} returned {asked.version.version}")
-        if isinstance(asked.what, PublishCall):
+        if isinstance(asked.what, PublishCall) and asked.version is not None and not self.is_retired(asked.version):
             newest = self.returned.get(handle.shard.model)
             self.returned[handle.shard.model] = max(asked.what.version, -1 if newest is None else newest)
         if isinstance(asked.what, FillCall):
             assert asked.version is not None
             number = asked.version.version
+            demand(asked.version.content_id not in asked.retired, f"G3: {handle.name} got {number}, which was rolled back")
             if asked.what.selector == "latest" and asked.floor is not None:
                 demand(number >= asked.floor, f"G3: {handle.name} got {number} after publish({asked.floor}) returned")
             if isinstance(asked.what.selector, int):
@@ -781,6 +809,8 @@ class PureCluster:
 
     def learn(self, key: OpKey, rank: int, committed: bool, how: str) -> None:
         """G4: no two ranks hear different outcomes."""
+        if any(isinstance(e, Publication | Decision) and e.key == key and e.content_id in self.retired for e in self.store):
+            return  # what a rank hears that asks so late is free: nothing of that version may be held any more
         heard = self.outcomes.setdefault(key, {})
         heard[rank] = (committed, how)
         demand(len({outcome for outcome, _ in heard.values()}) == 1, f"G4: {key}: {heard}")
@@ -806,6 +836,9 @@ class PureCluster:
             return
         tag = self.truth[content.version.content_id][handle.shard.rank]
         demand(handle.cells == [tag] * CHUNKS, f"G1: {handle} holds {handle.cells}, published was {tag}")
+
+    def is_retired(self, version: VersionInfo) -> bool:
+        return version.content_id in self.retired
 
     def check_closed(self, handle: Handle) -> None:
         """G2: nobody can begin to read memory that is its owner's to write."""

@@ -249,7 +249,10 @@ class Hub:
         return await self._thread.call(self._worker.wait_for, model, at_least, self._timeout_s(timeout))
 
     def watch(self, model: str) -> Watcher:
-        """Iterate over newest versions, the known one first; a slow consumer gets only the newest of those it missed."""
+        """Iterate over newest versions, the known one first; a slow consumer gets only the newest of those it missed.
+
+        After a rollback the newest version is an older one than before.
+        """
         check_name("model", model)
         self._thread.check_usable()
         watcher = Watcher(self._worker, self._thread, model)
@@ -273,9 +276,17 @@ class Hub:
         """Keep one version fetchable for the length of a block. Not built yet."""
         raise NotImplementedError("pin is not built yet")
 
-    async def rollback(self, model: str, *, to: int) -> NoReturn:
-        """Begin a new lineage after version `to`. Not built yet."""
-        raise NotImplementedError("rollback is not built yet")
+    async def rollback(self, model: str, *, to: int, timeout: float | None = None) -> None:
+        """Begin a new lineage of `model` after version `to`, for a trainer that restarts from that checkpoint.
+
+        The versions up to `to` stay; later ones are retired: their holders' handles become empty, their readers get
+        VersionUnavailable, publishes in progress VersionConflict. The next number to publish is `to` + 1. Durable on return.
+        Raises VersionConflict (nothing was published, or `to` is above the newest number), OperationTimeout,
+        CoordinatorUnavailable.
+        """
+        check_name("model", model)
+        _check_version(to)
+        await self._thread.call(self._worker.rollback, model, to, self._timeout_s(timeout))
 
     async def fetch(self, model: str, selector: Selector = LATEST, **settings: object) -> NoReturn:
         """Allocate tensors and fill them. Not built yet."""
@@ -327,7 +338,7 @@ class _Listener:
         self._box = box
         self._wakeup = wakeup
 
-    def __call__(self, info: VersionInfo) -> None:
+    def __call__(self, info: VersionInfo | None) -> None:
         self._box[0] = info
         self._wakeup.set()
 
@@ -390,8 +401,7 @@ class Weights:
         timeout_s = self._hub._timeout_s(timeout)
         await self._thread.call(self._handle.check_idle)
         await self._thread.call(self._worker.check_number, self.model, version, timeout_s)
-        if self.state in (HandleState.READY, HandleState.IN_DOUBT):
-            await self.unpublish(timeout)
+        await self._thread.call(self._handle.unpublish_if_published, timeout_s)
         try:
             yield
         except BaseException as error:

@@ -16,6 +16,7 @@ from typing import Annotated
 from tensorhub import errors
 from tensorhub.types import (
     U64,
+    VERSION_MAX,
     Endpoint,
     Id,
     Length,
@@ -35,6 +36,7 @@ from tensorhub.types import (
 PROTOCOL_VERSION = 1
 
 Rank = Annotated[int, Range(0, 2**20)]
+Number = Annotated[int, Range(0, VERSION_MAX)]
 WorldSize = Annotated[int, Range(1, 2**20)]
 ManifestBlob = Annotated[bytes, Length(48 * 2**20)]
 Nonce = Annotated[bytes, Length(32)]
@@ -318,6 +320,16 @@ class Describe:
     model: Name | None
 
 
+@dataclass(frozen=True, slots=True)
+class Rollback:
+    """Begin a new lineage of `model` whose mark is `to`. A retry carries its `ident`. Answered by Done or Refused."""
+
+    request: U64
+    ident: Id
+    model: Name
+    to: Number
+
+
 # ---------------------------------------------------------------------------------------- coordinator -> worker
 
 
@@ -433,6 +445,15 @@ class Withdrawable:
 
 
 @dataclass(frozen=True, slots=True)
+class OrderedOut:
+    """This content was retired (rolled back): whoever holds it under this registration fences it and forgets it."""
+
+    registration: Id
+    content_id: Id
+    reason: Text
+
+
+@dataclass(frozen=True, slots=True)
 class CutReader:
     """This lease's reader is lost: close its connections, and say so."""
 
@@ -448,7 +469,7 @@ class ManifestReply:
 
 @dataclass(frozen=True, slots=True)
 class Announce:
-    """The newest visible version; None: none yet."""
+    """The newest visible version; None: there is none. After a rollback it is an older one than before."""
 
     model: Name
     newest: VersionInfo | None
@@ -521,6 +542,7 @@ FromWorker = (
     | Watch
     | Check
     | Describe
+    | Rollback
 )
 FromCoordinator = (
     Welcome
@@ -540,6 +562,7 @@ FromCoordinator = (
     | ManifestReply
     | Announce
     | Description
+    | OrderedOut
 )
 FromReader = Read
 FromOwner = ChunksFollow | StillWaiting | ReadRefused

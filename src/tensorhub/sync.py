@@ -131,6 +131,10 @@ class Hub:
         """Iterate over newest versions; see `tensorhub.Hub.watch`."""
         return Watcher(self._hub.watch(model))
 
+    def rollback(self, model: str, *, to: int, timeout: float | None = None) -> None:
+        """Begin a new lineage of a model after version `to`; see `tensorhub.Hub.rollback`."""
+        _finish(self._hub.rollback(model, to=to, timeout=timeout))
+
     @overload
     def describe(self, model: str, timeout: float | None = None) -> ModelInfo: ...
     @overload

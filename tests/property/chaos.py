@@ -80,12 +80,19 @@ class Chaos:
             if random.random() < 0.1:
                 number = random.randint(0, self.next_version)
         if what == "rare":
-            what = random.choice(("close", "refuse", "mix", "fill", "fill"))
+            what = random.choice(("close", "refuse", "mix", "fill", "order", "order"))
+        if what == "order":
+            self.order(random.choice(handles))
+            return
         recent = max(0, self.next_version - random.randint(1, 2))
         selector: Selector = random.choice(("latest", "latest", "latest", "latest-1", recent))
         hold = random.random() < 0.3
         for handle in ranks:
             self.one_call(handle, what, number, selector, hold, timeout_s)
+
+    def order(self, handle: Handle) -> None:
+        """A worker asks for something that concerns the whole model."""
+        handle.worker.rollback(max(0, self.next_version - self.random.randint(1, 5)))
 
     def one_call(
         self, handle: Handle, what: str, number: int, selector: Selector, hold: bool, timeout_s: float

@@ -107,6 +107,12 @@ class CoreMachine(RuleBasedStateMachine):
         if handle is not None and handle.member.running is not None:
             handle.cancel()
 
+    @rule(index=st.integers(0, 8), back=st.integers(0, 3))
+    def rollback(self, index: int, back: int) -> None:
+        handle = self.pick(index)
+        if handle is not None:
+            handle.worker.rollback(max(0, self.published - back))
+
     # -- what happens by itself
 
     @precondition(lambda self: self.choices())

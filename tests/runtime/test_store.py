@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tensorhub.coordinator import Decision, Durable, Publication
+from tensorhub.coordinator import Decision, Durable, Entry, ModelRecord, Publication, Rollback
 from tensorhub.errors import StateError
 from tensorhub.runtime.store import PUBLICATIONS_READ_MAX, MemoryStore, SqliteStore
 from tensorhub.types import OpKey
@@ -36,6 +36,31 @@ def test_what_was_written_is_read_by_the_next(tmp_path: Path) -> None:
     second.close()
     assert found.publications == (publication(1), publication(2))
     assert sorted(found.decisions, key=str) == sorted([decision(2), decision(1, "other")], key=str)
+
+
+def test_a_rollback_deletes_what_is_later_and_begins_a_lineage(tmp_path: Path) -> None:
+    store = SqliteStore(tmp_path)
+    entries: list[Entry] = [publication(number) for number in (1, 2, 5)]
+    entries += [publication(9, "other"), Rollback("m", 1, 3, "why")]
+    store.write(entries)
+    assert store.read().models == (ModelRecord("m", 1, 3, "why"), ModelRecord("other", 0, 9, ""))
+    entries.append(publication(5, lineage=1))
+    store.write(entries[-1:])
+    found = store.read()
+    assert [(p.model, p.number, p.lineage) for p in found.publications] == [
+        ("m", 1, 0),
+        ("m", 2, 0),
+        ("m", 5, 1),
+        ("other", 9, 0),
+    ]
+    assert found == Durable.of(entries)
+    store.write([Rollback("m", 2, 0, "again")])
+    store.close()
+    store = SqliteStore(tmp_path)
+    found = store.read()
+    store.close()
+    assert [p.model for p in found.publications] == ["other"]
+    assert found.models[0] == ModelRecord("m", 2, 0, "again")  # also without any publication
 
 
 def test_only_the_newest_of_each_model_are_read(tmp_path: Path) -> None:
@@ -82,7 +107,7 @@ def test_what_was_written_survives_a_kill(tmp_path: Path) -> None:
     store = SqliteStore(tmp_path)
     found = store.read()
     store.close()
-    assert found == Durable((publication(1),), (decision(1),))
+    assert found == Durable.of([publication(1), decision(1)])
 
 
 def test_one_coordinator_at_a_time(tmp_path: Path) -> None:
@@ -118,7 +143,7 @@ def test_another_format(tmp_path: Path) -> None:
     db.execute("UPDATE cluster SET format = 99")
     db.commit()
     db.close()
-    with pytest.raises(StateError, match="its format is 99, this version writes 1"):
+    with pytest.raises(StateError, match="its format is 99, this version writes 2"):
         SqliteStore(tmp_path)
 
 

@@ -10,8 +10,10 @@ from tensorhub.coordinator.actions import (
     Decision,
     Durable,
     Entry,
+    ModelRecord,
     Persist,
     Publication,
+    Rollback,
     Send,
 )
 from tensorhub.coordinator.core import Coordinator
@@ -35,11 +37,13 @@ __all__ = [
     "Durable",
     "Entry",
     "Event",
+    "ModelRecord",
     "Persist",
     "PersistFailed",
     "Persisted",
     "Publication",
     "Received",
+    "Rollback",
     "Send",
     "Tick",
 ]

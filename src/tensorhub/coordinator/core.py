@@ -25,6 +25,7 @@ from tensorhub.coordinator.events import (
     Received,
     Tick,
 )
+from tensorhub.coordinator.lineage import Lineages
 from tensorhub.coordinator.membership import Membership
 from tensorhub.coordinator.operations import Operations
 from tensorhub.coordinator.readers import Readers
@@ -58,6 +59,7 @@ from tensorhub.messages import (
     Refused,
     Register,
     Resolve,
+    Rollback,
     Watch,
     Withdraw,
     Withdrawable,
@@ -93,6 +95,7 @@ class Coordinator(Stateful[CoordinatorState]):
         self._versions = Versions(self.cluster)
         self._readers = Readers(self.cluster)
         self._operations = Operations(self.cluster, self._versions, self._readers)
+        self._lineages = Lineages(self.cluster, self._versions, self._readers, self._operations)
         self._membership = Membership(self.cluster, self._readers, self._operations)
         if durable is not None:
             self._recover(durable)
@@ -117,12 +120,14 @@ class Coordinator(Stateful[CoordinatorState]):
                 publication.nbytes,
                 publication.world_size,
             )
-            model.lineage = publication.lineage
             version = Version(info, publication.lineage, publication.layout_id, publication.key)
             self._versions.recover(version, model)
             oldest = min(model.versions)
             if len(model.versions) > RECOVERED_PER_MODEL_MAX:
                 del model.versions[oldest]
+        for record in durable.models:
+            model = cluster.model(record.model)
+            model.lineage, model.mark, model.rolled_back_by = record.lineage, record.mark, record.rollback
         for decision in sorted(durable.decisions, key=lambda d: d.key):
             cluster.decisions[decision.key.model, decision.key.group] = decision
         cluster.timers.set("recovery", "", cluster.now + cluster.options.lease_s)
@@ -182,8 +187,14 @@ class Coordinator(Stateful[CoordinatorState]):
                 if session is not None:
                     self._membership.disconnected(session)
             case Persisted():
+                order = self.cluster.orders.pop(event.record, None)
+                if order is not None:
+                    self._lineages.recorded(order)
                 self._operations.persisted(event.record)
             case PersistFailed():
+                order = self.cluster.orders.pop(event.record, None)
+                if order is not None:
+                    self._lineages.not_recorded(order, event.reason)
                 self._operations.persist_failed(event.record, event.reason)
             case Tick():
                 pass
@@ -226,7 +237,8 @@ class Coordinator(Stateful[CoordinatorState]):
         | Progress
         | Withdraw
         | Withdrawn
-        | ReaderCut,
+        | ReaderCut
+        | Rollback,
     ) -> None:
         match message:
             case Heartbeat():
@@ -246,6 +258,8 @@ class Coordinator(Stateful[CoordinatorState]):
             case Withdrawn():
                 if message.registration in worker.members:
                     self._readers.confirm_withdrawn(message.registration, message.generation)
+            case Rollback():
+                self._lineages.ask(worker.session, message)
             case ReaderCut():
                 lease = self.cluster.leases.get(message.lease)
                 if lease is not None and lease.holding.member.worker is worker:
@@ -354,4 +368,5 @@ class Coordinator(Stateful[CoordinatorState]):
                 del cluster.changed_models[name]
                 model = cluster.models[name]
                 self._versions.refresh(model)
+                self._lineages.settle(model)
                 cluster.changed_operations.update(model.waiting)

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import ClassVar
 
 from tensorhub.coordinator import states
-from tensorhub.coordinator.actions import Action, CloseSession, Decision, Persist, Send
+from tensorhub.coordinator.actions import Action, CloseSession, Decision, Entry, Persist, Send
 from tensorhub.coordinator.states import (
     LeaseState,
     OperationState,
@@ -22,7 +22,7 @@ from tensorhub.coordinator.states import (
 )
 from tensorhub.errors import TensorHubError
 from tensorhub.machine import Stateful, Timers
-from tensorhub.messages import Abandon, Fill, FromCoordinator, Outcome, Publish
+from tensorhub.messages import Abandon, Fill, FromCoordinator, Outcome, Publish, Rollback
 from tensorhub.types import Endpoint, Location, Medium, OpKey, OpKind, Options, Purpose, VersionInfo
 
 DECIDED_KEPT_MAX = 32  # outcomes that a group remembers for ranks that ask late
@@ -275,12 +275,22 @@ class Withdrawal:
 
 
 @dataclass(slots=True, eq=False)
+class Order:
+    """What one worker asked to have recorded. It is answered (Done or Refused) once that is decided."""
+
+    model: Model
+    message: Rollback
+    session: int | None  # over which it is answered
+    record: int | None = None  # of its entry, while that is being made durable
+
+
+@dataclass(slots=True, eq=False)
 class Model:
     """One name, its current lineage and its versions."""
 
     name: str
     lineage: int = 0
-    mark: int | None = None  # the newest number of the current lineage that was ever visible
+    mark: int | None = None  # the newest number of the current lineage: ever visible, or rolled back to
     retain: int = 0
     versions: dict[int, Version] = field(default_factory=dict)  # by number; STAGED, AVAILABLE and UNAVAILABLE ones
     groups: dict[str, Group] = field(default_factory=dict)
@@ -288,6 +298,8 @@ class Model:
     withdrawals: dict[str, Withdrawal] = field(default_factory=dict)  # by registration; those not granted
     watchers: set[int] = field(default_factory=set)  # sessions
     announced: VersionInfo | None = None  # what the watchers were told last
+    rollbacks: deque[Order] = field(default_factory=deque)  # not decided; the first may be on its way to the store
+    rolled_back_by: str = ""  # the ident of the newest decided one
 
     def newest_visible(self, skip: int = 0) -> Version | None:
         """The newest visible version, or the one `skip` places before it."""
@@ -322,7 +334,8 @@ class Cluster:
         self.members: dict[str, Member] = {}  # by registration id
         self.models: dict[str, Model] = {}
         self.leases: dict[str, ReadLease] = {}  # ACTIVE and FENCING ones
-        self.records: dict[int, Operation] = {}  # entries on their way to the store
+        self.records: dict[int, Operation] = {}  # whose entries are on their way to the store
+        self.orders: dict[int, Order] = {}  # whose entries are on their way to the store
         self.decisions: dict[tuple[str, str], Decision] = {}  # each group's newest durable one, by model and group
         self.changed_models: dict[str, None] = {}  # whose availability or sources may have changed in this step
         self.changed_operations: dict[OpKey, Operation] = {}
@@ -342,6 +355,12 @@ class Cluster:
 
     def act(self, action: Persist | CloseSession) -> None:
         self._actions.append(action)
+
+    def persist(self, entry: Entry) -> int:
+        """Have it made durable; returns the number under which `Persisted` or `PersistFailed` will speak of it."""
+        self.records_minted += 1
+        self.act(Persist(self.cause, self.records_minted, entry))
+        return self.records_minted
 
     def take_actions(self) -> list[Action]:
         actions, self._actions = self._actions, []

@@ -56,7 +56,8 @@ def _workers(cluster: Cluster) -> None:
 
 def _versions(cluster: Cluster, model: Model) -> None:
     visible = [v.number for v in model.versions.values() if v.visible]
-    _demand(not visible or model.mark == max(visible), "the mark is the newest visible number", model.name)
+    _demand(not visible or (model.mark or 0) >= max(visible), "no version above the mark is visible", model.name)
+    _demand(all(v.lineage <= model.lineage for v in model.versions.values()), "lineages only grow", model.name)
     contents = [v.info.content_id for v in model.versions.values()]
     _demand(len(set(contents)) == len(contents), "two publications never share a content id", model.name)
     for number, version in model.versions.items():

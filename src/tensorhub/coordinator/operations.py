@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterable
 
-from tensorhub.coordinator.actions import Decision, Entry, Persist, Publication
+from tensorhub.coordinator.actions import Decision, Entry, Publication
 from tensorhub.coordinator.entities import (
     DECIDED_KEPT_MAX,
     Blame,
@@ -32,6 +32,7 @@ from tensorhub.errors import (
     OperationTimeout,
     StateError,
     TransportUnavailable,
+    VersionConflict,
     VersionUnavailable,
 )
 from tensorhub.messages import (
@@ -42,6 +43,7 @@ from tensorhub.messages import (
     ErrorInfo,
     Fill,
     Grant,
+    OrderedOut,
     Outcome,
     Publish,
     Start,
@@ -208,6 +210,28 @@ class Operations:
         if operation.state is not OperationState.PREPARED:
             self._abort(operation, Blame(GroupAborted(why, causes={member.rank: why}), member.rank))
 
+    def rolled_back(self, model: Model, to: int) -> None:
+        """A new lineage begins after `to`: what is bound to a later version, or would publish one, is over."""
+        for operation in self._of(model):
+            if operation.version is None or operation.version.number <= to:
+                continue
+            what = f"version {operation.version.number} of {model.name!r}"
+            if operation.kind is OpKind.PUBLISH:
+                text = f"{what} cannot be published: {model.name!r} was rolled back to {to} meanwhile; take its next number"
+                self._abort(operation, Blame(VersionConflict(text)))
+            else:
+                text = f"{what} is no more: {model.name!r} was rolled back to {to}; ask again for a version that is left"
+                self._abort(operation, Blame(VersionUnavailable(text)))
+
+    def reconsider(self, model: Model) -> None:
+        """What held this model's operations up may be over."""
+        for operation in self._of(model):
+            self._changed(operation)
+
+    @staticmethod
+    def _of(model: Model) -> list[Operation]:
+        return [group.operation for group in model.groups.values() if group.operation is not None]
+
     def persisted(self, record: int) -> None:
         operation = self._cluster.records.pop(record, None)
         if operation is not None:
@@ -281,7 +305,7 @@ class Operations:
                 self._bind(operation)
         if operation.running and operation.kind is not OpKind.PUBLISH:
             self._settle_fill(operation)
-        if operation.running and all(p.voted for p in operation.parts.values()):
+        if operation.running and all(p.voted for p in operation.parts.values()) and not self._held_up(operation):
             self._prepare(operation)
         waiting = operation.group.model.waiting
         starving = not (operation.writing or operation.unchanged) or any(p.wants_source for p in operation.parts.values())
@@ -289,6 +313,10 @@ class Operations:
             waiting[operation.key] = operation
         else:
             waiting.pop(operation.key, None)
+
+    def _held_up(self, operation: Operation) -> bool:
+        """While a rollback of the model waits or is being recorded, nothing else of it begins to be."""
+        return bool(operation.group.model.rollbacks) and self._entry(operation) is not None
 
     def _all_publish(self, operation: Operation) -> None:
         """Every rank has called; the number may have been overtaken since the first one did."""
@@ -431,10 +459,8 @@ class Operations:
         if entry is None:
             self._commit(operation)
         else:
-            self._cluster.records_minted += 1
-            operation.record = self._cluster.records_minted
+            operation.record = self._cluster.persist(entry)
             self._cluster.records[operation.record] = operation
-            self._cluster.act(Persist(self._cluster.cause, operation.record, entry))
 
     def _entry(self, operation: Operation) -> Entry | None:
         version, group = operation.version, operation.group
@@ -574,6 +600,12 @@ class Operations:
                 text = f"the membership of group {member.group.name!r} changed, or its coordinator restarted; call again"
                 outcome = Outcome(key, member.rank, False, False, None, ErrorInfo.of(GroupAborted(text)))
         self._cluster.tell(member, outcome)
+        info = outcome.version
+        if info is not None:
+            version = member.group.model.versions.get(info.version)
+            if version is None or version.info.content_id != info.content_id:
+                gone = f"version {info.version} of {info.model!r} is retired"
+                self._cluster.tell(member, OrderedOut(member.registration, info.content_id, gone))
 
     def _recorded(self, model: Model, key: OpKey) -> VersionInfo | None:
         """The version that an operation has committed to, by what is durable."""

@@ -18,7 +18,7 @@ from tensorhub.coordinator.entities import (
     Withdrawal,
 )
 from tensorhub.coordinator.states import LeaseState, ReplicaState, WorkerState
-from tensorhub.messages import AddSource, CutReader, DropSource, Grant, Withdrawable
+from tensorhub.messages import AddSource, CutReader, DropSource, Grant, OrderedOut, Withdrawable
 from tensorhub.scheduler.choice import Candidate, choose
 
 RETRY_S_FIRST = 0.05  # before a source that has failed is tried again; doubles each time
@@ -271,6 +271,13 @@ class Readers:
             member.group.model.withdrawals.pop(member.registration, None)
             self._cluster.timers.cancel("grace", member.registration)
             self._cluster.tell(member, Withdrawable(withdrawal.request))
+
+    def order_out(self, holding: Holding, reason: str) -> None:
+        """Its version is retired: nobody reads it any more, and its owner is to fence and forget it."""
+        self._leave(holding, reason)
+        self._cut_readers(holding, reason, moved=False)
+        owner = holding.member
+        self._cluster.tell(owner, OrderedOut(owner.registration, holding.version.info.content_id, reason))
 
     def overwrite(self, holding: Holding) -> None:
         """Its owner is about to fence and overwrite it (R7): readers are moved or cut, never waited for."""

@@ -1,4 +1,4 @@
-"""What a coordinator must not forget (R2): marks, commit records, and the cluster's own id and epoch.
+"""What a coordinator must not forget (R2): marks, lineages, commit records, and the cluster's own id and epoch.
 
 Responsible for durability: an entry that `write` returned for survives a crash of process and machine. Not responsible
 for what the entries mean.
@@ -13,9 +13,9 @@ import secrets
 import sqlite3
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Protocol
+from typing import Protocol, assert_never
 
-from tensorhub.coordinator import Decision, Durable, Entry, Publication
+from tensorhub.coordinator import Decision, Durable, Entry, ModelRecord, Publication, Rollback
 from tensorhub.errors import StateError
 from tensorhub.types import OpKey
 
@@ -30,8 +30,10 @@ CREATE TABLE IF NOT EXISTS publications (
 CREATE TABLE IF NOT EXISTS decisions (
     model TEXT NOT NULL, "group" TEXT NOT NULL, epoch INTEGER NOT NULL, sequence INTEGER NOT NULL,
     number INTEGER NOT NULL, content_id TEXT NOT NULL, PRIMARY KEY (model, "group"));
+CREATE TABLE IF NOT EXISTS models (
+    model TEXT NOT NULL PRIMARY KEY, lineage INTEGER NOT NULL DEFAULT 0, mark INTEGER, rollback TEXT NOT NULL DEFAULT '');
 """
-FORMAT = 1
+FORMAT = 2
 
 
 class Store(Protocol):
@@ -128,6 +130,7 @@ class SqliteStore:
             (PUBLICATIONS_READ_MAX,),
         ).fetchall()
         decisions = self._db.execute('SELECT model, "group", epoch, sequence, number, content_id FROM decisions')
+        models = self._db.execute("SELECT model, lineage, mark, rollback FROM models ORDER BY model")
         return Durable(
             publications=tuple(
                 Publication(model, lineage, number, content_id, nbytes, world_size, layout_id, OpKey(model, *key))
@@ -137,6 +140,7 @@ class SqliteStore:
                 Decision(OpKey(model, group, epoch, sequence), model, number, content_id)
                 for model, group, epoch, sequence, number, content_id in decisions.fetchall()
             ),
+            models=tuple(ModelRecord(*row) for row in models.fetchall()),
         )
 
     def write(self, entries: Sequence[Entry]) -> None:
@@ -148,15 +152,24 @@ class SqliteStore:
             raise OSError(f"the state cannot be written: {error}") from error
 
     def _write(self, entry: Entry) -> None:
-        key = (entry.key.group, entry.key.epoch, entry.key.sequence)
+        if not isinstance(entry, Decision):
+            self._db.execute("INSERT OR IGNORE INTO models (model) VALUES (?)", (entry.model,))
         match entry:
             case Publication():
                 content = (entry.model, entry.lineage, entry.number, entry.content_id)
                 size = (entry.nbytes, entry.world_size, entry.layout_id)
-                self._db.execute("INSERT INTO publications VALUES (?,?,?,?,?,?,?,?,?,?)", (*content, *size, *key))
+                values = (*content, *size, *_key(entry.key))
+                self._db.execute("INSERT INTO publications VALUES (?,?,?,?,?,?,?,?,?,?)", values)
+                self._db.execute("UPDATE models SET mark = ? WHERE model = ?", (entry.number, entry.model))
             case Decision():
-                values = (entry.model, *key, entry.number, entry.content_id)
-                self._db.execute("INSERT OR REPLACE INTO decisions VALUES (?,?,?,?,?,?)", values)
+                row = (entry.model, *_key(entry.key), entry.number, entry.content_id)
+                self._db.execute("INSERT OR REPLACE INTO decisions VALUES (?,?,?,?,?,?)", row)
+            case Rollback():
+                begun = (entry.lineage, entry.to, entry.ident, entry.model)
+                self._db.execute("UPDATE models SET lineage = ?, mark = ?, rollback = ? WHERE model = ?", begun)
+                self._db.execute("DELETE FROM publications WHERE model = ? AND number > ?", (entry.model, entry.to))
+            case _:
+                assert_never(entry)
 
     def close(self) -> None:
         """Let go of the directory; a second call does nothing."""
@@ -164,3 +177,7 @@ class SqliteStore:
             self._db.close()
             os.close(self._lock)
             self._lock = -1
+
+
+def _key(key: OpKey) -> tuple[str, int, int]:
+    return key.group, key.epoch, key.sequence

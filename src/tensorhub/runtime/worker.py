@@ -48,10 +48,12 @@ from tensorhub.messages import (
     Join,
     Leave,
     ManifestReply,
+    OrderedOut,
     Outcome,
     ReaderCut,
     Refused,
     Registered,
+    Rollback,
     Start,
     Watch,
     Welcome,
@@ -137,7 +139,7 @@ class Worker:
         self._numbers = itertools.count(1)
         self._generations = itertools.count(1)
         self._newest: dict[str, VersionInfo | None] = {}  # of the watched models
-        self._listeners: dict[str, list[Callable[[VersionInfo], None]]] = {}
+        self._listeners: dict[str, list[Callable[[VersionInfo | None], None]]] = {}
         self._outbox: MemoryObjectSendStream[FromWorker] | None = None  # of the session, while there is one
         self._endpoints: tuple[Endpoint, ...] = ()
         self._lease_s = options.lease_s
@@ -387,6 +389,8 @@ class Worker:
                     self._answered(message)
             case Description():
                 self._answered(message)
+            case OrderedOut():
+                self._tell(self._handles.get(message.registration), message)
             case Start() | Write() | AddSource() | DropSource() | Outcome():
                 handle = self._by_rank.get((message.key.model, message.key.group, message.rank))
                 if handle is not None and isinstance(message, Start | Outcome):
@@ -414,7 +418,8 @@ class Worker:
         | DropSource
         | Outcome
         | Withdrawable
-        | ManifestReply,
+        | ManifestReply
+        | OrderedOut,
     ) -> None:
         if handle is not None:
             handle.apply(handle.member.receive(message, clock.now()))
@@ -425,9 +430,8 @@ class Worker:
 
     def _announced(self, message: Announce) -> None:
         self._newest[message.model] = message.newest
-        if message.newest is not None:
-            for listener in list(self._listeners.get(message.model, ())):
-                listener(message.newest)
+        for listener in list(self._listeners.get(message.model, ())):
+            listener(message.newest)
 
     async def _keep_time(self) -> None:
         """Wake the members at their deadlines."""
@@ -485,6 +489,11 @@ class Worker:
         """Raise VersionConflict if `version` could not be published now."""
         await self._ask(lambda request: Check(request, model, version), f"version {version} of {model!r}", timeout_s)
 
+    async def rollback(self, model: str, to: int, timeout_s: float) -> None:
+        """Begin a new lineage after version `to`; durable on return."""
+        ident = secrets.token_hex(12)  # the same on each retry: a second one would retire what was published since
+        await self._ask(lambda request: Rollback(request, ident, model, to), f"rollback of {model!r} to {to}", timeout_s)
+
     # --------------------------------------------------------------------------------------------- versions
 
     def watch(self, model: str) -> None:
@@ -501,41 +510,49 @@ class Worker:
         """Whether this model's newest version is kept known. From any thread."""
         return model in self._newest
 
-    def listen(self, model: str, listener: Callable[[VersionInfo], None]) -> None:
-        """Have `listener` called, in this loop, with each newest version from now on; at once with the known one."""
+    def listen(self, model: str, listener: Callable[[VersionInfo | None], None]) -> None:
+        """Have `listener` called, in this loop, with each newest version from now on; at once with the known one.
+
+        After a rollback that is an older one than before, or None.
+        """
         self._listeners.setdefault(model, []).append(listener)
         self.watch(model)
         known = self._newest.get(model)
         if known is not None:
             listener(known)
 
-    def unlisten(self, model: str, listener: Callable[[VersionInfo], None]) -> None:
+    def unlisten(self, model: str, listener: Callable[[VersionInfo | None], None]) -> None:
         listeners = self._listeners.get(model, [])
         if listener in listeners:
             listeners.remove(listener)
 
     async def wait_for(self, model: str, at_least: int, timeout_s: float) -> VersionInfo:
         """The newest version of `model` once it is `at_least`."""
-        found = anyio.Event()
+        found, reached = list[VersionInfo](), anyio.Event()
 
-        def listener(info: VersionInfo) -> None:
-            if info.version >= at_least:
-                found.set()
+        def listener(info: VersionInfo | None) -> None:
+            if info is None or info.version < at_least:
+                found.clear()  # rolled back before it was seen
+            else:
+                found[:] = [info]
+                reached.set()
 
         self.listen(model, listener)
         try:
             with anyio.move_on_after(timeout_s):
-                await found.wait()
+                while not found:
+                    reached = anyio.Event()
+                    await reached.wait()
         finally:
             self.unlisten(model, listener)
-        newest = self._newest.get(model)
-        if not found.is_set() or newest is None:
+        if not found:
+            newest = self._newest.get(model)
             known = "nothing is published yet" if newest is None else f"the newest is {newest.version}"
             text = f"version {at_least} of {model!r} was not published within {timeout_s:g} s; {known}"
             if self._outbox is None:
                 raise CoordinatorUnavailable(f"{text} (the coordinator cannot be reached)")
             raise OperationTimeout(text)
-        return newest
+        return found[0]
 
     # --------------------------------------------------------------------------------------------- registering
 

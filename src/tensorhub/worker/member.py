@@ -36,6 +36,7 @@ from tensorhub.messages import (
     GetManifest,
     Grant,
     ManifestReply,
+    OrderedOut,
     Outcome,
     Prepared,
     Publish,
@@ -271,7 +272,8 @@ class Member(Stateful[HandleState]):
         | DropSource
         | Outcome
         | Withdrawable
-        | ManifestReply,
+        | ManifestReply
+        | OrderedOut,
         now: float,
     ) -> list[Action]:
         """The coordinator says something about this registration. What is stale changes nothing (G9)."""
@@ -285,6 +287,8 @@ class Member(Stateful[HandleState]):
                 self._call_again(message)
             case Outcome():
                 self._outcome(message)
+            case OrderedOut():
+                self._ordered_out(message)
             case Refused() if self.enrolment.asked(message.request):
                 self._refused(message.error.error())
             case _ if run is None:
@@ -648,6 +652,14 @@ class Member(Stateful[HandleState]):
         self.content = None
         self._become(state, why)
 
+    def _ordered_out(self, message: OrderedOut) -> None:
+        """What was held is retired. What is on its way out, or about to be overwritten, is fenced without that word; if it
+        is announced again after all, the answer is that it is not kept.
+        """
+        held = self.content is not None and self.content.version.content_id == message.content_id
+        if held and self.state is HandleState.READY and not self._fencing(self.running):
+            self._drop_content(HandleState.EMPTY, message.reason)
+
     def _deregister(self, run: Running) -> None:
         if self.enrolment.ready:
             assert isinstance(run.call, CloseCall)
@@ -694,6 +706,8 @@ class Member(Stateful[HandleState]):
                 self._become(HandleState.READY, f"filled with {version.version}")
             case FillCall() if self.content is not None and self.content.version.content_id == version.content_id:
                 changed = False  # a barrier: this content was held already
+            case FillCall() if self.content is None and run.phase in (Phase.ASKED, Phase.ABANDONING):
+                changed = False  # as above, but it was rolled back since
             case _:
                 raise InvariantBroken(f"{self}: committed before this rank voted. Story:\n{self.story}")
         self._announce_if_uncounted(message.key)
