@@ -21,7 +21,6 @@ from tensorhub.coordinator import (
     CloseSession,
     Connected,
     Coordinator,
-    Decision,
     Disconnected,
     Durable,
     Entry,
@@ -39,6 +38,7 @@ from tensorhub.errors import StateError, TensorHubError
 from tensorhub.manifest import Manifest, TensorDescription, build_manifest
 from tensorhub.messages import (
     CutReader,
+    Deregister,
     Dismissed,
     Done,
     EpochChanged,
@@ -49,10 +49,17 @@ from tensorhub.messages import (
     Heartbeat,
     HeartbeatAck,
     Join,
+    Leave,
+    Pin,
     Publish,
     ReaderCut,
     Refused,
+    Register,
+    Retain,
+    Unpin,
     Welcome,
+    Withdraw,
+    Withdrawn,
 )
 from tensorhub.messages import Rollback as AskRollback
 from tensorhub.types import (
@@ -239,8 +246,8 @@ class Handle:
     def unpublish(self, timeout_s: float = 60.0) -> Asked:
         return self.call(UnpublishCall(), timeout_s)
 
-    def close(self, timeout_s: float = 60.0) -> Asked:
-        return self.call(CloseCall(), timeout_s)
+    def close(self, timeout_s: float = 60.0, *, abandon: bool = False) -> Asked:
+        return self.call(CloseCall(abandon), timeout_s)
 
     def refuse(self, reason: str = "the body raised") -> Asked:
         return self.call(RefuseCall(reason), 60.0)
@@ -406,6 +413,7 @@ class SimWorker:
         self.cut: set[str] = set()  # leases whose readers are served no more
         self.dismissals: list[str] = []
         self.answers: dict[int, TensorHubError | None] = {}  # to what the worker itself asked, by request
+        self.pins: dict[str, tuple[str, int]] = {}  # that it wants: model and version, by id
 
     def __repr__(self) -> str:
         return f"<SimWorker {self.incarnation} link={self.link is not None}>"
@@ -466,6 +474,24 @@ class SimWorker:
         self.say(AskRollback(request, ident or f"rollback{request}", model, to))
         return request
 
+    def retain(self, latest: int, model: str = "actor") -> int:
+        request = next(self.cluster.numbers)
+        self.say(Retain(request, model, latest))
+        return request
+
+    def pin(self, version: int, model: str = "actor", pin: str = "") -> tuple[str, int]:
+        """A new pin (or `pin` again), and the request that asked for it."""
+        request = next(self.cluster.numbers)
+        pin = pin or f"pin{request}"
+        self.pins[pin] = (model, version)
+        self.say(Pin(request, pin, model, version))
+        return pin, request
+
+    def unpin(self, pin: str) -> int:
+        request = next(self.cluster.numbers)
+        self.say(Unpin(request, pin, self.pins.pop(pin)[0]))
+        return request
+
     def heard_soon(self) -> list[FromCoordinator | None]:
         """What is on its way here."""
         return list(self.link.down) if self.link is not None else []
@@ -482,6 +508,8 @@ class SimWorker:
                 self.link.welcomed = True
                 for handle in self.handles:
                     handle.apply(handle.member.connected(now))
+                for pin, (model, version) in list(self.pins.items()):
+                    self.pin(version, model, pin)
             case Dismissed():
                 self.dismissals.append(message.reason)
                 self.lives += 1
@@ -547,9 +575,9 @@ class PureCluster:
         worker = self.workers.get(name) or self.worker(name)
         return worker.register(group or name, rank, world_size, **more)
 
-    def group(self, name: str, world_size: int) -> list[Handle]:
+    def group(self, name: str, world_size: int, *, spot: bool = False) -> list[Handle]:
         """A worker per rank."""
-        return [self.handle(f"{name}{rank}", name, rank, world_size) for rank in range(world_size)]
+        return [self.handle(f"{name}{rank}", name, rank, world_size, spot=spot) for rank in range(world_size)]
 
     def new_link(self, worker: SimWorker) -> Link:
         link = Link(next(self.sessions))
@@ -748,7 +776,12 @@ class PureCluster:
             raise GuaranteeBroken(f"a lease is left: {lease}. Story:\n{lease.story}")
 
     def step(self, event: Event) -> None:
-        for action in self.coordinator.step(event, self.now):
+        before = self.kept(), self.standing()
+        actions = self.coordinator.step(event, self.now)
+        if before[1] == self.standing() and not involuntary(event):
+            lost = before[0] - self.kept() & self.retained()
+            demand(not lost, f"G5: {lost} were retained, and lost with {event}")
+        for action in actions:
             match action:
                 case Send():
                     if action.session in self.links:
@@ -762,6 +795,28 @@ class PureCluster:
                         self.truth[action.entry.content_id] = self.promised[action.entry.key]
                 case _:
                     assert_never(action)
+
+    def retained(self) -> set[str]:
+        """Content ids that the coordinator is to keep."""
+        models = self.coordinator.cluster.models.values()
+        return {m.versions[number].info.content_id for m in models for number in m.retained() if number in m.versions}
+
+    def kept(self) -> set[str]:
+        """Those of them of which every shard has a reliable holder."""
+        found = set()
+        for model in self.coordinator.cluster.models.values():
+            for number in model.retained() & set(model.versions):
+                version = model.versions[number]
+                reliable = [
+                    [h for h in holdings if h.is_source and not h.member.group.spot and h.member.worker.state == "live"]
+                    for holdings in version.holdings.values()
+                ]
+                if all(reliable):
+                    found.add(version.info.content_id)
+        return found
+
+    def standing(self) -> dict[str, str]:
+        return {w.incarnation: w.state.value for w in self.coordinator.cluster.workers.values()}
 
     def stored(self, entry: Entry) -> None:
         """It is durable now. After a rollback nobody may see what it retires any more."""
@@ -809,8 +864,8 @@ class PureCluster:
 
     def learn(self, key: OpKey, rank: int, committed: bool, how: str) -> None:
         """G4: no two ranks hear different outcomes."""
-        if any(isinstance(e, Publication | Decision) and e.key == key and e.content_id in self.retired for e in self.store):
-            return  # what a rank hears that asks so late is free: nothing of that version may be held any more
+        if any(isinstance(e, Publication) and e.key == key and e.content_id in self.retired for e in self.store):
+            return  # after a restart nobody remembers that it was published: it was rolled back
         heard = self.outcomes.setdefault(key, {})
         heard[rank] = (committed, how)
         demand(len({outcome for outcome, _ in heard.values()}) == 1, f"G4: {key}: {heard}")
@@ -848,6 +903,17 @@ class PureCluster:
     def check_store(self) -> None:
         numbers = [(e.model, e.lineage, e.number) for e in self.store if isinstance(e, Publication)]
         demand(len(set(numbers)) == len(numbers), f"R1: a number was published twice: {numbers}")
+
+
+def involuntary(event: Event) -> bool:
+    """Whether a holder may be lost with it: its owner has not asked for leave, or will not be refused."""
+    match event:
+        case Received(message=Withdraw() as message):
+            return message.abandon
+        case Received(message=Withdrawn() | Register() | Deregister() | Leave() | Join()) | Disconnected():
+            return True
+        case _:
+            return False
 
 
 def demand(holds: bool, what: str) -> None:

@@ -13,7 +13,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequenc
 from functools import partial
 from typing import Any, NoReturn, Self, TypeVar, overload
 
-from tensorhub.errors import StateError
+from tensorhub.errors import StateError, TensorHubError
 from tensorhub.protocol.secret import check_open_access, resolve_token
 from tensorhub.runtime.handle import Handle
 from tensorhub.runtime.loop_thread import AsyncSide, LoopThread, Side, Waiter
@@ -268,13 +268,38 @@ class Hub:
         found = await self._thread.call(self._worker.describe, model, self._timeout_s(timeout))
         return found if model is None else found[0]
 
-    async def retain(self, model: str, *, latest: int) -> NoReturn:
-        """Keep the newest `latest` versions fetchable. Not built yet."""
-        raise NotImplementedError("retain is not built yet")
+    async def retain(self, model: str, *, latest: int, timeout: float | None = None) -> None:
+        """Keep the newest `latest` versions of `model` fetchable, lost ones counted; the last call wins, 0 keeps none.
 
-    def pin(self, model: str, version: int) -> NoReturn:
-        """Keep one version fetchable for the length of a block. Not built yet."""
-        raise NotImplementedError("pin is not built yet")
+        A worker that is not spot and would be the last to hold a kept version is not let go: its `unpublish`, `mutate`,
+        `update` and `close` wait for another holder and, at their deadline, raise RetentionError with the version still
+        published. `close(abandon=True)` and leaving the hub do not wait. Durable on return. The model need not exist yet.
+        Raises StateError (`latest` is no number from 0), OperationTimeout, CoordinatorUnavailable.
+        """
+        check_name("model", model)
+        _check_latest(latest)
+        await self._thread.call(self._worker.retain, model, latest, self._timeout_s(timeout))
+
+    @contextlib.asynccontextmanager
+    async def pin(self, model: str, version: int, timeout: float | None = None) -> AsyncIterator[None]:
+        """Keep one version fetchable for the length of the block, whatever `retain` says; pins of one version count.
+
+        It outlives a coordinator with a `state_dir`, and ends with this worker; a rollback ends it too.
+        Raises VersionUnavailable (not published, or nobody holds it now), StateError, OperationTimeout,
+        CoordinatorUnavailable; at the end of the block LeaseLost, if this worker was taken for dead and the version could
+        not be pinned again.
+        """
+        check_name("model", model)
+        _check_version(version)
+        timeout_s = self._timeout_s(timeout)
+        ident = await self._thread.call(self._worker.pin, model, version, timeout_s)
+        try:
+            yield
+        except BaseException:
+            with self._thread.side.shield(), contextlib.suppress(TensorHubError):
+                await self._thread.call(self._worker.unpin, ident, timeout_s)
+            raise
+        await self._thread.call(self._worker.unpin, ident, timeout_s)
 
     async def rollback(self, model: str, *, to: int, timeout: float | None = None) -> None:
         """Begin a new lineage of `model` after version `to`, for a trainer that restarts from that checkpoint.
@@ -386,7 +411,8 @@ class Weights:
         """Take the promise back; returns when the memory may be overwritten.
 
         Running readers are moved, or waited for within `drain_grace_s`, then fenced. Needs no reachable coordinator.
-        Raises StateError (nothing is published), DrainTimeout (the memory stays published).
+        Raises StateError (nothing is published), RetentionError (a retained version would be lost; it stays published),
+        DrainTimeout (the memory stays published).
         """
         await self._thread.call(self._handle.unpublish, self._hub._timeout_s(timeout))
 
@@ -394,8 +420,8 @@ class Weights:
     async def mutate(self, version: int, timeout: float | None = None) -> AsyncIterator[None]:
         """Unpublish if published, run the body, publish as `version`. If the body raises, nothing is published.
 
-        The number is checked first (VersionConflict, with the memory as it was). If one rank's body raises, the other
-        ranks' publish ends with GroupAborted, and the number stays unused.
+        The number is checked first (VersionConflict, with the memory as it was); RetentionError as `unpublish`. If one
+        rank's body raises, the other ranks' publish ends with GroupAborted, and the number stays unused.
         """
         _check_version(version)
         timeout_s = self._hub._timeout_s(timeout)
@@ -433,7 +459,8 @@ class Weights:
 
         `at_least` waits for that number. `before_write` is awaited here, in the caller's task, once version and source are
         certain and before the first byte changes. Up to then an error leaves the old version published; after it the
-        memory is torn. Raises as `replicate`, and whatever `before_write` raises.
+        memory is torn. Raises as `replicate`, RetentionError (a retained version would be lost; nothing was written), and
+        whatever `before_write` raises.
         """
         check_selector(selector)
         if at_least is not None:
@@ -469,10 +496,18 @@ class Weights:
         raise NotImplementedError(f"{what} is not built yet")
 
     async def close(self, abandon: bool = False) -> None:
-        """Withdraw what is published, as `unpublish` does, and give the registration up."""
+        """Withdraw what is published, as `unpublish` does, and give the registration up.
+
+        Raises RetentionError, and closes nothing, if a retained version would be lost; `abandon` loses it.
+        """
         await self._thread.call(partial(self._handle.close, abandon=abandon), self._hub._timeout_s(None))
 
 
 def _check_version(version: object) -> None:
     if not isinstance(version, int) or isinstance(version, bool) or not 0 <= version <= VERSION_MAX:
         raise StateError(f"{version!r} is not a version: give an integer from 0 to 2**63 - 1")
+
+
+def _check_latest(latest: object) -> None:
+    if not isinstance(latest, int) or isinstance(latest, bool) or not 0 <= latest <= VERSION_MAX:
+        raise StateError(f"latest={latest!r}: give the number of versions to keep, 0 or more")

@@ -266,11 +266,18 @@ class Progress:
 
 @dataclass(frozen=True, slots=True)
 class Withdraw:
-    """This rank wants its published memory back: no new readers; Withdrawable answers when the old are gone."""
+    """This rank wants its published memory back: no new readers; Withdrawable answers when the old are gone.
+
+    While that would lose a retained version, nothing changes; then, at the deadline, it is Refused (RetentionError).
+    `abandon`: lose it. `hurry`: the same wish again, which waits no longer; without effect if it is answered already.
+    """
 
     request: U64
     registration: Id
     generation: U64
+    timeout_s: Seconds
+    abandon: bool
+    hurry: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -328,6 +335,35 @@ class Rollback:
     ident: Id
     model: Name
     to: Number
+
+
+@dataclass(frozen=True, slots=True)
+class Retain:
+    """Keep the newest `latest` versions of this model fetchable; the last one counts. Answered by Done or Refused."""
+
+    request: U64
+    model: Name
+    latest: Number
+
+
+@dataclass(frozen=True, slots=True)
+class Pin:
+    """Keep this version, whatever `Retain` says, until Unpin or the worker's end. Said anew on each new connection: `pin`
+    names it. Answered by Done or Refused."""
+
+    request: U64
+    pin: Id
+    model: Name
+    version: Number
+
+
+@dataclass(frozen=True, slots=True)
+class Unpin:
+    """That pin is over. Answered by Done or Refused."""
+
+    request: U64
+    pin: Id
+    model: Name
 
 
 # ---------------------------------------------------------------------------------------- coordinator -> worker
@@ -543,6 +579,9 @@ FromWorker = (
     | Check
     | Describe
     | Rollback
+    | Retain
+    | Pin
+    | Unpin
 )
 FromCoordinator = (
     Welcome

@@ -38,7 +38,7 @@ class Chaos:
         world_size = random.choice((1, 1, 2, 3))
         for number in range(random.randint(2, 4)):
             odd = random.random() < 0.05
-            self.cluster.group(f"g{number}", world_size + odd)
+            self.cluster.group(f"g{number}", world_size + odd, spot=random.random() < 0.15)
 
     def __repr__(self) -> str:
         return f"Chaos({self.seed}, {self.steps}).run()"
@@ -92,7 +92,17 @@ class Chaos:
 
     def order(self, handle: Handle) -> None:
         """A worker asks for something that concerns the whole model."""
-        handle.worker.rollback(max(0, self.next_version - self.random.randint(1, 5)))
+        random, worker = self.random, handle.worker
+        match random.choice(("rollback", "retain", "retain", "pin", "unpin")):
+            case "rollback":
+                worker.rollback(max(0, self.next_version - random.randint(1, 5)))
+            case "retain":
+                worker.retain(random.choice((0, 0, 1, 2)))
+            case "pin":
+                worker.pin(max(0, self.next_version - random.randint(1, 2)))
+            case "unpin":
+                if worker.pins:
+                    worker.unpin(random.choice(list(worker.pins)))
 
     def one_call(
         self, handle: Handle, what: str, number: int, selector: Selector, hold: bool, timeout_s: float
@@ -112,7 +122,8 @@ class Chaos:
                 case "unpublish":
                     return handle.unpublish(timeout_s)
                 case "close":
-                    return handle.close(timeout_s) if self.random.random() < 0.2 else None
+                    close = self.random.random() < 0.2
+                    return handle.close(timeout_s, abandon=self.random.random() < 0.3) if close else None
                 case "refuse":
                     return handle.refuse()
                 case _:
@@ -172,7 +183,20 @@ class Chaos:
             handle.hook_error = None
         cluster.heal()
         cluster.check()
+        self.let_go()
         self.demand_liveness()
+
+    def let_go(self) -> None:
+        """Nothing is retained any more."""
+        live = [worker for worker in self.cluster.workers.values() if worker.alive]
+        for worker in live:
+            worker.retain(0)
+            for pin in list(worker.pins):
+                worker.unpin(pin)
+        self.cluster.run()
+        for model in self.cluster.coordinator.cluster.models.values():
+            if live and model.retained():
+                raise GuaranteeBroken(f"still retained: {model.retained()}, pins {model.pins}")
 
     def demand_liveness(self) -> None:
         cluster = self.cluster

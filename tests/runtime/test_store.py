@@ -9,7 +9,17 @@ from pathlib import Path
 
 import pytest
 
-from tensorhub.coordinator import Decision, Durable, Entry, ModelRecord, Publication, Rollback
+from tensorhub.coordinator import (
+    Decision,
+    Durable,
+    Entry,
+    ModelRecord,
+    Pinned,
+    Publication,
+    Retention,
+    Rollback,
+    Unpinned,
+)
 from tensorhub.errors import StateError
 from tensorhub.runtime.store import PUBLICATIONS_READ_MAX, MemoryStore, SqliteStore
 from tensorhub.types import OpKey
@@ -20,7 +30,7 @@ def publication(number: int, model: str = "m", lineage: int = 0) -> Publication:
 
 
 def decision(number: int, group: str = "g") -> Decision:
-    return Decision(OpKey("m", group, 7, number), "m", number, f"content-{number}")
+    return Decision(OpKey("m", group, 7, number), "m", number, f"content-{number}", 12, 2)
 
 
 def test_what_was_written_is_read_by_the_next(tmp_path: Path) -> None:
@@ -61,6 +71,29 @@ def test_a_rollback_deletes_what_is_later_and_begins_a_lineage(tmp_path: Path) -
     store.close()
     assert [p.model for p in found.publications] == ["other"]
     assert found.models[0] == ModelRecord("m", 2, 0, "again")  # also without any publication
+
+
+def test_retention_and_pins(tmp_path: Path) -> None:
+    entries: list[Entry] = [
+        Retention("fresh", 3),
+        publication(1),
+        Retention("m", 2),
+        Retention("m", 1),
+        *(Pinned(pin, "life", "m", 1, "content-1") for pin in ("a", "b", "c")),
+        Pinned("b", "next life", "m", 1, "content-1"),
+        Unpinned("c"),
+        Unpinned("unknown"),
+        Rollback("m", 1, 1, "why"),
+    ]
+    store = SqliteStore(tmp_path)
+    store.write(entries)
+    store.close()
+    store = SqliteStore(tmp_path)
+    found = store.read()
+    store.close()
+    assert found == Durable.of(entries)
+    assert found.models == (ModelRecord("fresh", retain=3), ModelRecord("m", 1, 1, "why", 1))
+    assert [(pin.pin, pin.incarnation) for pin in found.pins] == [("a", "life"), ("b", "next life")]
 
 
 def test_only_the_newest_of_each_model_are_read(tmp_path: Path) -> None:

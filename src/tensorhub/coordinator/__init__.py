@@ -12,9 +12,12 @@ from tensorhub.coordinator.actions import (
     Entry,
     ModelRecord,
     Persist,
+    Pinned,
     Publication,
+    Retention,
     Rollback,
     Send,
+    Unpinned,
 )
 from tensorhub.coordinator.core import Coordinator
 from tensorhub.coordinator.events import (
@@ -41,9 +44,12 @@ __all__ = [
     "Persist",
     "PersistFailed",
     "Persisted",
+    "Pinned",
     "Publication",
     "Received",
+    "Retention",
     "Rollback",
     "Send",
     "Tick",
+    "Unpinned",
 ]

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
-from typing import assert_never
+from typing import Any, assert_never
 
 from tensorhub.messages import FromCoordinator
 from tensorhub.types import OpKey
@@ -30,12 +30,14 @@ class Publication:
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """R6's commit record of a fill by a group of several ranks; the newest per group is kept."""
+    """R6's commit record of a fill by a group of several ranks; the newest per group is kept, longer than its version."""
 
     key: OpKey
     model: str
     number: int
     content_id: str
+    nbytes: int
+    world_size: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +53,31 @@ class Rollback:
     ident: str
 
 
-Entry = Publication | Decision | Rollback
+@dataclass(frozen=True, slots=True)
+class Retention:
+    """From now on the newest `retain` versions of the model are kept."""
+
+    model: str
+    retain: int
+
+
+@dataclass(frozen=True, slots=True)
+class Pinned:
+    """One worker's wish that this version be kept. It ends with Unpinned, or with the worker."""
+
+    pin: str
+    incarnation: str
+    model: str
+    number: int
+    content_id: str
+
+
+@dataclass(frozen=True, slots=True)
+class Unpinned:
+    pin: str
+
+
+Entry = Publication | Decision | Rollback | Retention | Pinned | Unpinned
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +88,7 @@ class ModelRecord:
     lineage: int = 0
     mark: int | None = None
     rollback: str = ""  # the newest one's ident
+    retain: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,6 +98,7 @@ class Durable:
     publications: tuple[Publication, ...] = ()
     decisions: tuple[Decision, ...] = ()
     models: tuple[ModelRecord, ...] = ()
+    pins: tuple[Pinned, ...] = ()
 
     @classmethod
     def of(cls, entries: Iterable[Entry]) -> Durable:
@@ -78,25 +106,35 @@ class Durable:
         publications: dict[tuple[str, int], Publication] = {}
         decisions: dict[tuple[str, str], Decision] = {}
         models: dict[str, ModelRecord] = {}
+        pins: dict[str, Pinned] = {}
+
+        def change(model: str, **fields: Any) -> None:
+            models[model] = replace(models.get(model, ModelRecord(model)), **fields)
+
         for entry in entries:
-            if isinstance(entry, Decision):
-                decisions[entry.key.model, entry.key.group] = entry
-                continue
-            before = models.get(entry.model, ModelRecord(entry.model))
             match entry:
                 case Publication():
                     publications[entry.model, entry.number] = entry
-                    models[entry.model] = replace(before, mark=entry.number)
+                    change(entry.model, mark=entry.number)
+                case Decision():
+                    decisions[entry.key.model, entry.key.group] = entry
                 case Rollback():
                     for key in [k for k in publications if k[0] == entry.model and k[1] > entry.to]:
                         del publications[key]
-                    models[entry.model] = replace(before, lineage=entry.lineage, mark=entry.to, rollback=entry.ident)
+                    change(entry.model, lineage=entry.lineage, mark=entry.to, rollback=entry.ident)
+                case Retention():
+                    change(entry.model, retain=entry.retain)
+                case Pinned():
+                    pins[entry.pin] = entry
+                case Unpinned():
+                    pins.pop(entry.pin, None)
                 case _:
                     assert_never(entry)
         return cls(
             tuple(publications[key] for key in sorted(publications)),
             tuple(decisions[key] for key in sorted(decisions)),
             tuple(models[key] for key in sorted(models)),
+            tuple(pins[key] for key in sorted(pins)),
         )
 
 

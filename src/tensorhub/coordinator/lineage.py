@@ -13,7 +13,7 @@ from tensorhub.coordinator.operations import Operations
 from tensorhub.coordinator.readers import Readers
 from tensorhub.coordinator.versions import Versions
 from tensorhub.errors import CoordinatorUnavailable, TensorHubError, VersionConflict
-from tensorhub.messages import Done, ErrorInfo, Refused, Rollback
+from tensorhub.messages import Rollback
 
 ROLLBACKS_PER_MODEL_MAX = 64  # that wait
 
@@ -31,14 +31,14 @@ class Lineages:
         """A trainer goes back to an older version."""
         model = self._cluster.models.get(message.model)
         if model is None:
-            self._answer(Order(Model(message.model), message, session), self._refusal(None, message))
+            self._cluster.answer(session, message.request, self._refusal(None, message))
             return
-        known = next((order for order in model.rollbacks if order.message.ident == message.ident), None)
+        known = next((order for order in model.rollbacks if _call(order).ident == message.ident), None)
         if known is not None:
             known.message, known.session = message, session  # a retry
         elif len(model.rollbacks) >= ROLLBACKS_PER_MODEL_MAX:
             error = CoordinatorUnavailable(f"too many rollbacks of {model.name!r} wait to be recorded; call again")
-            self._answer(Order(model, message, session), error)
+            self._cluster.answer(session, message.request, error)
         else:
             model.rollbacks.append(Order(model, message, session))
             self._cluster.touch(model)
@@ -47,11 +47,11 @@ class Lineages:
         """Let the first one go on as soon as nothing else of this model is being recorded."""
         while model.rollbacks and model.rollbacks[0].record is None and not self._is_recording(model):
             order = model.rollbacks[0]
-            error, done = self._refusal(model, order.message), order.message.ident == model.rolled_back_by
+            message = _call(order)
+            error, done = self._refusal(model, message), message.ident == model.rolled_back_by
             if done or error is not None:
                 self._decide(order, None if done else error)
                 continue
-            message = order.message
             order.record = self._cluster.persist(actions.Rollback(model.name, model.lineage + 1, message.to, message.ident))
             self._cluster.orders[order.record] = order
 
@@ -71,13 +71,15 @@ class Lineages:
 
     def recorded(self, order: Order) -> None:
         """The new lineage is durable: it begins."""
-        model, message = order.model, order.message
+        model, message = order.model, _call(order)
         model.lineage, model.mark, model.rolled_back_by = model.lineage + 1, message.to, message.ident
         self._operations.rolled_back(model, message.to)
         reason = f"{model.name!r} was rolled back to {message.to}"
         for version in [v for v in model.versions.values() if v.number > message.to]:
             for holding in [h for holdings in version.holdings.values() for h in holdings]:
                 self._readers.order_out(holding, reason)
+            for pin in [pin for pin in model.pins.values() if pin.number == version.number]:
+                del model.pins[pin.pin]
             self._versions.retire(version, model, reason)
         self._versions.refresh(model)  # who hears Done has heard what is newest now
         self._decide(order, None)
@@ -89,11 +91,11 @@ class Lineages:
     def _decide(self, order: Order, error: TensorHubError | None) -> None:
         """It is over: what waited for it goes on."""
         order.model.rollbacks.remove(order)
-        self._answer(order, error)
+        self._cluster.answer(order.session, order.message.request, error)
         self._operations.reconsider(order.model)
         self._cluster.touch(order.model)
 
-    def _answer(self, order: Order, error: TensorHubError | None) -> None:
-        request = order.message.request
-        answer = Done(request) if error is None else Refused(request, ErrorInfo.of(error))
-        self._cluster.send(order.session, answer)
+
+def _call(order: Order) -> Rollback:
+    assert isinstance(order.message, Rollback)
+    return order.message

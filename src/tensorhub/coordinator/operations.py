@@ -21,8 +21,10 @@ from tensorhub.coordinator.entities import (
     Operation,
     RankPart,
     Replica,
+    Version,
 )
 from tensorhub.coordinator.readers import Readers
+from tensorhub.coordinator.retention import Retentions
 from tensorhub.coordinator.states import OperationState, ReplicaState, VersionState
 from tensorhub.coordinator.versions import Versions
 from tensorhub.errors import (
@@ -57,10 +59,11 @@ LATER_PER_RANK_MAX = 4  # messages of a new epoch that wait for an older one's d
 class Operations:
     """Changes operations and replicas' states; nobody else does."""
 
-    def __init__(self, cluster: Cluster, versions: Versions, readers: Readers) -> None:
+    def __init__(self, cluster: Cluster, versions: Versions, readers: Readers, retentions: Retentions) -> None:
         self._cluster = cluster
         self._versions = versions
         self._readers = readers
+        self._retentions = retentions
 
     # ------------------------------------------------------------------------------------------------------- facts
 
@@ -277,6 +280,12 @@ class Operations:
             ranks = ", ".join(f"{rank}{'' if rank in group.members else ' (not registered)'}" for rank in missing)
             text = f"{what}: waited {late.call.timeout_s:g} s for group {group.name!r}; these ranks did not call: {ranks}"
             return Blame(OperationTimeout(text))
+        target = operation.version or (self._target(operation) if isinstance(late.call, Fill) else None)
+        if target is not None and not operation.writing and target.has_live_source():
+            staying = self._staying(operation, target)
+            if staying:
+                error = self._retentions.refusal(staying[0], f"{what} to version {target.number}: nothing was written")
+                return Blame(error, staying[0].rank, tuple(h.rank for h in staying[1:]))
         if operation.state is OperationState.GATHERING and isinstance(late.call, Fill):
             why = self._versions.waiting_text(group.model, late.call.selector, late.call.at_least)
             return Blame(VersionUnavailable(f"{what}: {why}; waited {late.call.timeout_s:g} s"))
@@ -328,13 +337,13 @@ class Operations:
             self._become(operation, OperationState.RUNNING, "every rank called")
 
     def _bind(self, operation: Operation) -> None:
-        """R12: bind only once that number has a live source, or the group holds it; until then, wait."""
+        """R12: bind only once that number has a live source, or the group holds it; until then, wait.
+
+        R7: also until what the group holds may be given up, so that no `before_write` pauses an engine for that.
+        """
         group = operation.group
-        call = next(iter(operation.parts.values())).call
-        assert isinstance(call, Fill)
-        at_least = [p.call.at_least for p in operation.parts.values() if isinstance(p.call, Fill) and p.call.at_least]
         try:
-            version = self._versions.resolve(group.model, call.selector, max(at_least, default=None))
+            version = self._target(operation)
         except VersionUnavailable as error:
             self._abort(operation, Blame(error))
             return
@@ -359,7 +368,7 @@ class Operations:
             rank: part.member.holding is not None and part.member.holding.version is version
             for rank, part in operation.parts.items()
         }
-        if not all(holders.values()) and not version.has_live_source():
+        if not all(holders.values()) and (not version.has_live_source() or self._staying(operation, version)):
             return
         operation.version = version
         operation.unchanged = all(holders.values())
@@ -371,6 +380,18 @@ class Operations:
         self._set_deadline(operation)
         if not operation.unchanged:
             self._start(operation)
+
+    def _target(self, operation: Operation) -> Version | None:
+        """The visible version that its ranks ask for, or None while there is none. Raises as `Versions.resolve`."""
+        call = next(iter(operation.parts.values())).call
+        assert isinstance(call, Fill)
+        at_least = [p.call.at_least for p in operation.parts.values() if isinstance(p.call, Fill) and p.call.at_least]
+        return self._versions.resolve(operation.group.model, call.selector, max(at_least, default=None))
+
+    def _staying(self, operation: Operation, version: Version) -> list[Holding]:
+        """What its ranks hold and must not overwrite with `version` now: a retained version would be lost (G5)."""
+        old = [part.member.holding for part in operation.parts.values() if part.member.holding is not None]
+        return [h for h in old if h.version is not version and self._retentions.must_stay(h)]
 
     def _start(self, operation: Operation) -> None:
         """Where no rank has a hook or holds anything, all can be overwritten at once: their Start is their Write."""
@@ -393,7 +414,8 @@ class Operations:
             if version.abandoned and not version.has_live_source():
                 self._abort_abandoned(operation)
                 return
-            if all(part.ready for part in operation.parts.values()) and self._all_find_a_source(operation):
+            ready = all(part.ready for part in operation.parts.values())
+            if ready and self._all_find_a_source(operation) and not self._staying(operation, version):
                 self._begin_write(operation)
                 for part in operation.parts.values():
                     if part.needs_bytes:
@@ -481,15 +503,14 @@ class Operations:
             )
         if group.world_size == 1:
             return None
-        return Decision(operation.key, version.info.model, version.number, version.info.content_id)
+        return _decision(operation, version)
 
     def _commit(self, operation: Operation) -> None:
         cluster, group, version = self._cluster, operation.group, operation.version
         assert version is not None
         self._become(operation, OperationState.COMMITTED, "decided")
-        entry = self._entry(operation)
-        if isinstance(entry, Decision):
-            cluster.decisions[entry.key.model, entry.key.group] = entry
+        if group.world_size > 1:
+            cluster.decisions[operation.key.model, operation.key.group] = _decision(operation, version)
         alive = [p for p in operation.parts.values() if cluster.members.get(p.member.registration) is p.member]
         if operation.kind is OpKind.PUBLISH:
             replica = group.torn_replica()
@@ -556,7 +577,7 @@ class Operations:
     @staticmethod
     def _aborted(operation: Operation, blame: Blame, rank: int) -> Outcome:
         error = blame.error
-        if blame.rank is not None and blame.rank != rank:
+        if blame.rank is not None and rank not in (blame.rank, *blame.others):
             text = f"{operation.kind} of group {operation.group.name!r} ended on all ranks: rank {blame.rank}: {error}"
             error = GroupAborted(text, causes={blame.rank: str(error)}, retryable=error.retryable)
         return Outcome(operation.key, rank, False, False, None, ErrorInfo.of(error))
@@ -610,11 +631,10 @@ class Operations:
     def _recorded(self, model: Model, key: OpKey) -> VersionInfo | None:
         """The version that an operation has committed to, by what is durable."""
         decision = self._cluster.decisions.get((key.model, key.group))
-        content_id = decision.content_id if decision is not None and decision.key == key else None
-        for version in model.versions.values():
-            if version.visible and (version.publisher == key or version.info.content_id == content_id):
-                return version.info
-        return None
+        if decision is not None and decision.key == key:  # its version may be forgotten, or rolled back
+            return VersionInfo(model.name, decision.number, decision.content_id, decision.nbytes, decision.world_size)
+        published = (v.info for v in model.versions.values() if v.visible and v.publisher == key)
+        return next(published, None)
 
     # ---------------------------------------------------------------------------------------------------- helpers
 
@@ -637,6 +657,11 @@ def _describe(call: Publish | Fill) -> str:
     staged = ", staged=True" if call.staged else ""
     at_least = "" if call.at_least is None else f", at_least={call.at_least}"
     return f"{call.kind}({call.selector!r}{at_least}{staged})"
+
+
+def _decision(operation: Operation, version: Version) -> Decision:
+    info = version.info
+    return Decision(operation.key, info.model, info.version, info.content_id, info.nbytes, info.world_size)
 
 
 def _manifest_id(manifest: bytes) -> str:

@@ -40,8 +40,7 @@ class Versions:
             )
         if model.rollbacks:
             return VersionConflict(
-                f"version {number} of {model.name!r} cannot be published now: a rollback to "
-                f"{model.rollbacks[0].message.to} is being recorded; call again",
+                f"version {number} of {model.name!r} cannot be published now: a rollback is being recorded; call again",
                 retryable=True,
             )
         newer = [op.version.number for op in self._being_recorded(model) if op.version is not None]
@@ -157,7 +156,7 @@ class Versions:
             return False
         newer = sum(v.visible and v.number > version.number for v in model.versions.values())
         bound = any(g.operation is not None and g.operation.version is version for g in model.groups.values())
-        return newer >= max(2, model.retain) and not bound
+        return newer >= 2 and version.number not in model.retained() and not bound
 
     def _become(self, version: Version, state: VersionState, why: str) -> None:
         version.become(state, self._cluster.cause, self._cluster.now, why)

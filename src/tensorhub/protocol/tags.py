@@ -39,6 +39,9 @@ TAGS: Final[Mapping[type, int]] = {
     m.Check: 34,
     m.Describe: 35,
     m.Rollback: 40,
+    m.Retain: 41,
+    m.Pin: 42,
+    m.Unpin: 43,
     # From the coordinator to a worker.
     m.Welcome: 64,
     m.Dismissed: 65,

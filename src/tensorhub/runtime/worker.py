@@ -13,6 +13,7 @@ import os
 import secrets
 import socket
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from typing import assert_never
 
 import anyio
@@ -22,6 +23,7 @@ from anyio.streams.memory import MemoryObjectReceiveStream, MemoryObjectSendStre
 
 from tensorhub.errors import (
     CoordinatorUnavailable,
+    LeaseLost,
     OperationTimeout,
     RegistrationError,
     StateError,
@@ -50,11 +52,14 @@ from tensorhub.messages import (
     ManifestReply,
     OrderedOut,
     Outcome,
+    Pin,
     ReaderCut,
     Refused,
     Registered,
+    Retain,
     Rollback,
     Start,
+    Unpin,
     Watch,
     Welcome,
     Withdrawable,
@@ -105,6 +110,17 @@ TRANSPORTS.add("tcp", TcpTransport, place=90)
 Answer = Done | Refused | Description
 
 
+@dataclass(slots=True)
+class _Pin:
+    """One version that this worker keeps."""
+
+    model: str
+    version: int
+    held: bool = False  # the coordinator has agreed once
+    lost: TensorHubError | None = None  # why it did not agree again
+    again: anyio.CancelScope = field(default_factory=anyio.CancelScope)  # of the task that says it again
+
+
 class Worker:
     """One worker of one cluster. `await run(ready)` stays connected until cancelled or `close` is called."""
 
@@ -136,6 +152,7 @@ class Worker:
         self._asked: dict[int, Handle] = {}  # requests of handles that are not answered yet
         self._answers: dict[int, tuple[anyio.Event, list[Answer]]] = {}  # of this worker's own questions
         self._manifests: dict[str, Manifest] = {}
+        self._pins: dict[str, _Pin] = {}
         self._numbers = itertools.count(1)
         self._generations = itertools.count(1)
         self._newest: dict[str, VersionInfo | None] = {}  # of the watched models
@@ -352,6 +369,11 @@ class Worker:
             self.say(Watch(model))
         for handle in list(self._handles.values()):
             handle.apply(handle.member.connected(clock.now()))
+        for ident, pin in self._pins.items():
+            if pin.held and pin.lost is None:
+                pin.again.cancel()
+                pin.again = anyio.CancelScope()
+                self._tasks.start_soon(self._say_pin_again, ident, pin)
 
     def _reincarnate(self) -> None:
         """This incarnation is lost for good; the same memory goes on as a new one."""
@@ -493,6 +515,63 @@ class Worker:
         """Begin a new lineage after version `to`; durable on return."""
         ident = secrets.token_hex(12)  # the same on each retry: a second one would retire what was published since
         await self._ask(lambda request: Rollback(request, ident, model, to), f"rollback of {model!r} to {to}", timeout_s)
+
+    async def retain(self, model: str, latest: int, timeout_s: float) -> None:
+        """Keep the newest `latest` versions; durable on return."""
+        await self._ask(lambda request: Retain(request, model, latest), f"retain of {model!r}", timeout_s)
+
+    # --------------------------------------------------------------------------------------------- pins
+
+    async def pin(self, model: str, version: int, timeout_s: float) -> str:
+        """Keep one version until `unpin`; durable on return. The id of the pin."""
+        ident = secrets.token_hex(12)
+        self._pins[ident] = pin = _Pin(model, version)
+        try:
+            await self._say_pin(ident, pin, timeout_s)
+        except BaseException:
+            with anyio.CancelScope(shield=True):
+                await self.unpin(ident, 0)  # it may have come through
+            raise
+        pin.held = True
+        return ident
+
+    async def _say_pin(self, ident: str, pin: _Pin, timeout_s: float) -> None:
+        what = f"pin of version {pin.version} of {pin.model!r}"
+        await self._ask(lambda request: Pin(request, ident, pin.model, pin.version), what, timeout_s)
+
+    async def _say_pin_again(self, ident: str, pin: _Pin) -> None:
+        """After a lost connection; perhaps as a new incarnation, or to a coordinator that knows nothing."""
+        with pin.again:
+            try:
+                await self._say_pin(ident, pin, self.options.op_timeout_s)
+            except (CoordinatorUnavailable, OperationTimeout):
+                pass  # it is said on the next connection
+            except TensorHubError as error:
+                pin.lost = error
+                log.warning("pin_lost", model=pin.model, version=pin.version, reason=str(error))
+
+    async def unpin(self, ident: str, timeout_s: float) -> None:
+        """End a pin: within `timeout_s` if the coordinator can be reached, else later. Raises LeaseLost if it was lost."""
+        pin = self._pins.pop(ident)
+        pin.again.cancel()
+        ended = anyio.Event()
+        self._tasks.start_soon(self._say_unpin, ident, pin, ended)
+        with anyio.move_on_after(timeout_s):
+            await ended.wait()
+        if pin.lost is not None:
+            raise LeaseLost(
+                f"the pin of version {pin.version} of {pin.model!r} was lost while its worker was taken for dead, or its "
+                f"coordinator had lost its state: {pin.lost}"
+            )
+
+    async def _say_unpin(self, ident: str, pin: _Pin, ended: anyio.Event) -> None:
+        while True:
+            with contextlib.suppress(TensorHubError):
+                what = f"end of the pin of version {pin.version} of {pin.model!r}"
+                await self._ask(lambda request: Unpin(request, ident, pin.model), what, self.options.op_timeout_s)
+                ended.set()
+                return
+            await anyio.sleep(RECONNECT_S_MAX)
 
     # --------------------------------------------------------------------------------------------- versions
 

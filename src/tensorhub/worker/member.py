@@ -177,7 +177,10 @@ class Member(Stateful[HandleState]):
         run = self.running
         if run is not None and run.error is None:
             run.deadline = min(run.deadline, now)  # who cancels waits for the coordinator only for the slack
-            self._give_up(error)
+            if run.phase is Phase.WITHDRAWING:
+                self._say_withdraw(run, hurry=True)  # it may have to stay
+            else:
+                self._give_up(error)
         return self._leave()
 
     def hook_returned(self, error: Exception | None, now: float) -> list[Action]:
@@ -294,7 +297,9 @@ class Member(Stateful[HandleState]):
             case _ if run is None:
                 pass
             case Refused():
-                if message.request == run.request:
+                if message.request == run.request and run.phase is Phase.WITHDRAWING:
+                    self._must_stay(message.error.error())
+                elif message.request == run.request:
                     self._give_up(message.error.error())
             case Done():
                 if run.phase is Phase.DEREGISTERING and message.request == run.request:
@@ -614,9 +619,20 @@ class Member(Stateful[HandleState]):
         run.request = self._requests()
         if self.enrolment.ready:
             run.phase = Phase.WITHDRAWING
-            self._say(Withdraw(run.request, self.shard.registration, self.content.generation))
+            self._say_withdraw(run, hurry=False)
         else:
             self._fence_for(run)
+
+    def _say_withdraw(self, run: Running, *, hurry: bool) -> None:
+        assert self.content is not None
+        abandon = isinstance(run.call, CloseCall) and run.call.abandon
+        left_s, registration = max(0.0, run.deadline - self._now), self.shard.registration
+        self._say(Withdraw(run.request, registration, self.content.generation, left_s, abandon, hurry))
+
+    def _must_stay(self, error: TensorHubError) -> None:
+        """The coordinator does not let this memory go: it stays published, under the generation that was never closed."""
+        self._become(HandleState.READY, "must stay")
+        self._finish(error=error)
 
     def _fence_for(self, run: Running) -> None:
         assert self.content is not None
