@@ -21,7 +21,6 @@ from tensorhub.coordinator import (
     CloseSession,
     Connected,
     Coordinator,
-    Decision,
     Disconnected,
     Durable,
     Entry,
@@ -31,6 +30,7 @@ from tensorhub.coordinator import (
     PersistFailed,
     Publication,
     Received,
+    Rollback,
     Send,
     Tick,
 )
@@ -40,6 +40,7 @@ from tensorhub.messages import (
     CutReader,
     Deregister,
     Dismissed,
+    Done,
     EpochChanged,
     ErrorInfo,
     FromCoordinator,
@@ -48,10 +49,19 @@ from tensorhub.messages import (
     Heartbeat,
     HeartbeatAck,
     Join,
+    Leave,
+    Pin,
     Publish,
     ReaderCut,
+    Refused,
+    Register,
+    Retain,
+    Unpin,
     Welcome,
+    Withdraw,
+    Withdrawn,
 )
+from tensorhub.messages import Rollback as AskRollback
 from tensorhub.types import (
     ContentId,
     Endpoint,
@@ -116,7 +126,8 @@ class Asked:
 
     what: Call
     handle: Handle
-    floor: int | None  # the newest number whose publish had returned when this call began
+    floor: int | None  # the newest number whose publish had returned when this call began, and not rolled back since
+    retired: frozenset[str] = frozenset()  # content ids that were rolled back when this call began
     key: OpKey | None = None
     done: bool = False
     version: VersionInfo | None = None
@@ -217,7 +228,8 @@ class Handle:
         """Begin a call; raises StateError where the handle's state forbids it."""
         self.cluster.note(f"{self.name} calls {show(call)}")
         actions = self.member.begin(call, timeout_s, self.cluster.now)
-        asked = self.asked = Asked(call, self, self.cluster.returned.get(self.shard.model))
+        retired = frozenset(self.cluster.retired)
+        asked = self.asked = Asked(call, self, self.cluster.returned.get(self.shard.model), retired)
         self.history.append(asked)
         self.apply(actions)
         return asked
@@ -241,8 +253,8 @@ class Handle:
     def unpublish(self, timeout_s: float = 60.0) -> Asked:
         return self.call(UnpublishCall(), timeout_s)
 
-    def close(self, timeout_s: float = 60.0) -> Asked:
-        return self.call(CloseCall(), timeout_s)
+    def close(self, timeout_s: float = 60.0, *, abandon: bool = False) -> Asked:
+        return self.call(CloseCall(abandon), timeout_s)
 
     def refuse(self, reason: str = "the body raised") -> Asked:
         return self.call(RefuseCall(reason), 60.0)
@@ -446,6 +458,8 @@ class SimWorker:
         self.link: Link | None = None
         self.cut: set[str] = set()  # leases whose readers are served no more
         self.dismissals: list[str] = []
+        self.answers: dict[int, TensorHubError | None] = {}  # to what the worker itself asked, by request
+        self.pins: dict[str, tuple[str, int]] = {}  # that it wants: model and version, by id
 
     def __repr__(self) -> str:
         return f"<SimWorker {self.incarnation} link={self.link is not None}>"
@@ -508,6 +522,30 @@ class SimWorker:
             self.link = None
         self.alive = False
 
+    def rollback(self, to: int, model: str = "actor", ident: str = "") -> int:
+        """Ask for it; its answer will be in `answers`."""
+        request = next(self.cluster.numbers)
+        self.say(AskRollback(request, ident or f"rollback{request}", model, to))
+        return request
+
+    def retain(self, latest: int, model: str = "actor") -> int:
+        request = next(self.cluster.numbers)
+        self.say(Retain(request, model, latest))
+        return request
+
+    def pin(self, version: int, model: str = "actor", pin: str = "") -> tuple[str, int]:
+        """A new pin (or `pin` again), and the request that asked for it."""
+        request = next(self.cluster.numbers)
+        pin = pin or f"pin{request}"
+        self.pins[pin] = (model, version)
+        self.say(Pin(request, pin, model, version))
+        return pin, request
+
+    def unpin(self, pin: str) -> int:
+        request = next(self.cluster.numbers)
+        self.say(Unpin(request, pin, self.pins.pop(pin)[0]))
+        return request
+
     def heard_soon(self) -> list[FromCoordinator | None]:
         """What is on its way here."""
         return list(self.link.down) if self.link is not None else []
@@ -524,6 +562,8 @@ class SimWorker:
                 self.link.welcomed = True
                 for handle in self.handles:
                     handle.apply(handle.member.connected(now))
+                for pin, (model, version) in list(self.pins.items()):
+                    self.pin(version, model, pin)
             case Dismissed():
                 self.dismissals.append(message.reason)
                 self.lives += 1
@@ -541,6 +581,8 @@ class SimWorker:
                     if (handle.shard.model, handle.shard.group) == (message.model, message.group):
                         handle.apply(handle.member.receive(message, now))
             case _:
+                if isinstance(message, Done | Refused):
+                    self.answers[message.request] = message.error.error() if isinstance(message, Refused) else None
                 key = getattr(message, "key", None)
                 registration = getattr(message, "registration", None)
                 for handle in self.handles:
@@ -572,7 +614,8 @@ class PureCluster:
         self.promised: dict[OpKey, dict[int, str]] = {}  # tags of each publish, by rank
         self.truth: dict[str, dict[int, str]] = {}  # tags of each content, by rank
         self.outcomes: dict[OpKey, dict[int, tuple[bool, str]]] = {}  # by rank: committed, and how it was learnt
-        self.returned: dict[str, int] = {}  # by model: the newest number whose publish has returned
+        self.returned: dict[str, int] = {}  # by model: the newest number of its lineage whose publish has returned
+        self.retired: set[str] = set()  # content ids that were rolled back
         self.restart(note=False)
 
     # -- making things
@@ -591,9 +634,9 @@ class PureCluster:
         """A worker of this name, if there is none yet, that fetches."""
         return (self.workers.get(name) or self.worker(name)).fetcher(shard)
 
-    def group(self, name: str, world_size: int) -> list[Handle]:
+    def group(self, name: str, world_size: int, *, spot: bool = False) -> list[Handle]:
         """A worker per rank."""
-        return [self.handle(f"{name}{rank}", name, rank, world_size) for rank in range(world_size)]
+        return [self.handle(f"{name}{rank}", name, rank, world_size, spot=spot) for rank in range(world_size)]
 
     def new_link(self, worker: SimWorker) -> Link:
         link = Link(next(self.sessions))
@@ -606,20 +649,17 @@ class PureCluster:
         if note:
             self.note("the coordinator restarts")
         if kept:
-            self.store.extend(persist.entry for persist in self.unstored.values())
+            for persist in self.unstored.values():
+                self.stored(persist.entry)
         self.unstored.clear()
         self.epoch += 1
-        durable = Durable(
-            tuple(e for e in self.store if isinstance(e, Publication)),
-            tuple(e for e in self.store if isinstance(e, Decision)),
-        )
         self.coordinator = Coordinator(
             cluster="c",
             epoch=self.epoch,
             options=self.options,
             ids=lambda: f"id{next(self.ids)}",
             now=self.now,
-            durable=durable if self.epoch > 1 else None,
+            durable=Durable.of(self.store) if self.epoch > 1 else None,
         )
         self.links.clear()
         self.ending.clear()
@@ -703,7 +743,7 @@ class PureCluster:
         elif kind == "store":
             persist = self.unstored.pop(int(name))
             self.note(f"stored {show(persist.entry)}")
-            self.store.append(persist.entry)
+            self.stored(persist.entry)
             self.step(Persisted(persist.record))
         else:
             handle = next(h for h in self.live_handles() if h.name == name)
@@ -798,7 +838,12 @@ class PureCluster:
             raise GuaranteeBroken(f"a lease is left: {lease}. Story:\n{lease.story}")
 
     def step(self, event: Event) -> None:
-        for action in self.coordinator.step(event, self.now):
+        before = self.kept(), self.standing()
+        actions = self.coordinator.step(event, self.now)
+        if before[1] == self.standing() and not involuntary(event):
+            lost = before[0] - self.kept() & self.retained()
+            demand(not lost, f"G5: {lost} were retained, and lost with {event}")
+        for action in actions:
             match action:
                 case Send():
                     if action.session in self.links:
@@ -812,6 +857,42 @@ class PureCluster:
                         self.truth[action.entry.content_id] = self.promised[action.entry.key]
                 case _:
                     assert_never(action)
+
+    def retained(self) -> set[str]:
+        """Content ids that the coordinator is to keep."""
+        models = self.coordinator.cluster.models.values()
+        return {m.versions[number].info.content_id for m in models for number in m.retained() if number in m.versions}
+
+    def kept(self) -> set[str]:
+        """Those of them of which every shard has a reliable holder."""
+        found = set()
+        for model in self.coordinator.cluster.models.values():
+            for number in model.retained() & set(model.versions):
+                version = model.versions[number]
+                reliable = [
+                    [h for h in holdings if h.is_source and not h.member.group.spot and h.member.worker.state == "live"]
+                    for holdings in version.holdings.values()
+                ]
+                if all(reliable):
+                    found.add(version.info.content_id)
+        return found
+
+    def standing(self) -> dict[str, str]:
+        return {w.incarnation: w.state.value for w in self.coordinator.cluster.workers.values()}
+
+    def stored(self, entry: Entry) -> None:
+        """It is durable now. After a rollback nobody may see what it retires any more."""
+        self.store.append(entry)
+        if isinstance(entry, Rollback):
+            published = [e for e in self.store if isinstance(e, Publication) and e.model == entry.model]
+            self.retired.update(e.content_id for e in published if e.number > entry.to)
+            newest = max((e.number for e in published if e.content_id not in self.retired), default=-1)
+            if entry.model in self.returned:
+                self.returned[entry.model] = min(self.returned[entry.model], newest)
+            for handle in self.all_handles():
+                asked = handle.asked
+                if asked is not None and asked.floor is not None and handle.shard.model == entry.model:
+                    asked.floor = min(asked.floor, newest)
 
     # -- what must hold
 
@@ -827,12 +908,13 @@ class PureCluster:
             return
         if key is not None and asked.version is not None:
             self.learn(key, handle.shard.rank, True, f"{handle.name} returned {asked.version.version}")
-        if isinstance(asked.what, PublishCall):
+        if isinstance(asked.what, PublishCall) and asked.version is not None and not self.is_retired(asked.version):
             newest = self.returned.get(handle.shard.model)
             self.returned[handle.shard.model] = max(asked.what.version, -1 if newest is None else newest)
         if isinstance(asked.what, FillCall):
             assert asked.version is not None
             number = asked.version.version
+            demand(asked.version.content_id not in asked.retired, f"G3: {handle.name} got {number}, which was rolled back")
             if asked.what.selector == "latest" and asked.floor is not None:
                 demand(number >= asked.floor, f"G3: {handle.name} got {number} after publish({asked.floor}) returned")
             if isinstance(asked.what.selector, int):
@@ -846,6 +928,8 @@ class PureCluster:
 
     def learn(self, key: OpKey, rank: int, committed: bool, how: str) -> None:
         """G4: no two ranks hear different outcomes."""
+        if any(isinstance(e, Publication) and e.key == key and e.content_id in self.retired for e in self.store):
+            return  # after a restart nobody remembers that it was published: it was rolled back
         heard = self.outcomes.setdefault(key, {})
         heard[rank] = (committed, how)
         demand(len({outcome for outcome, _ in heard.values()}) == 1, f"G4: {key}: {heard}")
@@ -875,6 +959,9 @@ class PureCluster:
         tag = self.truth[version.content_id][handle.shard.number]
         demand(handle.cells == [tag] * CHUNKS, f"G1: {handle} holds {handle.cells}, published was {tag}")
 
+    def is_retired(self, version: VersionInfo) -> bool:
+        return version.content_id in self.retired
+
     def check_closed(self, handle: Handle) -> None:
         """G2: nobody can begin to read memory that is its owner's to write."""
         held = handle.worker.owner._holdings.get(handle.id)
@@ -883,6 +970,17 @@ class PureCluster:
     def check_store(self) -> None:
         numbers = [(e.model, e.lineage, e.number) for e in self.store if isinstance(e, Publication)]
         demand(len(set(numbers)) == len(numbers), f"R1: a number was published twice: {numbers}")
+
+
+def involuntary(event: Event) -> bool:
+    """Whether a holder may be lost with it: its owner has not asked for leave, or will not be refused."""
+    match event:
+        case Received(message=Withdraw() as message):
+            return message.abandon
+        case Received(message=Withdrawn() | Register() | Deregister() | Leave() | Join()) | Disconnected():
+            return True
+        case _:
+            return False
 
 
 def demand(holds: bool, what: str) -> None:

@@ -81,6 +81,33 @@ def test_mutate_whose_body_raises_publishes_nothing(hubs: Pair) -> None:
     assert weights.publish(1).version == 1
 
 
+def test_rollback(hubs: Pair) -> None:
+    trainer, _ = hubs
+    weights = trainer.register("m", tensors(1))
+    for number in (1, 2):
+        with weights.mutate(number):
+            pass
+    trainer.rollback("m", to=1)
+    assert (weights.state, trainer.describe("m").mark) == ("empty", 1)
+    with pytest.raises(errors.VersionConflict, match="its newest number is 1"):
+        trainer.rollback("m", to=2)
+
+
+def test_retain_and_pin(hubs: Pair) -> None:
+    trainer, evaluator = hubs
+    weights = trainer.register("m", tensors(1))
+    weights.publish(1)
+    trainer.retain("m", latest=1)
+    with pytest.raises(errors.RetentionError, match="one of the newest 1"):
+        weights.unpublish(timeout=0.05)
+    trainer.retain("m", latest=0)
+    with evaluator.pin("m", 1), pytest.raises(errors.RetentionError, match="pinned by 1 block"):
+        weights.unpublish(timeout=0.05)
+    weights.unpublish()
+    with pytest.raises(errors.VersionUnavailable, match="nobody holds it now"), evaluator.pin("m", 1):
+        pass
+
+
 def test_what_is_known(hubs: Pair) -> None:
     trainer, reader = hubs
     trainer.register("m", tensors(1)).publish(3)
@@ -204,7 +231,7 @@ def test_ctrl_c_in_before_write_leaves_the_old_version(hubs: Pair) -> None:
 @pytest.mark.parametrize("name", ["serve", "connect", "Hub", "Weights"])
 def test_it_mirrors_the_async_api(name: str) -> None:
     """The same names, parameters and defaults, but for what is not built yet."""
-    unbuilt = {"retain", "pin", "rollback", "prefetch"}
+    unbuilt = {"prefetch"}
     theirs, ours = getattr(tensorhub, name), getattr(sync, name)
     if inspect.isclass(theirs):
         public = {key for key in vars(theirs) if not key.startswith("_")} - unbuilt

@@ -13,7 +13,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequenc
 from functools import partial
 from typing import Any, NoReturn, Self, TypeVar, overload
 
-from tensorhub.errors import StateError
+from tensorhub.errors import StateError, TensorHubError
 from tensorhub.fetched import Fetched
 from tensorhub.protocol.secret import check_open_access, resolve_token
 from tensorhub.runtime.handle import Handle, ProgressListener
@@ -266,7 +266,10 @@ class Hub:
         return await self._thread.call(self._worker.wait_for, model, at_least, self._timeout_s(timeout))
 
     def watch(self, model: str) -> Watcher:
-        """Iterate over newest versions, the known one first; a slow consumer gets only the newest of those it missed."""
+        """Iterate over newest versions, the known one first; a slow consumer gets only the newest of those it missed.
+
+        After a rollback the newest version is an older one than before.
+        """
         check_name("model", model)
         self._thread.check_usable()
         watcher = Watcher(self._worker, self._thread, model)
@@ -282,17 +285,50 @@ class Hub:
         found = await self._thread.call(self._worker.describe, model, self._timeout_s(timeout))
         return found if model is None else found[0]
 
-    async def retain(self, model: str, *, latest: int) -> NoReturn:
-        """Keep the newest `latest` versions fetchable. Not built yet."""
-        raise NotImplementedError("retain is not built yet")
+    async def retain(self, model: str, *, latest: int, timeout: float | None = None) -> None:
+        """Keep the newest `latest` versions of `model` fetchable, lost ones counted; the last call wins, 0 keeps none.
 
-    def pin(self, model: str, version: int) -> NoReturn:
-        """Keep one version fetchable for the length of a block. Not built yet."""
-        raise NotImplementedError("pin is not built yet")
+        A worker that is not spot and would be the last to hold a kept version is not let go: its `unpublish`, `mutate`,
+        `update` and `close` wait for another holder and, at their deadline, raise RetentionError with the version still
+        published. `close(abandon=True)` and leaving the hub do not wait. Durable on return. The model need not exist yet.
+        Raises StateError (`latest` is no number from 0), OperationTimeout, CoordinatorUnavailable.
+        """
+        check_name("model", model)
+        _check_latest(latest)
+        await self._thread.call(self._worker.retain, model, latest, self._timeout_s(timeout))
 
-    async def rollback(self, model: str, *, to: int) -> NoReturn:
-        """Begin a new lineage after version `to`. Not built yet."""
-        raise NotImplementedError("rollback is not built yet")
+    @contextlib.asynccontextmanager
+    async def pin(self, model: str, version: int, timeout: float | None = None) -> AsyncIterator[None]:
+        """Keep one version fetchable for the length of the block, whatever `retain` says; pins of one version count.
+
+        It outlives a coordinator with a `state_dir`, and ends with this worker; a rollback ends it too.
+        Raises VersionUnavailable (not published, or nobody holds it now), StateError, OperationTimeout,
+        CoordinatorUnavailable; at the end of the block LeaseLost, if this worker was taken for dead and the version could
+        not be pinned again.
+        """
+        check_name("model", model)
+        _check_version(version)
+        timeout_s = self._timeout_s(timeout)
+        ident = await self._thread.call(self._worker.pin, model, version, timeout_s)
+        try:
+            yield
+        except BaseException:
+            with self._thread.side.shield(), contextlib.suppress(TensorHubError):
+                await self._thread.call(self._worker.unpin, ident, timeout_s)
+            raise
+        await self._thread.call(self._worker.unpin, ident, timeout_s)
+
+    async def rollback(self, model: str, *, to: int, timeout: float | None = None) -> None:
+        """Begin a new lineage of `model` after version `to`, for a trainer that restarts from that checkpoint.
+
+        The versions up to `to` stay; later ones are retired: their holders' handles become empty, their readers get
+        VersionUnavailable, publishes in progress VersionConflict. The next number to publish is `to` + 1. Durable on return.
+        Raises VersionConflict (nothing was published, or `to` is above the newest number), OperationTimeout,
+        CoordinatorUnavailable.
+        """
+        check_name("model", model)
+        _check_version(to)
+        await self._thread.call(self._worker.rollback, model, to, self._timeout_s(timeout))
 
     async def fetch(
         self,
@@ -389,7 +425,7 @@ class _Listener:
         self._box = box
         self._wakeup = wakeup
 
-    def __call__(self, info: VersionInfo) -> None:
+    def __call__(self, info: VersionInfo | None) -> None:
         self._box[0] = info
         self._wakeup.set()
 
@@ -438,9 +474,9 @@ class Weights:
         """Take the promise back; returns when the memory may be overwritten.
 
         Running readers are moved, or waited for within `drain_grace_s` and half the timeout, then fenced. Needs no reachable
-        coordinator. Raises StateError (nothing is published), DrainTimeout (it is still being read when the time is up: the
-        memory stays published), MutabilityViolation (it is taken back, but was written before), LeaseLost (it is the
-        caller's already: the coordinator has given the version up).
+        coordinator. Raises StateError (nothing is published), RetentionError (a retained version would be lost; it stays
+        published), DrainTimeout (it is still being read when the time is up; it stays published), MutabilityViolation (it
+        is taken back, but was written before), LeaseLost (it is the caller's already: the coordinator has given it up).
         """
         await self._thread.call(self._handle.unpublish, self._hub._timeout_s(timeout))
 
@@ -458,8 +494,7 @@ class Weights:
         await self._thread.call(self._worker.check_number, self.model, version, timeout_s)
         where = "unpublish() in"
         try:
-            if self.state in (HandleState.READY, HandleState.IN_DOUBT):
-                await self.unpublish(timeout)
+            await self._thread.call(self._handle.unpublish_if_published, timeout_s)
             where = "the body of"
             yield
         except BaseException as error:
@@ -492,8 +527,9 @@ class Weights:
 
         `at_least` waits for that number. `before_write` is awaited here, in the caller's task, once version and source are
         certain and before the first byte changes. Up to then an error leaves the old version published; after it the
-        memory is torn. Raises as `replicate`, DrainTimeout (the old version is still being read, and stays published),
-        MutabilityViolation (it was written; unpublish() first), and whatever `before_write` raises.
+        memory is torn. Raises as `replicate`, RetentionError (a retained version would be lost), DrainTimeout (the old
+        version is still being read), both with it still published, MutabilityViolation (it was written; unpublish() first),
+        and whatever `before_write` raises.
         """
         check_selector(selector)
         if at_least is not None:
@@ -531,7 +567,8 @@ class Weights:
     async def close(self, abandon: bool = False) -> None:
         """Withdraw what is published, as `unpublish` does, and give the registration up.
 
-        Raises DrainTimeout (it stays published, and open) and MutabilityViolation (it is closed).
+        Raises RetentionError (a retained version would be lost; `abandon` loses it) and DrainTimeout, both with everything
+        as it was, and MutabilityViolation (it is closed).
         """
         await self._thread.call(partial(self._handle.close, abandon=abandon), self._hub._timeout_s(None))
 
@@ -539,3 +576,8 @@ class Weights:
 def _check_version(version: object) -> None:
     if not isinstance(version, int) or isinstance(version, bool) or not 0 <= version <= VERSION_MAX:
         raise StateError(f"{version!r} is not a version: give an integer from 0 to 2**63 - 1")
+
+
+def _check_latest(latest: object) -> None:
+    if not isinstance(latest, int) or isinstance(latest, bool) or not 0 <= latest <= VERSION_MAX:
+        raise StateError(f"latest={latest!r}: give the number of versions to keep, 0 or more")

@@ -16,6 +16,7 @@ from typing import Annotated
 from tensorhub import errors
 from tensorhub.types import (
     U64,
+    VERSION_MAX,
     Endpoint,
     Id,
     Length,
@@ -35,6 +36,7 @@ from tensorhub.types import (
 PROTOCOL_VERSION = 1
 
 Rank = Annotated[int, Range(0, 2**20)]
+Number = Annotated[int, Range(0, VERSION_MAX)]
 WorldSize = Annotated[int, Range(1, 2**20)]
 ManifestBlob = Annotated[bytes, Length(48 * 2**20)]
 Nonce = Annotated[bytes, Length(32)]
@@ -270,11 +272,18 @@ class Progress:
 
 @dataclass(frozen=True, slots=True)
 class Withdraw:
-    """This rank wants its published memory back: no new readers; Withdrawable answers when the old are gone."""
+    """This rank wants its published memory back: no new readers; Withdrawable answers when the old are gone.
+
+    While that would lose a retained version, nothing changes; then, at the deadline, it is Refused (RetentionError).
+    `abandon`: lose it. `hurry`: the same wish again, which waits no longer; without effect if it is answered already.
+    """
 
     request: U64
     registration: Id
     generation: U64
+    timeout_s: Seconds
+    abandon: bool
+    hurry: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -322,6 +331,45 @@ class Describe:
 
     request: U64
     model: Name | None
+
+
+@dataclass(frozen=True, slots=True)
+class Rollback:
+    """Begin a new lineage of `model` whose mark is `to`. A retry carries its `ident`. Answered by Done or Refused."""
+
+    request: U64
+    ident: Id
+    model: Name
+    to: Number
+
+
+@dataclass(frozen=True, slots=True)
+class Retain:
+    """Keep the newest `latest` versions of this model fetchable; the last one counts. Answered by Done or Refused."""
+
+    request: U64
+    model: Name
+    latest: Number
+
+
+@dataclass(frozen=True, slots=True)
+class Pin:
+    """Keep this version, whatever `Retain` says, until Unpin or the worker's end. Said anew on each new connection: `pin`
+    names it. Answered by Done or Refused."""
+
+    request: U64
+    pin: Id
+    model: Name
+    version: Number
+
+
+@dataclass(frozen=True, slots=True)
+class Unpin:
+    """That pin is over. Answered by Done or Refused."""
+
+    request: U64
+    pin: Id
+    model: Name
 
 
 # ---------------------------------------------------------------------------------------- coordinator -> worker
@@ -439,6 +487,22 @@ class Withdrawable:
 
 
 @dataclass(frozen=True, slots=True)
+class OrderedOut:
+    """This content was retired (rolled back): whoever holds it under this registration fences it and forgets it."""
+
+    registration: Id
+    content_id: Id
+    reason: Text
+
+
+@dataclass(frozen=True, slots=True)
+class MustStay:
+    """A retained version would be lost with this memory: Withdrawable comes when another holds it, else Refused."""
+
+    request: U64
+
+
+@dataclass(frozen=True, slots=True)
 class CutReader:
     """This lease's reader is lost: close its connections, and say so."""
 
@@ -454,7 +518,7 @@ class ManifestReply:
 
 @dataclass(frozen=True, slots=True)
 class Announce:
-    """The newest visible version; None: none yet."""
+    """The newest visible version; None: there is none. After a rollback it is an older one than before."""
 
     model: Name
     newest: VersionInfo | None
@@ -527,6 +591,10 @@ FromWorker = (
     | Watch
     | Check
     | Describe
+    | Rollback
+    | Retain
+    | Pin
+    | Unpin
 )
 FromCoordinator = (
     Welcome
@@ -542,10 +610,12 @@ FromCoordinator = (
     | DropSource
     | Outcome
     | Withdrawable
+    | MustStay
     | CutReader
     | ManifestReply
     | Announce
     | Description
+    | OrderedOut
 )
 FromReader = Read
 FromOwner = ChunksFollow | StillWaiting | ReadRefused

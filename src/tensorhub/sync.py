@@ -148,6 +148,20 @@ class Hub:
         """Iterate over newest versions; see `tensorhub.Hub.watch`."""
         return Watcher(self._hub.watch(model))
 
+    def retain(self, model: str, *, latest: int, timeout: float | None = None) -> None:
+        """Keep the newest `latest` versions of a model fetchable; see `tensorhub.Hub.retain`."""
+        _finish(self._hub.retain(model, latest=latest, timeout=timeout))
+
+    @contextlib.contextmanager
+    def pin(self, model: str, version: int, timeout: float | None = None) -> Iterator[None]:
+        """Keep one version fetchable for the length of the block; see `tensorhub.Hub.pin`."""
+        with _Block(self._hub.pin(model, version, timeout), lambda nothing: nothing):
+            yield
+
+    def rollback(self, model: str, *, to: int, timeout: float | None = None) -> None:
+        """Begin a new lineage of a model after version `to`; see `tensorhub.Hub.rollback`."""
+        _finish(self._hub.rollback(model, to=to, timeout=timeout))
+
     @overload
     def describe(self, model: str, timeout: float | None = None) -> ModelInfo: ...
     @overload

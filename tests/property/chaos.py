@@ -40,7 +40,7 @@ class Chaos:
         self.world_size = world_size = random.choice((1, 1, 2, 3))
         for number in range(random.randint(2, 4)):
             odd = random.random() < 0.05
-            self.cluster.group(f"g{number}", world_size + odd)
+            self.cluster.group(f"g{number}", world_size + odd, spot=random.random() < 0.15)
         self.fetch_rate = random.choice((0.0, 0.1, 0.3))
 
     def __repr__(self) -> str:
@@ -96,7 +96,10 @@ class Chaos:
             if random.random() < 0.1:
                 number = random.randint(0, self.next_version)
         if what == "rare":
-            what = random.choice(("close", "refuse", "mix", "fill", "fill"))
+            what = random.choice(("close", "refuse", "mix", "fill", "order", "order"))
+        if what == "order":
+            self.order(random.choice(handles))
+            return
         recent = max(0, self.next_version - random.randint(1, 2))
         selector: Selector = random.choice(("latest", "latest", "latest", "latest-1", recent))
         hold = random.random() < 0.3
@@ -108,6 +111,20 @@ class Chaos:
         selector: Selector = random.choice(("latest", "latest", "latest-1", max(0, self.next_version - 1)))
         fetcher = beside.worker.fetcher(random.randrange(self.world_size))
         fetcher.fetch(selector, random.choice((0.5, 5.0, 60.0)))
+
+    def order(self, handle: Handle) -> None:
+        """A worker asks for something that concerns the whole model."""
+        random, worker = self.random, handle.worker
+        match random.choice(("rollback", "retain", "retain", "pin", "unpin")):
+            case "rollback":
+                worker.rollback(max(0, self.next_version - random.randint(1, 5)))
+            case "retain":
+                worker.retain(random.choice((0, 0, 1, 2)))
+            case "pin":
+                worker.pin(max(0, self.next_version - random.randint(1, 2)))
+            case "unpin":
+                if worker.pins:
+                    worker.unpin(random.choice(list(worker.pins)))
 
     def one_call(
         self, handle: Handle, what: str, number: int, selector: Selector, hold: bool, timeout_s: float
@@ -127,7 +144,8 @@ class Chaos:
                 case "unpublish":
                     return handle.unpublish(timeout_s)
                 case "close":
-                    return handle.close(timeout_s) if self.random.random() < 0.2 else None
+                    close = self.random.random() < 0.2
+                    return handle.close(timeout_s, abandon=self.random.random() < 0.3) if close else None
                 case "refuse":
                     return handle.refuse()
                 case _:
@@ -187,7 +205,20 @@ class Chaos:
             handle.hook_error = None
         cluster.heal()
         cluster.check()
+        self.let_go()
         self.demand_liveness()
+
+    def let_go(self) -> None:
+        """Nothing is retained any more."""
+        live = [worker for worker in self.cluster.workers.values() if worker.alive]
+        for worker in live:
+            worker.retain(0)
+            for pin in list(worker.pins):
+                worker.unpin(pin)
+        self.cluster.run()
+        for model in self.cluster.coordinator.cluster.models.values():
+            if live and model.retained():
+                raise GuaranteeBroken(f"still retained: {model.retained()}, pins {model.pins}")
 
     def demand_liveness(self) -> None:
         cluster = self.cluster

@@ -118,6 +118,25 @@ class CoreMachine(RuleBasedStateMachine):
         if handle is not None and handle.member.running is not None:
             handle.cancel()
 
+    @rule(index=st.integers(0, 8), back=st.integers(0, 3))
+    def rollback(self, index: int, back: int) -> None:
+        handle = self.pick(index)
+        if handle is not None:
+            handle.worker.rollback(max(0, self.published - back))
+
+    @rule(index=st.integers(0, 8), latest=st.integers(0, 2))
+    def retain(self, index: int, latest: int) -> None:
+        handle = self.pick(index)
+        if handle is not None:
+            handle.worker.retain(latest)
+
+    @rule(index=st.integers(0, 8), back=st.integers(0, 2))
+    def pin_or_unpin(self, index: int, back: int) -> None:
+        handle = self.pick(index)
+        if handle is not None:
+            pins = handle.worker.pins
+            handle.worker.unpin(next(iter(pins))) if pins else handle.worker.pin(max(0, self.published - back))
+
     # -- what happens by itself
 
     @precondition(lambda self: self.choices())

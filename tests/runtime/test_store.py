@@ -9,7 +9,17 @@ from pathlib import Path
 
 import pytest
 
-from tensorhub.coordinator import Decision, Durable, Publication
+from tensorhub.coordinator import (
+    Decision,
+    Durable,
+    Entry,
+    ModelRecord,
+    Pinned,
+    Publication,
+    Retention,
+    Rollback,
+    Unpinned,
+)
 from tensorhub.errors import StateError
 from tensorhub.runtime.store import PUBLICATIONS_READ_MAX, MemoryStore, SqliteStore
 from tensorhub.types import OpKey
@@ -20,7 +30,7 @@ def publication(number: int, model: str = "m", lineage: int = 0) -> Publication:
 
 
 def decision(number: int, group: str = "g") -> Decision:
-    return Decision(OpKey("m", group, 7, number), "m", number, f"content-{number}")
+    return Decision(OpKey("m", group, 7, number), "m", number, f"content-{number}", 12, 2)
 
 
 def test_what_was_written_is_read_by_the_next(tmp_path: Path) -> None:
@@ -36,6 +46,54 @@ def test_what_was_written_is_read_by_the_next(tmp_path: Path) -> None:
     second.close()
     assert found.publications == (publication(1), publication(2))
     assert sorted(found.decisions, key=str) == sorted([decision(2), decision(1, "other")], key=str)
+
+
+def test_a_rollback_deletes_what_is_later_and_begins_a_lineage(tmp_path: Path) -> None:
+    store = SqliteStore(tmp_path)
+    entries: list[Entry] = [publication(number) for number in (1, 2, 5)]
+    entries += [publication(9, "other"), Rollback("m", 1, 3, "why")]
+    store.write(entries)
+    assert store.read().models == (ModelRecord("m", 1, 3, "why"), ModelRecord("other", 0, 9, ""))
+    entries.append(publication(5, lineage=1))
+    store.write(entries[-1:])
+    found = store.read()
+    assert [(p.model, p.number, p.lineage) for p in found.publications] == [
+        ("m", 1, 0),
+        ("m", 2, 0),
+        ("m", 5, 1),
+        ("other", 9, 0),
+    ]
+    assert found == Durable.of(entries)
+    store.write([Rollback("m", 2, 0, "again")])
+    store.close()
+    store = SqliteStore(tmp_path)
+    found = store.read()
+    store.close()
+    assert [p.model for p in found.publications] == ["other"]
+    assert found.models[0] == ModelRecord("m", 2, 0, "again")  # also without any publication
+
+
+def test_retention_and_pins(tmp_path: Path) -> None:
+    entries: list[Entry] = [
+        Retention("fresh", 3),
+        publication(1),
+        Retention("m", 2),
+        Retention("m", 1),
+        *(Pinned(pin, "life", "m", 1, "content-1") for pin in ("a", "b", "c")),
+        Pinned("b", "next life", "m", 1, "content-1"),
+        Unpinned("c"),
+        Unpinned("unknown"),
+        Rollback("m", 1, 1, "why"),
+    ]
+    store = SqliteStore(tmp_path)
+    store.write(entries)
+    store.close()
+    store = SqliteStore(tmp_path)
+    found = store.read()
+    store.close()
+    assert found == Durable.of(entries)
+    assert found.models == (ModelRecord("fresh", retain=3), ModelRecord("m", 1, 1, "why", 1))
+    assert [(pin.pin, pin.incarnation) for pin in found.pins] == [("a", "life"), ("b", "next life")]
 
 
 def test_only_the_newest_of_each_model_are_read(tmp_path: Path) -> None:
@@ -82,7 +140,7 @@ def test_what_was_written_survives_a_kill(tmp_path: Path) -> None:
     store = SqliteStore(tmp_path)
     found = store.read()
     store.close()
-    assert found == Durable((publication(1),), (decision(1),))
+    assert found == Durable.of([publication(1), decision(1)])
 
 
 def test_one_coordinator_at_a_time(tmp_path: Path) -> None:
@@ -118,7 +176,7 @@ def test_another_format(tmp_path: Path) -> None:
     db.execute("UPDATE cluster SET format = 99")
     db.commit()
     db.close()
-    with pytest.raises(StateError, match="its format is 99, this version writes 1"):
+    with pytest.raises(StateError, match="its format is 99, this version writes 2"):
         SqliteStore(tmp_path)
 
 

@@ -10,9 +10,14 @@ from tensorhub.coordinator.actions import (
     Decision,
     Durable,
     Entry,
+    ModelRecord,
     Persist,
+    Pinned,
     Publication,
+    Retention,
+    Rollback,
     Send,
+    Unpinned,
 )
 from tensorhub.coordinator.core import Coordinator
 from tensorhub.coordinator.events import (
@@ -35,11 +40,16 @@ __all__ = [
     "Durable",
     "Entry",
     "Event",
+    "ModelRecord",
     "Persist",
     "PersistFailed",
     "Persisted",
+    "Pinned",
     "Publication",
     "Received",
+    "Retention",
+    "Rollback",
     "Send",
     "Tick",
+    "Unpinned",
 ]

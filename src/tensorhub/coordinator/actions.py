@@ -6,7 +6,9 @@ to it. `Send` to a session that has ended is dropped by the shell.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from typing import Any, assert_never
 
 from tensorhub.messages import FromCoordinator
 from tensorhub.types import OpKey
@@ -28,15 +30,65 @@ class Publication:
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """R6's commit record of a fill by a group of several ranks; the newest per group is kept."""
+    """R6's commit record of a fill by a group of several ranks; the newest per group is kept, longer than its version."""
 
     key: OpKey
     model: str
     number: int
     content_id: str
+    nbytes: int
+    world_size: int
 
 
-Entry = Publication | Decision
+@dataclass(frozen=True, slots=True)
+class Rollback:
+    """A new lineage (R2): it inherits the publications up to `to`; those above it count no more.
+
+    `ident` names the call, so that a retry of it is not a second one.
+    """
+
+    model: str
+    lineage: int
+    to: int
+    ident: str
+
+
+@dataclass(frozen=True, slots=True)
+class Retention:
+    """From now on the newest `retain` versions of the model are kept."""
+
+    model: str
+    retain: int
+
+
+@dataclass(frozen=True, slots=True)
+class Pinned:
+    """One worker's wish that this version be kept. It ends with Unpinned, or with the worker."""
+
+    pin: str
+    incarnation: str
+    model: str
+    number: int
+    content_id: str
+
+
+@dataclass(frozen=True, slots=True)
+class Unpinned:
+    pin: str
+
+
+Entry = Publication | Decision | Rollback | Retention | Pinned | Unpinned
+
+
+@dataclass(frozen=True, slots=True)
+class ModelRecord:
+    """What the entries of a model come to. `mark`: the newest number of its lineage, published or rolled back to."""
+
+    model: str
+    lineage: int = 0
+    mark: int | None = None
+    rollback: str = ""  # the newest one's ident
+    retain: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +97,45 @@ class Durable:
 
     publications: tuple[Publication, ...] = ()
     decisions: tuple[Decision, ...] = ()
+    models: tuple[ModelRecord, ...] = ()
+    pins: tuple[Pinned, ...] = ()
+
+    @classmethod
+    def of(cls, entries: Iterable[Entry]) -> Durable:
+        """What these entries, in their order, come to. A store that keeps tables says the same."""
+        publications: dict[tuple[str, int], Publication] = {}
+        decisions: dict[tuple[str, str], Decision] = {}
+        models: dict[str, ModelRecord] = {}
+        pins: dict[str, Pinned] = {}
+
+        def change(model: str, **fields: Any) -> None:
+            models[model] = replace(models.get(model, ModelRecord(model)), **fields)
+
+        for entry in entries:
+            match entry:
+                case Publication():
+                    publications[entry.model, entry.number] = entry
+                    change(entry.model, mark=entry.number)
+                case Decision():
+                    decisions[entry.key.model, entry.key.group] = entry
+                case Rollback():
+                    for key in [k for k in publications if k[0] == entry.model and k[1] > entry.to]:
+                        del publications[key]
+                    change(entry.model, lineage=entry.lineage, mark=entry.to, rollback=entry.ident)
+                case Retention():
+                    change(entry.model, retain=entry.retain)
+                case Pinned():
+                    pins[entry.pin] = entry
+                case Unpinned():
+                    pins.pop(entry.pin, None)
+                case _:
+                    assert_never(entry)
+        return cls(
+            tuple(publications[key] for key in sorted(publications)),
+            tuple(decisions[key] for key in sorted(decisions)),
+            tuple(models[key] for key in sorted(models)),
+            tuple(pins[key] for key in sorted(pins)),
+        )
 
 
 @dataclass(frozen=True, slots=True)

@@ -25,9 +25,11 @@ from tensorhub.coordinator.events import (
     Received,
     Tick,
 )
+from tensorhub.coordinator.lineage import Lineages
 from tensorhub.coordinator.membership import Membership
 from tensorhub.coordinator.operations import Operations
 from tensorhub.coordinator.readers import Readers
+from tensorhub.coordinator.retention import Retentions
 from tensorhub.coordinator.states import COORDINATOR_TABLE, CoordinatorState
 from tensorhub.coordinator.versions import Versions
 from tensorhub.errors import VersionUnavailable
@@ -49,6 +51,7 @@ from tensorhub.messages import (
     Join,
     Leave,
     ManifestReply,
+    Pin,
     Prepared,
     Progress,
     Publish,
@@ -58,6 +61,9 @@ from tensorhub.messages import (
     Refused,
     Register,
     Resolve,
+    Retain,
+    Rollback,
+    Unpin,
     Watch,
     Withdraw,
     Withdrawable,
@@ -91,9 +97,11 @@ class Coordinator(Stateful[CoordinatorState]):
         self.cluster = Cluster(cluster, epoch, options, ids)
         self.cluster.now = now
         self._versions = Versions(self.cluster)
-        self._readers = Readers(self.cluster)
-        self._operations = Operations(self.cluster, self._versions, self._readers)
-        self._membership = Membership(self.cluster, self._readers, self._operations)
+        self._retentions = Retentions(self.cluster)
+        self._readers = Readers(self.cluster, self._retentions)
+        self._operations = Operations(self.cluster, self._versions, self._readers, self._retentions)
+        self._lineages = Lineages(self.cluster, self._versions, self._readers, self._operations)
+        self._membership = Membership(self.cluster, self._retentions, self._readers, self._operations)
         if durable is not None:
             self._recover(durable)
         self.become(CoordinatorState.SERVING, 0, now, "recovered")
@@ -117,12 +125,16 @@ class Coordinator(Stateful[CoordinatorState]):
                 publication.nbytes,
                 publication.world_size,
             )
-            model.lineage = publication.lineage
             version = Version(info, publication.lineage, publication.layout_id, publication.key)
             self._versions.recover(version, model)
             oldest = min(model.versions)
             if len(model.versions) > RECOVERED_PER_MODEL_MAX:
                 del model.versions[oldest]
+        for record in durable.models:
+            model = cluster.model(record.model)
+            model.lineage, model.mark, model.rolled_back_by = record.lineage, record.mark, record.rollback
+            model.retain = record.retain
+        self._retentions.recover(durable.pins)
         for decision in sorted(durable.decisions, key=lambda d: d.key):
             cluster.decisions[decision.key.model, decision.key.group] = decision
         cluster.timers.set("recovery", "", cluster.now + cluster.options.lease_s)
@@ -160,9 +172,10 @@ class Coordinator(Stateful[CoordinatorState]):
                     self._operations.deadline_passed(key)
                 case ("retry", key):
                     self._operations.retry_due(key)
-                case ("grace", registration):
-                    self._readers.grace_over(registration)
+                case ("withdrawal", registration):
+                    self._readers.withdrawal_due(registration)
                 case ("recovery", _):
+                    self._retentions.recovery_over()
                     for model in self.cluster.models.values():
                         self.cluster.touch(model)
                 case _:
@@ -182,9 +195,19 @@ class Coordinator(Stateful[CoordinatorState]):
                 if session is not None:
                     self._membership.disconnected(session)
             case Persisted():
-                self._operations.persisted(event.record)
+                if event.record in self.cluster.orders:
+                    order = self.cluster.orders.pop(event.record)
+                    department = self._lineages if isinstance(order.message, Rollback) else self._retentions
+                    department.recorded(order)
+                else:
+                    self._operations.persisted(event.record)
             case PersistFailed():
-                self._operations.persist_failed(event.record, event.reason)
+                if event.record in self.cluster.orders:
+                    order = self.cluster.orders.pop(event.record)
+                    department = self._lineages if isinstance(order.message, Rollback) else self._retentions
+                    department.not_recorded(order, event.reason)
+                else:
+                    self._operations.persist_failed(event.record, event.reason)
             case Tick():
                 pass
             case _:
@@ -226,7 +249,11 @@ class Coordinator(Stateful[CoordinatorState]):
         | Progress
         | Withdraw
         | Withdrawn
-        | ReaderCut,
+        | ReaderCut
+        | Rollback
+        | Retain
+        | Pin
+        | Unpin,
     ) -> None:
         match message:
             case Heartbeat():
@@ -242,10 +269,22 @@ class Coordinator(Stateful[CoordinatorState]):
                 else:
                     self.cluster.send(worker.session, Done(message.request))
             case Withdraw():
-                self._withdraw(worker, message)
+                member = worker.members.get(message.registration)
+                if member is not None:
+                    self._readers.withdraw(member, message)
+                else:
+                    self.cluster.send(worker.session, Withdrawable(message.request))
             case Withdrawn():
                 if message.registration in worker.members:
                     self._readers.confirm_withdrawn(message.registration, message.generation)
+            case Rollback():
+                self._lineages.ask(worker.session, message)
+            case Retain():
+                self._retentions.retain(worker.session, message)
+            case Pin():
+                self._retentions.pin(worker, message)
+            case Unpin():
+                self._retentions.unpin(worker, message)
             case ReaderCut():
                 lease = self.cluster.leases.get(message.lease)
                 if lease is not None and lease.holding.member.worker is worker:
@@ -289,15 +328,6 @@ class Coordinator(Stateful[CoordinatorState]):
         member = group.members.get(message.rank) if group is not None else None
         return member if member is not None and member.worker is worker else None
 
-    def _withdraw(self, worker: Worker, message: Withdraw) -> None:
-        member = worker.members.get(message.registration)
-        if member is not None and message.registration in member.group.model.withdrawals:
-            member.group.model.withdrawals[message.registration].request = message.request  # a retry
-        elif member is None or member.holding is None or member.holding.generation != message.generation:
-            self.cluster.send(worker.session, Withdrawable(message.request))  # nothing here counts on it
-        else:
-            self._readers.withdraw(message.request, member.holding)
-
     def _ask(self, session: Session, message: Watch | Describe | GetManifest | Check) -> None:
         cluster = self.cluster
         match message:
@@ -321,8 +351,7 @@ class Coordinator(Stateful[CoordinatorState]):
                 # Not `conflict`: another rank of the asker's own group may be publishing this very number.
                 known = cluster.models.get(message.model)
                 conflict = self._versions.overtaken(known, message.version) if known is not None else None
-                answer = Done(message.request) if conflict is None else Refused(message.request, ErrorInfo.of(conflict))
-                cluster.send(session.number, answer)
+                cluster.answer(session.number, message.request, conflict)
             case _:
                 assert_never(message)
 
@@ -354,4 +383,6 @@ class Coordinator(Stateful[CoordinatorState]):
                 del cluster.changed_models[name]
                 model = cluster.models[name]
                 self._versions.refresh(model)
+                self._readers.settle_withdrawals(model)
+                self._lineages.settle(model)
                 cluster.changed_operations.update(model.waiting)

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import ClassVar
 
 from tensorhub.coordinator import states
-from tensorhub.coordinator.actions import Action, CloseSession, Decision, Persist, Send
+from tensorhub.coordinator.actions import Action, CloseSession, Decision, Entry, Persist, Pinned, Send
 from tensorhub.coordinator.states import (
     LeaseState,
     OperationState,
@@ -22,7 +22,20 @@ from tensorhub.coordinator.states import (
 )
 from tensorhub.errors import TensorHubError
 from tensorhub.machine import Stateful, Timers
-from tensorhub.messages import Abandon, Fill, FromCoordinator, Outcome, Publish
+from tensorhub.messages import (
+    Abandon,
+    Done,
+    ErrorInfo,
+    Fill,
+    FromCoordinator,
+    Outcome,
+    Pin,
+    Publish,
+    Refused,
+    Retain,
+    Rollback,
+    Unpin,
+)
 from tensorhub.types import Endpoint, Location, Medium, OpKey, OpKind, Options, Purpose, VersionInfo
 
 DECIDED_KEPT_MAX = 32  # outcomes that a group remembers for ranks that ask late
@@ -279,7 +292,22 @@ class Withdrawal:
 
     request: int
     holding: Holding
+    session: int | None  # over which it was said
+    deadline: float  # when it is refused; once begun, when its readers are cut
+    abandon: bool  # although a retained version may be lost
+    told: bool = False  # that it must stay for now
+    begun: bool = False  # the holding takes no readers any more
     granted: bool = False
+
+
+@dataclass(slots=True, eq=False)
+class Order:
+    """What one worker asked to have recorded. It is answered (Done or Refused) once that is decided."""
+
+    model: Model
+    message: Rollback | Retain | Pin | Unpin
+    session: int | None  # over which it is answered
+    record: int | None = None  # of its entry, while that is being made durable
 
 
 @dataclass(slots=True, eq=False)
@@ -288,7 +316,7 @@ class Model:
 
     name: str
     lineage: int = 0
-    mark: int | None = None  # the newest number of the current lineage that was ever visible
+    mark: int | None = None  # the newest number of the current lineage: ever visible, or rolled back to
     retain: int = 0
     versions: dict[int, Version] = field(default_factory=dict)  # by number; STAGED, AVAILABLE and UNAVAILABLE ones
     groups: dict[str, Group] = field(default_factory=dict)
@@ -296,11 +324,19 @@ class Model:
     withdrawals: dict[str, Withdrawal] = field(default_factory=dict)  # by registration; those not granted
     watchers: set[int] = field(default_factory=set)  # sessions
     announced: VersionInfo | None = None  # what the watchers were told last
+    rollbacks: deque[Order] = field(default_factory=deque)  # not decided; the first may be on its way to the store
+    pins: dict[str, Pinned] = field(default_factory=dict)  # by id; of workers that are not lost, and visible versions
+    rolled_back_by: str = ""  # the ident of the newest decided one
 
     def newest_visible(self, skip: int = 0) -> Version | None:
         """The newest visible version, or the one `skip` places before it."""
         visible = sorted((v.number for v in self.versions.values() if v.visible), reverse=True)
         return self.versions[visible[skip]] if len(visible) > skip else None
+
+    def retained(self) -> set[int]:
+        """The numbers that must stay fetchable: the newest `retain` visible ones, lost ones included, and pinned ones."""
+        visible = sorted((v.number for v in self.versions.values() if v.visible), reverse=True)
+        return {*visible[: self.retain], *(pin.number for pin in self.pins.values())}
 
 
 @dataclass(slots=True)
@@ -330,8 +366,9 @@ class Cluster:
         self.members: dict[str, Member] = {}  # by registration id
         self.models: dict[str, Model] = {}
         self.leases: dict[str, ReadLease] = {}  # ACTIVE and FENCING ones
-        self.records: dict[int, Operation] = {}  # entries on their way to the store
-        self.decisions: dict[tuple[str, str], Decision] = {}  # each group's newest durable one, by model and group
+        self.records: dict[int, Operation] = {}  # whose entries are on their way to the store
+        self.orders: dict[int, Order] = {}  # whose entries are on their way to the store
+        self.decisions: dict[tuple[str, str], Decision] = {}  # each group's newest commit, by model and group
         self.changed_models: dict[str, None] = {}  # whose availability or sources may have changed in this step
         self.changed_operations: dict[OpKey, Operation] = {}
         self.epochs_minted = epoch << 32  # group epochs of a later coordinator are always larger
@@ -348,8 +385,18 @@ class Cluster:
     def tell(self, member: Member, message: FromCoordinator) -> None:
         self.send(member.worker.session, message)
 
+    def answer(self, session: int | None, request: int, error: TensorHubError | None = None) -> None:
+        """It is done, or refused with `error`."""
+        self.send(session, Done(request) if error is None else Refused(request, ErrorInfo.of(error)))
+
     def act(self, action: Persist | CloseSession) -> None:
         self._actions.append(action)
+
+    def persist(self, entry: Entry) -> int:
+        """Have it made durable; returns the number under which `Persisted` or `PersistFailed` will speak of it."""
+        self.records_minted += 1
+        self.act(Persist(self.cause, self.records_minted, entry))
+        return self.records_minted
 
     def take_actions(self) -> list[Action]:
         actions, self._actions = self._actions, []
@@ -385,3 +432,4 @@ class Blame:
 
     error: TensorHubError
     rank: int | None = None
+    others: tuple[int, ...] = ()  # ranks that are as much to blame

@@ -56,9 +56,14 @@ def _workers(cluster: Cluster) -> None:
 
 def _versions(cluster: Cluster, model: Model) -> None:
     visible = [v.number for v in model.versions.values() if v.visible]
-    _demand(not visible or model.mark == max(visible), "the mark is the newest visible number", model.name)
+    _demand(not visible or (model.mark or 0) >= max(visible), "no version above the mark is visible", model.name)
+    _demand(all(v.lineage <= model.lineage for v in model.versions.values()), "lineages only grow", model.name)
     contents = [v.info.content_id for v in model.versions.values()]
     _demand(len(set(contents)) == len(contents), "two publications never share a content id", model.name)
+    for pin in model.pins.values():
+        pinned = model.versions.get(pin.number)
+        _demand(pinned is not None and pinned.info.content_id == pin.content_id, "pinned versions are known", pin)
+        _demand(pin.incarnation not in cluster.lost, "a lost worker's pins end with it", pin)
     for number, version in model.versions.items():
         _demand(version.number == number, "a version is filed under its number", version)
         kept = (VersionState.STAGED, VersionState.AVAILABLE, VersionState.UNAVAILABLE)
@@ -142,8 +147,12 @@ def _all_voted(operation: Operation) -> bool:
 def _withdrawals(cluster: Cluster, model: Model) -> None:
     for registration, withdrawal in model.withdrawals.items():
         _demand(not withdrawal.granted, "granted withdrawals are over", withdrawal.holding)
-        _demand(withdrawal.holding.active_readers() > 0, "a withdrawal waits for readers", withdrawal.holding)
-        _demand(("grace", registration) in cluster.timers, "a withdrawal ends", withdrawal.holding)
+        _demand(("withdrawal", registration) in cluster.timers, "a withdrawal ends", withdrawal.holding)
+        holding, retained = withdrawal.holding, withdrawal.holding.version.number in model.retained()
+        if withdrawal.begun:
+            _demand(holding.leaving and holding.active_readers() > 0, "a withdrawal waits for readers", holding)
+        else:
+            _demand(not holding.leaving and retained, "who waits to leave a retained version serves on (G5)", holding)
 
 
 def _leases(cluster: Cluster) -> None:

@@ -9,6 +9,7 @@ from tensorhub.coordinator.actions import CloseSession
 from tensorhub.coordinator.entities import Cluster, Group, Holding, Member, Replica, Session, Worker
 from tensorhub.coordinator.operations import Operations, new_group
 from tensorhub.coordinator.readers import Readers
+from tensorhub.coordinator.retention import Retentions
 from tensorhub.coordinator.states import ReplicaState, WorkerState
 from tensorhub.errors import RegistrationError, TensorHubError
 from tensorhub.messages import (
@@ -29,8 +30,9 @@ from tensorhub.types import Medium, Purpose
 class Membership:
     """Changes sessions, workers, members and groups; nobody else does."""
 
-    def __init__(self, cluster: Cluster, readers: Readers, operations: Operations) -> None:
+    def __init__(self, cluster: Cluster, retentions: Retentions, readers: Readers, operations: Operations) -> None:
         self._cluster = cluster
+        self._retentions = retentions
         self._readers = readers
         self._operations = operations
 
@@ -129,6 +131,7 @@ class Membership:
             self.remove(member, why)
         del cluster.workers[worker.incarnation]
         cluster.lost.append(worker.incarnation)
+        self._retentions.worker_gone(worker.incarnation)
         for timer in ("worker", "restate"):
             cluster.timers.cancel(timer, worker.incarnation)
         if worker.session is not None:
@@ -253,8 +256,6 @@ class Membership:
         for holding in [member.holding, *member.leaving]:
             if holding is not None:
                 self._readers.lose(holding)
-        group.model.withdrawals.pop(member.registration, None)
-        cluster.timers.cancel("grace", member.registration)
         cluster.members.pop(member.registration, None)
         member.worker.members.pop(member.registration, None)
         if group.members.get(member.rank) is member:

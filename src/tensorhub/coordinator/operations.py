@@ -12,7 +12,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterable
 
-from tensorhub.coordinator.actions import Decision, Entry, Persist, Publication
+from tensorhub.coordinator.actions import Decision, Entry, Publication
 from tensorhub.coordinator.entities import (
     DECIDED_KEPT_MAX,
     Blame,
@@ -27,6 +27,7 @@ from tensorhub.coordinator.entities import (
     Version,
 )
 from tensorhub.coordinator.readers import Readers
+from tensorhub.coordinator.retention import Retentions
 from tensorhub.coordinator.states import OperationState, ReplicaState, VersionState
 from tensorhub.coordinator.versions import Versions
 from tensorhub.errors import (
@@ -37,6 +38,7 @@ from tensorhub.errors import (
     OperationTimeout,
     StateError,
     TransportUnavailable,
+    VersionConflict,
     VersionUnavailable,
 )
 from tensorhub.messages import (
@@ -47,6 +49,7 @@ from tensorhub.messages import (
     ErrorInfo,
     Fill,
     Grant,
+    OrderedOut,
     Outcome,
     Publish,
     ReadFailed,
@@ -62,10 +65,11 @@ LATER_PER_RANK_MAX = 4  # messages of a new epoch that wait for an older one's d
 class Operations:
     """Changes operations and replicas' states; nobody else does."""
 
-    def __init__(self, cluster: Cluster, versions: Versions, readers: Readers) -> None:
+    def __init__(self, cluster: Cluster, versions: Versions, readers: Readers, retentions: Retentions) -> None:
         self._cluster = cluster
         self._versions = versions
         self._readers = readers
+        self._retentions = retentions
 
     # ------------------------------------------------------------------------------------------------------- facts
 
@@ -221,6 +225,28 @@ class Operations:
         if operation.state is not OperationState.PREPARED:
             self._abort(operation, Blame(GroupAborted(why, causes={member.rank: why}), member.rank))
 
+    def rolled_back(self, model: Model, to: int) -> None:
+        """A new lineage begins after `to`: what is bound to a later version, or would publish one, is over."""
+        for operation in self._of(model):
+            if operation.version is None or operation.version.number <= to:
+                continue
+            what = f"version {operation.version.number} of {model.name!r}"
+            if operation.kind is OpKind.PUBLISH:
+                text = f"{what} cannot be published: {model.name!r} was rolled back to {to} meanwhile; take its next number"
+                self._abort(operation, Blame(VersionConflict(text)))
+            else:
+                text = f"{what} is no more: {model.name!r} was rolled back to {to}; ask again for a version that is left"
+                self._abort(operation, Blame(VersionUnavailable(text)))
+
+    def reconsider(self, model: Model) -> None:
+        """What held this model's operations up may be over."""
+        for operation in self._of(model):
+            self._changed(operation)
+
+    @staticmethod
+    def _of(model: Model) -> list[Operation]:
+        return [group.operation for group in model.groups.values() if group.operation is not None]
+
     def persisted(self, record: int) -> None:
         operation = self._cluster.records.pop(record, None)
         if operation is not None:
@@ -266,6 +292,12 @@ class Operations:
             ranks = ", ".join(f"{rank}{'' if rank in group.members else ' (not registered)'}" for rank in missing)
             text = f"{what}: waited {late.call.timeout_s:g} s for group {group.name!r}; these ranks did not call: {ranks}"
             return Blame(OperationTimeout(text))
+        target = operation.version or (self._target(operation) if isinstance(late.call, Fill) else None)
+        if target is not None and not operation.writing and target.has_live_source():
+            staying = self._staying(operation, target)
+            if staying:
+                error = self._retentions.refusal(staying[0], f"{what} to version {target.number}: nothing was written")
+                return Blame(error, staying[0].rank, tuple(h.rank for h in staying[1:]))
         if operation.state is OperationState.GATHERING and isinstance(late.call, Fill):
             why = self._versions.waiting_text(group.model, late.call.selector, late.call.at_least)
             return Blame(VersionUnavailable(f"{what}: {why}; waited {late.call.timeout_s:g} s"))
@@ -306,7 +338,7 @@ class Operations:
                 self._bind(operation)
         if operation.running and operation.kind is not OpKind.PUBLISH:
             self._settle_fill(operation)
-        if operation.running and all(p.voted for p in operation.parts.values()):
+        if operation.running and all(p.voted for p in operation.parts.values()) and not self._held_up(operation):
             self._prepare(operation)
         waiting = operation.group.model.waiting
         starving = not (operation.writing or operation.unchanged) or any(p.wants_source for p in operation.parts.values())
@@ -314,6 +346,10 @@ class Operations:
             waiting[operation.key] = operation
         else:
             waiting.pop(operation.key, None)
+
+    def _held_up(self, operation: Operation) -> bool:
+        """While a rollback of the model waits or is being recorded, nothing else of it begins to be."""
+        return bool(operation.group.model.rollbacks) and self._entry(operation) is not None
 
     def _all_publish(self, operation: Operation) -> None:
         """Every rank has called; the number may have been overtaken since the first one did."""
@@ -325,13 +361,12 @@ class Operations:
             self._become(operation, OperationState.RUNNING, "every rank called")
 
     def _bind(self, operation: Operation) -> None:
-        """R12: bind only once that number has a live source, or the group holds it; until then, wait."""
-        group = operation.group
-        call = next(iter(operation.parts.values())).call
-        assert isinstance(call, Fill)
-        at_least = [p.call.at_least for p in operation.parts.values() if isinstance(p.call, Fill) and p.call.at_least]
+        """R12: bind only once that number has a live source, or the group holds it; until then, wait.
+
+        R7: also until what the group holds may be given up, so that no `before_write` pauses an engine for that.
+        """
         try:
-            version = self._versions.resolve(group.model, call.selector, max(at_least, default=None))
+            version = self._target(operation)
         except VersionUnavailable as error:
             self._abort(operation, Blame(error))
             return
@@ -352,7 +387,7 @@ class Operations:
             rank: part.member.holding is not None and part.member.holding.version is version
             for rank, part in operation.parts.items()
         }
-        if not all(holders.values()) and not version.has_live_source():
+        if not all(holders.values()) and (not version.has_live_source() or self._staying(operation, version)):
             return
         operation.version = version
         operation.unchanged = all(holders.values())
@@ -385,6 +420,18 @@ class Operations:
             f"{group.world_size}: readers of another layout are not supported yet"
         )
 
+    def _target(self, operation: Operation) -> Version | None:
+        """The visible version that its ranks ask for, or None while there is none. Raises as `Versions.resolve`."""
+        call = next(iter(operation.parts.values())).call
+        assert isinstance(call, Fill)
+        at_least = [p.call.at_least for p in operation.parts.values() if isinstance(p.call, Fill) and p.call.at_least]
+        return self._versions.resolve(operation.group.model, call.selector, max(at_least, default=None))
+
+    def _staying(self, operation: Operation, version: Version) -> list[Holding]:
+        """What its ranks hold and must not overwrite with `version` now: a retained version would be lost (G5)."""
+        old = [part.member.holding for part in operation.parts.values() if part.member.holding is not None]
+        return [h for h in old if h.version is not version and self._retentions.must_stay(h)]
+
     def _start(self, operation: Operation) -> None:
         """Where no rank has a hook or holds anything, all can be overwritten at once: their Start is their Write."""
         assert operation.version is not None
@@ -406,7 +453,8 @@ class Operations:
             if version.abandoned and not version.has_live_source():
                 self._abort_abandoned(operation)
                 return
-            if all(part.ready for part in operation.parts.values()) and self._all_find_a_source(operation):
+            ready = all(part.ready for part in operation.parts.values())
+            if ready and self._all_find_a_source(operation) and not self._staying(operation, version):
                 self._begin_write(operation)
                 for part in operation.parts.values():
                     if part.needs_bytes:
@@ -478,10 +526,8 @@ class Operations:
         if entry is None:
             self._commit(operation)
         else:
-            self._cluster.records_minted += 1
-            operation.record = self._cluster.records_minted
+            operation.record = self._cluster.persist(entry)
             self._cluster.records[operation.record] = operation
-            self._cluster.act(Persist(self._cluster.cause, operation.record, entry))
 
     def _entry(self, operation: Operation) -> Entry | None:
         version, group = operation.version, operation.group
@@ -502,15 +548,14 @@ class Operations:
             )
         if group.world_size == 1:
             return None
-        return Decision(operation.key, version.info.model, version.number, version.info.content_id)
+        return _decision(operation, version)
 
     def _commit(self, operation: Operation) -> None:
         cluster, group, version = self._cluster, operation.group, operation.version
         assert version is not None
         self._become(operation, OperationState.COMMITTED, "decided")
-        entry = self._entry(operation)
-        if isinstance(entry, Decision):
-            cluster.decisions[entry.key.model, entry.key.group] = entry
+        if group.world_size > 1:
+            cluster.decisions[operation.key.model, operation.key.group] = _decision(operation, version)
         alive = [p for p in operation.parts.values() if cluster.members.get(p.member.registration) is p.member]
         if operation.kind is OpKind.PUBLISH:
             replica = group.torn_replica()
@@ -577,7 +622,7 @@ class Operations:
     @staticmethod
     def _aborted(operation: Operation, blame: Blame, rank: int) -> Outcome:
         error = blame.error
-        if blame.rank is not None and blame.rank != rank:
+        if blame.rank is not None and rank not in (blame.rank, *blame.others):
             text = f"{operation.kind} of group {operation.group.name!r} ended on all ranks: rank {blame.rank}: {error}"
             error = GroupAborted(text, causes={blame.rank: str(error)}, retryable=error.retryable)
         return Outcome(operation.key, rank, False, False, None, ErrorInfo.of(error))
@@ -621,15 +666,20 @@ class Operations:
                 text = f"the membership of group {member.group.name!r} changed, or its coordinator restarted; call again"
                 outcome = Outcome(key, member.rank, False, False, None, ErrorInfo.of(GroupAborted(text)))
         self._cluster.tell(member, outcome)
+        info = outcome.version
+        if info is not None:
+            version = member.group.model.versions.get(info.version)
+            if version is None or version.info.content_id != info.content_id:
+                gone = f"version {info.version} of {info.model!r} is retired"
+                self._cluster.tell(member, OrderedOut(member.registration, info.content_id, gone))
 
     def _recorded(self, model: Model, key: OpKey) -> VersionInfo | None:
         """The version that an operation has committed to, by what is durable."""
         decision = self._cluster.decisions.get((key.model, key.group))
-        content_id = decision.content_id if decision is not None and decision.key == key else None
-        for version in model.versions.values():
-            if version.visible and (version.publisher == key or version.info.content_id == content_id):
-                return version.info
-        return None
+        if decision is not None and decision.key == key:  # its version may be forgotten, or rolled back
+            return VersionInfo(model.name, decision.number, decision.content_id, decision.nbytes, decision.world_size)
+        published = (v.info for v in model.versions.values() if v.visible and v.publisher == key)
+        return next(published, None)
 
     # ---------------------------------------------------------------------------------------------------- helpers
 
@@ -652,6 +702,11 @@ def _describe(call: Publish | Fill) -> str:
     staged = ", staged=True" if call.staged else ""
     at_least = "" if call.at_least is None else f", at_least={call.at_least}"
     return f"{call.kind}({call.selector!r}{at_least}{staged})"
+
+
+def _decision(operation: Operation, version: Version) -> Decision:
+    info = version.info
+    return Decision(operation.key, info.model, info.version, info.content_id, info.nbytes, info.world_size)
 
 
 def _manifest_id(manifest: bytes) -> str:

@@ -10,6 +10,7 @@ from tensorhub.coordinator.entities import (
     Cluster,
     Holding,
     Member,
+    Model,
     Operation,
     RankPart,
     ReadLease,
@@ -17,8 +18,9 @@ from tensorhub.coordinator.entities import (
     Version,
     Withdrawal,
 )
+from tensorhub.coordinator.retention import Retentions
 from tensorhub.coordinator.states import LeaseState, ReplicaState, WorkerState
-from tensorhub.messages import AddSource, CutReader, DropSource, Grant, Withdrawable
+from tensorhub.messages import AddSource, CutReader, DropSource, Grant, MustStay, OrderedOut, Withdraw, Withdrawable
 from tensorhub.scheduler.choice import Candidate, choose
 
 RETRY_S_FIRST = 0.05  # before a source that has failed is tried again; doubles each time
@@ -28,8 +30,9 @@ RETRY_S_MAX = 2.0
 class Readers:
     """Changes leases and holdings; nobody else does."""
 
-    def __init__(self, cluster: Cluster) -> None:
+    def __init__(self, cluster: Cluster, retentions: Retentions) -> None:
         self._cluster = cluster
+        self._retentions = retentions
 
     # -- granting
 
@@ -208,8 +211,8 @@ class Readers:
 
     def _reader_less(self, holding: Holding) -> None:
         """A lease counts no more; if it was the last, its owner may take the memory that it has asked for."""
-        withdrawal = holding.member.group.model.withdrawals.get(holding.member.registration)
-        if withdrawal is not None and withdrawal.holding is holding:
+        withdrawal = self._withdrawal(holding)
+        if withdrawal is not None and withdrawal.begun:
             self.settle_withdrawal(withdrawal)
 
     # -- a holding's beginning and end
@@ -238,7 +241,12 @@ class Readers:
         for holding in [member.holding, *member.leaving]:
             if holding is None or holding is filling:
                 continue
+            withdrawal = self._withdrawal(holding)
+            if withdrawal is not None and withdrawal.session == member.worker.session:
+                continue  # it waits for our word, and is open until then
             if holding.generation == generation and (not holding.leaving or filling is not None):
+                if withdrawal is not None:
+                    self._forget_withdrawal(withdrawal)  # its owner gave that wish up with the connection
                 for lease in holding.readers.values():
                     if lease.state is LeaseState.FENCING:
                         self._tell_to_cut(lease)  # the first time may have been lost
@@ -246,33 +254,88 @@ class Readers:
             self.confirm_withdrawn(member.registration, holding.generation)
         return filling is not None or member.holding is not None
 
-    def withdraw(self, request: int, holding: Holding) -> None:
+    def withdraw(self, member: Member, message: Withdraw) -> None:
         """Its owner wants the memory back: no new readers; running ones are moved, or waited for within the grace."""
-        cluster = self._cluster
-        self._leave(holding, "withdrawn")
-        withdrawal = Withdrawal(request, holding)
-        model, registration = holding.member.group.model, holding.member.registration
-        model.withdrawals[registration] = withdrawal
-        cluster.timers.set("grace", registration, cluster.now + cluster.options.drain_grace_s)
-        for lease in list(holding.readers.values()):
-            self._move(lease)
-        self.settle_withdrawal(withdrawal)
+        model = member.group.model
+        known = model.withdrawals.get(member.registration)
+        if known is not None and known.request == message.request:
+            known.deadline = min(known.deadline, self._cluster.now + message.timeout_s)
+            self._cluster.timers.set("withdrawal", member.registration, known.deadline)
+        elif message.hurry:
+            pass  # it was answered already
+        elif known is not None or member.holding is None or member.holding.generation != message.generation:
+            self._cluster.tell(member, Withdrawable(message.request))  # nothing here counts on it
+        else:
+            deadline = self._cluster.now + message.timeout_s
+            session = member.worker.session
+            withdrawal = Withdrawal(message.request, member.holding, session, deadline, message.abandon)
+            model.withdrawals[member.registration] = withdrawal
+            self._cluster.timers.set("withdrawal", member.registration, deadline)
+            self.settle_withdrawal(withdrawal)
 
-    def grace_over(self, registration: str) -> None:
+    def withdrawal_due(self, registration: str) -> None:
+        """Its deadline, or its readers' grace, is over."""
         member = self._cluster.members.get(registration)
-        if member is not None and registration in member.group.model.withdrawals:
-            withdrawal = member.group.model.withdrawals[registration]
+        withdrawal = member.group.model.withdrawals.get(registration) if member is not None else None
+        if member is None or withdrawal is None:
+            return
+        if withdrawal.begun:
             self._cut_readers(withdrawal.holding, "the source's grace is over", moved=False)
+            self.settle_withdrawal(withdrawal)
+            return
+        self._forget_withdrawal(withdrawal)
+        what = f"version {withdrawal.holding.version.number} stays published"
+        error = self._retentions.refusal(withdrawal.holding, what)
+        self._cluster.answer(member.worker.session, withdrawal.request, error)
+
+    def settle_withdrawals(self, model: Model) -> None:
+        """Those that waited for another holder may go on."""
+        for withdrawal in list(model.withdrawals.values()):
             self.settle_withdrawal(withdrawal)
 
     def settle_withdrawal(self, withdrawal: Withdrawal) -> None:
-        """Let the owner take its memory once no lease counts on it."""
-        member = withdrawal.holding.member
-        if not withdrawal.granted and not withdrawal.holding.active_readers():
+        """While its version would be lost it serves on, undiminished. Then it takes no readers, and goes with the last."""
+        holding = withdrawal.holding
+        if not withdrawal.begun:
+            if not withdrawal.abandon and self._retentions.must_stay(holding):
+                if not withdrawal.told:
+                    withdrawal.told = True
+                    self._cluster.tell(holding.member, MustStay(withdrawal.request))
+                return
+            self._begin_withdrawal(withdrawal)
+        if not withdrawal.granted and not holding.active_readers():
             withdrawal.granted = True
-            member.group.model.withdrawals.pop(member.registration, None)
-            self._cluster.timers.cancel("grace", member.registration)
-            self._cluster.tell(member, Withdrawable(withdrawal.request))
+            self._forget_withdrawal(withdrawal)
+            self._cluster.tell(holding.member, Withdrawable(withdrawal.request))
+
+    def _begin_withdrawal(self, withdrawal: Withdrawal) -> None:
+        cluster, holding = self._cluster, withdrawal.holding
+        withdrawal.begun = True
+        left_s = max(0.0, withdrawal.deadline - cluster.now)  # half of it is for the owner's fence
+        withdrawal.deadline = cluster.now + min(cluster.options.drain_grace_s, left_s / 2)
+        cluster.timers.set("withdrawal", holding.member.registration, withdrawal.deadline)
+        self._leave(holding, "withdrawn")
+        for lease in list(holding.readers.values()):
+            self._move(lease)
+
+    def _forget_withdrawal(self, withdrawal: Withdrawal) -> None:
+        member = withdrawal.holding.member
+        member.group.model.withdrawals.pop(member.registration, None)
+        self._cluster.timers.cancel("withdrawal", member.registration)
+
+    def _withdrawal(self, holding: Holding) -> Withdrawal | None:
+        withdrawal = holding.member.group.model.withdrawals.get(holding.member.registration)
+        return withdrawal if withdrawal is not None and withdrawal.holding is holding else None
+
+    def order_out(self, holding: Holding, reason: str) -> None:
+        """Its version is retired: nobody reads it any more, and its owner is to fence and forget it."""
+        self._leave(holding, reason)
+        self._cut_readers(holding, reason, moved=False)
+        owner = holding.member
+        self._cluster.tell(owner, OrderedOut(owner.registration, holding.version.info.content_id, reason))
+        withdrawal = self._withdrawal(holding)
+        if withdrawal is not None:
+            self.settle_withdrawal(withdrawal)
 
     def overwrite(self, holding: Holding) -> None:
         """Its owner is about to fence and overwrite it (R7): readers are moved or cut, never waited for."""
@@ -344,6 +407,9 @@ class Readers:
 
     def _end(self, holding: Holding, *, cut: bool = True) -> None:
         """Nothing of it is left: its leases are fenced, and its replica goes with its last holding."""
+        withdrawal = self._withdrawal(holding)
+        if withdrawal is not None:
+            self._forget_withdrawal(withdrawal)  # its owner has not waited
         if cut:
             self._cut_readers(holding, "the source is gone", moved=True)
             for lease in list(holding.readers.values()):

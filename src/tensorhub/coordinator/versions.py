@@ -39,6 +39,11 @@ class Versions:
                 f"version {number} of {model.name!r} cannot be published: the newest number so far is {model.mark}; "
                 f"publish {model.mark + 1} or more, or roll back first"
             )
+        if model.rollbacks:
+            return VersionConflict(
+                f"version {number} of {model.name!r} cannot be published now: a rollback is being recorded; call again",
+                retryable=True,
+            )
         newer = [op.version.number for op in self._being_recorded(model) if op.version is not None]
         if newer and number <= max(newer):
             return VersionConflict(
@@ -72,6 +77,11 @@ class Versions:
     def discard(self, version: Version, model: Model) -> None:
         """Its publication was aborted: the number stays unused."""
         self._become(version, VersionState.DISCARDED, "publication aborted")
+        del model.versions[version.number]
+
+    def retire(self, version: Version, model: Model, why: str) -> None:
+        """It is no more, whoever may still hold it."""
+        self._become(version, VersionState.RETIRED, why)
         del model.versions[version.number]
 
     def recover(self, version: Version, model: Model) -> None:
@@ -127,7 +137,7 @@ class Versions:
     # -- consequences
 
     def refresh(self, model: Model) -> None:
-        """Work out availability and retirement, and tell the watchers of a new newest version."""
+        """Work out availability and retirement, and tell the watchers if another version is the newest."""
         for version in list(model.versions.values()):
             live = version.visible and version.has_live_source()
             version.abandoned = version.abandoned and not live
@@ -136,20 +146,20 @@ class Versions:
             elif not live and version.state is VersionState.AVAILABLE:
                 self._become(version, VersionState.UNAVAILABLE, "no live holder")
             if version.state is VersionState.UNAVAILABLE and self._forgettable(model, version):
-                self._become(version, VersionState.RETIRED, "old, not retained, held by nobody")
-                del model.versions[version.number]
+                self.retire(version, model, "old, not retained, held by nobody")
         newest = model.newest_visible()
-        if newest is not None and newest.info != model.announced:
-            model.announced = newest.info
+        info = newest.info if newest is not None else None
+        if info != model.announced:  # after a rollback it is an older one, or none
+            model.announced = info
             for session in sorted(model.watchers):
-                self._cluster.send(session, Announce(model.name, newest.info))
+                self._cluster.send(session, Announce(model.name, info))
 
     def _forgettable(self, model: Model, version: Version) -> bool:
         if ("recovery", "") in self._cluster.timers or any(version.holdings.values()):
             return False
         newer = sum(v.visible and v.number > version.number for v in model.versions.values())
         bound = any(g.operation is not None and g.operation.version is version for g in model.groups.values())
-        return newer >= max(2, model.retain) and not bound
+        return newer >= 2 and version.number not in model.retained() and not bound
 
     def _become(self, version: Version, state: VersionState, why: str) -> None:
         version.become(state, self._cluster.cause, self._cluster.now, why)

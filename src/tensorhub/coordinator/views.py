@@ -8,8 +8,7 @@ from tensorhub.types import LeaseView, ModelInfo, ReplicaView, ShardView, Versio
 
 def describe(cluster: Cluster, model: Model) -> ModelInfo:
     """Versions, replicas, leases and workers of one model, each in a stable order."""
-    visible = sorted((v.number for v in model.versions.values() if v.visible), reverse=True)
-    retained = set(visible[: model.retain])
+    retained = model.retained()
     versions = tuple(
         VersionView(
             version=v.number,

@@ -38,6 +38,10 @@ TAGS: Final[Mapping[type, int]] = {
     m.Watch: 33,
     m.Check: 34,
     m.Describe: 35,
+    m.Rollback: 40,
+    m.Retain: 41,
+    m.Pin: 42,
+    m.Unpin: 43,
     # From the coordinator to a worker.
     m.Welcome: 64,
     m.Dismissed: 65,
@@ -56,6 +60,8 @@ TAGS: Final[Mapping[type, int]] = {
     m.ManifestReply: 78,
     m.Announce: 79,
     m.Description: 80,
+    m.OrderedOut: 84,
+    m.MustStay: 85,
     # From a reader to an owner, and back.
     m.Read: 112,
     m.ChunksFollow: 120,

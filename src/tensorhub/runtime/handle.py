@@ -139,6 +139,10 @@ class Handle:
         await self._run(UnpublishCall(), timeout_s)
         self._raise_violation()
 
+    async def unpublish_if_published(self, timeout_s: float) -> None:
+        if self.member.state in (HandleState.READY, HandleState.IN_DOUBT):
+            await self.unpublish(timeout_s)
+
     async def refuse(self, reason: str, timeout_s: float) -> None:
         """This rank will not make its next group call."""
         await self._run(RefuseCall(reason), timeout_s)

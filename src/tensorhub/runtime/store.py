@@ -1,4 +1,4 @@
-"""What a coordinator must not forget (R2): marks, commit records, and the cluster's own id and epoch.
+"""What a coordinator must not forget (R2): marks, lineages, retention, pins, commit records, and its own identity.
 
 Responsible for durability: an entry that `write` returned for survives a crash of process and machine. Not responsible
 for what the entries mean.
@@ -13,9 +13,19 @@ import secrets
 import sqlite3
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Protocol
+from typing import Protocol, assert_never
 
-from tensorhub.coordinator import Decision, Durable, Entry, Publication
+from tensorhub.coordinator import (
+    Decision,
+    Durable,
+    Entry,
+    ModelRecord,
+    Pinned,
+    Publication,
+    Retention,
+    Rollback,
+    Unpinned,
+)
 from tensorhub.errors import StateError
 from tensorhub.types import OpKey
 
@@ -29,9 +39,16 @@ CREATE TABLE IF NOT EXISTS publications (
     PRIMARY KEY (model, lineage, number));
 CREATE TABLE IF NOT EXISTS decisions (
     model TEXT NOT NULL, "group" TEXT NOT NULL, epoch INTEGER NOT NULL, sequence INTEGER NOT NULL,
-    number INTEGER NOT NULL, content_id TEXT NOT NULL, PRIMARY KEY (model, "group"));
+    number INTEGER NOT NULL, content_id TEXT NOT NULL, nbytes INTEGER NOT NULL, world_size INTEGER NOT NULL,
+    PRIMARY KEY (model, "group"));
+CREATE TABLE IF NOT EXISTS models (
+    model TEXT NOT NULL PRIMARY KEY, lineage INTEGER NOT NULL DEFAULT 0, mark INTEGER, rollback TEXT NOT NULL DEFAULT '',
+    retain INTEGER NOT NULL DEFAULT 0);
+CREATE TABLE IF NOT EXISTS pins (
+    pin TEXT NOT NULL PRIMARY KEY, incarnation TEXT NOT NULL, model TEXT NOT NULL, number INTEGER NOT NULL,
+    content_id TEXT NOT NULL);
 """
-FORMAT = 1
+FORMAT = 2
 
 
 class Store(Protocol):
@@ -133,16 +150,22 @@ class SqliteStore:
             "WHERE age <= ? ORDER BY model, lineage, number",
             (PUBLICATIONS_READ_MAX,),
         ).fetchall()
-        decisions = self._db.execute('SELECT model, "group", epoch, sequence, number, content_id FROM decisions')
+        decisions = self._db.execute(
+            'SELECT model, "group", epoch, sequence, number, content_id, nbytes, world_size FROM decisions'
+        )
+        models = self._db.execute("SELECT model, lineage, mark, rollback, retain FROM models ORDER BY model")
+        pins = self._db.execute("SELECT pin, incarnation, model, number, content_id FROM pins ORDER BY pin")
         return Durable(
             publications=tuple(
                 Publication(model, lineage, number, content_id, nbytes, world_size, layout_id, OpKey(model, *key))
                 for model, lineage, number, content_id, nbytes, world_size, layout_id, *key in publications
             ),
             decisions=tuple(
-                Decision(OpKey(model, group, epoch, sequence), model, number, content_id)
-                for model, group, epoch, sequence, number, content_id in decisions.fetchall()
+                Decision(OpKey(model, group, epoch, sequence), model, *content)
+                for model, group, epoch, sequence, *content in decisions.fetchall()
             ),
+            models=tuple(ModelRecord(*row) for row in models.fetchall()),
+            pins=tuple(Pinned(*row) for row in pins.fetchall()),
         )
 
     def write(self, entries: Sequence[Entry]) -> None:
@@ -154,15 +177,32 @@ class SqliteStore:
             raise OSError(f"the state cannot be written: {error}") from error
 
     def _write(self, entry: Entry) -> None:
-        key = (entry.key.group, entry.key.epoch, entry.key.sequence)
         match entry:
             case Publication():
                 content = (entry.model, entry.lineage, entry.number, entry.content_id)
                 size = (entry.nbytes, entry.world_size, entry.layout_id)
-                self._db.execute("INSERT INTO publications VALUES (?,?,?,?,?,?,?,?,?,?)", (*content, *size, *key))
+                values = (*content, *size, *_key(entry.key))
+                self._db.execute("INSERT INTO publications VALUES (?,?,?,?,?,?,?,?,?,?)", values)
+                self._change(entry.model, "mark = ?", entry.number)
             case Decision():
-                values = (entry.model, *key, entry.number, entry.content_id)
-                self._db.execute("INSERT OR REPLACE INTO decisions VALUES (?,?,?,?,?,?)", values)
+                row = (entry.model, *_key(entry.key), entry.number, entry.content_id, entry.nbytes, entry.world_size)
+                self._db.execute("INSERT OR REPLACE INTO decisions VALUES (?,?,?,?,?,?,?,?)", row)
+            case Rollback():
+                self._change(entry.model, "lineage = ?, mark = ?, rollback = ?", entry.lineage, entry.to, entry.ident)
+                self._db.execute("DELETE FROM publications WHERE model = ? AND number > ?", (entry.model, entry.to))
+            case Retention():
+                self._change(entry.model, "retain = ?", entry.retain)
+            case Pinned():
+                pin = (entry.pin, entry.incarnation, entry.model, entry.number, entry.content_id)
+                self._db.execute("INSERT OR REPLACE INTO pins VALUES (?,?,?,?,?)", pin)
+            case Unpinned():
+                self._db.execute("DELETE FROM pins WHERE pin = ?", (entry.pin,))
+            case _:
+                assert_never(entry)
+
+    def _change(self, model: str, change: str, *values: int | str) -> None:
+        self._db.execute("INSERT OR IGNORE INTO models (model) VALUES (?)", (model,))
+        self._db.execute(f"UPDATE models SET {change} WHERE model = ?", (*values, model))
 
     def close(self) -> None:
         """Let go of the directory; a second call does nothing."""
@@ -170,3 +210,7 @@ class SqliteStore:
             self._db.close()
             os.close(self._lock)
             self._lock = -1
+
+
+def _key(key: OpKey) -> tuple[str, int, int]:
+    return key.group, key.epoch, key.sequence

@@ -13,6 +13,7 @@ import os
 import secrets
 import socket
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from typing import assert_never
 
 import anyio
@@ -22,6 +23,7 @@ from anyio.streams.memory import MemoryObjectReceiveStream, MemoryObjectSendStre
 
 from tensorhub.errors import (
     CoordinatorUnavailable,
+    LeaseLost,
     OperationTimeout,
     RegistrationError,
     StateError,
@@ -48,11 +50,17 @@ from tensorhub.messages import (
     Join,
     Leave,
     ManifestReply,
+    MustStay,
+    OrderedOut,
     Outcome,
+    Pin,
     ReaderCut,
     Refused,
     Registered,
+    Retain,
+    Rollback,
     Start,
+    Unpin,
     Watch,
     Welcome,
     Withdrawable,
@@ -107,6 +115,17 @@ TRANSPORTS.add("tcp", TcpTransport, place=90)
 Answer = Done | Refused | Description
 
 
+@dataclass(slots=True)
+class _Pin:
+    """One version that this worker keeps."""
+
+    model: str
+    version: int
+    held: bool = False  # the coordinator has agreed once
+    lost: TensorHubError | None = None  # why it did not agree again
+    again: anyio.CancelScope = field(default_factory=anyio.CancelScope)  # of the task that says it again
+
+
 class Worker:
     """One worker of one cluster. `await run(ready)` stays connected until cancelled or `close` is called."""
 
@@ -138,10 +157,11 @@ class Worker:
         self._asked: dict[int, Handle] = {}  # requests of handles that are not answered yet
         self._answers: dict[int, tuple[anyio.Event, list[Answer]]] = {}  # of this worker's own questions
         self._manifests: dict[str, Manifest] = {}
+        self._pins: dict[str, _Pin] = {}
         self._numbers = itertools.count(1)
         self._generations = itertools.count(1)
         self._newest: dict[str, VersionInfo | None] = {}  # of the watched models
-        self._listeners: dict[str, list[Callable[[VersionInfo], None]]] = {}
+        self._listeners: dict[str, list[Callable[[VersionInfo | None], None]]] = {}
         self._outbox: MemoryObjectSendStream[FromWorker] | None = None  # of the session, while there is one
         self._endpoints: tuple[Endpoint, ...] = ()
         self._lease_s = options.lease_s
@@ -354,6 +374,11 @@ class Worker:
             self.say(Watch(model))
         for handle in list(self._handles.values()):
             handle.apply(handle.member.connected(clock.now()))
+        for ident, pin in self._pins.items():
+            if pin.held and pin.lost is None:
+                pin.again.cancel()
+                pin.again = anyio.CancelScope()
+                self._tasks.start_soon(self._say_pin_again, ident, pin)
 
     def _reincarnate(self) -> None:
         """This incarnation is lost for good; the same memory goes on as a new one."""
@@ -383,6 +408,8 @@ class Worker:
                 self._tasks.start_soon(self._cut, message)
             case Registered() | ManifestReply() | Withdrawable():
                 self._tell(self._asked.pop(message.request, None), message)
+            case MustStay():
+                self._tell(self._asked.get(message.request), message)  # the answer is still to come
             case Done() | Refused():
                 handle = self._asked.pop(message.request, None)
                 if handle is not None:
@@ -391,6 +418,8 @@ class Worker:
                     self._answered(message)
             case Description():
                 self._answered(message)
+            case OrderedOut():
+                self._tell(self._handles.get(message.registration), message)
             case Start() | Write() | AddSource() | DropSource() | Outcome():
                 handle = self._by_rank.get((message.key.model, message.key.group, message.rank))
                 if handle is not None and isinstance(message, Start | Outcome):
@@ -417,8 +446,10 @@ class Worker:
         | AddSource
         | DropSource
         | Outcome
+        | MustStay
         | Withdrawable
-        | ManifestReply,
+        | ManifestReply
+        | OrderedOut,
     ) -> None:
         if handle is not None:
             handle.apply(handle.member.receive(message, clock.now()))
@@ -429,9 +460,8 @@ class Worker:
 
     def _announced(self, message: Announce) -> None:
         self._newest[message.model] = message.newest
-        if message.newest is not None:
-            for listener in list(self._listeners.get(message.model, ())):
-                listener(message.newest)
+        for listener in list(self._listeners.get(message.model, ())):
+            listener(message.newest)
 
     async def _keep_time(self) -> None:
         """Wake the members at their deadlines."""
@@ -489,6 +519,68 @@ class Worker:
         """Raise VersionConflict if `version` could not be published now."""
         await self._ask(lambda request: Check(request, model, version), f"version {version} of {model!r}", timeout_s)
 
+    async def rollback(self, model: str, to: int, timeout_s: float) -> None:
+        """Begin a new lineage after version `to`; durable on return."""
+        ident = secrets.token_hex(12)  # the same on each retry: a second one would retire what was published since
+        await self._ask(lambda request: Rollback(request, ident, model, to), f"rollback of {model!r} to {to}", timeout_s)
+
+    async def retain(self, model: str, latest: int, timeout_s: float) -> None:
+        """Keep the newest `latest` versions; durable on return."""
+        await self._ask(lambda request: Retain(request, model, latest), f"retain of {model!r}", timeout_s)
+
+    # --------------------------------------------------------------------------------------------- pins
+
+    async def pin(self, model: str, version: int, timeout_s: float) -> str:
+        """Keep one version until `unpin`; durable on return. The id of the pin."""
+        ident = secrets.token_hex(12)
+        self._pins[ident] = pin = _Pin(model, version)
+        try:
+            await self._say_pin(ident, pin, timeout_s)
+        except BaseException:
+            with anyio.CancelScope(shield=True):
+                await self.unpin(ident, 0)  # it may have come through
+            raise
+        pin.held = True
+        return ident
+
+    async def _say_pin(self, ident: str, pin: _Pin, timeout_s: float) -> None:
+        what = f"pin of version {pin.version} of {pin.model!r}"
+        await self._ask(lambda request: Pin(request, ident, pin.model, pin.version), what, timeout_s)
+
+    async def _say_pin_again(self, ident: str, pin: _Pin) -> None:
+        """After a lost connection; perhaps as a new incarnation, or to a coordinator that knows nothing."""
+        with pin.again:
+            try:
+                await self._say_pin(ident, pin, self.options.op_timeout_s)
+            except (CoordinatorUnavailable, OperationTimeout):
+                pass  # it is said on the next connection
+            except TensorHubError as error:
+                pin.lost = error
+                log.warning("pin_lost", model=pin.model, version=pin.version, reason=str(error))
+
+    async def unpin(self, ident: str, timeout_s: float) -> None:
+        """End a pin: within `timeout_s` if the coordinator can be reached, else later. Raises LeaseLost if it was lost."""
+        pin = self._pins.pop(ident)
+        pin.again.cancel()
+        ended = anyio.Event()
+        self._tasks.start_soon(self._say_unpin, ident, pin, ended)
+        with anyio.move_on_after(timeout_s):
+            await ended.wait()
+        if pin.lost is not None:
+            raise LeaseLost(
+                f"the pin of version {pin.version} of {pin.model!r} was lost while its worker was taken for dead, or its "
+                f"coordinator had lost its state: {pin.lost}"
+            )
+
+    async def _say_unpin(self, ident: str, pin: _Pin, ended: anyio.Event) -> None:
+        while True:
+            with contextlib.suppress(TensorHubError):
+                what = f"end of the pin of version {pin.version} of {pin.model!r}"
+                await self._ask(lambda request: Unpin(request, ident, pin.model), what, self.options.op_timeout_s)
+                ended.set()
+                return
+            await anyio.sleep(RECONNECT_S_MAX)
+
     # --------------------------------------------------------------------------------------------- versions
 
     def watch(self, model: str) -> None:
@@ -505,41 +597,49 @@ class Worker:
         """Whether this model's newest version is kept known. From any thread."""
         return model in self._newest
 
-    def listen(self, model: str, listener: Callable[[VersionInfo], None]) -> None:
-        """Have `listener` called, in this loop, with each newest version from now on; at once with the known one."""
+    def listen(self, model: str, listener: Callable[[VersionInfo | None], None]) -> None:
+        """Have `listener` called, in this loop, with each newest version from now on; at once with the known one.
+
+        After a rollback that is an older one than before, or None.
+        """
         self._listeners.setdefault(model, []).append(listener)
         self.watch(model)
         known = self._newest.get(model)
         if known is not None:
             listener(known)
 
-    def unlisten(self, model: str, listener: Callable[[VersionInfo], None]) -> None:
+    def unlisten(self, model: str, listener: Callable[[VersionInfo | None], None]) -> None:
         listeners = self._listeners.get(model, [])
         if listener in listeners:
             listeners.remove(listener)
 
     async def wait_for(self, model: str, at_least: int, timeout_s: float) -> VersionInfo:
         """The newest version of `model` once it is `at_least`."""
-        found = anyio.Event()
+        found, reached = list[VersionInfo](), anyio.Event()
 
-        def listener(info: VersionInfo) -> None:
-            if info.version >= at_least:
-                found.set()
+        def listener(info: VersionInfo | None) -> None:
+            if info is None or info.version < at_least:
+                found.clear()  # rolled back before it was seen
+            else:
+                found[:] = [info]
+                reached.set()
 
         self.listen(model, listener)
         try:
             with anyio.move_on_after(timeout_s):
-                await found.wait()
+                while not found:
+                    reached = anyio.Event()
+                    await reached.wait()
         finally:
             self.unlisten(model, listener)
-        newest = self._newest.get(model)
-        if not found.is_set() or newest is None:
+        if not found:
+            newest = self._newest.get(model)
             known = "nothing is published yet" if newest is None else f"the newest is {newest.version}"
             text = f"version {at_least} of {model!r} was not published within {timeout_s:g} s; {known}"
             if self._outbox is None:
                 raise CoordinatorUnavailable(f"{text} (the coordinator cannot be reached)")
             raise OperationTimeout(text)
-        return newest
+        return found[0]
 
     # --------------------------------------------------------------------------------------------- registering
 

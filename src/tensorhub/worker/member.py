@@ -20,6 +20,7 @@ from tensorhub.errors import (
     GroupAborted,
     LeaseLost,
     OperationTimeout,
+    RetentionError,
     StateError,
     TensorHubError,
 )
@@ -38,6 +39,8 @@ from tensorhub.messages import (
     GetManifest,
     Grant,
     ManifestReply,
+    MustStay,
+    OrderedOut,
     Outcome,
     Prepared,
     Publish,
@@ -89,6 +92,7 @@ class Running:
     call: Call
     deadline: float
     timeout_s: float
+    began: float
     phase: Phase = Phase.QUEUED
     key: OpKey | None = None  # of its group operation, once said
     generation: int = 0  # under which this call publishes or fills
@@ -96,6 +100,7 @@ class Running:
     manifest: Manifest | None = None  # of the bound version
     grants: tuple[Grant, ...] = ()  # of the first Start or Write
     write: bool = False  # the coordinator has told every rank to overwrite
+    stays: bool = False  # WITHDRAWING: the coordinator has said that a retained version would be lost
     deaf: bool = False  # a connection was lost in the midst of it, and perhaps that word
     request: int = 0  # of the question whose answer is awaited
     error: Exception | None = None  # with which it will end
@@ -120,7 +125,7 @@ class Member(Stateful[HandleState]):
         self.content: Content | None = None  # READY or DRAINING: what it holds; FILLING: what it is filled with
         self.running: Running | None = None
         self.doubt: OpKey | None = None  # IN_DOUBT: the operation whose outcome is not known
-        self._ordered_out: int | None = None  # what it held until the coordinator knew that content no more (R2)
+        self._given_up: int | None = None  # what it held until the coordinator knew that content no more (R2)
         self._letting_go: int | None = None  # the generation of content that was given up without a call, until fenced
         self.enrolment = Enrolment(shard, requests)
         self._requests = requests
@@ -157,7 +162,7 @@ class Member(Stateful[HandleState]):
             text = f"{self._name}: {_what(self.running.call)} is running on this handle; one call at a time"
             raise StateError(text, retryable=True)
         self._check_allowed(call)
-        self.running = Running(call, now + timeout_s, timeout_s)
+        self.running = Running(call, now + timeout_s, timeout_s, now)
         self._go_on()
         return self._leave()
 
@@ -174,7 +179,7 @@ class Member(Stateful[HandleState]):
                 )
             case FillCall(kind=OpKind.REPLICATE) if state in (HandleState.READY, HandleState.DRAINING):
                 raise StateError(f"{self._name} holds version {self.version}: update() replaces it")
-            case UnpublishCall() if state is not HandleState.READY and self._ordered_out is None:
+            case UnpublishCall() if state is not HandleState.READY and self._given_up is None:
                 raise StateError(f"{self._name} is {state.value}: there is nothing to unpublish")
             case _:
                 pass
@@ -187,7 +192,11 @@ class Member(Stateful[HandleState]):
             takes_back = isinstance(run.call, UnpublishCall | CloseCall)
             fence_s = DEADLINE_SLACK_S if takes_back else 0.0
             run.deadline = min(run.deadline, now + fence_s)  # who cancels waits for the coordinator only for the slack
-            self._give_up(error)
+            run.began = now
+            if run.phase is Phase.WITHDRAWING:
+                self._say_withdraw(run, hurry=True)  # it may have to stay
+            else:
+                self._give_up(error)
         return self._leave()
 
     def hook_returned(self, error: Exception | None, now: float) -> list[Action]:
@@ -275,7 +284,7 @@ class Member(Stateful[HandleState]):
         self.enrolment.disconnected()
         run = self.running
         if run is not None and run.phase is Phase.WITHDRAWING:
-            self._fence_for(run)
+            self._take_unasked(run)
         elif run is not None and run.phase is Phase.DEREGISTERING:
             self._closed(run)
         return self._leave()
@@ -291,8 +300,10 @@ class Member(Stateful[HandleState]):
         | AddSource
         | DropSource
         | Outcome
+        | MustStay
         | Withdrawable
-        | ManifestReply,
+        | ManifestReply
+        | OrderedOut,
         now: float,
     ) -> list[Action]:
         """The coordinator says something about this registration. What is stale changes nothing (G9)."""
@@ -306,16 +317,22 @@ class Member(Stateful[HandleState]):
                 self._call_again(message)
             case Outcome():
                 self._outcome(message)
+            case OrderedOut():
+                self._ordered_out(message)
             case Refused() if self.enrolment.asked(message.request):
                 self._refused(message.error)
             case _ if run is None:
                 pass
             case Refused():
-                if message.request == run.request:
+                if message.request == run.request and run.phase is Phase.WITHDRAWING:
+                    self._must_stay(message.error.error())
+                elif message.request == run.request:
                     self._give_up(message.error.error())
             case Done():
                 if run.phase is Phase.DEREGISTERING and message.request == run.request:
                     self._closed(run)
+            case MustStay():
+                run.stays = run.stays or (run.phase is Phase.WITHDRAWING and message.request == run.request)
             case Withdrawable():
                 if run.phase is Phase.WITHDRAWING and message.request == run.request:
                     self._fence_for(run)
@@ -335,8 +352,10 @@ class Member(Stateful[HandleState]):
         run = self.running
         if run is None:
             return None
-        if run.phase is Phase.WITHDRAWING:  # readers have half the time to leave by themselves, the fence has the rest
-            return run.deadline - run.timeout_s / 2
+        if run.phase is Phase.WITHDRAWING and not run.stays:
+            return (
+                run.began + run.deadline
+            ) / 2  # readers have half the time to leave by themselves, the fence has the rest
         return run.deadline + DEADLINE_SLACK_S
 
     def tick(self, now: float) -> list[Action]:
@@ -344,7 +363,7 @@ class Member(Stateful[HandleState]):
         self._enter(now)
         run, due = self.running, self.next_deadline()
         if run is not None and due is not None and now >= due and run.phase is Phase.WITHDRAWING:
-            self._fence_for(run)
+            self._take_unasked(run)
         elif run is not None and due is not None and now >= due:
             run.deadline = now  # each further step gets DEADLINE_SLACK_S
             what = _what(run.call)
@@ -384,7 +403,7 @@ class Member(Stateful[HandleState]):
         if not message.keep and self.state is HandleState.READY:
             number = self.version
             self._drop_content(HandleState.EMPTY, "ordered out: the coordinator does not know that content")
-            self._ordered_out = number
+            self._given_up = number
         if first:
             self._actions.append(Registered())
             self._say_again()
@@ -635,10 +654,10 @@ class Member(Stateful[HandleState]):
             self._withdraw(run)
         elif isinstance(run.call, CloseCall) and self.state is not HandleState.CLOSED:
             self._deregister(run)
-        elif self._ordered_out is not None:
-            text = f"{self._name}: version {self._ordered_out}, which it held, is unknown to the coordinator"
-            self._ordered_out = None
-            why = "it was given up while this worker was taken for dead, or the coordinator has lost its state"
+        elif self._given_up is not None:
+            text = f"{self._name}: version {self._given_up}, which it held, is unknown to the coordinator"
+            self._given_up = None
+            why = "it was given up or rolled back while this worker was away, or the coordinator has lost its state"
             do = "Nobody reads the memory any more: write it, and publish a new version"
             self._finish(error=LeaseLost(f"{text}: {why}. {do}", retryable=False))
         else:
@@ -650,7 +669,28 @@ class Member(Stateful[HandleState]):
         run.request = self._requests()
         if self.enrolment.ready:
             run.phase = Phase.WITHDRAWING
-            self._say(Withdraw(run.request, self.shard.registration, self.content.generation))
+            self._say_withdraw(run, hurry=False)
+        else:
+            self._fence_for(run)
+
+    def _say_withdraw(self, run: Running, *, hurry: bool) -> None:
+        assert self.content is not None
+        abandon = isinstance(run.call, CloseCall) and run.call.abandon
+        left_s, registration = 0.0 if hurry else max(0.0, run.deadline - self._now), self.shard.registration
+        self._say(Withdraw(run.request, registration, self.content.generation, left_s, abandon, hurry))
+
+    def _must_stay(self, error: TensorHubError) -> None:
+        """The coordinator does not let this memory go: it stays published, under the generation that was never closed."""
+        self._become(HandleState.READY, "must stay")
+        self._finish(error=error)
+
+    def _take_unasked(self, run: Running) -> None:
+        """No word came, or none can come: an owner needs nobody (R3), unless it knows that its version is retained (R4)."""
+        if run.stays:
+            text = (
+                f"{self._name}: version {self.version} is retained, and the coordinator can not be asked who else holds it"
+            )
+            self._must_stay(RetentionError(f"{text}; it stays published: try again, or close(abandon=True)"))
         else:
             self._fence_for(run)
 
@@ -702,6 +742,14 @@ class Member(Stateful[HandleState]):
         self.content = None
         self._become(state, why)
 
+    def _ordered_out(self, message: OrderedOut) -> None:
+        """What was held is retired. What is on its way out, or about to be overwritten, is fenced without that word; if it
+        is announced again after all, the answer is that it is not kept.
+        """
+        held = self.content is not None and self.content.version.content_id == message.content_id
+        if held and self.state is HandleState.READY and not self._fencing(self.running):
+            self._drop_content(HandleState.EMPTY, message.reason)
+
     def _deregister(self, run: Running) -> None:
         if self.enrolment.ready:
             assert isinstance(run.call, CloseCall)
@@ -749,6 +797,8 @@ class Member(Stateful[HandleState]):
                 self._become(HandleState.READY, f"filled with {version.version}")
             case FillCall() if self.content is not None and self.content.version.content_id == version.content_id:
                 changed = False  # a barrier: this content was held already
+            case FillCall() if self.content is None and run.phase in (Phase.ASKED, Phase.ABANDONING):
+                changed = False  # as above, but it was rolled back since
             case _:
                 raise InvariantBroken(f"{self}: committed before this rank voted. Story:\n{self.story}")
         self._announce_if_uncounted(message.key)
@@ -842,7 +892,7 @@ class Member(Stateful[HandleState]):
                         run.error.memory = "in_doubt"  # if it holds that content already, the others may have ended well
                     self._finish(error=run.error)
             case Phase.WITHDRAWING:
-                self._fence_for(run)
+                self._take_unasked(run)
             case Phase.DEREGISTERING:
                 self._closed(run)
             case Phase.STOPPING:
@@ -899,7 +949,7 @@ class Member(Stateful[HandleState]):
             self._actions.append(Say(message))
 
     def _become(self, state: HandleState, why: str) -> None:
-        self._ordered_out = None
+        self._given_up = None
         self.become(state, self._cause, self._now, why)
 
     def _finish(self, *, version: VersionInfo | None = None, changed: bool = False, error: Exception | None = None) -> None:

@@ -1,0 +1,101 @@
+"""Rollback (R2): a new lineage that inherits the versions up to a number; the later ones are retired and fenced.
+
+Responsible for the order of rollbacks and of what is being recorded: an entry on its way to the store is never undone
+half-way, and nothing is recorded into a lineage that is about to end. Not responsible for what becomes of operations
+(`operations`), versions (`versions`) and holders (`readers`).
+"""
+
+from __future__ import annotations
+
+from tensorhub.coordinator import actions
+from tensorhub.coordinator.entities import Cluster, Model, Order
+from tensorhub.coordinator.operations import Operations
+from tensorhub.coordinator.readers import Readers
+from tensorhub.coordinator.versions import Versions
+from tensorhub.errors import CoordinatorUnavailable, TensorHubError, VersionConflict
+from tensorhub.messages import Rollback
+
+ROLLBACKS_PER_MODEL_MAX = 64  # that wait
+
+
+class Lineages:
+    """Changes models' lineages; nobody else does."""
+
+    def __init__(self, cluster: Cluster, versions: Versions, readers: Readers, operations: Operations) -> None:
+        self._cluster = cluster
+        self._versions = versions
+        self._readers = readers
+        self._operations = operations
+
+    def ask(self, session: int | None, message: Rollback) -> None:
+        """A trainer goes back to an older version."""
+        model = self._cluster.models.get(message.model)
+        if model is None:
+            self._cluster.answer(session, message.request, self._refusal(None, message))
+            return
+        known = next((order for order in model.rollbacks if _call(order).ident == message.ident), None)
+        if known is not None:
+            known.message, known.session = message, session  # a retry
+        elif len(model.rollbacks) >= ROLLBACKS_PER_MODEL_MAX:
+            error = CoordinatorUnavailable(f"too many rollbacks of {model.name!r} wait to be recorded; call again")
+            self._cluster.answer(session, message.request, error)
+        else:
+            model.rollbacks.append(Order(model, message, session))
+            self._cluster.touch(model)
+
+    def settle(self, model: Model) -> None:
+        """Let the first one go on as soon as nothing else of this model is being recorded."""
+        while model.rollbacks and model.rollbacks[0].record is None and not self._is_recording(model):
+            order = model.rollbacks[0]
+            message = _call(order)
+            error, done = self._refusal(model, message), message.ident == model.rolled_back_by
+            if done or error is not None:
+                self._decide(order, None if done else error)
+                continue
+            order.record = self._cluster.persist(actions.Rollback(model.name, model.lineage + 1, message.to, message.ident))
+            self._cluster.orders[order.record] = order
+
+    def _is_recording(self, model: Model) -> bool:
+        return any(operation.group.model is model for operation in self._cluster.records.values())
+
+    @staticmethod
+    def _refusal(model: Model | None, message: Rollback) -> VersionConflict | None:
+        if model is None or model.mark is None:
+            return VersionConflict(f"{message.model!r} cannot be rolled back: nothing was published under it yet")
+        if message.to > model.mark:
+            return VersionConflict(
+                f"{message.model!r} cannot be rolled back to {message.to}: its newest number is {model.mark}; "
+                f"give {model.mark} or less"
+            )
+        return None
+
+    def recorded(self, order: Order) -> None:
+        """The new lineage is durable: it begins."""
+        model, message = order.model, _call(order)
+        model.lineage, model.mark, model.rolled_back_by = model.lineage + 1, message.to, message.ident
+        self._operations.rolled_back(model, message.to)
+        reason = f"{model.name!r} was rolled back to {message.to}"
+        for version in [v for v in model.versions.values() if v.number > message.to]:
+            for holding in [h for holdings in version.holdings.values() for h in holdings]:
+                self._readers.order_out(holding, reason)
+            for pin in [pin for pin in model.pins.values() if pin.number == version.number]:
+                del model.pins[pin.pin]
+            self._versions.retire(version, model, reason)
+        self._versions.refresh(model)  # who hears Done has heard what is newest now
+        self._decide(order, None)
+
+    def not_recorded(self, order: Order, reason: str) -> None:
+        text = f"the coordinator cannot make the rollback of {order.model.name!r} durable: {reason}; see its state_dir"
+        self._decide(order, CoordinatorUnavailable(text))
+
+    def _decide(self, order: Order, error: TensorHubError | None) -> None:
+        """It is over: what waited for it goes on."""
+        order.model.rollbacks.remove(order)
+        self._cluster.answer(order.session, order.message.request, error)
+        self._operations.reconsider(order.model)
+        self._cluster.touch(order.model)
+
+
+def _call(order: Order) -> Rollback:
+    assert isinstance(order.message, Rollback)
+    return order.message

@@ -1,0 +1,166 @@
+"""What must stay fetchable (R4, R5, G5): the newest `retain` versions of each model, and pinned ones.
+
+Responsible for the policy, for pins, and for the one question whether a holder may go. Not responsible for what follows
+from the answer: `readers` and `operations` let holders wait, and refuse them at their deadline.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from tensorhub.coordinator.actions import Pinned, Retention, Unpinned
+from tensorhub.coordinator.entities import Cluster, Holding, Model, Order, Version, Worker
+from tensorhub.coordinator.states import WorkerState
+from tensorhub.errors import CoordinatorUnavailable, RetentionError, StateError, TensorHubError, VersionUnavailable
+from tensorhub.messages import Pin, Retain, Unpin
+
+PINS_MAX = 1024  # of one worker and model
+
+
+class Retentions:
+    """Changes models' retention and pins; nobody else does."""
+
+    def __init__(self, cluster: Cluster) -> None:
+        self._cluster = cluster
+
+    # -- the question
+
+    def must_stay(self, holding: Holding) -> bool:
+        """Whether a retained version would lose its last reliable copy of some shard with it.
+
+        With the first rank that leaves, its whole replica stops to serve. A version of which another shard is lost
+        altogether cannot be fetched any more: nothing is kept for it.
+        """
+        version, replica, group = holding.version, holding.replica, holding.member.group
+        if group.spot or not holding.is_source or version.number not in group.model.retained():
+            return False
+        for rank, ours in replica.holdings.items():
+            others = (h for h in version.holdings[rank] if h.replica is not replica)
+            if ours.is_source and not any(map(self._is_reliable, others)):
+                return not self._is_lost(version)
+        return False
+
+    @staticmethod
+    def _is_reliable(holding: Holding) -> bool:
+        worker = holding.member.worker
+        return holding.is_source and not holding.member.group.spot and worker.state is WorkerState.LIVE
+
+    def _is_lost(self, version: Version) -> bool:
+        """Whether some shard has no holder, and none is expected back."""
+        return ("recovery", "") not in self._cluster.timers and not all(version.holdings.values())
+
+    def refusal(self, holding: Holding, what: str) -> RetentionError:
+        """Why this holder may not go."""
+        model, number = holding.member.group.model, holding.version.number
+        pins = sum(pin.number == number for pin in model.pins.values())
+        why = f"pinned by {pins} block(s)" if pins else f"one of the newest {model.retain}, which are retained"
+        return RetentionError(
+            f"{what}: version {number} of {model.name!r} is {why}, and worker {holding.member.worker.name!r} (group "
+            f"{holding.member.group.name!r}, rank {holding.rank}) is among its last reliable holders: let others that are "
+            "not spot replicate it, lower retain() or end the pin, or give it up with close(abandon=True)"
+        )
+
+    # -- the policy
+
+    def retain(self, session: int | None, message: Retain) -> None:
+        model = self._cluster.model(message.model)
+        self._record(Order(model, message, session), Retention(model.name, message.latest))
+
+    def pin(self, worker: Worker, message: Pin) -> None:
+        """Keep one version from now on; said again by a worker after each lost connection."""
+        model = self._cluster.models.get(message.model)
+        known = model.pins.get(message.pin) if model is not None else None
+        if known is not None and known.incarnation == worker.incarnation:
+            orders = [o for o in self._cluster.orders.values() if isinstance(o.message, Pin) and o.message.pin == known.pin]
+            for order in orders:
+                order.message, order.session = message, worker.session  # a retry
+            if not orders:
+                self._cluster.answer(worker.session, message.request)
+            return
+        error = self._pin_error(worker, model, message) if known is None else None
+        if error is not None:
+            self._cluster.answer(worker.session, message.request, error)
+            return
+        assert model is not None
+        content_id = model.versions[message.version].info.content_id
+        pinned = Pinned(message.pin, worker.incarnation, model.name, message.version, content_id)
+        model.pins[pinned.pin] = pinned  # it counts at once, so that nobody leaves while it is being recorded
+        self._record(Order(model, message, worker.session), pinned)
+
+    @staticmethod
+    def _pin_error(worker: Worker, model: Model | None, message: Pin) -> TensorHubError | None:
+        version = model.versions.get(message.version) if model is not None else None
+        if model is None or version is None or not version.visible:
+            return VersionUnavailable(
+                f"version {message.version} of {message.model!r} cannot be pinned: it is not published, or not any more",
+                retryable=model is None or model.mark is None or message.version > model.mark,
+            )
+        if not version.has_live_source():
+            return VersionUnavailable(f"version {message.version} of {model.name!r} cannot be pinned: nobody holds it now")
+        if sum(pin.incarnation == worker.incarnation for pin in model.pins.values()) >= PINS_MAX:
+            return StateError(f"worker {worker.name!r} has {PINS_MAX} pins of {model.name!r} already: end some first")
+        return None
+
+    def unpin(self, worker: Worker, message: Unpin) -> None:
+        model = self._cluster.models.get(message.model)
+        known = model.pins.get(message.pin) if model is not None else None
+        if model is None or known is None or known.incarnation != worker.incarnation:
+            self._cluster.answer(worker.session, message.request)
+        else:
+            self._record(Order(model, message, worker.session), Unpinned(known.pin))
+
+    def recover(self, pins: Iterable[Pinned]) -> None:
+        """Those of a former coordinator: they count until their workers' leases would have run out."""
+        for pin in pins:
+            model = self._cluster.models.get(pin.model)
+            version = model.versions.get(pin.number) if model is not None else None
+            if model is not None and version is not None and version.info.content_id == pin.content_id:
+                model.pins[pin.pin] = pin
+            else:
+                self._cluster.persist(Unpinned(pin.pin))
+
+    def worker_gone(self, incarnation: str) -> None:
+        """Its pins end with it."""
+        for model in self._cluster.models.values():
+            for pin in [pin for pin in model.pins.values() if pin.incarnation == incarnation]:
+                self._drop(model, pin)
+
+    def recovery_over(self) -> None:
+        """Whoever has not come back within a lease is lost."""
+        for model in self._cluster.models.values():
+            for pin in [pin for pin in model.pins.values() if pin.incarnation not in self._cluster.workers]:
+                self._drop(model, pin)
+
+    def _drop(self, model: Model, pin: Pinned) -> None:
+        del model.pins[pin.pin]
+        self._cluster.persist(Unpinned(pin.pin))
+        self._cluster.touch(model)
+
+    # -- recording
+
+    def _record(self, order: Order, entry: Retention | Pinned | Unpinned) -> None:
+        order.record = self._cluster.persist(entry)
+        self._cluster.orders[order.record] = order
+
+    def recorded(self, order: Order) -> None:
+        model, message, error = order.model, order.message, None
+        match message:
+            case Retain():
+                model.retain = message.latest
+            case Unpin():
+                model.pins.pop(message.pin, None)
+            case Pin() if message.pin not in model.pins:
+                error = VersionUnavailable(f"version {message.version} of {model.name!r} was given up in the meantime")
+            case _:
+                pass
+        self._cluster.touch(model)
+        self._cluster.answer(order.session, message.request, error)
+
+    def not_recorded(self, order: Order, reason: str) -> None:
+        model, message = order.model, order.message
+        if isinstance(message, Pin):
+            model.pins.pop(message.pin, None)
+            self._cluster.touch(model)
+        what = type(message).__name__.lower()
+        text = f"the coordinator cannot make {what} of {model.name!r} durable: {reason}; see its state_dir"
+        self._cluster.answer(order.session, message.request, CoordinatorUnavailable(text))

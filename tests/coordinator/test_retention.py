@@ -1,0 +1,582 @@
+"""What must stay: who may leave when, who is refused, and how pins begin and end (R4, R5, R7, G5)."""
+
+from __future__ import annotations
+
+import pytest
+
+from tensorhub.coordinator.entities import Model
+from tensorhub.errors import CoordinatorUnavailable, GroupAborted, RetentionError, VersionUnavailable
+from tensorhub.types import HandleState
+from tests.harness import Asked, Handle, PureCluster
+
+
+def model_of(cluster: PureCluster) -> Model:
+    return cluster.coordinator.cluster.models["actor"]
+
+
+def retained(latest: int, *more: str, spot: bool = False) -> tuple[PureCluster, Handle, list[Handle]]:
+    """The trainer holds version 1, and so many of the newest are kept."""
+    cluster = PureCluster()
+    trainer = cluster.handle("trainer", spot=spot)
+    others = [cluster.handle(name) for name in more]
+    cluster.run()
+    trainer.publish(1)
+    trainer.worker.retain(latest)
+    cluster.run()
+    return cluster, trainer, others
+
+
+def fill(cluster: PureCluster, *handles: Handle) -> None:
+    for handle in handles:
+        asked = handle.replicate()
+        cluster.run()
+        assert asked.error is None
+
+
+def refused(cluster: PureCluster, asked: Asked, match: str) -> None:
+    """Its deadline passes; it ends with RetentionError, and everything is as it was."""
+    handle = asked.handle
+    generation = handle.member.content and handle.member.content.generation
+    cluster.run()
+    assert not asked.has_ended()
+    cluster.advance(61)
+    with pytest.raises(RetentionError, match=match) as caught:
+        _ = asked.number
+    assert (caught.value.retryable, caught.value.memory) == (True, "intact")
+    assert handle.member.state is HandleState.READY
+    assert handle.member.content is not None
+    assert handle.member.content.generation == generation
+    cluster.check_agreement()
+
+
+# ---------------------------------------------------------------------------------------------------------- leaving
+
+
+def test_the_last_reliable_holder_of_a_retained_version_stays() -> None:
+    cluster, trainer, (reader,) = retained(1, "reader")
+    text = "version 1 of 'actor' is one of the newest 1, which are retained, and worker 'trainer' .* is among its last"
+    refused(cluster, trainer.unpublish(), text)
+    refused(cluster, trainer.close(), "let others that are not spot replicate it, lower retain")
+    fill(cluster, reader)
+    assert reader.member.version == 1
+
+
+def test_while_it_waits_it_serves_and_goes_once_another_has_it() -> None:
+    cluster, trainer, (reader,) = retained(1, "reader")
+    asked = trainer.unpublish()
+    cluster.run()
+    assert not asked.has_ended()
+    fill(cluster, reader)  # from the trainer
+    assert asked.has_ended()
+    assert asked.error is None
+    assert trainer.member.state is HandleState.EMPTY
+    cluster.check_agreement()
+
+
+def test_of_two_last_holders_one_may_leave() -> None:
+    cluster, trainer, (reader,) = retained(1, "reader")
+    fill(cluster, reader)
+    first, second = trainer.unpublish(), reader.unpublish()
+    cluster.run()
+    assert first.has_ended() != second.has_ended()
+    cluster.advance(61)
+    assert sorted(type(asked.error).__name__ for asked in (first, second)) == ["NoneType", "RetentionError"]
+
+
+def test_a_spot_holder_leaves_freely_and_does_not_count() -> None:
+    cluster, trainer, _ = retained(1)
+    spot = cluster.handle("spot", spot=True)
+    cluster.run()
+    fill(cluster, spot)
+    refused(cluster, trainer.unpublish(), "last reliable holders")
+    asked = spot.unpublish()
+    cluster.run()
+    assert asked.error is None
+    assert asked.has_ended()
+
+
+def test_a_group_is_spot_if_any_rank_is() -> None:
+    cluster = PureCluster()
+    first, second = cluster.handle("a", "g", 0, 2), cluster.handle("b", "g", 1, 2, spot=True)
+    cluster.run()
+    for handle in (first, second):
+        handle.publish(1)
+    first.worker.retain(1)
+    cluster.run()
+    calls = [handle.unpublish() for handle in (first, second)]
+    cluster.run()
+    assert all(asked.has_ended() and asked.error is None for asked in calls)
+
+
+def test_a_suspect_holder_does_not_count() -> None:
+    cluster, trainer, (reader,) = retained(1, "reader")
+    fill(cluster, reader)
+    reader.worker.disconnect()
+    cluster.run()
+    asked = trainer.unpublish()
+    cluster.run()
+    assert not asked.has_ended()
+    reader.worker.connect()
+    cluster.run()
+    assert asked.error is None
+    assert asked.has_ended()
+
+
+def test_each_rank_has_to_stay_for_its_own_shard() -> None:
+    cluster = PureCluster()
+    trainers, readers = cluster.group("trainer", 2), cluster.group("reader", 2)
+    cluster.run()
+    for handle in trainers:
+        handle.publish(1)
+    trainers[0].worker.retain(1)
+    cluster.run()
+    calls = [handle.unpublish() for handle in trainers]
+    cluster.run()
+    assert not any(asked.has_ended() for asked in calls)
+    fills = [handle.replicate() for handle in readers]
+    cluster.run()
+    assert [asked.number for asked in fills] == [1, 1]
+    assert all(asked.has_ended() and asked.error is None for asked in calls)
+
+
+def test_nothing_is_kept_for_a_version_that_is_lost() -> None:
+    """Rank 1 has crashed: what rank 0 holds is of no use to anybody."""
+    cluster = PureCluster()
+    first, second = cluster.group("trainer", 2)
+    cluster.run()
+    for handle in (first, second):
+        handle.publish(1)
+    first.worker.retain(1)
+    cluster.run()
+    second.worker.crash()
+    asked = first.unpublish()
+    cluster.run()
+    assert not asked.has_ended()  # it may only have lost its connection
+    cluster.advance(11)
+    assert asked.has_ended()
+    assert asked.error is None
+
+
+@pytest.mark.parametrize("how", ["lower", "unpin", "roll back"])
+def test_what_lets_a_waiting_holder_go(how: str) -> None:
+    cluster, trainer, _ = retained(0 if how == "unpin" else 1)
+    pin, request = trainer.worker.pin(1) if how == "unpin" else ("", 0)
+    cluster.run()
+    assert trainer.worker.answers.get(request) is None
+    asked = trainer.unpublish()
+    cluster.run()
+    assert not asked.has_ended()
+    if how == "lower":
+        trainer.worker.retain(0)
+    elif how == "unpin":
+        trainer.worker.unpin(pin)
+    else:
+        trainer.worker.rollback(0)
+    cluster.run()
+    assert asked.has_ended()
+    assert asked.error is None
+    assert trainer.member.state is HandleState.EMPTY
+    cluster.check_agreement()
+
+
+def test_an_older_version_may_go_and_a_lost_one_counts() -> None:
+    """Retained are the newest k visible numbers; that one of them is lost does not make an older one retained."""
+    cluster, trainer, (keeper, other) = retained(1, "keeper", "other")
+    fill(cluster, keeper)
+    trainer.unpublish()
+    cluster.run()
+    trainer.publish(2)
+    cluster.run()
+    trainer.worker.crash()
+    cluster.advance(11)
+    asked = keeper.unpublish()
+    cluster.run()
+    assert asked.has_ended()
+    assert asked.error is None
+    other.worker.retain(2)
+    cluster.run()
+    assert model_of(cluster).retained() == {1, 2}
+
+
+def test_abandon_does_not_wait() -> None:
+    cluster, trainer, _ = retained(1)
+    asked = trainer.close(abandon=True)
+    cluster.run()
+    assert asked.error is None
+    assert trainer.member.state is HandleState.CLOSED
+
+
+def test_who_cancels_while_it_waits_stays_published() -> None:
+    cluster, trainer, _ = retained(1)
+    asked = trainer.unpublish()
+    cluster.run()
+    trainer.cancel()
+    cluster.advance(0.01)
+    assert isinstance(asked.error, RetentionError)
+    assert trainer.member.version == 1
+    cluster.check_agreement()
+
+
+def test_a_cancel_that_crosses_the_refusal_changes_nothing() -> None:
+    cluster, trainer, (reader,) = retained(1, "reader")
+    asked = trainer.unpublish(timeout_s=5)
+    cluster.run()
+    cluster.now += 5
+    cluster.time_passes()  # the refusal is on its way down
+    trainer.cancel()  # and this on its way up
+    fill_asked = reader.replicate()
+    cluster.run()
+    assert isinstance(asked.error, RetentionError)
+    assert fill_asked.number == 1
+    assert trainer.member.version == 1
+    cluster.check_agreement()
+
+
+def test_who_cancels_a_withdrawal_that_waits_for_readers_cuts_them() -> None:
+    cluster, trainer, (reader,) = retained(0, "reader")
+    got = reader.replicate()
+    while reader.pull is None:
+        cluster.do(cluster.choices()[0])
+    asked = trainer.unpublish()
+    while (choices := [c for c in cluster.choices() if c.kind != "read"]) != []:
+        cluster.do(choices[0])
+    assert not asked.has_ended()
+    trainer.cancel()
+    while (choices := [c for c in cluster.choices() if c.kind != "read"]) != []:
+        cluster.do(choices[0])
+    cluster.advance(0.01, run=False)
+    while (choices := [c for c in cluster.choices() if c.kind != "read"]) != []:
+        cluster.do(choices[0])
+    assert asked.has_ended()
+    assert asked.error is None
+    cluster.run()
+    assert isinstance(got.error, VersionUnavailable)
+
+
+def test_a_holder_that_loses_its_connection_while_it_waits_stays_published() -> None:
+    """It was told that a retained version would be lost (R4); nothing was fenced, so it is what it was."""
+    cluster, trainer, _ = retained(1)
+    asked = trainer.unpublish()
+    cluster.run()
+    trainer.worker.disconnect()
+    cluster.run()
+    assert isinstance(asked.error, RetentionError)
+    assert (asked.error.retryable, asked.error.memory) == (True, "intact")
+    assert (trainer.member.state, trainer.member.version) == (HandleState.READY, 1)
+    trainer.worker.connect()
+    cluster.run()
+    assert model_of(cluster).withdrawals == {}
+    cluster.check_agreement()
+    late = cluster.handle("late")
+    cluster.run()
+    read = late.replicate()
+    cluster.run()
+    assert read.number == 1
+
+
+def test_a_waiting_holder_that_restates_itself_goes_on_waiting() -> None:
+    """It hears late how an earlier call of its group ended, and says again what it holds."""
+    cluster, trainer, (reader,) = retained(1, "reader")
+    update = trainer.update(7)
+    trainer.cancel()
+    while not update.has_ended():
+        cluster.do(next(c for c in cluster.choices() if c != ("down", "trainer")))
+        if not [c for c in cluster.choices() if c != ("down", "trainer")]:
+            break
+    if not update.has_ended():
+        cluster.run()
+    asked = trainer.unpublish()
+    cluster.run()
+    assert not asked.has_ended()
+    fill(cluster, reader)
+    assert asked.error is None
+    assert asked.has_ended()
+
+
+# ----------------------------------------------------------------------------------------------------------- update
+
+
+def newer(latest: int, world_size: int = 1) -> tuple[PureCluster, list[Handle], list[Handle]]:
+    """One group holds version 1 and another one version 2; so many are kept."""
+    cluster = PureCluster()
+    old, new = cluster.group("old", world_size), cluster.group("new", world_size)
+    cluster.run()
+    for number, group in enumerate((old, new), start=1):
+        for handle in group:
+            handle.publish(number)
+        cluster.run()
+    old[0].worker.retain(latest)
+    cluster.run()
+    return cluster, old, new
+
+
+def test_an_update_that_would_lose_a_version_is_refused_before_the_first_byte() -> None:
+    cluster, (old,), _ = newer(2)
+    asked = old.update("latest", hold=True)
+    refused(cluster, asked, "update of 'actor' to version 2: nothing was written: version 1 of 'actor'")
+    assert old.hook_calls == 0  # no engine was paused for it
+
+
+def test_an_update_goes_on_once_another_has_the_old_version() -> None:
+    cluster, (old,), _ = newer(2)
+    asked = old.update("latest")
+    cluster.run()
+    assert not asked.has_ended()
+    keeper = cluster.handle("keeper")
+    cluster.run()
+    got = keeper.replicate(1)
+    cluster.run()
+    assert (got.number, asked.number) == (1, 2)
+
+
+def test_an_update_from_a_version_that_is_not_kept() -> None:
+    cluster, (old,), _ = newer(1)
+    asked = old.update("latest")
+    cluster.run()
+    assert asked.number == 2
+
+
+def test_every_rank_that_must_stay_is_told_so() -> None:
+    cluster, old, _ = newer(2, world_size=2)
+    calls = [handle.update("latest") for handle in old]
+    for asked in calls:
+        cluster.run()
+        assert not asked.has_ended()
+    cluster.advance(61)
+    assert [type(asked.error) for asked in calls] == [RetentionError, RetentionError]
+
+
+def test_the_other_ranks_hear_who_must_stay() -> None:
+    """Rank 1 was replaced and holds nothing; its shard is left with a spot group."""
+    cluster, (first, second), _ = newer(2, world_size=2)
+    spot = cluster.group("spot", 2, spot=True)
+    cluster.run()
+    fills = [handle.replicate(1) for handle in spot]
+    cluster.run()
+    assert [asked.number for asked in fills] == [1, 1]
+    second.worker.crash()
+    cluster.advance(11)
+    fresh = cluster.handle("fresh", "old", 1, 2)
+    cluster.run()
+    calls = [handle.update("latest") for handle in (first, fresh)]
+    cluster.advance(61)
+    assert isinstance(calls[0].error, RetentionError)
+    assert isinstance(calls[1].error, GroupAborted)
+    assert list(calls[1].error.causes) == [0]
+    assert first.member.version == 1
+
+
+def test_a_rank_stays_for_the_other_shards_of_its_replica() -> None:
+    """With rank 0 its replica would stop to serve, and rank 1 is the last to hold its shard."""
+    cluster, old, _ = newer(2, world_size=2)
+    pair = cluster.group("pair", 2)
+    cluster.run()
+    fills = [handle.replicate(1) for handle in pair]
+    cluster.run()
+    assert [asked.number for asked in fills] == [1, 1]
+    pair[1].worker.crash()
+    cluster.advance(11)
+    asked = old[0].unpublish()
+    cluster.run()
+    assert not asked.has_ended()
+    assert model_of(cluster).versions[1].has_live_source()
+
+
+def test_the_last_other_holder_leaves_between_start_and_write() -> None:
+    cluster, (old,), _ = newer(2)
+    keeper = cluster.handle("keeper")
+    cluster.run()
+    keeper.replicate(1)
+    cluster.run()
+    asked = old.update("latest", hold=True)
+    while (choices := [c for c in cluster.choices() if c.kind != "hook"]) != []:
+        cluster.do(choices[0])
+    gone = keeper.unpublish()
+    while (choices := [c for c in cluster.choices() if c.kind != "hook"]) != []:
+        cluster.do(choices[0])
+    assert gone.error is None
+    assert gone.has_ended()
+    cluster.run()
+    assert old.hook_calls == 1
+    assert not asked.has_ended()
+    cluster.advance(61)
+    assert isinstance(asked.error, RetentionError)
+    assert old.member.version == 1
+
+
+# ------------------------------------------------------------------------------------------------------------- pins
+
+
+def ask_pin(cluster: PureCluster, handle: Handle, version: int = 1) -> str:
+    pin, request = handle.worker.pin(version)
+    cluster.run()
+    error = handle.worker.answers[request]
+    if error is not None:
+        raise error
+    return pin
+
+
+def test_a_pinned_version_stays_until_its_last_pin_ends() -> None:
+    cluster, trainer, (evaluator,) = retained(0, "evaluator")
+    pins = [ask_pin(cluster, evaluator) for _ in range(2)]
+    refused(cluster, trainer.unpublish(), "is pinned by 2 block")
+    evaluator.worker.unpin(pins[0])
+    refused(cluster, trainer.unpublish(), "is pinned by 1 block")
+    asked = trainer.unpublish()
+    evaluator.worker.unpin(pins[1])
+    cluster.run()
+    assert asked.error is None
+    assert asked.has_ended()
+
+
+def test_what_cannot_be_pinned() -> None:
+    cluster, trainer, (evaluator,) = retained(0, "evaluator")
+    with pytest.raises(VersionUnavailable, match="it is not published, or not any more") as caught:
+        ask_pin(cluster, evaluator, 2)
+    assert caught.value.retryable
+    with pytest.raises(VersionUnavailable) as caught:
+        ask_pin(cluster, evaluator, 0)
+    assert not caught.value.retryable
+    trainer.worker.crash()
+    cluster.advance(11)
+    with pytest.raises(VersionUnavailable, match="nobody holds it now"):
+        ask_pin(cluster, evaluator, 1)
+    assert model_of(cluster).pins == {}
+
+
+def test_a_pin_counts_from_its_question_on() -> None:
+    cluster, trainer, (evaluator,) = retained(0, "evaluator")
+    evaluator.worker.pin(1)
+    while not cluster.unstored:
+        cluster.do(cluster.choices()[0])
+    asked = trainer.unpublish()
+    while (choices := [c for c in cluster.choices() if c.kind != "store"]) != []:
+        cluster.do(choices[0])
+    assert not asked.has_ended()
+    cluster.fail_store()
+    cluster.run()
+    assert asked.has_ended()
+    (error,) = (e for e in evaluator.worker.answers.values() if e is not None)
+    assert isinstance(error, CoordinatorUnavailable)
+
+
+@pytest.mark.parametrize("how", ["leave", "loss", "rollback"])
+def test_what_ends_a_pin(how: str) -> None:
+    cluster, trainer, (evaluator,) = retained(0, "evaluator")
+    ask_pin(cluster, evaluator)
+    if how == "rollback":
+        trainer.worker.rollback(0)
+        cluster.run()
+    else:
+        evaluator.worker.crash() if how == "loss" else evaluator.worker.disconnect()
+        cluster.advance(5)
+        assert model_of(cluster).pins
+        cluster.advance(6)
+    assert model_of(cluster).pins == {}
+    cluster.restart()
+    assert not cluster.coordinator.cluster.models["actor"].pins
+
+
+def test_a_pin_outlives_its_coordinator_as_long_as_its_worker_may_come_back() -> None:
+    cluster, trainer, (evaluator, other) = retained(0, "evaluator", "other")
+    kept, gone = ask_pin(cluster, evaluator), ask_pin(cluster, other)
+    cluster.restart()
+    trainer.worker.connect()
+    evaluator.worker.connect()
+    cluster.run()
+    assert set(model_of(cluster).pins) == {kept, gone}
+    cluster.advance(9)
+    assert set(model_of(cluster).pins) == {kept, gone}
+    cluster.advance(2)
+    assert set(model_of(cluster).pins) == {kept}
+    asked = trainer.unpublish()
+    cluster.run()
+    assert not asked.has_ended()
+    evaluator.worker.unpin(kept)
+    cluster.run()
+    assert asked.has_ended()
+    cluster.restart()
+    assert model_of(cluster).pins == {}
+
+
+def test_a_worker_that_was_taken_for_dead_pins_again() -> None:
+    cluster, trainer, (evaluator,) = retained(0, "evaluator")
+    pin = ask_pin(cluster, evaluator)
+    evaluator.worker.disconnect()
+    cluster.advance(11)
+    for _ in range(2):  # the first time it is dismissed
+        evaluator.worker.connect()
+        cluster.run()
+    assert model_of(cluster).pins[pin].incarnation == evaluator.worker.incarnation
+    evaluator.worker.disconnect()
+    cluster.advance(11)
+    trainer.unpublish()
+    for _ in range(2):
+        cluster.run()
+        evaluator.worker.connect()
+    cluster.run()
+    assert model_of(cluster).pins == {}
+    assert isinstance(list(evaluator.worker.answers.values())[-1], VersionUnavailable)
+
+
+def test_an_unpin_that_is_not_recorded_is_asked_again() -> None:
+    cluster, _, (evaluator,) = retained(0, "evaluator")
+    pin = ask_pin(cluster, evaluator)
+    request = evaluator.worker.unpin(pin)
+    while not cluster.unstored:
+        cluster.do(cluster.choices()[0])
+    cluster.fail_store()
+    cluster.run()
+    assert isinstance(evaluator.worker.answers[request], CoordinatorUnavailable)
+    assert pin in model_of(cluster).pins
+    for _ in range(2):
+        evaluator.worker.pins[pin] = ("actor", 1)
+        request = evaluator.worker.unpin(pin)
+        cluster.run()
+        assert evaluator.worker.answers[request] is None
+    assert model_of(cluster).pins == {}
+
+
+# ----------------------------------------------------------------------------------------------------------- policy
+
+
+def test_the_last_retain_wins_and_is_durable() -> None:
+    cluster = PureCluster()
+    worker = cluster.worker("w")
+    cluster.run()
+    for latest in (3, 1, 2):
+        worker.retain(latest, "fresh")
+    worker.retain(5)
+    cluster.run()
+    cluster.restart()
+    models = cluster.coordinator.cluster.models
+    assert {name: model.retain for name, model in models.items()} == {"actor": 5, "fresh": 2}
+    worker.connect()
+    cluster.run()
+    request = worker.retain(9)
+    while not cluster.unstored:
+        cluster.do(cluster.choices()[0])
+    cluster.fail_store()
+    cluster.run()
+    assert isinstance(worker.answers[request], CoordinatorUnavailable)
+    assert models["actor"].retain == 5
+
+
+def test_an_old_version_that_is_retained_is_not_forgotten() -> None:
+    cluster, trainer, (keeper,) = retained(0, "keeper")
+    cluster.advance(11)
+    fill(cluster, keeper)
+    pin = ask_pin(cluster, keeper)
+    for number in (2, 3, 4):
+        trainer.unpublish()
+        cluster.run()
+        trainer.publish(number)
+        cluster.run()
+    keeper.worker.crash()
+    other = cluster.handle("other")
+    cluster.run()
+    assert sorted(model_of(cluster).versions) == [1, 3, 4]
+    assert pin in model_of(cluster).pins
+    cluster.advance(11)
+    assert sorted(model_of(cluster).versions) == [3, 4]
+    assert other.registered

@@ -1,0 +1,449 @@
+"""A new lineage: what stays, what is retired, who is told, and in which order it is recorded (R2, G3)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+from tensorhub.coordinator.entities import Model
+from tensorhub.errors import CoordinatorUnavailable, StateError, VersionConflict, VersionUnavailable
+from tensorhub.messages import Announce, Watch
+from tensorhub.types import HandleState
+from tests.harness import Handle, PureCluster
+
+
+def trained(*more: str, to: int = 3) -> tuple[PureCluster, Handle, list[Handle]]:
+    """Versions 1 to `to`; each of `more` holds the version of its place, the trainer the newest."""
+    cluster = PureCluster()
+    trainer, others = cluster.handle("trainer"), [cluster.handle(name) for name in more]
+    cluster.run()
+    for number in range(1, to + 1):
+        if number > 1:
+            trainer.unpublish()
+            cluster.run()
+        trainer.publish(number)
+        cluster.run()
+        if number <= len(others):
+            others[number - 1].replicate(number)
+            cluster.run()
+    return cluster, trainer, others
+
+
+def model_of(cluster: PureCluster) -> Model:
+    return cluster.coordinator.cluster.models["actor"]
+
+
+def rollback(cluster: PureCluster, handle: Handle, to: int) -> None:
+    """Roll back and wait for the answer; raises what it is refused with."""
+    request = handle.worker.rollback(to)
+    cluster.run()
+    error = handle.worker.answers[request]
+    if error is not None:
+        raise error
+
+
+def until_it_is_being_stored(cluster: PureCluster, records: int = 1) -> None:
+    while len(cluster.unstored) < records:
+        cluster.do(next(choice for choice in cluster.choices() if choice.kind != "store"))
+
+
+def run_but(cluster: PureCluster, *kinds: str) -> None:
+    while (choices := [c for c in cluster.choices() if c.kind not in kinds]) != []:
+        cluster.do(choices[0])
+
+
+def test_a_new_lineage_inherits_what_is_not_later() -> None:
+    cluster, trainer, (one, two, late) = trained("one", "two", "late")
+    rollback(cluster, trainer, 2)
+    model = model_of(cluster)
+    assert (model.lineage, model.mark, sorted(model.versions)) == (1, 2, [1, 2])
+    assert (one.member.version, two.member.version) == (1, 2)
+    for holder in (trainer, late):
+        assert holder.member.state is HandleState.EMPTY
+    cluster.check_agreement()
+    asked = late.replicate("latest")
+    cluster.run()
+    assert asked.number == 2
+    asked = trainer.publish(3)
+    cluster.run()
+    assert asked.number == 3
+    asked = late.update("latest")
+    cluster.run()
+    assert asked.number == 3
+    assert {v.number: v.lineage for v in model.versions.values()} == {1: 0, 2: 0, 3: 1}
+
+
+def test_the_mark_itself_is_rolled_back_to() -> None:
+    """A trainer that restarts from the newest checkpoint need not know that it is the newest."""
+    cluster, trainer, _ = trained()
+    rollback(cluster, trainer, 3)
+    assert (model_of(cluster).lineage, model_of(cluster).mark, trainer.member.version) == (1, 3, 3)
+
+
+def test_what_cannot_be_rolled_back_to() -> None:
+    cluster, trainer, _ = trained()
+    with pytest.raises(VersionConflict, match="its newest number is 3; give 3 or less") as caught:
+        rollback(cluster, trainer, 4)
+    assert not caught.value.retryable
+    cluster.handle("other", model="fresh")
+    cluster.run()
+    for name in ("fresh", "unknown"):
+        request = trainer.worker.rollback(0, name)
+        cluster.run()
+        assert "nothing was published under it yet" in str(trainer.worker.answers[request])
+    assert model_of(cluster).lineage == 0
+    assert "unknown" not in cluster.coordinator.cluster.models
+
+
+def test_the_mark_may_be_a_number_that_nobody_published() -> None:
+    cluster, trainer, _ = trained(to=1)
+    trainer.unpublish()
+    cluster.run()
+    trainer.publish(9)
+    cluster.run()
+    rollback(cluster, trainer, 5)
+    asked = trainer.publish(5)
+    cluster.run()
+    with pytest.raises(VersionConflict, match="the newest number so far is 5"):
+        _ = asked.number
+    asked = trainer.publish(6)
+    cluster.run()
+    assert asked.number == 6
+
+
+def test_a_publish_that_is_being_recorded_finishes_first() -> None:
+    cluster, trainer, (other,) = trained("other", to=1)
+    other.unpublish()
+    cluster.run()
+    asked = other.publish(2)
+    until_it_is_being_stored(cluster)
+    request = trainer.worker.rollback(1)
+    run_but(cluster, "store")
+    assert len(cluster.unstored) == 1  # the rollback waits
+    cluster.run()
+    assert asked.number == 2
+    assert trainer.worker.answers[request] is None
+    assert (other.member.state, model_of(cluster).mark) == (HandleState.EMPTY, 1)
+
+
+def test_a_fill_that_is_being_recorded_finishes_first() -> None:
+    cluster = PureCluster()
+    trainers, readers = cluster.group("trainer", 2), cluster.group("reader", 2)
+    cluster.run()
+    for number in (1, 2):
+        for handle in trainers:
+            if number > 1:
+                handle.unpublish()
+                cluster.run()
+        for handle in trainers:
+            handle.publish(number)
+        cluster.run()
+    calls = [handle.replicate() for handle in readers]
+    until_it_is_being_stored(cluster)
+    trainers[0].worker.rollback(1)
+    run_but(cluster, "store")
+    assert len(cluster.unstored) == 1
+    cluster.run()
+    assert [call.number for call in calls] == [2, 2]
+    assert [handle.member.state for handle in readers] == [HandleState.EMPTY] * 2
+    cluster.check_agreement()
+
+
+def test_nothing_else_begins_to_be_recorded_while_a_rollback_is() -> None:
+    """Whoever publishes then is told to come again; a group's fill of an older version waits."""
+    cluster = PureCluster()
+    trainers, readers = cluster.group("trainer", 2), cluster.group("reader", 2)
+    other = cluster.handle("other")
+    cluster.run()
+    for handle in trainers:
+        handle.publish(1)
+    cluster.run()
+    calls = [handle.replicate() for handle in readers]
+    run_but(cluster, "read")
+    request = other.worker.rollback(1)
+    until_it_is_being_stored(cluster)
+    asked = other.publish(2)
+    run_but(cluster, "store")
+    with pytest.raises(VersionConflict, match="a rollback is being recorded; call again") as caught:
+        _ = asked.number
+    assert caught.value.retryable
+    assert not any(call.has_ended() for call in calls)
+    assert len(cluster.unstored) == 1
+    cluster.run()
+    assert other.worker.answers[request] is None
+    assert [call.number for call in calls] == [1, 1]
+    asked = other.publish(2)
+    cluster.run()
+    assert asked.number == 2
+    assert model_of(cluster).versions[2].lineage == 1
+
+
+def test_a_staged_publish_is_over() -> None:
+    cluster, trainer, _ = trained(to=1)
+    first, second = cluster.group("pair", 2)
+    cluster.run()
+    asked = first.publish(2)
+    cluster.run()
+    rollback(cluster, trainer, 1)
+    with pytest.raises(VersionConflict, match="was rolled back to 1 meanwhile"):
+        _ = asked.number
+    assert first.member.state is HandleState.EMPTY
+    calls = [handle.publish(2) for handle in (first, second)]
+    cluster.run()
+    assert [call.number for call in calls] == [2, 2]
+
+
+@pytest.mark.parametrize("hold", [False, True])
+def test_a_fill_of_a_later_version_is_over(hold: bool) -> None:
+    cluster, trainer, (keeper,) = trained("keeper", to=2)
+    reader = cluster.handle("reader")
+    cluster.run()
+    asked = reader.replicate("latest", hold=hold)
+    run_but(cluster, "read", "hook")
+    rollback_request = keeper.worker.rollback(1)
+    run_but(cluster, "read", "hook")
+    assert keeper.worker.answers[rollback_request] is None
+    cluster.run()
+    with pytest.raises(VersionUnavailable, match="was rolled back to 1; ask again") as caught:
+        _ = asked.number
+    assert caught.value.retryable
+    assert caught.value.memory == ("intact" if hold else "torn")
+    again = reader.replicate("latest")
+    cluster.run()
+    assert again.number == 1
+    assert trainer.member.state is HandleState.EMPTY
+
+
+def test_a_waiting_fill_gets_what_is_newest_then() -> None:
+    """`latest` had no live source; after the rollback the newest version has one."""
+    cluster, trainer, (keeper,) = trained("keeper", to=2)
+    trainer.worker.crash()
+    reader = cluster.handle("reader")
+    cluster.advance(11)
+    asked = reader.replicate("latest")
+    newer = cluster.handle("newer").update("latest", at_least=2)
+    cluster.run()
+    assert not asked.has_ended()
+    rollback(cluster, keeper, 1)
+    assert asked.number == 1
+    assert not newer.has_ended()
+    keeper.unpublish()
+    cluster.run()
+    keeper.publish(2)
+    cluster.run()
+    assert newer.number == 2
+
+
+def test_watchers_hear_that_the_newest_is_an_older_one() -> None:
+    cluster, trainer, _ = trained("one", "two")
+    heard: list[int | None] = []
+    hear = trainer.worker.hear
+
+    def listening(message: object) -> None:
+        if isinstance(message, Announce):
+            heard.append(message.newest.version if message.newest is not None else None)
+        hear(message)  # type: ignore[arg-type]
+
+    trainer.worker.hear = listening  # type: ignore[method-assign]
+    trainer.worker.say(Watch("actor"))
+    request = trainer.worker.rollback(2)
+    while request not in trainer.worker.answers:
+        cluster.do(cluster.choices()[0])
+    assert heard == [3, 2]  # before Done
+    rollback(cluster, trainer, 0)
+    assert heard == [3, 2, None]
+    asked = trainer.replicate("latest", timeout_s=1)
+    cluster.advance(4)
+    with pytest.raises(VersionUnavailable, match="nothing was published"):
+        _ = asked.number
+
+
+def test_a_retry_is_not_a_second_rollback() -> None:
+    cluster, trainer, _ = trained()
+    trainer.worker.rollback(1, ident="mine")
+    cluster.run()
+    trainer.publish(2)
+    cluster.run()
+    for _ in range(2):
+        request = trainer.worker.rollback(1, ident="mine")
+        cluster.run()
+        assert trainer.worker.answers[request] is None
+        assert (model_of(cluster).lineage, trainer.member.version) == (1, 2)
+        cluster.restart()
+        trainer.worker.connect()
+        cluster.run()
+    first, second = (trainer.worker.rollback(1, ident="twice") for _ in range(2))
+    cluster.run()
+    assert first not in trainer.worker.answers  # the retry stands for it
+    assert trainer.worker.answers[second] is None
+    assert model_of(cluster).lineage == 2
+
+
+def test_a_store_that_fails_leaves_everything_as_it_was() -> None:
+    cluster, trainer, _ = trained()
+    request = trainer.worker.rollback(1)
+    until_it_is_being_stored(cluster)
+    cluster.fail_store()
+    cluster.run()
+    assert isinstance(trainer.worker.answers[request], CoordinatorUnavailable)
+    assert (model_of(cluster).lineage, model_of(cluster).mark, trainer.member.version) == (0, 3, 3)
+    rollback(cluster, trainer, 1)
+    assert model_of(cluster).lineage == 1
+
+
+def test_a_holder_that_was_away_learns_it_when_it_announces() -> None:
+    cluster, trainer, (one, two, late) = trained("one", "two", "late")
+    late.worker.disconnect()
+    rollback(cluster, one, 1)
+    for holder in (trainer, two):
+        assert holder.member.state is HandleState.EMPTY
+    assert late.member.version == 3
+    late.worker.connect()
+    cluster.run()
+    assert late.member.state is HandleState.EMPTY
+    cluster.check_agreement()
+
+
+def test_the_order_is_lost_on_its_way() -> None:
+    cluster, trainer, _ = trained()
+    trainer.worker.rollback(1)
+    until_it_is_being_stored(cluster)
+    cluster.do(next(c for c in cluster.choices() if c.kind == "store"))
+    trainer.worker.disconnect()
+    trainer.worker.connect()
+    cluster.run()
+    assert trainer.member.state is HandleState.EMPTY
+    cluster.check_agreement()
+
+
+@pytest.mark.parametrize("kept", [True, False])
+def test_a_coordinator_that_comes_back(kept: bool) -> None:
+    cluster, trainer, (one,) = trained("one")
+    trainer.worker.rollback(1)
+    until_it_is_being_stored(cluster)
+    cluster.restart(kept=kept)
+    for worker in cluster.workers.values():
+        worker.connect()
+    cluster.run()
+    model = model_of(cluster)
+    assert (model.lineage, model.mark) == ((1, 1) if kept else (0, 3))
+    assert trainer.member.version == (None if kept else 3)
+    assert one.member.version == 1
+    cluster.check_agreement()
+
+
+def test_the_lineage_is_recovered_without_any_version() -> None:
+    cluster, trainer, _ = trained()
+    rollback(cluster, trainer, 0)
+    cluster.restart()
+    trainer.worker.connect()
+    cluster.run()
+    assert (model_of(cluster).lineage, model_of(cluster).mark) == (1, 0)
+    asked = trainer.publish(1)
+    cluster.run()
+    assert asked.number == 1
+    cluster.restart()
+    trainer.worker.connect()
+    cluster.run()
+    assert (model_of(cluster).lineage, model_of(cluster).mark, trainer.member.version) == (1, 1, 1)
+
+
+def begin_unpublish(cluster: PureCluster, trainer: Handle) -> None:
+    trainer.unpublish()
+
+
+def begin_close(cluster: PureCluster, trainer: Handle) -> None:
+    trainer.close()
+
+
+def begin_update(cluster: PureCluster, trainer: Handle) -> None:
+    trainer.update(2, hold=True)
+
+
+def begin_no_op(cluster: PureCluster, trainer: Handle) -> None:
+    trainer.update("latest")
+
+
+def cancel_update(cluster: PureCluster, trainer: Handle) -> None:
+    trainer.update(2, hold=True)
+    run_but(cluster, "store", "hook")
+    trainer.cancel()
+
+
+CALLS = [begin_unpublish, begin_close, begin_update, begin_no_op, cancel_update]
+
+
+@pytest.mark.parametrize("away", [False, True], ids=["connected", "away"])
+@pytest.mark.parametrize("steps", range(14))
+@pytest.mark.parametrize("begin", CALLS, ids=lambda call: call.__name__)
+def test_a_holder_with_a_call_running(begin: Callable[[PureCluster, Handle], None], steps: int, away: bool) -> None:
+    """Wherever that call is when the rollback happens: it ends, and nothing of the retired version is left."""
+    cluster, trainer, (_, two) = trained("one", "two")
+    two.worker.rollback(2)
+    until_it_is_being_stored(cluster)
+    begin(cluster, trainer)
+    asked = trainer.asked
+    assert asked is not None
+    for _ in range(steps):
+        choices = [c for c in cluster.choices() if c.kind != "store"]
+        if choices:
+            cluster.do(choices[0])
+    cluster.do(next(c for c in cluster.choices() if c.kind == "store"))
+    if away:
+        trainer.worker.disconnect()
+        cluster.run()
+        trainer.worker.connect()
+    cluster.run()
+    assert asked.has_ended()
+    assert trainer.member.version in (None, 2)
+    cluster.advance(11)  # a handle that was closed unheard is forgotten a lease later
+    cluster.check_agreement()
+    if trainer.member.state is HandleState.EMPTY:
+        asked = trainer.publish(7)
+        cluster.run()
+        assert asked.number == 7
+
+
+@pytest.mark.parametrize("restarted", [False, True])
+def test_a_fill_whose_outcome_is_in_doubt(restarted: bool) -> None:
+    """It was committed, and rolled back before this rank heard of it."""
+    cluster = PureCluster()
+    trainers, (first, second) = cluster.group("trainer", 2), cluster.group("reader", 2)
+    cluster.run()
+    for handle in trainers:
+        handle.publish(1)
+    cluster.run()
+    calls = [handle.replicate() for handle in (first, second)]
+    until_it_is_being_stored(cluster)
+    second.worker.disconnect()
+    if restarted:
+        cluster.restart(kept=True)
+        for handle in (*trainers, first):
+            handle.worker.connect()
+    cluster.run()
+    assert calls[0].number == 1
+    cluster.now += 63
+    cluster.time_passes()
+    run_but(cluster)
+    assert str(second.member.state) == "in_doubt"
+    for worker in cluster.workers.values():
+        if worker.link is None and worker is not second.worker:
+            worker.connect()
+    rollback(cluster, trainers[0], 0)
+    second.worker.connect()
+    cluster.heal(30)
+    assert second.member.state in (HandleState.EMPTY, HandleState.TORN)
+    asked = [handle.publish(1) for handle in (first, second)]
+    cluster.run()
+    if any(each.error is not None for each in asked):  # a rank was replaced meanwhile: the group is in step now
+        asked = [handle.publish(1) for handle in (first, second)]
+        cluster.run()
+    assert [each.number for each in asked] == [1, 1]
+
+
+def test_unpublish_of_what_was_rolled_back_says_so() -> None:
+    cluster, trainer, _ = trained()
+    rollback(cluster, trainer, 1)
+    with pytest.raises(StateError, match="is empty: there is nothing to unpublish"):
+        trainer.unpublish()
