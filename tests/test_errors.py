@@ -321,6 +321,12 @@ async def test_a_filled_memory_that_is_written_is_not_taken_for_its_version() ->
             await weights.unpublish()
         assert (await weights.update()).changed
         assert not mine["b"].any()
+        async with source.mutate(2):
+            memory_of(source)["b"].add_(2)
+        mine["b"].add_(1)
+        with raises(MutabilityViolation, *WRITTEN, retryable=False, memory="torn"):
+            await weights.update()  # before it does anything
+        assert (weights.version, int(mine["b"].sum())) == (1, CHUNK_BYTES)
 
 
 @provokes(MutabilityViolation)
@@ -655,7 +661,7 @@ async def test_bytes_that_do_not_have_their_digest_at_any_source() -> None:
         chunk = CHUNKS // 3 + 1
         says = (
             "replicate of 'm': version 1: every source that rank 0 tried sent bytes that do not have their digest",
-            f"worker 'trainer': chunk {chunk} does not have its digest (tensor 'b')",
+            f"reads that failed: worker 'trainer': chunk {chunk} does not have its digest (tensor 'b')",
             "have it published anew, then call again",
         )
         with raises(IntegrityError, *says, retryable=True, memory="torn"):

@@ -6,6 +6,7 @@ import pytest
 
 from tensorhub.errors import (
     GroupAborted,
+    IntegrityError,
     ManifestMismatch,
     OperationTimeout,
     StateError,
@@ -14,7 +15,7 @@ from tensorhub.errors import (
 )
 from tensorhub.messages import Start, Write
 from tensorhub.types import HandleState, Location
-from tests.harness import BrokenHook, Choice, Handle, PureCluster
+from tests.harness import Asked, BrokenHook, Choice, Handle, PureCluster
 
 
 def trainer_and_reader(version: int = 1) -> tuple[PureCluster, Handle, Handle]:
@@ -478,6 +479,48 @@ def test_a_fill_that_takes_too_long_names_the_slow_ranks() -> None:
         with pytest.raises(OperationTimeout, match=r"version 1 was not complete after 5 s on rank\(s\) \[1\]") as caught:
             _ = call.number
         assert caught.value.memory == "torn"
+
+
+def let_fail(cluster: PureCluster, asked: Asked, reasons: dict[str, str]) -> None:
+    """Each read ends as its source's reason says, until the call does."""
+    while not asked.done:
+        for choice in [c for c in cluster.choices() if c.kind != "read"]:
+            cluster.do(choice)
+        pull = asked.handle.pull
+        for lease, grant in list(pull.grants.items()) if pull is not None else []:
+            asked.handle.source_ended(lease, reasons[grant.source])
+        cluster.advance(0.05, run=False)
+
+
+@pytest.mark.parametrize("last", ["corrupt", "stalled"])
+def test_bad_digests_from_every_source_are_an_integrity_error(last: str) -> None:
+    cluster, _, reader = trainer_and_reader()
+    other = cluster.handle("other")
+    cluster.run()
+    other.replicate()
+    cluster.run()
+    asked = reader.replicate(timeout_s=5)
+    let_fail(cluster, asked, {"trainer": "corrupt", "other": last})
+    assert isinstance(asked.error, IntegrityError if last == "corrupt" else VersionUnavailable | OperationTimeout)
+    assert (asked.error.retryable, asked.error.memory) == (True, "torn")
+    for says in ("version 1", "reads that failed", "worker 'trainer': corrupt", f"worker 'other': {last}"):
+        assert says in str(asked.error)
+
+
+def test_a_rank_without_a_sound_source_is_its_groups_cause() -> None:
+    cluster = PureCluster()
+    trainers, readers = cluster.group("trainer", 2), cluster.group("reader", 2)
+    cluster.run()
+    for handle in trainers:
+        handle.publish(1)
+    cluster.run()
+    sound, bad = [handle.replicate(timeout_s=5) for handle in readers]
+    let_fail(cluster, bad, {"trainer1": "corrupt"})
+    cluster.run()
+    assert isinstance(bad.error, IntegrityError)
+    assert isinstance(sound.error, GroupAborted)
+    assert sound.error.causes == {1: str(bad.error)}
+    assert (sound.error.retryable, sound.error.memory) == (True, "torn")
 
 
 def test_a_source_on_the_same_host_is_preferred() -> None:

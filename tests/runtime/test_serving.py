@@ -19,6 +19,7 @@ from tensorhub.protocol.codec import FROM_OWNER
 from tensorhub.protocol.handshake import NONCE_BYTES, ClientHandshake
 from tensorhub.protocol.lost import ConnectionLost
 from tensorhub.runtime.lanes import SourceFailed
+from tensorhub.runtime.serving import SharedOwner
 from tensorhub.types import ContentId, Incarnation
 from tensorhub.worker.owner import Refusal, Wait
 from tests.runtime.data_rig import (
@@ -104,6 +105,19 @@ async def test_a_fence_waits_for_running_accesses_and_lets_no_new_one_begin() ->
         await anyio.to_thread.run_sync(fence.join)
         await a.owner.fence_async(a.registration)  # once more changes nothing
         a.owner.open(a.registration, 8, ContentId("next"), a.memory, complete=True)
+
+
+async def test_a_fence_keeps_to_its_time_whatever_the_grace() -> None:
+    a = Node("a", manifest_of(), filled=True, owner=SharedOwner(fence_grace_s=100 * WAIT_S)).open(complete=True)
+    right = (None, a.registration, a.generation, CONTENT, [0], 1, 0.0)
+    async with serving(a):
+        with a.owner.access(*right) as held:
+            assert isinstance(held, tuple)
+            with pytest.raises(DrainTimeout, match=r"still being read after 0\.1 s"):
+                await a.owner.fence_async(a.registration, 0.1)
+            a.owner.reopen(a.registration, 8)
+            with a.owner.access(None, a.registration, 8, *right[3:]) as again:
+                assert isinstance(again, tuple)
 
 
 async def test_a_fence_ends_the_waiting_of_readers() -> None:

@@ -310,21 +310,21 @@ class Operations:
         for part in operation.parts.values():
             if not part.voted and part.faults and all(reason == "corrupt" for reason, _ in part.faults.values()):
                 return Blame(self._corrupt(f"{what}: version {number}", part), part.rank)
-        starving = [p.rank for p in operation.parts.values() if p.wants_source]
+        starving = [p for p in operation.parts.values() if p.wants_source]
         if starving:
-            text = f"{what}: version {number} has lost its last source (rank {starving[0]}), none came back in time"
-            return Blame(VersionUnavailable(text))
-        slow = sorted(p.rank for p in operation.parts.values() if not p.voted)
-        text = f"{what}: version {number} was not complete after {late.call.timeout_s:g} s on rank(s) {slow}"
-        return Blame(OperationTimeout(text))
+            text = f"{what}: version {number} has lost its last source (rank {starving[0].rank}), none came back in time"
+            return Blame(VersionUnavailable(text + _faults(starving)))
+        slow = sorted((p for p in operation.parts.values() if not p.voted), key=lambda p: p.rank)
+        named = [p.rank for p in slow]
+        text = f"{what}: version {number} was not complete after {late.call.timeout_s:g} s on rank(s) {named}"
+        return Blame(OperationTimeout(text + _faults(slow)))
 
     @staticmethod
     def _corrupt(what: str, part: RankPart) -> IntegrityError:
-        told = "; ".join(text for _, text in list(part.faults.values())[:FAULTS_TOLD_MAX])
         return IntegrityError(
-            f"{what}: every source that rank {part.rank} tried sent bytes that do not have their digest: {told}. Either the "
-            "source's memory was written after it was published (by a way that torch does not count), or a machine or the "
-            "way damages bytes: have it published anew, then call again"
+            f"{what}: every source that rank {part.rank} tried sent bytes that do not have their digest{_faults([part])}. "
+            "Either the source's memory was written after it was published (by a way that torch does not count), or a "
+            "machine or the way damages bytes: have it published anew, then call again"
         )
 
     # ------------------------------------------------------------------------------------------------ consequences
@@ -707,6 +707,12 @@ def _describe(call: Publish | Fill) -> str:
 def _decision(operation: Operation, version: Version) -> Decision:
     info = version.info
     return Decision(operation.key, info.model, info.version, info.content_id, info.nbytes, info.world_size)
+
+
+def _faults(parts: list[RankPart]) -> str:
+    """How these ranks' sources failed last, for an error."""
+    told = [text for part in parts for _, text in part.faults.values()][:FAULTS_TOLD_MAX]
+    return f"; reads that failed: {'; '.join(told)}" if told else ""
 
 
 def _manifest_id(manifest: bytes) -> str:
