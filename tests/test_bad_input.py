@@ -316,8 +316,8 @@ GARBAGE = {
 def insult(address: str, words: bytes) -> None:
     with socket.create_connection(parse_address(address), 5) as peer:
         peer.sendall(words)
-        peer.shutdown(socket.SHUT_WR)
-        with contextlib.suppress(ConnectionResetError):
+        with contextlib.suppress(OSError):  # it may have been cut off already
+            peer.shutdown(socket.SHUT_WR)
             while peer.recv(65536):
                 pass
 

@@ -125,7 +125,9 @@ def test_a_connected_rank_is_not_replaced() -> None:
     assert "is registered by worker 'trainer', which is connected: close it first" in str(other.registration_error)
     asked = other.publish(5)
     cluster.run()
-    assert repr(asked.error) == repr(other.registration_error)
+    assert isinstance(asked.error, RegistrationError)
+    assert str(asked.error) == str(other.registration_error)
+    assert asked.error is not other.registration_error  # what it says of the memory is about this call
 
 
 def test_a_disconnected_rank_is_replaced_under_a_new_epoch() -> None:
@@ -370,7 +372,7 @@ def test_an_announced_content_of_another_world_size_is_ordered_out() -> None:
     content = trainer.member.content
     assert content is not None
     cluster.coordinator.step(Connected(77, "x.1", "worker"), 0.0)
-    register = Register(1, "odd", "actor", "odd", 1, 1, 2, True, False, "", 8192, 2, MANIFEST.encode(), content.held())
+    register = Register(1, "odd", "actor", "odd", 1, 2, False, "", 8192, 2, MANIFEST.encode(), content.held())
     said = answers(cluster, 77, Join("x", Location(), (), 1), register)
     assert getattr(said[1], "keep", None) is False
     cluster.coordinator.check_invariants()
