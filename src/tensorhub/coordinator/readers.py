@@ -259,7 +259,7 @@ class Readers:
             self._cluster.timers.set("withdrawal", member.registration, known.deadline)
         elif message.hurry:
             pass  # it was answered already
-        elif known is not None or member.holding is None or member.holding.generation != message.generation:
+        elif member.holding is None or member.holding.generation != message.generation:
             self._cluster.tell(member, Withdrawable(message.request))  # nothing here counts on it
         else:
             deadline = self._cluster.now + message.timeout_s
