@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from functools import partial
 from pathlib import Path
 
 import anyio
@@ -18,6 +19,7 @@ from tensorhub.errors import (
     VersionUnavailable,
 )
 from tensorhub.hub import Hub, Weights
+from tensorhub.messages import Announce
 from tensorhub.types import VersionInfo
 from tests.rig import OPTIONS, WAIT_S, cluster, connect, gated, holds, nothing_left, tensors, until, write
 
@@ -84,6 +86,29 @@ async def test_newest_and_wait_for_are_right_as_soon_as_rollback_returns() -> No
                 pass
         info = await trainer.describe("m")
         assert found == [(95, info.versions[-1].content_id)]
+
+
+async def test_wait_for_does_not_return_what_was_rolled_back_before_it_woke() -> None:
+    async with cluster("watcher") as c:
+        (hub,) = c.hubs
+        first, older, again = (VersionInfo("m", number, f"id{place}", 1, 1) for place, number in enumerate((95, 90, 95)))
+
+        def hear(*infos: VersionInfo) -> None:
+            for info in infos:
+                hub._worker._announced(Announce("m", info))
+
+        found: list[VersionInfo] = []
+
+        async def wait() -> None:
+            found.append(await hub.wait_for("m", at_least=95))
+
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(wait)
+            await until(lambda: bool(hub._worker._listeners.get("m")))
+            hub._thread.post(partial(hear, first, older))
+            await until(lambda: hub.newest("m") == older)
+            hub._thread.post(partial(hear, again))
+        assert found == [again]
 
 
 async def test_a_reader_in_mid_fetch_of_what_is_rolled_back() -> None:

@@ -159,6 +159,47 @@ def coordinator_restarts(cluster: PureCluster) -> None:
     cluster.run()
 
 
+def last_holder_waits(cluster: PureCluster) -> None:
+    """The last reliable holder of a retained version may leave once another one has it; that one is refused."""
+    trainer, reader = cluster.handle("trainer"), cluster.handle("reader")
+    cluster.run()
+    trainer.publish(1)
+    trainer.worker.retain(1)
+    cluster.run()
+    cluster.note("-- it wants to leave")
+    trainer.unpublish()
+    cluster.run()
+    cluster.note("-- another one takes the version over")
+    reader.replicate("latest")
+    cluster.run()
+    cluster.note("-- which would be the last")
+    reader.unpublish(timeout_s=3)
+    cluster.advance(3)
+
+
+def rolled_back(cluster: PureCluster) -> None:
+    """Versions 1 and 2; a reader in the midst of 2; a new lineage after 1, in which 2 is another content."""
+    trainer, keeper, reader = cluster.handle("trainer"), cluster.handle("keeper"), cluster.handle("reader")
+    cluster.run()
+    trainer.publish(1)
+    cluster.run()
+    keeper.replicate(1)
+    cluster.run()
+    trainer.unpublish()
+    cluster.run()
+    trainer.publish(2)
+    cluster.run()
+    reader.replicate("latest")
+    run_but(cluster, Choice("read", reader.name))
+    cluster.note("-- back to 1")
+    trainer.worker.rollback(1)
+    run_but(cluster, Choice("read", reader.name))
+    trainer.publish(2)
+    cluster.run()
+    reader.replicate("latest")
+    cluster.run()
+
+
 SCENES: list[Callable[[PureCluster], None]] = [
     chain_and_update,
     groups_of_two,
@@ -167,6 +208,8 @@ SCENES: list[Callable[[PureCluster], None]] = [
     withdrawn_under_a_reader,
     fetched_from_a_source_that_leaves,
     coordinator_restarts,
+    last_holder_waits,
+    rolled_back,
 ]
 
 

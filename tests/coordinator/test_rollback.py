@@ -442,6 +442,28 @@ def test_a_fill_whose_outcome_is_in_doubt(restarted: bool) -> None:
     assert [each.number for each in asked] == [1, 1]
 
 
+def test_a_commit_that_is_heard_after_the_rollback() -> None:
+    """The rank asks within its lease what became of its fill: it was committed, and is to be given up."""
+    cluster = PureCluster()
+    trainers, (first, second) = cluster.group("trainer", 2), cluster.group("reader", 2)
+    cluster.run()
+    for handle in trainers:
+        handle.publish(1)
+    cluster.run()
+    calls = [handle.replicate(timeout_s=1) for handle in (first, second)]
+    until_it_is_being_stored(cluster)
+    second.worker.disconnect()
+    run_but(cluster)
+    assert calls[0].number == 1
+    cluster.advance(3.5)
+    assert str(second.member.state) == "in_doubt"
+    rollback(cluster, trainers[0], 0)
+    second.worker.connect()
+    cluster.run()
+    assert second.member.state is HandleState.EMPTY
+    cluster.check_agreement()
+
+
 def test_unpublish_of_what_was_rolled_back_says_so() -> None:
     cluster, trainer, _ = trained()
     rollback(cluster, trainer, 1)

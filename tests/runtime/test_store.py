@@ -26,7 +26,8 @@ from tensorhub.types import OpKey
 
 
 def publication(number: int, model: str = "m", lineage: int = 0) -> Publication:
-    return Publication(model, lineage, number, f"content-{number}", 12, 1, "world/1", OpKey(model, "g", 7, number))
+    content_id = f"content-{number}" if model == "m" else f"{model}-content-{number}"
+    return Publication(model, lineage, number, content_id, 12, 1, "world/1", OpKey(model, "g", 7, number))
 
 
 def decision(number: int, group: str = "g") -> Decision:
@@ -103,6 +104,17 @@ def test_only_the_newest_of_each_model_are_read(tmp_path: Path) -> None:
     found = store.read().publications
     store.close()
     assert found == tuple(publication(n, model) for model in ("m", "n") for n in range(5, count))
+
+
+def test_retained_and_pinned_ones_are_read_however_old(tmp_path: Path) -> None:
+    store = SqliteStore(tmp_path)
+    count = PUBLICATIONS_READ_MAX + 5
+    store.write([publication(number, model) for model in ("m", "n") for number in range(count)])
+    store.write([Retention("m", count - 2), Pinned("p", "life", "n", 1, "n-content-1")])
+    found = store.read().publications
+    store.close()
+    assert [p.number for p in found if p.model == "m"] == list(range(2, count))
+    assert [p.number for p in found if p.model == "n"] == [1, *range(5, count)]
 
 
 @pytest.mark.parametrize(

@@ -71,7 +71,7 @@ from tensorhub.messages import (
 )
 from tensorhub.types import Options, VersionInfo
 
-RECOVERED_PER_MODEL_MAX = 64  # newest versions of each model that holders may announce again after a restart
+RECOVERED_PER_MODEL_MAX = 64  # newest versions of each model that holders may announce again; retained ones always may
 
 
 class Coordinator(Stateful[CoordinatorState]):
@@ -125,16 +125,15 @@ class Coordinator(Stateful[CoordinatorState]):
                 publication.nbytes,
                 publication.world_size,
             )
-            version = Version(info, publication.lineage, publication.layout_id, publication.key)
-            self._versions.recover(version, model)
-            oldest = min(model.versions)
-            if len(model.versions) > RECOVERED_PER_MODEL_MAX:
-                del model.versions[oldest]
+            self._versions.recover(Version(info, publication.lineage, publication.layout_id, publication.key), model)
         for record in durable.models:
             model = cluster.model(record.model)
             model.lineage, model.mark, model.rolled_back_by = record.lineage, record.mark, record.rollback
             model.retain = record.retain
         self._retentions.recover(durable.pins)
+        for model in cluster.models.values():
+            for number in sorted(set(model.versions) - model.retained())[:-RECOVERED_PER_MODEL_MAX]:
+                del model.versions[number]
         for decision in sorted(durable.decisions, key=lambda d: d.key):
             cluster.decisions[decision.key.model, decision.key.group] = decision
         cluster.timers.set("recovery", "", cluster.now + cluster.options.lease_s)

@@ -296,7 +296,7 @@ class Operations:
         if target is not None and not operation.writing and target.has_live_source():
             staying = self._staying(operation, target)
             if staying:
-                error = self._retentions.refusal(staying[0], f"{what} to version {target.number}: nothing was written")
+                error = self._retentions.refusal(staying[0], f"{what} to version {target.number}: nothing was written: ")
                 return Blame(error, staying[0].rank, tuple(h.rank for h in staying[1:]))
         if operation.state is OperationState.GATHERING and isinstance(late.call, Fill):
             why = self._versions.waiting_text(group.model, late.call.selector, late.call.at_least)

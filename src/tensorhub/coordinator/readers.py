@@ -263,7 +263,7 @@ class Readers:
             self._cluster.timers.set("withdrawal", member.registration, known.deadline)
         elif message.hurry:
             pass  # it was answered already
-        elif known is not None or member.holding is None or member.holding.generation != message.generation:
+        elif member.holding is None or member.holding.generation != message.generation:
             self._cluster.tell(member, Withdrawable(message.request))  # nothing here counts on it
         else:
             deadline = self._cluster.now + message.timeout_s
@@ -284,12 +284,11 @@ class Readers:
             self.settle_withdrawal(withdrawal)
             return
         self._forget_withdrawal(withdrawal)
-        what = f"version {withdrawal.holding.version.number} stays published"
-        error = self._retentions.refusal(withdrawal.holding, what)
+        error = self._retentions.refusal(withdrawal.holding)
         self._cluster.answer(member.worker.session, withdrawal.request, error)
 
     def settle_withdrawals(self, model: Model) -> None:
-        """Those that waited for another holder may go on."""
+        """Those that waited for another holder may go on; so may those whose holding has ended."""
         for withdrawal in list(model.withdrawals.values()):
             self.settle_withdrawal(withdrawal)
 
@@ -333,9 +332,6 @@ class Readers:
         self._cut_readers(holding, reason, moved=False)
         owner = holding.member
         self._cluster.tell(owner, OrderedOut(owner.registration, holding.version.info.content_id, reason))
-        withdrawal = self._withdrawal(holding)
-        if withdrawal is not None:
-            self.settle_withdrawal(withdrawal)
 
     def overwrite(self, holding: Holding) -> None:
         """Its owner is about to fence and overwrite it (R7): readers are moved or cut, never waited for."""
@@ -407,9 +403,6 @@ class Readers:
 
     def _end(self, holding: Holding, *, cut: bool = True) -> None:
         """Nothing of it is left: its leases are fenced, and its replica goes with its last holding."""
-        withdrawal = self._withdrawal(holding)
-        if withdrawal is not None:
-            self._forget_withdrawal(withdrawal)  # its owner has not waited
         if cut:
             self._cut_readers(holding, "the source is gone", moved=True)
             for lease in list(holding.readers.values()):

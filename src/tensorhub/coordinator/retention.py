@@ -49,15 +49,15 @@ class Retentions:
         """Whether some shard has no holder, and none is expected back."""
         return ("recovery", "") not in self._cluster.timers and not all(version.holdings.values())
 
-    def refusal(self, holding: Holding, what: str) -> RetentionError:
-        """Why this holder may not go."""
-        model, number = holding.member.group.model, holding.version.number
-        pins = sum(pin.number == number for pin in model.pins.values())
-        why = f"pinned by {pins} block(s)" if pins else f"one of the newest {model.retain}, which are retained"
+    def refusal(self, holding: Holding, what: str = "") -> RetentionError:
+        """Why this holder may not go, for the error of `what`."""
+        group, number, worker = holding.member.group, holding.version.number, holding.member.worker
+        pins = sum(pin.number == number for pin in group.model.pins.values())
+        why = f"pinned by {pins} block(s)" if pins else f"one of the newest {group.model.retain}, which are retained"
         return RetentionError(
-            f"{what}: version {number} of {model.name!r} is {why}, and worker {holding.member.worker.name!r} (group "
-            f"{holding.member.group.name!r}, rank {holding.rank}) is among its last reliable holders: let others that are "
-            "not spot replicate it, lower retain() or end the pin, or give it up with close(abandon=True)"
+            f"{what}version {number} of {group.model.name!r} must stay: it is {why}, and worker {worker.name!r} (group "
+            f"{group.name!r}, rank {holding.rank}) is among its last reliable holders: let others that are not spot "
+            "replicate it, lower retain() or end the pin, or give it up with close(abandon=True)"
         )
 
     # -- the policy

@@ -29,7 +29,7 @@ from tensorhub.coordinator import (
 from tensorhub.errors import StateError
 from tensorhub.types import OpKey
 
-PUBLICATIONS_READ_MAX = 64  # newest of each model, at the start
+PUBLICATIONS_READ_MAX = 64  # newest of each model, at the start, besides retained and pinned ones
 _SCHEMA = """
 CREATE TABLE IF NOT EXISTS cluster (id TEXT NOT NULL, epoch INTEGER NOT NULL, format INTEGER NOT NULL);
 CREATE TABLE IF NOT EXISTS publications (
@@ -146,8 +146,9 @@ class SqliteStore:
         publications = self._db.execute(
             "SELECT model, lineage, number, content_id, nbytes, world_size, layout_id, "
             '"group", epoch, sequence FROM (SELECT *, row_number() OVER '
-            "(PARTITION BY model ORDER BY lineage DESC, number DESC) AS age FROM publications) "
-            "WHERE age <= ? ORDER BY model, lineage, number",
+            "(PARTITION BY model ORDER BY lineage DESC, number DESC) AS age FROM publications) AS p "
+            "WHERE age <= max(?, (SELECT retain FROM models WHERE model = p.model)) "
+            "OR content_id IN (SELECT content_id FROM pins) ORDER BY model, number",
             (PUBLICATIONS_READ_MAX,),
         ).fetchall()
         decisions = self._db.execute(
