@@ -102,7 +102,7 @@ class AllocatedMemory:
             raise ManifestMismatch(text, differences=(text,))
 
     def _move(self) -> None:
-        """Bring what has arrived to the device, one region after the other, so that little is there twice."""
+        """Bring what has arrived to the device."""
         try:
             for region, data in self._bytes.items():
                 self._bytes[region] = data.to(self._device)
