@@ -137,6 +137,11 @@ class Gate:
         with self._changed:
             return self._waiting > 0
 
+    def close(self, arrivals: int) -> None:
+        """From now on, so many arrivals, then it holds (again)."""
+        with self._changed:
+            self._left = arrivals
+
     def open(self) -> None:
         with self._changed:
             self._left = None

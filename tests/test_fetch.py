@@ -144,7 +144,7 @@ async def test_the_ranks_of_a_version_are_fetched_one_by_one() -> None:
         async with anyio.create_task_group() as tasks:
             for weights in ranks:
                 tasks.start_soon(weights.publish, 1)
-        for rank in (1, 0):
+        for rank in (1, 0, 1):  # the reader knows both manifests by then
             fetched = await c.hubs[2].fetch("m", rank=rank)
             assert equal(fetched, sources[rank])
             assert fetched.info.world_size == 2
@@ -309,10 +309,11 @@ class Elsewhere(AllocatedMemory):
 
 async def test_what_cannot_be_brought_to_its_device_is_an_error() -> None:
     async with cluster("trainer", "reader") as c:
-        await published(c.hubs[0])
-        moved: list[str] = []
-        _, report = await c.hubs[1].fetch_into("m", 1, Elsewhere(lambda: moved.append("moved")))
-        assert moved == ["moved"]
+        source = layers()
+        await published(c.hubs[0], source)
+        memory = Elsewhere(lambda: memory._move())
+        _, report = await c.hubs[1].fetch_into("m", 1, memory)
+        assert equal(memory.tensors(), source)
         assert report.phases["unpack"] > 0
 
         def fail() -> None:
@@ -381,7 +382,7 @@ async def test_it_is_moved_when_the_source_leaves() -> None:
 async def test_a_source_that_leaves_with_nobody_else_there_ends_it_at_once() -> None:
     with gated(2) as gate:
         async with cluster("trainer", "reader") as c, anyio.create_task_group() as tasks:
-            source = await published(c.hubs[0], tensors(1))
+            source = await published(c.hubs[0], {"a": torch.zeros(2**25)})  # more than the sockets hold
             fetching = Fetching()
             tasks.start_soon(fetching.run, c.hubs[1])
             await until(lambda: gate.holds)
@@ -435,7 +436,8 @@ async def test_a_deadline_in_mid_fetch() -> None:
     with gated(2):
         async with cluster("trainer", "reader") as c:
             await published(c.hubs[0], tensors(1))
-            with pytest.raises(errors.OperationTimeout, match=r"fetch of 'm': version 1 was not complete after") as caught:
+            late = (errors.OperationTimeout, errors.VersionUnavailable, errors.CoordinatorUnavailable)
+            with pytest.raises(late) as caught:  # which it is depends on how far it got: tests/coordinator/test_fetch.py
                 await c.hubs[1].fetch("m", timeout=0.2)
             assert caught.value.memory == "intact"
             await nothing_of_it_is_left(c.hubs[1])

@@ -18,6 +18,9 @@ from tensorhub.manifest import (
     CHUNKS_MAX,
     ENCODED_BYTES_MAX,
     ITEMSIZE,
+    QUANTIZED,
+    ZERO_POINT_MAX,
+    ZERO_POINT_MIN,
     Chunk,
     Manifest,
     RegionSpec,
@@ -49,6 +52,9 @@ def description(name: str, address: int, *shape: int, dtype: str = "float32") ->
     return TensorDescription(name, dtype, shape, address, prod(shape) * itemsize(dtype))
 
 
+quantizations = st.tuples(st.floats(0, exclude_min=True, allow_infinity=False), st.integers(ZERO_POINT_MIN, ZERO_POINT_MAX))
+
+
 @st.composite
 def manifests(draw: st.DrawFn) -> Manifest:
     """Whole, sliced and empty tensors; alone in their regions, tied, or packed behind one another."""
@@ -58,13 +64,15 @@ def manifests(draw: st.DrawFn) -> Manifest:
     for name in names:
         sizes = draw(st.lists(st.integers(0, 40), max_size=4))
         cuts = [sorted((draw(st.integers(0, size)), draw(st.integers(0, size)))) for size in sizes]
+        dtype = draw(st.sampled_from(sorted(ITEMSIZE)))
         tensor = TensorSpec(
             name,
-            draw(st.sampled_from(sorted(ITEMSIZE))),
+            dtype,
             tuple(sizes),
             tuple((start, stop) for start, stop in cuts),
             len(ends),
             0,
+            draw(quantizations) if dtype in QUANTIZED else None,
         )
         match draw(st.sampled_from(["alone", "tied", "packed"])):
             case "tied" if tensors:
@@ -195,7 +203,7 @@ def test_a_manifest_comes_back_from_its_encoding(made: Manifest) -> None:
 def test_the_encoding_is_this_one() -> None:
     """Workers of different releases compare these bytes: a change of them is a new FORMAT."""
     made = manifest(spec("a", "bfloat16", 2, 3), spec("b", "bool", region=1), layout_id="tp1")
-    assert made.manifest_id == "345444a75b6a17d7755ba3f994d4f019"
+    assert made.manifest_id == "026540cda613ca3e3defc96d4eff7851"
 
 
 @given(st.data(), manifests())
@@ -277,6 +285,12 @@ FAULTY: list[tuple[Manifest, str]] = [
     (manifest(spec("a", "uint8", 2**62), spec("b", "uint8", 2**62, region=1)), "2\\*\\*63 bytes or more"),
     (manifest(spec("a", "uint8"), layout_id="x" * 513), "layout id"),
     (replace(manifest(spec("a", "uint8")), digest="md5"), "digest 'md5' is unknown"),  # type: ignore[arg-type]
+    (manifest(spec("a", "qint8")), "a scale and a zero point belong to qint32, qint8, quint8.*this is qint8"),
+    (manifest(replace(spec("a", "uint8"), quantization=(1.0, 0))), "and to no other dtype .this is uint8"),
+    (manifest(replace(spec("a", "qint8"), quantization=(0.0, 0))), "scale 0.0 is not a positive"),
+    (manifest(replace(spec("a", "qint8"), quantization=(float("inf"), 0))), "scale inf is not a positive"),
+    (manifest(replace(spec("a", "qint8"), quantization=(-1.0, 0))), "'scale' has a number above"),
+    (manifest(replace(spec("a", "qint8"), quantization=(1.0, 2**31))), "zero point 2147483648 is not within"),
 ]
 
 
@@ -301,6 +315,7 @@ def test_parts_of_the_encoding_are_refused_by_name() -> None:
         (8, b"", "different tensors"),
         (9, (1).to_bytes(8, "little"), "dtype is not listed"),
         (10, (2).to_bytes(8, "little"), "dimensions do not add up"),
+        (16, (0).to_bytes(8, "little"), "quantizations do not add up"),
     ]:
         parts = msgpack.unpackb(good)
         parts[at] = part
@@ -321,6 +336,7 @@ def test_what_makes_a_difference() -> None:
         spec("dtype", "bfloat16", 2, region=1),
         spec("shape", "uint8", 4, 4, region=2),
         TensorSpec("slice", "uint8", (8,), ((0, 4),), 3, 0),
+        replace(spec("scale", "qint8", 2, region=6), quantization=(0.5, 0)),
         spec("one", "uint8", 2, region=4),
         spec("two", "uint8", 2, region=5),
         layout_id="tp2",
@@ -330,6 +346,7 @@ def test_what_makes_a_difference() -> None:
         spec("dtype", "float16", 2, region=1),
         spec("shape", "uint8", 2, 8, region=2),
         TensorSpec("slice", "uint8", (8,), ((4, 8),), 3, 0),
+        replace(spec("scale", "qint8", 2, region=5), quantization=(0.5, -3)),
         spec("one", "uint8", 2, region=4),
         spec("two", "uint8", 2, region=4),
     )
@@ -341,9 +358,10 @@ def test_what_makes_a_difference() -> None:
         "tensor 'dtype' is bfloat16 at the source and float16 at the reader",
         "tensor 'shape' has shape (4, 4) at the source and (2, 8) at the reader",
         "of tensor 'slice', the shard holds [0:4] at the source and [4:8] at the reader",
+        "tensor 'scale' has (scale, zero point) (0.5, 0) at the source and (0.5, -3) at the reader",
         "tensors 'one' and 'two' share memory at the reader only",
     )
-    with pytest.raises(ManifestMismatch, match=r"7 difference\(s\): the layout") as caught:
+    with pytest.raises(ManifestMismatch, match=r"8 difference\(s\): the layout") as caught:
         check_compatible(source, reader)
     assert caught.value.differences == found
 
@@ -378,6 +396,30 @@ def test_a_source_may_tie_what_its_reader_keeps_apart() -> None:
     assert differences(tied, other) == ("tensors 'b' and 'c' share memory at the reader only",)
     packed = manifest(*[spec(name, "uint8", 2, offset=2 * i) for i, name in enumerate("abc")])
     assert differences(packed, tied) == ("tensors 'a' and 'b' share memory at the reader only",)
+
+
+def test_quantizations_are_of_whole_tensors_and_carried_exactly() -> None:
+    scales = (0.1, 5e-324, 1.7e308)
+    tensors = [
+        TensorDescription(f"t{i}", dtype, (3,), 100 * i, 3 * itemsize(dtype), (scale, zero_point))
+        for i, (dtype, scale, zero_point) in enumerate(
+            zip(("qint8", "quint8", "qint32"), scales, (ZERO_POINT_MIN, 0, ZERO_POINT_MAX), strict=True)
+        )
+    ]
+    tensors.insert(1, description("plain", 1000, 4))
+    made = Manifest.decode(build_manifest(tensors, 4096, "none").encode())
+    assert [tensor.quantization for tensor in made.tensors] == [tensor.quantization for tensor in tensors]
+
+
+def test_quantizations_have_one_encoding() -> None:
+    parts = msgpack.unpackb(
+        manifest(*[replace(spec(f"t{i}", "qint8", region=i), quantization=(1.0, i)) for i in range(2)]).encode()
+    )
+    assert len(parts) == 19
+    columns = [parts[at] for at in (16, 17, 18)]
+    for wrong in ([column[8:] + column[:8] for column in columns], [columns[0][:8] * 2, *columns[1:]]):
+        with pytest.raises(ProtocolError, match=r"not the one encoding|belong to"):
+            Manifest.decode(msgpack.packb([*parts[:16], *wrong]))
 
 
 @given(manifests())
@@ -432,6 +474,8 @@ def test_what_no_manifest_can_say_is_refused_when_it_is_built() -> None:
         build_manifest([TensorDescription("w", "float32", (3,), 0, 8)], 4096, "none")
     with pytest.raises(RegistrationError, match="dtype 'float3' is unknown"):
         build_manifest([TensorDescription("w", "float3", (3,), 0, 12)], 4096, "none")
+    with pytest.raises(RegistrationError, match="'w': its scale 1 is not a positive, finite number"):
+        build_manifest([TensorDescription("w", "qint8", (3,), 0, 3, (1, 0))], 4096, "none")
     with pytest.raises(RegistrationError, match="surrogate"):
         build_manifest([description("\ud800", 0, 1)], 4096, "none")
     with pytest.raises(RegistrationError, match="a larger chunk_bytes makes fewer"):

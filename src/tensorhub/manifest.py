@@ -16,7 +16,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import count, pairwise, repeat
-from math import prod
+from math import inf, prod
 from operator import attrgetter
 from typing import Any, Literal, NamedTuple, get_args
 
@@ -50,6 +50,10 @@ ITEMSIZE: Mapping[str, int] = {
     }.items()
     for name in names.split()
 }
+QUANTIZED = frozenset({"qint8", "quint8", "qint32"})  # a scale and a zero point are a part of such a tensor
+ZERO_POINT_MIN, ZERO_POINT_MAX = -(2**31), 2**31 - 1
+
+Quantization = tuple[float, int]  # scale, zero point: of all elements of a tensor
 
 
 def itemsize(dtype: str) -> int:
@@ -72,13 +76,14 @@ class TensorDescription:
     shape: tuple[int, ...]
     address: int
     nbytes: int
+    quantization: Quantization | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class TensorSpec:
     """One tensor of a version: the part of it that this shard holds, and where in which region its bytes are.
 
-    `slices`: (start, stop) per dimension of `global_shape`.
+    `slices`: (start, stop) per dimension of `global_shape`. `quantization`: where the dtype is one of `QUANTIZED`.
     """
 
     name: str
@@ -87,6 +92,7 @@ class TensorSpec:
     slices: tuple[tuple[int, int], ...]
     region: int
     offset: int
+    quantization: Quantization | None = None
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -246,7 +252,7 @@ def build_manifest(
             what = f"{tensor.dtype} {tensor.shape} is not {tensor.nbytes} bytes"
             raise RegistrationError(f"tensor {tensor.name!r}: {what}")
         slices = tuple([(0, size) for size in tensor.shape])
-        specs.append(TensorSpec(tensor.name, tensor.dtype, tensor.shape, slices, region, 0))
+        specs.append(TensorSpec(tensor.name, tensor.dtype, tensor.shape, slices, region, 0, tensor.quantization))
     _refuse_overlaps(regions)
     sizes = tuple([RegionSpec(first.nbytes) for first in regions])
     manifest = Manifest(tuple(specs), sizes, chunk_bytes, digest, layout_id, metadata)
@@ -299,6 +305,9 @@ def _tensor_differences(source: TensorSpec, reader: TensorSpec) -> list[str]:
     if source.dtype != reader.dtype:
         dtypes = f"{source.dtype} at the source and {reader.dtype} at the reader"
         found.append(f"tensor {source.name!r} is {dtypes}")
+    elif source.quantization != reader.quantization:
+        quantizations = f"{source.quantization} at the source and {reader.quantization} at the reader"
+        found.append(f"tensor {source.name!r} has (scale, zero point) {quantizations}")
     if source.global_shape != reader.global_shape:
         shapes = f"{source.global_shape} at the source and {reader.global_shape} at the reader"
         found.append(f"tensor {source.name!r} has shape {shapes}")
@@ -343,9 +352,22 @@ def _some(sentences: list[str] | tuple[str, ...], separator: str) -> str:
 # numbers]. Columns rather than an array per tensor, because msgpack then needs no long arrays: a hostile blob
 # that nests empty promises of long arrays would make its decoder allocate gigabytes.
 
-_COLUMNS = ("regions", "name lengths", "dtypes", "dimensions", "region", "offset", "shape", "start", "stop")
+_PER_TENSOR = ("name lengths", "dtypes", "dimensions", "region", "offset")
+_PER_DIMENSION = ("shape", "start", "stop")
+_PER_QUANTIZED = ("quantized", "scale", "zero point")  # which tensors, the scales' bits, the zero points from the least on
+_COLUMNS = ("regions", *_PER_TENSOR, *_PER_DIMENSION, *_PER_QUANTIZED)
 _COLUMNS_AT = 7
 _DTYPES_MAX = 64
+
+
+def _bits(scale: float) -> int:
+    bits: int = struct.unpack("<Q", struct.pack("<d", scale))[0]
+    return bits
+
+
+def _scale(bits: int) -> float:
+    scale: float = struct.unpack("<d", struct.pack("<Q", bits))[0]
+    return scale
 
 
 def _pack(column: list[int]) -> bytes:
@@ -355,6 +377,7 @@ def _pack(column: list[int]) -> bytes:
 def _encode(manifest: Manifest) -> bytes:
     tensors = manifest.tensors
     dtypes = {name: index for index, name in enumerate(dict.fromkeys(tensor.dtype for tensor in tensors))}
+    quantized = [(index, *tensor.quantization) for index, tensor in enumerate(tensors) if tensor.quantization is not None]
     columns = (
         [region.nbytes for region in manifest.regions],
         [len(tensor.name) for tensor in tensors],
@@ -365,6 +388,9 @@ def _encode(manifest: Manifest) -> bytes:
         [size for tensor in tensors for size in tensor.global_shape],
         [start for tensor in tensors for start, _ in tensor.slices],
         [stop for tensor in tensors for _, stop in tensor.slices],
+        [index for index, _, _ in quantized],
+        [_bits(scale) for _, scale, _ in quantized],
+        [zero_point - ZERO_POINT_MIN for _, _, zero_point in quantized],
     )
     names = "".join([tensor.name for tensor in tensors])
     head = [FORMAT, manifest.digest, manifest.chunk_bytes, manifest.layout_id, manifest.metadata, list(dtypes), names]
@@ -386,19 +412,23 @@ def _decode(blob: bytes) -> Manifest:
     _, digest, chunk_bytes, layout_id, metadata, dtypes, names = parts[:_COLUMNS_AT]
     _expect(all(type(dtype) is str for dtype in dtypes), "a dtype is not a string")
     columns = [_unpack(what, data) for what, data in zip(_COLUMNS, parts[_COLUMNS_AT:], strict=True)]
-    regions, *per_tensor, sizes, starts, stops = columns
+    regions, *per_tensor, sizes, starts, stops, quantized, scales, zero_points = columns
     _expect(len({len(column) for column in per_tensor}) == 1, "the columns tell of different tensors")
     lengths, dtype_of, dimensions, *_ = per_tensor
     _expect(max(len(lengths), len(regions)) <= TENSORS_MAX, f"more than {TENSORS_MAX} tensors")
     _expect(sum(lengths) == len(names), "the names' lengths do not add up")
     _expect(sum(dimensions) == len(sizes) == len(starts) == len(stops), "the dimensions do not add up")
     _expect(max(dtype_of, default=-1) < len(dtypes), "a tensor's dtype is not listed")
+    _expect(len(quantized) == len(scales) == len(zero_points) <= len(lengths), "the quantizations do not add up")
+    points = [each + ZERO_POINT_MIN for each in zero_points]
+    quantizations = dict(zip(quantized, zip(map(_scale, scales), points, strict=True), strict=True))
     slices = tuple(zip(starts, stops, strict=True))
     at, dimension = 0, 0  # where the next tensor's name and sizes begin
-    tensors = []
+    tensors: list[TensorSpec] = []
     for length, dtype, rank, region, offset in zip(*per_tensor, strict=True):
         name, its = names[at : at + length], slice(dimension, dimension + rank)
-        tensors.append(TensorSpec(name, dtypes[dtype], sizes[its], slices[its], region, offset))
+        quantization = quantizations.get(len(tensors))
+        tensors.append(TensorSpec(name, dtypes[dtype], sizes[its], slices[its], region, offset, quantization))
         at, dimension = at + length, dimension + rank
     return Manifest(tuple(tensors), tuple(map(RegionSpec, regions)), chunk_bytes, digest, layout_id, metadata)
 
@@ -454,11 +484,27 @@ def name_fault(name: object) -> str | None:
     return None
 
 
+def quantization_fault(dtype: str, quantization: Quantization | None) -> str | None:
+    """Why a tensor of this dtype cannot have this scale and zero point; None if it can."""
+    if (quantization is not None) != (dtype in QUANTIZED):
+        return f"a scale and a zero point belong to {', '.join(sorted(QUANTIZED))}, and to no other dtype (this is {dtype})"
+    if quantization is None:
+        return None
+    scale, zero_point = quantization
+    if not (type(scale) is float and 0 < scale < inf):
+        return f"its scale {scale!r} is not a positive, finite number"
+    if not (type(zero_point) is int and ZERO_POINT_MIN <= zero_point <= ZERO_POINT_MAX):
+        return f"its zero point {zero_point!r} is not within {ZERO_POINT_MIN} to {ZERO_POINT_MAX}"
+    return None
+
+
 def _tensor_fault(tensor: TensorSpec, regions: tuple[RegionSpec, ...]) -> str | None:
     if fault := name_fault(tensor.name):
         return fault
     if tensor.dtype not in ITEMSIZE:
         return f"dtype {tensor.dtype[:64]!r} is unknown to this version of TensorHub"
+    if fault := quantization_fault(tensor.dtype, tensor.quantization):
+        return fault
     if len(tensor.global_shape) > DIMENSIONS_MAX:
         return f"{len(tensor.global_shape)} dimensions are more than {DIMENSIONS_MAX}"
     for size, (start, stop) in zip(tensor.global_shape, tensor.slices, strict=True):

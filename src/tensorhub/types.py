@@ -207,7 +207,10 @@ class FetchReport:
 
     `bytes_read`: payload taken off transports, discarded included, local copies excluded. `reread_bytes`: the part
     of it whose offsets had been verified before in this call. `changed` is False when the version was held already.
-    `phases`: seconds by name (resolve, wait, transfer, verify, unpack, commit); `seconds` is the whole call.
+    `phases`: wall seconds by name (resolve, wait, transfer, verify, unpack, commit), which add up to `seconds`, the whole
+    call: until a version was bound; waiting (for `before_write`, other ranks, sources); bytes and digests, whose time is
+    shared out where several sources were read at once; copies of what had arrived; the decision. An update that changed
+    nothing has `resolve` only.
     """
 
     version: int

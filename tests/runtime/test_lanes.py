@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 import threading
 from functools import partial
 
@@ -82,8 +83,37 @@ async def test_a_reader_goes_on_elsewhere_from_what_it_has_verified(broken_after
         await anyio.to_thread.run_sync(proxy.close)
     assert c.arrays == a.arrays
     assert report.reread_bytes == 0
-    assert report.bytes_read == TOTAL  # what a verified is not read from b
-    assert report.sources[1].bytes_read == TOTAL - kept.bytes_read
+    assert report.sources[1].bytes_read == TOTAL - kept.bytes_verified  # what a verified is not read from b
+    assert report.bytes_read == sum(source.bytes_read for source in report.sources) >= TOTAL
+
+
+@pytest.mark.parametrize("sent", [0, 1, SIZES[0] // 2, SIZES[0] - 1])
+async def test_what_a_source_sent_of_a_chunk_before_it_broke_was_read(sent: int) -> None:
+    a, b = Node("a", manifest_of(digest="none"), filled=True), Node("b", manifest_of(digest="none"), filled=False)
+
+    def break_off() -> None:
+        a.listener.setblocking(True)
+        sock = a.listener.accept()[0]
+        with BlockingConnection(sock, stall_timeout_s=30) as connection:
+            connection.handshake(ServerHandshake("owner", a.incarnation, [SECRET], os.urandom(NONCE_BYTES)), 30)
+            connection.receive(FROM_READER)
+            connection.send_with_payload(ChunksFollow(0, ((0, 0),)), [a.memory.buffer(0)[:sent]])
+            sock.shutdown(socket.SHUT_WR)
+            while connection.receive(FROM_READER) is not None:
+                pass
+
+    source = threading.Thread(target=break_off)
+    source.start()
+    async with b.runner(batch_bytes=1) as runner:
+        runner.add_source(a.grant())
+        failed = await next_event(runner)
+        assert isinstance(failed, SourceFailed)
+        report = runner.report()
+        assert (report.bytes_read, report.bytes_verified, report.reread_bytes) == (sent, 0, 0)
+        assert report.sources[0].bytes_read == sent
+    await anyio.to_thread.run_sync(source.join)
+    a.listener.close()
+    b.listener.close()
 
 
 async def test_chunks_that_were_verified_before_are_not_read() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import subprocess
 import sys
 import warnings
@@ -35,6 +36,18 @@ def test_what_is_described() -> None:
     assert two.address == array.ctypes.data
 
 
+@pytest.mark.parametrize("dtype", [torch.qint8, torch.quint8, torch.qint32])
+def test_a_scale_and_a_zero_point_are_a_part_of_a_quantized_tensor(dtype: torch.dtype) -> None:
+    tensor = quantized(dtype, 0.25, 7)
+    memory = RegisteredMemory({"w": tensor})
+    (description,) = memory.descriptions
+    assert (description.quantization, description.nbytes) == ((0.25, 7), 8 * ITEMSIZE[description.dtype])
+    memory.check_unreplaced()
+    memory._mapping = {"w": quantized(dtype, 0.25, 8).set_(tensor.untyped_storage(), 0, (2, 4), (4, 1))}
+    with pytest.raises(RegistrationError, match=r"'w': its quantization is \(0.25, 8\), not \(0.25, 7\)"):
+        memory.check_unreplaced()
+
+
 def test_views_into_a_larger_storage_are_fine() -> None:
     storage = torch.arange(10, dtype=torch.int32)
     (part,) = describe({"part": storage[4:6]})
@@ -66,10 +79,27 @@ def readonly() -> np.ndarray[Any, Any]:
     return array
 
 
-def quantized() -> torch.Tensor:
+@contextlib.contextmanager
+def deprecated() -> Iterator[None]:
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # torch means to give them up
-        return torch.empty(3, dtype=torch.qint8)
+        warnings.simplefilter("ignore")  # torch means to give quantized tensors up
+        yield
+
+
+def empty_quantized(dtype: torch.dtype) -> torch.Tensor:
+    with deprecated():
+        return torch.empty(3, dtype=dtype)
+
+
+def quantized(dtype: torch.dtype = torch.qint8, scale: float = 0.5, zero_point: int = 3) -> torch.Tensor:
+    with deprecated():
+        made: torch.Tensor = torch._empty_affine_quantized((2, 4), scale=scale, zero_point=zero_point, dtype=dtype)
+        return made
+
+
+def per_channel() -> torch.Tensor:
+    with deprecated():
+        return torch.quantize_per_channel(torch.zeros(2, 3), torch.ones(2), torch.zeros(2), 0, torch.qint8)
 
 
 BAD: dict[str, tuple[Any, str]] = {
@@ -82,7 +112,12 @@ BAD: dict[str, tuple[Any, str]] = {
     "sparse": (torch.eye(3).to_sparse(), r"register `.to_dense\(\)`"),
     "conjugated": (torch.zeros(3, dtype=torch.complex64).conj(), r"register `.resolve_conj\(\)`"),
     "negated": (torch._neg_view(torch.zeros(3)), r"register `.resolve_neg\(\)`"),
-    "quantized": (quantized(), "scale and zero point are not in its bytes"),
+    "unquantized": (empty_quantized(torch.qint8), r"has no scale; make it with `torch.quantize_per_tensor`"),
+    "per channel": (per_channel(), r"scheme is torch.per_channel_affine.*register `.int_repr\(\)`, `.q_per_channel_scales"),
+    "packed": (empty_quantized(torch.quint4x2), r"quint4x2 packs several elements into a byte.*register `.int_repr\(\)`"),
+    "scale": (quantized(scale=float("inf")), "its scale inf is not a positive"),
+    "zero point": (quantized(torch.qint32, zero_point=2**40), "its zero point 1099511627776 is not within"),
+    "quantized strided": (quantized()[:, 0], "is not contiguous"),
     "freed": (freed(), "its storage was freed"),
     "lazy": (nn.UninitializedParameter(), "has no memory to look at .*uninitialized parameter"),
     "wrapper": (Wrapper(), "Wrapper has no memory"),

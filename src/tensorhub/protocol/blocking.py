@@ -42,6 +42,7 @@ class BlockingConnection:
         self.stall_timeout_s = stall_timeout_s
         self._socket = sock
         self._decoder = FrameDecoder(frame_bytes_max)
+        self.payload_bytes = 0  # that `receive_into` has taken in, also where it failed in the midst of it
         self._ending = threading.Lock()  # so that `shutdown` never meets a descriptor that `close` gave back
         sock.settimeout(None)
         self._limit_waits(stall_timeout_s)
@@ -119,12 +120,14 @@ class BlockingConnection:
         contiguous.
 
         Raises OperationTimeout if nothing came for `stall_timeout_s`, ConnectionLost if the stream ends
-        before. After an error it is not known how much arrived, and the connection is of no more use.
+        before. After an error the connection is of no more use.
         """
         left = _Left(buffers)
         rest = self._decoder.take_rest()
         if rest:
-            self._decoder.receive_data(rest[left.fill(rest) :])
+            used = left.fill(rest)
+            self.payload_bytes += used
+            self._decoder.receive_data(rest[used:])
         while left:
             try:
                 count = self._socket.recvmsg_into(left.next_buffers(), 0, socket.MSG_WAITALL)[0]
@@ -132,6 +135,7 @@ class BlockingConnection:
                 raise self._failed(error, "sent nothing") from error
             if count == 0:
                 raise ConnectionLost("the peer closed the connection inside a payload")
+            self.payload_bytes += count
             left.advance(count)
 
     def _receive(self, count: int) -> bytes:

@@ -72,9 +72,9 @@ class _Call:
     started: float
     hook: HookRequest | None = None
     bound: float | None = None  # Start has come
-    pulled_from: float | None = None
-    prepared: float | None = None
-    unpack_s: float = 0.0
+    pulled_from: float = 0.0  # these three: where there is a report
+    pulled: float = 0.0
+    prepared: float = 0.0
     report: PullReport | None = None
     result: Finish | None = None
 
@@ -334,14 +334,11 @@ class Handle:
                             break
         finally:
             if self._call is not None:
-                self._call.report = runner.report()
+                self._call.report, self._call.pulled = runner.report(), clock.now()
 
     async def _unpack(self, mapped: MappedRegions) -> None:
         if mapped.copies or mapped.then is not None:
-            started = clock.now()
             await anyio.to_thread.run_sync(mapped.unpack)
-            if self._call is not None:
-                self._call.unpack_s = clock.now() - started
 
     async def _tell_progress(self, runner: PullRunner) -> None:
         while True:
@@ -372,24 +369,16 @@ def _first_of(group: BaseExceptionGroup[TensorHubError]) -> TensorHubError:
 
 def _report(call: _Call, finish: Finish, started: float, ended: float) -> FetchReport:
     assert finish.version is not None
-    bound = call.bound if call.bound is not None else ended
-    pull = call.report
-    if pull is None:
-        return FetchReport(
-            finish.version.version, finish.changed, seconds=ended - started, phases={"resolve": bound - started}
-        )
-    pulled_from = call.pulled_from if call.pulled_from is not None else bound
-    prepared = call.prepared if call.prepared is not None else ended
-    phases = {
-        "resolve": bound - started,
-        "wait": pulled_from - bound + pull.phases["wait"],
-        "transfer": pull.phases["transfer"],
-        "verify": pull.phases["verify"],
-        "unpack": call.unpack_s,
-        "commit": ended - prepared,
-    }
+    pull, number = call.report, finish.version.version
+    if pull is None or call.bound is None:
+        return FetchReport(number, finish.changed, seconds=ended - started, phases={"resolve": ended - started})
+    phases = _pull_phases(pull, call.pulled - call.pulled_from)
+    phases["resolve"] = call.bound - started
+    phases["wait"] += call.pulled_from - call.bound
+    phases["unpack"] = call.prepared - call.pulled
+    phases["commit"] = ended - call.prepared
     return FetchReport(
-        version=finish.version.version,
+        version=number,
         changed=finish.changed,
         bytes_read=pull.bytes_read,
         seconds=ended - started,
@@ -398,3 +387,10 @@ def _report(call: _Call, finish: Finish, started: float, ended: float) -> FetchR
         retries=pull.retries,
         reread_bytes=pull.reread_bytes,
     )
+
+
+def _pull_phases(pull: PullReport, seconds: float) -> dict[str, float]:
+    """A pull's wall time: shared out as its lanes spent theirs, if they ran side by side; without a lane it waited."""
+    lanes_s = max(sum(pull.phases.values()), seconds)
+    transfer_s, verify_s = (pull.phases[name] * seconds / lanes_s if lanes_s else 0.0 for name in ("transfer", "verify"))
+    return {"wait": max(0.0, seconds - transfer_s - verify_s), "transfer": transfer_s, "verify": verify_s}

@@ -68,8 +68,8 @@ PullEvent = SourceFailed | AllVerified
 
 @dataclass(frozen=True, slots=True)
 class PullReport:
-    """What a pull has done up to now; see `FetchReport`. `phases`: wait, transfer, verify, seconds summed
-    over lanes.
+    """What a pull has done up to now; see `FetchReport`. `phases`: wait, transfer, verify; they add up to the time
+    that its lanes have existed, summed over lanes.
     """
 
     bytes_read: int
@@ -92,12 +92,14 @@ class _Lane:
     transport: str = ""
     outcome: str = "reading"  # then "used", "dropped", or why it failed
     started: float = 0.0
-    seconds: float = 0.0
+    seconds: float = 0.0  # from `started` on, once it has ended
     receive_bytes: int = CACHED_BYTES  # BATCH_BYTES where small calls do not pay
-    wait_s: float = 0.0
     transfer_s: float = 0.0
     verify_s: float = 0.0
     asked: list[set[int]] = field(default_factory=list)  # of each open batch, what has not arrived; none is empty
+
+    def seconds_up_to(self, now: float) -> float:
+        return self.seconds or (now - self.started if self.started else 0.0)
 
 
 class PullRunner:
@@ -192,7 +194,9 @@ class PullRunner:
     def report(self) -> PullReport:
         """Counts and seconds up to now."""
         with self._changed:
-            pull, lanes = self._pull, list(self._lanes.values())
+            now, pull, lanes = time.perf_counter(), self._pull, list(self._lanes.values())
+            transfer_s, verify_s = sum(lane.transfer_s for lane in lanes), sum(lane.verify_s for lane in lanes)
+            lanes_s = sum(lane.seconds_up_to(now) for lane in lanes)
             return PullReport(
                 bytes_read=pull.bytes_read,
                 reread_bytes=pull.reread_bytes,
@@ -201,16 +205,16 @@ class PullRunner:
                 bytes_verified=pull.bytes_verified,
                 bytes_wanted=pull.bytes_wanted,
                 phases={
-                    "wait": sum(lane.wait_s for lane in lanes),
-                    "transfer": sum(lane.transfer_s for lane in lanes),
-                    "verify": sum(lane.verify_s for lane in lanes),
+                    "wait": max(0.0, lanes_s - transfer_s - verify_s),
+                    "transfer": transfer_s,
+                    "verify": verify_s,
                 },
-                sources=tuple(self._source_report(lane) for lane in lanes),
+                sources=tuple(self._source_report(lane, now) for lane in lanes),
             )
 
-    def _source_report(self, lane: _Lane) -> SourceReport:
-        bytes_read = self._pull.source_bytes(lane.lease)
-        return SourceReport(lane.grant.source, lane.transport, bytes_read, lane.seconds, lane.outcome)
+    def _source_report(self, lane: _Lane, now: float) -> SourceReport:
+        bytes_read, seconds = self._pull.source_bytes(lane.lease), lane.seconds_up_to(now)
+        return SourceReport(lane.grant.source, lane.transport, bytes_read, seconds, lane.outcome)
 
     async def _run_lane(self, lane: _Lane) -> None:
         try:
@@ -242,6 +246,8 @@ class PullRunner:
                 lane.outcome = self._outcome(lane, failure)
             if failure is not None and not lane.cutter.is_cut:
                 self._events.append(SourceFailed(lane.lease, failure.reason, failure.detail, failure.chunk))
+            if failure is not None:
+                self._pull.discarded(lane.lease, failure.bytes_discarded)
             self._pull.lane_ended(lane.lease)
             self._changed.notify_all()
         self._wakeup.set()
@@ -292,7 +298,6 @@ class PullRunner:
         arrived_bytes = sum(self._memory.sizes[chunk] for chunk, _ in arrival.chunks)
         is_large = not self._memory.is_digested or is_gil_contended(arrived_bytes, seconds)
         lane.receive_bytes = BATCH_BYTES if is_large else CACHED_BYTES
-        lane.wait_s += arrival.wait_s
         lane.transfer_s += arrival.transfer_s
         arrived = {chunk for chunk, _ in arrival.chunks}
         lane.asked = [left for batch in lane.asked if (left := batch - arrived)]

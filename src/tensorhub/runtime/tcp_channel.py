@@ -81,12 +81,12 @@ class TcpChannel:
         self._asked[request] = set(chunks)
         runs = tuple(_runs(chunks))
         read = Read(request, right.lease, right.registration, right.generation, right.content_id, runs)
-        with _Failures():
+        with _Failures(self._connection):
             self._connection.send(read)
 
     def receive(self, bytes_max: int) -> Arrival:
         started = time.perf_counter()
-        with _Failures():
+        with _Failures(self._connection):
             if not self._coming:
                 self._coming.extend(self._next_chunks())
             first_byte = time.perf_counter()
@@ -146,14 +146,18 @@ def _runs(chunks: Sequence[int]) -> Iterator[tuple[int, int]]:
 
 
 class _Failures:
-    """Turns what a connection raises into the reason that the coordinator hears."""
+    """Turns what a connection raises into the reason that the coordinator hears, and counts what came in in vain."""
+
+    def __init__(self, connection: BlockingConnection) -> None:
+        self._connection = connection
 
     def __enter__(self) -> None:
-        return None
+        self._before = self._connection.payload_bytes
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        discarded = self._connection.payload_bytes - self._before
         match error:
             case OperationTimeout():
-                raise ReadFailure("stalled", str(error)) from error
+                raise ReadFailure("stalled", str(error), bytes_discarded=discarded) from error
             case ConnectionLost() | ProtocolError() | AuthenticationFailed():
-                raise ReadFailure("lost", str(error)) from error
+                raise ReadFailure("lost", str(error), bytes_discarded=discarded) from error

@@ -7,6 +7,7 @@ at the publisher are tied here. torch is imported when the first such memory is 
 from __future__ import annotations
 
 import importlib
+import warnings
 from collections.abc import Callable, Sequence
 from fnmatch import fnmatchcase
 from itertools import islice
@@ -101,7 +102,7 @@ class AllocatedMemory:
             raise ManifestMismatch(text, differences=(text,))
 
     def _move(self) -> None:
-        """Bring what has arrived to the device, one region after the other, so that little is there twice."""
+        """Bring what has arrived to the device."""
         try:
             for region, data in self._bytes.items():
                 self._bytes[region] = data.to(self._device)
@@ -112,13 +113,23 @@ class AllocatedMemory:
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """What was mapped last, by name, in the order of the manifest."""
-        return {tensor.name: self._tensor(tensor) for tensor in self._chosen}
+        with warnings.catch_warnings():
+            # Of dtypes that torch finds experimental, or means to give up: whoever published them knows.
+            warnings.simplefilter("ignore", UserWarning)
+            return {tensor.name: self._tensor(tensor) for tensor in self._chosen}
 
     def _tensor(self, tensor: TensorSpec) -> torch.Tensor:
         storage = self._bytes[tensor.region].untyped_storage()
-        empty: Any = self._torch.empty(0, dtype=getattr(self._torch, tensor.dtype), device=self._device)
-        made: torch.Tensor = empty.set_(storage, 0, tensor.shape)
+        strides = self._torch.empty(tensor.shape, device="meta").stride()
+        made: torch.Tensor = self._empty(tensor).set_(storage, 0, tensor.shape, strides)
         return made
+
+    def _empty(self, tensor: TensorSpec) -> Any:
+        """A tensor without elements, but with all else."""
+        dtype = getattr(self._torch, tensor.dtype)
+        if tensor.quantization is None:
+            return self._torch.empty(0, dtype=dtype, device=self._device)
+        return self._torch.quantize_per_tensor(self._torch.empty(0, device=self._device), *tensor.quantization, dtype)
 
 
 def patterns(names: str | Sequence[str] | None) -> tuple[str, ...] | None:

@@ -39,13 +39,16 @@ Reason = Literal["lost", "stalled", "refused", "corrupt", "unreachable"]
 
 
 class ReadFailure(Exception):
-    """A source cannot be read (any more). `chunk`: the one with another digest, if `reason` is "corrupt"."""
+    """A source cannot be read (any more). `chunk`: the one with another digest, if `reason` is "corrupt".
+    `bytes_discarded`: payload that came in, of chunks that no `receive` will name.
+    """
 
-    def __init__(self, reason: Reason, detail: str, chunk: int | None = None) -> None:
+    def __init__(self, reason: Reason, detail: str, chunk: int | None = None, bytes_discarded: int = 0) -> None:
         super().__init__(f"{reason}: {detail}")
         self.reason: Reason = reason
         self.detail = detail
         self.chunk = chunk
+        self.bytes_discarded = bytes_discarded
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,9 +19,19 @@ from operator import is_
 from typing import Any, Protocol
 
 from tensorhub.errors import ManifestMismatch, RegistrationError
-from tensorhub.manifest import ITEMSIZE, Manifest, TensorDescription, TensorSpec, name_fault
+from tensorhub.manifest import (
+    ITEMSIZE,
+    QUANTIZED,
+    Manifest,
+    Quantization,
+    TensorDescription,
+    TensorSpec,
+    name_fault,
+    quantization_fault,
+)
 
-Fingerprint = tuple[int, tuple[int, ...], tuple[int, ...], object]  # address, shape, strides, dtype
+# Address, shape, strides, dtype, quantization.
+Fingerprint = tuple[int, tuple[int, ...], tuple[int, ...], object, Quantization | None]
 
 
 def _is_torch(value: object) -> bool:
@@ -62,7 +72,12 @@ def _snapshot(tensors: object) -> dict[str, Any]:
 
 def _describe(name: str, tensor: Any) -> TensorDescription:
     dtype, shape = _dtype(tensor), tuple(tensor.shape)
-    return TensorDescription(name, dtype, shape, _address(tensor), prod(shape) * ITEMSIZE[dtype])
+    quantization = _quantization(tensor) if _is_torch(tensor) else None
+    return TensorDescription(name, dtype, shape, _address(tensor), prod(shape) * ITEMSIZE[dtype], quantization)
+
+
+def _quantization(tensor: Any) -> Quantization | None:
+    return (tensor.q_scale(), tensor.q_zero_point()) if tensor.is_quantized else None
 
 
 def _dtype(tensor: Any) -> str:
@@ -102,10 +117,10 @@ def _torch_fault(tensor: Any) -> str | None:
         return "its conjugation is still to be done; register `.resolve_conj()`"
     if tensor.is_neg():
         return "its negation is still to be done; register `.resolve_neg()`"
-    if tensor.is_quantized:
-        return "its scale and zero point are not in its bytes; register `.int_repr()` and those as tensors"
     if _dtype(tensor) not in ITEMSIZE:
         return f"{tensor.dtype} is unknown to this version of TensorHub"
+    if tensor.is_quantized and (fault := _quantized_fault(tensor)):
+        return fault
     if not tensor.is_contiguous():
         shape = f"shape {tuple(tensor.shape)}, stride {tensor.stride()}"
         return f"it is not contiguous ({shape}); register `.contiguous()`"
@@ -115,6 +130,21 @@ def _torch_fault(tensor: Any) -> str | None:
     if nbytes and not tensor.data_ptr():
         return f"a {_kind(tensor)} has no memory of its own; register the tensors that it wraps"
     return None
+
+
+def _quantized_fault(tensor: Any) -> str | None:
+    """Only one scale and one zero point, of all elements, are carried along with the bytes."""
+    dtype = _dtype(tensor)
+    if dtype not in QUANTIZED:
+        return f"{dtype} packs several elements into a byte in torch's own way; register `.int_repr()`"
+    try:
+        scheme = str(tensor.qscheme())
+    except RuntimeError:
+        return "it is quantized and has no scale; make it with `torch.quantize_per_tensor`"
+    if scheme != "torch.per_tensor_affine":
+        parts = "`.int_repr()`, `.q_per_channel_scales()` and `.q_per_channel_zero_points()`"
+        return f"its scheme is {scheme}, and only per_tensor_affine is carried along; register {parts} as tensors"
+    return quantization_fault(dtype, _quantization(tensor))
 
 
 def _numpy_fault(array: Any) -> str | None:
@@ -132,8 +162,8 @@ def _numpy_fault(array: Any) -> str | None:
 
 def view(tensor: Any) -> memoryview:
     """The writable bytes of a tensor that `describe` accepts, in place. The view keeps the memory alive."""
-    description = _describe("", tensor)
-    return _bytes_at(description.address, description.nbytes, _storage(tensor))
+    nbytes = prod(tensor.shape) * ITEMSIZE[_dtype(tensor)]
+    return _bytes_at(_address(tensor), nbytes, _storage(tensor))
 
 
 def _storage(tensor: Any) -> object:
@@ -307,14 +337,14 @@ def _version(tensor: Any, of_torch: bool) -> int:
 
 def _fingerprint(tensor: Any, of_torch: bool) -> Fingerprint:
     if of_torch:
-        return tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype
-    return tensor.__array_interface__["data"][0], tensor.shape, tensor.strides, tensor.dtype
+        return tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype, _quantization(tensor)
+    return tensor.__array_interface__["data"][0], tensor.shape, tensor.strides, tensor.dtype, None
 
 
 def _compare(now: Fingerprint, was: Fingerprint) -> list[str]:
     what = [
         f"its {word} is {new}, not {old}"
-        for word, new, old in zip(("shape", "stride", "dtype"), now[1:], was[1:], strict=True)
+        for word, new, old in zip(("shape", "stride", "dtype", "quantization"), now[1:], was[1:], strict=True)
         if new != old
     ]
     return [*what, *(["its storage is another one"] if now[0] != was[0] else [])]
