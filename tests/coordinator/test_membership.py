@@ -372,7 +372,7 @@ def test_an_announced_content_of_another_world_size_is_ordered_out() -> None:
     content = trainer.member.content
     assert content is not None
     cluster.coordinator.step(Connected(77, "x.1", "worker"), 0.0)
-    register = Register(1, "odd", "actor", "odd", 1, 2, False, "", 8192, 2, MANIFEST.encode(), content.held())
+    register = Register(1, "odd", "actor", "odd", 1, 1, 2, True, False, "", 8192, 2, MANIFEST.encode(), content.held())
     said = answers(cluster, 77, Join("x", Location(), (), 1), register)
     assert getattr(said[1], "keep", None) is False
     cluster.coordinator.check_invariants()
