@@ -742,7 +742,7 @@ async def test_a_coordinator_that_is_not_there() -> None:
                 await hub.describe(timeout=0.05)
             with raises(CoordinatorUnavailable, "version 9 of 'm'", "cannot be reached", retryable=True):
                 await hub.wait_for("m", at_least=9, timeout=0.05)
-            with raises(CoordinatorUnavailable, "'n'", "fill: the coordinator could not be reached", retryable=True):
+            with raises(CoordinatorUnavailable, "'n'", "replicate: the coordinator could not be reached", retryable=True):
                 await empty.replicate(timeout=0.05)
             assert empty.state == "empty"
             await held.unpublish(timeout=5)  # needs nobody
