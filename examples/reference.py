@@ -8,6 +8,7 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
+import numpy
 import torch
 
 import tensorhub
@@ -141,6 +142,39 @@ async def fetch(trainer: tensorhub.Hub, rollout: tensorhub.Hub) -> None:
     assert (list(fetched), fetched.report.bytes_read) == (["layers.1.weight"], 8)  # the other one was not read
 
 
+# ------------------------------------------------------------------------------------------------- keeping, going back
+
+
+@shows("Hub.retain", "RetentionError", raises=tensorhub.RetentionError)
+async def retain(trainer: tensorhub.Hub) -> None:
+    await trainer.retain("actor", latest=1)
+    weights = await trainer.register("actor", {"w": torch.ones(4)})
+    await weights.publish(1)
+    await weights.unpublish(timeout=0.2)  # nobody else holds version 1 by then: it stays published
+
+
+@shows("Hub.pin")
+async def pin(trainer: tensorhub.Hub, rollout: tensorhub.Hub) -> None:
+    tensor = torch.ones(4)
+    weights = await trainer.register("reference", {"w": tensor})
+    await weights.publish(1)
+    async with rollout.pin("reference", 1):
+        fetched = await rollout.fetch("reference", 1)  # it can be fetched for as long as the block lasts
+        assert fetched["w"].sum() == 4
+    await weights.unpublish()
+
+
+@shows("Hub.rollback")
+async def rollback(trainer: tensorhub.Hub) -> None:
+    weights = await trainer.register("actor", {"w": torch.ones(4)})
+    for version in (90, 95):
+        async with weights.mutate(version):
+            pass
+    await trainer.rollback("actor", to=90)
+    assert (weights.state, weights.version) == ("empty", None)  # 95 is retired
+    await weights.publish(91)
+
+
 # ------------------------------------------------------------------------------------------- what the cluster knows
 
 
@@ -224,6 +258,35 @@ async def published_twice(trainer: tensorhub.Hub) -> None:
     await weights.publish(2)  # unpublish first, or use mutate
 
 
+@shows("MutabilityViolation", raises=tensorhub.MutabilityViolation)
+async def written_while_published(trainer: tensorhub.Hub) -> None:
+    tensor = torch.ones(4)
+    weights = await trainer.register("actor", {"w": tensor})
+    await weights.publish(1)
+    tensor.add_(1)  # readers may get this, or fail: unpublish first, or use mutate
+    await weights.unpublish()
+
+
+@shows("IntegrityError", raises=tensorhub.IntegrityError)
+async def bytes_without_their_digest(trainer: tensorhub.Hub, rollout: tensorhub.Hub) -> None:
+    array = numpy.ones(1024, dtype=numpy.float32)
+    await (await trainer.register("actor", {"w": array})).publish(1)
+    await rollout.fetch("actor", 1)  # its digests are known from here on
+    array[7] = 3  # not allowed, and nothing counts writes to a numpy array
+    await rollout.fetch("actor", 1, timeout=0.3)
+
+
+@shows("DrainTimeout")
+async def no_time_to_drain(trainer: tensorhub.Hub) -> None:
+    weights = await trainer.register("actor", {"w": torch.ones(4)})
+    await weights.publish(1)
+    try:
+        await weights.unpublish(timeout=0)
+    except tensorhub.DrainTimeout:  # somebody was reading at that moment
+        assert weights.state == "ready"  # still published: do not write it
+        await weights.unpublish()
+
+
 @shows("AuthenticationFailed", raises=tensorhub.AuthenticationFailed)
 async def other_secret() -> None:
     async with tensorhub.serve(token="one") as coordinator, tensorhub.connect(coordinator.address, token="another"):
@@ -292,3 +355,18 @@ def roll_out_blocking(address: str) -> None:
         assert next(hub.watch("actor")) == hub.newest("actor")
         assert hub.describe("actor").mark == 2
         assert hub.fetch("actor", 2)["w"].sum() == 4
+
+
+@shows("sync.Hub.retain", "sync.Hub.pin", "sync.Hub.rollback")
+def keep_blocking(address: str) -> None:
+    with sync.connect(address) as hub:
+        weights = hub.register("actor", {"w": torch.ones(4)})
+        weights.publish(1)
+        weights.unpublish()
+        weights.publish(2)
+        hub.retain("actor", latest=2)
+        with hub.pin("actor", 2):
+            assert hub.describe("actor").versions[-1].retained
+        hub.retain("actor", latest=0)
+        hub.rollback("actor", to=1)
+        assert hub.describe("actor").mark == 1

@@ -33,9 +33,10 @@ from tensorhub.errors import (
     VersionConflict,
     VersionUnavailable,
 )
-from tensorhub.hub import Hub, Weights
+from tensorhub.hub import Hub
 from tensorhub.transport.memory import RegisteredMemory
 from tensorhub.types import ContentId, Options, VersionInfo, parse_address
+from tensorhub.weights import Weights
 from tests.rig import (
     CHUNK_BYTES,
     CHUNKS,

@@ -14,10 +14,12 @@ import torch
 
 import tensorhub
 from tensorhub import errors, sync
-from tensorhub.hub import Hub, Weights
+from tensorhub.hub import Hub, fetch_into
 from tensorhub.manifest import Manifest
+from tensorhub.runtime.loop_thread import finish_blocking
 from tensorhub.transport.allocated import AllocatedMemory
 from tensorhub.transport.memory import MappedRegions
+from tensorhub.weights import Weights
 from tests.rig import CHUNK_BYTES, CHUNKS, OPTIONS, WAIT_S, cluster, connect, gated, nothing_left, tensors, until
 
 NBYTES = CHUNKS * CHUNK_BYTES
@@ -116,7 +118,7 @@ async def test_progress_counts_what_is_wanted() -> None:
     async with cluster("trainer", "reader") as c:
         await published(c.hubs[0], tensors(1))
         memory, seen = AllocatedMemory("b"), list[tuple[int, int]]()
-        info, report = await c.hubs[1].fetch_into("m", 1, memory, progress=lambda *now: seen.append(now))
+        info, report = await fetch_into(c.hubs[1], "m", 1, memory, progress=lambda *now: seen.append(now))
         assert (info.version, report.bytes_read) == (1, NBYTES // 3)
         assert seen[-1] == (NBYTES // 3, NBYTES // 3)
         assert torch.equal(memory.tensors()["b"], torch.from_numpy(tensors(1)["b"]))
@@ -130,7 +132,7 @@ async def test_a_progress_listener_that_raises_ends_nothing() -> None:
         def broken(done: int, wanted: int) -> None:
             raise ZeroDivisionError
 
-        await c.hubs[1].fetch_into("m", 1, AllocatedMemory(), progress=broken)
+        await fetch_into(c.hubs[1], "m", 1, AllocatedMemory(), progress=broken)
         await c.hubs[1].fetch("m")
 
 
@@ -276,7 +278,7 @@ async def test_a_dtype_that_this_torch_lacks_is_named(monkeypatch: pytest.Monkey
         memory = AllocatedMemory()
         monkeypatch.delattr(torch, "uint16")
         with pytest.raises(errors.ManifestMismatch, match=r"'w' is uint16, which torch .* lacks") as caught:
-            await c.hubs[1].fetch_into("m", "latest", memory)
+            await fetch_into(c.hubs[1], "m", "latest", memory)
         assert caught.value.memory == "intact"
 
 
@@ -312,7 +314,7 @@ async def test_what_cannot_be_brought_to_its_device_is_an_error() -> None:
         source = layers()
         await published(c.hubs[0], source)
         memory = Elsewhere(lambda: memory._move())
-        _, report = await c.hubs[1].fetch_into("m", 1, memory)
+        _, report = await fetch_into(c.hubs[1], "m", 1, memory)
         assert equal(memory.tensors(), source)
         assert report.phases["unpack"] > 0
 
@@ -320,7 +322,7 @@ async def test_what_cannot_be_brought_to_its_device_is_an_error() -> None:
             raise errors.StateError("the device is full")
 
         with pytest.raises(errors.StateError, match="the device is full") as caught:
-            await c.hubs[1].fetch_into("m", 1, Elsewhere(fail))
+            await fetch_into(c.hubs[1], "m", 1, Elsewhere(fail))
         assert caught.value.memory == "intact"
 
 
@@ -484,5 +486,5 @@ def test_the_blocking_facade_fetches_too() -> None:
                 fetched = reader.fetch("m", names="layers.*", timeout=WAIT_S)
                 assert equal(fetched, {name: source[name] for name in source if name.startswith("layers.")})
                 memory = AllocatedMemory("head")
-                assert reader.fetch_into("m", 1, memory)[0].version == 1
+                assert finish_blocking(fetch_into(reader._hub, "m", 1, memory))[0].version == 1
                 assert torch.equal(memory.tensors()["head"], source["head"])

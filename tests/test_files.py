@@ -15,6 +15,8 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 
 from tensorhub import sync
+from tensorhub.hub import fetch_into, register_memory
+from tensorhub.runtime.loop_thread import finish_blocking
 from tensorhub.transport.file_target import FileTarget
 from tensorhub.transport.files import FileMemory
 from tensorhub.transport.safetensors import TORCH_NAMES
@@ -37,7 +39,7 @@ class Cluster:
         """The name of a model whose files were published, replicated, and withdrawn by their publisher."""
         model = f"model-{next(self._numbers)}"
         with FileMemory(path) as memory:
-            files = self._publisher.register_memory(model, memory)
+            files = sync.Weights(finish_blocking(register_memory(self._publisher._hub, model, memory)))
             files.publish(0)
             loaded = [load_file(file) for file in memory.paths]
             zeros = {name: torch.zeros_like(tensor) for part in loaded for name, tensor in part.items()}
@@ -49,7 +51,7 @@ class Cluster:
 
     def fetch(self, model: str, out: Path) -> None:
         with FileTarget(out) as target:
-            self._publisher.fetch_into(model, "latest", target)
+            finish_blocking(fetch_into(self._publisher._hub, model, "latest", target))
             target.commit()
 
 

@@ -23,10 +23,11 @@ from tensorhub.errors import (
     VersionConflict,
     VersionUnavailable,
 )
-from tensorhub.hub import Hub, Weights
+from tensorhub.hub import Hub
 from tensorhub.messages import FromCoordinator, Registered
 from tensorhub.transport.memory import RegisteredMemory
 from tensorhub.types import Options, VersionInfo
+from tensorhub.weights import Weights
 from tests.rig import (
     CHUNK_BYTES,
     CHUNKS,

@@ -9,13 +9,14 @@ import anyio
 import pytest
 import torch
 
-from tensorhub.hub import Hub, Weights
+from tensorhub.hub import Hub, fetch_into
 from tensorhub.manifest import Manifest
 from tensorhub.runtime.handle import _pull_phases
 from tensorhub.runtime.lanes import PullReport
 from tensorhub.transport.allocated import AllocatedMemory
 from tensorhub.transport.memory import MappedRegions
 from tensorhub.types import FetchReport, VersionInfo
+from tensorhub.weights import Weights
 from tests.rig import CHUNK_BYTES, CHUNKS, Tensors, cluster, connect, gated, tensors, until, write
 
 PHASES = ["commit", "resolve", "transfer", "unpack", "verify", "wait"]
@@ -98,7 +99,7 @@ async def test_what_comes_after_the_bytes_is_unpacking() -> None:
     async with cluster("trainer", "reader") as c:
         await published(c.hubs[0])
         memory = Slow()
-        _, report = await c.hubs[1].fetch_into("m", 1, memory)
+        _, report = await fetch_into(c.hubs[1], "m", 1, memory)
         check(report)
         assert report.phases["unpack"] >= memory.seconds > 0
 

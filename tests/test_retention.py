@@ -18,9 +18,10 @@ from tensorhub.errors import (
     VersionConflict,
     VersionUnavailable,
 )
-from tensorhub.hub import Hub, Weights
+from tensorhub.hub import Hub
 from tensorhub.messages import Announce
 from tensorhub.types import VersionInfo
+from tensorhub.weights import Weights
 from tests.rig import OPTIONS, WAIT_S, cluster, connect, gated, holds, nothing_left, tensors, until, write
 
 # --------------------------------------------------------------------------------------------------------- rollback

@@ -23,8 +23,9 @@ from tensorhub.errors import (
     VersionUnavailable,
 )
 from tensorhub.fetched import Fetched
-from tensorhub.hub import Coordinator, Hub, Weights, connect, serve
+from tensorhub.hub import Coordinator, Hub, connect, serve
 from tensorhub.types import FetchReport, Location, ModelInfo, Options, SourceReport, VersionInfo
+from tensorhub.weights import Weights
 
 __version__ = "0.1.0"
 

@@ -18,11 +18,12 @@ from typing import Any, Generic, Self, TypeVar, overload
 
 from tensorhub import hub as _async
 from tensorhub.fetched import Fetched
-from tensorhub.runtime.handle import ProgressListener
 from tensorhub.runtime.loop_thread import BlockingSide
 from tensorhub.runtime.loop_thread import finish_blocking as _finish
-from tensorhub.transport.memory import Memory
 from tensorhub.types import LATEST, FetchReport, HandleState, Location, ModelInfo, Options, Selector, VersionInfo
+from tensorhub.watcher import Watcher as AsyncWatcher
+from tensorhub.weights import BeforeWrite
+from tensorhub.weights import Weights as AsyncWeights
 
 __all__ = ["Coordinator", "Hub", "Watcher", "Weights", "connect", "serve"]
 
@@ -122,20 +123,6 @@ class Hub:
         register = self._hub.register(model, tensors, group=group, rank=rank, world_size=world_size, spot=spot)
         return Weights(_finish(register))
 
-    def register_memory(
-        self,
-        model: str,
-        memory: Memory,
-        *,
-        group: str | None = None,
-        rank: int = 0,
-        world_size: int = 1,
-        spot: bool = False,
-    ) -> Weights:
-        """Internal; see `tensorhub.Hub.register_memory`."""
-        register = self._hub.register_memory(model, memory, group=group, rank=rank, world_size=world_size, spot=spot)
-        return Weights(_finish(register))
-
     def newest(self, model: str) -> VersionInfo | None:
         """The newest version that this worker has heard of, without I/O; see `tensorhub.Hub.newest`."""
         return self._hub.newest(model)
@@ -186,25 +173,11 @@ class Hub:
         fetch = self._hub.fetch(model, selector, rank=rank, names=names, device=device, timeout=timeout)
         return _finish(fetch)
 
-    def fetch_into(
-        self,
-        model: str,
-        selector: Selector,
-        memory: Memory,
-        *,
-        rank: int = 0,
-        timeout: float | None = None,
-        progress: ProgressListener | None = None,
-    ) -> tuple[VersionInfo, FetchReport]:
-        """Internal; see `tensorhub.Hub.fetch_into`."""
-        fetch = self._hub.fetch_into(model, selector, memory, rank=rank, timeout=timeout, progress=progress)
-        return _finish(fetch)
-
 
 class Watcher:
     """Newest versions of one model, conflated. Iterate with `for`; ends when the hub is closed."""
 
-    def __init__(self, watcher: _async.Watcher) -> None:
+    def __init__(self, watcher: AsyncWatcher) -> None:
         self._watcher = watcher
 
     def __iter__(self) -> Self:
@@ -220,7 +193,7 @@ class Watcher:
 class Weights:
     """One rank's registered memory; see `tensorhub.Weights`. Made by `Hub.register`."""
 
-    def __init__(self, weights: _async.Weights) -> None:
+    def __init__(self, weights: AsyncWeights) -> None:
         self._weights = weights
 
     def __repr__(self) -> str:
@@ -279,7 +252,7 @@ class Weights:
         _finish(self._weights.close(abandon))
 
 
-def _as_async(function: Callable[[VersionInfo], object]) -> _async.BeforeWrite:
+def _as_async(function: Callable[[VersionInfo], object]) -> BeforeWrite:
     async def before_write(info: VersionInfo) -> None:
         function(info)
 

@@ -61,6 +61,12 @@ def check_selector(selector: object) -> Selector:
     raise StateError(f"{selector!r} is not a version selector: give a number from 0, 'latest' or 'latest-1'")
 
 
+def check_version(version: object) -> None:
+    """Raise StateError unless `version` is a version number (0 to 2**63-1)."""
+    if not isinstance(version, int) or isinstance(version, bool) or not 0 <= version <= VERSION_MAX:
+        raise StateError(f"{version!r} is not a version: give an integer from 0 to 2**63 - 1")
+
+
 def check_name(what: str, name: object) -> str:
     """Return `name` if it can name a `what` (1 to 512 printable characters); else raise StateError."""
     if isinstance(name, str) and 0 < len(name) <= 512 and name.isprintable():

@@ -23,9 +23,10 @@ import numpy.typing as npt
 
 import tensorhub
 from tensorhub.errors import TensorHubError
-from tensorhub.hub import Hub, Weights
+from tensorhub.hub import Hub
 from tensorhub.runtime.wakeup import Wakeup
 from tensorhub.types import FetchReport, Options
+from tensorhub.weights import Weights
 from tests.rig import Gate, gated
 
 

@@ -26,6 +26,7 @@ from tensorhub.cli.common import (
     usage,
 )
 from tensorhub.errors import StateError
+from tensorhub.hub import fetch_into
 from tensorhub.transport.file_target import FileTarget
 from tensorhub.types import FetchReport, Selector, VersionInfo, check_selector
 
@@ -126,8 +127,8 @@ class Fetching:
         with self._target() as target:
             async with tensorhub.connect(self.address, token=self.token) as hub:
                 with bytes_bar(f"fetching {self.model}", self.quiet) as bar:
-                    info, report = await hub.fetch_into(
-                        self.model, self.selector, target, rank=self.rank, timeout=self.timeout, progress=bar
+                    info, report = await fetch_into(
+                        hub, self.model, self.selector, target, rank=self.rank, timeout=self.timeout, progress=bar
                     )
             started = time.perf_counter()
             await anyio.to_thread.run_sync(target.commit)

@@ -27,6 +27,7 @@ from tensorhub.cli.common import (
     usage,
 )
 from tensorhub.errors import MutabilityViolation, VersionConflict, VersionUnavailable
+from tensorhub.hub import register_memory
 from tensorhub.transport.files import FileMemory
 from tensorhub.types import VERSION_MAX, VersionInfo
 
@@ -77,7 +78,7 @@ class Publisher:
     async def run(self) -> int:
         with self._open() as memory:
             async with tensorhub.connect(self.address, token=self.token) as hub:
-                weights = await hub.register_memory(self.model, memory)
+                weights = await register_memory(hub, self.model, memory)
                 number = self._number((await hub.describe(self.model)).mark)
                 with bytes_bar(f"reading {self.path.name}", self.quiet) as memory.progress:
                     info = await weights.publish(number)

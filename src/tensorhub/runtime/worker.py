@@ -182,6 +182,14 @@ class Worker:
     def _make_transports(self) -> None:
         self._transports = TRANSPORTS.make(Local(self.incarnation, self._secret, self.options), self._wanted)
 
+    def timeout_s(self, timeout: float | None) -> float:
+        """The seconds that a call has: those given, or the default. Raises StateError."""
+        if timeout is None:
+            return self.options.op_timeout_s
+        if not 0 <= timeout < 10**9:
+            raise StateError(f"timeout={timeout!r}: give seconds, 0 or more, or None for the default")
+        return timeout
+
     # --------------------------------------------------------------------------------------------- life
 
     async def run(self, ready: Callable[[], None]) -> None:

@@ -1,0 +1,53 @@
+"""Newest versions of one model, for a caller that iterates at its own pace."""
+
+from __future__ import annotations
+
+import weakref
+from functools import partial
+from typing import Self
+
+from tensorhub.runtime.loop_thread import LoopThread, Waiter
+from tensorhub.runtime.worker import Worker
+from tensorhub.types import VersionInfo
+
+
+class Watcher:
+    """Newest versions of one model, conflated. Iterate with `async for`; ends when the hub is closed."""
+
+    def __init__(self, worker: Worker, thread: LoopThread, model: str) -> None:
+        self._wakeup = thread.side.waiter()
+        self._box: list[VersionInfo | None] = [None]
+        self._last: VersionInfo | None = None
+        self._has_ended = False
+        listener = _Listener(self._box, self._wakeup)
+        thread.post(partial(worker.listen, model, listener))
+        weakref.finalize(self, thread.post, partial(worker.unlisten, model, listener))
+
+    def __aiter__(self) -> Self:
+        return self
+
+    async def __anext__(self) -> VersionInfo:
+        while not self._has_ended:
+            info = self._box[0]
+            if info is not None and info != self._last:
+                self._last = info
+                return info
+            await self._wakeup.wait()
+        raise StopAsyncIteration
+
+    def end(self) -> None:
+        """Let the iteration end, also one that waits; the end of the hub does it too. From the caller's thread."""
+        self._has_ended = True
+        self._wakeup.set()
+
+
+class _Listener:
+    """Holds no reference to its watcher, so that a watcher that nobody iterates any more goes away."""
+
+    def __init__(self, box: list[VersionInfo | None], wakeup: Waiter) -> None:
+        self._box = box
+        self._wakeup = wakeup
+
+    def __call__(self, info: VersionInfo | None) -> None:
+        self._box[0] = info
+        self._wakeup.set()

@@ -1,0 +1,156 @@
+"""One registered memory, as its caller sees it: publish, take back, fill. A bridge to the library's own thread, no logic."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import AsyncIterator, Awaitable, Callable
+from functools import partial
+from typing import NoReturn
+
+from tensorhub.errors import StateError
+from tensorhub.runtime.handle import Handle
+from tensorhub.runtime.loop_thread import LoopThread
+from tensorhub.runtime.worker import Worker
+from tensorhub.types import LATEST, FetchReport, HandleState, OpKind, Selector, VersionInfo, check_selector, check_version
+from tensorhub.worker.calls import FillCall
+
+BeforeWrite = Callable[[VersionInfo], Awaitable[None]]
+
+
+class Weights:
+    """One rank's registered memory. Made by `Hub.register`."""
+
+    def __init__(self, handle: Handle, worker: Worker, thread: LoopThread) -> None:
+        self._handle = handle
+        self._worker = worker
+        self._thread = thread
+
+    def __repr__(self) -> str:
+        shard = self._handle.member.shard
+        return f"<Weights of {shard.model}/{shard.group}[{shard.rank}] {self.state.value} version={self.version}>"
+
+    @property
+    def model(self) -> str:
+        """The model under which the memory is registered."""
+        return self._handle.member.shard.model
+
+    @property
+    def version(self) -> int | None:
+        """The version that the memory holds; None unless ready or draining."""
+        return self._handle.member.version
+
+    @property
+    def state(self) -> HandleState:
+        """empty, filling, ready, draining, torn, in_doubt or closed (each equals that string)."""
+        return self._handle.member.state
+
+    async def publish(self, version: int, timeout: float | None = None) -> VersionInfo:
+        """Promise that the memory is immutable, as `version`; returns when it is visible (all ranks have called).
+
+        Raises VersionConflict (the number was used, or is not above the mark), StateError (published already),
+        RegistrationError (a tensor's storage was replaced), OperationTimeout, GroupAborted, CoordinatorUnavailable.
+        """
+        check_version(version)
+        return await self._thread.call(self._handle.publish, version, self._worker.timeout_s(timeout))
+
+    async def unpublish(self, timeout: float | None = None) -> None:
+        """Take the promise back; returns when the memory may be overwritten.
+
+        Running readers are moved, or waited for within `drain_grace_s` and half the timeout, then fenced. Needs no reachable
+        coordinator. Raises StateError (nothing is published), RetentionError (a retained version would be lost; it stays
+        published), DrainTimeout (it is still being read when the time is up; it stays published), MutabilityViolation (it
+        is taken back, but was written before), LeaseLost (it is the caller's already: the coordinator has given it up).
+        """
+        await self._thread.call(self._handle.unpublish, self._worker.timeout_s(timeout))
+
+    @contextlib.asynccontextmanager
+    async def mutate(self, version: int, timeout: float | None = None) -> AsyncIterator[None]:
+        """Unpublish if published, run the body, publish as `version`. If the body raises, nothing is published.
+
+        The number is checked first (VersionConflict, with the memory as it was). Raises as `unpublish`, before the body,
+        and as `publish`. If one rank's body raises, the other ranks' publish ends with GroupAborted, and the number stays
+        unused.
+        """
+        check_version(version)
+        timeout_s = self._worker.timeout_s(timeout)
+        await self._thread.call(self._handle.check_idle)
+        await self._thread.call(self._worker.check_number, self.model, version, timeout_s)
+        where = "unpublish() in"
+        try:
+            await self._thread.call(self._handle.unpublish_if_published, timeout_s)
+            where = "the body of"
+            yield
+        except BaseException as error:
+            if self._handle.member.shard.world_size > 1:
+                with self._thread.side.shield():
+                    reason = f"{where} mutate({version}) raised {type(error).__name__}: {error}"
+                    await self._thread.call(self._handle.refuse, reason[:1000], timeout_s)
+            raise
+        await self.publish(version, timeout)
+
+    async def replicate(self, selector: Selector = LATEST, timeout: float | None = None) -> FetchReport:
+        """Fill the memory, which must hold no version, with a version: a number, "latest" or "latest-1".
+
+        Raises VersionUnavailable, ManifestMismatch (each difference named), IntegrityError (no source's bytes have their
+        digests), StateError, OperationTimeout, GroupAborted, TransportUnavailable.
+        """
+        call = FillCall(OpKind.REPLICATE, check_selector(selector))
+        return await self._thread.call(self._handle.fill, call, self._worker.timeout_s(timeout))
+
+    async def update(
+        self,
+        selector: Selector = LATEST,
+        *,
+        at_least: int | None = None,
+        before_write: BeforeWrite | None = None,
+        staged: bool = False,
+        timeout: float | None = None,
+    ) -> FetchReport:
+        """Replace what the memory holds by a version; `report.changed` is False if it holds that content already.
+
+        `at_least` waits for that number. `before_write` is awaited here, in the caller's task, once version and source are
+        certain and before the first byte changes. Up to then an error leaves the old version published; after it the
+        memory is torn. Raises as `replicate`, RetentionError (a retained version would be lost), DrainTimeout (the old
+        version is still being read), both with it still published, MutabilityViolation (it was written; unpublish() first),
+        and whatever `before_write` raises.
+        """
+        check_selector(selector)
+        if at_least is not None:
+            check_version(at_least)
+        if staged:
+            self._needs_host_memory("update(staged=True)")
+        call = FillCall(OpKind.UPDATE, selector, at_least, hold=before_write is not None, staged=staged)
+
+        def ask(info: VersionInfo) -> None:
+            job.ask_caller(partial(self._run_hook, before_write, info))
+
+        job = self._thread.job(self._handle.fill, call, self._worker.timeout_s(timeout), ask)
+        return await self._thread.run_job(job)
+
+    async def _run_hook(self, before_write: BeforeWrite | None, info: VersionInfo) -> None:
+        problem: Exception | None = None
+        try:
+            if before_write is not None:
+                await before_write(info)
+        except Exception as error:
+            problem = error
+        self._thread.post(partial(self._handle.hook_returned, problem))
+
+    async def prefetch(self, selector: Selector = LATEST, timeout: float | None = None) -> NoReturn:
+        """Fill host memory with a version while the current one stays in use. Not built yet."""
+        check_selector(selector)
+        self._needs_host_memory("prefetch()")
+        raise NotImplementedError("prefetch is not built yet")
+
+    def _needs_host_memory(self, what: str) -> None:
+        if self._worker.options.host_memory_bytes == 0:
+            raise StateError(f"{what} needs host memory: set Options.host_memory_bytes")
+        raise NotImplementedError(f"{what} is not built yet")
+
+    async def close(self, abandon: bool = False) -> None:
+        """Withdraw what is published, as `unpublish` does, and give the registration up.
+
+        Raises RetentionError (a retained version would be lost; `abandon` loses it) and DrainTimeout, both with everything
+        as it was, and MutabilityViolation (it is closed).
+        """
+        await self._thread.call(partial(self._handle.close, abandon=abandon), self._worker.timeout_s(None))
