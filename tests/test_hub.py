@@ -430,7 +430,7 @@ async def test_publish_cancelled_while_it_waits_for_its_group() -> None:
 async def test_a_registration_that_was_cancelled_can_be_made_again(monkeypatch: pytest.MonkeyPatch) -> None:
     async with cluster("trainer") as c:
         hub = c.hubs[0]
-        receive, came = hub._worker._receive, threading.Event()
+        receive, came = hub._worker.received, threading.Event()
 
         def lose_the_answer(message: FromCoordinator) -> None:
             if isinstance(message, Registered):
@@ -438,7 +438,7 @@ async def test_a_registration_that_was_cancelled_can_be_made_again(monkeypatch: 
             else:
                 receive(message)
 
-        monkeypatch.setattr(hub._worker, "_receive", lose_the_answer)
+        monkeypatch.setattr(hub._worker, "received", lose_the_answer)
         async with anyio.create_task_group() as tasks:
 
             async def register_m() -> None:
@@ -522,7 +522,7 @@ async def test_memory_taken_back_without_the_coordinators_knowledge_is_read_no_m
             worker = c.hubs[0]._worker
 
             async def lose_the_coordinator() -> None:
-                worker._outbox = None
+                worker._link._outbox = None
                 source._handle.apply(source._handle.member.disconnected(anyio.current_time()))
 
             async with anyio.create_task_group() as tasks:
@@ -569,7 +569,7 @@ async def test_watching_ends_when_the_hub_closes() -> None:
 
         async with connect(c.address) as hub:
             tasks.start_soon(follow, hub)
-            await until(lambda: hub._worker.watches("m"))
+            await until(lambda: hub._worker.news.watches("m"))
         await ended.wait()
 
 
@@ -585,12 +585,12 @@ async def test_a_watcher_that_nobody_iterates_goes_away() -> None:
     async with cluster("watcher") as c:
         hub = c.hubs[0]
         watcher = hub.watch("m")
-        await until(lambda: bool(hub._worker._listeners.get("m")))
+        await until(lambda: hub._worker.news.listeners("m") > 0)
         gone = weakref.ref(watcher)
         del watcher
         gc.collect()
         assert gone() is None
-        await until(lambda: not hub._worker._listeners["m"])
+        await until(lambda: not hub._worker.news.listeners("m"))
 
 
 # ---------------------------------------------------------------------------------------------------- loops and threads

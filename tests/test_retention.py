@@ -80,7 +80,7 @@ async def test_newest_and_wait_for_are_right_as_soon_as_rollback_returns() -> No
                 found.append((info.version, info.content_id))
 
             tasks.start_soon(wait)
-            await until(lambda: bool(trainer._worker._listeners.get("m")))
+            await until(lambda: trainer._worker.news.listeners("m") > 0)
             async with published.mutate(93):
                 pass
             async with published.mutate(95):
@@ -96,7 +96,7 @@ async def test_wait_for_does_not_return_what_was_rolled_back_before_it_woke() ->
 
         def hear(*infos: VersionInfo) -> None:
             for info in infos:
-                hub._worker._announced(Announce("m", info))
+                hub._worker.news.announced(Announce("m", info))
 
         found: list[VersionInfo] = []
 
@@ -105,7 +105,7 @@ async def test_wait_for_does_not_return_what_was_rolled_back_before_it_woke() ->
 
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(wait)
-            await until(lambda: bool(hub._worker._listeners.get("m")))
+            await until(lambda: hub._worker.news.listeners("m") > 0)
             hub._thread.post(partial(hear, first, older))
             await until(lambda: hub.newest("m") == older)
             hub._thread.post(partial(hear, again))
@@ -329,7 +329,7 @@ async def test_a_pin_ends_with_its_cancelled_block_and_with_its_hub() -> None:
         await published.unpublish()
         await published.publish(2)
         async with connect(c.address, "evaluator") as hub:
-            await hub._thread.call(hub._worker.pin, "m", 2, WAIT_S)
+            await hub._thread.call(hub._worker.pins.pin, "m", 2, WAIT_S)
         await published.unpublish()
 
 
@@ -345,7 +345,7 @@ async def test_a_pin_outlives_the_coordinator(tmp_path: Path) -> None:
         async with tensorhub.serve(port=port, token="", options=OPTIONS, state_dir=tmp_path):
             info = await trainer.describe("m")
             assert [v.retained for v in info.versions] == [True]
-            await until(lambda: evaluator._worker._outbox is not None)
+            await until(lambda: evaluator._worker._link.online)
             await stack.aclose()
 
 
@@ -360,7 +360,7 @@ async def test_a_pin_that_is_lost_is_told_at_the_end_of_its_block() -> None:
             pinned = hub.pin("m", 1)
             await pinned.__aenter__()
         async with tensorhub.serve(port=port, token="", options=OPTIONS):
-            await until(lambda: any(pin.lost is not None for pin in hub._worker._pins.values()))
+            await until(lambda: bool(hub._worker.pins.lost))
             with pytest.raises(LeaseLost, match="the pin of version 1 of 'm' was lost while") as caught:
                 await pinned.__aexit__(None, None, None)
             assert caught.value.retryable

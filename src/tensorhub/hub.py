@@ -214,16 +214,16 @@ class Hub:
 
         The first question about a model begins to watch it.
         """
-        if not self._worker.watches(model):
+        if not self._worker.news.watches(model):
             check_name("model", model)
-            self._thread.post(partial(self._worker.watch, model))
-        return self._worker.newest(model)
+            self._thread.post(partial(self._worker.news.watch, model))
+        return self._worker.news.newest(model)
 
     async def wait_for(self, model: str, *, at_least: int, timeout: float | None = None) -> VersionInfo:
         """The newest version of `model`, once it is `at_least`. Raises OperationTimeout, CoordinatorUnavailable."""
         check_name("model", model)
         check_version(at_least)
-        return await self._thread.call(self._worker.wait_for, model, at_least, self._worker.timeout_s(timeout))
+        return await self._thread.call(self._worker.news.wait_for, model, at_least, self._worker.timeout_s(timeout))
 
     def watch(self, model: str) -> Watcher:
         """Iterate over newest versions, the known one first; a slow consumer gets only the newest of those it missed.
@@ -242,7 +242,7 @@ class Hub:
     async def describe(self, model: None = None, timeout: float | None = None) -> tuple[ModelInfo, ...]: ...
     async def describe(self, model: str | None = None, timeout: float | None = None) -> ModelInfo | tuple[ModelInfo, ...]:
         """What the coordinator knows of one model, or (None) of all. Raises VersionUnavailable for an unknown model."""
-        found = await self._thread.call(self._worker.describe, model, self._worker.timeout_s(timeout))
+        found = await self._thread.call(self._worker.questions.describe, model, self._worker.timeout_s(timeout))
         return found if model is None else found[0]
 
     async def retain(self, model: str, *, latest: int, timeout: float | None = None) -> None:
@@ -255,7 +255,7 @@ class Hub:
         """
         check_name("model", model)
         _check_latest(latest)
-        await self._thread.call(self._worker.retain, model, latest, self._worker.timeout_s(timeout))
+        await self._thread.call(self._worker.questions.retain, model, latest, self._worker.timeout_s(timeout))
 
     @contextlib.asynccontextmanager
     async def pin(self, model: str, version: int, timeout: float | None = None) -> AsyncIterator[None]:
@@ -269,14 +269,14 @@ class Hub:
         check_name("model", model)
         check_version(version)
         timeout_s = self._worker.timeout_s(timeout)
-        ident = await self._thread.call(self._worker.pin, model, version, timeout_s)
+        ident = await self._thread.call(self._worker.pins.pin, model, version, timeout_s)
         try:
             yield
         except BaseException:
             with self._thread.side.shield(), contextlib.suppress(TensorHubError):
-                await self._thread.call(self._worker.unpin, ident, timeout_s)
+                await self._thread.call(self._worker.pins.unpin, ident, timeout_s)
             raise
-        await self._thread.call(self._worker.unpin, ident, timeout_s)
+        await self._thread.call(self._worker.pins.unpin, ident, timeout_s)
 
     async def rollback(self, model: str, *, to: int, timeout: float | None = None) -> None:
         """Begin a new lineage of `model` after version `to`, for a trainer that restarts from that checkpoint.
@@ -288,7 +288,7 @@ class Hub:
         """
         check_name("model", model)
         check_version(to)
-        await self._thread.call(self._worker.rollback, model, to, self._worker.timeout_s(timeout))
+        await self._thread.call(self._worker.questions.rollback, model, to, self._worker.timeout_s(timeout))
 
     async def fetch(
         self,

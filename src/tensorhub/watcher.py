@@ -20,8 +20,8 @@ class Watcher:
         self._last: VersionInfo | None = None
         self._has_ended = False
         listener = _Listener(self._box, self._wakeup)
-        thread.post(partial(worker.listen, model, listener))
-        weakref.finalize(self, thread.post, partial(worker.unlisten, model, listener))
+        thread.post(partial(worker.news.listen, model, listener))
+        weakref.finalize(self, thread.post, partial(worker.news.unlisten, model, listener))
 
     def __aiter__(self) -> Self:
         return self

@@ -74,7 +74,7 @@ class Weights:
         check_version(version)
         timeout_s = self._worker.timeout_s(timeout)
         await self._thread.call(self._handle.check_idle)
-        await self._thread.call(self._worker.check_number, self.model, version, timeout_s)
+        await self._thread.call(self._worker.questions.check_number, self.model, version, timeout_s)
         where = "unpublish() in"
         try:
             await self._thread.call(self._handle.unpublish_if_published, timeout_s)

@@ -107,7 +107,7 @@ async def registered(worker: Worker, group: str | None = None, content: int | No
 
 
 async def states(worker: Worker) -> list[str]:
-    return [info.state for info in (await worker.describe("m", 60))[0].workers]
+    return [info.state for info in (await worker.questions.describe("m", 60))[0].workers]
 
 
 REPLICATE = FillCall(OpKind.REPLICATE, "latest")
@@ -136,14 +136,14 @@ def test_a_cut_way_costs_the_lease_and_healing_brings_the_version_back_under_a_n
             await anyio.sleep(0.8 * LEASE_S)
             assert await states(near) == ["suspect"]
             await anyio.sleep(LEASE_S)
-            assert (await near.describe("m", 60))[0].replicas == ()
+            assert (await near.questions.describe("m", 60))[0].replicas == ()
             assert "offline" in repr(far)  # it has noticed by itself
             assert handle.member.state is HandleState.READY  # its memory is its own
             way.heal()
             await anyio.sleep(3 * LEASE_S)
             assert far.incarnation != life
-            assert await near.wait_for("m", 1, 60) == info
-            assert [r.state for r in (await near.describe("m", 60))[0].replicas] == ["ready"]
+            assert await near.news.wait_for("m", 1, 60) == info
+            assert [r.state for r in (await near.questions.describe("m", 60))[0].replicas] == ["ready"]
             assert handle.member.version == 1
 
     in_no_time(main)
@@ -192,7 +192,7 @@ def test_every_call_ends_at_its_deadline() -> None:
             error, seconds = await timed(handle.fill(REPLICATE, 45))
             assert (type(error), error.memory) == (VersionUnavailable, "intact")
             assert 45 <= seconds < 46
-            error, seconds = await timed(near.wait_for("m", 1, 33))
+            error, seconds = await timed(near.news.wait_for("m", 1, 33))
             assert type(error) is OperationTimeout
             assert 33 <= seconds < 34
             lonely = await registered(far)
@@ -200,7 +200,7 @@ def test_every_call_ends_at_its_deadline() -> None:
             error, seconds = await timed(lonely.fill(REPLICATE, 45))
             assert (type(error), error.retryable, error.memory) == (CoordinatorUnavailable, True, "intact")
             assert 45 <= seconds < 50
-            error, seconds = await timed(far.describe("m", 20))
+            error, seconds = await timed(far.questions.describe("m", 20))
             assert type(error) is CoordinatorUnavailable
             assert 20 <= seconds < 21
 
@@ -218,7 +218,7 @@ def test_a_publish_whose_outcome_is_not_known_is_in_doubt_until_it_is() -> None:
             with contextlib.suppress(TensorHubError):  # there is nothing to unpublish if it never happened
                 await handle.unpublish(60)
             assert handle.member.state is HandleState.EMPTY
-            await near.check_number("m", 5, 60)
+            await near.questions.check_number("m", 5, 60)
             assert (await handle.publish(5, 60)).version == 5
 
     in_no_time(main)

@@ -1,0 +1,222 @@
+"""A worker's connection to its coordinator: one session at a time, for as long as the worker lives.
+
+Responsible for connecting and connecting again, for the heartbeat, for giving up a session in which nothing comes back, and
+for a bounded queue of what is to be said. Not responsible for what is said: its `Ears` hear of each session's begin and end.
+"""
+
+from __future__ import annotations
+
+import itertools
+import secrets
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+import anyio
+import anyio.abc
+from anyio.streams.memory import MemoryObjectReceiveStream, MemoryObjectSendStream
+
+from tensorhub.errors import CoordinatorUnavailable, OperationTimeout, StateError, TensorHubError
+from tensorhub.messages import Dismissed, FromCoordinator, FromWorker, Heartbeat, Join, Welcome
+from tensorhub.protocol.codec import FROM_COORDINATOR
+from tensorhub.protocol.handshake import NONCE_BYTES, ClientHandshake
+from tensorhub.protocol.lost import ConnectionLost
+from tensorhub.protocol.stream import MessageStream
+from tensorhub.runtime.logs import get_logger
+from tensorhub.types import Incarnation, Options, parse_address
+
+OUTBOX_MESSAGES_MAX = 8192
+BEATS_PER_LEASE = 4
+RECONNECT_S_FIRST = 0.05
+RECONNECT_S_MAX = 2.0
+
+log = get_logger("tensorhub.worker")
+
+Messages = MessageStream[FromCoordinator]
+
+
+class Ears(Protocol):
+    """Who hears what comes over the link, in the loop and in order."""
+
+    incarnation: Incarnation  # as whom to connect
+
+    def introduce(self) -> Join: ...
+
+    def welcomed(self, message: Welcome) -> None:
+        """A session is up: from now on things can be said."""
+
+    def received(self, message: FromCoordinator) -> None: ...
+
+    def lost(self) -> None:
+        """The session is over; nothing can be said until the next one."""
+
+    def dismissed(self) -> None:
+        """This incarnation is lost for good: be another one before the next session."""
+
+
+class CoordinatorLink:
+    """One worker's link. `connect`, then `keep` it until it is `close`d."""
+
+    def __init__(self, addresses: Sequence[str], secret: bytes, options: Options, ears: Ears) -> None:
+        """Raises StateError for an address that is none."""
+        self._addresses = [parse_address(address) for address in addresses]
+        if not self._addresses:
+            raise StateError("no coordinator address is given")
+        self._secret = secret
+        self._options = options
+        self._ears = ears
+        self.local_host = ""  # the address by which the coordinator was reached
+        self.welcome_came = anyio.Event()
+        self._outbox: MemoryObjectSendStream[FromWorker] | None = None  # of the session, while there is one
+        self._outbox_done = anyio.Event()  # all that was queued for the present session is said, or never will be
+        self._lease_s = options.lease_s
+        self._unanswered = 0  # heartbeats since anything was heard in this session
+        self._closing = False
+
+    def __repr__(self) -> str:
+        return f"<CoordinatorLink to {self.addresses} {'online' if self.online else 'offline'}>"
+
+    @property
+    def addresses(self) -> str:
+        """For people."""
+        return ", ".join(f"tcp://{host}:{port}" for host, port in self._addresses)
+
+    @property
+    def online(self) -> bool:
+        """Whether what is said now may be heard."""
+        return self._outbox is not None
+
+    def say(self, message: FromWorker) -> None:
+        """Queue a message for the coordinator; without a session it is not said."""
+        if self._outbox is None:
+            return
+        try:
+            self._outbox.send_nowait(message)
+        except anyio.WouldBlock:
+            log.warning("coordinator_too_slow", messages=OUTBOX_MESSAGES_MAX)
+            self._outbox.close()
+        except (anyio.BrokenResourceError, anyio.ClosedResourceError):
+            pass  # the session is ending
+
+    def begin_closing(self) -> None:
+        """Connect no more once this session ends."""
+        self._closing = True
+
+    async def close(self, last_words: FromWorker) -> None:
+        """Say this, and end the session when all is said."""
+        self.begin_closing()
+        if self._outbox is not None:
+            self.say(last_words)
+            await self._outbox.aclose()
+            await self._outbox_done.wait()
+
+    # --------------------------------------------------------------------------------------------- connecting
+
+    async def connect(self) -> Messages:
+        """A connection to the first coordinator that takes one. Raises CoordinatorUnavailable, AuthenticationFailed,
+        ProtocolError.
+        """
+        problems: list[str] = []
+        for host, port in self._addresses:
+            try:
+                return await self._connect(host, port)
+            except (OSError, ConnectionLost, OperationTimeout) as error:
+                problems.append(f"tcp://{host}:{port}: {error}")
+        text = f"no coordinator can be reached ({'; '.join(problems)}): is one running there? (tensorhub serve)"
+        raise CoordinatorUnavailable(text)
+
+    async def _connect(self, host: str, port: int) -> Messages:
+        with anyio.move_on_after(self._options.connect_timeout_s) as scope:
+            stream = await anyio.connect_tcp(host, port)
+        if scope.cancelled_caught:
+            raise OperationTimeout(f"no answer within {self._options.connect_timeout_s:g} s")
+        self.local_host = str(stream.extra(anyio.abc.SocketAttribute.local_address)[0])
+        messages = MessageStream(stream, FROM_COORDINATOR, self._options.frame_bytes_max)
+        try:
+            nonce = secrets.token_bytes(NONCE_BYTES)
+            handshake = ClientHandshake("worker", self._ears.incarnation, self._secret, nonce)
+            await messages.handshake(handshake, self._options.connect_timeout_s)
+        except BaseException:
+            with anyio.CancelScope(shield=True):
+                await messages.aclose()
+            raise
+        return messages
+
+    async def keep(self, first: Messages, ready: Callable[[], None]) -> None:
+        """Hold a session; after its end, another one. `ready` is called when one is up."""
+        messages: Messages | None = first
+        wait_s = RECONNECT_S_FIRST
+        while True:
+            if messages is not None and await self._hold_session(messages, ready):
+                wait_s = RECONNECT_S_FIRST
+            if self._closing:
+                return
+            await anyio.sleep(wait_s)
+            wait_s = min(wait_s * 2, RECONNECT_S_MAX)
+            messages = None
+            try:
+                messages = await self.connect()
+            except TensorHubError as error:
+                log.warning("coordinator_unreachable", reason=str(error))
+
+    # --------------------------------------------------------------------------------------------- one session
+
+    async def _hold_session(self, messages: Messages, ready: Callable[[], None]) -> bool:
+        """One session, to its end. True if it was welcomed."""
+        outbox, to_say = anyio.create_memory_object_stream[FromWorker](OUTBOX_MESSAGES_MAX)
+        welcomed = anyio.Event()
+        self._unanswered = 0
+        self._outbox_done = anyio.Event()
+        try:
+            async with messages, outbox, to_say, anyio.create_task_group() as tasks:
+                tasks.start_soon(self._talk, messages, to_say, tasks.cancel_scope)
+                tasks.start_soon(self._beat, welcomed)
+                outbox.send_nowait(self._ears.introduce())
+                async for message in messages:
+                    self._unanswered = 0
+                    if isinstance(message, Welcome):
+                        self._lease_s = message.lease_s
+                        self._outbox = outbox
+                        welcomed.set()
+                        self.welcome_came.set()
+                        self._ears.welcomed(message)
+                        ready()
+                    elif isinstance(message, Dismissed):
+                        if not self._closing:
+                            log.warning("worker_dismissed", reason=message.reason)
+                            self._ears.dismissed()
+                        break
+                    else:
+                        self._ears.received(message)
+                tasks.cancel_scope.cancel()
+        except* (ConnectionLost, TensorHubError) as group:
+            log.warning("coordinator_lost", reason=str(group.exceptions[0]))
+        finally:
+            self._outbox_done.set()
+            if self._outbox is outbox:
+                self._outbox = None
+                self._ears.lost()
+        return welcomed.is_set()
+
+    async def _talk(
+        self, messages: Messages, to_say: MemoryObjectReceiveStream[FromWorker], scope: anyio.CancelScope
+    ) -> None:
+        async for message in to_say:
+            await messages.send(message)
+        self._outbox_done.set()
+        scope.cancel()  # the outbox was closed: all is said
+
+    async def _beat(self, welcomed: anyio.Event) -> None:
+        """Renew the lease, and give up a session in which nothing comes back: nobody hears, or the way is cut.
+
+        Counts beats, not seconds, so that a process that was stopped itself does not blame the other side.
+        """
+        with anyio.move_on_after(self._options.connect_timeout_s):
+            await welcomed.wait()
+        if not welcomed.is_set():
+            raise ConnectionLost(f"no welcome came within {self._options.connect_timeout_s:g} s")
+        for sequence in itertools.count():
+            await anyio.sleep(self._lease_s / BEATS_PER_LEASE)
+            self._unanswered += 1
+            if self._unanswered > BEATS_PER_LEASE:
+                raise ConnectionLost(f"nothing was heard for {self._lease_s:g} s")
+            self.say(Heartbeat(sequence))

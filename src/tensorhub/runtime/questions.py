@@ -1,0 +1,80 @@
+"""What a worker asks its coordinator for itself, not for one of its handles: asked again after a lost connection."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Callable, Iterator
+
+import anyio
+
+from tensorhub.errors import CoordinatorUnavailable, OperationTimeout
+from tensorhub.messages import Check, Describe, Description, Done, FromWorker, Refused, Retain, Rollback
+from tensorhub.runtime.link import RECONNECT_S_FIRST, CoordinatorLink
+from tensorhub.types import ModelInfo
+
+Answer = Done | Refused | Description
+
+
+class Questions:
+    """Each question has a number of its own, and ends with its answer or at its deadline."""
+
+    def __init__(self, link: CoordinatorLink, numbers: Iterator[int]) -> None:
+        self._link = link
+        self._numbers = numbers
+        self._waiting: dict[int, tuple[anyio.Event, list[Answer]]] = {}
+
+    def __repr__(self) -> str:
+        return f"<Questions: {len(self._waiting)} without an answer>"
+
+    def answered(self, message: Answer) -> None:
+        waiting = self._waiting.get(message.request)
+        if waiting is not None:
+            waiting[1].append(message)
+            waiting[0].set()
+
+    def lost(self) -> None:
+        """The session is over: no answer will come over it."""
+        for event, _ in self._waiting.values():
+            event.set()
+
+    async def ask(self, make: Callable[[int], FromWorker], what: str, timeout_s: float) -> Answer:
+        """Raises what the coordinator refuses with, CoordinatorUnavailable, OperationTimeout."""
+        with anyio.move_on_after(timeout_s):
+            while True:
+                request = next(self._numbers)
+                event, answers = anyio.Event(), list[Answer]()
+                self._waiting[request] = (event, answers)
+                try:
+                    if self._link.online:
+                        self._link.say(make(request))
+                        await event.wait()
+                    else:
+                        await anyio.sleep(RECONNECT_S_FIRST)
+                finally:
+                    del self._waiting[request]
+                if answers:
+                    if isinstance(answers[0], Refused):
+                        raise answers[0].error.error()
+                    return answers[0]
+        if not self._link.online:
+            raise CoordinatorUnavailable(f"{what}: the coordinator could not be reached within {timeout_s:g} s")
+        raise OperationTimeout(f"{what}: the coordinator did not answer within {timeout_s:g} s")
+
+    async def describe(self, model: str | None, timeout_s: float) -> tuple[ModelInfo, ...]:
+        """What the coordinator knows of one model, or of all."""
+        answer = await self.ask(lambda request: Describe(request, model), "describe", timeout_s)
+        assert isinstance(answer, Description)
+        return answer.models
+
+    async def check_number(self, model: str, version: int, timeout_s: float) -> None:
+        """Raise VersionConflict if `version` could not be published now."""
+        await self.ask(lambda request: Check(request, model, version), f"version {version} of {model!r}", timeout_s)
+
+    async def rollback(self, model: str, to: int, timeout_s: float) -> None:
+        """Begin a new lineage after version `to`; durable on return."""
+        ident = secrets.token_hex(12)  # the same on each retry: a second one would retire what was published since
+        await self.ask(lambda request: Rollback(request, ident, model, to), f"rollback of {model!r} to {to}", timeout_s)
+
+    async def retain(self, model: str, latest: int, timeout_s: float) -> None:
+        """Keep the newest `latest` versions; durable on return."""
+        await self.ask(lambda request: Retain(request, model, latest), f"retain of {model!r}", timeout_s)
