@@ -37,8 +37,10 @@ from tensorhub.coordinator import (
 from tensorhub.errors import StateError, TensorHubError
 from tensorhub.manifest import Manifest, TensorDescription, build_manifest
 from tensorhub.messages import (
+    Announce,
     CutReader,
     Deregister,
+    Description,
     Dismissed,
     Done,
     EpochChanged,
@@ -567,7 +569,7 @@ class SimWorker:
             case Dismissed():
                 self.dismissals.append(message.reason)
                 self.lives += 1
-            case HeartbeatAck():
+            case HeartbeatAck() | Announce() | Description():
                 pass
             case CutReader():
                 self.cut.add(message.lease)
@@ -590,7 +592,7 @@ class SimWorker:
                     about = (shard.model, shard.group, shard.rank)
                     ours = key is None or (key.model, key.group, getattr(message, "rank", shard.rank)) == about
                     if ours and registration in (None, shard.registration):
-                        handle.apply(handle.member.receive(message, now))  # type: ignore[arg-type]
+                        handle.apply(handle.member.receive(message, now))
 
 
 class PureCluster:

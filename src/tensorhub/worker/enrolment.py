@@ -2,7 +2,7 @@
 
 Responsible for the membership epoch and the sequence of this rank's group calls (an `OpKey` is taken once), for saying
 anew, after each lost connection, what the memory holds, and for the operation that was left without hearing its outcome.
-Not responsible for calls or memory (`worker.member`).
+Not responsible for calls (`worker.running`) or memory (`worker.holding`).
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from tensorhub.manifest import Manifest
 from tensorhub.messages import Abandon, EpochChanged, ErrorInfo, Held, Register, Registered
-from tensorhub.types import OpKey, VersionInfo
+from tensorhub.types import OpKey
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,27 +40,6 @@ class Shard:
         if not self.serves:
             return f"{self.model!r} (rank {self.number})"
         return f"{self.model!r} (group {self.group!r}, rank {self.rank})"
-
-
-@dataclass(slots=True)
-class Content:
-    """What the memory holds, or is being filled with, under one generation."""
-
-    version: VersionInfo
-    manifest: Manifest
-    generation: int
-
-    def held(self) -> Held:
-        """The same, for the coordinator."""
-        version = self.version
-        return Held(
-            version=version.version,
-            content_id=version.content_id,
-            generation=self.generation,
-            world_size=version.world_size,
-            nbytes=version.nbytes,
-            manifest=self.manifest.encode(),
-        )
 
 
 class Enrolment:
@@ -141,3 +120,10 @@ class Enrolment:
         """End that operation; `left` until its outcome is heard."""
         self.left = Abandon(key, self.shard.rank, error)
         return self.left
+
+    def heard(self, key: OpKey) -> bool:
+        """That operation's outcome is known now; True if it was the one that was left."""
+        if self.left is None or self.left.key != key:
+            return False
+        self.left = None
+        return True

@@ -1,0 +1,238 @@
+"""What one rank's memory holds, or has been voted for, and under which generation others may read it.
+
+Theory of operation. Each verb is one thing that can happen to the memory: it moves the handle's state along its table,
+resets all that depends on it, and asks the shell for what has to be done (open, fence, open again).
+
+Responsible for `state` and `content`, for what is restated to the coordinator, and for giving up what must not be held
+any longer. Not responsible for when any of it happens: the call that runs decides that (`worker.running`), also what
+comes after a fence. Access to memory is `worker.owner`'s.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from tensorhub.machine import InvariantBroken, Stateful
+from tensorhub.manifest import Manifest
+from tensorhub.messages import Held, OrderedOut, Outcome, Prepared, Resolve
+from tensorhub.types import HandleState, OpKey, VersionInfo
+from tensorhub.worker.calls import Fence, OpenMemory, ReopenMemory
+from tensorhub.worker.rank import Rank
+from tensorhub.worker.states import HANDLE_TABLE
+
+
+@dataclass(slots=True)
+class Content:
+    """What the memory holds, or is being filled with, under one generation."""
+
+    version: VersionInfo
+    manifest: Manifest
+    generation: int
+
+    def held(self) -> Held:
+        """The same, for the coordinator."""
+        version = self.version
+        return Held(
+            version=version.version,
+            content_id=version.content_id,
+            generation=self.generation,
+            world_size=version.world_size,
+            nbytes=version.nbytes,
+            manifest=self.manifest.encode(),
+        )
+
+
+class Holding(Stateful[HandleState]):
+    """The memory of one registration."""
+
+    table = HANDLE_TABLE
+
+    def __init__(self, rank: Rank) -> None:
+        super().__init__(HandleState.EMPTY)
+        self.content: Content | None = None  # READY, DRAINING: held; FILLING: filled with; IN_DOUBT: voted for; else None
+        self.voted: Content | None = None  # what the running call has voted for: only the coordinator ends that
+        self.doubt: OpKey | None = None  # IN_DOUBT: the operation whose outcome is not known
+        self.fencing = False  # the fence of `content` was asked for: nobody may count on it
+        self.given_up: int | None = None  # the version held until the coordinator knew that content no more (R2)
+        self.letting_go: int | None = None  # the generation of content that was given up without a call, until fenced
+        self._rank = rank
+
+    def __repr__(self) -> str:
+        s = self._rank.shard
+        return f"<Holding {s.model}/{s.group}[{s.rank}] {self.state.value} v={self.version}>"
+
+    @property
+    def version(self) -> int | None:
+        """What `weights.version` shows."""
+        if self.content is not None and self.state in (HandleState.READY, HandleState.DRAINING):
+            return self.content.version.version
+        return None
+
+    # --------------------------------------------------------------------------------- publishing, and its vote
+
+    def promise(self, version: int, generation: int) -> None:
+        """This rank's vote to publish; the content id is not known yet. Readers may come the moment it is decided."""
+        s = self._rank.shard
+        assert s.manifest is not None
+        info = VersionInfo(s.model, version, "", s.manifest.nbytes, s.world_size)
+        self.voted = Content(info, s.manifest, generation)
+        self._rank.act(OpenMemory(generation, "", s.manifest, complete=True))
+
+    def publish(self, version: VersionInfo) -> None:
+        """The promise counts from now on."""
+        assert self.voted is not None
+        self.content = self.voted
+        self.content.version = version
+        self._become(HandleState.READY, f"published {version.version}")
+
+    def break_promise(self) -> None:
+        """The publication was aborted: the memory is as it was."""
+        assert self.voted is not None
+        self._rank.act(Fence(self.voted.generation))
+        self.voted = None
+
+    # ------------------------------------------------------------------------------------ being filled, and its vote
+
+    def fill(self, version: VersionInfo, manifest: Manifest, generation: int) -> None:
+        """The first byte may be written. Chunks are read by others as they arrive, unless this memory serves nobody."""
+        self.content = Content(version, manifest, generation)
+        self._become(HandleState.FILLING, f"filled with {version.version}")
+        if self._rank.shard.serves:
+            self._rank.act(OpenMemory(generation, version.content_id, manifest, complete=False))
+
+    def verified(self) -> None:
+        """All of it is in place: this rank's vote."""
+        self.voted = self.content
+
+    def filled(self) -> None:
+        assert self.content is not None
+        self._become(HandleState.READY, f"filled with {self.content.version.version}")
+
+    def fetched(self) -> None:
+        """All of it is verified, and the caller's: no other memory depends on it, so there is no outcome to wait for."""
+        self.content = None
+        self._become(HandleState.CLOSED, "fetched")
+
+    def tear(self) -> None:
+        """The fill is broken off; nobody may read what is there."""
+        assert self.content is not None
+        self._rank.act(Fence(self.content.generation))
+        self.content = None
+        self._become(HandleState.TORN, "fill broken off")
+
+    # -------------------------------------------------------------------------------------------- taking it back
+
+    def withdraw(self) -> None:
+        self._become(HandleState.DRAINING, "withdrawn")
+
+    def stay(self, why: str) -> None:
+        """It is not withdrawn after all."""
+        self._become(HandleState.READY, why)
+
+    def fence(self, until: float) -> None:
+        """Take the content from its readers; at `until` that is given up."""
+        assert self.content is not None
+        self.fencing = True
+        self._rank.act(Fence(self.content.generation, until))
+
+    def reopen(self) -> None:
+        """What is held is whole, but closed: open and announce it again (R7)."""
+        assert self.content is not None
+        self.fencing = False
+        self.content.generation = self._rank.new_generation()
+        self._rank.act(ReopenMemory(self.content.generation))
+        self.restate()
+
+    def forget(self, why: str) -> None:
+        """It is fenced, and the caller's."""
+        self.content = None
+        self._become(HandleState.EMPTY, why)
+
+    def close(self) -> None:
+        if self.content is not None:
+            self._rank.act(Fence(self.content.generation))
+            self.content = None
+        if self.state is not HandleState.CLOSED:
+            self._become(HandleState.CLOSED, "closed")
+
+    # --------------------------------------------------------------------------------- what only others know
+
+    def restate(self) -> None:
+        """Say what is held, or was voted for. Memory that is being taken back or filled is neither."""
+        content = self.voted
+        if self.state is HandleState.IN_DOUBT or (self.state is HandleState.READY and not self.fencing):
+            content = self.content
+        self._rank.say(self._rank.enrolment.register(content.held() if content is not None else None))
+
+    def restate_after(self, commit: OpKey) -> None:
+        """A coordinator that knows a commit from its records only does not know that this memory holds it."""
+        if self._rank.enrolment.is_older(commit):
+            self.restate()
+
+    def not_kept(self) -> None:
+        """The coordinator does not know the content that was restated."""
+        if self.state is HandleState.READY:
+            number = self.version
+            self._let_go(HandleState.EMPTY, "ordered out: the coordinator does not know that content")
+            self.given_up = number
+
+    def order_out(self, order: OrderedOut) -> None:
+        """What was held is retired. What is on its way out, or about to be overwritten, is fenced without that word; if it
+        is announced again after all, the answer is that it is not kept.
+        """
+        held = self.content is not None and self.content.version.content_id == order.content_id
+        if held and self.state is HandleState.READY and not self.fencing:
+            self._let_go(HandleState.EMPTY, order.reason)
+
+    def _let_go(self, state: HandleState, why: str) -> None:
+        """Give up what is held. The next call waits for the fence, so that nobody counts on this memory any more."""
+        assert self.content is not None
+        self.letting_go = self.content.generation
+        self._rank.act(Fence(self.content.generation))
+        self.content = None
+        self._become(state, why)
+
+    def doubt_outcome(self, key: OpKey) -> None:
+        """Voted, and no word of the outcome: the memory stays as it is until somebody knows (R6)."""
+        self.doubt, self.content = key, self.voted
+        self._become(HandleState.IN_DOUBT, "voted, outcome unknown")
+
+    @property
+    def _publishes(self) -> bool:
+        """Whether what is in doubt is a publication: its content id is the coordinator's to tell."""
+        return self.content is not None and not self.content.version.content_id
+
+    def ask_outcome(self, *, vote: bool) -> None:
+        """IN_DOUBT: ask what became of it. `vote`: say the vote of a fill again (that of a publication is restated)."""
+        assert self.doubt is not None
+        rank = self._rank.shard.rank
+        if vote and not self._publishes:
+            self._rank.say(Prepared(self.doubt, rank))
+        self._rank.say(Resolve(self.doubt, rank))
+
+    def resolve(self, outcome: Outcome) -> None:
+        """What became of the operation that was in doubt."""
+        assert self.content is not None
+        self.doubt = None
+        if outcome.committed and outcome.version is not None:
+            self.content.version = outcome.version
+            self._become(HandleState.READY, "doubt resolved: committed")
+            self.restate_after(outcome.key)
+        else:
+            self._let_go(HandleState.EMPTY if self._publishes else HandleState.TORN, "doubt resolved: aborted")
+
+    # -------------------------------------------------------------------------------------------------- helpers
+
+    def _become(self, state: HandleState, why: str) -> None:
+        self.given_up, self.voted, self.fencing = None, None, False
+        self.become(state, self._rank.cause, self._rank.now, why)
+
+    def check_invariants(self) -> None:
+        """Raise InvariantBroken if the parts disagree."""
+        needs = (HandleState.READY, HandleState.DRAINING, HandleState.FILLING, HandleState.IN_DOUBT)
+        if (self.content is not None) != (self.state in needs):
+            raise InvariantBroken(f"{self}: content {self.content}. Story:\n{self.story}")
+        if (self.doubt is not None) != (self.state is HandleState.IN_DOUBT):
+            raise InvariantBroken(f"{self}: doubt {self.doubt}. Story:\n{self.story}")
+        if self.fencing and self.state not in (HandleState.READY, HandleState.DRAINING):
+            raise InvariantBroken(f"{self}: fences what it does not hold. Story:\n{self.story}")

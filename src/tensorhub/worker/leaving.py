@@ -1,0 +1,217 @@
+"""A rank takes its memory back (R3, R4): unpublish and close.
+
+The coordinator is asked first, so that readers can be moved and a retained version stays. But an owner needs nobody:
+half of the time is for the answer, the rest for the fence.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+
+from tensorhub.errors import LeaseLost, RetentionError, StateError, TensorHubError
+from tensorhub.machine import InvariantBroken
+from tensorhub.messages import Deregister, Done, MustStay, Withdraw, Withdrawable
+from tensorhub.types import HandleState
+from tensorhub.worker.calls import CloseCall
+from tensorhub.worker.holding import Holding
+from tensorhub.worker.rank import Rank
+from tensorhub.worker.running import DEADLINE_SLACK_S, Running
+from tensorhub.worker.states import Phase
+
+
+class Leaving(Running):
+    """QUEUED -> (WITHDRAWING) -> FENCING -> over, where something is held. The handle is DRAINING meanwhile."""
+
+    alone = True
+
+    def __init__(self, what: str, rank: Rank, holding: Holding, timeout_s: float, *, abandon: bool = False) -> None:
+        super().__init__(what, rank, holding, timeout_s)
+        self._began = rank.now
+        self._abandon = abandon  # it may leave, whatever is lost with it
+        self._stays = False  # WITHDRAWING: the coordinator has said that a retained version would be lost
+
+    def start(self) -> None:
+        if self._holding.state is HandleState.READY:
+            self._withdraw()
+        else:
+            self._holds_nothing()
+
+    @abstractmethod
+    def _holds_nothing(self) -> None:
+        """There is nothing to be fenced."""
+
+    # ------------------------------------------------------------------------------------------- asking for the leave
+
+    def _withdraw(self) -> None:
+        self._holding.withdraw()
+        self.request = self._rank.new_request()
+        if self._rank.enrolment.ready:
+            self.phase = Phase.WITHDRAWING
+            self._say_withdraw(hurry=False)
+        else:
+            self._fence()
+
+    def _say_withdraw(self, *, hurry: bool) -> None:
+        content = self._holding.content
+        assert content is not None
+        left_s = 0.0 if hurry else max(0.0, self.deadline - self._rank.now)
+        registration = self._rank.shard.registration
+        self._rank.say(Withdraw(self.request, registration, content.generation, left_s, self._abandon, hurry))
+
+    def answered(self, message: Withdrawable | MustStay | Done) -> None:
+        """The coordinator has something to say to a question of this call."""
+        if self.phase is not Phase.WITHDRAWING or message.request != self.request:
+            return
+        match message:
+            case Withdrawable():
+                self._fence()
+            case MustStay():
+                self._stays = True
+            case Done():
+                pass
+
+    def refused(self, error: TensorHubError) -> None:
+        if self.phase is Phase.WITHDRAWING:
+            self._must_stay(error)
+        else:
+            self.give_up(error)
+
+    def _must_stay(self, error: TensorHubError) -> None:
+        """The coordinator does not let this memory go: it stays published, under the generation that was never closed."""
+        self._holding.stay("must stay")
+        self.finish(error=error)
+
+    def _take_unasked(self) -> None:
+        """No word came, or none can come: an owner needs nobody (R3), unless it knows that its version is retained (R4)."""
+        if not self._stays:
+            self._fence()
+            return
+        text = f"{self._rank.title}: version {self._holding.version} is retained"
+        text += ", and the coordinator can not be asked who else holds it"
+        self._must_stay(RetentionError(f"{text}; it stays published: try again, or close(abandon=True)"))
+
+    def next_deadline(self) -> float:
+        if self.phase is Phase.WITHDRAWING and not self._stays:
+            return (self._began + self.deadline) / 2  # readers have half the time to leave, the fence has the rest
+        return super().next_deadline()
+
+    def overdue(self) -> None:
+        if self.phase is Phase.WITHDRAWING:
+            self._take_unasked()
+        else:
+            super().overdue()
+
+    def disconnected(self) -> None:
+        """Nobody can be told anything for now."""
+        if self.phase is Phase.WITHDRAWING:
+            self._take_unasked()
+
+    # ------------------------------------------------------------------------------------------------- the fence
+
+    @abstractmethod
+    def fenced(self) -> None:
+        """FENCING: nobody reads what was held any more."""
+
+    def fence_failed(self) -> None:
+        """FENCING: accesses still run at the deadline."""
+        error = self._still_read()
+        self._holding.stay("not fenced in time")
+        self._holding.reopen()
+        self.finish(error=error)
+
+    # ----------------------------------------------------------------------------------------------- given up
+
+    def cancel(self, error: Exception) -> None:
+        """Who cancels waits for the coordinator only for the slack."""
+        self._began = self._rank.now
+        self.deadline = min(self.deadline, self._began + DEADLINE_SLACK_S)
+        if self.phase is Phase.WITHDRAWING:
+            self._say_withdraw(hurry=True)  # it may have to stay
+        else:
+            self.give_up(error)
+
+    def _give_up(self, error: Exception) -> None:
+        match self.phase:
+            case Phase.WITHDRAWING:
+                self._take_unasked()
+            case Phase.FENCING:
+                pass  # it ends by itself
+            case _:
+                raise InvariantBroken(f"{self} is in no phase of a leave. Story:\n{self._holding.story}")
+
+
+class Unpublishing(Leaving):
+    """Over when the memory is fenced."""
+
+    def __init__(self, rank: Rank, holding: Holding, timeout_s: float) -> None:
+        super().__init__("unpublish", rank, holding, timeout_s)
+
+    def check_allowed(self) -> None:
+        super().check_allowed()
+        state = self._holding.state
+        if state not in (HandleState.READY, HandleState.IN_DOUBT) and self._holding.given_up is None:
+            raise StateError(f"{self._rank.title} is {state.value}: there is nothing to unpublish")
+
+    def _holds_nothing(self) -> None:
+        """It was given up without this call, unless the doubt about it has just been resolved."""
+        number, self._holding.given_up = self._holding.given_up, None
+        if number is None:
+            self.finish()
+            return
+        text = f"{self._rank.title}: version {number}, which it held, is unknown to the coordinator"
+        why = "it was given up or rolled back while this worker was away, or the coordinator has lost its state"
+        do = "Nobody reads the memory any more: write it, and publish a new version"
+        self.finish(error=LeaseLost(f"{text}: {why}. {do}", retryable=False))
+
+    def fenced(self) -> None:
+        self._holding.forget("unpublished")
+        self.finish()
+
+
+class Closing(Leaving):
+    """... -> (DEREGISTERING) -> over: the coordinator forgets the registration, at once or, if it is away, a lease later."""
+
+    def __init__(self, call: CloseCall, rank: Rank, holding: Holding, timeout_s: float) -> None:
+        super().__init__("close", rank, holding, timeout_s, abandon=call.abandon)
+
+    def check_allowed(self) -> None:
+        """Whatever the handle holds, it can be closed, and closed again."""
+
+    def _holds_nothing(self) -> None:
+        if self._holding.state is HandleState.CLOSED:
+            self.finish()
+        else:
+            self._deregister()
+
+    def fenced(self) -> None:
+        self._holding.forget("closed")
+        self._deregister()
+
+    def _deregister(self) -> None:
+        if not self._rank.enrolment.ready:
+            self._closed()
+            return
+        self.phase, self.request = Phase.DEREGISTERING, self._rank.new_request()
+        self._rank.say(Deregister(self.request, self._rank.shard.registration, self._abandon))
+
+    def answered(self, message: Withdrawable | MustStay | Done) -> None:
+        if self.phase is not Phase.DEREGISTERING:
+            super().answered(message)
+        elif isinstance(message, Done) and message.request == self.request:
+            self._closed()
+
+    def disconnected(self) -> None:
+        if self.phase is Phase.DEREGISTERING:
+            self._closed()
+        else:
+            super().disconnected()
+
+    def _give_up(self, error: Exception) -> None:
+        if self.phase is Phase.DEREGISTERING:
+            self._closed()
+        else:
+            super()._give_up(error)
+
+    def _closed(self) -> None:
+        self._holding.close()
+        self.finish()

@@ -1,0 +1,47 @@
+"""What the parts of one rank's machine share: who it is, what time it is, and the one place through which they act.
+
+Not responsible for anything else: there are no rules here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from tensorhub.messages import FromWorker
+from tensorhub.worker.calls import Action, Say
+from tensorhub.worker.enrolment import Enrolment, Shard
+
+
+class Rank:
+    """One rank under one registration. `requests` and `generations` mint numbers that are used once."""
+
+    def __init__(self, shard: Shard, requests: Callable[[], int], generations: Callable[[], int]) -> None:
+        self.shard = shard
+        self.enrolment = Enrolment(shard, requests)
+        self.new_request = requests
+        self.new_generation = generations
+        self.now = 0.0
+        self.cause = 0  # ordinal number of the input being handled
+        self._actions: list[Action] = []
+
+    @property
+    def title(self) -> str:
+        """What errors call it."""
+        return self.shard.title
+
+    def enter(self, now: float) -> None:
+        """An input begins to be handled."""
+        self.now = max(now, self.now)
+        self.cause += 1
+
+    def take_actions(self) -> list[Action]:
+        actions, self._actions = self._actions, []
+        return actions
+
+    def act(self, action: Action) -> None:
+        self._actions.append(action)
+
+    def say(self, message: FromWorker) -> None:
+        """Tell the coordinator. Without a connection it is not said (what matters is said again when there is one)."""
+        if self.enrolment.online:
+            self.act(Say(message))

@@ -1,0 +1,209 @@
+"""A call that runs: what all of them have in common, and what those of a group do (R6).
+
+Each call is an object of its own, which lives from `begin` to its `Finish` and is in one `Phase`; each kind of call is
+a module: `publishing`, `filling`, `leaving`. The machine of the handle (`worker.member`) tells it what happened, and only
+what is about it.
+
+Responsible for a call's deadline, for how it is given up, and for a vote that was not answered. Not responsible for
+what the memory holds (`worker.holding`).
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from typing import ClassVar
+
+from tensorhub.errors import (
+    CoordinatorUnavailable,
+    DrainTimeout,
+    GroupAborted,
+    OperationTimeout,
+    StateError,
+    TensorHubError,
+)
+from tensorhub.errors import Memory as TensorState
+from tensorhub.messages import Abandon, EpochChanged, ErrorInfo, Resolve
+from tensorhub.types import HandleState, OpKey, VersionInfo
+from tensorhub.worker.calls import Finish, RefuseCall
+from tensorhub.worker.holding import Holding
+from tensorhub.worker.rank import Rank
+from tensorhub.worker.states import Phase
+
+# The coordinator ends calls at their deadline and knows why; a rank that does not hear of it ends them by itself later.
+DEADLINE_SLACK_S = 2.0
+
+
+class Running(ABC):
+    """The call that runs now."""
+
+    alone: ClassVar[bool] = False  # can be made without the coordinator
+
+    def __init__(self, what: str, rank: Rank, holding: Holding, timeout_s: float) -> None:
+        self.what = what  # what errors call it
+        self.timeout_s = timeout_s
+        self.deadline = rank.now + timeout_s
+        self.phase = Phase.QUEUED
+        self.key: OpKey | None = None  # of its group operation, once said
+        self.request = 0  # of the question whose answer is awaited
+        self.error: Exception | None = None  # with which it will end
+        self.over = False  # Finish was said
+        self._rank = rank
+        self._holding = holding
+
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__} {self.what} {self.phase.value} until {self.deadline:.3f}>"
+
+    # -- its beginning and end
+
+    def check_allowed(self) -> None:
+        """Raise StateError where the handle's state forbids this call. In doubt it is judged again afterwards."""
+        if self._holding.state is HandleState.CLOSED:
+            raise StateError(f"{self._rank.title} is closed; register again")
+
+    @abstractmethod
+    def start(self) -> None:
+        """Say what there is to say: QUEUED is over."""
+
+    def finish(self, *, version: VersionInfo | None = None, changed: bool = False, error: Exception | None = None) -> None:
+        self.over = True
+        self._rank.act(Finish(version, changed, error))
+
+    # -- given up from this side
+
+    def cancel(self, error: Exception) -> None:
+        """The caller does not want it any more: end with `error`, if it is not this rank's to finish."""
+        self.deadline = min(self.deadline, self._rank.now)
+        self.give_up(error)
+
+    def give_up(self, error: Exception) -> None:
+        """End the call from this side, as far as that is still this rank's to do."""
+        if self.phase is not Phase.QUEUED:
+            self._give_up(error)
+            return
+        if self._holding.doubt is not None:
+            set_memory(error, "in_doubt")
+        self.finish(error=error)
+
+    @abstractmethod
+    def _give_up(self, error: Exception) -> None:
+        """The same, once it has started."""
+
+    def next_deadline(self) -> float:
+        return self.deadline + DEADLINE_SLACK_S
+
+    def overdue(self) -> None:
+        """Its deadline has passed without a word from the coordinator."""
+        self.deadline = self._rank.now  # each further step gets DEADLINE_SLACK_S
+        if self._rank.enrolment.online:
+            text = f"{self._rank.title}: {self.what} did not end within {self.timeout_s:g} s"
+            self.give_up(OperationTimeout(text))
+        else:
+            text = f"{self._rank.title}: {self.what}: the coordinator could not be reached within {self.timeout_s:g} s"
+            self.give_up(CoordinatorUnavailable(text))
+
+    def refused(self, error: TensorHubError) -> None:
+        """The coordinator's answer to `request` is no."""
+        self.give_up(error)
+
+    # -- for those that fence, which have `fenced` and `fence_failed`
+
+    def _fence(self) -> None:
+        self.phase = Phase.FENCING
+        self._holding.fence(self.deadline)
+
+    def _still_read(self) -> DrainTimeout:
+        text = f"{self._rank.title}: version {self._holding.version} is still being read after {self.timeout_s:g} s"
+        return DrainTimeout(f"{text}: it stays published and must not be written; try again, with a longer timeout")
+
+
+class GroupCall(Running):
+    """A call that all ranks of the group make, and that ends alike for all of them (G4)."""
+
+    unbound: ClassVar[Phase]  # it is said, and may still become a part of another operation than the one it named
+
+    def __init__(self, what: str, rank: Rank, holding: Holding, timeout_s: float) -> None:
+        super().__init__(what, rank, holding, timeout_s)
+        self.generation = 0  # under which this call publishes or fills
+
+    @property
+    def operation(self) -> OpKey:
+        """The key of its operation; the call has been said."""
+        assert self.key is not None
+        return self.key
+
+    def _take_key(self) -> None:
+        self.key = self._rank.enrolment.take_key()
+        self.generation = self._rank.new_generation()
+
+    @abstractmethod
+    def _say_call(self) -> None: ...
+
+    def epoch_changed(self, message: EpochChanged) -> None:
+        """If the operation that this call named has ended without this rank, the call counts for the next one."""
+        key = self.key
+        if key is None or self.error is not None or self.phase is not self.unbound:
+            return
+        if key.epoch == message.epoch and key.sequence < message.sequence:
+            self.key = self._rank.enrolment.take_key()
+            self._say_call()
+
+    def say_again(self) -> None:
+        """After a new connection: ask for what may have been missed."""
+        self._say_phase_again()
+        self._rank.say(Resolve(self.operation, self._rank.shard.rank))
+
+    @abstractmethod
+    def _say_phase_again(self) -> None:
+        """What the coordinator may have missed of it."""
+
+    # -- its end
+
+    @abstractmethod
+    def committed(self, version: VersionInfo) -> None: ...
+
+    @abstractmethod
+    def aborted(self, error: Exception) -> None: ...
+
+    def _finish_committed(self, version: VersionInfo, *, changed: bool = True) -> None:
+        self._holding.restate_after(self.operation)
+        self.finish(version=version, changed=changed)
+
+    def _abandon(self, error: Exception) -> None:
+        self._rank.say(self._rank.enrolment.abandon(self.operation, _to_others(error)))
+
+    def _doubt(self, error: Exception) -> None:
+        """Voted, and no word of the outcome (R6)."""
+        self._holding.doubt_outcome(self.operation)
+        set_memory(error, "in_doubt")
+        self.finish(error=error)
+
+
+class Refusing(Running):
+    """This rank does not make its next group call: the other ranks' ends at once."""
+
+    def __init__(self, call: RefuseCall, rank: Rank, holding: Holding, timeout_s: float) -> None:
+        super().__init__("refuse", rank, holding, timeout_s)
+        self._reason = call.reason
+
+    def start(self) -> None:
+        key, refusal = self._rank.enrolment.take_key(), ErrorInfo.of(GroupAborted(self._reason))
+        self._rank.say(Abandon(key, self._rank.shard.rank, refusal))
+        self.finish()
+
+    def _give_up(self, error: Exception) -> None:
+        """It ends when it starts."""
+
+
+def set_memory(error: Exception, memory: TensorState) -> None:
+    """Have the error tell the caller in which state the memory is."""
+    if isinstance(error, TensorHubError):
+        error.memory = memory
+
+
+def _to_others(error: Exception) -> ErrorInfo:
+    """As the other ranks hear it: that this one was cancelled or closed does not keep them from trying again."""
+    if isinstance(error, StateError):
+        return ErrorInfo.of(StateError(str(error), retryable=True))
+    if isinstance(error, TensorHubError):
+        return ErrorInfo.of(error)
+    return ErrorInfo.of(GroupAborted(f"{type(error).__name__}: {error}"[:2000]))
