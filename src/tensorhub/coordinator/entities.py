@@ -1,7 +1,7 @@
 """The things that a coordinator knows, and the cluster that holds them.
 
-Each attribute's comment says what it always equals. Only the departments (membership, versions, readers, operations)
-change them; `invariants` checks what the comments say.
+Each attribute's comment says what it always equals. Only the departments (membership, versions, readers, operations,
+and what `operations` is made of) change them; `invariants` checks what the comments say.
 """
 
 from __future__ import annotations
@@ -281,6 +281,17 @@ class Operation(Stateful[OperationState]):
     @property
     def gathered(self) -> bool:
         return len(self.parts) == self.group.world_size
+
+    @property
+    def all_voted(self) -> bool:
+        """Whether it can be prepared."""
+        return self.running and all(part.voted for part in self.parts.values())
+
+    def decision(self) -> Decision:
+        """The group's commit record; once it is bound."""
+        assert self.version is not None
+        info = self.version.info
+        return Decision(self.key, info.model, info.version, info.content_id, info.nbytes, info.world_size)
 
     def __repr__(self) -> str:
         return f"<Operation {self.kind} {self.key} {self.state} ranks={len(self.parts)}/{self.group.world_size}>"

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from tensorhub.coordinator.actions import CloseSession
 from tensorhub.coordinator.entities import Cluster, Group, Holding, Member, Replica, Session, Worker
-from tensorhub.coordinator.operations import Operations, new_group
+from tensorhub.coordinator.operations import Operations
 from tensorhub.coordinator.readers import Readers
 from tensorhub.coordinator.retention import Retentions
 from tensorhub.coordinator.states import ReplicaState, WorkerState
@@ -159,9 +159,7 @@ class Membership:
         if error is not None:
             cluster.send(worker.session, Refused(message.request, ErrorInfo.of(error)))
             return
-        group = cluster.model(message.model).groups.get(message.group) or new_group(
-            cluster, message.model, message.group, message.world_size, message.layout_id
-        )
+        group = cluster.model(message.model).groups.get(message.group) or self._new_group(message)
         before = group.members.get(message.rank)
         if before is not None:
             self.remove(before, f"rank {before.rank} was replaced by worker {worker.name!r}", new_epoch=True)
@@ -184,6 +182,11 @@ class Membership:
         keep = message.held is None or self._announce(member, message.held)
         answer = Registered(message.request, member.registration, group.epoch, group.sequence, keep)
         cluster.send(worker.session, answer)
+
+    def _new_group(self, message: Register) -> Group:
+        """A group begins with its first registration."""
+        model = self._cluster.model(message.model)
+        return Group(model, message.group, message.world_size, message.layout_id, self._cluster.mint_epoch())
 
     def _register_again(self, member: Member, message: Register) -> None:
         """A rank that was there before says anew what it holds; an operation in the middle of its fill goes on."""
@@ -241,7 +244,7 @@ class Membership:
         holding.chunks_verified = member.chunks
         self._readers.add_holding(holding)
         if replica.state is ReplicaState.FILLING and len(replica.holdings) == group.world_size:
-            replica.become(ReplicaState.READY, cluster.cause, cluster.now, "announced again by every rank")
+            self._readers.make_ready(replica, "announced again by every rank")
         return True
 
     def deregister(self, member: Member, request: int) -> None:

@@ -414,6 +414,12 @@ class Readers:
             del replica.holdings[holding.rank]
         self.settle_replica(replica)
 
+    def make_ready(self, replica: Replica, why: str) -> None:
+        """Every shard of it is complete and counts (G4); it is GONE at once if no memory is left by now."""
+        replica.become(ReplicaState.READY, self._cluster.cause, self._cluster.now, why)
+        self.settle_replica(replica)
+        self._cluster.touch(replica.group.model)
+
     def settle_replica(self, replica: Replica) -> None:
         """A replica without memory is GONE (a TORN one stays as long as its group has ranks)."""
         group = replica.group

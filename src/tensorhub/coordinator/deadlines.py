@@ -1,0 +1,115 @@
+"""When an operation's ranks give up, and the error that says what they have waited for in vain.
+
+Not responsible for ending it: `operations` asks what is to blame, and `decisions` aborts.
+"""
+
+from __future__ import annotations
+
+from tensorhub.coordinator.entities import Blame, Cluster, Operation, RankPart, Version
+from tensorhub.coordinator.fills import Fills
+from tensorhub.coordinator.retention import Retentions
+from tensorhub.coordinator.states import OperationState
+from tensorhub.coordinator.versions import Versions
+from tensorhub.errors import IntegrityError, OperationTimeout, VersionUnavailable
+from tensorhub.messages import Fill
+from tensorhub.types import OpKind
+
+FAULTS_TOLD_MAX = 3  # in an error
+
+
+class Deadlines:
+    """Sets operations' deadlines and explains them; changes nothing else."""
+
+    def __init__(self, cluster: Cluster, versions: Versions, retentions: Retentions, fills: Fills) -> None:
+        self._cluster = cluster
+        self._versions = versions
+        self._retentions = retentions
+        self._fills = fills
+
+    def set(self, operation: Operation) -> None:
+        """The earliest deadline of the ranks that may still give up."""
+        deadlines = [part.deadline for part in _impatient(operation)]
+        if deadlines:
+            self._cluster.timers.set("operation", str(operation.key), min(deadlines))
+        else:
+            self._cluster.timers.cancel("operation", str(operation.key))
+
+    def passed(self, operation: Operation) -> Blame:
+        """What was waited for in vain."""
+        late = min(_impatient(operation), key=lambda part: part.deadline)
+        what = f"{operation.kind} of {operation.group.model.name!r}"
+        if not operation.gathered:
+            return self._not_called(operation, late, what)
+        if isinstance(late.call, Fill) and not operation.writing:
+            blame = self._not_begun(operation, late.call, what)
+            if blame is not None:
+                return blame
+        assert operation.version is not None
+        return self._not_verified(operation, late, f"{what}: version {operation.version.number}")
+
+    @staticmethod
+    def _not_called(operation: Operation, late: RankPart, what: str) -> Blame:
+        group = operation.group
+        missing = sorted(set(range(group.world_size)) - set(operation.parts))
+        ranks = ", ".join(f"{rank}{'' if rank in group.members else ' (not registered)'}" for rank in missing)
+        text = f"{what}: waited {late.call.timeout_s:g} s for group {group.name!r}; these ranks did not call: {ranks}"
+        return Blame(OperationTimeout(text))
+
+    def _not_begun(self, operation: Operation, call: Fill, what: str) -> Blame | None:
+        """Nothing was overwritten: because what the ranks hold had to stay, or there was no source to begin with."""
+        bound = operation.version
+        target = bound or self._fills.target(operation)
+        if target is not None and target.has_live_source():
+            staying = self._fills.staying(operation, target)
+            if staying:
+                error = self._retentions.refusal(staying[0], f"{what} to version {target.number}: nothing was written: ")
+                return Blame(error, staying[0].rank, tuple(h.rank for h in staying[1:]))
+        if bound is None:
+            why = self._versions.waiting_text(operation.group.model, call.selector, call.at_least)
+            return Blame(VersionUnavailable(f"{what}: {why}; waited {call.timeout_s:g} s"))
+        return self._sourceless(operation, bound, what)
+
+    def _sourceless(self, operation: Operation, version: Version, what: str) -> Blame | None:
+        if not version.has_live_source():
+            text = f"{what}: version {version.number} has lost its last source; none came back in time"
+        elif not self._fills.all_find_a_source(operation):
+            text = f"{what}: no holder of version {version.number} can be reached now (suspected, or it has just failed)"
+        else:
+            return None  # a rank's hook takes its time
+        return Blame(VersionUnavailable(text))
+
+    @staticmethod
+    def _not_verified(operation: Operation, late: RankPart, what: str) -> Blame:
+        """Some rank has not read all of it: by bad bytes, without a source, or too slowly."""
+        parts = operation.parts.values()
+        for part in parts:
+            if not part.voted and part.faults and all(reason == "corrupt" for reason, _ in part.faults.values()):
+                return Blame(_corrupt(what, part), part.rank)
+        starving = [part for part in parts if part.wants_source]
+        if starving:
+            text = f"{what} has lost its last source (rank {starving[0].rank}), none came back in time"
+            return Blame(VersionUnavailable(text + _faults(starving)))
+        slow = sorted((part for part in parts if not part.voted), key=lambda part: part.rank)
+        text = f"{what} was not complete after {late.call.timeout_s:g} s on rank(s) {[part.rank for part in slow]}"
+        return Blame(OperationTimeout(text + _faults(slow)))
+
+
+def _impatient(operation: Operation) -> list[RankPart]:
+    """The ranks that may still give up: nobody once all have voted, and nobody who has voted in a fill (R6)."""
+    if operation.state is OperationState.PREPARED:
+        return []
+    return [part for part in operation.parts.values() if operation.kind is OpKind.PUBLISH or not part.voted]
+
+
+def _corrupt(what: str, part: RankPart) -> IntegrityError:
+    return IntegrityError(
+        f"{what}: every source that rank {part.rank} tried sent bytes that do not have their digest{_faults([part])}. "
+        "Either the source's memory was written after it was published (by a way that torch does not count), or a "
+        "machine or the way damages bytes: have it published anew, then call again"
+    )
+
+
+def _faults(parts: list[RankPart]) -> str:
+    """How these ranks' sources failed last, for an error."""
+    told = [text for part in parts for _, text in part.faults.values()][:FAULTS_TOLD_MAX]
+    return f"; reads that failed: {'; '.join(told)}" if told else ""

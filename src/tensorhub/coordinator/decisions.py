@@ -1,0 +1,146 @@
+"""How an operation ends (G4, R6): recorded first where that is needed, then the same for all ranks, and remembered.
+
+Responsible for what each rank hears, at once or when it asks late. Not responsible for when all have voted (`operations`),
+nor for what a commit or an abort means for versions and memory: the operation's kind is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+from tensorhub.coordinator.entities import DECIDED_KEPT_MAX, Blame, Cluster, Member, Model, Operation
+from tensorhub.coordinator.kinds import Kind
+from tensorhub.coordinator.states import OperationState
+from tensorhub.errors import CoordinatorUnavailable, GroupAborted
+from tensorhub.messages import ErrorInfo, OrderedOut, Outcome
+from tensorhub.types import OpKey, OpKind, VersionInfo
+
+
+class Decisions:
+    """Ends operations and keeps what was decided; nobody else does."""
+
+    def __init__(self, cluster: Cluster, kinds: Mapping[OpKind, Kind]) -> None:
+        self._cluster = cluster
+        self._kinds = kinds
+
+    # -- deciding
+
+    def prepare(self, operation: Operation) -> None:
+        """Every rank has voted: commit, or have the decision recorded first."""
+        self._become(operation, OperationState.PREPARED, "every rank voted")
+        entry = self._kinds[operation.kind].entry(operation)
+        if entry is None:
+            self._commit(operation)
+        else:
+            operation.record = self._cluster.persist(entry)
+            self._cluster.records[operation.record] = operation
+
+    def held_up(self, operation: Operation) -> bool:
+        """While a rollback of the model waits or is being recorded, nothing else of it begins to be."""
+        return bool(operation.group.model.rollbacks) and self._kinds[operation.kind].entry(operation) is not None
+
+    def recorded(self, record: int) -> Operation | None:
+        """It is durable: the operation that it commits, if any."""
+        operation = self._cluster.records.pop(record, None)
+        if operation is not None:
+            self._commit(operation)
+        return operation
+
+    def not_recorded(self, record: int, reason: str) -> Operation | None:
+        """It cannot be made durable: the operation that it aborts, if any."""
+        operation = self._cluster.records.pop(record, None)
+        if operation is not None:
+            text = f"the coordinator cannot make {operation.kind} {operation.key} durable: {reason}; see its state_dir"
+            self.abort(operation, Blame(CoordinatorUnavailable(text)))
+        return operation
+
+    def _commit(self, operation: Operation) -> None:
+        group, version = operation.group, operation.version
+        assert version is not None
+        self._become(operation, OperationState.COMMITTED, "decided")
+        if group.world_size > 1:
+            self._cluster.decisions[operation.key.model, operation.key.group] = operation.decision()
+        self._kinds[operation.kind].commit(operation)
+        changed = operation.kind is OpKind.PUBLISH
+        outcomes = {
+            part.rank: Outcome(operation.key, part.rank, True, changed or part.needs_bytes, version.info, None)
+            for part in operation.parts.values()
+        }
+        self._close(operation, outcomes)
+
+    def abort(self, operation: Operation, blame: Blame, *, also_late: bool = False) -> None:
+        """End it on all ranks: the rank to blame gets its own error, the others GroupAborted with the cause.
+
+        A rank that has not called yet joins the others' next operation, or (`also_late`) finds this one ended.
+        """
+        self._become(operation, OperationState.ABORTED, str(blame.error))
+        self._kinds[operation.kind].abort(operation)
+        concerned: Iterable[int] = range(operation.group.world_size) if also_late else operation.parts
+        self._close(operation, {rank: _aborted(operation, blame, rank) for rank in concerned})
+
+    def _close(self, operation: Operation, outcomes: dict[int, Outcome]) -> None:
+        """It is over: its ranks hear how, its group may begin the next one, and nothing waits for it any more."""
+        group, name = operation.group, str(operation.key)
+        current = group.model.groups.get(group.name)
+        for rank in operation.parts:  # whoever has taken a lost rank's place asks for the same key
+            member = current.members.get(rank) if current is not None else None
+            if member is not None:
+                self._cluster.tell(member, outcomes[rank])
+        for timer in ("operation", "retry"):
+            self._cluster.timers.cancel(timer, name)
+        group.model.waiting.pop(operation.key, None)
+        self._cluster.changed_operations.pop(operation.key, None)
+        group.operation = None
+        if operation.key.epoch == group.epoch:
+            group.sequence = operation.key.sequence + 1
+        group.decided[operation.key] = outcomes
+        while len(group.decided) > DECIDED_KEPT_MAX:
+            group.decided.pop(next(iter(group.decided)))
+        self._cluster.touch(group.model)
+
+    def _become(self, operation: Operation, state: OperationState, why: str) -> None:
+        operation.become(state, self._cluster.cause, self._cluster.now, why)
+
+    # -- what was decided
+
+    @staticmethod
+    def ended_without(member: Member, key: OpKey) -> bool:
+        """Whether that operation is known to be over, and was not this rank's."""
+        outcomes = member.group.decided.get(key)
+        return outcomes is not None and member.rank not in outcomes
+
+    def answer(self, member: Member, key: OpKey) -> None:
+        """A call or question about an operation that is over, or that this coordinator never saw."""
+        if any(operation.key == key for operation in self._cluster.records.values()):
+            return  # the answer comes with the decision
+        outcome = member.group.decided.get(key, {}).get(member.rank)
+        if outcome is None:
+            info = self._recorded(member.group.model, key)
+            if info is not None:
+                outcome = Outcome(key, member.rank, True, True, info, None)
+            else:
+                text = f"the membership of group {member.group.name!r} changed, or its coordinator restarted; call again"
+                outcome = Outcome(key, member.rank, False, False, None, ErrorInfo.of(GroupAborted(text)))
+        self._cluster.tell(member, outcome)
+        info = outcome.version
+        if info is not None:
+            version = member.group.model.versions.get(info.version)
+            if version is None or version.info.content_id != info.content_id:
+                gone = f"version {info.version} of {info.model!r} is retired"
+                self._cluster.tell(member, OrderedOut(member.registration, info.content_id, gone))
+
+    def _recorded(self, model: Model, key: OpKey) -> VersionInfo | None:
+        """The version that an operation has committed to, by what is durable."""
+        decision = self._cluster.decisions.get((key.model, key.group))
+        if decision is not None and decision.key == key:  # its version may be forgotten, or rolled back
+            return VersionInfo(model.name, decision.number, decision.content_id, decision.nbytes, decision.world_size)
+        published = (v.info for v in model.versions.values() if v.visible and v.publisher == key)
+        return next(published, None)
+
+
+def _aborted(operation: Operation, blame: Blame, rank: int) -> Outcome:
+    error = blame.error
+    if blame.rank is not None and rank not in (blame.rank, *blame.others):
+        text = f"{operation.kind} of group {operation.group.name!r} ended on all ranks: rank {blame.rank}: {error}"
+        error = GroupAborted(text, causes={blame.rank: str(error)}, retryable=error.retryable)
+    return Outcome(operation.key, rank, False, False, None, ErrorInfo.of(error))

@@ -1,0 +1,31 @@
+"""What an operation is for: the part of its life that is particular to its kind.
+
+`operations` pairs the ranks' calls and `decisions` ends an operation, whatever it is for; in between its kind says what it
+does. There are two: `publishes`, and `fills` (replicate, update, prefetch and fetch).
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from tensorhub.coordinator.actions import Entry
+from tensorhub.coordinator.entities import Blame, Operation, RankPart
+
+
+class Kind(Protocol):
+    """The steps of an operation, in their order. None of them ends it: where it cannot go on, they say what is to blame."""
+
+    def called(self, part: RankPart) -> Blame | None:
+        """One more rank has called, and its part is a part of the operation."""
+
+    def advance(self, operation: Operation) -> Blame | None:
+        """Every rank has called, and not every rank has voted: do whatever the facts allow now."""
+
+    def entry(self, operation: Operation) -> Entry | None:
+        """Every rank has voted: what must be durable before any rank hears of a commit, if anything must."""
+
+    def commit(self, operation: Operation) -> None:
+        """It is decided: make true what it was for."""
+
+    def abort(self, operation: Operation) -> None:
+        """It is decided: undo what was begun."""

@@ -1,0 +1,94 @@
+"""Publish: the first call stages a number, each call is a vote, and the decision makes the version visible (R1, R2).
+
+Not responsible for what a number may be, nor for what `latest` means: `versions` is.
+"""
+
+from __future__ import annotations
+
+from tensorhub.coordinator.actions import Publication
+from tensorhub.coordinator.entities import Blame, Cluster, Holding, Operation, RankPart, Replica
+from tensorhub.coordinator.readers import Readers
+from tensorhub.coordinator.states import OperationState
+from tensorhub.coordinator.versions import Versions
+from tensorhub.errors import StateError
+from tensorhub.messages import Publish
+from tensorhub.types import Medium, Purpose, VersionInfo
+
+
+class Publishes:
+    """The kind of the operations that begin with memory which is complete already."""
+
+    def __init__(self, cluster: Cluster, versions: Versions, readers: Readers) -> None:
+        self._cluster = cluster
+        self._versions = versions
+        self._readers = readers
+
+    def called(self, part: RankPart) -> Blame | None:
+        """The rank's memory is open under a new generation: that is its vote."""
+        operation, call = part.operation, part.call
+        assert isinstance(call, Publish)
+        if operation.version is None:
+            conflict = self._versions.conflict(operation.group.model, call.version)
+            if conflict is not None:
+                return Blame(conflict)
+            operation.version = self._versions.stage(operation, call.version)
+        if part.member.holding is not None:
+            return Blame(StateError("publish: this rank's memory is published already"), part.rank)
+        part.voted, part.needs_bytes = True, False
+        return None
+
+    def advance(self, operation: Operation) -> Blame | None:
+        """Every rank has called; the number may have been overtaken since the first one did."""
+        version = operation.version
+        if operation.running:
+            return None
+        assert version is not None
+        conflict = self._versions.overtaken(operation.group.model, version.number)
+        if conflict is not None:
+            return Blame(conflict)
+        operation.become(OperationState.RUNNING, self._cluster.cause, self._cluster.now, "every rank called")
+        nbytes = sum(part.member.nbytes for part in operation.parts.values())
+        info = version.info
+        version.info = VersionInfo(info.model, info.version, info.content_id, nbytes, info.world_size)
+        return None
+
+    def entry(self, operation: Operation) -> Publication:
+        """What `latest` means is always recorded first."""
+        version = operation.version
+        assert version is not None
+        info = version.info
+        return Publication(
+            model=info.model,
+            lineage=version.lineage,
+            number=info.version,
+            content_id=info.content_id,
+            nbytes=info.nbytes,
+            world_size=info.world_size,
+            layout_id=version.layout_id,
+            key=operation.key,
+        )
+
+    def commit(self, operation: Operation) -> None:
+        """Its ranks' memory becomes the first replica, without those that were lost meanwhile, and the version visible."""
+        cluster, group, version = self._cluster, operation.group, operation.version
+        assert version is not None
+        replica = group.torn_replica()
+        if replica is None:
+            replica = Replica(cluster.new_id(), group, version, Medium.DEVICE, Purpose.USE)
+            group.replicas.append(replica)
+        replica.version = version
+        for part in operation.parts.values():
+            version.manifests[part.rank] = part.member.manifest
+        for part in operation.parts.values():
+            if cluster.members.get(part.member.registration) is part.member:
+                assert isinstance(part.call, Publish)
+                holding = Holding(replica, part.member, part.rank, part.call.generation, True, True)
+                holding.chunks_verified = part.member.chunks
+                self._readers.add_holding(holding)
+        self._readers.make_ready(replica, "committed")
+        self._versions.show(version, group.model)
+
+    def abort(self, operation: Operation) -> None:
+        """The number stays unused. (No replica was made, and the ranks close their memory by themselves.)"""
+        if operation.version is not None:
+            self._versions.discard(operation.version, operation.group.model)
