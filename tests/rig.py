@@ -175,20 +175,25 @@ class _GatedChannel:
 
 
 class _GatedTransport(TcpTransport):
-    def __init__(self, local: Local, gate: Gate) -> None:
+    def __init__(self, local: Local, gate: Gate, heeds_cuts: bool) -> None:
         super().__init__(local)
         self._gate = gate
+        self._heeds_cuts = heeds_cuts
 
     def open(self, endpoint: Endpoint, right: ReadRight, destination: Destination, cutter: Cutter) -> Channel:
-        return _GatedChannel(super().open(endpoint, right, destination, cutter), self._gate, cutter)
+        heard = cutter if self._heeds_cuts else Cutter()
+        return _GatedChannel(super().open(endpoint, right, destination, heard), self._gate, heard)
 
 
 @contextlib.contextmanager
-def gated(arrivals: int) -> Iterator[Gate]:
-    """Workers that connect in this block read through a gate: so many arrivals, of one chunk each, then it holds."""
+def gated(arrivals: int, *, heeds_cuts: bool = True) -> Iterator[Gate]:
+    """Workers that connect in this block read through a gate: so many arrivals, of one chunk each, then it holds.
+
+    `heeds_cuts` False: a reader that is told to leave its source does not, as one whose process was stopped.
+    """
     gate, usual = Gate(arrivals), worker_module.TRANSPORTS
     registry = Registry()
-    registry.add("tcp", lambda local: _GatedTransport(local, gate), 90)
+    registry.add("tcp", lambda local: _GatedTransport(local, gate, heeds_cuts), 90)
     worker_module.TRANSPORTS = registry
     try:
         yield gate

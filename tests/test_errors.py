@@ -364,7 +364,7 @@ STAYS = ("'m'", "version 1 is still being read", "it stays published and must no
 @provokes(DrainTimeout)
 async def test_memory_that_cannot_be_taken_back_in_time() -> None:
     """The reader holds still in the midst of a chunk; the owner's lane is inside its send call."""
-    with gated(0) as gate:
+    with gated(0, heeds_cuts=False) as gate:
         async with cluster("trainer", "reader", options=PATIENT) as c:
             mine = np.full(LARGE, 1, np.uint8)
             source = await c.hubs[0].register("m", {"a": mine})
