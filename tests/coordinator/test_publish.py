@@ -277,6 +277,12 @@ def test_a_rank_that_is_lost_before_the_decision_aborts_it() -> None:
     assert states(cluster) == {}
 
 
+def unstored(cluster: PureCluster) -> None:
+    """Let everything happen but what the store does."""
+    while (choices := [choice for choice in cluster.choices() if choice.kind != "store"]) != []:
+        cluster.do(choices[0])
+
+
 def test_a_rank_replaced_while_its_publish_is_being_recorded() -> None:
     """The decision stands; the newcomer's first call waits for it, and belongs to the new epoch."""
     cluster = PureCluster()
@@ -287,20 +293,74 @@ def test_a_rank_replaced_while_its_publish_is_being_recorded() -> None:
     while not cluster.unstored:
         cluster.do(next(choice for choice in cluster.choices() if choice.kind != "store"))
     second.worker.crash()
-    while (choices := [choice for choice in cluster.choices() if choice.kind != "store"]) != []:
-        cluster.do(choices[0])
+    unstored(cluster)
     newcomer = cluster.handle("spare", "trainer", 1, 2)
-    while (choices := [choice for choice in cluster.choices() if choice.kind != "store"]) != []:
-        cluster.do(choices[0])
+    unstored(cluster)
     early = newcomer.replicate("latest", timeout_s=5)
-    while (choices := [choice for choice in cluster.choices() if choice.kind != "store"]) != []:
-        cluster.do(choices[0])
+    unstored(cluster)
     cluster.run()
     assert one.number == 1
     assert states(cluster) == {1: "unavailable"}  # rank 1's shard died with its worker
     cluster.advance(6)
     with pytest.raises(OperationTimeout, match="did not call: 0"):
         _ = early.number
+
+
+def test_a_newcomer_that_asks_again_is_answered_with_its_call() -> None:
+    """Its publish waits for the older one's decision; a lost connection meanwhile does not end it on this rank alone."""
+    cluster = PureCluster()
+    first, second = cluster.group("trainer", 2)
+    cluster.run()
+    one = first.publish(1)
+    second.publish(1)
+    unstored(cluster)
+    second.worker.crash()
+    unstored(cluster)
+    newcomer = cluster.handle("spare", "trainer", 1, 2)
+    unstored(cluster)
+    theirs = newcomer.publish(2)
+    unstored(cluster)
+    newcomer.worker.disconnect()
+    unstored(cluster)
+    newcomer.worker.connect()
+    unstored(cluster)
+    assert not theirs.done
+    cluster.run()
+    assert one.number == 1
+    first.unpublish()
+    cluster.run()
+    ours = first.publish(2)
+    cluster.run()
+    assert ours.number == theirs.number == 2
+    cluster.heal()
+
+
+def test_a_rank_that_calls_again_while_its_last_call_is_being_recorded() -> None:
+    """It left that one while it was away; what is being recorded is decided all the same, and then it is heard."""
+    cluster = PureCluster()
+    first, second = cluster.group("trainer", 2)
+    cluster.run()
+    first.publish(1)
+    second.publish(1)
+    cluster.run()
+    ours, theirs = first.update("latest"), second.update("latest", timeout_s=1)
+    unstored(cluster)
+    assert cluster.unstored
+    second.worker.disconnect()
+    unstored(cluster)
+    cluster.advance(6, run=False)
+    unstored(cluster)
+    assert isinstance(theirs.error, CoordinatorUnavailable)
+    second.worker.connect()
+    unstored(cluster)
+    again = second.update("latest")
+    unstored(cluster)
+    cluster.run()
+    assert ours.number == 1
+    after = first.update("latest")
+    cluster.run()
+    assert again.number == after.number == 1
+    cluster.heal()
 
 
 def test_messages_of_an_old_session_or_of_strangers_change_nothing() -> None:

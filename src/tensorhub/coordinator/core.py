@@ -309,7 +309,7 @@ class Coordinator(Stateful[CoordinatorState]):
             case Abandon():
                 self._operations.abandon(member, message)
             case Resolve():
-                self._operations.resolve(member, message.key)
+                self._operations.resolve(member, message)
             case ReadFailed():
                 self._operations.read_failed(member, message)
             case Progress():

@@ -32,6 +32,7 @@ from tensorhub.messages import (
     Pin,
     Publish,
     Refused,
+    Resolve,
     Retain,
     Rollback,
     Unpin,
@@ -268,7 +269,7 @@ class Operation(Stateful[OperationState]):
         self.writing = False  # every rank was told to overwrite
         self.unchanged = False  # every rank held the bound content already
         self.record: int | None = None  # of the entry that is being made durable, while PREPARED
-        self.later: list[tuple[Member, Publish | Fill | Abandon]] = []  # said in a newer epoch, while PREPARED
+        self.later: list[tuple[Member, Publish | Fill | Abandon | Resolve]] = []  # said of later ones, while PREPARED
 
     @property
     def decided(self) -> bool:

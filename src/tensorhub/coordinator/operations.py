@@ -7,6 +7,8 @@ or a fill does (`publishes`, `fills`), how an operation ends (`decisions`), nor 
 
 from __future__ import annotations
 
+from typing import assert_never
+
 from tensorhub.coordinator.deadlines import Deadlines
 from tensorhub.coordinator.decisions import Decisions
 from tensorhub.coordinator.entities import Blame, Cluster, Member, Model, Operation, RankPart
@@ -18,10 +20,10 @@ from tensorhub.coordinator.retention import Retentions
 from tensorhub.coordinator.states import OperationState
 from tensorhub.coordinator.versions import Versions
 from tensorhub.errors import GroupAborted, StateError, VersionConflict, VersionUnavailable
-from tensorhub.messages import Abandon, EpochChanged, Fill, Publish, ReadFailed
+from tensorhub.messages import Abandon, EpochChanged, Fill, Publish, ReadFailed, Resolve
 from tensorhub.types import OpKey, OpKind
 
-LATER_PER_RANK_MAX = 4  # messages of a new epoch that wait for an older one's decision
+LATER_PER_RANK_MAX = 4  # messages about later operations that wait for one's decision
 
 
 class Operations:
@@ -91,10 +93,12 @@ class Operations:
         return Blame(GroupAborted(text, causes=causes, retryable=False))
 
     @staticmethod
-    def _waits(member: Member, message: Publish | Fill | Abandon) -> bool:
-        """Whether an operation of an older epoch is still being recorded: those of the new one wait for its decision."""
-        operation, epoch = member.group.operation, member.group.epoch
-        if operation is None or operation.key.epoch == epoch or message.key.epoch != epoch:
+    def _waits(member: Member, message: Publish | Fill | Abandon | Resolve) -> bool:
+        """Whether it is about an operation that comes after one that is still being recorded: it waits for that decision."""
+        operation, key = member.group.operation, message.key
+        if operation is None or operation.state is not OperationState.PREPARED:
+            return False
+        if key.epoch != member.group.epoch or key <= operation.key:
             return False
         if len(operation.later) < LATER_PER_RANK_MAX * member.group.world_size:
             operation.later.append((member, message))
@@ -138,9 +142,11 @@ class Operations:
             if part is None:
                 self._decisions.answer(member, key)
 
-    def resolve(self, member: Member, key: OpKey) -> None:
+    def resolve(self, member: Member, message: Resolve) -> None:
         """This rank may have missed something: tell it the outcome, or, while there is none, where it stands."""
-        operation = member.group.operation
+        operation, key = member.group.operation, message.key
+        if self._waits(member, message):
+            return
         if operation is None or operation.key != key:
             self._decisions.answer(member, key)
             return
@@ -197,14 +203,19 @@ class Operations:
         self._hear_later(self._decisions.not_recorded(record, reason))
 
     def _hear_later(self, decided: Operation | None) -> None:
-        """What was said in a newer epoch, and waited for this decision, is heard now."""
+        """What was said of later operations, and waited for this decision, is heard now."""
         for member, message in decided.later if decided is not None else ():
             if member.group.members.get(member.rank) is not member:
                 continue
-            if isinstance(message, Abandon):
-                self.abandon(member, message)
-            else:
-                self.arrive(member, message)
+            match message:
+                case Publish() | Fill():
+                    self.arrive(member, message)
+                case Abandon():
+                    self.abandon(member, message)
+                case Resolve():
+                    self.resolve(member, message)
+                case _:
+                    assert_never(message)
 
     def retry_due(self, key: str) -> None:
         """A source that has failed a reader may be tried again."""
