@@ -247,7 +247,7 @@ class Hub:
             spot=spot,
             timeout_s=self._timeout_s(None),
         )
-        return Weights(self, await self._thread.call(make))
+        return Weights(self, await self._thread.call(make, undo=self._worker.drop_handle))
 
     def newest(self, model: str) -> VersionInfo | None:
         """The newest visible version that this worker has heard of, without I/O; None if it has heard of none.
@@ -309,7 +309,7 @@ class Hub:
         check_name("model", model)
         _check_version(version)
         timeout_s = self._timeout_s(timeout)
-        ident = await self._thread.call(self._worker.pin, model, version, timeout_s)
+        ident = await self._thread.call(self._worker.pin, model, version, timeout_s, undo=self._worker.drop_pin)
         try:
             yield
         except BaseException:

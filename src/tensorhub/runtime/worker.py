@@ -560,10 +560,7 @@ class Worker:
 
     async def unpin(self, ident: str, timeout_s: float) -> None:
         """End a pin: within `timeout_s` if the coordinator can be reached, else later. Raises LeaseLost if it was lost."""
-        pin = self._pins.pop(ident)
-        pin.again.cancel()
-        ended = anyio.Event()
-        self._tasks.start_soon(self._say_unpin, ident, pin, ended)
+        pin, ended = self.drop_pin(ident)
         with anyio.move_on_after(timeout_s):
             await ended.wait()
         if pin.lost is not None:
@@ -571,6 +568,14 @@ class Worker:
                 f"the pin of version {pin.version} of {pin.model!r} was lost while its worker was taken for dead, or its "
                 f"coordinator had lost its state: {pin.lost}"
             )
+
+    def drop_pin(self, ident: str) -> tuple[_Pin, anyio.Event]:
+        """Have the coordinator told, as soon as can be, that a pin is over; the event is set when it has heard."""
+        pin, ended = self._pins.pop(ident), anyio.Event()
+        pin.again.cancel()
+        if not self._closed.is_set():
+            self._tasks.start_soon(self._say_unpin, ident, pin, ended)
+        return pin, ended
 
     async def _say_unpin(self, ident: str, pin: _Pin, ended: anyio.Event) -> None:
         while True:
@@ -684,7 +689,7 @@ class Worker:
             if handle.registration_error is not None:
                 raise handle.registration_error
         except BaseException:
-            self._drop_handle(handle)
+            self.drop_handle(handle)
             raise
         return handle
 
@@ -718,7 +723,7 @@ class Worker:
             error.memory = "intact"  # what was torn is nobody's
             raise
         finally:
-            self._drop_handle(handle)
+            self.drop_handle(handle)
 
     def _fresh_group(self) -> str:
         return f"{self.name[:400]}-{secrets.token_hex(4)}"
@@ -731,7 +736,10 @@ class Worker:
             handle.apply(handle.member.connected(clock.now()))
         return handle
 
-    def _drop_handle(self, handle: Handle) -> None:
+    def drop_handle(self, handle: Handle) -> None:
+        """Give up a registration that its caller has not got, or that has served. Its place is free at once."""
+        shard = handle.member.shard
+        self._leave_place(handle, (shard.model, shard.group, shard.rank))
         handle.stop()
         self.say(Deregister(next(self._numbers), handle.member.shard.registration, abandon=True))  # if it came through
 
@@ -750,12 +758,15 @@ class Worker:
         """A generation word: the high half a nonce, the low half a counter (R3)."""
         return secrets.randbits(31) << 32 | (next(self._generations) & 0xFFFFFFFF)
 
+    def _leave_place(self, handle: Handle, place: tuple[str, str, int]) -> None:
+        if self._by_rank.get(place) is handle:
+            del self._by_rank[place]
+
     async def _run_handle(self, handle: Handle, place: tuple[str, str, int]) -> None:
         try:
             await handle.run()
         finally:
-            if self._by_rank.get(place) is handle:
-                del self._by_rank[place]
+            self._leave_place(handle, place)
             self._handles.pop(handle.member.shard.registration, None)
             for request in [number for number, asker in self._asked.items() if asker is handle]:
                 del self._asked[request]
