@@ -13,7 +13,7 @@ import pytest
 
 from tensorhub.coordinator import Connected, Disconnected, Received
 from tensorhub.coordinator.entities import Model
-from tensorhub.errors import RegistrationError, VersionUnavailable
+from tensorhub.errors import RegistrationError, StateError
 from tensorhub.messages import Fill, FromWorker, Held, Join, Leave, Pin, Register, Rollback
 from tensorhub.types import Endpoint, Location, Medium, OpKey, OpKind, Purpose, Range
 from tests.harness import MANIFEST, PureCluster, SimWorker
@@ -64,7 +64,7 @@ def test_a_publication_is_not_a_fill() -> None:
     assert asked.number == 1
 
 
-def test_a_pin_that_is_said_again_of_another_version() -> None:
+def test_a_pin_is_its_own_workers() -> None:
     cluster = PureCluster()
     trainer, one, other = cluster.handle("trainer"), cluster.worker("one"), cluster.worker("other")
     cluster.run()
@@ -72,8 +72,9 @@ def test_a_pin_that_is_said_again_of_another_version() -> None:
     cluster.run()
     pin, _ = one.pin(1)
     cluster.run()
-    say(other, Pin(7, pin, "actor", 5))
-    assert isinstance(other.answers[7], VersionUnavailable)
+    for version in (1, 5):
+        say(other, Pin(7, pin, "actor", version))
+        assert isinstance(other.answers.pop(7), StateError)
     assert model_of(cluster).pins[pin].incarnation == one.incarnation
 
 

@@ -77,9 +77,11 @@ class Retentions:
             if not orders:
                 self._cluster.answer(worker.session, message.request)
             return
-        error = None
-        if known is None or known.number != message.version:  # else a former incarnation's, which is its own still
+        error: TensorHubError | None = None
+        if known is None:
             error = self._pin_error(worker, model, message)
+        elif known.number != message.version or known.incarnation in self._cluster.workers:  # G9
+            error = StateError(f"the pin {known.pin!r} of {message.model!r} is another worker's")
         if model is None or error is not None:
             self._cluster.answer(worker.session, message.request, error)
             return
