@@ -13,7 +13,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequenc
 from functools import partial
 from typing import Any, NoReturn, Self, TypeVar, overload
 
-from tensorhub.errors import StateError, TensorHubError
+from tensorhub.errors import StateError, TensorHubError, text_of
 from tensorhub.fetched import Fetched
 from tensorhub.protocol.secret import check_open_access, resolve_token
 from tensorhub.runtime.handle import Handle, ProgressListener
@@ -34,6 +34,7 @@ from tensorhub.types import (
     Options,
     Selector,
     VersionInfo,
+    as_seconds,
     check_name,
     check_selector,
 )
@@ -153,7 +154,7 @@ async def connect_on(
 ) -> AsyncIterator[Hub]:
     """What `connect` is, for either kind of caller."""
     for part, place in (("site", location.site), ("rack", location.rack), ("host", location.host)):
-        if place:
+        if place != "":
             check_name(part, place)
     called = check_name("worker", name) if name is not None else f"{location.host}-{os.getpid()}"
     secret = resolve_token(token)
@@ -195,9 +196,10 @@ class Hub:
     def _timeout_s(self, timeout: float | None) -> float:
         if timeout is None:
             return self._worker.options.op_timeout_s
-        if not 0 <= timeout < 10**9:
+        seconds = as_seconds(timeout)
+        if seconds is None:
             raise StateError(f"timeout={timeout!r}: give seconds, 0 or more, or None for the default")
-        return timeout
+        return seconds
 
     async def register(
         self,
@@ -237,6 +239,7 @@ class Hub:
             raise StateError("world_size > 1 needs group=: one string on all ranks, unique per replica within the model")
         if type(rank) is not int or type(world_size) is not int or not 0 <= rank < world_size <= 2**20:
             raise StateError(f"rank={rank!r}, world_size={world_size!r}: ranks are integers from 0 to world_size - 1")
+        _check_flag("spot", spot)
         make = partial(
             self._worker.register,
             model,
@@ -282,6 +285,8 @@ class Hub:
     async def describe(self, model: None = None, timeout: float | None = None) -> tuple[ModelInfo, ...]: ...
     async def describe(self, model: str | None = None, timeout: float | None = None) -> ModelInfo | tuple[ModelInfo, ...]:
         """What the coordinator knows of one model, or (None) of all. Raises VersionUnavailable for an unknown model."""
+        if model is not None:
+            check_name("model", model)
         found = await self._thread.call(self._worker.describe, model, self._timeout_s(timeout))
         return found if model is None else found[0]
 
@@ -500,7 +505,7 @@ class Weights:
         except BaseException as error:
             if self._handle.member.shard.world_size > 1:
                 with self._thread.side.shield():
-                    reason = f"{where} mutate({version}) raised {type(error).__name__}: {error}"
+                    reason = f"{where} mutate({version}) raised {text_of(error)}"
                     await self._thread.call(self._handle.refuse, reason[:1000], timeout_s)
             raise
         await self.publish(version, timeout)
@@ -570,12 +575,18 @@ class Weights:
         Raises RetentionError (a retained version would be lost; `abandon` loses it) and DrainTimeout, both with everything
         as it was, and MutabilityViolation (it is closed).
         """
+        _check_flag("abandon", abandon)
         await self._thread.call(partial(self._handle.close, abandon=abandon), self._hub._timeout_s(None))
 
 
 def _check_version(version: object) -> None:
     if not isinstance(version, int) or isinstance(version, bool) or not 0 <= version <= VERSION_MAX:
         raise StateError(f"{version!r} is not a version: give an integer from 0 to 2**63 - 1")
+
+
+def _check_flag(name: str, value: object) -> None:
+    if not isinstance(value, bool):
+        raise StateError(f"{name}={value!r}: give True or False")
 
 
 def _check_latest(latest: object) -> None:
