@@ -18,6 +18,7 @@ import tensorhub
 from tensorhub.errors import (
     AuthenticationFailed,
     CoordinatorUnavailable,
+    GroupAborted,
     ManifestMismatch,
     ProtocolError,
     RegistrationError,
@@ -28,8 +29,8 @@ from tensorhub.errors import (
 )
 from tensorhub.hub import Hub
 from tensorhub.protocol.frames import PREFACE
-from tensorhub.types import Location, Options, parse_address
-from tests.rig import CHUNK_BYTES, cluster, connect, holds, nothing_left, tensors
+from tensorhub.types import Location, Options, VersionInfo, parse_address
+from tests.rig import CHUNK_BYTES, WAIT_S, cluster, connect, holds, nothing_left, tensors
 
 QUICK = Options(op_timeout_s=5, connect_timeout_s=1, chunk_bytes=CHUNK_BYTES)
 
@@ -242,13 +243,59 @@ async def test_arguments_that_no_message_can_carry() -> None:
             lambda: weights.publish(1, timeout=1e10),
             lambda: hub.register("", tensors()),
             lambda: hub.register("x" * 513, tensors()),
+            lambda: hub.register("m", tensors(), spot=1),  # type: ignore[arg-type]
+            lambda: hub.describe("x" * 513),
+            lambda: hub.describe("half a character: \ud800"),
+            lambda: hub.describe(5),  # type: ignore[call-overload]
+            lambda: hub.retain("m", latest=1, timeout="5"),  # type: ignore[arg-type]
+            lambda: hub.fetch("m", names=5),  # type: ignore[arg-type]
+            lambda: weights.close(abandon=1),  # type: ignore[arg-type]
+            lambda: tensorhub.connect(c.address, location=Location(rack=5)).__aenter__(),  # type: ignore[arg-type]
         ]
         for mistake in mistakes:
             with pytest.raises(StateError) as caught:
                 await mistake()  # type: ignore[misc]
             check(caught.value, retryable=False)
-        await weights.publish(1)
+        await weights.publish(1, timeout=np.float64(WAIT_S))  # numbers are numbers
+        await weights.unpublish(timeout=np.float32(WAIT_S))  # type: ignore[arg-type]
+        await weights.publish(2, timeout=int(WAIT_S))
         assert weights.state == "ready"
+
+
+async def test_options_may_be_any_numbers() -> None:
+    options = Options(op_timeout_s=np.float64(WAIT_S), lease_s=np.float32(10), drain_grace_s=0)  # type: ignore[arg-type]
+    async with cluster("worker", options=options) as c:
+        await (await c.hubs[0].register("m", tensors(1))).publish(1)
+    for name in ("op_timeout_s", "lease_s"):
+        for value in ("5", None, 0, -1, float("nan"), 1e9):
+            with pytest.raises(StateError, match=rf"Options\.{name} = .*: give a number of seconds, more than 0"):
+                Options(**{name: value})  # type: ignore[arg-type]
+    with pytest.raises(StateError, match=r"Options\.readers_max = 2\.5: give an integer"):
+        Options(readers_max=2.5)  # type: ignore[arg-type]
+
+
+async def test_an_error_of_the_callers_may_say_anything() -> None:
+    """The other ranks hear of it, so it is said to the coordinator: what cannot be said would cost the connection."""
+
+    async def hook(_: VersionInfo) -> None:
+        raise ZeroDivisionError("half a character: \ud800" + 99_999 * "!")
+
+    class Mute(Exception):
+        def __str__(self) -> str:
+            raise ZeroDivisionError
+
+    async with cluster("trainer", "reader") as c:
+        await (await c.hubs[0].register("m", tensors(1))).publish(1)
+        weights = await c.hubs[1].register("m", tensors())
+        with pytest.raises(ZeroDivisionError):
+            await weights.update(before_write=hook)
+        assert (await weights.update(timeout=WAIT_S)).version == 1
+        group = [await hub.register("n", tensors(), group="g", rank=rank, world_size=2) for rank, hub in enumerate(c.hubs)]
+        with pytest.raises(Mute):
+            async with group[0].mutate(1):
+                raise Mute
+        with pytest.raises(GroupAborted, match=r"the body of mutate\(1\) raised Mute"):
+            await group[1].publish(1)
 
 
 async def test_unknown_models_and_versions() -> None:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 import gc
 import os
 import threading
 import time
 import weakref
+from collections.abc import Awaitable, Callable
+from functools import partial
 
 import anyio
 import anyio.lowlevel
@@ -25,6 +28,7 @@ from tensorhub.errors import (
 )
 from tensorhub.hub import Hub
 from tensorhub.messages import FromCoordinator, Registered
+from tensorhub.runtime.loop_thread import running_backend
 from tensorhub.transport.memory import RegisteredMemory
 from tensorhub.types import Options, VersionInfo
 from tensorhub.weights import Weights
@@ -44,6 +48,35 @@ from tests.rig import (
 )
 
 NBYTES = CHUNKS * CHUNK_BYTES
+
+
+def wait_for(event: threading.Event) -> None:
+    assert event.wait(WAIT_S)
+
+
+async def cancel_too_late(hub: Hub, call: Callable[[], Awaitable[object]]) -> None:
+    """Cancel it when it has ended in the library's thread, before its caller's loop, which is busy, hears of that."""
+    cancels, caller_waits = list[Callable[[], object]](), threading.Event()
+
+    async def run() -> None:
+        if running_backend() == "asyncio":
+            task = asyncio.current_task()
+            assert task is not None
+            cancels.append(task.cancel)
+        await call()
+        raise AssertionError("it was cancelled")
+
+    async with anyio.create_task_group() as tasks:
+        cancels.append(tasks.cancel_scope.cancel)
+        hub._thread.post(partial(wait_for, caller_waits))
+        tasks.start_soon(run)
+        while not hub._thread._jobs:
+            await anyio.lowlevel.checkpoint()
+        caller_waits.set()
+        (job,) = hub._thread._jobs
+        while not job.finished:
+            time.sleep(0.001)  # noqa: ASYNC251 - its loop is to be busy
+        cancels[-1]()
 
 
 async def ready_to_update(trainer: Hub, reader: Hub) -> tuple[Weights, Weights]:
@@ -425,6 +458,22 @@ async def test_publish_cancelled_while_it_waits_for_its_group() -> None:
             tasks.start_soon(ranks[0].publish, 1)
             tasks.start_soon(ranks[1].publish, 1)
         assert [rank.version for rank in ranks] == [1, 1]
+
+
+async def test_a_registration_or_pin_that_is_cancelled_too_late_is_given_up() -> None:
+    async with cluster("trainer") as c:
+        (hub,) = c.hubs
+
+        async def pin() -> None:
+            async with hub.pin("m", 1):
+                raise AssertionError("it was cancelled")
+
+        await cancel_too_late(hub, lambda: hub.register("m", tensors(1), group="g"))
+        weights = await hub.register("m", tensors(1), group="g")
+        await weights.publish(1)
+        await cancel_too_late(hub, pin)
+        await until(lambda: "0" in repr(hub._worker.pins))
+        await weights.unpublish()
 
 
 async def test_a_registration_that_was_cancelled_can_be_made_again(monkeypatch: pytest.MonkeyPatch) -> None:

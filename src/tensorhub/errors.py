@@ -154,6 +154,14 @@ class TransportUnavailable(TensorHubError):
     """A transport is unknown, not installed, or not shared with the peer."""
 
 
+def text_of(error: BaseException) -> str:
+    """What any error says, with its kind; also of one that cannot say it."""
+    try:
+        return f"{type(error).__name__}: {error}"
+    except Exception:
+        return type(error).__name__
+
+
 def _family(base: type[TensorHubError]) -> dict[str, type[TensorHubError]]:
     found = {base.__name__: base}
     for child in base.__subclasses__():

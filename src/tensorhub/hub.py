@@ -32,6 +32,7 @@ from tensorhub.types import (
     Options,
     Selector,
     VersionInfo,
+    check_flag,
     check_name,
     check_selector,
     check_version,
@@ -150,7 +151,7 @@ async def connect_on(
 ) -> AsyncIterator[Hub]:
     """What `connect` is, for either kind of caller."""
     for part, place in (("site", location.site), ("rack", location.rack), ("host", location.host)):
-        if place:
+        if place != "":
             check_name(part, place)
     called = check_name("worker", name) if name is not None else f"{location.host}-{os.getpid()}"
     secret = resolve_token(token)
@@ -242,6 +243,8 @@ class Hub:
     async def describe(self, model: None = None, timeout: float | None = None) -> tuple[ModelInfo, ...]: ...
     async def describe(self, model: str | None = None, timeout: float | None = None) -> ModelInfo | tuple[ModelInfo, ...]:
         """What the coordinator knows of one model, or (None) of all. Raises VersionUnavailable for an unknown model."""
+        if model is not None:
+            check_name("model", model)
         found = await self._thread.call(self._worker.questions.describe, model, self._worker.timeout_s(timeout))
         return found if model is None else found[0]
 
@@ -269,7 +272,7 @@ class Hub:
         check_name("model", model)
         check_version(version)
         timeout_s = self._worker.timeout_s(timeout)
-        ident = await self._thread.call(self._worker.pins.pin, model, version, timeout_s)
+        ident = await self._thread.call(self._worker.pins.pin, model, version, timeout_s, undo=self._worker.pins.drop)
         try:
             yield
         except BaseException:
@@ -345,6 +348,7 @@ async def register_memory(
         raise StateError("world_size > 1 needs group=: one string on all ranks, unique per replica within the model")
     if type(rank) is not int or type(world_size) is not int or not 0 <= rank < world_size <= 2**20:
         raise StateError(f"rank={rank!r}, world_size={world_size!r}: ranks are integers from 0 to world_size - 1")
+    check_flag("spot", spot)
     make = partial(
         hub._worker.register,
         model,
@@ -355,7 +359,8 @@ async def register_memory(
         spot=spot,
         timeout_s=hub._worker.timeout_s(None),
     )
-    return Weights(await hub._thread.call(make), hub._worker, hub._thread)
+    handle = await hub._thread.call(make, undo=hub._worker.drop_handle)
+    return Weights(handle, hub._worker, hub._thread)
 
 
 async def fetch_into(

@@ -88,7 +88,9 @@ class ErrorInfo:
     def of(cls, error: errors.TensorHubError) -> ErrorInfo:
         causes = tuple(sorted(error.causes.items())) if isinstance(error, errors.GroupAborted) else ()
         differences = error.differences if isinstance(error, errors.ManifestMismatch) else ()
-        return cls(type(error).__name__, str(error)[:16_000], error.retryable, causes[:4096], differences[:1024])
+        # An error may tell of anything, also of text that UTF-8 cannot say: of a file's name, for example.
+        text = str(error).encode(errors="backslashreplace").decode()
+        return cls(type(error).__name__, text[:16_000], error.retryable, causes[:4096], differences[:1024])
 
     def error(self, memory: errors.Memory = "intact") -> errors.TensorHubError:
         """The exception that this describes; an unknown kind becomes a ProtocolError."""

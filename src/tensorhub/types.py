@@ -11,6 +11,7 @@ import socket
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
+from numbers import Real
 from typing import Annotated, Literal, NewType
 
 from tensorhub.errors import StateError
@@ -67,11 +68,23 @@ def check_version(version: object) -> None:
         raise StateError(f"{version!r} is not a version: give an integer from 0 to 2**63 - 1")
 
 
+def check_flag(name: str, value: object) -> None:
+    """Raise StateError unless `value`, an argument called `name`, is True or False."""
+    if not isinstance(value, bool):
+        raise StateError(f"{name}={value!r}: give True or False")
+
+
 def check_name(what: str, name: object) -> str:
     """Return `name` if it can name a `what` (1 to 512 printable characters); else raise StateError."""
     if isinstance(name, str) and 0 < len(name) <= 512 and name.isprintable():
         return name
     raise StateError(f"{name!r} cannot name a {what}: give 1 to 512 printable characters")
+
+
+def as_seconds(value: object) -> float | None:
+    """A time of 0 to 10**9 seconds, given as any number (numpy's are not for the wire); None if it is none."""
+    seconds = float(value) if isinstance(value, Real) else -1.0
+    return seconds if 0 <= seconds < 10**9 else None
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -167,11 +180,15 @@ class Options:
     frame_bytes_max: int = 64 * 2**20  # everyone's: a larger control frame is refused unread
 
     def __post_init__(self) -> None:
-        for name in ("op_timeout_s", "lease_s", "connect_timeout_s", "stall_timeout_s"):
-            if not 0 < getattr(self, name) < 10**9:
-                raise StateError(f"Options.{name} = {getattr(self, name)!r}: give a positive number of seconds")
-        if not 0 <= self.drain_grace_s < 10**9:
-            raise StateError(f"Options.drain_grace_s = {self.drain_grace_s!r}: give seconds, 0 or more")
+        for name in ("op_timeout_s", "lease_s", "connect_timeout_s", "stall_timeout_s", "drain_grace_s"):
+            seconds, may_be_0 = as_seconds(getattr(self, name)), name == "drain_grace_s"
+            if seconds is None or (seconds == 0 and not may_be_0):
+                least = "0 or more" if may_be_0 else "more than 0"
+                raise StateError(f"Options.{name} = {getattr(self, name)!r}: give a number of seconds, {least}")
+            object.__setattr__(self, name, seconds)
+        for name in ("chunk_bytes", "host_memory_bytes", "readers_max", "frame_bytes_max"):
+            if type(getattr(self, name)) is not int:
+                raise StateError(f"Options.{name} = {getattr(self, name)!r}: give an integer")
         if not 4096 <= self.chunk_bytes <= 2**30:
             raise StateError(f"Options.chunk_bytes = {self.chunk_bytes!r}: give 4096 to 2**30 bytes")
         if self.host_memory_bytes < 0:

@@ -7,11 +7,21 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from functools import partial
 from typing import NoReturn
 
-from tensorhub.errors import StateError
+from tensorhub.errors import StateError, text_of
 from tensorhub.runtime.handle import Handle
 from tensorhub.runtime.loop_thread import LoopThread
 from tensorhub.runtime.worker import Worker
-from tensorhub.types import LATEST, FetchReport, HandleState, OpKind, Selector, VersionInfo, check_selector, check_version
+from tensorhub.types import (
+    LATEST,
+    FetchReport,
+    HandleState,
+    OpKind,
+    Selector,
+    VersionInfo,
+    check_flag,
+    check_selector,
+    check_version,
+)
 from tensorhub.worker.calls import FillCall
 
 BeforeWrite = Callable[[VersionInfo], Awaitable[None]]
@@ -83,7 +93,7 @@ class Weights:
         except BaseException as error:
             if self._handle.member.shard.world_size > 1:
                 with self._thread.side.shield():
-                    reason = f"{where} mutate({version}) raised {type(error).__name__}: {error}"
+                    reason = f"{where} mutate({version}) raised {text_of(error)}"
                     await self._thread.call(self._handle.refuse, reason[:1000], timeout_s)
             raise
         await self.publish(version, timeout)
@@ -153,4 +163,5 @@ class Weights:
         Raises RetentionError (a retained version would be lost; `abandon` loses it) and DrainTimeout, both with everything
         as it was, and MutabilityViolation (it is closed).
         """
+        check_flag("abandon", abandon)
         await self._thread.call(partial(self._handle.close, abandon=abandon), self._worker.timeout_s(None))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import gc
 import threading
 from collections.abc import Callable
@@ -13,7 +14,7 @@ import pytest
 
 from tensorhub.errors import StateError
 from tensorhub.runtime.loop_thread import AsyncSide, LoopThread, running_backend
-from tests.rig import nothing_left, until
+from tests.rig import WAIT_S, nothing_left, until
 
 
 class Inside(AsyncSide):
@@ -81,6 +82,38 @@ async def test_a_call_cancelled_before_it_begins() -> None:
             scope.cancel()
             await thread.call(never)
         assert scope.cancelled_caught
+
+
+async def test_a_result_that_comes_when_its_caller_is_cancelled_is_given_back() -> None:
+    """Its caller's loop is busy until the call has ended, and hears of the cancellation first."""
+    caller_waits, ended, given_back, seen = threading.Event(), threading.Event(), list[str](), list[str]()
+    cancels = list[Callable[[], object]]()
+
+    async def work() -> str:
+        assert caller_waits.wait(WAIT_S)
+        thread.post(ended.set)  # which runs when this has returned
+        return "result"
+
+    async def call() -> None:
+        if running_backend() == "asyncio":
+            task = asyncio.current_task()
+            assert task is not None
+            cancels.append(task.cancel)
+        seen.append(await thread.call(work, undo=given_back.append))
+
+    async with nothing_left(), LoopThread("tensorhub-test", idle, AsyncSide()) as thread:
+        async with anyio.create_task_group() as tasks:
+            cancels.append(tasks.cancel_scope.cancel)
+            tasks.start_soon(call)
+            while not thread._jobs:
+                await anyio.lowlevel.checkpoint()
+            caller_waits.set()
+            assert ended.wait(WAIT_S)
+            cancels[-1]()
+        await until(lambda: bool(given_back))
+        assert (seen, given_back) == ([], ["result"])
+        assert await thread.call(work, undo=given_back.append) == "result"
+        assert given_back == ["result"]
 
 
 async def test_a_call_may_ask_its_caller_back(backend: str | None) -> None:

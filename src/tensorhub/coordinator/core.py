@@ -69,7 +69,7 @@ from tensorhub.messages import (
     Withdrawable,
     Withdrawn,
 )
-from tensorhub.types import Options, VersionInfo
+from tensorhub.types import OpKind, Options, VersionInfo
 
 RECOVERED_PER_MODEL_MAX = 64  # newest versions of each model that holders may announce again; retained ones always may
 
@@ -225,6 +225,8 @@ class Coordinator(Stateful[CoordinatorState]):
                 self._ask(session, message)
             case _ if session.worker is None:
                 self._offend(session, f"{type(message).__name__} before Join")
+            case Fill(kind=OpKind.PUBLISH):
+                self._offend(session, "a publication is not a Fill")
             case _:
                 self._receive_from_worker(session.worker, message)
 

@@ -7,6 +7,8 @@ half-way, and nothing is recorded into a lineage that is about to end. Not respo
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from tensorhub.coordinator import actions
 from tensorhub.coordinator.entities import Cluster, Model, Order
 from tensorhub.coordinator.operations import Operations
@@ -35,7 +37,7 @@ class Lineages:
             return
         known = next((order for order in model.rollbacks if _call(order).ident == message.ident), None)
         if known is not None:
-            known.message, known.session = message, session  # a retry
+            known.message, known.session = replace(message, to=_call(known).to), session  # a retry; what is recorded stays
         elif len(model.rollbacks) >= ROLLBACKS_PER_MODEL_MAX:
             error = CoordinatorUnavailable(f"too many rollbacks of {model.name!r} wait to be recorded; call again")
             self._cluster.answer(session, message.request, error)

@@ -19,6 +19,7 @@ from tensorhub.messages import (
     ErrorInfo,
     Held,
     Join,
+    Publish,
     Refused,
     Register,
     Registered,
@@ -152,10 +153,13 @@ class Membership:
     def register(self, worker: Worker, message: Register) -> None:
         """One rank's memory joins its group, or takes a lost rank's place under a new membership epoch."""
         cluster = self._cluster
-        if message.registration in cluster.members:
-            self._register_again(cluster.members[message.registration], message)
+        known = cluster.members.get(message.registration)
+        if known is not None and known.worker is worker:
+            self._register_again(known, message)
             return
         error = self._registration_error(message)
+        if known is not None:  # G9: what another worker says of it changes nothing
+            error = RegistrationError(f"the registration {known.registration!r} is worker {known.worker.name!r}'s")
         if error is not None:
             cluster.send(worker.session, Refused(message.request, ErrorInfo.of(error)))
             return
@@ -195,7 +199,8 @@ class Membership:
         part = group.operation.parts.get(member.rank) if group.operation is not None else None
         filling = part.holding if part is not None and part.member is member else None
         counts = self._readers.restated(member, held.generation if held is not None else None, filling)
-        keep = held is None or counts or self._announce(member, held)
+        publishes = part is not None and part.member is member and isinstance(part.call, Publish)  # it holds nothing yet
+        keep = held is None or counts or (not publishes and self._announce(member, held))
         answer = Registered(message.request, message.registration, group.epoch, group.sequence, keep)
         self._cluster.tell(member, answer)
 

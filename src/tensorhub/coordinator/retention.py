@@ -77,11 +77,14 @@ class Retentions:
             if not orders:
                 self._cluster.answer(worker.session, message.request)
             return
-        error = self._pin_error(worker, model, message) if known is None else None
-        if error is not None:
+        error: TensorHubError | None = None
+        if known is None:
+            error = self._pin_error(worker, model, message)
+        elif known.number != message.version or known.incarnation in self._cluster.workers:  # G9
+            error = StateError(f"the pin {known.pin!r} of {message.model!r} is another worker's")
+        if model is None or error is not None:
             self._cluster.answer(worker.session, message.request, error)
             return
-        assert model is not None
         content_id = model.versions[message.version].info.content_id
         pinned = Pinned(message.pin, worker.incarnation, model.name, message.version, content_id)
         model.pins[pinned.pin] = pinned  # it counts at once, so that nobody leaves while it is being recorded

@@ -112,7 +112,9 @@ class Handle:
         self._pull: _Pull | None = None
         self._mapped: tuple[str, MappedRegions, ChunkMemory] | None = None  # of the manifest with this id
         self._digests: Sequence[int] | None = None  # of memory whose own they must be, made before a publish
-        self._promised: tuple[int, ...] | None = None  # `memory.versions()` when it was opened; None: it is closed
+        self._promised: tuple[int, ...] | None = (
+            None  # `memory.versions()` when it was opened last; kept by a fence, as it may be reopened
+        )
         self._violation: MutabilityViolation | None = None  # what the running call has found when it took the memory back
         self._tasks: anyio.abc.TaskGroup
         self._scope = anyio.CancelScope()
@@ -349,7 +351,6 @@ class Handle:
             self._violation = self._find_violation()
             if self._violation is not None:
                 log.warning("published_memory_written", registration=self._registration, reason=str(self._violation))
-        self._promised = None
         self.apply(self.member.fenced(action.generation, clock.now()))
 
     async def _let_go(self) -> None:

@@ -106,13 +106,24 @@ def finish_blocking(coroutine: Coroutine[Any, Any, T]) -> T:
 
 
 class Job(Generic[T]):
-    """One call on its way: run in the library's loop, awaited in the caller's."""
+    """One call on its way: run in the library's loop, awaited in the caller's.
 
-    def __init__(self, function: Callable[..., Awaitable[T]], arguments: tuple[Any, ...], waiter: Waiter) -> None:
+    `undo`: gives a result back, in the library's loop, that its caller never sees, because it was cancelled too late.
+    """
+
+    def __init__(
+        self,
+        function: Callable[..., Awaitable[T]],
+        arguments: tuple[Any, ...],
+        waiter: Waiter,
+        undo: Callable[[T], object] | None = None,
+    ) -> None:
         self.function = function
         self.arguments = arguments
+        self.undo = undo
         self.upcalls: deque[Upcall] = deque()  # to be awaited in the caller's task
         self.finished = False
+        self.succeeded = False  # there is a result
         self._result: T
         self._error: BaseException | None = None
         self._scope: anyio.CancelScope | None = None
@@ -127,6 +138,7 @@ class Job(Generic[T]):
                 if self._cancelled:
                     self._scope.cancel()
                 self._result = await self.function(*self.arguments)
+                self.succeeded = True
             if self._scope.cancelled_caught:
                 self._error = StateError("the call was cancelled")
         except Exception as error:
@@ -136,6 +148,7 @@ class Job(Generic[T]):
             raise
         finally:
             self._scope = None
+            self._undo_unseen()
             self.finish()
 
     def finish(self) -> None:
@@ -150,6 +163,12 @@ class Job(Generic[T]):
         self._cancelled = True
         if self._scope is not None:
             self._scope.cancel()
+        else:
+            self._undo_unseen()
+
+    def _undo_unseen(self) -> None:
+        if self._cancelled and self.succeeded and self.undo is not None:
+            self.undo(self._result)
 
     def ask_caller(self, upcall: Upcall) -> None:
         """Have `upcall` awaited by the caller's own task, in its own loop."""
@@ -226,9 +245,14 @@ class LoopThread:
                 await self._stopped.wait()
             self._thread.join()
 
-    async def call(self, function: Callable[..., Awaitable[T]], *arguments: Any) -> T:
-        """Await `function(*arguments)` over there; cancelling here cancels it there, and waits until it has ended."""
-        return await self.run_job(self.job(function, *arguments))
+    async def call(
+        self, function: Callable[..., Awaitable[T]], *arguments: Any, undo: Callable[[T], object] | None = None
+    ) -> T:
+        """Await `function(*arguments)` over there; cancelling here cancels it there, and waits until it has ended.
+
+        `undo(result)` is called over there if it had ended already when it was to be cancelled.
+        """
+        return await self.run_job(Job(function, arguments, self.side.waiter(), undo))
 
     def job(self, function: Callable[..., Awaitable[T]], *arguments: Any) -> Job[T]:
         """A call that is not made yet."""

@@ -39,7 +39,7 @@ class Pins:
         self._questions = questions
         self._question_s = question_s
         self._pins: dict[str, _Pin] = {}  # by the pin's id
-        self.tasks: anyio.abc.TaskGroup  # the worker's
+        self.tasks: anyio.abc.TaskGroup | None = None  # the worker's, while it runs
 
     def __repr__(self) -> str:
         return f"<Pins: {len(self._pins)}>"
@@ -52,7 +52,7 @@ class Pins:
     def welcomed(self) -> None:
         """A session is up: say them again; perhaps as a new incarnation, or to a coordinator that knows nothing."""
         for ident, pin in self._pins.items():
-            if pin.held and pin.lost is None:
+            if pin.held and pin.lost is None and self.tasks is not None:
                 pin.again.cancel()
                 pin.again = anyio.CancelScope()
                 self.tasks.start_soon(self._say_again, ident, pin)
@@ -85,16 +85,21 @@ class Pins:
 
     async def unpin(self, ident: str, timeout_s: float) -> None:
         """End a pin: within `timeout_s` if the coordinator can be reached, else later. Raises LeaseLost if it was lost."""
-        pin = self._pins.pop(ident)
-        pin.again.cancel()
-        ended = anyio.Event()
-        self.tasks.start_soon(self._say_ended, ident, pin, ended)
+        pin, ended = self.drop(ident)
         with anyio.move_on_after(timeout_s):
             await ended.wait()
         if pin.lost is not None:
             raise LeaseLost(
                 f"{pin} was lost while its worker was taken for dead, or its coordinator had lost its state: {pin.lost}"
             )
+
+    def drop(self, ident: str) -> tuple[_Pin, anyio.Event]:
+        """Have the coordinator told, as soon as can be, that a pin is over; the event is set when it has heard."""
+        pin, ended = self._pins.pop(ident), anyio.Event()
+        pin.again.cancel()
+        if self.tasks is not None:
+            self.tasks.start_soon(self._say_ended, ident, pin, ended)
+        return pin, ended
 
     async def _say_ended(self, ident: str, pin: _Pin, ended: anyio.Event) -> None:
         while True:

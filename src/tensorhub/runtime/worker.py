@@ -82,6 +82,7 @@ from tensorhub.types import (
     RegistrationId,
     Selector,
     VersionInfo,
+    as_seconds,
 )
 from tensorhub.worker.calls import FillCall
 from tensorhub.worker.enrolment import Shard
@@ -145,9 +146,10 @@ class Worker:
         """The seconds that a call has: those given, or the default. Raises StateError."""
         if timeout is None:
             return self.options.op_timeout_s
-        if not 0 <= timeout < 10**9:
+        seconds = as_seconds(timeout)
+        if seconds is None:
             raise StateError(f"timeout={timeout!r}: give seconds, 0 or more, or None for the default")
-        return timeout
+        return seconds
 
     # --------------------------------------------------------------------------------------------- life
 
@@ -180,6 +182,7 @@ class Worker:
         self._link.begin_closing()
         with anyio.move_on_after(CLOSE_S, shield=True):
             await self._leave()
+        self.pins.tasks = None
         self._closed.set()
 
     def _listen(self) -> socket.socket:
@@ -364,7 +367,7 @@ class Worker:
             if handle.registration_error is not None:
                 raise handle.registration_error
         except BaseException:
-            self._drop_handle(handle)
+            self.drop_handle(handle)
             raise
         return handle
 
@@ -398,7 +401,7 @@ class Worker:
             error.memory = "intact"  # what was torn is nobody's
             raise
         finally:
-            self._drop_handle(handle)
+            self.drop_handle(handle)
 
     def _fresh_group(self) -> str:
         return f"{self.name[:400]}-{secrets.token_hex(4)}"
@@ -411,7 +414,10 @@ class Worker:
             handle.apply(handle.member.connected(clock.now()))
         return handle
 
-    def _drop_handle(self, handle: Handle) -> None:
+    def drop_handle(self, handle: Handle) -> None:
+        """Give up a registration that its caller has not got, or that has served. Its place is free at once."""
+        shard = handle.member.shard
+        self._leave_place(handle, (shard.model, shard.group, shard.rank))
         handle.stop()
         self.say(Deregister(next(self._numbers), handle.member.shard.registration, abandon=True))  # if it came through
 
@@ -430,12 +436,15 @@ class Worker:
         """A generation word: the high half a nonce, the low half a counter (R3)."""
         return secrets.randbits(31) << 32 | (next(self._generations) & 0xFFFFFFFF)
 
+    def _leave_place(self, handle: Handle, place: tuple[str, str, int]) -> None:
+        if self._by_rank.get(place) is handle:
+            del self._by_rank[place]
+
     async def _run_handle(self, handle: Handle, place: tuple[str, str, int]) -> None:
         try:
             await handle.run()
         finally:
-            if self._by_rank.get(place) is handle:
-                del self._by_rank[place]
+            self._leave_place(handle, place)
             self._handles.pop(handle.member.shard.registration, None)
             for request in [number for number, asker in self._asked.items() if asker is handle]:
                 del self._asked[request]

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import importlib
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from fnmatch import fnmatchcase
 from itertools import islice
 from typing import TYPE_CHECKING, Any
@@ -132,11 +132,11 @@ class AllocatedMemory:
         return self._torch.quantize_per_tensor(self._torch.empty(0, device=self._device), *tensor.quantization, dtype)
 
 
-def patterns(names: str | Sequence[str] | None) -> tuple[str, ...] | None:
+def patterns(names: object) -> tuple[str, ...] | None:
     """What `choose` takes. StateError for what names nothing."""
     if names is None:
         return None
-    found = (names,) if isinstance(names, str) else tuple(names)
+    found = (names,) if isinstance(names, str) else tuple(names) if isinstance(names, Iterable) else ()
     if not found or not all(isinstance(pattern, str) for pattern in found):
         raise StateError(f"names={names!r}: give a name, a glob, several of them, or None for all tensors")
     return found
