@@ -87,6 +87,18 @@ async def test_a_reader_goes_on_elsewhere_from_what_it_has_verified(broken_after
     assert report.bytes_read == sum(source.bytes_read for source in report.sources) >= TOTAL
 
 
+async def test_a_source_that_comes_when_all_is_over_is_not_read() -> None:
+    """The coordinator's word and the last chunk may cross."""
+    a, b = Node("a", manifest_of(), filled=True), Node("b", manifest_of(), filled=False)
+    async with serving(a.open(complete=True), b.open(complete=False)):
+        async with b.runner() as runner:
+            runner.add_source(a.grant())
+            await finish(runner)
+            runner.add_source(a.grant())
+        runner.add_source(a.grant())
+        assert len(runner.report().sources) == 1
+
+
 @pytest.mark.parametrize("sent", [0, 1, SIZES[0] // 2, SIZES[0] - 1])
 async def test_what_a_source_sent_of_a_chunk_before_it_broke_was_read(sent: int) -> None:
     a, b = Node("a", manifest_of(digest="none"), filled=True), Node("b", manifest_of(digest="none"), filled=False)

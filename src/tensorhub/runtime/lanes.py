@@ -162,9 +162,11 @@ class PullRunner:
         return await self._tasks.__aexit__(kind, error, trace)
 
     def add_source(self, grant: Grant) -> None:
-        """Read from this source as well, from now on."""
+        """Read from this source as well, from now on; unless all is there, or the block is being left."""
         lane = _Lane(grant, LeaseId(grant.lease))
         with self._changed:
+            if self._is_over:
+                return
             self._pull.add_source(lane.lease, grant.complete)
         self._lanes[lane.lease] = lane
         self._tasks.start_soon(self._run_lane, lane)
