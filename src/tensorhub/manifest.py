@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import hashlib
 import struct
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import count, pairwise, repeat
@@ -491,6 +491,13 @@ def name_fault(name: object) -> str | None:
     return None
 
 
+def shape_fault(shape: Sequence[int], dtype: str) -> str | None:
+    """Why torch has no tensor of these sizes, from 0 to 2**63 - 1, and this known dtype; None if it has."""
+    if prod([size or 1 for size in shape]) * ITEMSIZE[dtype] > INT_MAX:  # also without an element: its strides overflow
+        return f"its shape {tuple(shape)} takes 2**63 bytes or more, where a size of 0 counts as 1"
+    return None
+
+
 def quantization_fault(dtype: str, quantization: Quantization | None) -> str | None:
     """Why a tensor of this dtype cannot have this scale and zero point; None if it can."""
     if (quantization is not None) != (dtype in QUANTIZED):
@@ -517,6 +524,8 @@ def _tensor_fault(tensor: TensorSpec, regions: tuple[RegionSpec, ...]) -> str | 
     for size, (start, stop) in zip(tensor.global_shape, tensor.slices, strict=True):
         if not 0 <= start <= stop <= size <= INT_MAX:
             return f"the slice {start}:{stop} is not within 0:{size}, or that is 2**63 or more"
+    if fault := shape_fault(tensor.shape, tensor.dtype):
+        return fault
     if not 0 <= tensor.region < len(regions):
         return f"there is no region {tensor.region}"
     if tensor.offset + tensor.nbytes > regions[tensor.region].nbytes:

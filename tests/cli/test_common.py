@@ -8,7 +8,7 @@ import anyio
 import pytest
 import typer
 
-from tensorhub.cli.common import FAILED, USAGE, CommandError, check_address, read_token, report, run, usage
+from tensorhub.cli.common import FAILED, USAGE, CommandError, check_address, checked_model, read_token, report, run, usage
 from tensorhub.errors import CoordinatorUnavailable, VersionConflict
 
 
@@ -67,6 +67,13 @@ def test_what_cleaning_up_after_a_signal_raises_is_not_the_outcome() -> None:
     with pytest.raises(typer.Exit) as ended:
         run(body)
     assert ended.value.exit_code == 143
+
+
+@pytest.mark.parametrize("name", ["", "a\nb", "m" * 513])
+def test_a_name_that_no_model_can_have_cannot_be_used(name: str) -> None:
+    with pytest.raises(CommandError, match="cannot name a model") as refused:
+        checked_model(name)
+    assert refused.value.code == USAGE
 
 
 def test_addresses() -> None:

@@ -227,6 +227,15 @@ def test_an_index_that_is_none(tmp_path: Path, text: str, reason: str) -> None:
         FileMemory(tmp_path / "x.index.json")
 
 
+@pytest.mark.parametrize("name", ["pipe.json", "folder", "pipe.safetensors"])
+def test_a_pipe_is_not_waited_for(tmp_path: Path, name: str) -> None:
+    (tmp_path / "folder").mkdir()
+    for pipe in ("pipe.json", "pipe.safetensors", "folder/m.safetensors.index.json"):
+        os.mkfifo(tmp_path / pipe)
+    with pytest.raises(ValueError, match="it is not a file at all"):
+        FileMemory(tmp_path / name)
+
+
 def test_files_that_are_not_one_model(tmp_path: Path) -> None:
     save_file({"a": torch.zeros(1)}, tmp_path / "m.safetensors")
     save_file({"a": torch.zeros(1)}, tmp_path / "n.safetensors")
@@ -329,6 +338,7 @@ def encoded(**changes: object) -> bytes:
     [
         (encoded(files=[{"name": "../x", "header": "{}"}]), "a file cannot be called '../x'"),
         (encoded(files=[{"name": 3, "header": "{}"}]), "without a name"),
+        (encoded(files=[{"name": [], "header": "{}"}]), "without a name"),
         (encoded(files=3), "does not tell of files"),
         (encoded(files=[{}]), "does not tell of files"),
         (encoded(files=[]), "is not true of tensor 'a'"),
@@ -337,6 +347,7 @@ def encoded(**changes: object) -> bytes:
         (encoded(files=[{"name": "m", "header": "{}"}] * 2), "twice"),
         (encoded(files=[{"name": "m", "header": make_header([("a", "int8", (3,))], {}).text.decode()}]), "tensor 'a'"),
         (encoded(index={"name": "../i", "text": '{"weight_map": {"a": "m"}}'}), "a file cannot be called '../i'"),
+        (encoded(index={"name": 5, "text": '{"weight_map": {"a": "m"}}'}), "a file cannot be called '5'"),
         (encoded(index={"name": "m", "text": '{"weight_map": {"a": "m"}}'}), "is the index and a file"),
         (encoded(index={"name": "i", "text": '{"weight_map": {"a": "n"}}'}), "tensor 'a' is in n, but it is in m"),
         (encoded(index={"name": "i"}), "does not tell of files"),
@@ -399,6 +410,22 @@ def test_an_output_that_exists(tmp_path: Path, model: Path) -> None:
     copy(model, folder, force=True)
     assert listing(folder) == {"old": b"", "m.safetensors": model.read_bytes()}
     assert {path.name for path in tmp_path.iterdir()} == {"in", "out", "out.safetensors", "dir.safetensors", "plain"}
+
+
+@pytest.mark.parametrize("out", ["x" * 300, "x" * 300 + ".safetensors", "file/out"])
+def test_a_name_that_cannot_be_is_refused_before_anything(tmp_path: Path, out: str) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(StateError, match=r"out|x{300}"):
+        FileTarget(tmp_path / out)
+    assert os.listdir(tmp_path) == ["file"]
+
+
+def test_a_version_without_a_tensor_is_nothing_to_write(tmp_path: Path) -> None:
+    """No publisher has one; a hostile one says so."""
+    for out in ("out", "out.safetensors"):
+        with FileTarget(tmp_path / out) as target, pytest.raises(ManifestMismatch, match="holds no tensor"):
+            target.map(Manifest((), (), CHUNK_BYTES, "none", ""))
+    assert os.listdir(tmp_path) == []
 
 
 def test_an_empty_directory_is_replaced_as_a_whole(tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -123,6 +123,7 @@ BAD: dict[str, tuple[Any, str]] = {
     "wrapper": (Wrapper(), "Wrapper has no memory"),
     "fortran": (np.zeros((2, 3), order="F"), r"numpy.ascontiguousarray"),
     "strided": (np.zeros(8)[::2], "not C-contiguous"),
+    "masked": (np.ma.masked_array(np.ones(2), [True, False]), r"register `.data` and `.mask`"),
     "readonly": (readonly(), r"cannot be written to; register a copy"),
     "object": (np.array([None]), "dtype object is not one of torch's"),
     "big endian": (np.zeros(3, ">f4"), "dtype >f4 is not one of torch's"),
@@ -399,6 +400,21 @@ def test_versions_tell_of_writes() -> None:
     after = memory.versions()
     assert after[0] != before[0]
     assert after[1:] == before[1:]
+
+
+def test_versions_tell_of_memory_that_is_freed() -> None:
+    """As sharded training frees and takes it again; a tensor that only gets other bytes leaves the registered ones."""
+    with torch.inference_mode():
+        inference = torch.ones(3)
+    replaced, large = torch.ones(3), torch.ones(8)
+    memory = RegisteredMemory({"a": torch.ones(3), "part": large[:4], "inference": inference, "replaced": replaced})
+    before = memory.versions()
+    replaced.data = torch.zeros(3)
+    assert memory.versions()[:3] == before[:3]
+    assert memory.versions()[3] != -1
+    for tensor in (memory._tensors["a"], large, inference):
+        tensor.untyped_storage().resize_(0)
+    assert memory.versions()[:3] == (-1, -1, -1)
 
 
 def test_a_write_beside_a_tensor_in_its_storage_is_not_taken_for_one_to_it() -> None:

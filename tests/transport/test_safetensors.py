@@ -79,6 +79,7 @@ def entry(**changes: object) -> dict[str, object]:
         (entry(shape=[1.0]), "a shape that is none"),
         (entry(shape=[2**64]), "a shape that is none"),
         (entry(shape=[1] * 65), "a shape that is none"),
+        (entry(shape=[0, 2**62, 4], data_offsets=[0, 0]), r"shape \(0, 4611686018427387904, 4\) takes 2\*\*63 bytes"),
         (entry(data_offsets=[0]), "data_offsets that are none"),
         (entry(data_offsets=[4, 0]), "data_offsets that are none"),
         (entry(data_offsets="04"), "data_offsets that are none"),
@@ -115,6 +116,13 @@ def test_bad_headers(tmp_path: Path, header: object, reason: str) -> None:
 def test_bad_texts(text: bytes, reason: str) -> None:
     with pytest.raises(ValueError, match=reason):
         parse_header(text)
+
+
+def test_a_name_that_is_there_twice_among_very_many() -> None:
+    """Found without comparing each with each: that would take hours."""
+    names = ",".join(f'"{number}":0' for number in range(300_000))
+    with pytest.raises(ValueError, match="says '299999' twice"):
+        parse_header(f'{{{names},"299999":0}}'.encode())
 
 
 @pytest.mark.parametrize("content", [b"", b"short", b"\xff" * 64, b"\3\0\0\0\0\0\0\0{}", b"\1\0\0\0\0\0\0\0{"])

@@ -22,7 +22,7 @@ from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 
 from tensorhub.errors import StateError, TensorHubError
-from tensorhub.types import parse_address
+from tensorhub.types import check_name, parse_address
 
 FAILED = 1
 USAGE = 2
@@ -69,6 +69,14 @@ def check_address(address: str | None) -> str:
     except StateError as error:
         raise usage(str(error)) from error
     return address
+
+
+def checked_model(name: str) -> str:
+    """The name of a model that a command was given; a usage error if it cannot be one."""
+    try:
+        return check_name("model", name)
+    except StateError as error:
+        raise usage(str(error)) from error
 
 
 def read_token(path: Path | None) -> str | None:

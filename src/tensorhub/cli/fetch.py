@@ -20,6 +20,7 @@ from tensorhub.cli.common import (
     TokenFileOption,
     bytes_bar,
     check_address,
+    checked_model,
     read_token,
     report,
     run,
@@ -60,7 +61,7 @@ def fetch(
     try:
         token = read_token(token_file)
         fetching = Fetching(
-            model, out, names, _selector(version), rank, timeout, check_address(address), token, force, quiet
+            checked_model(model), out, names, _selector(version), rank, timeout, check_address(address), token, force, quiet
         )
     except CommandError as error:
         raise typer.Exit(report(error)) from None

@@ -21,6 +21,7 @@ from tensorhub.cli.common import (
     TokenFileOption,
     bytes_bar,
     check_address,
+    checked_model,
     read_token,
     report,
     run,
@@ -54,7 +55,8 @@ def publish(
     code 0. What cannot be published is exit code 2.
     """
     try:
-        publisher = Publisher(path, model, version, check_address(address), read_token(token_file), as_json, quiet)
+        token = read_token(token_file)
+        publisher = Publisher(path, checked_model(model), version, check_address(address), token, as_json, quiet)
     except CommandError as error:
         raise typer.Exit(report(error)) from None
     try:

@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import json
 import os
+import stat
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tensorhub.transport.safetensors import Header, parse_header
+from tensorhub.transport.safetensors import Header, open_file, parse_header
 
 FORMAT = "safetensors/1"
 SUFFIX = ".safetensors"
@@ -72,7 +73,7 @@ class Checkpoint:
         """ValueError for what is not one model."""
         for name in (*self.headers, *([self.index.name] if self.index else ())):
             if fault := file_name_fault(name):
-                raise ValueError(f"a file cannot be called {name[:64]!r}: {fault}")
+                raise ValueError(f"a file cannot be called {str(name)[:64]!r}: {fault}")
         if len(self.headers) > FILES_MAX:
             raise ValueError(f"there are more than {FILES_MAX} files")
         there: dict[str, str] = {}
@@ -109,7 +110,7 @@ class Checkpoint:
             named = None if index is None else (index["name"], index["text"].encode())
         except (KeyError, TypeError, AttributeError, UnicodeEncodeError) as error:
             raise ValueError("it does not tell of files as it should") from error
-        if len({name for name, _ in files}) != len(files) or not all(isinstance(name, str) for name, _ in files):
+        if not all(isinstance(name, str) for name, _ in files) or len(dict(files)) != len(files):
             raise ValueError("it tells of a file twice, or of one without a name")
         headers = {name: parse_header(header) for name, header in files}
         return cls(headers, None if named is None else Index.parse(*named))
@@ -150,8 +151,14 @@ def _index_in(directory: Path) -> Path | None:
 
 
 def _indexed(path: Path) -> tuple[Sequence[Path], Index]:
-    with path.open("rb") as file:
-        text = file.read(INDEX_BYTES_MAX + 1)
+    descriptor = open_file(path)  # which never waits, as for the other end of a pipe
+    try:
+        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+            raise ValueError(f"{path} is not an index of safetensors files: it is not a file at all")
+        with os.fdopen(descriptor, "rb", closefd=False) as file:
+            text = file.read(INDEX_BYTES_MAX + 1)
+    finally:
+        os.close(descriptor)
     try:
         if len(text) > INDEX_BYTES_MAX:
             raise ValueError(f"it has more than {INDEX_BYTES_MAX} bytes")

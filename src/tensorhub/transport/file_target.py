@@ -48,6 +48,8 @@ def plan(manifest: Manifest, wanted: Sequence[TensorSpec], name: str | None) -> 
     A file of which everything is wanted is as it was published. ManifestMismatch if the format cannot hold a tensor, or for
     metadata that is not what a publisher says of these tensors.
     """
+    if not wanted:
+        raise _mismatch("this version holds no tensor: there is nothing to write")
     try:
         source = Checkpoint.decode(manifest.metadata)
         if source is None:
@@ -137,7 +139,9 @@ class FileTarget:
 
     def _check_free(self) -> None:
         with _explained(f"{self._out} cannot be looked at"):
-            if not os.path.lexists(self._out):
+            try:
+                self._out.lstat()
+            except FileNotFoundError:
                 return
             if self._is_file and self._out.is_dir():
                 raise StateError(f"{self._out} is a directory: a name that ends in {SUFFIX} is one file")

@@ -148,6 +148,8 @@ def _quantized_fault(tensor: Any) -> str | None:
 
 
 def _numpy_fault(array: Any) -> str | None:
+    if hasattr(array, "mask"):
+        return "it is masked, and its mask would stay behind; register `.data` and `.mask`"
     if array.dtype.name not in ITEMSIZE or not array.dtype.isnative:
         return f"dtype {array.dtype} is not one of torch's; convert it (`.astype(...)`)"
     if not array.flags.c_contiguous:
@@ -250,7 +252,8 @@ class RegisteredMemory:
         self.descriptions = describe(self._tensors)
         self._by_name = {description.name: description for description in self.descriptions}
         # Lanes may still read the old bytes when the caller has replaced them, so what holds them is kept.
-        self._storages = {name: _storage(tensor) for name, tensor in self._tensors.items()}
+        self._storages: dict[str, Any] = {name: _storage(tensor) for name, tensor in self._tensors.items()}
+        self._storage_addresses = list(self._storage_addresses_now())
         self._of_torch = [_is_torch(tensor) for tensor in self._tensors.values()]
         # The views of one storage share one count: a write elsewhere in it would look like one to its tensors here.
         self._counted = [
@@ -295,10 +298,15 @@ class RegisteredMemory:
         """torch's count of writes, per tensor: equal before and after, no torch operation has written.
 
         Writes through numpy, `.data` and views of bytes are not counted. 0: this tensor has no count (a numpy array, an
-        inference tensor, or a part of a larger storage).
+        inference tensor, or a part of a larger storage). -1: its bytes are gone (`untyped_storage().resize_(0)`).
         """
-        counted = zip(self._tensors.values(), self._counted, strict=True)
-        return tuple([tensor._version if counts else 0 for tensor, counts in counted])
+        there = map(eq, self._storage_addresses_now(), self._storage_addresses)
+        counted = zip(self._tensors.values(), self._counted, there, strict=True)
+        return tuple([(tensor._version if counts else 0) if is_there else -1 for tensor, counts, is_there in counted])
+
+    def _storage_addresses_now(self) -> Iterator[int]:
+        """Where torch has the bytes that were registered: a tensor may have others by now, and these may be freed."""
+        return (storage.data_ptr() if hasattr(storage, "data_ptr") else 0 for storage in self._storages.values())
 
     def digests(self, manifest: Manifest, check: Callable[[], object]) -> None:
         """None: they are made when a chunk is first sent."""

@@ -10,13 +10,14 @@ from __future__ import annotations
 import json
 import os
 import stat
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
 from typing import Any, NoReturn
 
-from tensorhub.manifest import DIMENSIONS_MAX, INT_MAX, ITEMSIZE, TENSORS_MAX, name_fault
+from tensorhub.manifest import DIMENSIONS_MAX, INT_MAX, ITEMSIZE, TENSORS_MAX, name_fault, shape_fault
 
 HEADER_BYTES_MAX = 100_000_000  # the format's own limit
 LENGTH_BYTES = 8
@@ -146,9 +147,9 @@ class _Pairs(list[tuple[str, Any]]):
     def unique(self) -> dict[str, Any]:
         found = dict(self)
         if len(found) != len(self):
-            names = [name for name, _ in self]
-            twice = next(name for name in names if names.count(name) > 1)
-            raise ValueError(f"its header says {twice!r} twice")
+            counts = Counter(name for name, _ in self)
+            twice = next(name for name, count in counts.items() if count > 1)
+            raise ValueError(f"its header says {twice[:64]!r} twice")
         return found
 
 
@@ -189,6 +190,8 @@ def _entry(name: str, value: object) -> Entry:
     if not _are_sizes(offsets) or len(offsets) != 2 or offsets[0] > offsets[1]:
         raise ValueError(f"{what} has data_offsets that are none")
     start, end = offsets
+    if fault := shape_fault(shape, torch_name):
+        raise ValueError(f"{what}: {fault}")
     if prod(shape) * ITEMSIZE[torch_name] != end - start:
         raise ValueError(f"{what} is {dtype} of shape {shape}, and has {end - start} bytes")
     return Entry(name, torch_name, tuple(shape), start, end - start)
