@@ -222,6 +222,17 @@ def test_who_cancels_while_it_waits_stays_published() -> None:
     cluster.check_agreement()
 
 
+def test_who_cancels_before_a_word_came_asks_in_a_hurry_and_stays_published() -> None:
+    """It does not know yet that its version is retained, and must not fence for that (R4)."""
+    cluster, trainer, _ = retained(1)
+    asked = trainer.unpublish()
+    trainer.cancel()
+    cluster.advance(0.01)
+    assert isinstance(asked.error, RetentionError)
+    assert trainer.member.version == 1
+    cluster.check_agreement()
+
+
 def test_a_cancel_that_crosses_the_refusal_changes_nothing() -> None:
     """When it arrives the holder might go; but it is told already that it stays."""
     cluster, trainer, (reader,) = retained(1, "reader")

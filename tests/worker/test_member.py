@@ -15,7 +15,7 @@ from tensorhub.errors import (
     VersionUnavailable,
 )
 from tensorhub.manifest import TensorDescription, build_manifest
-from tensorhub.messages import ErrorInfo, ManifestReply, Progress, Refused
+from tensorhub.messages import ErrorInfo, ManifestReply, OrderedOut, Progress, Refused
 from tensorhub.types import HandleState
 from tests.harness import CHUNK_BYTES, Asked, Handle, PureCluster
 
@@ -344,6 +344,26 @@ def test_an_update_that_cannot_fence_leaves_the_old_version_published(online: bo
     again = reader.update("latest", 8)
     cluster.run()
     assert again.number == 2
+
+
+def test_what_is_ordered_out_while_it_is_fenced_for_an_update_is_overwritten_all_the_same() -> None:
+    """It is on its way out: a second fence, and a handle that holds nothing, would leave the update waiting for good."""
+    cluster, _, (reader, other) = published("reader", "other")
+    reader.replicate()
+    cluster.run()
+    other.publish(2)
+    cluster.run()
+    reader.hold_access()
+    asked = reader.update("latest")
+    cluster.run()
+    assert reader.member.content is not None
+    registration, content_id = reader.shard.registration, reader.member.content.version.content_id
+    reader.apply(reader.member.receive(OrderedOut(registration, content_id, "rolled back"), cluster.now))
+    cluster.run()
+    reader.end_access()
+    cluster.run()
+    assert (asked.number, reader.member.version) == (2, 2)
+    cluster.check_agreement()
 
 
 def test_on_one_rank_a_fence_that_does_not_end_ends_the_groups_update() -> None:
