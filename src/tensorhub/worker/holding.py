@@ -170,8 +170,8 @@ class Holding(Stateful[HandleState]):
             self.restate()
 
     def not_kept(self) -> None:
-        """The coordinator does not know the content that was restated."""
-        if self.state is HandleState.READY:
+        """The coordinator does not know the content that was restated. What is about to be overwritten is fenced already."""
+        if self.state is HandleState.READY and not self.fencing:
             number = self.version
             self._let_go(HandleState.EMPTY, "ordered out: the coordinator does not know that content")
             self.given_up = number
