@@ -401,3 +401,23 @@ def test_an_integer_that_is_not_visible_fails_at_once_and_says_what_to_do() -> N
     with pytest.raises(VersionUnavailable, match="does not exist any more; available: 3") as caught:
         _ = never.number
     assert not caught.value.retryable
+
+
+def test_a_refusal_in_a_group_of_a_million_ranks_costs_what_its_members_cost() -> None:
+    cluster = PureCluster()
+    one, two = cluster.handle("one", "huge", 0, 2**20), cluster.handle("two", "huge", 1, 2**20)
+    cluster.run()
+    one.refuse()
+    cluster.run()
+    group = cluster.coordinator.cluster.models["actor"].groups["huge"]
+    assert [sorted(outcomes) for outcomes in group.decided.values()] == [[0, 1]]
+    asked = two.publish(1)
+    cluster.run()
+    assert isinstance(asked.error, GroupAborted)
+    one.publish(1, timeout_s=1.0)
+    asked = two.publish(1, timeout_s=1.0)
+    cluster.run()
+    cluster.advance(3)
+    assert isinstance(asked.error, OperationTimeout)
+    assert "2 (not registered), 3 (not registered)" in str(asked.error)
+    assert "and 1048558 more" in str(asked.error)

@@ -15,6 +15,7 @@ from tensorhub.messages import Fill
 from tensorhub.types import OpKind
 
 FAULTS_TOLD_MAX = 3  # in an error
+RANKS_TOLD_MAX = 16
 
 
 class Deadlines:
@@ -51,7 +52,9 @@ class Deadlines:
     def _not_called(operation: Operation, late: RankPart, what: str) -> Blame:
         group = operation.group
         missing = sorted(set(range(group.world_size)) - set(operation.parts))
-        ranks = ", ".join(f"{rank}{'' if rank in group.members else ' (not registered)'}" for rank in missing)
+        named = missing[:RANKS_TOLD_MAX]
+        ranks = ", ".join(f"{rank}{'' if rank in group.members else ' (not registered)'}" for rank in named)
+        ranks += f" and {len(missing) - len(named)} more" if len(missing) > len(named) else ""
         text = f"{what}: waited {late.call.timeout_s:g} s for group {group.name!r}; these ranks did not call: {ranks}"
         return Blame(OperationTimeout(text))
 

@@ -6,7 +6,7 @@ nor for what a commit or an abort means for versions and memory: the operation's
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 
 from tensorhub.coordinator.entities import DECIDED_KEPT_MAX, Blame, Cluster, Member, Model, Operation
 from tensorhub.coordinator.kinds import Kind
@@ -75,7 +75,8 @@ class Decisions:
         """
         self._become(operation, OperationState.ABORTED, str(blame.error))
         self._kinds[operation.kind].abort(operation)
-        concerned: Iterable[int] = range(operation.group.world_size) if also_late else operation.parts
+        # Who registers later begins with a later operation.
+        concerned = {*operation.parts, *operation.group.members} if also_late else operation.parts.keys()
         self._close(operation, {rank: _aborted(operation, blame, rank) for rank in concerned})
 
     def _close(self, operation: Operation, outcomes: dict[int, Outcome]) -> None:

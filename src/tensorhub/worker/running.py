@@ -20,6 +20,7 @@ from tensorhub.errors import (
     OperationTimeout,
     StateError,
     TensorHubError,
+    text_of,
 )
 from tensorhub.errors import Memory as TensorState
 from tensorhub.messages import Abandon, EpochChanged, ErrorInfo, Resolve
@@ -206,4 +207,4 @@ def _to_others(error: Exception) -> ErrorInfo:
         return ErrorInfo.of(StateError(str(error), retryable=True))
     if isinstance(error, TensorHubError):
         return ErrorInfo.of(error)
-    return ErrorInfo.of(GroupAborted(f"{type(error).__name__}: {error}"[:2000]))
+    return ErrorInfo.of(GroupAborted(text_of(error)[:2000]))
