@@ -5,6 +5,11 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from hypothesis import settings
+
+# How long an example takes says more of the machine than of the code.
+settings.register_profile("tensorhub", deadline=None)
+settings.load_profile("tensorhub")
 
 
 def _lacks_gpu() -> str | None:

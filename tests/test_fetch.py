@@ -309,6 +309,21 @@ class Elsewhere(AllocatedMemory):
         return replace(super().map(manifest), then=self._then)
 
 
+class Broken(AllocatedMemory):
+    def map(self, manifest: Manifest) -> MappedRegions:
+        raise ZeroDivisionError("a defect")
+
+
+async def test_a_defect_of_one_memory_costs_its_call_and_no_other_handle_anything() -> None:
+    async with cluster("trainer", "reader") as c:
+        source = layers()
+        await published(c.hubs[0], source)
+        with pytest.raises(errors.StateError, match="cannot hold this version: ZeroDivisionError: a defect") as caught:
+            await fetch_into(c.hubs[1], "m", 1, Broken())
+        assert (caught.value.retryable, caught.value.memory) == (False, "intact")
+        assert equal(await c.hubs[1].fetch("m", 1), source)
+
+
 async def test_what_cannot_be_brought_to_its_device_is_an_error() -> None:
     async with cluster("trainer", "reader") as c:
         source = layers()

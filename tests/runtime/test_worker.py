@@ -32,7 +32,7 @@ def in_no_time(main: Callable[[], Awaitable[None]]) -> None:
         async with nothing_left(10**6):
             await main()
 
-    anyio.run(checked, backend="trio", backend_options={"clock": trio.testing.MockClock(autojump_threshold=0.01)})
+    anyio.run(checked, backend="trio", backend_options={"clock": trio.testing.MockClock(autojump_threshold=0.03)})
     assert not busy_threads()
 
 

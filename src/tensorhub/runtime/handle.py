@@ -18,7 +18,7 @@ import anyio.from_thread
 import anyio.lowlevel
 import anyio.to_thread
 
-from tensorhub.errors import DrainTimeout, MutabilityViolation, StateError, TensorHubError
+from tensorhub.errors import DrainTimeout, MutabilityViolation, StateError, TensorHubError, text_of
 from tensorhub.errors import Memory as TensorState
 from tensorhub.manifest import Manifest
 from tensorhub.messages import FromWorker, Progress
@@ -362,6 +362,16 @@ class Handle:
         else:
             self._owner.forget(self._registration)
 
+    def _map_safely(self, manifest: Manifest) -> tuple[MappedRegions, ChunkMemory]:
+        """As `_map`; what goes wrong there costs this call, and no other handle anything."""
+        try:
+            return self._map(manifest)
+        except TensorHubError:
+            raise
+        except Exception as error:
+            log.exception("memory_not_mapped", registration=self._registration)
+            raise StateError(f"{self.memory!r} cannot hold this version: {text_of(error)}") from error
+
     def _change_source(self, action: AddPullSource | DropPullSource) -> None:
         pull = self._pull
         if pull is None or pull.ended.is_set():
@@ -382,7 +392,7 @@ class Handle:
             with pull.scope:
                 self.memory.check_unreplaced()  # before_write may have moved them
                 # In a thread, for memory that is made only now: a file of its size.
-                mapped, chunks = await anyio.to_thread.run_sync(self._map, action.manifest)
+                mapped, chunks = await anyio.to_thread.run_sync(self._map_safely, action.manifest)
                 async with anyio.create_task_group() as tasks:
                     await self._pull_chunks(action, pull, chunks, tasks)
                     tasks.cancel_scope.cancel()
