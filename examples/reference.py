@@ -335,6 +335,7 @@ def train_blocking(address: str) -> None:
         weights.unpublish()
         weights.close()
         assert weights.state == "closed"
+        hub.close()  # the end of the block does it too
 
 
 @shows("sync.Weights.replicate", "sync.Weights.update", "sync.Hub.newest", "sync.Hub.wait_for", "sync.Hub.describe")

@@ -230,12 +230,11 @@ def test_ctrl_c_in_before_write_leaves_the_old_version(hubs: Pair) -> None:
 
 @pytest.mark.parametrize("name", ["serve", "connect", "Hub", "Weights"])
 def test_it_mirrors_the_async_api(name: str) -> None:
-    """The same names, parameters and defaults, but for what is not built yet."""
-    unbuilt = {"prefetch"}
+    """The same names, parameters and defaults."""
     theirs, ours = getattr(tensorhub, name), getattr(sync, name)
     if inspect.isclass(theirs):
-        public = {key for key in vars(theirs) if not key.startswith("_")} - unbuilt
-        assert public - {"close"} <= {key for key in vars(ours) if not key.startswith("_")}
+        public = {key for key in vars(theirs) if not key.startswith("_")}
+        assert public <= {key for key in vars(ours) if not key.startswith("_")}
         pairs = [(getattr(theirs, key), getattr(ours, key)) for key in public & set(vars(ours))]
     else:
         pairs = [(theirs, ours)]

@@ -14,7 +14,7 @@ import contextlib
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import TracebackType
-from typing import Any, Generic, Self, TypeVar, overload
+from typing import Any, Generic, NoReturn, Self, TypeVar, overload
 
 from tensorhub import hub as _async
 from tensorhub.fetched import Fetched
@@ -173,6 +173,10 @@ class Hub:
         fetch = self._hub.fetch(model, selector, rank=rank, names=names, device=device, timeout=timeout)
         return _finish(fetch)
 
+    def close(self) -> None:
+        """Close every handle and leave the cluster; the end of the block does it too."""
+        _finish(self._hub.close())
+
 
 class Watcher:
     """Newest versions of one model, conflated. Iterate with `for`; ends when the hub is closed."""
@@ -246,6 +250,10 @@ class Weights:
         hook = None if before_write is None else _as_async(before_write)
         update = self._weights.update(selector, at_least=at_least, before_write=hook, staged=staged, timeout=timeout)
         return _finish(update)
+
+    def prefetch(self, selector: Selector = LATEST, timeout: float | None = None) -> NoReturn:
+        """Fill host memory with a version while the current one stays in use. Not built yet."""
+        _finish(self._weights.prefetch(selector, timeout))
 
     def close(self, abandon: bool = False) -> None:
         """Withdraw what is published and give the registration up; see `tensorhub.Weights.close`."""
