@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import pty
 import signal
 import subprocess
 from collections.abc import Iterator, Sequence
@@ -16,7 +17,7 @@ from safetensors.torch import load_file, save_file
 
 from examples.encoder import model_path
 from tensorhub import sync
-from tests.cli.processes import PROGRAM, WAIT_S, eventually, run, started
+from tests.cli.processes import PROGRAM, WAIT_S, environment, eventually, run, started
 from tests.cli.test_publish import OPTIONS, large, published, zeros_like
 from tests.transport.test_files import listing, sharded, some
 
@@ -212,3 +213,25 @@ def test_a_full_disk(address: str, tmp_path: Path) -> None:
     )
     assert done.stderr.count("\n") == 1
     assert os.listdir(tmp_path / "place") == []
+
+
+@pytest.mark.parametrize("options", [(), ("--quiet",)])
+def test_progress_is_shown_on_a_terminal_and_to_nobody_who_wants_quiet(
+    address: str, tmp_path: Path, options: tuple[str, ...]
+) -> None:
+    out = tmp_path / "out.safetensors"
+    with trainer(address, {"w": torch.ones(2**20)}):
+        ours, theirs = pty.openpty()
+        with open(ours, "rb", buffering=0) as screen:
+            with open(theirs, "wb", buffering=0) as terminal:
+                command = [*PROGRAM, "fetch", "m", "--out", str(out), "--address", address, *options]
+                environ = {**environment(), "TERM": "xterm"}
+                done = subprocess.run(command, stdout=subprocess.PIPE, stderr=terminal, timeout=WAIT_S, env=environ)
+            shown = b""
+            with contextlib.suppress(OSError):  # nobody has the other end any more
+                while part := screen.read(65_536):
+                    shown += part
+    assert done.returncode == 0
+    assert done.stdout.startswith(b"fetched m version 1: ")
+    assert (b"fetching m" in shown) == (not options)
+    assert bool(shown) == (not options)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import mmap
 import os
 import signal
 import subprocess
@@ -17,7 +18,7 @@ from safetensors.torch import load_file, save_file
 
 from examples.encoder import model_path
 from tensorhub import sync
-from tensorhub.errors import TensorHubError
+from tensorhub.errors import IntegrityError, TensorHubError
 from tensorhub.types import Options
 from tests.cli.processes import WAIT_S, eventually, line_with, run, started
 from tests.rig import gated
@@ -173,3 +174,20 @@ def test_a_file_that_is_written_before_it_is_read(address: str, tmp_path: Path, 
             weights.replicate(timeout=10)
         assert process.wait(WAIT_S) == 1
         assert weights.state in ("torn", "empty")
+
+
+def test_a_write_through_a_mapping_that_its_publisher_cannot_see_gives_nobody_other_bytes(
+    address: str, tmp_path: Path
+) -> None:
+    """The page is dirty already, so neither size nor time changes; the digests were made before."""
+    path = large(tmp_path / "m.safetensors", 8)
+    with path.open("r+b") as file, mmap.mmap(file.fileno(), 0) as mapping:
+        mapping[-1] ^= 1
+        with published(path, address) as (process, _), sync.connect(address, options=OPTIONS) as hub:
+            before = path.stat()
+            mapping[-1] ^= 1
+            assert path.stat().st_mtime_ns == before.st_mtime_ns
+            with pytest.raises(IntegrityError) as caught:
+                hub.fetch("m", timeout=1)
+            assert (caught.value.retryable, caught.value.memory) == (True, "intact")
+            assert process.poll() is None
