@@ -136,7 +136,8 @@ class Coordinator(Stateful[CoordinatorState]):
                 del model.versions[number]
         for decision in sorted(durable.decisions, key=lambda d: d.key):
             cluster.decisions[decision.key.model, decision.key.group] = decision
-        cluster.timers.set("recovery", "", cluster.now + cluster.options.lease_s)
+        if durable.publications:  # whose holders may come back
+            cluster.timers.set("recovery", "", cluster.now + cluster.options.lease_s)
 
     # ------------------------------------------------------------------------------------------------- entry points
 
