@@ -32,6 +32,7 @@ from tensorhub.coordinator.readers import Readers
 from tensorhub.coordinator.retention import Retentions
 from tensorhub.coordinator.states import COORDINATOR_TABLE, CoordinatorState
 from tensorhub.coordinator.versions import Versions
+from tensorhub.coordinator.withdrawals import Withdrawals
 from tensorhub.errors import VersionUnavailable
 from tensorhub.machine import InvariantBroken, Stateful
 from tensorhub.messages import (
@@ -100,10 +101,11 @@ class Coordinator(Stateful[CoordinatorState]):
         self.cluster.now = now
         self._versions = Versions(self.cluster)
         self._retentions = Retentions(self.cluster)
-        self._readers = Readers(self.cluster, self._retentions)
+        self._readers = Readers(self.cluster)
+        self._withdrawals = Withdrawals(self.cluster, self._readers, self._retentions)
         self._operations = Operations(self.cluster, self._versions, self._readers, self._retentions)
         self._lineages = Lineages(self.cluster, self._versions, self._readers, self._operations)
-        self._membership = Membership(self.cluster, self._retentions, self._readers, self._operations)
+        self._membership = Membership(self.cluster, self._retentions, self._readers, self._withdrawals, self._operations)
         if durable is not None:
             self._recover(durable)
         self.become(CoordinatorState.SERVING, 0, now, "recovered")
@@ -175,7 +177,7 @@ class Coordinator(Stateful[CoordinatorState]):
                 case ("retry", key):
                     self._operations.retry_due(key)
                 case ("withdrawal", registration):
-                    self._readers.withdrawal_due(registration)
+                    self._withdrawals.due(registration)
                 case ("recovery", _):
                     self._retentions.recovery_over()
                     for model in self.cluster.models.values():
@@ -277,7 +279,7 @@ class Coordinator(Stateful[CoordinatorState]):
             case Withdraw():
                 member = worker.members.get(message.registration)
                 if member is not None:
-                    self._readers.withdraw(member, message)
+                    self._withdrawals.ask(member, message)
                 else:
                     self.cluster.send(worker.session, Withdrawable(message.request))
             case Withdrawn():
@@ -391,6 +393,6 @@ class Coordinator(Stateful[CoordinatorState]):
                 del cluster.changed_models[name]
                 model = cluster.models[name]
                 self._versions.refresh(model)
-                self._readers.settle_withdrawals(model)
+                self._withdrawals.settle(model)
                 self._lineages.settle(model)
                 cluster.changed_operations.update(model.waiting)

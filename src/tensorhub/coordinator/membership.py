@@ -11,6 +11,7 @@ from tensorhub.coordinator.operations import Operations
 from tensorhub.coordinator.readers import Readers
 from tensorhub.coordinator.retention import Retentions
 from tensorhub.coordinator.states import ReplicaState, WorkerState
+from tensorhub.coordinator.withdrawals import Withdrawals
 from tensorhub.errors import RegistrationError, TensorHubError
 from tensorhub.messages import (
     Dismissed,
@@ -31,10 +32,18 @@ from tensorhub.types import Medium, Purpose
 class Membership:
     """Changes sessions, workers, members and groups; nobody else does."""
 
-    def __init__(self, cluster: Cluster, retentions: Retentions, readers: Readers, operations: Operations) -> None:
+    def __init__(
+        self,
+        cluster: Cluster,
+        retentions: Retentions,
+        readers: Readers,
+        withdrawals: Withdrawals,
+        operations: Operations,
+    ) -> None:
         self._cluster = cluster
         self._retentions = retentions
         self._readers = readers
+        self._withdrawals = withdrawals
         self._operations = operations
 
     # -- workers
@@ -201,7 +210,7 @@ class Membership:
         member.said_in = member.worker.session
         part = group.operation.parts.get(member.rank) if group.operation is not None else None
         filling = part.holding if part is not None and part.member is member else None
-        counts = self._readers.restated(member, held.generation if held is not None else None, filling)
+        counts = self._withdrawals.restated(member, held.generation if held is not None else None, filling)
         publishes = part is not None and part.member is member and isinstance(part.call, Publish)  # it holds nothing yet
         keep = held is None or counts or (not publishes and self._announce(member, held))
         answer = Registered(message.request, message.registration, group.epoch, group.sequence, keep)
