@@ -81,6 +81,7 @@ class Coordinator(Stateful[CoordinatorState]):
     `ids`: mints ids that nobody else ever mints. `durable`: what the store held at the start.
     """
 
+    machine = "coordinator"
     table = COORDINATOR_TABLE
 
     def __init__(

@@ -45,6 +45,7 @@ DECIDED_KEPT_MAX = 32  # outcomes that a group remembers for ranks that ask late
 class Worker(Stateful[WorkerState]):
     """One incarnation of one worker process."""
 
+    machine: ClassVar = "worker lease"
     table: ClassVar = states.WORKER_TABLE
     __slots__ = ("endpoints", "heard_at", "incarnation", "location", "members", "name", "session")
 
@@ -119,6 +120,7 @@ class Group:
 class Version(Stateful[VersionState]):
     """One number of one lineage, with the content that was published under it."""
 
+    machine: ClassVar = "version"
     table: ClassVar = states.VERSION_TABLE
     __slots__ = ("abandoned", "holdings", "info", "layout_id", "lineage", "manifests", "publisher")
 
@@ -152,6 +154,7 @@ class Version(Stateful[VersionState]):
 class Replica(Stateful[ReplicaState]):
     """One group's copy of one version, or what a broken fill left of it (TORN)."""
 
+    machine: ClassVar = "replica"
     table: ClassVar = states.REPLICA_TABLE
     __slots__ = ("group", "holdings", "id", "medium", "purpose", "version")
 
@@ -206,6 +209,7 @@ class Holding:
 class ReadLease(Stateful[LeaseState]):
     """One reader's right to read one holding: one attempt, never used again."""
 
+    machine: ClassVar = "read lease"
     table: ClassVar = states.LEASE_TABLE
     __slots__ = ("dropping", "holding", "id", "part")
 
@@ -256,6 +260,7 @@ class RankPart:
 class Operation(Stateful[OperationState]):
     """One group call: publish, replicate, update, prefetch or fetch, on all ranks of a group."""
 
+    machine: ClassVar = "group operation"
     table: ClassVar = states.OPERATION_TABLE
     __slots__ = ("group", "key", "kind", "later", "parts", "record", "unchanged", "version", "writing")
 
