@@ -84,6 +84,7 @@ class Coordinator(Stateful[CoordinatorState]):
     `ids`: mints ids that nobody else ever mints. `durable`: what the store held at the start.
     """
 
+    machine = "coordinator"
     table = COORDINATOR_TABLE
 
     def __init__(
@@ -150,6 +151,7 @@ class Coordinator(Stateful[CoordinatorState]):
         cluster = self.cluster
         cluster.now = max(now, cluster.now)
         cluster.cause += 1
+        cluster.noted.clear()
         self._run_timers()
         self._handle(event)
         self._settle()
@@ -162,6 +164,10 @@ class Coordinator(Stateful[CoordinatorState]):
     def check_invariants(self) -> None:
         """Raise InvariantBroken, with a story, if anything that always holds does not."""
         invariants.check(self.cluster)
+
+    def check_touched(self) -> None:
+        """The same, of what the last step has changed: costs as much as that step, however large the cluster is."""
+        invariants.check_noted(self.cluster)
 
     # ------------------------------------------------------------------------------------------------------ events
 
@@ -336,7 +342,10 @@ class Coordinator(Stateful[CoordinatorState]):
         model = self.cluster.models.get(message.key.model)
         group = model.groups.get(message.key.group) if model is not None else None
         member = group.members.get(message.rank) if group is not None else None
-        return member if member is not None and member.worker is worker else None
+        if member is None or member.worker is not worker:
+            return None
+        self.cluster.note(member)
+        return member
 
     def _ask(self, session: Session, message: Watch | Describe | GetManifest | Check) -> None:
         cluster = self.cluster
@@ -387,6 +396,7 @@ class Coordinator(Stateful[CoordinatorState]):
             while cluster.changed_operations:
                 _, operation = cluster.changed_operations.popitem()
                 if not operation.decided:
+                    cluster.note(operation)
                     self._operations.settle(operation)
             if cluster.changed_models:
                 name = next(iter(cluster.changed_models))

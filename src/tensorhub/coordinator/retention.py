@@ -87,6 +87,7 @@ class Retentions:
             return
         content_id = model.versions[message.version].info.content_id
         pinned = Pinned(message.pin, worker.incarnation, model.name, message.version, content_id)
+        self._cluster.note(model)
         model.pins[pinned.pin] = pinned  # it counts at once, so that nobody leaves while it is being recorded
         self._record(Order(model, message, worker.session), pinned)
 
