@@ -20,7 +20,7 @@ from tensorhub.errors import IntegrityError, ManifestMismatch, VersionUnavailabl
 from tensorhub.hub import Hub
 from tensorhub.runtime import worker as worker_module
 from tensorhub.runtime.tcp_channel import TcpTransport
-from tensorhub.transport.base import Arrival, Channel, Cutter, Destination, ReadRight
+from tensorhub.transport.base import Arrival, Channel, Cutter, Destination, Lacking, ReadRight
 from tensorhub.transport.registry import Registry
 from tensorhub.types import Endpoint, FetchReport, Location, VersionInfo
 from tests.processes.crew import Crew, Failed, crew
@@ -87,9 +87,9 @@ class _Liar:
     def submit(self, chunks: Sequence[int]) -> None:
         self._channel.submit(chunks)
 
-    def receive(self, bytes_max: int) -> Arrival:
+    def receive(self, bytes_max: int) -> Arrival | Lacking:
         arrival = self._channel.receive(bytes_max)
-        for chunk, _ in arrival.chunks:
+        for chunk, _ in arrival.chunks if isinstance(arrival, Arrival) else ():
             self._destination.buffer(chunk)[0] ^= 0xFF
         return arrival
 
