@@ -53,8 +53,6 @@ from tensorhub.messages import (
     Heartbeat,
     HeartbeatAck,
     Join,
-    Keep,
-    Kept,
     Leave,
     MakeCopy,
     Pin,
@@ -498,7 +496,7 @@ class SimWorker:
         handle = Handle(self.cluster, self, shard)
         self.handles.append(handle)
         if self.link is not None and self.link.welcomed:
-            handle.apply(handle.member.connected(self.cluster.now))
+            handle.apply(handle.member.connected(self.cluster.now, self.cluster.options.lease_s))
         return handle
 
     def connect(self) -> None:
@@ -614,7 +612,7 @@ class SimWorker:
                 assert self.link is not None
                 self.link.welcomed = True
                 for handle in self.handles:
-                    handle.apply(handle.member.connected(now))
+                    handle.apply(handle.member.connected(now, self.cluster.options.lease_s))
                 for pin, (model, version) in list(self.pins.items()):
                     self.pin(version, model, pin)
             case Dismissed():
@@ -634,8 +632,6 @@ class SimWorker:
             case DropCopy():
                 for copy in [handle for handle in self.handles if handle.shard.registration == message.copy]:
                     self.drop_copy(copy)
-            case Keep():
-                self.say(Kept(message.registration, message.content_id, message.keep))
             case EpochChanged():
                 for handle in self.handles:
                     if (handle.shard.model, handle.shard.group) == (message.model, message.group):

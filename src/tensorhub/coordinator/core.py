@@ -303,7 +303,9 @@ class Coordinator(Stateful[CoordinatorState]):
             case CopyRefused():
                 self._custody.refused(worker, message.copy)
             case Kept():
-                pass
+                member = worker.members.get(message.registration)
+                if member is not None:
+                    self._retentions.kept(member, message)
             case ReaderCut():
                 lease = self.cluster.leases.get(message.lease)
                 if lease is not None and lease.holding.member.worker is worker:
@@ -402,6 +404,7 @@ class Coordinator(Stateful[CoordinatorState]):
                 del cluster.changed_models[name]
                 model = cluster.models[name]
                 self._versions.refresh(model)
+                self._retentions.settle(model)
                 self._withdrawals.settle(model)
                 self._custody.settle(model)
                 self._lineages.settle(model)

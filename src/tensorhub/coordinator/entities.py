@@ -135,7 +135,7 @@ class Version(Stateful[VersionState]):
     """One number of one lineage, with the content that was published under it."""
 
     table: ClassVar = states.VERSION_TABLE
-    __slots__ = ("abandoned", "holdings", "info", "layout_id", "lineage", "manifests", "publisher", "refusals")
+    __slots__ = ("abandoned", "holdings", "info", "layout_id", "lineage", "manifests", "publisher", "refusals", "retained")
 
     def __init__(self, info: VersionInfo, lineage: int, layout_id: str, publisher: OpKey) -> None:
         super().__init__(VersionState.STAGED)
@@ -143,6 +143,7 @@ class Version(Stateful[VersionState]):
         self.lineage = lineage
         self.layout_id = layout_id
         self.publisher = publisher  # the publish that minted it
+        self.retained = False  # so its holders were told
         self.abandoned = False  # its last live source left on purpose, and none has come since
         self.manifests: dict[int, bytes] = {}  # by shard; of every shard that was ever held since the start
         self.holdings: dict[int, list[Holding]] = {shard: [] for shard in range(info.world_size)}  # by shard
@@ -197,6 +198,8 @@ class Holding:
     committed: bool  # complete, and its group's operation committed: counts for availability
     chunks_verified: int = 0  # for scheduling and display only
     depth: int = 0  # fills between it and a complete copy when it last got a source; 0 once complete
+    told: bool = False  # its owner was told that it is to be kept
+    kept: bool = True  # its owner has said that it knows what it was told
     leaving: bool = False  # takes no readers any more: withdrawn, overwritten, torn or lost
     readers: dict[str, ReadLease] = field(default_factory=dict)  # ACTIVE and FENCING leases on it
 
@@ -336,7 +339,6 @@ class Withdrawal:
     deadline: float  # when it is refused; once begun, when its readers are cut
     abandon: bool  # although a retained version may be lost
     closes: bool  # its worker may end with it: the worker's own copies are no other holders
-    told: bool = False  # that it must stay for now
     begun: bool = False  # the holding takes no readers any more
     granted: bool = False
 
@@ -382,6 +384,7 @@ class Model:
     watchers: set[int] = field(default_factory=set)  # sessions
     announced: VersionInfo | None = None  # what the watchers were told last
     rollbacks: deque[Order] = field(default_factory=deque)  # not decided; the first may be on its way to the store
+    unanswered: list[Order] = field(default_factory=list)  # Retain and Pin, durable; not every holder knows yet
     pins: dict[str, Pinned] = field(default_factory=dict)  # by id; of workers that are not lost, and visible versions
     rolled_back_by: str = ""  # the ident of the newest decided one
 

@@ -208,8 +208,7 @@ class Membership:
             group.model.copies[member.registration] = member
         cluster.touch(group.model)
         keep = message.held is None or self._announce(member, message.held)
-        answer = Registered(message.request, member.registration, group.epoch, group.sequence, keep)
-        cluster.send(worker.session, answer)
+        self._tell_registered(member, message, keep)
 
     def _new_group(self, message: Register) -> Group:
         """A group begins with its first registration."""
@@ -226,7 +225,12 @@ class Membership:
         counts = self._withdrawals.restated(member, held.generation if held is not None else None, filling)
         publishes = part is not None and part.member is member and isinstance(part.call, Publish)  # it holds nothing yet
         keep = held is None or counts or (not publishes and self._announce(member, held))
-        answer = Registered(message.request, message.registration, group.epoch, group.sequence, keep)
+        self._tell_registered(member, message, keep)
+
+    def _tell_registered(self, member: Member, message: Register, keep: bool) -> None:
+        group, held = member.group, message.held
+        retained = held is not None and keep and self._retentions.tell_with(member, held.content_id)
+        answer = Registered(message.request, member.registration, group.epoch, group.sequence, keep, retained)
         self._cluster.tell(member, answer)
 
     def _registration_error(self, message: Register) -> TensorHubError | None:

@@ -10,7 +10,7 @@ from tensorhub.coordinator.entities import Cluster, Holding, Member, Model, With
 from tensorhub.coordinator.readers import Readers
 from tensorhub.coordinator.retention import Retentions
 from tensorhub.coordinator.states import LeaseState
-from tensorhub.messages import MustStay, Withdraw, Withdrawable
+from tensorhub.messages import Withdraw, Withdrawable
 
 
 class Withdrawals:
@@ -88,9 +88,6 @@ class Withdrawals:
             if not withdrawal.abandon and self._retentions.must_stay(
                 holding, holding.member.worker if withdrawal.closes else None
             ):
-                if not withdrawal.told:
-                    withdrawal.told = True
-                    self._cluster.tell(holding.member, MustStay(withdrawal.request))
                 return
             self._begin(withdrawal)
         if not withdrawal.granted and not holding.active_readers():
