@@ -311,7 +311,7 @@ class CopyRefused:
 
 @dataclass(frozen=True, slots=True)
 class Kept:
-    """Answer to Keep: the rank knows it, whatever becomes of the connection from now on."""
+    """The rank knows it, whatever becomes of the connection from now on."""
 
     registration: Id
     content_id: Id
@@ -369,7 +369,10 @@ class Rollback:
 
 @dataclass(frozen=True, slots=True)
 class Retain:
-    """Keep the newest `latest` versions of this model fetchable; the last one counts. Answered by Done or Refused."""
+    """Keep the newest `latest` versions of this model fetchable; the last one counts.
+
+    Answered by Done, once it is durable and every live holder knows, or Refused.
+    """
 
     request: U64
     model: Name
@@ -379,7 +382,7 @@ class Retain:
 @dataclass(frozen=True, slots=True)
 class Pin:
     """Keep this version, whatever `Retain` says, until Unpin or the worker's end. Said anew on each new connection: `pin`
-    names it. Answered by Done or Refused."""
+    names it. Answered like Retain."""
 
     request: U64
     pin: Id
@@ -528,13 +531,6 @@ class OrderedOut:
 
 
 @dataclass(frozen=True, slots=True)
-class MustStay:
-    """A retained version would be lost with this memory: Withdrawable comes when another holds it, else Refused."""
-
-    request: U64
-
-
-@dataclass(frozen=True, slots=True)
 class MakeCopy:
     """Hold this shard in host memory, so that it is kept: register it as `copy`, with `medium` HOST and `purpose` RETENTION.
 
@@ -557,7 +553,9 @@ class DropCopy:
 
 @dataclass(frozen=True, slots=True)
 class Keep:
-    """What this registration holds is (`keep`), or is not any more, to be kept (R4). Answered by Kept."""
+    """What this registration holds is (`keep`), or is not any more, to be kept (R4): its owner does not take it back unasked
+    while the coordinator may count on it. Answered by Kept; so is an Outcome or Registered that says `retained`.
+    """
 
     registration: Id
     content_id: Id
@@ -678,7 +676,6 @@ FromCoordinator = (
     | DropSource
     | Outcome
     | Withdrawable
-    | MustStay
     | CutReader
     | ManifestReply
     | Announce

@@ -34,7 +34,7 @@ class Operations:
         self._readers = readers
         publishes, self._fills = Publishes(cluster, versions, readers), Fills(cluster, versions, readers, retentions)
         self._kinds: dict[OpKind, Kind] = {kind: publishes if kind is OpKind.PUBLISH else self._fills for kind in OpKind}
-        self._decisions = Decisions(cluster, self._kinds)
+        self._decisions = Decisions(cluster, retentions, self._kinds)
         self._deadlines = Deadlines(cluster, versions, retentions, self._fills)
 
     # ------------------------------------------------------------------------------------------------------- facts

@@ -41,8 +41,11 @@ class Cluster:
     user_errors: tuple[type[Exception], ...] = (BrokenHook,)  # that a user's own code raises
     fence_grace_s = 0.0  # how long a fence lets running sends go on
 
-    def __init__(self, options: Options | None = None, *, chunks: int = CHUNKS, manifest: Manifest = MANIFEST) -> None:
+    def __init__(
+        self, options: Options | None = None, *, chunks: int = CHUNKS, manifest: Manifest = MANIFEST, host_bytes: int = 0
+    ) -> None:
         self.options = options or Options()
+        self.host_bytes = host_bytes  # of each worker that is made from now on
         self.chunks = chunks
         self.manifest = manifest
         self.now = 0.0

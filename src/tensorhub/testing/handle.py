@@ -16,7 +16,7 @@ from tensorhub.testing.guarantees import demand
 from tensorhub.testing.memory import CHUNK_BYTES, written
 from tensorhub.testing.pulling import Lane, Reading
 from tensorhub.testing.rendering import show
-from tensorhub.types import ContentId, HandleState, OpKey, OpKind, RegistrationId, Selector, VersionInfo
+from tensorhub.types import ContentId, HandleState, OpKey, OpKind, Purpose, RegistrationId, Selector, VersionInfo
 from tensorhub.worker.calls import (
     Action,
     AddPullSource,
@@ -102,6 +102,7 @@ class Handle:
         self.hook_error: Exception | None = None
         self.hook_calls = 0
         self.registration_error: Exception | None = None
+        self.dropped = False  # a copy that is not wanted any more
         self.registered = False
         self.member = Member(
             shard,
@@ -314,6 +315,8 @@ class Handle:
         if not self.shard.serves:  # it was made for this call
             self.worker.drop(self)
             self.worker.say(Deregister(0, self.shard.registration, True))
+        if self.shard.purpose is Purpose.RETENTION:
+            self.worker.copy_ended(self, asked)
 
     def hook_returns(self) -> None:
         """Its before_write is over."""

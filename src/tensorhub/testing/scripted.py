@@ -28,11 +28,11 @@ class Choice(NamedTuple):
 class PureCluster(Cluster):
     """Nothing happens by itself. `choices` lists what could; `do` lets one of them happen, and checks everything."""
 
-    def __init__(self, options: Options | None = None) -> None:
+    def __init__(self, options: Options | None = None, *, host_bytes: int = 0) -> None:
         self.log: list[str] = []
         self.ending: list[int] = []  # sessions whose end the coordinator has not noticed
         self.heartbeat_at = 0.0
-        super().__init__(options)
+        super().__init__(options, host_bytes=host_bytes)
 
     def restart(self, *, kept: bool = False) -> None:
         """The coordinator dies and comes back on what is durable; `kept`: what was being written has made it, too."""
