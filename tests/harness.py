@@ -197,6 +197,7 @@ class Handle:
         self.history: list[Asked] = []
         self.hook_error: Exception | None = None
         self.hook_calls = 0
+        self.reads_backwards = False  # the last missing chunk first
         self.registration_error: Exception | None = None
         self.registered = False
         self.member = Member(
@@ -424,7 +425,8 @@ class Handle:
         if grant.lease in source.worker.cut:
             return "lost"
         content = ContentId(pull.start.version.content_id)
-        begun = source.worker.owner.begin(source.id, grant.generation, content, sorted(pull.missing), CHUNK_BYTES)
+        wanted = sorted(pull.missing, reverse=self.reads_backwards)
+        begun = source.worker.owner.begin(source.id, grant.generation, content, wanted, CHUNK_BYTES)
         if isinstance(begun, Refusal):
             return "refused"
         return None if isinstance(begun, Wait) else Reading(grant.lease, source, begun, begun.chunks[0])

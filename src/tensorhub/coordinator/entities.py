@@ -207,13 +207,14 @@ class ReadLease(Stateful[LeaseState]):
     """One reader's right to read one holding: one attempt, never used again."""
 
     table: ClassVar = states.LEASE_TABLE
-    __slots__ = ("dropping", "holding", "id", "part")
+    __slots__ = ("dropping", "holding", "id", "part", "patch")
 
-    def __init__(self, ident: str, part: RankPart, holding: Holding) -> None:
+    def __init__(self, ident: str, part: RankPart, holding: Holding, *, patch: bool = False) -> None:
         super().__init__(LeaseState.ACTIVE)
         self.id = ident
         self.part = part  # the reader
         self.holding = holding  # the source
+        self.patch = patch  # granted while nobody held all of it: the source may itself be filled from this reader
         self.dropping = False  # the reader was told to leave this source for another one
 
     def __repr__(self) -> str:
@@ -249,7 +250,8 @@ class RankPart:
 
     @property
     def wants_source(self) -> bool:
-        has_one = any(not lease.dropping for lease in self.leases.values())
+        """Whether it needs a source that is filled from a complete copy, or is one."""
+        has_one = any(not lease.dropping and not lease.patch for lease in self.leases.values())
         return self.reading and not self.voted and not has_one
 
 

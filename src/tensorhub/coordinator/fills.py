@@ -48,6 +48,10 @@ class Fills:
         readers = [part for part in operation.parts.values() if part.needs_bytes]
         return version.has_live_source() and all(self._readers.finds_source(part) for part in readers)
 
+    def starving(self, operation: Operation) -> list[RankPart]:
+        """The ranks that read, and have no source from which all can come."""
+        return [part for part in operation.parts.values() if self._readers.starves(part)]
+
     # -- an operation's steps
 
     def called(self, part: RankPart) -> Blame | None:
@@ -237,16 +241,15 @@ class Fills:
                 self._readers.add_holding(part.holding)
 
     def _feed(self, operation: Operation) -> Blame | None:
-        """Find a source for each reader that has none; in vain for ever if the last one has left on purpose."""
+        """Find sources for each reader that starves; in vain for ever if the last one has left on purpose."""
         version = operation.version
         assert version is not None
         for part in operation.parts.values():
-            if part.wants_source:
-                grant = self._readers.grant(part)
-                if grant is not None:
-                    self._cluster.tell(part.member, AddSource(operation.key, part.rank, grant))
-                elif version.abandoned and not version.has_live_source():
-                    return _abandoned(version)
+            for grant in self._readers.feed(part):
+                self._cluster.tell(part.member, AddSource(operation.key, part.rank, grant))
+            alone = part.wants_source and all(lease.dropping for lease in part.leases.values())
+            if alone and version.abandoned and not version.has_live_source():
+                return _abandoned(version)
         return None
 
 
