@@ -8,8 +8,8 @@ from tensorhub.coordinator.entities import Version
 from tensorhub.coordinator.readers import PATCHES_MAX
 from tensorhub.coordinator.states import LeaseState, VersionState
 from tensorhub.errors import VersionUnavailable
+from tensorhub.testing import Asked, Choice, Handle, PureCluster
 from tensorhub.types import HandleState, Location
-from tests.harness import Asked, Choice, Handle, PureCluster
 
 
 def version_of(cluster: PureCluster, number: int = 1) -> Version:
@@ -48,7 +48,7 @@ def readers_of_a_trainer(
         assert reader.pull is not None
         while len(reader.pull.missing) == 2:
             cluster.do(Choice("read", reader.name))
-        assert reader.pull.reading is None
+        assert len(reader.pull.missing) == 1
     return cluster, trainer, readers, asked
 
 
@@ -64,9 +64,8 @@ def let_go(reader: Handle) -> None:
         reader.source_ended(lease, "lost")
 
 
-def lose(trainer: Handle, readers: list[Handle], *, crash: bool = True) -> None:
+def lose(cluster: PureCluster, trainer: Handle, readers: list[Handle], *, crash: bool = True) -> None:
     """The source breaks off, and is lost; nobody reads meanwhile."""
-    cluster = trainer.cluster
     if crash:
         trainer.worker.crash()
     else:
@@ -81,7 +80,7 @@ def lose(trainer: Handle, readers: list[Handle], *, crash: bool = True) -> None:
 def test_two_halves_complete_each_other_when_the_only_source_is_lost() -> None:
     cluster, trainer, readers, asked = readers_of_a_trainer(False, True)
     truth = list(trainer.cells)
-    lose(trainer, readers)
+    lose(cluster, trainer, readers)
     assert version_of(cluster).state is VersionState.UNAVAILABLE  # partial copies do not count (G6)
     assert [sources_of(cluster, reader) for reader in readers] == [["r1"], ["r0"]]
     cluster.run()
@@ -97,7 +96,7 @@ def test_two_halves_complete_each_other_when_the_only_source_is_lost() -> None:
 
 def test_the_first_that_has_everything_is_a_source_for_the_others() -> None:
     cluster, trainer, readers, asked = readers_of_a_trainer(False, True, False)
-    lose(trainer, readers)
+    lose(cluster, trainer, readers)
     _, second, third = readers
     while not asked[0].done:
         choices = [choice for choice in cluster.choices() if choice != Choice("read", second.name)]
@@ -113,7 +112,7 @@ def test_a_chunk_that_one_of_many_has_comes_to_all_of_them() -> None:
     count = 3 * PATCHES_MAX
     cluster, trainer, readers, asked = readers_of_a_trainer(*[number == 5 for number in range(count)], far="r5")
     truth = list(trainer.cells)
-    lose(trainer, readers)
+    lose(cluster, trainer, readers)
     found = [sources_of(cluster, reader) for reader in readers]
     assert all(1 <= len(each) <= PATCHES_MAX + 1 for each in found)
     assert all(f"r{(number + 1) % count}" in each for number, each in enumerate(found))
@@ -124,7 +123,7 @@ def test_a_chunk_that_one_of_many_has_comes_to_all_of_them() -> None:
 
 def test_a_fetch_takes_part_and_is_nobodys_source() -> None:
     cluster, trainer, readers, asked = readers_of_a_trainer(False, True, False, fetch=True)
-    lose(trainer, readers)
+    lose(cluster, trainer, readers)
     assert sources_of(cluster, readers[2]) == ["r0", "r1"]
     assert sources_of(cluster, readers[0]) == ["r1"]
     cluster.run()
@@ -143,7 +142,7 @@ def test_what_nobody_has_is_waited_for_until_the_deadline() -> None:
 
 def test_a_complete_source_that_is_back_is_read_by_those_that_lack_something() -> None:
     cluster, trainer, readers, asked = readers_of_a_trainer(False, False)
-    lose(trainer, readers, crash=False)
+    lose(cluster, trainer, readers, crash=False)
     assert [sources_of(cluster, reader) for reader in readers] == [["r1"], ["r0"]]
     trainer.worker.connect()
     cluster.advance(1.0)
@@ -168,7 +167,7 @@ def test_whoever_leaves_on_purpose_is_not_waited_for() -> None:
 
 def test_a_patch_that_dies_is_replaced_and_the_others_go_on() -> None:
     cluster, trainer, readers, asked = readers_of_a_trainer(False, True, True)
-    lose(trainer, readers)
+    lose(cluster, trainer, readers)
     readers[1].worker.crash()
     cluster.advance(30)
     assert [asked[0].number, asked[2].number] == [1, 1]

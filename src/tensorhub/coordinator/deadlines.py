@@ -81,13 +81,14 @@ class Deadlines:
             return None  # a rank's hook takes its time
         return Blame(VersionUnavailable(text))
 
-    def _not_verified(self, operation: Operation, late: RankPart, what: str) -> Blame:
+    @staticmethod
+    def _not_verified(operation: Operation, late: RankPart, what: str) -> Blame:
         """Some rank has not read all of it: by bad bytes, without a source, or too slowly."""
         parts = operation.parts.values()
         for part in parts:
             if not part.voted and part.faults and all(reason == "corrupt" for reason, _ in part.faults.values()):
                 return Blame(_corrupt(what, part), part.rank)
-        starving = self._fills.starving(operation)
+        starving = [part for part in parts if part.starves]
         if starving:
             text = f"{what} has lost its last source (rank {starving[0].rank}), none came back in time"
             return Blame(VersionUnavailable(text + _faults(starving)))

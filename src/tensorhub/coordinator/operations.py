@@ -244,7 +244,7 @@ class Operations:
             return
         self._deadlines.set(operation)
         waiting = operation.group.model.waiting
-        starving = not (operation.writing or operation.unchanged) or self._fills.starving(operation)
+        starving = not (operation.writing or operation.unchanged) or any(p.starves for p in operation.parts.values())
         if operation.gathered and starving:
             waiting[operation.key] = operation
         else:
@@ -266,8 +266,7 @@ class Operations:
         return next((operation for operation in self._cluster.operations() if str(operation.key) == key), None)
 
     def _changed(self, operation: Operation) -> None:
-        if not operation.decided:
-            self._cluster.changed_operations[operation.key] = operation
+        self._cluster.changed(operation)
 
 
 def _describe(call: Publish | Fill) -> str:

@@ -29,12 +29,12 @@ Responsible for the books only: lanes, sockets, digests and time belong to `runt
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Final
 
-from tensorhub.machine import IllegalStep, Story
+from tensorhub.machine import IllegalStep, Story, count_transition
 from tensorhub.types import LeaseId
 
 CHUNKS_PER_BATCH_MAX = 1024
@@ -54,10 +54,11 @@ class SourceState(StrEnum):
     ENDED = "ended"  # its lane is over; kept for its counts
 
 
-_STEPS: Final = {
-    SourceState.LIVE: {SourceState.LEAVING, SourceState.ENDED},
-    SourceState.LEAVING: {SourceState.ENDED},
-    SourceState.ENDED: set[SourceState](),
+SOURCE: Final = "source"  # what this machine is called, where its transitions are counted
+SOURCE_TABLE: Final[Mapping[SourceState, frozenset[SourceState]]] = {
+    SourceState.LIVE: frozenset({SourceState.LEAVING, SourceState.ENDED}),
+    SourceState.LEAVING: frozenset({SourceState.ENDED}),
+    SourceState.ENDED: frozenset(),
 }
 
 
@@ -121,8 +122,9 @@ class Pull:
         return back
 
     def _step(self, lease: LeaseId, source: _Source, state: SourceState) -> None:
-        if state not in _STEPS[source.state]:
+        if state not in SOURCE_TABLE[source.state]:
             raise IllegalStep(f"source {lease} cannot go from {source.state} to {state}", self._story)
+        count_transition(SOURCE, source.state, state)
         source.state = state
         self._story.tell(lease, state, "in flight", len(source.in_flight))
 
