@@ -101,6 +101,7 @@ class Handle:
         self.last_held = ""  # the content id that it held last
         self.hook_error: Exception | None = None
         self.hook_calls = 0
+        self.reads_backwards = False  # the last chunk of a request first
         self.registration_error: Exception | None = None
         self.dropped = False  # a copy that is not wanted any more
         self.registered = False
