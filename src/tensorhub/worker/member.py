@@ -329,7 +329,9 @@ class Member:
         elif isinstance(call, GroupCall) and call.key == message.key:
             if not message.committed:
                 info = message.error
-                call.aborted(call.error or (info.error() if info is not None else GroupAborted("aborted")))
+                error = call.error or (info.error() if info is not None else GroupAborted("aborted"))
+                end = call.unheard_of if message.unknown and call.error is None else call.aborted
+                end(error)
             elif message.version is not None:
                 call.committed(message.version)
         elif was_left:
