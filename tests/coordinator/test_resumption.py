@@ -7,8 +7,11 @@ from collections.abc import Callable, Iterable
 import pytest
 
 from tensorhub.errors import GroupAborted, OperationTimeout, StateError, VersionUnavailable
+from tensorhub.manifest import build_manifest
+from tensorhub.messages import Fill
 from tensorhub.types import HandleState
-from tests.harness import Asked, BrokenHook, Choice, Handle, PureCluster
+from tensorhub.worker.enrolment import Shard
+from tests.harness import CHUNK_BYTES, MANIFEST, TENSOR, Asked, BrokenHook, Choice, Handle, PureCluster
 
 
 def published(world_size: int = 1, versions: int = 1) -> tuple[PureCluster, list[Handle]]:
@@ -65,6 +68,13 @@ def reads(cluster: PureCluster, *handles: Handle) -> list[int]:
     """How often each of them has begun a pull. A pull never reads a chunk twice: its `missing` only shrinks."""
     opened = [[line for line in cluster.log if f"{h.worker.name} -> Fill" in line] for h in handles]
     return [len({line.partition("generation=")[2].split()[0] for line in each}) for each in opened]
+
+
+def calls_again(cluster: PureCluster, handle: Handle) -> None:
+    """Until its call is on its way to the new coordinator, the next to be heard."""
+    link = handle.worker.link
+    assert link is not None
+    until(cluster, lambda: bool(link.up) and isinstance(link.up[0], Fill), kinds="up down do")
 
 
 @pytest.mark.parametrize("times", [1, 3])
@@ -216,6 +226,8 @@ def test_a_rank_that_had_not_begun_to_write_joins_those_that_had() -> None:
         cluster.do(choices[0])
     assert slow.member.version == 1
     restart(cluster)
+    run_but(cluster, "read")
+    assert [is_half_read(readers[0]), slow.member.state] == [True, HandleState.FILLING]
     cluster.run()
     assert [call.number for call in calls] == [2, 2]
     assert [handle.hook_calls for handle in readers] == [1, 1]
@@ -509,15 +521,17 @@ def test_a_rank_whose_worker_was_lost_by_the_same_coordinator_does_not_go_on() -
         _ = asked.number
 
 
-def test_a_connection_that_is_lost_again_before_all_is_said() -> None:
+@pytest.mark.parametrize("heard", [False, True])
+def test_a_connection_that_is_lost_again_before_all_is_said(heard: bool) -> None:
     cluster, _ = published()
     reader = cluster.handle("reader")
     cluster.run()
     asked = reader.replicate()
     read_half(cluster, reader)
     restart(cluster)
-    said = len(cluster.log)
-    until(cluster, lambda: any("resume=Begun" in line for line in cluster.log[said:]), kinds="up down do")
+    calls_again(cluster, reader)
+    if heard:
+        cluster.do(Choice("up", "reader"))
     reader.worker.disconnect()
     reader.worker.connect()
     cluster.run()
@@ -536,3 +550,81 @@ def test_a_publish_without_a_record_ends() -> None:
     cluster.run()
     with pytest.raises(GroupAborted, match="its coordinator restarted; call again"):
         _ = asked.number
+
+
+@pytest.mark.parametrize("heard", [False, True])
+def test_the_last_chunk_comes_while_its_call_is_said_again(heard: bool) -> None:
+    """The vote finds no operation yet that it belongs to, and no source is left: it is not needed."""
+    cluster, (trainer,) = published()
+    reader = cluster.handle("reader")
+    cluster.run()
+    asked = reader.replicate()
+    read_half(cluster, reader)
+    restart(cluster)
+    calls_again(cluster, reader)
+    if heard:
+        run_but(cluster, "read", Choice("down", "reader"))
+    run_but(cluster, "up", "down")
+    assert reader.member.running is not None
+    assert reader.member.running.phase == "voted"
+    trainer.worker.crash()
+    run_but(cluster, "up")
+    cluster.run()
+    assert asked.number == 1
+    cluster.check_agreement()
+
+
+def test_a_vote_that_came_before_the_other_ranks_call_is_asked_for_again() -> None:
+    cluster, _ = published(2)
+    first, second = cluster.group("reader", 2)
+    cluster.run()
+    calls = [handle.replicate() for handle in (first, second)]
+    read_half(cluster, first, second)
+    restart(cluster, but=[second])
+    run_but(cluster, "read")
+    cluster.run()
+    assert first.member.running is not None
+    assert first.member.running.phase == "voted"
+    second.worker.connect()
+    cluster.run()
+    assert [call.number for call in calls] == [1, 1]
+    cluster.check_agreement()
+
+
+def test_a_rank_that_comes_late_with_what_it_had_begun_joins_the_next_call() -> None:
+    """The others' operation has ended without it, at a deadline; it is not left waiting for that one."""
+    cluster, _ = published(2)
+    first, second = cluster.group("reader", 2)
+    cluster.run()
+    short, asked = first.replicate(timeout_s=5), second.replicate(timeout_s=500)
+    read_half(cluster, first, second)
+    restart(cluster)
+    late = Choice("down", second.worker.name)
+    until(cluster, lambda: second.registered and bool(second.worker.heard_soon()), kinds="up do")
+    while "Outcome" not in type(second.worker.heard_soon()[0] if second.worker.heard_soon() else None).__name__:
+        cluster.do(next(c for c in cluster.choices() if c.kind in ("up", "down", "do")))
+    run_but(cluster, "read", late)
+    cluster.advance(5.5, run=False)
+    run_but(cluster, "read", late)
+    assert isinstance(short.error, OperationTimeout)
+    run_but(cluster, "read")
+    again = first.replicate()
+    run_but(cluster, "read")
+    for call in (again, asked):
+        assert isinstance(call.error, GroupAborted)
+        assert "has made a new call since" in str(call.error)
+
+
+def test_the_manifest_of_what_goes_on_is_its_publishers_also_where_nobody_else_has_it() -> None:
+    """The reader itself would cut other chunks, were it to publish."""
+    cluster, (trainer,) = published()
+    other = build_manifest([TENSOR], CHUNK_BYTES // 2, "none")
+    reader = cluster.worker("reader").take(Shard("odd", "actor", "reader", 0, 1, False, "", other, 0))
+    cluster.run()
+    reader.replicate()
+    read_half(cluster, reader)
+    trainer.worker.crash()
+    restart(cluster)
+    run_but(cluster, "read")
+    (version,) = cluster.coordinator.cluster.models["actor"].versions.values()
+    assert version.manifests == {0: MANIFEST.encode()}

@@ -132,7 +132,7 @@ class Filling(GroupCall):
     def unheard_of(self, error: Exception) -> None:
         """Say the call again under a new key, and go on with what was begun: the pull does not stop for that (G8).
 
-        What this rank has voted for, nobody has committed: it is held, and if all ranks come as far, committed now (R6).
+        What this rank has voted for, nobody has committed; if all ranks come as far, it is committed now (R6).
         """
         if self.phase in (Phase.ABANDONING, Phase.STOPPING):
             self.aborted(error)
@@ -141,8 +141,6 @@ class Filling(GroupCall):
             self.phase, self._version, self._bound_as = Phase.ASKED, None, None
         self._take_key()
         self._is_anew = self.phase is not Phase.ASKED
-        if self.phase is Phase.VOTED:
-            self._holding.restate()
         self._say_call()
 
     def _is_unbound(self) -> bool:
@@ -341,8 +339,6 @@ class Filling(GroupCall):
             return
         self.phase = Phase.VOTED
         self._holding.verified()
-        if self._is_anew:
-            self._holding.restate()  # nobody waits for a vote yet; but here it is
         self._rank.say(Prepared(self.operation, self._rank.shard.rank))
         if not self._rank.shard.serves:
             self._holding.fetched()
