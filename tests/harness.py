@@ -470,6 +470,7 @@ class SimWorker:
         self.dismissals: list[str] = []
         self.answers: dict[int, TensorHubError | None] = {}  # to what the worker itself asked, by request
         self.host_bytes = 0
+        self.knew = ""  # the cluster of its newest session
         self.pins: dict[str, tuple[str, int]] = {}  # that it wants: model and version, by id
 
     def __repr__(self) -> str:
@@ -571,6 +572,10 @@ class SimWorker:
             case Welcome():
                 assert self.link is not None
                 self.link.welcomed = True
+                if self.knew not in ("", message.cluster):
+                    for handle in self.handles:
+                        handle.apply(handle.member.state_lost(now))
+                self.knew = message.cluster
                 for handle in self.handles:
                     handle.apply(handle.member.connected(now))
                 for pin, (model, version) in list(self.pins.items()):
@@ -627,6 +632,7 @@ class PureCluster:
         self.store: list[Entry] = []
         self.unstored: dict[int, Persist] = {}
         self.epoch = 0
+        self.cluster_id = "c"
         self.heartbeat_at = 0.0
         self.promised: dict[OpKey, dict[int, str]] = {}  # tags of each publish, by rank
         self.truth: dict[str, dict[int, str]] = {}  # tags of each content, by rank
@@ -661,8 +667,11 @@ class PureCluster:
         self.step(Connected(link.session, worker.incarnation, "worker"))
         return link
 
-    def restart(self, *, note: bool = True, kept: bool = False) -> None:
-        """The coordinator dies and comes back on what is durable; `kept`: what was being written has made it, too."""
+    def restart(self, *, note: bool = True, kept: bool = False, lost: bool = False) -> None:
+        """The coordinator dies and comes back on what is durable; `kept`: what was being written has made it, too.
+
+        `lost`: without its state, as a new cluster. Then what was published before must not come back (R2, G3).
+        """
         if note:
             self.note("the coordinator restarts")
         if kept:
@@ -670,8 +679,13 @@ class PureCluster:
                 self.stored(persist.entry)
         self.unstored.clear()
         self.epoch += 1
+        if lost:
+            self.retired.update(e.content_id for e in self.store if isinstance(e, Publication))
+            for past in (self.store, self.returned, self.outcomes):
+                past.clear()
+            self.cluster_id += "'"
         self.coordinator = Coordinator(
-            cluster="c",
+            cluster=self.cluster_id,
             epoch=self.epoch,
             options=self.options,
             ids=lambda: f"id{next(self.ids)}",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import shutil
 from collections.abc import AsyncIterator
 from pathlib import Path
 
@@ -10,6 +11,7 @@ import anyio
 import pytest
 
 import tensorhub
+from tensorhub.errors import LeaseLost, StateError
 from tensorhub.hub import Hub
 from tensorhub.types import FetchReport, VersionInfo, parse_address
 from tensorhub.weights import Weights
@@ -125,3 +127,143 @@ async def test_before_write_runs_once_though_its_coordinator_is_another_one_when
 
         report = await weights.update(before_write=pause)
         assert (report.version, told, weights.version) == (2, [2], 2)
+
+
+# ------------------------------------------------------------------------------------------------------ without its state
+
+LOST = "the coordinator has come back without its state, as a new cluster"
+
+
+async def test_a_trainer_and_its_readers_are_told_once_and_go_on() -> None:
+    """The trainer begins at 1 again: nobody takes that for newer than 7."""
+    async with cluster("trainer", "reader", "idle") as (coordinator, hubs):
+        mine, theirs = tensors(7), tensors()
+        source = await hubs[0].register("m", mine)
+        await source.publish(7)
+        weights = await hubs[1].register("m", theirs)
+        idle = await hubs[2].register("m", tensors())
+        await weights.replicate()
+        await coordinator.restart(*hubs)
+        assert (source.state, weights.state) == ("empty", "empty")
+        with pytest.raises(LeaseLost, match=LOST) as caught:
+            async with source.mutate(1):
+                raise AssertionError("the body must not run")
+        assert (caught.value.retryable, caught.value.memory) == (True, "intact")
+        async with source.mutate(1):
+            write(mine, 1)
+        for reader in (weights, idle):
+            with pytest.raises(LeaseLost, match=LOST):
+                await reader.update()
+            assert (await reader.update()).version == 1
+        assert holds(theirs, 1)
+
+
+async def test_an_unpublish_says_so_and_the_memory_is_its_owners() -> None:
+    async with cluster("trainer") as (coordinator, hubs):
+        source = await hubs[0].register("m", tensors(7))
+        await source.publish(7)
+        await coordinator.restart(*hubs)
+        with pytest.raises(LeaseLost, match="version 7, which it held, is unknown to the coordinator"):
+            await source.unpublish()
+        with pytest.raises(StateError, match="there is nothing to unpublish"):
+            await source.unpublish()
+        assert (await source.publish(1)).version == 1
+
+
+async def test_calls_that_run_end() -> None:
+    with gated(3) as gate:
+        async with cluster("trainer", "reader", "other") as (coordinator, hubs):
+            source = await hubs[0].register("m", tensors(7))
+            await source.publish(7)
+            weights = await hubs[1].register("m", tensors())
+
+            async def replicate() -> None:
+                with pytest.raises(LeaseLost, match=LOST) as caught:
+                    await weights.replicate()
+                assert caught.value.memory == "torn"
+
+            async def fetch() -> None:
+                with pytest.raises(LeaseLost, match=LOST) as caught:
+                    await hubs[1].fetch("m")
+                assert caught.value.memory == "intact"
+
+            async def wait_for() -> None:
+                with pytest.raises(LeaseLost, match=f"'m': {LOST}"):
+                    await hubs[1].wait_for("m", at_least=8)
+
+            async def watch() -> None:
+                watcher = hubs[2].watch("m")
+                assert (await anext(watcher)).version == 7
+                with pytest.raises(LeaseLost, match=f"'m': {LOST}"):
+                    await anext(watcher)
+                assert (await anext(watcher)).version == 1
+
+            async with anyio.create_task_group() as tasks:
+                for call in (replicate, fetch, wait_for, watch):
+                    tasks.start_soon(call)
+                await until(lambda: gate.holds and hubs[2].newest("m") is not None)
+                await until(lambda: hubs[1]._worker.news.listeners("m") == 1)
+                await coordinator.restart(*hubs)
+                gate.open()
+                with pytest.raises(LeaseLost, match=LOST):
+                    await source.publish(1)
+                await source.publish(1)
+            assert (await weights.update()).version == 1
+
+
+async def test_what_is_newest_never_goes_back_silently() -> None:
+    async with cluster("trainer", "reader") as (coordinator, hubs):
+        source, reader = await hubs[0].register("m", tensors(7)), hubs[1]
+        await source.publish(7)
+
+        async def ask(how: str) -> int:
+            match how:
+                case "newest":
+                    await until(lambda: reader._worker.news.newest("m") is not None)
+                    info = reader.newest("m")
+                    assert info is not None
+                    return info.version
+                case "wait_for":
+                    return (await reader.wait_for("m", at_least=1)).version
+                case "watch":
+                    return [info.version async for info in reader.watch("m")].pop()
+                case _:
+                    return (await reader.fetch("m")).info.version
+
+        assert (await reader.fetch("m")).info.version == 7
+        for how in ("fetch", "newest", "wait_for"):
+            await coordinator.restart(*hubs)
+            with pytest.raises(LeaseLost):
+                await source.publish(1)
+            await source.publish(1)
+            if how != "fetch":
+                await until(lambda: reader._worker.news.newest("m") is not None)
+            with pytest.raises(LeaseLost, match=f"'m': {LOST}"):
+                await ask(how)
+            assert await ask(how) == 1
+            assert (await reader.wait_for("m", at_least=1)).version == 1
+        await coordinator.restart(*hubs)
+        with pytest.raises(LeaseLost, match=f"'m': {LOST}"):
+            reader.watch("m")
+        reader.watch("m").end()
+
+
+async def test_a_coordinator_whose_state_is_older_than_it_was_is_a_loss_too(tmp_path: Path) -> None:
+    """Its directory was restored from a copy: the numbers may go back."""
+    async with cluster("trainer", state_dir=tmp_path / "state") as (coordinator, hubs):
+        source = await hubs[0].register("m", tensors(7))
+        await coordinator.restart(*hubs)
+        await coordinator.stop()
+        shutil.copytree(tmp_path / "state", tmp_path / "copy")
+        await until(lambda: "offline" in repr(hubs[0]))
+        for _ in range(2):
+            await coordinator.start()
+            await until(lambda: "online" in repr(hubs[0]))
+            await coordinator.stop()
+            await until(lambda: "offline" in repr(hubs[0]))
+        shutil.rmtree(tmp_path / "state")
+        (tmp_path / "copy").rename(tmp_path / "state")
+        await coordinator.start()
+        with pytest.raises(LeaseLost, match=LOST):
+            await source.publish(1)
+        assert (await source.publish(1)).version == 1

@@ -172,6 +172,13 @@ class GroupCall(Running):
     @abstractmethod
     def aborted(self, error: Exception) -> None: ...
 
+    def state_lost(self, error: Exception) -> None:
+        """There is no coordinator any more that could know of it."""
+        if self.phase is Phase.QUEUED:
+            self.finish(error=error)
+        else:
+            self.aborted(error)
+
     def unheard_of(self, error: Exception) -> None:
         """The coordinator is a new one, and has no record of the operation: nobody has committed it, or will."""
         self.aborted(error)
