@@ -34,7 +34,7 @@ from tensorhub.coordinator import (
     Send,
     Tick,
 )
-from tensorhub.errors import StateError, TensorHubError
+from tensorhub.errors import LeaseLost, StateError, TensorHubError
 from tensorhub.manifest import Manifest, TensorDescription, build_manifest
 from tensorhub.messages import (
     Announce,
@@ -934,7 +934,7 @@ class PureCluster:
         self.note(f"{handle.name} {type(asked.what).__name__.removesuffix('Call').lower()} ends: {what}")
         if error is not None:
             demand(isinstance(error, TensorHubError | BrokenHook), f"every refusal is a typed error (G10): {error!r}")
-            if key is not None and getattr(error, "memory", "") != "in_doubt":
+            if key is not None and getattr(error, "memory", "") != "in_doubt" and not isinstance(error, LeaseLost):
                 self.learn(key, handle.shard.rank, False, f"{handle.name} raised {show_error(error)}")
             return
         if key is not None and asked.version is not None:

@@ -359,6 +359,9 @@ class Filling(GroupCall):
 
     # -------------------------------------------------------------------------------------------------- its end
 
+    def _may_be_committed(self) -> bool:
+        return self.phase is Phase.VOTED or self._version is None  # a barrier is not told before its end
+
     def committed(self, version: VersionInfo) -> None:
         content, changed = self._holding.content, True
         if self.phase is Phase.VOTED:

@@ -245,8 +245,7 @@ class Member:
         call, known, told = self.running, self._enrolment.was_known, False
         self._enrolment.left = None
         if isinstance(call, GroupCall):
-            told = call.error is None
-            call.state_lost(call.error or self._holding.loss_error())
+            told = call.state_lost(self._holding.loss_error())
         self._holding.lose(told=told or not known)
         return self._rank.take_actions()
 

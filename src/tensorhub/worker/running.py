@@ -172,12 +172,18 @@ class GroupCall(Running):
     @abstractmethod
     def aborted(self, error: Exception) -> None: ...
 
-    def state_lost(self, error: Exception) -> None:
-        """There is no coordinator any more that could know of it."""
+    def state_lost(self, error: Exception) -> bool:
+        """No coordinator can know any more what became of it. True: it ends with that error, not with one of its own."""
         if self.phase is Phase.QUEUED:
             self.finish(error=error)
-        else:
-            self.aborted(error)
+            return True
+        own = None if self._may_be_committed() else self.error
+        self.aborted(own or error)
+        return own is None
+
+    @abstractmethod
+    def _may_be_committed(self) -> bool:
+        """Whether others may have heard of a commit, as far as is known here."""
 
     def unheard_of(self, error: Exception) -> None:
         """The coordinator is a new one, and has no record of the operation: nobody has committed it, or will."""
