@@ -20,8 +20,9 @@ from tests.testing.standin import BREAKS, DIES, RAISES, SLEEPS, WAVERS
 
 ROOT = Path(__file__).parents[2]
 PROGRAM = """
-import tensorhub.cli.simulate
+import tensorhub.cli.simulate, tensorhub.cli.simulate_crew
 tensorhub.cli.simulate.SEARCH = "tests.testing.standin"
+tensorhub.cli.simulate_crew.SEED_S_MAX = 20.0
 from tensorhub.cli import main
 main()
 """
@@ -85,6 +86,12 @@ def test_a_process_that_ends_costs_its_seed_only() -> None:
     assert failures[DIES] == "its process has ended, with exit code 3"
     assert 'raise KeyError("lost")' in failures[RAISES]
     assert found["seeds"] == 22
+
+
+def test_a_seed_that_does_not_end_fails() -> None:
+    code, found = simulate_json("--seeds", 2, "--start", SLEEPS, "--jobs", 1, "--failures-max", 2)
+    assert (code, found["seeds"]) == (1, 1)
+    assert found["failures"][0]["failure"] == "it did not end within 20 s"
 
 
 def test_a_seed_that_comes_to_another_end_the_second_time_fails() -> None:
