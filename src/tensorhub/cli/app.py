@@ -10,6 +10,7 @@ from tensorhub.cli.demo import demo
 from tensorhub.cli.fetch import fetch
 from tensorhub.cli.publish import publish
 from tensorhub.cli.serve import serve
+from tensorhub.cli.simulate import simulate
 from tensorhub.cli.status import status
 
 app = typer.Typer(
@@ -38,5 +39,5 @@ def _root(
     """Fetch model weights from the memory of the workers that hold them."""
 
 
-for _command in (serve, demo, status, publish, fetch):
+for _command in (serve, demo, status, publish, fetch, simulate):
     app.command(epilog=EXIT_CODES)(_command)
