@@ -38,11 +38,13 @@ from tensorhub.errors import StateError, TensorHubError
 from tensorhub.manifest import Manifest, TensorDescription, build_manifest
 from tensorhub.messages import (
     Announce,
+    CopyRefused,
     CutReader,
     Deregister,
     Description,
     Dismissed,
     Done,
+    DropCopy,
     EpochChanged,
     ErrorInfo,
     FromCoordinator,
@@ -51,7 +53,10 @@ from tensorhub.messages import (
     Heartbeat,
     HeartbeatAck,
     Join,
+    Keep,
+    Kept,
     Leave,
+    MakeCopy,
     Pin,
     Publish,
     ReaderCut,
@@ -69,9 +74,11 @@ from tensorhub.types import (
     Endpoint,
     HandleState,
     Location,
+    Medium,
     OpKey,
     OpKind,
     Options,
+    Purpose,
     RegistrationId,
     Selector,
     VersionInfo,
@@ -104,6 +111,7 @@ from tensorhub.worker.owner import Access, Owner, Refusal, Wait
 CHUNKS = 2
 CHUNK_BYTES = 2**28  # so that links, not hops, decide who reads from whom; none of it is allocated
 TENSOR = TensorDescription("w", "uint8", (CHUNKS, CHUNK_BYTES), 0, CHUNKS * CHUNK_BYTES)
+DEVICE = (Medium.DEVICE, Purpose.USE)  # what a registration's memory is
 MANIFEST = build_manifest([TENSOR], CHUNK_BYTES, "none")
 
 
@@ -461,6 +469,7 @@ class SimWorker:
         self.cut: set[str] = set()  # leases whose readers are served no more
         self.dismissals: list[str] = []
         self.answers: dict[int, TensorHubError | None] = {}  # to what the worker itself asked, by request
+        self.host_bytes = 0
         self.pins: dict[str, tuple[str, int]] = {}  # that it wants: model and version, by id
 
     def __repr__(self) -> str:
@@ -492,7 +501,7 @@ class SimWorker:
         assert self.alive
         assert self.link is None
         self.link = self.cluster.new_link(self)
-        self.say(Join(self.name, self.location, self.endpoints, 1))
+        self.say(Join(self.name, self.location, self.endpoints, 1, self.host_bytes))
 
     def disconnect(self) -> None:
         """The connection breaks; what was on its way is lost, and the coordinator will notice some time."""
@@ -578,6 +587,12 @@ class SimWorker:
                     if reading is not None and reading.lease == message.lease:
                         reader.end_reading("lost")
                 self.say(ReaderCut(message.lease))
+            case MakeCopy():
+                self.say(CopyRefused(message.copy, "not here"))
+            case DropCopy():
+                pass
+            case Keep():
+                self.say(Kept(message.registration, message.content_id, message.keep))
             case EpochChanged():
                 for handle in self.handles:
                     if (handle.shard.model, handle.shard.group) == (message.model, message.group):
@@ -994,7 +1009,7 @@ def demand(holds: bool, what: str) -> None:
 
 UNTOLD = {"manifest", "manifest_id", "endpoints", "location", "layout_id", "pid", "request", "nbytes", "chunks", "spot"}
 UNTOLD |= {"medium", "purpose", "registration", "incarnation", "cluster", "retryable", "world_size", "known", "staged"}
-UNTOLD |= {"shard", "serves"}
+UNTOLD |= {"shard", "serves", "host_bytes"}
 TRIVIAL: tuple[object, ...] = (None, False, ())
 
 

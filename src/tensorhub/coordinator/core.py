@@ -38,6 +38,7 @@ from tensorhub.messages import (
     Abandon,
     Announce,
     Check,
+    CopyRefused,
     Deregister,
     Describe,
     Description,
@@ -49,6 +50,7 @@ from tensorhub.messages import (
     Heartbeat,
     HeartbeatAck,
     Join,
+    Kept,
     Leave,
     ManifestReply,
     Pin,
@@ -254,7 +256,9 @@ class Coordinator(Stateful[CoordinatorState]):
         | Rollback
         | Retain
         | Pin
-        | Unpin,
+        | Unpin
+        | CopyRefused
+        | Kept,
     ) -> None:
         match message:
             case Heartbeat():
@@ -286,6 +290,8 @@ class Coordinator(Stateful[CoordinatorState]):
                 self._retentions.pin(worker, message)
             case Unpin():
                 self._retentions.unpin(worker, message)
+            case CopyRefused() | Kept():
+                pass
             case ReaderCut():
                 lease = self.cluster.leases.get(message.lease)
                 if lease is not None and lease.holding.member.worker is worker:

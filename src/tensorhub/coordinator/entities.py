@@ -46,7 +46,7 @@ class Worker(Stateful[WorkerState]):
     """One incarnation of one worker process."""
 
     table: ClassVar = states.WORKER_TABLE
-    __slots__ = ("endpoints", "heard_at", "incarnation", "location", "members", "name", "session")
+    __slots__ = ("endpoints", "heard_at", "host_bytes", "incarnation", "location", "members", "name", "session")
 
     def __init__(
         self,
@@ -56,6 +56,7 @@ class Worker(Stateful[WorkerState]):
         endpoints: tuple[Endpoint, ...],
         session: int,
         now: float,
+        host_bytes: int,
     ) -> None:
         super().__init__(WorkerState.LIVE)
         self.incarnation = incarnation
@@ -63,6 +64,7 @@ class Worker(Stateful[WorkerState]):
         self.location = location
         self.endpoints = endpoints
         self.session: int | None = session  # the connection over which it can be told something
+        self.host_bytes = host_bytes  # that its copies in host memory may take
         self.heard_at = now  # when its newest message arrived
         self.members: dict[str, Member] = {}  # by registration id; empty once LOST
 
@@ -78,15 +80,22 @@ class Member:
     worker: Worker
     group: Group
     rank: int
-    shard: int  # of a version, that this memory holds; always the rank where it serves
+    shard: int  # of a version, that this memory holds; the rank, but for a fetch and a copy of one shard
     serves: bool  # False: a fetch, alone in its group; never a holding, a replica or a source
     spot: bool
+    medium: Medium
+    purpose: Purpose
     nbytes: int
     chunks: int
     manifest: bytes  # as this rank publishes
     said_in: int | None  # the session in which it was registered or announced last
     holding: Holding | None = None  # what its memory holds or is filled with; None while its own to write
     leaving: list[Holding] = field(default_factory=list)  # withdrawn holdings whose fence is not confirmed yet
+
+    @property
+    def fits_any_layout(self) -> bool:
+        """Whether it takes its shard of any version, however that is laid out: a fetch, or a copy of one shard."""
+        return not self.serves or self.purpose in (Purpose.RETENTION, Purpose.SEED)
 
     def __repr__(self) -> str:
         return f"<Member {self.group.model.name}/{self.group.name}[{self.rank}] at {self.worker.name}>"
@@ -129,8 +138,8 @@ class Version(Stateful[VersionState]):
         self.layout_id = layout_id
         self.publisher = publisher  # the publish that minted it
         self.abandoned = False  # its last live source left on purpose, and none has come since
-        self.manifests: dict[int, bytes] = {}  # by rank; of every rank that ever held it since the start
-        self.holdings: dict[int, list[Holding]] = {rank: [] for rank in range(info.world_size)}  # by rank
+        self.manifests: dict[int, bytes] = {}  # by shard; of every shard that was ever held since the start
+        self.holdings: dict[int, list[Holding]] = {shard: [] for shard in range(info.world_size)}  # by shard
 
     @property
     def number(self) -> int:
@@ -155,13 +164,14 @@ class Replica(Stateful[ReplicaState]):
     table: ClassVar = states.REPLICA_TABLE
     __slots__ = ("group", "holdings", "id", "medium", "purpose", "version")
 
-    def __init__(self, ident: str, group: Group, version: Version, medium: Medium, purpose: Purpose) -> None:
+    def __init__(self, ident: str, version: Version, member: Member) -> None:
+        """`member`: one of the ranks that hold it, or will."""
         super().__init__(ReplicaState.FILLING)
         self.id = ident
-        self.group = group
+        self.group = member.group
         self.version = version
-        self.medium = medium
-        self.purpose = purpose
+        self.medium = member.medium
+        self.purpose = member.purpose
         self.holdings: dict[int, Holding] = {}  # by rank; those whose memory still belongs to this replica
 
     def __repr__(self) -> str:
@@ -174,7 +184,6 @@ class Holding:
 
     replica: Replica
     member: Member
-    rank: int
     generation: int
     complete: bool  # every chunk is there and verified
     committed: bool  # complete, and its group's operation committed: counts for availability
@@ -186,6 +195,16 @@ class Holding:
     @property
     def version(self) -> Version:
         return self.replica.version
+
+    @property
+    def rank(self) -> int:
+        """In its group."""
+        return self.member.rank
+
+    @property
+    def shard(self) -> int:
+        """Of its version."""
+        return self.member.shard
 
     @property
     def takes_readers(self) -> bool:

@@ -73,9 +73,9 @@ def _versions(cluster: Cluster, model: Model) -> None:
         else:
             available = version.state is VersionState.AVAILABLE
             _demand(available == version.has_live_source(), "available means that every shard is held", version)
-        for rank, holdings in version.holdings.items():
+        for shard, holdings in version.holdings.items():
             for holding in holdings:
-                _holding(cluster, version, rank, holding)
+                _holding(cluster, version, shard, holding)
 
 
 def _staged(cluster: Cluster, model: Model, version: Version) -> None:
@@ -87,8 +87,8 @@ def _staged(cluster: Cluster, model: Model, version: Version) -> None:
     _demand(not any(version.holdings.values()), "a staged version has no sources (G4)", version)
 
 
-def _holding(cluster: Cluster, version: Version, rank: int, holding: Holding) -> None:
-    _demand(holding.version is version and holding.rank == rank, "a holding is filed under its version", holding)
+def _holding(cluster: Cluster, version: Version, shard: int, holding: Holding) -> None:
+    _demand(holding.version is version and holding.shard == shard, "a holding is filed under its version", holding)
     _demand(not holding.leaving, "a leaving holding is no candidate", holding)
     _demand(holding.complete or not holding.committed, "committed holdings are complete", holding)
     _demand(holding.member.holding is holding, "a holding is what its member holds", holding)
@@ -103,6 +103,8 @@ def _group(cluster: Cluster, group: Group) -> None:
         if replica.state is ReplicaState.READY:
             for holding in replica.holdings.values():
                 _demand(holding.committed, "a ready replica's holdings are committed (G4)", replica)
+        for rank, holding in replica.holdings.items():
+            _demand(holding.rank == rank, "a replica's holdings are filed by rank", replica)
         if replica.state is not ReplicaState.TORN:
             _demand(bool(replica.holdings), "a replica has memory", replica)
     count = sum(r.state is ReplicaState.TORN for r in group.replicas)

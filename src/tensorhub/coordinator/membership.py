@@ -56,6 +56,7 @@ class Membership:
                 message.endpoints,
                 session.number,
                 cluster.now,
+                message.host_bytes,
             )
             cluster.workers[session.incarnation] = worker
         elif worker.session is not None and worker.session != session.number:
@@ -175,6 +176,8 @@ class Membership:
             message.shard,
             message.serves,
             message.spot,
+            message.medium,
+            message.purpose,
             message.nbytes,
             message.chunks,
             message.manifest,
@@ -207,8 +210,13 @@ class Membership:
     def _registration_error(self, message: Register) -> TensorHubError | None:
         if message.rank >= message.world_size:
             return RegistrationError(f"rank {message.rank} does not exist in a group of {message.world_size}")
-        if message.shard != message.rank if message.serves else message.world_size > 1:
-            return RegistrationError("memory that serves holds its own rank's shard, and a fetch is a group of its own")
+        if (message.medium is Medium.HOST) == (message.purpose is Purpose.USE):
+            return RegistrationError(f"memory of medium {message.medium} is not registered for {message.purpose}")
+        one_shard = not message.serves or message.purpose in (Purpose.RETENTION, Purpose.SEED)
+        if message.world_size > 1 if one_shard else message.shard != message.rank:
+            return RegistrationError(
+                "memory that serves holds its own rank's shard; a fetch, and a copy of one shard, is a group of its own"
+            )
         model = self._cluster.models.get(message.model)
         group = model.groups.get(message.group) if model is not None else None
         if group is None:
@@ -220,6 +228,9 @@ class Membership:
             )
         if group.layout_id != message.layout_id:
             return RegistrationError(f"group {group.name!r} is laid out as {group.layout_id}, not {message.layout_id}")
+        kinds = {(member.medium, member.purpose) for member in group.members.values()}
+        if kinds and kinds != {(message.medium, message.purpose)}:
+            return RegistrationError(f"group {group.name!r} is registered with other memory: all its ranks take one medium")
         before = group.members.get(message.rank)
         if before is not None and before.worker.session is not None:
             return RegistrationError(
@@ -238,14 +249,16 @@ class Membership:
         version = group.model.versions.get(held.version)
         if version is None or not version.visible or version.info.content_id != held.content_id:
             return False
-        if version.info.world_size != group.world_size:
+        if member.shard >= version.info.world_size or (
+            not member.fits_any_layout and version.info.world_size != group.world_size
+        ):
             return False
-        version.manifests.setdefault(member.rank, held.manifest)
+        version.manifests.setdefault(member.shard, held.manifest)
         replica = next((r for r in group.replicas if r.version is version and r.state in _LIVING), None)
         if replica is None:
-            replica = Replica(cluster.new_id(), group, version, Medium.DEVICE, Purpose.USE)
+            replica = Replica(cluster.new_id(), version, member)
             group.replicas.append(replica)
-        holding = Holding(replica, member, member.rank, held.generation, True, True)
+        holding = Holding(replica, member, held.generation, True, True)
         holding.chunks_verified = member.chunks
         self._readers.add_holding(holding)
         if replica.state is ReplicaState.FILLING and len(replica.holdings) == group.world_size:

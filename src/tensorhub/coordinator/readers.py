@@ -220,9 +220,9 @@ class Readers:
     def add_holding(self, holding: Holding) -> None:
         """From now on it may be read."""
         holding.replica.holdings[holding.rank] = holding
-        holding.version.holdings[holding.rank].append(holding)
-        if not holding.version.manifests.get(holding.rank):
-            holding.version.manifests[holding.rank] = holding.member.manifest
+        holding.version.holdings[holding.shard].append(holding)
+        if not holding.version.manifests.get(holding.shard):
+            holding.version.manifests[holding.shard] = holding.member.manifest
         holding.member.holding = holding
         self._cluster.touch(holding.member.group.model)
 
@@ -368,7 +368,7 @@ class Readers:
             return
         holding.leaving = True
         version, member, replica = holding.version, holding.member, holding.replica
-        version.holdings[holding.rank].remove(holding)
+        version.holdings[holding.shard].remove(holding)
         if on_purpose and version.visible and not version.has_live_source():
             version.abandoned = True
         if member.holding is holding:

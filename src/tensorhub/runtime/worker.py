@@ -29,11 +29,13 @@ from tensorhub.manifest import Digest, Manifest, build_manifest
 from tensorhub.messages import (
     AddSource,
     Announce,
+    CopyRefused,
     CutReader,
     Deregister,
     Description,
     Dismissed,
     Done,
+    DropCopy,
     DropSource,
     EpochChanged,
     FromCoordinator,
@@ -41,7 +43,10 @@ from tensorhub.messages import (
     Grant,
     HeartbeatAck,
     Join,
+    Keep,
+    Kept,
     Leave,
+    MakeCopy,
     ManifestReply,
     MustStay,
     OrderedOut,
@@ -228,7 +233,7 @@ class Worker:
 
     def introduce(self) -> Join:
         """See `Ears`."""
-        return Join(self.name, self.location, self._endpoints, os.getpid())
+        return Join(self.name, self.location, self._endpoints, os.getpid(), self.options.host_memory_bytes)
 
     def welcomed(self, message: Welcome) -> None:
         """See `Ears`: say everything that is wanted and held, anew."""
@@ -269,6 +274,12 @@ class Worker:
                     self.questions.answered(message)
             case Description():
                 self.questions.answered(message)
+            case MakeCopy():
+                self.say(CopyRefused(message.copy, "this worker makes no copies"))
+            case DropCopy():
+                pass
+            case Keep():
+                self.say(Kept(message.registration, message.content_id, message.keep))
             case OrderedOut():
                 self._tell(self._handles.get(message.registration), message)
             case Start() | Write() | AddSource() | DropSource() | Outcome():
