@@ -89,10 +89,15 @@ from tensorhub.worker.calls import (
     Call,
     CallHook,
     CloseCall,
+    CopyLocally,
     DropPullSource,
+    EndPrefetch,
     Fence,
     FillCall,
     Finish,
+    FreeMemory,
+    FreePrefetch,
+    FreeStaging,
     OpenMemory,
     PublishCall,
     RefuseCall,
@@ -361,6 +366,8 @@ class Handle:
                 self.registration_error = action.error
             case Finish():
                 self.finish(action)
+            case CopyLocally() | FreeStaging() | FreeMemory() | EndPrefetch() | FreePrefetch():
+                pass  # its workers have no host copies
             case _:
                 assert_never(action)
 

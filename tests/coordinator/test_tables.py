@@ -48,7 +48,7 @@ MACHINES: dict[str, tuple[type[Stateful[Any]], str, str]] = {
         READY -> DRAINING | FILLING | EMPTY | CLOSED;
         DRAINING -> EMPTY | READY | CLOSED;
         TORN -> FILLING | READY | IN_DOUBT | CLOSED;
-        IN_DOUBT -> READY | EMPTY | TORN | CLOSED""",
+        IN_DOUBT -> READY | EMPTY | TORN | FILLING | CLOSED""",
     ),
 }
 TERMINAL = {

@@ -59,4 +59,3 @@ class HostMemory:
     def free(self) -> None:
         """Let go of it. The system has it back when the last view is gone."""
         self._bytes, self.nbytes = None, 0
-

@@ -13,7 +13,7 @@ from tensorhub.errors import LeaseLost, RetentionError, StateError, TensorHubErr
 from tensorhub.machine import InvariantBroken
 from tensorhub.messages import Deregister, Done, MustStay, Withdraw, Withdrawable
 from tensorhub.types import HandleState
-from tensorhub.worker.calls import CloseCall
+from tensorhub.worker.calls import CloseCall, FreeMemory
 from tensorhub.worker.holding import Holding
 from tensorhub.worker.rank import Rank
 from tensorhub.worker.running import DEADLINE_SLACK_S, Running
@@ -167,6 +167,25 @@ class Unpublishing(Leaving):
 
     def fenced(self) -> None:
         self._holding.forget("unpublished")
+        self.finish()
+
+
+class Releasing(Leaving):
+    """A host copy gives up what it holds, and its memory, once nobody reads it. It may be filled again."""
+
+    def __init__(self, rank: Rank, holding: Holding, timeout_s: float) -> None:
+        super().__init__("release", rank, holding, timeout_s)
+
+    def _holds_nothing(self) -> None:
+        self._holding.drop_salvage()
+        self._freed()
+
+    def fenced(self) -> None:
+        self._holding.forget("released")
+        self._freed()
+
+    def _freed(self) -> None:
+        self._rank.act(FreeMemory())
         self.finish()
 
 

@@ -8,18 +8,25 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from tensorhub.messages import FromWorker
-from tensorhub.worker.calls import Action, Say
+from tensorhub.worker.calls import Action, LocalCopy, Say
 from tensorhub.worker.enrolment import Enrolment, Shard
 
 
 class Rank:
     """One rank under one registration. `requests` and `generations` mint numbers that are used once."""
 
-    def __init__(self, shard: Shard, requests: Callable[[], int], generations: Callable[[], int]) -> None:
+    def __init__(
+        self,
+        shard: Shard,
+        requests: Callable[[], int],
+        generations: Callable[[], int],
+        find_copies: Callable[[str, int], list[LocalCopy]],
+    ) -> None:
         self.shard = shard
         self.enrolment = Enrolment(shard, requests)
         self.new_request = requests
         self.new_generation = generations
+        self.find_copies = find_copies  # of this worker: where a content's chunks of a shard are
         self.now = 0.0
         self.cause = 0  # ordinal number of the input being handled
         self._actions: list[Action] = []
