@@ -209,6 +209,7 @@ class Handle:
         self.asked: Asked | None = None
         self.history: list[Asked] = []
         self.hook_error: Exception | None = None
+        self.dropped = False  # a copy that is not wanted any more
         self.hook_calls = 0
         self.registration_error: Exception | None = None
         self.registered = False
@@ -380,6 +381,8 @@ class Handle:
         if not self.shard.serves:  # it was made for this call
             self.worker.handles.remove(self)
             self.worker.say(Deregister(0, self.shard.registration, True))
+        if self.shard.purpose is Purpose.RETENTION:
+            self.worker.copy_ended(self, asked)
 
     def hook_returns(self) -> None:
         self.hooks.popleft()
@@ -476,7 +479,8 @@ class SimWorker:
         self.cut: set[str] = set()  # leases whose readers are served no more
         self.dismissals: list[str] = []
         self.answers: dict[int, TensorHubError | None] = {}  # to what the worker itself asked, by request
-        self.host_bytes = 0
+        self.host_bytes = cluster.host_bytes
+        self.copies_refused = 0  # that it will refuse to make
         self.pins: dict[str, tuple[str, int]] = {}  # that it wants: model and version, by id
 
     def __repr__(self) -> str:
@@ -564,6 +568,44 @@ class SimWorker:
         self.say(Unpin(request, pin, self.pins.pop(pin)[0]))
         return request
 
+    def make_copy(self, message: MakeCopy) -> None:
+        """Read it like any reader, also where it is in this worker's own memory."""
+        if any(handle.shard.registration == message.copy for handle in self.handles):
+            return
+        if self.copies_refused:
+            self.copies_refused -= 1
+            self.say(CopyRefused(message.copy, "not here"))
+            return
+        info, group = message.version, f"copy/{message.copy}"
+        copy = Shard(
+            message.copy, info.model, group, 0, 1, False, "", MANIFEST, message.shard, Medium.HOST, Purpose.RETENTION
+        )
+        self.take(copy).replicate(info.version)
+
+    def drop_copy(self, copy: Handle) -> None:
+        """One step on the way to its end, after each of which it is asked again."""
+        copy.dropped = True
+        if copy.member.running is not None:
+            copy.cancel()
+        elif copy.asked is not None and not copy.asked.done:
+            pass  # its call has ended, and is about to be asked what comes next
+        elif copy.member.state is HandleState.READY:
+            copy.unpublish()
+        else:
+            copy.close()
+
+    def copy_ended(self, copy: Handle, asked: Asked) -> None:
+        """A call of a copy has ended."""
+        if copy.member.state is HandleState.CLOSED:
+            self.handles.remove(copy)
+        elif isinstance(asked.what, FillCall) and asked.error is not None:
+            self.say(CopyRefused(copy.shard.registration, str(asked.error)))
+            self.drop_copy(copy)
+        elif isinstance(asked.what, UnpublishCall) and asked.error is not None:
+            copy.dropped = False  # it has to stay after all
+        elif copy.dropped:
+            self.drop_copy(copy)
+
     def heard_soon(self) -> list[FromCoordinator | None]:
         """What is on its way here."""
         return list(self.link.down) if self.link is not None else []
@@ -595,9 +637,10 @@ class SimWorker:
                         reader.end_reading("lost")
                 self.say(ReaderCut(message.lease))
             case MakeCopy():
-                self.say(CopyRefused(message.copy, "not here"))
+                self.make_copy(message)
             case DropCopy():
-                pass
+                for copy in [handle for handle in self.handles if handle.shard.registration == message.copy]:
+                    self.drop_copy(copy)
             case Keep():
                 self.say(Kept(message.registration, message.content_id, message.keep))
             case EpochChanged():
@@ -620,8 +663,9 @@ class SimWorker:
 class PureCluster:
     """The coordinator, its store, its workers, and the guarantees."""
 
-    def __init__(self, options: Options | None = None) -> None:
+    def __init__(self, options: Options | None = None, *, host_bytes: int = 0) -> None:
         self.options = options or Options()
+        self.host_bytes = host_bytes  # of each worker that is made from now on
         self.now = 0.0
         self.log: list[str] = []
         self.numbers = count(1)

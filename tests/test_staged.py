@@ -10,7 +10,7 @@ import pytest
 from tensorhub.errors import OperationTimeout, RetentionError, StateError, VersionUnavailable
 from tensorhub.types import FetchReport, VersionInfo
 from tensorhub.weights import Weights
-from tests.rig import CHUNK_BYTES, CHUNKS, OPTIONS, Cluster, cluster, gated, holds, tensors, until, write
+from tests.rig import CHUNK_BYTES, CHUNKS, OPTIONS, Cluster, cluster, connect, gated, holds, tensors, until, write
 
 NBYTES = CHUNKS * CHUNK_BYTES
 HOSTED = replace(OPTIONS, host_memory_bytes=NBYTES)
@@ -168,33 +168,31 @@ async def test_one_rank_that_fails_leaves_all_ranks_their_old_version() -> None:
         assert [rank.version for rank in ranks] == [2, 2]
 
 
-async def test_what_must_stay_is_not_given_up() -> None:
-    """Whoever has staged waits for the leave like any update; at the deadline everything is as it was."""
-    async with cluster("trainer", "reader", "other", options=HOSTED) as c:
-        source, weights = await ready(c)
-        await c.hubs[0].retain("m", latest=2)
-
-        async def lose_the_other_holder(info: VersionInfo) -> None:
-            pass
-
-        with pytest.raises(RetentionError, match="nothing was written"):
-            await weights.update(staged=True, before_write=lose_the_other_holder, timeout=0.3)
-        await c.hubs[0].retain("m", latest=1)
-        await assert_intact(c, weights)
+async def test_what_must_stay_is_copied_first() -> None:
+    async with cluster("trainer") as c, connect(c.address, "reader", replace(HOSTED, host_memory_bytes=2 * NBYTES)) as hub:
+        c.hubs.append(hub)
+        _, weights = await ready(c)
+        await hub.retain("m", latest=2)
         assert (await weights.update(staged=True)).version == 2
-        assert source.version == 2
+        assert holds(memory_of(weights), 2)
+        mine = tensors()
+        other = await c.hubs[0].register("m", mine)
+        assert [s.name for s in (await other.replicate(1)).sources] == ["reader"]
+        assert holds(mine, 1)
 
 
 async def test_what_became_retained_while_it_was_staged_is_not_given_up() -> None:
-    async with cluster("trainer", "reader", "other", options=HOSTED) as c:
+    """There is no room for a copy: what was staged waits for the leave, and at the deadline everything is as it was."""
+    async with cluster("trainer") as c, connect(c.address, "reader", HOSTED) as hub, connect(c.address, "other") as other:
+        c.hubs.extend([hub, other])
         _, weights = await ready(c)
 
         async def retain(info: VersionInfo) -> None:
-            await c.hubs[0].retain("m", latest=2)
+            await other.retain("m", latest=2)
 
         with pytest.raises(RetentionError, match="nothing was written"):
             await weights.update(staged=True, before_write=retain, timeout=0.5)
-        await c.hubs[0].retain("m", latest=1)
+        await other.retain("m", latest=1)
         await assert_intact(c, weights)
 
 

@@ -61,7 +61,9 @@ def test_the_last_reliable_holder_of_a_retained_version_stays() -> None:
     cluster, trainer, (reader,) = retained(1, "reader")
     text = "version 1 of 'actor' must stay: it is one of the newest 1, which are retained, and worker 'trainer' .* is among"
     refused(cluster, trainer.unpublish(), text)
-    refused(cluster, trainer.close(), "let others that are not spot replicate it, lower retain")
+    refused(
+        cluster, trainer.close(), "let others that are not spot replicate it, give workers host_memory_bytes .* lower retain"
+    )
     fill(cluster, reader)
     assert reader.member.version == 1
 

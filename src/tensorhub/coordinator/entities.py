@@ -68,6 +68,11 @@ class Worker(Stateful[WorkerState]):
         self.heard_at = now  # when its newest message arrived
         self.members: dict[str, Member] = {}  # by registration id; empty once LOST
 
+    @property
+    def spot(self) -> bool:
+        """Whether it may be taken away at any time, with all that is in its memory."""
+        return any(member.spot and member.serves for member in self.members.values())
+
     def __repr__(self) -> str:
         return f"<Worker {self.name} {self.incarnation[:8]} {self.state} members={len(self.members)}>"
 
@@ -89,6 +94,7 @@ class Member:
     chunks: int
     manifest: bytes  # as this rank publishes
     said_in: int | None  # the session in which it was registered or announced last
+    dropped: bool = False  # a copy that its worker was told, in this session, to give up
     holding: Holding | None = None  # what its memory holds or is filled with; None while its own to write
     leaving: list[Holding] = field(default_factory=list)  # withdrawn holdings whose fence is not confirmed yet
 
@@ -129,7 +135,7 @@ class Version(Stateful[VersionState]):
     """One number of one lineage, with the content that was published under it."""
 
     table: ClassVar = states.VERSION_TABLE
-    __slots__ = ("abandoned", "holdings", "info", "layout_id", "lineage", "manifests", "publisher")
+    __slots__ = ("abandoned", "holdings", "info", "layout_id", "lineage", "manifests", "publisher", "refusals")
 
     def __init__(self, info: VersionInfo, lineage: int, layout_id: str, publisher: OpKey) -> None:
         super().__init__(VersionState.STAGED)
@@ -140,6 +146,8 @@ class Version(Stateful[VersionState]):
         self.abandoned = False  # its last live source left on purpose, and none has come since
         self.manifests: dict[int, bytes] = {}  # by shard; of every shard that was ever held since the start
         self.holdings: dict[int, list[Holding]] = {shard: [] for shard in range(info.world_size)}  # by shard
+        # By shard and incarnation: how often a copy could not be made there, and when it is asked for again at the earliest.
+        self.refusals: dict[tuple[int, str], tuple[int, float]] = {}
 
     @property
     def number(self) -> int:
@@ -276,7 +284,7 @@ class Operation(Stateful[OperationState]):
     """One group call: publish, replicate, update, prefetch or fetch, on all ranks of a group."""
 
     table: ClassVar = states.OPERATION_TABLE
-    __slots__ = ("group", "key", "kind", "later", "parts", "record", "unchanged", "version", "writing")
+    __slots__ = ("group", "key", "kind", "later", "parts", "record", "staying", "unchanged", "version", "writing")
 
     def __init__(self, key: OpKey, kind: OpKind, group: Group) -> None:
         super().__init__(OperationState.GATHERING)
@@ -287,6 +295,7 @@ class Operation(Stateful[OperationState]):
         self.version: Version | None = None  # set while RUNNING or later
         self.writing = False  # every rank was told to overwrite
         self.unchanged = False  # every rank held the bound content already
+        self.staying: list[Holding] = []  # what its ranks hold and must not overwrite now (G5): it waits for that
         self.record: int | None = None  # of the entry that is being made durable, while PREPARED
         self.later: list[tuple[Member, Publish | Fill | Abandon | Resolve]] = []  # said of later ones, while PREPARED
 
@@ -326,9 +335,24 @@ class Withdrawal:
     session: int | None  # over which it was said
     deadline: float  # when it is refused; once begun, when its readers are cut
     abandon: bool  # although a retained version may be lost
+    closes: bool  # its worker may end with it: the worker's own copies are no other holders
     told: bool = False  # that it must stay for now
     begun: bool = False  # the holding takes no readers any more
     granted: bool = False
+
+
+@dataclass(slots=True, eq=False)
+class Handover:
+    """An attempt to have one shard copied into a worker's host memory (R4)."""
+
+    copy: str  # names the attempt, and is the registration of what comes of it
+    version: Version
+    shard: int
+    worker: Worker
+    nbytes: int
+    origin: str  # a registration of that worker which holds the shard, or ""
+    registered: bool = False  # the copy is a member
+    chunks: int = 0  # verified when its deadline was set last
 
 
 @dataclass(slots=True, eq=False)
@@ -353,6 +377,8 @@ class Model:
     groups: dict[str, Group] = field(default_factory=dict)
     waiting: dict[OpKey, Operation] = field(default_factory=dict)  # undecided, and unbound or without a source
     withdrawals: dict[str, Withdrawal] = field(default_factory=dict)  # by registration; those not granted
+    handovers: dict[str, Handover] = field(default_factory=dict)  # by the copy's id; those under way
+    copies: dict[str, Member] = field(default_factory=dict)  # by registration; those in host memory that retain a version
     watchers: set[int] = field(default_factory=set)  # sessions
     announced: VersionInfo | None = None  # what the watchers were told last
     rollbacks: deque[Order] = field(default_factory=deque)  # not decided; the first may be on its way to the store
@@ -393,6 +419,7 @@ class Cluster:
         self.timers = Timers()
         self.sessions: dict[int, Session] = {}
         self.workers: dict[str, Worker] = {}  # LIVE and SUSPECT ones, by incarnation
+        self.hosts: dict[str, Worker] = {}  # those of them that have host memory for copies
         self.lost: deque[str] = deque(maxlen=4096)  # incarnations that must not come back
         self.members: dict[str, Member] = {}  # by registration id
         self.models: dict[str, Model] = {}

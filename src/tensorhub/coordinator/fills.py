@@ -43,6 +43,14 @@ class Fills:
         old = [part.member.holding for part in operation.parts.values() if part.member.holding is not None]
         return [h for h in old if h.version is not version and self._retentions.must_stay(h)]
 
+    def _must_wait(self, operation: Operation, version: Version) -> bool:
+        """Whether something has to stay; then `custody` finds others who take it over."""
+        staying = self.staying(operation, version)
+        if [id(h) for h in staying] != [id(h) for h in operation.staying]:
+            operation.staying = staying
+            self._cluster.touch(operation.group.model)
+        return bool(staying)
+
     def all_find_a_source(self, operation: Operation) -> bool:
         """R7: before anything is overwritten, every shard that is to be read can be read."""
         version = operation.version
@@ -75,7 +83,7 @@ class Fills:
         if not is_staged(operation):
             return True
         assert operation.version is not None
-        if self.staying(operation, operation.version):
+        if self._must_wait(operation, operation.version):
             return False
         for part in operation.parts.values():
             if part.needs_bytes and part.member.holding is not None:
@@ -142,7 +150,7 @@ class Fills:
             return misfit
         in_use = operation.kind is OpKind.PREFETCH and all(_uses(part, version) for part in operation.parts.values())
         holders = {rank: in_use or _holds(part.member, version) for rank, part in operation.parts.items()}
-        if not all(holders.values()) and (not version.has_live_source() or self.staying(operation, version)):
+        if not all(holders.values()) and (not version.has_live_source() or self._must_wait(operation, version)):
             return None
         operation.version = version
         operation.unchanged = all(holders.values())
@@ -224,7 +232,7 @@ class Fills:
         if version.abandoned and not version.has_live_source():
             return _abandoned(version)
         ready = all(part.ready for part in operation.parts.values())
-        if ready and self.all_find_a_source(operation) and not self.staying(operation, version):
+        if ready and self.all_find_a_source(operation) and not self._must_wait(operation, version):
             self._begin_write(operation)
             for part in operation.parts.values():
                 if part.needs_bytes:

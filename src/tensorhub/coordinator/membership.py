@@ -6,11 +6,13 @@ Not responsible for what a lost rank's operation or memory means: `operations` a
 from __future__ import annotations
 
 from tensorhub.coordinator.actions import CloseSession
+from tensorhub.coordinator.custody import Custody
 from tensorhub.coordinator.entities import Cluster, Group, Holding, Member, Replica, Session, Worker
 from tensorhub.coordinator.operations import Operations
 from tensorhub.coordinator.readers import Readers
 from tensorhub.coordinator.retention import Retentions
 from tensorhub.coordinator.states import ReplicaState, WorkerState
+from tensorhub.coordinator.withdrawals import Withdrawals
 from tensorhub.errors import RegistrationError, TensorHubError
 from tensorhub.messages import (
     Dismissed,
@@ -31,10 +33,20 @@ from tensorhub.types import Medium, Purpose
 class Membership:
     """Changes sessions, workers, members and groups; nobody else does."""
 
-    def __init__(self, cluster: Cluster, retentions: Retentions, readers: Readers, operations: Operations) -> None:
+    def __init__(
+        self,
+        cluster: Cluster,
+        retentions: Retentions,
+        readers: Readers,
+        withdrawals: Withdrawals,
+        custody: Custody,
+        operations: Operations,
+    ) -> None:
         self._cluster = cluster
         self._retentions = retentions
         self._readers = readers
+        self._withdrawals = withdrawals
+        self._custody = custody
         self._operations = operations
 
     # -- workers
@@ -59,6 +71,9 @@ class Membership:
                 message.host_bytes,
             )
             cluster.workers[session.incarnation] = worker
+            if worker.host_bytes:
+                cluster.hosts[worker.incarnation] = worker
+                self._custody.room_changed()
         elif worker.session is not None and worker.session != session.number:
             cluster.act(CloseSession(cluster.cause, worker.session, "the same worker has connected again"))
             cluster.sessions[worker.session].worker = None
@@ -69,6 +84,7 @@ class Membership:
             cluster.timers.set("restate", worker.incarnation, cluster.now + cluster.options.lease_s)
         cluster.timers.set("worker", worker.incarnation, cluster.now + cluster.options.lease_s / 2)
         cluster.send(session.number, Welcome(cluster.id, cluster.epoch, cluster.options.lease_s, known))
+        self._custody.back(worker)
 
     def heard(self, worker: Worker) -> None:
         """Any message renews the lease."""
@@ -132,6 +148,8 @@ class Membership:
         for member in list(worker.members.values()):
             self.remove(member, why)
         del cluster.workers[worker.incarnation]
+        if cluster.hosts.pop(worker.incarnation, None) is not None:
+            self._custody.room_changed()
         cluster.lost.append(worker.incarnation)
         self._retentions.worker_gone(worker.incarnation)
         for timer in ("worker", "restate"):
@@ -186,6 +204,9 @@ class Membership:
         group.members[member.rank] = cluster.members[member.registration] = member
         worker.members[member.registration] = member
         group.model.groups[group.name] = group
+        if member.purpose is Purpose.RETENTION:
+            group.model.copies[member.registration] = member
+        cluster.touch(group.model)
         keep = message.held is None or self._announce(member, message.held)
         answer = Registered(message.request, member.registration, group.epoch, group.sequence, keep)
         cluster.send(worker.session, answer)
@@ -199,9 +220,10 @@ class Membership:
         """A rank that was there before says anew what it holds; an operation in the middle of its fill goes on."""
         group, held = member.group, message.held
         member.said_in = member.worker.session
+        member.dropped = False
         part = group.operation.parts.get(member.rank) if group.operation is not None else None
         filling = part.holding if part is not None and part.member is member else None
-        counts = self._readers.restated(member, held.generation if held is not None else None, filling)
+        counts = self._withdrawals.restated(member, held.generation if held is not None else None, filling)
         publishes = part is not None and part.member is member and isinstance(part.call, Publish)  # it holds nothing yet
         keep = held is None or counts or (not publishes and self._announce(member, held))
         answer = Registered(message.request, message.registration, group.epoch, group.sequence, keep)
@@ -278,6 +300,8 @@ class Membership:
             if holding is not None:
                 self._readers.lose(holding)
         cluster.members.pop(member.registration, None)
+        if group.model.copies.pop(member.registration, None) is not None:
+            self._custody.room_changed()
         member.worker.members.pop(member.registration, None)
         if group.members.get(member.rank) is member:
             del group.members[member.rank]

@@ -246,7 +246,7 @@ class Operations:
         self._deadlines.set(operation)
         waiting = operation.group.model.waiting
         starving = not (operation.writing or operation.unchanged) or any(p.wants_source for p in operation.parts.values())
-        if operation.gathered and starving:
+        if operation.gathered and (starving or operation.staying):
             waiting[operation.key] = operation
         else:
             waiting.pop(operation.key, None)

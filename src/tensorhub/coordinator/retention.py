@@ -1,18 +1,19 @@
 """What must stay fetchable (R4, R5, G5): the newest `retain` versions of each model, and pinned ones.
 
 Responsible for the policy, for pins, and for the one question whether a holder may go. Not responsible for what follows
-from the answer: `readers` and `operations` let holders wait, and refuse them at their deadline.
+from the answer: `withdrawals` and `fills` let holders wait, `custody` finds successors.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
 from tensorhub.coordinator.actions import Pinned, Retention, Unpinned
 from tensorhub.coordinator.entities import Cluster, Holding, Model, Order, Version, Worker
 from tensorhub.coordinator.states import WorkerState
 from tensorhub.errors import CoordinatorUnavailable, RetentionError, StateError, TensorHubError, VersionUnavailable
 from tensorhub.messages import Pin, Retain, Unpin
+from tensorhub.types import Medium
 
 PINS_MAX = 1024  # of one worker and model
 
@@ -25,27 +26,34 @@ class Retentions:
 
     # -- the question
 
-    def must_stay(self, holding: Holding) -> bool:
-        """Whether a retained version would lose its last reliable copy of some shard with it.
+    def must_stay(self, holding: Holding, going: Worker | None = None) -> bool:
+        """Whether a retained version would lose its last reliable copy of some shard with it, and with all else that the
+        worker `going` holds of it (for a close, R5).
+        """
+        return next(self.alone(holding, going), None) is not None
+
+    def alone(self, holding: Holding, going: Worker | None) -> Iterator[Holding]:
+        """The holdings of its replica whose shards nobody else holds reliably, if its version is to be kept.
 
         With the first rank that leaves, its whole replica stops to serve. A version of which another shard is lost
         altogether cannot be fetched any more: nothing is kept for it.
         """
         version, replica, group = holding.version, holding.replica, holding.member.group
-        if group.spot or not holding.is_source or version.number not in group.model.retained():
-            return False
+        if group.spot or not holding.is_source or version.number not in group.model.retained() or self.is_lost(version):
+            return
         for ours in replica.holdings.values():
-            others = (h for h in version.holdings[ours.shard] if h.replica is not replica)
-            if ours.is_source and not any(map(self._is_reliable, others)):
-                return not self._is_lost(version)
-        return False
+            others = (h for h in version.holdings[ours.shard] if h.replica is not replica and h.member.worker is not going)
+            if ours.is_source and not any(map(self.is_reliable, others)):
+                yield ours
 
     @staticmethod
-    def _is_reliable(holding: Holding) -> bool:
-        worker = holding.member.worker
-        return holding.is_source and not holding.member.group.spot and worker.state is WorkerState.LIVE
+    def is_reliable(holding: Holding) -> bool:
+        """Whether it counts for retention: a copy in host memory does where its worker does."""
+        member = holding.member
+        spot = member.worker.spot if member.medium is Medium.HOST else member.group.spot
+        return holding.is_source and not spot and member.worker.state is WorkerState.LIVE
 
-    def _is_lost(self, version: Version) -> bool:
+    def is_lost(self, version: Version) -> bool:
         """Whether some shard has no holder, and none is expected back."""
         return ("recovery", "") not in self._cluster.timers and not all(version.holdings.values())
 
@@ -57,7 +65,8 @@ class Retentions:
         return RetentionError(
             f"{what}version {number} of {group.model.name!r} must stay: it is {why}, and worker {worker.name!r} (group "
             f"{group.name!r}, rank {holding.rank}) is among its last reliable holders: let others that are not spot "
-            "replicate it, lower retain() or end the pin, or give it up with close(abandon=True)"
+            "replicate it, give workers host_memory_bytes for a copy of it, lower retain() or end the pin, or give it up "
+            "with close(abandon=True)"
         )
 
     # -- the policy

@@ -188,9 +188,10 @@ class Worker:
     async def close(self) -> None:
         """Close every handle, say goodbye, and let `run` return. Bounded in time."""
         self._link.begin_closing()
+        self.copies.tasks = None  # nothing new is begun
         with anyio.move_on_after(CLOSE_S, shield=True):
             await self._leave()
-        self.pins.tasks = self.copies.tasks = None
+        self.pins.tasks = None
         self._closed.set()
 
     def _listen(self) -> socket.socket:

@@ -12,6 +12,12 @@ from tensorhub.errors import StateError
 from tensorhub.machine import InvariantBroken
 from tensorhub.types import Purpose
 
+WORDS = {
+    Purpose.USE: "a staged update",
+    Purpose.PREFETCH: "prefetch",
+    Purpose.RETENTION: "retention",
+    Purpose.SEED: "a seed",
+}
 # Who may have whose memory: what keeps a version, and what a caller waits for (USE: a staged update), outrank what is only
 # fetched ahead. Never the other way round.
 OUTRANKS: dict[Purpose, frozenset[Purpose]] = {
@@ -64,14 +70,14 @@ class Budget:
                 going.append(other)
                 missing -= reservation.nbytes
         if missing > 0:
-            text = f"{purpose.value} needs {nbytes} bytes of host memory, and {self.reserved_bytes} of the"
+            text = f"{WORDS[purpose]} needs {nbytes} bytes of host memory, and {self.reserved_bytes} of the"
             text += f" {self.bytes_max} bytes of Options.host_memory_bytes are in use by copies that it does not outrank"
             raise StateError(f"{text}: wait until they are gone, or give {self.bytes_max + missing}", retryable=True)
         return tuple(going)
 
     def _check_possible(self, purpose: Purpose, nbytes: int) -> None:
         if nbytes > self.bytes_max:
-            text = f"{purpose.value} needs {nbytes} bytes of host memory, and Options.host_memory_bytes is {self.bytes_max}"
+            text = f"{WORDS[purpose]} needs {nbytes} bytes of host memory, and Options.host_memory_bytes is {self.bytes_max}"
             raise StateError(f"{text}: give {nbytes} or more")
 
     def _missing(self, ident: str, nbytes: int) -> int:
@@ -82,7 +88,7 @@ class Budget:
         """Let `ident` have so many bytes from now on, instead of what it may have had. StateError if they are not free."""
         self._check_possible(purpose, nbytes)
         if self._missing(ident, nbytes) > 0:
-            text = f"{purpose.value} needs {nbytes} bytes of host memory, and {self.reserved_bytes} of the"
+            text = f"{WORDS[purpose]} needs {nbytes} bytes of host memory, and {self.reserved_bytes} of the"
             raise StateError(f"{text} {self.bytes_max} bytes of Options.host_memory_bytes are in use", retryable=True)
         self._reserved[ident] = Reservation(purpose, nbytes)
         self.check_invariants()
