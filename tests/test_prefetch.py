@@ -10,10 +10,11 @@ from dataclasses import replace
 import anyio
 import pytest
 
+import tensorhub
 from tensorhub.errors import GroupAborted, OperationTimeout, StateError, TensorHubError, VersionUnavailable
 from tensorhub.hub import Hub
 from tensorhub.runtime.host_copies import HostCopies
-from tensorhub.types import FetchReport
+from tensorhub.types import FetchReport, Purpose
 from tensorhub.weights import Weights
 from tests.rig import CHUNK_BYTES, CHUNKS, OPTIONS, Cluster, cluster, connect, gated, holds, tensors, until, write
 
@@ -286,3 +287,70 @@ async def test_a_rank_that_closes_ends_its_groups_prefetch() -> None:
             (copy,) = copies(c.hubs[2])._copies.values()
             await until(lambda: copy.handle.member.running is not None and copy.handle.member.running.key is not None)
             await ranks[1].close()
+
+
+# ------------------------------------------------------------------------------------------ connect(prefetch=True)
+
+
+def following(address: str):  # type: ignore[no-untyped-def]
+    return tensorhub.connect(address, name="follower", token="", prefetch=True, options=HOSTED)
+
+
+async def test_new_versions_are_prefetched_for_handles_that_follow() -> None:
+    async with cluster("trainer") as c, following(c.address) as hub:
+        source = await c.hubs[0].register("m", tensors(1))
+        await source.publish(1)
+        weights = await hub.register("m", tensors())
+        assert (await weights.update()).bytes_read == NBYTES  # nothing was prefetched for a handle that was never filled
+        for version in (2, 3):
+            await publish(source, version)
+            await until(lambda v=version: prefetched(hub) == v)  # type: ignore[misc]
+            report = await weights.update()
+            assert (report.version, report.bytes_read) == (version, 0)
+            assert holds(memory_of(weights), version)
+        await until(lambda: reserved(hub) == 0)
+
+
+def prefetched(hub: Hub) -> int | None:
+    return next((copy.handle.member.version for copy in copies(hub)._copies.values()), None)
+
+
+async def test_nothing_is_prefetched_for_a_publisher() -> None:
+    async with cluster("trainer") as c, following(c.address) as hub:
+        source = await c.hubs[0].register("m", tensors(1))
+        mine = await hub.register("m", tensors(5))
+        await mine.publish(5)
+        await publish(source, 6)
+        assert (await hub.wait_for("m", at_least=6)).version == 6
+        weights = await hub.register("m", tensors())
+        await weights.replicate()
+        await publish(source, 7)
+        await until(lambda: prefetched(hub) == 7)
+        assert len(copies(hub)._copies) == 1  # the follower's
+
+
+async def test_a_prefetch_that_fails_is_followed_by_the_next_version(caplog: pytest.LogCaptureFixture) -> None:
+    async with cluster("trainer") as c, following(c.address) as hub:
+        source = await c.hubs[0].register("m", tensors(1))
+        await source.publish(1)
+        weights = await hub.register("m", tensors())
+        await weights.replicate()
+        blocker = hub._worker.copies.budget
+        hub._thread.post(lambda: blocker.reserve("other", Purpose.RETENTION, 1))
+        await publish(source, 2)
+        await until(lambda: bool(caplog.records))
+        assert "prefetch_failed" in caplog.text
+        hub._thread.post(lambda: blocker.free("other"))
+        await publish(source, 3)
+        await until(lambda: prefetched(hub) == 3)
+        assert (await weights.update()).bytes_read == 0
+
+
+async def test_prefetch_true_needs_host_memory() -> None:
+    async with cluster() as c:
+        with pytest.raises(StateError, match=r"prefetch=True needs host memory: set Options.host_memory_bytes"):
+            async with tensorhub.connect(c.address, token="", prefetch=True, options=OPTIONS):
+                raise AssertionError("it is refused")
+        with pytest.raises(StateError, match="prefetch=1: give True or False"):
+            async with tensorhub.connect(c.address, token="", prefetch=1, options=HOSTED):  # type: ignore[arg-type]
+                raise AssertionError("it is refused")

@@ -89,9 +89,9 @@ def connect(
     options: Options | None = None,
 ) -> contextlib.AbstractContextManager[Hub]:
     """Join a cluster as a worker for the length of the block; see `tensorhub.connect`."""
-    _async.refuse_unbuilt(tls=tls, prefetch=prefetch)
+    _async.refuse_unbuilt(tls=tls)
     side, here = BlockingSide(), location or Location()
-    block = _async.connect_on(side, address, name, here, token, transports, options or Options())
+    block = _async.connect_on(side, address, name, here, token, transports, options or Options(), prefetch)
     return _Block(block, Hub)
 
 

@@ -7,10 +7,10 @@ phases of a report, and for a call's future. Decides nothing. Lives in the worke
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Protocol, assert_never
+from typing import Any, Protocol, assert_never
 
 import anyio
 import anyio.abc
@@ -172,6 +172,8 @@ class Handle:
         self._tasks: anyio.abc.TaskGroup
         self._scope = anyio.CancelScope()
         self.deadline_moved: Callable[[], None] = lambda: None
+        self.call_ended: Callable[[], None] = lambda: None
+        self.was_filled = False  # what the memory got last came from others, not from its publisher
         self.progress: ProgressListener | None = None
 
     def __repr__(self) -> str:
@@ -188,6 +190,7 @@ class Handle:
             self._digests = await anyio.to_thread.run_sync(make)
         _, finish = await self._run(PublishCall(version), timeout_s)
         assert finish.version is not None
+        self.was_filled = False
         return finish.version
 
     async def unpublish(self, timeout_s: float) -> None:
@@ -229,6 +232,7 @@ class Handle:
         started = clock.now()
         ran, finish = await self._run(call, timeout_s, hook)
         assert finish.version is not None
+        self.was_filled = self.was_filled or finish.changed
         if not finish.changed:
             self._check_unwritten()
         return finish.version, _report(ran, finish, started, clock.now())
@@ -340,6 +344,10 @@ class Handle:
         """Let `run` end: the handle is closed, or was never registered."""
         self._scope.cancel()
 
+    def follow(self, task: Callable[[], Coroutine[Any, Any, None]]) -> None:
+        """Run something beside this handle, as long as it runs."""
+        self._tasks.start_soon(task)
+
     async def _do(self, action: Action) -> None:
         match action:
             case Say():
@@ -393,6 +401,7 @@ class Handle:
         if self._call is not None and self._call.result is None:
             self._call.result = finish
             self._call.ended.set()
+            self.call_ended()
 
     def note_bound(self) -> None:
         """The coordinator has bound the running call to a version."""

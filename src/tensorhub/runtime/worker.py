@@ -68,6 +68,7 @@ from tensorhub.runtime.link import CoordinatorLink
 from tensorhub.runtime.logs import get_logger
 from tensorhub.runtime.news import News
 from tensorhub.runtime.pins import Pins
+from tensorhub.runtime.prefetcher import Prefetcher
 from tensorhub.runtime.questions import Questions
 from tensorhub.runtime.serving import SharedOwner
 from tensorhub.runtime.tcp_channel import TcpTransport
@@ -114,6 +115,7 @@ class Worker:
         secret: bytes,
         transports: Sequence[str] | None,
         options: Options,
+        prefetch: bool = False,
     ) -> None:
         """Raises StateError for an address that is none, TransportUnavailable for a transport that cannot be had."""
         self.name = name
@@ -121,6 +123,7 @@ class Worker:
         self.options = options
         self._secret = secret
         self._wanted = transports
+        self._prefetch = prefetch  # each new version, for the handles that follow their model
         self.incarnation = Incarnation(secrets.token_hex(16))
         self._transports: tuple[Transport, ...] = ()
         self._make_transports()
@@ -384,6 +387,8 @@ class Worker:
         except BaseException:
             self.drop_handle(handle)
             raise
+        if self._prefetch:
+            handle.follow(Prefetcher(handle, self.news, self.copies, self.options.op_timeout_s).run)
         return handle
 
     async def fetch(
