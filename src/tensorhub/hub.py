@@ -403,6 +403,16 @@ async def fetch_into(
     return await hub._thread.call(fetch)
 
 
+async def seed_shard(hub: Hub, info: VersionInfo, shard: int, timeout: float | None = None) -> FetchReport:
+    """Have this worker hold one shard of the model's newest version in host memory, as a seed; internal, and may change.
+
+    `info`: a version of the model that is visible now; the seed's memory is reserved as it needs. Raises as
+    `Weights.prefetch`.
+    """
+    timeout_s = hub._worker.timeout_s(timeout)
+    return await hub._thread.call(hub._worker.copies.seed, info, shard, timeout_s)
+
+
 def _check_latest(latest: object) -> None:
     if not isinstance(latest, int) or isinstance(latest, bool) or not 0 <= latest <= VERSION_MAX:
         raise StateError(f"latest={latest!r}: give the number of versions to keep, 0 or more")

@@ -8,7 +8,6 @@ coordinator, to which they are ordinary holders.
 from __future__ import annotations
 
 import secrets
-from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Protocol
@@ -24,7 +23,18 @@ from tensorhub.runtime.logs import get_logger
 from tensorhub.runtime.questions import Questions
 from tensorhub.transport.host import HostMemory
 from tensorhub.transport.memory import Memory
-from tensorhub.types import FetchReport, HandleState, Medium, OpKind, Options, Purpose, Selector, VersionInfo, host_group
+from tensorhub.types import (
+    LATEST,
+    FetchReport,
+    HandleState,
+    Medium,
+    OpKind,
+    Options,
+    Purpose,
+    Selector,
+    VersionInfo,
+    host_group,
+)
 from tensorhub.worker.budget import Budget
 from tensorhub.worker.calls import CopyCall, FillCall, LocalCopy
 from tensorhub.worker.enrolment import Shard
@@ -324,16 +334,14 @@ class HostCopies:
 
     # ---------------------------------------------------------------------------------------------------------- seeds
 
-    async def seed(self, info: VersionInfo, shard: int, timeout_s: float, fresh_group: Callable[[], str]) -> FetchReport:
+    async def seed(self, info: VersionInfo, shard: int, timeout_s: float) -> FetchReport:
         """Have this worker's seed of that shard of the model hold its newest version; the first time, make the seed."""
         manifest = await self._manifest(info, shard, timeout_s)
         mine = [c for c in self._copies.values() if c.shard.purpose is Purpose.SEED]
         copy = next((c for c in mine if (c.shard.model, c.shard.number) == (info.model, shard)), None)
         if copy is None:
             self.budget.plan("", Purpose.SEED, manifest.nbytes)
-            group = f"seed/{fresh_group()}"
-            copy = self._start(
-                self._one_shard(secrets.token_hex(12), group, info, shard, manifest, Purpose.SEED, spot=False)
-            )
+            ident = secrets.token_hex(12)
+            copy = self._start(self._one_shard(ident, f"seed/{ident}", info, shard, manifest, Purpose.SEED, spot=False))
             await self._registered(copy, timeout_s)
-        return await self._refill(copy, "latest", manifest.nbytes, timeout_s)
+        return await self._refill(copy, LATEST, manifest.nbytes, timeout_s)
