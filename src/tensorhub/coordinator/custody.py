@@ -223,6 +223,7 @@ class Custody:
         """Another worker is asked, if there is one."""
         version, key = handover.version, (handover.shard, handover.worker.incarnation)
         failures, _ = version.refusals.get(key, (0, 0.0))
+        self._cluster.note(version)
         version.refusals[key] = failures + 1, self._cluster.now + min(RETRY_S_FIRST * 2 ** min(failures, 16), RETRY_S_MAX)
         self._forget(model, handover)
         self._tell_to_drop(handover)

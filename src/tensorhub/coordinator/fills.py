@@ -129,7 +129,7 @@ class Fills:
             if part.holding is not None and not part.holding.leaving:
                 self._readers.tear(part.holding)
         if replica is not None and replica.state is ReplicaState.FILLING:
-            replica.become(ReplicaState.TORN, self._cluster.cause, self._cluster.now, "operation aborted")
+            self._cluster.become(replica, ReplicaState.TORN, "operation aborted")
             self._readers.settle_replica(replica)
 
     # -- binding
@@ -154,7 +154,7 @@ class Fills:
             return None
         operation.version = version
         operation.unchanged = all(holders.values())
-        operation.become(OperationState.RUNNING, self._cluster.cause, self._cluster.now, f"bound to {version.number}")
+        self._cluster.become(operation, OperationState.RUNNING, f"bound to {version.number}")
         for rank, part in operation.parts.items():
             part.needs_bytes = not holders[rank]
             part.voted = part.ready = holders[rank]
@@ -257,7 +257,7 @@ class Fills:
         torn = group.torn_replica()
         if torn is not None:
             replica, torn.version = torn, version
-            replica.become(ReplicaState.FILLING, cluster.cause, cluster.now, f"filled with {version.number}")
+            cluster.become(replica, ReplicaState.FILLING, f"filled with {version.number}")
         else:
             replica = Replica(cluster.new_id(), version, parts[0].member)
             group.replicas.append(replica)
@@ -271,16 +271,15 @@ class Fills:
                 self._readers.add_holding(part.holding)
 
     def _feed(self, operation: Operation) -> Blame | None:
-        """Find a source for each reader that has none; in vain for ever if the last one has left on purpose."""
+        """Find sources for each reader that starves; in vain for ever if the last one has left on purpose."""
         version = operation.version
         assert version is not None
         for part in operation.parts.values():
-            if part.wants_source:
-                grant = self._readers.grant(part)
-                if grant is not None:
-                    self._cluster.tell(part.member, AddSource(operation.key, part.rank, grant))
-                elif version.abandoned and not version.has_live_source():
-                    return _abandoned(version)
+            for grant in self._readers.feed(part):
+                self._cluster.tell(part.member, AddSource(operation.key, part.rank, grant))
+            alone = part.wants_source and all(lease.dropping for lease in part.leases.values())
+            if alone and version.abandoned and not version.has_live_source():
+                return _abandoned(version)
         return None
 
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from tensorhub.coordinator.actions import CloseSession
 from tensorhub.coordinator.custody import Custody
-from tensorhub.coordinator.entities import Cluster, Group, Holding, Member, Replica, Session, Worker
+from tensorhub.coordinator.entities import LOST_KEPT_MAX, Cluster, Group, Holding, Member, Replica, Session, Worker
 from tensorhub.coordinator.operations import Operations
 from tensorhub.coordinator.readers import Readers
 from tensorhub.coordinator.retention import Retentions
@@ -88,6 +88,7 @@ class Membership:
 
     def heard(self, worker: Worker) -> None:
         """Any message renews the lease."""
+        self._cluster.note(worker)
         worker.heard_at = self._cluster.now
         if worker.state is WorkerState.SUSPECT and worker.session is not None:
             self._become(worker, WorkerState.LIVE, "heard again")
@@ -102,6 +103,7 @@ class Membership:
         worker = session.worker
         if worker is None or worker.session != session.number:
             return
+        self._cluster.note(worker)
         worker.session = None
         if worker.state is WorkerState.LIVE:
             self._become(worker, WorkerState.SUSPECT, "disconnected")
@@ -150,7 +152,9 @@ class Membership:
         del cluster.workers[worker.incarnation]
         if cluster.hosts.pop(worker.incarnation, None) is not None:
             self._custody.room_changed()
-        cluster.lost.append(worker.incarnation)
+        cluster.lost[worker.incarnation] = None
+        if len(cluster.lost) > LOST_KEPT_MAX:
+            del cluster.lost[next(iter(cluster.lost))]
         self._retentions.worker_gone(worker.incarnation)
         for timer in ("worker", "restate"):
             cluster.timers.cancel(timer, worker.incarnation)
@@ -165,7 +169,7 @@ class Membership:
             self._cluster.touch(member.group.model)
 
     def _become(self, worker: Worker, state: WorkerState, why: str) -> None:
-        worker.become(state, self._cluster.cause, self._cluster.now, why)
+        self._cluster.become(worker, state, why)
 
     # -- ranks
 
@@ -201,6 +205,7 @@ class Membership:
             message.manifest,
             worker.session,
         )
+        cluster.note(member, group.model)
         group.members[member.rank] = cluster.members[member.registration] = member
         worker.members[member.registration] = member
         group.model.groups[group.name] = group
@@ -208,8 +213,7 @@ class Membership:
             group.model.copies[member.registration] = member
         cluster.touch(group.model)
         keep = message.held is None or self._announce(member, message.held)
-        answer = Registered(message.request, member.registration, group.epoch, group.sequence, keep)
-        cluster.send(worker.session, answer)
+        self._tell_registered(member, message, keep)
 
     def _new_group(self, message: Register) -> Group:
         """A group begins with its first registration."""
@@ -220,13 +224,19 @@ class Membership:
         """A rank that was there before says anew what it holds; an operation in the middle of its fill goes on."""
         group, held = member.group, message.held
         member.said_in = member.worker.session
+        self._cluster.note(member)
         member.dropped = False
         part = group.operation.parts.get(member.rank) if group.operation is not None else None
         filling = part.holding if part is not None and part.member is member else None
         counts = self._withdrawals.restated(member, held.generation if held is not None else None, filling)
         publishes = part is not None and part.member is member and isinstance(part.call, Publish)  # it holds nothing yet
         keep = held is None or counts or (not publishes and self._announce(member, held))
-        answer = Registered(message.request, message.registration, group.epoch, group.sequence, keep)
+        self._tell_registered(member, message, keep)
+
+    def _tell_registered(self, member: Member, message: Register, keep: bool) -> None:
+        group, held = member.group, message.held
+        retained = held is not None and keep and self._retentions.tell_with(member, held.content_id)
+        answer = Registered(message.request, member.registration, group.epoch, group.sequence, keep, retained)
         self._cluster.tell(member, answer)
 
     def _registration_error(self, message: Register) -> TensorHubError | None:
@@ -276,6 +286,7 @@ class Membership:
         ):
             return False
         version.manifests.setdefault(member.shard, held.manifest)
+        cluster.note(version)
         replica = next((r for r in group.replicas if r.version is version and r.state in _LIVING), None)
         if replica is None:
             replica = Replica(cluster.new_id(), version, member)
@@ -299,6 +310,7 @@ class Membership:
         for holding in [member.holding, *member.leaving]:
             if holding is not None:
                 self._readers.lose(holding)
+        cluster.note(member, group, member.worker)
         cluster.members.pop(member.registration, None)
         if group.model.copies.pop(member.registration, None) is not None:
             self._custody.room_changed()
@@ -312,6 +324,7 @@ class Membership:
             self._change_epoch(group)
 
     def _change_epoch(self, group: Group) -> None:
+        self._cluster.note(group)
         group.epoch, group.sequence = self._cluster.mint_epoch(), 0
         for member in group.members.values():
             changed = EpochChanged(group.model.name, group.name, group.epoch, group.sequence)

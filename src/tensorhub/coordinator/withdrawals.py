@@ -10,7 +10,7 @@ from tensorhub.coordinator.entities import Cluster, Holding, Member, Model, With
 from tensorhub.coordinator.readers import Readers
 from tensorhub.coordinator.retention import Retentions
 from tensorhub.coordinator.states import LeaseState
-from tensorhub.messages import MustStay, Withdraw, Withdrawable
+from tensorhub.messages import Withdraw, Withdrawable
 
 
 class Withdrawals:
@@ -44,6 +44,7 @@ class Withdrawals:
 
     def ask(self, member: Member, message: Withdraw) -> None:
         """Its owner wants the memory back: no new readers; running ones are moved, or waited for within the grace."""
+        self._cluster.note(member)
         model = member.group.model
         known = model.withdrawals.get(member.registration)
         if known is not None and known.request == message.request:
@@ -88,9 +89,6 @@ class Withdrawals:
             if not withdrawal.abandon and self._retentions.must_stay(
                 holding, holding.member.worker if withdrawal.closes else None
             ):
-                if not withdrawal.told:
-                    withdrawal.told = True
-                    self._cluster.tell(holding.member, MustStay(withdrawal.request))
                 return
             self._begin(withdrawal)
         if not withdrawal.granted and not holding.active_readers():
@@ -110,6 +108,7 @@ class Withdrawals:
 
     def _forget(self, withdrawal: Withdrawal) -> None:
         member = withdrawal.holding.member
+        self._cluster.note(member)
         member.group.model.withdrawals.pop(member.registration, None)
         self._cluster.timers.cancel("withdrawal", member.registration)
 

@@ -113,7 +113,8 @@ class _Call:
     started: float
     hook: HookRequest | None = None
     bound: float | None = None  # Start has come
-    pulled_from: float = 0.0  # these three: where there is a report
+    pulled_from: float = 0.0  # these four: where there is a report
+    verified_s: float = 0.0  # spent on what the memory held of that content already
     pulled: float = 0.0
     prepared: float = 0.0
     copied_s: float = 0.0  # spent on local copies: before the pull
@@ -512,8 +513,9 @@ class Handle:
             with pull.scope:
                 self.memory.check_unreplaced()  # before_write may have moved them
                 target, mapped, chunks = await self._destination(action)
+                kept = await self._verify_kept(target, action.generation)
                 async with anyio.create_task_group() as tasks:
-                    await self._pull_chunks(action, pull, target, chunks, tasks)
+                    await self._pull_chunks(action, pull, target, chunks, kept, tasks)
                     tasks.cancel_scope.cancel()
                 await self._unpack(mapped)
         except* TensorHubError as group:
@@ -528,6 +530,17 @@ class Handle:
         finally:
             pull.runner = None  # it keeps the memory alive
             pull.ended.set()
+
+    async def _verify_kept(self, target: RegistrationId, generation: int) -> list[int]:
+        """What a fill that was broken off has left of this content, and nobody has written since (R9)."""
+        started, kept = clock.now(), self._owner.kept(target, generation)
+        if not kept:
+            return []
+        check = anyio.from_thread.check_cancelled
+        found = await anyio.to_thread.run_sync(self._owner.verify, target, generation, kept, check)
+        if self._call is not None:
+            self._call.verified_s = clock.now() - started
+        return found
 
     async def _destination(self, action: StartPull | CopyLocally) -> tuple[RegistrationId, MappedRegions, ChunkMemory]:
         """Where the chunks go, and under which id the owner knows it: the memory itself, or what is staged for it."""
@@ -590,10 +603,11 @@ class Handle:
         pull: _Pull,
         target: RegistrationId,
         chunks: ChunkMemory,
+        kept: list[int],
         tasks: anyio.abc.TaskGroup,
     ) -> None:
         opener = self._line.open_channel(ContentId(action.version.content_id))
-        there = (*chunks.unwanted, *action.copied)
+        there = {*chunks.unwanted, *action.copied, *kept}
         runner = PullRunner(chunks, self._owner, target, action.generation, opener, verified=there)
         try:
             async with runner:
@@ -655,7 +669,8 @@ def _report(call: _Call, finish: Finish, started: float, ended: float) -> FetchR
     pull, number = call.report, finish.version.version
     if pull is None or call.bound is None:
         return FetchReport(number, finish.changed, seconds=ended - started, phases={"resolve": ended - started})
-    phases = _pull_phases(pull, call.pulled - call.pulled_from)
+    phases = _pull_phases(pull, call.pulled - call.pulled_from - call.verified_s)
+    phases["verify"] += call.verified_s
     phases["resolve"] = call.bound - started
     phases["wait"] += call.pulled_from - call.bound - call.copied_s + call.hook_s
     phases["unpack"] = call.prepared - call.pulled + call.copied_s + call.applied_s

@@ -292,7 +292,7 @@ class Filling(GroupCall):
         shard, chunks = self._rank.shard, self._manifest.chunk_count
         if not shard.serves or len(self._copied) == chunks:
             return False
-        found = self._rank.find_copies(self._version.content_id, shard.number)
+        found = self._rank.copies.find(self._version.content_id)
         found = [c for c in found if c not in self._tried and c.registration != shard.registration]
         if not found:
             return False
