@@ -248,7 +248,8 @@ class Membership:
         holding = Holding(replica, member, member.rank, held.generation, True, True)
         holding.chunks_verified = member.chunks
         self._readers.add_holding(holding)
-        if replica.state is ReplicaState.FILLING and len(replica.holdings) == group.world_size:
+        committed = sum(each.committed for each in replica.holdings.values())  # not: what an undecided fill is filling
+        if replica.state is ReplicaState.FILLING and committed == group.world_size:
             self._readers.make_ready(replica, "announced again by every rank")
         return True
 

@@ -45,7 +45,6 @@ class Lane:
         self.asked: list[set[int]] = []  # of each open batch, what has not arrived; none is empty
         self.queue: deque[tuple[int, ...]] = deque()  # at the owner: what it was asked for, and has not begun to send
         self.access: Access | None = None  # the owner's running one
-        self.frames: deque[Frame] = deque()  # sent, and not settled
         self.is_cut = False  # its reader wants no more of it
         self.is_stopped = False  # its owner serves it no more
         self.ended = False  # nobody writes for it any more
@@ -135,6 +134,7 @@ class Lane:
         access, self.access = self.access, None
         if access is not None and self.source is not None and self.source.worker.alive:
             self.source.worker.owner.end(access)
+            self.source.cluster.access_ended(self.source)
 
     # -- its end
 
@@ -143,12 +143,16 @@ class Lane:
         if self.ended:
             return
         self.ended = True
+        self.reader.cluster.lane_closed(self)
+        self.reading.lane_ended(self, failure)
+
+    def close(self) -> None:
+        """The owner's thread for it is over."""
+        self.is_stopped = True
+        self.queue.clear()
         self.let_go()
         if self.source is not None:
             self.source.serving.pop(self, None)
-        self.queue.clear()
-        self.frames.clear()
-        self.reading.lane_ended(self, failure)
 
 
 class Reading:
@@ -161,6 +165,7 @@ class Reading:
         self.lanes: dict[str, Lane] = {}  # by lease; those that have not ended
         self.over = False  # all is verified, or it was stopped: nothing more is asked for
         self.stopped = False
+        self.resumed = False  # a source was added when something had been verified
         self._make_lane = make_lane
         for grant in start.grants:
             self.add(grant)
@@ -188,6 +193,7 @@ class Reading:
         if self.over:
             return
         self.books.add_source(LeaseId(grant.lease), grant.complete)
+        self.resumed = self.books.chunks_verified > 0
         lane = self.lanes[grant.lease] = self._make_lane(self, grant)
         self.reader.cluster.lane_made(lane)
 
@@ -232,3 +238,5 @@ class Reading:
             cluster.lanes_wanted(self)
         elif not self.lanes and not self.stopped:
             reader.apply(reader.member.pull_done(cluster.now))
+        elif not self.lanes:
+            cluster.handle_moved(reader)

@@ -76,6 +76,9 @@ class PureCluster(Cluster):
         for lane in reading.lanes.values():
             lane.queue.extend(lane.submit(reading.start.manifest.nbytes))
 
+    def lane_closed(self, lane: Lane) -> None:
+        lane.close()
+
     def lane_cut(self, lane: Lane) -> None:
         lane.end()
 

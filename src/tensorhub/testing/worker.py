@@ -61,10 +61,12 @@ class SimWorker:
         self.lives = 1
         self.incarnation = f"{name}.1"
         self.alive = True
+        self.stopped_until = 0.0  # its threads do not run before
         self.owner = Owner()
         self.manifests: dict[str, Manifest] = {}
         self.handles: list[Handle] = []
         self.link: Link | None = None
+        self.unsure_at = 0.0  # when the coordinator could last not count on it
         self.cut: set[str] = set()  # leases whose readers are served no more
         self.dismissals: list[str] = []
         self.answers: dict[int, TensorHubError | None] = {}  # to what the worker itself asked, by request
@@ -124,6 +126,7 @@ class SimWorker:
             return
         self.cluster.note(f"{self.name} loses its connection")
         self.link = None
+        self.unsure_at = self.cluster.now
         self._pins_uncertain()
         self.cluster.link_lost(self, link)
         for handle in self.handles:
@@ -261,12 +264,17 @@ class SimWorker:
         | OrderedOut,
     ) -> None:
         if handle is not None and handle.worker is self and self.alive:
+            if handle.asked is not None and isinstance(message, Withdrawable | Write | Start):
+                handle.asked.granted = True
+                if isinstance(message, Withdrawable):
+                    self.cluster.guarantees.let_go(handle)
             handle.apply(handle.member.receive(message, self.cluster.now))
 
     def _welcomed(self) -> None:
         if self.link is None:
             return
         self.link.welcomed = True
+        self.unsure_at = self.cluster.now
         for handle in list(self.handles):
             handle.apply(handle.member.connected(self.cluster.now))
         for pin, (model, version) in list(self.pins.items()):

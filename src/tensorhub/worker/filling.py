@@ -86,6 +86,7 @@ class Filling(GroupCall):
         self._write_said = False  # the coordinator has told every rank to overwrite
         self._deaf = False  # a connection was lost in the midst of it, and perhaps that word
         self._leases: set[str] = set()  # that the pull reads under
+        self._failed: dict[str, ReadFailed] = {}  # leases that it has given up, and what was said of that, by lease
 
     def check_allowed(self) -> None:
         super().check_allowed()
@@ -254,7 +255,10 @@ class Filling(GroupCall):
         for lease in sorted(self._leases - {grant.lease for grant in grants}):
             self._rank.act(DropPullSource(lease))
         for grant in grants:
-            self._add_source(grant)
+            if grant.lease in self._failed:
+                self._rank.say(self._failed[grant.lease])  # it was not heard: a lease is read under once
+            else:
+                self._add_source(grant)
 
     def _add_source(self, grant: Grant) -> None:
         if self.phase is Phase.PULLING:
@@ -274,7 +278,8 @@ class Filling(GroupCall):
     def source_failed(self, lease: str, reason: str, detail: str) -> None:
         if lease in self._leases:
             self._leases.discard(lease)
-            self._rank.say(ReadFailed(self.operation, self._rank.shard.rank, lease, reason, detail[:1000]))
+            failed = self._failed[lease] = ReadFailed(self.operation, self._rank.shard.rank, lease, reason, detail[:1000])
+            self._rank.say(failed)
 
     def pull_done(self) -> None:
         if self.phase is not Phase.PULLING:
