@@ -198,6 +198,24 @@ class Guarantees:
         pinned = [number for name, number in self.pins.values() if name == model and number in numbers]
         return frozenset(numbers[number] for number in [*newest, *pinned])
 
+    def wish(self, request: int, model: str, latest: int) -> None:
+        """A `retain` is said: from now on it may count."""
+        self.wishes[request] = (model, latest)
+        self._loosen(model)
+
+    def unpin(self, pin: str) -> None:
+        """From now on it may count no more."""
+        model, _ = self.pins.pop(pin, ("", 0))
+        if model:
+            self._loosen(model)
+
+    def _loosen(self, model: str) -> None:
+        """What need not stay now may have been let go by a call that is running, whatever is wished for later."""
+        retained = self.retained(model)
+        for handle in self._cluster.live_handles():
+            if handle.asked is not None and handle.shard.model == model:
+                handle.asked.retained &= retained
+
     def filling(self, handle: Handle, version: VersionInfo) -> None:
         """Its group begins a new replica of that version."""
         self._leaving.pop((handle.shard.group, version.content_id), None)

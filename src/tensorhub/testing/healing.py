@@ -8,7 +8,9 @@ from typing import TYPE_CHECKING
 from tensorhub.errors import GroupAborted, OperationTimeout
 from tensorhub.testing.guarantees import demand
 from tensorhub.testing.handle import Asked, Handle
+from tensorhub.testing.network import TimedLink
 from tensorhub.testing.users import Team
+from tensorhub.testing.worker import SimWorker
 from tensorhub.types import HandleState
 
 if TYPE_CHECKING:
@@ -61,9 +63,15 @@ class Healing:
         return (
             cluster.process.alive
             and not cluster.unstored
-            and all(w.link is not None and w.link.welcomed for w in cluster.workers.values() if w.alive)
+            and cluster.process.stopped_until <= cluster.now
+            and all(self._is_connected(w) for w in cluster.workers.values() if w.alive)
             and all(handle.idle and handle.is_answered for handle in cluster.live_handles())
         )
+
+    def _is_connected(self, worker: SimWorker) -> bool:
+        link = worker.link
+        runs = worker.stopped_until <= self._cluster.now
+        return runs and isinstance(link, TimedLink) and link.welcomed and not link.is_lossy and not worker.unpinned
 
     @staticmethod
     def _is_whole(team: Team) -> bool:
@@ -79,6 +87,7 @@ class Healing:
             worker.retain(0)
             for pin in list(worker.pins):
                 worker.unpin(pin)
+            worker.pins.clear()
         for team in cluster.users.teams:
             cluster.users.enrol(team)
         cluster.run_until(lambda: False, 2.0)

@@ -32,12 +32,12 @@ class TimedWorker(SimWorker):
         super().__init__(cluster, name, location, transports)
         self.simulation = cluster
         self.wait_s = RECONNECT_S_FIRST
-        self.is_closing = False  # it connects no more
+        cluster.after(RECONNECT_S_MAX, self, self._end_pins)
 
     def connect(self) -> None:
         """Try to reach the coordinator, now and until it is reached."""
         simulation = self.simulation
-        if self.link is not None or not self.alive or self.is_closing:
+        if self.link is not None or not self.alive:
             return
         blocked = simulation.ways.blocked_until(self.name, COORDINATOR)
         if blocked > simulation.now or not simulation.process.alive:
@@ -75,6 +75,13 @@ class TimedWorker(SimWorker):
         elif link.welcomed and not was_welcomed:
             self.wait_s = RECONNECT_S_FIRST
             self._beat(link)
+
+    def _end_pins(self) -> None:
+        """Say again, until it is heard and done, which pins are over."""
+        if self.link is not None and self.link.welcomed:
+            for pin in list(self.unpinned):
+                self.unpin(pin)
+        self.simulation.after(RECONNECT_S_MAX, self, self._end_pins)
 
     def _beat(self, link: TimedLink) -> None:
         """Renew the lease; give up a connection in which nothing comes back."""

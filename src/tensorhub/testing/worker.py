@@ -71,6 +71,7 @@ class SimWorker:
         self.dismissals: list[str] = []
         self.answers: dict[int, TensorHubError | None] = {}  # to what the worker itself asked, by request
         self.pins: dict[str, tuple[str, int]] = {}  # that it wants: model and version, by id
+        self.unpinned: dict[str, str] = {}  # pins that it has ended, and has not heard the end of: their models, by id
         self._askers: dict[int, Handle] = {}  # requests of handles that are not answered yet
         self._asked_pins: dict[int, str] = {}  # by request
 
@@ -157,7 +158,7 @@ class SimWorker:
     def _pins_uncertain(self) -> None:
         """They count for a lease; nobody can rely on them until they are said again."""
         for pin in self.pins:
-            self.cluster.guarantees.pins.pop(pin, None)
+            self.cluster.guarantees.unpin(pin)
 
     def say(self, message: FromWorker) -> None:
         """Tell the coordinator; without a connection it is not said."""
@@ -185,7 +186,7 @@ class SimWorker:
         """Ask for it; its answer will be in `answers`."""
         request = next(self.cluster.numbers)
         if self.link is not None:
-            self.cluster.guarantees.wishes[request] = (model, latest)
+            self.cluster.guarantees.wish(request, model, latest)
         self.say(Retain(request, model, latest))
         return request
 
@@ -201,8 +202,11 @@ class SimWorker:
     def unpin(self, pin: str) -> int:
         """End a pin."""
         request = next(self.cluster.numbers)
-        self.cluster.guarantees.pins.pop(pin, None)
-        self.say(Unpin(request, pin, self.pins.pop(pin)[0]))
+        model = self.unpinned.get(pin) or self.pins.pop(pin)[0]
+        self.unpinned[pin] = model
+        self._asked_pins[request] = pin
+        self.cluster.guarantees.unpin(pin)
+        self.say(Unpin(request, pin, model))
         return request
 
     # -- what it hears
@@ -304,10 +308,10 @@ class SimWorker:
         wish = guarantees.wishes.pop(request, None)
         if wish is not None and not refused:
             guarantees.policy[wish[0]] = wish[1]
-        pin = self._asked_pins.pop(request, None)
-        if pin is None:
-            return
-        if refused:
-            guarantees.pins.pop(pin, None)
-        elif pin in self.pins:
+        pin = self._asked_pins.pop(request, "")
+        if pin in self.pins and not refused:
             guarantees.pins[pin] = self.pins[pin]
+        elif pin in self.unpinned and not refused:
+            del self.unpinned[pin]
+        elif pin in self.pins:
+            guarantees.unpin(pin)
