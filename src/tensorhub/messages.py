@@ -40,6 +40,7 @@ Number = Annotated[int, Range(0, VERSION_MAX)]
 WorldSize = Annotated[int, Range(1, 2**20)]
 ManifestBlob = Annotated[bytes, Length(48 * 2**20)]
 Nonce = Annotated[bytes, Length(32)]
+HAS_RUNS_MAX = 1024  # of one StillWaiting
 
 # -------------------------------------------------------------------------------- handshake, on every kind of socket
 
@@ -139,6 +140,7 @@ class Join:
     location: Location
     endpoints: Annotated[tuple[Endpoint, ...], Length(16)]
     pid: U64
+    host_bytes: U64  # for copies in host memory (MakeCopy, prefetch); 0: it makes none
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,7 +160,8 @@ class Register:
     """One rank's memory. `manifest` is encoded under the worker's own options, used when this rank publishes.
 
     `shard`: which shard of a version this memory holds. `serves` False: a fetch. Nobody reads this memory; it is a group
-    of its own, has no manifest, reads any `shard`, and is deregistered when that is done.
+    of its own, has no manifest, reads any `shard`, and is deregistered when that is done. `medium` HOST: a copy in the
+    library's own memory, never published; for `purpose` RETENTION or SEED it is a group of its own, of any `shard`.
     """
 
     request: U64
@@ -170,6 +173,8 @@ class Register:
     world_size: WorldSize
     serves: bool
     spot: bool
+    medium: Medium
+    purpose: Purpose
     layout_id: Name
     nbytes: U64
     chunks: U64
@@ -213,8 +218,6 @@ class Fill:
     generation: U64
     hold: bool
     staged: bool
-    medium: Medium
-    purpose: Purpose
     timeout_s: Seconds
 
 
@@ -277,7 +280,8 @@ class Withdraw:
     """This rank wants its published memory back: no new readers; Withdrawable answers when the old are gone.
 
     While that would lose a retained version, nothing changes; then, at the deadline, it is Refused (RetentionError).
-    `abandon`: lose it. `hurry`: the same wish again, which waits no longer; without effect if it is answered already.
+    `abandon`: lose it. `closes`: what else this worker holds may go with it, and does not count as another holder.
+    `hurry`: the same wish again, which waits no longer; without effect if it is answered already.
     """
 
     request: U64
@@ -285,6 +289,7 @@ class Withdraw:
     generation: U64
     timeout_s: Seconds
     abandon: bool
+    closes: bool
     hurry: bool
 
 
@@ -294,6 +299,23 @@ class Withdrawn:
 
     registration: Id
     generation: U64
+
+
+@dataclass(frozen=True, slots=True)
+class CopyRefused:
+    """This worker does not make that copy, or could not (no memory for it, no source)."""
+
+    copy: Id
+    reason: Text
+
+
+@dataclass(frozen=True, slots=True)
+class Kept:
+    """Answer to Keep: the rank knows it, whatever becomes of the connection from now on."""
+
+    registration: Id
+    content_id: Id
+    keep: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -401,13 +423,17 @@ class HeartbeatAck:
 
 @dataclass(frozen=True, slots=True)
 class Registered:
-    """`sequence` is the group's next operation; `keep` False: what was announced as held is ordered out (R2)."""
+    """`sequence` is the group's next operation; `keep` False: what was announced as held is ordered out (R2).
+
+    `retained`: what was announced as held is to be kept (as in Keep).
+    """
 
     request: U64
     registration: Id
     epoch: U64
     sequence: U64
     keep: bool
+    retained: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -471,7 +497,10 @@ class DropSource:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """The decision. `version` is set if committed; `changed` False: the rank held that content already."""
+    """The decision. `version` is set if committed; `changed` False: the rank held that content already.
+
+    `retained`: what it holds now is to be kept (as in Keep).
+    """
 
     key: OpKey
     rank: Rank
@@ -479,6 +508,7 @@ class Outcome:
     changed: bool
     version: VersionInfo | None
     error: ErrorInfo | None
+    retained: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -502,6 +532,36 @@ class MustStay:
     """A retained version would be lost with this memory: Withdrawable comes when another holds it, else Refused."""
 
     request: U64
+
+
+@dataclass(frozen=True, slots=True)
+class MakeCopy:
+    """Hold this shard in host memory, so that it is kept: register it as `copy`, with `medium` HOST and `purpose` RETENTION.
+
+    `registration`: one of the worker's own which holds that content, to be copied from; "": read it from others, by a
+    replicate call of the new registration. Done when the coordinator counts it; or answered by CopyRefused.
+    """
+
+    copy: Id
+    version: VersionInfo
+    shard: Rank
+    registration: Id
+
+
+@dataclass(frozen=True, slots=True)
+class DropCopy:
+    """That copy is not needed (any more): stop making it, or withdraw and deregister it, and free its memory."""
+
+    copy: Id
+
+
+@dataclass(frozen=True, slots=True)
+class Keep:
+    """What this registration holds is (`keep`), or is not any more, to be kept (R4). Answered by Kept."""
+
+    registration: Id
+    content_id: Id
+    keep: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -537,8 +597,8 @@ class Description:
 
 @dataclass(frozen=True, slots=True)
 class Read:
-    """Ask an owner for chunks, as (first, count) runs. It sends those that it has verified, in any order, and waits for
-    the others; `request` numbers the reads of one connection."""
+    """Ask an owner for chunks, as (first, count) runs. It sends those that it has verified, in any order, and those that
+    it verifies soon; StillWaiting ends the request if others are left. `request` numbers the reads of one connection."""
 
     request: U64
     lease: Id
@@ -558,9 +618,13 @@ class ChunksFollow:
 
 @dataclass(frozen=True, slots=True)
 class StillWaiting:
-    """The owner lives, and waits for chunks itself."""
+    """The owner lives, and has none of what is left of this request, which is over: ask again, here or elsewhere.
+
+    `has`: ascending (first, count) runs of chunks that it has verified, perhaps not all of them (R9).
+    """
 
     request: U64
+    has: Annotated[tuple[tuple[int, int], ...], Length(HAS_RUNS_MAX)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -597,6 +661,8 @@ FromWorker = (
     | Retain
     | Pin
     | Unpin
+    | CopyRefused
+    | Kept
 )
 FromCoordinator = (
     Welcome
@@ -618,6 +684,9 @@ FromCoordinator = (
     | Announce
     | Description
     | OrderedOut
+    | MakeCopy
+    | DropCopy
+    | Keep
 )
 FromReader = Read
 FromOwner = ChunksFollow | StillWaiting | ReadRefused

@@ -263,7 +263,7 @@ class VersionView:
 class ShardView:
     """One rank's memory in `describe`; `chunks_verified` of `chunks` can be read from it."""
 
-    rank: U64
+    rank: U64  # whose shard of the version it is
     worker: Name
     state: Name
     chunks_verified: U64

@@ -14,8 +14,8 @@ from tensorhub.coordinator import Connected, Disconnected, Received
 from tensorhub.coordinator.entities import Model
 from tensorhub.errors import RegistrationError, StateError
 from tensorhub.messages import Fill, FromWorker, Held, Join, Leave, Pin, Register, Rollback
-from tensorhub.testing import MANIFEST, PureCluster, SimWorker
-from tensorhub.types import Endpoint, Location, Medium, OpKey, OpKind, Purpose, Range
+from tensorhub.testing import DEVICE, MANIFEST, PureCluster, SimWorker
+from tensorhub.types import Endpoint, Location, OpKey, OpKind, Range
 from tests.property.chaos import Chaos
 
 
@@ -24,7 +24,9 @@ def model_of(cluster: PureCluster) -> Model:
 
 
 def registers(registration: str, group: str, held: Held | None = None, *, world_size: int = 1) -> Register:
-    return Register(7, registration, "actor", group, 0, 0, world_size, True, False, "", 1, 1, MANIFEST.encode(), held)
+    return Register(
+        7, registration, "actor", group, 0, 0, world_size, True, False, *DEVICE, "", 1, 1, MANIFEST.encode(), held
+    )
 
 
 def say(worker: SimWorker, message: FromWorker) -> None:
@@ -56,7 +58,7 @@ def test_a_publication_is_not_a_fill() -> None:
     trainer, buggy = cluster.handle("trainer"), cluster.handle("buggy")
     cluster.run()
     key = OpKey("actor", "buggy", cluster.coordinator.cluster.members[buggy.id].group.epoch, 0)
-    fill = Fill(key, 0, buggy.id, OpKind.PUBLISH, 1, None, 9, False, False, Medium.DEVICE, Purpose.USE, 1.0)
+    fill = Fill(key, 0, buggy.id, OpKind.PUBLISH, 1, None, 9, False, False, 1.0)
     say(buggy.worker, fill)
     assert buggy.worker.link is None
     asked = trainer.publish(1)
@@ -131,7 +133,7 @@ class Babbler:
             self.life += 1
             self.session = next(self.cluster.sessions)
             self.cluster.step(Connected(self.session, f"babbler.{self.life}", "worker"))
-            self.say(Join("babbler", Location(), (Endpoint("tcp", "nowhere"),), 1))
+            self.say(Join("babbler", Location(), (Endpoint("tcp", "nowhere"),), 1, 0))
             self.say(registers(f"b{self.life}", "babble", world_size=self.random.choice((1, 1, 2))))
         message: FromWorker = self.value("", self.random.choice(SAID), self.pools())
         self.say(message)

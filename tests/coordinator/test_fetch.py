@@ -7,8 +7,8 @@ import pytest
 from tensorhub.coordinator import Connected, views
 from tensorhub.errors import GroupAborted, ManifestMismatch, OperationTimeout, StateError, VersionUnavailable
 from tensorhub.messages import Fill, Join, Outcome, Publish, Refused, Register, Registered
-from tensorhub.testing import MANIFEST, Asked, Handle, PureCluster
-from tensorhub.types import HandleState, Location, Medium, ModelInfo, OpKey, OpKind, Purpose
+from tensorhub.testing import DEVICE, MANIFEST, Asked, Handle, PureCluster
+from tensorhub.types import HandleState, Location, ModelInfo, OpKey, OpKind
 from tests.coordinator.test_membership import answers
 
 
@@ -203,20 +203,18 @@ def test_what_is_verified_needs_nobodys_decision() -> None:
 
 # ---------------------------------------------------------------------------------- a peer that says nonsense
 
-REGISTER = Register(1, "odd", "actor", "odd", 0, 0, 1, False, False, "", 0, 0, b"", None)
+REGISTER = Register(1, "odd", "actor", "odd", 0, 0, 1, False, False, *DEVICE, "", 0, 0, b"", None)
 
 
 def say(cluster: PureCluster, register: Register, *calls: type[Fill] | type[Publish] | OpKind) -> list[object]:
     cluster.coordinator.step(Connected(77, "x.1", "worker"), 0.0)
-    said = answers(cluster, 77, Join("x", Location(), (), 1), register)
+    said = answers(cluster, 77, Join("x", Location(), (), 1, 0), register)
     (answer,) = [each for each in said if isinstance(each, Registered | Refused)]
     if isinstance(answer, Registered):
         key = OpKey("actor", register.group, answer.epoch, answer.sequence)
         for call in calls:
             if isinstance(call, OpKind):
-                message: Fill | Publish = Fill(
-                    key, 0, "odd", call, 1, None, 7, False, False, Medium.DEVICE, Purpose.USE, 60.0
-                )
+                message: Fill | Publish = Fill(key, 0, "odd", call, 1, None, 7, False, False, 60.0)
             else:
                 message = Publish(key, 0, "odd", 9, 7, 60.0)
             said += answers(cluster, 77, message)
@@ -227,7 +225,7 @@ def say(cluster: PureCluster, register: Register, *calls: type[Fill] | type[Publ
 @pytest.mark.parametrize(("serves", "shard", "world_size"), [(True, 1, 2), (False, 0, 2)])
 def test_a_shard_that_cannot_be_is_refused(serves: bool, shard: int, world_size: int) -> None:
     cluster, _ = published()
-    odd = Register(1, "odd", "actor", "odd", 0, shard, world_size, serves, False, "", 8, 2, MANIFEST.encode(), None)
+    odd = Register(1, "odd", "actor", "odd", 0, shard, world_size, serves, False, *DEVICE, "", 8, 2, MANIFEST.encode(), None)
     (refused,) = [each for each in say(cluster, odd) if isinstance(each, Refused)]
     assert refused.error.kind == "RegistrationError"
 
@@ -236,7 +234,7 @@ def test_memory_that_serves_nobody_holds_nothing() -> None:
     cluster, groups = published()
     content = groups[0][0].member.content
     assert content is not None
-    odd = Register(1, "odd", "actor", "odd", 0, 0, 1, False, False, "", 0, 0, b"", content.held())
+    odd = Register(1, "odd", "actor", "odd", 0, 0, 1, False, False, *DEVICE, "", 0, 0, b"", content.held())
     (answer,) = [each for each in say(cluster, odd) if isinstance(each, Registered)]
     assert not answer.keep
 
@@ -251,7 +249,7 @@ def test_memory_that_serves_nobody_only_fetches(call: type[Publish] | OpKind) ->
 
 def test_memory_that_serves_does_not_fetch() -> None:
     cluster, _ = published()
-    odd = Register(1, "odd", "actor", "odd", 0, 0, 1, True, False, "", 8, 2, MANIFEST.encode(), None)
+    odd = Register(1, "odd", "actor", "odd", 0, 0, 1, True, False, *DEVICE, "", 8, 2, MANIFEST.encode(), None)
     (outcome,) = [each for each in say(cluster, odd, OpKind.FETCH) if isinstance(each, Outcome)]
     assert outcome.error is not None
     assert outcome.error.kind == "StateError"

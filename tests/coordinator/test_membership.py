@@ -7,7 +7,7 @@ import pytest
 from tensorhub.coordinator import CloseSession, Connected, Disconnected, Received, Send
 from tensorhub.errors import GroupAborted, RegistrationError
 from tensorhub.messages import Dismissed, Heartbeat, HeartbeatAck, Join, Leave, Register, Welcome
-from tensorhub.testing import MANIFEST, Handle, PureCluster
+from tensorhub.testing import DEVICE, MANIFEST, Handle, PureCluster
 from tensorhub.types import HandleState, Location
 
 
@@ -342,7 +342,7 @@ def test_speaking_before_join_costs_the_connection() -> None:
 
 def test_only_workers_join_and_only_once() -> None:
     cluster = PureCluster()
-    join = Join("x", Location(), (), 1)
+    join = Join("x", Location(), (), 1, 0)
     cluster.coordinator.step(Connected(77, "x.1", "observer"), 0.0)
     assert answers(cluster, 77, join) == ["only a worker joins, and only once"]
     cluster.coordinator.step(Connected(78, "x.2", "worker"), 0.0)
@@ -356,7 +356,7 @@ def test_only_workers_join_and_only_once() -> None:
 
 def test_a_lost_incarnation_is_sent_away() -> None:
     cluster = PureCluster()
-    join = Join("x", Location(), (), 1)
+    join = Join("x", Location(), (), 1, 0)
     cluster.coordinator.step(Connected(77, "x.1", "worker"), 0.0)
     said = answers(cluster, 77, join, Heartbeat(3), Leave("bye"))
     assert said[1] == HeartbeatAck(3)
@@ -372,8 +372,10 @@ def test_an_announced_content_of_another_world_size_is_ordered_out() -> None:
     content = trainer.member.content
     assert content is not None
     cluster.coordinator.step(Connected(77, "x.1", "worker"), 0.0)
-    register = Register(1, "odd", "actor", "odd", 1, 1, 2, True, False, "", 8192, 2, MANIFEST.encode(), content.held())
-    said = answers(cluster, 77, Join("x", Location(), (), 1), register)
+    register = Register(
+        1, "odd", "actor", "odd", 1, 1, 2, True, False, *DEVICE, "", 8192, 2, MANIFEST.encode(), content.held()
+    )
+    said = answers(cluster, 77, Join("x", Location(), (), 1, 0), register)
     assert getattr(said[1], "keep", None) is False
     cluster.coordinator.check_invariants()
 

@@ -19,11 +19,11 @@ from tensorhub.errors import ProtocolError
 from tensorhub.protocol import codec, forms
 from tensorhub.protocol.codec import ANYTHING, FROM_COORDINATOR, FROM_READER, FROM_WORKER, decode, encode
 from tensorhub.protocol.tags import TAGS
-from tensorhub.types import Endpoint, Id, Length, Location, Medium, OpKey, OpKind, Purpose, Range
+from tensorhub.types import Endpoint, Id, Length, Location, OpKey, OpKind, Range
 from tests.protocol.strategies import MESSAGES, any_message, values
 
 KEY = OpKey("actor", "g", 1, 2)
-FILL = m.Fill(KEY, 0, "r", OpKind.UPDATE, 7, None, 3, False, False, Medium.DEVICE, Purpose.USE, 60.0)
+FILL = m.Fill(KEY, 0, "r", OpKind.UPDATE, 7, None, 3, False, False, 60.0)
 
 
 def raw(*items: object) -> bytes:
@@ -69,14 +69,13 @@ def test_every_message_has_a_tag_of_its_own() -> None:
 def test_the_wire_form_is_what_it_was() -> None:
     assert encode(m.Heartbeat(5)) == b"\x92\x11\x05"
     assert encode(m.Announce("a", None)) == b"\x93\x4f\xa1a\x90"
-    assert encode(FILL) == raw(22, ["actor", "g", 1, 2], 0, "r", "update", 7, None, 3, False, False, "device", "use", 60.0)
+    assert encode(FILL) == raw(22, ["actor", "g", 1, 2], 0, "r", "update", 7, None, 3, False, False, 60.0)
 
 
 def test_members_of_enums_come_back_as_members() -> None:
     again = decode(encode(FILL), FROM_WORKER)
     assert isinstance(again, m.Fill)
     assert again.kind is OpKind.UPDATE
-    assert again.medium is Medium.DEVICE
 
 
 def test_an_int_is_good_where_a_float_is_meant() -> None:
@@ -118,8 +117,8 @@ BREACHES = [
     (dataclasses.replace(FILL, selector="s" * 513), "Fill.selector", "512"),
     (dataclasses.replace(FILL, key=OpKey("a", "g", -1, 0)), "Fill.key.epoch", "from 0"),
     (dataclasses.replace(FILL, rank=2**20 + 1), "Fill.rank", str(2**20)),
-    (m.Join("w", Location(host="h"), (Endpoint("t", "a"),) * 17, 1), "Join.endpoints", "16"),
-    (m.Join("w", Location(host="h"), (Endpoint("t" * 513, "a"),), 1), "Join.endpoints.transport", "512"),
+    (m.Join("w", Location(host="h"), (Endpoint("t", "a"),) * 17, 1, 0), "Join.endpoints", "16"),
+    (m.Join("w", Location(host="h"), (Endpoint("t" * 513, "a"),), 1, 0), "Join.endpoints.transport", "512"),
     (m.ChunksFollow(1, ((0, 0),) * 1025), "ChunksFollow.chunks", "1024"),
 ]
 

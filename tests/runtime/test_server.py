@@ -135,12 +135,12 @@ async def talk(server: CoordinatorServer, *words: Any) -> MessageStream[Any]:
     return messages
 
 
-JOIN = Join("by hand", Location(), (), 1)
+JOIN = Join("by hand", Location(), (), 1, 0)
 
 
 async def test_who_says_what_is_not_his_to_say_loses_the_connection_alone() -> None:
     async with nothing_left(), serving(OPTIONS) as server, connect(server.address) as hub:
-        for words in [(JOIN, JOIN), (Watch("m"), JOIN, Join("again", Location(), (), 1))]:
+        for words in [(JOIN, JOIN), (Watch("m"), JOIN, Join("again", Location(), (), 1, 0))]:
             async with await talk(server, *words) as messages:
                 assert [type(message).__name__ async for message in messages][-1] in ("Welcome", "Announce")
         await hub.describe()  # who was there before goes on

@@ -32,12 +32,14 @@ from tensorhub.coordinator.readers import Readers
 from tensorhub.coordinator.retention import Retentions
 from tensorhub.coordinator.states import COORDINATOR_TABLE, CoordinatorState
 from tensorhub.coordinator.versions import Versions
+from tensorhub.coordinator.withdrawals import Withdrawals
 from tensorhub.errors import VersionUnavailable
 from tensorhub.machine import InvariantBroken, Stateful
 from tensorhub.messages import (
     Abandon,
     Announce,
     Check,
+    CopyRefused,
     Deregister,
     Describe,
     Description,
@@ -49,6 +51,7 @@ from tensorhub.messages import (
     Heartbeat,
     HeartbeatAck,
     Join,
+    Kept,
     Leave,
     ManifestReply,
     Pin,
@@ -81,6 +84,7 @@ class Coordinator(Stateful[CoordinatorState]):
     `ids`: mints ids that nobody else ever mints. `durable`: what the store held at the start.
     """
 
+    machine = "coordinator"
     table = COORDINATOR_TABLE
 
     def __init__(
@@ -98,10 +102,11 @@ class Coordinator(Stateful[CoordinatorState]):
         self.cluster.now = now
         self._versions = Versions(self.cluster)
         self._retentions = Retentions(self.cluster)
-        self._readers = Readers(self.cluster, self._retentions)
+        self._readers = Readers(self.cluster)
+        self._withdrawals = Withdrawals(self.cluster, self._readers, self._retentions)
         self._operations = Operations(self.cluster, self._versions, self._readers, self._retentions)
         self._lineages = Lineages(self.cluster, self._versions, self._readers, self._operations)
-        self._membership = Membership(self.cluster, self._retentions, self._readers, self._operations)
+        self._membership = Membership(self.cluster, self._retentions, self._readers, self._withdrawals, self._operations)
         if durable is not None:
             self._recover(durable)
         self.become(CoordinatorState.SERVING, 0, now, "recovered")
@@ -136,7 +141,8 @@ class Coordinator(Stateful[CoordinatorState]):
                 del model.versions[number]
         for decision in sorted(durable.decisions, key=lambda d: d.key):
             cluster.decisions[decision.key.model, decision.key.group] = decision
-        cluster.timers.set("recovery", "", cluster.now + cluster.options.lease_s)
+        if durable.publications:  # whose holders may come back
+            cluster.timers.set("recovery", "", cluster.now + cluster.options.lease_s)
 
     # ------------------------------------------------------------------------------------------------- entry points
 
@@ -145,6 +151,7 @@ class Coordinator(Stateful[CoordinatorState]):
         cluster = self.cluster
         cluster.now = max(now, cluster.now)
         cluster.cause += 1
+        cluster.noted.clear()
         self._run_timers()
         self._handle(event)
         self._settle()
@@ -157,6 +164,10 @@ class Coordinator(Stateful[CoordinatorState]):
     def check_invariants(self) -> None:
         """Raise InvariantBroken, with a story, if anything that always holds does not."""
         invariants.check(self.cluster)
+
+    def check_touched(self) -> None:
+        """The same, of what the last step has changed: costs as much as that step, however large the cluster is."""
+        invariants.check_noted(self.cluster)
 
     # ------------------------------------------------------------------------------------------------------ events
 
@@ -172,7 +183,7 @@ class Coordinator(Stateful[CoordinatorState]):
                 case ("retry", key):
                     self._operations.retry_due(key)
                 case ("withdrawal", registration):
-                    self._readers.withdrawal_due(registration)
+                    self._withdrawals.due(registration)
                 case ("recovery", _):
                     self._retentions.recovery_over()
                     for model in self.cluster.models.values():
@@ -254,7 +265,9 @@ class Coordinator(Stateful[CoordinatorState]):
         | Rollback
         | Retain
         | Pin
-        | Unpin,
+        | Unpin
+        | CopyRefused
+        | Kept,
     ) -> None:
         match message:
             case Heartbeat():
@@ -272,7 +285,7 @@ class Coordinator(Stateful[CoordinatorState]):
             case Withdraw():
                 member = worker.members.get(message.registration)
                 if member is not None:
-                    self._readers.withdraw(member, message)
+                    self._withdrawals.ask(member, message)
                 else:
                     self.cluster.send(worker.session, Withdrawable(message.request))
             case Withdrawn():
@@ -286,6 +299,8 @@ class Coordinator(Stateful[CoordinatorState]):
                 self._retentions.pin(worker, message)
             case Unpin():
                 self._retentions.unpin(worker, message)
+            case CopyRefused() | Kept():
+                pass
             case ReaderCut():
                 lease = self.cluster.leases.get(message.lease)
                 if lease is not None and lease.holding.member.worker is worker:
@@ -327,7 +342,10 @@ class Coordinator(Stateful[CoordinatorState]):
         model = self.cluster.models.get(message.key.model)
         group = model.groups.get(message.key.group) if model is not None else None
         member = group.members.get(message.rank) if group is not None else None
-        return member if member is not None and member.worker is worker else None
+        if member is None or member.worker is not worker:
+            return None
+        self.cluster.note(member)
+        return member
 
     def _ask(self, session: Session, message: Watch | Describe | GetManifest | Check) -> None:
         cluster = self.cluster
@@ -378,12 +396,13 @@ class Coordinator(Stateful[CoordinatorState]):
             while cluster.changed_operations:
                 _, operation = cluster.changed_operations.popitem()
                 if not operation.decided:
+                    cluster.note(operation)
                     self._operations.settle(operation)
             if cluster.changed_models:
                 name = next(iter(cluster.changed_models))
                 del cluster.changed_models[name]
                 model = cluster.models[name]
                 self._versions.refresh(model)
-                self._readers.settle_withdrawals(model)
+                self._withdrawals.settle(model)
                 self._lineages.settle(model)
                 cluster.changed_operations.update(model.waiting)

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from tensorhub.coordinator import states
 from tensorhub.coordinator.actions import Action, CloseSession, Decision, Entry, Persist, Pinned, Send
@@ -41,13 +41,15 @@ from tensorhub.types import Endpoint, Location, Medium, OpKey, OpKind, Options, 
 
 FORGOTTEN_KEPT_MAX = 4096  # numbers of a model, should a rollback make one the newest again
 DECIDED_KEPT_MAX = 32  # outcomes that a group remembers for ranks that ask late
+LOST_KEPT_MAX = 4096
 
 
 class Worker(Stateful[WorkerState]):
     """One incarnation of one worker process."""
 
+    machine: ClassVar = "worker lease"
     table: ClassVar = states.WORKER_TABLE
-    __slots__ = ("endpoints", "heard_at", "incarnation", "location", "members", "name", "session")
+    __slots__ = ("endpoints", "heard_at", "host_bytes", "incarnation", "location", "members", "name", "session")
 
     def __init__(
         self,
@@ -57,6 +59,7 @@ class Worker(Stateful[WorkerState]):
         endpoints: tuple[Endpoint, ...],
         session: int,
         now: float,
+        host_bytes: int,
     ) -> None:
         super().__init__(WorkerState.LIVE)
         self.incarnation = incarnation
@@ -64,6 +67,7 @@ class Worker(Stateful[WorkerState]):
         self.location = location
         self.endpoints = endpoints
         self.session: int | None = session  # the connection over which it can be told something
+        self.host_bytes = host_bytes  # that its copies in host memory may take
         self.heard_at = now  # when its newest message arrived
         self.members: dict[str, Member] = {}  # by registration id; empty once LOST
 
@@ -79,15 +83,22 @@ class Member:
     worker: Worker
     group: Group
     rank: int
-    shard: int  # of a version, that this memory holds; always the rank where it serves
+    shard: int  # of a version, that this memory holds; the rank, but for a fetch and a copy of one shard
     serves: bool  # False: a fetch, alone in its group; never a holding, a replica or a source
     spot: bool
+    medium: Medium
+    purpose: Purpose
     nbytes: int
     chunks: int
     manifest: bytes  # as this rank publishes
     said_in: int | None  # the session in which it was registered or announced last
     holding: Holding | None = None  # what its memory holds or is filled with; None while its own to write
     leaving: list[Holding] = field(default_factory=list)  # withdrawn holdings whose fence is not confirmed yet
+
+    @property
+    def fits_any_layout(self) -> bool:
+        """Whether it takes its shard of any version, however that is laid out: a fetch, or a copy of one shard."""
+        return not self.serves or self.purpose in (Purpose.RETENTION, Purpose.SEED)
 
     def __repr__(self) -> str:
         return f"<Member {self.group.model.name}/{self.group.name}[{self.rank}] at {self.worker.name}>"
@@ -120,6 +131,7 @@ class Group:
 class Version(Stateful[VersionState]):
     """One number of one lineage, with the content that was published under it."""
 
+    machine: ClassVar = "version"
     table: ClassVar = states.VERSION_TABLE
     __slots__ = ("abandoned", "holdings", "info", "layout_id", "lineage", "manifests", "publisher")
 
@@ -130,8 +142,8 @@ class Version(Stateful[VersionState]):
         self.layout_id = layout_id
         self.publisher = publisher  # the publish that minted it
         self.abandoned = False  # its last live source left on purpose, and none has come since
-        self.manifests: dict[int, bytes] = {}  # by rank; of every rank that ever held it since the start
-        self.holdings: dict[int, list[Holding]] = {rank: [] for rank in range(info.world_size)}  # by rank
+        self.manifests: dict[int, bytes] = {}  # by shard; of every shard that was ever held since the start
+        self.holdings: dict[int, list[Holding]] = {shard: [] for shard in range(info.world_size)}  # by shard
 
     @property
     def number(self) -> int:
@@ -153,16 +165,18 @@ class Version(Stateful[VersionState]):
 class Replica(Stateful[ReplicaState]):
     """One group's copy of one version, or what a broken fill left of it (TORN)."""
 
+    machine: ClassVar = "replica"
     table: ClassVar = states.REPLICA_TABLE
     __slots__ = ("group", "holdings", "id", "medium", "purpose", "version")
 
-    def __init__(self, ident: str, group: Group, version: Version, medium: Medium, purpose: Purpose) -> None:
+    def __init__(self, ident: str, version: Version, member: Member) -> None:
+        """`member`: one of the ranks that hold it, or will."""
         super().__init__(ReplicaState.FILLING)
         self.id = ident
-        self.group = group
+        self.group = member.group
         self.version = version
-        self.medium = medium
-        self.purpose = purpose
+        self.medium = member.medium
+        self.purpose = member.purpose
         self.holdings: dict[int, Holding] = {}  # by rank; those whose memory still belongs to this replica
 
     def __repr__(self) -> str:
@@ -175,7 +189,6 @@ class Holding:
 
     replica: Replica
     member: Member
-    rank: int
     generation: int
     complete: bool  # every chunk is there and verified
     committed: bool  # complete, and its group's operation committed: counts for availability
@@ -187,6 +200,16 @@ class Holding:
     @property
     def version(self) -> Version:
         return self.replica.version
+
+    @property
+    def rank(self) -> int:
+        """In its group."""
+        return self.member.rank
+
+    @property
+    def shard(self) -> int:
+        """Of its version."""
+        return self.member.shard
 
     @property
     def takes_readers(self) -> bool:
@@ -207,6 +230,7 @@ class Holding:
 class ReadLease(Stateful[LeaseState]):
     """One reader's right to read one holding: one attempt, never used again."""
 
+    machine: ClassVar = "read lease"
     table: ClassVar = states.LEASE_TABLE
     __slots__ = ("dropping", "holding", "id", "part")
 
@@ -257,6 +281,7 @@ class RankPart:
 class Operation(Stateful[OperationState]):
     """One group call: publish, replicate, update, prefetch or fetch, on all ranks of a group."""
 
+    machine: ClassVar = "group operation"
     table: ClassVar = states.OPERATION_TABLE
     __slots__ = ("group", "key", "kind", "later", "parts", "record", "unchanged", "version", "writing")
 
@@ -372,6 +397,10 @@ class Session:
     worker: Worker | None = None  # set once it has joined
 
 
+Entity = Worker | Operation | Version | Replica | ReadLease  # what has a state
+Noted = Entity | Member | Group | Model
+
+
 class Cluster:
     """All entities, and the one place through which departments act. A plain value store: no rules here."""
 
@@ -385,7 +414,7 @@ class Cluster:
         self.timers = Timers()
         self.sessions: dict[int, Session] = {}
         self.workers: dict[str, Worker] = {}  # LIVE and SUSPECT ones, by incarnation
-        self.lost: deque[str] = deque(maxlen=4096)  # incarnations that must not come back
+        self.lost: dict[str, None] = {}  # incarnations that must not come back; the newest LOST_KEPT_MAX
         self.members: dict[str, Member] = {}  # by registration id
         self.models: dict[str, Model] = {}
         self.leases: dict[str, ReadLease] = {}  # ACTIVE and FENCING ones
@@ -394,6 +423,7 @@ class Cluster:
         self.decisions: dict[tuple[str, str], Decision] = {}  # each group's newest commit, by model and group
         self.changed_models: dict[str, None] = {}  # whose availability or sources may have changed in this step
         self.changed_operations: dict[OpKey, Operation] = {}
+        self.noted: dict[Noted, None] = {}  # what the last step has changed, or may have: `invariants` looks at it
         self.epochs_minted = epoch << 32  # group epochs of a later coordinator are always larger
         self.records_minted = 0
         self._actions: list[Action] = []
@@ -406,6 +436,7 @@ class Cluster:
             self._actions.append(Send(self.cause, session, message))
 
     def tell(self, member: Member, message: FromCoordinator) -> None:
+        self.noted[member] = None
         self.send(member.worker.session, message)
 
     def answer(self, session: int | None, request: int, error: TensorHubError | None = None) -> None:
@@ -429,11 +460,30 @@ class Cluster:
         self.epochs_minted += 1
         return self.epochs_minted
 
-    # -- looking up
+    # -- changing
+
+    def note(self, *changed: Noted) -> None:
+        """These were changed in this step, by whatever else than what notes them by itself: become, tell, touch, changed."""
+        for about in changed:
+            self.noted[about] = None
+
+    def become(self, entity: Entity, state: Any, why: str) -> None:
+        """Move an entity along its table, in this step."""
+        entity.become(state, self.cause, self.now, why)
+        self.noted[entity] = None
 
     def touch(self, model: Model) -> None:
         """Have the model's consequences worked out at the end of this step."""
         self.changed_models[model.name] = None
+        self.noted[model] = None
+
+    def changed(self, operation: Operation) -> None:
+        """Have the operation's consequences worked out at the end of this step, if it is not decided."""
+        self.noted[operation] = None
+        if not operation.decided:
+            self.changed_operations[operation.key] = operation
+
+    # -- looking up
 
     def model(self, name: str) -> Model:
         """The model of this name; it begins to exist when somebody first names it for writing or waiting."""

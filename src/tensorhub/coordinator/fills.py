@@ -95,7 +95,7 @@ class Fills:
             if part.holding is not None and not part.holding.leaving:
                 self._readers.tear(part.holding)
         if replica is not None and replica.state is ReplicaState.FILLING:
-            replica.become(ReplicaState.TORN, self._cluster.cause, self._cluster.now, "operation aborted")
+            self._cluster.become(replica, ReplicaState.TORN, "operation aborted")
             self._readers.settle_replica(replica)
 
     # -- binding
@@ -122,7 +122,7 @@ class Fills:
             return None
         operation.version = version
         operation.unchanged = all(holders.values())
-        operation.become(OperationState.RUNNING, self._cluster.cause, self._cluster.now, f"bound to {version.number}")
+        self._cluster.become(operation, OperationState.RUNNING, f"bound to {version.number}")
         for rank, part in operation.parts.items():
             part.needs_bytes = not holders[rank]
             part.voted = part.ready = holders[rank]
@@ -134,12 +134,12 @@ class Fills:
     def _misfit(operation: Operation, version: Version) -> Blame | None:
         """Why this group's ranks cannot take that version's shards, if they cannot."""
         group, info = operation.group, version.info
-        fetched = next((part.shard for part in operation.parts.values() if not part.member.serves), None)
-        if fetched is not None:
-            if fetched < info.world_size:
+        one = next((part.shard for part in operation.parts.values() if part.member.fits_any_layout), None)
+        if one is not None:
+            if one < info.world_size:
                 return None
             text = (
-                f"version {info.version} of {info.model!r} has no rank {fetched}: its world_size is {info.world_size}, "
+                f"version {info.version} of {info.model!r} has no rank {one}: its world_size is {info.world_size}, "
                 f"so fetch one of the ranks 0 to {info.world_size - 1}"
             )
         elif (version.layout_id, info.world_size) == (group.layout_id, group.world_size):
@@ -220,12 +220,12 @@ class Fills:
     def _begin_replica(self, operation: Operation) -> None:
         cluster, group, version = self._cluster, operation.group, operation.version
         assert version is not None
-        torn, call = group.torn_replica(), first_call(operation)
+        torn = group.torn_replica()
         if torn is not None:
             replica, torn.version = torn, version
-            replica.become(ReplicaState.FILLING, cluster.cause, cluster.now, f"filled with {version.number}")
+            cluster.become(replica, ReplicaState.FILLING, f"filled with {version.number}")
         else:
-            replica = Replica(cluster.new_id(), group, version, call.medium, call.purpose)
+            replica = Replica(cluster.new_id(), version, next(iter(operation.parts.values())).member)
             group.replicas.append(replica)
         for part in operation.parts.values():
             old = part.member.holding
@@ -233,7 +233,7 @@ class Fills:
                 if old is not None:
                     self._readers.overwrite(old)
                 assert isinstance(part.call, Fill)
-                part.holding = Holding(replica, part.member, part.rank, part.call.generation, False, False)
+                part.holding = Holding(replica, part.member, part.call.generation, False, False)
                 self._readers.add_holding(part.holding)
 
     def _feed(self, operation: Operation) -> Blame | None:

@@ -6,11 +6,12 @@ Not responsible for what a lost rank's operation or memory means: `operations` a
 from __future__ import annotations
 
 from tensorhub.coordinator.actions import CloseSession
-from tensorhub.coordinator.entities import Cluster, Group, Holding, Member, Replica, Session, Worker
+from tensorhub.coordinator.entities import LOST_KEPT_MAX, Cluster, Group, Holding, Member, Replica, Session, Worker
 from tensorhub.coordinator.operations import Operations
 from tensorhub.coordinator.readers import Readers
 from tensorhub.coordinator.retention import Retentions
 from tensorhub.coordinator.states import ReplicaState, WorkerState
+from tensorhub.coordinator.withdrawals import Withdrawals
 from tensorhub.errors import RegistrationError, TensorHubError
 from tensorhub.messages import (
     Dismissed,
@@ -31,10 +32,18 @@ from tensorhub.types import Medium, Purpose
 class Membership:
     """Changes sessions, workers, members and groups; nobody else does."""
 
-    def __init__(self, cluster: Cluster, retentions: Retentions, readers: Readers, operations: Operations) -> None:
+    def __init__(
+        self,
+        cluster: Cluster,
+        retentions: Retentions,
+        readers: Readers,
+        withdrawals: Withdrawals,
+        operations: Operations,
+    ) -> None:
         self._cluster = cluster
         self._retentions = retentions
         self._readers = readers
+        self._withdrawals = withdrawals
         self._operations = operations
 
     # -- workers
@@ -56,6 +65,7 @@ class Membership:
                 message.endpoints,
                 session.number,
                 cluster.now,
+                message.host_bytes,
             )
             cluster.workers[session.incarnation] = worker
         elif worker.session is not None and worker.session != session.number:
@@ -71,6 +81,7 @@ class Membership:
 
     def heard(self, worker: Worker) -> None:
         """Any message renews the lease."""
+        self._cluster.note(worker)
         worker.heard_at = self._cluster.now
         if worker.state is WorkerState.SUSPECT and worker.session is not None:
             self._become(worker, WorkerState.LIVE, "heard again")
@@ -85,6 +96,7 @@ class Membership:
         worker = session.worker
         if worker is None or worker.session != session.number:
             return
+        self._cluster.note(worker)
         worker.session = None
         if worker.state is WorkerState.LIVE:
             self._become(worker, WorkerState.SUSPECT, "disconnected")
@@ -131,7 +143,9 @@ class Membership:
         for member in list(worker.members.values()):
             self.remove(member, why)
         del cluster.workers[worker.incarnation]
-        cluster.lost.append(worker.incarnation)
+        cluster.lost[worker.incarnation] = None
+        if len(cluster.lost) > LOST_KEPT_MAX:
+            del cluster.lost[next(iter(cluster.lost))]
         self._retentions.worker_gone(worker.incarnation)
         for timer in ("worker", "restate"):
             cluster.timers.cancel(timer, worker.incarnation)
@@ -146,7 +160,7 @@ class Membership:
             self._cluster.touch(member.group.model)
 
     def _become(self, worker: Worker, state: WorkerState, why: str) -> None:
-        worker.become(state, self._cluster.cause, self._cluster.now, why)
+        self._cluster.become(worker, state, why)
 
     # -- ranks
 
@@ -175,11 +189,14 @@ class Membership:
             message.shard,
             message.serves,
             message.spot,
+            message.medium,
+            message.purpose,
             message.nbytes,
             message.chunks,
             message.manifest,
             worker.session,
         )
+        cluster.note(member, group.model)
         group.members[member.rank] = cluster.members[member.registration] = member
         worker.members[member.registration] = member
         group.model.groups[group.name] = group
@@ -196,9 +213,10 @@ class Membership:
         """A rank that was there before says anew what it holds; an operation in the middle of its fill goes on."""
         group, held = member.group, message.held
         member.said_in = member.worker.session
+        self._cluster.note(member)
         part = group.operation.parts.get(member.rank) if group.operation is not None else None
         filling = part.holding if part is not None and part.member is member else None
-        counts = self._readers.restated(member, held.generation if held is not None else None, filling)
+        counts = self._withdrawals.restated(member, held.generation if held is not None else None, filling)
         publishes = part is not None and part.member is member and isinstance(part.call, Publish)  # it holds nothing yet
         keep = held is None or counts or (not publishes and self._announce(member, held))
         answer = Registered(message.request, message.registration, group.epoch, group.sequence, keep)
@@ -207,8 +225,13 @@ class Membership:
     def _registration_error(self, message: Register) -> TensorHubError | None:
         if message.rank >= message.world_size:
             return RegistrationError(f"rank {message.rank} does not exist in a group of {message.world_size}")
-        if message.shard != message.rank if message.serves else message.world_size > 1:
-            return RegistrationError("memory that serves holds its own rank's shard, and a fetch is a group of its own")
+        if (message.medium is Medium.HOST) == (message.purpose is Purpose.USE):
+            return RegistrationError(f"memory of medium {message.medium} is not registered for {message.purpose}")
+        one_shard = not message.serves or message.purpose in (Purpose.RETENTION, Purpose.SEED)
+        if message.world_size > 1 if one_shard else message.shard != message.rank:
+            return RegistrationError(
+                "memory that serves holds its own rank's shard; a fetch, and a copy of one shard, is a group of its own"
+            )
         model = self._cluster.models.get(message.model)
         group = model.groups.get(message.group) if model is not None else None
         if group is None:
@@ -220,6 +243,9 @@ class Membership:
             )
         if group.layout_id != message.layout_id:
             return RegistrationError(f"group {group.name!r} is laid out as {group.layout_id}, not {message.layout_id}")
+        kinds = {(member.medium, member.purpose) for member in group.members.values()}
+        if kinds and kinds != {(message.medium, message.purpose)}:
+            return RegistrationError(f"group {group.name!r} is registered with other memory: all its ranks take one medium")
         before = group.members.get(message.rank)
         if before is not None and before.worker.session is not None:
             return RegistrationError(
@@ -238,14 +264,17 @@ class Membership:
         version = group.model.versions.get(held.version)
         if version is None or not version.visible or version.info.content_id != held.content_id:
             return False
-        if version.info.world_size != group.world_size:
+        if member.shard >= version.info.world_size or (
+            not member.fits_any_layout and version.info.world_size != group.world_size
+        ):
             return False
-        version.manifests.setdefault(member.rank, held.manifest)
+        version.manifests.setdefault(member.shard, held.manifest)
+        cluster.note(version)
         replica = next((r for r in group.replicas if r.version is version and r.state in _LIVING), None)
         if replica is None:
-            replica = Replica(cluster.new_id(), group, version, Medium.DEVICE, Purpose.USE)
+            replica = Replica(cluster.new_id(), version, member)
             group.replicas.append(replica)
-        holding = Holding(replica, member, member.rank, held.generation, True, True)
+        holding = Holding(replica, member, held.generation, True, True)
         holding.chunks_verified = member.chunks
         self._readers.add_holding(holding)
         committed = sum(each.committed for each in replica.holdings.values())  # not: what an undecided fill is filling
@@ -265,6 +294,7 @@ class Membership:
         for holding in [member.holding, *member.leaving]:
             if holding is not None:
                 self._readers.lose(holding)
+        cluster.note(member, group, member.worker)
         cluster.members.pop(member.registration, None)
         member.worker.members.pop(member.registration, None)
         if group.members.get(member.rank) is member:
@@ -276,6 +306,7 @@ class Membership:
             self._change_epoch(group)
 
     def _change_epoch(self, group: Group) -> None:
+        self._cluster.note(group)
         group.epoch, group.sequence = self._cluster.mint_epoch(), 0
         for member in group.members.values():
             changed = EpochChanged(group.model.name, group.name, group.epoch, group.sequence)

@@ -12,7 +12,7 @@ from tensorhub.coordinator.states import OperationState
 from tensorhub.coordinator.versions import Versions
 from tensorhub.errors import StateError
 from tensorhub.messages import Publish
-from tensorhub.types import Medium, Purpose, VersionInfo
+from tensorhub.types import Medium, VersionInfo
 
 
 class Publishes:
@@ -27,6 +27,8 @@ class Publishes:
         """The rank's memory is open under a new generation: that is its vote."""
         operation, call = part.operation, part.call
         assert isinstance(call, Publish)
+        if part.member.medium is Medium.HOST:
+            return Blame(StateError("publish: a copy in the library's host memory is never published"), part.rank)
         if operation.version is None:
             conflict = self._versions.conflict(operation.group.model, call.version)
             if conflict is not None:
@@ -46,10 +48,11 @@ class Publishes:
         conflict = self._versions.overtaken(operation.group.model, version.number)
         if conflict is not None:
             return Blame(conflict)
-        operation.become(OperationState.RUNNING, self._cluster.cause, self._cluster.now, "every rank called")
+        self._cluster.become(operation, OperationState.RUNNING, "every rank called")
         nbytes = sum(part.member.nbytes for part in operation.parts.values())
         info = version.info
         version.info = VersionInfo(info.model, info.version, info.content_id, nbytes, info.world_size)
+        self._cluster.note(version)
         return None
 
     def entry(self, operation: Operation) -> Publication:
@@ -74,15 +77,15 @@ class Publishes:
         assert version is not None
         replica = group.torn_replica()
         if replica is None:
-            replica = Replica(cluster.new_id(), group, version, Medium.DEVICE, Purpose.USE)
+            replica = Replica(cluster.new_id(), version, next(iter(operation.parts.values())).member)
             group.replicas.append(replica)
         replica.version = version
         for part in operation.parts.values():
-            version.manifests[part.rank] = part.member.manifest
+            version.manifests[part.shard] = part.member.manifest
         for part in operation.parts.values():
             if cluster.members.get(part.member.registration) is part.member:
                 assert isinstance(part.call, Publish)
-                holding = Holding(replica, part.member, part.rank, part.call.generation, True, True)
+                holding = Holding(replica, part.member, part.call.generation, True, True)
                 holding.chunks_verified = part.member.chunks
                 self._readers.add_holding(holding)
         self._readers.make_ready(replica, "committed")

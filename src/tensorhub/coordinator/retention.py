@@ -34,8 +34,8 @@ class Retentions:
         version, replica, group = holding.version, holding.replica, holding.member.group
         if group.spot or not holding.is_source or version.number not in group.model.retained():
             return False
-        for rank, ours in replica.holdings.items():
-            others = (h for h in version.holdings[rank] if h.replica is not replica)
+        for ours in replica.holdings.values():
+            others = (h for h in version.holdings[ours.shard] if h.replica is not replica)
             if ours.is_source and not any(map(self._is_reliable, others)):
                 return not self._is_lost(version)
         return False
@@ -87,6 +87,7 @@ class Retentions:
             return
         content_id = model.versions[message.version].info.content_id
         pinned = Pinned(message.pin, worker.incarnation, model.name, message.version, content_id)
+        self._cluster.note(model)
         model.pins[pinned.pin] = pinned  # it counts at once, so that nobody leaves while it is being recorded
         self._record(Order(model, message, worker.session), pinned)
 

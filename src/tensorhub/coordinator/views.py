@@ -48,14 +48,14 @@ def _replica(replica: Replica) -> ReplicaView:
     group = replica.group
     shards = tuple(
         ShardView(
-            rank=rank,
+            rank=holding.shard,
             worker=holding.member.worker.name,
             state="complete" if holding.complete else "filling",
             chunks_verified=holding.chunks_verified,
             chunks=holding.member.chunks,
             readers=holding.active_readers(),
         )
-        for rank, holding in sorted(replica.holdings.items())
+        for _, holding in sorted(replica.holdings.items())
     )
     return ReplicaView(
         group=group.name,

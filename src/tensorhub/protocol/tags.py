@@ -42,6 +42,8 @@ TAGS: Final[Mapping[type, int]] = {
     m.Retain: 41,
     m.Pin: 42,
     m.Unpin: 43,
+    m.CopyRefused: 44,
+    m.Kept: 45,
     # From the coordinator to a worker.
     m.Welcome: 64,
     m.Dismissed: 65,
@@ -62,6 +64,9 @@ TAGS: Final[Mapping[type, int]] = {
     m.Description: 80,
     m.OrderedOut: 84,
     m.MustStay: 85,
+    m.MakeCopy: 86,
+    m.DropCopy: 87,
+    m.Keep: 88,
     # From a reader to an owner, and back.
     m.Read: 112,
     m.ChunksFollow: 120,

@@ -29,11 +29,13 @@ from tensorhub.manifest import Digest, Manifest, build_manifest
 from tensorhub.messages import (
     AddSource,
     Announce,
+    CopyRefused,
     CutReader,
     Deregister,
     Description,
     Dismissed,
     Done,
+    DropCopy,
     DropSource,
     EpochChanged,
     FromCoordinator,
@@ -41,7 +43,10 @@ from tensorhub.messages import (
     Grant,
     HeartbeatAck,
     Join,
+    Keep,
+    Kept,
     Leave,
+    MakeCopy,
     ManifestReply,
     MustStay,
     OrderedOut,
@@ -59,7 +64,7 @@ from tensorhub.runtime import clock
 from tensorhub.runtime.acceptor import ServeSettings, serve_readers
 from tensorhub.runtime.handle import Handle, ProgressListener
 from tensorhub.runtime.lanes import ChannelOpener
-from tensorhub.runtime.link import CoordinatorLink
+from tensorhub.runtime.link import CoordinatorLink, Dial
 from tensorhub.runtime.logs import get_logger
 from tensorhub.runtime.news import News
 from tensorhub.runtime.pins import Pins
@@ -108,6 +113,7 @@ class Worker:
         secret: bytes,
         transports: Sequence[str] | None,
         options: Options,
+        dial: Dial = anyio.connect_tcp,
     ) -> None:
         """Raises StateError for an address that is none, TransportUnavailable for a transport that cannot be had."""
         self.name = name
@@ -119,7 +125,7 @@ class Worker:
         self._transports: tuple[Transport, ...] = ()
         self._make_transports()
         self._numbers = itertools.count(1)
-        self._link = CoordinatorLink(addresses, secret, options, self)
+        self._link = CoordinatorLink(addresses, secret, options, self, dial)
         self.questions = Questions(self._link, self._numbers)
         self.pins = Pins(self.questions, options.op_timeout_s)
         self.news = News(self._link)
@@ -228,7 +234,7 @@ class Worker:
 
     def introduce(self) -> Join:
         """See `Ears`."""
-        return Join(self.name, self.location, self._endpoints, os.getpid())
+        return Join(self.name, self.location, self._endpoints, os.getpid(), self.options.host_memory_bytes)
 
     def welcomed(self, message: Welcome) -> None:
         """See `Ears`: say everything that is wanted and held, anew."""
@@ -269,6 +275,12 @@ class Worker:
                     self.questions.answered(message)
             case Description():
                 self.questions.answered(message)
+            case MakeCopy():
+                self.say(CopyRefused(message.copy, "this worker makes no copies"))
+            case DropCopy():
+                pass
+            case Keep():
+                self.say(Kept(message.registration, message.content_id, message.keep))
             case OrderedOut():
                 self._tell(self._handles.get(message.registration), message)
             case Start() | Write() | AddSource() | DropSource() | Outcome():

@@ -10,7 +10,7 @@ Not responsible for anything that happens outside tests: no other package import
 from tensorhub.testing.faults import Fault
 from tensorhub.testing.guarantees import GuaranteeBroken
 from tensorhub.testing.handle import Asked, BrokenHook, Handle
-from tensorhub.testing.memory import CHUNK_BYTES, CHUNKS, MANIFEST
+from tensorhub.testing.memory import CHUNK_BYTES, CHUNKS, DEVICE, MANIFEST
 from tensorhub.testing.scripted import Choice, PureCluster
 from tensorhub.testing.search import SeedReport, run_seed
 from tensorhub.testing.simulated import SimulatedCluster
@@ -19,6 +19,7 @@ from tensorhub.testing.worker import SimWorker
 __all__ = [
     "CHUNKS",
     "CHUNK_BYTES",
+    "DEVICE",
     "MANIFEST",
     "Asked",
     "BrokenHook",

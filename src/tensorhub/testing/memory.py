@@ -11,7 +11,9 @@ from functools import lru_cache
 import xxhash
 
 from tensorhub.manifest import Digest, Manifest, TensorDescription, build_manifest
+from tensorhub.types import Medium, Purpose
 
+DEVICE = (Medium.DEVICE, Purpose.USE)  # what a caller's own memory is
 CHUNKS = 2
 CHUNK_BYTES = 2**28  # so that links, not hops, decide who reads from whom
 

@@ -13,10 +13,12 @@ from tensorhub.manifest import Manifest
 from tensorhub.messages import (
     AddSource,
     Announce,
+    CopyRefused,
     CutReader,
     Description,
     Dismissed,
     Done,
+    DropCopy,
     DropSource,
     EpochChanged,
     FromCoordinator,
@@ -24,6 +26,9 @@ from tensorhub.messages import (
     Heartbeat,
     HeartbeatAck,
     Join,
+    Keep,
+    Kept,
+    MakeCopy,
     ManifestReply,
     MustStay,
     OrderedOut,
@@ -70,6 +75,7 @@ class SimWorker:
         self.cut: set[str] = set()  # leases whose readers are served no more
         self.dismissals: list[str] = []
         self.answers: dict[int, TensorHubError | None] = {}  # to what the worker itself asked, by request
+        self.host_bytes = 0
         self.pins: dict[str, tuple[str, int]] = {}  # that it wants: model and version, by id
         self.unpinned: dict[str, str] = {}  # pins that it has ended, and has not heard the end of: their models, by id
         self._askers: dict[int, Handle] = {}  # requests of handles that are not answered yet
@@ -85,14 +91,15 @@ class SimWorker:
     ) -> Handle:
         """One rank's memory."""
         number = next(self.cluster.registrations)
-        return self._take(Shard(f"r{number}", model, group, rank, world_size, spot, layout, self.cluster.manifest, rank))
+        return self.take(Shard(f"r{number}", model, group, rank, world_size, spot, layout, self.cluster.manifest, rank))
 
     def fetcher(self, shard: int = 0, *, model: str = "actor") -> Handle:
         """What can fetch once."""
         number = next(self.cluster.registrations)
-        return self._take(Shard(f"r{number}", model, f"fetch{number}", 0, 1, True, "", None, shard))
+        return self.take(Shard(f"r{number}", model, f"fetch{number}", 0, 1, True, "", None, shard))
 
-    def _take(self, shard: Shard) -> Handle:
+    def take(self, shard: Shard) -> Handle:
+        """What registers that memory, of any kind."""
         handle = Handle(self.cluster, self, shard)
         self.handles.append(handle)
         self.cluster.by_registration[shard.registration] = handle
@@ -118,7 +125,7 @@ class SimWorker:
         assert self.alive
         assert self.link is None
         self.link = self.cluster.new_link(self)
-        self.say(Join(self.name, self.location, self.endpoints, 1))
+        self.say(Join(self.name, self.location, self.endpoints, 1, self.host_bytes))
 
     def disconnect(self) -> None:
         """The connection breaks; what was on its way is lost, and the coordinator will notice some time."""
@@ -237,6 +244,12 @@ class SimWorker:
             case Start() | Write() | AddSource() | DropSource() | Outcome():
                 key = message.key
                 self._tell(self._at(key.model, key.group, message.rank), message)
+            case MakeCopy():
+                self.say(CopyRefused(message.copy, "not here"))
+            case DropCopy():
+                pass
+            case Keep():
+                self.say(Kept(message.registration, message.content_id, message.keep))
             case EpochChanged():
                 for handle in list(self.handles):
                     if (handle.shard.model, handle.shard.group) == (message.model, message.group):

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from tensorhub.manifest import Manifest
 from tensorhub.messages import Abandon, EpochChanged, ErrorInfo, Held, Register, Registered
-from tensorhub.types import OpKey
+from tensorhub.types import Medium, OpKey, Purpose
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,7 +27,9 @@ class Shard:
     spot: bool
     layout_id: str
     manifest: Manifest | None  # as this rank publishes; None: a fetch, which never holds anything for others
-    number: int  # of the shard of a version that this memory is for; always the rank, but for a fetch
+    number: int  # of the shard of a version that this memory is for; the rank, but for a fetch and a copy of one shard
+    medium: Medium = Medium.DEVICE
+    purpose: Purpose = Purpose.USE
 
     @property
     def serves(self) -> bool:
@@ -81,6 +83,8 @@ class Enrolment:
             world_size=s.world_size,
             serves=s.serves,
             spot=s.spot,
+            medium=s.medium,
+            purpose=s.purpose,
             layout_id=s.layout_id,
             nbytes=manifest.nbytes if manifest is not None else 0,
             chunks=manifest.chunk_count if manifest is not None else 0,

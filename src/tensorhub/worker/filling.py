@@ -27,7 +27,7 @@ from tensorhub.messages import (
     Start,
     Write,
 )
-from tensorhub.types import HandleState, Medium, OpKind, Purpose, VersionInfo
+from tensorhub.types import HandleState, OpKind, VersionInfo
 from tensorhub.worker.calls import AddPullSource, CallHook, DropPullSource, FillCall, StartPull, StopPull
 from tensorhub.worker.enrolment import Shard
 from tensorhub.worker.holding import Holding
@@ -113,8 +113,6 @@ class Filling(GroupCall):
                 generation=self.generation,
                 hold=call.hold,
                 staged=call.staged,
-                medium=Medium.DEVICE,
-                purpose=Purpose.USE,
                 timeout_s=max(0.0, self.deadline - self._rank.now),
             )
         )

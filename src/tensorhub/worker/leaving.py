@@ -7,6 +7,7 @@ half of the time is for the answer, the rest for the fence.
 from __future__ import annotations
 
 from abc import abstractmethod
+from typing import ClassVar
 
 from tensorhub.errors import LeaseLost, RetentionError, StateError, TensorHubError
 from tensorhub.machine import InvariantBroken
@@ -23,6 +24,7 @@ class Leaving(Running):
     """QUEUED -> (WITHDRAWING) -> FENCING -> over, where something is held. The handle is DRAINING meanwhile."""
 
     alone = True
+    _closes: ClassVar[bool] = False
 
     def __init__(self, what: str, rank: Rank, holding: Holding, timeout_s: float, *, abandon: bool = False) -> None:
         super().__init__(what, rank, holding, timeout_s)
@@ -56,7 +58,7 @@ class Leaving(Running):
         assert content is not None
         left_s = 0.0 if hurry else max(0.0, self.deadline - self._rank.now)
         registration = self._rank.shard.registration
-        self._rank.say(Withdraw(self.request, registration, content.generation, left_s, self._abandon, hurry))
+        self._rank.say(Withdraw(self.request, registration, content.generation, left_s, self._abandon, self._closes, hurry))
 
     def answered(self, message: Withdrawable | MustStay | Done) -> None:
         """The coordinator has something to say to a question of this call."""
@@ -170,6 +172,8 @@ class Unpublishing(Leaving):
 
 class Closing(Leaving):
     """... -> (DEREGISTERING) -> over: the coordinator forgets the registration, at once or, if it is away, a lease later."""
+
+    _closes = True
 
     def __init__(self, call: CloseCall, rank: Rank, holding: Holding, timeout_s: float) -> None:
         super().__init__("close", rank, holding, timeout_s, abandon=call.abandon)
