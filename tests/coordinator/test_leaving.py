@@ -6,7 +6,7 @@ import pytest
 
 from tensorhub.errors import StateError, VersionUnavailable
 from tensorhub.testing import Handle, PureCluster
-from tensorhub.types import HandleState
+from tensorhub.types import HandleState, Options
 
 
 def reading() -> tuple[PureCluster, Handle, Handle]:
@@ -232,3 +232,26 @@ def test_an_abandoned_version_that_is_held_again_is_waited_for_like_any_other() 
     assert not asked.has_ended()
     cluster.advance(10)
     assert isinstance(asked.error, VersionUnavailable)
+
+
+def test_a_source_that_is_lost_while_its_readers_have_their_grace_leaves_no_wish_behind() -> None:
+    cluster = PureCluster(Options(lease_s=2.0, drain_grace_s=60.0))
+    trainer, reader = cluster.handle("trainer"), cluster.handle("reader")
+    cluster.run()
+    trainer.publish(1)
+    cluster.run()
+    asked = reader.replicate(timeout_s=20)
+    while reader.pull is None:
+        cluster.do(cluster.choices()[0])
+    trainer.unpublish()
+    model = cluster.coordinator.cluster.models["actor"]
+    for second in range(4):
+        while choices := [choice for choice in cluster.choices() if choice.kind != "read"]:
+            cluster.do(choices[0])
+        cluster.advance(1, run=False)
+        if second == 0:
+            assert model.withdrawals
+            trainer.worker.crash()
+    assert not model.withdrawals
+    cluster.heal()
+    assert asked.error is not None

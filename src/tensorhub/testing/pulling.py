@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import TYPE_CHECKING, NamedTuple
 
-from tensorhub.messages import Grant
+from tensorhub.messages import HAS_RUNS_MAX, Grant
 from tensorhub.scheduler.pull import Pull
 from tensorhub.testing.memory import digest_of
 from tensorhub.types import ContentId, LeaseId
@@ -26,9 +26,13 @@ BATCHES_OPEN = 2  # of one lane: the next is asked for before the last has arriv
 
 
 class Frame(NamedTuple):
-    """Chunks on their way to a reader: (number, what the cell held, its digest); or why there will be no more."""
+    """What is on its way to a reader: chunks (number, what the cell held, its digest); or those that its source lacks, and
+    what it has; or why there will be no more.
+    """
 
-    chunks: tuple[tuple[int, str, int | None], ...]
+    chunks: tuple[tuple[int, str, int | None], ...] = ()
+    lacking: tuple[int, ...] = ()
+    has: tuple[tuple[int, int], ...] = ()
     failure: str = ""
 
 
@@ -81,6 +85,11 @@ class Lane:
             self.end(frame.failure)
             return
         reading, reader = self.reading, self.reader
+        if frame.lacking:
+            self.asked = [left for batch in self.asked if (left := batch.difference(frame.lacking))]
+            reading.books.lacks(self.lease, frame.lacking, frame.has)
+            reader.cluster.lanes_wanted(reading)
+            return
         digested = reading.start.manifest.digest != "none"
         arrived = {chunk for chunk, _, _ in frame.chunks}
         self.asked = [left for batch in self.asked if (left := batch - arrived)]
@@ -111,6 +120,12 @@ class Lane:
             self.access = begun
             self.source.cluster.guarantees.served(self.source, begun.chunks, self.reading.start.version)
         return begun
+
+    def lack(self) -> Frame:
+        """End the request at the head of the queue: nothing of it is here, or comes soon."""
+        assert self.source is not None
+        owner, batch = self.source.worker.owner, self.queue.popleft()
+        return Frame(lacking=batch, has=owner.has(self.source.id, self.grant.generation, HAS_RUNS_MAX))
 
     def finish(self) -> Frame:
         """End the access: what its cells hold now is on its way, with digests that are made of it if there are none yet."""

@@ -237,6 +237,7 @@ class PureCluster(Cluster):
             self.run()
 
     def time_passes(self) -> None:
+        """What is due happens; owners wait no longer for what they lack."""
         if self.now >= self.heartbeat_at:
             self.heartbeat_at = self.now + self.options.lease_s / 4
             for worker in self.workers.values():
@@ -245,6 +246,9 @@ class PureCluster(Cluster):
         if due is not None and due <= self.now:
             self.step(Tick())
         for handle in list(self.live_handles()):
+            for lane in [lane for lane in handle.serving if lane.access is None and lane.queue and not lane.is_stopped]:
+                if not self._can_go_on(lane):
+                    lane.settle(lane.lack())
             deadline = handle.member.next_deadline()
             if deadline is not None and deadline <= self.now:
                 handle.apply(handle.member.tick(self.now))

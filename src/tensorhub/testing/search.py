@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Collection
 from dataclasses import dataclass, field
 
+from tensorhub.machine import counting_transitions
 from tensorhub.testing.faults import Fault
 from tensorhub.testing.simulated import SimulatedCluster
 
@@ -30,14 +31,16 @@ def run_seed(seed: int, *, faults: Collection[Fault] | None = None, events: int 
     `faults`: the kinds that may be drawn; None: all. `events`: how many are delivered at least while faults happen. Raises
     GuaranteeBroken, whose text has the last lines of the trace and ends with one line that runs this seed again.
     """
-    cluster = SimulatedCluster(seed, faults=faults, events=events)
-    cluster.run()
+    with counting_transitions() as transitions:
+        cluster = SimulatedCluster(seed, faults=faults, events=events)
+        cluster.run()
     return SeedReport(
         seed=seed,
         events=cluster.events,
         groups=len(cluster.users.teams),
         versions=len(cluster.users.numbers),
         faults=Counter({str(kind): times for kind, times in cluster.injector.happened.items()}),
+        transitions=transitions,
         paths=cluster.paths,
         end_hash=cluster.end_hash,
     )

@@ -193,7 +193,7 @@ class SimulatedCluster(Cluster):
 
     def step(self, event: Event) -> None:
         super().step(event)
-        self.coordinator.check_touched() if hasattr(self.coordinator, "check_touched") else None
+        self.coordinator.check_touched()
         self._tick_soon()
 
     def _tick_soon(self) -> None:

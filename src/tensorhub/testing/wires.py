@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from tensorhub.messages import Grant
+from tensorhub.runtime.acceptor import PATIENCE_S
 from tensorhub.testing.memory import CHUNK_BYTES
 from tensorhub.testing.pulling import Frame, Lane, Reading
 from tensorhub.worker.owner import Access, Refusal
@@ -33,6 +34,7 @@ class TimedLane(Lane):
         self.up_due = 0.0
         self.down_due = 0.0
         self.heard_at = 0.0  # by its reader
+        self.patient_until = 0.0  # its owner waits for what it lacks
         self.stalled_until = 0.0  # its owner sends nothing before
 
 
@@ -118,20 +120,12 @@ class Wires:
         lane.is_watched = False
         if lane.ended or lane.is_cut or not lane.asked:
             return
-        if lane.is_waiting and self._shows_life(lane):
-            lane.heard_at = cluster.now
         silent_s = cluster.now - lane.heard_at
         if silent_s >= cluster.options.stall_timeout_s - 1e-6:
             self._fail(lane, "stalled")
             return
         lane.is_watched = True
         cluster.after(cluster.options.stall_timeout_s - silent_s, lane.reader.worker, self._watch, lane)
-
-    def _shows_life(self, lane: TimedLane) -> bool:
-        """An owner that waits for chunks itself says so every second."""
-        source, now = lane.source, self._cluster.now
-        awake = source is not None and source.worker.alive and source.worker.stopped_until <= now
-        return awake and not self._blocked(lane) and lane.stalled_until <= now and not lane.is_stopped
 
     def arrive(self, lane: TimedLane, frame: Frame) -> None:
         """A frame is there: the reader's thread settles it."""
@@ -147,9 +141,9 @@ class Wires:
         if frame.failure:
             self._fail(lane, frame.failure)
             return
-        if cluster.injector.damages(lane):
+        if frame.chunks and cluster.injector.damages(lane):
             first, *rest = frame.chunks
-            frame = Frame(((first[0], "damaged", first[2]), *rest))
+            frame = Frame(chunks=((first[0], "damaged", first[2]), *rest))
         verified = lane.reading.books.chunks_verified
         lane.settle(frame)
         if lane.reading.resumed and lane.reading.books.chunks_verified > verified:
@@ -204,10 +198,21 @@ class Wires:
                     lane.queue.appendleft(begun.rest)
                 cluster.after(self._send_s(lane, len(begun.chunks)), lane.source.worker, self._sent, lane, begun.number)
             case Refusal():
-                self._send(lane, Frame((), "refused"))
+                self._send(lane, Frame(failure="refused"))
                 lane.close()
             case _:
                 lane.is_waiting = True
+                if lane.patient_until <= cluster.now:
+                    lane.patient_until = cluster.now + PATIENCE_S
+                    cluster.at(lane.patient_until, lane.source.worker, self._lacks, lane, wanted)
+
+    def _lacks(self, lane: TimedLane, wanted: tuple[int, ...]) -> None:
+        """It has waited long enough for what it was asked: its reader may ask elsewhere."""
+        if lane.is_waiting and not lane.is_stopped and lane.queue and lane.queue[0] == wanted:
+            lane.is_waiting = False
+            self._cluster.took("source lacks chunks")
+            self._send(lane, lane.lack())
+            self.serve(lane)
 
     def _send_s(self, lane: TimedLane, chunks: int) -> float:
         assert lane.source is not None
