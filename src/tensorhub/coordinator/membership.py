@@ -307,6 +307,7 @@ class Membership:
         """The rank is gone: its operation, its memory's readers, and its place in the group."""
         cluster, group = self._cluster, member.group
         self._operations.member_gone(member, why)
+        self._withdrawals.member_gone(member)
         for holding in [member.holding, *member.leaving]:
             if holding is not None:
                 self._readers.lose(holding)
