@@ -40,6 +40,7 @@ Number = Annotated[int, Range(0, VERSION_MAX)]
 WorldSize = Annotated[int, Range(1, 2**20)]
 ManifestBlob = Annotated[bytes, Length(48 * 2**20)]
 Nonce = Annotated[bytes, Length(32)]
+HAS_RUNS_MAX = 1024  # of one StillWaiting
 
 # -------------------------------------------------------------------------------- handshake, on every kind of socket
 
@@ -594,8 +595,8 @@ class Description:
 
 @dataclass(frozen=True, slots=True)
 class Read:
-    """Ask an owner for chunks, as (first, count) runs. It sends those that it has verified, in any order, and waits for
-    the others; `request` numbers the reads of one connection."""
+    """Ask an owner for chunks, as (first, count) runs. It sends those that it has verified, in any order, and those that
+    it verifies soon; StillWaiting ends the request if others are left. `request` numbers the reads of one connection."""
 
     request: U64
     lease: Id
@@ -615,9 +616,13 @@ class ChunksFollow:
 
 @dataclass(frozen=True, slots=True)
 class StillWaiting:
-    """The owner lives, and waits for chunks itself."""
+    """The owner lives, and has none of what is left of this request, which is over: ask again, here or elsewhere.
+
+    `has`: ascending (first, count) runs of chunks that it has verified, perhaps not all of them (R9).
+    """
 
     request: U64
+    has: Annotated[tuple[tuple[int, int], ...], Length(HAS_RUNS_MAX)]
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from tensorhub.errors import GroupAborted, ManifestMismatch, RegistrationError, StateError
+from tensorhub.testing import MANIFEST, Handle, PureCluster
 from tensorhub.types import Medium, Purpose
 from tensorhub.worker.enrolment import Shard
-from tests.harness import MANIFEST, Handle, PureCluster
 
 
 def copy(

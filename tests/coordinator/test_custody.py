@@ -6,8 +6,8 @@ import pytest
 
 from tensorhub.coordinator.entities import Member, Model
 from tensorhub.errors import RetentionError
+from tensorhub.testing import CHUNK_BYTES, CHUNKS, Asked, Handle, PureCluster
 from tensorhub.types import HandleState, Location, Purpose
-from tests.harness import CHUNK_BYTES, CHUNKS, Asked, Handle, PureCluster
 
 ROOM = CHUNKS * CHUNK_BYTES  # for one copy
 

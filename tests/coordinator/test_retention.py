@@ -6,8 +6,8 @@ import pytest
 
 from tensorhub.coordinator.entities import Model
 from tensorhub.errors import CoordinatorUnavailable, GroupAborted, RetentionError, VersionUnavailable
+from tensorhub.testing import Asked, Handle, PureCluster
 from tensorhub.types import HandleState
-from tests.harness import Asked, Handle, PureCluster
 
 
 def model_of(cluster: PureCluster) -> Model:

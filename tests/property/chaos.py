@@ -6,8 +6,8 @@ from collections.abc import Callable
 from random import Random
 
 from tensorhub.errors import GroupAborted, OperationTimeout, StateError
+from tensorhub.testing import CHUNK_BYTES, CHUNKS, Asked, BrokenHook, GuaranteeBroken, Handle, PureCluster
 from tensorhub.types import HandleState, Medium, Selector
-from tests.harness import CHUNK_BYTES, CHUNKS, Asked, BrokenHook, GuaranteeBroken, Handle, PureCluster
 
 FAULTS = (
     "disconnect",

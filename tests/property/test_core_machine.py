@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from tensorhub.errors import StateError
+from tensorhub.testing import CHUNK_BYTES, CHUNKS, BrokenHook, Choice, Handle, PureCluster
 from tensorhub.types import HandleState, Selector
-from tests.harness import CHUNK_BYTES, CHUNKS, BrokenHook, Choice, Handle, PureCluster
 from tests.property.chaos import Chaos, is_users
 
 

@@ -51,6 +51,17 @@ def test_an_access_takes_one_chunk_at_least_and_then_no_more_than_its_bytes(
     assert (access.chunks, access.rest) == (chunks, rest)
 
 
+def test_what_is_there_is_told_in_bounded_runs() -> None:
+    owner = opened(complete=False)
+    assert owner.has(R, 1, 9) == ()
+    owner.mark_available(R, 1, [(1, 0), (3, 0)])
+    assert owner.has(R, 1, 9) == ((1, 1), (3, 1))
+    assert owner.has(R, 1, 1) == ((1, 1),)
+    assert owner.has(R, 2, 9) == ()
+    owner.mark_available(R, 1, [(2, 0)])
+    assert owner.has(R, 1, 9) == ((1, 3),)
+
+
 def test_an_access_takes_no_more_chunks_than_a_frame_names() -> None:
     owner = Owner()
     owner.open(R, 1, C, [1] * 3000, complete=True)

@@ -85,6 +85,7 @@ class Coordinator(Stateful[CoordinatorState]):
     `ids`: mints ids that nobody else ever mints. `durable`: what the store held at the start.
     """
 
+    machine = "coordinator"
     table = COORDINATOR_TABLE
 
     def __init__(
@@ -144,7 +145,8 @@ class Coordinator(Stateful[CoordinatorState]):
                 del model.versions[number]
         for decision in sorted(durable.decisions, key=lambda d: d.key):
             cluster.decisions[decision.key.model, decision.key.group] = decision
-        cluster.timers.set("recovery", "", cluster.now + cluster.options.lease_s)
+        if durable.publications:  # whose holders may come back
+            cluster.timers.set("recovery", "", cluster.now + cluster.options.lease_s)
 
     # ------------------------------------------------------------------------------------------------- entry points
 
@@ -153,6 +155,7 @@ class Coordinator(Stateful[CoordinatorState]):
         cluster = self.cluster
         cluster.now = max(now, cluster.now)
         cluster.cause += 1
+        cluster.noted.clear()
         self._run_timers()
         self._handle(event)
         self._settle()
@@ -165,6 +168,10 @@ class Coordinator(Stateful[CoordinatorState]):
     def check_invariants(self) -> None:
         """Raise InvariantBroken, with a story, if anything that always holds does not."""
         invariants.check(self.cluster)
+
+    def check_touched(self) -> None:
+        """The same, of what the last step has changed: costs as much as that step, however large the cluster is."""
+        invariants.check_noted(self.cluster)
 
     # ------------------------------------------------------------------------------------------------------ events
 
@@ -347,7 +354,10 @@ class Coordinator(Stateful[CoordinatorState]):
         model = self.cluster.models.get(message.key.model)
         group = model.groups.get(message.key.group) if model is not None else None
         member = group.members.get(message.rank) if group is not None else None
-        return member if member is not None and member.worker is worker else None
+        if member is None or member.worker is not worker:
+            return None
+        self.cluster.note(member)
+        return member
 
     def _ask(self, session: Session, message: Watch | Describe | GetManifest | Check) -> None:
         cluster = self.cluster
@@ -398,6 +408,7 @@ class Coordinator(Stateful[CoordinatorState]):
             while cluster.changed_operations:
                 _, operation = cluster.changed_operations.popitem()
                 if not operation.decided:
+                    cluster.note(operation)
                     self._operations.settle(operation)
             if cluster.changed_models:
                 name = next(iter(cluster.changed_models))

@@ -224,6 +224,7 @@ class Custody:
         version, key = handover.version, (handover.shard, handover.worker.incarnation)
         failures, _ = version.refusals.get(key, (0, 0.0))
         version.refusals[key] = failures + 1, self._cluster.now + min(RETRY_S_FIRST * 2 ** min(failures, 16), RETRY_S_MAX)
+        self._cluster.note(version)
         self._forget(model, handover)
         self._tell_to_drop(handover)
         self._cluster.touch(model)

@@ -103,7 +103,7 @@ class Decisions:
         self._cluster.touch(group.model)
 
     def _become(self, operation: Operation, state: OperationState, why: str) -> None:
-        operation.become(state, self._cluster.cause, self._cluster.now, why)
+        self._cluster.become(operation, state, why)
 
     # -- what was decided
 

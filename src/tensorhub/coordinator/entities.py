@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from tensorhub.coordinator import states
 from tensorhub.coordinator.actions import Action, CloseSession, Decision, Entry, Persist, Pinned, Send
@@ -40,11 +40,13 @@ from tensorhub.messages import (
 from tensorhub.types import Endpoint, Location, Medium, OpKey, OpKind, Options, Purpose, VersionInfo
 
 DECIDED_KEPT_MAX = 32  # outcomes that a group remembers for ranks that ask late
+LOST_KEPT_MAX = 4096
 
 
 class Worker(Stateful[WorkerState]):
     """One incarnation of one worker process."""
 
+    machine: ClassVar = "worker lease"
     table: ClassVar = states.WORKER_TABLE
     __slots__ = ("endpoints", "heard_at", "host_bytes", "incarnation", "location", "members", "name", "session")
 
@@ -134,6 +136,7 @@ class Group:
 class Version(Stateful[VersionState]):
     """One number of one lineage, with the content that was published under it."""
 
+    machine: ClassVar = "version"
     table: ClassVar = states.VERSION_TABLE
     __slots__ = ("abandoned", "holdings", "info", "layout_id", "lineage", "manifests", "publisher", "refusals", "retained")
 
@@ -170,6 +173,7 @@ class Version(Stateful[VersionState]):
 class Replica(Stateful[ReplicaState]):
     """One group's copy of one version, or what a broken fill left of it (TORN)."""
 
+    machine: ClassVar = "replica"
     table: ClassVar = states.REPLICA_TABLE
     __slots__ = ("group", "holdings", "id", "medium", "purpose", "version")
 
@@ -236,6 +240,7 @@ class Holding:
 class ReadLease(Stateful[LeaseState]):
     """One reader's right to read one holding: one attempt, never used again."""
 
+    machine: ClassVar = "read lease"
     table: ClassVar = states.LEASE_TABLE
     __slots__ = ("dropping", "holding", "id", "part")
 
@@ -286,6 +291,7 @@ class RankPart:
 class Operation(Stateful[OperationState]):
     """One group call: publish, replicate, update, prefetch or fetch, on all ranks of a group."""
 
+    machine: ClassVar = "group operation"
     table: ClassVar = states.OPERATION_TABLE
     __slots__ = ("group", "key", "kind", "later", "parts", "record", "staying", "unchanged", "version", "writing")
 
@@ -409,6 +415,10 @@ class Session:
     worker: Worker | None = None  # set once it has joined
 
 
+Entity = Worker | Operation | Version | Replica | ReadLease  # what has a state
+Noted = Entity | Member | Group | Model
+
+
 class Cluster:
     """All entities, and the one place through which departments act. A plain value store: no rules here."""
 
@@ -423,7 +433,7 @@ class Cluster:
         self.sessions: dict[int, Session] = {}
         self.workers: dict[str, Worker] = {}  # LIVE and SUSPECT ones, by incarnation
         self.hosts: dict[str, Worker] = {}  # those of them that have host memory for copies
-        self.lost: deque[str] = deque(maxlen=4096)  # incarnations that must not come back
+        self.lost: dict[str, None] = {}  # incarnations that must not come back; the newest LOST_KEPT_MAX
         self.members: dict[str, Member] = {}  # by registration id
         self.models: dict[str, Model] = {}
         self.leases: dict[str, ReadLease] = {}  # ACTIVE and FENCING ones
@@ -432,6 +442,7 @@ class Cluster:
         self.decisions: dict[tuple[str, str], Decision] = {}  # each group's newest commit, by model and group
         self.changed_models: dict[str, None] = {}  # whose availability or sources may have changed in this step
         self.changed_operations: dict[OpKey, Operation] = {}
+        self.noted: dict[Noted, None] = {}  # what the last step has changed, or may have: `invariants` looks at it
         self.epochs_minted = epoch << 32  # group epochs of a later coordinator are always larger
         self.records_minted = 0
         self._actions: list[Action] = []
@@ -444,6 +455,7 @@ class Cluster:
             self._actions.append(Send(self.cause, session, message))
 
     def tell(self, member: Member, message: FromCoordinator) -> None:
+        self.noted[member] = None
         self.send(member.worker.session, message)
 
     def answer(self, session: int | None, request: int, error: TensorHubError | None = None) -> None:
@@ -467,11 +479,30 @@ class Cluster:
         self.epochs_minted += 1
         return self.epochs_minted
 
-    # -- looking up
+    # -- changing
+
+    def note(self, *changed: Noted) -> None:
+        """These were changed in this step, by whatever else than what notes them by itself: become, tell, touch, changed."""
+        for about in changed:
+            self.noted[about] = None
+
+    def become(self, entity: Entity, state: Any, why: str) -> None:
+        """Move an entity along its table, in this step."""
+        entity.become(state, self.cause, self.now, why)
+        self.noted[entity] = None
 
     def touch(self, model: Model) -> None:
         """Have the model's consequences worked out at the end of this step."""
         self.changed_models[model.name] = None
+        self.noted[model] = None
+
+    def changed(self, operation: Operation) -> None:
+        """Have the operation's consequences worked out at the end of this step, if it is not decided."""
+        self.noted[operation] = None
+        if not operation.decided:
+            self.changed_operations[operation.key] = operation
+
+    # -- looking up
 
     def model(self, name: str) -> Model:
         """The model of this name; it begins to exist when somebody first names it for writing or waiting."""

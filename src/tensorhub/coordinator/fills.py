@@ -103,7 +103,7 @@ class Fills:
             if part.holding is not None and not part.holding.leaving:
                 self._readers.tear(part.holding)
         if replica is not None and replica.state is ReplicaState.FILLING:
-            replica.become(ReplicaState.TORN, self._cluster.cause, self._cluster.now, "operation aborted")
+            self._cluster.become(replica, ReplicaState.TORN, "operation aborted")
             self._readers.settle_replica(replica)
 
     # -- binding
@@ -130,7 +130,7 @@ class Fills:
             return None
         operation.version = version
         operation.unchanged = all(holders.values())
-        operation.become(OperationState.RUNNING, self._cluster.cause, self._cluster.now, f"bound to {version.number}")
+        self._cluster.become(operation, OperationState.RUNNING, f"bound to {version.number}")
         for rank, part in operation.parts.items():
             part.needs_bytes = not holders[rank]
             part.voted = part.ready = holders[rank]
@@ -231,7 +231,7 @@ class Fills:
         torn = group.torn_replica()
         if torn is not None:
             replica, torn.version = torn, version
-            replica.become(ReplicaState.FILLING, cluster.cause, cluster.now, f"filled with {version.number}")
+            cluster.become(replica, ReplicaState.FILLING, f"filled with {version.number}")
         else:
             replica = Replica(cluster.new_id(), version, next(iter(operation.parts.values())).member)
             group.replicas.append(replica)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from tensorhub.coordinator.actions import CloseSession
 from tensorhub.coordinator.custody import Custody
-from tensorhub.coordinator.entities import Cluster, Group, Holding, Member, Replica, Session, Worker
+from tensorhub.coordinator.entities import LOST_KEPT_MAX, Cluster, Group, Holding, Member, Replica, Session, Worker
 from tensorhub.coordinator.operations import Operations
 from tensorhub.coordinator.readers import Readers
 from tensorhub.coordinator.retention import Retentions
@@ -88,6 +88,7 @@ class Membership:
 
     def heard(self, worker: Worker) -> None:
         """Any message renews the lease."""
+        self._cluster.note(worker)
         worker.heard_at = self._cluster.now
         if worker.state is WorkerState.SUSPECT and worker.session is not None:
             self._become(worker, WorkerState.LIVE, "heard again")
@@ -102,6 +103,7 @@ class Membership:
         worker = session.worker
         if worker is None or worker.session != session.number:
             return
+        self._cluster.note(worker)
         worker.session = None
         if worker.state is WorkerState.LIVE:
             self._become(worker, WorkerState.SUSPECT, "disconnected")
@@ -150,7 +152,9 @@ class Membership:
         del cluster.workers[worker.incarnation]
         if cluster.hosts.pop(worker.incarnation, None) is not None:
             self._custody.room_changed()
-        cluster.lost.append(worker.incarnation)
+        cluster.lost[worker.incarnation] = None
+        if len(cluster.lost) > LOST_KEPT_MAX:
+            del cluster.lost[next(iter(cluster.lost))]
         self._retentions.worker_gone(worker.incarnation)
         for timer in ("worker", "restate"):
             cluster.timers.cancel(timer, worker.incarnation)
@@ -165,7 +169,7 @@ class Membership:
             self._cluster.touch(member.group.model)
 
     def _become(self, worker: Worker, state: WorkerState, why: str) -> None:
-        worker.become(state, self._cluster.cause, self._cluster.now, why)
+        self._cluster.become(worker, state, why)
 
     # -- ranks
 
@@ -201,11 +205,13 @@ class Membership:
             message.manifest,
             worker.session,
         )
+        cluster.note(member, group.model)
         group.members[member.rank] = cluster.members[member.registration] = member
         worker.members[member.registration] = member
         group.model.groups[group.name] = group
         if member.purpose is Purpose.RETENTION:
             group.model.copies[member.registration] = member
+        self._retentions.group_changed(group)
         cluster.touch(group.model)
         keep = message.held is None or self._announce(member, message.held)
         self._tell_registered(member, message, keep)
@@ -220,6 +226,7 @@ class Membership:
         group, held = member.group, message.held
         member.said_in = member.worker.session
         member.dropped = False
+        self._cluster.note(member)
         part = group.operation.parts.get(member.rank) if group.operation is not None else None
         filling = part.holding if part is not None and part.member is member else None
         counts = self._withdrawals.restated(member, held.generation if held is not None else None, filling)
@@ -280,6 +287,7 @@ class Membership:
         ):
             return False
         version.manifests.setdefault(member.shard, held.manifest)
+        cluster.note(version)
         replica = next((r for r in group.replicas if r.version is version and r.state in _LIVING), None)
         if replica is None:
             replica = Replica(cluster.new_id(), version, member)
@@ -303,12 +311,14 @@ class Membership:
         for holding in [member.holding, *member.leaving]:
             if holding is not None:
                 self._readers.lose(holding)
+        cluster.note(member, group, member.worker)
         cluster.members.pop(member.registration, None)
         if group.model.copies.pop(member.registration, None) is not None:
             self._custody.room_changed()
         member.worker.members.pop(member.registration, None)
         if group.members.get(member.rank) is member:
             del group.members[member.rank]
+            self._retentions.group_changed(group)
         cluster.touch(group.model)
         if not group.members and not new_epoch:
             self._dissolve(group)
@@ -316,6 +326,7 @@ class Membership:
             self._change_epoch(group)
 
     def _change_epoch(self, group: Group) -> None:
+        self._cluster.note(group)
         group.epoch, group.sequence = self._cluster.mint_epoch(), 0
         for member in group.members.values():
             changed = EpochChanged(group.model.name, group.name, group.epoch, group.sequence)

@@ -266,8 +266,7 @@ class Operations:
         return next((operation for operation in self._cluster.operations() if str(operation.key) == key), None)
 
     def _changed(self, operation: Operation) -> None:
-        if not operation.decided:
-            self._cluster.changed_operations[operation.key] = operation
+        self._cluster.changed(operation)
 
 
 def _describe(call: Publish | Fill) -> str:

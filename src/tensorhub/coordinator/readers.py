@@ -40,6 +40,7 @@ class Readers:
         lease = ReadLease(self._cluster.new_id(), part, holding)
         lease.story.note(self._cluster.cause, self._cluster.now, "granted")
         self._cluster.leases[lease.id] = holding.readers[lease.id] = part.leases[lease.id] = lease
+        self._cluster.note(lease, part.member, part.operation, holding.member)
         if part.holding is not None:
             part.holding.depth = holding.depth + 1
         return self.to_grant(lease)
@@ -203,7 +204,7 @@ class Readers:
         lease.holding.readers.pop(lease.id, None)
         self._reader_less(lease.holding)
         if lease.part.wants_source:
-            self._cluster.changed_operations[lease.part.operation.key] = lease.part.operation
+            self._cluster.changed(lease.part.operation)
 
     def _reader_less(self, holding: Holding) -> None:
         """A lease counts no more; if it was the last, its owner may take the memory that it has asked for."""
@@ -220,6 +221,7 @@ class Readers:
         if not holding.version.manifests.get(holding.shard):
             holding.version.manifests[holding.shard] = holding.member.manifest
         holding.member.holding = holding
+        self._cluster.note(holding.member, holding.replica)
         self._cluster.touch(holding.member.group.model)
 
     def move_holding(self, holding: Holding, replica: Replica) -> None:
@@ -227,6 +229,7 @@ class Readers:
         before, holding.replica = holding.replica, replica
         before.holdings.pop(holding.rank, None)
         replica.holdings[holding.rank] = holding
+        self._cluster.note(holding.member, before, replica)
         self.settle_replica(before)
 
     def order_out(self, holding: Holding, reason: str) -> None:
@@ -277,8 +280,9 @@ class Readers:
         if member.holding is holding:
             member.holding = None
         member.leaving.append(holding)
+        self._cluster.note(member, replica)
         if replica.state is ReplicaState.READY and on_purpose:
-            replica.become(ReplicaState.DRAINING, self._cluster.cause, self._cluster.now, why)
+            self._cluster.become(replica, ReplicaState.DRAINING, why)
         self._cluster.touch(member.group.model)
 
     def move(self, lease: ReadLease) -> None:
@@ -289,6 +293,7 @@ class Readers:
         grant = self.grant(part, other_than=lease.holding)
         if grant is not None:
             lease.dropping = True
+            self._cluster.note(lease)
             self._cluster.tell(part.member, AddSource(part.operation.key, part.rank, grant))
             self._cluster.tell(part.member, DropSource(part.operation.key, part.rank, lease.id, "the source leaves"))
 
@@ -302,7 +307,7 @@ class Readers:
                     self._cluster.tell(part.member, DropSource(part.operation.key, part.rank, lease.id, why))
                 self.fence(lease, why)
                 if part.wants_source:
-                    self._cluster.changed_operations[part.operation.key] = part.operation
+                    self._cluster.changed(part.operation)
 
     def _end(self, holding: Holding, *, cut: bool = True) -> None:
         """Nothing of it is left: its leases are fenced, and its replica goes with its last holding."""
@@ -313,13 +318,14 @@ class Readers:
         if holding in holding.member.leaving:
             holding.member.leaving.remove(holding)
         replica = holding.replica
+        self._cluster.note(holding.member, replica)
         if replica.holdings.get(holding.rank) is holding:
             del replica.holdings[holding.rank]
         self.settle_replica(replica)
 
     def make_ready(self, replica: Replica, why: str) -> None:
         """Every shard of it is complete and counts (G4); it is GONE at once if no memory is left by now."""
-        replica.become(ReplicaState.READY, self._cluster.cause, self._cluster.now, why)
+        self._cluster.become(replica, ReplicaState.READY, why)
         self.settle_replica(replica)
         self._cluster.touch(replica.group.model)
 
@@ -328,11 +334,12 @@ class Readers:
         group = replica.group
         torn = replica.state is ReplicaState.TORN and group.members
         if not replica.holdings and replica.state is not ReplicaState.GONE and not torn:
-            replica.become(ReplicaState.GONE, self._cluster.cause, self._cluster.now, "no memory left")
+            self._cluster.become(replica, ReplicaState.GONE, "no memory left")
             group.replicas.remove(replica)
 
     def _become(self, lease: ReadLease, state: LeaseState, why: str) -> None:
-        lease.become(state, self._cluster.cause, self._cluster.now, why)
+        self._cluster.become(lease, state, why)
+        self._cluster.note(lease.part.operation, lease.holding.member)
 
 
 def _fillers(holding: Holding) -> list[ReadLease]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 
 from tensorhub.coordinator.actions import Pinned, Retention, Unpinned
-from tensorhub.coordinator.entities import Cluster, Holding, Member, Model, Order, Version, Worker
+from tensorhub.coordinator.entities import Cluster, Group, Holding, Member, Model, Order, Version, Worker
 from tensorhub.coordinator.states import WorkerState
 from tensorhub.errors import CoordinatorUnavailable, RetentionError, StateError, TensorHubError, VersionUnavailable
 from tensorhub.messages import Keep, Kept, Pin, Retain, Unpin
@@ -87,24 +87,33 @@ class Retentions:
             keep = version.number in retained
             if version.retained is not keep:
                 version.retained = keep
-                self._tell(version)
+                self._cluster.note(version)
+                for holding in _of(version):
+                    self._tell(holding)
         if model.unanswered and all(holding.kept for v in model.versions.values() if v.retained for holding in _of(v)):
             for order in model.unanswered:
                 self._cluster.answer(order.session, order.message.request)
             model.unanswered.clear()
 
-    def _tell(self, version: Version) -> None:
-        for holding in _of(version):
-            member = holding.member
-            if holding.committed and holding.told is not version.retained and not member.group.spot:
-                holding.told, holding.kept = version.retained, not version.retained
-                self._cluster.tell(member, Keep(member.registration, version.info.content_id, version.retained))
+    def group_changed(self, group: Group) -> None:
+        """It may have become spot, or ceased to be: who may leave at any time is not told to stay."""
+        for member in group.members.values():
+            if member.holding is not None:
+                self._tell(member.holding)
+
+    def _tell(self, holding: Holding) -> None:
+        member, version = holding.member, holding.version
+        keep = version.retained and not member.group.spot
+        if holding.committed and holding.told is not keep:
+            holding.told, holding.kept = keep, not keep
+            self._cluster.tell(member, Keep(member.registration, version.info.content_id, keep))
 
     def kept(self, member: Member, message: Kept) -> None:
         """Its owner knows."""
         holding = member.holding
         if holding is not None and holding.version.info.content_id == message.content_id and holding.told is message.keep:
             holding.kept = True
+            self._cluster.note(member)
             if member.group.model.unanswered:
                 self._cluster.touch(member.group.model)
 
@@ -112,6 +121,7 @@ class Retentions:
 
     def retain(self, session: int | None, message: Retain) -> None:
         model = self._cluster.model(message.model)
+        self._cluster.note(model)
         self._record(Order(model, message, session), Retention(model.name, message.latest))
 
     def pin(self, worker: Worker, message: Pin) -> None:
@@ -136,6 +146,7 @@ class Retentions:
             return
         content_id = model.versions[message.version].info.content_id
         pinned = Pinned(message.pin, worker.incarnation, model.name, message.version, content_id)
+        self._cluster.touch(model)
         model.pins[pinned.pin] = pinned  # it counts at once, so that nobody leaves while it is being recorded
         self._record(Order(model, message, worker.session), pinned)
 

@@ -44,6 +44,7 @@ class Withdrawals:
 
     def ask(self, member: Member, message: Withdraw) -> None:
         """Its owner wants the memory back: no new readers; running ones are moved, or waited for within the grace."""
+        self._cluster.note(member)
         model = member.group.model
         known = model.withdrawals.get(member.registration)
         if known is not None and known.request == message.request:
@@ -107,6 +108,7 @@ class Withdrawals:
 
     def _forget(self, withdrawal: Withdrawal) -> None:
         member = withdrawal.holding.member
+        self._cluster.note(member)
         member.group.model.withdrawals.pop(member.registration, None)
         self._cluster.timers.cancel("withdrawal", member.registration)
 

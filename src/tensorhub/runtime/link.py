@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 import secrets
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Protocol
 
 import anyio
@@ -32,6 +32,7 @@ RECONNECT_S_MAX = 2.0
 log = get_logger("tensorhub.worker")
 
 Messages = MessageStream[FromCoordinator]
+Dial = Callable[[str, int], Awaitable[anyio.abc.ByteStream]]  # a connection to (host, port); raises OSError
 
 
 class Ears(Protocol):
@@ -56,8 +57,11 @@ class Ears(Protocol):
 class CoordinatorLink:
     """One worker's link. `connect`, then `keep` it until it is `close`d."""
 
-    def __init__(self, addresses: Sequence[str], secret: bytes, options: Options, ears: Ears) -> None:
+    def __init__(
+        self, addresses: Sequence[str], secret: bytes, options: Options, ears: Ears, dial: Dial = anyio.connect_tcp
+    ) -> None:
         """Raises StateError for an address that is none."""
+        self._dial = dial
         self._addresses = [parse_address(address) for address in addresses]
         if not self._addresses:
             raise StateError("no coordinator address is given")
@@ -126,10 +130,10 @@ class CoordinatorLink:
 
     async def _connect(self, host: str, port: int) -> Messages:
         with anyio.move_on_after(self._options.connect_timeout_s) as scope:
-            stream = await anyio.connect_tcp(host, port)
+            stream = await self._dial(host, port)
         if scope.cancelled_caught:
             raise OperationTimeout(f"no answer within {self._options.connect_timeout_s:g} s")
-        self.local_host = str(stream.extra(anyio.abc.SocketAttribute.local_address)[0])
+        self.local_host = str(stream.extra(anyio.abc.SocketAttribute.local_address, ("127.0.0.1",))[0])
         messages = MessageStream(stream, FROM_COORDINATOR, self._options.frame_bytes_max)
         try:
             nonce = secrets.token_bytes(NONCE_BYTES)

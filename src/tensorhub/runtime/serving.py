@@ -8,6 +8,7 @@ threads and for ending them; not responsible for which versions exist, nor for w
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Protocol
@@ -101,6 +102,11 @@ class SharedOwner:
             self._changed.notify_all()
             return taken
 
+    def has(self, registration: RegistrationId, generation: int, runs_max: int) -> tuple[tuple[int, int], ...]:
+        """See `Owner.has`."""
+        with self._changed:
+            return self._owner.has(registration, generation, runs_max)
+
     def digests(self, registration: RegistrationId, generation: int) -> tuple[int | None, ...] | None:
         """See `Owner.digests`."""
         with self._changed:
@@ -132,10 +138,11 @@ class SharedOwner:
         """Have some of the chunks to read for the length of the block, after at most `patience_s` of waiting
         for one.
         """
+        until = time.monotonic() + patience_s
         with self._changed:
             answer = self._begin(lane, registration, generation, content_id, wanted, bytes_max)
-            if isinstance(answer, Wait):
-                self._changed.wait(patience_s)
+            while isinstance(answer, Wait) and (left_s := until - time.monotonic()) > 0:
+                self._changed.wait(left_s)
                 answer = self._begin(lane, registration, generation, content_id, wanted, bytes_max)
         if not isinstance(answer, Access):
             yield answer

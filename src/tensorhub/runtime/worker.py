@@ -62,7 +62,7 @@ from tensorhub.runtime import clock
 from tensorhub.runtime.acceptor import ServeSettings, serve_readers
 from tensorhub.runtime.handle import Handle, ProgressListener
 from tensorhub.runtime.lanes import ChannelOpener
-from tensorhub.runtime.link import CoordinatorLink
+from tensorhub.runtime.link import CoordinatorLink, Dial
 from tensorhub.runtime.logs import get_logger
 from tensorhub.runtime.news import News
 from tensorhub.runtime.pins import Pins
@@ -111,6 +111,7 @@ class Worker:
         secret: bytes,
         transports: Sequence[str] | None,
         options: Options,
+        dial: Dial = anyio.connect_tcp,
     ) -> None:
         """Raises StateError for an address that is none, TransportUnavailable for a transport that cannot be had."""
         self.name = name
@@ -122,7 +123,7 @@ class Worker:
         self._transports: tuple[Transport, ...] = ()
         self._make_transports()
         self._numbers = itertools.count(1)
-        self._link = CoordinatorLink(addresses, secret, options, self)
+        self._link = CoordinatorLink(addresses, secret, options, self, dial)
         self.questions = Questions(self._link, self._numbers)
         self.pins = Pins(self.questions, options.op_timeout_s)
         self.news = News(self._link)

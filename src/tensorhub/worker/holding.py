@@ -46,6 +46,7 @@ class Content:
 class Holding(Stateful[HandleState]):
     """The memory of one registration."""
 
+    machine = "handle"
     table = HANDLE_TABLE
 
     def __init__(self, rank: Rank) -> None:
@@ -150,9 +151,7 @@ class Holding(Stateful[HandleState]):
         self._become(HandleState.EMPTY, why)
 
     def close(self) -> None:
-        if self.content is not None:
-            self._rank.act(Fence(self.content.generation))
-            self.content = None
+        """Nothing is held (any more), and nothing will be."""
         if self.state is not HandleState.CLOSED:
             self._become(HandleState.CLOSED, "closed")
 

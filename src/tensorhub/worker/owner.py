@@ -187,6 +187,18 @@ class Owner:
             holding.digests[chunk] = known = digest
         return known
 
+    def has(self, registration: RegistrationId, generation: int, runs_max: int) -> tuple[tuple[int, int], ...]:
+        """The first (first, count) runs of chunks that may be read under this generation."""
+        holding = self._at(registration, generation)
+        runs: list[tuple[int, int]] = []
+        first = holding.available.find(1) if holding is not None else -1
+        while holding is not None and first >= 0 and len(runs) < runs_max:
+            end = holding.available.find(0, first)
+            end = len(holding.sizes) if end < 0 else end
+            runs.append((first, end - first))
+            first = holding.available.find(1, end)
+        return tuple(runs)
+
     def digest(self, registration: RegistrationId, generation: int, chunk: int) -> int | None:
         """The digest of a chunk, None if it is not known (or the generation is an older one)."""
         holding = self._at(registration, generation)
