@@ -208,15 +208,19 @@ class Guarantees:
             )
 
     def _is_reliable(self, handle: Handle) -> bool:
-        group, copies = handle.shard.group, handle.shard.medium is Medium.HOST
-        beside = (h for h in self._cluster.all_handles() if h.shard.group == group or (copies and h.worker is handle.worker))
-        return not any(h.shard.spot and h.shard.serves for h in beside)
+        """Whether it counts for retention: no rank of its group is spot; nor, for a host copy, anything of its worker."""
+        group, is_copy = handle.shard.group, handle.shard.medium is Medium.HOST
+        ranks = {h.shard.rank: h for h in self._cluster.all_handles() if h.shard.group == group}  # the newest of each
+        beside = [h for h in handle.worker.handles if is_copy and h.shard.serves]
+        return not any(h.shard.spot for h in [*ranks.values(), *beside])
 
     def _holds(self, handle: Handle, content_id: str) -> bool:
+        """All of it is there, to be read; its owner may not have heard yet that its fill is committed."""
         content = handle.member.content
         held = handle.worker.owner._holdings.get(handle.id)
-        is_held = content is not None and content.version.content_id == content_id and handle.member.state in HOLDING
-        return is_held and handle.worker.alive and held is not None and held.is_open
+        is_held = content is not None and content.version.content_id == content_id
+        whole = tuple(handle.cells) == self.truth[content_id][handle.shard.number]
+        return is_held and whole and handle.worker.alive and held is not None and held.is_open
 
     def lost(self, handle: Handle) -> None:
         """What it held is lost, without anybody's leave."""
