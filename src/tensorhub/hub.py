@@ -252,10 +252,10 @@ class Hub:
         """Keep the newest `latest` versions of `model` fetchable, lost ones counted; the last call wins, 0 keeps none.
 
         A worker that is not spot and would be the last to hold a kept version hands it over: to its own host memory
-        (`Options.host_memory_bytes`; not for `close`), else to another worker's. If nobody has room its `unpublish`, `mutate`,
-        `update` and `close` wait for another holder and, at their deadline, raise RetentionError with the version still
-        published. `close(abandon=True)` and leaving the hub do not wait. On return it is durable, and every live holder
-        knows: one that is cut off keeps the version until its own lease is over. The model need not exist yet.
+        (`Options.host_memory_bytes`; not for `close`), else to another worker's. If nobody has room, its `unpublish`,
+        `mutate`, `update` and `close` wait for another holder and, at their deadline, raise RetentionError with the version
+        still published. `close(abandon=True)` and leaving the hub do not wait. On return it is durable, and every live
+        holder knows: one that is cut off keeps the version until its own lease is over. The model need not exist yet.
         Raises StateError (`latest` is no number from 0), OperationTimeout, CoordinatorUnavailable.
         """
         check_name("model", model)
