@@ -205,7 +205,7 @@ class Chaos:
                 if dead:
                     shard = random.choice(dead).shard
                     name = f"w{len(cluster.workers)}"
-                    cluster.handle(name, shard.group, shard.rank, shard.world_size)
+                    cluster.handle(name, shard.group, shard.rank, shard.world_size, spot=shard.spot)
 
     def heal(self) -> None:
         """Faults are over. Whoever still can, must be able to publish, and everybody to fetch it (G7)."""

@@ -161,6 +161,10 @@ class Version(Stateful[VersionState]):
     def visible(self) -> bool:
         return self.state in (VersionState.AVAILABLE, VersionState.UNAVAILABLE)
 
+    def is_whole(self, shard: int) -> bool:
+        """Whether somebody holds all of this shard, committed or not."""
+        return any(holding.complete for holding in self.holdings[shard])
+
     def has_live_source(self) -> bool:
         """Whether every shard is held, complete and committed, by a replica that takes readers."""
         return all(any(h.is_source for h in holdings) for holdings in self.holdings.values())
@@ -242,13 +246,14 @@ class ReadLease(Stateful[LeaseState]):
 
     machine: ClassVar = "read lease"
     table: ClassVar = states.LEASE_TABLE
-    __slots__ = ("dropping", "holding", "id", "part")
+    __slots__ = ("dropping", "holding", "id", "part", "patch")
 
-    def __init__(self, ident: str, part: RankPart, holding: Holding) -> None:
+    def __init__(self, ident: str, part: RankPart, holding: Holding, *, patch: bool = False) -> None:
         super().__init__(LeaseState.ACTIVE)
         self.id = ident
         self.part = part  # the reader
         self.holding = holding  # the source
+        self.patch = patch  # granted while nobody held all of it: the source may itself be filled from this reader
         self.dropping = False  # the reader was told to leave this source for another one
 
     def __repr__(self) -> str:
@@ -284,8 +289,16 @@ class RankPart:
 
     @property
     def wants_source(self) -> bool:
-        has_one = any(not lease.dropping for lease in self.leases.values())
+        """Whether it needs a source that is filled from a complete copy, or is one."""
+        has_one = any(not lease.dropping and not lease.patch for lease in self.leases.values())
         return self.reading and not self.voted and not has_one
+
+    @property
+    def starves(self) -> bool:
+        """Whether it has no such source, or none that it has can bring it everything: nobody holds all of it."""
+        version = self.operation.version
+        lost = version is not None and not version.is_whole(self.shard)
+        return self.wants_source or (self.reading and not self.voted and lost)
 
 
 class Operation(Stateful[OperationState]):
@@ -509,6 +522,7 @@ class Cluster:
         model = self.models.get(name)
         if model is None:
             model = self.models[name] = Model(name)
+            self.note(model)
         return model
 
     def operations(self) -> Iterator[Operation]:

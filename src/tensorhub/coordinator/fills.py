@@ -245,16 +245,15 @@ class Fills:
                 self._readers.add_holding(part.holding)
 
     def _feed(self, operation: Operation) -> Blame | None:
-        """Find a source for each reader that has none; in vain for ever if the last one has left on purpose."""
+        """Find sources for each reader that starves; in vain for ever if the last one has left on purpose."""
         version = operation.version
         assert version is not None
         for part in operation.parts.values():
-            if part.wants_source:
-                grant = self._readers.grant(part)
-                if grant is not None:
-                    self._cluster.tell(part.member, AddSource(operation.key, part.rank, grant))
-                elif version.abandoned and not version.has_live_source():
-                    return _abandoned(version)
+            for grant in self._readers.feed(part):
+                self._cluster.tell(part.member, AddSource(operation.key, part.rank, grant))
+            alone = part.wants_source and all(lease.dropping for lease in part.leases.values())
+            if alone and version.abandoned and not version.has_live_source():
+                return _abandoned(version)
         return None
 
 

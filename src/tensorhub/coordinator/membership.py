@@ -225,8 +225,8 @@ class Membership:
         """A rank that was there before says anew what it holds; an operation in the middle of its fill goes on."""
         group, held = member.group, message.held
         member.said_in = member.worker.session
-        member.dropped = False
         self._cluster.note(member)
+        member.dropped = False
         part = group.operation.parts.get(member.rank) if group.operation is not None else None
         filling = part.holding if part is not None and part.member is member else None
         counts = self._withdrawals.restated(member, held.generation if held is not None else None, filling)

@@ -244,7 +244,7 @@ class Operations:
             return
         self._deadlines.set(operation)
         waiting = operation.group.model.waiting
-        starving = not (operation.writing or operation.unchanged) or any(p.wants_source for p in operation.parts.values())
+        starving = not (operation.writing or operation.unchanged) or any(p.starves for p in operation.parts.values())
         if operation.gathered and starving:
             waiting[operation.key] = operation
         else:

@@ -42,15 +42,10 @@ class Cluster:
     fence_grace_s = 0.0  # how long a fence lets running sends go on
 
     def __init__(
-        self,
-        options: Options | None = None,
-        *,
-        chunks: int = CHUNKS,
-        manifest: Manifest = MANIFEST,
-        host_bytes: int = 0,
+        self, options: Options | None = None, *, chunks: int = CHUNKS, manifest: Manifest = MANIFEST, host_bytes: int = 0
     ) -> None:
         self.options = options or Options()
-        self.host_bytes = host_bytes  # for copies, at each worker that is made from now on
+        self.host_bytes = host_bytes  # of each worker that is made from now on
         self.chunks = chunks
         self.manifest = manifest
         self.now = 0.0

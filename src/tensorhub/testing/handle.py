@@ -99,10 +99,11 @@ class Handle:
         self.fencing_since: float | None = None  # its next action is a fence, which was begun
         self.asked: Asked | None = None
         self.last_held = ""  # the content id that it held last
-        self.dropped = False  # a copy that is not wanted any more
         self.hook_error: Exception | None = None
         self.hook_calls = 0
+        self.reads_backwards = False  # the last chunk of a request first
         self.registration_error: Exception | None = None
+        self.dropped = False  # a copy that is not wanted any more
         self.registered = False
         self.member = Member(
             shard,

@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import TYPE_CHECKING, NamedTuple
 
-from tensorhub.messages import Grant
+from tensorhub.messages import HAS_RUNS_MAX, Grant
 from tensorhub.scheduler.pull import Pull
 from tensorhub.testing.memory import digest_of
 from tensorhub.types import ContentId, LeaseId
@@ -73,7 +73,7 @@ class Lane:
             if not batch:
                 break
             self.asked.append(set(batch))
-            batches.append(batch)
+            batches.append(batch[::-1] if self.reader.reads_backwards else batch)
         return batches
 
     def settle(self, frame: Frame) -> None:
@@ -129,6 +129,18 @@ class Lane:
             found.append((chunk, cell, digest))
         self.let_go()
         return Frame(tuple(found))
+
+    def has(self) -> tuple[tuple[int, int], ...]:
+        """What the owner could send, as runs."""
+        assert self.source is not None
+        return self.source.worker.owner.has(self.source.id, self.grant.generation, HAS_RUNS_MAX)
+
+    def lack(self) -> None:
+        """The owner has nothing of the request that it is at: it says what it has, and the request is over."""
+        chunks = self.queue.popleft()
+        self.asked = [left for batch in self.asked if (left := batch.difference(chunks))]
+        self.reading.books.lacks(self.lease, chunks, self.has())
+        self.reader.cluster.lanes_wanted(self.reading)
 
     def let_go(self) -> None:
         """The owner's access, if one runs, is over."""

@@ -166,7 +166,15 @@ class PureCluster(Cluster):
         """The lane of its fill that has something to do."""
         lanes = list(handle.pull.lanes.values()) if handle.pull is not None else []
         running = [lane for lane in lanes if lane.access is not None]
-        return next(iter(running or [lane for lane in lanes if self._can_go_on(lane)]), None)
+        able = running or [lane for lane in lanes if self._can_go_on(lane)]
+        return next(iter(able or [lane for lane in lanes if self._lacks_in_vain(lane)]), None)
+
+    @staticmethod
+    def _lacks_in_vain(lane: Lane) -> bool:
+        """Whether it waits for what its source lacks, while some source has what this reader lacks."""
+        lanes, missing = lane.reading.lanes.values(), lane.reading.missing
+        runs = [run for each in lanes if each.source is not None and each.source.worker.alive for run in each.has()]
+        return bool(lane.queue) and any(first <= chunk < first + count for first, count in runs for chunk in missing)
 
     @staticmethod
     def _can_go_on(lane: Lane) -> bool:
@@ -196,6 +204,8 @@ class PureCluster(Cluster):
             lane.queue.popleft()
             if begun.rest:
                 lane.queue.appendleft(begun.rest)
+        else:
+            lane.lack()
 
     def fail_store(self) -> None:
         """The oldest entry that is being written cannot be."""

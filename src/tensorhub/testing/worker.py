@@ -54,9 +54,6 @@ if TYPE_CHECKING:
     from tensorhub.testing.cluster import Cluster
 
 
-RETENTION = (Medium.HOST, Purpose.RETENTION)
-
-
 class SimWorker:
     """One worker process."""
 
@@ -212,6 +209,46 @@ class SimWorker:
         self.say(Unpin(request, pin, self.pins.pop(pin)[0]))
         return request
 
+    # -- copies in host memory
+
+    def _make_copy(self, message: MakeCopy) -> None:
+        """Read it like any reader, also where it is in this worker's own memory."""
+        if message.copy in self.cluster.by_registration:
+            return
+        if self.copies_refused:
+            self.copies_refused -= 1
+            self.say(CopyRefused(message.copy, "not here"))
+            return
+        info, group, manifest = message.version, f"copy/{message.copy}", self.cluster.manifest
+        copy = Shard(
+            message.copy, info.model, group, 0, 1, False, "", manifest, message.shard, Medium.HOST, Purpose.RETENTION
+        )
+        self.take(copy).replicate(info.version)
+
+    def _drop_copy(self, copy: Handle) -> None:
+        """One step on the way to its end, after each of which it is asked again."""
+        copy.dropped = True
+        if copy.member.running is not None:
+            copy.cancel()
+        elif copy.asked is not None and not copy.asked.done:
+            pass  # its call has ended, and is about to be asked what comes next
+        elif copy.member.state is HandleState.READY:
+            copy.unpublish()
+        else:
+            copy.close()
+
+    def copy_ended(self, copy: Handle, asked: Asked) -> None:
+        """A call of a copy has ended."""
+        if copy.member.state is HandleState.CLOSED:
+            self.drop(copy)
+        elif isinstance(asked.what, FillCall) and asked.error is not None:
+            self.say(CopyRefused(copy.shard.registration, str(asked.error)))
+            self._drop_copy(copy)
+        elif isinstance(asked.what, UnpublishCall) and asked.error is not None:
+            copy.dropped = False  # it has to stay after all
+        elif copy.dropped:
+            self._drop_copy(copy)
+
     # -- what it hears
 
     def hear(self, message: FromCoordinator) -> None:
@@ -241,8 +278,7 @@ class SimWorker:
             case MakeCopy():
                 self._make_copy(message)
             case DropCopy():
-                copy = self.cluster.by_registration.get(message.copy)
-                if copy is not None and copy.worker is self:
+                for copy in [handle for handle in self.handles if handle.shard.registration == message.copy]:
                     self._drop_copy(copy)
             case EpochChanged():
                 for handle in list(self.handles):
@@ -285,44 +321,6 @@ class SimWorker:
             handle.apply(handle.member.connected(self.cluster.now, self.cluster.options.lease_s))
         for pin, (model, version) in list(self.pins.items()):
             self.pin(version, model, pin)
-
-    # -- copies that it is asked for
-
-    def _make_copy(self, order: MakeCopy) -> None:
-        """Read it like any reader, also where it is in this worker's own memory."""
-        if order.copy in self.cluster.by_registration:
-            return  # said again
-        if self.copies_refused:
-            self.copies_refused -= 1
-            self.say(CopyRefused(order.copy, "not here"))
-            return
-        info, manifest = order.version, self.cluster.manifest
-        shard = Shard(order.copy, info.model, f"copy/{order.copy}", 0, 1, False, "", manifest, order.shard, *RETENTION)
-        self.take(shard).replicate(info.version)
-
-    def _drop_copy(self, copy: Handle) -> None:
-        """The next step on the way to its end; `copy_ended` goes on from there."""
-        copy.dropped = True
-        if copy.member.running is not None:
-            copy.cancel()
-        elif copy.asked is not None and not copy.asked.done:
-            pass  # its call is about to end
-        elif copy.member.state is HandleState.READY:
-            copy.unpublish()
-        else:
-            copy.close()
-
-    def copy_ended(self, copy: Handle, asked: Asked) -> None:
-        """A call of a copy has ended."""
-        if copy.member.state is HandleState.CLOSED:
-            self.drop(copy)
-        elif isinstance(asked.what, FillCall) and asked.error is not None:
-            self.say(CopyRefused(copy.shard.registration, str(asked.error)))
-            self._drop_copy(copy)
-        elif isinstance(asked.what, UnpublishCall) and asked.error is not None:
-            copy.dropped = False  # it has to stay after all
-        elif copy.dropped:
-            self._drop_copy(copy)
 
     def _dismissed(self, message: Dismissed) -> None:
         """This incarnation is lost for good; the same memory goes on as a new one, and its readers are not served on."""
