@@ -159,15 +159,16 @@ class Custody:
     def _in_background(self, model: Model, version: Version) -> Iterator[Wish]:
         """What one group alone keeps, and no other could take over: on its own workers; and what only spot workers hold."""
         for holdings in version.holdings.values():
-            reliable = [h for h in holdings if self._retentions.is_reliable(h)]
-            if not reliable:
+            reliable = filter(self._retentions.is_reliable, holdings)
+            one = next(reliable, None)
+            if one is None:
                 spot = next((h for h in holdings if h.is_source), None)
                 if spot is not None:
                     yield Wish(spot, going=spot.member.worker)
-            elif reliable[0].member.purpose is Purpose.USE and all(h.replica is reliable[0].replica for h in reliable):
-                others = (g for g in model.groups.values() if g is not reliable[0].replica.group)
+            elif one.member.purpose is Purpose.USE and all(h.replica is one.replica for h in reliable):
+                others = (g for g in model.groups.values() if g is not one.replica.group)
                 if not any(_could_take(group, version) for group in others):
-                    yield Wish(reliable[0], here=True)
+                    yield Wish(one, here=True)
 
     # --------------------------------------------------------------------------------------------------- attempts
 

@@ -315,7 +315,8 @@ def _withdrawal(cluster: Cluster, model: Model, withdrawal: Withdrawal) -> None:
         _demand(holding.leaving and holding.active_readers() > 0, "a withdrawal waits for readers", holding)
     else:
         retained = holding.version.number in model.retained()
-        _demand(not holding.leaving and retained, "who waits to leave a retained version serves on (G5)", holding)
+        waits = retained or withdrawal.closes  # who closes may wait for the copies of its worker
+        _demand(not holding.leaving and waits, "who waits to leave a retained version serves on (G5)", holding)
 
 
 def _lease(cluster: Cluster, lease: ReadLease) -> None:

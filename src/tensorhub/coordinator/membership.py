@@ -205,12 +205,13 @@ class Membership:
             message.manifest,
             worker.session,
         )
-        cluster.note(member, group.model)
+        cluster.note(member, group.model, worker)
         group.members[member.rank] = cluster.members[member.registration] = member
         worker.members[member.registration] = member
         group.model.groups[group.name] = group
         if member.purpose is Purpose.RETENTION:
             group.model.copies[member.registration] = member
+        worker.spot = worker.spot or (member.spot and member.serves)
         self._retentions.group_changed(group)
         cluster.touch(group.model)
         keep = message.held is None or self._announce(member, message.held)

@@ -13,7 +13,7 @@ from tensorhub.coordinator.entities import Cluster, Group, Holding, Member, Mode
 from tensorhub.coordinator.states import WorkerState
 from tensorhub.errors import CoordinatorUnavailable, RetentionError, StateError, TensorHubError, VersionUnavailable
 from tensorhub.messages import Keep, Kept, Pin, Retain, Unpin
-from tensorhub.types import Medium
+from tensorhub.types import Medium, Purpose
 
 PINS_MAX = 1024  # of one worker and model
 
@@ -27,12 +27,24 @@ class Retentions:
     # -- the question
 
     def must_stay(self, holding: Holding, going: Worker | None = None) -> bool:
-        """Whether a retained version would lose its last reliable copy of some shard with it, and with all else that the
-        worker `going` holds of it (for a close, R5).
-        """
+        """Whether a retained version would lose its last reliable copy of some shard with it; see `alone`."""
         return next(self.alone(holding, going), None) is not None
 
     def alone(self, holding: Holding, going: Worker | None) -> Iterator[Holding]:
+        """What nobody else would hold reliably without this holding.
+
+        `going`: its worker, if that may end with the leave (R5): then nothing else there counts, and with the last handle
+        of a caller the worker's own copies go, too.
+        """
+        yield from self._alone(holding, going)
+        callers = [m for m in going.members.values() if _is_callers(m)] if going is not None else []
+        if going is None or going.spot or callers != [holding.member]:
+            return
+        for copy in holding.member.group.model.copies.values():
+            if copy.worker is going and copy.holding is not None and copy.holding is not holding:
+                yield from self._alone(copy.holding, going)
+
+    def _alone(self, holding: Holding, going: Worker | None) -> Iterator[Holding]:
         """The holdings of its replica whose shards nobody else holds reliably, if its version is to be kept.
 
         With the first rank that leaves, its whole replica stops to serve. A version of which another shard is lost
@@ -230,6 +242,11 @@ class Retentions:
         what = type(message).__name__.lower()
         text = f"the coordinator cannot make {what} of {model.name!r} durable: {reason}; see its state_dir"
         self._cluster.answer(order.session, message.request, CoordinatorUnavailable(text))
+
+
+def _is_callers(member: Member) -> bool:
+    """Whether it is a handle that a caller has, as long as the worker lives."""
+    return member.serves and member.purpose is Purpose.USE
 
 
 def _of(version: Version) -> Iterator[Holding]:

@@ -211,8 +211,8 @@ class Guarantees:
         """Whether it counts for retention: no rank of its group is spot; nor, for a host copy, anything of its worker."""
         group, is_copy = handle.shard.group, handle.shard.medium is Medium.HOST
         ranks = {h.shard.rank: h for h in self._cluster.all_handles() if h.shard.group == group}  # the newest of each
-        beside = [h for h in handle.worker.handles if is_copy and h.shard.serves]
-        return not any(h.shard.spot for h in [*ranks.values(), *beside])
+        open_ = [h for h in handle.worker.handles if h.shard.serves and h.member.state is not HandleState.CLOSED]
+        return not any(h.shard.spot for h in [*ranks.values(), *(open_ if is_copy else ())])
 
     def _holds(self, handle: Handle, content_id: str) -> bool:
         """All of it is there, to be read; its owner may not have heard yet that its fill is committed."""
