@@ -50,7 +50,7 @@ class Worker(Stateful[WorkerState]):
 
     machine: ClassVar = "worker lease"
     table: ClassVar = states.WORKER_TABLE
-    __slots__ = ("endpoints", "heard_at", "host_bytes", "incarnation", "location", "members", "name", "session")
+    __slots__ = ("endpoints", "heard_at", "host_bytes", "incarnation", "location", "members", "name", "session", "spot")
 
     def __init__(
         self,
@@ -68,14 +68,10 @@ class Worker(Stateful[WorkerState]):
         self.location = location
         self.endpoints = endpoints
         self.session: int | None = session  # the connection over which it can be told something
+        self.spot = False  # it has registered as such: all that is in its memory may be gone at any time
         self.host_bytes = host_bytes  # that its copies in host memory may take
         self.heard_at = now  # when its newest message arrived
         self.members: dict[str, Member] = {}  # by registration id; empty once LOST
-
-    @property
-    def spot(self) -> bool:
-        """Whether it may be taken away at any time, with all that is in its memory."""
-        return any(member.spot and member.serves for member in self.members.values())
 
     def __repr__(self) -> str:
         return f"<Worker {self.name} {self.incarnation[:8]} {self.state} members={len(self.members)}>"

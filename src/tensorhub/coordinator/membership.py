@@ -205,12 +205,14 @@ class Membership:
             message.manifest,
             worker.session,
         )
-        cluster.note(member, group.model)
+        cluster.note(member, group.model, worker)
         group.members[member.rank] = cluster.members[member.registration] = member
         worker.members[member.registration] = member
         group.model.groups[group.name] = group
         if member.purpose is Purpose.RETENTION:
             group.model.copies[member.registration] = member
+        worker.spot = worker.spot or (member.spot and member.serves)
+        self._retentions.group_changed(group)
         cluster.touch(group.model)
         keep = message.held is None or self._announce(member, message.held)
         self._tell_registered(member, message, keep)
@@ -318,6 +320,7 @@ class Membership:
         member.worker.members.pop(member.registration, None)
         if group.members.get(member.rank) is member:
             del group.members[member.rank]
+            self._retentions.group_changed(group)
         cluster.touch(group.model)
         if not group.members and not new_epoch:
             self._dissolve(group)

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from tensorhub.coordinator import Entry, Publication, Rollback
 from tensorhub.errors import LeaseLost, TensorHubError
 from tensorhub.testing.rendering import show_error
-from tensorhub.types import HandleState, OpKey, OpKind, VersionInfo
+from tensorhub.types import HandleState, Medium, OpKey, OpKind, VersionInfo
 from tensorhub.worker.calls import CloseCall, FillCall, PublishCall, UnpublishCall
 
 if TYPE_CHECKING:
@@ -254,6 +254,8 @@ class Guarantees:
                 return  # it was lost before
         for shard in self.truth[content_id]:
             holders = [h for h in self._cluster.all_handles() if h.shard.number == shard and h.shard.serves]
+            if isinstance(asked.what, CloseCall):  # its process may end with it
+                holders = [h for h in holders if h.worker is not handle.worker]
             others = [h for h in holders if h.shard.group != ours and self._is_reliable(h)]
             kept = any(self._holds(h, content_id) or self._lost_since(h, content_id, asked.began) for h in others)
             demand(
@@ -262,8 +264,11 @@ class Guarantees:
             )
 
     def _is_reliable(self, handle: Handle) -> bool:
-        group = handle.shard.group
-        return not any(h.shard.spot for h in self._cluster.all_handles() if h.shard.group == group)
+        """Whether it counts for retention: no rank of its group is spot; nor, for a host copy, anything of its worker."""
+        group, is_copy = handle.shard.group, handle.shard.medium is Medium.HOST
+        ranks = {h.shard.rank: h for h in self._cluster.all_handles() if h.shard.group == group}  # the newest of each
+        open_ = [h for h in handle.worker.handles if h.shard.serves and h.member.state is not HandleState.CLOSED]
+        return not any(h.shard.spot for h in [*ranks.values(), *(open_ if is_copy else ())])
 
     def _is_sure(self, handle: Handle, since: float) -> bool:
         """Whether its worker has had its lease all the time."""
