@@ -393,3 +393,4 @@ class Coordinator(Stateful[CoordinatorState]):
                 self._readers.settle_withdrawals(model)
                 self._lineages.settle(model)
                 cluster.changed_operations.update(model.waiting)
+                cluster.forget_if_unused(model)

@@ -375,6 +375,12 @@ class Model:
     pins: dict[str, Pinned] = field(default_factory=dict)  # by id; of workers that are not lost, and visible versions
     rolled_back_by: str = ""  # the ident of the newest decided one
 
+    @property
+    def is_used(self) -> bool:
+        """Whether anything is known of it, or anybody wants to know."""
+        holds = self.versions or self.groups or self.pins or self.rollbacks or self.watchers or self.retain
+        return bool(holds) or self.mark is not None
+
     def newest_visible(self, skip: int = 0) -> Version | None:
         """The newest visible version, or the one `skip` places before it."""
         visible = sorted((v.number for v in self.versions.values() if v.visible), reverse=True)
@@ -469,6 +475,12 @@ class Cluster:
         if model is None:
             model = self.models[name] = Model(name)
         return model
+
+    def forget_if_unused(self, model: Model) -> None:
+        """A name that was only watched, waited for or fetched in vain is not known for good."""
+        ordered = any(order.model is model for order in self.orders.values())
+        if not model.is_used and not ordered:
+            del self.models[model.name]
 
     def operations(self) -> Iterator[Operation]:
         for model in self.models.values():
