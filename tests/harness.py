@@ -298,7 +298,13 @@ class Handle:
         if not isinstance(fence, Fence) or self.access is None or self.cluster.readers_of(self):
             return None
         held = self.worker.owner._holdings[self.id]
-        return None if held.is_open else float("inf") if fence.until is None else fence.until
+        return None if held.is_open else self.given_up_at(fence)
+
+    def given_up_at(self, fence: Fence) -> float:
+        if fence.until is None:
+            return float("inf")
+        until = self.member.fence_until
+        return fence.until if until is None else min(fence.until, until)
 
     def can_do_next(self) -> bool:
         until = self.fence_waits_until()
@@ -321,7 +327,7 @@ class Handle:
             if not owner.is_quiet(self.id):
                 for reader in self.cluster.readers_of(self):  # their sockets are shut down
                     reader.end_reading("lost")
-                if action.until is not None and action.until <= now and self.access is not None:
+                if self.given_up_at(action) <= now and self.access is not None:
                     self.todo.popleft()
                     self.apply(self.member.fence_failed(action.generation, now))
                 return  # takes time
