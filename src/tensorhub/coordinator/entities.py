@@ -373,7 +373,7 @@ class Model:
     announced: VersionInfo | None = None  # what the watchers were told last
     rollbacks: deque[Order] = field(default_factory=deque)  # not decided; the first may be on its way to the store
     pins: dict[str, Pinned] = field(default_factory=dict)  # by id; of workers that are not lost, and visible versions
-    rolled_back_by: str = ""  # the ident of the newest decided one
+    rolled_back_by: str = ""  # the idents of the newest decided ones; see `actions.rolled_back_by`
 
     @property
     def is_used(self) -> bool:
