@@ -3,42 +3,32 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # for docs and examples, which are not installed
 
 from docs import api
-from tensorhub.coordinator import states
-from tensorhub.worker.states import HANDLE_TABLE
+from tensorhub.testing.coverage import MACHINES
 
 DOCS = Path(__file__).parent
-TABLES: tuple[tuple[str, str, Mapping[Any, frozenset[Any]]], ...] = (
-    ("Coordinator", "recovering", states.COORDINATOR_TABLE),
-    ("Worker lease", "live", states.WORKER_TABLE),
-    ("Version", "staged", states.VERSION_TABLE),
-    ("Replica", "filling", states.REPLICA_TABLE),
-    ("Read lease", "active", states.LEASE_TABLE),
-    ("Group operation", "gathering", states.OPERATION_TABLE),
-    ("Handle (`weights.state`)", "empty", HANDLE_TABLE),
-)
+TITLES = {"handle": "Handle (`weights.state`)", "source": "Source of a pull"}
 
 
 def states_page() -> str:
     """docs/states.md: one Mermaid diagram per table."""
     parts = [
         "# State machines\n",
-        "Generated from the tables in `coordinator/states.py` and `worker/states.py` by `python docs/generate.py`.",
+        "Generated from the tables in `coordinator/states.py`, `worker/states.py` and `scheduler/pull.py` by",
+        "`python docs/generate.py`.",
         "A table is the only writer of its state: a transition that is not drawn here raises, with the entity's story.\n",
     ]
-    for title, first, table in TABLES:
+    for name, first, table in MACHINES:
         lines = [f"    [*] --> {first}"]
         for state in table:
             lines.extend(f"    {state.value} --> {new.value}" for new in sorted(table[state], key=lambda s: str(s.value)))
             if not table[state]:
                 lines.append(f"    {state.value} --> [*]")
-        parts += [f"## {title}\n", "```mermaid", "stateDiagram-v2", *lines, "```\n"]
+        parts += [f"## {TITLES.get(name, name.capitalize())}\n", "```mermaid", "stateDiagram-v2", *lines, "```\n"]
     return "\n".join(parts)
 
 

@@ -1,13 +1,16 @@
 """What every pure state machine is made of: a table that is the only writer of state, a story, and named deadlines.
 
-Not responsible for a clock, I/O or any particular machine.
+Whoever tests machines can count the transitions that they take (`counting_transitions`). Not responsible for a clock, I/O
+or any particular machine.
 """
 
 from __future__ import annotations
 
 import heapq
-from collections import deque
-from collections.abc import Mapping
+from collections import Counter, deque
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
 from enum import StrEnum
 from typing import Any, ClassVar, Generic, TypeVar
 
@@ -53,9 +56,39 @@ class InvariantBroken(Exception):
     """Something that always holds does not hold: a defect of TensorHub."""
 
 
+_counted: ContextVar[Counter[str] | None] = ContextVar("counted", default=None)
+
+
+@contextmanager
+def counting_transitions() -> Iterator[Counter[str]]:
+    """Count each transition of each machine that this block takes, in this thread and task: `"replica: filling -> ready"`.
+
+    A block within a block counts for itself only.
+    """
+    counted: Counter[str] = Counter()
+    token = _counted.set(counted)
+    try:
+        yield counted
+    finally:
+        _counted.reset(token)
+
+
+def transition(machine: str, old: StrEnum, new: StrEnum) -> str:
+    """The name under which a transition is counted."""
+    return f"{machine}: {old} -> {new}"
+
+
+def count_transition(machine: str, old: StrEnum, new: StrEnum) -> None:
+    """It is taken now. Costs next to nothing where nobody counts."""
+    counted = _counted.get()
+    if counted is not None:
+        counted[transition(machine, old, new)] += 1
+
+
 class Stateful(Generic[S]):
     """An entity with a state, a transition table and a story."""
 
+    machine: ClassVar[str]  # what this kind of entity is called, where its transitions are counted
     table: ClassVar[Mapping[Any, frozenset[Any]]]
     __slots__ = ("state", "story")
 
@@ -68,6 +101,7 @@ class Stateful(Generic[S]):
         if new not in self.table[self.state]:
             raise IllegalTransition(f"{self}: {self.state} -> {new} ({why}) is not in the table", self.story)
         self.story.note(cause, now, f"{self.state} -> {new}: {why}")
+        count_transition(self.machine, self.state, new)
         self.state = new
 
 

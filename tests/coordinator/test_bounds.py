@@ -7,8 +7,8 @@ import gc
 from tensorhub.coordinator.entities import DECIDED_KEPT_MAX, Holding, Operation, RankPart, ReadLease, Replica, Version
 from tensorhub.coordinator.operations import LATER_PER_RANK_MAX
 from tensorhub.messages import Watch
+from tensorhub.testing import BrokenHook, Choice, PureCluster
 from tensorhub.types import Options
-from tests.harness import BrokenHook, Choice, PureCluster
 
 ENTITIES = (Version, Replica, Holding, ReadLease, Operation, RankPart)
 
@@ -48,9 +48,7 @@ def test_books_stay_bounded_over_many_operations() -> None:
         one_round(cluster, number)
         cluster.log.clear()
         if number in (100, 300):
-            for handle in cluster.all_handles():
-                handle.history.clear()
-            cluster.outcomes.clear()
+            cluster.guarantees.forget()
             counts.append(alive())
     assert counts[0] == counts[1]
     books = cluster.coordinator.cluster

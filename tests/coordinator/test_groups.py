@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from tensorhub.errors import CoordinatorUnavailable, GroupAborted
+from tensorhub.testing import Asked, Choice, Handle, PureCluster
 from tensorhub.types import HandleState
 from tests.coordinator.test_resumption import publish, published, restart, until
-from tests.harness import Asked, Choice, Handle, PureCluster
 
 
 def holding_one(world_size: int) -> tuple[PureCluster, list[Handle]]:

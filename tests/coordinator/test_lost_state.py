@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from tensorhub.errors import GroupAborted, LeaseLost, StateError
+from tensorhub.testing import Asked, Choice, Handle, PureCluster
 from tensorhub.types import HandleState
-from tests.harness import Asked, Choice, Handle, PureCluster
 from tests.worker.test_member import published, run_but_reads
 
 

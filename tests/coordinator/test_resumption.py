@@ -7,11 +7,11 @@ from collections.abc import Callable, Iterable
 import pytest
 
 from tensorhub.errors import GroupAborted, OperationTimeout, StateError, VersionUnavailable
-from tensorhub.manifest import build_manifest
+from tensorhub.manifest import TensorDescription, build_manifest
 from tensorhub.messages import Fill
+from tensorhub.testing import CHUNK_BYTES, CHUNKS, MANIFEST, Asked, BrokenHook, Choice, Handle, PureCluster
 from tensorhub.types import HandleState
 from tensorhub.worker.enrolment import Shard
-from tests.harness import CHUNK_BYTES, MANIFEST, TENSOR, Asked, BrokenHook, Choice, Handle, PureCluster
 
 
 def published(world_size: int = 1, versions: int = 1) -> tuple[PureCluster, list[Handle]]:
@@ -45,8 +45,12 @@ def run_but(cluster: PureCluster, *left: Choice | str) -> None:
         cluster.do(choices[0])
 
 
+def is_reading(handle: Handle) -> bool:
+    return handle.pull is not None and any(lane.access or lane.frames for lane in handle.pull.lanes.values())
+
+
 def is_half_read(handle: Handle) -> bool:
-    return handle.pull is not None and handle.pull.reading is None and len(handle.pull.missing) == 1
+    return handle.pull is not None and not is_reading(handle) and len(handle.pull.missing) == 1
 
 
 def read_half(cluster: PureCluster, *handles: Handle) -> None:
@@ -118,12 +122,13 @@ def test_the_lane_to_a_source_that_is_granted_again_is_not_given_up() -> None:
     reader = cluster.handle("reader")
     cluster.run()
     reader.replicate()
-    until(cluster, lambda: reader.pull is not None and reader.pull.reading is not None)
+    until(cluster, lambda: is_reading(reader))
     assert reader.pull is not None
-    reading, lanes = reader.pull.reading, list(reader.pull.grants)
+    running, lanes = list(reader.pull.lanes.values()), list(reader.pull.grants)
     restart(cluster)
     run_but(cluster, "read")
-    assert reader.pull.reading is reading
+    assert list(reader.pull.lanes.values()) == running
+    assert is_reading(reader)
     assert list(reader.pull.grants) == lanes
     (lease,) = cluster.coordinator.cluster.leases
     assert lease not in lanes  # the coordinator knows it by another name, and each heeds its own
@@ -618,7 +623,8 @@ def test_a_rank_that_comes_late_with_what_it_had_begun_joins_the_next_call() -> 
 def test_the_manifest_of_what_goes_on_is_its_publishers_also_where_nobody_else_has_it() -> None:
     """The reader itself would cut other chunks, were it to publish."""
     cluster, (trainer,) = published()
-    other = build_manifest([TENSOR], CHUNK_BYTES // 2, "none")
+    tensor = TensorDescription("w", "uint8", (CHUNKS, CHUNK_BYTES), 0, CHUNKS * CHUNK_BYTES)
+    other = build_manifest([tensor], CHUNK_BYTES // 2, "none")
     reader = cluster.worker("reader").take(Shard("odd", "actor", "reader", 0, 1, False, "", other, 0))
     cluster.run()
     reader.replicate()

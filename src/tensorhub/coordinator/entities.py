@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from tensorhub.coordinator import states
 from tensorhub.coordinator.actions import Action, CloseSession, Decision, Entry, Persist, Pinned, Send
@@ -41,11 +41,13 @@ from tensorhub.messages import (
 from tensorhub.types import Endpoint, Location, Medium, OpKey, OpKind, Options, Purpose, VersionInfo
 
 DECIDED_KEPT_MAX = 32  # outcomes that a group remembers for ranks that ask late
+LOST_KEPT_MAX = 4096
 
 
 class Worker(Stateful[WorkerState]):
     """One incarnation of one worker process."""
 
+    machine: ClassVar = "worker lease"
     table: ClassVar = states.WORKER_TABLE
     __slots__ = ("endpoints", "heard_at", "host_bytes", "incarnation", "location", "members", "name", "session")
 
@@ -69,6 +71,11 @@ class Worker(Stateful[WorkerState]):
         self.heard_at = now  # when its newest message arrived
         self.members: dict[str, Member] = {}  # by registration id; empty once LOST
 
+    @property
+    def spot(self) -> bool:
+        """Whether it may be taken away at any time, with all that is in its memory."""
+        return any(member.spot and member.serves for member in self.members.values())
+
     def __repr__(self) -> str:
         return f"<Worker {self.name} {self.incarnation[:8]} {self.state} members={len(self.members)}>"
 
@@ -90,6 +97,7 @@ class Member:
     chunks: int
     manifest: bytes  # as this rank publishes
     said_in: int | None  # the session in which it was registered or announced last
+    dropped: bool = False  # a copy that its worker was told, in this session, to give up
     holding: Holding | None = None  # what its memory holds or is filled with; None while its own to write
     leaving: list[Holding] = field(default_factory=list)  # withdrawn holdings whose fence is not confirmed yet
 
@@ -129,8 +137,9 @@ class Group:
 class Version(Stateful[VersionState]):
     """One number of one lineage, with the content that was published under it."""
 
+    machine: ClassVar = "version"
     table: ClassVar = states.VERSION_TABLE
-    __slots__ = ("abandoned", "holdings", "info", "layout_id", "lineage", "manifests", "publisher")
+    __slots__ = ("abandoned", "holdings", "info", "layout_id", "lineage", "manifests", "publisher", "refusals", "retained")
 
     def __init__(self, info: VersionInfo, lineage: int, layout_id: str, publisher: OpKey) -> None:
         super().__init__(VersionState.STAGED)
@@ -138,9 +147,12 @@ class Version(Stateful[VersionState]):
         self.lineage = lineage
         self.layout_id = layout_id
         self.publisher = publisher  # the publish that minted it
+        self.retained = False  # so its holders were told
         self.abandoned = False  # its last live source left on purpose, and none has come since
         self.manifests: dict[int, bytes] = {}  # by shard; of every shard that was ever held since the start
         self.holdings: dict[int, list[Holding]] = {shard: [] for shard in range(info.world_size)}  # by shard
+        # By shard and incarnation: how often a copy could not be made there, and when it is asked for again at the earliest.
+        self.refusals: dict[tuple[int, str], tuple[int, float]] = {}
 
     @property
     def number(self) -> int:
@@ -149,6 +161,10 @@ class Version(Stateful[VersionState]):
     @property
     def visible(self) -> bool:
         return self.state in (VersionState.AVAILABLE, VersionState.UNAVAILABLE)
+
+    def is_whole(self, shard: int) -> bool:
+        """Whether somebody holds all of this shard, committed or not."""
+        return any(holding.complete for holding in self.holdings[shard])
 
     def has_live_source(self) -> bool:
         """Whether every shard is held, complete and committed, by a replica that takes readers."""
@@ -162,6 +178,7 @@ class Version(Stateful[VersionState]):
 class Replica(Stateful[ReplicaState]):
     """One group's copy of one version, or what a broken fill left of it (TORN)."""
 
+    machine: ClassVar = "replica"
     table: ClassVar = states.REPLICA_TABLE
     __slots__ = ("group", "holdings", "id", "medium", "purpose", "version")
 
@@ -190,6 +207,8 @@ class Holding:
     committed: bool  # complete, and its group's operation committed: counts for availability
     chunks_verified: int = 0  # for scheduling and display only
     depth: int = 0  # fills between it and a complete copy when it last got a source; 0 once complete
+    told: bool = False  # its owner was told that it is to be kept
+    kept: bool = True  # its owner has said that it knows what it was told
     leaving: bool = False  # takes no readers any more: withdrawn, overwritten, torn or lost
     readers: dict[str, ReadLease] = field(default_factory=dict)  # ACTIVE and FENCING leases on it
 
@@ -226,14 +245,16 @@ class Holding:
 class ReadLease(Stateful[LeaseState]):
     """One reader's right to read one holding: one attempt, never used again."""
 
+    machine: ClassVar = "read lease"
     table: ClassVar = states.LEASE_TABLE
-    __slots__ = ("dropping", "holding", "id", "part")
+    __slots__ = ("dropping", "holding", "id", "part", "patch")
 
-    def __init__(self, ident: str, part: RankPart, holding: Holding) -> None:
+    def __init__(self, ident: str, part: RankPart, holding: Holding, *, patch: bool = False) -> None:
         super().__init__(LeaseState.ACTIVE)
         self.id = ident
         self.part = part  # the reader
         self.holding = holding  # the source
+        self.patch = patch  # granted while nobody held all of it: the source may itself be filled from this reader
         self.dropping = False  # the reader was told to leave this source for another one
 
     def __repr__(self) -> str:
@@ -279,15 +300,24 @@ class RankPart:
 
     @property
     def wants_source(self) -> bool:
-        has_one = any(not lease.dropping for lease in self.leases.values())
+        """Whether it needs a source that is filled from a complete copy, or is one."""
+        has_one = any(not lease.dropping and not lease.patch for lease in self.leases.values())
         return self.reading and not self.voted and not has_one
+
+    @property
+    def starves(self) -> bool:
+        """Whether it has no such source, or none that it has can bring it everything: nobody holds all of it."""
+        version = self.operation.version
+        lost = version is not None and not version.is_whole(self.shard)
+        return self.wants_source or (self.reading and not self.voted and lost)
 
 
 class Operation(Stateful[OperationState]):
     """One group call: publish, replicate, update, prefetch or fetch, on all ranks of a group."""
 
+    machine: ClassVar = "group operation"
     table: ClassVar = states.OPERATION_TABLE
-    __slots__ = ("group", "key", "kind", "later", "parts", "record", "unchanged", "version", "writing")
+    __slots__ = ("group", "key", "kind", "later", "parts", "record", "staying", "unchanged", "version", "writing")
 
     def __init__(self, key: OpKey, kind: OpKind, group: Group) -> None:
         super().__init__(OperationState.GATHERING)
@@ -298,6 +328,7 @@ class Operation(Stateful[OperationState]):
         self.version: Version | None = None  # set while RUNNING or later
         self.writing = False  # every rank was told to overwrite
         self.unchanged = False  # every rank held the bound content already
+        self.staying: list[Holding] = []  # what its ranks hold and must not overwrite now (G5): it waits for that
         self.record: int | None = None  # of the entry that is being made durable, while PREPARED
         self.later: list[tuple[Member, Publish | Fill | Abandon | Resolve]] = []  # said of later ones, while PREPARED
 
@@ -342,9 +373,23 @@ class Withdrawal:
     session: int | None  # over which it was said
     deadline: float  # when it is refused; once begun, when its readers are cut
     abandon: bool  # although a retained version may be lost
-    told: bool = False  # that it must stay for now
+    closes: bool  # its worker may end with it: the worker's own copies are no other holders
     begun: bool = False  # the holding takes no readers any more
     granted: bool = False
+
+
+@dataclass(slots=True, eq=False)
+class Handover:
+    """An attempt to have one shard copied into a worker's host memory (R4)."""
+
+    copy: str  # names the attempt, and is the registration of what comes of it
+    version: Version
+    shard: int
+    worker: Worker
+    nbytes: int
+    origin: str  # a registration of that worker which holds the shard, or ""
+    registered: bool = False  # the copy is a member
+    chunks: int = 0  # verified when its deadline was set last
 
 
 @dataclass(slots=True, eq=False)
@@ -369,9 +414,12 @@ class Model:
     groups: dict[str, Group] = field(default_factory=dict)
     waiting: dict[OpKey, Operation] = field(default_factory=dict)  # undecided, and unbound or without a source
     withdrawals: dict[str, Withdrawal] = field(default_factory=dict)  # by registration; those not granted
+    handovers: dict[str, Handover] = field(default_factory=dict)  # by the copy's id; those under way
+    copies: dict[str, Member] = field(default_factory=dict)  # by registration; those in host memory that retain a version
     watchers: set[int] = field(default_factory=set)  # sessions
     announced: VersionInfo | None = None  # what the watchers were told last
     rollbacks: deque[Order] = field(default_factory=deque)  # not decided; the first may be on its way to the store
+    unanswered: list[Order] = field(default_factory=list)  # Retain and Pin, durable; not every holder knows yet
     pins: dict[str, Pinned] = field(default_factory=dict)  # by id; of workers that are not lost, and visible versions
     rolled_back_by: str = ""  # the idents of the newest decided ones; see `actions.rolled_back_by`
 
@@ -402,6 +450,10 @@ class Session:
     worker: Worker | None = None  # set once it has joined
 
 
+Entity = Worker | Operation | Version | Replica | ReadLease  # what has a state
+Noted = Entity | Member | Group | Model
+
+
 class Cluster:
     """All entities, and the one place through which departments act. A plain value store: no rules here."""
 
@@ -415,7 +467,8 @@ class Cluster:
         self.timers = Timers()
         self.sessions: dict[int, Session] = {}
         self.workers: dict[str, Worker] = {}  # LIVE and SUSPECT ones, by incarnation
-        self.lost: deque[str] = deque(maxlen=4096)  # incarnations that must not come back
+        self.hosts: dict[str, Worker] = {}  # those of them that have host memory for copies
+        self.lost: dict[str, None] = {}  # incarnations that must not come back; the newest LOST_KEPT_MAX
         self.members: dict[str, Member] = {}  # by registration id
         self.models: dict[str, Model] = {}
         self.leases: dict[str, ReadLease] = {}  # ACTIVE and FENCING ones
@@ -424,6 +477,7 @@ class Cluster:
         self.decisions: dict[tuple[str, str], Decision] = {}  # each group's newest commit, by model and group
         self.changed_models: dict[str, None] = {}  # whose availability or sources may have changed in this step
         self.changed_operations: dict[OpKey, Operation] = {}
+        self.noted: dict[Noted, None] = {}  # what the last step has changed, or may have: `invariants` looks at it
         self.epochs_minted = epoch << 32  # group epochs of a later coordinator are always larger
         self.records_minted = 0
         self._actions: list[Action] = []
@@ -436,6 +490,7 @@ class Cluster:
             self._actions.append(Send(self.cause, session, message))
 
     def tell(self, member: Member, message: FromCoordinator) -> None:
+        self.noted[member] = None
         self.send(member.worker.session, message)
 
     def answer(self, session: int | None, request: int, error: TensorHubError | None = None) -> None:
@@ -463,17 +518,37 @@ class Cluster:
         """Whether a former coordinator has minted this group epoch."""
         return epoch >> 32 != self.epoch
 
-    # -- looking up
+    # -- changing
+
+    def note(self, *changed: Noted) -> None:
+        """These were changed in this step, by whatever else than what notes them by itself: become, tell, touch, changed."""
+        for about in changed:
+            self.noted[about] = None
+
+    def become(self, entity: Entity, state: Any, why: str) -> None:
+        """Move an entity along its table, in this step."""
+        entity.become(state, self.cause, self.now, why)
+        self.noted[entity] = None
 
     def touch(self, model: Model) -> None:
         """Have the model's consequences worked out at the end of this step."""
         self.changed_models[model.name] = None
+        self.noted[model] = None
+
+    def changed(self, operation: Operation) -> None:
+        """Have the operation's consequences worked out at the end of this step, if it is not decided."""
+        self.noted[operation] = None
+        if not operation.decided:
+            self.changed_operations[operation.key] = operation
+
+    # -- looking up
 
     def model(self, name: str) -> Model:
         """The model of this name; it begins to exist when somebody first names it for writing or waiting."""
         model = self.models.get(name)
         if model is None:
             model = self.models[name] = Model(name)
+            self.note(model)
         return model
 
     def forget_if_unused(self, model: Model) -> None:

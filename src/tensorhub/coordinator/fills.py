@@ -45,6 +45,14 @@ class Fills:
         old = [part.member.holding for part in operation.parts.values() if part.member.holding is not None]
         return [h for h in old if h.version is not version and self._retentions.must_stay(h)]
 
+    def _must_wait(self, operation: Operation, version: Version) -> bool:
+        """Whether something has to stay; then `custody` finds others who take it over."""
+        staying = self.staying(operation, version)
+        if [id(h) for h in staying] != [id(h) for h in operation.staying]:
+            operation.staying = staying
+            self._cluster.touch(operation.group.model)
+        return bool(staying)
+
     def all_find_a_source(self, operation: Operation) -> bool:
         """R7: before anything is overwritten, every shard that is to be read can be read."""
         version = operation.version
@@ -112,7 +120,7 @@ class Fills:
             if part.holding is not None and not part.holding.leaving:
                 self._readers.tear(part.holding)
         if replica is not None and replica.state is ReplicaState.FILLING:
-            replica.become(ReplicaState.TORN, self._cluster.cause, self._cluster.now, "operation aborted")
+            self._cluster.become(replica, ReplicaState.TORN, "operation aborted")
             self._readers.settle_replica(replica)
 
     # -- binding
@@ -136,11 +144,11 @@ class Fills:
             for rank, part in operation.parts.items()
         }
         fresh = [rank for rank, part in operation.parts.items() if not holders[rank] and not part.has_written]
-        if fresh and (not version.has_live_source() or self.staying(operation, version)):
+        if fresh and (not version.has_live_source() or self._must_wait(operation, version)):
             return None
         operation.version = version
         operation.unchanged = all(holders.values())
-        operation.become(OperationState.RUNNING, self._cluster.cause, self._cluster.now, f"bound to {version.number}")
+        self._cluster.become(operation, OperationState.RUNNING, f"bound to {version.number}")
         for rank, part in operation.parts.items():
             part.needs_bytes = not holders[rank]
             part.voted = holders[rank]
@@ -220,7 +228,7 @@ class Fills:
         if version.abandoned and not version.has_live_source():
             return _abandoned(version)
         ready = all(part.ready for part in operation.parts.values())
-        if ready and self.all_find_a_source(operation) and not self.staying(operation, version):
+        if ready and self.all_find_a_source(operation) and not self._must_wait(operation, version):
             self._begin_write(operation)
             for part in operation.parts.values():
                 if part.needs_bytes:
@@ -245,7 +253,7 @@ class Fills:
         torn = group.torn_replica()
         if torn is not None:
             replica, torn.version = torn, version
-            replica.become(ReplicaState.FILLING, cluster.cause, cluster.now, f"filled with {version.number}")
+            cluster.become(replica, ReplicaState.FILLING, f"filled with {version.number}")
         else:
             replica = Replica(cluster.new_id(), version, next(iter(operation.parts.values())).member)
             group.replicas.append(replica)
@@ -259,16 +267,15 @@ class Fills:
                 self._readers.add_holding(part.holding)
 
     def _feed(self, operation: Operation) -> Blame | None:
-        """Find a source for each reader that has none; in vain for ever if the last one has left on purpose."""
+        """Find sources for each reader that starves; in vain for ever if the last one has left on purpose."""
         version = operation.version
         assert version is not None
         for part in operation.parts.values():
-            if part.wants_source:
-                grant = self._readers.grant(part)
-                if grant is not None:
-                    self._cluster.tell(part.member, AddSource(operation.key, part.rank, grant))
-                elif version.abandoned and not version.has_live_source():
-                    return _abandoned(version)
+            for grant in self._readers.feed(part):
+                self._cluster.tell(part.member, AddSource(operation.key, part.rank, grant))
+            alone = part.wants_source and all(lease.dropping for lease in part.leases.values())
+            if alone and version.abandoned and not version.has_live_source():
+                return _abandoned(version)
         return None
 
 

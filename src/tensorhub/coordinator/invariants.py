@@ -1,8 +1,29 @@
-"""What always holds between two steps of a coordinator. Read it as the list of promises of `entities`' comments."""
+"""What always holds between two steps of a coordinator. Read it as the list of promises of `entities`' comments.
+
+`check` looks at everything; `check_noted` at what the last step has noted as changed (`Cluster.noted`) and at what stands
+beside it, so that it costs as much as the step. Each promise is checked of one entity, by looking at that entity and those
+it names; what two entities say of each other is checked from both sides, so that it does not matter which one was noted.
+"""
 
 from __future__ import annotations
 
-from tensorhub.coordinator.entities import Cluster, Group, Holding, Model, Operation, Version
+from collections.abc import Iterable
+from typing import assert_never
+
+from tensorhub.coordinator.entities import (
+    Cluster,
+    Group,
+    Holding,
+    Member,
+    Model,
+    Noted,
+    Operation,
+    ReadLease,
+    Replica,
+    Version,
+    Withdrawal,
+    Worker,
+)
 from tensorhub.coordinator.states import (
     LeaseState,
     OperationState,
@@ -13,17 +34,67 @@ from tensorhub.coordinator.states import (
 from tensorhub.machine import InvariantBroken
 from tensorhub.types import OpKind
 
+LIVING = (ReplicaState.FILLING, ReplicaState.READY, ReplicaState.DRAINING)
+KEPT = (VersionState.STAGED, VersionState.AVAILABLE, VersionState.UNAVAILABLE)
+
 
 def check(cluster: Cluster) -> None:
     """Raise InvariantBroken on the first promise that is broken."""
-    _workers(cluster)
+    for worker in cluster.workers.values():
+        _worker(cluster, worker)
+    for member in cluster.members.values():
+        _member(cluster, member)
     for model in cluster.models.values():
-        _versions(cluster, model)
+        _model(cluster, model)
+        for version in model.versions.values():
+            _version(cluster, version)
         for group in model.groups.values():
             _group(cluster, group)
-            _operation(cluster, group)
-        _withdrawals(cluster, model)
-    _leases(cluster)
+    for operation in cluster.records.values():
+        _operation(cluster, operation)
+    for lease in cluster.leases.values():
+        _lease(cluster, lease)
+
+
+def check_noted(cluster: Cluster) -> None:
+    """The same, of what the last step has noted only. What is forgotten by now must be forgotten everywhere."""
+    for about in with_neighbours(cluster.noted):
+        match about:
+            case Worker():
+                _worker(cluster, about)
+            case Member():
+                _member(cluster, about)
+            case Group():
+                _group(cluster, about)
+            case Operation():
+                if about.group.operation is not about:  # else its group is there, too
+                    _operation(cluster, about)
+            case Version():
+                _version(cluster, about)
+            case ReadLease():
+                _lease(cluster, about)
+            case Model():
+                _model(cluster, about)
+            case Replica():
+                pass  # its group and its version are there
+            case _:
+                assert_never(about)
+
+
+def with_neighbours(noted: Iterable[Noted]) -> dict[Noted, None]:
+    """What was noted, and what is checked along with it because its promises are about that."""
+    found: dict[Noted, None] = dict.fromkeys(noted)
+    for about in list(found):
+        match about:
+            case Member():
+                found[about.worker] = found[about.group] = None
+            case Replica():
+                found[about.group] = found[about.version] = None
+            case Operation():
+                found[about.group] = None
+            case _:
+                pass
+    return found
 
 
 def _demand(holds: bool, what: str, about: object) -> None:
@@ -31,145 +102,218 @@ def _demand(holds: bool, what: str, about: object) -> None:
         raise InvariantBroken(f"{what}: {about!r}. Story:\n{getattr(about, 'story', '')}")
 
 
-def _workers(cluster: Cluster) -> None:
-    for incarnation, worker in cluster.workers.items():
-        _demand(worker.incarnation == incarnation, "a worker is filed under its incarnation", worker)
-        _demand(worker.state is not WorkerState.LOST, "lost workers are forgotten", worker)
-        _demand(incarnation not in cluster.lost, "a lost incarnation never comes back", worker)
-        _demand(("worker", incarnation) in cluster.timers, "every worker has a lease deadline", worker)
-        _demand(
-            worker.state is WorkerState.SUSPECT or worker.session is not None,
-            "a live worker is connected",
-            worker,
-        )
-        for registration, member in worker.members.items():
-            _demand(cluster.members.get(registration) is member, "a worker's members are members", member)
-    for member in cluster.members.values():
-        _demand(member.worker.members.get(member.registration) is member, "a member belongs to its worker", member)
-        _demand(member.group.members.get(member.rank) is member, "a member belongs to its group", member)
-        _demand(
-            member.group.model.groups.get(member.group.name) is member.group,
-            "a member's group exists",
-            member,
-        )
+def _worker(cluster: Cluster, worker: Worker) -> None:
+    incarnation = worker.incarnation
+    if cluster.workers.get(incarnation) is not worker:
+        _demand(worker.state is WorkerState.LOST and not worker.members, "only lost workers are forgotten", worker)
+        return
+    _demand(worker.state is not WorkerState.LOST, "lost workers are forgotten", worker)
+    _demand(incarnation not in cluster.lost, "a lost incarnation never comes back", worker)
+    _demand(("worker", incarnation) in cluster.timers, "every worker has a lease deadline", worker)
+    if worker.session is None:
+        _demand(worker.state is WorkerState.SUSPECT, "a live worker is connected", worker)
+    else:
+        session = cluster.sessions.get(worker.session)
+        _demand(session is not None and session.worker is worker, "a worker's session is its own", worker)
+    for registration, member in worker.members.items():
+        _demand(cluster.members.get(registration) is member, "a worker's members are members", member)
+        _demand(member.worker is worker, "a member belongs to its worker", member)
 
 
-def _versions(cluster: Cluster, model: Model) -> None:
+def _member(cluster: Cluster, member: Member) -> None:
+    group, registration = member.group, member.registration
+    if cluster.members.get(registration) is not member:
+        elsewhere = member.worker.members.get(registration) is member or group.members.get(member.rank) is member
+        _demand(not elsewhere and member.holding is None, "who is no member any more is forgotten everywhere", member)
+        return
+    _demand(member.worker.members.get(registration) is member, "a member belongs to its worker", member)
+    _demand(group.members.get(member.rank) is member, "a member belongs to its group", member)
+    _demand(group.model.groups.get(group.name) is group, "a member's group exists", member)
+    if member.holding is not None:
+        version = member.holding.version
+        _demand(member.holding in version.holdings[member.shard], "what is held is a candidate", member)
+        _candidate(cluster, version, member.shard, member.holding)
+        _held(member, member.holding)
+    for holding in member.leaving:
+        _demand(holding.leaving, "what is withdrawn takes no readers", holding)
+        _demand(holding not in holding.version.holdings[member.shard], "a leaving holding is no candidate", holding)
+        _held(member, holding)
+    withdrawal = group.model.withdrawals.get(registration)
+    if withdrawal is not None:
+        _withdrawal(cluster, group.model, withdrawal)
+
+
+def _held(member: Member, holding: Holding) -> None:
+    _demand(holding.member is member, "a holding is one member's", holding)
+    for ident, lease in holding.readers.items():
+        _demand(lease.id == ident and lease.holding is holding, "a source's leases are on itself", lease)
+        _demand(lease.state in (LeaseState.ACTIVE, LeaseState.FENCING), "ended leases are forgotten", lease)
+
+
+def _model(cluster: Cluster, model: Model) -> None:
     visible = [v.number for v in model.versions.values() if v.visible]
     _demand(not visible or (model.mark or 0) >= max(visible), "no version above the mark is visible", model.name)
     _demand(all(v.lineage <= model.lineage for v in model.versions.values()), "lineages only grow", model.name)
     contents = [v.info.content_id for v in model.versions.values()]
     _demand(len(set(contents)) == len(contents), "two publications never share a content id", model.name)
+    for number, version in model.versions.items():
+        _demand(version.number == number, "a version is filed under its number", version)
     for pin in model.pins.values():
         pinned = model.versions.get(pin.number)
         _demand(pinned is not None and pinned.info.content_id == pin.content_id, "pinned versions are known", pin)
         _demand(pin.incarnation not in cluster.lost, "a lost worker's pins end with it", pin)
-    for number, version in model.versions.items():
-        _demand(version.number == number, "a version is filed under its number", version)
-        kept = (VersionState.STAGED, VersionState.AVAILABLE, VersionState.UNAVAILABLE)
-        _demand(version.state in kept, "discarded and retired versions are forgotten", version)
-        if version.state is VersionState.STAGED:
-            _staged(cluster, model, version)
-        else:
-            available = version.state is VersionState.AVAILABLE
-            _demand(available == version.has_live_source(), "available means that every shard is held", version)
-        for shard, holdings in version.holdings.items():
-            for holding in holdings:
-                _holding(cluster, version, shard, holding)
+    for registration, withdrawal in model.withdrawals.items():
+        _demand(withdrawal.holding.member.registration == registration, "withdrawals are filed by registration", withdrawal)
+        _withdrawal(cluster, model, withdrawal)
+
+
+def _version(cluster: Cluster, version: Version) -> None:
+    model = cluster.models[version.info.model]
+    if model.versions.get(version.number) is not version:
+        gone = version.state not in KEPT and not any(version.holdings.values())
+        _demand(gone, "only discarded and retired versions are forgotten", version)
+        return
+    _demand(version.state in KEPT, "discarded and retired versions are forgotten", version)
+    _demand(not version.visible or version.number <= (model.mark or 0), "no version above the mark is visible", version)
+    _demand(version.lineage <= model.lineage, "lineages only grow", version)
+    if version.state is VersionState.STAGED:
+        _staged(cluster, model, version)
+    else:
+        _available(version)
+    for shard, holdings in version.holdings.items():
+        for holding in holdings:
+            _candidate(cluster, version, shard, holding)
 
 
 def _staged(cluster: Cluster, model: Model, version: Version) -> None:
-    open_operations = [g.operation for g in model.groups.values() if g.operation is not None]
-    open_operations += [op for op in cluster.records.values() if op not in open_operations]  # of a dissolved group
-    publishing = [op for op in open_operations if op.version is version]
+    group = model.groups.get(version.publisher.group)
+    known = [group.operation] if group is not None and group.operation is not None else []
+    known += [op for op in cluster.records.values() if op not in known]  # of a dissolved group
+    publishing = [op for op in known if op.version is version]
     _demand(len(publishing) == 1, "a staged version has one undecided publish", version)
     _demand(publishing[0].kind is OpKind.PUBLISH, "only a publish stages", version)
     _demand(not any(version.holdings.values()), "a staged version has no sources (G4)", version)
 
 
-def _holding(cluster: Cluster, version: Version, shard: int, holding: Holding) -> None:
+def _available(version: Version) -> None:
+    available = version.state is VersionState.AVAILABLE
+    _demand(available == version.has_live_source(), "available means that every shard is held", version)
+
+
+def _candidate(cluster: Cluster, version: Version, shard: int, holding: Holding) -> None:
     _demand(holding.version is version and holding.shard == shard, "a holding is filed under its version", holding)
     _demand(not holding.leaving, "a leaving holding is no candidate", holding)
     _demand(holding.complete or not holding.committed, "committed holdings are complete", holding)
     _demand(holding.member.holding is holding, "a holding is what its member holds", holding)
     _demand(cluster.members.get(holding.member.registration) is holding.member, "holders are members", holding)
-    states = (ReplicaState.FILLING, ReplicaState.READY, ReplicaState.DRAINING)
-    _demand(holding.replica.state in states, "torn and gone replicas have no candidates", holding)
+    _demand(holding.replica.state in LIVING, "torn and gone replicas have no candidates", holding)
 
 
 def _group(cluster: Cluster, group: Group) -> None:
-    for replica in group.replicas:
-        _demand(replica.state is not ReplicaState.GONE, "gone replicas are forgotten", replica)
-        if replica.state is ReplicaState.READY:
-            for holding in replica.holdings.values():
-                _demand(holding.committed, "a ready replica's holdings are committed (G4)", replica)
-        for rank, holding in replica.holdings.items():
-            _demand(holding.rank == rank, "a replica's holdings are filed by rank", replica)
-        if replica.state is not ReplicaState.TORN:
-            _demand(bool(replica.holdings), "a replica has memory", replica)
-    count = sum(r.state is ReplicaState.TORN for r in group.replicas)
-    _demand(count <= 1, "a group has one torn replica at most", group.name)
+    if group.model.groups.get(group.name) is not group:
+        _demand(not group.members, "a group with members exists", group.name)
     for rank, member in group.members.items():
         _demand(member.rank == rank and rank < group.world_size, "ranks are in range", member)
+        _demand(member.group is group, "a member belongs to its group", member)
+        _demand(cluster.members.get(member.registration) is member, "a group's members are members", member)
+    torn = [replica for replica in group.replicas if replica.state is ReplicaState.TORN]
+    _demand(len(torn) <= 1, "a group has one torn replica at most", group.name)
+    for replica in group.replicas:
+        _replica(cluster, group, replica)
+    if group.operation is not None:
+        _operation(cluster, group.operation)
 
 
-def _operation(cluster: Cluster, group: Group) -> None:
-    operation = group.operation
-    if operation is None:
+def _replica(cluster: Cluster, group: Group, replica: Replica) -> None:
+    version = replica.version
+    _demand(replica.group is group, "a replica is its group's", replica)
+    _demand(replica.state is not ReplicaState.GONE, "gone replicas are forgotten", replica)
+    _demand(bool(replica.holdings) or replica.state is ReplicaState.TORN, "a replica has memory", replica)
+    if version.visible:
+        _available(version)
+    for rank, holding in replica.holdings.items():
+        _demand(holding.rank == rank, "a replica's holdings are filed by rank", replica)
+        _demand(holding.replica is replica, "a holding is one replica's", holding)
+        _demand(holding.complete or not holding.committed, "committed holdings are complete", holding)
+        if replica.state is ReplicaState.READY:
+            _demand(holding.committed, "a ready replica's holdings are committed (G4)", replica)
+        if not holding.leaving:
+            _demand(replica.state in LIVING, "torn and gone replicas have no candidates", holding)
+            _demand(holding.member.holding is holding, "a holding is what its member holds", holding)
+
+
+def _operation(cluster: Cluster, operation: Operation) -> None:
+    group, parts = operation.group, operation.parts.values()
+    recorded = operation.record is not None and cluster.records.get(operation.record) is operation
+    if operation.decided:
+        _demand(group.operation is not operation and not recorded, "a decided operation is over", operation)
+        _demand(not any(part.leases for part in parts), "nobody reads for a decided operation", operation)
         return
-    _demand(not operation.decided, "a decided operation is over", operation)
+    _demand(group.operation is operation, "an undecided operation is its group's", operation)
     _demand(operation.key not in group.decided, "no operation is decided twice", operation)
     _demand(bool(operation.parts), "somebody called", operation)
+    all_voted = all(part.voted for part in parts)
     if operation.state is OperationState.PREPARED:
-        _demand(all(p.voted for p in operation.parts.values()), "prepared means that every rank voted", operation)
-        recorded = operation.record is not None and cluster.records.get(operation.record) is operation
+        _demand(all_voted, "prepared means that every rank voted", operation)
         _demand(recorded, "a prepared operation is being recorded", operation)
     else:
-        _demand(
-            ("operation", str(operation.key)) in cluster.timers or _all_voted(operation),
-            "every wait ends",
-            operation,
-        )
-    if operation.state is OperationState.RUNNING:
-        _demand(
-            operation.version is not None and operation.gathered,
-            "running means bound and gathered",
-            operation,
-        )
-    for part in operation.parts.values():
+        timed = ("operation", str(operation.key)) in cluster.timers
+        _demand(timed or all_voted, "every wait ends", operation)
+    running = operation.state is OperationState.RUNNING
+    if running:
+        _demand(operation.version is not None and operation.gathered, "running means bound and gathered", operation)
+    staged = operation.version is not None and operation.version.state is VersionState.STAGED
+    _demand(staged == (operation.kind is OpKind.PUBLISH), "a publish stages a version, others take a visible one", operation)
+    starving = not (operation.writing or operation.unchanged) or any(part.starves for part in parts)
+    waits = group.model.waiting.get(operation.key) is operation
+    if operation.state is not OperationState.PREPARED:
+        _demand(waits == (operation.gathered and starving), "who lacks a source waits for one (G7)", operation)
+    for rank, part in operation.parts.items():
+        _demand(part.operation is operation and part.rank == rank, "a part is its operation's, filed by rank", operation)
         for lease in part.leases.values():
             _demand(lease.state is LeaseState.ACTIVE and lease.part is part, "a part's leases are active", lease)
             _demand(not part.voted, "who has voted reads no more", lease)
-
-
-def _all_voted(operation: Operation) -> bool:
-    return all(part.voted for part in operation.parts.values())
-
-
-def _withdrawals(cluster: Cluster, model: Model) -> None:
-    for registration, withdrawal in model.withdrawals.items():
-        _demand(not withdrawal.granted, "granted withdrawals are over", withdrawal.holding)
-        _demand(("withdrawal", registration) in cluster.timers, "a withdrawal ends", withdrawal.holding)
-        holding, retained = withdrawal.holding, withdrawal.holding.version.number in model.retained()
-        if withdrawal.begun:
-            _demand(holding.leaving and holding.active_readers() > 0, "a withdrawal waits for readers", holding)
-        else:
-            _demand(not holding.leaving and retained, "who waits to leave a retained version serves on (G5)", holding)
-
-
-def _leases(cluster: Cluster) -> None:
-    for lease in cluster.leases.values():
-        _demand(lease.state in (LeaseState.ACTIVE, LeaseState.FENCING), "ended leases are forgotten", lease)
-        _demand(lease.holding.readers.get(lease.id) is lease, "a source knows its leases", lease)
-        if lease.state is LeaseState.ACTIVE:
-            operation = lease.part.operation
-            _demand(lease.part.leases.get(lease.id) is lease, "a reader knows its leases", lease)
-            _demand(operation.state is OperationState.RUNNING, "only running operations read", lease)
+            _demand(running, "only running operations read", lease)
             _demand(lease.holding.version is operation.version, "a lease is of the bound version (G4)", lease)
-            _demand(not _cyclic(lease.holding), "nobody waits for itself (R9)", lease)
+
+
+def _withdrawal(cluster: Cluster, model: Model, withdrawal: Withdrawal) -> None:
+    holding = withdrawal.holding
+    _demand(not withdrawal.granted, "granted withdrawals are over", holding)
+    _demand(("withdrawal", holding.member.registration) in cluster.timers, "a withdrawal ends", holding)
+    if withdrawal.begun:
+        _demand(holding.leaving and holding.active_readers() > 0, "a withdrawal waits for readers", holding)
+    else:
+        retained = holding.version.number in model.retained()
+        _demand(not holding.leaving and retained, "who waits to leave a retained version serves on (G5)", holding)
+
+
+def _lease(cluster: Cluster, lease: ReadLease) -> None:
+    holding, part = lease.holding, lease.part
+    model = holding.member.group.model
+    withdrawal = model.withdrawals.get(holding.member.registration)
+    if withdrawal is not None and withdrawal.holding is holding:
+        _withdrawal(cluster, model, withdrawal)
+    if cluster.leases.get(lease.id) is not lease:
+        _demand(lease.state in (LeaseState.FENCED, LeaseState.RELEASED), "only ended leases are forgotten", lease)
+        _demand(lease.id not in holding.readers and lease.id not in part.leases, "ended leases are forgotten", lease)
+        return
+    _demand(lease.state in (LeaseState.ACTIVE, LeaseState.FENCING), "ended leases are forgotten", lease)
+    _demand(holding.readers.get(lease.id) is lease, "a source knows its leases", lease)
+    if lease.state is LeaseState.ACTIVE:
+        operation = part.operation
+        _demand(part.leases.get(lease.id) is lease, "a reader knows its leases", lease)
+        _demand(operation.state is OperationState.RUNNING, "only running operations read", lease)
+        _demand(holding.version is operation.version, "a lease is of the bound version (G4)", lease)
+        _demand(not _cyclic(holding), "nobody counts on itself (R9)", lease)
+    else:
+        _demand(lease.id not in part.leases, "a part's leases are active", lease)
 
 
 def _cyclic(start: Holding) -> bool:
+    """Whether it is filled from itself. By patches it may be: an owner that lacks a chunk says so, and keeps nobody waiting
+    who could have it elsewhere, so that no chunk waits for itself. Through every other lease a reader must get everything.
+    """
     todo, seen = [start], {id(start)}
     while todo:
         holding = todo.pop()
@@ -178,7 +322,7 @@ def _cyclic(start: Holding) -> bool:
         if part is None or part.holding is not holding or holding.complete:
             continue
         for lease in part.leases.values():
-            if lease.dropping:
+            if lease.dropping or lease.patch:
                 continue
             if lease.holding is start:
                 return True

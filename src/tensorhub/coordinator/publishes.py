@@ -48,10 +48,11 @@ class Publishes:
         conflict = self._versions.overtaken(operation.group.model, version.number)
         if conflict is not None:
             return Blame(conflict)
-        operation.become(OperationState.RUNNING, self._cluster.cause, self._cluster.now, "every rank called")
+        self._cluster.become(operation, OperationState.RUNNING, "every rank called")
         nbytes = sum(part.member.nbytes for part in operation.parts.values())
         info = version.info
         version.info = VersionInfo(info.model, info.version, info.content_id, nbytes, info.world_size)
+        self._cluster.note(version)
         return None
 
     def entry(self, operation: Operation) -> Publication:

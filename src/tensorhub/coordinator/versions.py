@@ -66,6 +66,7 @@ class Versions:
         info = VersionInfo(group.model.name, number, self._cluster.new_id(), 0, group.world_size)
         version = Version(info, group.model.lineage, group.layout_id, operation.key)
         group.model.versions[number] = version
+        self._cluster.note(version, group.model)
         return version
 
     def show(self, version: Version, model: Model) -> None:
@@ -77,6 +78,7 @@ class Versions:
     def discard(self, version: Version, model: Model) -> None:
         """Its publication was aborted: the number stays unused."""
         self._become(version, VersionState.DISCARDED, "publication aborted")
+        self._cluster.note(model)
         del model.versions[version.number]
 
     def retire(self, version: Version, model: Model, why: str) -> None:
@@ -151,7 +153,9 @@ class Versions:
         """Work out availability and retirement, and tell the watchers if another version is the newest."""
         for version in list(model.versions.values()):
             live = version.visible and version.has_live_source()
-            version.abandoned = version.abandoned and not live
+            if version.abandoned and live:
+                version.abandoned = False
+                self._cluster.note(version)
             if live and version.state is VersionState.UNAVAILABLE:
                 self._become(version, VersionState.AVAILABLE, "held again")
             elif not live and version.state is VersionState.AVAILABLE:
@@ -173,4 +177,4 @@ class Versions:
         return newer >= 2 and version.number not in model.retained() and not bound
 
     def _become(self, version: Version, state: VersionState, why: str) -> None:
-        version.become(state, self._cluster.cause, self._cluster.now, why)
+        self._cluster.become(version, state, why)

@@ -8,13 +8,14 @@ from enum import StrEnum
 from tensorhub.types import HandleState as H
 
 # Whoever publishes, fills, withdraws or closes moves along this table; `machine.Stateful.become` is the only writer.
+# What is held, or in doubt, is given up first: only memory that holds nothing is closed (or all of a fetch is in place).
 HANDLE_TABLE: Mapping[H, frozenset[H]] = {
     H.EMPTY: frozenset({H.FILLING, H.READY, H.IN_DOUBT, H.CLOSED}),
     H.FILLING: frozenset({H.READY, H.TORN, H.IN_DOUBT, H.CLOSED}),
-    H.READY: frozenset({H.DRAINING, H.FILLING, H.EMPTY, H.CLOSED}),
-    H.DRAINING: frozenset({H.EMPTY, H.READY, H.CLOSED}),
+    H.READY: frozenset({H.DRAINING, H.FILLING, H.EMPTY}),
+    H.DRAINING: frozenset({H.EMPTY, H.READY}),
     H.TORN: frozenset({H.FILLING, H.READY, H.IN_DOUBT, H.CLOSED}),
-    H.IN_DOUBT: frozenset({H.READY, H.EMPTY, H.TORN, H.CLOSED}),
+    H.IN_DOUBT: frozenset({H.READY, H.EMPTY, H.TORN}),
     H.CLOSED: frozenset(),
 }
 

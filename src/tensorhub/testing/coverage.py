@@ -1,0 +1,58 @@
+"""Which transitions the state machines have, and which of them nothing can take yet.
+
+Responsible for the list that a search is measured by. Not responsible for counting: `machine.counting_transitions` is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from enum import StrEnum
+from typing import Any, Final, NamedTuple
+
+from tensorhub.coordinator import states
+from tensorhub.coordinator.core import Coordinator
+from tensorhub.coordinator.entities import Operation, ReadLease, Replica, Version, Worker
+from tensorhub.machine import Stateful, transition
+from tensorhub.scheduler.pull import SOURCE, SOURCE_TABLE, SourceState
+from tensorhub.types import HandleState
+from tensorhub.worker.holding import Holding
+
+
+class Machine(NamedTuple):
+    """One kind of entity, the state in which it begins, and its table."""
+
+    name: str
+    first: StrEnum
+    table: Mapping[Any, frozenset[Any]]
+
+
+def _machine(entity: type[Stateful[Any]], first: StrEnum) -> Machine:
+    return Machine(entity.machine, first, entity.table)
+
+
+MACHINES: Final = (
+    _machine(Coordinator, states.CoordinatorState.RECOVERING),
+    _machine(Worker, states.WorkerState.LIVE),
+    _machine(Version, states.VersionState.STAGED),
+    _machine(Replica, states.ReplicaState.FILLING),
+    _machine(ReadLease, states.LeaseState.ACTIVE),
+    _machine(Operation, states.OperationState.GATHERING),
+    _machine(Holding, HandleState.EMPTY),
+    Machine(SOURCE, SourceState.LIVE, SOURCE_TABLE),
+)
+
+# The transitions that nothing can take yet, and why their tables have them all the same.
+UNBUILT: Final[Mapping[str, str]] = {
+    "coordinator: recovering -> deposed": "a standby takes over",
+    "coordinator: serving -> deposed": "a standby takes over",
+}
+
+
+def transitions() -> tuple[str, ...]:
+    """Every transition of every table, as it is counted: `"replica: filling -> ready"`. In the order of the tables."""
+    return tuple(
+        transition(machine.name, old, new)
+        for machine in MACHINES
+        for old, targets in machine.table.items()
+        for new in sorted(targets)
+    )

@@ -1,0 +1,88 @@
+"""What the transitions of the machines are, and that they are counted where somebody asks for it."""
+
+from __future__ import annotations
+
+import importlib
+import pkgutil
+import threading
+from collections import Counter
+from collections.abc import Mapping
+from enum import StrEnum
+
+import pytest
+
+from tensorhub.coordinator.entities import Worker
+from tensorhub.coordinator.states import WorkerState
+from tensorhub.machine import IllegalTransition, counting_transitions
+from tensorhub.scheduler.pull import Pull
+from tensorhub.testing.coverage import MACHINES, UNBUILT, transitions
+from tensorhub.types import LeaseId, Location
+from tests.property.chaos import Chaos
+
+PURE = ("coordinator", "worker", "scheduler")
+
+
+def a_worker() -> Worker:
+    return Worker("w.1", "w", Location(host="h"), (), 1, 0.0, 0)
+
+
+def test_every_table_of_the_pure_packages_is_listed() -> None:
+    """A table: a mapping from states to sets of states."""
+    found: list[Mapping[object, object]] = []
+    for package in PURE:
+        path = list(importlib.import_module(f"tensorhub.{package}").__path__)
+        for module in pkgutil.iter_modules(path, f"tensorhub.{package}."):
+            for name, value in vars(importlib.import_module(module.name)).items():
+                if name.endswith("_TABLE") and not any(value is table for table in found):
+                    found.append(value)
+    assert found
+    assert len(found) == len(MACHINES)
+    assert all(any(table is machine.table for machine in MACHINES) for table in found)
+
+
+def test_each_transition_has_one_name_and_what_is_unbuilt_is_a_transition() -> None:
+    names = transitions()
+    assert len(set(names)) == len(names) == sum(len(new) for machine in MACHINES for new in machine.table.values())
+    assert "replica: filling -> ready" in names
+    assert set(UNBUILT) <= set(names)
+    assert all(UNBUILT.values())
+
+
+def test_each_transition_is_counted_by_its_name() -> None:
+    with counting_transitions() as counted:
+        for seed in range(3):
+            Chaos(seed).run()
+    assert set(counted) <= set(transitions())
+    assert set(UNBUILT).isdisjoint(counted)
+    for machine in MACHINES[:-1]:  # the harness has a pull of its own
+        assert any(name.startswith(f"{machine.name}: ") for name in counted), machine.name
+
+
+def test_the_sources_of_a_pull_are_counted() -> None:
+    pull = Pull([1])
+    with counting_transitions() as counted:
+        for lease in (LeaseId("a"), LeaseId("b")):
+            pull.add_source(lease, complete=True)
+            pull.drop_source(lease)
+            pull.lane_ended(lease)
+    assert counted == {"source: live -> leaving": 2, "source: leaving -> ended": 2}
+
+
+def test_only_what_the_block_itself_takes_is_counted() -> None:
+    def move(new: StrEnum) -> None:
+        worker.become(WorkerState(new), 1, 1.0, "because")
+
+    worker = a_worker()
+    move(WorkerState.SUSPECT)  # nobody counts
+    with counting_transitions() as outer:
+        move(WorkerState.LIVE)
+        with counting_transitions() as inner:
+            move(WorkerState.SUSPECT)
+        thread = threading.Thread(target=move, args=(WorkerState.LIVE,))
+        thread.start()
+        thread.join()
+        with pytest.raises(IllegalTransition):
+            move(WorkerState.LOST)  # LIVE is never LOST at once: nothing is taken
+    move(WorkerState.SUSPECT)
+    assert outer == Counter({"worker lease: suspect -> live": 1})
+    assert inner == Counter({"worker lease: live -> suspect": 1})
