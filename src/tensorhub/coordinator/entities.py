@@ -192,6 +192,11 @@ class Replica(Stateful[ReplicaState]):
         self.purpose = member.purpose
         self.holdings: dict[int, Holding] = {}  # by rank; those whose memory still belongs to this replica
 
+    @property
+    def is_whole(self) -> bool:
+        """Whether every rank holds it, and none leaves."""
+        return sum(h.committed and not h.leaving for h in self.holdings.values()) == self.group.world_size
+
     def __repr__(self) -> str:
         return f"<Replica {self.group.name} of {self.version.info.model}:{self.version.number} {self.state}>"
 
