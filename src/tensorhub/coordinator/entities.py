@@ -425,7 +425,13 @@ class Model:
     pins: dict[str, Pinned] = field(default_factory=dict)  # by id; of workers that are not lost, and visible versions
     forgotten: deque[int] = field(default_factory=lambda: deque(maxlen=FORGOTTEN_KEPT_MAX))  # numbers retired as old
     lost: tuple[int, ...] = ()  # those of them that a rollback has made the newest, two at most
-    rolled_back_by: str = ""  # the ident of the newest decided one
+    rolled_back_by: str = ""  # the idents of the newest decided ones; see `actions.rolled_back_by`
+
+    @property
+    def is_used(self) -> bool:
+        """Whether anything is known of it, or anybody wants to know."""
+        holds = self.versions or self.groups or self.pins or self.rollbacks or self.watchers or self.retain
+        return bool(holds) or self.mark is not None
 
     def newest_visible(self, skip: int = 0) -> Version | None:
         """The newest visible version, or the one `skip` places before it. None, too, where that one is lost for good: after
@@ -556,6 +562,12 @@ class Cluster:
             model = self.models[name] = Model(name)
             self.note(model)
         return model
+
+    def forget_if_unused(self, model: Model) -> None:
+        """A name that was only watched, waited for or fetched in vain is not known for good."""
+        ordered = any(order.model is model for order in self.orders.values())
+        if not model.is_used and not ordered:
+            del self.models[model.name]
 
     def operations(self) -> Iterator[Operation]:
         for model in self.models.values():

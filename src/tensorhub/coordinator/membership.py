@@ -99,7 +99,9 @@ class Membership:
         cluster = self._cluster
         cluster.sessions.pop(session.number, None)
         for model in cluster.models.values():
-            model.watchers.discard(session.number)
+            if session.number in model.watchers:
+                model.watchers.remove(session.number)
+                cluster.touch(model)
         worker = session.worker
         if worker is None or worker.session != session.number:
             return

@@ -234,7 +234,14 @@ class Handle:
             return None
         if self.access is None or self.is_read:
             return None  # readers are cut off
-        return float("inf") if fence.until is None else fence.until
+        return self.fence_given_up_at(fence)
+
+    def fence_given_up_at(self, fence: Fence) -> float:
+        """By its own deadline, or because its call was cancelled since."""
+        if fence.until is None:
+            return float("inf")
+        until = self.member.fence_until
+        return fence.until if until is None else min(fence.until, until)
 
     @property
     def is_read(self) -> bool:
@@ -330,7 +337,7 @@ class Handle:
         if now >= self.fencing_since + self.cluster.fence_grace_s:
             for lane in [lane for lane in self.serving if lane.access is not None]:
                 self.cluster.lane_shut(lane)
-        if action.until is not None and action.until <= now and not owner.is_quiet(self.id):
+        if self.fence_given_up_at(action) <= now and not owner.is_quiet(self.id):
             self.todo.popleft()
             self.fencing_since = None
             self.apply(self.member.fence_failed(action.generation, now))
