@@ -21,7 +21,7 @@ import tensorhub
 from tensorhub.hub import Coordinator, Hub
 from tensorhub.runtime import worker as worker_module
 from tensorhub.runtime.tcp_channel import TcpTransport
-from tensorhub.transport.base import Arrival, Channel, Cutter, Destination, ReadRight
+from tensorhub.transport.base import Arrival, Channel, Cutter, Destination, Lacking, ReadFailure, ReadRight
 from tensorhub.transport.registry import Local, Registry
 from tensorhub.types import Endpoint, Options
 from tests.runtime.data_rig import busy_threads
@@ -156,6 +156,12 @@ class Gate:
             if self._left:
                 self._left -= 1
 
+    def give_back(self) -> None:
+        """What passed was no arrival."""
+        with self._changed:
+            if self._left is not None:
+                self._left += 1
+
 
 class _GatedChannel:
     def __init__(self, channel: Channel, gate: Gate, cutter: Cutter) -> None:
@@ -166,9 +172,14 @@ class _GatedChannel:
     def submit(self, chunks: Sequence[int]) -> None:
         self._channel.submit(chunks)
 
-    def receive(self, bytes_max: int) -> Arrival:
+    def receive(self, bytes_max: int) -> Arrival | Lacking:
         self._gate.pass_one(self._cutter)
-        return self._channel.receive(min(bytes_max, CHUNK_BYTES))
+        if self._cutter.is_cut:  # what lies in the socket's buffer is not read, so that a test knows how much was
+            raise ReadFailure("lost", "cut at the gate")
+        answer = self._channel.receive(min(bytes_max, CHUNK_BYTES))
+        if isinstance(answer, Lacking):
+            self._gate.give_back()
+        return answer
 
     def close(self) -> None:
         self._channel.close()

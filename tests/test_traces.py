@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from tensorhub.testing import BrokenHook, Choice, PureCluster
 from tensorhub.types import Location
-from tests.harness import BrokenHook, Choice, PureCluster
 
 TRACES = Path(__file__).parent / "traces"
 

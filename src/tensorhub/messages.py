@@ -40,6 +40,7 @@ Number = Annotated[int, Range(0, VERSION_MAX)]
 WorldSize = Annotated[int, Range(1, 2**20)]
 ManifestBlob = Annotated[bytes, Length(48 * 2**20)]
 Nonce = Annotated[bytes, Length(32)]
+HAS_RUNS_MAX = 1024  # of one StillWaiting
 
 # -------------------------------------------------------------------------------- handshake, on every kind of socket
 
@@ -310,7 +311,7 @@ class CopyRefused:
 
 @dataclass(frozen=True, slots=True)
 class Kept:
-    """Answer to Keep: the rank knows it, whatever becomes of the connection from now on."""
+    """The rank knows it, whatever becomes of the connection from now on."""
 
     registration: Id
     content_id: Id
@@ -368,7 +369,10 @@ class Rollback:
 
 @dataclass(frozen=True, slots=True)
 class Retain:
-    """Keep the newest `latest` versions of this model fetchable; the last one counts. Answered by Done or Refused."""
+    """Keep the newest `latest` versions of this model fetchable; the last one counts.
+
+    Answered by Done, once it is durable and every live holder knows, or Refused.
+    """
 
     request: U64
     model: Name
@@ -378,7 +382,7 @@ class Retain:
 @dataclass(frozen=True, slots=True)
 class Pin:
     """Keep this version, whatever `Retain` says, until Unpin or the worker's end. Said anew on each new connection: `pin`
-    names it. Answered by Done or Refused."""
+    names it. Answered like Retain."""
 
     request: U64
     pin: Id
@@ -527,13 +531,6 @@ class OrderedOut:
 
 
 @dataclass(frozen=True, slots=True)
-class MustStay:
-    """A retained version would be lost with this memory: Withdrawable comes when another holds it, else Refused."""
-
-    request: U64
-
-
-@dataclass(frozen=True, slots=True)
 class MakeCopy:
     """Hold this shard in host memory, so that it is kept: register it as `copy`, with `medium` HOST and `purpose` RETENTION.
 
@@ -556,7 +553,9 @@ class DropCopy:
 
 @dataclass(frozen=True, slots=True)
 class Keep:
-    """What this registration holds is (`keep`), or is not any more, to be kept (R4). Answered by Kept."""
+    """What this registration holds is (`keep`), or is not any more, to be kept (R4): its owner does not take it back unasked
+    while the coordinator may count on it. Answered by Kept; so is an Outcome or Registered that says `retained`.
+    """
 
     registration: Id
     content_id: Id
@@ -596,8 +595,8 @@ class Description:
 
 @dataclass(frozen=True, slots=True)
 class Read:
-    """Ask an owner for chunks, as (first, count) runs. It sends those that it has verified, in any order, and waits for
-    the others; `request` numbers the reads of one connection."""
+    """Ask an owner for chunks, as (first, count) runs. It sends those that it has verified, in any order, and those that
+    it verifies soon; StillWaiting ends the request if others are left. `request` numbers the reads of one connection."""
 
     request: U64
     lease: Id
@@ -617,9 +616,13 @@ class ChunksFollow:
 
 @dataclass(frozen=True, slots=True)
 class StillWaiting:
-    """The owner lives, and waits for chunks itself."""
+    """The owner lives, and has none of what is left of this request, which is over: ask again, here or elsewhere.
+
+    `has`: ascending (first, count) runs of chunks that it has verified, perhaps not all of them (R9).
+    """
 
     request: U64
+    has: Annotated[tuple[tuple[int, int], ...], Length(HAS_RUNS_MAX)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -673,7 +676,6 @@ FromCoordinator = (
     | DropSource
     | Outcome
     | Withdrawable
-    | MustStay
     | CutReader
     | ManifestReply
     | Announce

@@ -5,8 +5,8 @@ from __future__ import annotations
 import gc
 
 from tensorhub.coordinator.entities import DECIDED_KEPT_MAX, Holding, Operation, RankPart, ReadLease, Replica, Version
+from tensorhub.testing import BrokenHook, PureCluster
 from tensorhub.types import Options
-from tests.harness import BrokenHook, PureCluster
 
 ENTITIES = (Version, Replica, Holding, ReadLease, Operation, RankPart)
 
@@ -46,9 +46,7 @@ def test_books_stay_bounded_over_many_operations() -> None:
         one_round(cluster, number)
         cluster.log.clear()
         if number in (100, 300):
-            for handle in cluster.all_handles():
-                handle.history.clear()
-            cluster.outcomes.clear()
+            cluster.guarantees.forget()
             counts.append(alive())
     assert counts[0] == counts[1]
     books = cluster.coordinator.cluster

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import typing
-from collections import defaultdict
 from enum import StrEnum
 from random import Random
 from typing import Any
@@ -15,8 +14,8 @@ from tensorhub.coordinator import Connected, Disconnected, Received
 from tensorhub.coordinator.entities import Model
 from tensorhub.errors import RegistrationError, StateError
 from tensorhub.messages import Fill, FromWorker, Held, Join, Leave, Pin, Register, Rollback
+from tensorhub.testing import DEVICE, MANIFEST, PureCluster, SimWorker
 from tensorhub.types import Endpoint, Location, OpKey, OpKind, Range
-from tests.harness import DEVICE, MANIFEST, PureCluster, SimWorker
 from tests.property.chaos import Chaos
 
 
@@ -32,6 +31,7 @@ def registers(registration: str, group: str, held: Held | None = None, *, world_
 
 def say(worker: SimWorker, message: FromWorker) -> None:
     worker.say(message)
+    assert isinstance(worker.cluster, PureCluster)
     worker.cluster.run()
 
 
@@ -208,7 +208,7 @@ def standing(cluster: PureCluster) -> dict[str, int | None]:
 def test_whatever_a_buggy_worker_says_the_others_keep_what_they_have(seed: int) -> None:
     chaos, random = Chaos(seed), Random(~seed)
     cluster = chaos.cluster
-    cluster.promised = defaultdict(lambda: defaultdict(str), cluster.promised)  # the babbler's own publications
+    cluster.guarantees.strangers = True
     babbler = Babbler(cluster, random)
     for _ in range(300):
         chaos.step()

@@ -7,9 +7,9 @@ import pytest
 from tensorhub.coordinator import Connected, views
 from tensorhub.errors import GroupAborted, ManifestMismatch, OperationTimeout, StateError, VersionUnavailable
 from tensorhub.messages import Fill, Join, Outcome, Publish, Refused, Register, Registered
+from tensorhub.testing import DEVICE, MANIFEST, Asked, Handle, PureCluster
 from tensorhub.types import HandleState, Location, ModelInfo, OpKey, OpKind
 from tests.coordinator.test_membership import answers
-from tests.harness import DEVICE, MANIFEST, Asked, Handle, PureCluster
 
 
 def published(readers: int = 0, world_size: int = 1) -> tuple[PureCluster, list[list[Handle]]]:
@@ -138,9 +138,10 @@ def test_a_deadline_passes_in_mid_read() -> None:
     cluster, groups = published()
     fetcher = cluster.fetcher("fetcher")
     asked = in_mid_read(cluster, fetcher)
-    fetcher.end_reading(None)
     assert fetcher.pull is not None
-    fetcher.pull.grants.clear()  # it reads no more, and says nothing
+    for lane in fetcher.pull.lanes.values():
+        lane.let_go()
+        lane.queue.clear()  # it reads no more, and says nothing
     cluster.advance(61)
     with pytest.raises(OperationTimeout, match="fetch of 'actor': version 1 was not complete after 60 s"):
         _ = asked.number

@@ -14,8 +14,8 @@ from tensorhub.errors import (
     VersionUnavailable,
 )
 from tensorhub.messages import Start, Write
+from tensorhub.testing import Asked, BrokenHook, Choice, Handle, PureCluster
 from tensorhub.types import HandleState, Location
-from tests.harness import Asked, BrokenHook, Choice, Handle, PureCluster
 
 
 def trainer_and_reader(version: int = 1) -> tuple[PureCluster, Handle, Handle]:

@@ -12,7 +12,7 @@ import pytest
 from tensorhub.coordinator import Action, Coordinator, Event, invariants
 from tensorhub.coordinator.entities import Cluster, Group, Holding, Member, Noted, Operation, RankPart, Withdrawal
 from tensorhub.machine import InvariantBroken, Stateful
-from tests.harness import PureCluster
+from tensorhub.testing import PureCluster
 from tests.property.chaos import Chaos
 
 Step = Callable[[Coordinator, Event, float], list[Action]]

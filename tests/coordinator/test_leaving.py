@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from tensorhub.errors import DrainTimeout, StateError, VersionUnavailable
+from tensorhub.testing import Handle, PureCluster
 from tensorhub.types import HandleState
-from tests.harness import Handle, PureCluster
 
 
 def reading() -> tuple[PureCluster, Handle, Handle]:

@@ -7,8 +7,8 @@ import pytest
 from tensorhub.coordinator import CloseSession, Connected, Disconnected, Received, Send
 from tensorhub.errors import GroupAborted, RegistrationError
 from tensorhub.messages import Dismissed, Heartbeat, HeartbeatAck, Join, Leave, Register, Welcome
+from tensorhub.testing import DEVICE, MANIFEST, Handle, PureCluster
 from tensorhub.types import HandleState, Location
-from tests.harness import DEVICE, MANIFEST, Handle, PureCluster
 
 
 def worker_state(cluster: PureCluster, handle: Handle) -> str:

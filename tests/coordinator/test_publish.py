@@ -13,8 +13,8 @@ from tensorhub.errors import (
     VersionUnavailable,
 )
 from tensorhub.messages import Prepared, Publish
+from tensorhub.testing import PureCluster
 from tensorhub.types import HandleState
-from tests.harness import PureCluster
 
 
 def states(cluster: PureCluster) -> dict[int, str]:

@@ -16,7 +16,7 @@ from tensorhub.messages import (
     Refused,
     Watch,
 )
-from tests.harness import MANIFEST, Handle, PureCluster
+from tensorhub.testing import MANIFEST, Handle, PureCluster
 
 OBSERVER = 1000
 

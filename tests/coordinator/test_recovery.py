@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from tensorhub.errors import CoordinatorUnavailable, GroupAborted, VersionConflict, VersionUnavailable
+from tensorhub.testing import Choice, PureCluster
 from tensorhub.types import HandleState
-from tests.harness import Choice, PureCluster
 
 
 def reconnect(cluster: PureCluster, *, but: str = "") -> None:

@@ -9,8 +9,8 @@ import pytest
 from tensorhub.coordinator.entities import Model
 from tensorhub.errors import CoordinatorUnavailable, StateError, VersionConflict, VersionUnavailable
 from tensorhub.messages import Announce, Watch
+from tensorhub.testing import Handle, PureCluster
 from tensorhub.types import HandleState
-from tests.harness import Handle, PureCluster
 
 
 def trained(*more: str, to: int = 3) -> tuple[PureCluster, Handle, list[Handle]]:

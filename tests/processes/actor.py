@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import resource
 import sys
 import threading
 import time
@@ -112,6 +113,10 @@ class Actor:
     async def contents(self, name: str = "w") -> list[int]:
         """Which contents' words the memory holds."""
         return sorted(_contents(self._memory[name]))
+
+    async def peak_bytes(self) -> int:
+        """The most memory that this process has had."""
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
     async def block(self, seconds: float) -> None:
         time.sleep(seconds)  # noqa: ASYNC251 - a trainer that computes

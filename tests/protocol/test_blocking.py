@@ -81,8 +81,8 @@ def test_both_sides_shake_hands_and_talk(pair: Pair, start: Start) -> None:
     assert other.result(5).incarnation == "reader-1"
     pair.one.send(READ)
     assert pair.two.receive(FROM_READER) == READ
-    pair.two.send(StillWaiting(1))
-    assert pair.one.receive(FROM_OWNER) == StillWaiting(1)
+    pair.two.send(StillWaiting(1, ((0, 2), (5, 1))))
+    assert pair.one.receive(FROM_OWNER) == StillWaiting(1, ((0, 2), (5, 1)))
 
 
 def test_different_secrets_are_said_to_both_sides(pair: Pair, start: Start) -> None:
@@ -247,12 +247,12 @@ def test_payload_arrives_in_its_buffers(pair: Pair, start: Start, sent: list[int
 
     def send() -> None:
         pair.two.send_with_payload(message, pieces(source, sent))
-        pair.two.send(StillWaiting(2))
+        pair.two.send(StillWaiting(2, ()))
 
     sending = start(send)
     assert pair.one.receive(FROM_OWNER) == message
     pair.one.receive_into(pieces(target, received))
-    assert pair.one.receive(FROM_OWNER) == StillWaiting(2)
+    assert pair.one.receive(FROM_OWNER) == StillWaiting(2, ())
     assert target == source
     sending.result(5)
 
@@ -381,6 +381,6 @@ def test_a_closed_connection_is_lost(pair: Pair) -> None:
 
 def test_a_message_that_breaks_its_bounds_sends_nothing(pair: Pair) -> None:
     with pytest.raises(ProtocolError, match=r"StillWaiting\.request"):
-        pair.one.send_with_payload(StillWaiting(-1), [memoryview(b"payload")])
+        pair.one.send_with_payload(StillWaiting(-1, ()), [memoryview(b"payload")])
     pair.one.send(READ)
     assert pair.two.receive(FROM_READER) == READ

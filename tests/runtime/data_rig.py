@@ -58,6 +58,7 @@ class Node:
         *,
         filled: bool,
         owner: SharedOwner | None = None,
+        patience_s: float = 0.2,
         **settings: object,
     ) -> None:
         self.name = name
@@ -72,7 +73,7 @@ class Node:
         self.memory = ChunkMemory(manifest, [memoryview(array) for array in self.arrays])
         self.owner = owner or SharedOwner(fence_grace_s=0.05)
         self.listener = tcp.listen("127.0.0.1")
-        self.settings = ServeSettings(self.incarnation, [SECRET], patience_s=0.2, **settings)  # type: ignore[arg-type]
+        self.settings = ServeSettings(self.incarnation, [SECRET], patience_s=patience_s, **settings)  # type: ignore[arg-type]
 
     def open(self, *, complete: bool) -> Node:
         self.owner.open(self.registration, self.generation, CONTENT, self.memory, complete=complete)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import socket
 import threading
+from contextlib import AsyncExitStack
 from functools import partial
 
 import anyio
@@ -12,13 +13,25 @@ import anyio.to_thread
 import pytest
 
 from tensorhub.manifest import Digest
-from tensorhub.messages import ChunksFollow
+from tensorhub.messages import ChunksFollow, StillWaiting
 from tensorhub.protocol.blocking import BlockingConnection
 from tensorhub.protocol.codec import FROM_READER
 from tensorhub.protocol.handshake import NONCE_BYTES, ServerHandshake
 from tensorhub.runtime.lanes import SourceFailed
 from tensorhub.types import ContentId, Incarnation, LeaseId, RegistrationId
-from tests.runtime.data_rig import CHUNKS, SECRET, SIZES, Node, Proxy, finish, manifest_of, next_event, serving, until
+from tests.runtime.data_rig import (
+    CHUNKS,
+    SECRET,
+    SIZES,
+    WAIT_S,
+    Node,
+    Proxy,
+    finish,
+    manifest_of,
+    next_event,
+    serving,
+    until,
+)
 
 pytestmark = pytest.mark.anyio
 TOTAL = sum(SIZES)
@@ -236,24 +249,62 @@ async def test_a_silent_source_is_given_up_and_one_that_waits_itself_is_not() ->
             await finish(runner)
 
 
-async def test_several_sources_share_the_work() -> None:
+async def test_each_chunk_comes_from_a_source_that_has_it() -> None:
     manifest = manifest_of()
     a, b, c = (Node(name, manifest, filled=name != "c") for name in "abc")
-    async with serving(a.open(complete=False), b.open(complete=True), c), c.runner(batch_bytes=1) as runner:
+    async with serving(a.open(complete=False), b.open(complete=False), c), c.runner() as runner:
+        a.make_available(0, 5, 6)
+        b.make_available(1, 2, 3, 7, 8, 9, 10)
         runner.add_source(a.grant(complete=False))
-        await until(lambda: "2 in flight" in repr(runner))  # a's lane has asked for two, and a has none of them
-        runner.add_source(b.grant())
-        await until(lambda: runner.report().chunks_verified == CHUNKS - 2)
-        assert a.owner.complete(a.registration, 7)
+        runner.add_source(b.grant(complete=False))
+        await until(lambda: runner.report().chunks_verified == CHUNKS - 1)
+        a.make_available(4)  # which is waited for at the sources, in turns
         await finish(runner)
         report = runner.report()
+    assert c.arrays == a.arrays
+    of_a = sum(a.memory.sizes[chunk] for chunk in (0, 4, 5, 6))
+    assert [source.bytes_read for source in report.sources] == [of_a, TOTAL - of_a]
+    assert (report.reread_bytes, report.retries) == (0, 0)
+
+
+@pytest.mark.parametrize("batch_bytes", [1, 10_000, 2**20])
+async def test_a_source_that_lacks_everything_keeps_nothing_from_one_that_has_it(batch_bytes: int) -> None:
+    manifest = manifest_of()
+    a, b, c = (Node(name, manifest, filled=name != "c") for name in "abc")
+    async with serving(a.open(complete=False), b.open(complete=True), c), c.runner(batch_bytes=batch_bytes) as runner:
+        runner.add_source(a.grant(complete=False))
+        await until(lambda: "0 in flight" not in repr(runner))
+        runner.add_source(b.grant())
+        await finish(runner)
         assert c.arrays == a.arrays
-        assert [source.bytes_read for source in report.sources] == [10 + 4096, TOTAL - 10 - 4096]
+        assert [source.bytes_read for source in runner.report().sources] == [0, TOTAL]
+
+
+async def test_readers_that_together_hold_everything_complete_one_another() -> None:
+    """A wait cycle of three, and no chunk that waits for itself (R9)."""
+    manifest = manifest_of()
+    nodes = [Node(name, manifest, filled=True).open(complete=False) for name in "abc"]
+    whole = [bytes(array) for array in nodes[0].arrays]
+    held = [(0, 3, 6), (1, 4, 7, 9), (2, 5, 8, 10)]
+    for node, chunks in zip(nodes, held, strict=True):
+        node.make_available(*chunks)
+        for chunk in set(range(CHUNKS)) - set(chunks):
+            node.memory.buffer(chunk)[:] = bytes(node.memory.sizes[chunk])
+    async with serving(*nodes), AsyncExitStack() as stack:
+        runners = [
+            await stack.enter_async_context(node.runner(verified=chunks)) for node, chunks in zip(nodes, held, strict=True)
+        ]
+        for me, runner in enumerate(runners):
+            runner.add_source(nodes[(me + 1) % 3].grant(complete=False))
+        for runner in runners:
+            await finish(runner)
+        assert [runner.report().reread_bytes for runner in runners] == [0, 0, 0]
+        assert all([bytes(array) for array in node.arrays] == whole for node in nodes)
 
 
 async def test_what_a_dropped_source_owed_goes_to_a_lane_that_was_idle() -> None:
     manifest = manifest_of()
-    a, b, c = (Node(name, manifest, filled=name != "c") for name in "abc")
+    a, b, c = (Node(name, manifest, filled=name != "c", patience_s=WAIT_S) for name in "abc")
     async with (
         serving(a.open(complete=False), b.open(complete=True), c),
         c.runner(batch_bytes=2**20) as runner,
@@ -271,7 +322,7 @@ async def test_what_a_dropped_source_owed_goes_to_a_lane_that_was_idle() -> None
 
 async def test_an_idle_lane_can_be_dropped() -> None:
     manifest = manifest_of()
-    a, b, c = (Node(name, manifest, filled=name != "c") for name in "abc")
+    a, b, c = (Node(name, manifest, filled=name != "c", patience_s=WAIT_S) for name in "abc")
     async with (
         serving(a.open(complete=False), b.open(complete=True), c),
         c.runner(batch_bytes=2**20) as runner,
@@ -321,12 +372,19 @@ async def test_a_fault_inside_a_lane_ends_the_runner_and_every_other_lane() -> N
 
 
 @pytest.mark.parametrize(
-    ("request_number", "chunks"),
-    [(0, ((5, 0),)), (0, ((0, 0), (0, 0))), (0, ()), (9, ((0, 0),)), (1, ((0, 0),))],
+    "answer",
+    [
+        ChunksFollow(0, ((5, 0),)),
+        ChunksFollow(0, ((0, 0), (0, 0))),
+        ChunksFollow(0, ()),
+        ChunksFollow(9, ((0, 0),)),
+        ChunksFollow(1, ((0, 0),)),
+        StillWaiting(9, ()),
+        StillWaiting(0, ((3, 1), (2, 1))),
+        StillWaiting(0, ((3, 0),)),
+    ],
 )
-async def test_a_source_that_sends_what_was_not_asked_for_writes_nothing(
-    request_number: int, chunks: tuple[tuple[int, int], ...]
-) -> None:
+async def test_a_source_that_sends_what_was_not_asked_for_writes_nothing(answer: ChunksFollow | StillWaiting) -> None:
     manifest = manifest_of(digest="none")
     a, b = Node("a", manifest, filled=True), Node("b", manifest, filled=False)
 
@@ -335,8 +393,8 @@ async def test_a_source_that_sends_what_was_not_asked_for_writes_nothing(
         with BlockingConnection(a.listener.accept()[0], stall_timeout_s=30) as connection:
             connection.handshake(ServerHandshake("owner", a.incarnation, [SECRET], os.urandom(NONCE_BYTES)), 30)
             connection.receive(FROM_READER)
-            payload = [a.memory.buffer(chunk) for chunk, _ in chunks]
-            connection.send_with_payload(ChunksFollow(request_number, chunks), payload)
+            payload = [a.memory.buffer(chunk) for chunk, _ in answer.chunks] if isinstance(answer, ChunksFollow) else []
+            connection.send_with_payload(answer, payload)
             connection.receive(FROM_READER)
 
     source = threading.Thread(target=misbehave)

@@ -13,7 +13,7 @@ import anyio.to_thread
 import pytest
 
 from tensorhub.errors import DrainTimeout
-from tensorhub.messages import ChunksFollow, Read, ReadRefused
+from tensorhub.messages import ChunksFollow, Read, ReadRefused, StillWaiting
 from tensorhub.protocol.blocking import BlockingConnection
 from tensorhub.protocol.codec import FROM_OWNER
 from tensorhub.protocol.handshake import NONCE_BYTES, ClientHandshake
@@ -193,6 +193,18 @@ async def test_a_malformed_peer_loses_its_connection_and_nobody_else_anything(da
             runner.add_source(a.grant())
             await finish(runner)
             await until(lambda: "0 lanes" in repr(a.owner))
+
+
+async def test_a_request_for_what_is_lacked_ends_in_time_and_tells_what_is_there() -> None:
+    a = Node("a", manifest_of(), filled=True).open(complete=False)
+    a.make_available(0, 2, 3)
+    async with serving(a), raw_reader(a) as connection:
+
+        def ask() -> object:
+            connection.send(read(a, (4, 3)))
+            return connection.receive(FROM_OWNER)
+
+        assert await anyio.to_thread.run_sync(ask) == StillWaiting(0, ((0, 1), (2, 2)))
 
 
 @pytest.mark.parametrize("runs", [(), ((0, 0),), ((0, 2**60),), ((0, 1024), (0, 1))])

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import AsyncIterator, Awaitable, Callable
+from dataclasses import dataclass, field
+from pathlib import Path
 
 import anyio
 import anyio.abc
@@ -13,13 +15,14 @@ import trio.testing
 from tensorhub.errors import CoordinatorUnavailable, OperationTimeout, TensorHubError, VersionUnavailable
 from tensorhub.runtime.handle import Handle
 from tensorhub.runtime.server import CoordinatorServer
-from tensorhub.runtime.store import MemoryStore
+from tensorhub.runtime.store import MemoryStore, SqliteStore, Store
 from tensorhub.runtime.worker import Worker
 from tensorhub.transport.memory import RegisteredMemory
-from tensorhub.types import HandleState, Location, OpKind, Options, parse_address
+from tensorhub.types import HandleState, Location, OpKind, Options
 from tensorhub.worker.calls import FillCall
 from tests.rig import nothing_left, tensors
 from tests.runtime.data_rig import busy_threads
+from tests.runtime.wires import Wire, WireListener
 
 LEASE_S = 10.0
 OPTIONS = Options(op_timeout_s=60, lease_s=LEASE_S)
@@ -36,68 +39,70 @@ def in_no_time(main: Callable[[], Awaitable[None]]) -> None:
     assert not busy_threads()
 
 
-class Way:
-    """Between a worker and its coordinator: passes bytes on, until it is cut; then nothing comes through, or back."""
+@dataclass
+class Rig:
+    """A coordinator that can be restarted, and wires to it."""
 
-    def __init__(self, server: CoordinatorServer) -> None:
-        self._target = parse_address(server.address)
-        self._open = anyio.Event()
-        self._open.set()
-        self.address = ""
+    tasks: anyio.abc.TaskGroup
+    options: Options
+    store: Store = field(default_factory=MemoryStore)
+    wires: list[Wire] = field(default_factory=list)
+    serving: anyio.CancelScope = field(default_factory=anyio.CancelScope)
+    listener: WireListener = field(default_factory=WireListener)
 
-    async def run(self, listening: anyio.Event) -> None:
-        multi = await anyio.create_tcp_listener(local_host="127.0.0.1")
-        async with multi:
-            port = multi.extra(anyio.abc.SocketAttribute.local_port)
-            self.address = f"tcp://127.0.0.1:{port}"
-            listening.set()
-            await multi.serve(self._serve)
+    async def serve(self) -> None:
+        """Start a coordinator, on what the store has; every wire leads to it."""
+        server = CoordinatorServer(options=self.options, secrets_accepted=(b"",), store=self.store)
+        self.listener, self.serving, ready = WireListener(), anyio.CancelScope(), anyio.Event()
 
-    async def _serve(self, client: anyio.abc.ByteStream) -> None:
-        async with client, await anyio.connect_tcp(*self._target) as server, anyio.create_task_group() as tasks:
-            tasks.start_soon(self._pass_on, client, server, tasks.cancel_scope)
-            tasks.start_soon(self._pass_on, server, client, tasks.cancel_scope)
+        async def run(scope: anyio.CancelScope, listener: WireListener) -> None:
+            with scope:
+                await server.run_on(listener, ready.set)
 
-    async def _pass_on(self, source: anyio.abc.ByteStream, sink: anyio.abc.ByteStream, scope: anyio.CancelScope) -> None:
-        with contextlib.suppress(anyio.EndOfStream, anyio.BrokenResourceError, anyio.ClosedResourceError):
-            async for data in source:
-                await self._open.wait()
-                await sink.send(data)
-        await self._open.wait()
-        scope.cancel()
+        self.tasks.start_soon(run, self.serving, self.listener)
+        await ready.wait()
+        for wire in self.wires:
+            wire.lead_to(self.listener)
 
-    def cut(self) -> None:
-        self._open = anyio.Event()
+    def kill(self) -> None:
+        """The coordinator's process is no more."""
+        self.serving.cancel()
+        for wire in self.wires:
+            wire.break_off()
 
-    def heal(self) -> None:
-        self._open.set()
+    async def worker(self, name: str) -> tuple[Worker, Wire]:
+        wire = Wire(self.listener)
+        self.wires.append(wire)
+        worker, ready = self.new_worker(name, wire), anyio.Event()
+        self.tasks.start_soon(worker.run, ready.set)
+        await ready.wait()
+        return worker, wire
+
+    def new_worker(self, name: str, wire: Wire) -> Worker:
+        address, here = ["tcp://127.0.0.1:1"], Location()
+        return Worker(address, name=name, location=here, secret=b"", transports=None, options=self.options, dial=wire.dial)
 
 
 @contextlib.asynccontextmanager
-async def joined(options: Options = OPTIONS) -> AsyncIterator[tuple[Worker, Way, Worker]]:
-    """A worker at the end of a way that can be cut, and one that is close to the coordinator."""
-    server = CoordinatorServer(options=options, secrets_accepted=(b"",), store=MemoryStore())
+async def rig(options: Options = OPTIONS, store: Store | None = None) -> AsyncIterator[Rig]:
     async with anyio.create_task_group() as tasks:
-        listening, passing = anyio.Event(), anyio.Event()
-        tasks.start_soon(server.run, "127.0.0.1", 0, listening.set)
-        await listening.wait()
-        way = Way(server)
-        tasks.start_soon(way.run, passing)
-        await passing.wait()
-        workers = [await started(tasks, way.address, "far", options), await started(tasks, server.address, "near", options)]
-        yield workers[0], way, workers[1]
-        way.heal()
-        for worker in workers:
-            await worker.close()
+        made = Rig(tasks, options, store or MemoryStore())
+        await made.serve()
+        yield made
+        for wire in made.wires:
+            wire.heal()
         tasks.cancel_scope.cancel()
 
 
-async def started(tasks: anyio.abc.TaskGroup, address: str, name: str, options: Options) -> Worker:
-    worker = Worker([address], name=name, location=Location(), secret=b"", transports=None, options=options)
-    ready = anyio.Event()
-    tasks.start_soon(worker.run, ready.set)
-    await ready.wait()
-    return worker
+@contextlib.asynccontextmanager
+async def joined(options: Options = OPTIONS) -> AsyncIterator[tuple[Worker, Wire, Worker]]:
+    """A worker at the end of a way that can be cut, and one whose way stays open."""
+    async with rig(options) as made:
+        (far, way), (near, _) = await made.worker("far"), await made.worker("near")
+        yield far, way, near
+        way.heal()
+        for worker in (far, near):
+            await worker.close()
 
 
 async def registered(worker: Worker, group: str | None = None, content: int | None = 1) -> Handle:
@@ -226,11 +231,53 @@ def test_a_publish_whose_outcome_is_not_known_is_in_doubt_until_it_is() -> None:
 
 def test_a_coordinator_that_says_nothing_at_first() -> None:
     async def main() -> None:
-        async with joined() as (_, way, _near):
-            way.cut()
-            late = Worker([way.address], name="late", location=Location(), secret=b"", transports=None, options=OPTIONS)
-            error, seconds = await timed(late.run(lambda: None))
+        async with rig() as made:
+            wire = Wire(made.listener)
+            wire.cut()
+            error, seconds = await timed(made.new_worker("late", wire).run(lambda: None))
             assert type(error) is CoordinatorUnavailable
             assert 10 <= seconds < 11
+
+    in_no_time(main)
+
+
+def test_a_coordinator_that_restarts_on_its_state_finds_everything_again(tmp_path: Path) -> None:
+    async def main() -> None:
+        store = SqliteStore(tmp_path)
+        async with rig(store=store) as made:
+            (trainer, _), (reader, _) = await made.worker("trainer"), await made.worker("reader")
+            handle, other = await registered(trainer), await registered(reader, "g", None)
+            info = await handle.publish(1, 60)
+            made.kill()
+            store.close()
+            store = made.store = SqliteStore(tmp_path)
+            await anyio.sleep(LEASE_S)
+            await made.serve()
+            report = await other.fill(REPLICATE, 60)
+            assert (report.version, other.member.version, handle.member.version) == (1, 1, 1)
+            assert await reader.news.wait_for("m", 1, 60) == info
+            for worker in (trainer, reader):
+                await worker.close()
+        store.close()
+
+    in_no_time(main)
+
+
+def test_a_call_outlives_many_resets_of_its_connection() -> None:
+    async def main() -> None:
+        async with joined() as (far, way, near):
+            waiting = await registered(far, content=None)
+            handle = await registered(near, "g")
+            async with anyio.create_task_group() as tasks:
+
+                async def fill() -> None:
+                    assert (await waiting.fill(REPLICATE, 60)).version == 1
+
+                tasks.start_soon(fill)
+                for _ in range(5):
+                    await anyio.sleep(LEASE_S / 5)
+                    way.break_off()
+                await handle.publish(1, 60)
+            assert waiting.member.version == 1
 
     in_no_time(main)

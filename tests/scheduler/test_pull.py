@@ -4,9 +4,12 @@ end.
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
+from random import Random
 from typing import Any
 
 import pytest
+from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
@@ -87,6 +90,69 @@ def test_bytes_of_a_broken_chunk_count_as_read_but_not_as_arrived() -> None:
     assert (pull.bytes_read, pull.source_bytes(A), pull.chunks_verified) == (4, 4, 0)
 
 
+def test_a_source_that_lacks_a_chunk_is_asked_for_what_it_has() -> None:
+    pull = pull_from(A, B)
+    assert pull.next_batch(A, 1000) == (0, 1, 2, 3, 4, 5)
+    assert pull.next_batch(B, 1000) == ()
+    pull.lacks(A, range(6), [(1, 1), (4, 9)])  # runs of a source that speaks of more than there is harm nobody
+    assert pull.is_patchy
+    assert pull.next_batch(A, 20) == (1, 4)
+    assert pull.next_batch(B, 10) == (0,)
+    assert pull.next_batch(A, 1000) == (5,)
+    assert pull.next_batch(A, 1000) == ()  # B may have the rest
+    assert pull.next_batch(B, 1000) == (2, 3)
+    assert pull.retries == 0
+
+
+def test_what_nobody_has_is_waited_for_at_a_source_in_turns() -> None:
+    pull = pull_from(A, B)
+    pull.next_batch(A, 30)
+    pull.next_batch(B, 1000)
+    pull.lacks(A, (0, 1, 2), ())
+    pull.lacks(B, (3, 4, 5), ())
+    assert pull.next_batch(B, 1000) == ()  # A was asked longer ago
+    assert pull.next_batch(A, 30) == (0, 1, 2)
+    assert pull.next_batch(A, 30) == ()  # one request at a time
+    assert pull.next_batch(B, 1000) == (3, 4, 5)
+    pull.lacks(B, (3, 4, 5), [(0, 1)])
+    pull.lacks(A, (0, 1, 2), [(3, 1)])
+    assert pull.next_batch(A, 1000) == (3,)
+    assert pull.next_batch(B, 1000) == (0,)
+
+
+def test_what_another_source_has_is_not_waited_for_elsewhere() -> None:
+    pull = pull_from(A, B)
+    pull.next_batch(A, 10)
+    pull.next_batch(B, 10)
+    pull.lacks(A, (0,), ())
+    pull.lacks(B, (1,), [(0, 1), (3, 2)])
+    assert pull.next_batch(A, 1000) == (1, 2, 5)
+    assert pull.next_batch(B, 1000) == (0, 3, 4)
+
+
+def test_a_source_that_has_got_on_may_have_everything_again() -> None:
+    pull = pull_from(A)
+    pull.next_batch(A, 10)
+    pull.lacks(A, (0,), ())
+    assert pull.next_batch(A, 10) == (0,)
+    pull.arrived(A, 0, ok=True)
+    assert not pull.is_patchy
+    assert [pull.next_batch(A, 10), pull.next_batch(A, 10)] == [(1,), (2,)]
+
+
+def test_a_source_whose_lane_is_not_up_keeps_nobody_waiting() -> None:
+    pull = pull_from(A)
+    pull.next_batch(A, 1000)
+    pull.lacks(A, range(6), ())
+    pull.add_source(B, complete=True)
+    assert pull.next_batch(A, 10) == (0,)
+    assert pull.next_batch(B, 10) == (1,)
+    pull.lacks(A, (0,), ())
+    assert pull.next_batch(A, 10) == ()
+    pull.drop_source(B)
+    assert pull.next_batch(A, 10) == (0,)
+
+
 def test_illegal_steps_tell_the_story() -> None:
     pull = pull_from(A)
     with pytest.raises(IllegalStep, match=r"(?s)chunk 3 is not in flight at a.*source a complete"):
@@ -116,6 +182,8 @@ class PullMachine(RuleBasedStateMachine):
         self.lanes: dict[LeaseId, set[int]] = {}  # of each running lane, what it may write
         self.dropped: set[LeaseId] = set()
         self.verified: set[int] = set()
+        self.known: dict[LeaseId, set[int]] = {}  # what a source has told that it has
+        self.asked: set[LeaseId] = set()  # whose lane runs, and has asked
         self.leases = 0
 
     @precondition(lambda self: self.pull is None)
@@ -143,9 +211,26 @@ class PullMachine(RuleBasedStateMachine):
         assert not self.verified & set(batch), "a verified chunk is asked for again"
         assert list(batch) == sorted(batch)
         assert lease not in self.dropped or not batch
-        if not batch and lease not in self.dropped:
-            assert len(writing | self.verified) == len(self.sizes)
+        wanted = set(range(len(self.sizes))) - writing - self.verified
+        known = self.known.get(lease)
+        if known is None:
+            assert batch or lease in self.dropped or not wanted
+        elif batch and not set(batch) <= known:
+            assert not wanted & known, "what it has comes first"
+            others = [self.known.get(each) for each in self.asked - self.dropped - {lease}]
+            assert all(other is not None and not other & set(batch) for other in others), "another one has it"
+        self.asked.add(lease)
         self.lanes[lease] |= set(batch)
+
+    @precondition(lambda self: any(self.lanes.values()))
+    @rule(data=st.data())
+    def lack(self, data: st.DataObject) -> None:
+        lease = data.draw(st.sampled_from(sorted(lease for lease, chunks in self.lanes.items() if chunks)))
+        chunks = data.draw(st.sets(st.sampled_from(sorted(self.lanes[lease])), min_size=1))
+        has = data.draw(st.sets(st.integers(0, len(self.sizes) - 1))) - chunks
+        self.pull.lacks(lease, sorted(chunks), [(chunk, 1) for chunk in sorted(has)])
+        self.known[lease] = has
+        self.lanes[lease] -= chunks
 
     @precondition(lambda self: any(self.lanes.values()))
     @rule(data=st.data(), ok=st.booleans())
@@ -154,6 +239,8 @@ class PullMachine(RuleBasedStateMachine):
         chunk = data.draw(st.sampled_from(sorted(self.lanes[lease])))
         self.pull.arrived(lease, chunk, ok)
         self.lanes[lease].discard(chunk)
+        if lease in self.known and chunk not in self.known[lease]:
+            del self.known[lease]
         if ok:
             self.verified.add(chunk)
 
@@ -169,6 +256,7 @@ class PullMachine(RuleBasedStateMachine):
     def end(self, data: st.DataObject) -> None:
         lease = data.draw(st.sampled_from(sorted(self.lanes)))
         assert set(self.pull.lane_ended(lease)) == self.lanes.pop(lease)
+        self.asked.discard(lease)
         assert self.pull.lane_ended(lease) == ()
 
     @invariant()
@@ -197,3 +285,50 @@ class PullMachine(RuleBasedStateMachine):
 
 
 TestPullMachine = PullMachine.TestCase
+
+
+@dataclass
+class Reader:
+    """One of several readers that have no source but one another. `lanes`: what it has asked of whom."""
+
+    pull: Pull
+    lanes: dict[int, tuple[int, ...]] = field(default_factory=dict)
+
+    def has(self, chunk: int) -> bool:
+        return self.pull.verified[chunk] == 1
+
+
+@given(st.integers(1, 6), st.integers(2, 5), st.randoms(use_true_random=False))
+def test_readers_that_together_hold_everything_complete_one_another(chunks: int, count: int, random: Random) -> None:
+    """Each reads from all others: per chunk nobody waits for itself, so that all end, whoever is how fast (R9)."""
+    held = [{chunk for chunk in range(chunks) if random.random() < 0.3} for _ in range(count)]
+    for chunk in range(chunks):
+        held[random.randrange(count)].add(chunk)
+    readers = [Reader(Pull([1] * chunks, sorted(each))) for each in held]
+    for me, reader in enumerate(readers):
+        for other in range(count):
+            if other != me:
+                reader.pull.add_source(LeaseId(str(other)), complete=False)
+    for _ in range(200 * chunks * count):
+        if all(reader.pull.done for reader in readers):
+            return
+        me = random.randrange(count)
+        other = random.choice([number for number in range(count) if number != me])
+        let_lane_move(readers[me], other, readers[other], random)
+    raise AssertionError(f"they wait for ever: {[reader.pull for reader in readers]}")
+
+
+def let_lane_move(reader: Reader, other: int, source: Reader, random: Random) -> None:
+    """One step of the lane that reads `source`: ask, or take what is there, or hear that nothing is."""
+    lease = LeaseId(str(other))
+    asked = reader.lanes.get(other) or reader.pull.next_batch(lease, random.randint(1, 6))
+    there = [chunk for chunk in asked if source.has(chunk)]
+    if there:
+        reader.pull.arrived(lease, there[0], ok=True)
+        asked = tuple(chunk for chunk in asked if chunk != there[0])
+    elif asked and random.random() < 0.5:
+        runs = [(chunk, 1) for chunk in range(len(source.pull.verified)) if source.has(chunk)]
+        reader.pull.lacks(lease, asked, runs)
+        asked = reader.pull.next_batch(lease, random.randint(1, 6))  # before any other lane wakes up
+    reader.lanes[other] = asked
+    reader.pull.check_invariants()

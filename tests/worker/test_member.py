@@ -16,8 +16,8 @@ from tensorhub.errors import (
 )
 from tensorhub.manifest import TensorDescription, build_manifest
 from tensorhub.messages import ErrorInfo, ManifestReply, OrderedOut, Progress, Refused
+from tensorhub.testing import CHUNK_BYTES, Asked, Handle, PureCluster
 from tensorhub.types import HandleState
-from tests.harness import CHUNK_BYTES, Asked, Handle, PureCluster
 
 
 def published(*readers: str) -> tuple[PureCluster, Handle, list[Handle]]:
@@ -426,9 +426,9 @@ def test_memory_that_is_not_published_again_is_fenced_however_long_it_takes() ->
     cluster, trainer, (reader,) = published("reader")
     asked = reader.replicate()
     run_but_reads(cluster)
-    assert reader.can_read()
-    reader.read()
-    reader.read()  # one chunk is verified, and offered
+    assert cluster.can_read(reader)
+    cluster.read(reader)
+    cluster.read(reader)  # one chunk is verified, and offered
     reader.hold_access()
     trainer.worker.crash()
     reader.cancel("enough")

@@ -15,6 +15,7 @@ from typing import assert_never
 
 from tensorhub.coordinator import invariants, views
 from tensorhub.coordinator.actions import Action, CloseSession, Durable
+from tensorhub.coordinator.custody import Custody
 from tensorhub.coordinator.entities import Cluster, Member, Session, Version, Worker
 from tensorhub.coordinator.events import (
     Connected,
@@ -32,6 +33,7 @@ from tensorhub.coordinator.readers import Readers
 from tensorhub.coordinator.retention import Retentions
 from tensorhub.coordinator.states import COORDINATOR_TABLE, CoordinatorState
 from tensorhub.coordinator.versions import Versions
+from tensorhub.coordinator.withdrawals import Withdrawals
 from tensorhub.errors import VersionUnavailable
 from tensorhub.machine import InvariantBroken, Stateful
 from tensorhub.messages import (
@@ -101,10 +103,14 @@ class Coordinator(Stateful[CoordinatorState]):
         self.cluster.now = now
         self._versions = Versions(self.cluster)
         self._retentions = Retentions(self.cluster)
-        self._readers = Readers(self.cluster, self._retentions)
+        self._readers = Readers(self.cluster)
+        self._withdrawals = Withdrawals(self.cluster, self._readers, self._retentions)
+        self._custody = Custody(self.cluster, self._retentions)
         self._operations = Operations(self.cluster, self._versions, self._readers, self._retentions)
         self._lineages = Lineages(self.cluster, self._versions, self._readers, self._operations)
-        self._membership = Membership(self.cluster, self._retentions, self._readers, self._operations)
+        self._membership = Membership(
+            self.cluster, self._retentions, self._readers, self._withdrawals, self._custody, self._operations
+        )
         if durable is not None:
             self._recover(durable)
         self.become(CoordinatorState.SERVING, 0, now, "recovered")
@@ -139,7 +145,8 @@ class Coordinator(Stateful[CoordinatorState]):
                 del model.versions[number]
         for decision in sorted(durable.decisions, key=lambda d: d.key):
             cluster.decisions[decision.key.model, decision.key.group] = decision
-        cluster.timers.set("recovery", "", cluster.now + cluster.options.lease_s)
+        if durable.publications:  # whose holders may come back
+            cluster.timers.set("recovery", "", cluster.now + cluster.options.lease_s)
 
     # ------------------------------------------------------------------------------------------------- entry points
 
@@ -180,7 +187,11 @@ class Coordinator(Stateful[CoordinatorState]):
                 case ("retry", key):
                     self._operations.retry_due(key)
                 case ("withdrawal", registration):
-                    self._readers.withdrawal_due(registration)
+                    self._withdrawals.due(registration)
+                case ("handover", copy):
+                    self._custody.due(copy)
+                case ("custody", model_name):
+                    self._custody.retry_due(model_name)
                 case ("recovery", _):
                     self._retentions.recovery_over()
                     for model in self.cluster.models.values():
@@ -282,7 +293,7 @@ class Coordinator(Stateful[CoordinatorState]):
             case Withdraw():
                 member = worker.members.get(message.registration)
                 if member is not None:
-                    self._readers.withdraw(member, message)
+                    self._withdrawals.ask(member, message)
                 else:
                     self.cluster.send(worker.session, Withdrawable(message.request))
             case Withdrawn():
@@ -296,8 +307,12 @@ class Coordinator(Stateful[CoordinatorState]):
                 self._retentions.pin(worker, message)
             case Unpin():
                 self._retentions.unpin(worker, message)
-            case CopyRefused() | Kept():
-                pass
+            case CopyRefused():
+                self._custody.refused(worker, message.copy)
+            case Kept():
+                member = worker.members.get(message.registration)
+                if member is not None:
+                    self._retentions.kept(member, message)
             case ReaderCut():
                 lease = self.cluster.leases.get(message.lease)
                 if lease is not None and lease.holding.member.worker is worker:
@@ -400,6 +415,8 @@ class Coordinator(Stateful[CoordinatorState]):
                 del cluster.changed_models[name]
                 model = cluster.models[name]
                 self._versions.refresh(model)
-                self._readers.settle_withdrawals(model)
+                self._retentions.settle(model)
+                self._withdrawals.settle(model)
+                self._custody.settle(model)
                 self._lineages.settle(model)
                 cluster.changed_operations.update(model.waiting)

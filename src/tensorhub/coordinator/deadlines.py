@@ -88,7 +88,7 @@ class Deadlines:
         for part in parts:
             if not part.voted and part.faults and all(reason == "corrupt" for reason, _ in part.faults.values()):
                 return Blame(_corrupt(what, part), part.rank)
-        starving = [part for part in parts if part.wants_source]
+        starving = [part for part in parts if part.starves]
         if starving:
             text = f"{what} has lost its last source (rank {starving[0].rank}), none came back in time"
             return Blame(VersionUnavailable(text + _faults(starving)))

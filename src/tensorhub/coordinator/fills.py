@@ -41,6 +41,14 @@ class Fills:
         old = [part.member.holding for part in operation.parts.values() if part.member.holding is not None]
         return [h for h in old if h.version is not version and self._retentions.must_stay(h)]
 
+    def _must_wait(self, operation: Operation, version: Version) -> bool:
+        """Whether something has to stay; then `custody` finds others who take it over."""
+        staying = self.staying(operation, version)
+        if [id(h) for h in staying] != [id(h) for h in operation.staying]:
+            operation.staying = staying
+            self._cluster.touch(operation.group.model)
+        return bool(staying)
+
     def all_find_a_source(self, operation: Operation) -> bool:
         """R7: before anything is overwritten, every shard that is to be read can be read."""
         version = operation.version
@@ -118,7 +126,7 @@ class Fills:
             rank: part.member.holding is not None and part.member.holding.version is version
             for rank, part in operation.parts.items()
         }
-        if not all(holders.values()) and (not version.has_live_source() or self.staying(operation, version)):
+        if not all(holders.values()) and (not version.has_live_source() or self._must_wait(operation, version)):
             return None
         operation.version = version
         operation.unchanged = all(holders.values())
@@ -198,7 +206,7 @@ class Fills:
         if version.abandoned and not version.has_live_source():
             return _abandoned(version)
         ready = all(part.ready for part in operation.parts.values())
-        if ready and self.all_find_a_source(operation) and not self.staying(operation, version):
+        if ready and self.all_find_a_source(operation) and not self._must_wait(operation, version):
             self._begin_write(operation)
             for part in operation.parts.values():
                 if part.needs_bytes:
@@ -237,16 +245,15 @@ class Fills:
                 self._readers.add_holding(part.holding)
 
     def _feed(self, operation: Operation) -> Blame | None:
-        """Find a source for each reader that has none; in vain for ever if the last one has left on purpose."""
+        """Find sources for each reader that starves; in vain for ever if the last one has left on purpose."""
         version = operation.version
         assert version is not None
         for part in operation.parts.values():
-            if part.wants_source:
-                grant = self._readers.grant(part)
-                if grant is not None:
-                    self._cluster.tell(part.member, AddSource(operation.key, part.rank, grant))
-                elif version.abandoned and not version.has_live_source():
-                    return _abandoned(version)
+            for grant in self._readers.feed(part):
+                self._cluster.tell(part.member, AddSource(operation.key, part.rank, grant))
+            alone = part.wants_source and all(lease.dropping for lease in part.leases.values())
+            if alone and version.abandoned and not version.has_live_source():
+                return _abandoned(version)
         return None
 
 

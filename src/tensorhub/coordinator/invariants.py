@@ -267,7 +267,7 @@ def _operation(cluster: Cluster, operation: Operation) -> None:
         _demand(operation.version is not None and operation.gathered, "running means bound and gathered", operation)
     staged = operation.version is not None and operation.version.state is VersionState.STAGED
     _demand(staged == (operation.kind is OpKind.PUBLISH), "a publish stages a version, others take a visible one", operation)
-    starving = not (operation.writing or operation.unchanged) or any(part.wants_source for part in parts)
+    starving = not (operation.writing or operation.unchanged) or any(part.starves for part in parts)
     waits = group.model.waiting.get(operation.key) is operation
     if operation.state is not OperationState.PREPARED:
         _demand(waits == (operation.gathered and starving), "who lacks a source waits for one (G7)", operation)
@@ -308,12 +308,15 @@ def _lease(cluster: Cluster, lease: ReadLease) -> None:
         _demand(part.leases.get(lease.id) is lease, "a reader knows its leases", lease)
         _demand(operation.state is OperationState.RUNNING, "only running operations read", lease)
         _demand(holding.version is operation.version, "a lease is of the bound version (G4)", lease)
-        _demand(not _cyclic(holding), "nobody waits for itself (R9)", lease)
+        _demand(not _cyclic(holding), "nobody counts on itself (R9)", lease)
     else:
         _demand(lease.id not in part.leases, "a part's leases are active", lease)
 
 
 def _cyclic(start: Holding) -> bool:
+    """Whether it is filled from itself. By patches it may be: an owner that lacks a chunk says so, and keeps nobody waiting
+    who could have it elsewhere, so that no chunk waits for itself. Through every other lease a reader must get everything.
+    """
     todo, seen = [start], {id(start)}
     while todo:
         holding = todo.pop()
@@ -322,7 +325,7 @@ def _cyclic(start: Holding) -> bool:
         if part is None or part.holding is not holding or holding.complete:
             continue
         for lease in part.leases.values():
-            if lease.dropping:
+            if lease.dropping or lease.patch:
                 continue
             if lease.holding is start:
                 return True

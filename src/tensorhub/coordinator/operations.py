@@ -34,7 +34,7 @@ class Operations:
         self._readers = readers
         publishes, self._fills = Publishes(cluster, versions, readers), Fills(cluster, versions, readers, retentions)
         self._kinds: dict[OpKind, Kind] = {kind: publishes if kind is OpKind.PUBLISH else self._fills for kind in OpKind}
-        self._decisions = Decisions(cluster, self._kinds)
+        self._decisions = Decisions(cluster, retentions, self._kinds)
         self._deadlines = Deadlines(cluster, versions, retentions, self._fills)
 
     # ------------------------------------------------------------------------------------------------------- facts
@@ -244,7 +244,7 @@ class Operations:
             return
         self._deadlines.set(operation)
         waiting = operation.group.model.waiting
-        starving = not (operation.writing or operation.unchanged) or any(p.wants_source for p in operation.parts.values())
+        starving = not (operation.writing or operation.unchanged) or any(p.starves for p in operation.parts.values())
         if operation.gathered and starving:
             waiting[operation.key] = operation
         else:

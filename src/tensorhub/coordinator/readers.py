@@ -1,38 +1,37 @@
-"""Who reads from whom: read leases, their sources, and what happens when a source leaves.
+"""Who reads from whom: read leases, their sources, and what becomes of readers whose source leaves.
 
 Leases schedule and count; they protect nothing (R3): only an owner's own fence does. Not responsible for operations'
-outcomes: a reader without a source is left wanting one, and `operations` decides what that means.
+outcomes: a reader without a source is left wanting one, and `operations` decides what that means; nor for when a source
+may leave (`withdrawals`).
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from tensorhub.coordinator.entities import (
     Cluster,
     Holding,
-    Member,
-    Model,
     Operation,
     RankPart,
     ReadLease,
     Replica,
     Version,
-    Withdrawal,
 )
-from tensorhub.coordinator.retention import Retentions
 from tensorhub.coordinator.states import LeaseState, ReplicaState, WorkerState
-from tensorhub.messages import AddSource, CutReader, DropSource, Grant, MustStay, OrderedOut, Withdraw, Withdrawable
+from tensorhub.messages import AddSource, CutReader, DropSource, Grant, OrderedOut
 from tensorhub.scheduler.choice import Candidate, choose
 
 RETRY_S_FIRST = 0.05  # before a source that has failed is tried again; doubles each time
 RETRY_S_MAX = 2.0
+PATCHES_MAX = 4  # partial copies that one reader reads from while nobody holds all of it
 
 
 class Readers:
     """Changes leases and holdings; nobody else does."""
 
-    def __init__(self, cluster: Cluster, retentions: Retentions) -> None:
+    def __init__(self, cluster: Cluster) -> None:
         self._cluster = cluster
-        self._retentions = retentions
 
     # -- granting
 
@@ -41,13 +40,44 @@ class Readers:
         holding = self._choose(part, other_than)
         if holding is None:
             return None
-        lease = ReadLease(self._cluster.new_id(), part, holding)
+        if part.holding is not None:
+            part.holding.depth = holding.depth + 1
+        return self._lend(part, holding, patch=False)
+
+    def _lend(self, part: RankPart, holding: Holding, *, patch: bool) -> Grant:
+        lease = ReadLease(self._cluster.new_id(), part, holding, patch=patch)
         lease.story.note(self._cluster.cause, self._cluster.now, "granted")
         self._cluster.leases[lease.id] = holding.readers[lease.id] = part.leases[lease.id] = lease
         self._cluster.note(lease, part.member, part.operation, holding.member)
-        if part.holding is not None:
-            part.holding.depth = holding.depth + 1
         return self.to_grant(lease)
+
+    def feed(self, part: RankPart) -> list[Grant]:
+        """New leases for a reader that nothing it lacks may come to: on a source, or, while nobody holds all of it, on other
+        readers' partial copies. What they lack they wait for together (R9: no chunk waits for itself).
+        """
+        version = part.operation.version
+        if version is None or not part.starves:
+            return []
+        if not version.is_whole(part.shard):
+            return [self._lend(part, holding, patch=True) for holding in self._patches(part, version)]
+        grant = None if _reaches_whole(part.leases.values()) else self.grant(part)
+        return [] if grant is None else [grant]
+
+    def _patches(self, part: RankPart, version: Version) -> list[Holding]:
+        """Partial copies that it may read and does not yet. Each reads from the next one of them all, so that what any
+        of them has comes to every other; the rest are the best ones.
+        """
+        if version.abandoned:
+            return []  # its last holder left on purpose: nobody waits for it (R12)
+        there = version.holdings[part.shard]
+        place = there.index(part.holding) + 1 if part.holding in there else 0
+        others = [h for h in (*there[place:], *there[:place]) if h is not part.holding and self._reachable(h, part)]
+        read = [lease.holding for lease in part.leases.values() if not lease.dropping]
+        found = [h for h in others[:1] if h not in read]
+        left = {h.member.registration: h for h in others[1:] if h not in read}
+        while left and len(read) + len(found) < PATCHES_MAX:
+            found.append(left.pop(self._best(part, left.values(), version)))
+        return found
 
     @staticmethod
     def to_grant(lease: ReadLease) -> Grant:
@@ -77,17 +107,18 @@ class Readers:
             if h is not other_than and h is not part.holding and self._readable(h, part)
         }
         while holdings:
-            best = choose(
-                part.member.worker.location,
-                [self._candidate(h, part) for h in holdings.values()],
-                version.info.nbytes // version.info.world_size,
-            )
-            if best is None:
-                return None
-            holding = holdings.pop(best.ident)
-            if not self._reads_from(holding, part):
+            holding = holdings.pop(self._best(part, holdings.values(), version))
+            filled = holding.complete or _reaches_whole(_fillers(holding))
+            if filled and not self._reads_from(holding, part):
                 return holding
         return None
+
+    def _best(self, part: RankPart, holdings: Iterable[Holding], version: Version) -> str:
+        """The registration of that one of these, one at least, from which it would have everything first."""
+        candidates = [self._candidate(h, part) for h in holdings]
+        best = choose(part.member.worker.location, candidates, version.info.nbytes // version.info.world_size)
+        assert best is not None
+        return best.ident
 
     def finds_source(self, part: RankPart) -> bool:
         """Whether there is a source for this reader now."""
@@ -103,12 +134,14 @@ class Readers:
         return sorted(theirs) if sources and not holds and not mine & theirs else []
 
     def _readable(self, holding: Holding, part: RankPart) -> bool:
+        """Whether it can be reached, and does not wait for a source itself."""
+        return self._reachable(holding, part) and (holding.complete or bool(_fillers(holding)))
+
+    def _reachable(self, holding: Holding, part: RankPart) -> bool:
         if not holding.takes_readers or holding.member.worker.state is not WorkerState.LIVE:
             return False
         if part.retry_at.get(holding.member.worker.incarnation, 0.0) > self._cluster.now:
             return False
-        if not holding.complete and not any(lease.state is LeaseState.ACTIVE for lease in _fillers(holding)):
-            return False  # it waits for a source itself
         mine = {endpoint.transport for endpoint in part.member.worker.endpoints}
         return any(endpoint.transport in mine for endpoint in holding.member.worker.endpoints)
 
@@ -195,11 +228,11 @@ class Readers:
             self.fence(lease, "reader lost")
             owner = lease.holding.member
             if self._cluster.members.get(owner.registration) is owner:
-                self._tell_to_cut(lease)
+                self.tell_to_cut(lease)
             else:
                 self.confirm_fenced(lease, "its owner is gone too")
 
-    def _tell_to_cut(self, lease: ReadLease) -> None:
+    def tell_to_cut(self, lease: ReadLease) -> None:
         self._cluster.tell(lease.holding.member, CutReader(lease.id, lease.part.member.worker.incarnation))
 
     def _forget(self, lease: ReadLease) -> None:
@@ -212,9 +245,9 @@ class Readers:
 
     def _reader_less(self, holding: Holding) -> None:
         """A lease counts no more; if it was the last, its owner may take the memory that it has asked for."""
-        withdrawal = self._withdrawal(holding)
-        if withdrawal is not None and withdrawal.begun:
-            self.settle_withdrawal(withdrawal)
+        model = holding.member.group.model
+        if holding.member.registration in model.withdrawals:
+            self._cluster.touch(model)
 
     # -- a holding's beginning and end
 
@@ -236,112 +269,17 @@ class Readers:
         self._cluster.note(holding.member, before, replica)
         self.settle_replica(before)
 
-    def restated(self, member: Member, generation: int | None, filling: Holding | None) -> bool:
-        """After a lost connection the rank says under which generation it holds a version; nothing else is held (R3).
-
-        `filling`: what its running operation fills, which is not spoken of. True: that generation counts already.
-        """
-        for holding in [member.holding, *member.leaving]:
-            if holding is None or holding is filling:
-                continue
-            withdrawal = self._withdrawal(holding)
-            if withdrawal is not None and withdrawal.session == member.worker.session:
-                continue  # it waits for our word, and is open until then
-            if holding.generation == generation and (not holding.leaving or filling is not None):
-                if withdrawal is not None:
-                    self._forget_withdrawal(withdrawal)  # its owner gave that wish up with the connection
-                for lease in holding.readers.values():
-                    if lease.state is LeaseState.FENCING:
-                        self._tell_to_cut(lease)  # the first time may have been lost
-                continue
-            self.confirm_withdrawn(member.registration, holding.generation)
-        return filling is not None or member.holding is not None
-
-    def withdraw(self, member: Member, message: Withdraw) -> None:
-        """Its owner wants the memory back: no new readers; running ones are moved, or waited for within the grace."""
-        self._cluster.note(member)
-        model = member.group.model
-        known = model.withdrawals.get(member.registration)
-        if known is not None and known.request == message.request:
-            known.deadline = min(known.deadline, self._cluster.now + message.timeout_s)
-            self._cluster.timers.set("withdrawal", member.registration, known.deadline)
-        elif message.hurry:
-            pass  # it was answered already
-        elif member.holding is None or member.holding.generation != message.generation:
-            self._cluster.tell(member, Withdrawable(message.request))  # nothing here counts on it
-        else:
-            deadline = self._cluster.now + message.timeout_s
-            session = member.worker.session
-            withdrawal = Withdrawal(message.request, member.holding, session, deadline, message.abandon)
-            model.withdrawals[member.registration] = withdrawal
-            self._cluster.timers.set("withdrawal", member.registration, deadline)
-            self.settle_withdrawal(withdrawal)
-
-    def withdrawal_due(self, registration: str) -> None:
-        """Its deadline, or its readers' grace, is over."""
-        member = self._cluster.members.get(registration)
-        withdrawal = member.group.model.withdrawals.get(registration) if member is not None else None
-        if member is None or withdrawal is None:
-            return
-        if withdrawal.begun:
-            self._cut_readers(withdrawal.holding, "the source's grace is over", moved=False)
-            self.settle_withdrawal(withdrawal)
-            return
-        self._forget_withdrawal(withdrawal)
-        error = self._retentions.refusal(withdrawal.holding)
-        self._cluster.answer(member.worker.session, withdrawal.request, error)
-
-    def settle_withdrawals(self, model: Model) -> None:
-        """Those that waited for another holder may go on; so may those whose holding has ended."""
-        for withdrawal in list(model.withdrawals.values()):
-            self.settle_withdrawal(withdrawal)
-
-    def settle_withdrawal(self, withdrawal: Withdrawal) -> None:
-        """While its version would be lost it serves on, undiminished. Then it takes no readers, and goes with the last."""
-        holding = withdrawal.holding
-        if not withdrawal.begun:
-            if not withdrawal.abandon and self._retentions.must_stay(holding):
-                if not withdrawal.told:
-                    withdrawal.told = True
-                    self._cluster.tell(holding.member, MustStay(withdrawal.request))
-                return
-            self._begin_withdrawal(withdrawal)
-        if not withdrawal.granted and not holding.active_readers():
-            withdrawal.granted = True
-            self._forget_withdrawal(withdrawal)
-            self._cluster.tell(holding.member, Withdrawable(withdrawal.request))
-
-    def _begin_withdrawal(self, withdrawal: Withdrawal) -> None:
-        cluster, holding = self._cluster, withdrawal.holding
-        withdrawal.begun = True
-        left_s = max(0.0, withdrawal.deadline - cluster.now)  # half of it is for the owner's fence
-        withdrawal.deadline = cluster.now + min(cluster.options.drain_grace_s, left_s / 2)
-        cluster.timers.set("withdrawal", holding.member.registration, withdrawal.deadline)
-        self._leave(holding, "withdrawn")
-        for lease in list(holding.readers.values()):
-            self._move(lease)
-
-    def _forget_withdrawal(self, withdrawal: Withdrawal) -> None:
-        member = withdrawal.holding.member
-        self._cluster.note(member)
-        member.group.model.withdrawals.pop(member.registration, None)
-        self._cluster.timers.cancel("withdrawal", member.registration)
-
-    def _withdrawal(self, holding: Holding) -> Withdrawal | None:
-        withdrawal = holding.member.group.model.withdrawals.get(holding.member.registration)
-        return withdrawal if withdrawal is not None and withdrawal.holding is holding else None
-
     def order_out(self, holding: Holding, reason: str) -> None:
         """Its version is retired: nobody reads it any more, and its owner is to fence and forget it."""
-        self._leave(holding, reason)
-        self._cut_readers(holding, reason, moved=False)
+        self.leave(holding, reason)
+        self.cut_readers(holding, reason, moved=False)
         owner = holding.member
         self._cluster.tell(owner, OrderedOut(owner.registration, holding.version.info.content_id, reason))
 
     def overwrite(self, holding: Holding) -> None:
         """Its owner is about to fence and overwrite it (R7): readers are moved or cut, never waited for."""
-        self._leave(holding, "overwritten")
-        self._cut_readers(holding, "the source takes another version", moved=True)
+        self.leave(holding, "overwritten")
+        self.cut_readers(holding, "the source takes another version", moved=True)
 
     def confirm_withdrawn(self, registration: str, generation: int) -> None:
         """The owner's fence stands: nothing can be read under that generation any more."""
@@ -349,31 +287,33 @@ class Readers:
         if member is None:
             return
         if member.holding is not None and member.holding.generation == generation:
-            self._leave(member.holding, "fenced by its owner")  # a local fence, without our grant
+            self.leave(member.holding, "fenced by its owner")  # a local fence, without our grant
         for holding in [h for h in member.leaving if h.generation == generation]:
             self._end(holding)
 
     def lose(self, holding: Holding) -> None:
         """Its worker is LOST. Its bytes may still be served: readers without another source keep their lease."""
-        self._leave(holding, "worker lost", on_purpose=False)
+        self.leave(holding, "worker lost", on_purpose=False)
         for lease in list(holding.readers.values()):
             if lease.state is LeaseState.FENCING:
                 self.confirm_fenced(lease, "owner lost")
             else:
-                self._move(lease)
+                self.move(lease)
         self._end(holding, cut=False)
 
     def tear(self, holding: Holding) -> None:
         """Its fill was broken off: nobody may read it, its owner changes the generation by itself."""
-        self._leave(holding, "fill broken off", on_purpose=False)
-        self._cut_readers(holding, "the source's own fill was broken off", moved=True)
+        self.leave(holding, "fill broken off", on_purpose=False)
+        self.cut_readers(holding, "the source's own fill was broken off", moved=True)
 
-    def _leave(self, holding: Holding, why: str, *, on_purpose: bool = True) -> None:
+    def leave(self, holding: Holding, why: str, *, on_purpose: bool = True) -> None:
         if holding.leaving:
             return
         holding.leaving = True
         version, member, replica = holding.version, holding.member, holding.replica
         version.holdings[holding.shard].remove(holding)
+        if holding.complete:
+            self._reconsider_readers(version)
         if on_purpose and version.visible and not version.has_live_source():
             version.abandoned = True
         if member.holding is holding:
@@ -384,7 +324,14 @@ class Readers:
             self._cluster.become(replica, ReplicaState.DRAINING, why)
         self._cluster.touch(member.group.model)
 
-    def _move(self, lease: ReadLease) -> None:
+    def _reconsider_readers(self, version: Version) -> None:
+        """Who holds all of it has left: its readers may have to complete one another."""
+        if not all(map(version.is_whole, version.holdings)):
+            for lease in self._cluster.leases.values():
+                if lease.part.operation.version is version:
+                    self._cluster.changed(lease.part.operation)
+
+    def move(self, lease: ReadLease) -> None:
         """Give the reader another source, if there is one, and let it leave this one."""
         if lease.state is not LeaseState.ACTIVE or lease.dropping:
             return
@@ -396,11 +343,11 @@ class Readers:
             self._cluster.tell(part.member, AddSource(part.operation.key, part.rank, grant))
             self._cluster.tell(part.member, DropSource(part.operation.key, part.rank, lease.id, "the source leaves"))
 
-    def _cut_readers(self, holding: Holding, why: str, *, moved: bool) -> None:
+    def cut_readers(self, holding: Holding, why: str, *, moved: bool) -> None:
         for lease in list(holding.readers.values()):
             if lease.state is LeaseState.ACTIVE:
                 if moved:
-                    self._move(lease)
+                    self.move(lease)
                 part = lease.part
                 if not lease.dropping:
                     self._cluster.tell(part.member, DropSource(part.operation.key, part.rank, lease.id, why))
@@ -411,7 +358,7 @@ class Readers:
     def _end(self, holding: Holding, *, cut: bool = True) -> None:
         """Nothing of it is left: its leases are fenced, and its replica goes with its last holding."""
         if cut:
-            self._cut_readers(holding, "the source is gone", moved=True)
+            self.cut_readers(holding, "the source is gone", moved=True)
             for lease in list(holding.readers.values()):
                 self.confirm_fenced(lease, "the owner's fence stands")
         if holding in holding.member.leaving:
@@ -446,3 +393,16 @@ def _fillers(holding: Holding) -> list[ReadLease]:
     operation = holding.member.group.operation
     part = operation.parts.get(holding.rank) if operation is not None else None
     return list(part.leases.values()) if part is not None and part.holding is holding and not holding.complete else []
+
+
+def _reaches_whole(leases: Iterable[ReadLease]) -> bool:
+    """Whether these leases lead, perhaps through others that fill, to a source that has everything."""
+    todo, seen = [lease.holding for lease in leases if not lease.dropping], set[int]()
+    while todo:
+        holding = todo.pop()
+        if holding.complete:
+            return True
+        if id(holding) not in seen:
+            seen.add(id(holding))
+            todo.extend(lease.holding for lease in _fillers(holding) if not lease.dropping)
+    return False

@@ -17,7 +17,7 @@ import anyio
 import anyio.to_thread
 
 from tensorhub.errors import OperationTimeout, ProtocolError, TensorHubError
-from tensorhub.messages import ChunksFollow, Read, ReadRefused, StillWaiting
+from tensorhub.messages import HAS_RUNS_MAX, ChunksFollow, Read, ReadRefused, StillWaiting
 from tensorhub.protocol.blocking import BlockingConnection
 from tensorhub.protocol.codec import FROM_READER
 from tensorhub.protocol.handshake import NONCE_BYTES, ServerHandshake
@@ -31,7 +31,7 @@ from tensorhub.worker.owner import CHUNKS_PER_ACCESS_MAX, Refusal, Wait
 
 SEND_BYTES = 16 * 2**20  # of one send call whose digests are known
 FIRST_SEND_BYTES = 4 * 2**20  # of one whose digests must be made: small, so that the bytes are still in the cache
-PATIENCE_S = 1.0  # how often a waiting reader hears that its owner lives
+PATIENCE_S = 0.25  # how long one request waits for chunks that its owner lacks; then the reader may ask elsewhere
 RETRY_S = 0.1  # after an accept that failed for want of descriptors or memory
 
 log = get_logger("tensorhub.owner")
@@ -141,13 +141,14 @@ def _next_read(lane: Lane, connection: BlockingConnection) -> Read | None:
 
 
 def _answer(read: Read, lane: Lane, connection: BlockingConnection, owner: SharedOwner, patience_s: float) -> None:
-    """Send all that one Read asks for, as far as it is and becomes available, or refuse it."""
+    """Send what one Read asks for, as far as it is available and becomes so within `patience_s` of waiting, or refuse it."""
+    waited_until = time.monotonic() + patience_s
     wanted: Sequence[int] = _chunks_of(read)
     registration, content_id = RegistrationId(read.registration), ContentId(read.content_id)
     bytes_max = FIRST_SEND_BYTES
     while wanted:
         right = (lane, registration, read.generation, content_id)
-        with owner.access(*right, wanted, bytes_max, patience_s) as answer:
+        with owner.access(*right, wanted, bytes_max, waited_until - time.monotonic()) as answer:
             if isinstance(answer, tuple):
                 access, memory = answer
                 started = time.perf_counter()
@@ -160,8 +161,10 @@ def _answer(read: Read, lane: Lane, connection: BlockingConnection, owner: Share
                 if not is_first or is_gil_contended(sum(map(len, buffers)), digest_s):
                     bytes_max = SEND_BYTES
         if isinstance(answer, Wait):
-            connection.send(StillWaiting(read.request))
-        elif isinstance(answer, Refusal):
+            has = owner.has(registration, read.generation, HAS_RUNS_MAX)
+            connection.send(StillWaiting(read.request, has))
+            return
+        if isinstance(answer, Refusal):
             connection.send(ReadRefused(read.request, answer.reason))
             return
 

@@ -78,7 +78,8 @@ class _Call:
     started: float
     hook: HookRequest | None = None
     bound: float | None = None  # Start has come
-    pulled_from: float = 0.0  # these three: where there is a report
+    pulled_from: float = 0.0  # these four: where there is a report
+    verified_s: float = 0.0  # spent on what the memory held of that content already
     pulled: float = 0.0
     prepared: float = 0.0
     report: PullReport | None = None
@@ -393,8 +394,9 @@ class Handle:
                 self.memory.check_unreplaced()  # before_write may have moved them
                 # In a thread, for memory that is made only now: a file of its size.
                 mapped, chunks = await anyio.to_thread.run_sync(self._map_safely, action.manifest)
+                kept = await self._verify_kept(action.generation)
                 async with anyio.create_task_group() as tasks:
-                    await self._pull_chunks(action, pull, chunks, tasks)
+                    await self._pull_chunks(action, pull, chunks, kept, tasks)
                     tasks.cancel_scope.cancel()
                 await self._unpack(mapped)
         except* TensorHubError as group:
@@ -409,9 +411,22 @@ class Handle:
         finally:
             pull.ended.set()
 
-    async def _pull_chunks(self, action: StartPull, pull: _Pull, chunks: ChunkMemory, tasks: anyio.abc.TaskGroup) -> None:
-        opener = self._line.open_channel(ContentId(action.version.content_id))
-        runner = PullRunner(chunks, self._owner, self._registration, action.generation, opener, verified=chunks.unwanted)
+    async def _verify_kept(self, generation: int) -> list[int]:
+        """What a fill that was broken off has left of this content, and nobody has written since (R9)."""
+        started, kept = clock.now(), self._owner.kept(self._registration, generation)
+        if not kept:
+            return []
+        check = anyio.from_thread.check_cancelled
+        found = await anyio.to_thread.run_sync(self._owner.verify, self._registration, generation, kept, check)
+        if self._call is not None:
+            self._call.verified_s = clock.now() - started
+        return found
+
+    async def _pull_chunks(
+        self, action: StartPull, pull: _Pull, chunks: ChunkMemory, kept: list[int], tasks: anyio.abc.TaskGroup
+    ) -> None:
+        opener, there = self._line.open_channel(ContentId(action.version.content_id)), (*chunks.unwanted, *kept)
+        runner = PullRunner(chunks, self._owner, self._registration, action.generation, opener, verified=there)
         try:
             async with runner:
                 pull.runner = runner
@@ -472,7 +487,8 @@ def _report(call: _Call, finish: Finish, started: float, ended: float) -> FetchR
     pull, number = call.report, finish.version.version
     if pull is None or call.bound is None:
         return FetchReport(number, finish.changed, seconds=ended - started, phases={"resolve": ended - started})
-    phases = _pull_phases(pull, call.pulled - call.pulled_from)
+    phases = _pull_phases(pull, call.pulled - call.pulled_from - call.verified_s)
+    phases["verify"] += call.verified_s
     phases["resolve"] = call.bound - started
     phases["wait"] += call.pulled_from - call.bound
     phases["unpack"] = call.prepared - call.pulled

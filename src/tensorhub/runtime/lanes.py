@@ -32,7 +32,7 @@ from tensorhub.runtime.chunks import ChunkMemory, is_gil_contended
 from tensorhub.runtime.serving import SharedOwner
 from tensorhub.runtime.wakeup import Wakeup
 from tensorhub.scheduler.pull import Pull
-from tensorhub.transport.base import Arrival, Channel, Cutter, Destination, ReadFailure, Reason
+from tensorhub.transport.base import Arrival, Channel, Cutter, Destination, Lacking, ReadFailure, Reason
 from tensorhub.types import LeaseId, RegistrationId, SourceReport
 
 BATCH_BYTES = 64 * 2**20  # of one request
@@ -265,7 +265,11 @@ class PullRunner:
                 channel.submit(batch)
             if not lane.asked:
                 return
-            self._settle(lane, channel.receive(lane.receive_bytes))
+            answer = channel.receive(lane.receive_bytes)
+            if isinstance(answer, Lacking):
+                self._look_elsewhere(lane, answer)
+            else:
+                self._settle(lane, answer)
 
     def _take(self, lane: _Lane) -> list[tuple[int, ...]]:
         """Batches to ask for now: a second one before the first has arrived. Waits if the lane has nothing to
@@ -283,7 +287,16 @@ class PullRunner:
                 if lane.asked:
                     break
                 self._changed.wait()
+            if batches and self._pull.is_patchy:
+                self._changed.notify_all()
         return batches
+
+    def _look_elsewhere(self, lane: _Lane, answer: Lacking) -> None:
+        """The source lacks these chunks: whoever has them may bring them; if nobody has, they are waited for here."""
+        lane.asked = [left for batch in lane.asked if (left := batch.difference(answer.chunks))]
+        with self._changed:
+            self._pull.lacks(lane.lease, answer.chunks, answer.has)
+            self._changed.notify_all()
 
     def _settle(self, lane: _Lane, arrival: Arrival) -> None:
         """Check what arrived, enter it into the books and offer it to others. ReadFailure for a bad chunk."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 import secrets
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Protocol
 
 import anyio
@@ -32,6 +32,7 @@ RECONNECT_S_MAX = 2.0
 log = get_logger("tensorhub.worker")
 
 Messages = MessageStream[FromCoordinator]
+Dial = Callable[[str, int], Awaitable[anyio.abc.ByteStream]]  # a connection to (host, port); raises OSError
 
 
 class Ears(Protocol):
@@ -56,8 +57,11 @@ class Ears(Protocol):
 class CoordinatorLink:
     """One worker's link. `connect`, then `keep` it until it is `close`d."""
 
-    def __init__(self, addresses: Sequence[str], secret: bytes, options: Options, ears: Ears) -> None:
+    def __init__(
+        self, addresses: Sequence[str], secret: bytes, options: Options, ears: Ears, dial: Dial = anyio.connect_tcp
+    ) -> None:
         """Raises StateError for an address that is none."""
+        self._dial = dial
         self._addresses = [parse_address(address) for address in addresses]
         if not self._addresses:
             raise StateError("no coordinator address is given")
@@ -68,7 +72,7 @@ class CoordinatorLink:
         self.welcome_came = anyio.Event()
         self._outbox: MemoryObjectSendStream[FromWorker] | None = None  # of the session, while there is one
         self._outbox_done = anyio.Event()  # all that was queued for the present session is said, or never will be
-        self._lease_s = options.lease_s
+        self.lease_s = options.lease_s  # the coordinator's, once it has welcomed this worker
         self._unanswered = 0  # heartbeats since anything was heard in this session
         self._closing = False
 
@@ -126,10 +130,10 @@ class CoordinatorLink:
 
     async def _connect(self, host: str, port: int) -> Messages:
         with anyio.move_on_after(self._options.connect_timeout_s) as scope:
-            stream = await anyio.connect_tcp(host, port)
+            stream = await self._dial(host, port)
         if scope.cancelled_caught:
             raise OperationTimeout(f"no answer within {self._options.connect_timeout_s:g} s")
-        self.local_host = str(stream.extra(anyio.abc.SocketAttribute.local_address)[0])
+        self.local_host = str(stream.extra(anyio.abc.SocketAttribute.local_address, ("127.0.0.1",))[0])
         messages = MessageStream(stream, FROM_COORDINATOR, self._options.frame_bytes_max)
         try:
             nonce = secrets.token_bytes(NONCE_BYTES)
@@ -174,7 +178,7 @@ class CoordinatorLink:
                 async for message in messages:
                     self._unanswered = 0
                     if isinstance(message, Welcome):
-                        self._lease_s = message.lease_s
+                        self.lease_s = message.lease_s
                         self._outbox = outbox
                         welcomed.set()
                         self.welcome_came.set()
@@ -215,8 +219,8 @@ class CoordinatorLink:
         if not welcomed.is_set():
             raise ConnectionLost(f"no welcome came within {self._options.connect_timeout_s:g} s")
         for sequence in itertools.count():
-            await anyio.sleep(self._lease_s / BEATS_PER_LEASE)
+            await anyio.sleep(self.lease_s / BEATS_PER_LEASE)
             self._unanswered += 1
             if self._unanswered > BEATS_PER_LEASE:
-                raise ConnectionLost(f"nothing was heard for {self._lease_s:g} s")
+                raise ConnectionLost(f"nothing was heard for {self.lease_s:g} s")
             self.say(Heartbeat(sequence))

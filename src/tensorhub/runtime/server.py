@@ -11,6 +11,7 @@ import secrets
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from typing import Any
 
 import anyio
 import anyio.abc
@@ -80,6 +81,14 @@ class CoordinatorServer:
     async def run(self, host: str, port: int, ready: Callable[[], None]) -> None:
         """Listen, call `ready`, and serve. Raises StateError if the address cannot be had."""
         check_open_access(b"".join(self._secrets), host)
+        await self.run_on(await self._listen(host, port), ready)
+
+    async def run_on(self, listener: anyio.abc.Listener[Any], ready: Callable[[], None]) -> None:
+        """Call `ready`, and serve whoever comes to this listener, of byte streams; it is closed at the end."""
+        async with listener:
+            await self._run(listener, ready)
+
+    async def _run(self, listener: anyio.abc.Listener[Any], ready: Callable[[], None]) -> None:
         durable = await anyio.to_thread.run_sync(self._store.read)
         self._core = Coordinator(
             cluster=self._store.cluster,
@@ -89,8 +98,7 @@ class CoordinatorServer:
             now=clock.now(),
             durable=durable,
         )
-        listener = await self._listen(host, port)
-        async with listener, anyio.create_task_group() as tasks:
+        async with anyio.create_task_group() as tasks:
             tasks.start_soon(self._keep_time)
             tasks.start_soon(self._keep_records)
             log.info("coordinator_listens", address=self.address, cluster=self._store.cluster, epoch=self._store.epoch)
@@ -191,7 +199,7 @@ class CoordinatorServer:
 
     # ------------------------------------------------------------------------------------------------- one session
 
-    async def _serve(self, stream: anyio.abc.SocketStream) -> None:
+    async def _serve(self, stream: anyio.abc.ByteStream) -> None:
         """One connection, from its first byte to its last. Whatever a peer does, it costs only this connection."""
         try:
             async with MessageStream(stream, FROM_WORKER, self._options.frame_bytes_max) as messages:

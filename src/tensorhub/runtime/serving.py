@@ -8,7 +8,8 @@ threads and for ending them; not responsible for which versions exist, nor for w
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable, Iterator, Sequence
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Protocol
 
@@ -101,6 +102,30 @@ class SharedOwner:
             self._changed.notify_all()
             return taken
 
+    def has(self, registration: RegistrationId, generation: int, runs_max: int) -> tuple[tuple[int, int], ...]:
+        """See `Owner.has`."""
+        with self._changed:
+            return self._owner.has(registration, generation, runs_max)
+
+    def kept(self, registration: RegistrationId, generation: int) -> list[tuple[int, int]]:
+        """See `Owner.kept`; nothing, where there are no digests to tell by."""
+        with self._changed:
+            memory = self._memory.get(registration)
+            return self._owner.kept(registration, generation) if memory is not None and memory.is_digested else []
+
+    def verify(
+        self, registration: RegistrationId, generation: int, kept: Iterable[tuple[int, int]], check: Callable[[], object]
+    ) -> list[int]:
+        """Those of the `kept` chunks that still have their digest, which others may read from now on. `check` is called
+        between two chunks, and ends it by raising.
+        """
+        memory, found = self._memory[registration], list[int]()
+        for chunk, digest in kept:
+            check()
+            if memory.digest(chunk) == digest and self.mark_available(registration, generation, [(chunk, digest)]):
+                found.append(chunk)
+        return found
+
     def digests(self, registration: RegistrationId, generation: int) -> tuple[int | None, ...] | None:
         """See `Owner.digests`."""
         with self._changed:
@@ -132,10 +157,11 @@ class SharedOwner:
         """Have some of the chunks to read for the length of the block, after at most `patience_s` of waiting
         for one.
         """
+        until = time.monotonic() + patience_s
         with self._changed:
             answer = self._begin(lane, registration, generation, content_id, wanted, bytes_max)
-            if isinstance(answer, Wait):
-                self._changed.wait(patience_s)
+            while isinstance(answer, Wait) and (left_s := until - time.monotonic()) > 0:
+                self._changed.wait(left_s)
                 answer = self._begin(lane, registration, generation, content_id, wanted, bytes_max)
         if not isinstance(answer, Access):
             yield answer

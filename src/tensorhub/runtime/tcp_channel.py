@@ -18,7 +18,7 @@ from tensorhub.protocol.codec import FROM_OWNER
 from tensorhub.protocol.handshake import NONCE_BYTES, ClientHandshake
 from tensorhub.protocol.lost import ConnectionLost
 from tensorhub.transport import tcp
-from tensorhub.transport.base import Arrival, Channel, Cutter, Destination, ReadFailure, ReadRight
+from tensorhub.transport.base import Arrival, Channel, Cutter, Destination, Lacking, ReadFailure, ReadRight
 from tensorhub.transport.registry import Local
 from tensorhub.types import Endpoint, Location
 
@@ -84,11 +84,14 @@ class TcpChannel:
         with _Failures(self._connection):
             self._connection.send(read)
 
-    def receive(self, bytes_max: int) -> Arrival:
+    def receive(self, bytes_max: int) -> Arrival | Lacking:
         started = time.perf_counter()
         with _Failures(self._connection):
             if not self._coming:
-                self._coming.extend(self._next_chunks())
+                message = self._next_message()
+                if isinstance(message, StillWaiting):
+                    return self._lacking(message)
+                self._coming.extend(self._announced(message))
             first_byte = time.perf_counter()
             group = self._next_group(bytes_max)
             self._connection.receive_into([self._destination.buffer(chunk) for chunk, _ in group])
@@ -104,9 +107,8 @@ class TcpChannel:
             group.append(self._coming.popleft())
         return group
 
-    def _next_chunks(self) -> Sequence[tuple[int, int]]:
-        """The chunks that the next frame announces; each was asked for, and has not come before."""
-        message = self._next_message()
+    def _announced(self, message: ChunksFollow) -> Sequence[tuple[int, int]]:
+        """The chunks that a frame announces; each was asked for, and has not come before."""
         asked = self._asked.get(message.request, set())
         arrived = {chunk for chunk, _ in message.chunks}
         if not arrived or len(arrived) != len(message.chunks) or not arrived <= asked:
@@ -116,18 +118,26 @@ class TcpChannel:
             del self._asked[message.request]
         return message.chunks
 
-    def _next_message(self) -> ChunksFollow:
-        while True:
-            message = self._connection.receive(FROM_OWNER)
-            match message:
-                case ChunksFollow():
-                    return message
-                case StillWaiting():
-                    continue
-                case ReadRefused():
-                    raise ReadFailure("refused", message.reason)
-                case None:
-                    raise ReadFailure("lost", "the source closed the connection")
+    def _lacking(self, message: StillWaiting) -> Lacking:
+        """That request is over; what was asked for and has not come is not to be had here now."""
+        chunks, end = self._asked.pop(message.request, None), 0
+        if not chunks:
+            raise ProtocolError(f"request {message.request} is ended, and was not asked, or is over")
+        for first, count in message.has:
+            if first < end or count < 1:
+                raise ProtocolError("what a source has is told in ascending runs")
+            end = first + count
+        return Lacking(sorted(chunks), message.has)
+
+    def _next_message(self) -> ChunksFollow | StillWaiting:
+        message = self._connection.receive(FROM_OWNER)
+        match message:
+            case ChunksFollow() | StillWaiting():
+                return message
+            case ReadRefused():
+                raise ReadFailure("refused", message.reason)
+            case None:
+                raise ReadFailure("lost", "the source closed the connection")
 
     def close(self) -> None:
         self._cutter.detach()

@@ -44,11 +44,9 @@ from tensorhub.messages import (
     HeartbeatAck,
     Join,
     Keep,
-    Kept,
     Leave,
     MakeCopy,
     ManifestReply,
-    MustStay,
     OrderedOut,
     Outcome,
     ReaderCut,
@@ -64,7 +62,7 @@ from tensorhub.runtime import clock
 from tensorhub.runtime.acceptor import ServeSettings, serve_readers
 from tensorhub.runtime.handle import Handle, ProgressListener
 from tensorhub.runtime.lanes import ChannelOpener
-from tensorhub.runtime.link import CoordinatorLink
+from tensorhub.runtime.link import CoordinatorLink, Dial
 from tensorhub.runtime.logs import get_logger
 from tensorhub.runtime.news import News
 from tensorhub.runtime.pins import Pins
@@ -113,6 +111,7 @@ class Worker:
         secret: bytes,
         transports: Sequence[str] | None,
         options: Options,
+        dial: Dial = anyio.connect_tcp,
     ) -> None:
         """Raises StateError for an address that is none, TransportUnavailable for a transport that cannot be had."""
         self.name = name
@@ -124,7 +123,7 @@ class Worker:
         self._transports: tuple[Transport, ...] = ()
         self._make_transports()
         self._numbers = itertools.count(1)
-        self._link = CoordinatorLink(addresses, secret, options, self)
+        self._link = CoordinatorLink(addresses, secret, options, self, dial)
         self.questions = Questions(self._link, self._numbers)
         self.pins = Pins(self.questions, options.op_timeout_s)
         self.news = News(self._link)
@@ -240,7 +239,7 @@ class Worker:
         log.info("worker_welcomed", incarnation=self.incarnation, epoch=message.epoch, known=message.known)
         self.news.welcomed()
         for handle in list(self._handles.values()):
-            handle.apply(handle.member.connected(clock.now()))
+            handle.apply(handle.member.connected(clock.now(), message.lease_s))
         self.pins.welcomed()
 
     def lost(self) -> None:
@@ -264,8 +263,6 @@ class Worker:
                 self._tasks.start_soon(self._cut, message)
             case Registered() | ManifestReply() | Withdrawable():
                 self._tell(self._asked.pop(message.request, None), message)
-            case MustStay():
-                self._tell(self._asked.get(message.request), message)  # the answer is still to come
             case Done() | Refused():
                 handle = self._asked.pop(message.request, None)
                 if handle is not None:
@@ -278,9 +275,7 @@ class Worker:
                 self.say(CopyRefused(message.copy, "this worker makes no copies"))
             case DropCopy():
                 pass
-            case Keep():
-                self.say(Kept(message.registration, message.content_id, message.keep))
-            case OrderedOut():
+            case OrderedOut() | Keep():
                 self._tell(self._handles.get(message.registration), message)
             case Start() | Write() | AddSource() | DropSource() | Outcome():
                 handle = self._by_rank.get((message.key.model, message.key.group, message.rank))
@@ -308,10 +303,10 @@ class Worker:
         | AddSource
         | DropSource
         | Outcome
-        | MustStay
         | Withdrawable
         | ManifestReply
-        | OrderedOut,
+        | OrderedOut
+        | Keep,
     ) -> None:
         if handle is not None:
             handle.apply(handle.member.receive(message, clock.now()))
@@ -422,7 +417,7 @@ class Worker:
         self._by_rank[place] = self._handles[shard.registration] = handle
         self._tasks.start_soon(self._run_handle, handle, place)
         if self._link.online:
-            handle.apply(handle.member.connected(clock.now()))
+            handle.apply(handle.member.connected(clock.now(), self._link.lease_s))
         return handle
 
     def drop_handle(self, handle: Handle) -> None:

@@ -6,7 +6,7 @@ A chunk is wanted, in flight at exactly one source, or verified. The table below
 
     wanted -> in flight     `next_batch` hands it to a lane
     in flight -> verified   it arrived with its digest (final: it is never asked for, nor written, again; G8)
-    in flight -> wanted     it arrived with another digest, or its lane has ended
+    in flight -> wanted     it arrived with another digest, its source lacks it, or its lane has ended
 
 A source is live or leaving. Leaving means: no new batch; but its lane may still be writing into the
 destination of chunks that are in flight there. So these go back to wanted only with `lane_ended`, and no two
@@ -14,15 +14,22 @@ lanes ever write the same bytes. What such a lane still brings, with the right d
 any other.
 
 All live sources draw from one pool, the lowest wanted chunk first: several sources are striped, and a chain
-of readers fills in the same order at every link. A lane that finds the pool empty waits for `lane_ended` or
-bad bytes elsewhere.
+of readers fills in the same order at every link. A lane that finds nothing for it in the pool waits for what
+changes that: another lane's end, bad bytes, or what another source lacks.
+
+A source that is still filling may lack what it is asked for. It waits for it, but not long (`lacks`): then the
+chunks are wanted again, and it has told what it has. From then on it is *known*, until it brings a chunk that it
+did not have then. A known source is asked for what it has. Is nothing of that wanted, it is asked for what no
+other source is thought to have, one request at a time, and in turns: who was asked longest ago comes first. So a
+chunk that nobody has yet is waited for at a source, and none stays bound to a source that lacks it while another
+has it: readers that fill from one another complete each other, whatever cycles they form (R9).
 
 Responsible for the books only: lanes, sockets, digests and time belong to `runtime.lanes`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Final
@@ -31,6 +38,9 @@ from tensorhub.machine import IllegalStep, Story, count_transition
 from tensorhub.types import LeaseId
 
 CHUNKS_PER_BATCH_MAX = 1024
+
+Runs = Sequence[tuple[int, int]]
+"""Ascending (first, count) runs of chunks."""
 
 _WANTED: Final = 0
 _IN_FLIGHT: Final = 1
@@ -56,6 +66,8 @@ SOURCE_TABLE: Final[Mapping[SourceState, frozenset[SourceState]]] = {
 class _Source:
     state: SourceState = SourceState.LIVE
     in_flight: set[int] = field(default_factory=set)  # exactly the chunks whose books name this source
+    has: Runs | None = None  # what it had when it lacked something; None: everything, or nobody knows
+    turn: int = 0  # when it was asked last; 0: never, its lane is not up
     bytes_read: int = 0  # payload that its lane took in, discarded included
 
 
@@ -69,6 +81,7 @@ class Pull:
         self._sizes = sizes
         self._states = bytearray(len(sizes))  # one of _WANTED, _IN_FLIGHT, _VERIFIED per chunk
         self._sources: dict[LeaseId, _Source] = {}
+        self._turns = 0  # the largest `turn`
         self._story = Story()
         for chunk in verified:
             self._states[chunk] = _VERIFIED
@@ -124,35 +137,74 @@ class Pull:
     # ------------------------------------------------------------------------------------------------- chunks
 
     def next_batch(self, lease: LeaseId, bytes_max: int) -> tuple[int, ...]:
-        """Chunks to ask of this source now, ascending: the lowest wanted one, then others up to `bytes_max`.
+        """Chunks to ask of this source now, ascending: the lowest wanted one for it, then others up to `bytes_max`.
 
-        Empty: the source is leaving, or every chunk is verified or in flight somewhere.
+        Empty: the source is leaving, every chunk is verified or in flight somewhere, or other sources have what is wanted.
         """
         source = self._source(lease)
         if source.state is not SourceState.LIVE:
             return ()
-        batch: list[int] = []
-        taken_bytes = 0
-        chunk = self._states.find(_WANTED_BYTE, self._lowest)
-        while chunk >= 0 and len(batch) < CHUNKS_PER_BATCH_MAX:
-            nbytes = self._sizes[chunk]
-            if batch and taken_bytes + nbytes > bytes_max:
-                break
-            batch.append(chunk)
-            taken_bytes += nbytes
-            self._states[chunk] = _IN_FLIGHT
-            chunk = self._states.find(_WANTED_BYTE, chunk + 1)
-        self._lowest = len(self._sizes) if chunk < 0 else chunk
+        self._turns += 1
+        if source.has is None:
+            batch = self._take(bytes_max, [(self._lowest, len(self._sizes))])
+            self._lowest = self._find_wanted(batch[-1] + 1 if batch else self._lowest, len(self._sizes))
+        else:
+            batch = self._take(bytes_max, source.has) or self._take_unheld(source, bytes_max)
+        if batch or not source.turn:
+            source.turn = self._turns
         source.in_flight.update(batch)
         return tuple(batch)
+
+    def _take(self, bytes_max: int, runs: Iterable[tuple[int, int]]) -> list[int]:
+        """The first wanted chunks of these runs, one at least if there is one; in flight from now on."""
+        batch: list[int] = []
+        for first, count in runs:
+            end = min(first + count, len(self._sizes))
+            chunk = self._find_wanted(max(first, self._lowest), end)
+            while chunk < end:
+                bytes_max -= self._sizes[chunk]
+                if len(batch) == CHUNKS_PER_BATCH_MAX or (batch and bytes_max < 0):
+                    return batch
+                batch.append(chunk)
+                self._states[chunk] = _IN_FLIGHT
+                chunk = self._find_wanted(chunk + 1, end)
+        return batch
+
+    def _find_wanted(self, start: int, end: int) -> int:
+        """The first wanted chunk of a range; its end if there is none."""
+        found = self._states.find(_WANTED_BYTE, start, end)
+        return end if found < 0 else found
+
+    def _take_unheld(self, source: _Source, bytes_max: int) -> list[int]:
+        """What this source lacks as well as all others, as far as anybody knows, if it is its turn to wait for that."""
+        if source.in_flight:
+            return []
+        others = [s for s in self._sources.values() if s is not source and s.state is SourceState.LIVE and s.turn]
+        if any(s.has is None or (not s.in_flight and s.turn < source.turn) for s in others):
+            return []
+        return self._take(bytes_max, _between([run for s in others for run in s.has or ()], len(self._sizes)))
+
+    def lacks(self, lease: LeaseId, chunks: Iterable[int], has: Runs) -> None:
+        """The source lacks these chunks, which are in flight there, and waits for them no more. `has`: what it has."""
+        source = self._source(lease)
+        source.has = tuple(has)
+        for chunk in chunks:
+            self._check_in_flight(source, lease, chunk)
+            self._want_again(source, chunk)
+
+    @property
+    def is_patchy(self) -> bool:
+        """Whether some source is known to lack something: then what one lane is given may free another one's turn."""
+        return any(source.has is not None for source in self._sources.values())
 
     def arrived(self, lease: LeaseId, chunk: int, ok: bool) -> None:
         """A chunk in flight at this source is in the destination; `ok`: it has its digest. Its lane is done
         with it.
         """
         source = self._source(lease)
-        if chunk not in source.in_flight:
-            raise IllegalStep(f"chunk {chunk} is not in flight at {lease}", self._story)
+        self._check_in_flight(source, lease, chunk)
+        if source.has is not None and not _is_in(chunk, source.has):
+            source.has = None  # it has got on since
         nbytes = self._sizes[chunk]
         source.bytes_read += nbytes
         self.bytes_read += nbytes
@@ -174,11 +226,18 @@ class Pull:
         self._source(lease).bytes_read += nbytes
         self.bytes_read += nbytes
 
+    def _check_in_flight(self, source: _Source, lease: LeaseId, chunk: int) -> None:
+        if chunk not in source.in_flight:
+            raise IllegalStep(f"chunk {chunk} is not in flight at {lease}", self._story)
+
     def _give_back(self, source: _Source, chunk: int) -> None:
+        self._want_again(source, chunk)
+        self.retries += 1
+
+    def _want_again(self, source: _Source, chunk: int) -> None:
         source.in_flight.discard(chunk)
         self._states[chunk] = _WANTED
         self._lowest = min(self._lowest, chunk)
-        self.retries += 1
 
     # --------------------------------------------------------------------------------------------- inspection
 
@@ -224,3 +283,18 @@ class Pull:
         flying = self._states.count(_IN_FLIGHT)
         verified = f"{self.chunks_verified} of {len(self._sizes)} verified"
         return f"<Pull {verified}, {flying} in flight, {live} sources>"
+
+
+def _is_in(chunk: int, runs: Runs) -> bool:
+    return any(first <= chunk < first + count for first, count in runs)
+
+
+def _between(runs: Iterable[tuple[int, int]], count: int) -> Iterator[tuple[int, int]]:
+    """The gaps that these runs, in any order, leave among `count` chunks."""
+    at = 0
+    for first, length in sorted(runs):
+        if first > at:
+            yield at, first - at
+        at = max(at, first + length)
+    if at < count:
+        yield at, count - at

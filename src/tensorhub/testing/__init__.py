@@ -6,3 +6,23 @@ clock, and for proving that a transport keeps its promises. The same seed gives 
 
 Not responsible for anything that happens outside tests: no other package imports this one.
 """
+
+from tensorhub.testing.guarantees import GuaranteeBroken
+from tensorhub.testing.handle import Asked, BrokenHook, Handle
+from tensorhub.testing.memory import CHUNK_BYTES, CHUNKS, DEVICE, MANIFEST
+from tensorhub.testing.scripted import Choice, PureCluster
+from tensorhub.testing.worker import SimWorker
+
+__all__ = [
+    "CHUNKS",
+    "CHUNK_BYTES",
+    "DEVICE",
+    "MANIFEST",
+    "Asked",
+    "BrokenHook",
+    "Choice",
+    "GuaranteeBroken",
+    "Handle",
+    "PureCluster",
+    "SimWorker",
+]

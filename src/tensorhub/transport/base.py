@@ -4,7 +4,8 @@ A *channel* is one reader's way to one source under one read lease. One blocking
 
     channel = transport.open(...)        connect, prove who is who
     channel.submit(chunks)               ask; several batches may be submitted before the first has arrived
-    channel.receive(n)                   block until some of them are in the destination; in any order
+    channel.receive(n)                   block until some of them are in the destination, in any order, or the source says
+                                         that it lacks them
     channel.close()                      always, from the lane's own thread
 
 Semantics that every transport keeps:
@@ -21,6 +22,8 @@ Semantics that every transport keeps:
 5. `Cutter.cut`, from any thread, makes a blocked call of the channel raise soon, also while it still
    connects.
 6. No call blocks for more than `stall_timeout_s` unless the source shows that it lives.
+7. A source that lacks submitted chunks says so within a second or so (`Lacking`): they are not submitted any
+   more, and nothing is written into their views.
 
 Responsible for the contract only. Not responsible for choosing a source, for digests, or for the books
 (`Pull`).
@@ -79,14 +82,23 @@ class Arrival(NamedTuple):
     transfer_s: float  # from then on
 
 
+class Lacking(NamedTuple):
+    """The source has none of these submitted chunks (yet), and does not wait for them any longer."""
+
+    chunks: Sequence[int]
+    has: Sequence[tuple[int, int]]  # ascending (first, count) runs of what it has, perhaps not all of it
+
+
 class Channel(Protocol):
     """One reader's way to one source; driven by one thread."""
 
     def submit(self, chunks: Sequence[int]) -> None:
         """Ask for these chunks (ascending, 1 to 1024 of them). Does not wait for them."""
 
-    def receive(self, bytes_max: int) -> Arrival:
-        """Wait for some of the submitted chunks: one at least, and beyond it no more than `bytes_max`."""
+    def receive(self, bytes_max: int) -> Arrival | Lacking:
+        """Wait for some of the submitted chunks: one at least, and beyond it no more than `bytes_max`; or for the word that
+        some of them are not to be had here now.
+        """
 
     def close(self) -> None:
         """Release everything. Nothing writes into the destination afterwards."""

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 from tensorhub.machine import InvariantBroken, Stateful
 from tensorhub.manifest import Manifest
-from tensorhub.messages import Held, OrderedOut, Outcome, Prepared, Resolve
+from tensorhub.messages import Held, Kept, OrderedOut, Outcome, Prepared, Resolve
 from tensorhub.types import HandleState, OpKey, VersionInfo
 from tensorhub.worker.calls import Fence, OpenMemory, ReopenMemory
 from tensorhub.worker.rank import Rank
@@ -28,6 +28,7 @@ class Content:
     version: VersionInfo
     manifest: Manifest
     generation: int
+    retained: bool = False  # it is to be kept (R4), as far as was heard
 
     def held(self) -> Held:
         """The same, for the coordinator."""
@@ -157,9 +158,9 @@ class Holding(Stateful[HandleState]):
     # --------------------------------------------------------------------------------- what only others know
 
     def restate(self) -> None:
-        """Say what is held, or was voted for. Memory that is being taken back or filled is neither."""
-        content = self.voted
-        if self.state is HandleState.IN_DOUBT or (self.state is HandleState.READY and not self.fencing):
+        """Say what is held, or was voted for. Memory that is being fenced or filled is neither."""
+        content, holds = self.voted, self.state in (HandleState.READY, HandleState.DRAINING)
+        if self.state is HandleState.IN_DOUBT or (holds and not self.fencing):
             content = self.content
         self._rank.say(self._rank.enrolment.register(content.held() if content is not None else None))
 
@@ -174,6 +175,13 @@ class Holding(Stateful[HandleState]):
             number = self.version
             self._let_go(HandleState.EMPTY, "ordered out: the coordinator does not know that content")
             self.given_up = number
+
+    def told(self, keep: bool, content_id: str | None = None) -> None:
+        """Whether what is held (if it is that content) is to be kept. That is known now, unless it is being fenced."""
+        content = self.content
+        if content is not None and not self.fencing and content_id in (None, content.version.content_id):
+            content.retained = keep
+            self._rank.say(Kept(self._rank.shard.registration, content.version.content_id, keep))
 
     def order_out(self, order: OrderedOut) -> None:
         """What was held is retired. What is on its way out, or about to be overwritten, is fenced without that word; if it

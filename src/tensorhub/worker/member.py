@@ -26,8 +26,8 @@ from tensorhub.messages import (
     DropSource,
     EpochChanged,
     ErrorInfo,
+    Keep,
     ManifestReply,
-    MustStay,
     OrderedOut,
     Outcome,
     Refused,
@@ -37,7 +37,7 @@ from tensorhub.messages import (
     Write,
 )
 from tensorhub.messages import Registered as RegisteredReply
-from tensorhub.types import HandleState
+from tensorhub.types import HandleState, Options
 from tensorhub.worker.calls import (
     Action,
     Call,
@@ -58,9 +58,14 @@ from tensorhub.worker.rank import Rank
 from tensorhub.worker.running import GroupCall, Refusing, Running
 from tensorhub.worker.states import Phase
 
+LEASE_S = Options().lease_s  # where nothing else was heard
+
 
 class Member:
-    """The machine of one handle. `requests` and `generations` mint numbers that are used once."""
+    """The machine of one handle. `requests` and `generations` mint numbers that are used once.
+
+    `has_copy`: whether this worker has a copy of that content in host memory, which stays when the handle's is written (R4).
+    """
 
     def __init__(
         self,
@@ -69,9 +74,10 @@ class Member:
         requests: Callable[[], int],
         generations: Callable[[], int],
         manifests: dict[str, Manifest],
+        has_copy: Callable[[str], bool] = lambda content_id: False,
     ) -> None:
         self.shard = shard
-        self._rank = Rank(shard, requests, generations)
+        self._rank = Rank(shard, requests, generations, has_copy)
         self._enrolment = self._rank.enrolment
         self._holding = Holding(self._rank)
         self._manifests = Manifests(manifests, shard)
@@ -227,10 +233,13 @@ class Member:
 
     # ------------------------------------------------------------------------------------- inputs: the coordinator
 
-    def connected(self, now: float) -> list[Action]:
-        """A session is up: say what was left, what is held, and then (`_registered`) ask for what may be missing."""
+    def connected(self, now: float, lease_s: float = LEASE_S) -> list[Action]:
+        """A session is up: say what was left, what is held, and then (`_registered`) ask for what may be missing.
+
+        `lease_s`: the coordinator's, as its Welcome says.
+        """
         self._rank.enter(now)
-        self._enrolment.connected()
+        self._enrolment.connected(lease_s)
         if self.state is not HandleState.CLOSED:
             if self._enrolment.left is not None:
                 self._rank.say(self._enrolment.left)
@@ -240,7 +249,7 @@ class Member:
     def disconnected(self, now: float) -> list[Action]:
         """Nobody can be told anything for now. An owner needs nobody to take its memory back."""
         self._rank.enter(now)
-        self._enrolment.disconnected()
+        self._enrolment.disconnected(now)
         if isinstance(self.running, Leaving):
             self.running.disconnected()
         return self._rank.take_actions()
@@ -256,10 +265,10 @@ class Member:
         | AddSource
         | DropSource
         | Outcome
-        | MustStay
         | Withdrawable
         | ManifestReply
-        | OrderedOut,
+        | OrderedOut
+        | Keep,
         now: float,
     ) -> list[Action]:
         """The coordinator says something about this registration. What is stale changes nothing (G9)."""
@@ -274,6 +283,8 @@ class Member:
                     call.epoch_changed(message)
             case Outcome():
                 self._outcome(message)
+            case Keep():
+                self._holding.told(message.keep, message.content_id)
             case OrderedOut():
                 self._holding.order_out(message)
             case Refused() if self._enrolment.asked(message.request):
@@ -281,7 +292,7 @@ class Member:
             case Refused():
                 if call is not None and message.request == call.request:
                     call.refused(message.error.error())
-            case Done() | MustStay() | Withdrawable():
+            case Done() | Withdrawable():
                 if isinstance(call, Leaving):
                     call.answered(message)
             case ManifestReply():
@@ -300,6 +311,8 @@ class Member:
         first = self._enrolment.confirm(message)
         if not message.keep:
             self._holding.not_kept()
+        elif message.retained:
+            self._holding.told(True)
         if first:
             self._rank.act(Registered())
             self._say_again()
@@ -309,7 +322,7 @@ class Member:
         if self._holding.doubt is not None:
             self._holding.ask_outcome(vote=True)
         call = self.running
-        if isinstance(call, GroupCall) and call.phase is not Phase.QUEUED:
+        if isinstance(call, GroupCall | Leaving) and call.phase is not Phase.QUEUED:
             call.say_again()
         else:
             self._go_on()  # nothing of it was said before
@@ -325,6 +338,7 @@ class Member:
         call, was_left = self.running, self._enrolment.heard(message.key)
         if self._holding.doubt == message.key:
             self._holding.resolve(message)
+            self._heard_retained(message)
             self._go_on()
         elif isinstance(call, GroupCall) and call.key == message.key:
             if not message.committed:
@@ -332,8 +346,13 @@ class Member:
                 call.aborted(call.error or (info.error() if info is not None else GroupAborted("aborted")))
             elif message.version is not None:
                 call.committed(message.version)
+                self._heard_retained(message)
         elif was_left:
             self._holding.restate()  # the call has ended without us; whatever became of it, this is what is held
+
+    def _heard_retained(self, outcome: Outcome) -> None:
+        if outcome.retained and outcome.version is not None:
+            self._holding.told(True, outcome.version.content_id)
 
     # ------------------------------------------------------------------------------------------------------- time
 

@@ -15,11 +15,18 @@ from tensorhub.worker.enrolment import Enrolment, Shard
 class Rank:
     """One rank under one registration. `requests` and `generations` mint numbers that are used once."""
 
-    def __init__(self, shard: Shard, requests: Callable[[], int], generations: Callable[[], int]) -> None:
+    def __init__(
+        self,
+        shard: Shard,
+        requests: Callable[[], int],
+        generations: Callable[[], int],
+        has_copy: Callable[[str], bool],
+    ) -> None:
         self.shard = shard
         self.enrolment = Enrolment(shard, requests)
         self.new_request = requests
         self.new_generation = generations
+        self.has_copy = has_copy  # of this content id, in host memory
         self.now = 0.0
         self.cause = 0  # ordinal number of the input being handled
         self._actions: list[Action] = []

@@ -1,0 +1,117 @@
+"""A rank's wish to have its published memory back (R4, R5): granted in one step, once nothing retained is lost with it.
+
+While it must stay its holding serves on, undiminished, and `custody` finds a successor; then its readers are moved, or have
+a grace, and it goes with the last. Not responsible for the question itself (`retention`), nor for readers (`readers`).
+"""
+
+from __future__ import annotations
+
+from tensorhub.coordinator.entities import Cluster, Holding, Member, Model, Withdrawal
+from tensorhub.coordinator.readers import Readers
+from tensorhub.coordinator.retention import Retentions
+from tensorhub.coordinator.states import LeaseState
+from tensorhub.messages import Withdraw, Withdrawable
+
+
+class Withdrawals:
+    """Changes withdrawals; nobody else does."""
+
+    def __init__(self, cluster: Cluster, readers: Readers, retentions: Retentions) -> None:
+        self._cluster = cluster
+        self._readers = readers
+        self._retentions = retentions
+
+    def restated(self, member: Member, generation: int | None, filling: Holding | None) -> bool:
+        """After a lost connection the rank says under which generation it holds a version; nothing else is held (R3).
+
+        `filling`: what its running operation fills, which is not spoken of. True: that generation counts already.
+        """
+        for holding in [member.holding, *member.leaving]:
+            if holding is None or holding is filling:
+                continue
+            withdrawal = self._of(holding)
+            if withdrawal is not None and withdrawal.session == member.worker.session:
+                continue  # it waits for our word, and is open until then
+            if holding.generation == generation and (not holding.leaving or filling is not None):
+                if withdrawal is not None:
+                    self._forget(withdrawal)  # its owner gave that wish up with the connection
+                for lease in holding.readers.values():
+                    if lease.state is LeaseState.FENCING:
+                        self._readers.tell_to_cut(lease)  # the first time may have been lost
+                continue
+            self._readers.confirm_withdrawn(member.registration, holding.generation)
+        return filling is not None or member.holding is not None
+
+    def ask(self, member: Member, message: Withdraw) -> None:
+        """Its owner wants the memory back: no new readers; running ones are moved, or waited for within the grace."""
+        self._cluster.note(member)
+        model = member.group.model
+        known = model.withdrawals.get(member.registration)
+        if known is not None and known.request == message.request:
+            known.deadline = min(known.deadline, self._cluster.now + message.timeout_s)
+            self._cluster.timers.set("withdrawal", member.registration, known.deadline)
+        elif message.hurry:
+            pass  # it was answered already
+        elif member.holding is None or member.holding.generation != message.generation:
+            self._cluster.tell(member, Withdrawable(message.request))  # nothing here counts on it
+        else:
+            deadline = self._cluster.now + message.timeout_s
+            session = member.worker.session
+            withdrawal = Withdrawal(message.request, member.holding, session, deadline, message.abandon, message.closes)
+            model.withdrawals[member.registration] = withdrawal
+            self._cluster.timers.set("withdrawal", member.registration, deadline)
+            self._cluster.touch(model)
+
+    def due(self, registration: str) -> None:
+        """Its deadline, or its readers' grace, is over."""
+        member = self._cluster.members.get(registration)
+        withdrawal = member.group.model.withdrawals.get(registration) if member is not None else None
+        if member is None or withdrawal is None:
+            return
+        if withdrawal.begun:
+            self._readers.cut_readers(withdrawal.holding, "the source's grace is over", moved=False)
+            self._settle_one(withdrawal)
+            return
+        self._forget(withdrawal)
+        member.dropped = False
+        error = self._retentions.refusal(withdrawal.holding)
+        self._cluster.answer(member.worker.session, withdrawal.request, error)
+
+    def settle(self, model: Model) -> None:
+        """Those that waited for another holder may go on; so may those whose holding has ended."""
+        for withdrawal in list(model.withdrawals.values()):
+            self._settle_one(withdrawal)
+
+    def _settle_one(self, withdrawal: Withdrawal) -> None:
+        """While its version would be lost it serves on, undiminished. Then it takes no readers, and goes with the last."""
+        holding = withdrawal.holding
+        if not withdrawal.begun:
+            if not withdrawal.abandon and self._retentions.must_stay(
+                holding, holding.member.worker if withdrawal.closes else None
+            ):
+                return
+            self._begin(withdrawal)
+        if not withdrawal.granted and not holding.active_readers():
+            withdrawal.granted = True
+            self._forget(withdrawal)
+            self._cluster.tell(holding.member, Withdrawable(withdrawal.request))
+
+    def _begin(self, withdrawal: Withdrawal) -> None:
+        cluster, holding = self._cluster, withdrawal.holding
+        withdrawal.begun = True
+        left_s = max(0.0, withdrawal.deadline - cluster.now)  # half of it is for the owner's fence
+        withdrawal.deadline = cluster.now + min(cluster.options.drain_grace_s, left_s / 2)
+        cluster.timers.set("withdrawal", holding.member.registration, withdrawal.deadline)
+        self._readers.leave(holding, "withdrawn")
+        for lease in list(holding.readers.values()):
+            self._readers.move(lease)
+
+    def _forget(self, withdrawal: Withdrawal) -> None:
+        member = withdrawal.holding.member
+        self._cluster.note(member)
+        member.group.model.withdrawals.pop(member.registration, None)
+        self._cluster.timers.cancel("withdrawal", member.registration)
+
+    def _of(self, holding: Holding) -> Withdrawal | None:
+        withdrawal = holding.member.group.model.withdrawals.get(holding.member.registration)
+        return withdrawal if withdrawal is not None and withdrawal.holding is holding else None

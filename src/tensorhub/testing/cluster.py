@@ -1,0 +1,244 @@
+"""A whole cluster without bytes, sockets, threads or a clock: the real coordinator, members, owners and pulls.
+
+`Cluster` is what there is and what each step does: the coordinator with its store, workers, connections. It asks, in the
+methods under "what follows", that something happen later. `PureCluster` lets the caller decide when: every step that could
+happen now is a `Choice`; who drives it picks one: in turn (`run`), one by one (`do`), or Hypothesis. `SimulatedCluster` has
+a clock, latencies and faults instead.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import count
+from typing import Any, assert_never
+
+from tensorhub.coordinator import (
+    CloseSession,
+    Coordinator,
+    Durable,
+    Entry,
+    Event,
+    Persist,
+    Rollback,
+    Send,
+)
+from tensorhub.manifest import Manifest
+from tensorhub.messages import FromCoordinator, Grant
+from tensorhub.testing.guarantees import GuaranteeBroken, Guarantees, demand
+from tensorhub.testing.handle import Asked, BrokenHook, Handle
+from tensorhub.testing.memory import CHUNKS, MANIFEST
+from tensorhub.testing.network import Link
+from tensorhub.testing.pulling import Lane, Reading
+from tensorhub.testing.rendering import show_error
+from tensorhub.testing.worker import SimWorker
+from tensorhub.types import HandleState, Location, Options
+from tensorhub.worker.calls import Fence
+
+
+class Cluster:
+    """The coordinator, its store, its workers, and the guarantees."""
+
+    user_errors: tuple[type[Exception], ...] = (BrokenHook,)  # that a user's own code raises
+    fence_grace_s = 0.0  # how long a fence lets running sends go on
+
+    def __init__(
+        self, options: Options | None = None, *, chunks: int = CHUNKS, manifest: Manifest = MANIFEST, host_bytes: int = 0
+    ) -> None:
+        self.options = options or Options()
+        self.host_bytes = host_bytes  # of each worker that is made from now on
+        self.chunks = chunks
+        self.manifest = manifest
+        self.now = 0.0
+        self.numbers = count(1)
+        self.registrations = count()
+        self.ids = count(1)
+        self.sessions = count(1)
+        self.workers: dict[str, SimWorker] = {}
+        self.by_registration: dict[str, Handle] = {}
+        self.links: dict[int, tuple[SimWorker, Link]] = {}  # that the coordinator has not seen end
+        self.store: list[Entry] = []
+        self.unstored: dict[int, Persist] = {}
+        self.epoch = 0
+        self.guarantees = Guarantees(self)
+        self.coordinator = self._new_coordinator()
+
+    # -- making things
+
+    def worker(self, name: str, location: Location | None = None, transports: tuple[str, ...] = ("tcp",)) -> SimWorker:
+        """A new worker process, which connects."""
+        worker = self.workers[name] = self.new_worker(name, location or Location(host=name), transports)
+        worker.connect()
+        return worker
+
+    def handle(self, name: str, group: str | None = None, rank: int = 0, world_size: int = 1, **more: Any) -> Handle:
+        """A worker of this name, if there is none yet, with one registration."""
+        worker = self.workers.get(name) or self.worker(name)
+        return worker.register(group or name, rank, world_size, **more)
+
+    def fetcher(self, name: str, shard: int = 0) -> Handle:
+        """A worker of this name, if there is none yet, that fetches."""
+        return (self.workers.get(name) or self.worker(name)).fetcher(shard)
+
+    def group(self, name: str, world_size: int, *, spot: bool = False) -> list[Handle]:
+        """A worker per rank."""
+        return [self.handle(f"{name}{rank}", name, rank, world_size, spot=spot) for rank in range(world_size)]
+
+    def _new_coordinator(self) -> Coordinator:
+        self.epoch += 1
+        return Coordinator(
+            cluster="c",
+            epoch=self.epoch,
+            options=self.options,
+            ids=lambda: f"id{next(self.ids)}",
+            now=self.now,
+            durable=Durable.of(self.store) if self.epoch > 1 else None,
+        )
+
+    # -- looking
+
+    def all_handles(self) -> Iterator[Handle]:
+        """Those of dead workers, too."""
+        for worker in self.workers.values():
+            yield from worker.handles
+
+    def live_handles(self) -> Iterator[Handle]:
+        """Those of workers that are alive."""
+        return (handle for handle in self.all_handles() if handle.worker.alive)
+
+    def find(self, grant: Grant) -> Handle | None:
+        """The memory that a grant names, if its process is alive."""
+        handle = self.by_registration.get(grant.registration)
+        return handle if handle is not None and handle.worker.alive else None
+
+    def is_recording_rollback(self, model: str) -> bool:
+        """Whether a rollback of that model is on its way to the store."""
+        entries = (persist.entry for persist in self.unstored.values())
+        return any(isinstance(entry, Rollback) and entry.model == model for entry in entries)
+
+    # -- the coordinator
+
+    def step(self, event: Event) -> None:
+        """Feed the coordinator one event, and do what follows."""
+        for action in self.coordinator.step(event, self.now):
+            match action:
+                case Send():
+                    if action.session in self.links:
+                        self._send_down(action.session, action.message)
+                case CloseSession():
+                    if action.session in self.links:
+                        self._send_down(action.session, None)
+                case Persist():
+                    self.guarantees.decided(action.entry)
+                    self.unstored[action.record] = action
+                    self.to_be_stored(action)
+                case _:
+                    assert_never(action)
+
+    def _send_down(self, session: int, message: FromCoordinator | None) -> None:
+        worker, link = self.links[session]
+        link.down.append(message)
+        self.said_down(worker, link)
+
+    def keep(self, entry: Entry) -> None:
+        """It is durable now."""
+        self.guarantees.stored(entry, self.store)
+        self.store.append(entry)
+
+    def check(self) -> None:
+        """Everything that holds between two steps."""
+        self.coordinator.check_invariants()
+        for worker in self.workers.values():
+            if worker.alive:
+                worker.owner.check_invariants()
+        for handle in self.all_handles():
+            self.guarantees.check_handle(handle)
+
+    def check_agreement(self) -> None:
+        """At rest, the coordinator knows exactly what is held, and under which generation."""
+        for handle in self.live_handles():
+            member = self.coordinator.cluster.members.get(handle.id)
+            content, state = handle.member.content, handle.member.state
+            if member is None:
+                refused = handle.registration_error is not None or state is HandleState.CLOSED
+                demand(refused or not handle.registered, f"the coordinator has forgotten {handle}")
+                continue
+            known = member.holding.generation if member.holding is not None else None
+            held = content.generation if content is not None and state is HandleState.READY else None
+            if state is not HandleState.IN_DOUBT:
+                demand(known == held, f"{handle} holds generation {held}, the coordinator thinks {known}")
+            demand(not member.leaving, f"{handle} is thought to leave, for ever: {member.leaving}")
+        for lease in self.coordinator.cluster.leases.values():
+            raise GuaranteeBroken(f"a lease is left: {lease}. Story:\n{lease.story}")
+
+    def call_ended(self, handle: Handle, asked: Asked) -> None:
+        """A call has returned, or raised."""
+        what = f"v{asked.version.version} changed={asked.changed}" if asked.version else show_error(asked.error)
+        self.note(f"{handle.name} {type(asked.what).__name__.removesuffix('Call').lower()} ends: {what}")
+        self.guarantees.ended(handle, asked)
+
+    # -- what follows: each is told of something that will go on, at once or some time
+
+    def note(self, line: str) -> None:
+        """Something happened that a trace shows."""
+        raise NotImplementedError
+
+    def new_worker(self, name: str, location: Location, transports: tuple[str, ...]) -> SimWorker:
+        """A process that is not connected yet."""
+        raise NotImplementedError
+
+    def new_link(self, worker: SimWorker) -> Link:
+        """A connection that the coordinator will see."""
+        raise NotImplementedError
+
+    def new_lane(self, reading: Reading, grant: Grant) -> Lane:
+        """What reads one source."""
+        raise NotImplementedError
+
+    def said_up(self, worker: SimWorker, link: Link) -> None:
+        """The last of `link.up` is on its way."""
+
+    def said_down(self, worker: SimWorker, link: Link) -> None:
+        """The last of `link.down` is on its way."""
+
+    def link_lost(self, worker: SimWorker, link: Link) -> None:
+        """The worker's end of this connection is gone."""
+
+    def to_be_stored(self, persist: Persist) -> None:
+        """The coordinator wants this recorded."""
+
+    def handle_moved(self, handle: Handle) -> None:
+        """Its member has had an input: there may be something to do, and another deadline."""
+
+    def hook_called(self, handle: Handle) -> None:
+        """Its before_write runs."""
+
+    def fence_begun(self, handle: Handle, fence: Fence) -> None:
+        """It is tried from now on."""
+
+    def access_ended(self, handle: Handle) -> None:
+        """A fence may stand now."""
+
+    def lane_made(self, lane: Lane) -> None:
+        """It is to connect."""
+
+    def lanes_wanted(self, reading: Reading) -> None:
+        """There may be chunks to ask for."""
+
+    def chunks_offered(self, handle: Handle) -> None:
+        """Readers that wait there may go on."""
+
+    def lane_cut(self, lane: Lane) -> None:
+        """Its reader wants it to end."""
+        raise NotImplementedError
+
+    def lane_shut(self, lane: Lane) -> None:
+        """Its owner shuts the connection."""
+        raise NotImplementedError
+
+    def reader_died(self, lane: Lane) -> None:
+        """Its reader's process is no more."""
+        raise NotImplementedError
+
+    def source_died(self, lane: Lane) -> None:
+        """Its owner's process is no more."""
+        raise NotImplementedError

@@ -1,0 +1,253 @@
+"""The guarantees of the design, checked from outside: by what memory holds, and by what calls have returned.
+
+Responsible for G1 to G6 and G8 to G10, each named in what `GuaranteeBroken` says; G7 (liveness) is demanded by who drives
+the cluster, once faults are over. What the coordinator's own books say is used as little as may be: its invariants are
+its own affair. `check_*` costs what it looks at.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
+
+from tensorhub.coordinator import Entry, Publication, Rollback
+from tensorhub.errors import TensorHubError
+from tensorhub.testing.rendering import show_error
+from tensorhub.types import HandleState, OpKey, OpKind, VersionInfo
+from tensorhub.worker.calls import CloseCall, FillCall, PublishCall, UnpublishCall
+
+if TYPE_CHECKING:
+    from tensorhub.testing.cluster import Cluster
+    from tensorhub.testing.handle import Asked, Handle
+
+TODO_MAX = 1000  # actions that one handle has still to carry out
+HOLDING = (HandleState.READY, HandleState.DRAINING)
+
+
+class GuaranteeBroken(AssertionError):
+    """One of the design's guarantees does not hold."""
+
+
+def demand(holds: bool, what: str) -> None:
+    """Raise GuaranteeBroken unless it `holds`."""
+    if not holds:
+        raise GuaranteeBroken(what)
+
+
+class Guarantees:
+    """What was promised in one cluster, and whether it is kept."""
+
+    def __init__(self, cluster: Cluster) -> None:
+        self._cluster = cluster
+        self.strangers = False  # some who publish are no handles of this cluster: nobody can know what they promised
+        self.promised: dict[OpKey, dict[int, tuple[str, ...]]] = {}  # cells of each publish, by rank
+        self.truth: dict[str, dict[int, tuple[str, ...]]] = {}  # cells of each content, by shard
+        self.outcomes: dict[OpKey, dict[int, tuple[bool, str]]] = {}  # by rank: committed, and how it was learnt
+        self.bound: dict[OpKey, int] = {}  # of each group call: the version that a rank returned
+        self.returned: dict[str, int] = {}  # by model: the newest number of its lineage whose publish has returned
+        self.retired: set[str] = set()  # content ids that were rolled back
+        self.rolled_back: set[OpKey] = set()  # publications of these
+        self.published: dict[str, dict[int, str]] = {}  # by model and number: content ids that are durable, or may be
+        self.policy: dict[str, int] = {}  # by model: what the last `retain` that returned has asked for
+        self.wishes: dict[int, tuple[str, int]] = {}  # by request: a `retain` that has not returned
+        self.pins: dict[str, tuple[str, int]] = {}  # by id: pins that have returned
+        self._numbers: set[tuple[str, int, int]] = set()  # (model, lineage, number) that are durable
+        self._lost: dict[tuple[str, str], float] = {}  # when which registration has lost which content without leave
+
+    def forget(self) -> None:
+        """Forget how calls have ended."""
+        self.outcomes.clear()
+        self.bound.clear()
+
+    # -- what happens
+
+    def promise(self, key: OpKey, rank: int, cells: list[str]) -> None:
+        """A rank votes to publish what its memory holds now."""
+        self.promised.setdefault(key, {})[rank] = tuple(cells)
+
+    def decided(self, entry: Entry) -> None:
+        """The coordinator wants this recorded."""
+        if isinstance(entry, Publication):
+            cells = self.promised.get(entry.key, {})
+            if not cells and self.strangers:
+                cells = dict.fromkeys(range(entry.world_size), ())
+            whole = len(cells) == entry.world_size
+            demand(whole, f"G4: {entry.key} is published, but only ranks {sorted(cells)} have called")
+            self.truth[entry.content_id] = cells
+            self.published.setdefault(entry.model, {})[entry.number] = entry.content_id
+
+    def stored(self, entry: Entry, before: Iterable[Entry]) -> None:
+        """It is durable now. After a rollback nobody may see what it retires any more."""
+        match entry:
+            case Publication():
+                number = entry.model, entry.lineage, entry.number
+                demand(number not in self._numbers, f"R1: a number was published twice: {number}")
+                self._numbers.add(number)
+            case Rollback():
+                published = [e for e in before if isinstance(e, Publication) and e.model == entry.model]
+                gone = [e for e in published if e.number > entry.to]
+                self.retired.update(e.content_id for e in gone)
+                self.rolled_back.update(e.key for e in gone)
+                self._lower_floors(entry.model, published)
+                numbers = self.published.get(entry.model, {})
+                self.published[entry.model] = {n: c for n, c in numbers.items() if n <= entry.to}
+            case _:
+                pass
+
+    def _lower_floors(self, model: str, published: list[Publication]) -> None:
+        newest = max((e.number for e in published if e.content_id not in self.retired), default=-1)
+        if model in self.returned:
+            self.returned[model] = min(self.returned[model], newest)
+        for handle in self._cluster.all_handles():
+            asked = handle.asked
+            if asked is not None and asked.floor is not None and handle.shard.model == model:
+                asked.floor = min(asked.floor, newest)
+
+    def ended(self, handle: Handle, asked: Asked) -> None:
+        """A call has returned, or raised."""
+        error, key = asked.error, asked.key
+        if error is not None:
+            demand(
+                isinstance(error, (TensorHubError, *self._cluster.user_errors)),
+                f"G10: every refusal is a typed error: {error!r}",
+            )
+            if key is not None and getattr(error, "memory", "") != "in_doubt":
+                self._learn(key, handle.shard.rank, False, f"{handle.name} raised {show_error(error)}")
+            return
+        if key is not None and asked.version is not None:
+            number = asked.version.version
+            self._learn(key, handle.shard.rank, True, f"{handle.name} returned {number}")
+            bound = self.bound.setdefault(key, number)
+            demand(bound == number, f"G4: {key} ended with version {bound} and with {number} ({handle.name})")
+        match asked.what:
+            case PublishCall():
+                if asked.version is not None and asked.version.content_id not in self.retired:
+                    newest = self.returned.get(handle.shard.model, -1)
+                    self.returned[handle.shard.model] = max(asked.what.version, newest)
+            case FillCall():
+                self._filled(handle, asked, asked.what)
+            case UnpublishCall() | CloseCall():
+                demand(handle.worker.owner.is_quiet(handle.id), f"G2: {handle.name} is read after {asked.what}")
+                self.check_closed(handle)
+            case _:
+                pass
+
+    def _filled(self, handle: Handle, asked: Asked, call: FillCall) -> None:
+        assert asked.version is not None
+        number = asked.version.version
+        demand(asked.version.content_id not in asked.retired, f"G3: {handle.name} got {number}, which was rolled back")
+        if call.selector == "latest" and asked.floor is not None:
+            demand(number >= asked.floor, f"G3: {handle.name} got {number} after publish({asked.floor}) returned")
+        if isinstance(call.selector, int):
+            demand(number == call.selector, f"{handle.name} asked for {call.selector}, got {number}")
+        self.check_content(handle)
+        if call.kind is OpKind.FETCH:
+            self._check_cells(handle, asked.version)
+
+    def _learn(self, key: OpKey, rank: int, committed: bool, how: str) -> None:
+        """G4: no two ranks hear different outcomes."""
+        if key in self.rolled_back:
+            return  # after a restart nobody remembers that it was published
+        heard = self.outcomes.setdefault(key, {})
+        heard[rank] = (committed, how)
+        demand(len({outcome for outcome, _ in heard.values()}) == 1, f"G4: {key}: {heard}")
+
+    # -- memory
+
+    def served(self, handle: Handle, chunks: Iterable[int], version: VersionInfo) -> None:
+        """A lane begins to read these chunks there, as that version's (G6: only what is verified)."""
+        truth = self.truth[version.content_id][handle.shard.number]
+        for chunk in chunks:
+            cell = handle.cells[chunk]
+            demand(cell == truth[chunk], f"G6: {handle} serves {cell} as {truth[chunk]} of version {version.version}")
+
+    def writes(self, handle: Handle, chunk: int) -> None:
+        """A lane writes a chunk of a fill."""
+        reading = handle.pull
+        assert reading is not None
+        demand(not reading.books.verified[chunk], f"G8: {handle} reads chunk {chunk} again, which it had verified")
+        state = handle.member.state
+        demand(state is HandleState.FILLING, f"G2: {handle} is written while it is {state}")
+
+    # -- retention
+
+    def retained(self, model: str) -> frozenset[str]:
+        """Content ids that must stay: what every `retain` and pin that has returned agrees on (G5)."""
+        numbers = self.published.get(model, {})
+        wanted = [self.policy.get(model, 0), *(latest for name, latest in self.wishes.values() if name == model)]
+        newest = sorted(numbers, reverse=True)[: min(wanted)]
+        pinned = [number for name, number in self.pins.values() if name == model and number in numbers]
+        return frozenset(numbers[number] for number in [*newest, *pinned])
+
+    def fenced(self, handle: Handle, generation: int) -> None:
+        """Nobody reads that memory any more: a version that must stay must be held by others (G5)."""
+        content, asked, model = handle.member.content, handle.asked, handle.shard.model
+        held = content is not None and content.generation == generation and handle.member.state in HOLDING
+        unasked = asked is None or (isinstance(asked.what, CloseCall) and asked.what.abandon) or not asked.online
+        if content is None or asked is None or not held or unasked:
+            self.lost(handle)  # not by its owner's own wish, or without asking anybody
+            return
+        content_id = content.version.content_id
+        if content_id not in asked.retained & self.retained(model) or self._cluster.is_recording_rollback(model):
+            return
+        ours = handle.shard.group
+        for shard in self.truth[content_id]:
+            holders = [h for h in self._cluster.all_handles() if h.shard.number == shard and h.shard.serves]
+            before = [h for h in holders if h is handle or self._holds(h, content_id)]
+            if not any(self._is_reliable(h) for h in before):
+                return  # it was lost before
+        for shard in self.truth[content_id]:
+            holders = [h for h in self._cluster.all_handles() if h.shard.number == shard and h.shard.serves]
+            others = [h for h in holders if h.shard.group != ours and self._is_reliable(h)]
+            kept = any(self._holds(h, content_id) or self._lost_since(h, content_id, asked.began) for h in others)
+            demand(
+                kept or not self._is_reliable(handle),
+                f"G5: {handle} has left with {asked.what}, and nobody else holds shard {shard} of {content.version}",
+            )
+
+    def _is_reliable(self, handle: Handle) -> bool:
+        group = handle.shard.group
+        return not any(h.shard.spot for h in self._cluster.all_handles() if h.shard.group == group)
+
+    def _holds(self, handle: Handle, content_id: str) -> bool:
+        content = handle.member.content
+        held = handle.worker.owner._holdings.get(handle.id)
+        is_held = content is not None and content.version.content_id == content_id and handle.member.state in HOLDING
+        return is_held and handle.worker.alive and held is not None and held.is_open
+
+    def lost(self, handle: Handle) -> None:
+        """What it held is lost, without anybody's leave."""
+        if handle.last_held:
+            self._lost[handle.id, handle.last_held] = self._cluster.now
+
+    def _lost_since(self, handle: Handle, content_id: str, when: float) -> bool:
+        """Whether that was lost there so late that its lease may have counted."""
+        return self._lost.get((handle.id, content_id), float("-inf")) >= when - self._cluster.options.lease_s
+
+    # -- what holds between any two steps
+
+    def check_handle(self, handle: Handle) -> None:
+        """Everything about one registration."""
+        if not handle.worker.alive:
+            return
+        handle.member.check_invariants()
+        self.check_content(handle)
+        if handle.idle and handle.member.state in (HandleState.EMPTY, HandleState.TORN, HandleState.CLOSED):
+            self.check_closed(handle)
+        demand(len(handle.todo) <= TODO_MAX, f"G10: {handle} has {len(handle.todo)} actions to carry out")
+
+    def check_content(self, handle: Handle) -> None:
+        """G1: who holds a version holds its publisher's bytes."""
+        content = handle.member.content
+        if content is not None and handle.member.state in HOLDING:
+            handle.last_held = content.version.content_id
+            self._check_cells(handle, content.version)
+
+    def _check_cells(self, handle: Handle, version: VersionInfo) -> None:
+        truth = self.truth[version.content_id][handle.shard.number]
+        demand(tuple(handle.cells) == truth, f"G1: {handle} holds {handle.cells}, published was {truth}")
+
+    def check_closed(self, handle: Handle) -> None:
+        """G2: nobody can begin to read memory that is its owner's to write."""
+        held = handle.worker.owner._holdings.get(handle.id)
+        demand(held is None or not held.is_open, f"G2: {handle} can still be read under {held}")

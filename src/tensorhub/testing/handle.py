@@ -1,0 +1,344 @@
+"""One registration's shell, as `runtime.handle` is: the real member, cells for tensors, and what is still to be done.
+
+Responsible for carrying out what the member wants, one action after the other, and for the verbs with which a test calls
+it. A new action of `worker.calls` gets its case in `Handle._do`. Not responsible for when anything happens.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, assert_never
+
+from tensorhub.errors import StateError
+from tensorhub.messages import Deregister, Publish
+from tensorhub.testing.guarantees import demand
+from tensorhub.testing.memory import CHUNK_BYTES, written
+from tensorhub.testing.pulling import Lane, Reading
+from tensorhub.testing.rendering import show
+from tensorhub.types import ContentId, HandleState, OpKey, OpKind, Purpose, RegistrationId, Selector, VersionInfo
+from tensorhub.worker.calls import (
+    Action,
+    AddPullSource,
+    Call,
+    CallHook,
+    CloseCall,
+    DropPullSource,
+    Fence,
+    FillCall,
+    Finish,
+    OpenMemory,
+    PublishCall,
+    RefuseCall,
+    Registered,
+    RegistrationFailed,
+    ReopenMemory,
+    Say,
+    StartPull,
+    StopPull,
+    UnpublishCall,
+)
+from tensorhub.worker.enrolment import Shard
+from tensorhub.worker.member import Member
+from tensorhub.worker.owner import Access
+
+if TYPE_CHECKING:
+    from tensorhub.testing.cluster import Cluster
+    from tensorhub.testing.worker import SimWorker
+
+
+class BrokenHook(Exception):
+    """What a test's before_write raises."""
+
+
+@dataclass(eq=False)
+class Asked:
+    """One call, and how it ended."""
+
+    what: Call
+    handle: Handle
+    floor: int | None  # the newest number whose publish had returned when this call began, and not rolled back since
+    retired: frozenset[str] = frozenset()  # content ids that were rolled back when this call began
+    retained: frozenset[str] = frozenset()  # content ids that had to stay when this call began
+    began: float = 0.0
+    online: bool = True  # its worker has been connected all the time
+    key: OpKey | None = None
+    done: bool = False
+    version: VersionInfo | None = None
+    changed: bool = False
+    error: Exception | None = None
+
+    def has_ended(self) -> bool:
+        return self.done
+
+    @property
+    def number(self) -> int:
+        """The version that the call ended with; raises what the call raised."""
+        assert self.done, f"{self.what} has not ended"
+        if self.error is not None:
+            raise self.error
+        assert self.version is not None
+        return self.version.version
+
+
+class Handle:
+    """One registration of a simulated worker."""
+
+    def __init__(self, cluster: Cluster, worker: SimWorker, shard: Shard) -> None:
+        self.cluster = cluster
+        self.worker = worker
+        self.shard = shard
+        self.name = f"{worker.name}:{shard.group}[{shard.rank}]" if shard.serves else f"{worker.name}:{shard.group}"
+        self.id = RegistrationId(shard.registration)
+        self.cells: list[str] = ["unset"] * cluster.chunks
+        self.todo: deque[Action] = deque()
+        self.hooks: deque[CallHook] = deque()
+        self.pull: Reading | None = None  # the last fill's
+        self.serving: dict[Lane, None] = {}  # of others, which read this memory
+        self.access: tuple[Access, str] | None = None  # one that no fence can end, and what it read in the cell at first
+        self.fencing_since: float | None = None  # its next action is a fence, which was begun
+        self.asked: Asked | None = None
+        self.last_held = ""  # the content id that it held last
+        self.hook_error: Exception | None = None
+        self.hook_calls = 0
+        self.reads_backwards = False  # the last chunk of a request first
+        self.registration_error: Exception | None = None
+        self.dropped = False  # a copy that is not wanted any more
+        self.registered = False
+        self.member = Member(
+            shard,
+            requests=lambda: worker.new_request(self),
+            generations=lambda: next(cluster.numbers),
+            manifests=worker.manifests,
+        )
+
+    def __repr__(self) -> str:
+        return f"<Handle {self.name} {self.member.state} v={self.member.version}>"
+
+    @property
+    def idle(self) -> bool:
+        """Whether no call runs on it, and nothing is left to be done."""
+        return self.member.running is None and not self.todo
+
+    # -- what a user does
+
+    def write(self) -> None:
+        """Fill the memory with something that nobody else ever wrote."""
+        assert self.member.state in (HandleState.EMPTY, HandleState.TORN), self
+        self.cells = written(f"{self.name}#{next(self.cluster.numbers)}", self.cluster.chunks)
+
+    def call(self, call: Call, timeout_s: float = 60.0) -> Asked:
+        """Begin a call; raises StateError where the handle's state forbids it."""
+        cluster, model = self.cluster, self.shard.model
+        actions = self.member.begin(call, timeout_s, cluster.now)
+        cluster.note(f"{self.name} calls {show(call)}")
+        guarantees = cluster.guarantees
+        self.asked = Asked(
+            call,
+            self,
+            guarantees.returned.get(model),
+            frozenset(guarantees.retired),
+            guarantees.retained(model),
+            cluster.now,
+            self.worker.link is not None,
+        )
+        self.apply(actions)
+        return self.asked
+
+    def publish(self, version: int, timeout_s: float = 60.0) -> Asked:
+        """Write the memory, where it is the caller's to write, and publish it."""
+        if self.idle and self.member.state in (HandleState.EMPTY, HandleState.TORN):
+            self.write()
+        return self.call(PublishCall(version), timeout_s)
+
+    def replicate(self, selector: Selector = "latest", timeout_s: float = 60.0, *, hold: bool = False) -> Asked:
+        """`hold`: with a before_write."""
+        return self.call(FillCall(OpKind.REPLICATE, selector, hold=hold), timeout_s)
+
+    def update(
+        self, selector: Selector = "latest", timeout_s: float = 60.0, *, hold: bool = False, at_least: int | None = None
+    ) -> Asked:
+        """`hold`: with a before_write."""
+        return self.call(FillCall(OpKind.UPDATE, selector, at_least, hold), timeout_s)
+
+    def fetch(self, selector: Selector = "latest", timeout_s: float = 60.0) -> Asked:
+        """The one call of what `SimWorker.fetcher` made."""
+        return self.call(FillCall(OpKind.FETCH, selector), timeout_s)
+
+    def unpublish(self, timeout_s: float = 60.0) -> Asked:
+        """Take the memory back."""
+        return self.call(UnpublishCall(), timeout_s)
+
+    def close(self, timeout_s: float = 60.0, *, abandon: bool = False) -> Asked:
+        """End the registration."""
+        return self.call(CloseCall(abandon), timeout_s)
+
+    def refuse(self, reason: str = "the body raised") -> Asked:
+        """Do not make the next group call."""
+        return self.call(RefuseCall(reason), 60.0)
+
+    def cancel(self, why: str = "cancelled") -> None:
+        """The caller does not want its running call any more."""
+        self.cluster.note(f"{self.name} cancels")
+        self.apply(self.member.cancel(StateError(why), self.cluster.now))
+
+    # -- accesses of its own
+
+    def hold_access(self) -> None:
+        """One of its own lanes begins to digest (or copy) a chunk, which nobody can end but itself."""
+        content = self.member.content
+        if self.access is None and content is not None:
+            content_id = ContentId(content.version.content_id)
+            access = self.worker.owner.begin(self.id, content.generation, content_id, [0], CHUNK_BYTES)
+            if isinstance(access, Access):
+                self.cluster.note(f"{self.name} begins an access")
+                self.access = access, self.cells[0]
+
+    def end_access(self) -> None:
+        """That lane is done."""
+        if self.access is not None:
+            self.cluster.note(f"{self.name} ends an access")
+            (access, was), self.access = self.access, None
+            self.worker.owner.end(access)
+            demand(self.cells[0] == was, f"G2: {self} was written while it was read: {was} is {self.cells[0]}")
+            self.cluster.access_ended(self)
+
+    def fence_waits_until(self) -> float | None:
+        """Until when its next action, a fence, has to wait for an access; None: there is no such wait."""
+        fence = self.todo[0] if self.todo else None
+        if not isinstance(fence, Fence) or self.fencing_since is None or self.worker.owner.is_quiet(self.id):
+            return None
+        if self.access is None or self.is_read:
+            return None  # readers are cut off
+        return float("inf") if fence.until is None else fence.until
+
+    @property
+    def is_read(self) -> bool:
+        """Whether an access of a reader's lane runs."""
+        return any(lane.access is not None for lane in self.serving)
+
+    def can_do_next(self) -> bool:
+        """Whether its next action can be carried out, or gone on with, now."""
+        until = self.fence_waits_until()
+        return bool(self.todo) and (until is None or until <= self.cluster.now)
+
+    # -- what its shell does
+
+    def apply(self, actions: list[Action]) -> None:
+        """Queue what the member wants done."""
+        running = self.member.running
+        if running is not None and self.asked is not None and running.key is not None:
+            self.asked.key = running.key
+        self.todo.extend(actions)
+        self.cluster.handle_moved(self)
+
+    def do_next(self) -> None:
+        """Carry out the next action, or a part of it."""
+        action = self.todo[0]
+        if isinstance(action, Fence):
+            self._fence(action)
+            return
+        if isinstance(action, StopPull):
+            if self.pull is not None:
+                self.pull.stop()
+                if not self.pull.ended:
+                    return  # its lanes' ends are waited for
+            self.todo.popleft()
+            self.apply(self.member.pull_stopped(self.cluster.now))
+            return
+        self.todo.popleft()
+        self._do(action)
+
+    def _do(self, action: Action) -> None:
+        owner = self.worker.owner
+        match action:
+            case Say():
+                if isinstance(action.message, Publish):
+                    self.cluster.guarantees.promise(action.message.key, self.shard.rank, self.cells)
+                self.worker.say(action.message)
+            case OpenMemory():
+                content, sizes = ContentId(action.content_id), [CHUNK_BYTES] * action.manifest.chunk_count
+                owner.open(self.id, action.generation, content, sizes, complete=action.complete)
+            case ReopenMemory():
+                owner.reopen(self.id, action.generation)
+            case CallHook():
+                self.hooks.append(action)
+                self.cluster.hook_called(self)
+            case StartPull():
+                self.cells = ["half-filled"] * action.manifest.chunk_count
+                self.pull = None
+                self.pull = Reading(self, action, self.cluster.new_lane)
+            case AddPullSource():
+                if self.pull is not None:
+                    self.pull.add(action.grant)
+            case DropPullSource():
+                if self.pull is not None and not self.pull.ended:
+                    self.pull.drop(action.lease)
+                    self.apply(self.member.source_failed(action.lease, "dropped", "", self.cluster.now))
+            case Registered():
+                self.registered = True
+            case RegistrationFailed():
+                self.registration_error = action.error
+            case Finish():
+                self._finish(action)
+            case Fence() | StopPull():
+                raise AssertionError("these take time: see do_next")
+            case _:
+                assert_never(action)
+
+    def _fence(self, action: Fence) -> None:
+        """Let nobody in; shut readers out that do not leave by themselves; then say that it stands, or cannot."""
+        now, owner = self.cluster.now, self.worker.owner
+        owner.close(self.id)
+        if self.fencing_since is None:
+            self.fencing_since = now
+            self.cluster.fence_begun(self, action)
+        if owner.is_quiet(self.id):
+            self.todo.popleft()
+            self.fencing_since = None
+            self.cluster.guarantees.fenced(self, action.generation)
+            self.apply(self.member.fenced(action.generation, now))
+            return
+        if now >= self.fencing_since + self.cluster.fence_grace_s:
+            for lane in [lane for lane in self.serving if lane.access is not None]:
+                self.cluster.lane_shut(lane)
+        if action.until is not None and action.until <= now and not owner.is_quiet(self.id):
+            self.todo.popleft()
+            self.fencing_since = None
+            self.apply(self.member.fence_failed(action.generation, now))
+
+    def _finish(self, action: Finish) -> None:
+        asked = self.asked
+        assert asked is not None
+        assert not asked.done, f"{self.name}: {action} without a call"
+        asked.done, asked.version, asked.changed, asked.error = True, action.version, action.changed, action.error
+        self.cluster.call_ended(self, asked)
+        if not self.shard.serves:  # it was made for this call
+            self.worker.drop(self)
+            self.worker.say(Deregister(0, self.shard.registration, True))
+        if self.shard.purpose is Purpose.RETENTION:
+            self.worker.copy_ended(self, asked)
+
+    def hook_returns(self) -> None:
+        """Its before_write is over."""
+        self.hooks.popleft()
+        self.hook_calls += 1
+        self.apply(self.member.hook_returned(self.hook_error, self.cluster.now))
+
+    # -- memory, as lanes see it
+
+    def receive(self, chunk: int, cell: str, start: StartPull) -> None:
+        """A lane writes what it was sent."""
+        self.cluster.guarantees.writes(self, chunk)
+        self.cells[chunk] = cell
+
+    def offer(self, generation: int, verified: list[tuple[int, int | None]]) -> None:
+        """Let others read what was verified."""
+        if verified and self.worker.owner.mark_available(self.id, generation, verified):
+            self.cluster.chunks_offered(self)
+
+    def source_ended(self, lease: str, reason: str) -> None:
+        """Have a source of the running fill fail."""
+        lane = self.pull.lanes.get(lease) if self.pull is not None else None
+        if lane is not None:
+            lane.end(reason)

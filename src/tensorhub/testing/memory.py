@@ -1,0 +1,39 @@
+"""Memory as a list of cells, one per chunk. A cell holds a tag that names who wrote it, and when.
+
+A read takes a cell's value when it *ends*, as the slowest of readers would, so that memory which is written before its
+fence stands is caught. Nothing of the bytes that a manifest speaks of is allocated.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+import xxhash
+
+from tensorhub.manifest import Digest, Manifest, TensorDescription, build_manifest
+from tensorhub.types import Medium, Purpose
+
+DEVICE = (Medium.DEVICE, Purpose.USE)  # what a caller's own memory is
+CHUNKS = 2
+CHUNK_BYTES = 2**28  # so that links, not hops, decide who reads from whom
+
+
+@lru_cache(maxsize=64)
+def make_manifest(chunks: int, digest: Digest = "none") -> Manifest:
+    """The manifest of one tensor of that many chunks."""
+    tensor = TensorDescription("w", "uint8", (chunks, CHUNK_BYTES), 0, chunks * CHUNK_BYTES)
+    return build_manifest([tensor], CHUNK_BYTES, digest)
+
+
+MANIFEST = make_manifest(CHUNKS)
+
+
+def written(by: str, chunks: int) -> list[str]:
+    """Cells that were all written by one writer."""
+    return [f"{by}.{chunk}" for chunk in range(chunks)]
+
+
+@lru_cache(maxsize=4096)
+def digest_of(cell: str) -> int:
+    """The digest of what a cell holds."""
+    return xxhash.xxh3_64_intdigest(cell.encode())

@@ -1,0 +1,246 @@
+"""A running fill: the real `scheduler.Pull`, and a lane to each granted source, as `runtime.lanes` has them.
+
+A lane is both of its ends: the reader's, which takes batches and settles what arrives, and the owner's, which begins an
+access for what it was asked, and sends when that ends. Who drives the cluster takes it from one step to the next.
+
+Responsible for what each step does to the books, to memory and to the owner. Not responsible for when it happens.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from typing import TYPE_CHECKING, NamedTuple
+
+from tensorhub.messages import HAS_RUNS_MAX, Grant
+from tensorhub.scheduler.pull import Pull
+from tensorhub.testing.memory import digest_of
+from tensorhub.types import ContentId, LeaseId
+from tensorhub.worker.calls import StartPull
+from tensorhub.worker.owner import Access, Refusal, Wait
+
+if TYPE_CHECKING:
+    from tensorhub.testing.handle import Handle
+
+BATCHES_OPEN = 2  # of one lane: the next is asked for before the last has arrived
+
+
+class Frame(NamedTuple):
+    """Chunks on their way to a reader: (number, what the cell held, its digest); or why there will be no more."""
+
+    chunks: tuple[tuple[int, str, int | None], ...]
+    failure: str = ""
+
+
+class Lane:
+    """One source of one fill."""
+
+    def __init__(self, reading: Reading, grant: Grant) -> None:
+        self.reading = reading
+        self.reader = reading.reader
+        self.grant = grant
+        self.lease = LeaseId(grant.lease)
+        self.incarnation = reading.reader.worker.incarnation  # as whom it reads
+        self.source: Handle | None = None  # once connected
+        self.asked: list[set[int]] = []  # of each open batch, what has not arrived; none is empty
+        self.queue: deque[tuple[int, ...]] = deque()  # at the owner: what it was asked for, and has not begun to send
+        self.access: Access | None = None  # the owner's running one
+        self.frames: deque[Frame] = deque()  # sent, and not settled
+        self.is_cut = False  # its reader wants no more of it
+        self.is_stopped = False  # its owner serves it no more
+        self.ended = False  # nobody writes for it any more
+
+    def __repr__(self) -> str:
+        return f"<Lane {self.lease} {self.reader.name} <- {self.grant.source}{', ended' if self.ended else ''}>"
+
+    # -- the reader's side
+
+    def connect(self) -> str:
+        """Find the owner; why it cannot be reached, or nothing."""
+        source = self.reader.cluster.find(self.grant)
+        if source is None or source.worker.incarnation != self.grant.incarnation:
+            return "unreachable"
+        if self.source is None:
+            self.source = source
+            source.serving[self] = None
+        return ""
+
+    def submit(self, batch_bytes: int) -> list[tuple[int, ...]]:
+        """Ask for batches, up to two at a time."""
+        batches: list[tuple[int, ...]] = []
+        while not self.is_cut and not self.ended and len(self.asked) < BATCHES_OPEN:
+            batch = self.reading.books.next_batch(self.lease, batch_bytes)
+            if not batch:
+                break
+            self.asked.append(set(batch))
+            batches.append(batch[::-1] if self.reader.reads_backwards else batch)
+        return batches
+
+    def settle(self, frame: Frame) -> None:
+        """Take what arrived: check it, enter it into the books, and offer it to others."""
+        if frame.failure:
+            self.end(frame.failure)
+            return
+        reading, reader = self.reading, self.reader
+        digested = reading.start.manifest.digest != "none"
+        arrived = {chunk for chunk, _, _ in frame.chunks}
+        self.asked = [left for batch in self.asked if (left := batch - arrived)]
+        good: list[tuple[int, int | None]] = []
+        bad = False
+        for chunk, cell, digest in frame.chunks:
+            reader.receive(chunk, cell, reading.start)
+            ok = not digested or digest_of(cell) == digest
+            reading.books.arrived(self.lease, chunk, ok)
+            if ok:
+                good.append((chunk, digest))
+            bad = bad or not ok
+        reader.offer(reading.start.generation, good)
+        reading.settled(self)
+        if bad:
+            self.end("corrupt")
+
+    # -- the owner's side
+
+    def begin(self, wanted: tuple[int, ...], bytes_max: int) -> Access | Wait | Refusal:
+        """Begin an access to some of the wanted chunks."""
+        assert self.source is not None
+        if self.is_stopped:
+            return Refusal("this reader is served no more")
+        grant, content = self.grant, ContentId(self.reading.start.version.content_id)
+        begun = self.source.worker.owner.begin(self.source.id, grant.generation, content, wanted, bytes_max)
+        if isinstance(begun, Access):
+            self.access = begun
+            self.source.cluster.guarantees.served(self.source, begun.chunks, self.reading.start.version)
+        return begun
+
+    def finish(self) -> Frame:
+        """End the access: what its cells hold now is on its way, with digests that are made of it if there are none yet."""
+        source, access = self.source, self.access
+        assert source is not None
+        assert access is not None
+        digested = self.reading.start.manifest.digest != "none"
+        found: list[tuple[int, str, int | None]] = []
+        for chunk, known in zip(access.chunks, access.digests, strict=True):
+            cell, digest = source.cells[chunk], known
+            if digested and known is None:
+                made = digest_of(cell)
+                kept = source.worker.owner.set_digest(source.id, access.generation, chunk, made)
+                digest = made if kept is None else kept
+            found.append((chunk, cell, digest))
+        self.let_go()
+        return Frame(tuple(found))
+
+    def has(self) -> tuple[tuple[int, int], ...]:
+        """What the owner could send, as runs."""
+        assert self.source is not None
+        return self.source.worker.owner.has(self.source.id, self.grant.generation, HAS_RUNS_MAX)
+
+    def lack(self) -> None:
+        """The owner has nothing of the request that it is at: it says what it has, and the request is over."""
+        chunks = self.queue.popleft()
+        self.asked = [left for batch in self.asked if (left := batch.difference(chunks))]
+        self.reading.books.lacks(self.lease, chunks, self.has())
+        self.reader.cluster.lanes_wanted(self.reading)
+
+    def let_go(self) -> None:
+        """The owner's access, if one runs, is over."""
+        access, self.access = self.access, None
+        if access is not None and self.source is not None and self.source.worker.alive:
+            self.source.worker.owner.end(access)
+
+    # -- its end
+
+    def end(self, failure: str = "") -> None:
+        """Nobody writes for it any more; `failure`: why, where its reader did not want it."""
+        if self.ended:
+            return
+        self.ended = True
+        self.let_go()
+        if self.source is not None:
+            self.source.serving.pop(self, None)
+        self.queue.clear()
+        self.frames.clear()
+        self.reading.lane_ended(self, failure)
+
+
+class Reading:
+    """What a fill still lacks, and whom it may read from."""
+
+    def __init__(self, reader: Handle, start: StartPull, make_lane: Callable[[Reading, Grant], Lane]) -> None:
+        self.reader = reader
+        self.start = start
+        self.books = Pull([chunk.nbytes for chunk in start.manifest.chunks])
+        self.lanes: dict[str, Lane] = {}  # by lease; those that have not ended
+        self.over = False  # all is verified, or it was stopped: nothing more is asked for
+        self.stopped = False
+        self._make_lane = make_lane
+        for grant in start.grants:
+            self.add(grant)
+
+    def __repr__(self) -> str:
+        return f"<Reading of {self.reader.name}: {self.books!r}>"
+
+    @property
+    def grants(self) -> dict[str, Grant]:
+        """Those that are still read under, by lease."""
+        return {lease: lane.grant for lease, lane in self.lanes.items() if not lane.is_cut}
+
+    @property
+    def missing(self) -> set[int]:
+        """Chunks that are not verified yet."""
+        return {chunk for chunk, verified in enumerate(self.books.verified) if not verified}
+
+    @property
+    def ended(self) -> bool:
+        """Whether nothing of it runs any more."""
+        return self.over and not self.lanes
+
+    def add(self, grant: Grant) -> None:
+        """Read from this source as well."""
+        if self.over:
+            return
+        self.books.add_source(LeaseId(grant.lease), grant.complete)
+        lane = self.lanes[grant.lease] = self._make_lane(self, grant)
+        self.reader.cluster.lane_made(lane)
+
+    def drop(self, lease: str) -> None:
+        """Ask nothing more of this source."""
+        lane = self.lanes.get(lease)
+        if lane is not None and not lane.is_cut:
+            lane.is_cut = True
+            self.books.drop_source(lane.lease)
+            self.reader.cluster.lane_cut(lane)
+
+    def stop(self) -> None:
+        """End every read; over when no lane is left."""
+        if not self.stopped:
+            self.over = self.stopped = True
+            self._cut_all()
+
+    def settled(self, lane: Lane) -> None:
+        """Something has arrived."""
+        if self.books.done and not self.over:
+            self.over = True
+            lane.end()
+            self._cut_all()
+        elif not self.over:
+            self.reader.cluster.lanes_wanted(self)
+
+    def _cut_all(self) -> None:
+        for lane in list(self.lanes.values()):
+            lane.is_cut = True
+            self.reader.cluster.lane_cut(lane)
+
+    def lane_ended(self, lane: Lane, failure: str) -> None:
+        """Its thread is over."""
+        del self.lanes[lane.grant.lease]
+        self.books.lane_ended(lane.lease)
+        cluster, reader = self.reader.cluster, self.reader
+        if not reader.worker.alive:
+            return
+        if failure and not lane.is_cut and not self.over:
+            reader.apply(reader.member.source_failed(lane.grant.lease, failure, "", cluster.now))
+        if not self.over:
+            cluster.lanes_wanted(self)
+        elif not self.lanes and not self.stopped:
+            reader.apply(reader.member.pull_done(cluster.now))

@@ -1,0 +1,277 @@
+"""A cluster whose caller decides what happens when: for tests of one interaction, and for Hypothesis."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from tensorhub.coordinator import Connected, Disconnected, Persisted, PersistFailed, Received, Tick
+from tensorhub.messages import FromCoordinator, FromWorker, Grant, Heartbeat, HeartbeatAck
+from tensorhub.testing.cluster import Cluster
+from tensorhub.testing.guarantees import GuaranteeBroken
+from tensorhub.testing.handle import Handle
+from tensorhub.testing.memory import CHUNK_BYTES
+from tensorhub.testing.network import Link
+from tensorhub.testing.pulling import Lane, Reading
+from tensorhub.testing.rendering import show
+from tensorhub.testing.worker import SimWorker
+from tensorhub.types import Location, Options
+from tensorhub.worker.owner import Access, Refusal, Wait
+
+
+class Choice(NamedTuple):
+    """Something that could happen now."""
+
+    kind: str
+    name: str
+
+
+class PureCluster(Cluster):
+    """Nothing happens by itself. `choices` lists what could; `do` lets one of them happen, and checks everything."""
+
+    def __init__(self, options: Options | None = None, *, host_bytes: int = 0) -> None:
+        self.log: list[str] = []
+        self.ending: list[int] = []  # sessions whose end the coordinator has not noticed
+        self.heartbeat_at = 0.0
+        super().__init__(options, host_bytes=host_bytes)
+
+    def restart(self, *, kept: bool = False) -> None:
+        """The coordinator dies and comes back on what is durable; `kept`: what was being written has made it, too."""
+        self.note("the coordinator restarts")
+        if kept:
+            for persist in self.unstored.values():
+                self.keep(persist.entry)
+        self.unstored.clear()
+        self.coordinator = self._new_coordinator()
+        self.links.clear()
+        self.ending.clear()
+        for worker in self.workers.values():
+            if worker.link is not None:
+                worker.disconnect()
+        self.ending.clear()
+
+    # -- what follows
+
+    def note(self, line: str) -> None:
+        self.log.append(f"{self.now:7.2f}  {line}")
+
+    def new_worker(self, name: str, location: Location, transports: tuple[str, ...]) -> SimWorker:
+        return SimWorker(self, name, location, transports)
+
+    def new_link(self, worker: SimWorker) -> Link:
+        link = Link(next(self.sessions))
+        self.links[link.session] = (worker, link)
+        self.step(Connected(link.session, worker.incarnation, "worker"))
+        return link
+
+    def link_lost(self, worker: SimWorker, link: Link) -> None:
+        self.ending.append(link.session)
+
+    def new_lane(self, reading: Reading, grant: Grant) -> Lane:
+        return Lane(reading, grant)
+
+    def lane_made(self, lane: Lane) -> None:
+        self.lanes_wanted(lane.reading)
+
+    def lanes_wanted(self, reading: Reading) -> None:
+        for lane in reading.lanes.values():
+            lane.queue.extend(lane.submit(reading.start.manifest.nbytes))
+
+    def lane_cut(self, lane: Lane) -> None:
+        lane.end()
+
+    def lane_shut(self, lane: Lane) -> None:
+        lane.is_stopped = True
+        if lane.access is not None:
+            lane.end("lost")
+
+    def reader_died(self, lane: Lane) -> None:
+        lane.end()
+
+    def source_died(self, lane: Lane) -> None:
+        if lane.access is not None:
+            lane.access = None
+            lane.end("lost")
+
+    # -- what can happen now
+
+    def choices(self) -> list[Choice]:
+        """Each step that could happen now, in a fixed order."""
+        found: list[Choice] = []
+        for name, worker in self.workers.items():
+            if worker.link is not None:
+                if worker.link.up:
+                    found.append(Choice("up", name))
+                if worker.link.down:
+                    found.append(Choice("down", name))
+        for handle in self.live_handles():
+            if handle.can_do_next():
+                found.append(Choice("do", handle.name))
+            if handle.hooks:
+                found.append(Choice("hook", handle.name))
+            if self.can_read(handle):
+                found.append(Choice("read", handle.name))
+        found.extend(Choice("notice", str(session)) for session in self.ending)
+        if self.unstored:
+            found.append(Choice("store", str(min(self.unstored))))
+        return found
+
+    def do(self, choice: Choice) -> None:
+        """Let it happen, and check everything."""
+        kind, name = choice
+        match kind:
+            case "up":
+                worker = self.workers[name]
+                assert worker.link is not None
+                said = worker.link.up.popleft()
+                self._note_message(name, "->", said)
+                self.step(Received(worker.link.session, said))
+            case "down":
+                worker = self.workers[name]
+                assert worker.link is not None
+                heard = worker.link.down.popleft()
+                if heard is None:
+                    worker.disconnect()
+                else:
+                    self._note_message(name, "<-", heard)
+                    worker.hear(heard)
+            case "notice":
+                self.ending.remove(int(name))
+                self.links.pop(int(name), None)
+                self.step(Disconnected(int(name)))
+            case "store":
+                persist = self.unstored.pop(int(name))
+                self.note(f"stored {show(persist.entry)}")
+                self.keep(persist.entry)
+                self.step(Persisted(persist.record))
+            case "do":
+                self._named(name).do_next()
+            case "hook":
+                self._named(name).hook_returns()
+            case "read":
+                self.read(self._named(name))
+        self.check()
+
+    def _named(self, name: str) -> Handle:
+        return next(handle for handle in self.live_handles() if handle.name == name)
+
+    def _note_message(self, worker: str, arrow: str, message: FromWorker | FromCoordinator) -> None:
+        if not isinstance(message, Heartbeat | HeartbeatAck):
+            self.note(f"{worker} {arrow} {show(message)}")
+
+    def can_read(self, handle: Handle) -> bool:
+        """Whether its fill can go on."""
+        return self._next_lane(handle) is not None
+
+    def _next_lane(self, handle: Handle) -> Lane | None:
+        """The lane of its fill that has something to do."""
+        lanes = list(handle.pull.lanes.values()) if handle.pull is not None else []
+        running = [lane for lane in lanes if lane.access is not None]
+        able = running or [lane for lane in lanes if self._can_go_on(lane)]
+        return next(iter(able or [lane for lane in lanes if self._lacks_in_vain(lane)]), None)
+
+    @staticmethod
+    def _lacks_in_vain(lane: Lane) -> bool:
+        """Whether it waits for what its source lacks, while some source has what this reader lacks."""
+        lanes, missing = lane.reading.lanes.values(), lane.reading.missing
+        runs = [run for each in lanes if each.source is not None and each.source.worker.alive for run in each.has()]
+        return bool(lane.queue) and any(first <= chunk < first + count for first, count in runs for chunk in missing)
+
+    @staticmethod
+    def _can_go_on(lane: Lane) -> bool:
+        if lane.is_stopped or lane.connect():
+            return True
+        if not lane.queue:
+            return False
+        begun = lane.begin(lane.queue[0], CHUNK_BYTES)
+        lane.let_go()
+        return not isinstance(begun, Wait)
+
+    def read(self, handle: Handle) -> None:
+        """One step of a fill: end the access that runs, begin one, or find out that a source is no more."""
+        lane = self._next_lane(handle)
+        assert lane is not None
+        if lane.access is not None:
+            lane.settle(lane.finish())
+            return
+        reason = lane.connect() or ("lost" if lane.is_stopped else "")
+        if reason:
+            lane.end(reason)
+            return
+        begun = lane.begin(lane.queue[0], CHUNK_BYTES)
+        if isinstance(begun, Refusal):
+            lane.end("refused")
+        elif isinstance(begun, Access):
+            lane.queue.popleft()
+            if begun.rest:
+                lane.queue.appendleft(begun.rest)
+        else:
+            lane.lack()
+
+    def fail_store(self) -> None:
+        """The oldest entry that is being written cannot be."""
+        record = min(self.unstored)
+        del self.unstored[record]
+        self.note("the store fails")
+        self.step(PersistFailed(record, "disk full"))
+        self.check()
+
+    def run(self, steps_max: int = 10_000) -> None:
+        """Let everything happen that can, each in its turn, until nothing is left."""
+        for _ in range(steps_max):
+            choices = self.choices()
+            if not choices:
+                return
+            self.do(choices[0])
+        raise AssertionError("the cluster does not come to rest")
+
+    def advance(self, seconds: float, *, run: bool = True) -> None:
+        """Let time pass; with `run`, everything else happens as well."""
+        end = self.now + seconds
+        while True:
+            if run:
+                self.run()
+            due = [self.heartbeat_at, self.coordinator.next_deadline()]
+            due += [handle.member.next_deadline() for handle in self.live_handles()]
+            due += [until for handle in self.live_handles() if (until := handle.fence_waits_until() or 0.0) > self.now]
+            when = max(self.now, min(d for d in due if d is not None))
+            if when > end:
+                break
+            self.now = when
+            self.time_passes()
+        self.now = end
+        self.time_passes()
+        if run:
+            self.run()
+
+    def time_passes(self) -> None:
+        if self.now >= self.heartbeat_at:
+            self.heartbeat_at = self.now + self.options.lease_s / 4
+            for worker in self.workers.values():
+                worker.beat()
+        due = self.coordinator.next_deadline()
+        if due is not None and due <= self.now:
+            self.step(Tick())
+        for handle in list(self.live_handles()):
+            deadline = handle.member.next_deadline()
+            if deadline is not None and deadline <= self.now:
+                handle.apply(handle.member.tick(self.now))
+        self.check()
+
+    def heal(self, seconds: float = 200.0) -> None:
+        """Faults are over: everybody connects, everything is delivered, deadlines pass; every call must have ended."""
+        start, end = self.now, self.now + seconds
+        for handle in self.live_handles():
+            handle.end_access()
+        while self.now < end:
+            for worker in self.workers.values():
+                if worker.alive and worker.link is None:
+                    worker.connect()
+            self.advance(2.0)
+            connected = all(worker.link is not None for worker in self.workers.values() if worker.alive)
+            quiet = all(handle.idle for handle in self.live_handles()) and not self.choices()
+            if connected and quiet and self.now > start + 2 * self.options.lease_s:
+                break
+        for handle in self.live_handles():
+            if handle.asked is not None and not handle.asked.done:
+                raise GuaranteeBroken(f"{handle}: {handle.asked.what} never ended: {handle.member.running}")
+        self.check_agreement()

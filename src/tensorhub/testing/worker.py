@@ -1,0 +1,355 @@
+"""One simulated worker process, as `runtime.worker` is: its connection, its owner, its handles, its own questions.
+
+Responsible for routing what the coordinator says to whom it is about. A new message of `messages` gets its case in
+`SimWorker.hear`. Not responsible for when anything is delivered.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from tensorhub.errors import TensorHubError
+from tensorhub.manifest import Manifest
+from tensorhub.messages import (
+    AddSource,
+    Announce,
+    CopyRefused,
+    CutReader,
+    Description,
+    Dismissed,
+    Done,
+    DropCopy,
+    DropSource,
+    EpochChanged,
+    FromCoordinator,
+    FromWorker,
+    Heartbeat,
+    HeartbeatAck,
+    Join,
+    Keep,
+    MakeCopy,
+    ManifestReply,
+    OrderedOut,
+    Outcome,
+    Pin,
+    ReaderCut,
+    Refused,
+    Registered,
+    Retain,
+    Rollback,
+    Start,
+    Unpin,
+    Welcome,
+    Withdrawable,
+    Write,
+)
+from tensorhub.testing.handle import Asked, Handle
+from tensorhub.testing.network import Link
+from tensorhub.types import Endpoint, HandleState, Location, Medium, Purpose
+from tensorhub.worker.calls import FillCall, UnpublishCall
+from tensorhub.worker.enrolment import Shard
+from tensorhub.worker.owner import Owner
+
+if TYPE_CHECKING:
+    from tensorhub.testing.cluster import Cluster
+
+
+class SimWorker:
+    """One worker process."""
+
+    def __init__(self, cluster: Cluster, name: str, location: Location, transports: tuple[str, ...]) -> None:
+        self.cluster = cluster
+        self.name = name
+        self.location = location
+        self.endpoints = tuple(Endpoint(transport, name) for transport in transports)
+        self.lives = 1
+        self.incarnation = f"{name}.1"
+        self.alive = True
+        self.owner = Owner()
+        self.manifests: dict[str, Manifest] = {}
+        self.handles: list[Handle] = []
+        self.link: Link | None = None
+        self.cut: set[str] = set()  # leases whose readers are served no more
+        self.dismissals: list[str] = []
+        self.answers: dict[int, TensorHubError | None] = {}  # to what the worker itself asked, by request
+        self.host_bytes = cluster.host_bytes
+        self.copies_refused = 0  # that it will refuse to make
+        self.pins: dict[str, tuple[str, int]] = {}  # that it wants: model and version, by id
+        self._askers: dict[int, Handle] = {}  # requests of handles that are not answered yet
+        self._asked_pins: dict[int, str] = {}  # by request
+
+    def __repr__(self) -> str:
+        return f"<SimWorker {self.incarnation} link={self.link is not None}>"
+
+    # -- registering
+
+    def register(
+        self, group: str, rank: int = 0, world_size: int = 1, *, model: str = "actor", spot: bool = False, layout: str = ""
+    ) -> Handle:
+        """One rank's memory."""
+        number = next(self.cluster.registrations)
+        return self.take(Shard(f"r{number}", model, group, rank, world_size, spot, layout, self.cluster.manifest, rank))
+
+    def fetcher(self, shard: int = 0, *, model: str = "actor") -> Handle:
+        """What can fetch once."""
+        number = next(self.cluster.registrations)
+        return self.take(Shard(f"r{number}", model, f"fetch{number}", 0, 1, True, "", None, shard))
+
+    def take(self, shard: Shard) -> Handle:
+        """What registers that memory, of any kind."""
+        handle = Handle(self.cluster, self, shard)
+        self.handles.append(handle)
+        self.cluster.by_registration[shard.registration] = handle
+        if self.link is not None and self.link.welcomed:
+            handle.apply(handle.member.connected(self.cluster.now, self.cluster.options.lease_s))
+        return handle
+
+    def drop(self, handle: Handle) -> None:
+        """Forget a handle that has served."""
+        self.handles.remove(handle)
+        self.cluster.by_registration.pop(handle.shard.registration, None)
+
+    def new_request(self, handle: Handle) -> int:
+        """A number that is used once, whose answer goes to that handle."""
+        number = next(self.cluster.numbers)
+        self._askers[number] = handle
+        return number
+
+    # -- its connection
+
+    def connect(self) -> None:
+        """Open a connection and join."""
+        assert self.alive
+        assert self.link is None
+        self.link = self.cluster.new_link(self)
+        self.say(Join(self.name, self.location, self.endpoints, 1, self.host_bytes))
+
+    def disconnect(self) -> None:
+        """The connection breaks; what was on its way is lost, and the coordinator will notice some time."""
+        link = self.link
+        if link is None:
+            return
+        self.cluster.note(f"{self.name} loses its connection")
+        self.link = None
+        self._pins_uncertain()
+        self.cluster.link_lost(self, link)
+        for handle in self.handles:
+            if handle.asked is not None and not handle.asked.done:
+                handle.asked.online = False
+            handle.apply(handle.member.disconnected(self.cluster.now))
+
+    def crash(self) -> None:
+        """The process and its memory are no more."""
+        self.cluster.note(f"{self.name} crashes")
+        self.alive = False
+        for handle in self.handles:
+            self.cluster.guarantees.lost(handle)
+            handle.access = None
+            handle.todo.clear()
+            handle.hooks.clear()
+            if handle.pull is not None:
+                handle.pull.over = True
+                for lane in list(handle.pull.lanes.values()):
+                    self.cluster.reader_died(lane)
+            for lane in list(handle.serving):
+                self.cluster.source_died(lane)
+        link, self.link = self.link, None
+        self._pins_uncertain()
+        if link is not None:
+            self.cluster.link_lost(self, link)
+
+    def _pins_uncertain(self) -> None:
+        """They count for a lease; nobody can rely on them until they are said again."""
+        for pin in self.pins:
+            self.cluster.guarantees.pins.pop(pin, None)
+
+    def say(self, message: FromWorker) -> None:
+        """Tell the coordinator; without a connection it is not said."""
+        if self.link is not None:
+            self.link.up.append(message)
+            self.cluster.said_up(self, self.link)
+
+    def beat(self) -> None:
+        """Renew the lease."""
+        self.say(Heartbeat(0))
+
+    def heard_soon(self) -> list[FromCoordinator | None]:
+        """What is on its way here."""
+        return list(self.link.down) if self.link is not None else []
+
+    # -- what it asks for itself
+
+    def rollback(self, to: int, model: str = "actor", ident: str = "") -> int:
+        """Ask for it; its answer will be in `answers`."""
+        request = next(self.cluster.numbers)
+        self.say(Rollback(request, ident or f"rollback{request}", model, to))
+        return request
+
+    def retain(self, latest: int, model: str = "actor") -> int:
+        """Ask for it; its answer will be in `answers`."""
+        request = next(self.cluster.numbers)
+        if self.link is not None:
+            self.cluster.guarantees.wishes[request] = (model, latest)
+        self.say(Retain(request, model, latest))
+        return request
+
+    def pin(self, version: int, model: str = "actor", pin: str = "") -> tuple[str, int]:
+        """A new pin (or `pin` again), and the request that asked for it."""
+        request = next(self.cluster.numbers)
+        pin = pin or f"pin{request}"
+        self.pins[pin] = (model, version)
+        self._asked_pins[request] = pin
+        self.say(Pin(request, pin, model, version))
+        return pin, request
+
+    def unpin(self, pin: str) -> int:
+        """End a pin."""
+        request = next(self.cluster.numbers)
+        self.cluster.guarantees.pins.pop(pin, None)
+        self.say(Unpin(request, pin, self.pins.pop(pin)[0]))
+        return request
+
+    # -- copies in host memory
+
+    def _make_copy(self, message: MakeCopy) -> None:
+        """Read it like any reader, also where it is in this worker's own memory."""
+        if message.copy in self.cluster.by_registration:
+            return
+        if self.copies_refused:
+            self.copies_refused -= 1
+            self.say(CopyRefused(message.copy, "not here"))
+            return
+        info, group, manifest = message.version, f"copy/{message.copy}", self.cluster.manifest
+        copy = Shard(
+            message.copy, info.model, group, 0, 1, False, "", manifest, message.shard, Medium.HOST, Purpose.RETENTION
+        )
+        self.take(copy).replicate(info.version)
+
+    def _drop_copy(self, copy: Handle) -> None:
+        """One step on the way to its end, after each of which it is asked again."""
+        copy.dropped = True
+        if copy.member.running is not None:
+            copy.cancel()
+        elif copy.asked is not None and not copy.asked.done:
+            pass  # its call has ended, and is about to be asked what comes next
+        elif copy.member.state is HandleState.READY:
+            copy.unpublish()
+        else:
+            copy.close()
+
+    def copy_ended(self, copy: Handle, asked: Asked) -> None:
+        """A call of a copy has ended."""
+        if copy.member.state is HandleState.CLOSED:
+            self.drop(copy)
+        elif isinstance(asked.what, FillCall) and asked.error is not None:
+            self.say(CopyRefused(copy.shard.registration, str(asked.error)))
+            self._drop_copy(copy)
+        elif isinstance(asked.what, UnpublishCall) and asked.error is not None:
+            copy.dropped = False  # it has to stay after all
+        elif copy.dropped:
+            self._drop_copy(copy)
+
+    # -- what it hears
+
+    def hear(self, message: FromCoordinator) -> None:
+        """Hand it to whom it is about."""
+        match message:
+            case Welcome():
+                self._welcomed()
+            case Dismissed():
+                self._dismissed(message)
+            case HeartbeatAck() | Announce() | Description():
+                pass
+            case CutReader():
+                self._cut(message)
+            case Registered() | ManifestReply() | Withdrawable():
+                self._tell(self._askers.pop(message.request, None), message)
+            case Done() | Refused():
+                handle = self._askers.pop(message.request, None)
+                if handle is not None:
+                    self._tell(handle, message)
+                else:
+                    self._answered(message)
+            case OrderedOut() | Keep():
+                self._tell(self.cluster.by_registration.get(message.registration), message)
+            case Start() | Write() | AddSource() | DropSource() | Outcome():
+                key = message.key
+                self._tell(self._at(key.model, key.group, message.rank), message)
+            case MakeCopy():
+                self._make_copy(message)
+            case DropCopy():
+                for copy in [handle for handle in self.handles if handle.shard.registration == message.copy]:
+                    self._drop_copy(copy)
+            case EpochChanged():
+                for handle in list(self.handles):
+                    if (handle.shard.model, handle.shard.group) == (message.model, message.group):
+                        self._tell(handle, message)
+
+    def _at(self, model: str, group: str, rank: int) -> Handle | None:
+        """The newest registration of that rank here."""
+        for handle in reversed(self.handles):
+            shard = handle.shard
+            if (shard.model, shard.group, shard.rank) == (model, group, rank):
+                return handle
+        return None
+
+    def _tell(
+        self,
+        handle: Handle | None,
+        message: Registered
+        | Refused
+        | Done
+        | EpochChanged
+        | Start
+        | Write
+        | AddSource
+        | DropSource
+        | Outcome
+        | Withdrawable
+        | ManifestReply
+        | OrderedOut
+        | Keep,
+    ) -> None:
+        if handle is not None and handle.worker is self and self.alive:
+            handle.apply(handle.member.receive(message, self.cluster.now))
+
+    def _welcomed(self) -> None:
+        if self.link is None:
+            return
+        self.link.welcomed = True
+        for handle in list(self.handles):
+            handle.apply(handle.member.connected(self.cluster.now, self.cluster.options.lease_s))
+        for pin, (model, version) in list(self.pins.items()):
+            self.pin(version, model, pin)
+
+    def _dismissed(self, message: Dismissed) -> None:
+        """This incarnation is lost for good; the same memory goes on as a new one, and its readers are not served on."""
+        self.dismissals.append(message.reason)
+        self.lives += 1
+        self.incarnation = f"{self.name}.{self.lives}"
+        for handle in self.handles:
+            for lane in list(handle.serving):
+                self.cluster.lane_shut(lane)
+
+    def _cut(self, message: CutReader) -> None:
+        """Serve that reader no more on the connections that it has."""
+        self.cut.add(message.lease)
+        for handle in self.handles:
+            for lane in [lane for lane in handle.serving if lane.incarnation == message.reader]:
+                self.cluster.lane_shut(lane)
+        self.say(ReaderCut(message.lease))
+
+    def _answered(self, message: Done | Refused) -> None:
+        guarantees, request = self.cluster.guarantees, message.request
+        refused = isinstance(message, Refused)
+        self.answers[request] = message.error.error() if isinstance(message, Refused) else None
+        wish = guarantees.wishes.pop(request, None)
+        if wish is not None and not refused:
+            guarantees.policy[wish[0]] = wish[1]
+        pin = self._asked_pins.pop(request, None)
+        if pin is None:
+            return
+        if refused:
+            guarantees.pins.pop(pin, None)
+        elif pin in self.pins:
+            guarantees.pins[pin] = self.pins[pin]

@@ -1,0 +1,435 @@
+"""What users of weight transfer complain of, one test each, named after the complaint: none of it happens here.
+
+The list is that of public trackers of RL frameworks and transfer engines. Real sockets; real processes where somebody dies.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import subprocess
+import sys
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+
+import anyio
+import pytest
+import torch
+
+import tensorhub
+from tensorhub.errors import IntegrityError, ManifestMismatch, VersionUnavailable
+from tensorhub.hub import Hub
+from tensorhub.runtime import worker as worker_module
+from tensorhub.runtime.tcp_channel import TcpTransport
+from tensorhub.transport.base import Arrival, Channel, Cutter, Destination, Lacking, ReadRight
+from tensorhub.transport.registry import Registry
+from tensorhub.types import Endpoint, FetchReport, Location, VersionInfo
+from tests.processes.crew import Crew, Failed, crew
+from tests.rig import CHUNK_BYTES, CHUNKS, OPTIONS, Tensors, cluster, connect, gated, holds, tensors, until, write
+
+MIB = 2**20
+NBYTES = CHUNKS * CHUNK_BYTES  # of `tensors()`
+
+
+@pytest.fixture
+def processes() -> Iterator[Crew]:
+    with crew("asyncio") as made:
+        yield made
+
+
+@contextlib.asynccontextmanager
+async def located(address: str, name: str, site: str) -> AsyncIterator[Hub]:
+    here = Location(site=site, host=name)
+    async with tensorhub.connect(address, name=name, token="", options=OPTIONS, location=here) as hub:
+        yield hub
+
+
+async def published(hub: Hub, version: int = 1) -> tuple[tensorhub.Weights, Tensors]:
+    memory = tensors(version)
+    weights = await hub.register("m", memory)
+    await weights.publish(version)
+    return weights, memory
+
+
+# ------------------------------------------------------------------------------------------------ 1: a sync that hangs
+
+
+def test_01_a_sync_hangs_forever_when_a_peer_dies(processes: Crew) -> None:
+    """The only source is killed in mid-read: the call ends at its deadline, typed, and the next version arrives."""
+    coordinator = processes.process("coordinator")
+    address = coordinator.do("serve", lease_s=1.0)
+    trainer = processes.worker(address, "trainer", 64 * MIB, options={"chunk_bytes": MIB})
+    trainer.do("publish", version=1)
+    reader = processes.worker(address, "reader", 64 * MIB, gate=5)
+    fill = reader.begin("replicate", timeout=3)
+    reader.do("gate_holds")
+    trainer.kill()
+    reader.do("gate_open")
+    with pytest.raises(Failed) as caught:
+        fill.result(30)
+    assert (caught.value.kind, caught.value.retryable) == ("VersionUnavailable", True)
+    again = processes.worker(address, "trainer 2", 64 * MIB)
+    again.do("write", content=2)
+    again.do("publish", version=2)
+    assert reader.do("update")["version"] == 2
+    assert reader.do("contents") == [2]
+
+
+# ----------------------------------------------------------------------------- 2: wrong weights while success is reported
+
+
+class _Liar:
+    """A channel that damages the first byte of each chunk that it brings."""
+
+    def __init__(self, channel: Channel, destination: Destination) -> None:
+        self._channel = channel
+        self._destination = destination
+
+    def submit(self, chunks: Sequence[int]) -> None:
+        self._channel.submit(chunks)
+
+    def receive(self, bytes_max: int) -> Arrival | Lacking:
+        arrival = self._channel.receive(bytes_max)
+        for chunk, _ in arrival.chunks if isinstance(arrival, Arrival) else ():
+            self._destination.buffer(chunk)[0] ^= 0xFF
+        return arrival
+
+    def close(self) -> None:
+        self._channel.close()
+
+
+class _LyingTransport(TcpTransport):
+    def open(self, endpoint: Endpoint, right: ReadRight, destination: Destination, cutter: Cutter) -> Channel:
+        return _Liar(super().open(endpoint, right, destination, cutter), destination)
+
+
+@pytest.fixture
+def damaged(monkeypatch: pytest.MonkeyPatch) -> None:
+    registry = Registry()
+    registry.add("tcp", _LyingTransport, 90)
+    monkeypatch.setattr(worker_module, "TRANSPORTS", registry)
+
+
+async def test_02_wrong_weights_while_success_is_reported(damaged: None) -> None:
+    async with cluster("trainer", "reader") as c:
+        await published(c.hubs[0])
+        weights = await c.hubs[1].register("m", tensors())
+        with pytest.raises(IntegrityError) as caught:
+            await weights.replicate(timeout=1)
+        assert caught.value.memory == "torn"
+        assert (weights.state, weights.version) == ("torn", None)
+
+
+# ------------------------------------------------------------------------- 3: join and leave without rebuilding a group
+
+
+async def test_03_workers_cannot_join_or_leave_without_rebuilding_a_group() -> None:
+    async with cluster("trainer", "stays") as c:
+        source, memory = await published(c.hubs[0])
+        stays = await c.hubs[1].register("m", tensors())
+        await stays.replicate()
+        for version in range(2, 6):
+            async with connect(c.address, f"guest {version}") as guest:
+                mine = tensors()
+                weights = await guest.register("m", mine)
+                assert (await weights.replicate()).version == version - 1
+                async with source.mutate(version):
+                    write(memory, version)
+                assert (await stays.update()).version == version
+            assert holds(mine, version - 1)
+
+
+# -------------------------------------------------------------- 4: a recovered replica serves before it holds the version
+
+
+async def test_04_a_recovered_replica_serves_before_it_holds_the_version() -> None:
+    """Whoever is still filling gives out what it has verified, and does not make a version available."""
+    async with cluster("trainer") as c:
+        with gated(3) as gate:
+            async with connect(c.address, "recovering") as hub:
+                source, _ = await published(c.hubs[0])
+                weights = await hub.register("m", tensors())
+                async with anyio.create_task_group() as tasks:
+
+                    async def fill() -> None:
+                        with contextlib.suppress(VersionUnavailable):
+                            await weights.replicate(timeout=2)
+
+                    tasks.start_soon(fill)
+                    await until(lambda: gate.holds)
+                    await source.unpublish()
+                    with pytest.raises(VersionUnavailable):
+                        await c.hubs[0].fetch("m", timeout=0.3)
+                    (version,) = (await c.hubs[0].describe("m")).versions
+                    assert (version.state, weights.version) == ("unavailable", None)
+                    gate.open()
+
+
+# ------------------------------------------------------------------------------------------------ 5: a gather on rank 0
+
+
+async def test_05_everything_is_gathered_on_rank_0() -> None:
+    """Each rank reads its own shard, from the rank that has it, and nothing else."""
+    async with cluster("p0", "p1", "r0", "r1") as c:
+        outs, ins = [tensors(10), tensors(11)], [tensors(), tensors()]
+        publishers = [await c.hubs[n].register("m", outs[n], group="p", rank=n, world_size=2) for n in range(2)]
+        readers = [await c.hubs[2 + n].register("m", ins[n], group="r", rank=n, world_size=2) for n in range(2)]
+        reports: dict[int, FetchReport] = {}
+
+        async def fill(rank: int) -> None:
+            reports[rank] = await readers[rank].replicate()
+
+        async with anyio.create_task_group() as tasks:
+            for rank in range(2):
+                tasks.start_soon(publishers[rank].publish, 1)
+                tasks.start_soon(fill, rank)
+        for rank in range(2):
+            assert holds(ins[rank], 10 + rank)
+            assert reports[rank].bytes_read == NBYTES
+            assert [source.name for source in reports[rank].sources] == [f"p{rank}"]
+
+
+# ------------------------------------------------------------------------------------- 6: torn reads of live buffers
+
+
+async def test_06_torn_reads_of_live_trainer_buffers() -> None:
+    """The trainer writes its memory while somebody is in the midst of reading it."""
+    async with cluster("trainer") as c:
+        with gated(3) as gate:
+            async with connect(c.address, "reader") as hub:
+                source, memory = await published(c.hubs[0])
+                mine = tensors()
+                weights = await hub.register("m", mine)
+                async with anyio.create_task_group() as tasks:
+
+                    async def fill() -> None:
+                        with pytest.raises(VersionUnavailable) as caught:
+                            await weights.replicate()
+                        assert caught.value.memory == "torn"
+
+                    tasks.start_soon(fill)
+                    await until(lambda: gate.holds)
+                    async with source.mutate(2):
+                        write(memory, 2)
+                    gate.open()
+                assert weights.version is None
+                assert (await weights.replicate()).version == 2
+                assert holds(mine, 2)
+
+
+# ------------------------------------------------------------------------------------ 7: no staged commit or rollback
+
+
+async def test_07_no_staged_commit_or_rollback() -> None:
+    async with cluster("trainer", "reader", "keeper") as c:
+        source, memory = await published(c.hubs[0])
+        mine = tensors()
+        weights, keeper = await c.hubs[1].register("m", mine), await c.hubs[2].register("m", tensors())
+        await weights.replicate()
+        await keeper.replicate()
+        await c.hubs[1].retain("m", latest=2)
+        async with source.mutate(2):
+            write(memory, 2)
+
+        async def refuses(info: VersionInfo) -> None:
+            raise RuntimeError("the engine does not pause")
+
+        with pytest.raises(RuntimeError, match="does not pause"):
+            await weights.update(before_write=refuses)
+        assert (weights.version, holds(mine, 1)) == (1, True)
+        await c.hubs[1].rollback("m", to=1)
+        assert (await c.hubs[1].wait_for("m", at_least=0)).version == 1
+        await until(lambda: source.state == "empty")
+        assert (await c.hubs[0].fetch("m", "latest")).info.version == 1
+        assert (await source.publish(2)).version == 2
+
+
+# -------------------------------------------------------------------------------------- 8: stale peers, lost metadata
+
+
+def test_08_stale_peers_and_lost_metadata(processes: Crew, tmp_path: object) -> None:
+    """A dead worker is nobody's source once its lease is over, its successor is somebody else, and marks outlive a crash."""
+    coordinator = processes.process("coordinator")
+    address = coordinator.do("serve", lease_s=1.0, state_dir=str(tmp_path))
+    port = int(address.rpartition(":")[2])
+    trainer = processes.worker(address, "trainer", MIB)
+    trainer.do("write", content=1)
+    trainer.do("publish", version=1)
+    holder = processes.worker(address, "holder", MIB, group="g")
+    holder.do("replicate")
+    holder.kill()
+    coordinator.kill()
+    again = processes.process("coordinator again")
+    assert again.do("serve", lease_s=1.0, state_dir=str(tmp_path), port=port) == address
+    successor = processes.worker(address, "successor", MIB, group="g")
+    assert list(successor.do("replicate")["sources"]) == ["trainer"]
+    assert successor.do("contents") == [1]
+    assert successor.do("describe")["holders"] == ["successor", "trainer"]
+    with pytest.raises(Failed, match="the newest number so far is 1"):
+        trainer.do("mutate", version=1)
+
+
+# ---------------------------------------------------------------------------------- 9: quantized and processed layouts
+
+
+@pytest.mark.filterwarnings("ignore")  # torch means to give quantized tensors up
+async def test_09_quantized_or_post_processed_layouts() -> None:
+    async with cluster("trainer", "reader") as c:
+        scales = torch.tensor([0.5, 0.25])
+        source = {"w": torch.quantize_per_tensor(torch.randn(4, 4), 0.1, 3, torch.qint8), "w.scale": scales}
+        await (await c.hubs[0].register("q", source)).publish(1)
+        fetched = await c.hubs[1].fetch("q")
+        assert torch.equal(fetched["w"].dequantize(), source["w"].dequantize())
+        assert torch.equal(fetched["w.scale"], scales)
+        other = {"w": torch.quantize_per_tensor(torch.zeros(4, 4), 0.2, 3, torch.qint8), "w.scale": torch.zeros(2)}
+        weights = await c.hubs[1].register("q", other)
+        with pytest.raises(ManifestMismatch, match="'w'"):
+            await weights.replicate()
+
+
+# ------------------------------------------------------------------------------------- 10: memory overhead of staging
+
+
+def test_10_memory_overhead_of_staging(processes: Crew) -> None:
+    """A reader's peak memory grows by far less than what it reads: bytes go straight into its own tensors."""
+    coordinator = processes.process("coordinator")
+    address = coordinator.do("serve")
+    trainer, reader = (processes.worker(address, name, 256 * MIB) for name in ("trainer", "reader"))
+    trainer.do("write", content=1)
+    trainer.do("publish", version=1)
+    reader.do("write", content=9)  # its pages are there before
+    before = reader.do("peak_bytes")
+    report = reader.do("replicate")
+    assert report["bytes_read"] == 256 * MIB
+    assert reader.do("peak_bytes") - before < 64 * MIB
+
+
+# -------------------------------------------------------------------------------------------- 11: registering each time
+
+
+async def test_11_memory_is_registered_anew_at_every_step() -> None:
+    """Once per handle: the hundredth version costs what the second one did, and leaves no more behind."""
+    async with cluster("trainer", "reader") as c:
+        source, memory = await published(c.hubs[0])
+        weights = await c.hubs[1].register("m", tensors())
+        await weights.replicate()
+        sizes = []
+        registration = weights._handle.member.shard.registration
+        for version in range(2, 30):
+            async with source.mutate(version):
+                write(memory, version)
+            await weights.update()
+            about = await c.hubs[0].describe("m")
+            sizes.append((len(about.versions), len(about.replicas), len(about.leases)))
+        assert weights._handle.member.shard.registration == registration
+        assert max(sizes) == max(sizes[:5]) <= (4, 2, 0)
+
+
+# -------------------------------------------------------------------------------------------- 12: across datacenters
+
+
+async def test_12_every_reader_of_a_site_crosses_the_wan() -> None:
+    """One of them does; the others read from it, while it is still being filled."""
+    async with cluster() as c, located(c.address, "trainer", "west") as trainer:
+        await published(trainer)
+        with gated(2) as gate:
+            async with contextlib.AsyncExitStack() as stack:
+                names = [f"east{n}" for n in range(4)]
+                hubs = [await stack.enter_async_context(located(c.address, name, "east")) for name in names]
+                handles = [await hub.register("m", tensors()) for hub in hubs]
+                reports: list[FetchReport] = []
+
+                async def fill(weights: tensorhub.Weights) -> None:
+                    reports.append(await weights.replicate())
+
+                async with anyio.create_task_group() as tasks:
+                    tasks.start_soon(fill, handles[0])
+                    await until(lambda: gate.holds)
+                    for weights in handles[1:]:
+                        tasks.start_soon(fill, weights)
+                    gate.open()
+        crossed = sum(source.bytes_read for report in reports for source in report.sources if source.name == "trainer")
+        assert crossed == NBYTES
+
+
+# ------------------------------------------------------------------------------------ 13: which version, and how stale
+
+
+async def test_13_nobody_knows_which_version_produced_a_sample() -> None:
+    async with cluster("trainer", "rollout") as c:
+        source, memory = await published(c.hubs[0])
+        rollout = c.hubs[1]
+        weights = await rollout.register("m", tensors())
+        report = await weights.replicate()
+        assert report.version == weights.version == 1
+        await rollout.wait_for("m", at_least=1)
+        async with source.mutate(4):
+            write(memory, 4)
+        await rollout.wait_for("m", at_least=4)
+        newest = rollout.newest("m")  # no I/O: may be asked for each sample
+        assert newest is not None
+        assert newest.version - weights.version == 3
+
+
+# ------------------------------------------------------------------------------------------------- 14: where time goes
+
+
+async def test_14_nobody_sees_which_phase_costs_what() -> None:
+    async with cluster("trainer", "reader") as c:
+        await published(c.hubs[0])
+        weights = await c.hubs[1].register("m", tensors())
+
+        async def pause(info: VersionInfo) -> None:
+            await anyio.sleep(0.05)
+
+        report = await weights.update(before_write=pause)
+        assert set(report.phases) == {"resolve", "wait", "transfer", "verify", "unpack", "commit"}
+        assert report.phases["wait"] >= 0.05
+        assert sum(report.phases.values()) == pytest.approx(report.seconds)
+        assert [(s.name, s.bytes_read) for s in report.sources] == [("trainer", NBYTES)]
+
+
+# ------------------------------------------------------------------------------------------------------ 15: packaging
+
+SIGNATURES = {
+    "serve": "(host, port, *, token, state_dir, ha, tls, options)",
+    "connect": "(address, *, name, location, token, transports, tls, prefetch, options)",
+    "Hub.register": "(self, model, tensors, *, group, rank, world_size, spot)",
+    "Hub.retain": "(self, model, *, latest, timeout)",
+    "Hub.pin": "(self, model, version, timeout)",
+    "Hub.rollback": "(self, model, *, to, timeout)",
+    "Hub.newest": "(self, model)",
+    "Hub.wait_for": "(self, model, *, at_least, timeout)",
+    "Hub.watch": "(self, model)",
+    "Hub.fetch": "(self, model, selector, *, rank, names, device, timeout)",
+    "Weights.publish": "(self, version, timeout)",
+    "Weights.unpublish": "(self, timeout)",
+    "Weights.mutate": "(self, version, timeout)",
+    "Weights.replicate": "(self, selector, timeout)",
+    "Weights.update": "(self, selector, *, at_least, before_write, staged, timeout)",
+    "Weights.prefetch": "(self, selector, timeout)",
+    "Weights.close": "(self, abandon)",
+}
+
+
+@pytest.mark.parametrize("name", SIGNATURES)
+def test_15_signatures_that_churn(name: str) -> None:
+    found = inspect.signature(getattr(tensorhub, name) if "." not in name else _method(name))
+    words: list[str] = []
+    for parameter in found.parameters.values():
+        if parameter.kind is parameter.KEYWORD_ONLY and "*" not in words:
+            words.append("*")
+        words.append(parameter.name)
+    assert f"({', '.join(words)})" == SIGNATURES[name]
+
+
+def _method(name: str) -> Callable[..., object]:
+    owner, _, method = name.partition(".")
+    found: Callable[..., object] = getattr(getattr(tensorhub, owner), method)
+    return found
+
+
+def test_15_packages_that_drag_cuda_along() -> None:
+    """Nothing heavy is imported before it is needed, and nothing optional is needed at all."""
+    program = "import sys, tensorhub; print(*sorted({'torch', 'cupy', 'pyverbs', 'nixl', 'numpy'} & sys.modules.keys()))"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout.split()) == (0, []), done.stderr
