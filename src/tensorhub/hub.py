@@ -213,15 +213,20 @@ class Hub:
     def newest(self, model: str) -> VersionInfo | None:
         """The newest visible version that this worker has heard of, without I/O; None if it has heard of none.
 
-        The first question about a model begins to watch it.
+        The first question about a model begins to watch it. Raises LeaseLost, once, if the coordinator has come back
+        without its state: then the newest version may be an older one, or none.
         """
+        self._worker.news.tell_loss(model)
         if not self._worker.news.watches(model):
             check_name("model", model)
             self._thread.post(partial(self._worker.news.watch, model))
         return self._worker.news.newest(model)
 
     async def wait_for(self, model: str, *, at_least: int, timeout: float | None = None) -> VersionInfo:
-        """The newest version of `model`, once it is `at_least`. Raises OperationTimeout, CoordinatorUnavailable."""
+        """The newest version of `model`, once it is `at_least`.
+
+        Raises OperationTimeout, CoordinatorUnavailable, LeaseLost (as `newest`; also while it waits).
+        """
         check_name("model", model)
         check_version(at_least)
         return await self._thread.call(self._worker.news.wait_for, model, at_least, self._worker.timeout_s(timeout))
@@ -229,10 +234,12 @@ class Hub:
     def watch(self, model: str) -> Watcher:
         """Iterate over newest versions, the known one first; a slow consumer gets only the newest of those it missed.
 
-        After a rollback the newest version is an older one than before.
+        After a rollback the newest version is an older one than before. Raises LeaseLost as `newest`; also while one
+        iterates: whoever goes on then gets what the new cluster has.
         """
         check_name("model", model)
         self._thread.check_usable()
+        self._worker.news.tell_loss(model)
         watcher = Watcher(self._worker, self._thread, model)
         self._watchers.add(watcher)
         return watcher
@@ -311,7 +318,7 @@ class Hub:
 
         Raises VersionUnavailable, ManifestMismatch (no such rank, a name that no tensor has, a dtype that this torch
         lacks), StateError (arguments; no torch; a device that cannot be used; no memory), OperationTimeout, GroupAborted,
-        CoordinatorUnavailable.
+        CoordinatorUnavailable, LeaseLost (as `newest`).
         """
         memory = AllocatedMemory(names, device)
         info, report = await fetch_into(self, model, selector, memory, rank=rank, timeout=timeout)

@@ -58,7 +58,8 @@ class Weights:
         """Promise that the memory is immutable, as `version`; returns when it is visible (all ranks have called).
 
         Raises VersionConflict (the number was used, or is not above the mark), StateError (published already),
-        RegistrationError (a tensor's storage was replaced), OperationTimeout, GroupAborted, CoordinatorUnavailable.
+        RegistrationError (a tensor's storage was replaced), OperationTimeout, GroupAborted, CoordinatorUnavailable,
+        LeaseLost (once, where the coordinator has come back without its state).
         """
         check_version(version)
         return await self._thread.call(self._handle.publish, version, self._worker.timeout_s(timeout))
@@ -77,14 +78,15 @@ class Weights:
     async def mutate(self, version: int, timeout: float | None = None) -> AsyncIterator[None]:
         """Unpublish if published, run the body, publish as `version`. If the body raises, nothing is published.
 
-        The number is checked first (VersionConflict, with the memory as it was). Raises as `unpublish`, before the body,
-        and as `publish`. If one rank's body raises, the other ranks' publish ends with GroupAborted, and the number stays
-        unused.
+        The number is checked first (VersionConflict, with the memory as it was). Raises as `unpublish`, before the body
+        (LeaseLost also where nothing is published), and as `publish`. If one rank's body raises, the other ranks' publish
+        ends with GroupAborted, and the number stays unused.
         """
         check_version(version)
         timeout_s = self._worker.timeout_s(timeout)
         await self._thread.call(self._handle.check_idle)
         await self._thread.call(self._worker.questions.check_number, self.model, version, timeout_s)
+        await self._thread.call(self._handle.tell_loss)  # to each rank of the group: none refuses the others' call for it
         where = "unpublish() in"
         try:
             await self._thread.call(self._handle.unpublish_if_published, timeout_s)
@@ -102,7 +104,7 @@ class Weights:
         """Fill the memory, which must hold no version, with a version: a number, "latest" or "latest-1".
 
         Raises VersionUnavailable, ManifestMismatch (each difference named), IntegrityError (no source's bytes have their
-        digests), StateError, OperationTimeout, GroupAborted, TransportUnavailable.
+        digests), StateError, OperationTimeout, GroupAborted, TransportUnavailable, LeaseLost (as `publish`).
         """
         call = FillCall(OpKind.REPLICATE, check_selector(selector))
         return await self._thread.call(self._handle.fill, call, self._worker.timeout_s(timeout))

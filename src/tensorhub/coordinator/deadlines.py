@@ -69,6 +69,8 @@ class Deadlines:
                 return Blame(error, staying[0].rank, tuple(h.rank for h in staying[1:]))
         if bound is None:
             why = self._versions.waiting_text(operation.group.model, call.selector, call.at_least)
+            if operation.resumes is not None and target is not None:
+                why = f"version {target.number} has lost its last source, none came back in time"
             return Blame(VersionUnavailable(f"{what}: {why}; waited {call.timeout_s:g} s"))
         return self._sourceless(operation, bound, what)
 

@@ -14,9 +14,11 @@ from tensorhub.coordinator.readers import Readers
 from tensorhub.coordinator.retention import Retentions
 from tensorhub.coordinator.states import OperationState, ReplicaState
 from tensorhub.coordinator.versions import Versions
-from tensorhub.errors import ManifestMismatch, TransportUnavailable, VersionUnavailable
+from tensorhub.errors import GroupAborted, ManifestMismatch, TransportUnavailable, VersionUnavailable
 from tensorhub.messages import AddSource, DropSource, Fill, Grant, Start, Write
 from tensorhub.types import OpKind
+
+_BEGUN = "this call was begun under a former coordinator"
 
 
 class Fills:
@@ -32,7 +34,9 @@ class Fills:
 
     def target(self, operation: Operation) -> Version | None:
         """The visible version that its ranks ask for, or None while there is none. Raises as `Versions.resolve`."""
-        call = first_call(operation)
+        begun, call = operation.resumes, first_call(operation)
+        if begun is not None:
+            return self._versions.resumed(operation.group.model, begun.content)
         at_least = [p.call.at_least for p in operation.parts.values() if isinstance(p.call, Fill) and p.call.at_least]
         return self._versions.resolve(operation.group.model, call.selector, max(at_least, default=None))
 
@@ -53,13 +57,26 @@ class Fills:
         """R7: before anything is overwritten, every shard that is to be read can be read."""
         version = operation.version
         assert version is not None
-        readers = [part for part in operation.parts.values() if part.needs_bytes]
-        return version.has_live_source() and all(self._readers.finds_source(part) for part in readers)
+        readers = [part for part in operation.parts.values() if part.needs_bytes and not part.has_written]
+        return not readers or (version.has_live_source() and all(self._readers.finds_source(part) for part in readers))
 
     # -- an operation's steps
 
     def called(self, part: RankPart) -> Blame | None:
-        """Nothing yet: a group waits for its last rank before it binds, so that it gets the newest version there is."""
+        """A group waits for its last rank before it binds, so that it gets the newest version there is.
+
+        Only those go on together who had begun together: a rank that calls anew (it gave up, or is another process; R6) may
+        ask for what is newest now (G3), so that what the others have begun is over.
+        """
+        operation = part.operation
+        begun = {p.rank: p.begun for p in operation.parts.values() if p.begun is not None}
+        if len({each.content.content_id for each in begun.values()}) > 1:
+            return Blame(GroupAborted(f"{_BEGUN} with different versions on the ranks {sorted(begun)}; call again"))
+        for rank, each in begun.items():
+            for other in operation.parts.values():
+                if isinstance(other.call, Fill) and each.key not in other.call.former:
+                    text = f"{_BEGUN} on rank {rank}, and rank {other.rank} has made a new call since; call again"
+                    return Blame(GroupAborted(text))
         return None
 
     def advance(self, operation: Operation) -> Blame | None:
@@ -126,14 +143,18 @@ class Fills:
             rank: part.member.holding is not None and part.member.holding.version is version
             for rank, part in operation.parts.items()
         }
-        if not all(holders.values()) and (not version.has_live_source() or self._must_wait(operation, version)):
+        fresh = [rank for rank, part in operation.parts.items() if not holders[rank] and not part.has_written]
+        if fresh and (not version.has_live_source() or self._must_wait(operation, version)):
             return None
         operation.version = version
         operation.unchanged = all(holders.values())
         self._cluster.become(operation, OperationState.RUNNING, f"bound to {version.number}")
         for rank, part in operation.parts.items():
             part.needs_bytes = not holders[rank]
-            part.voted = part.ready = holders[rank]
+            part.voted = holders[rank]
+            part.ready = holders[rank] or part.has_written
+            if part.begun is not None:
+                version.manifests.setdefault(part.shard, part.begun.content.manifest)
         if not operation.unchanged:
             self._start(operation)
         return None
@@ -175,7 +196,8 @@ class Fills:
     def _start(self, operation: Operation) -> None:
         """Where no rank has a hook or holds anything, all can be overwritten at once: their Start is their Write."""
         fillers = [part for part in operation.parts.values() if part.needs_bytes]
-        bare = not any((isinstance(p.call, Fill) and p.call.hold) or p.member.holding is not None for p in fillers)
+        fresh = [part for part in fillers if not part.has_written]
+        bare = not any((isinstance(p.call, Fill) and p.call.hold) or p.member.holding is not None for p in fresh)
         if bare and self.all_find_a_source(operation):
             self._begin_write(operation)
         for part in fillers:

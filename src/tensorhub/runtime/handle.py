@@ -203,6 +203,11 @@ class Handle:
             text = f"{self.member.shard.title}: what it held was ordered out, and is still being read; try again"
             raise StateError(text, retryable=True)
 
+    async def tell_loss(self) -> None:
+        """Raise LeaseLost, once, if the coordinator has lost its state; StateError while the memory is still read."""
+        await self.check_idle()
+        self.member.tell_loss()
+
     def _check_last_ended(self) -> None:
         """A call is over when its fences are: the member is done with it earlier."""
         if self._call is not None and self._call.result is None:

@@ -136,6 +136,7 @@ class Worker:
         self._endpoints: tuple[Endpoint, ...] = ()
         self._closed = anyio.Event()
         self._time_moved = anyio.Event()
+        self._coordinator: Welcome | None = None  # the one of the newest session
         self._tasks: anyio.abc.TaskGroup
         self._serving = anyio.CancelScope()
 
@@ -237,10 +238,20 @@ class Worker:
     def welcomed(self, message: Welcome) -> None:
         """See `Ears`: say everything that is wanted and held, anew."""
         log.info("worker_welcomed", incarnation=self.incarnation, epoch=message.epoch, known=message.known)
+        before, self._coordinator = self._coordinator, message
+        if before is not None and (before.cluster != message.cluster or before.epoch > message.epoch):
+            self._state_lost()
         self.news.welcomed()
         for handle in list(self._handles.values()):
             handle.apply(handle.member.connected(clock.now(), message.lease_s))
         self.pins.welcomed()
+
+    def _state_lost(self) -> None:
+        """The coordinator is a new cluster, or has an older state than before: nothing may go back silently (R2, G3)."""
+        log.error("coordinator_lost_its_state", coordinator=self._link.addresses)
+        for handle in list(self._handles.values()):
+            handle.apply(handle.member.state_lost(clock.now()))
+        self.news.state_lost({handle.member.shard.model for handle in self._handles.values()})
 
     def lost(self) -> None:
         """See `Ears`."""
@@ -388,6 +399,7 @@ class Worker:
         progress: ProgressListener | None,
     ) -> tuple[VersionInfo, FetchReport]:
         """Fill memory that serves nobody, and is the caller's when this returns: a group of its own, for one call."""
+        self.news.tell_loss(model)
         shard = Shard(
             registration=secrets.token_hex(12),
             model=model,
@@ -402,7 +414,9 @@ class Worker:
         handle = self._start_handle(shard, memory)
         handle.progress = progress
         try:
-            return await handle.fetch(FillCall(OpKind.FETCH, selector), timeout_s)
+            found = await handle.fetch(FillCall(OpKind.FETCH, selector), timeout_s)
+            self.news.heard_of(model)
+            return found
         except TensorHubError as error:
             error.memory = "intact"  # what was torn is nobody's
             raise

@@ -16,6 +16,7 @@ from tensorhub.machine import InvariantBroken
 from tensorhub.manifest import Manifest, check_compatible
 from tensorhub.messages import (
     AddSource,
+    Begun,
     DropSource,
     Fill,
     GetManifest,
@@ -27,10 +28,10 @@ from tensorhub.messages import (
     Start,
     Write,
 )
-from tensorhub.types import HandleState, OpKind, VersionInfo
+from tensorhub.types import HandleState, OpKey, OpKind, VersionInfo
 from tensorhub.worker.calls import AddPullSource, CallHook, DropPullSource, FillCall, StartPull, StopPull
 from tensorhub.worker.enrolment import Shard
-from tensorhub.worker.holding import Holding
+from tensorhub.worker.holding import Content, Holding
 from tensorhub.worker.rank import Rank
 from tensorhub.worker.running import GroupCall, set_memory
 from tensorhub.worker.states import UNVOTED, Phase
@@ -85,7 +86,10 @@ class Filling(GroupCall):
         self._grants: tuple[Grant, ...] = ()  # to begin the pull with
         self._write_said = False  # the coordinator has told every rank to overwrite
         self._deaf = False  # a connection was lost in the midst of it, and perhaps that word
-        self._leases: set[str] = set()  # that the pull reads under
+        self._bound_as: OpKey | None = None  # the operation in which it was bound first
+        self._is_anew = False  # said once more, to a new coordinator, which has not bound it yet
+        self._lanes: dict[str, Grant] = {}  # what the pull reads from, by the lease that the coordinator knows
+        self._lane_names: dict[str, str] = {}  # by such a lease: the one under which the pull began to read
 
     def check_allowed(self) -> None:
         super().check_allowed()
@@ -113,11 +117,40 @@ class Filling(GroupCall):
                 hold=call.hold,
                 staged=call.staged,
                 timeout_s=max(0.0, self.deadline - self._rank.now),
+                former=self.former,
+                resume=self._begun(),
             )
         )
 
+    def _begun(self) -> Begun | None:
+        """How far it is, for a coordinator that has not bound it."""
+        if self._bound_as is None or self._version is None or self._manifest is None:
+            return None
+        written = self.phase in (Phase.FENCING, Phase.PULLING, Phase.VOTED)
+        return Begun(self._bound_as, Content(self._version, self._manifest, self.generation).held(), written)
+
+    def unheard_of(self, error: Exception) -> None:
+        """Say the call again under a new key, and go on with what was begun: the pull does not stop for that (G8).
+
+        What this rank has voted for, nobody has committed; if all ranks come as far, it is committed now (R6).
+        """
+        if self.phase in (Phase.ABANDONING, Phase.STOPPING):
+            self.aborted(error)
+            return
+        if self.phase is Phase.MANIFEST:  # nothing depends on what it was bound to
+            self.phase, self._version, self._bound_as = Phase.ASKED, None, None
+        self._take_key()
+        self._is_anew = self.phase is not Phase.ASKED
+        self._say_call()
+
+    def _is_unbound(self) -> bool:
+        return self._is_anew or super()._is_unbound()
+
     def _say_phase_again(self) -> None:
         self._deaf = True
+        if self._is_anew:
+            self._say_call()
+            return
         match self.phase:
             case Phase.ASKED:
                 self._say_call()
@@ -137,23 +170,38 @@ class Filling(GroupCall):
         match message:
             case Start() if self.phase is Phase.ASKED:
                 self._version, self._write_said, self._grants = message.version, message.write, message.grants
+                self._bound_as = message.key
                 self._find_manifest(message.manifest_id)
-            case Start() if self.phase is Phase.PULLING:
-                self._reconcile(message.grants)
             case Start(write=True) | Write():
-                if self.phase is Phase.HELD:
-                    self._grants = message.grants
-                    self._write()
-                elif self.phase is Phase.ABANDONING:
-                    self._write_said = True  # it crossed our Abandon: nothing was written here
+                self._is_anew = False
+                self._may_write(message.grants)
             case Start():
-                pass
+                if self._is_anew and self.phase is Phase.HELD:
+                    self._rank.say(ReadyToWrite(message.key, message.rank))
+                self._is_anew = False
             case AddSource():
                 self._add_source(message.grant)
             case DropSource():
                 self._drop_source(message.lease)
             case _:
                 assert_never(message)
+
+    def _may_write(self, grants: tuple[Grant, ...]) -> None:
+        """Every rank may; perhaps this one does so already, and has missed who else may be read."""
+        match self.phase:
+            case Phase.HELD:
+                self._grants = grants
+                self._write()
+            case Phase.FENCING:
+                self._grants = grants
+            case Phase.PULLING:
+                self._reconcile(grants)
+            case Phase.VOTED:
+                self._rank.say(Prepared(self.operation, self._rank.shard.rank))
+            case Phase.ABANDONING:
+                self._write_said = True  # it crossed our Abandon: nothing was written here
+            case _:
+                pass
 
     def _find_manifest(self, manifest_id: str) -> None:
         manifest = self._manifests.get(manifest_id)
@@ -244,34 +292,46 @@ class Filling(GroupCall):
         assert self._manifest is not None
         self._holding.fill(self._version, self._manifest, self.generation)
         self.phase = Phase.PULLING
-        self._leases = {grant.lease for grant in self._grants}
+        self._lanes = {grant.lease: grant for grant in self._grants}
+        self._lane_names = {lease: lease for lease in self._lanes}
         self._rank.act(StartPull(self._version, self._manifest, self.generation, self._grants))
 
     def _reconcile(self, grants: tuple[Grant, ...]) -> None:
-        """After a lost connection: the coordinator's list of our leases is the true one."""
-        for lease in sorted(self._leases - {grant.lease for grant in grants}):
-            self._rank.act(DropPullSource(lease))
+        """After a lost connection: the coordinator's list of our leases is the true one.
+
+        Where a new coordinator grants what is being read already, under a lease of its own, that lane goes on.
+        """
+        wanted = {grant.lease: grant for grant in grants}
+        for lease in sorted(self._lanes.keys() - wanted):
+            same = next((g for g in grants if g.lease not in self._lanes and _is_same(g, self._lanes[lease])), None)
+            if same is None:
+                self._rank.act(DropPullSource(self._lane_names[lease]))
+            else:
+                del self._lanes[lease]
+                self._lanes[same.lease], self._lane_names[same.lease] = same, self._lane_names.pop(lease)
         for grant in grants:
             self._add_source(grant)
 
     def _add_source(self, grant: Grant) -> None:
         if self.phase is Phase.PULLING:
-            if grant.lease not in self._leases:
-                self._leases.add(grant.lease)
+            if grant.lease not in self._lanes:
+                self._lanes[grant.lease], self._lane_names[grant.lease] = grant, grant.lease
                 self._rank.act(AddPullSource(grant))
         elif self.phase in UNVOTED:
             self._grants = (*self._grants, grant)
 
     def _drop_source(self, lease: str) -> None:
-        if self.phase is Phase.PULLING and lease in self._leases:
-            self._rank.act(DropPullSource(lease))
+        if self.phase is Phase.PULLING and lease in self._lanes:
+            self._rank.act(DropPullSource(self._lane_names[lease]))
         else:
             self._grants = tuple(grant for grant in self._grants if grant.lease != lease)
             self._rank.say(ReadFailed(self.operation, self._rank.shard.rank, lease, "dropped", ""))
 
-    def source_failed(self, lease: str, reason: str, detail: str) -> None:
-        if lease in self._leases:
-            self._leases.discard(lease)
+    def source_failed(self, lane: str, reason: str, detail: str) -> None:
+        """`lane`: the lease under which the pull began to read there."""
+        lease = next((lease for lease, name in self._lane_names.items() if name == lane), None)
+        if lease is not None:
+            del self._lanes[lease], self._lane_names[lease]
             self._rank.say(ReadFailed(self.operation, self._rank.shard.rank, lease, reason, detail[:1000]))
 
     def pull_done(self) -> None:
@@ -298,6 +358,9 @@ class Filling(GroupCall):
             self._torn(self.error)
 
     # -------------------------------------------------------------------------------------------------- its end
+
+    def _may_be_committed(self) -> bool:
+        return self.phase is Phase.VOTED or self._version is None  # a barrier is not told before its end
 
     def committed(self, version: VersionInfo) -> None:
         content, changed = self._holding.content, True
@@ -356,3 +419,9 @@ class Filling(GroupCall):
         if error is not None:
             set_memory(error, "torn")
         self.finish(error=error)
+
+
+def _is_same(one: Grant, other: Grant) -> bool:
+    """Whether both are of the same memory, under the same generation."""
+    mine, theirs = ((g.incarnation, g.registration, g.generation) for g in (one, other))
+    return mine == theirs

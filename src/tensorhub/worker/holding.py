@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from tensorhub.errors import LeaseLost
 from tensorhub.machine import InvariantBroken, Stateful
 from tensorhub.manifest import Manifest
 from tensorhub.messages import Held, Kept, OrderedOut, Outcome, Prepared, Resolve
@@ -56,6 +57,7 @@ class Holding(Stateful[HandleState]):
         self.doubt: OpKey | None = None  # IN_DOUBT: the operation whose outcome is not known
         self.fencing = False  # the fence of `content` was asked for: nobody may count on it
         self.given_up: int | None = None  # the version held until the coordinator knew that content no more (R2)
+        self.is_loss_untold = False  # the coordinator has lost its state, and no call has said so yet (R2)
         self.letting_go: int | None = None  # the generation of content that was given up without a call, until fenced
         self._rank = rank
 
@@ -190,6 +192,28 @@ class Holding(Stateful[HandleState]):
         held = self.content is not None and self.content.version.content_id == order.content_id
         if held and self.state is HandleState.READY and not self.fencing:
             self._let_go(HandleState.EMPTY, order.reason)
+
+    def lose(self, *, told: bool) -> None:
+        """The coordinator has lost its state: nobody knows of this content, nor will anybody of the vote for it.
+
+        What is about to be fenced, filled or torn is its call's to end.
+        """
+        number = self.content.version.version if self.content is not None else None
+        if self.state is HandleState.READY and not self.fencing:
+            self._let_go(HandleState.EMPTY, "the coordinator has lost its state")
+            self.given_up = number
+        elif self.doubt is not None:
+            state, self.doubt = HandleState.EMPTY if self._publishes else HandleState.TORN, None
+            self._let_go(state, "in doubt, and the coordinator has lost its state")
+        self.is_loss_untold = not told and self.state is not HandleState.CLOSED
+
+    def loss_error(self) -> LeaseLost:
+        """What tells of that loss."""
+        return LeaseLost(
+            f"{self._rank.title}: the coordinator has come back without its state, as a new cluster: what was published, "
+            "retained and pinned before is unknown to it, and nobody reads what this handle held. The next call goes on "
+            "in the new cluster: publish anew, or fetch what it has (a state_dir keeps a coordinator's state)"
+        )
 
     def _let_go(self, state: HandleState, why: str) -> None:
         """Give up what is held. The next call waits for the fence, so that nobody counts on this memory any more."""

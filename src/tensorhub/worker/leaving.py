@@ -172,6 +172,7 @@ class Unpublishing(Leaving):
     def _holds_nothing(self) -> None:
         """It was given up without this call, unless the doubt about it has just been resolved."""
         number, self._holding.given_up = self._holding.given_up, None
+        self._holding.is_loss_untold = self._holding.is_loss_untold and number is None
         if number is None:
             self.finish()
             return

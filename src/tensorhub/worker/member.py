@@ -150,6 +150,9 @@ class Member:
             return
         if call.alone and self._holding.doubt is None:
             call.start()
+        elif isinstance(call, GroupCall) and self._holding.is_loss_untold:
+            self._holding.is_loss_untold = False
+            call.finish(error=self._holding.loss_error())
         elif self._enrolment.refusal is not None:
             call.finish(error=self._enrolment.refusal.error())
         elif self._enrolment.ready and self._holding.doubt is not None:
@@ -161,6 +164,12 @@ class Member:
                 call.finish(error=error)
             else:
                 call.start()
+
+    def tell_loss(self) -> None:
+        """Raise LeaseLost if the coordinator has lost its state and no call has said so yet."""
+        if self._holding.is_loss_untold:
+            self._holding.is_loss_untold = False
+            raise self._holding.loss_error()
 
     def cancel(self, error: Exception, now: float) -> list[Action]:
         """End the running call with `error`, if it is not this rank's to finish any more."""
@@ -232,6 +241,19 @@ class Member:
         return self._rank.take_actions()
 
     # ------------------------------------------------------------------------------------- inputs: the coordinator
+
+    def state_lost(self, now: float) -> list[Action]:
+        """The coordinator of the next session knows nothing of the former one's state (R2). Say it before `connected`.
+
+        What was held or voted for is given up, and that is told once: by the group call that runs, or else by the next.
+        """
+        self._rank.enter(now)
+        call, known, told = self.running, self._enrolment.was_known, False
+        self._enrolment.left = None
+        if isinstance(call, GroupCall):
+            told = call.state_lost(self._holding.loss_error())
+        self._holding.lose(told=told or not known)
+        return self._rank.take_actions()
 
     def connected(self, now: float, lease_s: float = LEASE_S) -> list[Action]:
         """A session is up: say what was left, what is held, and then (`_registered`) ask for what may be missing.
@@ -343,7 +365,9 @@ class Member:
         elif isinstance(call, GroupCall) and call.key == message.key:
             if not message.committed:
                 info = message.error
-                call.aborted(call.error or (info.error() if info is not None else GroupAborted("aborted")))
+                error = call.error or (info.error() if info is not None else GroupAborted("aborted"))
+                end = call.unheard_of if message.unknown and call.error is None else call.aborted
+                end(error)
             elif message.version is not None:
                 call.committed(message.version)
                 self._heard_retained(message)
