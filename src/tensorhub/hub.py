@@ -130,13 +130,16 @@ def connect(
     """Join a cluster as a worker for the length of the block; leaving closes every handle.
 
     `address`: a coordinator's "tcp://host:port", or several. `name`: for people; default: host and process id. `transports`:
-    names in order of preference, and only these.
+    names in order of preference, and only these. `prefetch`: each new version of a model is prefetched in the background
+    for the handles that were filled with an earlier one, so that `update` copies it from host memory
+    (`Options.host_memory_bytes`).
 
     Raises CoordinatorUnavailable, AuthenticationFailed (another secret), ProtocolError (not a TensorHub coordinator, or of
-    another version), TransportUnavailable, StateError (an address that is none).
+    another version), TransportUnavailable, StateError (an address that is none, `prefetch` without host memory).
     """
-    refuse_unbuilt(tls=tls, prefetch=prefetch)
-    return connect_on(AsyncSide(), address, name, location or Location(), token, transports, options or Options())
+    refuse_unbuilt(tls=tls)
+    side, here = AsyncSide(), location or Location()
+    return connect_on(side, address, name, here, token, transports, options or Options(), prefetch)
 
 
 @contextlib.asynccontextmanager
@@ -148,8 +151,12 @@ async def connect_on(
     token: str | bytes | None,
     transports: Sequence[str] | None,
     options: Options,
+    prefetch: bool,
 ) -> AsyncIterator[Hub]:
     """What `connect` is, for either kind of caller."""
+    check_flag("prefetch", prefetch)
+    if prefetch and not options.host_memory_bytes:
+        raise StateError("prefetch=True needs host memory: set Options.host_memory_bytes")
     for part, place in (("site", location.site), ("rack", location.rack), ("host", location.host)):
         if place != "":
             check_name(part, place)
@@ -160,7 +167,15 @@ async def connect_on(
 
     async def main(thread: LoopThread) -> None:
         worker.append(
-            Worker(addresses, name=called, location=location, secret=secret, transports=transports, options=options)
+            Worker(
+                addresses,
+                name=called,
+                location=location,
+                secret=secret,
+                transports=transports,
+                options=options,
+                prefetch=prefetch,
+            )
         )
         await worker[0].run(thread.ready)
 
@@ -393,6 +408,16 @@ async def fetch_into(
     timeout_s = hub._worker.timeout_s(timeout)
     fetch = partial(hub._worker.fetch, model, selector, memory, rank=rank, timeout_s=timeout_s, progress=progress)
     return await hub._thread.call(fetch)
+
+
+async def seed_shard(hub: Hub, info: VersionInfo, shard: int, timeout: float | None = None) -> FetchReport:
+    """Have this worker hold one shard of the model's newest version in host memory, as a seed; internal, and may change.
+
+    `info`: a version of the model that is visible now; the seed's memory is reserved as it needs. Raises as
+    `Weights.prefetch`.
+    """
+    timeout_s = hub._worker.timeout_s(timeout)
+    return await hub._thread.call(hub._worker.copies.seed, info, shard, timeout_s)
 
 
 def _check_latest(latest: object) -> None:
