@@ -549,7 +549,6 @@ class Cluster:
 
     def changed(self, operation: Operation) -> None:
         """Have the operation's consequences worked out at the end of this step, if it is not decided."""
-        self.noted[operation] = None
         if not operation.decided:
             self.changed_operations[operation.key] = operation
 
