@@ -51,6 +51,7 @@ class Guarantees:
         self.policy: dict[str, int] = {}  # by model: what the last `retain` that returned has asked for
         self.wishes: dict[int, tuple[str, int]] = {}  # by request: a `retain` that has not returned
         self.pins: dict[str, tuple[str, int]] = {}  # by id: pins that have returned
+        self._publications: dict[str, OpKey] = {}  # by content id: which publish has minted it
         self._spoilt: set[tuple[str, str]] = set()  # registrations, and the content that their own user has overwritten
         self._numbers: set[tuple[str, int, int]] = set()  # (model, lineage, number) that are durable
         self._leaving: dict[tuple[str, str], Handle] = {}  # by group and content: the first rank that was let go
@@ -83,6 +84,7 @@ class Guarantees:
             whole = len(cells) == entry.world_size
             demand(whole, f"G4: {entry.key} is published, but only ranks {sorted(cells)} have called")
             self.truth[entry.content_id] = cells
+            self._publications[entry.content_id] = entry.key
             self.published.setdefault(entry.model, {})[entry.number] = entry.content_id
 
     def stored(self, entry: Entry, before: Iterable[Entry]) -> None:
@@ -276,8 +278,10 @@ class Guarantees:
         return worker.unsure_at < since and worker.incarnation in self._cluster.coordinator.cluster.workers
 
     def _holds(self, handle: Handle, content_id: str) -> bool:
-        """Whether all of it can be read there: held, or filled and voted for."""
-        content = handle.member.content
+        """Whether all of it can be read there: held, or filled and voted for, or published without having heard so."""
+        content, asked = handle.member.content, handle.asked
+        if asked is not None and not asked.done and asked.key == self._publications[content_id] and handle.worker.alive:
+            return (handle.shard.group, content_id) not in self._leaving
         is_it = content is not None and content.version.content_id == content_id and handle.worker.alive
         is_it = is_it and (handle.shard.group, content_id) not in self._leaving
         return is_it and content is not None and handle.worker.owner.is_complete(handle.id, content.generation)

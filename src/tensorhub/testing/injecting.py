@@ -38,6 +38,7 @@ class Injector:
         self._doubles = 0  # messages still to be delivered twice
         self._garbled: dict[str, int] = {}  # control messages of which worker are damaged next
         self._damaged: dict[str, int] = {}  # frames to which worker are damaged next
+        self._for_lanes: list[Fault] = []  # STALL and SLOW that strike the next reads
 
     def __repr__(self) -> str:
         return f"<Injector {dict(self.happened)}>"
@@ -68,6 +69,7 @@ class Injector:
         self._slow_store_until = self._failing_store_until = self._late_tails_until = 0.0
         self._doubles = 0
         self._garbled.clear()
+        self._for_lanes.clear()
         self._damaged.clear()
         cluster.ways.heal()
         for handle in cluster.live_handles():
@@ -126,10 +128,26 @@ class Injector:
         self.happens(Fault.CORRUPT)
         return True
 
+    def spoils(self, lane: TimedLane) -> None:
+        """A read begins: it may be one that goes wrong."""
+        if not self._for_lanes:
+            return
+        now, kind = self._cluster.now, self._for_lanes.pop()
+        if kind is Fault.STALL:
+            lane.stalled_until = now + self._random.choice((1.0, 5.0, 60.0))
+        else:
+            self._cluster.ways.slow(lane.reader.worker.name, lane.grant.source, now + self._random.choice(LONG_S))
+        self.happens(kind)
+
     # -- striking
 
     def _worker(self) -> TimedWorker | None:
-        workers = [w for w in self._cluster.workers.values() if w.alive]
+        """Somebody; often one that reads or is read."""
+        lane = self._lane() if self._random.random() < 0.5 else None
+        if lane is not None and lane.source is not None:
+            workers = [w for w in (lane.reader.worker, lane.source.worker) if w.alive]
+        else:
+            workers = [w for w in self._cluster.workers.values() if w.alive]
         worker = self._random.choice(workers) if workers else None
         assert worker is None or isinstance(worker, TimedWorker)
         return worker
@@ -203,14 +221,15 @@ class Injector:
         return True
 
     def _strike_data(self, kind: Fault) -> bool:
-        random, now, handle, lane = self._random, self._cluster.now, self._handle(), self._lane()
+        random, handle, lane = self._random, self._handle(), self._lane()
         if handle is None:
             return False
         match kind:
-            case Fault.STALL if lane is not None:
-                lane.stalled_until = now + random.choice((1.0, 5.0, 60.0))
-            case Fault.SLOW if lane is not None:
-                self._cluster.ways.slow(lane.reader.worker.name, lane.grant.source, now + random.choice(LONG_S))
+            case Fault.STALL | Fault.SLOW:
+                self._for_lanes.append(kind)
+                if lane is not None:
+                    self.spoils(lane)
+                return False
             case Fault.DEVICE if handle.access is None:
                 handle.hold_access()
                 self._cluster.after(random.choice(LONG_S), handle.worker, handle.end_access)
@@ -240,7 +259,10 @@ class Injector:
                 worker.crash()
             case Fault.PARTITION:
                 others = [w.name for w in cluster.workers.values() if w.alive and w is not worker]
-                other = random.choice([COORDINATOR, COORDINATOR, *others])
+                lane = self._lane()
+                if lane is not None and lane.reader.worker is worker and random.random() < 0.5:
+                    others = [lane.grant.source]
+                other = random.choice([COORDINATOR, *others[:3]])
                 until = now + random.choice(LONG_S)
                 cluster.note(f"{worker.name} and {other} are cut off until {until:.3f}")
                 cluster.ways.block(worker.name, other, until)

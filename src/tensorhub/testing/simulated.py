@@ -333,7 +333,9 @@ class SimulatedCluster(Cluster):
     # -- lanes
 
     def new_lane(self, reading: Reading, grant: Grant) -> Lane:
-        return TimedLane(reading, grant)
+        lane = TimedLane(reading, grant)
+        self.injector.spoils(lane)
+        return lane
 
     def lane_made(self, lane: Lane) -> None:
         self.after(self.wires.latency(), lane.reader.worker, self.wires.connect, lane)

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from tensorhub.testing.simulated import SimulatedCluster
 
 HOLDING = (HandleState.READY, HandleState.DRAINING)
-TIMEOUTS_S = (5.0, 20.0, 60.0)
+TIMEOUTS_S = (3.0, 10.0, 30.0)
 NO_TIME_S = (0.0, 0.05, 0.5)
 LARGE_GROUP = 8
 

@@ -44,7 +44,7 @@ class Wires:
     def __init__(self, cluster: SimulatedCluster) -> None:
         self._cluster = cluster
         self.latency_s = cluster.random.choice((0.0002, 0.002, 0.02))
-        self.chunk_s = cluster.random.choice((0.001, 0.01, 0.05))  # to send one chunk
+        self.chunk_s = cluster.random.choice((0.002, 0.02, 0.2))  # to send one chunk
         self.batch_chunks = cluster.random.choice((1, 2, 4))
         self.send_chunks = cluster.random.choice((1, 1, 3))
 
