@@ -43,6 +43,7 @@ from tensorhub.messages import (
     Deregister,
     Describe,
     Description,
+    DigestedAgain,
     Done,
     ErrorInfo,
     Fill,
@@ -267,7 +268,8 @@ class Coordinator(Stateful[CoordinatorState]):
         | Pin
         | Unpin
         | CopyRefused
-        | Kept,
+        | Kept
+        | DigestedAgain,
     ) -> None:
         match message:
             case Heartbeat():
@@ -299,6 +301,8 @@ class Coordinator(Stateful[CoordinatorState]):
                 self._retentions.pin(worker, message)
             case Unpin():
                 self._retentions.unpin(worker, message)
+            case DigestedAgain():
+                self._operations.digested_again(worker, message)
             case CopyRefused() | Kept():
                 pass
             case ReaderCut():

@@ -33,6 +33,8 @@ from tensorhub.messages import (
     CutReader,
     Deregister,
     Description,
+    DigestAgain,
+    DigestedAgain,
     Dismissed,
     Done,
     DropCopy,
@@ -139,6 +141,7 @@ class Worker:
         self._closed = anyio.Event()
         self._time_moved = anyio.Event()
         self._tasks: anyio.abc.TaskGroup
+        self._digesting: anyio.CapacityLimiter  # of second digests: one at a time
         self._serving = anyio.CancelScope()
 
     def __repr__(self) -> str:
@@ -168,6 +171,7 @@ class Worker:
             with anyio.CancelScope(shield=True):
                 await messages.aclose()
             raise
+        self._digesting = anyio.CapacityLimiter(1)
         try:
             async with anyio.create_task_group() as self._tasks:
                 self.pins.tasks = self._tasks
@@ -263,6 +267,8 @@ class Worker:
                 self.news.announced(message)
             case CutReader():
                 self._tasks.start_soon(self._cut, message)
+            case DigestAgain():
+                self._look_again(message)
             case Registered() | ManifestReply() | Withdrawable():
                 self._tell(self._asked.pop(message.request, None), message)
             case MustStay():
@@ -316,6 +322,13 @@ class Worker:
     ) -> None:
         if handle is not None:
             handle.apply(handle.member.receive(message, clock.now()))
+
+    def _look_again(self, message: DigestAgain) -> None:
+        handle = self._handles.get(message.registration)
+        if handle is None:
+            self.say(DigestedAgain(message.inquiry, message.registration, None))
+        else:
+            self._tasks.start_soon(handle.digest_again, message, self._digesting)
 
     async def _cut(self, message: CutReader) -> None:
         await anyio.to_thread.run_sync(self._owner.cut, Incarnation(message.reader))

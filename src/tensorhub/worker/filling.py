@@ -269,10 +269,10 @@ class Filling(GroupCall):
             self._grants = tuple(grant for grant in self._grants if grant.lease != lease)
             self._rank.say(ReadFailed(self.operation, self._rank.shard.rank, lease, "dropped", ""))
 
-    def source_failed(self, lease: str, reason: str, detail: str) -> None:
+    def source_failed(self, lease: str, reason: str, detail: str, chunk: int | None) -> None:
         if lease in self._leases:
             self._leases.discard(lease)
-            self._rank.say(ReadFailed(self.operation, self._rank.shard.rank, lease, reason, detail[:1000]))
+            self._rank.say(ReadFailed(self.operation, self._rank.shard.rank, lease, reason, detail[:1000], chunk))
 
     def pull_done(self) -> None:
         if self.phase is not Phase.PULLING:

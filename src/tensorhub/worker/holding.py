@@ -28,6 +28,8 @@ class Content:
     version: VersionInfo
     manifest: Manifest
     generation: int
+    published: bool = False  # by this rank; else it was read from others
+    spoiled: bool = False  # its bytes have changed: it is not what it says, and counts for nothing
 
     def held(self) -> Held:
         """The same, for the coordinator."""
@@ -76,7 +78,7 @@ class Holding(Stateful[HandleState]):
         s = self._rank.shard
         assert s.manifest is not None
         info = VersionInfo(s.model, version, "", s.manifest.nbytes, s.world_size)
-        self.voted = Content(info, s.manifest, generation)
+        self.voted = Content(info, s.manifest, generation, published=True)
         self._rank.act(OpenMemory(generation, "", s.manifest, complete=True))
 
     def publish(self, version: VersionInfo) -> None:
@@ -161,7 +163,8 @@ class Holding(Stateful[HandleState]):
         content = self.voted
         if self.state is HandleState.IN_DOUBT or (self.state is HandleState.READY and not self.fencing):
             content = self.content
-        self._rank.say(self._rank.enrolment.register(content.held() if content is not None else None))
+        whole = content is not None and not content.spoiled
+        self._rank.say(self._rank.enrolment.register(content.held() if content is not None and whole else None))
 
     def restate_after(self, commit: OpKey) -> None:
         """A coordinator that knows a commit from its records only does not know that this memory holds it."""
@@ -182,6 +185,15 @@ class Holding(Stateful[HandleState]):
         held = self.content is not None and self.content.version.content_id == order.content_id
         if held and self.state is HandleState.READY and not self.fencing:
             self._let_go(HandleState.EMPTY, order.reason)
+
+    def spoil(self) -> None:
+        """Its bytes have changed since they were published, or verified (R8). A publisher has it until it takes it back, and
+        is told then; who has read it from others gives it up.
+        """
+        assert self.content is not None
+        self.content.spoiled = True
+        if self.state is HandleState.READY and not self.content.published and not self.fencing:
+            self._let_go(HandleState.EMPTY, "its bytes have changed")
 
     def _let_go(self, state: HandleState, why: str) -> None:
         """Give up what is held. The next call waits for the fence, so that nobody counts on this memory any more."""
