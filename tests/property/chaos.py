@@ -6,8 +6,8 @@ from collections.abc import Callable
 from random import Random
 
 from tensorhub.errors import GroupAborted, OperationTimeout, StateError
-from tensorhub.testing import Asked, BrokenHook, GuaranteeBroken, Handle, PureCluster
-from tensorhub.types import HandleState, Selector
+from tensorhub.testing import CHUNK_BYTES, CHUNKS, Asked, BrokenHook, GuaranteeBroken, Handle, PureCluster
+from tensorhub.types import HandleState, Medium, Selector
 
 FAULTS = (
     "disconnect",
@@ -24,6 +24,11 @@ FAULTS = (
 )
 
 
+def is_users(handle: Handle) -> bool:
+    """Whether it is a handle that a user has and calls."""
+    return handle.shard.serves and handle.shard.medium is Medium.DEVICE
+
+
 class Chaos:
     """One run. `seed` decides everything: which faults there are, how often, and in which order things happen."""
 
@@ -38,10 +43,14 @@ class Chaos:
         self.accesses = Random(~seed)  # of its own, so that what a seed meant before it still means
         self.access_rate = self.accesses.choice((0.0, 0.0, 0.02, 0.1))
         self.world_size = world_size = random.choice((1, 1, 2, 3))
+        copies = Random(seed + 1_000_003)
         for number in range(random.randint(2, 4)):
             odd = random.random() < 0.05
+            self.cluster.host_bytes = copies.choice((0, 0, 1, 2)) * CHUNKS * CHUNK_BYTES
             self.cluster.group(f"g{number}", world_size + odd, spot=random.random() < 0.15)
         self.fetch_rate = random.choice((0.0, 0.1, 0.3))
+        if copies.random() < 0.5:
+            next(iter(self.cluster.workers.values())).retain(copies.choice((1, 2)))
 
     def __repr__(self) -> str:
         return f"Chaos({self.seed}, {self.steps}).run()"
@@ -76,7 +85,7 @@ class Chaos:
     def user(self) -> None:
         """All live ranks of one group make the same call, unless they are in the midst of another; or a worker fetches."""
         random = self.random
-        handles = [handle for handle in self.cluster.live_handles() if handle.shard.serves]
+        handles = [handle for handle in self.cluster.live_handles() if is_users(handle)]
         if not handles:
             return
         if self.fetch_rate and random.random() < self.fetch_rate:
@@ -192,11 +201,11 @@ class Chaos:
             case "double":
                 self.user()
             case "replace":
-                dead = [h for h in cluster.all_handles() if not h.worker.alive and h.shard.serves]
+                dead = [h for h in cluster.all_handles() if not h.worker.alive and is_users(h)]
                 if dead:
                     shard = random.choice(dead).shard
                     name = f"w{len(cluster.workers)}"
-                    cluster.handle(name, shard.group, shard.rank, shard.world_size)
+                    cluster.handle(name, shard.group, shard.rank, shard.world_size, spot=shard.spot)
 
     def heal(self) -> None:
         """Faults are over. Whoever still can, must be able to publish, and everybody to fetch it (G7)."""
@@ -225,7 +234,7 @@ class Chaos:
         groups: dict[str, list[Handle]] = {}
         for handle in cluster.live_handles():
             usable = handle.registered and handle.registration_error is None
-            if usable and handle.member.state is not HandleState.CLOSED:
+            if usable and is_users(handle) and handle.member.state is not HandleState.CLOSED:
                 groups.setdefault(handle.shard.group, []).append(handle)
         whole = [ranks for ranks in groups.values() if len(ranks) == ranks[0].shard.world_size]
         for writers in whole:

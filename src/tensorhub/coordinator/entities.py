@@ -24,6 +24,7 @@ from tensorhub.errors import TensorHubError
 from tensorhub.machine import Stateful, Timers
 from tensorhub.messages import (
     Abandon,
+    Begun,
     Done,
     ErrorInfo,
     Fill,
@@ -70,6 +71,11 @@ class Worker(Stateful[WorkerState]):
         self.heard_at = now  # when its newest message arrived
         self.members: dict[str, Member] = {}  # by registration id; empty once LOST
 
+    @property
+    def spot(self) -> bool:
+        """Whether it may be taken away at any time, with all that is in its memory."""
+        return any(member.spot and member.serves for member in self.members.values())
+
     def __repr__(self) -> str:
         return f"<Worker {self.name} {self.incarnation[:8]} {self.state} members={len(self.members)}>"
 
@@ -91,6 +97,7 @@ class Member:
     chunks: int
     manifest: bytes  # as this rank publishes
     said_in: int | None  # the session in which it was registered or announced last
+    dropped: bool = False  # a copy that its worker was told, in this session, to give up
     holding: Holding | None = None  # what its memory holds or is filled with; None while its own to write
     leaving: list[Holding] = field(default_factory=list)  # withdrawn holdings whose fence is not confirmed yet
 
@@ -132,7 +139,7 @@ class Version(Stateful[VersionState]):
 
     machine: ClassVar = "version"
     table: ClassVar = states.VERSION_TABLE
-    __slots__ = ("abandoned", "holdings", "info", "layout_id", "lineage", "manifests", "publisher")
+    __slots__ = ("abandoned", "holdings", "info", "layout_id", "lineage", "manifests", "publisher", "refusals", "retained")
 
     def __init__(self, info: VersionInfo, lineage: int, layout_id: str, publisher: OpKey) -> None:
         super().__init__(VersionState.STAGED)
@@ -140,9 +147,12 @@ class Version(Stateful[VersionState]):
         self.lineage = lineage
         self.layout_id = layout_id
         self.publisher = publisher  # the publish that minted it
+        self.retained = False  # so its holders were told
         self.abandoned = False  # its last live source left on purpose, and none has come since
         self.manifests: dict[int, bytes] = {}  # by shard; of every shard that was ever held since the start
         self.holdings: dict[int, list[Holding]] = {shard: [] for shard in range(info.world_size)}  # by shard
+        # By shard and incarnation: how often a copy could not be made there, and when it is asked for again at the earliest.
+        self.refusals: dict[tuple[int, str], tuple[int, float]] = {}
 
     @property
     def number(self) -> int:
@@ -182,6 +192,11 @@ class Replica(Stateful[ReplicaState]):
         self.purpose = member.purpose
         self.holdings: dict[int, Holding] = {}  # by rank; those whose memory still belongs to this replica
 
+    @property
+    def is_whole(self) -> bool:
+        """Whether every rank holds it, and none leaves."""
+        return sum(h.committed and not h.leaving for h in self.holdings.values()) == self.group.world_size
+
     def __repr__(self) -> str:
         return f"<Replica {self.group.name} of {self.version.info.model}:{self.version.number} {self.state}>"
 
@@ -197,6 +212,8 @@ class Holding:
     committed: bool  # complete, and its group's operation committed: counts for availability
     chunks_verified: int = 0  # for scheduling and display only
     depth: int = 0  # fills between it and a complete copy when it last got a source; 0 once complete
+    told: bool = False  # its owner was told that it is to be kept
+    kept: bool = True  # its owner has said that it knows what it was told
     leaving: bool = False  # takes no readers any more: withdrawn, overwritten, torn, quarantined or lost
     quarantined: bool = False  # its owner found its bytes changed: no source, and counted nowhere, until it is fenced
     inquiries: dict[str, Inquiry] = field(default_factory=dict)  # the newest of each reader, by its incarnation
@@ -289,6 +306,16 @@ class RankPart:
         return self.member.shard
 
     @property
+    def begun(self) -> Begun | None:
+        """What it has begun under a former coordinator."""
+        return self.call.resume if isinstance(self.call, Fill) else None
+
+    @property
+    def has_written(self) -> bool:
+        """Whether its memory is overwritten already, under a former coordinator."""
+        return self.begun is not None and self.begun.written
+
+    @property
     def wants_source(self) -> bool:
         """Whether it needs a source that is filled from a complete copy, or is one."""
         has_one = any(not lease.dropping and not lease.patch for lease in self.leases.values())
@@ -307,7 +334,7 @@ class Operation(Stateful[OperationState]):
 
     machine: ClassVar = "group operation"
     table: ClassVar = states.OPERATION_TABLE
-    __slots__ = ("group", "key", "kind", "later", "parts", "record", "unchanged", "version", "writing")
+    __slots__ = ("group", "key", "kind", "later", "parts", "record", "staying", "unchanged", "version", "writing")
 
     def __init__(self, key: OpKey, kind: OpKind, group: Group) -> None:
         super().__init__(OperationState.GATHERING)
@@ -318,6 +345,7 @@ class Operation(Stateful[OperationState]):
         self.version: Version | None = None  # set while RUNNING or later
         self.writing = False  # every rank was told to overwrite
         self.unchanged = False  # every rank held the bound content already
+        self.staying: list[Holding] = []  # what its ranks hold and must not overwrite now (G5): it waits for that
         self.record: int | None = None  # of the entry that is being made durable, while PREPARED
         self.later: list[tuple[Member, Publish | Fill | Abandon | Resolve]] = []  # said of later ones, while PREPARED
 
@@ -338,6 +366,11 @@ class Operation(Stateful[OperationState]):
         """Whether it can be prepared."""
         return self.running and all(part.voted for part in self.parts.values())
 
+    @property
+    def resumes(self) -> Begun | None:
+        """What it goes on with that began under a former coordinator: the same content for all ranks."""
+        return next((part.begun for part in self.parts.values() if part.begun is not None), None)
+
     def decision(self) -> Decision:
         """The group's commit record; once it is bound."""
         assert self.version is not None
@@ -357,9 +390,23 @@ class Withdrawal:
     session: int | None  # over which it was said
     deadline: float  # when it is refused; once begun, when its readers are cut
     abandon: bool  # although a retained version may be lost
-    told: bool = False  # that it must stay for now
+    closes: bool  # its worker may end with it: the worker's own copies are no other holders
     begun: bool = False  # the holding takes no readers any more
     granted: bool = False
+
+
+@dataclass(slots=True, eq=False)
+class Handover:
+    """An attempt to have one shard copied into a worker's host memory (R4)."""
+
+    copy: str  # names the attempt, and is the registration of what comes of it
+    version: Version
+    shard: int
+    worker: Worker
+    nbytes: int
+    origin: str  # a registration of that worker which holds the shard, or ""
+    registered: bool = False  # the copy is a member
+    chunks: int = 0  # verified when its deadline was set last
 
 
 @dataclass(slots=True, eq=False)
@@ -384,9 +431,12 @@ class Model:
     groups: dict[str, Group] = field(default_factory=dict)
     waiting: dict[OpKey, Operation] = field(default_factory=dict)  # undecided, and unbound or without a source
     withdrawals: dict[str, Withdrawal] = field(default_factory=dict)  # by registration; those not granted
+    handovers: dict[str, Handover] = field(default_factory=dict)  # by the copy's id; those under way
+    copies: dict[str, Member] = field(default_factory=dict)  # by registration; those in host memory that retain a version
     watchers: set[int] = field(default_factory=set)  # sessions
     announced: VersionInfo | None = None  # what the watchers were told last
     rollbacks: deque[Order] = field(default_factory=deque)  # not decided; the first may be on its way to the store
+    unanswered: list[Order] = field(default_factory=list)  # Retain and Pin, durable; not every holder knows yet
     pins: dict[str, Pinned] = field(default_factory=dict)  # by id; of workers that are not lost, and visible versions
     rolled_back_by: str = ""  # the ident of the newest decided one
 
@@ -428,6 +478,7 @@ class Cluster:
         self.timers = Timers()
         self.sessions: dict[int, Session] = {}
         self.workers: dict[str, Worker] = {}  # LIVE and SUSPECT ones, by incarnation
+        self.hosts: dict[str, Worker] = {}  # those of them that have host memory for copies
         self.lost: dict[str, None] = {}  # incarnations that must not come back; the newest LOST_KEPT_MAX
         self.members: dict[str, Member] = {}  # by registration id
         self.models: dict[str, Model] = {}
@@ -474,6 +525,10 @@ class Cluster:
         self.epochs_minted += 1
         return self.epochs_minted
 
+    def is_former(self, epoch: int) -> bool:
+        """Whether a former coordinator has minted this group epoch."""
+        return epoch >> 32 != self.epoch
+
     # -- changing
 
     def note(self, *changed: Noted) -> None:
@@ -504,6 +559,7 @@ class Cluster:
         model = self.models.get(name)
         if model is None:
             model = self.models[name] = Model(name)
+            self.note(model)
         return model
 
     def operations(self) -> Iterator[Operation]:

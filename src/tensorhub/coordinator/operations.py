@@ -35,7 +35,7 @@ class Operations:
         self._readers = readers
         publishes, self._fills = Publishes(cluster, versions, readers), Fills(cluster, versions, readers, retentions)
         self._kinds: dict[OpKind, Kind] = {kind: publishes if kind is OpKind.PUBLISH else self._fills for kind in OpKind}
-        self._decisions = Decisions(cluster, self._kinds)
+        self._decisions = Decisions(cluster, retentions, self._kinds)
         self._deadlines = Deadlines(cluster, versions, retentions, self._fills)
         self._suspicions = Suspicions(cluster, readers)
 
@@ -243,17 +243,18 @@ class Operations:
     def settle(self, operation: Operation) -> None:
         """Do whatever the facts allow now."""
         if operation.gathered and operation.state is not OperationState.PREPARED:
-            blame = self._kinds[operation.kind].advance(operation)
+            kind = self._kinds[operation.kind]
+            blame = kind.advance(operation)
             if blame is not None:
                 self._decisions.abort(operation, blame)
-            elif operation.all_voted and not self._decisions.held_up(operation):
+            elif operation.all_voted and not self._decisions.held_up(operation) and kind.lets_go(operation):
                 self._decisions.prepare(operation)
         if operation.decided:
             return
         self._deadlines.set(operation)
         waiting = operation.group.model.waiting
         starving = not (operation.writing or operation.unchanged) or any(p.starves for p in operation.parts.values())
-        if operation.gathered and starving:
+        if operation.gathered and (starving or operation.staying):
             waiting[operation.key] = operation
         else:
             waiting.pop(operation.key, None)

@@ -10,7 +10,7 @@ from tensorhub.coordinator.entities import Cluster, Holding, Member, Model, With
 from tensorhub.coordinator.readers import Readers
 from tensorhub.coordinator.retention import Retentions
 from tensorhub.coordinator.states import LeaseState
-from tensorhub.messages import MustStay, Withdraw, Withdrawable
+from tensorhub.messages import Withdraw, Withdrawable
 
 
 class Withdrawals:
@@ -57,10 +57,10 @@ class Withdrawals:
         else:
             deadline = self._cluster.now + message.timeout_s
             session = member.worker.session
-            withdrawal = Withdrawal(message.request, member.holding, session, deadline, message.abandon)
+            withdrawal = Withdrawal(message.request, member.holding, session, deadline, message.abandon, message.closes)
             model.withdrawals[member.registration] = withdrawal
             self._cluster.timers.set("withdrawal", member.registration, deadline)
-            self._settle_one(withdrawal)
+            self._cluster.touch(model)
 
     def due(self, registration: str) -> None:
         """Its deadline, or its readers' grace, is over."""
@@ -73,6 +73,7 @@ class Withdrawals:
             self._settle_one(withdrawal)
             return
         self._forget(withdrawal)
+        member.dropped = False
         error = self._retentions.refusal(withdrawal.holding)
         self._cluster.answer(member.worker.session, withdrawal.request, error)
 
@@ -85,10 +86,9 @@ class Withdrawals:
         """While its version would be lost it serves on, undiminished. Then it takes no readers, and goes with the last."""
         holding = withdrawal.holding
         if not withdrawal.begun:
-            if not withdrawal.abandon and self._retentions.must_stay(holding):
-                if not withdrawal.told:
-                    withdrawal.told = True
-                    self._cluster.tell(holding.member, MustStay(withdrawal.request))
+            if not withdrawal.abandon and self._retentions.must_stay(
+                holding, holding.member.worker if withdrawal.closes else None
+            ):
                 return
             self._begin(withdrawal)
         if not withdrawal.granted and not holding.active_readers():

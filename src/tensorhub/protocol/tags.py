@@ -63,8 +63,7 @@ TAGS: Final[Mapping[type, int]] = {
     m.ManifestReply: 78,
     m.Announce: 79,
     m.Description: 80,
-    m.OrderedOut: 84,
-    m.MustStay: 85,
+    m.OrderedOut: 84,  # (85 was MustStay)
     m.MakeCopy: 86,
     m.DropCopy: 87,
     m.Keep: 88,

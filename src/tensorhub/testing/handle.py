@@ -16,17 +16,22 @@ from tensorhub.testing.guarantees import demand
 from tensorhub.testing.memory import CHUNK_BYTES, digest_of, written
 from tensorhub.testing.pulling import Lane, Reading
 from tensorhub.testing.rendering import show
-from tensorhub.types import ContentId, HandleState, OpKey, OpKind, RegistrationId, Selector, VersionInfo
+from tensorhub.types import ContentId, HandleState, OpKey, OpKind, Purpose, RegistrationId, Selector, VersionInfo
 from tensorhub.worker.calls import (
     Action,
     AddPullSource,
     Call,
     CallHook,
     CloseCall,
+    CopyLocally,
     DropPullSource,
+    EndPrefetch,
     Fence,
     FillCall,
     Finish,
+    FreeMemory,
+    FreePrefetch,
+    FreeStaging,
     OpenMemory,
     PublishCall,
     RefuseCall,
@@ -103,6 +108,7 @@ class Handle:
         self.hook_calls = 0
         self.reads_backwards = False  # the last chunk of a request first
         self.registration_error: Exception | None = None
+        self.dropped = False  # a copy that is not wanted any more
         self.registered = False
         self.member = Member(
             shard,
@@ -280,6 +286,10 @@ class Handle:
                 self.registration_error = action.error
             case Finish():
                 self._finish(action)
+            case EndPrefetch() | FreePrefetch() | FreeStaging() | FreeMemory():
+                pass  # nothing is prefetched or staged here yet, and cells cost nothing
+            case CopyLocally():
+                raise AssertionError("no copies are made locally here yet")
             case Fence() | StopPull():
                 raise AssertionError("these take time: see do_next")
             case _:
@@ -315,6 +325,8 @@ class Handle:
         if not self.shard.serves:  # it was made for this call
             self.worker.drop(self)
             self.worker.say(Deregister(0, self.shard.registration, True))
+        if self.shard.purpose is Purpose.RETENTION:
+            self.worker.copy_ended(self, asked)
 
     def hook_returns(self) -> None:
         """Its before_write is over."""

@@ -29,19 +29,24 @@ class Choice(NamedTuple):
 class PureCluster(Cluster):
     """Nothing happens by itself. `choices` lists what could; `do` lets one of them happen, and checks everything."""
 
-    def __init__(self, options: Options | None = None, *, manifest: Manifest = MANIFEST) -> None:
+    def __init__(self, options: Options | None = None, *, host_bytes: int = 0, manifest: Manifest = MANIFEST) -> None:
         self.log: list[str] = []
         self.ending: list[int] = []  # sessions whose end the coordinator has not noticed
         self.heartbeat_at = 0.0
-        super().__init__(options, manifest=manifest)
+        super().__init__(options, host_bytes=host_bytes, manifest=manifest)
 
-    def restart(self, *, kept: bool = False) -> None:
-        """The coordinator dies and comes back on what is durable; `kept`: what was being written has made it, too."""
+    def restart(self, *, kept: bool = False, lost: bool = False) -> None:
+        """The coordinator dies and comes back on what is durable; `kept`: what was being written has made it, too.
+
+        `lost`: without its state, as a new cluster. Then what was published before must not come back (R2, G3).
+        """
         self.note("the coordinator restarts")
         if kept:
             for persist in self.unstored.values():
                 self.keep(persist.entry)
         self.unstored.clear()
+        if lost:
+            self.lose_state()
         self.coordinator = self._new_coordinator()
         self.links.clear()
         self.ending.clear()
