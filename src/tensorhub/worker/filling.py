@@ -387,7 +387,10 @@ class Filling(GroupCall):
                 del self._lanes[lease]
                 self._lanes[same.lease], self._lane_names[same.lease] = same, self._lane_names.pop(lease)
         for grant in grants:
-            self._add_source(grant)
+            if grant.lease in self._failed:
+                self._rank.say(self._failed[grant.lease])  # it was not heard: a lease is read under once
+            else:
+                self._add_source(grant)
 
     def _add_source(self, grant: Grant) -> None:
         if self.phase is Phase.PULLING:
