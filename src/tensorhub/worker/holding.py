@@ -40,6 +40,8 @@ class Content:
     manifest: Manifest
     generation: int
     retained: bool = False  # it is to be kept (R4), as far as was heard
+    published: bool = False  # by this rank; else it was read from others
+    spoiled: bool = False  # its bytes have changed: it is not what it says, and counts for nothing
 
     def held(self) -> Held:
         """The same, for the coordinator."""
@@ -109,7 +111,7 @@ class Holding(Stateful[HandleState]):
         s = self._rank.shard
         assert s.manifest is not None
         info = VersionInfo(s.model, version, "", s.manifest.nbytes, s.world_size)
-        self.voted = Content(info, s.manifest, generation)
+        self.voted = Content(info, s.manifest, generation, published=True)
         self._rank.act(OpenMemory(generation, "", s.manifest, complete=True))
 
     def publish(self, version: VersionInfo) -> None:
@@ -257,7 +259,8 @@ class Holding(Stateful[HandleState]):
             content = self.staged
         elif self.state is HandleState.IN_DOUBT or (holds and not self.fencing):
             content = self.content
-        self._rank.say(self._rank.enrolment.register(content.held() if content is not None else None))
+        whole = content is not None and not content.spoiled
+        self._rank.say(self._rank.enrolment.register(content.held() if content is not None and whole else None))
 
     def restate_after(self, commit: OpKey) -> None:
         """A coordinator that knows a commit from its records only does not know that this memory holds it."""
@@ -285,6 +288,15 @@ class Holding(Stateful[HandleState]):
         held = self.content is not None and self.content.version.content_id == order.content_id
         if held and self.state is HandleState.READY and not self.fencing and not self.applying:
             self._let_go(HandleState.EMPTY, order.reason)
+
+    def spoil(self) -> None:
+        """Its bytes have changed since they were published, or verified (R8). A publisher has it until it takes it back, and
+        is told then; who has read it from others gives it up.
+        """
+        assert self.content is not None
+        self.content.spoiled = True
+        if self.state is HandleState.READY and not self.content.published and not self.fencing and not self.applying:
+            self._let_go(HandleState.EMPTY, "its bytes have changed")
 
     def lose(self, *, told: bool) -> None:
         """The coordinator has lost its state: nobody knows of this content, nor will anybody of the vote for it.
