@@ -491,3 +491,25 @@ def test_unpublish_of_what_was_rolled_back_says_so() -> None:
     rollback(cluster, trainer, 1)
     with pytest.raises(StateError, match="is empty: there is nothing to unpublish"):
         trainer.unpublish()
+
+
+def test_latest_is_not_older_than_a_forgotten_version_that_a_rollback_made_the_newest() -> None:
+    """G3: version 2 was published, and the new lineage inherits it; nobody holds it any more, so `latest` fails loudly."""
+    cluster, trainer, (keeper,) = trained("keeper", to=5)
+    assert sorted(model_of(cluster).versions) == [1, 4, 5]
+    rollback(cluster, trainer, 2)
+    late = cluster.handle("late")
+    asked = late.replicate("latest", timeout_s=3)
+    other = cluster.handle("other").replicate("latest-1", timeout_s=3)
+    cluster.advance(4)
+    with pytest.raises(
+        VersionUnavailable, match="nobody holds the version of 'actor' that a rollback has made the newest again"
+    ):
+        _ = asked.number
+    assert other.number == 1
+    trainer.publish(3)
+    cluster.run()
+    again = late.replicate("latest")
+    cluster.run()
+    assert again.number == 3
+    assert keeper.member.version == 1

@@ -67,6 +67,7 @@ class Asked:
     retained: frozenset[str] = frozenset()  # content ids that had to stay when this call began
     began: float = 0.0
     online: bool = True  # its worker has been connected all the time
+    granted: bool = False  # the coordinator has let go what was held
     key: OpKey | None = None
     done: bool = False
     version: VersionInfo | None = None
@@ -124,6 +125,12 @@ class Handle:
     def idle(self) -> bool:
         """Whether no call runs on it, and nothing is left to be done."""
         return self.member.running is None and not self.todo
+
+    @property
+    def is_answered(self) -> bool:
+        """Whether the coordinator has taken it, or refused it."""
+        closed = self.member.state is HandleState.CLOSED
+        return self.registered or self.registration_error is not None or closed or not self.shard.serves
 
     # -- what a user does
 
@@ -186,6 +193,18 @@ class Handle:
         """The caller does not want its running call any more."""
         self.cluster.note(f"{self.name} cancels")
         self.apply(self.member.cancel(StateError(why), self.cluster.now))
+
+    def overwrite(self) -> bool:
+        """Write published memory, which nobody may; False: there is none."""
+        content = self.member.content
+        if content is None or self.member.state is not HandleState.READY or self.access is not None:
+            return False
+        self.cluster.note(f"{self.name} is written while it is published")
+        chunk = next(self.cluster.numbers) % len(self.cells)
+        cell = f"{self.name}!{next(self.cluster.numbers)}.{chunk}"
+        self.cluster.guarantees.spoil(self, content.version.content_id, chunk, cell)
+        self.cells[chunk] = cell
+        return True
 
     # -- accesses of its own
 
@@ -278,7 +297,7 @@ class Handle:
                 self.cluster.hook_called(self)
             case StartPull():
                 self.cells = ["half-filled"] * action.manifest.chunk_count
-                self.pull = None
+                self.cluster.guarantees.filling(self, action.version)
                 self.pull = Reading(self, action, self.cluster.new_lane)
             case AddPullSource():
                 if self.pull is not None:
