@@ -430,8 +430,8 @@ class Model:
     @property
     def is_used(self) -> bool:
         """Whether anything is known of it, or anybody wants to know."""
-        holds = self.versions or self.groups or self.pins or self.rollbacks or self.watchers or self.retain
-        return bool(holds) or self.mark is not None
+        known = self.versions or self.groups or self.pins or self.copies or self.retain or self.mark is not None
+        return bool(known or self.rollbacks or self.unanswered or self.watchers)
 
     def newest_visible(self, skip: int = 0) -> Version | None:
         """The newest visible version, or the one `skip` places before it. None, too, where that one is lost for good: after
@@ -544,7 +544,8 @@ class Cluster:
 
     def touch(self, model: Model) -> None:
         """Have the model's consequences worked out at the end of this step."""
-        self.changed_models[model.name] = None
+        if self.models.get(model.name) is model:  # a name that was forgotten has no consequences
+            self.changed_models[model.name] = None
         self.noted[model] = None
 
     def changed(self, operation: Operation) -> None:
@@ -567,6 +568,7 @@ class Cluster:
         ordered = any(order.model is model for order in self.orders.values())
         if not model.is_used and not ordered:
             del self.models[model.name]
+            self.changed_models.pop(model.name, None)
 
     def operations(self) -> Iterator[Operation]:
         for model in self.models.values():

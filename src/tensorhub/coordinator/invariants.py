@@ -179,8 +179,8 @@ def _model(cluster: Cluster, model: Model) -> None:
 
 
 def _version(cluster: Cluster, version: Version) -> None:
-    model = cluster.models[version.info.model]
-    if model.versions.get(version.number) is not version:
+    model = cluster.models.get(version.info.model)
+    if model is None or model.versions.get(version.number) is not version:
         gone = version.state not in KEPT and not any(version.holdings.values())
         _demand(gone, "only discarded and retired versions are forgotten", version)
         return
