@@ -544,8 +544,7 @@ class Cluster:
 
     def touch(self, model: Model) -> None:
         """Have the model's consequences worked out at the end of this step."""
-        if self.models.get(model.name) is model:  # a name that was forgotten has no consequences
-            self.changed_models[model.name] = None
+        self.changed_models[model.name] = None
         self.noted[model] = None
 
     def changed(self, operation: Operation) -> None:
@@ -568,7 +567,6 @@ class Cluster:
         ordered = any(order.model is model for order in self.orders.values())
         if not model.is_used and not ordered:
             del self.models[model.name]
-            self.changed_models.pop(model.name, None)
 
     def operations(self) -> Iterator[Operation]:
         for model in self.models.values():
