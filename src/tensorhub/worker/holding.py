@@ -301,16 +301,30 @@ class Holding(Stateful[HandleState]):
     def lose(self, *, told: bool) -> None:
         """The coordinator has lost its state: nobody knows of this content, nor will anybody of the vote for it.
 
-        What is about to be fenced, filled or torn is its call's to end.
+        What is about to be fenced, filled, torn or overwritten by what was staged is its call's to end. A host copy has no
+        caller who would have to be told.
         """
         number = self.content.version.version if self.content is not None else None
-        if self.state is HandleState.READY and not self.fencing:
+        if self.applying:
+            pass
+        elif self.state is HandleState.READY and not self.fencing:
             self._let_go(HandleState.EMPTY, "the coordinator has lost its state")
             self.given_up = number
         elif self.doubt is not None:
-            state, self.doubt = HandleState.EMPTY if self._publishes else HandleState.TORN, None
-            self._let_go(state, "in doubt, and the coordinator has lost its state")
-        self.is_loss_untold = not told and self.state is not HandleState.CLOSED
+            self._lose_doubt()
+        self.is_loss_untold = not told and not self.is_host and self.state is not HandleState.CLOSED
+
+    def _lose_doubt(self) -> None:
+        intact, why = self.staged is not None or self._publishes, "in doubt, and the coordinator has lost its state"
+        self.doubt = None
+        if self.staged is not None:
+            self.staged = None
+            self._rank.act(FreeStaging())
+        state = HandleState.EMPTY if intact else HandleState.TORN
+        if self.content is not None:
+            self._let_go(state, why)
+        else:
+            self._become(state, why)
 
     def loss_error(self) -> LeaseLost:
         """What tells of that loss."""
