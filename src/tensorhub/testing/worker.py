@@ -16,6 +16,7 @@ from tensorhub.messages import (
     CopyRefused,
     CutReader,
     Description,
+    DigestAgain,
     Dismissed,
     Done,
     DropCopy,
@@ -278,6 +279,10 @@ class SimWorker:
                     self._tell(handle, message)
                 else:
                     self._answered(message)
+            case DigestAgain():
+                handle = self.cluster.by_registration.get(message.registration)
+                if handle is not None and handle.worker is self:
+                    handle.digest_again(message)
             case OrderedOut() | Keep():
                 self._tell(self.cluster.by_registration.get(message.registration), message)
             case Start() | Write() | AddSource() | DropSource() | Outcome():
