@@ -7,7 +7,7 @@ from typing import TypeVar
 
 from tensorhub.errors import GroupAborted, IntegrityError, StateError
 from tensorhub.manifest import Manifest, TensorDescription, build_manifest
-from tensorhub.messages import ErrorInfo, Outcome, Prepared, Register, Resolve, Start, Withdraw, Withdrawable
+from tensorhub.messages import ErrorInfo, OrderedOut, Outcome, Prepared, Register, Resolve, Start, Withdraw, Withdrawable
 from tensorhub.messages import Registered as RegisteredReply
 from tensorhub.types import HandleState, Medium, OpKind, Purpose, VersionInfo
 from tensorhub.worker.calls import (
@@ -344,3 +344,29 @@ def test_what_is_empty_has_nothing_to_lose_and_is_filled_at_once() -> None:
     actions = rank.take()
     assert kinds(actions) == ["OpenMemory", "EndPrefetch", "StartPull"]
     assert not of(actions, StartPull).staged
+
+
+def test_what_is_rolled_back_while_it_is_applied_is_given_up_afterwards() -> None:
+    rank, _ = staged()
+    rank.take()
+    rank.outcome(2)
+    rank.do(rank.member.receive(OrderedOut(rank.shard.registration, "content2", "rolled back"), 0))
+    rank.fenced()
+    rank.take()
+    rank.do(rank.member.copied(ALL, 0))
+    (register,) = rank.said(Register)
+    assert register.held is not None
+    assert register.held.version == 2
+    rank.take()
+    reply = RegisteredReply(register.request, register.registration, 1, 0, False)
+    rank.do(rank.member.receive(reply, 0))
+    assert kinds(rank.take()) == ["Fence"]
+    assert rank.member.state is HandleState.EMPTY
+
+
+def test_a_coordinator_without_its_state_ends_the_doubt_about_what_was_staged() -> None:
+    rank, held = in_doubt()
+    rank.do(rank.member.state_lost(0))
+    assert rank.take() == [FreeStaging(), Fence(held)]
+    assert rank.member.state is HandleState.EMPTY
+    rank.member.check_invariants()
