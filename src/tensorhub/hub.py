@@ -273,9 +273,11 @@ class Hub:
     async def retain(self, model: str, *, latest: int, timeout: float | None = None) -> None:
         """Keep the newest `latest` versions of `model` fetchable, lost ones counted; the last call wins, 0 keeps none.
 
-        A worker that is not spot and would be the last to hold a kept version is not let go: its `unpublish`, `mutate`,
-        `update` and `close` wait for another holder and, at their deadline, raise RetentionError with the version still
-        published. `close(abandon=True)` and leaving the hub do not wait. Durable on return. The model need not exist yet.
+        A worker that is not spot and would be the last to hold a kept version hands it over: to its own host memory
+        (`Options.host_memory_bytes`; not for `close`), else to another worker's. If nobody has room, its `unpublish`,
+        `mutate`, `update` and `close` wait for another holder and, at their deadline, raise RetentionError with the version
+        still published. `close(abandon=True)` and leaving the hub do not wait. On return it is durable, and every live
+        holder knows: one that is cut off keeps the version until its own lease is over. The model need not exist yet.
         Raises StateError (`latest` is no number from 0), OperationTimeout, CoordinatorUnavailable.
         """
         check_name("model", model)
@@ -286,7 +288,8 @@ class Hub:
     async def pin(self, model: str, version: int, timeout: float | None = None) -> AsyncIterator[None]:
         """Keep one version fetchable for the length of the block, whatever `retain` says; pins of one version count.
 
-        It outlives a coordinator with a `state_dir`, and ends with this worker; a rollback ends it too.
+        It outlives a coordinator with a `state_dir`, and ends with this worker; a rollback ends it too. Once the block
+        begins every live holder knows, as with `retain`.
         Raises VersionUnavailable (not published, or nobody holds it now), StateError, OperationTimeout,
         CoordinatorUnavailable; at the end of the block LeaseLost, if this worker was taken for dead and the version could
         not be pinned again.

@@ -67,9 +67,10 @@ class Weights:
         """Take the promise back; returns when the memory may be overwritten.
 
         Running readers are moved, or waited for within `drain_grace_s` and half the timeout, then fenced. Needs no reachable
-        coordinator. Raises StateError (nothing is published), RetentionError (a retained version would be lost; it stays
-        published), DrainTimeout (it is still being read when the time is up; it stays published), MutabilityViolation (it
-        is taken back, but was written before), LeaseLost (it is the caller's already: the coordinator has given it up).
+        coordinator, but for a retained version: cut off, that stays until this worker's own lease is over. Raises StateError
+        (nothing is published), RetentionError (a retained version would be lost; it stays published), DrainTimeout (it is
+        still being read when the time is up; it stays published), MutabilityViolation (it is taken back, but was written
+        before), LeaseLost (it is the caller's already: the coordinator has given it up).
         """
         await self._thread.call(self._handle.unpublish, self._worker.timeout_s(timeout))
 

@@ -190,6 +190,49 @@ def test_close_does_not_count_on_its_own_process() -> None:
     assert ended(abandoned)
 
 
+def test_with_its_last_handle_a_worker_hands_its_copies_over_too() -> None:
+    cluster = PureCluster(host_bytes=2 * ROOM)
+    trainer = cluster.handle("trainer")
+    cluster.run()
+    trainer.worker.retain(2)
+    for number in (1, 2, 3):
+        trainer.publish(number)
+        cluster.run()
+        assert number == 3 or ended_after(cluster, trainer.unpublish())
+    cluster.host_bytes = ROOM
+    cluster.worker("other")
+    cluster.run()
+    assert sorted(m.worker.name for m in model_of(cluster).copies.values()) == ["trainer", "trainer"]
+    asked = trainer.close()
+    cluster.advance(61)
+    assert isinstance(asked.error, RetentionError)  # there is room for one of the two only
+    cluster.worker("third")
+    cluster.run()
+    assert ended_after(cluster, trainer.close())
+    assert sorted(number for name, number in copies(cluster).items() if name != "trainer") == [2, 3]
+    trainer.worker.crash()
+    cluster.advance(11)
+    assert still_there(cluster, 2)
+    assert still_there(cluster, 3)
+
+
+def test_ranks_that_close_do_not_count_on_one_another() -> None:
+    cluster = PureCluster(host_bytes=ROOM)
+    trainers = cluster.group("trainer", 2)
+    for name in ("one", "two"):
+        cluster.worker(name)
+    cluster.run()
+    trainers[0].worker.retain(1)
+    cluster.run()
+    for handle in trainers:
+        handle.publish(1)
+    cluster.run()
+    calls = [handle.close() for handle in trainers]
+    cluster.run()
+    assert all(map(ended, calls))
+    assert {"one", "two"} <= set(copies(cluster))
+
+
 # ---------------------------------------------------------------------------------------------------- what goes wrong
 
 

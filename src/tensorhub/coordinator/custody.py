@@ -159,15 +159,16 @@ class Custody:
     def _in_background(self, model: Model, version: Version) -> Iterator[Wish]:
         """What one group alone keeps, and no other could take over: on its own workers; and what only spot workers hold."""
         for holdings in version.holdings.values():
-            reliable = [h for h in holdings if self._retentions.is_reliable(h)]
-            if not reliable:
+            reliable = filter(self._retentions.is_reliable, holdings)
+            one = next(reliable, None)
+            if one is None:
                 spot = next((h for h in holdings if h.is_source), None)
                 if spot is not None:
                     yield Wish(spot, going=spot.member.worker)
-            elif reliable[0].member.purpose is Purpose.USE and all(h.replica is reliable[0].replica for h in reliable):
-                others = (g for g in model.groups.values() if g is not reliable[0].replica.group)
+            elif one.member.purpose is Purpose.USE and all(h.replica is one.replica for h in reliable):
+                others = (g for g in model.groups.values() if g is not one.replica.group)
                 if not any(_could_take(group, version) for group in others):
-                    yield Wish(reliable[0], here=True)
+                    yield Wish(one, here=True)
 
     # --------------------------------------------------------------------------------------------------- attempts
 
@@ -223,8 +224,8 @@ class Custody:
         """Another worker is asked, if there is one."""
         version, key = handover.version, (handover.shard, handover.worker.incarnation)
         failures, _ = version.refusals.get(key, (0, 0.0))
-        self._cluster.note(version)
         version.refusals[key] = failures + 1, self._cluster.now + min(RETRY_S_FIRST * 2 ** min(failures, 16), RETRY_S_MAX)
+        self._cluster.note(version)
         self._forget(model, handover)
         self._tell_to_drop(handover)
         self._cluster.touch(model)

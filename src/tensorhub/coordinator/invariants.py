@@ -7,7 +7,7 @@ it names; what two entities say of each other is checked from both sides, so tha
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from typing import assert_never
 
 from tensorhub.coordinator.entities import (
@@ -32,7 +32,7 @@ from tensorhub.coordinator.states import (
     WorkerState,
 )
 from tensorhub.machine import InvariantBroken
-from tensorhub.types import OpKind
+from tensorhub.types import OpKind, Purpose
 
 LIVING = (ReplicaState.FILLING, ReplicaState.READY, ReplicaState.DRAINING)
 KEPT = (VersionState.STAGED, VersionState.AVAILABLE, VersionState.UNAVAILABLE)
@@ -138,6 +138,8 @@ def _member(cluster: Cluster, member: Member) -> None:
         _demand(holding.leaving, "what is withdrawn takes no readers", holding)
         _demand(holding not in holding.version.holdings[member.shard], "a leaving holding is no candidate", holding)
         _held(member, holding)
+    is_copy = group.model.copies.get(registration) is member
+    _demand(is_copy == (member.purpose is Purpose.RETENTION), "copies that retain a version are known", member)
     withdrawal = group.model.withdrawals.get(registration)
     if withdrawal is not None:
         _withdrawal(cluster, group.model, withdrawal)
@@ -156,8 +158,17 @@ def _model(cluster: Cluster, model: Model) -> None:
     _demand(all(v.lineage <= model.lineage for v in model.versions.values()), "lineages only grow", model.name)
     contents = [v.info.content_id for v in model.versions.values()]
     _demand(len(set(contents)) == len(contents), "two publications never share a content id", model.name)
+    retained = model.retained()
     for number, version in model.versions.items():
         _demand(version.number == number, "a version is filed under its number", version)
+        _retained(version, retained)
+    for registration, copy in model.copies.items():
+        _demand(copy.registration == registration, "copies are filed by registration", copy)
+        _copy(cluster, model, copy)
+    for ident, handover in model.handovers.items():
+        _demand(handover.copy == ident, "handovers are filed by their copy", model.name)
+        _demand(("handover", ident) in cluster.timers, "a handover ends", model.name)
+        _demand(handover.registered == (ident in model.copies), "a handover knows its copy", model.name)
     for pin in model.pins.values():
         pinned = model.versions.get(pin.number)
         _demand(pinned is not None and pinned.info.content_id == pin.content_id, "pinned versions are known", pin)
@@ -181,6 +192,7 @@ def _version(cluster: Cluster, version: Version) -> None:
     else:
         _available(version)
     _demand([*version.holdings] == [*range(version.info.world_size)], "a version has each of its shards", version)
+    _retained(version, model.retained())
     for shard, holdings in version.holdings.items():
         for holding in holdings:
             _candidate(cluster, version, shard, holding)
@@ -208,6 +220,22 @@ def _candidate(cluster: Cluster, version: Version, shard: int, holding: Holding)
     _demand(holding.member.holding is holding, "a holding is what its member holds", holding)
     _demand(cluster.members.get(holding.member.registration) is holding.member, "holders are members", holding)
     _demand(holding.replica.state in LIVING, "torn and gone replicas have no candidates", holding)
+    _told(holding)
+
+
+def _retained(version: Version, retained: Collection[int]) -> None:
+    told = version.retained == (version.number in retained)
+    _demand(told or not any(version.holdings.values()), "holders are told what is retained (R4)", version)
+
+
+def _told(holding: Holding) -> None:
+    keep = holding.committed and holding.version.retained and not holding.member.group.spot
+    _demand(holding.told == keep, "who must not leave at will was told so (R4)", holding)
+
+
+def _copy(cluster: Cluster, model: Model, member: Member) -> None:
+    registered = cluster.members.get(member.registration) is member and member.group.model is model
+    _demand(registered and member.purpose is Purpose.RETENTION, "copies are members that retain a version", member)
 
 
 def _group(cluster: Cluster, group: Group) -> None:
@@ -217,6 +245,8 @@ def _group(cluster: Cluster, group: Group) -> None:
         _demand(member.rank == rank and rank < group.world_size, "ranks are in range", member)
         _demand(member.group is group, "a member belongs to its group", member)
         _demand(cluster.members.get(member.registration) is member, "a group's members are members", member)
+        if member.holding is not None:
+            _told(member.holding)
     torn = [replica for replica in group.replicas if replica.state is ReplicaState.TORN]
     _demand(len(torn) <= 1, "a group has one torn replica at most", group.name)
     for replica in group.replicas:
@@ -288,7 +318,8 @@ def _withdrawal(cluster: Cluster, model: Model, withdrawal: Withdrawal) -> None:
         _demand(holding.leaving and holding.active_readers() > 0, "a withdrawal waits for readers", holding)
     else:
         retained = holding.version.number in model.retained()
-        _demand(not holding.leaving and retained, "who waits to leave a retained version serves on (G5)", holding)
+        waits = retained or withdrawal.closes  # who closes may wait for the copies of its worker
+        _demand(not holding.leaving and waits, "who waits to leave a retained version serves on (G5)", holding)
 
 
 def _lease(cluster: Cluster, lease: ReadLease) -> None:

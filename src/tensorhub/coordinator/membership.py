@@ -99,7 +99,9 @@ class Membership:
         cluster = self._cluster
         cluster.sessions.pop(session.number, None)
         for model in cluster.models.values():
-            model.watchers.discard(session.number)
+            if session.number in model.watchers:
+                model.watchers.remove(session.number)
+                cluster.touch(model)
         worker = session.worker
         if worker is None or worker.session != session.number:
             return
@@ -205,12 +207,14 @@ class Membership:
             message.manifest,
             worker.session,
         )
-        cluster.note(member, group.model)
+        cluster.note(member, group.model, worker)
         group.members[member.rank] = cluster.members[member.registration] = member
         worker.members[member.registration] = member
         group.model.groups[group.name] = group
         if member.purpose is Purpose.RETENTION:
             group.model.copies[member.registration] = member
+        worker.spot = worker.spot or (member.spot and member.serves)
+        self._retentions.group_changed(group)
         cluster.touch(group.model)
         keep = message.held is None or self._announce(member, message.held)
         self._tell_registered(member, message, keep)
@@ -307,6 +311,7 @@ class Membership:
         """The rank is gone: its operation, its memory's readers, and its place in the group."""
         cluster, group = self._cluster, member.group
         self._operations.member_gone(member, why)
+        self._withdrawals.member_gone(member)
         for holding in [member.holding, *member.leaving]:
             if holding is not None:
                 self._readers.lose(holding)
@@ -317,6 +322,7 @@ class Membership:
         member.worker.members.pop(member.registration, None)
         if group.members.get(member.rank) is member:
             del group.members[member.rank]
+            self._retentions.group_changed(group)
         cluster.touch(group.model)
         if not group.members and not new_epoch:
             self._dissolve(group)

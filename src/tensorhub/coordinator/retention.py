@@ -9,11 +9,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 
 from tensorhub.coordinator.actions import Pinned, Retention, Unpinned
-from tensorhub.coordinator.entities import Cluster, Holding, Member, Model, Order, Version, Worker
+from tensorhub.coordinator.entities import Cluster, Group, Holding, Member, Model, Order, Version, Worker
 from tensorhub.coordinator.states import WorkerState
 from tensorhub.errors import CoordinatorUnavailable, RetentionError, StateError, TensorHubError, VersionUnavailable
 from tensorhub.messages import Keep, Kept, Pin, Retain, Unpin
-from tensorhub.types import Medium
+from tensorhub.types import Medium, Purpose
 
 PINS_MAX = 1024  # of one worker and model
 
@@ -27,12 +27,24 @@ class Retentions:
     # -- the question
 
     def must_stay(self, holding: Holding, going: Worker | None = None) -> bool:
-        """Whether a retained version would lose its last reliable copy of some shard with it, and with all else that the
-        worker `going` holds of it (for a close, R5).
-        """
+        """Whether a retained version would lose its last reliable copy of some shard with it; see `alone`."""
         return next(self.alone(holding, going), None) is not None
 
     def alone(self, holding: Holding, going: Worker | None) -> Iterator[Holding]:
+        """What nobody else would hold reliably without this holding.
+
+        `going`: its worker, if that may end with the leave (R5): then nothing else there counts, and with the last handle
+        of a caller the worker's own copies go, too.
+        """
+        yield from self._alone(holding, going)
+        callers = [m for m in going.members.values() if _is_callers(m)] if going is not None else []
+        if going is None or going.spot or callers != [holding.member]:
+            return
+        for copy in holding.member.group.model.copies.values():
+            if copy.worker is going and copy.holding is not None and copy.holding is not holding:
+                yield from self._alone(copy.holding, going)
+
+    def _alone(self, holding: Holding, going: Worker | None) -> Iterator[Holding]:
         """The holdings of its replica whose shards nobody else holds reliably, if its version is to be kept.
 
         With the first rank that leaves, its whole replica stops to serve. A version of which another shard is lost
@@ -88,18 +100,25 @@ class Retentions:
             if version.retained is not keep:
                 version.retained = keep
                 self._cluster.note(version)
-                self._tell(version)
+                for holding in _of(version):
+                    self._tell(holding)
         if model.unanswered and all(holding.kept for v in model.versions.values() if v.retained for holding in _of(v)):
             for order in model.unanswered:
                 self._cluster.answer(order.session, order.message.request)
             model.unanswered.clear()
 
-    def _tell(self, version: Version) -> None:
-        for holding in _of(version):
-            member = holding.member
-            if holding.committed and holding.told is not version.retained and not member.group.spot:
-                holding.told, holding.kept = version.retained, not version.retained
-                self._cluster.tell(member, Keep(member.registration, version.info.content_id, version.retained))
+    def group_changed(self, group: Group) -> None:
+        """It may have become spot, or ceased to be: who may leave at any time is not told to stay."""
+        for member in group.members.values():
+            if member.holding is not None:
+                self._tell(member.holding)
+
+    def _tell(self, holding: Holding) -> None:
+        member, version = holding.member, holding.version
+        keep = version.retained and not member.group.spot
+        if holding.committed and holding.told is not keep:
+            holding.told, holding.kept = keep, not keep
+            self._cluster.tell(member, Keep(member.registration, version.info.content_id, keep))
 
     def kept(self, member: Member, message: Kept) -> None:
         """Its owner knows."""
@@ -114,6 +133,7 @@ class Retentions:
 
     def retain(self, session: int | None, message: Retain) -> None:
         model = self._cluster.model(message.model)
+        self._cluster.note(model)
         self._record(Order(model, message, session), Retention(model.name, message.latest))
 
     def pin(self, worker: Worker, message: Pin) -> None:
@@ -138,7 +158,7 @@ class Retentions:
             return
         content_id = model.versions[message.version].info.content_id
         pinned = Pinned(message.pin, worker.incarnation, model.name, message.version, content_id)
-        self._cluster.note(model)
+        self._cluster.touch(model)
         model.pins[pinned.pin] = pinned  # it counts at once, so that nobody leaves while it is being recorded
         self._record(Order(model, message, worker.session), pinned)
 
@@ -222,6 +242,11 @@ class Retentions:
         what = type(message).__name__.lower()
         text = f"the coordinator cannot make {what} of {model.name!r} durable: {reason}; see its state_dir"
         self._cluster.answer(order.session, message.request, CoordinatorUnavailable(text))
+
+
+def _is_callers(member: Member) -> bool:
+    """Whether it is a handle that a caller has, as long as the worker lives."""
+    return member.serves and member.purpose is Purpose.USE
 
 
 def _of(version: Version) -> Iterator[Holding]:

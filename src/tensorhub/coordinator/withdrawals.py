@@ -6,7 +6,7 @@ a grace, and it goes with the last. Not responsible for the question itself (`re
 
 from __future__ import annotations
 
-from tensorhub.coordinator.entities import Cluster, Holding, Member, Model, Withdrawal
+from tensorhub.coordinator.entities import Cluster, Holding, Member, Model, Withdrawal, Worker
 from tensorhub.coordinator.readers import Readers
 from tensorhub.coordinator.retention import Retentions
 from tensorhub.coordinator.states import LeaseState
@@ -74,8 +74,15 @@ class Withdrawals:
             return
         self._forget(withdrawal)
         member.dropped = False
-        error = self._retentions.refusal(withdrawal.holding)
+        alone = next(self._retentions.alone(withdrawal.holding, _going(withdrawal)), withdrawal.holding)
+        error = self._retentions.refusal(alone)
         self._cluster.answer(member.worker.session, withdrawal.request, error)
+
+    def member_gone(self, member: Member) -> None:
+        """Nobody waits for its answer any more."""
+        withdrawal = member.group.model.withdrawals.get(member.registration)
+        if withdrawal is not None:
+            self._forget(withdrawal)
 
     def settle(self, model: Model) -> None:
         """Those that waited for another holder may go on; so may those whose holding has ended."""
@@ -86,9 +93,7 @@ class Withdrawals:
         """While its version would be lost it serves on, undiminished. Then it takes no readers, and goes with the last."""
         holding = withdrawal.holding
         if not withdrawal.begun:
-            if not withdrawal.abandon and self._retentions.must_stay(
-                holding, holding.member.worker if withdrawal.closes else None
-            ):
+            if not withdrawal.abandon and self._retentions.must_stay(holding, _going(withdrawal)):
                 return
             self._begin(withdrawal)
         if not withdrawal.granted and not holding.active_readers():
@@ -115,3 +120,8 @@ class Withdrawals:
     def _of(self, holding: Holding) -> Withdrawal | None:
         withdrawal = holding.member.group.model.withdrawals.get(holding.member.registration)
         return withdrawal if withdrawal is not None and withdrawal.holding is holding else None
+
+
+def _going(withdrawal: Withdrawal) -> Worker | None:
+    """The worker, if it may end with this leave."""
+    return withdrawal.holding.member.worker if withdrawal.closes else None

@@ -94,5 +94,5 @@ class Questions:
         await self.ask(lambda request: Rollback(request, ident, model, to), f"rollback of {model!r} to {to}", timeout_s)
 
     async def retain(self, model: str, latest: int, timeout_s: float) -> None:
-        """Keep the newest `latest` versions; durable on return."""
+        """Keep the newest `latest` versions; durable, and known to every live holder, on return."""
         await self.ask(lambda request: Retain(request, model, latest), f"retain of {model!r}", timeout_s)

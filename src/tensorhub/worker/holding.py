@@ -311,10 +311,8 @@ class Holding(Stateful[HandleState]):
             if self.staged is not None:
                 self.staged = None
                 self._rank.act(FreeStaging())
-            state, why = (
-                HandleState.EMPTY if is_whole else HandleState.TORN,
-                "in doubt, and the coordinator has lost its state",
-            )
+            state = HandleState.EMPTY if is_whole else HandleState.TORN
+            why = "in doubt, and the coordinator has lost its state"
             if self.content is not None:
                 self._let_go(state, why)
             else:
