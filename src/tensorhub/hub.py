@@ -130,13 +130,16 @@ def connect(
     """Join a cluster as a worker for the length of the block; leaving closes every handle.
 
     `address`: a coordinator's "tcp://host:port", or several. `name`: for people; default: host and process id. `transports`:
-    names in order of preference, and only these.
+    names in order of preference, and only these. `prefetch`: each new version of a model is prefetched in the background
+    for the handles that were filled with an earlier one, so that `update` copies it from host memory
+    (`Options.host_memory_bytes`).
 
     Raises CoordinatorUnavailable, AuthenticationFailed (another secret), ProtocolError (not a TensorHub coordinator, or of
-    another version), TransportUnavailable, StateError (an address that is none).
+    another version), TransportUnavailable, StateError (an address that is none, `prefetch` without host memory).
     """
-    refuse_unbuilt(tls=tls, prefetch=prefetch)
-    return connect_on(AsyncSide(), address, name, location or Location(), token, transports, options or Options())
+    refuse_unbuilt(tls=tls)
+    side, here = AsyncSide(), location or Location()
+    return connect_on(side, address, name, here, token, transports, options or Options(), prefetch)
 
 
 @contextlib.asynccontextmanager
@@ -148,8 +151,12 @@ async def connect_on(
     token: str | bytes | None,
     transports: Sequence[str] | None,
     options: Options,
+    prefetch: bool,
 ) -> AsyncIterator[Hub]:
     """What `connect` is, for either kind of caller."""
+    check_flag("prefetch", prefetch)
+    if prefetch and not options.host_memory_bytes:
+        raise StateError("prefetch=True needs host memory: set Options.host_memory_bytes")
     for part, place in (("site", location.site), ("rack", location.rack), ("host", location.host)):
         if place != "":
             check_name(part, place)
@@ -160,7 +167,15 @@ async def connect_on(
 
     async def main(thread: LoopThread) -> None:
         worker.append(
-            Worker(addresses, name=called, location=location, secret=secret, transports=transports, options=options)
+            Worker(
+                addresses,
+                name=called,
+                location=location,
+                secret=secret,
+                transports=transports,
+                options=options,
+                prefetch=prefetch,
+            )
         )
         await worker[0].run(thread.ready)
 
@@ -213,15 +228,20 @@ class Hub:
     def newest(self, model: str) -> VersionInfo | None:
         """The newest visible version that this worker has heard of, without I/O; None if it has heard of none.
 
-        The first question about a model begins to watch it.
+        The first question about a model begins to watch it. Raises LeaseLost, once, if the coordinator has come back
+        without its state: then the newest version may be an older one, or none.
         """
+        self._worker.news.tell_loss(model)
         if not self._worker.news.watches(model):
             check_name("model", model)
             self._thread.post(partial(self._worker.news.watch, model))
         return self._worker.news.newest(model)
 
     async def wait_for(self, model: str, *, at_least: int, timeout: float | None = None) -> VersionInfo:
-        """The newest version of `model`, once it is `at_least`. Raises OperationTimeout, CoordinatorUnavailable."""
+        """The newest version of `model`, once it is `at_least`.
+
+        Raises OperationTimeout, CoordinatorUnavailable, LeaseLost (as `newest`; also while it waits).
+        """
         check_name("model", model)
         check_version(at_least)
         return await self._thread.call(self._worker.news.wait_for, model, at_least, self._worker.timeout_s(timeout))
@@ -229,10 +249,12 @@ class Hub:
     def watch(self, model: str) -> Watcher:
         """Iterate over newest versions, the known one first; a slow consumer gets only the newest of those it missed.
 
-        After a rollback the newest version is an older one than before.
+        After a rollback the newest version is an older one than before. Raises LeaseLost as `newest`; also while one
+        iterates: whoever goes on then gets what the new cluster has.
         """
         check_name("model", model)
         self._thread.check_usable()
+        self._worker.news.tell_loss(model)
         watcher = Watcher(self._worker, self._thread, model)
         self._watchers.add(watcher)
         return watcher
@@ -314,7 +336,7 @@ class Hub:
 
         Raises VersionUnavailable, ManifestMismatch (no such rank, a name that no tensor has, a dtype that this torch
         lacks), StateError (arguments; no torch; a device that cannot be used; no memory), OperationTimeout, GroupAborted,
-        CoordinatorUnavailable.
+        CoordinatorUnavailable, LeaseLost (as `newest`).
         """
         memory = AllocatedMemory(names, device)
         info, report = await fetch_into(self, model, selector, memory, rank=rank, timeout=timeout)
@@ -389,6 +411,16 @@ async def fetch_into(
     timeout_s = hub._worker.timeout_s(timeout)
     fetch = partial(hub._worker.fetch, model, selector, memory, rank=rank, timeout_s=timeout_s, progress=progress)
     return await hub._thread.call(fetch)
+
+
+async def seed_shard(hub: Hub, info: VersionInfo, shard: int, timeout: float | None = None) -> FetchReport:
+    """Have this worker hold one shard of the model's newest version in host memory, as a seed; internal, and may change.
+
+    `info`: a version of the model that is visible now; the seed's memory is reserved as it needs. Raises as
+    `Weights.prefetch`.
+    """
+    timeout_s = hub._worker.timeout_s(timeout)
+    return await hub._thread.call(hub._worker.copies.seed, info, shard, timeout_s)
 
 
 def _check_latest(latest: object) -> None:

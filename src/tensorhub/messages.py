@@ -129,6 +129,22 @@ class Held:
     manifest: ManifestBlob
 
 
+FORMER_KEYS_MAX = 16
+
+
+@dataclass(frozen=True, slots=True)
+class Begun:
+    """How far a rank came with a fill whose operation its coordinator has no record of (it is a new one).
+
+    `key`: the operation in which all ranks were bound to `content`. `written`: its memory is being filled with that, or is
+    complete, under the content's generation; else not a byte of it has changed yet.
+    """
+
+    key: OpKey
+    content: Held
+    written: bool
+
+
 # ---------------------------------------------------------------------------------------- worker -> coordinator
 
 
@@ -206,7 +222,8 @@ class Fill:
     """This rank's call of replicate, update, prefetch or fetch.
 
     `generation` is the one under which the memory will be filled. `hold`: this rank wants to hear of the bound version
-    before the first byte changes (it has a `before_write`). `at_least`: wait for that number.
+    before the first byte changes (it has a `before_write`). `at_least`: wait for that number. `former`: the keys under
+    which the same call was said before. `resume`: what it has begun under one of them.
     """
 
     key: OpKey
@@ -219,6 +236,8 @@ class Fill:
     hold: bool
     staged: bool
     timeout_s: Seconds
+    former: Annotated[tuple[OpKey, ...], Length(FORMER_KEYS_MAX)] = ()
+    resume: Begun | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -502,7 +521,8 @@ class DropSource:
 class Outcome:
     """The decision. `version` is set if committed; `changed` False: the rank held that content already.
 
-    `retained`: what it holds now is to be kept (as in Keep).
+    `retained`: what it holds now is to be kept (as in Keep). `unknown`: this coordinator has no record of that operation, a
+    former one's, and none can come: nobody has committed it, and a rank may go on with its call under a new key.
     """
 
     key: OpKey
@@ -512,6 +532,7 @@ class Outcome:
     version: VersionInfo | None
     error: ErrorInfo | None
     retained: bool = False
+    unknown: bool = False
 
 
 @dataclass(frozen=True, slots=True)

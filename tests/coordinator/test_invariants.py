@@ -67,6 +67,7 @@ def everything(cluster: Cluster) -> Iterator[Noted]:
     yield from cluster.workers.values()
     yield from cluster.members.values()
     yield from cluster.leases.values()
+    yield from cluster.records.values()
     for model in cluster.models.values():
         yield model
         yield from model.versions.values()

@@ -48,7 +48,7 @@ MACHINES: dict[str, tuple[type[Stateful[Any]], str, str]] = {
         READY -> DRAINING | FILLING | EMPTY;
         DRAINING -> EMPTY | READY;
         TORN -> FILLING | READY | IN_DOUBT | CLOSED;
-        IN_DOUBT -> READY | EMPTY | TORN""",
+        IN_DOUBT -> READY | EMPTY | TORN | FILLING""",
     ),
 }
 TERMINAL = {

@@ -102,6 +102,8 @@ class Actor:
             "mark": model.mark,
             "holders": sorted(s.worker for r in model.replicas if r.state == "ready" for s in r.shards),
             "readers": sorted(lease.reader for lease in model.leases),
+            "versions": {str(version.version): version.state for version in model.versions},
+            "workers": {worker.name: worker.state for worker in model.workers},
         }
 
     async def sha(self, name: str = "w") -> str:

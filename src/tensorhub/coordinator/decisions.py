@@ -124,7 +124,8 @@ class Decisions:
                 outcome = Outcome(key, member.rank, True, True, info, None)
             else:
                 text = f"the membership of group {member.group.name!r} changed, or its coordinator restarted; call again"
-                outcome = Outcome(key, member.rank, False, False, None, ErrorInfo.of(GroupAborted(text)))
+                error = ErrorInfo.of(GroupAborted(text))
+                outcome = Outcome(key, member.rank, False, False, None, error, unknown=self._cluster.is_former(key.epoch))
         self._tell(member, outcome)
         info = outcome.version
         if info is not None:

@@ -24,6 +24,7 @@ from tensorhub.errors import TensorHubError
 from tensorhub.machine import Stateful, Timers
 from tensorhub.messages import (
     Abandon,
+    Begun,
     Done,
     ErrorInfo,
     Fill,
@@ -187,6 +188,11 @@ class Replica(Stateful[ReplicaState]):
         self.purpose = member.purpose
         self.holdings: dict[int, Holding] = {}  # by rank; those whose memory still belongs to this replica
 
+    @property
+    def is_whole(self) -> bool:
+        """Whether every rank holds it, and none leaves."""
+        return sum(h.committed and not h.leaving for h in self.holdings.values()) == self.group.world_size
+
     def __repr__(self) -> str:
         return f"<Replica {self.group.name} of {self.version.info.model}:{self.version.number} {self.state}>"
 
@@ -284,6 +290,16 @@ class RankPart:
         return self.member.shard
 
     @property
+    def begun(self) -> Begun | None:
+        """What it has begun under a former coordinator."""
+        return self.call.resume if isinstance(self.call, Fill) else None
+
+    @property
+    def has_written(self) -> bool:
+        """Whether its memory is overwritten already, under a former coordinator."""
+        return self.begun is not None and self.begun.written
+
+    @property
     def wants_source(self) -> bool:
         """Whether it needs a source that is filled from a complete copy, or is one."""
         has_one = any(not lease.dropping and not lease.patch for lease in self.leases.values())
@@ -333,6 +349,11 @@ class Operation(Stateful[OperationState]):
     def all_voted(self) -> bool:
         """Whether it can be prepared."""
         return self.running and all(part.voted for part in self.parts.values())
+
+    @property
+    def resumes(self) -> Begun | None:
+        """What it goes on with that began under a former coordinator: the same content for all ranks."""
+        return next((part.begun for part in self.parts.values() if part.begun is not None), None)
 
     def decision(self) -> Decision:
         """The group's commit record; once it is bound."""
@@ -487,6 +508,10 @@ class Cluster:
     def mint_epoch(self) -> int:
         self.epochs_minted += 1
         return self.epochs_minted
+
+    def is_former(self, epoch: int) -> bool:
+        """Whether a former coordinator has minted this group epoch."""
+        return epoch >> 32 != self.epoch
 
     # -- changing
 

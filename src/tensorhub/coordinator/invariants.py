@@ -192,6 +192,7 @@ def _version(cluster: Cluster, version: Version) -> None:
     else:
         _available(version)
     _retained(version, model.retained())
+    _demand([*version.holdings] == [*range(version.info.world_size)], "a version has each of its shards", version)
     for shard, holdings in version.holdings.items():
         for holding in holdings:
             _candidate(cluster, version, shard, holding)
@@ -259,6 +260,8 @@ def _replica(cluster: Cluster, group: Group, replica: Replica) -> None:
     _demand(replica.group is group, "a replica is its group's", replica)
     _demand(replica.state is not ReplicaState.GONE, "gone replicas are forgotten", replica)
     _demand(bool(replica.holdings) or replica.state is ReplicaState.TORN, "a replica has memory", replica)
+    drains = replica.state is ReplicaState.DRAINING
+    _demand(not (drains and replica.is_whole), "a replica that nobody leaves serves again (G7)", replica)
     if version.visible:
         _available(version)
     for rank, holding in replica.holdings.items():

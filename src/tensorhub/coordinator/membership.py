@@ -289,14 +289,14 @@ class Membership:
             return False
         version.manifests.setdefault(member.shard, held.manifest)
         cluster.note(version)
-        replica = next((r for r in group.replicas if r.version is version and r.state in _LIVING), None)
+        replica = next((r for r in group.replicas if r.version is version and r.state is not ReplicaState.TORN), None)
         if replica is None:
             replica = Replica(cluster.new_id(), version, member)
             group.replicas.append(replica)
         holding = Holding(replica, member, held.generation, True, True)
         holding.chunks_verified = member.chunks
         self._readers.add_holding(holding)
-        if replica.state is ReplicaState.FILLING and len(replica.holdings) == group.world_size:
+        if replica.state is not ReplicaState.READY and replica.is_whole:  # if DRAINING: whoever wanted to leave has stayed
             self._readers.make_ready(replica, "announced again by every rank")
         return True
 
@@ -338,6 +338,3 @@ class Membership:
         for replica in list(group.replicas):
             self._readers.settle_replica(replica)
         group.model.groups.pop(group.name, None)
-
-
-_LIVING = (ReplicaState.FILLING, ReplicaState.READY)

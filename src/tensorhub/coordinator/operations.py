@@ -235,17 +235,18 @@ class Operations:
     def settle(self, operation: Operation) -> None:
         """Do whatever the facts allow now."""
         if operation.gathered and operation.state is not OperationState.PREPARED:
-            blame = self._kinds[operation.kind].advance(operation)
+            kind = self._kinds[operation.kind]
+            blame = kind.advance(operation)
             if blame is not None:
                 self._decisions.abort(operation, blame)
-            elif operation.all_voted and not self._decisions.held_up(operation):
+            elif operation.all_voted and not self._decisions.held_up(operation) and kind.lets_go(operation):
                 self._decisions.prepare(operation)
         if operation.decided:
             return
         self._deadlines.set(operation)
         waiting = operation.group.model.waiting
         starving = not (operation.writing or operation.unchanged) or any(p.starves for p in operation.parts.values())
-        if operation.gathered and starving:
+        if operation.gathered and (starving or operation.staying):
             waiting[operation.key] = operation
         else:
             waiting.pop(operation.key, None)

@@ -7,10 +7,10 @@ phases of a report, and for a call's future. Decides nothing. Lives in the worke
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Protocol, assert_never
+from typing import Any, Protocol, assert_never
 
 import anyio
 import anyio.abc
@@ -24,31 +24,50 @@ from tensorhub.manifest import Manifest
 from tensorhub.messages import FromWorker, Progress
 from tensorhub.runtime import clock
 from tensorhub.runtime.chunks import ChunkMemory
+from tensorhub.runtime.copying import copy_chunks
 from tensorhub.runtime.lanes import AllVerified, ChannelOpener, PullReport, PullRunner, SourceFailed
 from tensorhub.runtime.logs import get_logger
 from tensorhub.runtime.serving import SharedOwner
+from tensorhub.transport.host import HostMemory
 from tensorhub.transport.memory import MappedRegions, Memory
-from tensorhub.types import ContentId, FetchReport, HandleState, LeaseId, OpKind, RegistrationId, VersionInfo
+from tensorhub.types import (
+    ContentId,
+    FetchReport,
+    HandleState,
+    LeaseId,
+    OpKind,
+    Purpose,
+    RegistrationId,
+    VersionInfo,
+)
 from tensorhub.worker.calls import (
     Action,
     AddPullSource,
     Call,
     CallHook,
     CloseCall,
+    CopyCall,
+    CopyLocally,
     DropPullSource,
+    EndPrefetch,
     Fence,
     FillCall,
     Finish,
+    FreeMemory,
+    FreePrefetch,
+    FreeStaging,
     OpenMemory,
     PublishCall,
     RefuseCall,
     Registered,
     RegistrationFailed,
+    ReleaseCall,
     ReopenMemory,
     Say,
     StartPull,
     StopPull,
     UnpublishCall,
+    staging_of,
 )
 from tensorhub.worker.member import Member
 
@@ -70,6 +89,22 @@ class Line(Protocol):
     def open_channel(self, content_id: ContentId) -> ChannelOpener: ...
 
 
+class HostRoom(Protocol):
+    """What a handle needs of its worker's host copies. A copy is named by the registration that it belongs to, or staged."""
+
+    async def make_room(self, ident: str, purpose: Purpose, nbytes: int) -> None:
+        """Reserve host memory, once those that must make room for it are gone. StateError: there is none."""
+
+    def freed(self, ident: str) -> None:
+        """That memory was given back."""
+
+    def end_prefetch(self, registration: str) -> None:
+        """End the prefetch of this registration's handle, if one runs."""
+
+    def free_prefetch(self, registration: str) -> None:
+        """Have its host copy released, in the background."""
+
+
 @dataclass(slots=True)
 class _Call:
     """The running call's future, and when what happened."""
@@ -82,6 +117,10 @@ class _Call:
     verified_s: float = 0.0  # spent on what the memory held of that content already
     pulled: float = 0.0
     prepared: float = 0.0
+    copied_s: float = 0.0  # spent on local copies: before the pull
+    applied_s: float = 0.0  # and after the vote, of what was staged
+    hooked: float | None = None  # when before_write began, of a staged update
+    hook_s: float = 0.0  # that it took there
     report: PullReport | None = None
     result: Finish | None = None
 
@@ -96,10 +135,20 @@ class _Pull:
     early: list[AddPullSource | DropPullSource] = field(default_factory=list)  # before the runner was up
 
 
+@dataclass(slots=True)
+class _Staging:
+    """What a staged update is filled into: open at the owner under an id that nobody else knows."""
+
+    memory: HostMemory
+    generation: int
+    mapped: MappedRegions
+    chunks: ChunkMemory
+
+
 class Handle:
     """One registered memory and its calls. `run` must be running for anything to happen."""
 
-    def __init__(self, member: Member, memory: Memory, owner: SharedOwner, line: Line) -> None:
+    def __init__(self, member: Member, memory: Memory, owner: SharedOwner, line: Line, room: HostRoom) -> None:
         self.member = member
         self.memory = memory
         self.registered = anyio.Event()
@@ -107,11 +156,15 @@ class Handle:
         self._registration = RegistrationId(member.shard.registration)
         self._owner = owner
         self._line = line
+        self._room = room
+        self._staging_id = RegistrationId(staging_of(member.shard.registration))
+        self._staging: _Staging | None = None
         self._todo: deque[Action] = deque()
         self._todo_wanted = anyio.Event()
         self._call: _Call | None = None
         self._pull: _Pull | None = None
         self._mapped: tuple[str, MappedRegions, ChunkMemory] | None = None  # of the manifest with this id
+        self._unopened: TensorHubError | None = None  # why the memory could not be opened for the running fill
         self._digests: Sequence[int] | None = None  # of memory whose own they must be, made before a publish
         self._promised: tuple[int, ...] | None = (
             None  # `memory.versions()` when it was opened last; kept by a fence, as it may be reopened
@@ -120,6 +173,8 @@ class Handle:
         self._tasks: anyio.abc.TaskGroup
         self._scope = anyio.CancelScope()
         self.deadline_moved: Callable[[], None] = lambda: None
+        self.call_ended: Callable[[], None] = lambda: None
+        self.was_filled = False  # what the memory got last came from others, not from its publisher
         self.progress: ProgressListener | None = None
 
     def __repr__(self) -> str:
@@ -136,6 +191,7 @@ class Handle:
             self._digests = await anyio.to_thread.run_sync(make)
         _, finish = await self._run(PublishCall(version), timeout_s)
         assert finish.version is not None
+        self.was_filled = False
         return finish.version
 
     async def unpublish(self, timeout_s: float) -> None:
@@ -155,6 +211,14 @@ class Handle:
             await self._run(CloseCall(abandon), timeout_s)
             self._raise_violation()
 
+    async def release(self, timeout_s: float) -> None:
+        """Of a host copy: take what it holds from its readers, and give its memory back."""
+        await self._run(ReleaseCall(), timeout_s)
+
+    async def copy(self, call: CopyCall, timeout_s: float) -> None:
+        """Of a host copy: fill it from another registration of this worker."""
+        await self._run(call, timeout_s)
+
     async def fill(self, call: FillCall, timeout_s: float, hook: HookRequest | None = None) -> FetchReport:
         _, report = await self.fetch(call, timeout_s, hook)
         return report
@@ -169,6 +233,7 @@ class Handle:
         started = clock.now()
         ran, finish = await self._run(call, timeout_s, hook)
         assert finish.version is not None
+        self.was_filled = self.was_filled or finish.changed
         if not finish.changed:
             self._check_unwritten()
         return finish.version, _report(ran, finish, started, clock.now())
@@ -202,6 +267,11 @@ class Handle:
         if self.member.is_letting_go:
             text = f"{self.member.shard.title}: what it held was ordered out, and is still being read; try again"
             raise StateError(text, retryable=True)
+
+    async def tell_loss(self) -> None:
+        """Raise LeaseLost, once, if the coordinator has lost its state; StateError while the memory is still read."""
+        await self.check_idle()
+        self.member.tell_loss()
 
     def _check_last_ended(self) -> None:
         """A call is over when its fences are: the member is done with it earlier."""
@@ -240,7 +310,13 @@ class Handle:
             self.apply(self.member.cancel(error, clock.now()))
             await self._call.ended.wait()
 
+    def end_prefetch(self) -> None:
+        """Of a host copy: an update has taken what it has got so far."""
+        self.apply(self.member.end_prefetch(clock.now()))
+
     def hook_returned(self, error: Exception | None) -> None:
+        if self._call is not None and self._call.hooked is not None:
+            self._call.hook_s = clock.now() - self._call.hooked
         self.apply(self.member.hook_returned(error, clock.now()))
 
     # ------------------------------------------------------------------------------------------------- actions
@@ -274,6 +350,10 @@ class Handle:
         """Let `run` end: the handle is closed, or was never registered."""
         self._scope.cancel()
 
+    def follow(self, task: Callable[[], Coroutine[Any, Any, None]]) -> None:
+        """Run something beside this handle, as long as it runs."""
+        self._tasks.start_soon(task)
+
     async def _do(self, action: Action) -> None:
         match action:
             case Say():
@@ -281,20 +361,33 @@ class Handle:
             case OpenMemory():
                 self._open(action)
             case ReopenMemory():
-                self._owner.reopen(self._registration, action.generation)
+                if self._unopened is None:
+                    self._owner.reopen(self._registration, action.generation)
             case Fence():
                 await self._fence(action)
             case CallHook():
                 assert self._call is not None
                 assert self._call.hook is not None
+                self._call.hooked = clock.now() if self._call.prepared else None
                 self._call.hook(action.version)
             case StartPull():
                 self._pull = _Pull()
                 if self._call is not None:
                     self._call.pulled_from = clock.now()
                 self._tasks.start_soon(self._fill, action, self._pull)
+            case CopyLocally():
+                self._pull = _Pull()
+                self._tasks.start_soon(self._copy, action, self._pull)
             case AddPullSource() | DropPullSource():
                 self._change_source(action)
+            case EndPrefetch():
+                self._room.end_prefetch(self._registration)
+            case FreePrefetch():
+                self._room.free_prefetch(self._registration)
+            case FreeStaging():
+                await self._free_staging()
+            case FreeMemory():
+                self._free()
             case StopPull():
                 if self._pull is not None:
                     self._pull.scope.cancel()
@@ -314,6 +407,7 @@ class Handle:
         if self._call is not None and self._call.result is None:
             self._call.result = finish
             self._call.ended.set()
+            self.call_ended()
 
     def note_bound(self) -> None:
         """The coordinator has bound the running call to a version."""
@@ -321,6 +415,13 @@ class Handle:
             self._call.bound = clock.now()
 
     def _open(self, action: OpenMemory) -> None:
+        self._unopened = None
+        if isinstance(self.memory, HostMemory):  # it is made now, and there may be none
+            try:
+                self._map_safely(action.manifest)
+            except TensorHubError as error:
+                self._unopened = error
+                return
         _, chunks = self._map(action.manifest)
         content_id, digests = ContentId(action.content_id), self._digests if action.complete else None
         self._promised = self.memory.versions()
@@ -331,6 +432,7 @@ class Handle:
     def _map(self, manifest: Manifest) -> tuple[MappedRegions, ChunkMemory]:
         """Where the manifest's regions and chunks are; kept, because the next version most likely has the same manifest."""
         if self._mapped is None or self._mapped[0] != manifest.manifest_id:
+            self._unmap()
             mapped = self.memory.map(manifest)
             self._mapped = manifest.manifest_id, mapped, ChunkMemory(manifest, mapped.regions, mapped.unwanted)
         return self._mapped[1:]
@@ -354,6 +456,25 @@ class Handle:
                 log.warning("published_memory_written", registration=self._registration, reason=str(self._violation))
         self.apply(self.member.fenced(action.generation, clock.now()))
 
+    def _unmap(self) -> None:
+        """Let go of what was mapped before: host memory is back in the system before more of it is taken."""
+        self._mapped = None
+        if isinstance(self.memory, HostMemory):
+            self._owner.forget(self._registration)
+            self.memory.free()
+
+    def _free(self) -> None:
+        self._unmap()
+        self._room.freed(self._registration)
+
+    async def _free_staging(self) -> None:
+        staging, self._staging = self._staging, None
+        if staging is not None:
+            await self._owner.fence_async(self._staging_id)  # only this handle's own copying, which has ended, reads it
+            self._owner.forget(self._staging_id)
+            staging.memory.free()
+        self._room.freed(self._staging_id)
+
     async def _let_go(self) -> None:
         """The handle ends. What is still being read then stays closed, and is kept until its lanes have ended."""
         try:
@@ -362,9 +483,13 @@ class Handle:
             log.error("memory_still_read", registration=self._registration, reason=str(error))
         else:
             self._owner.forget(self._registration)
+            self._free()
+        await self._free_staging()
 
     def _map_safely(self, manifest: Manifest) -> tuple[MappedRegions, ChunkMemory]:
         """As `_map`; what goes wrong there costs this call, and no other handle anything."""
+        if self._unopened is not None:
+            raise self._unopened
         try:
             return self._map(manifest)
         except TensorHubError:
@@ -392,11 +517,10 @@ class Handle:
         try:
             with pull.scope:
                 self.memory.check_unreplaced()  # before_write may have moved them
-                # In a thread, for memory that is made only now: a file of its size.
-                mapped, chunks = await anyio.to_thread.run_sync(self._map_safely, action.manifest)
-                kept = await self._verify_kept(action.generation)
+                target, mapped, chunks = await self._destination(action)
+                kept = await self._verify_kept(target, action.generation)
                 async with anyio.create_task_group() as tasks:
-                    await self._pull_chunks(action, pull, chunks, kept, tasks)
+                    await self._pull_chunks(action, pull, target, chunks, kept, tasks)
                     tasks.cancel_scope.cancel()
                 await self._unpack(mapped)
         except* TensorHubError as group:
@@ -409,24 +533,87 @@ class Handle:
                     self._call.prepared = clock.now()
                 self.apply(self.member.pull_done(clock.now()))
         finally:
+            pull.runner = None  # it keeps the memory alive
             pull.ended.set()
 
-    async def _verify_kept(self, generation: int) -> list[int]:
+    async def _verify_kept(self, target: RegistrationId, generation: int) -> list[int]:
         """What a fill that was broken off has left of this content, and nobody has written since (R9)."""
-        started, kept = clock.now(), self._owner.kept(self._registration, generation)
+        started, kept = clock.now(), self._owner.kept(target, generation)
         if not kept:
             return []
         check = anyio.from_thread.check_cancelled
-        found = await anyio.to_thread.run_sync(self._owner.verify, self._registration, generation, kept, check)
+        found = await anyio.to_thread.run_sync(self._owner.verify, target, generation, kept, check)
         if self._call is not None:
             self._call.verified_s = clock.now() - started
         return found
 
+    async def _destination(self, action: StartPull | CopyLocally) -> tuple[RegistrationId, MappedRegions, ChunkMemory]:
+        """Where the chunks go, and under which id the owner knows it: the memory itself, or what is staged for it."""
+        if not action.staged:
+            # In a thread, for memory that is made only now: a file of its size.
+            mapped, chunks = await anyio.to_thread.run_sync(self._map_safely, action.manifest)
+            return self._registration, mapped, chunks
+        if self._staging is None or self._staging.generation != action.generation:
+            await self._stage(action)
+        staging = self._staging
+        assert staging is not None
+        return self._staging_id, staging.mapped, staging.chunks
+
+    async def _stage(self, action: StartPull | CopyLocally) -> None:
+        await self._free_staging()
+        manifest = action.manifest
+        await self._room.make_room(self._staging_id, Purpose.USE, manifest.nbytes)
+        memory = HostMemory()
+        mapped = memory.map(manifest)
+        chunks = ChunkMemory(manifest, mapped.regions)
+        self._staging = _Staging(memory, action.generation, mapped, chunks)
+        content_id = ContentId(action.version.content_id)
+        self._owner.open(self._staging_id, action.generation, content_id, chunks, complete=False)
+
+    async def _copy(self, action: CopyLocally, pull: _Pull) -> None:
+        """Take over what other memory of this worker has; see `CopyLocally`."""
+        started, copied = clock.now(), frozenset[int]()
+        try:
+            with pull.scope:
+                self.memory.check_unreplaced()
+                target, mapped, chunks = await self._destination(action)
+                arrived = partial(self._owner.mark_available, target, action.generation)
+                content_id, check = ContentId(action.version.content_id), anyio.from_thread.check_cancelled
+                work = partial(copy_chunks, self._owner, action.sources, content_id, chunks, action.copied, arrived, check)
+                copied = await anyio.to_thread.run_sync(work)
+                if action.last:
+                    await self._unpack(mapped)
+        except TensorHubError as error:
+            log.warning("copy_failed", registration=self._registration, reason=str(error))
+            if self.member.is_letting_go:  # it is committed: what does not arrive is torn
+                self.apply(self.member.copied(frozenset(), clock.now()))
+            else:
+                self.apply(self.member.pull_failed(error, clock.now()))
+        else:
+            self._note_copying(clock.now() - started)
+            if not pull.scope.cancelled_caught:
+                self.apply(self.member.copied(copied, clock.now()))
+        finally:
+            pull.ended.set()
+
+    def _note_copying(self, seconds: float) -> None:
+        if self._call is not None and self._call.prepared:
+            self._call.applied_s += seconds
+        elif self._call is not None:
+            self._call.copied_s += seconds
+
     async def _pull_chunks(
-        self, action: StartPull, pull: _Pull, chunks: ChunkMemory, kept: list[int], tasks: anyio.abc.TaskGroup
+        self,
+        action: StartPull,
+        pull: _Pull,
+        target: RegistrationId,
+        chunks: ChunkMemory,
+        kept: list[int],
+        tasks: anyio.abc.TaskGroup,
     ) -> None:
-        opener, there = self._line.open_channel(ContentId(action.version.content_id)), (*chunks.unwanted, *kept)
-        runner = PullRunner(chunks, self._owner, self._registration, action.generation, opener, verified=there)
+        opener = self._line.open_channel(ContentId(action.version.content_id))
+        there = {*chunks.unwanted, *action.copied, *kept}
+        runner = PullRunner(chunks, self._owner, target, action.generation, opener, verified=there)
         try:
             async with runner:
                 pull.runner = runner
@@ -490,9 +677,9 @@ def _report(call: _Call, finish: Finish, started: float, ended: float) -> FetchR
     phases = _pull_phases(pull, call.pulled - call.pulled_from - call.verified_s)
     phases["verify"] += call.verified_s
     phases["resolve"] = call.bound - started
-    phases["wait"] += call.pulled_from - call.bound
-    phases["unpack"] = call.prepared - call.pulled
-    phases["commit"] = ended - call.prepared
+    phases["wait"] += call.pulled_from - call.bound - call.copied_s + call.hook_s
+    phases["unpack"] = call.prepared - call.pulled + call.copied_s + call.applied_s
+    phases["commit"] = ended - call.prepared - call.applied_s - call.hook_s
     return FetchReport(
         version=number,
         changed=finish.changed,

@@ -8,11 +8,22 @@ from collections.abc import Callable, Iterator
 import anyio
 
 from tensorhub.errors import CoordinatorUnavailable, OperationTimeout
-from tensorhub.messages import Check, Describe, Description, Done, FromWorker, Refused, Retain, Rollback
+from tensorhub.messages import (
+    Check,
+    Describe,
+    Description,
+    Done,
+    FromWorker,
+    GetManifest,
+    ManifestReply,
+    Refused,
+    Retain,
+    Rollback,
+)
 from tensorhub.runtime.link import RECONNECT_S_FIRST, CoordinatorLink
-from tensorhub.types import ModelInfo
+from tensorhub.types import ModelInfo, VersionInfo
 
-Answer = Done | Refused | Description
+Answer = Done | Refused | Description | ManifestReply
 
 
 class Questions:
@@ -65,6 +76,13 @@ class Questions:
         answer = await self.ask(lambda request: Describe(request, model), "describe", timeout_s)
         assert isinstance(answer, Description)
         return answer.models
+
+    async def manifest(self, info: VersionInfo, shard: int, timeout_s: float) -> bytes:
+        """The encoded manifest of one shard of a version. VersionUnavailable if it has no such shard, or is no more."""
+        what = f"manifest of shard {shard} of version {info.version} of {info.model!r}"
+        answer = await self.ask(lambda request: GetManifest(request, info.model, info.content_id, shard), what, timeout_s)
+        assert isinstance(answer, ManifestReply)
+        return answer.manifest
 
     async def check_number(self, model: str, version: int, timeout_s: float) -> None:
         """Raise VersionConflict if `version` could not be published now."""

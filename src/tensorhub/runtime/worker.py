@@ -29,7 +29,6 @@ from tensorhub.manifest import Digest, Manifest, build_manifest
 from tensorhub.messages import (
     AddSource,
     Announce,
-    CopyRefused,
     CutReader,
     Deregister,
     Description,
@@ -61,11 +60,13 @@ from tensorhub.protocol.secret import check_open_access
 from tensorhub.runtime import clock
 from tensorhub.runtime.acceptor import ServeSettings, serve_readers
 from tensorhub.runtime.handle import Handle, ProgressListener
+from tensorhub.runtime.host_copies import HostCopies
 from tensorhub.runtime.lanes import ChannelOpener
 from tensorhub.runtime.link import CoordinatorLink, Dial
 from tensorhub.runtime.logs import get_logger
 from tensorhub.runtime.news import News
 from tensorhub.runtime.pins import Pins
+from tensorhub.runtime.prefetcher import Prefetcher
 from tensorhub.runtime.questions import Questions
 from tensorhub.runtime.serving import SharedOwner
 from tensorhub.runtime.tcp_channel import TcpTransport
@@ -88,6 +89,7 @@ from tensorhub.types import (
     as_seconds,
 )
 from tensorhub.worker.calls import FillCall
+from tensorhub.worker.copies import Copies
 from tensorhub.worker.enrolment import Shard
 from tensorhub.worker.member import Member
 
@@ -112,6 +114,7 @@ class Worker:
         transports: Sequence[str] | None,
         options: Options,
         dial: Dial = anyio.connect_tcp,
+        prefetch: bool = False,
     ) -> None:
         """Raises StateError for an address that is none, TransportUnavailable for a transport that cannot be had."""
         self.name = name
@@ -119,6 +122,7 @@ class Worker:
         self.options = options
         self._secret = secret
         self._wanted = transports
+        self._prefetch = prefetch  # each new version, for the handles that follow their model
         self.incarnation = Incarnation(secrets.token_hex(16))
         self._transports: tuple[Transport, ...] = ()
         self._make_transports()
@@ -132,10 +136,13 @@ class Worker:
         self._by_rank: dict[tuple[str, str, int], Handle] = {}  # by (model, group, rank)
         self._asked: dict[int, Handle] = {}  # requests of handles that are not answered yet
         self._manifests: dict[str, Manifest] = {}
+        self._found_copies = Copies()
+        self.copies = HostCopies(self)
         self._generations = itertools.count(1)
         self._endpoints: tuple[Endpoint, ...] = ()
         self._closed = anyio.Event()
         self._time_moved = anyio.Event()
+        self._coordinator: Welcome | None = None  # the one of the newest session
         self._tasks: anyio.abc.TaskGroup
         self._serving = anyio.CancelScope()
 
@@ -168,7 +175,7 @@ class Worker:
             raise
         try:
             async with anyio.create_task_group() as self._tasks:
-                self.pins.tasks = self._tasks
+                self.pins.tasks = self.copies.tasks = self._tasks
                 self._tasks.start_soon(self._serve_readers, listener)
                 self._tasks.start_soon(self._keep_time)
                 self._tasks.start_soon(self._link.keep, messages, ready)
@@ -184,6 +191,7 @@ class Worker:
     async def close(self) -> None:
         """Close every handle, say goodbye, and let `run` return. Bounded in time."""
         self._link.begin_closing()
+        self.copies.tasks = None  # nothing new is begun
         with anyio.move_on_after(CLOSE_S, shield=True):
             await self._leave()
         self.pins.tasks = None
@@ -237,10 +245,20 @@ class Worker:
     def welcomed(self, message: Welcome) -> None:
         """See `Ears`: say everything that is wanted and held, anew."""
         log.info("worker_welcomed", incarnation=self.incarnation, epoch=message.epoch, known=message.known)
+        before, self._coordinator = self._coordinator, message
+        if before is not None and (before.cluster != message.cluster or before.epoch > message.epoch):
+            self._state_lost()
         self.news.welcomed()
         for handle in list(self._handles.values()):
             handle.apply(handle.member.connected(clock.now(), message.lease_s))
         self.pins.welcomed()
+
+    def _state_lost(self) -> None:
+        """The coordinator is a new cluster, or has an older state than before: nothing may go back silently (R2, G3)."""
+        log.error("coordinator_lost_its_state", coordinator=self._link.addresses)
+        for handle in list(self._handles.values()):
+            handle.apply(handle.member.state_lost(clock.now()))
+        self.news.state_lost({handle.member.shard.model for handle in self._handles.values()})
 
     def lost(self) -> None:
         """See `Ears`."""
@@ -261,9 +279,9 @@ class Worker:
                 self.news.announced(message)
             case CutReader():
                 self._tasks.start_soon(self._cut, message)
-            case Registered() | ManifestReply() | Withdrawable():
+            case Registered() | Withdrawable():
                 self._tell(self._asked.pop(message.request, None), message)
-            case Done() | Refused():
+            case Done() | Refused() | ManifestReply():
                 handle = self._asked.pop(message.request, None)
                 if handle is not None:
                     self._tell(handle, message)
@@ -272,9 +290,9 @@ class Worker:
             case Description():
                 self.questions.answered(message)
             case MakeCopy():
-                self.say(CopyRefused(message.copy, "this worker makes no copies"))
+                self.copies.ordered(message, self._handles.get(message.registration))
             case DropCopy():
-                pass
+                self.copies.dropped(message)
             case OrderedOut() | Keep():
                 self._tell(self._handles.get(message.registration), message)
             case Start() | Write() | AddSource() | DropSource() | Outcome():
@@ -364,7 +382,7 @@ class Worker:
                 f"rank {rank} of group {shard.group!r} of {model!r} is registered by this worker already: "
                 "close it first, or take another group name (two sets of one model in one process need two groups)"
             )
-        handle = self._start_handle(shard, memory)
+        handle = self.start_handle(shard, memory)
         try:
             with anyio.move_on_after(timeout_s):
                 await handle.registered.wait()
@@ -375,6 +393,8 @@ class Worker:
         except BaseException:
             self.drop_handle(handle)
             raise
+        if self._prefetch:
+            handle.follow(Prefetcher(handle, self.news, self.copies, self.options.op_timeout_s).run)
         return handle
 
     async def fetch(
@@ -388,6 +408,7 @@ class Worker:
         progress: ProgressListener | None,
     ) -> tuple[VersionInfo, FetchReport]:
         """Fill memory that serves nobody, and is the caller's when this returns: a group of its own, for one call."""
+        self.news.tell_loss(model)
         shard = Shard(
             registration=secrets.token_hex(12),
             model=model,
@@ -399,20 +420,26 @@ class Worker:
             manifest=None,
             number=rank,
         )
-        handle = self._start_handle(shard, memory)
+        handle = self.start_handle(shard, memory)
         handle.progress = progress
         try:
-            return await handle.fetch(FillCall(OpKind.FETCH, selector), timeout_s)
+            found = await handle.fetch(FillCall(OpKind.FETCH, selector), timeout_s)
+            self.news.heard_of(model)
+            return found
         except TensorHubError as error:
             error.memory = "intact"  # what was torn is nobody's
             raise
         finally:
             self.drop_handle(handle)
 
+    def is_spot(self) -> bool:
+        """Whether any registration here is: then this process may go at any time."""
+        return any(handle.member.shard.spot and handle.member.shard.serves for handle in self._handles.values())
+
     def _fresh_group(self) -> str:
         return f"{self.name[:400]}-{secrets.token_hex(4)}"
 
-    def _start_handle(self, shard: Shard, memory: Memory) -> Handle:
+    def start_handle(self, shard: Shard, memory: Memory) -> Handle:
         handle, place = self._make_handle(shard, memory), (shard.model, shard.group, shard.rank)
         self._by_rank[place] = self._handles[shard.registration] = handle
         self._tasks.start_soon(self._run_handle, handle, place)
@@ -433,8 +460,14 @@ class Worker:
             self._asked[number] = handle
             return number
 
-        member = Member(shard, requests=request, generations=self._mint_generation, manifests=self._manifests)
-        handle = Handle(member, memory, self._owner, self)
+        member = Member(
+            shard,
+            requests=request,
+            generations=self._mint_generation,
+            manifests=self._manifests,
+            copies=self._found_copies,
+        )
+        handle = Handle(member, memory, self._owner, self, self.copies)
         handle.deadline_moved = lambda: self._time_moved.set()
         return handle
 
@@ -451,7 +484,10 @@ class Worker:
             await handle.run()
         finally:
             self._leave_place(handle, place)
-            self._handles.pop(handle.member.shard.registration, None)
+            registration = handle.member.shard.registration
+            self._handles.pop(registration, None)
+            self._found_copies.remove(registration)
+            self.copies.ended(registration)
             for request in [number for number, asker in self._asked.items() if asker is handle]:
                 del self._asked[request]
 

@@ -59,6 +59,7 @@ class Cluster:
         self.store: list[Entry] = []
         self.unstored: dict[int, Persist] = {}
         self.epoch = 0
+        self.ident = "c"  # of the coordinator's state
         self.guarantees = Guarantees(self)
         self.coordinator = self._new_coordinator()
 
@@ -83,10 +84,16 @@ class Cluster:
         """A worker per rank."""
         return [self.handle(f"{name}{rank}", name, rank, world_size, spot=spot) for rank in range(world_size)]
 
+    def lose_state(self) -> None:
+        """The next coordinator will be a new cluster (R2)."""
+        self.guarantees.state_lost(self.store)
+        self.store.clear()
+        self.ident += "'"
+
     def _new_coordinator(self) -> Coordinator:
         self.epoch += 1
         return Coordinator(
-            cluster="c",
+            cluster=self.ident,
             epoch=self.epoch,
             options=self.options,
             ids=lambda: f"id{next(self.ids)}",

@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 from tensorhub.coordinator import Entry, Publication, Rollback
-from tensorhub.errors import TensorHubError
+from tensorhub.errors import LeaseLost, TensorHubError
 from tensorhub.testing.rendering import show_error
 from tensorhub.types import HandleState, Medium, OpKey, OpKind, VersionInfo
 from tensorhub.worker.calls import CloseCall, FillCall, PublishCall, UnpublishCall
@@ -53,6 +53,13 @@ class Guarantees:
         self.pins: dict[str, tuple[str, int]] = {}  # by id: pins that have returned
         self._numbers: set[tuple[str, int, int]] = set()  # (model, lineage, number) that are durable
         self._lost: dict[tuple[str, str], float] = {}  # when which registration has lost which content without leave
+
+    def state_lost(self, store: Iterable[Entry]) -> None:
+        """Whatever was published before must not come back; what was wanted of the former cluster counts no more."""
+        self.retired.update(entry.content_id for entry in store if isinstance(entry, Publication))
+        for past in (self.returned, self.published, self.policy, self.wishes, self.pins, self._numbers):
+            past.clear()
+        self.forget()
 
     def forget(self) -> None:
         """Forget how calls have ended."""
@@ -111,7 +118,7 @@ class Guarantees:
                 isinstance(error, (TensorHubError, *self._cluster.user_errors)),
                 f"G10: every refusal is a typed error: {error!r}",
             )
-            if key is not None and getattr(error, "memory", "") != "in_doubt":
+            if key is not None and getattr(error, "memory", "") != "in_doubt" and not isinstance(error, LeaseLost):
                 self._learn(key, handle.shard.rank, False, f"{handle.name} raised {show_error(error)}")
             return
         if key is not None and asked.version is not None:

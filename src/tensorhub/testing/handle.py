@@ -23,10 +23,15 @@ from tensorhub.worker.calls import (
     Call,
     CallHook,
     CloseCall,
+    CopyLocally,
     DropPullSource,
+    EndPrefetch,
     Fence,
     FillCall,
     Finish,
+    FreeMemory,
+    FreePrefetch,
+    FreeStaging,
     OpenMemory,
     PublishCall,
     RefuseCall,
@@ -281,6 +286,10 @@ class Handle:
                 self.registration_error = action.error
             case Finish():
                 self._finish(action)
+            case EndPrefetch() | FreePrefetch() | FreeStaging() | FreeMemory():
+                pass  # nothing is prefetched or staged here yet, and cells cost nothing
+            case CopyLocally():
+                raise AssertionError("no copies are made locally here yet")
             case Fence() | StopPull():
                 raise AssertionError("these take time: see do_next")
             case _:

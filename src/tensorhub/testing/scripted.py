@@ -34,13 +34,18 @@ class PureCluster(Cluster):
         self.heartbeat_at = 0.0
         super().__init__(options, host_bytes=host_bytes)
 
-    def restart(self, *, kept: bool = False) -> None:
-        """The coordinator dies and comes back on what is durable; `kept`: what was being written has made it, too."""
+    def restart(self, *, kept: bool = False, lost: bool = False) -> None:
+        """The coordinator dies and comes back on what is durable; `kept`: what was being written has made it, too.
+
+        `lost`: without its state, as a new cluster. Then what was published before must not come back (R2, G3).
+        """
         self.note("the coordinator restarts")
         if kept:
             for persist in self.unstored.values():
                 self.keep(persist.entry)
         self.unstored.clear()
+        if lost:
+            self.lose_state()
         self.coordinator = self._new_coordinator()
         self.links.clear()
         self.ending.clear()

@@ -74,6 +74,7 @@ class SimWorker:
         self.answers: dict[int, TensorHubError | None] = {}  # to what the worker itself asked, by request
         self.host_bytes = cluster.host_bytes
         self.copies_refused = 0  # that it will refuse to make
+        self._knew = ""  # the cluster of its newest session
         self.pins: dict[str, tuple[str, int]] = {}  # that it wants: model and version, by id
         self._askers: dict[int, Handle] = {}  # requests of handles that are not answered yet
         self._asked_pins: dict[int, str] = {}  # by request
@@ -255,7 +256,7 @@ class SimWorker:
         """Hand it to whom it is about."""
         match message:
             case Welcome():
-                self._welcomed()
+                self._welcomed(message.cluster)
             case Dismissed():
                 self._dismissed(message)
             case HeartbeatAck() | Announce() | Description():
@@ -313,10 +314,14 @@ class SimWorker:
         if handle is not None and handle.worker is self and self.alive:
             handle.apply(handle.member.receive(message, self.cluster.now))
 
-    def _welcomed(self) -> None:
+    def _welcomed(self, cluster: str) -> None:
         if self.link is None:
             return
         self.link.welcomed = True
+        if self._knew not in ("", cluster):
+            for handle in list(self.handles):
+                handle.apply(handle.member.state_lost(self.cluster.now))
+        self._knew = cluster
         for handle in list(self.handles):
             handle.apply(handle.member.connected(self.cluster.now, self.cluster.options.lease_s))
         for pin, (model, version) in list(self.pins.items()):

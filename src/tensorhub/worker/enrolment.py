@@ -68,6 +68,11 @@ class Enrolment:
         """Whether a group call can be made: somebody hears it, and knows who calls."""
         return self.online and self.confirmed
 
+    @property
+    def was_known(self) -> bool:
+        """Whether a coordinator has ever confirmed it."""
+        return self._epoch > 0
+
     def connected(self, lease_s: float) -> None:
         self.online, self.confirmed, self.refusal = True, False, None
         self._lease_s = lease_s

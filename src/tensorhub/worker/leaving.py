@@ -15,7 +15,7 @@ from tensorhub.errors import LeaseLost, RetentionError, StateError, TensorHubErr
 from tensorhub.machine import InvariantBroken
 from tensorhub.messages import Deregister, Done, Withdraw, Withdrawable
 from tensorhub.types import HandleState
-from tensorhub.worker.calls import CloseCall
+from tensorhub.worker.calls import CloseCall, FreeMemory
 from tensorhub.worker.holding import Holding
 from tensorhub.worker.rank import Rank
 from tensorhub.worker.running import DEADLINE_SLACK_S, Running
@@ -97,7 +97,7 @@ class Leaving(Running):
         assert content is not None
         if not content.retained or self._abandon:
             return -inf
-        if not self._closes and self._rank.has_copy(content.version.content_id):
+        if not self._closes and self._rank.copies.keep(content.version.content_id):
             return -inf
         return inf if enrolment.online else enrolment.lease_over
 
@@ -172,6 +172,7 @@ class Unpublishing(Leaving):
     def _holds_nothing(self) -> None:
         """It was given up without this call, unless the doubt about it has just been resolved."""
         number, self._holding.given_up = self._holding.given_up, None
+        self._holding.is_loss_untold = self._holding.is_loss_untold and number is None
         if number is None:
             self.finish()
             return
@@ -182,6 +183,25 @@ class Unpublishing(Leaving):
 
     def fenced(self) -> None:
         self._holding.forget("unpublished")
+        self.finish()
+
+
+class Releasing(Leaving):
+    """A host copy gives up what it holds, and its memory, once nobody reads it. It may be filled again."""
+
+    def __init__(self, rank: Rank, holding: Holding, timeout_s: float) -> None:
+        super().__init__("release", rank, holding, timeout_s)
+
+    def _holds_nothing(self) -> None:
+        self._holding.drop_salvage()
+        self._freed()
+
+    def fenced(self) -> None:
+        self._holding.forget("released")
+        self._freed()
+
+    def _freed(self) -> None:
+        self._rank.act(FreeMemory())
         self.finish()
 
 

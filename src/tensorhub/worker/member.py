@@ -42,21 +42,25 @@ from tensorhub.worker.calls import (
     Action,
     Call,
     CloseCall,
+    CopyCall,
     FillCall,
     PublishCall,
     RefuseCall,
     Registered,
     RegistrationFailed,
+    ReleaseCall,
     UnpublishCall,
 )
+from tensorhub.worker.copies import Copies
+from tensorhub.worker.copying import Copying
 from tensorhub.worker.enrolment import Shard
 from tensorhub.worker.filling import Filling, Manifests
 from tensorhub.worker.holding import Content, Holding
-from tensorhub.worker.leaving import Closing, Leaving, Unpublishing
+from tensorhub.worker.leaving import Closing, Leaving, Releasing, Unpublishing
 from tensorhub.worker.publishing import Publishing
 from tensorhub.worker.rank import Rank
 from tensorhub.worker.running import GroupCall, Refusing, Running
-from tensorhub.worker.states import Phase
+from tensorhub.worker.states import UNVOTED, Phase
 
 LEASE_S = Options().lease_s  # where nothing else was heard
 
@@ -64,7 +68,7 @@ LEASE_S = Options().lease_s  # where nothing else was heard
 class Member:
     """The machine of one handle. `requests` and `generations` mint numbers that are used once.
 
-    `has_copy`: whether this worker has a copy of that content in host memory, which stays when the handle's is written (R4).
+    `copies`: the worker's host copies, shared by its handles; one in host memory is among them from now on.
     """
 
     def __init__(
@@ -74,14 +78,17 @@ class Member:
         requests: Callable[[], int],
         generations: Callable[[], int],
         manifests: dict[str, Manifest],
-        has_copy: Callable[[str], bool] = lambda content_id: False,
+        copies: Copies | None = None,
     ) -> None:
         self.shard = shard
-        self._rank = Rank(shard, requests, generations, has_copy)
+        copies = copies if copies is not None else Copies()
+        self._rank = Rank(shard, requests, generations, copies.of_shard(shard.number))
         self._enrolment = self._rank.enrolment
         self._holding = Holding(self._rank)
         self._manifests = Manifests(manifests, shard)
         self._call: Running | None = None  # the last one that was begun
+        if self._holding.is_host:
+            copies.add(shard.registration, self._holding)
 
     def __repr__(self) -> str:
         phase = self.running.phase.value if self.running is not None else "idle"
@@ -110,8 +117,8 @@ class Member:
 
     @property
     def is_letting_go(self) -> bool:
-        """Whether memory that holds nothing any more is still to be fenced: it is not the caller's to write."""
-        return self._holding.letting_go is not None
+        """Whether memory is still to be fenced, or overwritten, without a call: it is not the caller's to write."""
+        return self._holding.letting_go is not None or self._holding.applying
 
     # ------------------------------------------------------------------------------------------- inputs: the caller
 
@@ -140,6 +147,10 @@ class Member:
                 return Closing(call, rank, holding, timeout_s)
             case RefuseCall():
                 return Refusing(call, rank, holding, timeout_s)
+            case ReleaseCall():
+                return Releasing(rank, holding, timeout_s)
+            case CopyCall():
+                return Copying(call, rank, holding, timeout_s)
             case _:
                 assert_never(call)
 
@@ -150,6 +161,9 @@ class Member:
             return
         if call.alone and self._holding.doubt is None:
             call.start()
+        elif isinstance(call, GroupCall) and self._holding.is_loss_untold:
+            self._holding.is_loss_untold = False
+            call.finish(error=self._holding.loss_error())
         elif self._enrolment.refusal is not None:
             call.finish(error=self._enrolment.refusal.error())
         elif self._enrolment.ready and self._holding.doubt is not None:
@@ -161,6 +175,12 @@ class Member:
                 call.finish(error=error)
             else:
                 call.start()
+
+    def tell_loss(self) -> None:
+        """Raise LeaseLost if the coordinator has lost its state and no call has said so yet."""
+        if self._holding.is_loss_untold:
+            self._holding.is_loss_untold = False
+            raise self._holding.loss_error()
 
     def cancel(self, error: Exception, now: float) -> list[Action]:
         """End the running call with `error`, if it is not this rank's to finish any more."""
@@ -175,6 +195,14 @@ class Member:
             self.running.hook_returned(error)
         return self._rank.take_actions()
 
+    def end_prefetch(self, now: float) -> list[Action]:
+        """Of a host copy: an update has taken what its fill has got so far. What is whole already is left as it is."""
+        self._rank.enter(now)
+        call = self.running
+        if isinstance(call, Filling) and call.error is None and call.phase in UNVOTED:
+            call.cancel(StateError(f"{self.shard.title}: an update has taken what was prefetched so far", retryable=True))
+        return self._rank.take_actions()
+
     # -------------------------------------------------------------------------------------- inputs: the owner's side
 
     def fenced(self, generation: int, now: float) -> list[Action]:
@@ -182,8 +210,10 @@ class Member:
         self._rank.enter(now)
         self._rank.say(Withdrawn(self.shard.registration, generation))
         if generation == self._holding.letting_go:
-            self._holding.letting_go = None
+            self._holding.let_go_ended()
             self._go_on()
+        elif self._holding.fenced_to_apply(generation):
+            return self._rank.take_actions()
         waits = self._waits_for(generation)
         if waits is not None:
             waits.fenced()
@@ -218,20 +248,48 @@ class Member:
             self.running.pull_done()
         return self._rank.take_actions()
 
-    def pull_failed(self, error: TensorHubError, now: float) -> list[Action]:
-        """The pull cannot go on with any source."""
+    def copied(self, chunks: frozenset[int], now: float) -> list[Action]:
+        """What could be copied of the running CopyLocally is there, and verified."""
         self._rank.enter(now)
-        if isinstance(self.running, Filling):
+        content = self._holding.content
+        if self._holding.applying and content is not None:
+            whole = len(chunks) == content.manifest.chunk_count
+            self._holding.applied(whole=whole)
+            if isinstance(self.running, Filling) and self.running.phase is Phase.APPLYING:
+                self.running.applied(whole=whole)
+            else:
+                self._go_on()
+        elif isinstance(self.running, Filling | Copying):
+            self.running.copied(chunks)
+        return self._rank.take_actions()
+
+    def pull_failed(self, error: TensorHubError, now: float) -> list[Action]:
+        """The pull cannot go on with any source, or there is no memory to copy or pull into."""
+        self._rank.enter(now)
+        if isinstance(self.running, Filling | Copying):
             self.running.pull_failed(error)
         return self._rank.take_actions()
 
     def pull_stopped(self, now: float) -> list[Action]:
         self._rank.enter(now)
-        if isinstance(self.running, Filling):
+        if isinstance(self.running, Filling | Copying):
             self.running.pull_stopped()
         return self._rank.take_actions()
 
     # ------------------------------------------------------------------------------------- inputs: the coordinator
+
+    def state_lost(self, now: float) -> list[Action]:
+        """The coordinator of the next session knows nothing of the former one's state (R2). Say it before `connected`.
+
+        What was held or voted for is given up, and that is told once: by the group call that runs, or else by the next.
+        """
+        self._rank.enter(now)
+        call, known, told = self.running, self._enrolment.was_known, False
+        self._enrolment.left = None
+        if isinstance(call, GroupCall):
+            told = call.state_lost(self._holding.loss_error())
+        self._holding.lose(told=told or not known)
+        return self._rank.take_actions()
 
     def connected(self, now: float, lease_s: float = LEASE_S) -> list[Action]:
         """A session is up: say what was left, what is held, and then (`_registered`) ask for what may be missing.
@@ -343,7 +401,9 @@ class Member:
         elif isinstance(call, GroupCall) and call.key == message.key:
             if not message.committed:
                 info = message.error
-                call.aborted(call.error or (info.error() if info is not None else GroupAborted("aborted")))
+                error = call.error or (info.error() if info is not None else GroupAborted("aborted"))
+                end = call.unheard_of if message.unknown and call.error is None else call.aborted
+                end(error)
             elif message.version is not None:
                 call.committed(message.version)
                 self._heard_retained(message)
@@ -371,10 +431,12 @@ class Member:
         call, holding = self.running, self._holding
         holding.check_invariants()
         phase = None if call is None else call.phase
-        if phase is Phase.PULLING and self.state is not HandleState.FILLING:
+        is_filled = self.state is HandleState.FILLING
+        if phase in (Phase.COPYING, Phase.PULLING) and not is_filled and not (isinstance(call, Filling) and call.stages):
             raise InvariantBroken(f"{self}: pulls in state {self.state}. Story:\n{holding.story}")
         voted = phase is Phase.VOTED or (phase is Phase.ABANDONING and isinstance(call, Publishing))
-        if voted != (holding.voted is not None):
+        has_staged = holding.staged is not None and not holding.applying and holding.doubt is None
+        if voted != (holding.voted is not None or has_staged):
             raise InvariantBroken(f"{self}: voted for {holding.voted}. Story:\n{holding.story}")
         if holding.fencing != (phase is Phase.FENCING):
             raise InvariantBroken(f"{self}: fences {holding.content}. Story:\n{holding.story}")
