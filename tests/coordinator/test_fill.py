@@ -579,3 +579,21 @@ def test_replicate_over_published_memory_is_refused_here() -> None:
     _, trainer, _ = trainer_and_reader()
     with pytest.raises(StateError, match=r"holds version 1: update\(\) replaces it"):
         trainer.replicate()
+
+
+def test_a_source_that_failed_while_nobody_could_be_told_is_not_read_again_under_its_lease() -> None:
+    """The coordinator restates a lease that it thinks is read: it hears that it is not, and grants another."""
+    cluster = PureCluster()
+    trainer, reader = cluster.handle("trainer"), cluster.handle("reader")
+    cluster.run()
+    trainer.publish(1)
+    cluster.run()
+    asked = reader.replicate()
+    while reader.pull is None or not reader.pull.lanes:
+        cluster.do(cluster.choices()[0])
+    (lease,) = reader.pull.lanes
+    reader.worker.disconnect()
+    reader.source_ended(lease, "lost")
+    reader.worker.connect()
+    cluster.advance(1)
+    assert asked.number == 1

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from tensorhub.types import Purpose
+from tensorhub.types import HandleState, Purpose
 from tensorhub.worker.calls import LocalCopy
 from tensorhub.worker.holding import Holding
 
@@ -61,6 +61,6 @@ class OfShard:
     def keep(self, content_id: str) -> bool:
         """Whether one holds all of it, and stays when the handle's memory is written (R4): a retention copy does."""
         return any(
-            holding.version is not None and holding.shard.purpose is Purpose.RETENTION
+            holding.state is HandleState.READY and holding.shard.purpose is Purpose.RETENTION
             for _, holding, _ in self.copies.readable(content_id, self.number)
         )
