@@ -403,6 +403,23 @@ def test_a_lost_source_is_replaced_and_nothing_verified_is_read_again() -> None:
     assert len(reader.pull.missing) == 0
 
 
+def test_a_source_that_is_given_up_while_nobody_could_hear_it_is_not_read_under_the_same_lease_again() -> None:
+    cluster, _, reader = trainer_and_reader()
+    asked = reader.replicate()
+    while reader.pull is None or len(reader.pull.missing) != 1:
+        cluster.do(cluster.choices()[0])
+    assert reader.pull is not None
+    (lease,) = reader.pull.grants
+    reader.worker.disconnect()
+    reader.source_ended(lease, "lost")
+    cluster.run()
+    reader.worker.connect()
+    cluster.run()
+    cluster.advance(1)
+    assert asked.number == 1
+    assert len(cluster.guarantees.truth) == 1
+
+
 def test_the_only_source_is_tried_again_after_a_while_that_grows() -> None:
     cluster, _, reader = trainer_and_reader()
     asked = reader.replicate()

@@ -6,7 +6,7 @@ import pytest
 
 from tensorhub.errors import DrainTimeout, StateError, VersionUnavailable
 from tensorhub.testing import Handle, PureCluster
-from tensorhub.types import HandleState
+from tensorhub.types import HandleState, Options
 
 
 def reading() -> tuple[PureCluster, Handle, Handle]:
@@ -266,3 +266,26 @@ def test_a_group_that_one_rank_leaves_serves_no_more_although_another_could_not(
     assert isinstance(calls[0].error, DrainTimeout)
     assert calls[1].error is None
     assert not cluster.coordinator.cluster.models["actor"].versions[1].has_live_source()
+
+
+def test_a_source_that_is_lost_while_its_readers_have_their_grace_leaves_no_wish_behind() -> None:
+    cluster = PureCluster(Options(lease_s=2.0, drain_grace_s=60.0))
+    trainer, reader = cluster.handle("trainer"), cluster.handle("reader")
+    cluster.run()
+    trainer.publish(1)
+    cluster.run()
+    asked = reader.replicate(timeout_s=20)
+    while reader.pull is None:
+        cluster.do(cluster.choices()[0])
+    trainer.unpublish()
+    model = cluster.coordinator.cluster.models["actor"]
+    for second in range(4):
+        while choices := [choice for choice in cluster.choices() if choice.kind != "read"]:
+            cluster.do(choices[0])
+        cluster.advance(1, run=False)
+        if second == 0:
+            assert model.withdrawals
+            trainer.worker.crash()
+    assert not model.withdrawals
+    cluster.heal()
+    assert asked.error is not None

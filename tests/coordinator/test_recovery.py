@@ -341,3 +341,32 @@ def test_a_call_after_a_doubt_that_ended_badly_waits_for_the_fence() -> None:
     cluster.run()
     assert (asked.number, asked.changed) == (1, True)
     cluster.check_agreement()
+
+
+def test_a_rank_that_announces_what_is_still_being_decided_makes_no_whole_replica() -> None:
+    """G4: it has voted, was taken for dead and comes back; its group's decision is on its way to the store."""
+    cluster = PureCluster()
+    trainers, readers = cluster.group("trainer", 2), cluster.group("reader", 2)
+    cluster.run()
+    for rank in trainers:
+        rank.publish(1)
+    cluster.run()
+    asked = [rank.replicate(timeout_s=60) for rank in readers]
+    until_it_is_being_stored(cluster)
+    readers[1].worker.disconnect()
+    for _ in range(12):
+        cluster.advance(1, run=False)
+        while choices := [choice for choice in cluster.choices() if choice.kind != "store"]:
+            cluster.do(choices[0])
+    readers[1].cancel()
+    for _ in range(2):  # the first time it is dismissed
+        if readers[1].worker.link is None:
+            readers[1].worker.connect()
+        while choices := [choice for choice in cluster.choices() if choice.kind != "store"]:
+            cluster.do(choices[0])
+    assert readers[1].worker.lives == 2
+    reconnect(cluster)
+    cluster.run()
+    cluster.advance(3)
+    assert [each.number for each in asked if each.error is None] != []
+    assert {rank.member.version for rank in readers} == {1}

@@ -46,7 +46,7 @@ def run_but(cluster: PureCluster, *left: Choice | str) -> None:
 
 
 def is_reading(handle: Handle) -> bool:
-    return handle.pull is not None and any(lane.access or lane.frames for lane in handle.pull.lanes.values())
+    return handle.pull is not None and any(lane.access for lane in handle.pull.lanes.values())
 
 
 def is_half_read(handle: Handle) -> bool:

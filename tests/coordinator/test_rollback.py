@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 import pytest
 
+from tensorhub.coordinator.actions import IDENTS_CHARS_MAX
 from tensorhub.coordinator.entities import Model
 from tensorhub.errors import CoordinatorUnavailable, StateError, VersionConflict, VersionUnavailable
 from tensorhub.messages import Announce, Watch
@@ -280,6 +281,27 @@ def test_a_retry_is_not_a_second_rollback() -> None:
     assert model_of(cluster).lineage == 2
 
 
+def test_a_retry_that_comes_after_somebody_elses_rollback_is_none_either() -> None:
+    cluster, trainer, _ = trained()
+    for ident in ("mine", "theirs"):
+        trainer.worker.rollback(1, ident=ident)
+        cluster.run()
+    trainer.publish(2)
+    cluster.run()
+    for _ in range(2):
+        request = trainer.worker.rollback(1, ident="mine")
+        cluster.run()
+        assert trainer.worker.answers[request] is None
+        assert (model_of(cluster).lineage, trainer.member.version) == (2, 2)
+        cluster.restart()
+        trainer.worker.connect()
+        cluster.run()
+    for number in range(500):
+        trainer.worker.rollback(1, ident=f"other{number}")
+        cluster.run()
+    assert len(model_of(cluster).rolled_back_by) == IDENTS_CHARS_MAX
+
+
 def test_a_store_that_fails_leaves_everything_as_it_was() -> None:
     cluster, trainer, _ = trained()
     request = trainer.worker.rollback(1)
@@ -469,3 +491,25 @@ def test_unpublish_of_what_was_rolled_back_says_so() -> None:
     rollback(cluster, trainer, 1)
     with pytest.raises(StateError, match="is empty: there is nothing to unpublish"):
         trainer.unpublish()
+
+
+def test_latest_is_not_older_than_a_forgotten_version_that_a_rollback_made_the_newest() -> None:
+    """G3: version 2 was published, and the new lineage inherits it; nobody holds it any more, so `latest` fails loudly."""
+    cluster, trainer, (keeper,) = trained("keeper", to=5)
+    assert sorted(model_of(cluster).versions) == [1, 4, 5]
+    rollback(cluster, trainer, 2)
+    late = cluster.handle("late")
+    asked = late.replicate("latest", timeout_s=3)
+    other = cluster.handle("other").replicate("latest-1", timeout_s=3)
+    cluster.advance(4)
+    with pytest.raises(
+        VersionUnavailable, match="nobody holds the version of 'actor' that a rollback has made the newest again"
+    ):
+        _ = asked.number
+    assert other.number == 1
+    trainer.publish(3)
+    cluster.run()
+    again = late.replicate("latest")
+    cluster.run()
+    assert again.number == 3
+    assert keeper.member.version == 1

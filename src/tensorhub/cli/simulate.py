@@ -21,7 +21,7 @@ from rich.text import Text
 
 from tensorhub.cli.common import FAILED, CommandError, JsonOption, QuietOption, report, run, usage
 from tensorhub.cli.simulate_crew import Order, Result, run_all
-from tensorhub.cli.simulate_ledger import COMPLETE_FROM, Ledger
+from tensorhub.cli.simulate_ledger import COMPLETE_FROM, LEAST, Ledger
 
 SEARCH = "tensorhub.testing.search"
 SEEDS_END = 2**63  # seeds are below this
@@ -45,7 +45,7 @@ class Plan:
     def reproduce(self, seed: int) -> str:
         """The one line that runs this seed again."""
         faults = "" if self.faults is None else f" --faults {','.join(self.faults)}"
-        return f"tensorhub simulate --seed {seed} --events {self.events}{faults}"
+        return f"tensorhub simulate --seed {seed}{faults} --events {self.events}"
 
 
 @dataclass
@@ -194,8 +194,10 @@ def _print(plan: Plan, found: Found, never: list[str], quiet: bool) -> None:
     for name, why in found.ledger.transitions.unbuilt.items():
         console.print(Text(f"not asked for: {name}: needs a feature that is not built yet: {why}"), soft_wrap=True)
     for result in found.failures:
-        console.print(Text(f"\nseed {result.order.seed} failed: {result.failure}"), soft_wrap=True)
-        console.print(Text(f"run it again: {plan.reproduce(result.order.seed)}", "bold"), soft_wrap=True)
+        again = plan.reproduce(result.order.seed)
+        console.print(Text(f"\nseed {result.order.seed} failed:\n{result.failure}"), soft_wrap=True)
+        if again not in (result.failure or ""):  # what a broken guarantee says ends with it
+            console.print(Text(f"reproduce: {again}"), soft_wrap=True)
     for name in never:
         console.print(Text(f"never reached: {name}", "bold red"))
     each = f"{_speed(found) / min(plan.jobs, len(plan.seeds)):,.0f} per process"
@@ -205,6 +207,5 @@ def _print(plan: Plan, found: Found, never: list[str], quiet: bool) -> None:
         f"{found.repeated} seeds run twice, to the same end" if not found.failures else f"{found.repeated} seeds run twice",
     ]
     console.print(Text("; ".join(words)), soft_wrap=True)
-    if found.ledger.least:
-        least = ", ".join(f"{number:,} {name}" for name, number in found.ledger.least.items())
-        console.print(Text(f"each seed had at least {least}"), soft_wrap=True)
+    least = ", ".join(f"{number:,} {name}" for name, number in LEAST.items())
+    console.print(Text(f"{found.ledger.full:,} seeds had at least {least}"), soft_wrap=True)

@@ -420,3 +420,4 @@ class Coordinator(Stateful[CoordinatorState]):
                 self._custody.settle(model)
                 self._lineages.settle(model)
                 cluster.changed_operations.update(model.waiting)
+                cluster.forget_if_unused(model)

@@ -40,6 +40,7 @@ from tensorhub.messages import (
 )
 from tensorhub.types import Endpoint, Location, Medium, OpKey, OpKind, Options, Purpose, VersionInfo
 
+FORGOTTEN_KEPT_MAX = 4096  # numbers of a model, should a rollback make one the newest again
 DECIDED_KEPT_MAX = 32  # outcomes that a group remembers for ranks that ask late
 LOST_KEPT_MAX = 4096
 
@@ -422,12 +423,28 @@ class Model:
     rollbacks: deque[Order] = field(default_factory=deque)  # not decided; the first may be on its way to the store
     unanswered: list[Order] = field(default_factory=list)  # Retain and Pin, durable; not every holder knows yet
     pins: dict[str, Pinned] = field(default_factory=dict)  # by id; of workers that are not lost, and visible versions
-    rolled_back_by: str = ""  # the ident of the newest decided one
+    forgotten: deque[int] = field(default_factory=lambda: deque(maxlen=FORGOTTEN_KEPT_MAX))  # numbers retired as old
+    lost: tuple[int, ...] = ()  # those of them that a rollback has made the newest, two at most
+    rolled_back_by: str = ""  # the idents of the newest decided ones; see `actions.rolled_back_by`
+
+    @property
+    def is_used(self) -> bool:
+        """Whether anything is known of it, or anybody wants to know."""
+        holds = self.versions or self.groups or self.pins or self.rollbacks or self.watchers or self.retain
+        return bool(holds) or self.mark is not None
 
     def newest_visible(self, skip: int = 0) -> Version | None:
-        """The newest visible version, or the one `skip` places before it."""
-        visible = sorted((v.number for v in self.versions.values() if v.visible), reverse=True)
-        return self.versions[visible[skip]] if len(visible) > skip else None
+        """The newest visible version, or the one `skip` places before it. None, too, where that one is lost for good: after
+        a rollback it may be one that was forgotten, and none older may stand for it (G3).
+        """
+        visible = [v.number for v in self.versions.values() if v.visible]
+        numbers = sorted([*visible, *self.lost], reverse=True)
+        return self.versions.get(numbers[skip]) if len(numbers) > skip else None
+
+    @property
+    def is_newest_lost(self) -> bool:
+        """Whether nobody holds or remembers the newest version of this lineage."""
+        return bool(self.lost) and self.newest_visible() is None
 
     def retained(self) -> set[int]:
         """The numbers that must stay fetchable: the newest `retain` visible ones, lost ones included, and pinned ones."""
@@ -532,7 +549,6 @@ class Cluster:
 
     def changed(self, operation: Operation) -> None:
         """Have the operation's consequences worked out at the end of this step, if it is not decided."""
-        self.noted[operation] = None
         if not operation.decided:
             self.changed_operations[operation.key] = operation
 
@@ -545,6 +561,12 @@ class Cluster:
             model = self.models[name] = Model(name)
             self.note(model)
         return model
+
+    def forget_if_unused(self, model: Model) -> None:
+        """A name that was only watched, waited for or fetched in vain is not known for good."""
+        ordered = any(order.model is model for order in self.orders.values())
+        if not model.is_used and not ordered:
+            del self.models[model.name]
 
     def operations(self) -> Iterator[Operation]:
         for model in self.models.values():

@@ -191,8 +191,8 @@ def _version(cluster: Cluster, version: Version) -> None:
         _staged(cluster, model, version)
     else:
         _available(version)
-    _retained(version, model.retained())
     _demand([*version.holdings] == [*range(version.info.world_size)], "a version has each of its shards", version)
+    _retained(version, model.retained())
     for shard, holdings in version.holdings.items():
         for holding in holdings:
             _candidate(cluster, version, shard, holding)

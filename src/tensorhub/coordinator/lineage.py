@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from tensorhub.coordinator import actions
-from tensorhub.coordinator.entities import Cluster, Model, Order
+from tensorhub.coordinator.entities import FORGOTTEN_KEPT_MAX, Cluster, Model, Order
 from tensorhub.coordinator.operations import Operations
 from tensorhub.coordinator.readers import Readers
 from tensorhub.coordinator.versions import Versions
@@ -50,7 +50,7 @@ class Lineages:
         while model.rollbacks and model.rollbacks[0].record is None and not self._is_recording(model):
             order = model.rollbacks[0]
             message = _call(order)
-            error, done = self._refusal(model, message), message.ident == model.rolled_back_by
+            error, done = self._refusal(model, message), message.ident in model.rolled_back_by.split("\n")[:-1]
             if done or error is not None:
                 self._decide(order, None if done else error)
                 continue
@@ -74,8 +74,15 @@ class Lineages:
     def recorded(self, order: Order) -> None:
         """The new lineage is durable: it begins."""
         model, message = order.model, _call(order)
-        model.lineage, model.mark, model.rolled_back_by = model.lineage + 1, message.to, message.ident
+        model.lineage, model.mark = model.lineage + 1, message.to
+        model.rolled_back_by = actions.rolled_back_by(message.ident, model.rolled_back_by)
         self._operations.rolled_back(model, message.to)
+        forgotten = [number for number in model.forgotten if number <= message.to]
+        if len(model.forgotten) == FORGOTTEN_KEPT_MAX and not forgotten:
+            forgotten = [message.to]  # so long ago that nobody knows: it may have been published
+        model.forgotten.clear()
+        model.forgotten.extend(forgotten)
+        model.lost = tuple(sorted(forgotten)[-2:])
         reason = f"{model.name!r} was rolled back to {message.to}"
         for version in [v for v in model.versions.values() if v.number > message.to]:
             for holding in [h for holdings in version.holdings.values() for h in holdings]:

@@ -99,7 +99,9 @@ class Membership:
         cluster = self._cluster
         cluster.sessions.pop(session.number, None)
         for model in cluster.models.values():
-            model.watchers.discard(session.number)
+            if session.number in model.watchers:
+                model.watchers.remove(session.number)
+                cluster.touch(model)
         worker = session.worker
         if worker is None or worker.session != session.number:
             return
@@ -309,6 +311,7 @@ class Membership:
         """The rank is gone: its operation, its memory's readers, and its place in the group."""
         cluster, group = self._cluster, member.group
         self._operations.member_gone(member, why)
+        self._withdrawals.member_gone(member)
         for holding in [member.holding, *member.leaving]:
             if holding is not None:
                 self._readers.lose(holding)

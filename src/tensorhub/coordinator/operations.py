@@ -23,7 +23,7 @@ from tensorhub.errors import GroupAborted, StateError, VersionConflict, VersionU
 from tensorhub.messages import Abandon, EpochChanged, Fill, Publish, ReadFailed, Resolve
 from tensorhub.types import OpKey, OpKind
 
-LATER_PER_RANK_MAX = 4  # messages about later operations that wait for one's decision
+LATER_PER_RANK_MAX = 4  # a rank's newest messages about later operations, which wait for one's decision
 
 
 class Operations:
@@ -100,8 +100,10 @@ class Operations:
             return False
         if key.epoch != member.group.epoch or key <= operation.key:
             return False
-        if len(operation.later) < LATER_PER_RANK_MAX * member.group.world_size:
-            operation.later.append((member, message))
+        mine = [each for each in operation.later if each[0].rank == member.rank]
+        if len(mine) >= LATER_PER_RANK_MAX:
+            operation.later.remove(mine[0])  # of a call that this rank has given up since
+        operation.later.append((member, message))
         return True
 
     def ready_to_write(self, member: Member, key: OpKey) -> None:

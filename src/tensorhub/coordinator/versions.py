@@ -139,6 +139,8 @@ class Versions:
     def waiting_text(model: Model, selector: Selector, at_least: int | None) -> str:
         """Why nothing is bound yet, for the error at the deadline."""
         newest = model.newest_visible()
+        if newest is None and model.is_newest_lost:
+            return f"nobody holds the version of {model.name!r} that a rollback has made the newest again"
         if newest is None:
             return f"nothing was published under the model {model.name!r} (is the name right?)"
         if at_least is not None and newest.number < at_least:
@@ -162,6 +164,7 @@ class Versions:
                 self._become(version, VersionState.UNAVAILABLE, "no live holder")
             if version.state is VersionState.UNAVAILABLE and self._forgettable(model, version):
                 self.retire(version, model, "old, not retained, held by nobody")
+                model.forgotten.append(version.number)
         newest = model.newest_visible()
         info = newest.info if newest is not None else None
         if info != model.announced:  # after a rollback it is an older one, or none

@@ -78,6 +78,12 @@ class Withdrawals:
         error = self._retentions.refusal(alone)
         self._cluster.answer(member.worker.session, withdrawal.request, error)
 
+    def member_gone(self, member: Member) -> None:
+        """Nobody waits for its answer any more."""
+        withdrawal = member.group.model.withdrawals.get(member.registration)
+        if withdrawal is not None:
+            self._forget(withdrawal)
+
     def settle(self, model: Model) -> None:
         """Those that waited for another holder may go on; so may those whose holding has ended."""
         for withdrawal in list(model.withdrawals.values()):

@@ -6,6 +6,7 @@ phases of a report, and for a call's future. Decides nothing. Lives in the worke
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass, field
@@ -73,7 +74,7 @@ from tensorhub.worker.member import Member
 
 PROGRESS_S = 0.25  # how often a running fill tells the coordinator how far it is
 TENSORS_NAMED_MAX = 5  # in an error
-FENCE_TRY_S = 5.0  # of a fence without a deadline, before it is logged and tried again
+FENCE_TRY_S = 2.0  # of a fence, before it is looked whether it is still wanted; readers have half of it to take their bytes
 
 log = get_logger("tensorhub.worker")
 
@@ -438,15 +439,14 @@ class Handle:
         return self._mapped[1:]
 
     async def _fence(self, action: Fence) -> None:
-        """Fence the memory, or give up at the action's deadline; without one, try until it stands."""
+        """Fence the memory, or give up at the deadline; without one, try until it stands."""
         while True:
-            left_s = FENCE_TRY_S if action.until is None else max(0.0, action.until - clock.now())
             try:
-                await self._owner.fence_async(self._registration, left_s)
+                await self._owner.fence_async(self._registration, min(FENCE_TRY_S, self._fence_left_s(action)))
                 break
             except DrainTimeout as error:
                 log.warning("fence_failed", registration=self._registration, reason=str(error))
-                if action.until is not None:
+                if not self._fence_left_s(action):
                     self.apply(self.member.fence_failed(action.generation, clock.now()))
                     return
             await anyio.lowlevel.checkpoint()
@@ -455,6 +455,13 @@ class Handle:
             if self._violation is not None:
                 log.warning("published_memory_written", registration=self._registration, reason=str(self._violation))
         self.apply(self.member.fenced(action.generation, clock.now()))
+
+    def _fence_left_s(self, action: Fence) -> float:
+        """Until it is given up, by the action or because its call was cancelled since."""
+        if action.until is None:
+            return math.inf
+        until = self.member.fence_until
+        return max(0.0, (action.until if until is None else min(action.until, until)) - clock.now())
 
     def _unmap(self) -> None:
         """Let go of what was mapped before: host memory is back in the system before more of it is taken."""

@@ -7,10 +7,13 @@ clock, and for proving that a transport keeps its promises. The same seed gives 
 Not responsible for anything that happens outside tests: no other package imports this one.
 """
 
+from tensorhub.testing.faults import Fault
 from tensorhub.testing.guarantees import GuaranteeBroken
 from tensorhub.testing.handle import Asked, BrokenHook, Handle
 from tensorhub.testing.memory import CHUNK_BYTES, CHUNKS, DEVICE, MANIFEST
 from tensorhub.testing.scripted import Choice, PureCluster
+from tensorhub.testing.search import SeedReport, run_seed
+from tensorhub.testing.simulated import SimulatedCluster
 from tensorhub.testing.worker import SimWorker
 
 __all__ = [
@@ -21,8 +24,12 @@ __all__ = [
     "Asked",
     "BrokenHook",
     "Choice",
+    "Fault",
     "GuaranteeBroken",
     "Handle",
     "PureCluster",
+    "SeedReport",
     "SimWorker",
+    "SimulatedCluster",
+    "run_seed",
 ]

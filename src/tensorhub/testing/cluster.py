@@ -234,6 +234,10 @@ class Cluster:
     def chunks_offered(self, handle: Handle) -> None:
         """Readers that wait there may go on."""
 
+    def lane_closed(self, lane: Lane) -> None:
+        """Its reader's end is over; its owner's will be."""
+        raise NotImplementedError
+
     def lane_cut(self, lane: Lane) -> None:
         """Its reader wants it to end."""
         raise NotImplementedError

@@ -51,7 +51,10 @@ class Guarantees:
         self.policy: dict[str, int] = {}  # by model: what the last `retain` that returned has asked for
         self.wishes: dict[int, tuple[str, int]] = {}  # by request: a `retain` that has not returned
         self.pins: dict[str, tuple[str, int]] = {}  # by id: pins that have returned
+        self._publications: dict[str, OpKey] = {}  # by content id: which publish has minted it
+        self._spoilt: set[tuple[str, str]] = set()  # registrations, and the content that their own user has overwritten
         self._numbers: set[tuple[str, int, int]] = set()  # (model, lineage, number) that are durable
+        self._leaving: dict[tuple[str, str], Handle] = {}  # by group and content: the first rank that was let go
         self._lost: dict[tuple[str, str], float] = {}  # when which registration has lost which content without leave
 
     def state_lost(self, store: Iterable[Entry]) -> None:
@@ -81,6 +84,7 @@ class Guarantees:
             whole = len(cells) == entry.world_size
             demand(whole, f"G4: {entry.key} is published, but only ranks {sorted(cells)} have called")
             self.truth[entry.content_id] = cells
+            self._publications[entry.content_id] = entry.key
             self.published.setdefault(entry.model, {})[entry.number] = entry.content_id
 
     def stored(self, entry: Entry, before: Iterable[Entry]) -> None:
@@ -114,6 +118,9 @@ class Guarantees:
         """A call has returned, or raised."""
         error, key = asked.error, asked.key
         if error is not None:
+            content = handle.member.content
+            if content is not None and content.version.content_id == handle.last_held:
+                self._leaving.pop((handle.shard.group, handle.last_held), None)  # it stays
             demand(
                 isinstance(error, (TensorHubError, *self._cluster.user_errors)),
                 f"G10: every refusal is a typed error: {error!r}",
@@ -163,6 +170,8 @@ class Guarantees:
 
     def served(self, handle: Handle, chunks: Iterable[int], version: VersionInfo) -> None:
         """A lane begins to read these chunks there, as that version's (G6: only what is verified)."""
+        if (handle.id, version.content_id) in self._spoilt:
+            return
         truth = self.truth[version.content_id][handle.shard.number]
         for chunk in chunks:
             cell = handle.cells[chunk]
@@ -176,6 +185,18 @@ class Guarantees:
         state = handle.member.state
         demand(state is HandleState.FILLING, f"G2: {handle} is written while it is {state}")
 
+    def spoil(self, handle: Handle, content_id: str, chunk: int, cell: str) -> None:
+        """A user writes published memory. Nobody may get those bytes, unless nobody could know better: a publisher's chunk
+        of which no digest has been made yet is what it is then.
+        """
+        held = handle.worker.owner._holdings.get(handle.id)
+        if held is not None and held.digests[chunk] is None:
+            cells = list(self.truth[content_id][handle.shard.number])
+            cells[chunk] = cell
+            self.truth[content_id][handle.shard.number] = tuple(cells)
+        else:
+            self._spoilt.add((handle.id, content_id))
+
     # -- retention
 
     def retained(self, model: str) -> frozenset[str]:
@@ -186,11 +207,39 @@ class Guarantees:
         pinned = [number for name, number in self.pins.values() if name == model and number in numbers]
         return frozenset(numbers[number] for number in [*newest, *pinned])
 
+    def wish(self, request: int, model: str, latest: int) -> None:
+        """A `retain` is said: from now on it may count."""
+        self.wishes[request] = (model, latest)
+        self._loosen(model)
+
+    def unpin(self, pin: str) -> None:
+        """From now on it may count no more."""
+        model, _ = self.pins.pop(pin, ("", 0))
+        if model:
+            self._loosen(model)
+
+    def _loosen(self, model: str) -> None:
+        """What need not stay now may have been let go by a call that is running, whatever is wished for later."""
+        retained = self.retained(model)
+        for handle in self._cluster.live_handles():
+            if handle.asked is not None and handle.shard.model == model:
+                handle.asked.retained &= retained
+
+    def filling(self, handle: Handle, version: VersionInfo) -> None:
+        """Its group begins a new replica of that version."""
+        self._leaving.pop((handle.shard.group, version.content_id), None)
+
+    def let_go(self, handle: Handle) -> None:
+        """The coordinator lets this rank go: its replica stops to serve with the first that leaves."""
+        content = handle.member.content
+        if content is not None:
+            self._leaving.setdefault((handle.shard.group, content.version.content_id), handle)
+
     def fenced(self, handle: Handle, generation: int) -> None:
         """Nobody reads that memory any more: a version that must stay must be held by others (G5)."""
         content, asked, model = handle.member.content, handle.asked, handle.shard.model
         held = content is not None and content.generation == generation and handle.member.state in HOLDING
-        unasked = asked is None or (isinstance(asked.what, CloseCall) and asked.what.abandon) or not asked.online
+        unasked = asked is None or (isinstance(asked.what, CloseCall) and asked.what.abandon) or not asked.granted
         if content is None or asked is None or not held or unasked:
             self.lost(handle)  # not by its owner's own wish, or without asking anybody
             return
@@ -198,9 +247,11 @@ class Guarantees:
         if content_id not in asked.retained & self.retained(model) or self._cluster.is_recording_rollback(model):
             return
         ours = handle.shard.group
+        if self._leaving.get((handle.shard.group, content_id), handle) is not handle:
+            return  # its replica did not serve any more
         for shard in self.truth[content_id]:
             holders = [h for h in self._cluster.all_handles() if h.shard.number == shard and h.shard.serves]
-            before = [h for h in holders if h is handle or self._holds(h, content_id)]
+            before = [h for h in holders if h is handle or (self._holds(h, content_id) and self._is_sure(h, asked.began))]
             if not any(self._is_reliable(h) for h in before):
                 return  # it was lost before
         for shard in self.truth[content_id]:
@@ -221,18 +272,25 @@ class Guarantees:
         open_ = [h for h in handle.worker.handles if h.shard.serves and h.member.state is not HandleState.CLOSED]
         return not any(h.shard.spot for h in [*ranks.values(), *(open_ if is_copy else ())])
 
+    def _is_sure(self, handle: Handle, since: float) -> bool:
+        """Whether its worker has had its lease all the time."""
+        worker = handle.worker
+        return worker.unsure_at < since and worker.incarnation in self._cluster.coordinator.cluster.workers
+
     def _holds(self, handle: Handle, content_id: str) -> bool:
-        """All of it is there, to be read; its owner may not have heard yet that its fill is committed."""
-        content = handle.member.content
-        held = handle.worker.owner._holdings.get(handle.id)
-        is_held = content is not None and content.version.content_id == content_id
-        whole = tuple(handle.cells) == self.truth[content_id][handle.shard.number]
-        return is_held and whole and handle.worker.alive and held is not None and held.is_open
+        """Whether all of it can be read there: held, or filled and voted for, or published without having heard so."""
+        content, asked = handle.member.content, handle.asked
+        if asked is not None and not asked.done and asked.key == self._publications[content_id] and handle.worker.alive:
+            return (handle.shard.group, content_id) not in self._leaving
+        is_it = content is not None and content.version.content_id == content_id and handle.worker.alive
+        is_it = is_it and (handle.shard.group, content_id) not in self._leaving
+        return is_it and content is not None and handle.worker.owner.is_complete(handle.id, content.generation)
 
     def lost(self, handle: Handle) -> None:
         """What it held is lost, without anybody's leave."""
-        if handle.last_held:
-            self._lost[handle.id, handle.last_held] = self._cluster.now
+        content = handle.member.content
+        for content_id in (handle.last_held, content.version.content_id if content is not None else ""):
+            self._lost[handle.id, content_id] = self._cluster.now
 
     def _lost_since(self, handle: Handle, content_id: str, when: float) -> bool:
         """Whether that was lost there so late that its lease may have counted."""
@@ -258,6 +316,8 @@ class Guarantees:
             self._check_cells(handle, content.version)
 
     def _check_cells(self, handle: Handle, version: VersionInfo) -> None:
+        if (handle.id, version.content_id) in self._spoilt:
+            return
         truth = self.truth[version.content_id][handle.shard.number]
         demand(tuple(handle.cells) == truth, f"G1: {handle} holds {handle.cells}, published was {truth}")
 

@@ -67,6 +67,7 @@ class Asked:
     retained: frozenset[str] = frozenset()  # content ids that had to stay when this call began
     began: float = 0.0
     online: bool = True  # its worker has been connected all the time
+    granted: bool = False  # the coordinator has let go what was held
     key: OpKey | None = None
     done: bool = False
     version: VersionInfo | None = None
@@ -124,6 +125,12 @@ class Handle:
     def idle(self) -> bool:
         """Whether no call runs on it, and nothing is left to be done."""
         return self.member.running is None and not self.todo
+
+    @property
+    def is_answered(self) -> bool:
+        """Whether the coordinator has taken it, or refused it."""
+        closed = self.member.state is HandleState.CLOSED
+        return self.registered or self.registration_error is not None or closed or not self.shard.serves
 
     # -- what a user does
 
@@ -187,6 +194,18 @@ class Handle:
         self.cluster.note(f"{self.name} cancels")
         self.apply(self.member.cancel(StateError(why), self.cluster.now))
 
+    def overwrite(self) -> bool:
+        """Write published memory, which nobody may; False: there is none."""
+        content = self.member.content
+        if content is None or self.member.state is not HandleState.READY or self.access is not None:
+            return False
+        self.cluster.note(f"{self.name} is written while it is published")
+        chunk = next(self.cluster.numbers) % len(self.cells)
+        cell = f"{self.name}!{next(self.cluster.numbers)}.{chunk}"
+        self.cluster.guarantees.spoil(self, content.version.content_id, chunk, cell)
+        self.cells[chunk] = cell
+        return True
+
     # -- accesses of its own
 
     def hold_access(self) -> None:
@@ -215,7 +234,14 @@ class Handle:
             return None
         if self.access is None or self.is_read:
             return None  # readers are cut off
-        return float("inf") if fence.until is None else fence.until
+        return self.fence_given_up_at(fence)
+
+    def fence_given_up_at(self, fence: Fence) -> float:
+        """By its own deadline, or because its call was cancelled since."""
+        if fence.until is None:
+            return float("inf")
+        until = self.member.fence_until
+        return fence.until if until is None else min(fence.until, until)
 
     @property
     def is_read(self) -> bool:
@@ -271,7 +297,7 @@ class Handle:
                 self.cluster.hook_called(self)
             case StartPull():
                 self.cells = ["half-filled"] * action.manifest.chunk_count
-                self.pull = None
+                self.cluster.guarantees.filling(self, action.version)
                 self.pull = Reading(self, action, self.cluster.new_lane)
             case AddPullSource():
                 if self.pull is not None:
@@ -311,7 +337,7 @@ class Handle:
         if now >= self.fencing_since + self.cluster.fence_grace_s:
             for lane in [lane for lane in self.serving if lane.access is not None]:
                 self.cluster.lane_shut(lane)
-        if action.until is not None and action.until <= now and not owner.is_quiet(self.id):
+        if self.fence_given_up_at(action) <= now and not owner.is_quiet(self.id):
             self.todo.popleft()
             self.fencing_since = None
             self.apply(self.member.fence_failed(action.generation, now))

@@ -10,6 +10,8 @@ from dataclasses import dataclass, field
 
 from tensorhub.messages import FromCoordinator, FromWorker
 
+COORDINATOR = "coordinator"
+
 
 @dataclass(eq=False)
 class Link:
@@ -19,3 +21,47 @@ class Link:
     up: deque[FromWorker] = field(default_factory=deque)
     down: deque[FromCoordinator | None] = field(default_factory=deque)  # None: closed by the coordinator
     welcomed: bool = False
+
+
+@dataclass(eq=False)
+class TimedLink(Link):
+    """One with a clock: nothing arrives before what was sent earlier."""
+
+    up_due: float = 0.0  # when the newest of `up` arrives
+    down_due: float = 0.0
+    held_until: float = 0.0  # nothing arrives before
+    is_lossy: bool = False  # whatever is sent is lost, and nobody is told
+    unanswered: int = 0  # heartbeats since anything was heard
+
+
+class Ways:
+    """Which pairs of parties are cut off from each other, or slow, and until when."""
+
+    def __init__(self) -> None:
+        self._blocked: dict[tuple[str, str], float] = {}
+        self._slow: dict[tuple[str, str], float] = {}
+
+    @staticmethod
+    def _pair(a: str, b: str) -> tuple[str, str]:
+        return (a, b) if a < b else (b, a)
+
+    def block(self, a: str, b: str, until: float) -> None:
+        """Nothing passes between them."""
+        self._blocked[self._pair(a, b)] = until
+
+    def slow(self, a: str, b: str, until: float) -> None:
+        """What passes between them takes long."""
+        self._slow[self._pair(a, b)] = until
+
+    def blocked_until(self, a: str, b: str) -> float:
+        """When something passes again; 0: it does now."""
+        return self._blocked.get((a, b) if a < b else (b, a), 0.0) if self._blocked else 0.0
+
+    def slow_until(self, a: str, b: str) -> float:
+        """Until when it takes long."""
+        return self._slow.get((a, b) if a < b else (b, a), 0.0) if self._slow else 0.0
+
+    def heal(self) -> None:
+        """Everything passes again."""
+        self._blocked.clear()
+        self._slow.clear()

@@ -26,9 +26,13 @@ BATCHES_OPEN = 2  # of one lane: the next is asked for before the last has arriv
 
 
 class Frame(NamedTuple):
-    """Chunks on their way to a reader: (number, what the cell held, its digest); or why there will be no more."""
+    """What is on its way to a reader: chunks (number, what the cell held, its digest); or those that its source lacks, and
+    what it has; or why there will be no more.
+    """
 
-    chunks: tuple[tuple[int, str, int | None], ...]
+    chunks: tuple[tuple[int, str, int | None], ...] = ()
+    lacking: tuple[int, ...] = ()
+    has: tuple[tuple[int, int], ...] = ()
     failure: str = ""
 
 
@@ -45,7 +49,6 @@ class Lane:
         self.asked: list[set[int]] = []  # of each open batch, what has not arrived; none is empty
         self.queue: deque[tuple[int, ...]] = deque()  # at the owner: what it was asked for, and has not begun to send
         self.access: Access | None = None  # the owner's running one
-        self.frames: deque[Frame] = deque()  # sent, and not settled
         self.is_cut = False  # its reader wants no more of it
         self.is_stopped = False  # its owner serves it no more
         self.ended = False  # nobody writes for it any more
@@ -82,6 +85,11 @@ class Lane:
             self.end(frame.failure)
             return
         reading, reader = self.reading, self.reader
+        if frame.lacking:
+            self.asked = [left for batch in self.asked if (left := batch.difference(frame.lacking))]
+            reading.books.lacks(self.lease, frame.lacking, frame.has)
+            reader.cluster.lanes_wanted(reading)
+            return
         digested = reading.start.manifest.digest != "none"
         arrived = {chunk for chunk, _, _ in frame.chunks}
         self.asked = [left for batch in self.asked if (left := batch - arrived)]
@@ -113,6 +121,15 @@ class Lane:
             self.source.cluster.guarantees.served(self.source, begun.chunks, self.reading.start.version)
         return begun
 
+    def lack(self) -> Frame:
+        """End the request at the head of the queue: nothing of it is here, or comes soon."""
+        return Frame(lacking=self.queue.popleft(), has=self.has())
+
+    def has(self) -> tuple[tuple[int, int], ...]:
+        """What the owner could send, as runs."""
+        assert self.source is not None
+        return self.source.worker.owner.has(self.source.id, self.grant.generation, HAS_RUNS_MAX)
+
     def finish(self) -> Frame:
         """End the access: what its cells hold now is on its way, with digests that are made of it if there are none yet."""
         source, access = self.source, self.access
@@ -130,23 +147,12 @@ class Lane:
         self.let_go()
         return Frame(tuple(found))
 
-    def has(self) -> tuple[tuple[int, int], ...]:
-        """What the owner could send, as runs."""
-        assert self.source is not None
-        return self.source.worker.owner.has(self.source.id, self.grant.generation, HAS_RUNS_MAX)
-
-    def lack(self) -> None:
-        """The owner has nothing of the request that it is at: it says what it has, and the request is over."""
-        chunks = self.queue.popleft()
-        self.asked = [left for batch in self.asked if (left := batch.difference(chunks))]
-        self.reading.books.lacks(self.lease, chunks, self.has())
-        self.reader.cluster.lanes_wanted(self.reading)
-
     def let_go(self) -> None:
         """The owner's access, if one runs, is over."""
         access, self.access = self.access, None
         if access is not None and self.source is not None and self.source.worker.alive:
             self.source.worker.owner.end(access)
+            self.source.cluster.access_ended(self.source)
 
     # -- its end
 
@@ -155,12 +161,16 @@ class Lane:
         if self.ended:
             return
         self.ended = True
+        self.reader.cluster.lane_closed(self)
+        self.reading.lane_ended(self, failure)
+
+    def close(self) -> None:
+        """The owner's thread for it is over."""
+        self.is_stopped = True
+        self.queue.clear()
         self.let_go()
         if self.source is not None:
             self.source.serving.pop(self, None)
-        self.queue.clear()
-        self.frames.clear()
-        self.reading.lane_ended(self, failure)
 
 
 class Reading:
@@ -173,6 +183,7 @@ class Reading:
         self.lanes: dict[str, Lane] = {}  # by lease; those that have not ended
         self.over = False  # all is verified, or it was stopped: nothing more is asked for
         self.stopped = False
+        self.resumed = False  # a source was added when something had been verified
         self._make_lane = make_lane
         for grant in start.grants:
             self.add(grant)
@@ -200,6 +211,7 @@ class Reading:
         if self.over:
             return
         self.books.add_source(LeaseId(grant.lease), grant.complete)
+        self.resumed = self.books.chunks_verified > 0
         lane = self.lanes[grant.lease] = self._make_lane(self, grant)
         self.reader.cluster.lane_made(lane)
 
@@ -244,3 +256,5 @@ class Reading:
             cluster.lanes_wanted(self)
         elif not self.lanes and not self.stopped:
             reader.apply(reader.member.pull_done(cluster.now))
+        elif not self.lanes:
+            cluster.handle_moved(reader)

@@ -81,6 +81,9 @@ class PureCluster(Cluster):
         for lane in reading.lanes.values():
             lane.queue.extend(lane.submit(reading.start.manifest.nbytes))
 
+    def lane_closed(self, lane: Lane) -> None:
+        lane.close()
+
     def lane_cut(self, lane: Lane) -> None:
         lane.end()
 
@@ -210,7 +213,7 @@ class PureCluster(Cluster):
             if begun.rest:
                 lane.queue.appendleft(begun.rest)
         else:
-            lane.lack()
+            lane.settle(lane.lack())
 
     def fail_store(self) -> None:
         """The oldest entry that is being written cannot be."""
@@ -249,6 +252,7 @@ class PureCluster(Cluster):
             self.run()
 
     def time_passes(self) -> None:
+        """What is due happens; owners wait no longer for what they lack."""
         if self.now >= self.heartbeat_at:
             self.heartbeat_at = self.now + self.options.lease_s / 4
             for worker in self.workers.values():
@@ -257,6 +261,9 @@ class PureCluster(Cluster):
         if due is not None and due <= self.now:
             self.step(Tick())
         for handle in list(self.live_handles()):
+            for lane in [lane for lane in handle.serving if lane.access is None and lane.queue and not lane.is_stopped]:
+                if not self._can_go_on(lane):
+                    lane.settle(lane.lack())
             deadline = handle.member.next_deadline()
             if deadline is not None and deadline <= self.now:
                 handle.apply(handle.member.tick(self.now))

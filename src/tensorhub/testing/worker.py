@@ -65,10 +65,12 @@ class SimWorker:
         self.lives = 1
         self.incarnation = f"{name}.1"
         self.alive = True
+        self.stopped_until = 0.0  # its threads do not run before
         self.owner = Owner()
         self.manifests: dict[str, Manifest] = {}
         self.handles: list[Handle] = []
         self.link: Link | None = None
+        self.unsure_at = 0.0  # when the coordinator could last not count on it
         self.cut: set[str] = set()  # leases whose readers are served no more
         self.dismissals: list[str] = []
         self.answers: dict[int, TensorHubError | None] = {}  # to what the worker itself asked, by request
@@ -76,6 +78,7 @@ class SimWorker:
         self.copies_refused = 0  # that it will refuse to make
         self._knew = ""  # the cluster of its newest session
         self.pins: dict[str, tuple[str, int]] = {}  # that it wants: model and version, by id
+        self.unpinned: dict[str, str] = {}  # pins that it has ended, and has not heard the end of: their models, by id
         self._askers: dict[int, Handle] = {}  # requests of handles that are not answered yet
         self._asked_pins: dict[int, str] = {}  # by request
 
@@ -132,6 +135,7 @@ class SimWorker:
             return
         self.cluster.note(f"{self.name} loses its connection")
         self.link = None
+        self.unsure_at = self.cluster.now
         self._pins_uncertain()
         self.cluster.link_lost(self, link)
         for handle in self.handles:
@@ -162,7 +166,7 @@ class SimWorker:
     def _pins_uncertain(self) -> None:
         """They count for a lease; nobody can rely on them until they are said again."""
         for pin in self.pins:
-            self.cluster.guarantees.pins.pop(pin, None)
+            self.cluster.guarantees.unpin(pin)
 
     def say(self, message: FromWorker) -> None:
         """Tell the coordinator; without a connection it is not said."""
@@ -190,7 +194,7 @@ class SimWorker:
         """Ask for it; its answer will be in `answers`."""
         request = next(self.cluster.numbers)
         if self.link is not None:
-            self.cluster.guarantees.wishes[request] = (model, latest)
+            self.cluster.guarantees.wish(request, model, latest)
         self.say(Retain(request, model, latest))
         return request
 
@@ -206,8 +210,11 @@ class SimWorker:
     def unpin(self, pin: str) -> int:
         """End a pin."""
         request = next(self.cluster.numbers)
-        self.cluster.guarantees.pins.pop(pin, None)
-        self.say(Unpin(request, pin, self.pins.pop(pin)[0]))
+        model = self.unpinned.get(pin) or self.pins.pop(pin)[0]
+        self.unpinned[pin] = model
+        self._asked_pins[request] = pin
+        self.cluster.guarantees.unpin(pin)
+        self.say(Unpin(request, pin, model))
         return request
 
     # -- copies in host memory
@@ -312,6 +319,10 @@ class SimWorker:
         | Keep,
     ) -> None:
         if handle is not None and handle.worker is self and self.alive:
+            if handle.asked is not None and isinstance(message, Withdrawable | Write | Start):
+                handle.asked.granted = True
+                if isinstance(message, Withdrawable):
+                    self.cluster.guarantees.let_go(handle)
             handle.apply(handle.member.receive(message, self.cluster.now))
 
     def _welcomed(self, cluster: str) -> None:
@@ -322,6 +333,7 @@ class SimWorker:
             for handle in list(self.handles):
                 handle.apply(handle.member.state_lost(self.cluster.now))
         self._knew = cluster
+        self.unsure_at = self.cluster.now
         for handle in list(self.handles):
             handle.apply(handle.member.connected(self.cluster.now, self.cluster.options.lease_s))
         for pin, (model, version) in list(self.pins.items()):
@@ -351,10 +363,10 @@ class SimWorker:
         wish = guarantees.wishes.pop(request, None)
         if wish is not None and not refused:
             guarantees.policy[wish[0]] = wish[1]
-        pin = self._asked_pins.pop(request, None)
-        if pin is None:
-            return
-        if refused:
-            guarantees.pins.pop(pin, None)
-        elif pin in self.pins:
+        pin = self._asked_pins.pop(request, "")
+        if pin in self.pins and not refused:
             guarantees.pins[pin] = self.pins[pin]
+        elif pin in self.unpinned and not refused:
+            del self.unpinned[pin]
+        elif pin in self.pins:
+            guarantees.unpin(pin)

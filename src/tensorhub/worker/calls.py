@@ -108,8 +108,8 @@ class ReopenMemory:
 class Fence:
     """Make `generation` unreadable, end the owner's own accesses, then call `Member.fenced(generation)`.
 
-    If accesses still run at `until`, call `Member.fence_failed` instead. None: the memory is not published again, whatever
-    comes, so the fence is tried until it stands.
+    If accesses still run at `until`, or at `Member.fence_until` where that is earlier by now, call `Member.fence_failed`
+    instead. None: the memory is not published again, whatever comes, so the fence is tried until it stands.
     """
 
     generation: int

@@ -59,7 +59,9 @@ class OfShard:
         return [copy for _, copy in sorted(found, key=lambda pair: pair[0])]
 
     def keep(self, content_id: str) -> bool:
-        """Whether one holds all of it, and stays when the handle's memory is written (R4): a retention copy does."""
+        """Whether one holds all of it, and stays when the handle's memory is written (R4): a retention copy does, unless it
+        is on its way out itself.
+        """
         return any(
             holding.state is HandleState.READY and holding.shard.purpose is Purpose.RETENTION
             for _, holding, _ in self.copies.readable(content_id, self.number)

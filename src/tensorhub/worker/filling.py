@@ -114,7 +114,7 @@ class Filling(GroupCall):
         self._is_anew = False  # said once more, to a new coordinator, which has not bound it yet
         self._lanes: dict[str, Grant] = {}  # what the pull reads from, by the lease that the coordinator knows
         self._lane_names: dict[str, str] = {}  # by such a lease: the one under which the pull began to read
-        self._failed: dict[str, str] = {}  # leases that the pull has given up, and why: they are not read under again
+        self._failed: dict[str, ReadFailed] = {}  # leases that it has given up, and what was said of that, by lease
 
     def check_allowed(self) -> None:
         super().check_allowed()
@@ -386,12 +386,13 @@ class Filling(GroupCall):
                 del self._lanes[lease]
                 self._lanes[same.lease], self._lane_names[same.lease] = same, self._lane_names.pop(lease)
         for grant in grants:
-            self._add_source(grant)
+            if grant.lease in self._failed:
+                self._rank.say(self._failed[grant.lease])  # it was not heard: a lease is read under once
+            else:
+                self._add_source(grant)
 
     def _add_source(self, grant: Grant) -> None:
-        if grant.lease in self._failed:  # nobody could be told
-            self._say_failed(grant.lease, self._failed[grant.lease], "")
-        elif self.phase is Phase.PULLING:
+        if self.phase is Phase.PULLING:
             if grant.lease not in self._lanes:
                 self._lanes[grant.lease], self._lane_names[grant.lease] = grant, grant.lease
                 self._rank.act(AddPullSource(grant))
@@ -403,18 +404,15 @@ class Filling(GroupCall):
             self._rank.act(DropPullSource(self._lane_names[lease]))
         else:
             self._grants = tuple(grant for grant in self._grants if grant.lease != lease)
-            self._say_failed(lease, "dropped", "")
+            self._rank.say(ReadFailed(self.operation, self._rank.shard.rank, lease, "dropped", ""))
 
     def source_failed(self, lane: str, reason: str, detail: str) -> None:
         """`lane`: the lease under which the pull began to read there."""
         lease = next((lease for lease, name in self._lane_names.items() if name == lane), None)
         if lease is not None:
             del self._lanes[lease], self._lane_names[lease]
-            self._failed[lease] = reason
-            self._say_failed(lease, reason, detail)
-
-    def _say_failed(self, lease: str, reason: str, detail: str) -> None:
-        self._rank.say(ReadFailed(self.operation, self._rank.shard.rank, lease, reason, detail[:1000]))
+            failed = self._failed[lease] = ReadFailed(self.operation, self._rank.shard.rank, lease, reason, detail[:1000])
+            self._rank.say(failed)
 
     def pull_done(self) -> None:
         if self.phase is not Phase.PULLING:

@@ -116,6 +116,12 @@ class Member:
         return None if self._call is None or self._call.over else self._call
 
     @property
+    def fence_until(self) -> float | None:
+        """When the fence that the running call waits for is given up: earlier once that is cancelled. None: it waits not."""
+        call = self.running
+        return call.deadline if call is not None and call.phase is Phase.FENCING else None
+
+    @property
     def is_letting_go(self) -> bool:
         """Whether memory is still to be fenced, or overwritten, without a call: it is not the caller's to write."""
         return self._holding.letting_go is not None or self._holding.applying

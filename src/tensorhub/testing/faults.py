@@ -1,0 +1,57 @@
+"""The kinds of fault that a simulation can inject, and which of them a seed draws."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from enum import StrEnum
+from random import Random
+
+KINDS_LEAST = 3
+
+
+class Fault(StrEnum):
+    """Each can be switched on and off by itself."""
+
+    CRASH = "crash"  # a worker's process and its memory are gone
+    RESTART = "restart"  # the rank of a dead worker is registered by a new process
+    COORDINATOR = "coordinator"  # the coordinator dies, and comes back on what is durable
+    STORE_SLOW = "store-slow"  # a write takes seconds
+    STORE_FAIL = "store-fail"  # a write fails
+    PARTITION = "partition"  # nothing passes between two parties for a while; nothing is lost
+    CUT = "cut"  # a connection breaks: its two ends notice at different times
+    DELAY = "delay"  # a connection is held up
+    REORDER = "reorder"  # the tail of a broken connection arrives after the next one is up
+    DUPLICATE = "duplicate"  # a message arrives twice
+    DROP = "drop"  # a connection loses everything from some point on, until somebody notices
+    CORRUPT = "corrupt"  # bytes are damaged on their way
+    OVERWRITE = "overwrite"  # a user writes published memory
+    STALL = "stall"  # a source accepts its readers, and sends nothing
+    SLOW = "slow"  # a link between two workers is a hundred times as slow
+    PAUSE = "pause"  # a process is stopped, and goes on later
+    HOOK = "hook"  # a before_write raises
+    CANCEL = "cancel"  # a call is cancelled
+    DIFFER = "differ"  # the ranks of a group call differently, or one does not call
+    HASTE = "haste"  # calls have hardly any time
+    DEVICE = "device"  # an access of the owner's own (a digest, a copy) lasts long
+    PREEMPT = "preempt"  # a spot worker is told to go: it closes with little time, and dies
+
+
+class FaultPlan:
+    """What one seed has drawn: some kinds, each with a weight of its own, and how often anything goes wrong."""
+
+    def __init__(self, random: Random, allowed: Collection[Fault] | None) -> None:
+        kinds = [kind for kind in Fault if allowed is None or kind in allowed]
+        few = min(len(kinds), KINDS_LEAST)
+        count = few if random.random() < 0.2 else random.randint(few, len(kinds))
+        drawn = random.sample(kinds, count)
+        self.weights = {kind: 4.0 ** random.uniform(-1.5, 1.5) for kind in Fault if kind in drawn}
+        self.mean_s = random.choice((0.2, 0.6, 2.0))  # between two faults
+
+    def __repr__(self) -> str:
+        return f"<FaultPlan every {self.mean_s} s: {', '.join(self.weights)}>"
+
+    def draw(self, random: Random) -> Fault | None:
+        """The next kind."""
+        if not self.weights:
+            return None
+        return random.choices(list(self.weights), list(self.weights.values()))[0]

@@ -1,0 +1,304 @@
+"""What goes wrong in a simulation: each kind of `Fault`, done to somebody that a seed picks.
+
+A new kind gets its case in `Injector._inject`. Counts only what really happened.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import TYPE_CHECKING
+
+from tensorhub.messages import FromCoordinator, FromWorker
+from tensorhub.testing.faults import Fault, FaultPlan
+from tensorhub.testing.handle import BrokenHook, Handle
+from tensorhub.testing.network import COORDINATOR, TimedLink
+from tensorhub.testing.process import TimedWorker
+from tensorhub.testing.wires import TimedLane
+from tensorhub.testing.worker import SimWorker
+
+if TYPE_CHECKING:
+    from tensorhub.testing.simulated import SimulatedCluster
+
+SHORT_S = (0.05, 0.5, 2.0)
+LONG_S = (0.5, 3.0, 8.0, 15.0)
+
+
+class Injector:
+    """The faults of one run."""
+
+    def __init__(self, cluster: SimulatedCluster, plan: FaultPlan) -> None:
+        self._cluster = cluster
+        self._random = cluster.random
+        self._plan = plan
+        self.happened: Counter[str] = Counter()
+        self.is_over = False
+        self._slow_store_until = 0.0
+        self._failing_store_until = 0.0
+        self._late_tails_until = 0.0
+        self._doubles = 0  # messages still to be delivered twice
+        self._garbled: dict[str, int] = {}  # control messages of which worker are damaged next
+        self._damaged: dict[str, int] = {}  # frames to which worker are damaged next
+        self._for_lanes: list[Fault] = []  # STALL and SLOW that strike the next reads
+
+    def __repr__(self) -> str:
+        return f"<Injector {dict(self.happened)}>"
+
+    def begin(self) -> None:
+        """From now on, things go wrong."""
+        self._next()
+
+    def _next(self) -> None:
+        self._cluster.after(self._random.expovariate(1 / self._plan.mean_s), None, self._strike)
+
+    def _strike(self) -> None:
+        if self.is_over:
+            return
+        self._next()
+        kind = self._plan.draw(self._random)
+        if kind is not None and self._inject(kind):
+            self.happens(kind)
+
+    def happens(self, kind: str) -> None:
+        """It really did."""
+        self.happened[kind] += 1
+
+    def end(self) -> None:
+        """Nothing goes wrong any more; what is broken is mended."""
+        cluster = self._cluster
+        self.is_over = True
+        self._slow_store_until = self._failing_store_until = self._late_tails_until = 0.0
+        self._doubles = 0
+        self._garbled.clear()
+        self._for_lanes.clear()
+        self._damaged.clear()
+        cluster.ways.heal()
+        for handle in cluster.live_handles():
+            handle.hook_error = None
+            if handle.access is not None:
+                handle.end_access()
+        for _, link in cluster.links.values():
+            assert isinstance(link, TimedLink)
+            link.held_until = 0.0
+
+    # -- asked by others, for each thing that could be struck
+
+    def store_s(self) -> float:
+        """How long the next write takes."""
+        slow = self._cluster.now < self._slow_store_until
+        return self._random.uniform(0.5, 4.0) if slow else self._random.uniform(0.0002, 0.01)
+
+    def store_fails(self) -> bool:
+        """Whether this write has failed."""
+        if self._cluster.now >= self._failing_store_until:
+            return False
+        self.happens(Fault.STORE_FAIL)
+        return True
+
+    def link_lost(self, link: TimedLink) -> None:
+        """Its worker's end is gone: what it has said may come late."""
+        if self._cluster.now < self._late_tails_until and link.up:
+            link.held_until = self._cluster.now + self._random.choice(SHORT_S)
+            self.happens(Fault.REORDER)
+
+    def doubles(self, message: FromWorker | FromCoordinator) -> bool:
+        """Whether this message comes twice."""
+        if not self._doubles:
+            return False
+        self._doubles -= 1
+        self._cluster.note(f"{type(message).__name__} comes twice")
+        self.happens(Fault.DUPLICATE)
+        return True
+
+    def garbles(self, worker: SimWorker) -> bool:
+        """Whether this control message is damaged."""
+        if not self._garbled or not self._garbled.get(worker.name):
+            return False
+        self._garbled[worker.name] -= 1
+        self._cluster.note(f"a message of {worker.name} is damaged")
+        self.happens(Fault.CORRUPT)
+        return True
+
+    def damages(self, lane: TimedLane) -> bool:
+        """Whether this frame of chunks is damaged."""
+        name = lane.reader.worker.name
+        if not self._damaged or not self._damaged.get(name):
+            return False
+        self._damaged[name] -= 1
+        self._cluster.note(f"a frame to {name} is damaged")
+        self.happens(Fault.CORRUPT)
+        return True
+
+    def spoils(self, lane: TimedLane) -> None:
+        """A read begins: it may be one that goes wrong."""
+        if not self._for_lanes:
+            return
+        now, kind = self._cluster.now, self._for_lanes.pop()
+        if kind is Fault.STALL:
+            lane.stalled_until = now + self._random.choice((1.0, 5.0, 60.0))
+        else:
+            self._cluster.ways.slow(lane.reader.worker.name, lane.grant.source, now + self._random.choice(LONG_S))
+        self.happens(kind)
+
+    # -- striking
+
+    def _worker(self) -> TimedWorker | None:
+        """Somebody; often one that reads or is read."""
+        lane = self._lane() if self._random.random() < 0.5 else None
+        if lane is not None and lane.source is not None:
+            workers = [w for w in (lane.reader.worker, lane.source.worker) if w.alive]
+        else:
+            workers = [w for w in self._cluster.workers.values() if w.alive]
+        worker = self._random.choice(workers) if workers else None
+        assert worker is None or isinstance(worker, TimedWorker)
+        return worker
+
+    def _handle(self) -> Handle | None:
+        handles = [handle for handle in self._cluster.live_handles() if handle.shard.serves]
+        return self._random.choice(handles) if handles else None
+
+    def _lane(self) -> TimedLane | None:
+        """A connection over which something is read."""
+        lanes = [lane for handle in self._cluster.live_handles() for lane in handle.serving]
+        lane = self._random.choice(lanes) if lanes else None
+        assert lane is None or isinstance(lane, TimedLane)
+        return lane
+
+    def _inject(self, kind: Fault) -> bool:
+        """Do it, to somebody; False: there was nothing to do it to (or it is counted when it strikes)."""
+        cluster, random, now = self._cluster, self._random, self._cluster.now
+        worker = self._worker()
+        if worker is None and kind is not Fault.RESTART:
+            return False
+        match kind:
+            case Fault.RESTART:
+                return self._restart()
+            case Fault.COORDINATOR:
+                return self._crash_coordinator()
+            case Fault.STORE_SLOW:
+                self._slow_store_until = now + random.choice(LONG_S)
+                return True
+            case Fault.STORE_FAIL:
+                self._failing_store_until = now + random.choice(SHORT_S)
+                return False
+            case Fault.REORDER:
+                self._late_tails_until = now + random.choice(LONG_S)
+                if worker is not None and random.random() < 0.5:
+                    worker.disconnect()
+                return False
+            case Fault.DUPLICATE:
+                self._doubles += random.choice((1, 1, 5, 30))
+                return False
+            case Fault.HASTE:
+                cluster.users.hasty_until = now + random.choice(LONG_S)
+                return True
+            case Fault.DIFFER:
+                random.choice(cluster.users.teams).differs = True
+                return False
+            case Fault.STALL | Fault.SLOW | Fault.DEVICE | Fault.HOOK | Fault.CANCEL | Fault.OVERWRITE:
+                return self._strike_data(kind)
+            case _:
+                assert worker is not None
+                return self._strike_worker(kind, worker)
+
+    def _restart(self) -> bool:
+        """A dead rank's place is taken by a new process."""
+        places = [
+            (team, rank)
+            for team in self._cluster.users.teams
+            for rank, handle in enumerate(team.ranks)
+            if not handle.worker.alive
+        ]
+        if not places:
+            return False
+        self._cluster.users.replace(*self._random.choice(places))
+        return True
+
+    def _crash_coordinator(self) -> bool:
+        if not self._cluster.process.alive:
+            return False
+        down_s = self._random.choice((0.01, 0.3, 3.0, 12.0))
+        self._cluster.crash_coordinator(kept=self._random.random() < 0.5, down_s=down_s)
+        return True
+
+    def _strike_data(self, kind: Fault) -> bool:
+        random, handle, lane = self._random, self._handle(), self._lane()
+        if handle is None:
+            return False
+        match kind:
+            case Fault.STALL | Fault.SLOW:
+                self._for_lanes.append(kind)
+                if lane is not None:
+                    self.spoils(lane)
+                return False
+            case Fault.DEVICE if handle.access is None:
+                handle.hold_access()
+                self._cluster.after(random.choice(LONG_S), handle.worker, handle.end_access)
+                return handle.access is not None
+            case Fault.HOOK:
+                handle.hook_error = BrokenHook("the hook broke")
+                self._cluster.after(random.choice(LONG_S), handle.worker, self._mend_hook, handle)
+            case Fault.CANCEL if handle.member.running is not None:
+                handle.cancel()
+            case Fault.OVERWRITE:
+                return handle.overwrite()
+            case _:
+                return False
+        return True
+
+    @staticmethod
+    def _mend_hook(handle: Handle) -> None:
+        handle.hook_error = None
+
+    def _strike_worker(self, kind: Fault, worker: TimedWorker) -> bool:
+        cluster, random, now = self._cluster, self._random, self._cluster.now
+        link = worker.link
+        match kind:
+            case Fault.CRASH:
+                if sum(w.alive for w in cluster.workers.values()) < 2:
+                    return False
+                worker.crash()
+            case Fault.PARTITION:
+                others = [w.name for w in cluster.workers.values() if w.alive and w is not worker]
+                lane = self._lane()
+                if lane is not None and lane.reader.worker is worker and random.random() < 0.5:
+                    others = [lane.grant.source]
+                other = random.choice([COORDINATOR, *others[:3]])
+                until = now + random.choice(LONG_S)
+                cluster.note(f"{worker.name} and {other} are cut off until {until:.3f}")
+                cluster.ways.block(worker.name, other, until)
+            case Fault.CUT if link is not None:
+                worker.disconnect()
+            case Fault.DELAY if isinstance(link, TimedLink):
+                link.held_until = now + random.choice(SHORT_S)
+            case Fault.DROP if isinstance(link, TimedLink):
+                cluster.note(f"the connection of {worker.name} loses everything")
+                link.is_lossy = True
+            case Fault.CORRUPT:
+                books = self._garbled if random.random() < 0.3 else self._damaged
+                books[worker.name] = random.choice((1, 1, 4))
+                return False
+            case Fault.PAUSE:
+                until = now + random.choice(LONG_S)
+                party = cluster.process if random.random() < 0.15 else worker
+                cluster.note(f"{party.name} is stopped until {until:.3f}")
+                party.stopped_until = until
+            case Fault.PREEMPT:
+                return self._preempt(worker)
+            case _:
+                return False
+        return True
+
+    def _preempt(self, worker: TimedWorker) -> bool:
+        """It closes what it has, with little time; then it is gone."""
+        if not any(handle.shard.spot for handle in worker.handles):
+            return False
+        notice_s = self._random.choice((0.2, 2.0))
+        for handle in list(worker.handles):
+            if handle.idle:
+                handle.close(notice_s)
+        self._cluster.after(notice_s, worker, self._preempted, worker)
+        return True
+
+    @staticmethod
+    def _preempted(worker: TimedWorker) -> None:
+        worker.crash()

@@ -1,0 +1,62 @@
+"""Which way of recovery a message shows to have been taken: what a simulation counts."""
+
+from __future__ import annotations
+
+from tensorhub.messages import (
+    Abandon,
+    AddSource,
+    CopyRefused,
+    CutReader,
+    Dismissed,
+    DropCopy,
+    DropSource,
+    EpochChanged,
+    FromCoordinator,
+    FromWorker,
+    Kept,
+    MakeCopy,
+    OrderedOut,
+    Outcome,
+    ReadFailed,
+    Refused,
+    Register,
+    Registered,
+    Resolve,
+    Rollback,
+    Welcome,
+)
+
+PATHS: dict[type, str] = {
+    AddSource: "another source granted",
+    CutReader: "lost reader cut off",
+    Dismissed: "dismissed, comes back as a new incarnation",
+    DropSource: "reader moved",
+    EpochChanged: "membership epoch changed",
+    Kept: "retention acknowledged",
+    MakeCopy: "handed over",
+    CopyRefused: "copy refused",
+    DropCopy: "copy dropped",
+    OrderedOut: "ordered out",
+    Resolve: "outcome asked for",
+    Rollback: "rolled back",
+    Abandon: "operation abandoned by a rank",
+}
+
+
+def path_of(message: FromWorker | FromCoordinator) -> str:
+    """Its name, or nothing."""
+    match message:
+        case Register(held=held) if held is not None:
+            return "re-announced"
+        case Registered(keep=False):
+            return "re-announced in vain"
+        case ReadFailed():
+            return f"read failed: {message.reason}"
+        case Outcome(committed=False):
+            return "operation aborted"
+        case Welcome(known=True):
+            return "connected again"
+        case Refused():
+            return f"refused: {message.error.kind}"
+        case _:
+            return PATHS.get(type(message), "")

@@ -1,0 +1,229 @@
+"""A worker process in virtual time: it keeps a connection to the coordinator, as `runtime.link` does, and its deadlines.
+
+Also what the coordinator's process does with connections, as `runtime.server` has it. Not responsible for what messages
+mean (`worker`), nor for faults: it finds out about them.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from tensorhub.coordinator import Connected, Disconnected, Received
+from tensorhub.messages import Dismissed, FromCoordinator, FromWorker
+from tensorhub.testing.network import COORDINATOR, Link, TimedLink
+from tensorhub.testing.worker import SimWorker
+from tensorhub.types import Location
+
+if TYPE_CHECKING:
+    from tensorhub.testing.simulated import SimulatedCluster
+
+RECONNECT_S_FIRST = 0.05
+RECONNECT_S_MAX = 2.0
+BEATS_PER_LEASE = 4
+LINK_QUEUE_MAX = 8192  # messages of one connection that are on their way in one direction (G10)
+
+
+class TimedWorker(SimWorker):
+    """A worker that connects, beats, and connects again."""
+
+    def __init__(
+        self, cluster: SimulatedCluster, name: str, location: Location, transports: tuple[str, ...] = ("tcp",)
+    ) -> None:
+        super().__init__(cluster, name, location, transports)
+        self.simulation = cluster
+        self.wait_s = RECONNECT_S_FIRST
+        cluster.after(RECONNECT_S_MAX, self, self._end_pins)
+
+    def connect(self) -> None:
+        """Try to reach the coordinator, now and until it is reached."""
+        simulation = self.simulation
+        if self.link is not None or not self.alive:
+            return
+        blocked = simulation.ways.blocked_until(self.name, COORDINATOR)
+        if blocked > simulation.now or not simulation.process.alive:
+            simulation.after(self._next_wait(), self, self.connect)
+            return
+        super().connect()
+        link = self.link
+        simulation.after(simulation.options.connect_timeout_s, self, self._expect_welcome, link)
+
+    def _next_wait(self) -> float:
+        wait_s, self.wait_s = self.wait_s, min(2 * self.wait_s, RECONNECT_S_MAX)
+        return wait_s * (0.5 + self.simulation.random.random())
+
+    def _expect_welcome(self, link: TimedLink) -> None:
+        if self.link is link and not link.welcomed:
+            self.disconnect()
+
+    def disconnect(self) -> None:
+        if self.link is not None:
+            super().disconnect()
+            self.simulation.after(self._next_wait(), self, self.connect)
+
+    def received(self, link: TimedLink, message: FromCoordinator | None) -> None:
+        """Something came over the connection; None: its end."""
+        if self.link is not link:
+            return
+        link.unanswered = 0
+        if message is None:
+            self.disconnect()
+            return
+        was_welcomed = link.welcomed
+        self.hear(message)
+        if isinstance(message, Dismissed):
+            self.disconnect()
+        elif link.welcomed and not was_welcomed:
+            self.wait_s = RECONNECT_S_FIRST
+            self._beat(link)
+
+    def _end_pins(self) -> None:
+        """Say again, until it is heard and done, which pins are over."""
+        if self.link is not None and self.link.welcomed:
+            for pin in list(self.unpinned):
+                self.unpin(pin)
+        self.simulation.after(RECONNECT_S_MAX, self, self._end_pins)
+
+    def _beat(self, link: TimedLink) -> None:
+        """Renew the lease; give up a connection in which nothing comes back."""
+        if self.link is not link:
+            return
+        link.unanswered += 1
+        if link.unanswered > BEATS_PER_LEASE:
+            self.simulation.took("silent connection given up")
+            self.disconnect()
+            return
+        self.beat()
+        self.simulation.after(self.simulation.options.lease_s / BEATS_PER_LEASE, self, self._beat, link)
+
+
+class Telephone:
+    """What is on its way between workers and the coordinator, in virtual time."""
+
+    def __init__(self, cluster: SimulatedCluster) -> None:
+        self._cluster = cluster
+        self.latency_s = cluster.random.choice((0.0003, 0.003, 0.03))
+
+    def latency(self) -> float:
+        """Of one message."""
+        return self.latency_s * (0.5 + self._cluster.random.random())
+
+    def _blocked(self, worker: SimWorker, link: TimedLink) -> float:
+        until = max(link.held_until, self._cluster.ways.blocked_until(worker.name, COORDINATOR))
+        return until if until > self._cluster.now else 0.0
+
+    def open(self, worker: SimWorker) -> TimedLink:
+        """The worker connects: the coordinator will see it, before anything that is said."""
+        cluster = self._cluster
+        link = TimedLink(next(cluster.sessions))
+        link.up_due = cluster.now + self.latency()
+        cluster.at(link.up_due, cluster.process, self._accepted, worker, link)
+        return link
+
+    def _accepted(self, worker: SimWorker, link: TimedLink) -> None:
+        self._cluster.links[link.session] = (worker, link)
+        self._cluster.step(Connected(link.session, worker.incarnation, "worker"))
+
+    # -- up
+
+    def said_up(self, worker: SimWorker, link: TimedLink) -> None:
+        """The last of `link.up` is on its way."""
+        cluster = self._cluster
+        if link.is_lossy:
+            link.up.pop()
+            return
+        link.up_due = max(link.up_due, cluster.now + self.latency())
+        cluster.at(link.up_due, cluster.process, self._arrive_up, worker, link)
+
+    def _arrive_up(self, worker: SimWorker, link: TimedLink) -> None:
+        cluster = self._cluster
+        blocked = self._blocked(worker, link)
+        if blocked:
+            link.up_due = max(link.up_due, blocked)
+            cluster.at(blocked, cluster.process, self._arrive_up, worker, link)
+            return
+        message = link.up.popleft()
+        if link.session not in cluster.links or link.is_lossy:
+            return
+        if cluster.injector.garbles(worker):
+            self.close_session(worker, link)  # what is malformed costs its sender the connection
+            return
+        self._hand_over(worker, link, message)
+        if cluster.injector.doubles(message):
+            self._hand_over(worker, link, message)
+
+    def _hand_over(self, worker: SimWorker, link: TimedLink, message: FromWorker) -> None:
+        self._cluster.trace(worker.name, "->", message)
+        self._cluster.step(Received(link.session, message))
+
+    def hung_up(self, worker: SimWorker, link: TimedLink) -> None:
+        """The worker's end is gone: the coordinator will notice, after what is on its way; if it can."""
+        cluster = self._cluster
+        link.up_due = max(link.up_due, cluster.now + self.latency())
+        cluster.at(link.up_due, cluster.process, self._arrive_end, worker, link)
+
+    def _arrive_end(self, worker: SimWorker, link: TimedLink) -> None:
+        blocked = self._blocked(worker, link)
+        if blocked:
+            self._cluster.at(blocked, self._cluster.process, self._arrive_end, worker, link)
+        elif not link.is_lossy:
+            self._over(link)
+
+    def _over(self, link: TimedLink) -> None:
+        if self._cluster.links.pop(link.session, None) is not None:
+            self._cluster.step(Disconnected(link.session))
+
+    def close_session(self, worker: SimWorker, link: TimedLink) -> None:
+        """The coordinator's end breaks."""
+        self._over(link)
+        link.down.append(None)
+        self.said_down(worker, link)
+
+    # -- down
+
+    def said_down(self, worker: SimWorker, link: TimedLink) -> None:
+        """The last of `link.down` is on its way."""
+        cluster = self._cluster
+        if link.down[-1] is None:
+            cluster.after(self.latency(), cluster.process, self._over, link)
+        if link.is_lossy:
+            link.down.pop()
+            return
+        link.down_due = max(link.down_due, cluster.now + self.latency())
+        cluster.at(link.down_due, worker, self._arrive_down, worker, link)
+
+    def _arrive_down(self, worker: TimedWorker, link: TimedLink) -> None:
+        cluster = self._cluster
+        blocked = self._blocked(worker, link)
+        if blocked:
+            link.down_due = max(link.down_due, blocked)
+            cluster.at(blocked, worker, self._arrive_down, worker, link)
+            return
+        message = link.down.popleft()
+        if worker.link is not link or link.is_lossy:
+            return
+        if cluster.injector.garbles(worker):
+            worker.disconnect()
+            return
+        if message is not None:
+            cluster.trace(worker.name, "<-", message)
+        worker.received(link, message)
+        if message is not None and worker.link is link and cluster.injector.doubles(message):
+            worker.received(link, message)
+
+    def coordinator_died(self) -> None:
+        """Every connection breaks, also those that are being made."""
+        cluster = self._cluster
+        cluster.links.clear()
+        for worker in list(cluster.workers.values()):
+            link = worker.link
+            if link is not None and worker.alive:
+                assert isinstance(link, TimedLink)
+                cluster.after(self.latency(), worker, self._broken, worker, link)
+
+    def _broken(self, worker: SimWorker, link: Link) -> None:
+        assert isinstance(link, TimedLink)
+        blocked = self._blocked(worker, link)
+        if blocked:
+            self._cluster.at(blocked, worker, self._broken, worker, link)
+        elif worker.link is link and not link.is_lossy:
+            worker.disconnect()

@@ -1,0 +1,376 @@
+"""A cluster in virtual time under faults: the real machines, on a network, a store and memory that a seed drives.
+
+Theory of operation. One queue of events by time; a step takes the earliest, lets it happen, and checks what it touched.
+All chance comes from one `Random(seed)`, and nothing iterates over what has no order, so a seed is a trace: `end_hash`
+tells one from another. `run` has two phases: users call and faults happen, until there were enough events; then all faults
+end, every call must, and everybody must be able to publish and to fetch (G7).
+
+Responsible for putting the parts together. What users do is `users`, what goes wrong `injecting`, the control plane's wires
+`process`, the data plane's `wires`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections import Counter, deque
+from collections.abc import Callable, Collection
+from random import Random
+from typing import Any
+
+from tensorhub.coordinator import Event, Persist, Persisted, PersistFailed, Tick
+from tensorhub.messages import FromCoordinator, FromWorker, Grant, Heartbeat, HeartbeatAck
+from tensorhub.testing.clock import Clock, Party, Process
+from tensorhub.testing.cluster import Cluster
+from tensorhub.testing.faults import Fault, FaultPlan
+from tensorhub.testing.guarantees import GuaranteeBroken
+from tensorhub.testing.handle import Asked, Handle
+from tensorhub.testing.healing import Healing
+from tensorhub.testing.injecting import Injector
+from tensorhub.testing.memory import make_manifest
+from tensorhub.testing.network import Link, TimedLink, Ways
+from tensorhub.testing.paths import path_of
+from tensorhub.testing.process import Telephone, TimedWorker
+from tensorhub.testing.pulling import Lane, Reading
+from tensorhub.testing.rendering import show
+from tensorhub.testing.users import Users
+from tensorhub.testing.wires import TimedLane, Wires
+from tensorhub.testing.worker import SimWorker
+from tensorhub.types import Location, Options
+from tensorhub.worker.calls import Fence, Say
+
+FULL_CHECK_EVERY = 100
+TRACE_LINES = 60
+GAP = 0.1  # how often a shell does something else between two actions
+
+
+class SimulatedCluster(Cluster):
+    """One seed's cluster. `run` raises GuaranteeBroken, which ends with a line that reproduces it."""
+
+    fence_grace_s = 1.0
+
+    def __init__(self, seed: int, *, faults: Collection[Fault] | None = None, events: int = 1000) -> None:
+        """`faults`: the kinds that may be drawn; None: all. `events`: how many are delivered at least under faults."""
+        self.seed = seed
+        self.random = random = Random(seed)
+        self.allowed = None if faults is None else [kind for kind in Fault if kind in faults]
+        self.events_least = events
+        self.clock = Clock()
+        self.process = Process("coordinator")
+        self.ways = Ways()
+        self.events = 0
+        self.paths: Counter[str] = Counter()
+        self._trace: deque[tuple[float, str, str, object]] = deque(maxlen=TRACE_LINES)
+        self._hash = hashlib.blake2b(digest_size=12)
+        self._touched: dict[Handle, None] = {}
+        self._doing: set[Handle] = set()  # whose next action is on its way; never iterated over
+        self._wakes: dict[Handle, float] = {}  # when its deadline will be looked at
+        self._tick_at: float | None = None
+        self._stored_at = 0.0  # when the store is done with what it has
+        chunks = random.choice((1, 2, 3, 5, 8))
+        options = Options(
+            lease_s=random.choice((2.0, 5.0, 10.0)),
+            drain_grace_s=random.choice((0.0, 0.5, 5.0)),
+            stall_timeout_s=random.choice((1.0, 4.0, 10.0)),
+            connect_timeout_s=random.choice((1.0, 5.0)),
+        )
+        super().__init__(options, chunks=chunks, manifest=make_manifest(chunks, "xxh3-64"))
+        self.plan = FaultPlan(random, self.allowed)
+        self.wires = Wires(self)
+        self.telephone = Telephone(self)
+        self.injector = Injector(self, self.plan)
+        self.users = Users(self)
+        self._tick_soon()
+
+    def __repr__(self) -> str:
+        return f"<SimulatedCluster {self.seed} at {self.now:.3f} s, {self.events} events, {self.plan!r}>"
+
+    # -- running
+
+    def run(self) -> None:
+        """Both phases. Raises GuaranteeBroken, or whatever a machine raises, with the reproduction line at its end."""
+        try:
+            self.users.begin()
+            self.injector.begin()
+            while not self._is_enough():
+                self.take_event()
+            self.injector.end()
+            Healing(self).run()
+        except Exception as error:
+            raise GuaranteeBroken(self.report(error)) from error
+
+    def _is_enough(self) -> bool:
+        """Whether there was enough of everything that a seed stands for."""
+        if self.events < self.events_least:
+            return False
+        if self.events >= 4 * self.events_least:
+            return True
+        return len(self.users.numbers) >= 3 and len(self.injector.happened) >= min(3, len(self.plan.weights))
+
+    def take_event(self) -> None:
+        """Let the next thing happen, and check what it touched."""
+        event = self.clock.next_event()
+        assert event is not None, "users and heartbeats never end"
+        self.now = self.clock.now
+        self.events += 1
+        act, party = event.act, event.party
+        self._hash.update(f"{self.now!r}{act.__name__}{party.name if party is not None else ''}".encode())
+        act(*event.args)
+        if self._touched:
+            for handle in self._touched:
+                self.guarantees.check_handle(handle)
+            self._touched.clear()
+        if self.events % FULL_CHECK_EVERY == 0:
+            self.check()
+
+    def run_until(self, holds: Callable[[], bool], seconds: float) -> bool:
+        """Go on until that holds, looked at twice a second; False: it did not within so many seconds."""
+        end = self.now + seconds
+        while not holds():
+            if self.now >= end:
+                return False
+            until = self.now + 0.5
+            self.at(until, None, self._nothing)
+            while self.now < until:
+                self.take_event()
+        return True
+
+    def _nothing(self) -> None:
+        """Time has passed."""
+
+    # -- time
+
+    def at(self, when: float, party: Party | None, act: Callable[..., None], *args: Any) -> None:
+        """See `Clock.at`."""
+        self.clock.at(when, party, act, *args)
+
+    def after(self, seconds: float, party: Party | None, act: Callable[..., None], *args: Any) -> None:
+        """The same, from now on."""
+        self.clock.at(self.now + seconds, party, act, *args)
+
+    # -- telling
+
+    def note(self, line: str) -> None:
+        self._hash.update(line.encode())
+        self._trace.append((self.now, line, "", None))
+
+    def trace(self, name: str, arrow: str, message: FromWorker | FromCoordinator) -> None:
+        """A message arrives."""
+        self._hash.update(type(message).__name__.encode())
+        if isinstance(message, Heartbeat | HeartbeatAck):
+            return
+        self._trace.append((self.now, name, arrow, message))
+        path = path_of(message)
+        if path:
+            self.paths[path] += 1
+
+    def took(self, path: str) -> None:
+        """A way of recovery was taken."""
+        self.paths[path] += 1
+
+    @property
+    def end_hash(self) -> str:
+        """Of all that has happened, in its order, and what memory holds."""
+        end = self._hash.copy()
+        for handle in self.all_handles():
+            end.update(f"{handle.name}{handle.member.state}{handle.cells}".encode())
+        return end.hexdigest()
+
+    @property
+    def command(self) -> str:
+        """What runs this seed again."""
+        faults = "" if self.allowed is None else f" --faults {','.join(self.allowed)}"
+        return f"tensorhub simulate --seed {self.seed}{faults} --events {self.events_least}"
+
+    def report(self, error: BaseException) -> str:
+        """What a failing run says."""
+        lines = []
+        for when, name, arrow, message in self._trace:
+            lines.append(f"{when:9.4f}  {name}" + (f" {arrow} {show(message)}" if arrow else ""))
+        told = f"{type(error).__name__}: {error}" if not isinstance(error, GuaranteeBroken) else str(error)
+        return "\n".join([*lines, repr(self), told, f"reproduce: {self.command}"])
+
+    # -- the coordinator's process
+
+    def step(self, event: Event) -> None:
+        super().step(event)
+        self.coordinator.check_touched()
+        self._tick_soon()
+
+    def _tick_soon(self) -> None:
+        due = self.coordinator.next_deadline()
+        if due is not None and (self._tick_at is None or due < self._tick_at):
+            self._tick_at = due
+            self.at(max(due, self.now), self.process, self._tick, self._tick_at)
+
+    def _tick(self, due: float) -> None:
+        if self._tick_at != due:
+            return
+        self._tick_at = None
+        wanted = self.coordinator.next_deadline()
+        if wanted is not None and wanted <= self.now:
+            self.step(Tick())
+        else:
+            self._tick_soon()
+
+    def crash_coordinator(self, *, kept: bool, down_s: float) -> None:
+        """It dies, and is back after so long; `kept`: what was being written has made it."""
+        self.note(f"the coordinator dies; kept={kept}")
+        self.process.alive = False
+        if kept:
+            for persist in self.unstored.values():
+                self.keep(persist.entry)
+        self.unstored.clear()
+        self.telephone.coordinator_died()
+        self.after(down_s, None, self._restart_coordinator)
+
+    def _restart_coordinator(self) -> None:
+        self.note("the coordinator is back")
+        self.process = Process("coordinator")
+        self.coordinator = self._new_coordinator()
+        self._tick_at, self._stored_at = None, self.now
+        self._tick_soon()
+
+    def to_be_stored(self, persist: Persist) -> None:
+        self._stored_at = max(self._stored_at, self.now) + self.injector.store_s()
+        self.at(self._stored_at, self.process, self._stored, persist)
+
+    def _stored(self, persist: Persist) -> None:
+        del self.unstored[persist.record]
+        if self.injector.store_fails():
+            self.note(f"the store fails: {show(persist.entry)}")
+            self.step(PersistFailed(persist.record, "disk full"))
+        else:
+            self.note(f"stored {show(persist.entry)}")
+            self.keep(persist.entry)
+            self.step(Persisted(persist.record))
+
+    # -- connections
+
+    def new_worker(self, name: str, location: Location, transports: tuple[str, ...] = ("tcp",)) -> TimedWorker:
+        return TimedWorker(self, name, location, transports)
+
+    def new_link(self, worker: SimWorker) -> Link:
+        return self.telephone.open(worker)
+
+    def said_up(self, worker: SimWorker, link: Link) -> None:
+        assert isinstance(link, TimedLink)
+        self.telephone.said_up(worker, link)
+
+    def said_down(self, worker: SimWorker, link: Link) -> None:
+        assert isinstance(link, TimedLink)
+        self.telephone.said_down(worker, link)
+
+    def link_lost(self, worker: SimWorker, link: Link) -> None:
+        assert isinstance(link, TimedLink)
+        self.injector.link_lost(link)
+        self.telephone.hung_up(worker, link)
+
+    # -- handles
+
+    def touch(self, handle: Handle) -> None:
+        """Have it checked after this event."""
+        self._touched[handle] = None
+
+    def handle_moved(self, handle: Handle) -> None:
+        self._touched[handle] = None
+        if handle.todo:
+            self._do_soon(handle, 0.0)
+        due = handle.member.next_deadline()
+        if due is not None and self._wakes.get(handle) != due:
+            self._wakes[handle] = due
+            self.at(max(due, self.now), handle.worker, self._wake, handle, due)
+
+    def _do_soon(self, handle: Handle, seconds: float) -> None:
+        if handle not in self._doing:
+            self._doing.add(handle)
+            self.after(seconds, handle.worker, self._do, handle)
+
+    def _do(self, handle: Handle) -> None:
+        """Its shell carries out what it can, as far as it comes."""
+        self._doing.discard(handle)
+        self._touched[handle] = None
+        while handle.todo:
+            action, left = handle.todo[0], len(handle.todo)
+            handle.do_next()
+            if handle.todo and handle.todo[0] is action and len(handle.todo) >= left:
+                return  # it takes time, and whoever ends it comes back here
+            if handle.todo and not isinstance(action, Say) and self.random.random() < GAP:
+                self._do_soon(handle, self.wires.wake())
+                return
+
+    def _wake(self, handle: Handle, due: float) -> None:
+        if self._wakes.get(handle) != due:
+            return
+        del self._wakes[handle]
+        self._touched[handle] = None
+        handle.apply(handle.member.tick(self.now))
+
+    def hook_called(self, handle: Handle) -> None:
+        self.after(self.random.choice((0.0, 0.01, 0.5)), handle.worker, self._hook_returns, handle)
+
+    def _hook_returns(self, handle: Handle) -> None:
+        if handle.hooks:
+            handle.hook_returns()
+
+    def fence_begun(self, handle: Handle, fence: Fence) -> None:
+        self._chunks_gone(handle)
+        self.after(self.fence_grace_s, handle.worker, self._fence_again, handle)
+        if fence.until is not None:
+            self.at(max(fence.until, self.now), handle.worker, self._fence_again, handle)
+
+    def _fence_again(self, handle: Handle) -> None:
+        if handle.fencing_since is not None:
+            self._do_soon(handle, 0.0)
+
+    def access_ended(self, handle: Handle) -> None:
+        if handle.fencing_since is not None:
+            self._do_soon(handle, 0.0)
+
+    def call_ended(self, handle: Handle, asked: Asked) -> None:
+        super().call_ended(handle, asked)
+        self.users.ended(handle, asked)
+
+    # -- lanes
+
+    def new_lane(self, reading: Reading, grant: Grant) -> Lane:
+        lane = TimedLane(reading, grant)
+        self.injector.spoils(lane)
+        return lane
+
+    def lane_made(self, lane: Lane) -> None:
+        self.after(self.wires.latency(), lane.reader.worker, self.wires.connect, lane)
+
+    def lanes_wanted(self, reading: Reading) -> None:
+        for lane in reading.lanes.values():
+            assert isinstance(lane, TimedLane)
+            self.wires.wake_reader(lane)
+
+    def chunks_offered(self, handle: Handle) -> None:
+        self._chunks_gone(handle)
+
+    def _chunks_gone(self, handle: Handle) -> None:
+        """What its lanes wait for has come, or never will."""
+        for lane in handle.serving:
+            assert isinstance(lane, TimedLane)
+            self.wires.wake_owner(lane)
+
+    def lane_closed(self, lane: Lane) -> None:
+        assert isinstance(lane, TimedLane)
+        self.wires.reader_gone(lane)
+
+    def lane_cut(self, lane: Lane) -> None:
+        assert isinstance(lane, TimedLane)
+        self.wires.cut(lane)
+
+    def lane_shut(self, lane: Lane) -> None:
+        assert isinstance(lane, TimedLane)
+        self.wires.shut(lane)
+
+    def reader_died(self, lane: Lane) -> None:
+        lane.end()
+
+    def source_died(self, lane: Lane) -> None:
+        assert isinstance(lane, TimedLane)
+        lane.access = None
+        lane.is_stopped = True
+        self.after(self.wires.latency(), lane.reader.worker, self.wires.lost, lane)

@@ -1,0 +1,214 @@
+"""What users of a simulated cluster do: groups that publish, fetch, leave and come back; orders for the whole model.
+
+Responsible for who calls what and when. Not responsible for what goes wrong (`injecting`), though a user's own mistakes
+(differing calls, hardly any time) are made here once a fault asks for them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from tensorhub.errors import StateError, TensorHubError
+from tensorhub.testing.handle import Asked, Handle
+from tensorhub.testing.process import TimedWorker
+from tensorhub.types import HandleState, Location, Selector
+from tensorhub.worker.calls import CloseCall, FillCall, PublishCall, UnpublishCall
+
+if TYPE_CHECKING:
+    from tensorhub.testing.simulated import SimulatedCluster
+
+HOLDING = (HandleState.READY, HandleState.DRAINING)
+TIMEOUTS_S = (3.0, 10.0, 30.0)
+NO_TIME_S = (0.0, 0.05, 0.5)
+LARGE_GROUP = 8
+
+
+@dataclass(eq=False)
+class Team:
+    """One group of a user: its ranks, whichever processes they are in now."""
+
+    name: str
+    world_size: int
+    spot: bool
+    ranks: list[Handle] = field(default_factory=list)
+    differs: bool = False  # its next call is not the same on all ranks
+
+
+class Users:
+    """Everybody who calls."""
+
+    def __init__(self, cluster: SimulatedCluster) -> None:
+        self._cluster = cluster
+        self._random = random = cluster.random
+        self.teams: list[Team] = []
+        self.numbers: set[int] = set()  # versions whose publish has returned
+        self.next_version = 1
+        self.hasty_until = 0.0  # calls have hardly any time
+        self.is_over = False  # nobody calls by himself any more
+        self._pause_s = random.choice((0.2, 0.5, 1.5))  # between two calls of one team, on average
+        self._fetch_rate = random.choice((0.0, 0.1, 0.3))
+        self._workers = 0
+
+    def __repr__(self) -> str:
+        return f"<Users in {len(self.teams)} groups, {len(self.numbers)} versions>"
+
+    def begin(self) -> None:
+        """Start everybody's processes."""
+        random = self._random
+        world_size = random.choice((1, 1, 1, 2, 2, 3, LARGE_GROUP))
+        for number in range(3 if world_size == LARGE_GROUP else random.randint(3, 5)):
+            odd = random.random() < 0.04
+            team = Team(f"g{number}", world_size + odd, random.random() < 0.15)
+            before = self.teams[-1] if self.teams and random.random() < 0.2 else None
+            for rank in range(team.world_size):
+                shared = before.ranks[rank].worker if before is not None and rank < len(before.ranks) else None
+                worker = shared or self.new_process()
+                team.ranks.append(worker.register(team.name, rank, team.world_size, spot=team.spot))
+            self.teams.append(team)
+            self._cluster.after(random.random(), None, self._turn, team)
+
+    def new_process(self) -> TimedWorker:
+        """A new worker, somewhere."""
+        random, name = self._random, f"w{self._workers}"
+        self._workers += 1
+        location = Location(site=random.choice(("here", "there")), host=random.choice((name, "shared")))
+        worker = self._cluster.worker(name, location)
+        assert isinstance(worker, TimedWorker)
+        return worker
+
+    def end(self) -> None:
+        """Nobody calls by himself any more."""
+        self.is_over = True
+        self.hasty_until = 0.0
+
+    # -- one team
+
+    def _turn(self, team: Team) -> None:
+        """Do something, or nothing if the last call runs; and again later."""
+        if self.is_over:
+            return
+        self._cluster.after(self._random.expovariate(1 / self._pause_s), None, self._turn, team)
+        self.enrol(team)
+        random = self._random
+        if self._fetch_rate and random.random() < self._fetch_rate:
+            self._fetch(team)
+        if random.random() < 0.08:
+            self._order(team)
+        ranks = [handle for handle in team.ranks if handle.worker.alive and handle.idle and handle.registered]
+        live = [handle for handle in team.ranks if handle.worker.alive]
+        if not ranks or (len(ranks) < len(live) and random.random() < 0.8):
+            return
+        self._call(team, ranks)
+
+    def enrol(self, team: Team) -> None:
+        """Register again whoever was refused, or has closed."""
+        for rank, handle in enumerate(team.ranks):
+            state, worker = handle.member.state, handle.worker
+            gone = handle.registration_error is not None or state is HandleState.CLOSED
+            if not worker.alive or not gone or not handle.idle or handle.serving:
+                continue
+            if state in HOLDING or state is HandleState.IN_DOUBT:
+                handle.close(1.0, abandon=True)
+            else:
+                worker.drop(handle)
+                team.ranks[rank] = worker.register(team.name, rank, team.world_size, spot=team.spot)
+
+    def replace(self, team: Team, rank: int) -> None:
+        """A new process takes a dead one's place."""
+        team.ranks[rank] = self.new_process().register(team.name, rank, team.world_size, spot=team.spot)
+
+    def _call(self, team: Team, ranks: list[Handle]) -> None:
+        random = self._random
+        what = random.choice(("publish", "publish", "publish", "fill", "fill", "fill", "fill", "fill", "unpublish", "rare"))
+        if what == "rare":
+            what = random.choice(("close", "refuse", "fill"))
+        number = self.next_version
+        if what == "publish":
+            self.next_version += 1
+            if random.random() < 0.05:
+                number = random.randint(0, self.next_version)
+        recent = max(0, self.next_version - random.randint(1, 2))
+        selector: Selector = random.choice(("latest", "latest", "latest", "latest-1", recent))
+        hold = random.random() < 0.3
+        timeout_s = random.choice(NO_TIME_S if self._cluster.now < self.hasty_until else TIMEOUTS_S)
+        differs, team.differs = team.differs, False
+        if differs:
+            self._cluster.injector.happens("differ")
+        for handle in ranks:
+            if differs and random.random() < 0.4:
+                if random.random() < 0.5:
+                    continue
+                what, number, selector = random.choice(("publish", "fill", "unpublish")), number + 1, "latest-1"
+            late_s = random.random() * random.choice((0.001, 0.001, 0.5))
+            self._cluster.after(late_s, handle.worker, self._one_call, handle, what, number, selector, hold, timeout_s)
+
+    def _one_call(self, handle: Handle, what: str, number: int, selector: Selector, hold: bool, timeout_s: float) -> None:
+        if not handle.idle or self.is_over:
+            return
+        state, random = handle.member.state, self._random
+        holds = state in HOLDING
+        self._cluster.touch(handle)
+        try:
+            match what:
+                case "publish" if holds:
+                    handle.unpublish(timeout_s)
+                case "publish":
+                    handle.publish(number, timeout_s)
+                case "fill" if holds or state is HandleState.IN_DOUBT or random.random() < 0.5:
+                    handle.update(selector, timeout_s, hold=hold)
+                case "fill":
+                    handle.replicate(selector, timeout_s, hold=hold)
+                case "unpublish":
+                    handle.unpublish(timeout_s)
+                case "close":
+                    handle.close(timeout_s, abandon=random.random() < 0.3)
+                case _:
+                    handle.refuse()
+        except StateError:
+            pass  # not in this state
+
+    def _fetch(self, team: Team) -> None:
+        random = self._random
+        workers = [handle.worker for handle in team.ranks if handle.worker.alive and not handle.worker.stopped_until]
+        if workers:
+            selector: Selector = random.choice(("latest", "latest", "latest-1", max(0, self.next_version - 1)))
+            fetcher = random.choice(workers).fetcher(random.randrange(team.world_size))
+            fetcher.fetch(selector, random.choice(TIMEOUTS_S))
+
+    def _order(self, team: Team) -> None:
+        """A worker asks for something that concerns the whole model."""
+        random = self._random
+        workers = [handle.worker for handle in team.ranks if handle.worker.alive]
+        worker = random.choice(workers) if workers else None
+        if worker is None or worker.link is None:
+            return
+        match random.choice(("rollback", "retain", "retain", "retain", "pin", "pin", "unpin")):
+            case "rollback":
+                worker.rollback(max(0, self.next_version - random.randint(1, 5)))
+            case "retain":
+                worker.retain(random.choice((0, 0, 1, 2)))
+            case "pin":
+                worker.pin(max(0, self.next_version - random.randint(1, 2)))
+            case "unpin":
+                if worker.pins:
+                    worker.unpin(random.choice(list(worker.pins)))
+
+    # -- what becomes of calls
+
+    def ended(self, handle: Handle, asked: Asked) -> None:
+        """A call is over: which way was that?"""
+        cluster, error = self._cluster, asked.error
+        if isinstance(error, TensorHubError):
+            cluster.took(f"call ended with {type(error).__name__}")
+            if error.memory == "in_doubt":
+                cluster.took("left in doubt")
+        match asked.what:
+            case PublishCall() if error is None:
+                self.numbers.add(asked.what.version)
+            case UnpublishCall() | CloseCall() if not asked.online:
+                cluster.took("left offline")
+            case FillCall() if error is None and handle.pull is not None and handle.pull.books.retries:
+                cluster.took("fill completed after a failure")
+            case _:
+                pass

@@ -1,0 +1,78 @@
+"""The simulator itself: what a seed stands for, that it is a trace, and that each kind of fault can happen."""
+
+from __future__ import annotations
+
+import pickle
+from collections import Counter
+
+import pytest
+
+from tensorhub.testing import Fault, GuaranteeBroken, SimulatedCluster
+from tensorhub.testing.search import run_seed
+from tensorhub.types import HandleState
+
+
+@pytest.mark.parametrize("seeds", [range(first, first + 10) for first in range(0, 60, 10)], ids=lambda s: f"{s.start}")
+def test_guarantees_hold_under_faults(seeds: range) -> None:
+    for seed in seeds:
+        run_seed(seed)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+def test_guarantees_hold_under_many_more_faults() -> None:
+    for seed in range(1_000_000, 1_005_000):
+        run_seed(seed)
+
+
+@pytest.mark.parametrize("seed", [3, 7, 11])
+def test_same_seed_same_trace(seed: int) -> None:
+    assert run_seed(seed).end_hash == run_seed(seed).end_hash != run_seed(seed + 1).end_hash
+
+
+def test_a_report_says_what_happened_and_can_be_pickled() -> None:
+    report = run_seed(5)
+    assert report.seed == 5
+    assert report.events >= 1000
+    assert report.groups >= 3
+    assert report.versions >= 3
+    assert len(report.faults) >= 3
+    assert report.paths
+    assert pickle.loads(pickle.dumps(report)) == report
+
+
+@pytest.mark.parametrize("kind", Fault)
+def test_each_kind_of_fault_can_be_had_alone(kind: Fault) -> None:
+    """RESTART and PREEMPT need something to happen to."""
+    allowed = {kind, Fault.CRASH} if kind is Fault.RESTART else {kind}
+    happened = Counter[str]()
+    for seed in range(40):
+        happened.update(run_seed(seed, faults=allowed, events=300).faults)
+        if happened[kind]:
+            break
+    assert happened[kind]
+    assert set(happened) <= allowed
+
+
+def test_without_faults_everything_ends_well() -> None:
+    report = run_seed(1, faults=())
+    assert not report.faults
+    assert report.versions >= 3
+
+
+def test_a_failing_run_says_how_to_see_it_again() -> None:
+    cluster = SimulatedCluster(4, faults={Fault.CRASH, Fault.CUT}, events=200)
+
+    def damage() -> None:
+        for handle in cluster.live_handles():
+            if handle.member.state is HandleState.READY:
+                handle.cells = ["damaged"] * len(handle.cells)
+                cluster.touch(handle)
+        cluster.after(0.1, None, damage)
+
+    cluster.at(0.1, None, damage)
+    with pytest.raises(GuaranteeBroken) as caught:
+        cluster.run()
+    text = str(caught.value)
+    assert "G1: " in text or "G6: " in text
+    assert text.splitlines()[-1] == "reproduce: tensorhub simulate --seed 4 --faults crash,cut --events 200"
