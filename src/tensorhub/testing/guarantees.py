@@ -204,13 +204,19 @@ class Guarantees:
         numbers = self.published.get(model, {})
         wanted = [self.policy.get(model, 0), *(latest for name, latest in self.wishes.values() if name == model)]
         newest = sorted(numbers, reverse=True)[: min(wanted)]
-        pinned = [number for name, number in self.pins.values() if name == model and number in numbers]
+        pins = [number for pin, (name, number) in self.pins.items() if name == model and self._counts(pin)]
+        pinned = [number for number in pins if number in numbers]
         return frozenset(numbers[number] for number in [*newest, *pinned])
 
     def wish(self, request: int, model: str, latest: int) -> None:
         """A `retain` is said: from now on it may count."""
         self.wishes[request] = (model, latest)
         self._loosen(model)
+
+    def _counts(self, pin: str) -> bool:
+        """Whether its worker is not taken for dead: a pin ends with its worker, which may not know that yet."""
+        known = self._cluster.coordinator.cluster.workers
+        return any(pin in worker.pins and worker.incarnation in known for worker in self._cluster.workers.values())
 
     def unpin(self, pin: str) -> None:
         """From now on it may count no more."""
