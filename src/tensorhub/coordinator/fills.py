@@ -181,6 +181,7 @@ class Fills:
             part.ready = holders[rank] or part.has_written
             if part.begun is not None:
                 version.manifests.setdefault(part.shard, part.begun.content.manifest)
+                self._cluster.note(version)
         if not operation.unchanged:
             self._start(operation)
         return None
