@@ -12,7 +12,7 @@ from tensorhub.coordinator.entities import DECIDED_KEPT_MAX, Blame, Cluster, Mem
 from tensorhub.coordinator.kinds import Kind
 from tensorhub.coordinator.states import OperationState
 from tensorhub.errors import CoordinatorUnavailable, GroupAborted
-from tensorhub.messages import ErrorInfo, OrderedOut, Outcome
+from tensorhub.messages import EpochChanged, ErrorInfo, OrderedOut, Outcome
 from tensorhub.types import OpKey, OpKind, VersionInfo
 
 
@@ -123,6 +123,10 @@ class Decisions:
                 text = f"the membership of group {member.group.name!r} changed, or its coordinator restarted; call again"
                 outcome = Outcome(key, member.rank, False, False, None, ErrorInfo.of(GroupAborted(text)))
         self._cluster.tell(member, outcome)
+        group = member.group
+        if outcome.error is not None and key.epoch == group.epoch and key not in group.decided:
+            # So long ago that nobody remembers: its next call counts for what the others do then.
+            self._cluster.tell(member, EpochChanged(group.model.name, group.name, group.epoch, group.sequence))
         info = outcome.version
         if info is not None:
             version = member.group.model.versions.get(info.version)
