@@ -12,8 +12,7 @@ import pytest
 from tensorhub.coordinator import Action, Coordinator, Event, invariants
 from tensorhub.coordinator.entities import Cluster, Group, Holding, Member, Noted, Operation, RankPart, Withdrawal
 from tensorhub.machine import InvariantBroken, Stateful
-from tensorhub.testing import PureCluster
-from tests.property.chaos import Chaos
+from tensorhub.testing import PureCluster, SimulatedCluster
 
 Step = Callable[[Coordinator, Event, float], list[Action]]
 Thing = Noted | Holding | RankPart | Withdrawal
@@ -23,7 +22,7 @@ UNCHECKED = {"story", "watchers", "heard_at", "waiting", "withdrawals"}  # of no
 
 def simulate(seed: int) -> None:
     """A run in which much happens."""
-    Chaos(seed, steps=250).run()
+    SimulatedCluster(seed, events=300).run()
 
 
 # ------------------------------------------------------------------------------------------- what a step has changed

@@ -15,9 +15,9 @@ from tensorhub.coordinator.entities import Worker
 from tensorhub.coordinator.states import WorkerState
 from tensorhub.machine import IllegalTransition, counting_transitions
 from tensorhub.scheduler.pull import Pull
+from tensorhub.testing import SimulatedCluster
 from tensorhub.testing.coverage import MACHINES, UNBUILT, transitions
 from tensorhub.types import LeaseId, Location
-from tests.property.chaos import Chaos
 
 PURE = ("coordinator", "worker", "scheduler")
 
@@ -51,10 +51,10 @@ def test_each_transition_has_one_name_and_what_is_unbuilt_is_a_transition() -> N
 def test_each_transition_is_counted_by_its_name() -> None:
     with counting_transitions() as counted:
         for seed in range(3):
-            Chaos(seed).run()
+            SimulatedCluster(seed).run()
     assert set(counted) <= set(transitions())
     assert set(UNBUILT).isdisjoint(counted)
-    for machine in MACHINES[:-1]:  # the harness has a pull of its own
+    for machine in MACHINES:
         assert any(name.startswith(f"{machine.name}: ") for name in counted), machine.name
 
 

@@ -194,6 +194,8 @@ class Guarantees:
 
     def retained(self, model: str) -> frozenset[str]:
         """Content ids that must stay: what every `retain` and pin that has returned agrees on (G5)."""
+        if self.strangers:
+            return frozenset()
         numbers = self.published.get(model, {})
         wanted = [self.policy.get(model, 0), *(latest for name, latest in self.wishes.values() if name == model)]
         newest = sorted(numbers, reverse=True)[: min(wanted)]

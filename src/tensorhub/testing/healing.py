@@ -30,7 +30,6 @@ class Healing:
         """Demand convergence. Raises GuaranteeBroken."""
         cluster = self._cluster
         waiting = self._ask_before_healing()
-        cluster.users.end()
         self._rest("after the last fault")
         cluster.run_until(lambda: False, 2 * cluster.options.lease_s)
         self._rest("two leases after the last fault")
