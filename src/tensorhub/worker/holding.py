@@ -74,6 +74,7 @@ class Holding(Stateful[HandleState]):
         self.salvage: Content | None = None  # TORN host copy: what was verified can be copied by this worker, under this
         self.staged: Content | None = None  # voted for, in staging memory; `content` is still held, until it is applied
         self.applying = False  # `staged` was committed, and is on its way into the memory
+        self._is_out = False  # and meanwhile somebody said that what is held is not to be kept
         self._rank = rank
 
     def __repr__(self) -> str:
@@ -209,6 +210,9 @@ class Holding(Stateful[HandleState]):
         self._rank.act(FreeStaging())
         if whole:
             self.filled()
+            if self._is_out:  # whether it is to be kept is asked again, now that it can be given up
+                self._is_out = False
+                self.restate()
         else:
             self.tear()
             self.restate()
@@ -269,7 +273,9 @@ class Holding(Stateful[HandleState]):
 
     def not_kept(self) -> None:
         """The coordinator does not know the content that was restated. What is about to be overwritten is fenced already."""
-        if self.state is HandleState.READY and not self.fencing and not self.applying:
+        if self.applying:
+            self._is_out = True
+        elif self.state is HandleState.READY and not self.fencing:
             number = self.version
             self._let_go(HandleState.EMPTY, "ordered out: the coordinator does not know that content")
             self.given_up = number
@@ -285,8 +291,11 @@ class Holding(Stateful[HandleState]):
         """What was held is retired. What is on its way out, or about to be overwritten, is fenced without that word; if it
         is announced again after all, the answer is that it is not kept.
         """
+        if self.applying:
+            self._is_out = True
+            return
         held = self.content is not None and self.content.version.content_id == order.content_id
-        if held and self.state is HandleState.READY and not self.fencing and not self.applying:
+        if held and self.state is HandleState.READY and not self.fencing:
             self._let_go(HandleState.EMPTY, order.reason)
 
     def spoil(self) -> None:
@@ -306,7 +315,7 @@ class Holding(Stateful[HandleState]):
         """
         number = self.content.version.version if self.content is not None else None
         if self.applying:
-            pass
+            self._is_out = True
         elif self.state is HandleState.READY and not self.fencing:
             self._let_go(HandleState.EMPTY, "the coordinator has lost its state")
             self.given_up = number
