@@ -10,7 +10,7 @@ comes after a fence. Access to memory is `worker.owner`'s.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from tensorhub.errors import LeaseLost
 from tensorhub.machine import InvariantBroken, Stateful
@@ -263,8 +263,11 @@ class Holding(Stateful[HandleState]):
             content = self.staged
         elif self.state is HandleState.IN_DOUBT or (holds and not self.fencing):
             content = self.content
-        whole = content is not None and not content.spoiled
-        self._rank.say(self._rank.enrolment.register(content.held() if content is not None and whole else None))
+        held = content.held() if content is not None and not content.spoiled else None
+        undecided = content is self.voted or (self.state is HandleState.IN_DOUBT and self.staged is None)
+        if held is not None and undecided:
+            held = replace(held, voted=True)
+        self._rank.say(self._rank.enrolment.register(held))
 
     def restate_after(self, commit: OpKey) -> None:
         """A coordinator that knows a commit from its records only does not know that this memory holds it."""
