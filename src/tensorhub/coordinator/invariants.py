@@ -300,7 +300,8 @@ def _operation(cluster: Cluster, operation: Operation) -> None:
     starving = not (operation.writing or operation.unchanged) or any(part.starves for part in parts)
     waits = group.model.waiting.get(operation.key) is operation
     if operation.state is not OperationState.PREPARED:
-        _demand(waits == (operation.gathered and starving), "who lacks a source waits for one (G7)", operation)
+        must_wait = operation.gathered and (starving or bool(operation.staying))
+        _demand(waits == must_wait, "who lacks a source, or a leave, waits for it (G7)", operation)
     for rank, part in operation.parts.items():
         _demand(part.operation is operation and part.rank == rank, "a part is its operation's, filed by rank", operation)
         for lease in part.leases.values():
