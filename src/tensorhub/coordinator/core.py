@@ -44,6 +44,7 @@ from tensorhub.messages import (
     Deregister,
     Describe,
     Description,
+    DigestedAgain,
     Done,
     ErrorInfo,
     Fill,
@@ -275,7 +276,8 @@ class Coordinator(Stateful[CoordinatorState]):
         | Pin
         | Unpin
         | CopyRefused
-        | Kept,
+        | Kept
+        | DigestedAgain,
     ) -> None:
         match message:
             case Heartbeat():
@@ -307,6 +309,8 @@ class Coordinator(Stateful[CoordinatorState]):
                 self._retentions.pin(worker, message)
             case Unpin():
                 self._retentions.unpin(worker, message)
+            case DigestedAgain():
+                self._operations.digested_again(worker, message)
             case CopyRefused():
                 self._custody.refused(worker, message.copy)
             case Kept():
@@ -413,7 +417,9 @@ class Coordinator(Stateful[CoordinatorState]):
             if cluster.changed_models:
                 name = next(iter(cluster.changed_models))
                 del cluster.changed_models[name]
-                model = cluster.models[name]
+                model = cluster.models.get(name)
+                if model is None:
+                    continue  # it was forgotten since
                 self._versions.refresh(model)
                 self._retentions.settle(model)
                 self._withdrawals.settle(model)

@@ -179,8 +179,8 @@ def _model(cluster: Cluster, model: Model) -> None:
 
 
 def _version(cluster: Cluster, version: Version) -> None:
-    model = cluster.models[version.info.model]
-    if model.versions.get(version.number) is not version:
+    model = cluster.models.get(version.info.model)
+    if model is None or model.versions.get(version.number) is not version:
         gone = version.state not in KEPT and not any(version.holdings.values())
         _demand(gone, "only discarded and retired versions are forgotten", version)
         return
@@ -270,6 +270,7 @@ def _replica(cluster: Cluster, group: Group, replica: Replica) -> None:
         _demand(holding.complete or not holding.committed, "committed holdings are complete", holding)
         if replica.state is ReplicaState.READY:
             _demand(holding.committed, "a ready replica's holdings are committed (G4)", replica)
+        _demand(holding.leaving or not holding.quarantined, "what is quarantined is no source (R8)", holding)
         if not holding.leaving:
             _demand(replica.state in LIVING, "torn and gone replicas have no candidates", holding)
             _demand(holding.member.holding is holding, "a holding is what its member holds", holding)
@@ -300,8 +301,8 @@ def _operation(cluster: Cluster, operation: Operation) -> None:
     starving = not (operation.writing or operation.unchanged) or any(part.starves for part in parts)
     waits = group.model.waiting.get(operation.key) is operation
     if operation.state is not OperationState.PREPARED:
-        must_wait = operation.gathered and (starving or bool(operation.staying))
-        _demand(waits == must_wait, "who lacks a source, or a leave, waits for it (G7)", operation)
+        wants = operation.gathered and (starving or bool(operation.staying))
+        _demand(waits == wants, "who lacks a source, or somebody to take over, waits (G7)", operation)
     for rank, part in operation.parts.items():
         _demand(part.operation is operation and part.rank == rank, "a part is its operation's, filed by rank", operation)
         for lease in part.leases.values():

@@ -12,6 +12,7 @@ from collections.abc import Iterable
 from tensorhub.coordinator.entities import (
     Cluster,
     Holding,
+    Model,
     Operation,
     RankPart,
     ReadLease,
@@ -188,11 +189,11 @@ class Readers:
         for lease in list(part.leases.values()):
             self.release(lease, why)
 
-    def failed(self, part: RankPart, lease_id: str, reason: str, detail: str) -> None:
-        """The reader gave this source up; it gets another, or after a while the same one."""
+    def failed(self, part: RankPart, lease_id: str, reason: str, detail: str) -> Holding | None:
+        """The reader gave this source up; it gets another, or after a while the same one. Returns what it had read."""
         lease = part.leases.get(lease_id) or self._cluster.leases.get(lease_id)
         if lease is None or lease.part is not part:
-            return
+            return None
         self.release(lease, reason)
         if reason != "dropped":
             source = lease.holding.member.worker
@@ -202,6 +203,7 @@ class Readers:
             wait_s = min(RETRY_S_FIRST * 2 ** min(failures - 1, 16), RETRY_S_MAX)
             part.retry_at[incarnation] = self._cluster.now + wait_s
             self.set_retry_timer(part.operation)
+        return lease.holding
 
     def set_retry_timer(self, operation: Operation) -> None:
         """Look again when the first source that has failed a reader may be tried again."""
@@ -301,6 +303,12 @@ class Readers:
                 self.move(lease)
         self._end(holding, cut=False)
 
+    def quarantine(self, holding: Holding) -> None:
+        """Its bytes have changed: nobody reads it any more. Its owner has it, and hears of it, until it takes it back."""
+        holding.quarantined = True
+        self.leave(holding, "its bytes have changed", on_purpose=False)
+        self.cut_readers(holding, "the source's bytes have changed", moved=True)
+
     def tear(self, holding: Holding) -> None:
         """Its fill was broken off: nobody may read it, its owner changes the generation by itself."""
         self.leave(holding, "fill broken off", on_purpose=False)
@@ -313,7 +321,7 @@ class Readers:
         version, member, replica = holding.version, holding.member, holding.replica
         version.holdings[holding.shard].remove(holding)
         if holding.complete:
-            self._reconsider_readers(version)
+            self._reconsider_readers(version, member.group.model)
         if on_purpose and version.visible and not version.has_live_source():
             version.abandoned = True
         if member.holding is holding:
@@ -324,12 +332,12 @@ class Readers:
             self._cluster.become(replica, ReplicaState.DRAINING, why)
         self._cluster.touch(member.group.model)
 
-    def _reconsider_readers(self, version: Version) -> None:
-        """Who holds all of it has left: its readers may have to complete one another."""
+    def _reconsider_readers(self, version: Version, model: Model) -> None:
+        """Who holds all of it has left: its readers, also those that wait for a source, may have to complete one another."""
         if not all(map(version.is_whole, version.holdings)):
-            for lease in self._cluster.leases.values():
-                if lease.part.operation.version is version:
-                    self._cluster.changed(lease.part.operation)
+            for group in model.groups.values():
+                if group.operation is not None and group.operation.version is version:
+                    self._cluster.changed(group.operation)
 
     def move(self, lease: ReadLease) -> None:
         """Give the reader another source, if there is one, and let it leave this one."""

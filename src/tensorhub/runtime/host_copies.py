@@ -189,6 +189,7 @@ class HostCopies:
             raise StateError("prefetch() needs host memory: set Options.host_memory_bytes")
         if handle.member.state is HandleState.CLOSED:
             raise StateError(f"{shard.title} is closed; register again")
+        handle.member.tell_loss()
         copy = self._prefetched.get(shard.registration)
         if copy is None:
             self.budget.plan("", Purpose.PREFETCH, manifest.nbytes)  # before anything is said

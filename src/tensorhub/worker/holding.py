@@ -40,6 +40,8 @@ class Content:
     manifest: Manifest
     generation: int
     retained: bool = False  # it is to be kept (R4), as far as was heard
+    published: bool = False  # by this rank; else it was read from others
+    spoiled: bool = False  # its bytes have changed: it is not what it says, and counts for nothing
 
     def held(self) -> Held:
         """The same, for the coordinator."""
@@ -110,7 +112,7 @@ class Holding(Stateful[HandleState]):
         s = self._rank.shard
         assert s.manifest is not None
         info = VersionInfo(s.model, version, "", s.manifest.nbytes, s.world_size)
-        self.voted = Content(info, s.manifest, generation)
+        self.voted = Content(info, s.manifest, generation, published=True)
         self._rank.act(OpenMemory(generation, "", s.manifest, complete=True))
 
     def publish(self, version: VersionInfo) -> None:
@@ -261,7 +263,8 @@ class Holding(Stateful[HandleState]):
             content = self.staged
         elif self.state is HandleState.IN_DOUBT or (holds and not self.fencing):
             content = self.content
-        self._rank.say(self._rank.enrolment.register(content.held() if content is not None else None))
+        whole = content is not None and not content.spoiled
+        self._rank.say(self._rank.enrolment.register(content.held() if content is not None and whole else None))
 
     def restate_after(self, commit: OpKey) -> None:
         """A coordinator that knows a commit from its records only does not know that this memory holds it."""
@@ -295,10 +298,20 @@ class Holding(Stateful[HandleState]):
         if held and self.state is HandleState.READY and not self.fencing:
             self._let_go(HandleState.EMPTY, order.reason)
 
+    def spoil(self) -> None:
+        """Its bytes have changed since they were published, or verified (R8). A publisher has it until it takes it back, and
+        is told then; who has read it from others gives it up.
+        """
+        assert self.content is not None
+        self.content.spoiled = True
+        if self.state is HandleState.READY and not self.content.published and not self.fencing and not self.applying:
+            self._let_go(HandleState.EMPTY, "its bytes have changed")
+
     def lose(self, *, told: bool) -> None:
         """The coordinator has lost its state: nobody knows of this content, nor will anybody of the vote for it.
 
-        What is about to be fenced, filled or torn is its call's to end.
+        What is about to be fenced, filled, torn or overwritten by what was staged is its call's to end. A host copy has no
+        caller who would have to be told.
         """
         number = self.content.version.version if self.content is not None else None
         if self.applying:
@@ -307,17 +320,20 @@ class Holding(Stateful[HandleState]):
             self._let_go(HandleState.EMPTY, "the coordinator has lost its state")
             self.given_up = number
         elif self.doubt is not None:
-            is_whole, self.doubt = self._publishes or self.staged is not None, None
-            if self.staged is not None:
-                self.staged = None
-                self._rank.act(FreeStaging())
-            state = HandleState.EMPTY if is_whole else HandleState.TORN
-            why = "in doubt, and the coordinator has lost its state"
-            if self.content is not None:
-                self._let_go(state, why)
-            else:
-                self._become(state, why)
-        self.is_loss_untold = not told and self.state is not HandleState.CLOSED
+            self._lose_doubt()
+        self.is_loss_untold = not told and not self.is_host and self.state is not HandleState.CLOSED
+
+    def _lose_doubt(self) -> None:
+        intact, why = self.staged is not None or self._publishes, "in doubt, and the coordinator has lost its state"
+        self.doubt = None
+        if self.staged is not None:
+            self.staged = None
+            self._rank.act(FreeStaging())
+        state = HandleState.EMPTY if intact else HandleState.TORN
+        if self.content is not None:
+            self._let_go(state, why)
+        else:
+            self._become(state, why)
 
     def loss_error(self) -> LeaseLost:
         """What tells of that loss."""
