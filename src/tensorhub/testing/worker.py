@@ -48,6 +48,7 @@ from tensorhub.testing.handle import Asked, Handle
 from tensorhub.testing.network import Link
 from tensorhub.types import Endpoint, HandleState, Location, Medium, Purpose
 from tensorhub.worker.calls import FillCall, UnpublishCall
+from tensorhub.worker.copies import Copies
 from tensorhub.worker.enrolment import Shard
 from tensorhub.worker.owner import Owner
 
@@ -70,6 +71,7 @@ class SimWorker:
         self.owner = Owner()
         self.manifests: dict[str, Manifest] = {}
         self.handles: list[Handle] = []
+        self.host_copies = Copies()
         self.link: Link | None = None
         self.unsure_at = 0.0  # when the coordinator could last not count on it
         self.cut: set[str] = set()  # leases whose readers are served no more
@@ -112,6 +114,7 @@ class SimWorker:
     def drop(self, handle: Handle) -> None:
         """Forget a handle that has served."""
         self.handles.remove(handle)
+        self.host_copies.remove(handle.shard.registration)
         self.cluster.by_registration.pop(handle.shard.registration, None)
 
     def new_request(self, handle: Handle) -> int:
