@@ -417,7 +417,9 @@ class Coordinator(Stateful[CoordinatorState]):
             if cluster.changed_models:
                 name = next(iter(cluster.changed_models))
                 del cluster.changed_models[name]
-                model = cluster.models[name]
+                model = cluster.models.get(name)
+                if model is None:
+                    continue  # it was forgotten since
                 self._versions.refresh(model)
                 self._retentions.settle(model)
                 self._withdrawals.settle(model)

@@ -442,8 +442,8 @@ class Model:
     @property
     def is_used(self) -> bool:
         """Whether anything is known of it, or anybody wants to know."""
-        holds = self.versions or self.groups or self.pins or self.rollbacks or self.watchers or self.retain
-        return bool(holds) or self.mark is not None
+        known = self.versions or self.groups or self.pins or self.copies or self.retain or self.mark is not None
+        return bool(known or self.rollbacks or self.unanswered or self.watchers)
 
     def newest_visible(self, skip: int = 0) -> Version | None:
         """The newest visible version, or the one `skip` places before it. None, too, where that one is lost for good: after

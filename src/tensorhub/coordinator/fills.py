@@ -172,7 +172,7 @@ class Fills:
         fresh = [rank for rank, part in operation.parts.items() if not holders[rank] and not part.has_written]
         if fresh and (not version.has_live_source() or self._must_wait(operation, version)):
             return None
-        operation.version = version
+        operation.version, operation.staying = version, []
         operation.unchanged = all(holders.values())
         self._cluster.become(operation, OperationState.RUNNING, f"bound to {version.number}")
         for rank, part in operation.parts.items():
@@ -181,6 +181,7 @@ class Fills:
             part.ready = holders[rank] or part.has_written
             if part.begun is not None:
                 version.manifests.setdefault(part.shard, part.begun.content.manifest)
+                self._cluster.note(version)
         if not operation.unchanged:
             self._start(operation)
         return None

@@ -179,8 +179,8 @@ def _model(cluster: Cluster, model: Model) -> None:
 
 
 def _version(cluster: Cluster, version: Version) -> None:
-    model = cluster.models[version.info.model]
-    if model.versions.get(version.number) is not version:
+    model = cluster.models.get(version.info.model)
+    if model is None or model.versions.get(version.number) is not version:
         gone = version.state not in KEPT and not any(version.holdings.values())
         _demand(gone, "only discarded and retired versions are forgotten", version)
         return
@@ -301,7 +301,8 @@ def _operation(cluster: Cluster, operation: Operation) -> None:
     starving = not (operation.writing or operation.unchanged) or any(part.starves for part in parts)
     waits = group.model.waiting.get(operation.key) is operation
     if operation.state is not OperationState.PREPARED:
-        _demand(waits == (operation.gathered and starving), "who lacks a source waits for one (G7)", operation)
+        wants = operation.gathered and (starving or bool(operation.staying))
+        _demand(waits == wants, "who lacks a source, or somebody to take over, waits (G7)", operation)
     for rank, part in operation.parts.items():
         _demand(part.operation is operation and part.rank == rank, "a part is its operation's, filed by rank", operation)
         for lease in part.leases.values():

@@ -12,6 +12,7 @@ from collections.abc import Iterable
 from tensorhub.coordinator.entities import (
     Cluster,
     Holding,
+    Model,
     Operation,
     RankPart,
     ReadLease,
@@ -320,7 +321,7 @@ class Readers:
         version, member, replica = holding.version, holding.member, holding.replica
         version.holdings[holding.shard].remove(holding)
         if holding.complete:
-            self._reconsider_readers(version)
+            self._reconsider_readers(version, member.group.model)
         if on_purpose and version.visible and not version.has_live_source():
             version.abandoned = True
         if member.holding is holding:
@@ -331,12 +332,12 @@ class Readers:
             self._cluster.become(replica, ReplicaState.DRAINING, why)
         self._cluster.touch(member.group.model)
 
-    def _reconsider_readers(self, version: Version) -> None:
-        """Who holds all of it has left: its readers may have to complete one another."""
+    def _reconsider_readers(self, version: Version, model: Model) -> None:
+        """Who holds all of it has left: its readers, also those that wait for a source, may have to complete one another."""
         if not all(map(version.is_whole, version.holdings)):
-            for lease in self._cluster.leases.values():
-                if lease.part.operation.version is version:
-                    self._cluster.changed(lease.part.operation)
+            for group in model.groups.values():
+                if group.operation is not None and group.operation.version is version:
+                    self._cluster.changed(group.operation)
 
     def move(self, lease: ReadLease) -> None:
         """Give the reader another source, if there is one, and let it leave this one."""

@@ -370,7 +370,7 @@ class SimWorker:
             guarantees.policy[wish[0]] = wish[1]
         pin = self._asked_pins.pop(request, "")
         if pin in self.pins and not refused:
-            guarantees.pins[pin] = self.pins[pin]
+            guarantees.pins[pin] = (*self.pins[pin], self.incarnation)
         elif pin in self.unpinned and not refused:
             del self.unpinned[pin]
         elif pin in self.pins:

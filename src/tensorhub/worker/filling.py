@@ -341,7 +341,7 @@ class Filling(GroupCall):
         if not shard.serves or len(self._copied) == chunks:
             return False
         found = self._rank.copies.find(self._version.content_id)
-        found = [c for c in found if c not in self._tried and c.registration != shard.registration]
+        found = [c for c in found if c not in self._tried]
         if not found:
             return False
         self.phase = Phase.COPYING

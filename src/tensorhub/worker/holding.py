@@ -74,6 +74,7 @@ class Holding(Stateful[HandleState]):
         self.salvage: Content | None = None  # TORN host copy: what was verified can be copied by this worker, under this
         self.staged: Content | None = None  # voted for, in staging memory; `content` is still held, until it is applied
         self.applying = False  # `staged` was committed, and is on its way into the memory
+        self._is_out = False  # and meanwhile somebody said that what is held is not to be kept
         self._rank = rank
 
     def __repr__(self) -> str:
@@ -209,6 +210,9 @@ class Holding(Stateful[HandleState]):
         self._rank.act(FreeStaging())
         if whole:
             self.filled()
+            if self._is_out:  # whether it is to be kept is asked again, now that it can be given up
+                self._is_out = False
+                self.restate()
         else:
             self.tear()
             self.restate()
@@ -269,7 +273,9 @@ class Holding(Stateful[HandleState]):
 
     def not_kept(self) -> None:
         """The coordinator does not know the content that was restated. What is about to be overwritten is fenced already."""
-        if self.state is HandleState.READY and not self.fencing and not self.applying:
+        if self.applying:
+            self._is_out = True
+        elif self.state is HandleState.READY and not self.fencing:
             number = self.version
             self._let_go(HandleState.EMPTY, "ordered out: the coordinator does not know that content")
             self.given_up = number
@@ -285,8 +291,11 @@ class Holding(Stateful[HandleState]):
         """What was held is retired. What is on its way out, or about to be overwritten, is fenced without that word; if it
         is announced again after all, the answer is that it is not kept.
         """
+        if self.applying:
+            self._is_out = True
+            return
         held = self.content is not None and self.content.version.content_id == order.content_id
-        if held and self.state is HandleState.READY and not self.fencing and not self.applying:
+        if held and self.state is HandleState.READY and not self.fencing:
             self._let_go(HandleState.EMPTY, order.reason)
 
     def spoil(self) -> None:
@@ -301,16 +310,30 @@ class Holding(Stateful[HandleState]):
     def lose(self, *, told: bool) -> None:
         """The coordinator has lost its state: nobody knows of this content, nor will anybody of the vote for it.
 
-        What is about to be fenced, filled or torn is its call's to end.
+        What is about to be fenced, filled, torn or overwritten by what was staged is its call's to end. A host copy has no
+        caller who would have to be told.
         """
         number = self.content.version.version if self.content is not None else None
-        if self.state is HandleState.READY and not self.fencing:
+        if self.applying:
+            self._is_out = True
+        elif self.state is HandleState.READY and not self.fencing:
             self._let_go(HandleState.EMPTY, "the coordinator has lost its state")
             self.given_up = number
         elif self.doubt is not None:
-            state, self.doubt = HandleState.EMPTY if self._publishes else HandleState.TORN, None
-            self._let_go(state, "in doubt, and the coordinator has lost its state")
-        self.is_loss_untold = not told and self.state is not HandleState.CLOSED
+            self._lose_doubt()
+        self.is_loss_untold = not told and not self.is_host and self.state is not HandleState.CLOSED
+
+    def _lose_doubt(self) -> None:
+        intact, why = self.staged is not None or self._publishes, "in doubt, and the coordinator has lost its state"
+        self.doubt = None
+        if self.staged is not None:
+            self.staged = None
+            self._rank.act(FreeStaging())
+        state = HandleState.EMPTY if intact else HandleState.TORN
+        if self.content is not None:
+            self._let_go(state, why)
+        else:
+            self._become(state, why)
 
     def loss_error(self) -> LeaseLost:
         """What tells of that loss."""

@@ -83,7 +83,7 @@ class Member:
     ) -> None:
         self.shard = shard
         copies = copies if copies is not None else Copies()
-        self._rank = Rank(shard, requests, generations, copies.of_shard(shard.number))
+        self._rank = Rank(shard, requests, generations, copies.beside(shard))
         self._enrolment = self._rank.enrolment
         self._holding = Holding(self._rank)
         self._manifests = Manifests(manifests, shard)
