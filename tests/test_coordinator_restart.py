@@ -5,19 +5,23 @@ from __future__ import annotations
 import contextlib
 import shutil
 from collections.abc import AsyncIterator
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import anyio
 import pytest
 
 import tensorhub
-from tensorhub.errors import LeaseLost, StateError
+from tensorhub.errors import CoordinatorUnavailable, LeaseLost, StateError
 from tensorhub.hub import Hub
-from tensorhub.types import FetchReport, VersionInfo, parse_address
+from tensorhub.types import FetchReport, Options, VersionInfo, parse_address
 from tensorhub.weights import Weights
-from tests.rig import CHUNK_BYTES, CHUNKS, OPTIONS, connect, gated, holds, nothing_left, tensors, until, write
+from tests.rig import CHUNK_BYTES, CHUNKS, OPTIONS, Tensors, connect, gated, holds, nothing_left, tensors, until, write
+from tests.test_errors import accessed
 
 NBYTES = CHUNKS * CHUNK_BYTES
+HOSTED = replace(OPTIONS, host_memory_bytes=NBYTES)
 
 
 class Restartable:
@@ -45,12 +49,14 @@ class Restartable:
 
 
 @contextlib.asynccontextmanager
-async def cluster(*names: str, state_dir: Path | None = None) -> AsyncIterator[tuple[Restartable, list[Hub]]]:
+async def cluster(
+    *names: str, state_dir: Path | None = None, options: Options = OPTIONS
+) -> AsyncIterator[tuple[Restartable, list[Hub]]]:
     async with nothing_left(), contextlib.AsyncExitStack() as stack:
         coordinator = Restartable(state_dir)
         await coordinator.start()
         stack.push_async_callback(coordinator.stop)
-        yield coordinator, [await stack.enter_async_context(connect(coordinator.address, name)) for name in names]
+        yield coordinator, [await stack.enter_async_context(connect(coordinator.address, name, options)) for name in names]
 
 
 async def ranks_of(hubs: list[Hub], group: str, content: int | None = None) -> list[Weights]:
@@ -267,3 +273,73 @@ async def test_a_coordinator_whose_state_is_older_than_it_was_is_a_loss_too(tmp_
         with pytest.raises(LeaseLost, match=LOST):
             await source.publish(1)
         assert (await source.publish(1)).version == 1
+
+
+async def holding_one(hubs: list[Hub]) -> tuple[Weights, Weights, Tensors]:
+    """The trainer holds version 2, the reader version 1."""
+    mine, theirs = tensors(1), tensors()
+    source = await hubs[0].register("m", mine)
+    await source.publish(1)
+    weights = await hubs[1].register("m", theirs)
+    await weights.replicate()
+    async with source.mutate(2):
+        write(mine, 2)
+    return source, weights, theirs
+
+
+async def test_what_was_staged_and_committed_comes_into_place_before_its_handle_says_so() -> None:
+    """The old version's fence waits, so that the commit is older than the loss."""
+    async with cluster("trainer", "reader", options=HOSTED) as (coordinator, hubs):
+        source, weights, theirs = await holding_one(hubs)
+        async with anyio.create_task_group() as tasks:
+            with accessed(weights):
+                tasks.start_soon(partial(weights.update, staged=True))
+                await until(lambda: "applying" in repr(weights._handle.member))
+                await coordinator.restart(*hubs)
+        await until(lambda: weights.state == "empty")
+        assert holds(theirs, 2)
+        for handle in (source, weights):
+            with pytest.raises(LeaseLost):
+                await handle.publish(1)
+
+
+@pytest.mark.parametrize("lost", [False, True])
+async def test_what_was_staged_and_is_in_doubt_is_dropped(lost: bool, tmp_path: Path) -> None:
+    """Nobody has recorded it, or nobody knows any more; nothing was overwritten."""
+    state_dir = None if lost else tmp_path
+    async with cluster("trainer", "reader", state_dir=state_dir, options=HOSTED) as (coordinator, hubs):
+        source, weights, theirs = await holding_one(hubs)
+
+        async def pause(_: VersionInfo) -> None:
+            await coordinator.stop()
+            await until(lambda: "offline" in repr(hubs[1]))
+
+        with pytest.raises(CoordinatorUnavailable) as caught:
+            await weights.update(staged=True, before_write=pause, timeout=0.5)
+        assert (caught.value.memory, weights.state) == ("in_doubt", "in_doubt")
+        await coordinator.start()
+        await until(lambda: weights.state == ("empty" if lost else "ready"))
+        assert holds(theirs, 1)
+        await until(lambda: weights._worker.copies.budget.reserved_bytes == 0)
+        if lost:
+            with pytest.raises(LeaseLost, match=LOST):
+                await source.publish(1)
+            await source.publish(3)
+            with pytest.raises(LeaseLost, match=LOST):
+                await weights.update()
+        assert (await weights.update()).version == (3 if lost else 2)
+
+
+async def test_a_prefetch_says_so_too_and_what_was_prefetched_is_freed() -> None:
+    async with cluster("trainer", "reader", options=HOSTED) as (coordinator, hubs):
+        source, weights, _ = await holding_one(hubs)
+        assert (await weights.prefetch()).version == 2
+        await coordinator.restart(*hubs)
+        await until(lambda: weights._worker.copies.budget.reserved_bytes == 0)
+        with pytest.raises(LeaseLost, match=LOST):
+            await source.publish(1)
+        await source.publish(1)
+        with pytest.raises(LeaseLost, match=LOST):
+            await weights.prefetch()
+        assert (await weights.prefetch()).version == 1
+        assert (await weights.update()).bytes_read == 0

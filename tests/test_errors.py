@@ -697,6 +697,9 @@ async def test_bytes_that_do_not_have_their_digest_at_any_source() -> None:
         with raises(IntegrityError, *says, retryable=True, memory="torn"):
             await weights.replicate(timeout=1)
         assert (weights.state, weights.version) == ("torn", None)
+        spoiled = ("version 1 of 'm'", f"while it was published: 'b' (chunk {chunk} does not have its digest any more)")
+        with raises(MutabilityViolation, *spoiled, retryable=False, memory="torn"):
+            await source.unpublish()
         async with source.mutate(2):
             write(mine, 2)
         assert (await weights.replicate()).version == 2

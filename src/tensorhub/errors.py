@@ -77,7 +77,8 @@ class RegistrationError(TensorHubError):
 
 
 class MutabilityViolation(TensorHubError):
-    """Published memory was written by its owner (as far as torch counts writes): readers may have got other bytes.
+    """Published memory was written by its owner (as far as torch counts writes): readers may have got other bytes. Or memory
+    that others read has lost its digests: a reader has found out, and its owner has looked again.
 
     Raised by `unpublish`, `close` and `mutate` (before its body) when the memory has been taken back, and by `update`
     before it does anything; `memory` is "torn" in each case.
@@ -135,7 +136,9 @@ class LeaseLost(TensorHubError):
 
 
 class IntegrityError(TensorHubError):
-    """Every source that was tried sent bytes that do not have their digest; the error names source, chunk and tensor."""
+    """Every source that was tried sent bytes that do not have their digest; the error names source, chunk and tensor. Where
+    several sources have looked again and found their bytes unchanged, it names the machine that damages what it gets.
+    """
 
     retryable_by_default = True
 

@@ -280,8 +280,20 @@ class ReadFailed:
     key: OpKey
     rank: Rank
     lease: Id
-    reason: Name  # "lost" | "stalled" | "refused" | "corrupt" | "unreachable"
+    reason: Name  # "lost" | "stalled" | "refused" | "corrupt" | "unreachable" | "dropped"
     detail: Text
+    chunk: U64 | None = None  # that came without its digest, if that is the reason
+
+
+@dataclass(frozen=True, slots=True)
+class DigestedAgain:
+    """Answer to DigestAgain. `changed`: whether the chunk's bytes have another digest now than the one that is sent with
+    them (R8); None: that cannot be said, the memory is not held under that generation any more, or has no digests.
+    """
+
+    inquiry: Id
+    registration: Id
+    changed: bool | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -584,6 +596,16 @@ class Keep:
 
 
 @dataclass(frozen=True, slots=True)
+class DigestAgain:
+    """A reader got this chunk without its digest: has the memory changed? Answered by DigestedAgain."""
+
+    inquiry: Id
+    registration: Id
+    generation: U64
+    chunk: U64
+
+
+@dataclass(frozen=True, slots=True)
 class CutReader:
     """This lease's reader is lost: close its connections, and say so."""
 
@@ -668,6 +690,7 @@ FromWorker = (
     | Abandon
     | Resolve
     | ReadFailed
+    | DigestedAgain
     | Progress
     | Withdraw
     | Withdrawn
@@ -698,6 +721,7 @@ FromCoordinator = (
     | Outcome
     | Withdrawable
     | CutReader
+    | DigestAgain
     | ManifestReply
     | Announce
     | Description

@@ -268,7 +268,10 @@ class VersionView:
 
 @dataclass(frozen=True, slots=True)
 class ShardView:
-    """One rank's memory in `describe`; `chunks_verified` of `chunks` can be read from it."""
+    """One rank's memory in `describe`; `chunks_verified` of `chunks` can be read from it.
+
+    `state`: "complete", "filling", or "quarantined": its bytes have changed, and nobody reads them.
+    """
 
     rank: U64  # whose shard of the version it is
     worker: Name

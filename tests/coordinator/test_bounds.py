@@ -6,7 +6,8 @@ import gc
 
 from tensorhub.coordinator.entities import DECIDED_KEPT_MAX, Holding, Operation, RankPart, ReadLease, Replica, Version
 from tensorhub.coordinator.operations import LATER_PER_RANK_MAX
-from tensorhub.messages import Watch
+from tensorhub.errors import VersionConflict
+from tensorhub.messages import Heartbeat, Leave, Watch
 from tensorhub.testing import BrokenHook, Choice, PureCluster
 from tensorhub.types import Options
 
@@ -122,6 +123,37 @@ def test_a_name_that_is_only_asked_for_is_forgotten_with_who_asked() -> None:
     worker.crash()
     cluster.advance(30)
     assert list(models) == [f"retained{number}" for number in range(1, 50, 2)]
+
+
+def test_a_name_is_forgotten_in_the_very_step_that_speaks_of_it() -> None:
+    """The lease of its only worker ends as somebody asks for a rollback of what was never published."""
+    cluster = PureCluster()
+    cluster.handle("trainer")
+    asker = cluster.worker("asker")
+    cluster.run()
+    cluster.workers["trainer"].crash()
+    cluster.run()
+    cluster.now += 6
+    asker.say(Heartbeat(1))
+    cluster.run()
+    cluster.now += 5
+    request = asker.rollback(1)
+    cluster.run()
+    assert isinstance(asker.answers[request], VersionConflict)
+    assert cluster.coordinator.cluster.models == {}
+
+
+def test_a_name_is_forgotten_with_the_publish_that_never_was() -> None:
+    cluster = PureCluster()
+    worker = cluster.worker("trainer")
+    first = worker.register("trainer", 0, 2)
+    worker.register("trainer", 1, 2)
+    cluster.run()
+    first.publish(1)
+    cluster.run()
+    worker.say(Leave("enough"))
+    cluster.run()
+    assert cluster.coordinator.cluster.models == {}
 
 
 def test_what_a_rank_says_of_later_operations_stays_bounded_and_its_last_word_counts() -> None:

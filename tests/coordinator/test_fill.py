@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from tensorhub.coordinator.entities import DECIDED_KEPT_MAX
 from tensorhub.errors import (
     GroupAborted,
     IntegrityError,
@@ -598,19 +599,39 @@ def test_replicate_over_published_memory_is_refused_here() -> None:
         trainer.replicate()
 
 
-def test_a_source_that_failed_while_nobody_could_be_told_is_not_read_again_under_its_lease() -> None:
-    """The coordinator restates a lease that it thinks is read: it hears that it is not, and grants another."""
-    cluster = PureCluster()
-    trainer, reader = cluster.handle("trainer"), cluster.handle("reader")
-    cluster.run()
-    trainer.publish(1)
-    cluster.run()
+def test_a_source_given_up_unheard_is_not_taken_for_another_one() -> None:
+    """The reader's word is lost with its connection, and the coordinator speaks of that lease once more."""
+    cluster, trainer, reader = trainer_and_reader()
     asked = reader.replicate()
-    while reader.pull is None or not reader.pull.lanes:
+    while reader.pull is None:
         cluster.do(cluster.choices()[0])
-    (lease,) = reader.pull.lanes
+    (lease,) = reader.pull.grants
     reader.worker.disconnect()
     reader.source_ended(lease, "lost")
+    while cluster.choices():
+        cluster.do(cluster.choices()[0])
     reader.worker.connect()
-    cluster.advance(1)
+    cluster.advance(1.0)
     assert asked.number == 1
+    assert sum(f"-> ReadFailed key=reader@1.2#0 rank=0 lease={lease} " in line for line in cluster.log) == 1
+    assert reader.cells == trainer.cells
+
+
+def test_a_rank_that_missed_more_operations_than_are_remembered_meets_the_others_again() -> None:
+    cluster = PureCluster()
+    first, second = cluster.group("reader", 2)
+    cluster.run()
+    for _ in range(DECIDED_KEPT_MAX + 8):
+        first.replicate(timeout_s=0.1)
+        cluster.advance(0.2)
+    missed = second.replicate(timeout_s=1)
+    cluster.run()
+    assert isinstance(missed.error, GroupAborted)
+    assert missed.error.retryable
+    publishers = cluster.group("publisher", 2)
+    cluster.run()
+    for rank in publishers:
+        rank.publish(1)
+    asked = [rank.replicate(timeout_s=5) for rank in (first, second)]
+    cluster.advance(1)
+    assert [each.number for each in asked] == [1, 1]

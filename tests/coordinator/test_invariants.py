@@ -13,7 +13,7 @@ from tensorhub.coordinator import Action, Coordinator, Event, invariants
 from tensorhub.coordinator.entities import Cluster, Group, Holding, Member, Noted, Operation, RankPart, Withdrawal
 from tensorhub.machine import InvariantBroken, Stateful
 from tensorhub.testing import PureCluster
-from tests.property.chaos import Chaos
+from tensorhub.testing.search import run_seed
 
 Step = Callable[[Coordinator, Event, float], list[Action]]
 Thing = Noted | Holding | RankPart | Withdrawal
@@ -23,7 +23,7 @@ UNCHECKED = {"story", "watchers", "heard_at", "waiting", "withdrawals"}  # of no
 
 def simulate(seed: int) -> None:
     """A run in which much happens."""
-    Chaos(seed, steps=250).run()
+    run_seed(seed, events=250)
 
 
 # ------------------------------------------------------------------------------------------- what a step has changed

@@ -106,6 +106,11 @@ class Actor:
             "workers": {worker.name: worker.state for worker in model.workers},
         }
 
+    async def sources(self) -> list[str]:
+        """Whom this worker reads from now, as the coordinator knows."""
+        model = await self._hub.describe("m")
+        return sorted(lease.source for lease in model.leases if lease.reader == self._hub._worker.name)
+
     async def sha(self, name: str = "w") -> str:
         digest = hashlib.sha256()
         for tensor in self._memory[name].values():

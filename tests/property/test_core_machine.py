@@ -1,49 +1,19 @@
-"""The guarantees under faults: a committed set of seeds, and Hypothesis, which shrinks what it finds.
-
-Search for more with `-m slow`. A failing seed prints one line that reproduces it.
-"""
+"""The guarantees under faults, by Hypothesis, which shrinks what it finds (seeds: see tests/testing)."""
 
 from __future__ import annotations
 
-import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from tensorhub.errors import StateError
 from tensorhub.testing import CHUNK_BYTES, CHUNKS, BrokenHook, Choice, Handle, PureCluster
-from tensorhub.types import HandleState, Selector
-from tests.property.chaos import Chaos, is_users
+from tensorhub.types import HandleState, Medium, Selector
 
 
-def run(seed: int) -> None:
-    chaos = Chaos(seed)
-    try:
-        chaos.run()
-    except Exception as error:
-        error.add_note(f"reproduce: PYTHONPATH=src python -c 'from tests.property.chaos import Chaos; {chaos}'")
-        error.add_note("\n".join(chaos.cluster.log[-40:]))
-        raise
-
-
-@pytest.mark.parametrize("seeds", [range(first, first + 12) for first in range(0, 96, 12)], ids=lambda s: f"{s.start}")
-def test_guarantees_hold_under_faults(seeds: range) -> None:
-    for seed in seeds:
-        run(seed)
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(1800)
-def test_guarantees_hold_under_many_more_faults() -> None:
-    for seed in range(1_000_000, 1_005_000):
-        run(seed)
-
-
-def test_same_seed_same_trace() -> None:
-    first, second = Chaos(7), Chaos(7)
-    first.run()
-    second.run()
-    assert first.cluster.log == second.cluster.log
+def is_users(handle: Handle) -> bool:
+    """Whether it is a handle that a user has and calls."""
+    return handle.shard.serves and handle.shard.medium is Medium.DEVICE
 
 
 class CoreMachine(RuleBasedStateMachine):

@@ -106,7 +106,7 @@ async def _simulate(plan: Plan, search: ModuleType, as_json: bool, quiet: bool) 
     from tensorhub.testing.coverage import UNBUILT, transitions
 
     kinds = plan.faults if plan.faults is not None else [str(fault) for fault in search.Fault]
-    found = Found(Ledger(kinds, transitions(), getattr(search, "PATHS", ()), UNBUILT))
+    found = Found(Ledger(kinds, transitions(), search.WAYS, UNBUILT))
     with _bar(plan, quiet) as show:
         await _run(plan, found, show)
     never = found.ledger.never() if found.ledger.seeds >= COMPLETE_FROM and plan.faults is None else []

@@ -44,6 +44,7 @@ from tensorhub.messages import (
     Deregister,
     Describe,
     Description,
+    DigestedAgain,
     Done,
     ErrorInfo,
     Fill,
@@ -275,7 +276,8 @@ class Coordinator(Stateful[CoordinatorState]):
         | Pin
         | Unpin
         | CopyRefused
-        | Kept,
+        | Kept
+        | DigestedAgain,
     ) -> None:
         match message:
             case Heartbeat():
@@ -307,6 +309,8 @@ class Coordinator(Stateful[CoordinatorState]):
                 self._retentions.pin(worker, message)
             case Unpin():
                 self._retentions.unpin(worker, message)
+            case DigestedAgain():
+                self._operations.digested_again(worker, message)
             case CopyRefused():
                 self._custody.refused(worker, message.copy)
             case Kept():

@@ -6,7 +6,7 @@ Not responsible for ending it: `operations` asks what is to blame, and `decision
 from __future__ import annotations
 
 from tensorhub.coordinator.entities import Blame, Cluster, Operation, RankPart, Version
-from tensorhub.coordinator.fills import Fills, is_staged
+from tensorhub.coordinator.fills import Fills, damaged, is_staged
 from tensorhub.coordinator.retention import Retentions
 from tensorhub.coordinator.states import OperationState
 from tensorhub.coordinator.versions import Versions
@@ -89,7 +89,7 @@ class Deadlines:
         parts = operation.parts.values()
         for part in parts:
             if not part.voted and part.faults and all(reason == "corrupt" for reason, _ in part.faults.values()):
-                return Blame(_corrupt(what, part), part.rank)
+                return Blame(damaged(operation, part) if part.cleared else _corrupt(what, part), part.rank)
         starving = [part for part in parts if part.starves]
         if starving:
             text = f"{what} has lost its last source (rank {starving[0].rank}), none came back in time"

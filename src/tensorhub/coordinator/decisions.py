@@ -14,7 +14,7 @@ from tensorhub.coordinator.kinds import Kind
 from tensorhub.coordinator.retention import Retentions
 from tensorhub.coordinator.states import OperationState
 from tensorhub.errors import CoordinatorUnavailable, GroupAborted
-from tensorhub.messages import ErrorInfo, OrderedOut, Outcome
+from tensorhub.messages import EpochChanged, ErrorInfo, OrderedOut, Outcome
 from tensorhub.types import OpKey, OpKind, VersionInfo
 
 
@@ -127,6 +127,10 @@ class Decisions:
                 error = ErrorInfo.of(GroupAborted(text))
                 outcome = Outcome(key, member.rank, False, False, None, error, unknown=self._cluster.is_former(key.epoch))
         self._tell(member, outcome)
+        group = member.group
+        if outcome.error is not None and key.epoch == group.epoch and key not in group.decided:
+            # So long ago that nobody remembers: its next call counts for what the others do then.
+            self._cluster.tell(member, EpochChanged(group.model.name, group.name, group.epoch, group.sequence))
         info = outcome.version
         if info is not None:
             version = member.group.model.versions.get(info.version)

@@ -211,7 +211,9 @@ class Holding:
     depth: int = 0  # fills between it and a complete copy when it last got a source; 0 once complete
     told: bool = False  # its owner was told that it is to be kept
     kept: bool = True  # its owner has said that it knows what it was told
-    leaving: bool = False  # takes no readers any more: withdrawn, overwritten, torn or lost
+    leaving: bool = False  # takes no readers any more: withdrawn, overwritten, torn, quarantined or lost
+    quarantined: bool = False  # its owner found its bytes changed: no source, and counted nowhere, until it is fenced
+    inquiries: dict[str, Inquiry] = field(default_factory=dict)  # the newest of each reader, by its incarnation
     readers: dict[str, ReadLease] = field(default_factory=dict)  # ACTIVE and FENCING leases on it
 
     @property
@@ -242,6 +244,15 @@ class Holding:
 
     def active_readers(self) -> int:
         return sum(lease.state is LeaseState.ACTIVE for lease in self.readers.values())
+
+
+@dataclass(slots=True, eq=False)
+class Inquiry:
+    """The owner of a holding is asked to digest a chunk again, which a reader got without its digest: one attempt."""
+
+    ident: str  # empty once it is answered
+    part: RankPart  # the reader
+    asked_at: float
 
 
 class ReadLease(Stateful[LeaseState]):
@@ -281,6 +292,7 @@ class RankPart:
     failures: dict[str, int] = field(default_factory=dict)  # failed reads by source incarnation
     faults: dict[str, tuple[str, str]] = field(default_factory=dict)  # the last one's reason, and what is told of it
     retry_at: dict[str, float] = field(default_factory=dict)  # by source incarnation: not tried again before
+    cleared: dict[str, str] = field(default_factory=dict)  # names of sources, by incarnation, whose bytes are unchanged (R8)
 
     @property
     def rank(self) -> int:
@@ -430,8 +442,8 @@ class Model:
     @property
     def is_used(self) -> bool:
         """Whether anything is known of it, or anybody wants to know."""
-        holds = self.versions or self.groups or self.pins or self.rollbacks or self.watchers or self.retain
-        return bool(holds) or self.mark is not None
+        known = self.versions or self.groups or self.pins or self.copies or self.retain or self.mark is not None
+        return bool(known or self.rollbacks or self.unanswered or self.watchers)
 
     def newest_visible(self, skip: int = 0) -> Version | None:
         """The newest visible version, or the one `skip` places before it. None, too, where that one is lost for good: after

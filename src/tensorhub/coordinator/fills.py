@@ -16,11 +16,13 @@ from tensorhub.coordinator.readers import Readers
 from tensorhub.coordinator.retention import Retentions
 from tensorhub.coordinator.states import OperationState, ReplicaState
 from tensorhub.coordinator.versions import Versions
-from tensorhub.errors import GroupAborted, ManifestMismatch, TransportUnavailable, VersionUnavailable
+from tensorhub.errors import GroupAborted, IntegrityError, ManifestMismatch, TransportUnavailable, VersionUnavailable
 from tensorhub.messages import AddSource, DropSource, Fill, Grant, Start, Write
 from tensorhub.types import OpKind, host_group
 
 _BEGUN = "this call was begun under a former coordinator"
+
+CLEARED_MAX = 2  # sources whose bytes one reader got damaged and which have them unchanged: then it is not them
 
 
 class Fills:
@@ -179,6 +181,7 @@ class Fills:
             part.ready = holders[rank] or part.has_written
             if part.begun is not None:
                 version.manifests.setdefault(part.shard, part.begun.content.manifest)
+                self._cluster.note(version)
         if not operation.unchanged:
             self._start(operation)
         return None
@@ -297,6 +300,8 @@ class Fills:
         version = operation.version
         assert version is not None
         for part in operation.parts.values():
+            if part.reading and not part.voted and len(part.cleared) >= CLEARED_MAX:
+                return Blame(damaged(operation, part), part.rank)
             for grant in self._readers.feed(part):
                 self._cluster.tell(part.member, AddSource(operation.key, part.rank, grant))
             alone = part.wants_source and all(lease.dropping for lease in part.leases.values())
@@ -334,3 +339,14 @@ def _abandoned(version: Version) -> Blame:
         "ask again for a newer version, or retain versions that late readers need"
     )
     return Blame(VersionUnavailable(text))
+
+
+def damaged(operation: Operation, part: RankPart) -> IntegrityError:
+    """What several sources have sent this rank arrives with other bytes than they have."""
+    assert operation.version is not None
+    sources, reader = ", ".join(map(repr, sorted(set(part.cleared.values())))), part.member.worker.name
+    return IntegrityError(
+        f"{operation.kind} of {operation.group.model.name!r}: version {operation.version.number}: what rank {part.rank} got "
+        f"from {sources} does not have its digest, and they have digested it again: their bytes are unchanged. The machine "
+        f"of worker {reader!r}, or the way to it, damages bytes: look at its memory and network, or use another one"
+    )

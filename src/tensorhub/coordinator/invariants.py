@@ -270,6 +270,7 @@ def _replica(cluster: Cluster, group: Group, replica: Replica) -> None:
         _demand(holding.complete or not holding.committed, "committed holdings are complete", holding)
         if replica.state is ReplicaState.READY:
             _demand(holding.committed, "a ready replica's holdings are committed (G4)", replica)
+        _demand(holding.leaving or not holding.quarantined, "what is quarantined is no source (R8)", holding)
         if not holding.leaving:
             _demand(replica.state in LIVING, "torn and gone replicas have no candidates", holding)
             _demand(holding.member.holding is holding, "a holding is what its member holds", holding)

@@ -11,16 +11,17 @@ from typing import assert_never
 
 from tensorhub.coordinator.deadlines import Deadlines
 from tensorhub.coordinator.decisions import Decisions
-from tensorhub.coordinator.entities import Blame, Cluster, Member, Model, Operation, RankPart
+from tensorhub.coordinator.entities import Blame, Cluster, Member, Model, Operation, RankPart, Worker
 from tensorhub.coordinator.fills import Fills
 from tensorhub.coordinator.kinds import Kind
 from tensorhub.coordinator.publishes import Publishes
 from tensorhub.coordinator.readers import Readers
 from tensorhub.coordinator.retention import Retentions
 from tensorhub.coordinator.states import OperationState
+from tensorhub.coordinator.suspicions import Suspicions
 from tensorhub.coordinator.versions import Versions
 from tensorhub.errors import GroupAborted, StateError, VersionConflict, VersionUnavailable
-from tensorhub.messages import Abandon, EpochChanged, Fill, Publish, ReadFailed, Resolve
+from tensorhub.messages import Abandon, DigestedAgain, EpochChanged, Fill, Publish, ReadFailed, Resolve
 from tensorhub.types import OpKey, OpKind
 
 LATER_PER_RANK_MAX = 4  # a rank's newest messages about later operations, which wait for one's decision
@@ -36,6 +37,7 @@ class Operations:
         self._kinds: dict[OpKind, Kind] = {kind: publishes if kind is OpKind.PUBLISH else self._fills for kind in OpKind}
         self._decisions = Decisions(cluster, retentions, self._kinds)
         self._deadlines = Deadlines(cluster, versions, retentions, self._fills)
+        self._suspicions = Suspicions(cluster, readers)
 
     # ------------------------------------------------------------------------------------------------------- facts
 
@@ -159,8 +161,14 @@ class Operations:
     def read_failed(self, member: Member, message: ReadFailed) -> None:
         part = self._part(member, message.key)
         if part is not None:
-            self._readers.failed(part, message.lease, message.reason, message.detail)
+            holding = self._readers.failed(part, message.lease, message.reason, message.detail)
+            if holding is not None and message.reason == "corrupt" and message.chunk is not None:
+                self._suspicions.ask(part, holding, message.chunk)
             self._changed(part.operation)
+
+    def digested_again(self, worker: Worker, answer: DigestedAgain) -> None:
+        """An owner has looked whether a chunk that a reader got without its digest has changed."""
+        self._suspicions.answered(worker, answer)
 
     def progress(self, member: Member, key: OpKey, chunks_verified: int) -> None:
         part = self._part(member, key)

@@ -189,11 +189,11 @@ class Readers:
         for lease in list(part.leases.values()):
             self.release(lease, why)
 
-    def failed(self, part: RankPart, lease_id: str, reason: str, detail: str) -> None:
-        """The reader gave this source up; it gets another, or after a while the same one."""
+    def failed(self, part: RankPart, lease_id: str, reason: str, detail: str) -> Holding | None:
+        """The reader gave this source up; it gets another, or after a while the same one. Returns what it had read."""
         lease = part.leases.get(lease_id) or self._cluster.leases.get(lease_id)
         if lease is None or lease.part is not part:
-            return
+            return None
         self.release(lease, reason)
         if reason != "dropped":
             source = lease.holding.member.worker
@@ -203,6 +203,7 @@ class Readers:
             wait_s = min(RETRY_S_FIRST * 2 ** min(failures - 1, 16), RETRY_S_MAX)
             part.retry_at[incarnation] = self._cluster.now + wait_s
             self.set_retry_timer(part.operation)
+        return lease.holding
 
     def set_retry_timer(self, operation: Operation) -> None:
         """Look again when the first source that has failed a reader may be tried again."""
@@ -301,6 +302,12 @@ class Readers:
             else:
                 self.move(lease)
         self._end(holding, cut=False)
+
+    def quarantine(self, holding: Holding) -> None:
+        """Its bytes have changed: nobody reads it any more. Its owner has it, and hears of it, until it takes it back."""
+        holding.quarantined = True
+        self.leave(holding, "its bytes have changed", on_purpose=False)
+        self.cut_readers(holding, "the source's bytes have changed", moved=True)
 
     def tear(self, holding: Holding) -> None:
         """Its fill was broken off: nobody may read it, its owner changes the generation by itself."""

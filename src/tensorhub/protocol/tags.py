@@ -44,6 +44,7 @@ TAGS: Final[Mapping[type, int]] = {
     m.Unpin: 43,
     m.CopyRefused: 44,
     m.Kept: 45,
+    m.DigestedAgain: 46,
     # From the coordinator to a worker.
     m.Welcome: 64,
     m.Dismissed: 65,
@@ -66,6 +67,7 @@ TAGS: Final[Mapping[type, int]] = {
     m.MakeCopy: 86,
     m.DropCopy: 87,
     m.Keep: 88,
+    m.DigestAgain: 89,
     # From a reader to an owner, and back.
     m.Read: 112,
     m.ChunksFollow: 120,

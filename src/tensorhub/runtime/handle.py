@@ -22,13 +22,14 @@ import anyio.to_thread
 from tensorhub.errors import DrainTimeout, MutabilityViolation, StateError, TensorHubError, text_of
 from tensorhub.errors import Memory as TensorState
 from tensorhub.manifest import Manifest
-from tensorhub.messages import FromWorker, Progress
+from tensorhub.messages import DigestAgain, FromWorker, Progress
 from tensorhub.runtime import clock
 from tensorhub.runtime.chunks import ChunkMemory
 from tensorhub.runtime.copying import copy_chunks
 from tensorhub.runtime.lanes import AllVerified, ChannelOpener, PullReport, PullRunner, SourceFailed
 from tensorhub.runtime.logs import get_logger
 from tensorhub.runtime.serving import SharedOwner
+from tensorhub.transport.files import FileMemory
 from tensorhub.transport.host import HostMemory
 from tensorhub.transport.memory import MappedRegions, Memory
 from tensorhub.types import (
@@ -70,6 +71,7 @@ from tensorhub.worker.calls import (
     UnpublishCall,
     staging_of,
 )
+from tensorhub.worker.holding import Content
 from tensorhub.worker.member import Member
 
 PROGRESS_S = 0.25  # how often a running fill tells the coordinator how far it is
@@ -171,6 +173,7 @@ class Handle:
             None  # `memory.versions()` when it was opened last; kept by a fence, as it may be reopened
         )
         self._violation: MutabilityViolation | None = None  # what the running call has found when it took the memory back
+        self._spoiled: str | None = None  # what the next call says of bytes that have changed while others could read them
         self._tasks: anyio.abc.TaskGroup
         self._scope = anyio.CancelScope()
         self.deadline_moved: Callable[[], None] = lambda: None
@@ -185,6 +188,8 @@ class Handle:
 
     async def publish(self, version: int, timeout_s: float) -> VersionInfo:
         """`timeout_s` does not count the digests that this memory needs beforehand: their time grows with its bytes."""
+        if self.member.state is HandleState.READY:
+            self._raise_spoiled()
         self.memory.check_unreplaced()
         manifest = self.member.shard.manifest
         if manifest is not None and self.memory.digests_first:
@@ -196,12 +201,16 @@ class Handle:
         return finish.version
 
     async def unpublish(self, timeout_s: float) -> None:
+        if self.member.state is HandleState.EMPTY:
+            self._raise_spoiled()
         await self._run(UnpublishCall(), timeout_s)
         self._raise_violation()
 
     async def unpublish_if_published(self, timeout_s: float) -> None:
         if self.member.state in (HandleState.READY, HandleState.IN_DOUBT):
             await self.unpublish(timeout_s)
+        else:
+            self._raise_spoiled()
 
     async def refuse(self, reason: str, timeout_s: float) -> None:
         """This rank will not make its next group call."""
@@ -229,6 +238,7 @@ class Handle:
     ) -> tuple[VersionInfo, FetchReport]:
         """As `fill`; says which version it was, too."""
         self.memory.check_unreplaced()
+        self._raise_spoiled()
         if call.kind is OpKind.UPDATE:
             self._check_unwritten()
         started = clock.now()
@@ -288,10 +298,21 @@ class Handle:
 
     def _raise_violation(self) -> None:
         if self._violation is not None:
+            self._spoiled = None  # said now
             raise self._violation
 
+    def _raise_spoiled(self) -> None:
+        """Raise MutabilityViolation if a second digest was another one (R8); once, if that memory was given up since."""
+        if self._spoiled is not None:
+            error = MutabilityViolation(self._spoiled, memory="torn")
+            if self.member.state is not HandleState.READY:
+                self._spoiled = None
+            raise error
+
     def _find_violation(self) -> MutabilityViolation | None:
-        """R15: what torch has counted since the memory was opened, if it has counted a write."""
+        """What a second digest has shown, or (R15) torch has counted since the memory was opened."""
+        if self._spoiled is not None:
+            return MutabilityViolation(self._spoiled, memory="torn")
         now = self.memory.versions()
         if self._promised is None or now == self._promised:
             return None
@@ -319,6 +340,48 @@ class Handle:
         if self._call is not None and self._call.hooked is not None:
             self._call.hook_s = clock.now() - self._call.hooked
         self.apply(self.member.hook_returned(error, clock.now()))
+
+    async def digest_again(self, question: DigestAgain, limiter: anyio.CapacityLimiter) -> None:
+        """Has this chunk changed since its digest was made (R8)? The answer goes to the coordinator."""
+        content, changed = self.member.content, None
+        if content is not None and content.generation == question.generation:
+            look = partial(self._has_changed, content, question.chunk)
+            changed = await anyio.to_thread.run_sync(look, limiter=limiter)
+        text = "the memory has changed"
+        if changed and content is not None and self.member.content is content:
+            text = self._changed_text(content, question.chunk)
+            log.warning("held_memory_changed", registration=self._registration, reason=text)
+            if self.member.state is not HandleState.FILLING:
+                self._spoiled = text
+        error = MutabilityViolation(text)
+        now = clock.now()
+        self.apply(self.member.digested_again(question.inquiry, question.generation, changed, error, now))
+
+    def _has_changed(self, content: Content, chunk: int) -> bool | None:
+        """Whether a chunk that others may read has lost its digest. None: it is not to be read, or has none."""
+        right = (self._registration, content.generation, ContentId(content.version.content_id))
+        with self._owner.access(None, *right, [chunk], 1, 0.0) as answer:
+            if not isinstance(answer, tuple):
+                return None
+            access, memory = answer
+            known = access.digests[0]
+            if known is None or not memory.is_digested:
+                return None
+            if isinstance(self.memory, FileMemory):  # nothing here touches its mapping: see there
+                return self.memory.digest(content.manifest, chunk) != known
+            return memory.digest(chunk) != known
+
+    def _changed_text(self, content: Content, chunk: int) -> str:
+        title, number = self.member.shard.title, content.version.version
+        names = ", ".join(map(repr, content.manifest.tensors_in(chunk)[:TENSORS_NAMED_MAX]))
+        if content.published:
+            during, do = "published", "write in mutate(), and publish a new version"
+        else:
+            during, do = "held for others to read", "it was given up here, and can be replicated again"
+        return (
+            f"version {number} of {title} was written, or damaged, while it was {during}: {names} (chunk {chunk} does not "
+            f"have its digest any more). Nobody reads it from here now: unpublish() before you write; {do}"
+        )
 
     # ------------------------------------------------------------------------------------------------- actions
 
@@ -425,7 +488,7 @@ class Handle:
                 return
         _, chunks = self._map(action.manifest)
         content_id, digests = ContentId(action.content_id), self._digests if action.complete else None
-        self._promised = self.memory.versions()
+        self._promised, self._spoiled = self.memory.versions(), None
         self._owner.open(
             self._registration, action.generation, content_id, chunks, complete=action.complete, digests=digests
         )
@@ -637,7 +700,8 @@ class Handle:
                                 names = action.manifest.tensors_in(event.chunk)[:TENSORS_NAMED_MAX]
                                 detail += f" (tensor {', '.join(map(repr, names))})"
                             log.info("source_failed", lease=event.lease, reason=event.reason, detail=detail)
-                            self.apply(self.member.source_failed(event.lease, event.reason, detail, clock.now()))
+                            now, chunk = clock.now(), event.chunk
+                            self.apply(self.member.source_failed(event.lease, event.reason, detail, now, chunk=chunk))
                         case AllVerified():
                             self._show_progress(runner.report())
                             break

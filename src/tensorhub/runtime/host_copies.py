@@ -189,6 +189,7 @@ class HostCopies:
             raise StateError("prefetch() needs host memory: set Options.host_memory_bytes")
         if handle.member.state is HandleState.CLOSED:
             raise StateError(f"{shard.title} is closed; register again")
+        handle.member.tell_loss()
         copy = self._prefetched.get(shard.registration)
         if copy is None:
             self.budget.plan("", Purpose.PREFETCH, manifest.nbytes)  # before anything is said
@@ -293,6 +294,8 @@ class HostCopies:
         if order.registration and held is None:
             raise VersionUnavailable(f"version {info.version} is not held by {order.registration!r} any more")
         manifest = held.manifest if held is not None else await self._manifest(info, order.shard, timeout_s)
+        if order.registration in self.budget.plan(order.copy, Purpose.RETENTION, manifest.nbytes):
+            raise StateError("there is room for it in the place of its source only, which has to stay until it is made")
         await self.make_room(order.copy, Purpose.RETENTION, manifest.nbytes)
         copy = self._start(
             self._one_shard(

@@ -32,6 +32,8 @@ from tensorhub.messages import (
     CutReader,
     Deregister,
     Description,
+    DigestAgain,
+    DigestedAgain,
     Dismissed,
     Done,
     DropCopy,
@@ -144,6 +146,7 @@ class Worker:
         self._time_moved = anyio.Event()
         self._coordinator: Welcome | None = None  # the one of the newest session
         self._tasks: anyio.abc.TaskGroup
+        self._digesting: anyio.CapacityLimiter  # of second digests: one at a time
         self._serving = anyio.CancelScope()
 
     def __repr__(self) -> str:
@@ -173,6 +176,7 @@ class Worker:
             with anyio.CancelScope(shield=True):
                 await messages.aclose()
             raise
+        self._digesting = anyio.CapacityLimiter(1)
         try:
             async with anyio.create_task_group() as self._tasks:
                 self.pins.tasks = self.copies.tasks = self._tasks
@@ -279,6 +283,8 @@ class Worker:
                 self.news.announced(message)
             case CutReader():
                 self._tasks.start_soon(self._cut, message)
+            case DigestAgain():
+                self._look_again(message)
             case Registered() | Withdrawable():
                 self._tell(self._asked.pop(message.request, None), message)
             case Done() | Refused() | ManifestReply():
@@ -328,6 +334,13 @@ class Worker:
     ) -> None:
         if handle is not None:
             handle.apply(handle.member.receive(message, clock.now()))
+
+    def _look_again(self, message: DigestAgain) -> None:
+        handle = self._handles.get(message.registration)
+        if handle is None:
+            self.say(DigestedAgain(message.inquiry, message.registration, None))
+        else:
+            self._tasks.start_soon(handle.digest_again, message, self._digesting)
 
     async def _cut(self, message: CutReader) -> None:
         await anyio.to_thread.run_sync(self._owner.cut, Incarnation(message.reader))

@@ -51,7 +51,7 @@ class Guarantees:
         self.recorded: dict[str, int] = {}  # by model: what the last `retain` that is durable asks for
         self.policy: dict[str, int] = {}  # by model: what holds of it, as some `retain` has returned since
         self.wishes: dict[int, tuple[str, int]] = {}  # by request: a `retain` that has not returned
-        self.pins: dict[str, tuple[str, int]] = {}  # by id: pins that have returned
+        self.pins: dict[str, tuple[str, int, str]] = {}  # by id: model, number and incarnation of pins that have returned
         self._publications: dict[str, OpKey] = {}  # by content id: which publish has minted it
         self._spoilt: set[tuple[str, str]] = set()  # registrations, and the content that their own user has overwritten
         self._numbers: set[tuple[str, int, int]] = set()  # (model, lineage, number) that are durable
@@ -126,9 +126,9 @@ class Guarantees:
         """A call has returned, or raised."""
         error, key = asked.error, asked.key
         if error is not None:
-            content = handle.member.content
-            if content is not None and content.version.content_id == handle.last_held:
-                self._leaving.pop((handle.shard.group, handle.last_held), None)  # it stays
+            left = (handle.shard.group, handle.last_held)
+            if isinstance(asked.what, UnpublishCall | CloseCall) and self._leaving.get(left) is handle:
+                del self._leaving[left]  # it stays
             demand(
                 isinstance(error, (TensorHubError, *self._cluster.user_errors)),
                 f"G10: every refusal is a typed error: {error!r}",
@@ -209,11 +209,13 @@ class Guarantees:
 
     def retained(self, model: str) -> frozenset[str]:
         """Content ids that must stay: what every `retain` and pin that has returned agrees on (G5)."""
+        if self.strangers:
+            return frozenset()
         numbers = self.published.get(model, {})
         wanted = [self.policy.get(model, 0), *(latest for name, latest in self.wishes.values() if name == model)]
         newest = sorted(numbers, reverse=True)[: min(wanted)]
-        pins = [number for pin, (name, number) in self.pins.items() if name == model and self._counts(pin)]
-        pinned = [number for number in pins if number in numbers]
+        live = self._cluster.coordinator.cluster.workers  # with a pin's worker ends the pin
+        pinned = [n for name, n, incarnation in self.pins.values() if name == model and n in numbers and incarnation in live]
         return frozenset(numbers[number] for number in [*newest, *pinned])
 
     def wish(self, request: int, model: str, latest: int) -> None:
@@ -221,14 +223,9 @@ class Guarantees:
         self.wishes[request] = (model, latest)
         self._loosen(model)
 
-    def _counts(self, pin: str) -> bool:
-        """Whether its worker is not taken for dead: a pin ends with its worker, which may not know that yet."""
-        known = self._cluster.coordinator.cluster.workers
-        return any(pin in worker.pins and worker.incarnation in known for worker in self._cluster.workers.values())
-
     def unpin(self, pin: str) -> None:
         """From now on it may count no more."""
-        model, _ = self.pins.pop(pin, ("", 0))
+        model, *_ = self.pins.pop(pin, ("", 0, ""))
         if model:
             self._loosen(model)
 

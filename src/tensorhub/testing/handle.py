@@ -10,10 +10,10 @@ from collections import deque
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, assert_never
 
-from tensorhub.errors import StateError
-from tensorhub.messages import Deregister, Publish
+from tensorhub.errors import MutabilityViolation, StateError
+from tensorhub.messages import Deregister, DigestAgain, Publish
 from tensorhub.testing.guarantees import demand
-from tensorhub.testing.memory import CHUNK_BYTES, written
+from tensorhub.testing.memory import CHUNK_BYTES, digest_of, written
 from tensorhub.testing.pulling import Lane, Reading
 from tensorhub.testing.rendering import show
 from tensorhub.types import ContentId, HandleState, OpKey, OpKind, Purpose, RegistrationId, Selector, VersionInfo
@@ -371,6 +371,19 @@ class Handle:
         """Let others read what was verified."""
         if verified and self.worker.owner.mark_available(self.id, generation, verified):
             self.cluster.chunks_offered(self)
+
+    def digest_again(self, question: DigestAgain) -> None:
+        """Tell whether a cell has changed since its digest was made (R8)."""
+        content, changed = self.member.content, None
+        if content is not None:
+            right = (question.generation, ContentId(content.version.content_id))
+            access = self.worker.owner.begin(self.id, *right, [question.chunk], 1)
+            if isinstance(access, Access):
+                known = access.digests[0]
+                changed = None if known is None else digest_of(self.cells[question.chunk]) != known
+                self.worker.owner.end(access)
+        now, error = self.cluster.now, MutabilityViolation("the memory has changed")
+        self.apply(self.member.digested_again(question.inquiry, question.generation, changed, error, now))
 
     def source_ended(self, lease: str, reason: str) -> None:
         """Have a source of the running fill fail."""

@@ -29,8 +29,7 @@ class Healing:
     def run(self) -> None:
         """Demand convergence. Raises GuaranteeBroken."""
         cluster = self._cluster
-        waiting = self._ask_before_healing()
-        cluster.users.end()
+        waiting = self._running_calls()
         self._rest("after the last fault")
         cluster.run_until(lambda: False, 2 * cluster.options.lease_s)
         self._rest("two leases after the last fault")
@@ -44,8 +43,8 @@ class Healing:
             self._publish_and_update(writer, whole)
         cluster.check()
 
-    def _ask_before_healing(self) -> list[Asked]:
-        """Calls that run already."""
+    def _running_calls(self) -> list[Asked]:
+        """Calls that run when the last fault ends."""
         handles = [handle for handle in self._cluster.live_handles() if handle.asked is not None]
         return [h.asked for h in handles if h.asked is not None and not h.asked.done]
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Final
+
 from tensorhub.messages import (
     Abandon,
     AddSource,
@@ -41,6 +43,26 @@ PATHS: dict[type, str] = {
     Rollback: "rolled back",
     Abandon: "operation abandoned by a rank",
 }
+
+READ_FAILURES = ("corrupt", "dropped", "lost", "refused", "stalled", "unreachable")
+SOURCE_FAILURES = ("lost", "refused", "stalled", "unreachable")
+# All that a long search has to take. (The kinds of errors that calls end with are counted besides.)
+WAYS: Final = (
+    *PATHS.values(),
+    "connected again",
+    "fill completed after a failure",
+    "left in doubt",
+    "left offline",
+    "operation aborted",
+    "re-announced",
+    "re-announced in vain",
+    "reader shut out",
+    "resumed from verified chunks",
+    "silent connection given up",
+    "source lacks chunks",
+    *(f"read failed: {reason}" for reason in READ_FAILURES),
+    *(f"source failed: {reason}" for reason in SOURCE_FAILURES),
+)
 
 
 def path_of(message: FromWorker | FromCoordinator) -> str:

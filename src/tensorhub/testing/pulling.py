@@ -94,18 +94,19 @@ class Lane:
         arrived = {chunk for chunk, _, _ in frame.chunks}
         self.asked = [left for batch in self.asked if (left := batch - arrived)]
         good: list[tuple[int, int | None]] = []
-        bad = False
+        bad: list[int] = []
         for chunk, cell, digest in frame.chunks:
             reader.receive(chunk, cell, reading.start)
             ok = not digested or digest_of(cell) == digest
             reading.books.arrived(self.lease, chunk, ok)
             if ok:
                 good.append((chunk, digest))
-            bad = bad or not ok
+            else:
+                bad.append(chunk)
         reader.offer(reading.start.generation, good)
         reading.settled(self)
         if bad:
-            self.end("corrupt")
+            self.end("corrupt", bad[0])
 
     # -- the owner's side
 
@@ -156,13 +157,13 @@ class Lane:
 
     # -- its end
 
-    def end(self, failure: str = "") -> None:
-        """Nobody writes for it any more; `failure`: why, where its reader did not want it."""
+    def end(self, failure: str = "", chunk: int | None = None) -> None:
+        """Nobody writes for it any more; `failure`: why, where its reader did not want it; `chunk`: that was corrupt."""
         if self.ended:
             return
         self.ended = True
         self.reader.cluster.lane_closed(self)
-        self.reading.lane_ended(self, failure)
+        self.reading.lane_ended(self, failure, chunk)
 
     def close(self) -> None:
         """The owner's thread for it is over."""
@@ -243,7 +244,7 @@ class Reading:
             lane.is_cut = True
             self.reader.cluster.lane_cut(lane)
 
-    def lane_ended(self, lane: Lane, failure: str) -> None:
+    def lane_ended(self, lane: Lane, failure: str, chunk: int | None) -> None:
         """Its thread is over."""
         del self.lanes[lane.grant.lease]
         self.books.lane_ended(lane.lease)
@@ -251,7 +252,7 @@ class Reading:
         if not reader.worker.alive:
             return
         if failure and not lane.is_cut and not self.over:
-            reader.apply(reader.member.source_failed(lane.grant.lease, failure, "", cluster.now))
+            reader.apply(reader.member.source_failed(lane.grant.lease, failure, "", cluster.now, chunk=chunk))
         if not self.over:
             cluster.lanes_wanted(self)
         elif not self.lanes and not self.stopped:

@@ -5,11 +5,12 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from tensorhub.coordinator import Connected, Disconnected, Persisted, PersistFailed, Received, Tick
+from tensorhub.manifest import Manifest
 from tensorhub.messages import FromCoordinator, FromWorker, Grant, Heartbeat, HeartbeatAck
 from tensorhub.testing.cluster import Cluster
 from tensorhub.testing.guarantees import GuaranteeBroken
 from tensorhub.testing.handle import Handle
-from tensorhub.testing.memory import CHUNK_BYTES
+from tensorhub.testing.memory import CHUNK_BYTES, MANIFEST
 from tensorhub.testing.network import Link
 from tensorhub.testing.pulling import Lane, Reading
 from tensorhub.testing.rendering import show
@@ -28,11 +29,11 @@ class Choice(NamedTuple):
 class PureCluster(Cluster):
     """Nothing happens by itself. `choices` lists what could; `do` lets one of them happen, and checks everything."""
 
-    def __init__(self, options: Options | None = None, *, host_bytes: int = 0) -> None:
+    def __init__(self, options: Options | None = None, *, host_bytes: int = 0, manifest: Manifest = MANIFEST) -> None:
         self.log: list[str] = []
         self.ending: list[int] = []  # sessions whose end the coordinator has not noticed
         self.heartbeat_at = 0.0
-        super().__init__(options, host_bytes=host_bytes)
+        super().__init__(options, host_bytes=host_bytes, manifest=manifest)
 
     def restart(self, *, kept: bool = False, lost: bool = False) -> None:
         """The coordinator dies and comes back on what is durable; `kept`: what was being written has made it, too.

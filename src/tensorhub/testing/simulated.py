@@ -89,14 +89,27 @@ class SimulatedCluster(Cluster):
     def run(self) -> None:
         """Both phases. Raises GuaranteeBroken, or whatever a machine raises, with the reproduction line at its end."""
         try:
-            self.users.begin()
-            self.injector.begin()
+            self.begin()
             while not self._is_enough():
                 self.take_event()
-            self.injector.end()
-            Healing(self).run()
+            self.end_faults()
+            self.converge()
         except Exception as error:
             raise GuaranteeBroken(self.report(error)) from error
+
+    def begin(self) -> None:
+        """Users call and things go wrong from now on, as events are taken."""
+        self.users.begin()
+        self.injector.begin()
+
+    def end_faults(self) -> None:
+        """Nothing goes wrong any more, and nobody calls by himself."""
+        self.injector.end()
+        self.users.end()
+
+    def converge(self) -> None:
+        """Demand that every call ends, and that everybody can publish and fetch (G7)."""
+        Healing(self).run()
 
     def _is_enough(self) -> bool:
         """Whether there was enough of everything that a seed stands for."""

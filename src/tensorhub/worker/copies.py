@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 from tensorhub.types import HandleState, Purpose
 from tensorhub.worker.calls import LocalCopy
+from tensorhub.worker.enrolment import Shard
 from tensorhub.worker.holding import Holding
 
 
@@ -28,24 +29,25 @@ class Copies:
     def remove(self, registration: str) -> None:
         self._holdings.pop(registration, None)
 
-    def of_shard(self, number: int) -> OfShard:
-        """The same questions, about copies of one shard."""
-        return OfShard(self, number)
+    def beside(self, shard: Shard) -> Beside:
+        """What one registration asks about the others: only copies of its shard are of use to it."""
+        return Beside(self, shard)
 
-    def readable(self, content_id: str, shard: int) -> Iterator[tuple[str, Holding, int]]:
+    def readable(self, content_id: str, shard: Shard) -> Iterator[tuple[str, Holding, int]]:
         """Those that have (some of) this content: registration, holding, and under which generation it can be copied."""
         for registration, holding in self._holdings.items():
-            content = holding.readable
-            if content is not None and content.version.content_id == content_id and holding.shard.number == shard:
+            content, is_other = holding.readable, registration != shard.registration
+            is_it = content is not None and content.version.content_id == content_id
+            if content is not None and is_it and is_other and holding.shard.number == shard.number:
                 yield registration, holding, content.generation
 
 
 @dataclass(frozen=True, slots=True)
-class OfShard:
-    """A worker's copies of one shard."""
+class Beside:
+    """The other copies of one registration's shard."""
 
     copies: Copies
-    number: int
+    shard: Shard
 
     def find(self, content_id: str) -> list[LocalCopy]:
         """Where (some of) this content's chunks are, whole copies first.
@@ -54,7 +56,7 @@ class OfShard:
         """
         found = [
             (holding.version is None, LocalCopy(registration, generation))
-            for registration, holding, generation in self.copies.readable(content_id, self.number)
+            for registration, holding, generation in self.copies.readable(content_id, self.shard)
         ]
         return [copy for _, copy in sorted(found, key=lambda pair: pair[0])]
 
@@ -64,5 +66,5 @@ class OfShard:
         """
         return any(
             holding.state is HandleState.READY and holding.shard.purpose is Purpose.RETENTION
-            for _, holding, _ in self.copies.readable(content_id, self.number)
+            for _, holding, _ in self.copies.readable(content_id, self.shard)
         )

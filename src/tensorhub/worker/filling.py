@@ -53,6 +53,7 @@ from tensorhub.worker.running import GroupCall, set_memory
 from tensorhub.worker.states import UNVOTED, Phase
 
 MANIFESTS_KEPT_MAX = 16
+FAILED_KEPT_MAX = 64  # leases of one fill that were given up, in case the coordinator has not heard of it
 
 
 class Manifests:
@@ -114,7 +115,7 @@ class Filling(GroupCall):
         self._is_anew = False  # said once more, to a new coordinator, which has not bound it yet
         self._lanes: dict[str, Grant] = {}  # what the pull reads from, by the lease that the coordinator knows
         self._lane_names: dict[str, str] = {}  # by such a lease: the one under which the pull began to read
-        self._failed: dict[str, ReadFailed] = {}  # leases that it has given up, and what was said of that, by lease
+        self._failed: dict[str, ReadFailed] = {}  # the newest leases that were given up, and what was said of that
 
     def check_allowed(self) -> None:
         super().check_allowed()
@@ -340,7 +341,7 @@ class Filling(GroupCall):
         if not shard.serves or len(self._copied) == chunks:
             return False
         found = self._rank.copies.find(self._version.content_id)
-        found = [c for c in found if c not in self._tried and c.registration != shard.registration]
+        found = [c for c in found if c not in self._tried]
         if not found:
             return False
         self.phase = Phase.COPYING
@@ -393,7 +394,9 @@ class Filling(GroupCall):
 
     def _add_source(self, grant: Grant) -> None:
         if self.phase is Phase.PULLING:
-            if grant.lease not in self._lanes:
+            if grant.lease in self._failed:
+                self._rank.say(self._failed[grant.lease])  # that word was lost with a connection
+            elif grant.lease not in self._lanes:
                 self._lanes[grant.lease], self._lane_names[grant.lease] = grant, grant.lease
                 self._rank.act(AddPullSource(grant))
         elif self.phase in UNVOTED:
@@ -406,12 +409,15 @@ class Filling(GroupCall):
             self._grants = tuple(grant for grant in self._grants if grant.lease != lease)
             self._rank.say(ReadFailed(self.operation, self._rank.shard.rank, lease, "dropped", ""))
 
-    def source_failed(self, lane: str, reason: str, detail: str) -> None:
+    def source_failed(self, lane: str, reason: str, detail: str, chunk: int | None) -> None:
         """`lane`: the lease under which the pull began to read there."""
         lease = next((lease for lease, name in self._lane_names.items() if name == lane), None)
         if lease is not None:
             del self._lanes[lease], self._lane_names[lease]
-            failed = self._failed[lease] = ReadFailed(self.operation, self._rank.shard.rank, lease, reason, detail[:1000])
+            failed = ReadFailed(self.operation, self._rank.shard.rank, lease, reason, detail[:1000], chunk)
+            self._failed[lease] = failed
+            while len(self._failed) > FAILED_KEPT_MAX:
+                del self._failed[next(iter(self._failed))]
             self._rank.say(failed)
 
     def pull_done(self) -> None:

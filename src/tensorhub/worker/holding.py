@@ -40,6 +40,8 @@ class Content:
     manifest: Manifest
     generation: int
     retained: bool = False  # it is to be kept (R4), as far as was heard
+    published: bool = False  # by this rank; else it was read from others
+    spoiled: bool = False  # its bytes have changed: it is not what it says, and counts for nothing
 
     def held(self) -> Held:
         """The same, for the coordinator."""
@@ -72,6 +74,7 @@ class Holding(Stateful[HandleState]):
         self.salvage: Content | None = None  # TORN host copy: what was verified can be copied by this worker, under this
         self.staged: Content | None = None  # voted for, in staging memory; `content` is still held, until it is applied
         self.applying = False  # `staged` was committed, and is on its way into the memory
+        self._is_out = False  # and meanwhile somebody said that what is held is not to be kept
         self._rank = rank
 
     def __repr__(self) -> str:
@@ -109,7 +112,7 @@ class Holding(Stateful[HandleState]):
         s = self._rank.shard
         assert s.manifest is not None
         info = VersionInfo(s.model, version, "", s.manifest.nbytes, s.world_size)
-        self.voted = Content(info, s.manifest, generation)
+        self.voted = Content(info, s.manifest, generation, published=True)
         self._rank.act(OpenMemory(generation, "", s.manifest, complete=True))
 
     def publish(self, version: VersionInfo) -> None:
@@ -207,6 +210,9 @@ class Holding(Stateful[HandleState]):
         self._rank.act(FreeStaging())
         if whole:
             self.filled()
+            if self._is_out:  # whether it is to be kept is asked again, now that it can be given up
+                self._is_out = False
+                self.restate()
         else:
             self.tear()
             self.restate()
@@ -257,7 +263,8 @@ class Holding(Stateful[HandleState]):
             content = self.staged
         elif self.state is HandleState.IN_DOUBT or (holds and not self.fencing):
             content = self.content
-        self._rank.say(self._rank.enrolment.register(content.held() if content is not None else None))
+        whole = content is not None and not content.spoiled
+        self._rank.say(self._rank.enrolment.register(content.held() if content is not None and whole else None))
 
     def restate_after(self, commit: OpKey) -> None:
         """A coordinator that knows a commit from its records only does not know that this memory holds it."""
@@ -266,7 +273,9 @@ class Holding(Stateful[HandleState]):
 
     def not_kept(self) -> None:
         """The coordinator does not know the content that was restated. What is about to be overwritten is fenced already."""
-        if self.state is HandleState.READY and not self.fencing and not self.applying:
+        if self.applying:
+            self._is_out = True
+        elif self.state is HandleState.READY and not self.fencing:
             number = self.version
             self._let_go(HandleState.EMPTY, "ordered out: the coordinator does not know that content")
             self.given_up = number
@@ -282,23 +291,49 @@ class Holding(Stateful[HandleState]):
         """What was held is retired. What is on its way out, or about to be overwritten, is fenced without that word; if it
         is announced again after all, the answer is that it is not kept.
         """
+        if self.applying:
+            self._is_out = True
+            return
         held = self.content is not None and self.content.version.content_id == order.content_id
-        if held and self.state is HandleState.READY and not self.fencing and not self.applying:
+        if held and self.state is HandleState.READY and not self.fencing:
             self._let_go(HandleState.EMPTY, order.reason)
+
+    def spoil(self) -> None:
+        """Its bytes have changed since they were published, or verified (R8). A publisher has it until it takes it back, and
+        is told then; who has read it from others gives it up.
+        """
+        assert self.content is not None
+        self.content.spoiled = True
+        if self.state is HandleState.READY and not self.content.published and not self.fencing and not self.applying:
+            self._let_go(HandleState.EMPTY, "its bytes have changed")
 
     def lose(self, *, told: bool) -> None:
         """The coordinator has lost its state: nobody knows of this content, nor will anybody of the vote for it.
 
-        What is about to be fenced, filled or torn is its call's to end.
+        What is about to be fenced, filled, torn or overwritten by what was staged is its call's to end. A host copy has no
+        caller who would have to be told.
         """
         number = self.content.version.version if self.content is not None else None
-        if self.state is HandleState.READY and not self.fencing:
+        if self.applying:
+            self._is_out = True
+        elif self.state is HandleState.READY and not self.fencing:
             self._let_go(HandleState.EMPTY, "the coordinator has lost its state")
             self.given_up = number
         elif self.doubt is not None:
-            state, self.doubt = HandleState.EMPTY if self._publishes else HandleState.TORN, None
-            self._let_go(state, "in doubt, and the coordinator has lost its state")
-        self.is_loss_untold = not told and self.state is not HandleState.CLOSED
+            self._lose_doubt()
+        self.is_loss_untold = not told and not self.is_host and self.state is not HandleState.CLOSED
+
+    def _lose_doubt(self) -> None:
+        intact, why = self.staged is not None or self._publishes, "in doubt, and the coordinator has lost its state"
+        self.doubt = None
+        if self.staged is not None:
+            self.staged = None
+            self._rank.act(FreeStaging())
+        state = HandleState.EMPTY if intact else HandleState.TORN
+        if self.content is not None:
+            self._let_go(state, why)
+        else:
+            self._become(state, why)
 
     def loss_error(self) -> LeaseLost:
         """What tells of that loss."""

@@ -22,6 +22,7 @@ from tensorhub.machine import InvariantBroken
 from tensorhub.manifest import Manifest
 from tensorhub.messages import (
     AddSource,
+    DigestedAgain,
     Done,
     DropSource,
     EpochChanged,
@@ -82,7 +83,7 @@ class Member:
     ) -> None:
         self.shard = shard
         copies = copies if copies is not None else Copies()
-        self._rank = Rank(shard, requests, generations, copies.of_shard(shard.number))
+        self._rank = Rank(shard, requests, generations, copies.beside(shard))
         self._enrolment = self._rank.enrolment
         self._holding = Holding(self._rank)
         self._manifests = Manifests(manifests, shard)
@@ -240,11 +241,25 @@ class Member:
             return call if content is not None and content.generation == generation else None
         return None
 
-    def source_failed(self, lease: str, reason: str, detail: str, now: float) -> list[Action]:
-        """A read has ended before its time (reason "dropped": because it was told to)."""
+    def source_failed(self, lease: str, reason: str, detail: str, now: float, *, chunk: int | None = None) -> list[Action]:
+        """A read has ended before its time (reason "dropped": because it was told to). `chunk`: that had another digest."""
         self._rank.enter(now)
         if isinstance(self.running, Filling):
-            self.running.source_failed(lease, reason, detail)
+            self.running.source_failed(lease, reason, detail, chunk)
+        return self._rank.take_actions()
+
+    def digested_again(
+        self, inquiry: str, generation: int, changed: bool | None, error: TensorHubError, now: float
+    ) -> list[Action]:
+        """What was asked with DigestAgain. `error`: what is wrong with memory that has changed."""
+        self._rank.enter(now)
+        content = self._holding.content
+        known = content is not None and content.generation == generation and self.state is not HandleState.IN_DOUBT
+        self._rank.say(DigestedAgain(inquiry, self.shard.registration, changed if known else None))
+        if known and changed:
+            if isinstance(self.running, Filling):
+                self.running.pull_failed(error)
+            self._holding.spoil()
         return self._rank.take_actions()
 
     def pull_done(self, now: float) -> list[Action]:

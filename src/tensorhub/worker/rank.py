@@ -13,8 +13,8 @@ from tensorhub.worker.calls import Action, LocalCopy, Say
 from tensorhub.worker.enrolment import Enrolment, Shard
 
 
-class CopiesOfShard(Protocol):
-    """What a rank asks of its worker's host copies; see `worker.copies`."""
+class CopiesBeside(Protocol):
+    """What a rank asks of its worker's other host copies; see `worker.copies`."""
 
     def find(self, content_id: str) -> list[LocalCopy]:
         """Where (some of) this content's chunks are, whole copies first."""
@@ -31,7 +31,7 @@ class Rank:
         shard: Shard,
         requests: Callable[[], int],
         generations: Callable[[], int],
-        copies: CopiesOfShard,
+        copies: CopiesBeside,
     ) -> None:
         self.shard = shard
         self.enrolment = Enrolment(shard, requests)

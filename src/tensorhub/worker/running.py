@@ -173,13 +173,13 @@ class GroupCall(Running):
     def aborted(self, error: Exception) -> None: ...
 
     def state_lost(self, error: Exception) -> bool:
-        """No coordinator can know any more what became of it. True: it ends with that error, not with one of its own."""
+        """No coordinator can know any more what became of it. True: it ends with that error, not well or with its own."""
         if self.phase is Phase.QUEUED:
             self.finish(error=error)
             return True
         own = None if self._may_be_committed() else self.error
         self.aborted(own or error)
-        return own is None
+        return own is None and self.phase is not Phase.APPLYING
 
     @abstractmethod
     def _may_be_committed(self) -> bool:

@@ -12,7 +12,7 @@ from tensorhub.types import HandleState as H
 HANDLE_TABLE: Mapping[H, frozenset[H]] = {
     H.EMPTY: frozenset({H.FILLING, H.READY, H.IN_DOUBT, H.CLOSED}),
     H.FILLING: frozenset({H.READY, H.TORN, H.IN_DOUBT, H.CLOSED}),
-    H.READY: frozenset({H.DRAINING, H.FILLING, H.EMPTY}),
+    H.READY: frozenset({H.DRAINING, H.FILLING, H.EMPTY, H.IN_DOUBT}),  # in doubt: of what was staged
     H.DRAINING: frozenset({H.EMPTY, H.READY}),
     H.TORN: frozenset({H.FILLING, H.READY, H.IN_DOUBT, H.CLOSED}),
     H.IN_DOUBT: frozenset({H.READY, H.EMPTY, H.TORN, H.FILLING}),
