@@ -93,7 +93,8 @@ class Withdrawals:
         """While its version would be lost it serves on, undiminished. Then it takes no readers, and goes with the last."""
         holding = withdrawal.holding
         if not withdrawal.begun:
-            if not withdrawal.abandon and self._retentions.must_stay(holding, _going(withdrawal)):
+            waits = not (withdrawal.abandon or holding.leaving)
+            if waits and self._retentions.must_stay(holding, _going(withdrawal)):
                 return
             self._begin(withdrawal)
         if not withdrawal.granted and not holding.active_readers():

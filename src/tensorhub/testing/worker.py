@@ -370,7 +370,7 @@ class SimWorker:
         self.answers[request] = message.error.error() if isinstance(message, Refused) else None
         wish = guarantees.wishes.pop(request, None)
         if wish is not None and not refused:
-            guarantees.policy[wish[0]] = wish[1]
+            guarantees.retains(*wish)
         pin = self._asked_pins.pop(request, "")
         if pin in self.pins and not refused:
             guarantees.pins[pin] = (*self.pins[pin], self.incarnation)
