@@ -11,6 +11,7 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 from tensorhub.coordinator import Entry, Publication, Rollback
+from tensorhub.coordinator.actions import Retention
 from tensorhub.errors import TensorHubError
 from tensorhub.testing.rendering import show_error
 from tensorhub.types import HandleState, OpKey, OpKind, VersionInfo
@@ -48,7 +49,7 @@ class Guarantees:
         self.retired: set[str] = set()  # content ids that were rolled back
         self.rolled_back: set[OpKey] = set()  # publications of these
         self.published: dict[str, dict[int, str]] = {}  # by model and number: content ids that are durable, or may be
-        self.policy: dict[str, int] = {}  # by model: what the last `retain` that returned has asked for
+        self.policy: dict[str, int] = {}  # by model: what the last `retain` that is durable has asked for
         self.wishes: dict[int, tuple[str, int]] = {}  # by request: a `retain` that has not returned
         self.pins: dict[str, tuple[str, int, str]] = {}  # by id: model, number and incarnation of pins that have returned
         self._publications: dict[str, OpKey] = {}  # by content id: which publish has minted it
@@ -87,6 +88,9 @@ class Guarantees:
                 number = entry.model, entry.lineage, entry.number
                 demand(number not in self._numbers, f"R1: a number was published twice: {number}")
                 self._numbers.add(number)
+            case Retention():
+                self.policy[entry.model] = entry.retain
+                self._loosen(entry.model)
             case Rollback():
                 published = [e for e in before if isinstance(e, Publication) and e.model == entry.model]
                 gone = [e for e in published if e.number > entry.to]

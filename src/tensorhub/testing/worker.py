@@ -79,6 +79,7 @@ class SimWorker:
         self.pins: dict[str, tuple[str, int]] = {}  # that it wants: model and version, by id
         self.unpinned: dict[str, str] = {}  # pins that it has ended, and has not heard the end of: their models, by id
         self._askers: dict[int, Handle] = {}  # requests of handles that are not answered yet
+        self._wishes: list[int] = []  # requests of `retain` that are not answered
         self._asked_pins: dict[int, str] = {}  # by request
         self._asked_unpins: dict[int, str] = {}  # by request
 
@@ -195,6 +196,7 @@ class SimWorker:
         request = next(self.cluster.numbers)
         if self.link is not None:
             self.cluster.guarantees.wish(request, model, latest)
+            self._wishes.append(request)
         self.say(Retain(request, model, latest))
         return request
 
@@ -319,9 +321,9 @@ class SimWorker:
         guarantees, request = self.cluster.guarantees, message.request
         refused = isinstance(message, Refused)
         self.answers[request] = message.error.error() if isinstance(message, Refused) else None
-        wish = guarantees.wishes.pop(request, None)
-        if wish is not None and not refused:
-            guarantees.policy[wish[0]] = wish[1]
+        for wish in [wish for wish in self._wishes if wish <= request]:  # what was said before can not come later
+            self._wishes.remove(wish)
+            guarantees.wishes.pop(wish, None)
         ended = self._asked_unpins.pop(request, "")
         if ended and not refused:
             self.unpinned.pop(ended, None)
