@@ -7,7 +7,7 @@ STAMP := $(VENV)/.stamp
 PIP := $(BIN)/python -m pip --disable-pip-version-check --require-virtualenv install --quiet
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo lint test test-slow bench clean
+.PHONY: help venv demo lint test test-slow simulate bench clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "%-10s %s\n", $$1, $$2 }' Makefile
@@ -39,6 +39,11 @@ test: lint ## lint, then all tests but the slow ones
 
 test-slow: venv ## the slow tests
 	$(BIN)/pytest -q -m slow
+
+SEEDS ?= 10000
+START ?= 0
+simulate: venv ## 10,000 simulated runs in which everything fails, checked (SEEDS=, START=)
+	$(BIN)/tensorhub simulate --seeds $(SEEDS) --start $(START)
 
 bench: venv ## the benchmarks
 	$(BIN)/python -m benches

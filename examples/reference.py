@@ -119,6 +119,23 @@ async def update(trainer: tensorhub.Hub, rollout: tensorhub.Hub) -> None:
     assert not (await weights.update()).changed
 
 
+@shows("Weights.prefetch")
+async def prefetch(trainer: tensorhub.Hub, address: str) -> None:
+    tensor, mine = torch.ones(4), torch.empty(4)
+    source = await trainer.register("actor", {"w": tensor})
+    await source.publish(1)
+    options = tensorhub.Options(host_memory_bytes=1 * 2**20)  # for host copies: one version's shard, or more
+    async with tensorhub.connect(address, options=options) as rollout:  # prefetch=True: each new version, by itself
+        weights = await rollout.register("actor", {"w": mine})
+        await weights.replicate()
+        async with source.mutate(2):
+            tensor.fill_(2)
+        report = await weights.prefetch()
+        assert (report.version, weights.version, mine.tolist()) == (2, 1, [1, 1, 1, 1])
+        report = await weights.update(staged=True)  # staged: whatever fails, version 1 would still be there
+        assert (report.version, report.bytes_read, mine.tolist()) == (2, 0, [2, 2, 2, 2])
+
+
 @shows("Weights.close")
 async def close_weights(trainer: tensorhub.Hub) -> None:
     weights = await trainer.register("actor", {"w": torch.ones(4)})
@@ -356,6 +373,17 @@ def roll_out_blocking(address: str) -> None:
         assert next(hub.watch("actor")) == hub.newest("actor")
         assert hub.describe("actor").mark == 2
         assert hub.fetch("actor", 2)["w"].sum() == 4
+
+
+@shows("sync.Weights.prefetch")
+def prefetch_blocking(address: str) -> None:
+    options = tensorhub.Options(host_memory_bytes=1 * 2**20)
+    with sync.connect(address, name="trainer-0") as trainer, sync.connect(address, options=options) as hub:
+        source = trainer.register("actor", {"w": torch.ones(4)})
+        source.publish(1)
+        weights = hub.register("actor", {"w": torch.empty(4)})
+        assert weights.prefetch().version == 1
+        assert weights.update().bytes_read == 0
 
 
 @shows("sync.Hub.retain", "sync.Hub.pin", "sync.Hub.rollback")

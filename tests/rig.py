@@ -21,7 +21,7 @@ import tensorhub
 from tensorhub.hub import Coordinator, Hub
 from tensorhub.runtime import worker as worker_module
 from tensorhub.runtime.tcp_channel import TcpTransport
-from tensorhub.transport.base import Arrival, Channel, Cutter, Destination, Lacking, ReadRight
+from tensorhub.transport.base import Arrival, Channel, Cutter, Destination, Lacking, ReadFailure, ReadRight
 from tensorhub.transport.registry import Local, Registry
 from tensorhub.types import Endpoint, Options
 from tests.runtime.data_rig import busy_threads
@@ -174,6 +174,8 @@ class _GatedChannel:
 
     def receive(self, bytes_max: int) -> Arrival | Lacking:
         self._gate.pass_one(self._cutter)
+        if self._cutter.is_cut:  # what lies in the socket's buffer is not read, so that a test knows how much was
+            raise ReadFailure("lost", "cut at the gate")
         answer = self._channel.receive(min(bytes_max, CHUNK_BYTES))
         if isinstance(answer, Lacking):
             self._gate.give_back()

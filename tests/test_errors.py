@@ -351,7 +351,7 @@ async def test_memory_that_is_written_after_an_update_of_it_was_given_up() -> No
                 tasks.start_soon(update)
                 await until(lambda: "<Owner 0 open of 1" in repr(weights._handle._owner))
                 scope.cancel()
-                await until(lambda: getattr(weights._handle.member.running, "error", None) is not None)
+                await until(lambda: weights._handle.member.running is None)  # although the access runs on
         assert (weights.state, weights.version) == ("ready", 1)
         assert generation != generation_of(weights)
         mine["b"].add_(1)
@@ -697,6 +697,9 @@ async def test_bytes_that_do_not_have_their_digest_at_any_source() -> None:
         with raises(IntegrityError, *says, retryable=True, memory="torn"):
             await weights.replicate(timeout=1)
         assert (weights.state, weights.version) == ("torn", None)
+        spoiled = ("version 1 of 'm'", f"while it was published: 'b' (chunk {chunk} does not have its digest any more)")
+        with raises(MutabilityViolation, *spoiled, retryable=False, memory="torn"):
+            await source.unpublish()
         async with source.mutate(2):
             write(mine, 2)
         assert (await weights.replicate()).version == 2

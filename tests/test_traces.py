@@ -145,7 +145,7 @@ def fetched_from_a_source_that_leaves(cluster: PureCluster) -> None:
 
 
 def coordinator_restarts(cluster: PureCluster) -> None:
-    """It dies while a publish is being made durable; the record made it, so the publish is committed."""
+    """It dies while a publish is being made durable, which counts; and in the midst of a fill, which goes on."""
     trainer, reader = cluster.handle("trainer"), cluster.handle("reader")
     cluster.run()
     trainer.publish(1)
@@ -155,7 +155,13 @@ def coordinator_restarts(cluster: PureCluster) -> None:
     for worker in cluster.workers.values():
         worker.connect()
     cluster.run()
+    cluster.note("-- a fill, of which one chunk is there")
     reader.replicate("latest")
+    while reader.pull is None or len(reader.pull.missing) != 1:
+        cluster.do(cluster.choices()[0])
+    cluster.restart()
+    for worker in cluster.workers.values():
+        worker.connect()
     cluster.run()
 
 

@@ -11,7 +11,7 @@
     │   └── DrainTimeout        memory could not be taken back in time; it stays published
     ├── RetentionError          leaving would lose a retained version
     ├── GroupAborted            another rank, or the group's membership, ended the operation
-    ├── LeaseLost               this worker was taken for dead and is a new incarnation now
+    ├── LeaseLost               this worker was taken for dead, or the coordinator has lost its state
     ├── IntegrityError          bytes do not have their digest, whichever source they come from
     ├── AuthenticationFailed    the secrets differ, or open access was asked for beyond loopback
     ├── ProtocolError           the peer does not speak this protocol, or broke it
@@ -77,7 +77,8 @@ class RegistrationError(TensorHubError):
 
 
 class MutabilityViolation(TensorHubError):
-    """Published memory was written by its owner (as far as torch counts writes): readers may have got other bytes.
+    """Published memory was written by its owner (as far as torch counts writes): readers may have got other bytes. Or memory
+    that others read has lost its digests: a reader has found out, and its owner has looked again.
 
     Raised by `unpublish`, `close` and `mutate` (before its body) when the memory has been taken back, and by `update`
     before it does anything; `memory` is "torn" in each case.
@@ -122,16 +123,22 @@ class GroupAborted(TensorHubError):
 
 
 class LeaseLost(TensorHubError):
-    """The coordinator took this worker for dead, and what it held, or was lent, was given up.
+    """What this worker held, was lent or knew was given up: it was taken for dead, or the coordinator has lost its state.
 
-    Raised by `unpublish` of a version that the coordinator does not know any more: the memory is its owner's to write.
+    Raised by `unpublish` of a version that the coordinator does not know any more: the memory is its owner's to write. A
+    coordinator that comes back without its state (it was served without a `state_dir`) is a new cluster, and each thing of
+    the old one says so once, then goes on in the new one: a handle by the call that runs, or by its next `publish`,
+    `replicate`, `update` or `unpublish`; a model by the first `newest`, `wait_for`, `watch` or `fetch`; a pin at the end of
+    its block. `retain` is to be called again.
     """
 
     retryable_by_default = True
 
 
 class IntegrityError(TensorHubError):
-    """Every source that was tried sent bytes that do not have their digest; the error names source, chunk and tensor."""
+    """Every source that was tried sent bytes that do not have their digest; the error names source, chunk and tensor. Where
+    several sources have looked again and found their bytes unchanged, it names the machine that damages what it gets.
+    """
 
     retryable_by_default = True
 

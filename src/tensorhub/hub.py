@@ -130,13 +130,16 @@ def connect(
     """Join a cluster as a worker for the length of the block; leaving closes every handle.
 
     `address`: a coordinator's "tcp://host:port", or several. `name`: for people; default: host and process id. `transports`:
-    names in order of preference, and only these.
+    names in order of preference, and only these. `prefetch`: each new version of a model is prefetched in the background
+    for the handles that were filled with an earlier one, so that `update` copies it from host memory
+    (`Options.host_memory_bytes`).
 
     Raises CoordinatorUnavailable, AuthenticationFailed (another secret), ProtocolError (not a TensorHub coordinator, or of
-    another version), TransportUnavailable, StateError (an address that is none).
+    another version), TransportUnavailable, StateError (an address that is none, `prefetch` without host memory).
     """
-    refuse_unbuilt(tls=tls, prefetch=prefetch)
-    return connect_on(AsyncSide(), address, name, location or Location(), token, transports, options or Options())
+    refuse_unbuilt(tls=tls)
+    side, here = AsyncSide(), location or Location()
+    return connect_on(side, address, name, here, token, transports, options or Options(), prefetch)
 
 
 @contextlib.asynccontextmanager
@@ -148,8 +151,12 @@ async def connect_on(
     token: str | bytes | None,
     transports: Sequence[str] | None,
     options: Options,
+    prefetch: bool,
 ) -> AsyncIterator[Hub]:
     """What `connect` is, for either kind of caller."""
+    check_flag("prefetch", prefetch)
+    if prefetch and not options.host_memory_bytes:
+        raise StateError("prefetch=True needs host memory: set Options.host_memory_bytes")
     for part, place in (("site", location.site), ("rack", location.rack), ("host", location.host)):
         if place != "":
             check_name(part, place)
@@ -160,7 +167,15 @@ async def connect_on(
 
     async def main(thread: LoopThread) -> None:
         worker.append(
-            Worker(addresses, name=called, location=location, secret=secret, transports=transports, options=options)
+            Worker(
+                addresses,
+                name=called,
+                location=location,
+                secret=secret,
+                transports=transports,
+                options=options,
+                prefetch=prefetch,
+            )
         )
         await worker[0].run(thread.ready)
 
@@ -213,15 +228,20 @@ class Hub:
     def newest(self, model: str) -> VersionInfo | None:
         """The newest visible version that this worker has heard of, without I/O; None if it has heard of none.
 
-        The first question about a model begins to watch it.
+        The first question about a model begins to watch it. Raises LeaseLost, once, if the coordinator has come back
+        without its state: then the newest version may be an older one, or none.
         """
+        self._worker.news.tell_loss(model)
         if not self._worker.news.watches(model):
             check_name("model", model)
             self._thread.post(partial(self._worker.news.watch, model))
         return self._worker.news.newest(model)
 
     async def wait_for(self, model: str, *, at_least: int, timeout: float | None = None) -> VersionInfo:
-        """The newest version of `model`, once it is `at_least`. Raises OperationTimeout, CoordinatorUnavailable."""
+        """The newest version of `model`, once it is `at_least`.
+
+        Raises OperationTimeout, CoordinatorUnavailable, LeaseLost (as `newest`; also while it waits).
+        """
         check_name("model", model)
         check_version(at_least)
         return await self._thread.call(self._worker.news.wait_for, model, at_least, self._worker.timeout_s(timeout))
@@ -229,10 +249,12 @@ class Hub:
     def watch(self, model: str) -> Watcher:
         """Iterate over newest versions, the known one first; a slow consumer gets only the newest of those it missed.
 
-        After a rollback the newest version is an older one than before.
+        After a rollback the newest version is an older one than before. Raises LeaseLost as `newest`; also while one
+        iterates: whoever goes on then gets what the new cluster has.
         """
         check_name("model", model)
         self._thread.check_usable()
+        self._worker.news.tell_loss(model)
         watcher = Watcher(self._worker, self._thread, model)
         self._watchers.add(watcher)
         return watcher
@@ -251,9 +273,11 @@ class Hub:
     async def retain(self, model: str, *, latest: int, timeout: float | None = None) -> None:
         """Keep the newest `latest` versions of `model` fetchable, lost ones counted; the last call wins, 0 keeps none.
 
-        A worker that is not spot and would be the last to hold a kept version is not let go: its `unpublish`, `mutate`,
-        `update` and `close` wait for another holder and, at their deadline, raise RetentionError with the version still
-        published. `close(abandon=True)` and leaving the hub do not wait. Durable on return. The model need not exist yet.
+        A worker that is not spot and would be the last to hold a kept version hands it over: to its own host memory
+        (`Options.host_memory_bytes`; not for `close`), else to another worker's. If nobody has room, its `unpublish`,
+        `mutate`, `update` and `close` wait for another holder and, at their deadline, raise RetentionError with the version
+        still published. `close(abandon=True)` and leaving the hub do not wait. On return it is durable, and every live
+        holder knows: one that is cut off keeps the version until its own lease is over. The model need not exist yet.
         Raises StateError (`latest` is no number from 0), OperationTimeout, CoordinatorUnavailable.
         """
         check_name("model", model)
@@ -264,7 +288,8 @@ class Hub:
     async def pin(self, model: str, version: int, timeout: float | None = None) -> AsyncIterator[None]:
         """Keep one version fetchable for the length of the block, whatever `retain` says; pins of one version count.
 
-        It outlives a coordinator with a `state_dir`, and ends with this worker; a rollback ends it too.
+        It outlives a coordinator with a `state_dir`, and ends with this worker; a rollback ends it too. Once the block
+        begins every live holder knows, as with `retain`.
         Raises VersionUnavailable (not published, or nobody holds it now), StateError, OperationTimeout,
         CoordinatorUnavailable; at the end of the block LeaseLost, if this worker was taken for dead and the version could
         not be pinned again.
@@ -311,7 +336,7 @@ class Hub:
 
         Raises VersionUnavailable, ManifestMismatch (no such rank, a name that no tensor has, a dtype that this torch
         lacks), StateError (arguments; no torch; a device that cannot be used; no memory), OperationTimeout, GroupAborted,
-        CoordinatorUnavailable.
+        CoordinatorUnavailable, LeaseLost (as `newest`).
         """
         memory = AllocatedMemory(names, device)
         info, report = await fetch_into(self, model, selector, memory, rank=rank, timeout=timeout)
@@ -386,6 +411,16 @@ async def fetch_into(
     timeout_s = hub._worker.timeout_s(timeout)
     fetch = partial(hub._worker.fetch, model, selector, memory, rank=rank, timeout_s=timeout_s, progress=progress)
     return await hub._thread.call(fetch)
+
+
+async def seed_shard(hub: Hub, info: VersionInfo, shard: int, timeout: float | None = None) -> FetchReport:
+    """Have this worker hold one shard of the model's newest version in host memory, as a seed; internal, and may change.
+
+    `info`: a version of the model that is visible now; the seed's memory is reserved as it needs. Raises as
+    `Weights.prefetch`.
+    """
+    timeout_s = hub._worker.timeout_s(timeout)
+    return await hub._thread.call(hub._worker.copies.seed, info, shard, timeout_s)
 
 
 def _check_latest(latest: object) -> None:

@@ -129,6 +129,22 @@ class Held:
     manifest: ManifestBlob
 
 
+FORMER_KEYS_MAX = 16
+
+
+@dataclass(frozen=True, slots=True)
+class Begun:
+    """How far a rank came with a fill whose operation its coordinator has no record of (it is a new one).
+
+    `key`: the operation in which all ranks were bound to `content`. `written`: its memory is being filled with that, or is
+    complete, under the content's generation; else not a byte of it has changed yet.
+    """
+
+    key: OpKey
+    content: Held
+    written: bool
+
+
 # ---------------------------------------------------------------------------------------- worker -> coordinator
 
 
@@ -206,7 +222,8 @@ class Fill:
     """This rank's call of replicate, update, prefetch or fetch.
 
     `generation` is the one under which the memory will be filled. `hold`: this rank wants to hear of the bound version
-    before the first byte changes (it has a `before_write`). `at_least`: wait for that number.
+    before the first byte changes (it has a `before_write`). `at_least`: wait for that number. `former`: the keys under
+    which the same call was said before. `resume`: what it has begun under one of them.
     """
 
     key: OpKey
@@ -219,6 +236,8 @@ class Fill:
     hold: bool
     staged: bool
     timeout_s: Seconds
+    former: Annotated[tuple[OpKey, ...], Length(FORMER_KEYS_MAX)] = ()
+    resume: Begun | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -261,8 +280,20 @@ class ReadFailed:
     key: OpKey
     rank: Rank
     lease: Id
-    reason: Name  # "lost" | "stalled" | "refused" | "corrupt" | "unreachable"
+    reason: Name  # "lost" | "stalled" | "refused" | "corrupt" | "unreachable" | "dropped"
     detail: Text
+    chunk: U64 | None = None  # that came without its digest, if that is the reason
+
+
+@dataclass(frozen=True, slots=True)
+class DigestedAgain:
+    """Answer to DigestAgain. `changed`: whether the chunk's bytes have another digest now than the one that is sent with
+    them (R8); None: that cannot be said, the memory is not held under that generation any more, or has no digests.
+    """
+
+    inquiry: Id
+    registration: Id
+    changed: bool | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -311,7 +342,7 @@ class CopyRefused:
 
 @dataclass(frozen=True, slots=True)
 class Kept:
-    """Answer to Keep: the rank knows it, whatever becomes of the connection from now on."""
+    """The rank knows it, whatever becomes of the connection from now on."""
 
     registration: Id
     content_id: Id
@@ -369,7 +400,10 @@ class Rollback:
 
 @dataclass(frozen=True, slots=True)
 class Retain:
-    """Keep the newest `latest` versions of this model fetchable; the last one counts. Answered by Done or Refused."""
+    """Keep the newest `latest` versions of this model fetchable; the last one counts.
+
+    Answered by Done, once it is durable and every live holder knows, or Refused.
+    """
 
     request: U64
     model: Name
@@ -379,7 +413,7 @@ class Retain:
 @dataclass(frozen=True, slots=True)
 class Pin:
     """Keep this version, whatever `Retain` says, until Unpin or the worker's end. Said anew on each new connection: `pin`
-    names it. Answered by Done or Refused."""
+    names it. Answered like Retain."""
 
     request: U64
     pin: Id
@@ -499,7 +533,8 @@ class DropSource:
 class Outcome:
     """The decision. `version` is set if committed; `changed` False: the rank held that content already.
 
-    `retained`: what it holds now is to be kept (as in Keep).
+    `retained`: what it holds now is to be kept (as in Keep). `unknown`: this coordinator has no record of that operation, a
+    former one's, and none can come: nobody has committed it, and a rank may go on with its call under a new key.
     """
 
     key: OpKey
@@ -509,6 +544,7 @@ class Outcome:
     version: VersionInfo | None
     error: ErrorInfo | None
     retained: bool = False
+    unknown: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -525,13 +561,6 @@ class OrderedOut:
     registration: Id
     content_id: Id
     reason: Text
-
-
-@dataclass(frozen=True, slots=True)
-class MustStay:
-    """A retained version would be lost with this memory: Withdrawable comes when another holds it, else Refused."""
-
-    request: U64
 
 
 @dataclass(frozen=True, slots=True)
@@ -557,11 +586,23 @@ class DropCopy:
 
 @dataclass(frozen=True, slots=True)
 class Keep:
-    """What this registration holds is (`keep`), or is not any more, to be kept (R4). Answered by Kept."""
+    """What this registration holds is (`keep`), or is not any more, to be kept (R4): its owner does not take it back unasked
+    while the coordinator may count on it. Answered by Kept; so is an Outcome or Registered that says `retained`.
+    """
 
     registration: Id
     content_id: Id
     keep: bool
+
+
+@dataclass(frozen=True, slots=True)
+class DigestAgain:
+    """A reader got this chunk without its digest: has the memory changed? Answered by DigestedAgain."""
+
+    inquiry: Id
+    registration: Id
+    generation: U64
+    chunk: U64
 
 
 @dataclass(frozen=True, slots=True)
@@ -649,6 +690,7 @@ FromWorker = (
     | Abandon
     | Resolve
     | ReadFailed
+    | DigestedAgain
     | Progress
     | Withdraw
     | Withdrawn
@@ -678,8 +720,8 @@ FromCoordinator = (
     | DropSource
     | Outcome
     | Withdrawable
-    | MustStay
     | CutReader
+    | DigestAgain
     | ManifestReply
     | Announce
     | Description

@@ -14,7 +14,7 @@ import contextlib
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import TracebackType
-from typing import Any, Generic, NoReturn, Self, TypeVar, overload
+from typing import Any, Generic, Self, TypeVar, overload
 
 from tensorhub import hub as _async
 from tensorhub.fetched import Fetched
@@ -89,9 +89,9 @@ def connect(
     options: Options | None = None,
 ) -> contextlib.AbstractContextManager[Hub]:
     """Join a cluster as a worker for the length of the block; see `tensorhub.connect`."""
-    _async.refuse_unbuilt(tls=tls, prefetch=prefetch)
+    _async.refuse_unbuilt(tls=tls)
     side, here = BlockingSide(), location or Location()
-    block = _async.connect_on(side, address, name, here, token, transports, options or Options())
+    block = _async.connect_on(side, address, name, here, token, transports, options or Options(), prefetch)
     return _Block(block, Hub)
 
 
@@ -251,9 +251,9 @@ class Weights:
         update = self._weights.update(selector, at_least=at_least, before_write=hook, staged=staged, timeout=timeout)
         return _finish(update)
 
-    def prefetch(self, selector: Selector = LATEST, timeout: float | None = None) -> NoReturn:
-        """Fill host memory with a version while the current one stays in use. Not built yet."""
-        _finish(self._weights.prefetch(selector, timeout))
+    def prefetch(self, selector: Selector = LATEST, timeout: float | None = None) -> FetchReport:
+        """Fill host memory with a version while the current one stays in use; see `tensorhub.Weights.prefetch`."""
+        return _finish(self._weights.prefetch(selector, timeout))
 
     def close(self, abandon: bool = False) -> None:
         """Withdraw what is published and give the registration up; see `tensorhub.Weights.close`."""

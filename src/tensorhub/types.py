@@ -6,6 +6,7 @@ behaviour: nothing here does I/O, knows a clock or keeps state.
 
 from __future__ import annotations
 
+import hashlib
 import re
 import socket
 from collections.abc import Mapping
@@ -98,6 +99,12 @@ class OpKey:
 
     def __str__(self) -> str:
         return f"{self.model}/{self.group}@{self.epoch}#{self.sequence}"
+
+
+def host_group(group: str) -> str:
+    """The group of the host copies of a group's ranks: the same on all of them, and no longer than a name may be."""
+    name = f"{group}/host"
+    return name if len(name) <= 512 else f"{group[:400]}-{hashlib.blake2b(group.encode(), digest_size=16).hexdigest()}/host"
 
 
 class OpKind(StrEnum):
@@ -261,7 +268,10 @@ class VersionView:
 
 @dataclass(frozen=True, slots=True)
 class ShardView:
-    """One rank's memory in `describe`; `chunks_verified` of `chunks` can be read from it."""
+    """One rank's memory in `describe`; `chunks_verified` of `chunks` can be read from it.
+
+    `state`: "complete", "filling", or "quarantined": its bytes have changed, and nobody reads them.
+    """
 
     rank: U64  # whose shard of the version it is
     worker: Name

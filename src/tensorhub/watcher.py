@@ -6,28 +6,35 @@ import weakref
 from functools import partial
 from typing import Self
 
+from tensorhub.errors import LeaseLost
 from tensorhub.runtime.loop_thread import LoopThread, Waiter
 from tensorhub.runtime.worker import Worker
 from tensorhub.types import VersionInfo
 
 
 class Watcher:
-    """Newest versions of one model, conflated. Iterate with `async for`; ends when the hub is closed."""
+    """Newest versions of one model, conflated. Iterate with `async for`; ends when the hub is closed.
+
+    Raises LeaseLost once if the coordinator loses its state; iterate again for what the new cluster has.
+    """
 
     def __init__(self, worker: Worker, thread: LoopThread, model: str) -> None:
         self._wakeup = thread.side.waiter()
         self._box: list[VersionInfo | None] = [None]
         self._last: VersionInfo | None = None
         self._has_ended = False
-        listener = _Listener(self._box, self._wakeup)
-        thread.post(partial(worker.news.listen, model, listener))
-        weakref.finalize(self, thread.post, partial(worker.news.unlisten, model, listener))
+        self._losses: list[LeaseLost] = []
+        listener = _Listener(self._box, self._losses, self._wakeup)
+        thread.post(partial(worker.news.listen, model, listener, listener.lost))
+        weakref.finalize(self, thread.post, partial(worker.news.unlisten, model, listener, listener.lost))
 
     def __aiter__(self) -> Self:
         return self
 
     async def __anext__(self) -> VersionInfo:
         while not self._has_ended:
+            if self._losses:
+                raise self._losses.pop()
             info = self._box[0]
             if info is not None and info != self._last:
                 self._last = info
@@ -44,10 +51,17 @@ class Watcher:
 class _Listener:
     """Holds no reference to its watcher, so that a watcher that nobody iterates any more goes away."""
 
-    def __init__(self, box: list[VersionInfo | None], wakeup: Waiter) -> None:
+    def __init__(self, box: list[VersionInfo | None], losses: list[LeaseLost], wakeup: Waiter) -> None:
         self._box = box
+        self._losses = losses
         self._wakeup = wakeup
 
     def __call__(self, info: VersionInfo | None) -> None:
         self._box[0] = info
+        self._wakeup.set()
+
+    def lost(self, error: LeaseLost) -> None:
+        """The coordinator has lost its state: what is newest begins anew, and whoever iterates hears of that first."""
+        self._box[0] = None
+        self._losses[:] = [error]
         self._wakeup.set()

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 from collections.abc import AsyncIterator, Awaitable, Callable
 from functools import partial
-from typing import NoReturn
 
 from tensorhub.errors import StateError, text_of
 from tensorhub.runtime.handle import Handle
@@ -58,7 +57,8 @@ class Weights:
         """Promise that the memory is immutable, as `version`; returns when it is visible (all ranks have called).
 
         Raises VersionConflict (the number was used, or is not above the mark), StateError (published already),
-        RegistrationError (a tensor's storage was replaced), OperationTimeout, GroupAborted, CoordinatorUnavailable.
+        RegistrationError (a tensor's storage was replaced), OperationTimeout, GroupAborted, CoordinatorUnavailable,
+        LeaseLost (once, where the coordinator has come back without its state).
         """
         check_version(version)
         return await self._thread.call(self._handle.publish, version, self._worker.timeout_s(timeout))
@@ -67,9 +67,10 @@ class Weights:
         """Take the promise back; returns when the memory may be overwritten.
 
         Running readers are moved, or waited for within `drain_grace_s` and half the timeout, then fenced. Needs no reachable
-        coordinator. Raises StateError (nothing is published), RetentionError (a retained version would be lost; it stays
-        published), DrainTimeout (it is still being read when the time is up; it stays published), MutabilityViolation (it
-        is taken back, but was written before), LeaseLost (it is the caller's already: the coordinator has given it up).
+        coordinator, but for a retained version: cut off, that stays until this worker's own lease is over. Raises StateError
+        (nothing is published), RetentionError (a retained version would be lost; it stays published), DrainTimeout (it is
+        still being read when the time is up; it stays published), MutabilityViolation (it is taken back, but was written
+        before), LeaseLost (it is the caller's already: the coordinator has given it up).
         """
         await self._thread.call(self._handle.unpublish, self._worker.timeout_s(timeout))
 
@@ -77,14 +78,15 @@ class Weights:
     async def mutate(self, version: int, timeout: float | None = None) -> AsyncIterator[None]:
         """Unpublish if published, run the body, publish as `version`. If the body raises, nothing is published.
 
-        The number is checked first (VersionConflict, with the memory as it was). Raises as `unpublish`, before the body,
-        and as `publish`. If one rank's body raises, the other ranks' publish ends with GroupAborted, and the number stays
-        unused.
+        The number is checked first (VersionConflict, with the memory as it was). Raises as `unpublish`, before the body
+        (LeaseLost also where nothing is published), and as `publish`. If one rank's body raises, the other ranks' publish
+        ends with GroupAborted, and the number stays unused.
         """
         check_version(version)
         timeout_s = self._worker.timeout_s(timeout)
         await self._thread.call(self._handle.check_idle)
         await self._thread.call(self._worker.questions.check_number, self.model, version, timeout_s)
+        await self._thread.call(self._handle.tell_loss)  # to each rank of the group: none refuses the others' call for it
         where = "unpublish() in"
         try:
             await self._thread.call(self._handle.unpublish_if_published, timeout_s)
@@ -102,7 +104,7 @@ class Weights:
         """Fill the memory, which must hold no version, with a version: a number, "latest" or "latest-1".
 
         Raises VersionUnavailable, ManifestMismatch (each difference named), IntegrityError (no source's bytes have their
-        digests), StateError, OperationTimeout, GroupAborted, TransportUnavailable.
+        digests), StateError, OperationTimeout, GroupAborted, TransportUnavailable, LeaseLost (as `publish`).
         """
         call = FillCall(OpKind.REPLICATE, check_selector(selector))
         return await self._thread.call(self._handle.fill, call, self._worker.timeout_s(timeout))
@@ -120,15 +122,18 @@ class Weights:
 
         `at_least` waits for that number. `before_write` is awaited here, in the caller's task, once version and source are
         certain and before the first byte changes. Up to then an error leaves the old version published; after it the
-        memory is torn. Raises as `replicate`, RetentionError (a retained version would be lost), DrainTimeout (the old
-        version is still being read), both with it still published, MutabilityViolation (it was written; unpublish() first),
-        and whatever `before_write` raises.
+        memory is torn. `staged`: the new version is filled into host memory first (`Options.host_memory_bytes`, else
+        StateError), then `before_write` is awaited, and the memory is only overwritten once all ranks have all of it: an
+        error leaves the old version published. What was prefetched is copied, not read. Raises as `replicate`,
+        RetentionError (a retained version would be lost), DrainTimeout (the old version is still being read), both with it
+        still published, MutabilityViolation (it was written; unpublish() first), and whatever `before_write` raises.
         """
         check_selector(selector)
         if at_least is not None:
             check_version(at_least)
-        if staged:
-            self._needs_host_memory("update(staged=True)")
+        check_flag("staged", staged)
+        if staged and not self._worker.options.host_memory_bytes:
+            raise StateError("update(staged=True) needs host memory: set Options.host_memory_bytes")
         call = FillCall(OpKind.UPDATE, selector, at_least, hold=before_write is not None, staged=staged)
 
         def ask(info: VersionInfo) -> None:
@@ -146,16 +151,17 @@ class Weights:
             problem = error
         self._thread.post(partial(self._handle.hook_returned, problem))
 
-    async def prefetch(self, selector: Selector = LATEST, timeout: float | None = None) -> NoReturn:
-        """Fill host memory with a version while the current one stays in use. Not built yet."""
-        check_selector(selector)
-        self._needs_host_memory("prefetch()")
-        raise NotImplementedError("prefetch is not built yet")
+    async def prefetch(self, selector: Selector = LATEST, timeout: float | None = None) -> FetchReport:
+        """Fill host memory with a version (a number, "latest" or "latest-1"), while the current one stays in use.
 
-    def _needs_host_memory(self, what: str) -> None:
-        if self._worker.options.host_memory_bytes == 0:
-            raise StateError(f"{what} needs host memory: set Options.host_memory_bytes")
-        raise NotImplementedError(f"{what} is not built yet")
+        All ranks of the group call it. It may run beside one other call of this handle. The copy serves other readers; the
+        next `update` to that version copies from it what it has, even if it is not complete, and frees it, as an update to
+        another version does. A second prefetch replaces the first. `report.changed` is False if the version is held already.
+        Raises StateError (no `Options.host_memory_bytes`, or too few of them for the shard), and as `replicate`; the
+        tensors stay as they are.
+        """
+        prefetch, timeout_s = self._worker.copies.prefetch, self._worker.timeout_s(timeout)
+        return await self._thread.call(prefetch, self._handle, check_selector(selector), timeout_s)
 
     async def close(self, abandon: bool = False) -> None:
         """Withdraw what is published, as `unpublish` does, and give the registration up.
@@ -164,4 +170,5 @@ class Weights:
         as it was, and MutabilityViolation (it is closed).
         """
         check_flag("abandon", abandon)
-        await self._thread.call(partial(self._handle.close, abandon=abandon), self._worker.timeout_s(None))
+        close = partial(self._worker.copies.close, abandon=abandon)
+        await self._thread.call(close, self._handle, self._worker.timeout_s(None))

@@ -5,7 +5,10 @@ from __future__ import annotations
 import gc
 
 from tensorhub.coordinator.entities import DECIDED_KEPT_MAX, Holding, Operation, RankPart, ReadLease, Replica, Version
-from tensorhub.testing import BrokenHook, PureCluster
+from tensorhub.coordinator.operations import LATER_PER_RANK_MAX
+from tensorhub.errors import VersionConflict
+from tensorhub.messages import Heartbeat, Leave, Watch
+from tensorhub.testing import BrokenHook, Choice, PureCluster
 from tensorhub.types import Options
 
 ENTITIES = (Version, Replica, Holding, ReadLease, Operation, RankPart)
@@ -101,3 +104,85 @@ def test_timers_that_are_set_again_and_again_are_swept() -> None:
     assert timers.next() == 1e6 + 9_999
     assert timers.pop_due(2e6) == ("operation", "k")
     assert timers.next() is None
+
+
+def test_a_name_that_is_only_asked_for_is_forgotten_with_who_asked() -> None:
+    cluster = PureCluster()
+    worker = cluster.worker("curious")
+    cluster.run()
+    for number in range(50):
+        worker.say(Watch(f"watched{number}"))
+        fetcher = worker.fetcher(model=f"fetched{number}")
+        fetcher.fetch(timeout_s=1)
+        worker.register(f"g{number}", model=f"registered{number}")
+        worker.retain(number % 2, f"retained{number}")
+    cluster.advance(2)
+    models = cluster.coordinator.cluster.models
+    assert not any(name.startswith("fetched") for name in models)
+    assert len(models) == 50 + 50 + 25
+    worker.crash()
+    cluster.advance(30)
+    assert list(models) == [f"retained{number}" for number in range(1, 50, 2)]
+
+
+def test_a_name_is_forgotten_in_the_very_step_that_speaks_of_it() -> None:
+    """The lease of its only worker ends as somebody asks for a rollback of what was never published."""
+    cluster = PureCluster()
+    cluster.handle("trainer")
+    asker = cluster.worker("asker")
+    cluster.run()
+    cluster.workers["trainer"].crash()
+    cluster.run()
+    cluster.now += 6
+    asker.say(Heartbeat(1))
+    cluster.run()
+    cluster.now += 5
+    request = asker.rollback(1)
+    cluster.run()
+    assert isinstance(asker.answers[request], VersionConflict)
+    assert cluster.coordinator.cluster.models == {}
+
+
+def test_a_name_is_forgotten_with_the_publish_that_never_was() -> None:
+    cluster = PureCluster()
+    worker = cluster.worker("trainer")
+    first = worker.register("trainer", 0, 2)
+    worker.register("trainer", 1, 2)
+    cluster.run()
+    first.publish(1)
+    cluster.run()
+    worker.say(Leave("enough"))
+    cluster.run()
+    assert cluster.coordinator.cluster.models == {}
+
+
+def test_what_a_rank_says_of_later_operations_stays_bounded_and_its_last_word_counts() -> None:
+    """Its process was restarted while a decision is being recorded by a slow store; it calls, gives up and calls again."""
+    cluster = PureCluster()
+    first, second = cluster.group("trainer", 2)
+    cluster.run()
+    promises = [handle.publish(1) for handle in (first, second)]
+    while not cluster.unstored:
+        cluster.do(cluster.choices()[0])
+    slow = dict(cluster.unstored)
+    cluster.unstored.clear()
+    second.worker.crash()
+    while cluster.ending:
+        cluster.do(Choice("notice", str(cluster.ending[0])))
+    spare = cluster.handle("spare", "trainer", 1, 2)
+    cluster.run()
+    for _ in range(2 * LATER_PER_RANK_MAX):
+        spare.update(timeout_s=1)
+        cluster.advance(6)
+    last = spare.publish(2)
+    cluster.run()
+    (operation,) = cluster.coordinator.cluster.records.values()
+    assert len(operation.later) == LATER_PER_RANK_MAX
+    cluster.unstored.update(slow)
+    cluster.run()
+    assert promises[0].number == 1
+    first.unpublish()
+    cluster.run()
+    mine = first.publish(2)
+    cluster.run()
+    assert (mine.number, last.number) == (2, 2)

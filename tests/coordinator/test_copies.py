@@ -11,7 +11,7 @@ from tensorhub.worker.enrolment import Shard
 
 
 def copy(
-    cluster: PureCluster, name: str, shard: int, world_size: int = 1, purpose: Purpose = Purpose.RETENTION, rank: int = 0
+    cluster: PureCluster, name: str, shard: int, world_size: int = 1, purpose: Purpose = Purpose.SEED, rank: int = 0
 ) -> Handle:
     """Host memory of a worker, for one shard."""
     worker = cluster.workers.get(name) or cluster.worker(name)
@@ -49,7 +49,7 @@ def test_copies_of_every_shard_keep_a_version_available() -> None:
     version = cluster.coordinator.cluster.models["actor"].versions[1]
     assert {shard: len(holdings) for shard, holdings in version.holdings.items()} == {0: 2, 1: 2}
     replicas = [h.replica for holdings in version.holdings.values() for h in holdings]
-    assert {(r.medium, r.purpose) for r in replicas if r.group.name.startswith("copy")} == {(Medium.HOST, Purpose.RETENTION)}
+    assert {(r.medium, r.purpose) for r in replicas if r.group.name.startswith("copy")} == {(Medium.HOST, Purpose.SEED)}
 
 
 def test_a_copy_is_announced_again() -> None:

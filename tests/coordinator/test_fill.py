@@ -599,6 +599,24 @@ def test_replicate_over_published_memory_is_refused_here() -> None:
         trainer.replicate()
 
 
+def test_a_source_given_up_unheard_is_not_taken_for_another_one() -> None:
+    """The reader's word is lost with its connection, and the coordinator speaks of that lease once more."""
+    cluster, trainer, reader = trainer_and_reader()
+    asked = reader.replicate()
+    while reader.pull is None:
+        cluster.do(cluster.choices()[0])
+    (lease,) = reader.pull.grants
+    reader.worker.disconnect()
+    reader.source_ended(lease, "lost")
+    while cluster.choices():
+        cluster.do(cluster.choices()[0])
+    reader.worker.connect()
+    cluster.advance(1.0)
+    assert asked.number == 1
+    assert sum(f"-> ReadFailed key=reader@1.2#0 rank=0 lease={lease} " in line for line in cluster.log) == 1
+    assert reader.cells == trainer.cells
+
+
 def test_a_rank_that_missed_more_operations_than_are_remembered_meets_the_others_again() -> None:
     cluster = PureCluster()
     first, second = cluster.group("reader", 2)

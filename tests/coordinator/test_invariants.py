@@ -12,7 +12,8 @@ import pytest
 from tensorhub.coordinator import Action, Coordinator, Event, invariants
 from tensorhub.coordinator.entities import Cluster, Group, Holding, Member, Noted, Operation, RankPart, Withdrawal
 from tensorhub.machine import InvariantBroken, Stateful
-from tensorhub.testing import PureCluster, SimulatedCluster
+from tensorhub.testing import PureCluster
+from tensorhub.testing.search import run_seed
 
 Step = Callable[[Coordinator, Event, float], list[Action]]
 Thing = Noted | Holding | RankPart | Withdrawal
@@ -22,7 +23,7 @@ UNCHECKED = {"story", "watchers", "heard_at", "waiting", "withdrawals"}  # of no
 
 def simulate(seed: int) -> None:
     """A run in which much happens."""
-    SimulatedCluster(seed, events=300).run()
+    run_seed(seed, events=250)
 
 
 # ------------------------------------------------------------------------------------------- what a step has changed
@@ -66,6 +67,7 @@ def everything(cluster: Cluster) -> Iterator[Noted]:
     yield from cluster.workers.values()
     yield from cluster.members.values()
     yield from cluster.leases.values()
+    yield from cluster.records.values()
     for model in cluster.models.values():
         yield model
         yield from model.versions.values()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tensorhub.errors import StateError, VersionUnavailable
+from tensorhub.errors import DrainTimeout, StateError, VersionUnavailable
 from tensorhub.testing import Handle, PureCluster
 from tensorhub.types import HandleState, Options
 
@@ -232,6 +232,40 @@ def test_an_abandoned_version_that_is_held_again_is_waited_for_like_any_other() 
     assert not asked.has_ended()
     cluster.advance(10)
     assert isinstance(asked.error, VersionUnavailable)
+
+
+def test_a_group_whose_rank_could_not_leave_serves_as_before() -> None:
+    """One rank could not be fenced in time: it stays published under a new generation, and the version with it (R4)."""
+    cluster = PureCluster()
+    trainers, readers = cluster.group("trainers", 2), cluster.group("readers", 2)
+    cluster.run()
+    for trainer in trainers:
+        trainer.publish(1)
+    cluster.run()
+    trainers[0].hold_access()
+    asked = trainers[0].unpublish(2.0)
+    cluster.advance(5.0)
+    assert isinstance(asked.error, DrainTimeout)
+    (replica,) = cluster.coordinator.cluster.models["actor"].groups["trainers"].replicas
+    assert replica.state == "ready"
+    calls = [reader.replicate() for reader in readers]
+    cluster.run()
+    assert [call.number for call in calls] == [1, 1]
+
+
+def test_a_group_that_one_rank_leaves_serves_no_more_although_another_could_not() -> None:
+    cluster = PureCluster()
+    trainers = cluster.group("trainers", 2)
+    cluster.run()
+    for trainer in trainers:
+        trainer.publish(1)
+    cluster.run()
+    trainers[0].hold_access()
+    calls = [trainer.unpublish(2.0) for trainer in trainers]
+    cluster.advance(5.0)
+    assert isinstance(calls[0].error, DrainTimeout)
+    assert calls[1].error is None
+    assert not cluster.coordinator.cluster.models["actor"].versions[1].has_live_source()
 
 
 def test_a_source_that_is_lost_while_its_readers_have_their_grace_leaves_no_wish_behind() -> None:

@@ -130,10 +130,7 @@ def test_a_groups_fill_ends_the_same_on_all_ranks(kept: bool) -> None:
     reconnect(cluster)
     cluster.run()
     cluster.check_agreement()
-    if kept:
-        assert [call.number for call in calls] == [1, 1]
-    else:
-        assert [getattr(call.error, "memory", None) for call in calls] == ["torn", "torn"]
+    assert [call.number for call in calls] == [1, 1]  # without a record they vote again
 
 
 def test_a_group_of_which_one_rank_has_heard_the_outcome() -> None:
@@ -215,26 +212,6 @@ def test_a_decision_that_is_still_in_the_making_is_not_denied() -> None:
     cluster.run()
     assert [call.number for call in calls] == [1, 1]
     cluster.check_agreement()
-
-
-def test_a_fill_in_the_middle_is_over() -> None:
-    cluster = PureCluster()
-    trainer, reader = cluster.handle("trainer"), cluster.handle("reader")
-    cluster.run()
-    trainer.publish(1)
-    cluster.run()
-    asked = reader.replicate()
-    while reader.pull is None:
-        cluster.do(cluster.choices()[0])
-    cluster.restart()
-    reconnect(cluster)
-    cluster.run()
-    with pytest.raises(GroupAborted, match="its coordinator restarted") as caught:
-        _ = asked.number
-    assert caught.value.memory == "torn"
-    again = reader.replicate()
-    cluster.run()
-    assert again.number == 1
 
 
 def test_a_fence_begun_while_nobody_could_hear_it_is_not_announced_as_held() -> None:

@@ -61,7 +61,9 @@ def test_the_last_reliable_holder_of_a_retained_version_stays() -> None:
     cluster, trainer, (reader,) = retained(1, "reader")
     text = "version 1 of 'actor' must stay: it is one of the newest 1, which are retained, and worker 'trainer' .* is among"
     refused(cluster, trainer.unpublish(), text)
-    refused(cluster, trainer.close(), "let others that are not spot replicate it, lower retain")
+    refused(
+        cluster, trainer.close(), "let others that are not spot replicate it, give workers host_memory_bytes .* lower retain"
+    )
     fill(cluster, reader)
     assert reader.member.version == 1
 
@@ -272,12 +274,14 @@ def test_who_cancels_a_withdrawal_that_waits_for_readers_cuts_them() -> None:
 
 
 def test_a_holder_that_loses_its_connection_while_it_waits_stays_published() -> None:
-    """It was told that a retained version would be lost (R4); nothing was fenced, so it is what it was."""
+    """It knows that its version is retained (R4); nothing was fenced, so it is what it was."""
     cluster, trainer, _ = retained(1)
-    asked = trainer.unpublish()
+    asked = trainer.unpublish(timeout_s=5)
     cluster.run()
     trainer.worker.disconnect()
     cluster.run()
+    assert not asked.has_ended()
+    cluster.advance(5)
     assert isinstance(asked.error, RetentionError)
     assert (asked.error.retryable, asked.error.memory) == (True, "intact")
     assert (trainer.member.state, trainer.member.version) == (HandleState.READY, 1)
@@ -310,6 +314,230 @@ def test_a_waiting_holder_that_restates_itself_goes_on_waiting() -> None:
     assert asked.error is None
     assert asked.has_ended()
     cluster.check_agreement()
+
+
+# ---------------------------------------------------------------------------------------------------------- cut off
+
+
+def test_an_owner_that_is_cut_off_may_go_when_its_lease_is_over() -> None:
+    """From then on the coordinator counts on others, or on nobody."""
+    cluster, trainer, _ = retained(1)
+    trainer.worker.disconnect()
+    asked = trainer.unpublish()
+    cluster.advance(12)
+    assert not asked.has_ended()
+    assert list(cluster.coordinator.cluster.workers) == []
+    cluster.advance(1)
+    assert asked.error is None
+    assert trainer.member.state is HandleState.EMPTY
+
+
+def test_a_lease_that_was_over_before_is_not_waited_for_again() -> None:
+    cluster, trainer, _ = retained(1)
+    trainer.worker.disconnect()
+    cluster.advance(20)
+    asked = trainer.unpublish()
+    cluster.run()
+    assert asked.has_ended()
+    assert asked.error is None
+
+
+def test_what_is_not_retained_is_given_up_at_once() -> None:
+    cluster, trainer, _ = retained(0)
+    trainer.worker.disconnect()
+    asked = trainer.unpublish()
+    cluster.run()
+    assert asked.has_ended()
+    assert asked.error is None
+
+
+def test_who_abandons_waits_for_no_lease() -> None:
+    cluster, trainer, _ = retained(1)
+    trainer.worker.disconnect()
+    asked = trainer.close(abandon=True)
+    cluster.run()
+    assert asked.has_ended()
+    assert asked.error is None
+
+
+def test_who_cancels_while_it_is_cut_off_stays_published_at_once() -> None:
+    cluster, trainer, _ = retained(1)
+    trainer.worker.disconnect()
+    asked = trainer.unpublish()
+    cluster.run()
+    trainer.cancel()
+    cluster.run()
+    assert isinstance(asked.error, RetentionError)
+    assert trainer.member.version == 1
+
+
+@pytest.mark.parametrize("stays", [True, False])
+def test_who_comes_back_while_it_waits_asks_anew(stays: bool) -> None:
+    cluster, trainer, (reader,) = retained(1, "reader")
+    if not stays:
+        fill(cluster, reader)
+    trainer.worker.disconnect()
+    asked = trainer.unpublish(timeout_s=30)
+    cluster.advance(3)
+    assert not asked.has_ended()
+    trainer.worker.connect()
+    cluster.run()
+    assert asked.has_ended() is not stays
+    cluster.advance(30)
+    assert isinstance(asked.error, RetentionError) is stays
+    assert trainer.member.version == (1 if stays else None)
+    cluster.check_agreement()
+
+
+def test_a_waiting_holder_survives_its_coordinator() -> None:
+    cluster, trainer, (reader,) = retained(1, "reader")
+    asked = trainer.unpublish()
+    cluster.run()
+    cluster.restart()
+    for worker in cluster.workers.values():
+        worker.connect()
+    cluster.run()
+    assert not asked.has_ended()
+    fill(cluster, reader)
+    assert asked.has_ended()
+    assert asked.error is None
+    cluster.check_agreement()
+
+
+def test_a_waiting_holder_whose_content_nobody_knows_any_more_goes() -> None:
+    cluster, trainer, (other,) = retained(1, "other")
+    asked = trainer.unpublish()
+    cluster.run()
+    trainer.worker.disconnect()
+    cluster.run()
+    other.worker.rollback(0)
+    cluster.run()
+    trainer.worker.connect()
+    cluster.run()
+    assert asked.has_ended()
+    assert asked.error is None
+    cluster.check_agreement()
+
+
+# --------------------------------------------------------------------------------------------- what holders are told
+
+
+def knows(handle: Handle) -> bool:
+    return handle.member.content is not None and handle.member.content.retained
+
+
+@pytest.mark.parametrize("how", ["retain", "pin"])
+def test_retain_and_pin_return_when_every_holder_knows(how: str) -> None:
+    cluster, trainer, (reader, other) = retained(0, "reader", "other")
+    fill(cluster, reader)
+    request = other.worker.retain(1) if how == "retain" else other.worker.pin(1)[1]
+    run_but(cluster, ("down", "reader"))
+    assert request not in other.worker.answers
+    assert knows(trainer)
+    cluster.run()
+    assert other.worker.answers[request] is None
+    assert knows(reader)
+
+
+def test_a_holder_that_is_away_is_waited_for_until_it_is_lost() -> None:
+    cluster, trainer, (reader, other) = retained(0, "reader", "other")
+    fill(cluster, reader)
+    reader.worker.disconnect()
+    request = other.worker.retain(1)
+    cluster.advance(9)
+    assert request not in other.worker.answers
+    cluster.advance(2)
+    assert other.worker.answers[request] is None
+    assert knows(trainer)
+
+
+def test_a_holder_that_comes_back_is_told() -> None:
+    cluster, trainer, (reader, other) = retained(0, "reader", "other")
+    fill(cluster, reader)
+    reader.worker.disconnect()
+    request = other.worker.retain(1)
+    cluster.run()
+    reader.worker.connect()
+    cluster.run()
+    assert knows(reader)
+    assert other.worker.answers[request] is None
+    other.worker.retain(0)
+    cluster.run()
+    assert not knows(reader)
+    assert not knows(trainer)
+
+
+def test_who_asks_again_for_a_pin_is_answered_once_all_know() -> None:
+    cluster, trainer, (reader,) = retained(0, "reader")
+    pin, first = reader.worker.pin(1)
+    run_but(cluster, ("down", "trainer"))
+    reader.worker.disconnect()
+    reader.worker.connect()  # and says it again
+    run_but(cluster, ("down", "trainer"))
+    assert reader.worker.answers == {}
+    cluster.run()
+    (answer,) = reader.worker.answers.items()
+    assert answer[0] != first
+    assert answer[1] is None
+    assert knows(trainer)
+    assert set(model_of(cluster).pins) == {pin}
+    assert model_of(cluster).unanswered == []
+
+
+def test_new_holders_know_from_the_beginning() -> None:
+    cluster, trainer, (reader,) = retained(1, "reader")
+    trainer.worker.retain(1)
+    fill(cluster, reader)
+    assert knows(reader)
+    assert not any("<- Keep" in line for line in cluster.log if line.split()[1] == "reader")
+    cluster.restart()
+    reader.worker.connect()
+    cluster.run()
+    assert knows(reader)
+
+
+def test_a_publisher_in_doubt_knows_when_it_learns_the_outcome() -> None:
+    cluster, trainer, _ = retained(0)
+    trainer.unpublish()
+    trainer.worker.retain(1)
+    cluster.run()
+    asked = trainer.publish(2, timeout_s=1)
+    run_but(cluster, ("down", "trainer"))
+    trainer.worker.disconnect()
+    cluster.advance(6)
+    assert asked.has_ended()
+    assert trainer.member.state is HandleState.IN_DOUBT
+    leave = trainer.unpublish(timeout_s=10)
+    trainer.worker.connect()
+    cluster.run()
+    assert not leave.has_ended()
+    cluster.advance(11)
+    assert isinstance(leave.error, RetentionError)
+    assert trainer.member.version == 2
+
+
+def test_spot_holders_are_not_told_and_go_as_they_like() -> None:
+    cluster, _, _ = retained(1)
+    spot = cluster.handle("spot", spot=True)
+    cluster.run()
+    fill(cluster, spot)
+    assert not knows(spot)
+    spot.worker.disconnect()
+    asked = spot.unpublish()
+    cluster.run()
+    assert asked.has_ended()
+    assert asked.error is None
+
+
+def test_what_an_older_version_is_told_when_a_newer_one_is_retained_in_its_place() -> None:
+    cluster, trainer, (reader,) = retained(1, "reader")
+    fill(cluster, reader)
+    trainer.unpublish()
+    cluster.run()
+    trainer.publish(2)
+    cluster.run()
+    assert knows(trainer)
+    assert not knows(reader)
 
 
 # ----------------------------------------------------------------------------------------------------------- update

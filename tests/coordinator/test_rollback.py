@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 import pytest
 
+from tensorhub.coordinator.actions import IDENTS_CHARS_MAX
 from tensorhub.coordinator.entities import Model
 from tensorhub.errors import CoordinatorUnavailable, StateError, VersionConflict, VersionUnavailable
 from tensorhub.messages import Announce, Watch
@@ -278,6 +279,27 @@ def test_a_retry_is_not_a_second_rollback() -> None:
     assert first not in trainer.worker.answers  # the retry stands for it
     assert trainer.worker.answers[second] is None
     assert model_of(cluster).lineage == 2
+
+
+def test_a_retry_that_comes_after_somebody_elses_rollback_is_none_either() -> None:
+    cluster, trainer, _ = trained()
+    for ident in ("mine", "theirs"):
+        trainer.worker.rollback(1, ident=ident)
+        cluster.run()
+    trainer.publish(2)
+    cluster.run()
+    for _ in range(2):
+        request = trainer.worker.rollback(1, ident="mine")
+        cluster.run()
+        assert trainer.worker.answers[request] is None
+        assert (model_of(cluster).lineage, trainer.member.version) == (2, 2)
+        cluster.restart()
+        trainer.worker.connect()
+        cluster.run()
+    for number in range(500):
+        trainer.worker.rollback(1, ident=f"other{number}")
+        cluster.run()
+    assert len(model_of(cluster).rolled_back_by) == IDENTS_CHARS_MAX
 
 
 def test_a_store_that_fails_leaves_everything_as_it_was() -> None:

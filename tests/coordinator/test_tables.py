@@ -45,10 +45,10 @@ MACHINES: dict[str, tuple[type[Stateful[Any]], str, str]] = {
         "EMPTY",
         """EMPTY -> FILLING | READY | IN_DOUBT | CLOSED;
         FILLING -> READY | TORN | IN_DOUBT | CLOSED;
-        READY -> DRAINING | FILLING | EMPTY;
+        READY -> DRAINING | FILLING | EMPTY | IN_DOUBT;
         DRAINING -> EMPTY | READY;
         TORN -> FILLING | READY | IN_DOUBT | CLOSED;
-        IN_DOUBT -> READY | EMPTY | TORN""",
+        IN_DOUBT -> READY | EMPTY | TORN | FILLING""",
     ),
 }
 TERMINAL = {

@@ -102,7 +102,14 @@ class Actor:
             "mark": model.mark,
             "holders": sorted(s.worker for r in model.replicas if r.state == "ready" for s in r.shards),
             "readers": sorted(lease.reader for lease in model.leases),
+            "versions": {str(version.version): version.state for version in model.versions},
+            "workers": {worker.name: worker.state for worker in model.workers},
         }
+
+    async def sources(self) -> list[str]:
+        """Whom this worker reads from now, as the coordinator knows."""
+        model = await self._hub.describe("m")
+        return sorted(lease.source for lease in model.leases if lease.reader == self._hub._worker.name)
 
     async def sha(self, name: str = "w") -> str:
         digest = hashlib.sha256()

@@ -7,21 +7,26 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from tensorhub.errors import StateError
-from tensorhub.testing import BrokenHook, Choice, Handle, PureCluster
-from tensorhub.types import HandleState, Selector
+from tensorhub.testing import CHUNK_BYTES, CHUNKS, BrokenHook, Choice, Handle, PureCluster
+from tensorhub.types import HandleState, Medium, Selector
+
+
+def is_users(handle: Handle) -> bool:
+    """Whether it is a handle that a user has and calls."""
+    return handle.shard.serves and handle.shard.medium is Medium.DEVICE
 
 
 class CoreMachine(RuleBasedStateMachine):
     """One rule per kind of fault, so that Hypothesis can leave kinds out, and shrink to those that matter."""
 
-    @initialize(world_size=st.integers(1, 3), groups=st.integers(2, 3))
-    def set_up(self, world_size: int, groups: int) -> None:
-        self.cluster = PureCluster()
+    @initialize(world_size=st.integers(1, 3), groups=st.integers(2, 3), copies=st.integers(0, 2))
+    def set_up(self, world_size: int, groups: int, copies: int) -> None:
+        self.cluster = PureCluster(host_bytes=copies * CHUNKS * CHUNK_BYTES)
         self.groups = [self.cluster.group(f"g{number}", world_size) for number in range(groups)]
         self.published = 0
 
     def pick(self, index: int) -> Handle | None:
-        handles = [h for h in self.cluster.live_handles() if h.member.state is not HandleState.CLOSED]
+        handles = [h for h in self.cluster.live_handles() if is_users(h) and h.member.state is not HandleState.CLOSED]
         return handles[index % len(handles)] if handles else None
 
     def ranks(self, index: int) -> list[Handle]:

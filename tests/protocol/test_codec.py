@@ -69,7 +69,7 @@ def test_every_message_has_a_tag_of_its_own() -> None:
 def test_the_wire_form_is_what_it_was() -> None:
     assert encode(m.Heartbeat(5)) == b"\x92\x11\x05"
     assert encode(m.Announce("a", None)) == b"\x93\x4f\xa1a\x90"
-    assert encode(FILL) == raw(22, ["actor", "g", 1, 2], 0, "r", "update", 7, None, 3, False, False, 60.0)
+    assert encode(FILL) == raw(22, ["actor", "g", 1, 2], 0, "r", "update", 7, None, 3, False, False, 60.0, [], [])
 
 
 def test_members_of_enums_come_back_as_members() -> None:

@@ -54,7 +54,7 @@ def test_a_rollback_deletes_what_is_later_and_begins_a_lineage(tmp_path: Path) -
     entries: list[Entry] = [publication(number) for number in (1, 2, 5)]
     entries += [publication(9, "other"), Rollback("m", 1, 3, "why")]
     store.write(entries)
-    assert store.read().models == (ModelRecord("m", 1, 3, "why"), ModelRecord("other", 0, 9, ""))
+    assert store.read().models == (ModelRecord("m", 1, 3, "why\n"), ModelRecord("other", 0, 9, ""))
     entries.append(publication(5, lineage=1))
     store.write(entries[-1:])
     found = store.read()
@@ -71,7 +71,7 @@ def test_a_rollback_deletes_what_is_later_and_begins_a_lineage(tmp_path: Path) -
     found = store.read()
     store.close()
     assert [p.model for p in found.publications] == ["other"]
-    assert found.models[0] == ModelRecord("m", 2, 0, "again")  # also without any publication
+    assert found.models[0] == ModelRecord("m", 2, 0, "again\nwhy\n")  # also without any publication
 
 
 def test_retention_and_pins(tmp_path: Path) -> None:
@@ -93,7 +93,7 @@ def test_retention_and_pins(tmp_path: Path) -> None:
     found = store.read()
     store.close()
     assert found == Durable.of(entries)
-    assert found.models == (ModelRecord("fresh", retain=3), ModelRecord("m", 1, 1, "why", 1))
+    assert found.models == (ModelRecord("fresh", retain=3), ModelRecord("m", 1, 1, "why\n", 1))
     assert [(pin.pin, pin.incarnation) for pin in found.pins] == [("a", "life"), ("b", "next life")]
 
 

@@ -15,8 +15,9 @@ from tensorhub.coordinator.entities import Worker
 from tensorhub.coordinator.states import WorkerState
 from tensorhub.machine import IllegalTransition, counting_transitions
 from tensorhub.scheduler.pull import Pull
-from tensorhub.testing import SimulatedCluster
 from tensorhub.testing.coverage import MACHINES, UNBUILT, transitions
+from tensorhub.testing.paths import WAYS
+from tensorhub.testing.search import run_seed
 from tensorhub.types import LeaseId, Location
 
 PURE = ("coordinator", "worker", "scheduler")
@@ -49,13 +50,23 @@ def test_each_transition_has_one_name_and_what_is_unbuilt_is_a_transition() -> N
 
 
 def test_each_transition_is_counted_by_its_name() -> None:
-    with counting_transitions() as counted:
-        for seed in range(3):
-            SimulatedCluster(seed).run()
+    counted = Counter[str]()
+    for seed in range(3):
+        counted.update(run_seed(seed).transitions)
     assert set(counted) <= set(transitions())
     assert set(UNBUILT).isdisjoint(counted)
     for machine in MACHINES:
         assert any(name.startswith(f"{machine.name}: ") for name in counted), machine.name
+
+
+def test_each_way_of_recovery_is_one_that_a_search_asks_for() -> None:
+    """But for the kinds of errors: it depends on what users do which of them they meet."""
+    taken = Counter[str]()
+    for seed in range(10):
+        taken.update(run_seed(seed).paths)
+    errors = ("refused: ", "call ended with ")
+    assert {way for way in taken if not way.startswith(errors)} <= set(WAYS)
+    assert len(set(WAYS)) == len(WAYS)
 
 
 def test_the_sources_of_a_pull_are_counted() -> None:

@@ -15,7 +15,7 @@ from tensorhub.errors import (
     VersionUnavailable,
 )
 from tensorhub.manifest import TensorDescription, build_manifest
-from tensorhub.messages import ErrorInfo, ManifestReply, OrderedOut, Progress, Refused
+from tensorhub.messages import ErrorInfo, ManifestReply, OrderedOut, Progress, Refused, Write
 from tensorhub.testing import CHUNK_BYTES, Asked, Handle, PureCluster
 from tensorhub.types import HandleState
 
@@ -472,3 +472,62 @@ def test_what_was_ordered_out_is_told_by_the_next_unpublish_once() -> None:
     trainer.publish(5)
     cluster.run()
     assert trainer.member.version == 5
+
+
+@pytest.mark.parametrize("when", ["before the connection is lost", "while there is none", "afterwards"])
+def test_a_write_that_was_lost_with_its_connection_and_given_up_leaves_the_old_version_known(when: str) -> None:
+    """The coordinator has begun a fill here that never was; whatever it hears in which order, the old version is held."""
+    cluster, trainer, (reader,) = published("reader")
+    reader.replicate()
+    cluster.run()
+    trainer.unpublish()
+    cluster.run()
+    trainer.publish(2)
+    cluster.run()
+    asked = reader.update(hold=True)
+    while not any(isinstance(message, Write) for message in reader.worker.heard_soon()):
+        cluster.do(cluster.choices()[0])
+    if when.startswith("before"):
+        reader.cancel()
+    reader.worker.disconnect()
+    if when.startswith("while"):
+        reader.cancel()
+    reader.worker.connect()
+    if when == "afterwards":
+        while reader.member.running is None or reader.worker.link is None or not reader.worker.link.welcomed:
+            cluster.do(next(choice for choice in cluster.choices() if choice.kind in ("up", "down")))
+        reader.cancel()
+    cluster.run()
+    assert isinstance(asked.error, StateError)
+    assert (asked.error.memory, reader.member.state, reader.member.version) == ("intact", HandleState.READY, 1)
+    cluster.check_agreement()
+    late = cluster.handle("late")
+    cluster.run()
+    got = late.replicate(1)
+    cluster.run()
+    assert got.number == 1
+
+
+@pytest.mark.parametrize("what", ["update", "unpublish"])
+def test_a_call_that_is_cancelled_while_its_fence_waits_ends_soon(what: str) -> None:
+    """One of its own accesses runs on: the memory stays published, as it is."""
+    cluster, trainer, (reader,) = published("reader")
+    reader.replicate()
+    cluster.run()
+    trainer.unpublish()
+    cluster.run()
+    trainer.publish(2)
+    cluster.run()
+    reader.hold_access()
+    asked = reader.update(timeout_s=600) if what == "update" else reader.unpublish(timeout_s=600)
+    cluster.run()
+    assert not asked.has_ended()
+    reader.cancel("enough")
+    cluster.advance(3)
+    assert asked.has_ended()
+    assert (reader.member.state, reader.member.version) == (HandleState.READY, 1)
+    cluster.check_agreement()
+    reader.end_access()
+    again = reader.update()
+    cluster.run()
+    assert again.number == 2

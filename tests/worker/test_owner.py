@@ -51,6 +51,37 @@ def test_an_access_takes_one_chunk_at_least_and_then_no_more_than_its_bytes(
     assert (access.chunks, access.rest) == (chunks, rest)
 
 
+def test_digests_of_a_broken_fill_are_kept_for_the_same_content() -> None:
+    owner = opened(complete=False)
+    assert owner.kept(R, 1) == []
+    owner.mark_available(R, 1, [(1, 11), (3, 13)])
+    owner.close(R)
+    owner.open(R, 2, C, SIZES, complete=False)
+    assert owner.kept(R, 1) == []
+    assert owner.kept(R, 2) == [(1, 11), (3, 13)]
+    assert isinstance(owner.begin(R, 2, C, [1], 100), Wait)  # before it is verified again
+    owner.mark_available(R, 2, [(3, 13)])
+    assert owner.kept(R, 2) == [(1, 11)]
+    owner.close(R)
+    owner.open(R, 3, C, SIZES, complete=False)
+    assert owner.kept(R, 3) == [(1, 11), (3, 13)]
+    owner.close(R)
+    owner.open(R, 4, ContentId("another"), SIZES, complete=False)
+    assert owner.kept(R, 4) == []
+    owner.close(R)
+    owner.open(R, 5, C, SIZES, complete=False)
+    assert owner.kept(R, 5) == []  # other bytes were here
+
+
+def test_a_publication_keeps_nothing_of_the_last_one() -> None:
+    owner = Owner()
+    owner.open(R, 1, ContentId(""), SIZES, complete=True)
+    owner.set_digest(R, 1, 0, 10)
+    owner.close(R)
+    owner.open(R, 2, ContentId(""), SIZES, complete=True)
+    assert owner.digests(R, 2) == (None, None, None, None)
+
+
 def test_what_is_there_is_told_in_bounded_runs() -> None:
     owner = opened(complete=False)
     assert owner.has(R, 1, 9) == ()

@@ -9,7 +9,9 @@ from tensorhub.cli.common import EXIT_CODES
 from tensorhub.cli.demo import demo
 from tensorhub.cli.fetch import fetch
 from tensorhub.cli.publish import publish
+from tensorhub.cli.seed import seed
 from tensorhub.cli.serve import serve
+from tensorhub.cli.simulate import simulate
 from tensorhub.cli.status import status
 
 app = typer.Typer(
@@ -38,5 +40,5 @@ def _root(
     """Fetch model weights from the memory of the workers that hold them."""
 
 
-for _command in (serve, demo, status, publish, fetch):
+for _command in (serve, demo, status, publish, fetch, seed, simulate):
     app.command(epilog=EXIT_CODES)(_command)

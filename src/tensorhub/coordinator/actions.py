@@ -53,6 +53,14 @@ class Rollback:
     ident: str
 
 
+IDENTS_CHARS_MAX = 1024
+
+
+def rolled_back_by(ident: str, before: str) -> str:
+    """The idents of the newest rollbacks, each followed by a line's end: what is known of retries."""
+    return f"{ident}\n{before}"[:IDENTS_CHARS_MAX]
+
+
 @dataclass(frozen=True, slots=True)
 class Retention:
     """From now on the newest `retain` versions of the model are kept."""
@@ -87,7 +95,7 @@ class ModelRecord:
     model: str
     lineage: int = 0
     mark: int | None = None
-    rollback: str = ""  # the newest one's ident
+    rollback: str = ""  # the idents of the newest ones, newest first; see `rolled_back_by`
     retain: int = 0
 
 
@@ -121,7 +129,8 @@ class Durable:
                 case Rollback():
                     for key in [k for k in publications if k[0] == entry.model and k[1] > entry.to]:
                         del publications[key]
-                    change(entry.model, lineage=entry.lineage, mark=entry.to, rollback=entry.ident)
+                    idents = rolled_back_by(entry.ident, models.get(entry.model, ModelRecord(entry.model)).rollback)
+                    change(entry.model, lineage=entry.lineage, mark=entry.to, rollback=idents)
                 case Retention():
                     change(entry.model, retain=entry.retain)
                 case Pinned():

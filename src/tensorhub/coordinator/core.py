@@ -15,6 +15,7 @@ from typing import assert_never
 
 from tensorhub.coordinator import invariants, views
 from tensorhub.coordinator.actions import Action, CloseSession, Durable
+from tensorhub.coordinator.custody import Custody
 from tensorhub.coordinator.entities import Cluster, Member, Session, Version, Worker
 from tensorhub.coordinator.events import (
     Connected,
@@ -43,6 +44,7 @@ from tensorhub.messages import (
     Deregister,
     Describe,
     Description,
+    DigestedAgain,
     Done,
     ErrorInfo,
     Fill,
@@ -104,9 +106,12 @@ class Coordinator(Stateful[CoordinatorState]):
         self._retentions = Retentions(self.cluster)
         self._readers = Readers(self.cluster)
         self._withdrawals = Withdrawals(self.cluster, self._readers, self._retentions)
+        self._custody = Custody(self.cluster, self._retentions)
         self._operations = Operations(self.cluster, self._versions, self._readers, self._retentions)
         self._lineages = Lineages(self.cluster, self._versions, self._readers, self._operations)
-        self._membership = Membership(self.cluster, self._retentions, self._readers, self._withdrawals, self._operations)
+        self._membership = Membership(
+            self.cluster, self._retentions, self._readers, self._withdrawals, self._custody, self._operations
+        )
         if durable is not None:
             self._recover(durable)
         self.become(CoordinatorState.SERVING, 0, now, "recovered")
@@ -184,6 +189,10 @@ class Coordinator(Stateful[CoordinatorState]):
                     self._operations.retry_due(key)
                 case ("withdrawal", registration):
                     self._withdrawals.due(registration)
+                case ("handover", copy):
+                    self._custody.due(copy)
+                case ("custody", model_name):
+                    self._custody.retry_due(model_name)
                 case ("recovery", _):
                     self._retentions.recovery_over()
                     for model in self.cluster.models.values():
@@ -267,7 +276,8 @@ class Coordinator(Stateful[CoordinatorState]):
         | Pin
         | Unpin
         | CopyRefused
-        | Kept,
+        | Kept
+        | DigestedAgain,
     ) -> None:
         match message:
             case Heartbeat():
@@ -299,8 +309,14 @@ class Coordinator(Stateful[CoordinatorState]):
                 self._retentions.pin(worker, message)
             case Unpin():
                 self._retentions.unpin(worker, message)
-            case CopyRefused() | Kept():
-                pass
+            case DigestedAgain():
+                self._operations.digested_again(worker, message)
+            case CopyRefused():
+                self._custody.refused(worker, message.copy)
+            case Kept():
+                member = worker.members.get(message.registration)
+                if member is not None:
+                    self._retentions.kept(member, message)
             case ReaderCut():
                 lease = self.cluster.leases.get(message.lease)
                 if lease is not None and lease.holding.member.worker is worker:
@@ -401,8 +417,13 @@ class Coordinator(Stateful[CoordinatorState]):
             if cluster.changed_models:
                 name = next(iter(cluster.changed_models))
                 del cluster.changed_models[name]
-                model = cluster.models[name]
+                model = cluster.models.get(name)
+                if model is None:
+                    continue  # it was forgotten since
                 self._versions.refresh(model)
+                self._retentions.settle(model)
                 self._withdrawals.settle(model)
+                self._custody.settle(model)
                 self._lineages.settle(model)
                 cluster.changed_operations.update(model.waiting)
+                cluster.forget_if_unused(model)

@@ -6,7 +6,7 @@ Not responsible for ending it: `operations` asks what is to blame, and `decision
 from __future__ import annotations
 
 from tensorhub.coordinator.entities import Blame, Cluster, Operation, RankPart, Version
-from tensorhub.coordinator.fills import Fills
+from tensorhub.coordinator.fills import Fills, damaged, is_staged
 from tensorhub.coordinator.retention import Retentions
 from tensorhub.coordinator.states import OperationState
 from tensorhub.coordinator.versions import Versions
@@ -41,7 +41,7 @@ class Deadlines:
         what = f"{operation.kind} of {operation.group.model.name!r}"
         if not operation.gathered:
             return self._not_called(operation, late, what)
-        if isinstance(late.call, Fill) and not operation.writing:
+        if isinstance(late.call, Fill) and (not operation.writing or operation.all_voted):
             blame = self._not_begun(operation, late.call, what)
             if blame is not None:
                 return blame
@@ -69,6 +69,8 @@ class Deadlines:
                 return Blame(error, staying[0].rank, tuple(h.rank for h in staying[1:]))
         if bound is None:
             why = self._versions.waiting_text(operation.group.model, call.selector, call.at_least)
+            if operation.resumes is not None and target is not None:
+                why = f"version {target.number} has lost its last source, none came back in time"
             return Blame(VersionUnavailable(f"{what}: {why}; waited {call.timeout_s:g} s"))
         return self._sourceless(operation, bound, what)
 
@@ -87,8 +89,8 @@ class Deadlines:
         parts = operation.parts.values()
         for part in parts:
             if not part.voted and part.faults and all(reason == "corrupt" for reason, _ in part.faults.values()):
-                return Blame(_corrupt(what, part), part.rank)
-        starving = [part for part in parts if part.wants_source]
+                return Blame(damaged(operation, part) if part.cleared else _corrupt(what, part), part.rank)
+        starving = [part for part in parts if part.starves]
         if starving:
             text = f"{what} has lost its last source (rank {starving[0].rank}), none came back in time"
             return Blame(VersionUnavailable(text + _faults(starving)))
@@ -98,10 +100,14 @@ class Deadlines:
 
 
 def _impatient(operation: Operation) -> list[RankPart]:
-    """The ranks that may still give up: nobody once all have voted, and nobody who has voted in a fill (R6)."""
+    """The ranks that may still give up: nobody once it is prepared, and nobody who has voted in a fill (R6); but all, if
+    what was staged waits for the leave.
+    """
     if operation.state is OperationState.PREPARED:
         return []
-    return [part for part in operation.parts.values() if operation.kind is OpKind.PUBLISH or not part.voted]
+    waits = operation.all_voted and operation.kind is not OpKind.PUBLISH and is_staged(operation)
+    voted_too = waits or operation.kind is OpKind.PUBLISH
+    return [part for part in operation.parts.values() if voted_too or not part.voted]
 
 
 def _corrupt(what: str, part: RankPart) -> IntegrityError:

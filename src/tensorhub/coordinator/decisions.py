@@ -7,9 +7,11 @@ nor for what a commit or an abort means for versions and memory: the operation's
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 
 from tensorhub.coordinator.entities import DECIDED_KEPT_MAX, Blame, Cluster, Member, Model, Operation
 from tensorhub.coordinator.kinds import Kind
+from tensorhub.coordinator.retention import Retentions
 from tensorhub.coordinator.states import OperationState
 from tensorhub.errors import CoordinatorUnavailable, GroupAborted
 from tensorhub.messages import EpochChanged, ErrorInfo, OrderedOut, Outcome
@@ -19,8 +21,9 @@ from tensorhub.types import OpKey, OpKind, VersionInfo
 class Decisions:
     """Ends operations and keeps what was decided; nobody else does."""
 
-    def __init__(self, cluster: Cluster, kinds: Mapping[OpKind, Kind]) -> None:
+    def __init__(self, cluster: Cluster, retentions: Retentions, kinds: Mapping[OpKind, Kind]) -> None:
         self._cluster = cluster
+        self._retentions = retentions
         self._kinds = kinds
 
     # -- deciding
@@ -86,7 +89,7 @@ class Decisions:
         for rank in operation.parts:  # whoever has taken a lost rank's place asks for the same key
             member = current.members.get(rank) if current is not None else None
             if member is not None:
-                self._cluster.tell(member, outcomes[rank])
+                self._tell(member, outcomes[rank])
         for timer in ("operation", "retry"):
             self._cluster.timers.cancel(timer, name)
         group.model.waiting.pop(operation.key, None)
@@ -121,8 +124,9 @@ class Decisions:
                 outcome = Outcome(key, member.rank, True, True, info, None)
             else:
                 text = f"the membership of group {member.group.name!r} changed, or its coordinator restarted; call again"
-                outcome = Outcome(key, member.rank, False, False, None, ErrorInfo.of(GroupAborted(text)))
-        self._cluster.tell(member, outcome)
+                error = ErrorInfo.of(GroupAborted(text))
+                outcome = Outcome(key, member.rank, False, False, None, error, unknown=self._cluster.is_former(key.epoch))
+        self._tell(member, outcome)
         group = member.group
         if outcome.error is not None and key.epoch == group.epoch and key not in group.decided:
             # So long ago that nobody remembers: its next call counts for what the others do then.
@@ -133,6 +137,11 @@ class Decisions:
             if version is None or version.info.content_id != info.content_id:
                 gone = f"version {info.version} of {info.model!r} is retired"
                 self._cluster.tell(member, OrderedOut(member.registration, info.content_id, gone))
+
+    def _tell(self, member: Member, outcome: Outcome) -> None:
+        info = outcome.version
+        retained = info is not None and self._retentions.tell_with(member, info.content_id)
+        self._cluster.tell(member, replace(outcome, retained=retained))
 
     def _recorded(self, model: Model, key: OpKey) -> VersionInfo | None:
         """The version that an operation has committed to, by what is durable."""

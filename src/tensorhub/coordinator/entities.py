@@ -24,6 +24,7 @@ from tensorhub.errors import TensorHubError
 from tensorhub.machine import Stateful, Timers
 from tensorhub.messages import (
     Abandon,
+    Begun,
     Done,
     ErrorInfo,
     Fill,
@@ -49,7 +50,7 @@ class Worker(Stateful[WorkerState]):
 
     machine: ClassVar = "worker lease"
     table: ClassVar = states.WORKER_TABLE
-    __slots__ = ("endpoints", "heard_at", "host_bytes", "incarnation", "location", "members", "name", "session")
+    __slots__ = ("endpoints", "heard_at", "host_bytes", "incarnation", "location", "members", "name", "session", "spot")
 
     def __init__(
         self,
@@ -67,6 +68,7 @@ class Worker(Stateful[WorkerState]):
         self.location = location
         self.endpoints = endpoints
         self.session: int | None = session  # the connection over which it can be told something
+        self.spot = False  # it has registered as such: all that is in its memory may be gone at any time
         self.host_bytes = host_bytes  # that its copies in host memory may take
         self.heard_at = now  # when its newest message arrived
         self.members: dict[str, Member] = {}  # by registration id; empty once LOST
@@ -92,6 +94,7 @@ class Member:
     chunks: int
     manifest: bytes  # as this rank publishes
     said_in: int | None  # the session in which it was registered or announced last
+    dropped: bool = False  # a copy that its worker was told, in this session, to give up
     holding: Holding | None = None  # what its memory holds or is filled with; None while its own to write
     leaving: list[Holding] = field(default_factory=list)  # withdrawn holdings whose fence is not confirmed yet
 
@@ -133,7 +136,7 @@ class Version(Stateful[VersionState]):
 
     machine: ClassVar = "version"
     table: ClassVar = states.VERSION_TABLE
-    __slots__ = ("abandoned", "holdings", "info", "layout_id", "lineage", "manifests", "publisher")
+    __slots__ = ("abandoned", "holdings", "info", "layout_id", "lineage", "manifests", "publisher", "refusals", "retained")
 
     def __init__(self, info: VersionInfo, lineage: int, layout_id: str, publisher: OpKey) -> None:
         super().__init__(VersionState.STAGED)
@@ -141,9 +144,12 @@ class Version(Stateful[VersionState]):
         self.lineage = lineage
         self.layout_id = layout_id
         self.publisher = publisher  # the publish that minted it
+        self.retained = False  # so its holders were told
         self.abandoned = False  # its last live source left on purpose, and none has come since
         self.manifests: dict[int, bytes] = {}  # by shard; of every shard that was ever held since the start
         self.holdings: dict[int, list[Holding]] = {shard: [] for shard in range(info.world_size)}  # by shard
+        # By shard and incarnation: how often a copy could not be made there, and when it is asked for again at the earliest.
+        self.refusals: dict[tuple[int, str], tuple[int, float]] = {}
 
     @property
     def number(self) -> int:
@@ -152,6 +158,10 @@ class Version(Stateful[VersionState]):
     @property
     def visible(self) -> bool:
         return self.state in (VersionState.AVAILABLE, VersionState.UNAVAILABLE)
+
+    def is_whole(self, shard: int) -> bool:
+        """Whether somebody holds all of this shard, committed or not."""
+        return any(holding.complete for holding in self.holdings[shard])
 
     def has_live_source(self) -> bool:
         """Whether every shard is held, complete and committed, by a replica that takes readers."""
@@ -179,6 +189,11 @@ class Replica(Stateful[ReplicaState]):
         self.purpose = member.purpose
         self.holdings: dict[int, Holding] = {}  # by rank; those whose memory still belongs to this replica
 
+    @property
+    def is_whole(self) -> bool:
+        """Whether every rank holds it, and none leaves."""
+        return sum(h.committed and not h.leaving for h in self.holdings.values()) == self.group.world_size
+
     def __repr__(self) -> str:
         return f"<Replica {self.group.name} of {self.version.info.model}:{self.version.number} {self.state}>"
 
@@ -194,7 +209,11 @@ class Holding:
     committed: bool  # complete, and its group's operation committed: counts for availability
     chunks_verified: int = 0  # for scheduling and display only
     depth: int = 0  # fills between it and a complete copy when it last got a source; 0 once complete
-    leaving: bool = False  # takes no readers any more: withdrawn, overwritten, torn or lost
+    told: bool = False  # its owner was told that it is to be kept
+    kept: bool = True  # its owner has said that it knows what it was told
+    leaving: bool = False  # takes no readers any more: withdrawn, overwritten, torn, quarantined or lost
+    quarantined: bool = False  # its owner found its bytes changed: no source, and counted nowhere, until it is fenced
+    inquiries: dict[str, Inquiry] = field(default_factory=dict)  # the newest of each reader, by its incarnation
     readers: dict[str, ReadLease] = field(default_factory=dict)  # ACTIVE and FENCING leases on it
 
     @property
@@ -227,18 +246,28 @@ class Holding:
         return sum(lease.state is LeaseState.ACTIVE for lease in self.readers.values())
 
 
+@dataclass(slots=True, eq=False)
+class Inquiry:
+    """The owner of a holding is asked to digest a chunk again, which a reader got without its digest: one attempt."""
+
+    ident: str  # empty once it is answered
+    part: RankPart  # the reader
+    asked_at: float
+
+
 class ReadLease(Stateful[LeaseState]):
     """One reader's right to read one holding: one attempt, never used again."""
 
     machine: ClassVar = "read lease"
     table: ClassVar = states.LEASE_TABLE
-    __slots__ = ("dropping", "holding", "id", "part")
+    __slots__ = ("dropping", "holding", "id", "part", "patch")
 
-    def __init__(self, ident: str, part: RankPart, holding: Holding) -> None:
+    def __init__(self, ident: str, part: RankPart, holding: Holding, *, patch: bool = False) -> None:
         super().__init__(LeaseState.ACTIVE)
         self.id = ident
         self.part = part  # the reader
         self.holding = holding  # the source
+        self.patch = patch  # granted while nobody held all of it: the source may itself be filled from this reader
         self.dropping = False  # the reader was told to leave this source for another one
 
     def __repr__(self) -> str:
@@ -263,6 +292,7 @@ class RankPart:
     failures: dict[str, int] = field(default_factory=dict)  # failed reads by source incarnation
     faults: dict[str, tuple[str, str]] = field(default_factory=dict)  # the last one's reason, and what is told of it
     retry_at: dict[str, float] = field(default_factory=dict)  # by source incarnation: not tried again before
+    cleared: dict[str, str] = field(default_factory=dict)  # names of sources, by incarnation, whose bytes are unchanged (R8)
 
     @property
     def rank(self) -> int:
@@ -273,9 +303,27 @@ class RankPart:
         return self.member.shard
 
     @property
+    def begun(self) -> Begun | None:
+        """What it has begun under a former coordinator."""
+        return self.call.resume if isinstance(self.call, Fill) else None
+
+    @property
+    def has_written(self) -> bool:
+        """Whether its memory is overwritten already, under a former coordinator."""
+        return self.begun is not None and self.begun.written
+
+    @property
     def wants_source(self) -> bool:
-        has_one = any(not lease.dropping for lease in self.leases.values())
+        """Whether it needs a source that is filled from a complete copy, or is one."""
+        has_one = any(not lease.dropping and not lease.patch for lease in self.leases.values())
         return self.reading and not self.voted and not has_one
+
+    @property
+    def starves(self) -> bool:
+        """Whether it has no such source, or none that it has can bring it everything: nobody holds all of it."""
+        version = self.operation.version
+        lost = version is not None and not version.is_whole(self.shard)
+        return self.wants_source or (self.reading and not self.voted and lost)
 
 
 class Operation(Stateful[OperationState]):
@@ -283,7 +331,7 @@ class Operation(Stateful[OperationState]):
 
     machine: ClassVar = "group operation"
     table: ClassVar = states.OPERATION_TABLE
-    __slots__ = ("group", "key", "kind", "later", "parts", "record", "unchanged", "version", "writing")
+    __slots__ = ("group", "key", "kind", "later", "parts", "record", "staying", "unchanged", "version", "writing")
 
     def __init__(self, key: OpKey, kind: OpKind, group: Group) -> None:
         super().__init__(OperationState.GATHERING)
@@ -294,6 +342,7 @@ class Operation(Stateful[OperationState]):
         self.version: Version | None = None  # set while RUNNING or later
         self.writing = False  # every rank was told to overwrite
         self.unchanged = False  # every rank held the bound content already
+        self.staying: list[Holding] = []  # what its ranks hold and must not overwrite now (G5): it waits for that
         self.record: int | None = None  # of the entry that is being made durable, while PREPARED
         self.later: list[tuple[Member, Publish | Fill | Abandon | Resolve]] = []  # said of later ones, while PREPARED
 
@@ -314,6 +363,11 @@ class Operation(Stateful[OperationState]):
         """Whether it can be prepared."""
         return self.running and all(part.voted for part in self.parts.values())
 
+    @property
+    def resumes(self) -> Begun | None:
+        """What it goes on with that began under a former coordinator: the same content for all ranks."""
+        return next((part.begun for part in self.parts.values() if part.begun is not None), None)
+
     def decision(self) -> Decision:
         """The group's commit record; once it is bound."""
         assert self.version is not None
@@ -333,9 +387,23 @@ class Withdrawal:
     session: int | None  # over which it was said
     deadline: float  # when it is refused; once begun, when its readers are cut
     abandon: bool  # although a retained version may be lost
-    told: bool = False  # that it must stay for now
+    closes: bool  # its worker may end with it: the worker's own copies are no other holders
     begun: bool = False  # the holding takes no readers any more
     granted: bool = False
+
+
+@dataclass(slots=True, eq=False)
+class Handover:
+    """An attempt to have one shard copied into a worker's host memory (R4)."""
+
+    copy: str  # names the attempt, and is the registration of what comes of it
+    version: Version
+    shard: int
+    worker: Worker
+    nbytes: int
+    origin: str  # a registration of that worker which holds the shard, or ""
+    registered: bool = False  # the copy is a member
+    chunks: int = 0  # verified when its deadline was set last
 
 
 @dataclass(slots=True, eq=False)
@@ -360,13 +428,22 @@ class Model:
     groups: dict[str, Group] = field(default_factory=dict)
     waiting: dict[OpKey, Operation] = field(default_factory=dict)  # undecided, and unbound or without a source
     withdrawals: dict[str, Withdrawal] = field(default_factory=dict)  # by registration; those not granted
+    handovers: dict[str, Handover] = field(default_factory=dict)  # by the copy's id; those under way
+    copies: dict[str, Member] = field(default_factory=dict)  # by registration; those in host memory that retain a version
     watchers: set[int] = field(default_factory=set)  # sessions
     announced: VersionInfo | None = None  # what the watchers were told last
     rollbacks: deque[Order] = field(default_factory=deque)  # not decided; the first may be on its way to the store
+    unanswered: list[Order] = field(default_factory=list)  # Retain and Pin, durable; not every holder knows yet
     pins: dict[str, Pinned] = field(default_factory=dict)  # by id; of workers that are not lost, and visible versions
     forgotten: deque[int] = field(default_factory=lambda: deque(maxlen=FORGOTTEN_KEPT_MAX))  # numbers retired as old
     lost: tuple[int, ...] = ()  # those of them that a rollback has made the newest, two at most
-    rolled_back_by: str = ""  # the ident of the newest decided one
+    rolled_back_by: str = ""  # the idents of the newest decided ones; see `actions.rolled_back_by`
+
+    @property
+    def is_used(self) -> bool:
+        """Whether anything is known of it, or anybody wants to know."""
+        known = self.versions or self.groups or self.pins or self.copies or self.retain or self.mark is not None
+        return bool(known or self.rollbacks or self.unanswered or self.watchers)
 
     def newest_visible(self, skip: int = 0) -> Version | None:
         """The newest visible version, or the one `skip` places before it. None, too, where that one is lost for good: after
@@ -414,6 +491,7 @@ class Cluster:
         self.timers = Timers()
         self.sessions: dict[int, Session] = {}
         self.workers: dict[str, Worker] = {}  # LIVE and SUSPECT ones, by incarnation
+        self.hosts: dict[str, Worker] = {}  # those of them that have host memory for copies
         self.lost: dict[str, None] = {}  # incarnations that must not come back; the newest LOST_KEPT_MAX
         self.members: dict[str, Member] = {}  # by registration id
         self.models: dict[str, Model] = {}
@@ -460,6 +538,10 @@ class Cluster:
         self.epochs_minted += 1
         return self.epochs_minted
 
+    def is_former(self, epoch: int) -> bool:
+        """Whether a former coordinator has minted this group epoch."""
+        return epoch >> 32 != self.epoch
+
     # -- changing
 
     def note(self, *changed: Noted) -> None:
@@ -479,7 +561,6 @@ class Cluster:
 
     def changed(self, operation: Operation) -> None:
         """Have the operation's consequences worked out at the end of this step, if it is not decided."""
-        self.noted[operation] = None
         if not operation.decided:
             self.changed_operations[operation.key] = operation
 
@@ -490,7 +571,14 @@ class Cluster:
         model = self.models.get(name)
         if model is None:
             model = self.models[name] = Model(name)
+            self.note(model)
         return model
+
+    def forget_if_unused(self, model: Model) -> None:
+        """A name that was only watched, waited for or fetched in vain is not known for good."""
+        ordered = any(order.model is model for order in self.orders.values())
+        if not model.is_used and not ordered:
+            del self.models[model.name]
 
     def operations(self) -> Iterator[Operation]:
         for model in self.models.values():

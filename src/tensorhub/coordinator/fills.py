@@ -1,7 +1,9 @@
 """Fill: bind to a version with a live source, write when every rank is ready, find sources until all is verified (R7, R12).
 
 Replicate, update, prefetch and fetch. A fetch is a fill of memory that serves nobody: it makes no replica and no holding;
-only its leases are seen. Not responsible for which source a reader gets (`readers`), nor for how it all ends (`decisions`).
+only its leases are seen. A staged update fills memory that nobody knows of: what its ranks hold counts until all have voted,
+and its replica begins when it is committed. Not responsible for which source a reader gets (`readers`), nor for how it all
+ends (`decisions`).
 """
 
 from __future__ import annotations
@@ -9,14 +11,18 @@ from __future__ import annotations
 import hashlib
 
 from tensorhub.coordinator.actions import Decision
-from tensorhub.coordinator.entities import Blame, Cluster, Holding, Operation, RankPart, Replica, Version
+from tensorhub.coordinator.entities import Blame, Cluster, Holding, Member, Operation, RankPart, Replica, Version
 from tensorhub.coordinator.readers import Readers
 from tensorhub.coordinator.retention import Retentions
 from tensorhub.coordinator.states import OperationState, ReplicaState
 from tensorhub.coordinator.versions import Versions
-from tensorhub.errors import ManifestMismatch, TransportUnavailable, VersionUnavailable
+from tensorhub.errors import GroupAborted, IntegrityError, ManifestMismatch, TransportUnavailable, VersionUnavailable
 from tensorhub.messages import AddSource, DropSource, Fill, Grant, Start, Write
-from tensorhub.types import OpKind
+from tensorhub.types import OpKind, host_group
+
+_BEGUN = "this call was begun under a former coordinator"
+
+CLEARED_MAX = 2  # sources whose bytes one reader got damaged and which have them unchanged: then it is not them
 
 
 class Fills:
@@ -32,7 +38,9 @@ class Fills:
 
     def target(self, operation: Operation) -> Version | None:
         """The visible version that its ranks ask for, or None while there is none. Raises as `Versions.resolve`."""
-        call = first_call(operation)
+        begun, call = operation.resumes, first_call(operation)
+        if begun is not None:
+            return self._versions.resumed(operation.group.model, begun.content)
         at_least = [p.call.at_least for p in operation.parts.values() if isinstance(p.call, Fill) and p.call.at_least]
         return self._versions.resolve(operation.group.model, call.selector, max(at_least, default=None))
 
@@ -41,17 +49,38 @@ class Fills:
         old = [part.member.holding for part in operation.parts.values() if part.member.holding is not None]
         return [h for h in old if h.version is not version and self._retentions.must_stay(h)]
 
+    def _must_wait(self, operation: Operation, version: Version) -> bool:
+        """Whether something has to stay; then `custody` finds others who take it over."""
+        staying = self.staying(operation, version)
+        if [id(h) for h in staying] != [id(h) for h in operation.staying]:
+            operation.staying = staying
+            self._cluster.touch(operation.group.model)
+        return bool(staying)
+
     def all_find_a_source(self, operation: Operation) -> bool:
         """R7: before anything is overwritten, every shard that is to be read can be read."""
         version = operation.version
         assert version is not None
-        readers = [part for part in operation.parts.values() if part.needs_bytes]
-        return version.has_live_source() and all(self._readers.finds_source(part) for part in readers)
+        readers = [part for part in operation.parts.values() if part.needs_bytes and not part.has_written]
+        return not readers or (version.has_live_source() and all(self._readers.finds_source(part) for part in readers))
 
     # -- an operation's steps
 
     def called(self, part: RankPart) -> Blame | None:
-        """Nothing yet: a group waits for its last rank before it binds, so that it gets the newest version there is."""
+        """A group waits for its last rank before it binds, so that it gets the newest version there is.
+
+        Only those go on together who had begun together: a rank that calls anew (it gave up, or is another process; R6) may
+        ask for what is newest now (G3), so that what the others have begun is over.
+        """
+        operation = part.operation
+        begun = {p.rank: p.begun for p in operation.parts.values() if p.begun is not None}
+        if len({each.content.content_id for each in begun.values()}) > 1:
+            return Blame(GroupAborted(f"{_BEGUN} with different versions on the ranks {sorted(begun)}; call again"))
+        for rank, each in begun.items():
+            for other in operation.parts.values():
+                if isinstance(other.call, Fill) and each.key not in other.call.former:
+                    text = f"{_BEGUN} on rank {rank}, and rank {other.rank} has made a new call since; call again"
+                    return Blame(GroupAborted(text))
         return None
 
     def advance(self, operation: Operation) -> Blame | None:
@@ -68,12 +97,26 @@ class Fills:
                 return blame
         return self._feed(operation)
 
+    def lets_go(self, operation: Operation) -> bool:
+        """A staged update: nothing was overwritten yet. What it replaces is given up in this step, if it may go (R4, R7)."""
+        if not is_staged(operation):
+            return True
+        assert operation.version is not None
+        if self._must_wait(operation, operation.version):
+            return False
+        for part in operation.parts.values():
+            if part.needs_bytes and part.member.holding is not None:
+                self._readers.overwrite(part.member.holding)
+        return True
+
     def entry(self, operation: Operation) -> Decision | None:
         """What several ranks must agree on is recorded first."""
         return operation.decision() if operation.group.world_size > 1 else None
 
     def commit(self, operation: Operation) -> None:
         """What its ranks filled, and what they held already, is one replica, and counts."""
+        if is_staged(operation):
+            self._begin_staged(operation)
         filled = [p.holding for p in operation.parts.values() if p.holding is not None]
         if not filled:
             return  # a fetch, or nothing has changed
@@ -86,6 +129,16 @@ class Fills:
             if not part.needs_bytes and part.member.holding is not None:
                 self._readers.move_holding(part.member.holding, replica)
         self._readers.make_ready(replica, "committed")
+
+    def _begin_staged(self, operation: Operation) -> None:
+        """What its ranks have staged counts from now on, under generations that they open when they have copied it."""
+        there = [p for p in operation.parts.values() if self._cluster.members.get(p.member.registration) is p.member]
+        if any(part.needs_bytes for part in there):
+            self._begin_replica(operation, there)
+        for part in there:
+            if part.holding is not None:
+                part.holding.complete = True
+                part.holding.chunks_verified = part.member.chunks
 
     def abort(self, operation: Operation) -> None:
         """Nobody reads any more; what was written to is torn."""
@@ -114,18 +167,21 @@ class Fills:
         misfit = self._misfit(operation, version) or self._no_way(operation, version)
         if misfit is not None:
             return misfit
-        holders = {
-            rank: part.member.holding is not None and part.member.holding.version is version
-            for rank, part in operation.parts.items()
-        }
-        if not all(holders.values()) and (not version.has_live_source() or self.staying(operation, version)):
+        in_use = operation.kind is OpKind.PREFETCH and all(_uses(part, version) for part in operation.parts.values())
+        holders = {rank: in_use or _holds(part.member, version) for rank, part in operation.parts.items()}
+        fresh = [rank for rank, part in operation.parts.items() if not holders[rank] and not part.has_written]
+        if fresh and (not version.has_live_source() or self._must_wait(operation, version)):
             return None
-        operation.version = version
+        operation.version, operation.staying = version, []
         operation.unchanged = all(holders.values())
         self._cluster.become(operation, OperationState.RUNNING, f"bound to {version.number}")
         for rank, part in operation.parts.items():
             part.needs_bytes = not holders[rank]
-            part.voted = part.ready = holders[rank]
+            part.voted = holders[rank]
+            part.ready = holders[rank] or part.has_written
+            if part.begun is not None:
+                version.manifests.setdefault(part.shard, part.begun.content.manifest)
+                self._cluster.note(version)
         if not operation.unchanged:
             self._start(operation)
         return None
@@ -167,7 +223,10 @@ class Fills:
     def _start(self, operation: Operation) -> None:
         """Where no rank has a hook or holds anything, all can be overwritten at once: their Start is their Write."""
         fillers = [part for part in operation.parts.values() if part.needs_bytes]
-        bare = not any((isinstance(p.call, Fill) and p.call.hold) or p.member.holding is not None for p in fillers)
+        fresh = [part for part in fillers if not part.has_written]
+        bare = is_staged(operation) or not any(
+            (isinstance(p.call, Fill) and p.call.hold) or p.member.holding is not None for p in fresh
+        )
         if bare and self.all_find_a_source(operation):
             self._begin_write(operation)
         for part in fillers:
@@ -198,7 +257,7 @@ class Fills:
         if version.abandoned and not version.has_live_source():
             return _abandoned(version)
         ready = all(part.ready for part in operation.parts.values())
-        if ready and self.all_find_a_source(operation) and not self.staying(operation, version):
+        if ready and self.all_find_a_source(operation) and not self._must_wait(operation, version):
             self._begin_write(operation)
             for part in operation.parts.values():
                 if part.needs_bytes:
@@ -214,10 +273,10 @@ class Fills:
         operation.writing = True
         for part in operation.parts.values():
             part.reading = part.needs_bytes
-        if operation.kind is not OpKind.FETCH:
-            self._begin_replica(operation)
+        if operation.kind is not OpKind.FETCH and not is_staged(operation):
+            self._begin_replica(operation, list(operation.parts.values()))
 
-    def _begin_replica(self, operation: Operation) -> None:
+    def _begin_replica(self, operation: Operation, parts: list[RankPart]) -> None:
         cluster, group, version = self._cluster, operation.group, operation.version
         assert version is not None
         torn = group.torn_replica()
@@ -225,9 +284,9 @@ class Fills:
             replica, torn.version = torn, version
             cluster.become(replica, ReplicaState.FILLING, f"filled with {version.number}")
         else:
-            replica = Replica(cluster.new_id(), version, next(iter(operation.parts.values())).member)
+            replica = Replica(cluster.new_id(), version, parts[0].member)
             group.replicas.append(replica)
-        for part in operation.parts.values():
+        for part in parts:
             old = part.member.holding
             if part.needs_bytes:
                 if old is not None:
@@ -237,16 +296,17 @@ class Fills:
                 self._readers.add_holding(part.holding)
 
     def _feed(self, operation: Operation) -> Blame | None:
-        """Find a source for each reader that has none; in vain for ever if the last one has left on purpose."""
+        """Find sources for each reader that starves; in vain for ever if the last one has left on purpose."""
         version = operation.version
         assert version is not None
         for part in operation.parts.values():
-            if part.wants_source:
-                grant = self._readers.grant(part)
-                if grant is not None:
-                    self._cluster.tell(part.member, AddSource(operation.key, part.rank, grant))
-                elif version.abandoned and not version.has_live_source():
-                    return _abandoned(version)
+            if part.reading and not part.voted and len(part.cleared) >= CLEARED_MAX:
+                return Blame(damaged(operation, part), part.rank)
+            for grant in self._readers.feed(part):
+                self._cluster.tell(part.member, AddSource(operation.key, part.rank, grant))
+            alone = part.wants_source and all(lease.dropping for lease in part.leases.values())
+            if alone and version.abandoned and not version.has_live_source():
+                return _abandoned(version)
         return None
 
 
@@ -257,9 +317,36 @@ def first_call(operation: Operation) -> Fill:
     return call
 
 
+def _holds(member: Member, version: Version) -> bool:
+    return member.holding is not None and member.holding.version is version
+
+
+def _uses(part: RankPart, version: Version) -> bool:
+    """Whether the rank that a host copy is for holds that version itself: there is nothing to be prefetched."""
+    others = part.member.worker.members.values()
+    mine = (m for m in others if m.rank == part.rank and host_group(m.group.name) == part.member.group.name)
+    return any(_holds(member, version) for member in mine)
+
+
+def is_staged(operation: Operation) -> bool:
+    """Whether its ranks overwrite nothing before it is committed."""
+    return first_call(operation).staged
+
+
 def _abandoned(version: Version) -> Blame:
     text = (
         f"version {version.number} of {version.info.model!r}: its last holder has left on purpose; "
         "ask again for a newer version, or retain versions that late readers need"
     )
     return Blame(VersionUnavailable(text))
+
+
+def damaged(operation: Operation, part: RankPart) -> IntegrityError:
+    """What several sources have sent this rank arrives with other bytes than they have."""
+    assert operation.version is not None
+    sources, reader = ", ".join(map(repr, sorted(set(part.cleared.values())))), part.member.worker.name
+    return IntegrityError(
+        f"{operation.kind} of {operation.group.model.name!r}: version {operation.version.number}: what rank {part.rank} got "
+        f"from {sources} does not have its digest, and they have digested it again: their bytes are unchanged. The machine "
+        f"of worker {reader!r}, or the way to it, damages bytes: look at its memory and network, or use another one"
+    )

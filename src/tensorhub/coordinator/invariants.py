@@ -7,7 +7,7 @@ it names; what two entities say of each other is checked from both sides, so tha
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from typing import assert_never
 
 from tensorhub.coordinator.entities import (
@@ -32,7 +32,7 @@ from tensorhub.coordinator.states import (
     WorkerState,
 )
 from tensorhub.machine import InvariantBroken
-from tensorhub.types import OpKind
+from tensorhub.types import OpKind, Purpose
 
 LIVING = (ReplicaState.FILLING, ReplicaState.READY, ReplicaState.DRAINING)
 KEPT = (VersionState.STAGED, VersionState.AVAILABLE, VersionState.UNAVAILABLE)
@@ -138,6 +138,8 @@ def _member(cluster: Cluster, member: Member) -> None:
         _demand(holding.leaving, "what is withdrawn takes no readers", holding)
         _demand(holding not in holding.version.holdings[member.shard], "a leaving holding is no candidate", holding)
         _held(member, holding)
+    is_copy = group.model.copies.get(registration) is member
+    _demand(is_copy == (member.purpose is Purpose.RETENTION), "copies that retain a version are known", member)
     withdrawal = group.model.withdrawals.get(registration)
     if withdrawal is not None:
         _withdrawal(cluster, group.model, withdrawal)
@@ -156,8 +158,17 @@ def _model(cluster: Cluster, model: Model) -> None:
     _demand(all(v.lineage <= model.lineage for v in model.versions.values()), "lineages only grow", model.name)
     contents = [v.info.content_id for v in model.versions.values()]
     _demand(len(set(contents)) == len(contents), "two publications never share a content id", model.name)
+    retained = model.retained()
     for number, version in model.versions.items():
         _demand(version.number == number, "a version is filed under its number", version)
+        _retained(version, retained)
+    for registration, copy in model.copies.items():
+        _demand(copy.registration == registration, "copies are filed by registration", copy)
+        _copy(cluster, model, copy)
+    for ident, handover in model.handovers.items():
+        _demand(handover.copy == ident, "handovers are filed by their copy", model.name)
+        _demand(("handover", ident) in cluster.timers, "a handover ends", model.name)
+        _demand(handover.registered == (ident in model.copies), "a handover knows its copy", model.name)
     for pin in model.pins.values():
         pinned = model.versions.get(pin.number)
         _demand(pinned is not None and pinned.info.content_id == pin.content_id, "pinned versions are known", pin)
@@ -168,8 +179,8 @@ def _model(cluster: Cluster, model: Model) -> None:
 
 
 def _version(cluster: Cluster, version: Version) -> None:
-    model = cluster.models[version.info.model]
-    if model.versions.get(version.number) is not version:
+    model = cluster.models.get(version.info.model)
+    if model is None or model.versions.get(version.number) is not version:
         gone = version.state not in KEPT and not any(version.holdings.values())
         _demand(gone, "only discarded and retired versions are forgotten", version)
         return
@@ -180,6 +191,8 @@ def _version(cluster: Cluster, version: Version) -> None:
         _staged(cluster, model, version)
     else:
         _available(version)
+    _demand([*version.holdings] == [*range(version.info.world_size)], "a version has each of its shards", version)
+    _retained(version, model.retained())
     for shard, holdings in version.holdings.items():
         for holding in holdings:
             _candidate(cluster, version, shard, holding)
@@ -207,6 +220,22 @@ def _candidate(cluster: Cluster, version: Version, shard: int, holding: Holding)
     _demand(holding.member.holding is holding, "a holding is what its member holds", holding)
     _demand(cluster.members.get(holding.member.registration) is holding.member, "holders are members", holding)
     _demand(holding.replica.state in LIVING, "torn and gone replicas have no candidates", holding)
+    _told(holding)
+
+
+def _retained(version: Version, retained: Collection[int]) -> None:
+    told = version.retained == (version.number in retained)
+    _demand(told or not any(version.holdings.values()), "holders are told what is retained (R4)", version)
+
+
+def _told(holding: Holding) -> None:
+    keep = holding.committed and holding.version.retained and not holding.member.group.spot
+    _demand(holding.told == keep, "who must not leave at will was told so (R4)", holding)
+
+
+def _copy(cluster: Cluster, model: Model, member: Member) -> None:
+    registered = cluster.members.get(member.registration) is member and member.group.model is model
+    _demand(registered and member.purpose is Purpose.RETENTION, "copies are members that retain a version", member)
 
 
 def _group(cluster: Cluster, group: Group) -> None:
@@ -216,6 +245,8 @@ def _group(cluster: Cluster, group: Group) -> None:
         _demand(member.rank == rank and rank < group.world_size, "ranks are in range", member)
         _demand(member.group is group, "a member belongs to its group", member)
         _demand(cluster.members.get(member.registration) is member, "a group's members are members", member)
+        if member.holding is not None:
+            _told(member.holding)
     torn = [replica for replica in group.replicas if replica.state is ReplicaState.TORN]
     _demand(len(torn) <= 1, "a group has one torn replica at most", group.name)
     for replica in group.replicas:
@@ -229,6 +260,8 @@ def _replica(cluster: Cluster, group: Group, replica: Replica) -> None:
     _demand(replica.group is group, "a replica is its group's", replica)
     _demand(replica.state is not ReplicaState.GONE, "gone replicas are forgotten", replica)
     _demand(bool(replica.holdings) or replica.state is ReplicaState.TORN, "a replica has memory", replica)
+    drains = replica.state is ReplicaState.DRAINING
+    _demand(not (drains and replica.is_whole), "a replica that nobody leaves serves again (G7)", replica)
     if version.visible:
         _available(version)
     for rank, holding in replica.holdings.items():
@@ -237,6 +270,7 @@ def _replica(cluster: Cluster, group: Group, replica: Replica) -> None:
         _demand(holding.complete or not holding.committed, "committed holdings are complete", holding)
         if replica.state is ReplicaState.READY:
             _demand(holding.committed, "a ready replica's holdings are committed (G4)", replica)
+        _demand(holding.leaving or not holding.quarantined, "what is quarantined is no source (R8)", holding)
         if not holding.leaving:
             _demand(replica.state in LIVING, "torn and gone replicas have no candidates", holding)
             _demand(holding.member.holding is holding, "a holding is what its member holds", holding)
@@ -264,10 +298,11 @@ def _operation(cluster: Cluster, operation: Operation) -> None:
         _demand(operation.version is not None and operation.gathered, "running means bound and gathered", operation)
     staged = operation.version is not None and operation.version.state is VersionState.STAGED
     _demand(staged == (operation.kind is OpKind.PUBLISH), "a publish stages a version, others take a visible one", operation)
-    starving = not (operation.writing or operation.unchanged) or any(part.wants_source for part in parts)
+    starving = not (operation.writing or operation.unchanged) or any(part.starves for part in parts)
     waits = group.model.waiting.get(operation.key) is operation
     if operation.state is not OperationState.PREPARED:
-        _demand(waits == (operation.gathered and starving), "who lacks a source waits for one (G7)", operation)
+        wants = operation.gathered and (starving or bool(operation.staying))
+        _demand(waits == wants, "who lacks a source, or somebody to take over, waits (G7)", operation)
     for rank, part in operation.parts.items():
         _demand(part.operation is operation and part.rank == rank, "a part is its operation's, filed by rank", operation)
         for lease in part.leases.values():
@@ -285,7 +320,8 @@ def _withdrawal(cluster: Cluster, model: Model, withdrawal: Withdrawal) -> None:
         _demand(holding.leaving and holding.active_readers() > 0, "a withdrawal waits for readers", holding)
     else:
         retained = holding.version.number in model.retained()
-        _demand(not holding.leaving and retained, "who waits to leave a retained version serves on (G5)", holding)
+        waits = retained or withdrawal.closes  # who closes may wait for the copies of its worker
+        _demand(not holding.leaving and waits, "who waits to leave a retained version serves on (G5)", holding)
 
 
 def _lease(cluster: Cluster, lease: ReadLease) -> None:
@@ -305,12 +341,15 @@ def _lease(cluster: Cluster, lease: ReadLease) -> None:
         _demand(part.leases.get(lease.id) is lease, "a reader knows its leases", lease)
         _demand(operation.state is OperationState.RUNNING, "only running operations read", lease)
         _demand(holding.version is operation.version, "a lease is of the bound version (G4)", lease)
-        _demand(not _cyclic(holding), "nobody waits for itself (R9)", lease)
+        _demand(not _cyclic(holding), "nobody counts on itself (R9)", lease)
     else:
         _demand(lease.id not in part.leases, "a part's leases are active", lease)
 
 
 def _cyclic(start: Holding) -> bool:
+    """Whether it is filled from itself. By patches it may be: an owner that lacks a chunk says so, and keeps nobody waiting
+    who could have it elsewhere, so that no chunk waits for itself. Through every other lease a reader must get everything.
+    """
     todo, seen = [start], {id(start)}
     while todo:
         holding = todo.pop()
@@ -319,7 +358,7 @@ def _cyclic(start: Holding) -> bool:
         if part is None or part.holding is not holding or holding.complete:
             continue
         for lease in part.leases.values():
-            if lease.dropping:
+            if lease.dropping or lease.patch:
                 continue
             if lease.holding is start:
                 return True

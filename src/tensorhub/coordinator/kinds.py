@@ -21,6 +21,9 @@ class Kind(Protocol):
     def advance(self, operation: Operation) -> Blame | None:
         """Every rank has called, and not every rank has voted: do whatever the facts allow now."""
 
+    def lets_go(self, operation: Operation) -> bool:
+        """Every rank has voted: whether it may be decided now. What the ranks still hold is given up with that."""
+
     def entry(self, operation: Operation) -> Entry | None:
         """Every rank has voted: what must be durable before any rank hears of a commit, if anything must."""
 

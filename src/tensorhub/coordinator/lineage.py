@@ -50,7 +50,7 @@ class Lineages:
         while model.rollbacks and model.rollbacks[0].record is None and not self._is_recording(model):
             order = model.rollbacks[0]
             message = _call(order)
-            error, done = self._refusal(model, message), message.ident == model.rolled_back_by
+            error, done = self._refusal(model, message), message.ident in model.rolled_back_by.split("\n")[:-1]
             if done or error is not None:
                 self._decide(order, None if done else error)
                 continue
@@ -74,7 +74,8 @@ class Lineages:
     def recorded(self, order: Order) -> None:
         """The new lineage is durable: it begins."""
         model, message = order.model, _call(order)
-        model.lineage, model.mark, model.rolled_back_by = model.lineage + 1, message.to, message.ident
+        model.lineage, model.mark = model.lineage + 1, message.to
+        model.rolled_back_by = actions.rolled_back_by(message.ident, model.rolled_back_by)
         self._operations.rolled_back(model, message.to)
         forgotten = [number for number in model.forgotten if number <= message.to]
         if len(model.forgotten) == FORGOTTEN_KEPT_MAX and not forgotten:

@@ -6,6 +6,7 @@ Not responsible for what a lost rank's operation or memory means: `operations` a
 from __future__ import annotations
 
 from tensorhub.coordinator.actions import CloseSession
+from tensorhub.coordinator.custody import Custody
 from tensorhub.coordinator.entities import LOST_KEPT_MAX, Cluster, Group, Holding, Member, Replica, Session, Worker
 from tensorhub.coordinator.operations import Operations
 from tensorhub.coordinator.readers import Readers
@@ -38,12 +39,14 @@ class Membership:
         retentions: Retentions,
         readers: Readers,
         withdrawals: Withdrawals,
+        custody: Custody,
         operations: Operations,
     ) -> None:
         self._cluster = cluster
         self._retentions = retentions
         self._readers = readers
         self._withdrawals = withdrawals
+        self._custody = custody
         self._operations = operations
 
     # -- workers
@@ -68,6 +71,9 @@ class Membership:
                 message.host_bytes,
             )
             cluster.workers[session.incarnation] = worker
+            if worker.host_bytes:
+                cluster.hosts[worker.incarnation] = worker
+                self._custody.room_changed()
         elif worker.session is not None and worker.session != session.number:
             cluster.act(CloseSession(cluster.cause, worker.session, "the same worker has connected again"))
             cluster.sessions[worker.session].worker = None
@@ -78,6 +84,7 @@ class Membership:
             cluster.timers.set("restate", worker.incarnation, cluster.now + cluster.options.lease_s)
         cluster.timers.set("worker", worker.incarnation, cluster.now + cluster.options.lease_s / 2)
         cluster.send(session.number, Welcome(cluster.id, cluster.epoch, cluster.options.lease_s, known))
+        self._custody.back(worker)
 
     def heard(self, worker: Worker) -> None:
         """Any message renews the lease."""
@@ -92,7 +99,9 @@ class Membership:
         cluster = self._cluster
         cluster.sessions.pop(session.number, None)
         for model in cluster.models.values():
-            model.watchers.discard(session.number)
+            if session.number in model.watchers:
+                model.watchers.remove(session.number)
+                cluster.touch(model)
         worker = session.worker
         if worker is None or worker.session != session.number:
             return
@@ -143,6 +152,8 @@ class Membership:
         for member in list(worker.members.values()):
             self.remove(member, why)
         del cluster.workers[worker.incarnation]
+        if cluster.hosts.pop(worker.incarnation, None) is not None:
+            self._custody.room_changed()
         cluster.lost[worker.incarnation] = None
         if len(cluster.lost) > LOST_KEPT_MAX:
             del cluster.lost[next(iter(cluster.lost))]
@@ -196,13 +207,17 @@ class Membership:
             message.manifest,
             worker.session,
         )
-        cluster.note(member, group.model)
+        cluster.note(member, group.model, worker)
         group.members[member.rank] = cluster.members[member.registration] = member
         worker.members[member.registration] = member
         group.model.groups[group.name] = group
+        if member.purpose is Purpose.RETENTION:
+            group.model.copies[member.registration] = member
+        worker.spot = worker.spot or (member.spot and member.serves)
+        self._retentions.group_changed(group)
+        cluster.touch(group.model)
         keep = message.held is None or self._announce(member, message.held)
-        answer = Registered(message.request, member.registration, group.epoch, group.sequence, keep)
-        cluster.send(worker.session, answer)
+        self._tell_registered(member, message, keep)
 
     def _new_group(self, message: Register) -> Group:
         """A group begins with its first registration."""
@@ -214,12 +229,18 @@ class Membership:
         group, held = member.group, message.held
         member.said_in = member.worker.session
         self._cluster.note(member)
+        member.dropped = False
         part = group.operation.parts.get(member.rank) if group.operation is not None else None
         filling = part.holding if part is not None and part.member is member else None
         counts = self._withdrawals.restated(member, held.generation if held is not None else None, filling)
         publishes = part is not None and part.member is member and isinstance(part.call, Publish)  # it holds nothing yet
         keep = held is None or counts or (not publishes and self._announce(member, held))
-        answer = Registered(message.request, message.registration, group.epoch, group.sequence, keep)
+        self._tell_registered(member, message, keep)
+
+    def _tell_registered(self, member: Member, message: Register, keep: bool) -> None:
+        group, held = member.group, message.held
+        retained = held is not None and keep and self._retentions.tell_with(member, held.content_id)
+        answer = Registered(message.request, member.registration, group.epoch, group.sequence, keep, retained)
         self._cluster.tell(member, answer)
 
     def _registration_error(self, message: Register) -> TensorHubError | None:
@@ -270,15 +291,14 @@ class Membership:
             return False
         version.manifests.setdefault(member.shard, held.manifest)
         cluster.note(version)
-        replica = next((r for r in group.replicas if r.version is version and r.state in _LIVING), None)
+        replica = next((r for r in group.replicas if r.version is version and r.state is not ReplicaState.TORN), None)
         if replica is None:
             replica = Replica(cluster.new_id(), version, member)
             group.replicas.append(replica)
         holding = Holding(replica, member, held.generation, True, True)
         holding.chunks_verified = member.chunks
         self._readers.add_holding(holding)
-        committed = sum(each.committed for each in replica.holdings.values())  # not: what an undecided fill is filling
-        if replica.state is ReplicaState.FILLING and committed == group.world_size:
+        if replica.state is not ReplicaState.READY and replica.is_whole:  # if DRAINING: whoever wanted to leave has stayed
             self._readers.make_ready(replica, "announced again by every rank")
         return True
 
@@ -297,9 +317,12 @@ class Membership:
                 self._readers.lose(holding)
         cluster.note(member, group, member.worker)
         cluster.members.pop(member.registration, None)
+        if group.model.copies.pop(member.registration, None) is not None:
+            self._custody.room_changed()
         member.worker.members.pop(member.registration, None)
         if group.members.get(member.rank) is member:
             del group.members[member.rank]
+            self._retentions.group_changed(group)
         cluster.touch(group.model)
         if not group.members and not new_epoch:
             self._dissolve(group)
@@ -318,6 +341,3 @@ class Membership:
         for replica in list(group.replicas):
             self._readers.settle_replica(replica)
         group.model.groups.pop(group.name, None)
-
-
-_LIVING = (ReplicaState.FILLING, ReplicaState.READY)

@@ -11,19 +11,20 @@ from typing import assert_never
 
 from tensorhub.coordinator.deadlines import Deadlines
 from tensorhub.coordinator.decisions import Decisions
-from tensorhub.coordinator.entities import Blame, Cluster, Member, Model, Operation, RankPart
+from tensorhub.coordinator.entities import Blame, Cluster, Member, Model, Operation, RankPart, Worker
 from tensorhub.coordinator.fills import Fills
 from tensorhub.coordinator.kinds import Kind
 from tensorhub.coordinator.publishes import Publishes
 from tensorhub.coordinator.readers import Readers
 from tensorhub.coordinator.retention import Retentions
 from tensorhub.coordinator.states import OperationState
+from tensorhub.coordinator.suspicions import Suspicions
 from tensorhub.coordinator.versions import Versions
 from tensorhub.errors import GroupAborted, StateError, VersionConflict, VersionUnavailable
-from tensorhub.messages import Abandon, EpochChanged, Fill, Publish, ReadFailed, Resolve
+from tensorhub.messages import Abandon, DigestedAgain, EpochChanged, Fill, Publish, ReadFailed, Resolve
 from tensorhub.types import OpKey, OpKind
 
-LATER_PER_RANK_MAX = 4  # messages about later operations that wait for one's decision
+LATER_PER_RANK_MAX = 4  # a rank's newest messages about later operations, which wait for one's decision
 
 
 class Operations:
@@ -34,8 +35,9 @@ class Operations:
         self._readers = readers
         publishes, self._fills = Publishes(cluster, versions, readers), Fills(cluster, versions, readers, retentions)
         self._kinds: dict[OpKind, Kind] = {kind: publishes if kind is OpKind.PUBLISH else self._fills for kind in OpKind}
-        self._decisions = Decisions(cluster, self._kinds)
+        self._decisions = Decisions(cluster, retentions, self._kinds)
         self._deadlines = Deadlines(cluster, versions, retentions, self._fills)
+        self._suspicions = Suspicions(cluster, readers)
 
     # ------------------------------------------------------------------------------------------------------- facts
 
@@ -100,8 +102,10 @@ class Operations:
             return False
         if key.epoch != member.group.epoch or key <= operation.key:
             return False
-        if len(operation.later) < LATER_PER_RANK_MAX * member.group.world_size:
-            operation.later.append((member, message))
+        mine = [each for each in operation.later if each[0].rank == member.rank]
+        if len(mine) >= LATER_PER_RANK_MAX:
+            operation.later.remove(mine[0])  # of a call that this rank has given up since
+        operation.later.append((member, message))
         return True
 
     def ready_to_write(self, member: Member, key: OpKey) -> None:
@@ -157,8 +161,14 @@ class Operations:
     def read_failed(self, member: Member, message: ReadFailed) -> None:
         part = self._part(member, message.key)
         if part is not None:
-            self._readers.failed(part, message.lease, message.reason, message.detail)
+            holding = self._readers.failed(part, message.lease, message.reason, message.detail)
+            if holding is not None and message.reason == "corrupt" and message.chunk is not None:
+                self._suspicions.ask(part, holding, message.chunk)
             self._changed(part.operation)
+
+    def digested_again(self, worker: Worker, answer: DigestedAgain) -> None:
+        """An owner has looked whether a chunk that a reader got without its digest has changed."""
+        self._suspicions.answered(worker, answer)
 
     def progress(self, member: Member, key: OpKey, chunks_verified: int) -> None:
         part = self._part(member, key)
@@ -235,17 +245,18 @@ class Operations:
     def settle(self, operation: Operation) -> None:
         """Do whatever the facts allow now."""
         if operation.gathered and operation.state is not OperationState.PREPARED:
-            blame = self._kinds[operation.kind].advance(operation)
+            kind = self._kinds[operation.kind]
+            blame = kind.advance(operation)
             if blame is not None:
                 self._decisions.abort(operation, blame)
-            elif operation.all_voted and not self._decisions.held_up(operation):
+            elif operation.all_voted and not self._decisions.held_up(operation) and kind.lets_go(operation):
                 self._decisions.prepare(operation)
         if operation.decided:
             return
         self._deadlines.set(operation)
         waiting = operation.group.model.waiting
-        starving = not (operation.writing or operation.unchanged) or any(p.wants_source for p in operation.parts.values())
-        if operation.gathered and starving:
+        starving = not (operation.writing or operation.unchanged) or any(p.starves for p in operation.parts.values())
+        if operation.gathered and (starving or operation.staying):
             waiting[operation.key] = operation
         else:
             waiting.pop(operation.key, None)

@@ -7,9 +7,12 @@ may leave (`withdrawals`).
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from tensorhub.coordinator.entities import (
     Cluster,
     Holding,
+    Model,
     Operation,
     RankPart,
     ReadLease,
@@ -22,6 +25,7 @@ from tensorhub.scheduler.choice import Candidate, choose
 
 RETRY_S_FIRST = 0.05  # before a source that has failed is tried again; doubles each time
 RETRY_S_MAX = 2.0
+PATCHES_MAX = 4  # partial copies that one reader reads from while nobody holds all of it
 
 
 class Readers:
@@ -37,13 +41,44 @@ class Readers:
         holding = self._choose(part, other_than)
         if holding is None:
             return None
-        lease = ReadLease(self._cluster.new_id(), part, holding)
+        if part.holding is not None:
+            part.holding.depth = holding.depth + 1
+        return self._lend(part, holding, patch=False)
+
+    def _lend(self, part: RankPart, holding: Holding, *, patch: bool) -> Grant:
+        lease = ReadLease(self._cluster.new_id(), part, holding, patch=patch)
         lease.story.note(self._cluster.cause, self._cluster.now, "granted")
         self._cluster.leases[lease.id] = holding.readers[lease.id] = part.leases[lease.id] = lease
         self._cluster.note(lease, part.member, part.operation, holding.member)
-        if part.holding is not None:
-            part.holding.depth = holding.depth + 1
         return self.to_grant(lease)
+
+    def feed(self, part: RankPart) -> list[Grant]:
+        """New leases for a reader that nothing it lacks may come to: on a source, or, while nobody holds all of it, on other
+        readers' partial copies. What they lack they wait for together (R9: no chunk waits for itself).
+        """
+        version = part.operation.version
+        if version is None or not part.starves:
+            return []
+        if not version.is_whole(part.shard):
+            return [self._lend(part, holding, patch=True) for holding in self._patches(part, version)]
+        grant = None if _reaches_whole(part.leases.values()) else self.grant(part)
+        return [] if grant is None else [grant]
+
+    def _patches(self, part: RankPart, version: Version) -> list[Holding]:
+        """Partial copies that it may read and does not yet. Each reads from the next one of them all, so that what any
+        of them has comes to every other; the rest are the best ones.
+        """
+        if version.abandoned:
+            return []  # its last holder left on purpose: nobody waits for it (R12)
+        there = version.holdings[part.shard]
+        place = there.index(part.holding) + 1 if part.holding in there else 0
+        others = [h for h in (*there[place:], *there[:place]) if h is not part.holding and self._reachable(h, part)]
+        read = [lease.holding for lease in part.leases.values() if not lease.dropping]
+        found = [h for h in others[:1] if h not in read]
+        left = {h.member.registration: h for h in others[1:] if h not in read}
+        while left and len(read) + len(found) < PATCHES_MAX:
+            found.append(left.pop(self._best(part, left.values(), version)))
+        return found
 
     @staticmethod
     def to_grant(lease: ReadLease) -> Grant:
@@ -73,17 +108,18 @@ class Readers:
             if h is not other_than and h is not part.holding and self._readable(h, part)
         }
         while holdings:
-            best = choose(
-                part.member.worker.location,
-                [self._candidate(h, part) for h in holdings.values()],
-                version.info.nbytes // version.info.world_size,
-            )
-            if best is None:
-                return None
-            holding = holdings.pop(best.ident)
-            if not self._reads_from(holding, part):
+            holding = holdings.pop(self._best(part, holdings.values(), version))
+            filled = holding.complete or _reaches_whole(_fillers(holding))
+            if filled and not self._reads_from(holding, part):
                 return holding
         return None
+
+    def _best(self, part: RankPart, holdings: Iterable[Holding], version: Version) -> str:
+        """The registration of that one of these, one at least, from which it would have everything first."""
+        candidates = [self._candidate(h, part) for h in holdings]
+        best = choose(part.member.worker.location, candidates, version.info.nbytes // version.info.world_size)
+        assert best is not None
+        return best.ident
 
     def finds_source(self, part: RankPart) -> bool:
         """Whether there is a source for this reader now."""
@@ -99,12 +135,14 @@ class Readers:
         return sorted(theirs) if sources and not holds and not mine & theirs else []
 
     def _readable(self, holding: Holding, part: RankPart) -> bool:
+        """Whether it can be reached, and does not wait for a source itself."""
+        return self._reachable(holding, part) and (holding.complete or bool(_fillers(holding)))
+
+    def _reachable(self, holding: Holding, part: RankPart) -> bool:
         if not holding.takes_readers or holding.member.worker.state is not WorkerState.LIVE:
             return False
         if part.retry_at.get(holding.member.worker.incarnation, 0.0) > self._cluster.now:
             return False
-        if not holding.complete and not any(lease.state is LeaseState.ACTIVE for lease in _fillers(holding)):
-            return False  # it waits for a source itself
         mine = {endpoint.transport for endpoint in part.member.worker.endpoints}
         return any(endpoint.transport in mine for endpoint in holding.member.worker.endpoints)
 
@@ -151,11 +189,11 @@ class Readers:
         for lease in list(part.leases.values()):
             self.release(lease, why)
 
-    def failed(self, part: RankPart, lease_id: str, reason: str, detail: str) -> None:
-        """The reader gave this source up; it gets another, or after a while the same one."""
+    def failed(self, part: RankPart, lease_id: str, reason: str, detail: str) -> Holding | None:
+        """The reader gave this source up; it gets another, or after a while the same one. Returns what it had read."""
         lease = part.leases.get(lease_id) or self._cluster.leases.get(lease_id)
         if lease is None or lease.part is not part:
-            return
+            return None
         self.release(lease, reason)
         if reason != "dropped":
             source = lease.holding.member.worker
@@ -165,6 +203,7 @@ class Readers:
             wait_s = min(RETRY_S_FIRST * 2 ** min(failures - 1, 16), RETRY_S_MAX)
             part.retry_at[incarnation] = self._cluster.now + wait_s
             self.set_retry_timer(part.operation)
+        return lease.holding
 
     def set_retry_timer(self, operation: Operation) -> None:
         """Look again when the first source that has failed a reader may be tried again."""
@@ -264,6 +303,12 @@ class Readers:
                 self.move(lease)
         self._end(holding, cut=False)
 
+    def quarantine(self, holding: Holding) -> None:
+        """Its bytes have changed: nobody reads it any more. Its owner has it, and hears of it, until it takes it back."""
+        holding.quarantined = True
+        self.leave(holding, "its bytes have changed", on_purpose=False)
+        self.cut_readers(holding, "the source's bytes have changed", moved=True)
+
     def tear(self, holding: Holding) -> None:
         """Its fill was broken off: nobody may read it, its owner changes the generation by itself."""
         self.leave(holding, "fill broken off", on_purpose=False)
@@ -275,6 +320,8 @@ class Readers:
         holding.leaving = True
         version, member, replica = holding.version, holding.member, holding.replica
         version.holdings[holding.shard].remove(holding)
+        if holding.complete:
+            self._reconsider_readers(version, member.group.model)
         if on_purpose and version.visible and not version.has_live_source():
             version.abandoned = True
         if member.holding is holding:
@@ -284,6 +331,13 @@ class Readers:
         if replica.state is ReplicaState.READY and on_purpose:
             self._cluster.become(replica, ReplicaState.DRAINING, why)
         self._cluster.touch(member.group.model)
+
+    def _reconsider_readers(self, version: Version, model: Model) -> None:
+        """Who holds all of it has left: its readers, also those that wait for a source, may have to complete one another."""
+        if not all(map(version.is_whole, version.holdings)):
+            for group in model.groups.values():
+                if group.operation is not None and group.operation.version is version:
+                    self._cluster.changed(group.operation)
 
     def move(self, lease: ReadLease) -> None:
         """Give the reader another source, if there is one, and let it leave this one."""
@@ -347,3 +401,16 @@ def _fillers(holding: Holding) -> list[ReadLease]:
     operation = holding.member.group.operation
     part = operation.parts.get(holding.rank) if operation is not None else None
     return list(part.leases.values()) if part is not None and part.holding is holding and not holding.complete else []
+
+
+def _reaches_whole(leases: Iterable[ReadLease]) -> bool:
+    """Whether these leases lead, perhaps through others that fill, to a source that has everything."""
+    todo, seen = [lease.holding for lease in leases if not lease.dropping], set[int]()
+    while todo:
+        holding = todo.pop()
+        if holding.complete:
+            return True
+        if id(holding) not in seen:
+            seen.add(id(holding))
+            todo.extend(lease.holding for lease in _fillers(holding) if not lease.dropping)
+    return False

@@ -1,18 +1,19 @@
 """What must stay fetchable (R4, R5, G5): the newest `retain` versions of each model, and pinned ones.
 
-Responsible for the policy, for pins, and for the one question whether a holder may go. Not responsible for what follows
-from the answer: `readers` and `operations` let holders wait, and refuse them at their deadline.
+Responsible for the policy, for pins, for what holders are told of it, and for the one question whether a holder may go. Not
+responsible for what follows from the answer: `withdrawals` and `fills` let holders wait, `custody` finds successors.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
 from tensorhub.coordinator.actions import Pinned, Retention, Unpinned
-from tensorhub.coordinator.entities import Cluster, Holding, Model, Order, Version, Worker
+from tensorhub.coordinator.entities import Cluster, Group, Holding, Member, Model, Order, Version, Worker
 from tensorhub.coordinator.states import WorkerState
 from tensorhub.errors import CoordinatorUnavailable, RetentionError, StateError, TensorHubError, VersionUnavailable
-from tensorhub.messages import Pin, Retain, Unpin
+from tensorhub.messages import Keep, Kept, Pin, Retain, Unpin
+from tensorhub.types import Medium, Purpose
 
 PINS_MAX = 1024  # of one worker and model
 
@@ -25,27 +26,46 @@ class Retentions:
 
     # -- the question
 
-    def must_stay(self, holding: Holding) -> bool:
-        """Whether a retained version would lose its last reliable copy of some shard with it.
+    def must_stay(self, holding: Holding, going: Worker | None = None) -> bool:
+        """Whether a retained version would lose its last reliable copy of some shard with it; see `alone`."""
+        return next(self.alone(holding, going), None) is not None
+
+    def alone(self, holding: Holding, going: Worker | None) -> Iterator[Holding]:
+        """What nobody else would hold reliably without this holding.
+
+        `going`: its worker, if that may end with the leave (R5): then nothing else there counts, and with the last handle
+        of a caller the worker's own copies go, too.
+        """
+        yield from self._alone(holding, going)
+        callers = [m for m in going.members.values() if _is_callers(m)] if going is not None else []
+        if going is None or going.spot or callers != [holding.member]:
+            return
+        for copy in holding.member.group.model.copies.values():
+            if copy.worker is going and copy.holding is not None and copy.holding is not holding:
+                yield from self._alone(copy.holding, going)
+
+    def _alone(self, holding: Holding, going: Worker | None) -> Iterator[Holding]:
+        """The holdings of its replica whose shards nobody else holds reliably, if its version is to be kept.
 
         With the first rank that leaves, its whole replica stops to serve. A version of which another shard is lost
         altogether cannot be fetched any more: nothing is kept for it.
         """
         version, replica, group = holding.version, holding.replica, holding.member.group
-        if group.spot or not holding.is_source or version.number not in group.model.retained():
-            return False
+        if group.spot or not holding.is_source or version.number not in group.model.retained() or self.is_lost(version):
+            return
         for ours in replica.holdings.values():
-            others = (h for h in version.holdings[ours.shard] if h.replica is not replica)
-            if ours.is_source and not any(map(self._is_reliable, others)):
-                return not self._is_lost(version)
-        return False
+            others = (h for h in version.holdings[ours.shard] if h.replica is not replica and h.member.worker is not going)
+            if ours.is_source and not any(map(self.is_reliable, others)):
+                yield ours
 
     @staticmethod
-    def _is_reliable(holding: Holding) -> bool:
-        worker = holding.member.worker
-        return holding.is_source and not holding.member.group.spot and worker.state is WorkerState.LIVE
+    def is_reliable(holding: Holding) -> bool:
+        """Whether it counts for retention: a copy in host memory does where its worker does."""
+        member = holding.member
+        spot = member.worker.spot if member.medium is Medium.HOST else member.group.spot
+        return holding.is_source and not spot and member.worker.state is WorkerState.LIVE
 
-    def _is_lost(self, version: Version) -> bool:
+    def is_lost(self, version: Version) -> bool:
         """Whether some shard has no holder, and none is expected back."""
         return ("recovery", "") not in self._cluster.timers and not all(version.holdings.values())
 
@@ -57,13 +77,63 @@ class Retentions:
         return RetentionError(
             f"{what}version {number} of {group.model.name!r} must stay: it is {why}, and worker {worker.name!r} (group "
             f"{group.name!r}, rank {holding.rank}) is among its last reliable holders: let others that are not spot "
-            "replicate it, lower retain() or end the pin, or give it up with close(abandon=True)"
+            "replicate it, give workers host_memory_bytes for a copy of it, lower retain() or end the pin, or give it up "
+            "with close(abandon=True)"
         )
+
+    # -- what holders know
+
+    def tell_with(self, member: Member, content_id: str) -> bool:
+        """What an Outcome or Registered says to a rank that holds that content: whether it is to be kept."""
+        holding = member.holding
+        if holding is None or not holding.committed or holding.version.info.content_id != content_id or member.group.spot:
+            return False
+        holding.told = holding.version.number in member.group.model.retained()
+        holding.kept = not holding.told
+        return holding.told
+
+    def settle(self, model: Model) -> None:
+        """Tell holders what is retained from now on; answer what waited for them to know it."""
+        retained = model.retained()
+        for version in model.versions.values():
+            keep = version.number in retained
+            if version.retained is not keep:
+                version.retained = keep
+                self._cluster.note(version)
+                for holding in _of(version):
+                    self._tell(holding)
+        if model.unanswered and all(holding.kept for v in model.versions.values() if v.retained for holding in _of(v)):
+            for order in model.unanswered:
+                self._cluster.answer(order.session, order.message.request)
+            model.unanswered.clear()
+
+    def group_changed(self, group: Group) -> None:
+        """It may have become spot, or ceased to be: who may leave at any time is not told to stay."""
+        for member in group.members.values():
+            if member.holding is not None:
+                self._tell(member.holding)
+
+    def _tell(self, holding: Holding) -> None:
+        member, version = holding.member, holding.version
+        keep = version.retained and not member.group.spot
+        if holding.committed and holding.told is not keep:
+            holding.told, holding.kept = keep, not keep
+            self._cluster.tell(member, Keep(member.registration, version.info.content_id, keep))
+
+    def kept(self, member: Member, message: Kept) -> None:
+        """Its owner knows."""
+        holding = member.holding
+        if holding is not None and holding.version.info.content_id == message.content_id and holding.told is message.keep:
+            holding.kept = True
+            self._cluster.note(member)
+            if member.group.model.unanswered:
+                self._cluster.touch(member.group.model)
 
     # -- the policy
 
     def retain(self, session: int | None, message: Retain) -> None:
         model = self._cluster.model(message.model)
+        self._cluster.note(model)
         self._record(Order(model, message, session), Retention(model.name, message.latest))
 
     def pin(self, worker: Worker, message: Pin) -> None:
@@ -71,7 +141,8 @@ class Retentions:
         model = self._cluster.models.get(message.model)
         known = model.pins.get(message.pin) if model is not None else None
         if known is not None and known.incarnation == worker.incarnation:
-            orders = [o for o in self._cluster.orders.values() if isinstance(o.message, Pin) and o.message.pin == known.pin]
+            undone = [*self._cluster.orders.values(), *(model.unanswered if model is not None else ())]
+            orders = [o for o in undone if isinstance(o.message, Pin) and o.message.pin == known.pin]
             for order in orders:
                 order.message, order.session = message, worker.session  # a retry
             if not orders:
@@ -87,7 +158,7 @@ class Retentions:
             return
         content_id = model.versions[message.version].info.content_id
         pinned = Pinned(message.pin, worker.incarnation, model.name, message.version, content_id)
-        self._cluster.note(model)
+        self._cluster.touch(model)
         model.pins[pinned.pin] = pinned  # it counts at once, so that nobody leaves while it is being recorded
         self._record(Order(model, message, worker.session), pinned)
 
@@ -158,7 +229,10 @@ class Retentions:
             case _:
                 pass
         self._cluster.touch(model)
-        self._cluster.answer(order.session, message.request, error)
+        if error is None and not isinstance(message, Unpin):
+            model.unanswered = [o for o in model.unanswered if o.session in self._cluster.sessions] + [order]
+        else:
+            self._cluster.answer(order.session, message.request, error)
 
     def not_recorded(self, order: Order, reason: str) -> None:
         model, message = order.model, order.message
@@ -168,3 +242,13 @@ class Retentions:
         what = type(message).__name__.lower()
         text = f"the coordinator cannot make {what} of {model.name!r} durable: {reason}; see its state_dir"
         self._cluster.answer(order.session, message.request, CoordinatorUnavailable(text))
+
+
+def _is_callers(member: Member) -> bool:
+    """Whether it is a handle that a caller has, as long as the worker lives."""
+    return member.serves and member.purpose is Purpose.USE
+
+
+def _of(version: Version) -> Iterator[Holding]:
+    """Everything that is held of it, or being filled with it."""
+    return (holding for holdings in version.holdings.values() for holding in holdings)

@@ -9,7 +9,7 @@ from __future__ import annotations
 from tensorhub.coordinator.entities import Cluster, Model, Operation, Version
 from tensorhub.coordinator.states import OperationState, VersionState
 from tensorhub.errors import VersionConflict, VersionUnavailable
-from tensorhub.messages import Announce
+from tensorhub.messages import Announce, Held
 from tensorhub.types import LATEST, PREVIOUS, OpKind, Selector, VersionInfo
 
 
@@ -110,6 +110,17 @@ class Versions:
         version = model.newest_visible(skip=0 if selector == LATEST else 1)
         if version is not None and at_least is not None and version.number < at_least:
             return None
+        return version
+
+    @staticmethod
+    def resumed(model: Model, info: Held) -> Version:
+        """The very content that a fill had begun with. Raises VersionUnavailable if it is not known any more."""
+        version = model.versions.get(info.version)
+        if version is None or not version.visible or version.info.content_id != info.content_id:
+            raise VersionUnavailable(
+                f"version {info.version} of {model.name!r}, which this call had begun to fetch when its coordinator "
+                "restarted, is not known any more: it was rolled back, or is old; call again"
+            )
         return version
 
     def _unknown(self, model: Model, number: int) -> str:

@@ -50,7 +50,7 @@ def _replica(replica: Replica) -> ReplicaView:
         ShardView(
             rank=holding.shard,
             worker=holding.member.worker.name,
-            state="complete" if holding.complete else "filling",
+            state="quarantined" if holding.quarantined else "complete" if holding.complete else "filling",
             chunks_verified=holding.chunks_verified,
             chunks=holding.member.chunks,
             readers=holding.active_readers(),

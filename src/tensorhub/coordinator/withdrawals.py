@@ -6,11 +6,11 @@ a grace, and it goes with the last. Not responsible for the question itself (`re
 
 from __future__ import annotations
 
-from tensorhub.coordinator.entities import Cluster, Holding, Member, Model, Withdrawal
+from tensorhub.coordinator.entities import Cluster, Holding, Member, Model, Withdrawal, Worker
 from tensorhub.coordinator.readers import Readers
 from tensorhub.coordinator.retention import Retentions
 from tensorhub.coordinator.states import LeaseState
-from tensorhub.messages import MustStay, Withdraw, Withdrawable
+from tensorhub.messages import Withdraw, Withdrawable
 
 
 class Withdrawals:
@@ -57,10 +57,10 @@ class Withdrawals:
         else:
             deadline = self._cluster.now + message.timeout_s
             session = member.worker.session
-            withdrawal = Withdrawal(message.request, member.holding, session, deadline, message.abandon)
+            withdrawal = Withdrawal(message.request, member.holding, session, deadline, message.abandon, message.closes)
             model.withdrawals[member.registration] = withdrawal
             self._cluster.timers.set("withdrawal", member.registration, deadline)
-            self._settle_one(withdrawal)
+            self._cluster.touch(model)
 
     def due(self, registration: str) -> None:
         """Its deadline, or its readers' grace, is over."""
@@ -73,7 +73,9 @@ class Withdrawals:
             self._settle_one(withdrawal)
             return
         self._forget(withdrawal)
-        error = self._retentions.refusal(withdrawal.holding)
+        member.dropped = False
+        alone = next(self._retentions.alone(withdrawal.holding, _going(withdrawal)), withdrawal.holding)
+        error = self._retentions.refusal(alone)
         self._cluster.answer(member.worker.session, withdrawal.request, error)
 
     def member_gone(self, member: Member) -> None:
@@ -91,10 +93,7 @@ class Withdrawals:
         """While its version would be lost it serves on, undiminished. Then it takes no readers, and goes with the last."""
         holding = withdrawal.holding
         if not withdrawal.begun:
-            if not withdrawal.abandon and self._retentions.must_stay(holding):
-                if not withdrawal.told:
-                    withdrawal.told = True
-                    self._cluster.tell(holding.member, MustStay(withdrawal.request))
+            if not withdrawal.abandon and self._retentions.must_stay(holding, _going(withdrawal)):
                 return
             self._begin(withdrawal)
         if not withdrawal.granted and not holding.active_readers():
@@ -121,3 +120,8 @@ class Withdrawals:
     def _of(self, holding: Holding) -> Withdrawal | None:
         withdrawal = holding.member.group.model.withdrawals.get(holding.member.registration)
         return withdrawal if withdrawal is not None and withdrawal.holding is holding else None
+
+
+def _going(withdrawal: Withdrawal) -> Worker | None:
+    """The worker, if it may end with this leave."""
+    return withdrawal.holding.member.worker if withdrawal.closes else None

@@ -44,6 +44,7 @@ TAGS: Final[Mapping[type, int]] = {
     m.Unpin: 43,
     m.CopyRefused: 44,
     m.Kept: 45,
+    m.DigestedAgain: 46,
     # From the coordinator to a worker.
     m.Welcome: 64,
     m.Dismissed: 65,
@@ -62,11 +63,11 @@ TAGS: Final[Mapping[type, int]] = {
     m.ManifestReply: 78,
     m.Announce: 79,
     m.Description: 80,
-    m.OrderedOut: 84,
-    m.MustStay: 85,
+    m.OrderedOut: 84,  # (85 was MustStay)
     m.MakeCopy: 86,
     m.DropCopy: 87,
     m.Keep: 88,
+    m.DigestAgain: 89,
     # From a reader to an owner, and back.
     m.Read: 112,
     m.ChunksFollow: 120,

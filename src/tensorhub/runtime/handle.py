@@ -6,11 +6,12 @@ phases of a report, and for a call's future. Decides nothing. Lives in the worke
 
 from __future__ import annotations
 
+import math
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Protocol, assert_never
+from typing import Any, Protocol, assert_never
 
 import anyio
 import anyio.abc
@@ -21,40 +22,61 @@ import anyio.to_thread
 from tensorhub.errors import DrainTimeout, MutabilityViolation, StateError, TensorHubError, text_of
 from tensorhub.errors import Memory as TensorState
 from tensorhub.manifest import Manifest
-from tensorhub.messages import FromWorker, Progress
+from tensorhub.messages import DigestAgain, FromWorker, Progress
 from tensorhub.runtime import clock
 from tensorhub.runtime.chunks import ChunkMemory
+from tensorhub.runtime.copying import copy_chunks
 from tensorhub.runtime.lanes import AllVerified, ChannelOpener, PullReport, PullRunner, SourceFailed
 from tensorhub.runtime.logs import get_logger
 from tensorhub.runtime.serving import SharedOwner
+from tensorhub.transport.files import FileMemory
+from tensorhub.transport.host import HostMemory
 from tensorhub.transport.memory import MappedRegions, Memory
-from tensorhub.types import ContentId, FetchReport, HandleState, LeaseId, OpKind, RegistrationId, VersionInfo
+from tensorhub.types import (
+    ContentId,
+    FetchReport,
+    HandleState,
+    LeaseId,
+    OpKind,
+    Purpose,
+    RegistrationId,
+    VersionInfo,
+)
 from tensorhub.worker.calls import (
     Action,
     AddPullSource,
     Call,
     CallHook,
     CloseCall,
+    CopyCall,
+    CopyLocally,
     DropPullSource,
+    EndPrefetch,
     Fence,
     FillCall,
     Finish,
+    FreeMemory,
+    FreePrefetch,
+    FreeStaging,
     OpenMemory,
     PublishCall,
     RefuseCall,
     Registered,
     RegistrationFailed,
+    ReleaseCall,
     ReopenMemory,
     Say,
     StartPull,
     StopPull,
     UnpublishCall,
+    staging_of,
 )
+from tensorhub.worker.holding import Content
 from tensorhub.worker.member import Member
 
 PROGRESS_S = 0.25  # how often a running fill tells the coordinator how far it is
 TENSORS_NAMED_MAX = 5  # in an error
-FENCE_TRY_S = 5.0  # of a fence without a deadline, before it is logged and tried again
+FENCE_TRY_S = 2.0  # of a fence, before it is looked whether it is still wanted; readers have half of it to take their bytes
 
 log = get_logger("tensorhub.worker")
 
@@ -70,6 +92,22 @@ class Line(Protocol):
     def open_channel(self, content_id: ContentId) -> ChannelOpener: ...
 
 
+class HostRoom(Protocol):
+    """What a handle needs of its worker's host copies. A copy is named by the registration that it belongs to, or staged."""
+
+    async def make_room(self, ident: str, purpose: Purpose, nbytes: int) -> None:
+        """Reserve host memory, once those that must make room for it are gone. StateError: there is none."""
+
+    def freed(self, ident: str) -> None:
+        """That memory was given back."""
+
+    def end_prefetch(self, registration: str) -> None:
+        """End the prefetch of this registration's handle, if one runs."""
+
+    def free_prefetch(self, registration: str) -> None:
+        """Have its host copy released, in the background."""
+
+
 @dataclass(slots=True)
 class _Call:
     """The running call's future, and when what happened."""
@@ -78,9 +116,14 @@ class _Call:
     started: float
     hook: HookRequest | None = None
     bound: float | None = None  # Start has come
-    pulled_from: float = 0.0  # these three: where there is a report
+    pulled_from: float = 0.0  # these four: where there is a report
+    verified_s: float = 0.0  # spent on what the memory held of that content already
     pulled: float = 0.0
     prepared: float = 0.0
+    copied_s: float = 0.0  # spent on local copies: before the pull
+    applied_s: float = 0.0  # and after the vote, of what was staged
+    hooked: float | None = None  # when before_write began, of a staged update
+    hook_s: float = 0.0  # that it took there
     report: PullReport | None = None
     result: Finish | None = None
 
@@ -95,10 +138,20 @@ class _Pull:
     early: list[AddPullSource | DropPullSource] = field(default_factory=list)  # before the runner was up
 
 
+@dataclass(slots=True)
+class _Staging:
+    """What a staged update is filled into: open at the owner under an id that nobody else knows."""
+
+    memory: HostMemory
+    generation: int
+    mapped: MappedRegions
+    chunks: ChunkMemory
+
+
 class Handle:
     """One registered memory and its calls. `run` must be running for anything to happen."""
 
-    def __init__(self, member: Member, memory: Memory, owner: SharedOwner, line: Line) -> None:
+    def __init__(self, member: Member, memory: Memory, owner: SharedOwner, line: Line, room: HostRoom) -> None:
         self.member = member
         self.memory = memory
         self.registered = anyio.Event()
@@ -106,19 +159,26 @@ class Handle:
         self._registration = RegistrationId(member.shard.registration)
         self._owner = owner
         self._line = line
+        self._room = room
+        self._staging_id = RegistrationId(staging_of(member.shard.registration))
+        self._staging: _Staging | None = None
         self._todo: deque[Action] = deque()
         self._todo_wanted = anyio.Event()
         self._call: _Call | None = None
         self._pull: _Pull | None = None
         self._mapped: tuple[str, MappedRegions, ChunkMemory] | None = None  # of the manifest with this id
+        self._unopened: TensorHubError | None = None  # why the memory could not be opened for the running fill
         self._digests: Sequence[int] | None = None  # of memory whose own they must be, made before a publish
         self._promised: tuple[int, ...] | None = (
             None  # `memory.versions()` when it was opened last; kept by a fence, as it may be reopened
         )
         self._violation: MutabilityViolation | None = None  # what the running call has found when it took the memory back
+        self._spoiled: str | None = None  # what the next call says of bytes that have changed while others could read them
         self._tasks: anyio.abc.TaskGroup
         self._scope = anyio.CancelScope()
         self.deadline_moved: Callable[[], None] = lambda: None
+        self.call_ended: Callable[[], None] = lambda: None
+        self.was_filled = False  # what the memory got last came from others, not from its publisher
         self.progress: ProgressListener | None = None
 
     def __repr__(self) -> str:
@@ -128,6 +188,8 @@ class Handle:
 
     async def publish(self, version: int, timeout_s: float) -> VersionInfo:
         """`timeout_s` does not count the digests that this memory needs beforehand: their time grows with its bytes."""
+        if self.member.state is HandleState.READY:
+            self._raise_spoiled()
         self.memory.check_unreplaced()
         manifest = self.member.shard.manifest
         if manifest is not None and self.memory.digests_first:
@@ -135,15 +197,20 @@ class Handle:
             self._digests = await anyio.to_thread.run_sync(make)
         _, finish = await self._run(PublishCall(version), timeout_s)
         assert finish.version is not None
+        self.was_filled = False
         return finish.version
 
     async def unpublish(self, timeout_s: float) -> None:
+        if self.member.state is HandleState.EMPTY:
+            self._raise_spoiled()
         await self._run(UnpublishCall(), timeout_s)
         self._raise_violation()
 
     async def unpublish_if_published(self, timeout_s: float) -> None:
         if self.member.state in (HandleState.READY, HandleState.IN_DOUBT):
             await self.unpublish(timeout_s)
+        else:
+            self._raise_spoiled()
 
     async def refuse(self, reason: str, timeout_s: float) -> None:
         """This rank will not make its next group call."""
@@ -154,6 +221,14 @@ class Handle:
             await self._run(CloseCall(abandon), timeout_s)
             self._raise_violation()
 
+    async def release(self, timeout_s: float) -> None:
+        """Of a host copy: take what it holds from its readers, and give its memory back."""
+        await self._run(ReleaseCall(), timeout_s)
+
+    async def copy(self, call: CopyCall, timeout_s: float) -> None:
+        """Of a host copy: fill it from another registration of this worker."""
+        await self._run(call, timeout_s)
+
     async def fill(self, call: FillCall, timeout_s: float, hook: HookRequest | None = None) -> FetchReport:
         _, report = await self.fetch(call, timeout_s, hook)
         return report
@@ -163,11 +238,13 @@ class Handle:
     ) -> tuple[VersionInfo, FetchReport]:
         """As `fill`; says which version it was, too."""
         self.memory.check_unreplaced()
+        self._raise_spoiled()
         if call.kind is OpKind.UPDATE:
             self._check_unwritten()
         started = clock.now()
         ran, finish = await self._run(call, timeout_s, hook)
         assert finish.version is not None
+        self.was_filled = self.was_filled or finish.changed
         if not finish.changed:
             self._check_unwritten()
         return finish.version, _report(ran, finish, started, clock.now())
@@ -202,6 +279,11 @@ class Handle:
             text = f"{self.member.shard.title}: what it held was ordered out, and is still being read; try again"
             raise StateError(text, retryable=True)
 
+    async def tell_loss(self) -> None:
+        """Raise LeaseLost, once, if the coordinator has lost its state; StateError while the memory is still read."""
+        await self.check_idle()
+        self.member.tell_loss()
+
     def _check_last_ended(self) -> None:
         """A call is over when its fences are: the member is done with it earlier."""
         if self._call is not None and self._call.result is None:
@@ -216,10 +298,21 @@ class Handle:
 
     def _raise_violation(self) -> None:
         if self._violation is not None:
+            self._spoiled = None  # said now
             raise self._violation
 
+    def _raise_spoiled(self) -> None:
+        """Raise MutabilityViolation if a second digest was another one (R8); once, if that memory was given up since."""
+        if self._spoiled is not None:
+            error = MutabilityViolation(self._spoiled, memory="torn")
+            if self.member.state is not HandleState.READY:
+                self._spoiled = None
+            raise error
+
     def _find_violation(self) -> MutabilityViolation | None:
-        """R15: what torch has counted since the memory was opened, if it has counted a write."""
+        """What a second digest has shown, or (R15) torch has counted since the memory was opened."""
+        if self._spoiled is not None:
+            return MutabilityViolation(self._spoiled, memory="torn")
         now = self.memory.versions()
         if self._promised is None or now == self._promised:
             return None
@@ -239,8 +332,56 @@ class Handle:
             self.apply(self.member.cancel(error, clock.now()))
             await self._call.ended.wait()
 
+    def end_prefetch(self) -> None:
+        """Of a host copy: an update has taken what it has got so far."""
+        self.apply(self.member.end_prefetch(clock.now()))
+
     def hook_returned(self, error: Exception | None) -> None:
+        if self._call is not None and self._call.hooked is not None:
+            self._call.hook_s = clock.now() - self._call.hooked
         self.apply(self.member.hook_returned(error, clock.now()))
+
+    async def digest_again(self, question: DigestAgain, limiter: anyio.CapacityLimiter) -> None:
+        """Has this chunk changed since its digest was made (R8)? The answer goes to the coordinator."""
+        content, changed = self.member.content, None
+        if content is not None and content.generation == question.generation:
+            look = partial(self._has_changed, content, question.chunk)
+            changed = await anyio.to_thread.run_sync(look, limiter=limiter)
+        text = "the memory has changed"
+        if changed and content is not None and self.member.content is content:
+            text = self._changed_text(content, question.chunk)
+            log.warning("held_memory_changed", registration=self._registration, reason=text)
+            if self.member.state is not HandleState.FILLING:
+                self._spoiled = text
+        error = MutabilityViolation(text)
+        now = clock.now()
+        self.apply(self.member.digested_again(question.inquiry, question.generation, changed, error, now))
+
+    def _has_changed(self, content: Content, chunk: int) -> bool | None:
+        """Whether a chunk that others may read has lost its digest. None: it is not to be read, or has none."""
+        right = (self._registration, content.generation, ContentId(content.version.content_id))
+        with self._owner.access(None, *right, [chunk], 1, 0.0) as answer:
+            if not isinstance(answer, tuple):
+                return None
+            access, memory = answer
+            known = access.digests[0]
+            if known is None or not memory.is_digested:
+                return None
+            if isinstance(self.memory, FileMemory):  # nothing here touches its mapping: see there
+                return self.memory.digest(content.manifest, chunk) != known
+            return memory.digest(chunk) != known
+
+    def _changed_text(self, content: Content, chunk: int) -> str:
+        title, number = self.member.shard.title, content.version.version
+        names = ", ".join(map(repr, content.manifest.tensors_in(chunk)[:TENSORS_NAMED_MAX]))
+        if content.published:
+            during, do = "published", "write in mutate(), and publish a new version"
+        else:
+            during, do = "held for others to read", "it was given up here, and can be replicated again"
+        return (
+            f"version {number} of {title} was written, or damaged, while it was {during}: {names} (chunk {chunk} does not "
+            f"have its digest any more). Nobody reads it from here now: unpublish() before you write; {do}"
+        )
 
     # ------------------------------------------------------------------------------------------------- actions
 
@@ -273,6 +414,10 @@ class Handle:
         """Let `run` end: the handle is closed, or was never registered."""
         self._scope.cancel()
 
+    def follow(self, task: Callable[[], Coroutine[Any, Any, None]]) -> None:
+        """Run something beside this handle, as long as it runs."""
+        self._tasks.start_soon(task)
+
     async def _do(self, action: Action) -> None:
         match action:
             case Say():
@@ -280,20 +425,33 @@ class Handle:
             case OpenMemory():
                 self._open(action)
             case ReopenMemory():
-                self._owner.reopen(self._registration, action.generation)
+                if self._unopened is None:
+                    self._owner.reopen(self._registration, action.generation)
             case Fence():
                 await self._fence(action)
             case CallHook():
                 assert self._call is not None
                 assert self._call.hook is not None
+                self._call.hooked = clock.now() if self._call.prepared else None
                 self._call.hook(action.version)
             case StartPull():
                 self._pull = _Pull()
                 if self._call is not None:
                     self._call.pulled_from = clock.now()
                 self._tasks.start_soon(self._fill, action, self._pull)
+            case CopyLocally():
+                self._pull = _Pull()
+                self._tasks.start_soon(self._copy, action, self._pull)
             case AddPullSource() | DropPullSource():
                 self._change_source(action)
+            case EndPrefetch():
+                self._room.end_prefetch(self._registration)
+            case FreePrefetch():
+                self._room.free_prefetch(self._registration)
+            case FreeStaging():
+                await self._free_staging()
+            case FreeMemory():
+                self._free()
             case StopPull():
                 if self._pull is not None:
                     self._pull.scope.cancel()
@@ -313,6 +471,7 @@ class Handle:
         if self._call is not None and self._call.result is None:
             self._call.result = finish
             self._call.ended.set()
+            self.call_ended()
 
     def note_bound(self) -> None:
         """The coordinator has bound the running call to a version."""
@@ -320,9 +479,16 @@ class Handle:
             self._call.bound = clock.now()
 
     def _open(self, action: OpenMemory) -> None:
+        self._unopened = None
+        if isinstance(self.memory, HostMemory):  # it is made now, and there may be none
+            try:
+                self._map_safely(action.manifest)
+            except TensorHubError as error:
+                self._unopened = error
+                return
         _, chunks = self._map(action.manifest)
         content_id, digests = ContentId(action.content_id), self._digests if action.complete else None
-        self._promised = self.memory.versions()
+        self._promised, self._spoiled = self.memory.versions(), None
         self._owner.open(
             self._registration, action.generation, content_id, chunks, complete=action.complete, digests=digests
         )
@@ -330,20 +496,20 @@ class Handle:
     def _map(self, manifest: Manifest) -> tuple[MappedRegions, ChunkMemory]:
         """Where the manifest's regions and chunks are; kept, because the next version most likely has the same manifest."""
         if self._mapped is None or self._mapped[0] != manifest.manifest_id:
+            self._unmap()
             mapped = self.memory.map(manifest)
             self._mapped = manifest.manifest_id, mapped, ChunkMemory(manifest, mapped.regions, mapped.unwanted)
         return self._mapped[1:]
 
     async def _fence(self, action: Fence) -> None:
-        """Fence the memory, or give up at the action's deadline; without one, try until it stands."""
+        """Fence the memory, or give up at the deadline; without one, try until it stands."""
         while True:
-            left_s = FENCE_TRY_S if action.until is None else max(0.0, action.until - clock.now())
             try:
-                await self._owner.fence_async(self._registration, left_s)
+                await self._owner.fence_async(self._registration, min(FENCE_TRY_S, self._fence_left_s(action)))
                 break
             except DrainTimeout as error:
                 log.warning("fence_failed", registration=self._registration, reason=str(error))
-                if action.until is not None:
+                if not self._fence_left_s(action):
                     self.apply(self.member.fence_failed(action.generation, clock.now()))
                     return
             await anyio.lowlevel.checkpoint()
@@ -353,6 +519,32 @@ class Handle:
                 log.warning("published_memory_written", registration=self._registration, reason=str(self._violation))
         self.apply(self.member.fenced(action.generation, clock.now()))
 
+    def _fence_left_s(self, action: Fence) -> float:
+        """Until it is given up, by the action or because its call was cancelled since."""
+        if action.until is None:
+            return math.inf
+        until = self.member.fence_until
+        return max(0.0, (action.until if until is None else min(action.until, until)) - clock.now())
+
+    def _unmap(self) -> None:
+        """Let go of what was mapped before: host memory is back in the system before more of it is taken."""
+        self._mapped = None
+        if isinstance(self.memory, HostMemory):
+            self._owner.forget(self._registration)
+            self.memory.free()
+
+    def _free(self) -> None:
+        self._unmap()
+        self._room.freed(self._registration)
+
+    async def _free_staging(self) -> None:
+        staging, self._staging = self._staging, None
+        if staging is not None:
+            await self._owner.fence_async(self._staging_id)  # only this handle's own copying, which has ended, reads it
+            self._owner.forget(self._staging_id)
+            staging.memory.free()
+        self._room.freed(self._staging_id)
+
     async def _let_go(self) -> None:
         """The handle ends. What is still being read then stays closed, and is kept until its lanes have ended."""
         try:
@@ -361,9 +553,13 @@ class Handle:
             log.error("memory_still_read", registration=self._registration, reason=str(error))
         else:
             self._owner.forget(self._registration)
+            self._free()
+        await self._free_staging()
 
     def _map_safely(self, manifest: Manifest) -> tuple[MappedRegions, ChunkMemory]:
         """As `_map`; what goes wrong there costs this call, and no other handle anything."""
+        if self._unopened is not None:
+            raise self._unopened
         try:
             return self._map(manifest)
         except TensorHubError:
@@ -391,10 +587,10 @@ class Handle:
         try:
             with pull.scope:
                 self.memory.check_unreplaced()  # before_write may have moved them
-                # In a thread, for memory that is made only now: a file of its size.
-                mapped, chunks = await anyio.to_thread.run_sync(self._map_safely, action.manifest)
+                target, mapped, chunks = await self._destination(action)
+                kept = await self._verify_kept(target, action.generation)
                 async with anyio.create_task_group() as tasks:
-                    await self._pull_chunks(action, pull, chunks, tasks)
+                    await self._pull_chunks(action, pull, target, chunks, kept, tasks)
                     tasks.cancel_scope.cancel()
                 await self._unpack(mapped)
         except* TensorHubError as group:
@@ -407,11 +603,87 @@ class Handle:
                     self._call.prepared = clock.now()
                 self.apply(self.member.pull_done(clock.now()))
         finally:
+            pull.runner = None  # it keeps the memory alive
             pull.ended.set()
 
-    async def _pull_chunks(self, action: StartPull, pull: _Pull, chunks: ChunkMemory, tasks: anyio.abc.TaskGroup) -> None:
+    async def _verify_kept(self, target: RegistrationId, generation: int) -> list[int]:
+        """What a fill that was broken off has left of this content, and nobody has written since (R9)."""
+        started, kept = clock.now(), self._owner.kept(target, generation)
+        if not kept:
+            return []
+        check = anyio.from_thread.check_cancelled
+        found = await anyio.to_thread.run_sync(self._owner.verify, target, generation, kept, check)
+        if self._call is not None:
+            self._call.verified_s = clock.now() - started
+        return found
+
+    async def _destination(self, action: StartPull | CopyLocally) -> tuple[RegistrationId, MappedRegions, ChunkMemory]:
+        """Where the chunks go, and under which id the owner knows it: the memory itself, or what is staged for it."""
+        if not action.staged:
+            # In a thread, for memory that is made only now: a file of its size.
+            mapped, chunks = await anyio.to_thread.run_sync(self._map_safely, action.manifest)
+            return self._registration, mapped, chunks
+        if self._staging is None or self._staging.generation != action.generation:
+            await self._stage(action)
+        staging = self._staging
+        assert staging is not None
+        return self._staging_id, staging.mapped, staging.chunks
+
+    async def _stage(self, action: StartPull | CopyLocally) -> None:
+        await self._free_staging()
+        manifest = action.manifest
+        await self._room.make_room(self._staging_id, Purpose.USE, manifest.nbytes)
+        memory = HostMemory()
+        mapped = memory.map(manifest)
+        chunks = ChunkMemory(manifest, mapped.regions)
+        self._staging = _Staging(memory, action.generation, mapped, chunks)
+        content_id = ContentId(action.version.content_id)
+        self._owner.open(self._staging_id, action.generation, content_id, chunks, complete=False)
+
+    async def _copy(self, action: CopyLocally, pull: _Pull) -> None:
+        """Take over what other memory of this worker has; see `CopyLocally`."""
+        started, copied = clock.now(), frozenset[int]()
+        try:
+            with pull.scope:
+                self.memory.check_unreplaced()
+                target, mapped, chunks = await self._destination(action)
+                arrived = partial(self._owner.mark_available, target, action.generation)
+                content_id, check = ContentId(action.version.content_id), anyio.from_thread.check_cancelled
+                work = partial(copy_chunks, self._owner, action.sources, content_id, chunks, action.copied, arrived, check)
+                copied = await anyio.to_thread.run_sync(work)
+                if action.last:
+                    await self._unpack(mapped)
+        except TensorHubError as error:
+            log.warning("copy_failed", registration=self._registration, reason=str(error))
+            if self.member.is_letting_go:  # it is committed: what does not arrive is torn
+                self.apply(self.member.copied(frozenset(), clock.now()))
+            else:
+                self.apply(self.member.pull_failed(error, clock.now()))
+        else:
+            self._note_copying(clock.now() - started)
+            if not pull.scope.cancelled_caught:
+                self.apply(self.member.copied(copied, clock.now()))
+        finally:
+            pull.ended.set()
+
+    def _note_copying(self, seconds: float) -> None:
+        if self._call is not None and self._call.prepared:
+            self._call.applied_s += seconds
+        elif self._call is not None:
+            self._call.copied_s += seconds
+
+    async def _pull_chunks(
+        self,
+        action: StartPull,
+        pull: _Pull,
+        target: RegistrationId,
+        chunks: ChunkMemory,
+        kept: list[int],
+        tasks: anyio.abc.TaskGroup,
+    ) -> None:
         opener = self._line.open_channel(ContentId(action.version.content_id))
-        runner = PullRunner(chunks, self._owner, self._registration, action.generation, opener, verified=chunks.unwanted)
+        there = {*chunks.unwanted, *action.copied, *kept}
+        runner = PullRunner(chunks, self._owner, target, action.generation, opener, verified=there)
         try:
             async with runner:
                 pull.runner = runner
@@ -428,7 +700,8 @@ class Handle:
                                 names = action.manifest.tensors_in(event.chunk)[:TENSORS_NAMED_MAX]
                                 detail += f" (tensor {', '.join(map(repr, names))})"
                             log.info("source_failed", lease=event.lease, reason=event.reason, detail=detail)
-                            self.apply(self.member.source_failed(event.lease, event.reason, detail, clock.now()))
+                            now, chunk = clock.now(), event.chunk
+                            self.apply(self.member.source_failed(event.lease, event.reason, detail, now, chunk=chunk))
                         case AllVerified():
                             self._show_progress(runner.report())
                             break
@@ -472,11 +745,12 @@ def _report(call: _Call, finish: Finish, started: float, ended: float) -> FetchR
     pull, number = call.report, finish.version.version
     if pull is None or call.bound is None:
         return FetchReport(number, finish.changed, seconds=ended - started, phases={"resolve": ended - started})
-    phases = _pull_phases(pull, call.pulled - call.pulled_from)
+    phases = _pull_phases(pull, call.pulled - call.pulled_from - call.verified_s)
+    phases["verify"] += call.verified_s
     phases["resolve"] = call.bound - started
-    phases["wait"] += call.pulled_from - call.bound
-    phases["unpack"] = call.prepared - call.pulled
-    phases["commit"] = ended - call.prepared
+    phases["wait"] += call.pulled_from - call.bound - call.copied_s + call.hook_s
+    phases["unpack"] = call.prepared - call.pulled + call.copied_s + call.applied_s
+    phases["commit"] = ended - call.prepared - call.applied_s - call.hook_s
     return FetchReport(
         version=number,
         changed=finish.changed,

@@ -72,7 +72,7 @@ class CoordinatorLink:
         self.welcome_came = anyio.Event()
         self._outbox: MemoryObjectSendStream[FromWorker] | None = None  # of the session, while there is one
         self._outbox_done = anyio.Event()  # all that was queued for the present session is said, or never will be
-        self._lease_s = options.lease_s
+        self.lease_s = options.lease_s  # the coordinator's, once it has welcomed this worker
         self._unanswered = 0  # heartbeats since anything was heard in this session
         self._closing = False
 
@@ -178,7 +178,7 @@ class CoordinatorLink:
                 async for message in messages:
                     self._unanswered = 0
                     if isinstance(message, Welcome):
-                        self._lease_s = message.lease_s
+                        self.lease_s = message.lease_s
                         self._outbox = outbox
                         welcomed.set()
                         self.welcome_came.set()
@@ -219,8 +219,8 @@ class CoordinatorLink:
         if not welcomed.is_set():
             raise ConnectionLost(f"no welcome came within {self._options.connect_timeout_s:g} s")
         for sequence in itertools.count():
-            await anyio.sleep(self._lease_s / BEATS_PER_LEASE)
+            await anyio.sleep(self.lease_s / BEATS_PER_LEASE)
             self._unanswered += 1
             if self._unanswered > BEATS_PER_LEASE:
-                raise ConnectionLost(f"nothing was heard for {self._lease_s:g} s")
+                raise ConnectionLost(f"nothing was heard for {self.lease_s:g} s")
             self.say(Heartbeat(sequence))

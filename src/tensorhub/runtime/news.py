@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 import anyio
 
-from tensorhub.errors import CoordinatorUnavailable, OperationTimeout
+from tensorhub.errors import CoordinatorUnavailable, LeaseLost, OperationTimeout
 from tensorhub.messages import Announce, Watch
 from tensorhub.runtime.link import CoordinatorLink
 from tensorhub.types import VersionInfo
@@ -14,14 +14,20 @@ from tensorhub.types import VersionInfo
 NewestListener = Callable[[VersionInfo | None], None]
 """Called in the library's loop with each newest version; after a rollback with an older one than before, or None."""
 
+LossListener = Callable[[LeaseLost], None]
+"""Called in the library's loop when the coordinator has lost its state: what is newest begins anew."""
+
 
 class News:
-    """`newest` and `watches` may be called from any thread, everything else from the library's loop."""
+    """`newest`, `watches` and `tell_loss` may be called from any thread, everything else from the library's loop."""
 
     def __init__(self, link: CoordinatorLink) -> None:
         self._link = link
         self._newest: dict[str, VersionInfo | None] = {}  # of the watched models
         self._listeners: dict[str, list[NewestListener]] = {}
+        self._loss_listeners: dict[str, list[LossListener]] = {}
+        self._heard_of: set[str] = set()  # models of which this worker was told a version otherwise
+        self._lost: set[str] = set()  # models whose history is lost, which nobody who asked was told yet
 
     def __repr__(self) -> str:
         return f"<News of {len(self._newest)} models>"
@@ -49,27 +55,52 @@ class News:
         for model in self._newest:
             self._link.say(Watch(model))
 
+    def heard_of(self, model: str) -> None:
+        """A caller was told of a version: if it is lost, the next who asks is told that."""
+        self._heard_of.add(model)
+
+    def state_lost(self, models: Iterable[str]) -> None:
+        """The coordinator has lost its state: nothing is known any more of what was newest. `models`: in use here."""
+        known = {model for model, newest in self._newest.items() if newest is not None}
+        self._lost |= known | self._heard_of | set(models)
+        self._heard_of.clear()
+        self._newest = dict.fromkeys(self._newest)
+        for model, listeners in self._loss_listeners.items():
+            for listener in list(listeners):
+                listener(_lost(model))
+
+    def tell_loss(self, model: str) -> None:
+        """Raise LeaseLost, once, if what was known of this model was lost with its coordinator's state (G3)."""
+        if model in self._lost:
+            self._lost.discard(model)
+            raise _lost(model)
+
     def announced(self, message: Announce) -> None:
         self._newest[message.model] = message.newest
         for listener in list(self._listeners.get(message.model, ())):
             listener(message.newest)
 
-    def listen(self, model: str, listener: NewestListener) -> None:
+    def listen(self, model: str, listener: NewestListener, lost: LossListener | None = None) -> None:
         """Have `listener` called from now on; at once with what is known."""
         self._listeners.setdefault(model, []).append(listener)
+        if lost is not None:
+            self._loss_listeners.setdefault(model, []).append(lost)
         self.watch(model)
         known = self._newest.get(model)
         if known is not None:
             listener(known)
 
-    def unlisten(self, model: str, listener: NewestListener) -> None:
-        listeners = self._listeners.get(model, [])
+    def unlisten(self, model: str, listener: NewestListener, lost: LossListener | None = None) -> None:
+        listeners, loss_listeners = self._listeners.get(model, []), self._loss_listeners.get(model, [])
         if listener in listeners:
             listeners.remove(listener)
+        if lost in loss_listeners:
+            loss_listeners.remove(lost)
 
     async def wait_for(self, model: str, at_least: int, timeout_s: float) -> VersionInfo:
         """The newest version of `model` once it is `at_least`."""
-        found, reached = list[VersionInfo](), anyio.Event()
+        self.tell_loss(model)
+        found, losses, reached = list[VersionInfo](), list[LeaseLost](), anyio.Event()
 
         def listener(info: VersionInfo | None) -> None:
             if info is None or info.version < at_least:
@@ -78,14 +109,20 @@ class News:
                 found[:] = [info]
                 reached.set()
 
-        self.listen(model, listener)
+        def lost(error: LeaseLost) -> None:
+            losses.append(error)
+            reached.set()
+
+        self.listen(model, listener, lost)
         try:
             with anyio.move_on_after(timeout_s):
-                while not found:
+                while not found and not losses:
                     reached = anyio.Event()
                     await reached.wait()
         finally:
-            self.unlisten(model, listener)
+            self.unlisten(model, listener, lost)
+        if losses:
+            raise losses[0]
         if not found:
             newest = self._newest.get(model)
             known = "nothing is published yet" if newest is None else f"the newest is {newest.version}"
@@ -94,3 +131,10 @@ class News:
                 raise CoordinatorUnavailable(f"{text} (the coordinator cannot be reached)")
             raise OperationTimeout(text)
         return found[0]
+
+
+def _lost(model: str) -> LeaseLost:
+    return LeaseLost(
+        f"{model!r}: the coordinator has come back without its state, as a new cluster: the versions that were known before "
+        "are not its, and its newest one may be older. Ask again for what it has (a state_dir keeps a coordinator's state)"
+    )

@@ -58,7 +58,7 @@ class Pins:
                 self.tasks.start_soon(self._say_again, ident, pin)
 
     async def pin(self, model: str, version: int, timeout_s: float) -> str:
-        """Keep one version until `unpin`; durable on return. The id of the pin."""
+        """Keep one version until `unpin`; durable, and known to every live holder, on return. The id of the pin."""
         ident = secrets.token_hex(12)
         self._pins[ident] = pin = _Pin(model, version)
         try:

@@ -8,11 +8,22 @@ from collections.abc import Callable, Iterator
 import anyio
 
 from tensorhub.errors import CoordinatorUnavailable, OperationTimeout
-from tensorhub.messages import Check, Describe, Description, Done, FromWorker, Refused, Retain, Rollback
+from tensorhub.messages import (
+    Check,
+    Describe,
+    Description,
+    Done,
+    FromWorker,
+    GetManifest,
+    ManifestReply,
+    Refused,
+    Retain,
+    Rollback,
+)
 from tensorhub.runtime.link import RECONNECT_S_FIRST, CoordinatorLink
-from tensorhub.types import ModelInfo
+from tensorhub.types import ModelInfo, VersionInfo
 
-Answer = Done | Refused | Description
+Answer = Done | Refused | Description | ManifestReply
 
 
 class Questions:
@@ -66,6 +77,13 @@ class Questions:
         assert isinstance(answer, Description)
         return answer.models
 
+    async def manifest(self, info: VersionInfo, shard: int, timeout_s: float) -> bytes:
+        """The encoded manifest of one shard of a version. VersionUnavailable if it has no such shard, or is no more."""
+        what = f"manifest of shard {shard} of version {info.version} of {info.model!r}"
+        answer = await self.ask(lambda request: GetManifest(request, info.model, info.content_id, shard), what, timeout_s)
+        assert isinstance(answer, ManifestReply)
+        return answer.manifest
+
     async def check_number(self, model: str, version: int, timeout_s: float) -> None:
         """Raise VersionConflict if `version` could not be published now."""
         await self.ask(lambda request: Check(request, model, version), f"version {version} of {model!r}", timeout_s)
@@ -76,5 +94,5 @@ class Questions:
         await self.ask(lambda request: Rollback(request, ident, model, to), f"rollback of {model!r} to {to}", timeout_s)
 
     async def retain(self, model: str, latest: int, timeout_s: float) -> None:
-        """Keep the newest `latest` versions; durable on return."""
+        """Keep the newest `latest` versions; durable, and known to every live holder, on return."""
         await self.ask(lambda request: Retain(request, model, latest), f"retain of {model!r}", timeout_s)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Protocol
 
@@ -106,6 +106,25 @@ class SharedOwner:
         """See `Owner.has`."""
         with self._changed:
             return self._owner.has(registration, generation, runs_max)
+
+    def kept(self, registration: RegistrationId, generation: int) -> list[tuple[int, int]]:
+        """See `Owner.kept`; nothing, where there are no digests to tell by."""
+        with self._changed:
+            memory = self._memory.get(registration)
+            return self._owner.kept(registration, generation) if memory is not None and memory.is_digested else []
+
+    def verify(
+        self, registration: RegistrationId, generation: int, kept: Iterable[tuple[int, int]], check: Callable[[], object]
+    ) -> list[int]:
+        """Those of the `kept` chunks that still have their digest, which others may read from now on. `check` is called
+        between two chunks, and ends it by raising.
+        """
+        memory, found = self._memory[registration], list[int]()
+        for chunk, digest in kept:
+            check()
+            if memory.digest(chunk) == digest and self.mark_available(registration, generation, [(chunk, digest)]):
+                found.append(chunk)
+        return found
 
     def digests(self, registration: RegistrationId, generation: int) -> tuple[int | None, ...] | None:
         """See `Owner.digests`."""

@@ -26,6 +26,7 @@ from tensorhub.coordinator import (
     Rollback,
     Unpinned,
 )
+from tensorhub.coordinator.actions import IDENTS_CHARS_MAX
 from tensorhub.errors import StateError
 from tensorhub.types import OpKey
 
@@ -189,7 +190,8 @@ class SqliteStore:
                 row = (entry.model, *_key(entry.key), entry.number, entry.content_id, entry.nbytes, entry.world_size)
                 self._db.execute("INSERT OR REPLACE INTO decisions VALUES (?,?,?,?,?,?,?,?)", row)
             case Rollback():
-                self._change(entry.model, "lineage = ?, mark = ?, rollback = ?", entry.lineage, entry.to, entry.ident)
+                changed = "lineage = ?, mark = ?, rollback = substr(? || rollback, 1, ?)"
+                self._change(entry.model, changed, entry.lineage, entry.to, f"{entry.ident}\n", IDENTS_CHARS_MAX)
                 self._db.execute("DELETE FROM publications WHERE model = ? AND number > ?", (entry.model, entry.to))
             case Retention():
                 self._change(entry.model, "retain = ?", entry.retain)

@@ -29,10 +29,11 @@ from tensorhub.manifest import Digest, Manifest, build_manifest
 from tensorhub.messages import (
     AddSource,
     Announce,
-    CopyRefused,
     CutReader,
     Deregister,
     Description,
+    DigestAgain,
+    DigestedAgain,
     Dismissed,
     Done,
     DropCopy,
@@ -44,11 +45,9 @@ from tensorhub.messages import (
     HeartbeatAck,
     Join,
     Keep,
-    Kept,
     Leave,
     MakeCopy,
     ManifestReply,
-    MustStay,
     OrderedOut,
     Outcome,
     ReaderCut,
@@ -63,11 +62,13 @@ from tensorhub.protocol.secret import check_open_access
 from tensorhub.runtime import clock
 from tensorhub.runtime.acceptor import ServeSettings, serve_readers
 from tensorhub.runtime.handle import Handle, ProgressListener
+from tensorhub.runtime.host_copies import HostCopies
 from tensorhub.runtime.lanes import ChannelOpener
 from tensorhub.runtime.link import CoordinatorLink, Dial
 from tensorhub.runtime.logs import get_logger
 from tensorhub.runtime.news import News
 from tensorhub.runtime.pins import Pins
+from tensorhub.runtime.prefetcher import Prefetcher
 from tensorhub.runtime.questions import Questions
 from tensorhub.runtime.serving import SharedOwner
 from tensorhub.runtime.tcp_channel import TcpTransport
@@ -90,6 +91,7 @@ from tensorhub.types import (
     as_seconds,
 )
 from tensorhub.worker.calls import FillCall
+from tensorhub.worker.copies import Copies
 from tensorhub.worker.enrolment import Shard
 from tensorhub.worker.member import Member
 
@@ -114,6 +116,7 @@ class Worker:
         transports: Sequence[str] | None,
         options: Options,
         dial: Dial = anyio.connect_tcp,
+        prefetch: bool = False,
     ) -> None:
         """Raises StateError for an address that is none, TransportUnavailable for a transport that cannot be had."""
         self.name = name
@@ -121,6 +124,7 @@ class Worker:
         self.options = options
         self._secret = secret
         self._wanted = transports
+        self._prefetch = prefetch  # each new version, for the handles that follow their model
         self.incarnation = Incarnation(secrets.token_hex(16))
         self._transports: tuple[Transport, ...] = ()
         self._make_transports()
@@ -134,11 +138,15 @@ class Worker:
         self._by_rank: dict[tuple[str, str, int], Handle] = {}  # by (model, group, rank)
         self._asked: dict[int, Handle] = {}  # requests of handles that are not answered yet
         self._manifests: dict[str, Manifest] = {}
+        self._found_copies = Copies()
+        self.copies = HostCopies(self)
         self._generations = itertools.count(1)
         self._endpoints: tuple[Endpoint, ...] = ()
         self._closed = anyio.Event()
         self._time_moved = anyio.Event()
+        self._coordinator: Welcome | None = None  # the one of the newest session
         self._tasks: anyio.abc.TaskGroup
+        self._digesting: anyio.CapacityLimiter  # of second digests: one at a time
         self._serving = anyio.CancelScope()
 
     def __repr__(self) -> str:
@@ -168,9 +176,10 @@ class Worker:
             with anyio.CancelScope(shield=True):
                 await messages.aclose()
             raise
+        self._digesting = anyio.CapacityLimiter(1)
         try:
             async with anyio.create_task_group() as self._tasks:
-                self.pins.tasks = self._tasks
+                self.pins.tasks = self.copies.tasks = self._tasks
                 self._tasks.start_soon(self._serve_readers, listener)
                 self._tasks.start_soon(self._keep_time)
                 self._tasks.start_soon(self._link.keep, messages, ready)
@@ -186,6 +195,7 @@ class Worker:
     async def close(self) -> None:
         """Close every handle, say goodbye, and let `run` return. Bounded in time."""
         self._link.begin_closing()
+        self.copies.tasks = None  # nothing new is begun
         with anyio.move_on_after(CLOSE_S, shield=True):
             await self._leave()
         self.pins.tasks = None
@@ -239,10 +249,20 @@ class Worker:
     def welcomed(self, message: Welcome) -> None:
         """See `Ears`: say everything that is wanted and held, anew."""
         log.info("worker_welcomed", incarnation=self.incarnation, epoch=message.epoch, known=message.known)
+        before, self._coordinator = self._coordinator, message
+        if before is not None and (before.cluster != message.cluster or before.epoch > message.epoch):
+            self._state_lost()
         self.news.welcomed()
         for handle in list(self._handles.values()):
-            handle.apply(handle.member.connected(clock.now()))
+            handle.apply(handle.member.connected(clock.now(), message.lease_s))
         self.pins.welcomed()
+
+    def _state_lost(self) -> None:
+        """The coordinator is a new cluster, or has an older state than before: nothing may go back silently (R2, G3)."""
+        log.error("coordinator_lost_its_state", coordinator=self._link.addresses)
+        for handle in list(self._handles.values()):
+            handle.apply(handle.member.state_lost(clock.now()))
+        self.news.state_lost({handle.member.shard.model for handle in self._handles.values()})
 
     def lost(self) -> None:
         """See `Ears`."""
@@ -263,11 +283,11 @@ class Worker:
                 self.news.announced(message)
             case CutReader():
                 self._tasks.start_soon(self._cut, message)
-            case Registered() | ManifestReply() | Withdrawable():
+            case DigestAgain():
+                self._look_again(message)
+            case Registered() | Withdrawable():
                 self._tell(self._asked.pop(message.request, None), message)
-            case MustStay():
-                self._tell(self._asked.get(message.request), message)  # the answer is still to come
-            case Done() | Refused():
+            case Done() | Refused() | ManifestReply():
                 handle = self._asked.pop(message.request, None)
                 if handle is not None:
                     self._tell(handle, message)
@@ -276,12 +296,10 @@ class Worker:
             case Description():
                 self.questions.answered(message)
             case MakeCopy():
-                self.say(CopyRefused(message.copy, "this worker makes no copies"))
+                self.copies.ordered(message, self._handles.get(message.registration))
             case DropCopy():
-                pass
-            case Keep():
-                self.say(Kept(message.registration, message.content_id, message.keep))
-            case OrderedOut():
+                self.copies.dropped(message)
+            case OrderedOut() | Keep():
                 self._tell(self._handles.get(message.registration), message)
             case Start() | Write() | AddSource() | DropSource() | Outcome():
                 handle = self._by_rank.get((message.key.model, message.key.group, message.rank))
@@ -309,13 +327,20 @@ class Worker:
         | AddSource
         | DropSource
         | Outcome
-        | MustStay
         | Withdrawable
         | ManifestReply
-        | OrderedOut,
+        | OrderedOut
+        | Keep,
     ) -> None:
         if handle is not None:
             handle.apply(handle.member.receive(message, clock.now()))
+
+    def _look_again(self, message: DigestAgain) -> None:
+        handle = self._handles.get(message.registration)
+        if handle is None:
+            self.say(DigestedAgain(message.inquiry, message.registration, None))
+        else:
+            self._tasks.start_soon(handle.digest_again, message, self._digesting)
 
     async def _cut(self, message: CutReader) -> None:
         await anyio.to_thread.run_sync(self._owner.cut, Incarnation(message.reader))
@@ -370,7 +395,7 @@ class Worker:
                 f"rank {rank} of group {shard.group!r} of {model!r} is registered by this worker already: "
                 "close it first, or take another group name (two sets of one model in one process need two groups)"
             )
-        handle = self._start_handle(shard, memory)
+        handle = self.start_handle(shard, memory)
         try:
             with anyio.move_on_after(timeout_s):
                 await handle.registered.wait()
@@ -381,6 +406,8 @@ class Worker:
         except BaseException:
             self.drop_handle(handle)
             raise
+        if self._prefetch:
+            handle.follow(Prefetcher(handle, self.news, self.copies, self.options.op_timeout_s).run)
         return handle
 
     async def fetch(
@@ -394,6 +421,7 @@ class Worker:
         progress: ProgressListener | None,
     ) -> tuple[VersionInfo, FetchReport]:
         """Fill memory that serves nobody, and is the caller's when this returns: a group of its own, for one call."""
+        self.news.tell_loss(model)
         shard = Shard(
             registration=secrets.token_hex(12),
             model=model,
@@ -405,25 +433,31 @@ class Worker:
             manifest=None,
             number=rank,
         )
-        handle = self._start_handle(shard, memory)
+        handle = self.start_handle(shard, memory)
         handle.progress = progress
         try:
-            return await handle.fetch(FillCall(OpKind.FETCH, selector), timeout_s)
+            found = await handle.fetch(FillCall(OpKind.FETCH, selector), timeout_s)
+            self.news.heard_of(model)
+            return found
         except TensorHubError as error:
             error.memory = "intact"  # what was torn is nobody's
             raise
         finally:
             self.drop_handle(handle)
 
+    def is_spot(self) -> bool:
+        """Whether any registration here is: then this process may go at any time."""
+        return any(handle.member.shard.spot and handle.member.shard.serves for handle in self._handles.values())
+
     def _fresh_group(self) -> str:
         return f"{self.name[:400]}-{secrets.token_hex(4)}"
 
-    def _start_handle(self, shard: Shard, memory: Memory) -> Handle:
+    def start_handle(self, shard: Shard, memory: Memory) -> Handle:
         handle, place = self._make_handle(shard, memory), (shard.model, shard.group, shard.rank)
         self._by_rank[place] = self._handles[shard.registration] = handle
         self._tasks.start_soon(self._run_handle, handle, place)
         if self._link.online:
-            handle.apply(handle.member.connected(clock.now()))
+            handle.apply(handle.member.connected(clock.now(), self._link.lease_s))
         return handle
 
     def drop_handle(self, handle: Handle) -> None:
@@ -439,8 +473,14 @@ class Worker:
             self._asked[number] = handle
             return number
 
-        member = Member(shard, requests=request, generations=self._mint_generation, manifests=self._manifests)
-        handle = Handle(member, memory, self._owner, self)
+        member = Member(
+            shard,
+            requests=request,
+            generations=self._mint_generation,
+            manifests=self._manifests,
+            copies=self._found_copies,
+        )
+        handle = Handle(member, memory, self._owner, self, self.copies)
         handle.deadline_moved = lambda: self._time_moved.set()
         return handle
 
@@ -457,7 +497,10 @@ class Worker:
             await handle.run()
         finally:
             self._leave_place(handle, place)
-            self._handles.pop(handle.member.shard.registration, None)
+            registration = handle.member.shard.registration
+            self._handles.pop(registration, None)
+            self._found_copies.remove(registration)
+            self.copies.ended(registration)
             for request in [number for number, asker in self._asked.items() if asker is handle]:
                 del self._asked[request]
 

@@ -41,8 +41,11 @@ class Cluster:
     user_errors: tuple[type[Exception], ...] = (BrokenHook,)  # that a user's own code raises
     fence_grace_s = 0.0  # how long a fence lets running sends go on
 
-    def __init__(self, options: Options | None = None, *, chunks: int = CHUNKS, manifest: Manifest = MANIFEST) -> None:
+    def __init__(
+        self, options: Options | None = None, *, chunks: int = CHUNKS, manifest: Manifest = MANIFEST, host_bytes: int = 0
+    ) -> None:
         self.options = options or Options()
+        self.host_bytes = host_bytes  # of each worker that is made from now on
         self.chunks = chunks
         self.manifest = manifest
         self.now = 0.0
@@ -56,6 +59,7 @@ class Cluster:
         self.store: list[Entry] = []
         self.unstored: dict[int, Persist] = {}
         self.epoch = 0
+        self.ident = "c"  # of the coordinator's state
         self.guarantees = Guarantees(self)
         self.coordinator = self._new_coordinator()
 
@@ -80,10 +84,16 @@ class Cluster:
         """A worker per rank."""
         return [self.handle(f"{name}{rank}", name, rank, world_size, spot=spot) for rank in range(world_size)]
 
+    def lose_state(self) -> None:
+        """The next coordinator will be a new cluster (R2)."""
+        self.guarantees.state_lost(self.store)
+        self.store.clear()
+        self.ident += "'"
+
     def _new_coordinator(self) -> Coordinator:
         self.epoch += 1
         return Coordinator(
-            cluster="c",
+            cluster=self.ident,
             epoch=self.epoch,
             options=self.options,
             ids=lambda: f"id{next(self.ids)}",

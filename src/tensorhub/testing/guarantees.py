@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING
 
 from tensorhub.coordinator import Entry, Publication, Rollback
 from tensorhub.coordinator.actions import Retention
-from tensorhub.errors import TensorHubError
+from tensorhub.errors import LeaseLost, TensorHubError
 from tensorhub.testing.rendering import show_error
-from tensorhub.types import HandleState, OpKey, OpKind, VersionInfo
+from tensorhub.types import HandleState, Medium, OpKey, OpKind, VersionInfo
 from tensorhub.worker.calls import CloseCall, FillCall, PublishCall, UnpublishCall
 
 if TYPE_CHECKING:
@@ -57,6 +57,13 @@ class Guarantees:
         self._numbers: set[tuple[str, int, int]] = set()  # (model, lineage, number) that are durable
         self._leaving: dict[tuple[str, str], Handle] = {}  # by group and content: the first rank that was let go
         self._lost: dict[tuple[str, str], float] = {}  # when which registration has lost which content without leave
+
+    def state_lost(self, store: Iterable[Entry]) -> None:
+        """Whatever was published before must not come back; what was wanted of the former cluster counts no more."""
+        self.retired.update(entry.content_id for entry in store if isinstance(entry, Publication))
+        for past in (self.returned, self.published, self.policy, self.wishes, self.pins, self._numbers):
+            past.clear()
+        self.forget()
 
     def forget(self) -> None:
         """Forget how calls have ended."""
@@ -122,7 +129,7 @@ class Guarantees:
                 isinstance(error, (TensorHubError, *self._cluster.user_errors)),
                 f"G10: every refusal is a typed error: {error!r}",
             )
-            if key is not None and getattr(error, "memory", "") != "in_doubt":
+            if key is not None and getattr(error, "memory", "") != "in_doubt" and not isinstance(error, LeaseLost):
                 self._learn(key, handle.shard.rank, False, f"{handle.name} raised {show_error(error)}")
             return
         if key is not None and asked.version is not None:
@@ -256,6 +263,8 @@ class Guarantees:
                 return  # it was lost before
         for shard in self.truth[content_id]:
             holders = [h for h in self._cluster.all_handles() if h.shard.number == shard and h.shard.serves]
+            if isinstance(asked.what, CloseCall):  # its process may end with it
+                holders = [h for h in holders if h.worker is not handle.worker]
             others = [h for h in holders if h.shard.group != ours and self._is_reliable(h)]
             kept = any(self._holds(h, content_id) or self._lost_since(h, content_id, asked.began) for h in others)
             demand(
@@ -264,8 +273,11 @@ class Guarantees:
             )
 
     def _is_reliable(self, handle: Handle) -> bool:
-        group = handle.shard.group
-        return not any(h.shard.spot for h in self._cluster.all_handles() if h.shard.group == group)
+        """Whether it counts for retention: no rank of its group is spot; nor, for a host copy, anything of its worker."""
+        group, is_copy = handle.shard.group, handle.shard.medium is Medium.HOST
+        ranks = {h.shard.rank: h for h in self._cluster.all_handles() if h.shard.group == group}  # the newest of each
+        open_ = [h for h in handle.worker.handles if h.shard.serves and h.member.state is not HandleState.CLOSED]
+        return not any(h.shard.spot for h in [*ranks.values(), *(open_ if is_copy else ())])
 
     def _is_sure(self, handle: Handle, since: float) -> bool:
         """Whether its worker has had its lease all the time."""

@@ -10,23 +10,28 @@ from collections import deque
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, assert_never
 
-from tensorhub.errors import StateError
-from tensorhub.messages import Deregister, Publish
+from tensorhub.errors import MutabilityViolation, StateError
+from tensorhub.messages import Deregister, DigestAgain, Publish
 from tensorhub.testing.guarantees import demand
-from tensorhub.testing.memory import CHUNK_BYTES, written
+from tensorhub.testing.memory import CHUNK_BYTES, digest_of, written
 from tensorhub.testing.pulling import Lane, Reading
 from tensorhub.testing.rendering import show
-from tensorhub.types import ContentId, HandleState, OpKey, OpKind, RegistrationId, Selector, VersionInfo
+from tensorhub.types import ContentId, HandleState, OpKey, OpKind, Purpose, RegistrationId, Selector, VersionInfo
 from tensorhub.worker.calls import (
     Action,
     AddPullSource,
     Call,
     CallHook,
     CloseCall,
+    CopyLocally,
     DropPullSource,
+    EndPrefetch,
     Fence,
     FillCall,
     Finish,
+    FreeMemory,
+    FreePrefetch,
+    FreeStaging,
     OpenMemory,
     PublishCall,
     RefuseCall,
@@ -102,7 +107,9 @@ class Handle:
         self.last_held = ""  # the content id that it held last
         self.hook_error: Exception | None = None
         self.hook_calls = 0
+        self.reads_backwards = False  # the last chunk of a request first
         self.registration_error: Exception | None = None
+        self.dropped = False  # a copy that is not wanted any more
         self.registered = False
         self.member = Member(
             shard,
@@ -227,7 +234,14 @@ class Handle:
             return None
         if self.access is None or self.is_read:
             return None  # readers are cut off
-        return float("inf") if fence.until is None else fence.until
+        return self.fence_given_up_at(fence)
+
+    def fence_given_up_at(self, fence: Fence) -> float:
+        """By its own deadline, or because its call was cancelled since."""
+        if fence.until is None:
+            return float("inf")
+        until = self.member.fence_until
+        return fence.until if until is None else min(fence.until, until)
 
     @property
     def is_read(self) -> bool:
@@ -298,6 +312,10 @@ class Handle:
                 self.registration_error = action.error
             case Finish():
                 self._finish(action)
+            case EndPrefetch() | FreePrefetch() | FreeStaging() | FreeMemory():
+                pass  # nothing is prefetched or staged here yet, and cells cost nothing
+            case CopyLocally():
+                raise AssertionError("no copies are made locally here yet")
             case Fence() | StopPull():
                 raise AssertionError("these take time: see do_next")
             case _:
@@ -319,7 +337,7 @@ class Handle:
         if now >= self.fencing_since + self.cluster.fence_grace_s:
             for lane in [lane for lane in self.serving if lane.access is not None]:
                 self.cluster.lane_shut(lane)
-        if action.until is not None and action.until <= now and not owner.is_quiet(self.id):
+        if self.fence_given_up_at(action) <= now and not owner.is_quiet(self.id):
             self.todo.popleft()
             self.fencing_since = None
             self.apply(self.member.fence_failed(action.generation, now))
@@ -333,6 +351,8 @@ class Handle:
         if not self.shard.serves:  # it was made for this call
             self.worker.drop(self)
             self.worker.say(Deregister(0, self.shard.registration, True))
+        if self.shard.purpose is Purpose.RETENTION:
+            self.worker.copy_ended(self, asked)
 
     def hook_returns(self) -> None:
         """Its before_write is over."""
@@ -351,6 +371,19 @@ class Handle:
         """Let others read what was verified."""
         if verified and self.worker.owner.mark_available(self.id, generation, verified):
             self.cluster.chunks_offered(self)
+
+    def digest_again(self, question: DigestAgain) -> None:
+        """Tell whether a cell has changed since its digest was made (R8)."""
+        content, changed = self.member.content, None
+        if content is not None:
+            right = (question.generation, ContentId(content.version.content_id))
+            access = self.worker.owner.begin(self.id, *right, [question.chunk], 1)
+            if isinstance(access, Access):
+                known = access.digests[0]
+                changed = None if known is None else digest_of(self.cells[question.chunk]) != known
+                self.worker.owner.end(access)
+        now, error = self.cluster.now, MutabilityViolation("the memory has changed")
+        self.apply(self.member.digested_again(question.inquiry, question.generation, changed, error, now))
 
     def source_ended(self, lease: str, reason: str) -> None:
         """Have a source of the running fill fail."""

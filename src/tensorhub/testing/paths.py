@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+from typing import Final
+
 from tensorhub.messages import (
     Abandon,
     AddSource,
+    CopyRefused,
     CutReader,
     Dismissed,
+    DropCopy,
     DropSource,
     EpochChanged,
     FromCoordinator,
     FromWorker,
-    MustStay,
+    Kept,
+    MakeCopy,
     OrderedOut,
     Outcome,
     ReadFailed,
@@ -29,12 +34,35 @@ PATHS: dict[type, str] = {
     Dismissed: "dismissed, comes back as a new incarnation",
     DropSource: "reader moved",
     EpochChanged: "membership epoch changed",
-    MustStay: "last holder waits",
+    Kept: "retention acknowledged",
+    MakeCopy: "handed over",
+    CopyRefused: "copy refused",
+    DropCopy: "copy dropped",
     OrderedOut: "ordered out",
     Resolve: "outcome asked for",
     Rollback: "rolled back",
     Abandon: "operation abandoned by a rank",
 }
+
+READ_FAILURES = ("corrupt", "dropped", "lost", "refused", "stalled", "unreachable")
+SOURCE_FAILURES = ("lost", "refused", "stalled", "unreachable")
+# All that a long search has to take. (The kinds of errors that calls end with are counted besides.)
+WAYS: Final = (
+    *PATHS.values(),
+    "connected again",
+    "fill completed after a failure",
+    "left in doubt",
+    "left offline",
+    "operation aborted",
+    "re-announced",
+    "re-announced in vain",
+    "reader shut out",
+    "resumed from verified chunks",
+    "silent connection given up",
+    "source lacks chunks",
+    *(f"read failed: {reason}" for reason in READ_FAILURES),
+    *(f"source failed: {reason}" for reason in SOURCE_FAILURES),
+)
 
 
 def path_of(message: FromWorker | FromCoordinator) -> str:

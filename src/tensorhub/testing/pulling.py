@@ -76,7 +76,7 @@ class Lane:
             if not batch:
                 break
             self.asked.append(set(batch))
-            batches.append(batch)
+            batches.append(batch[::-1] if self.reader.reads_backwards else batch)
         return batches
 
     def settle(self, frame: Frame) -> None:
@@ -94,18 +94,19 @@ class Lane:
         arrived = {chunk for chunk, _, _ in frame.chunks}
         self.asked = [left for batch in self.asked if (left := batch - arrived)]
         good: list[tuple[int, int | None]] = []
-        bad = False
+        bad: list[int] = []
         for chunk, cell, digest in frame.chunks:
             reader.receive(chunk, cell, reading.start)
             ok = not digested or digest_of(cell) == digest
             reading.books.arrived(self.lease, chunk, ok)
             if ok:
                 good.append((chunk, digest))
-            bad = bad or not ok
+            else:
+                bad.append(chunk)
         reader.offer(reading.start.generation, good)
         reading.settled(self)
         if bad:
-            self.end("corrupt")
+            self.end("corrupt", bad[0])
 
     # -- the owner's side
 
@@ -123,9 +124,12 @@ class Lane:
 
     def lack(self) -> Frame:
         """End the request at the head of the queue: nothing of it is here, or comes soon."""
+        return Frame(lacking=self.queue.popleft(), has=self.has())
+
+    def has(self) -> tuple[tuple[int, int], ...]:
+        """What the owner could send, as runs."""
         assert self.source is not None
-        owner, batch = self.source.worker.owner, self.queue.popleft()
-        return Frame(lacking=batch, has=owner.has(self.source.id, self.grant.generation, HAS_RUNS_MAX))
+        return self.source.worker.owner.has(self.source.id, self.grant.generation, HAS_RUNS_MAX)
 
     def finish(self) -> Frame:
         """End the access: what its cells hold now is on its way, with digests that are made of it if there are none yet."""
@@ -153,13 +157,13 @@ class Lane:
 
     # -- its end
 
-    def end(self, failure: str = "") -> None:
-        """Nobody writes for it any more; `failure`: why, where its reader did not want it."""
+    def end(self, failure: str = "", chunk: int | None = None) -> None:
+        """Nobody writes for it any more; `failure`: why, where its reader did not want it; `chunk`: that was corrupt."""
         if self.ended:
             return
         self.ended = True
         self.reader.cluster.lane_closed(self)
-        self.reading.lane_ended(self, failure)
+        self.reading.lane_ended(self, failure, chunk)
 
     def close(self) -> None:
         """The owner's thread for it is over."""
@@ -240,7 +244,7 @@ class Reading:
             lane.is_cut = True
             self.reader.cluster.lane_cut(lane)
 
-    def lane_ended(self, lane: Lane, failure: str) -> None:
+    def lane_ended(self, lane: Lane, failure: str, chunk: int | None) -> None:
         """Its thread is over."""
         del self.lanes[lane.grant.lease]
         self.books.lane_ended(lane.lease)
@@ -248,7 +252,7 @@ class Reading:
         if not reader.worker.alive:
             return
         if failure and not lane.is_cut and not self.over:
-            reader.apply(reader.member.source_failed(lane.grant.lease, failure, "", cluster.now))
+            reader.apply(reader.member.source_failed(lane.grant.lease, failure, "", cluster.now, chunk=chunk))
         if not self.over:
             cluster.lanes_wanted(self)
         elif not self.lanes and not self.stopped:

@@ -5,11 +5,12 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from tensorhub.coordinator import Connected, Disconnected, Persisted, PersistFailed, Received, Tick
+from tensorhub.manifest import Manifest
 from tensorhub.messages import FromCoordinator, FromWorker, Grant, Heartbeat, HeartbeatAck
 from tensorhub.testing.cluster import Cluster
 from tensorhub.testing.guarantees import GuaranteeBroken
 from tensorhub.testing.handle import Handle
-from tensorhub.testing.memory import CHUNK_BYTES
+from tensorhub.testing.memory import CHUNK_BYTES, MANIFEST
 from tensorhub.testing.network import Link
 from tensorhub.testing.pulling import Lane, Reading
 from tensorhub.testing.rendering import show
@@ -28,19 +29,24 @@ class Choice(NamedTuple):
 class PureCluster(Cluster):
     """Nothing happens by itself. `choices` lists what could; `do` lets one of them happen, and checks everything."""
 
-    def __init__(self, options: Options | None = None) -> None:
+    def __init__(self, options: Options | None = None, *, host_bytes: int = 0, manifest: Manifest = MANIFEST) -> None:
         self.log: list[str] = []
         self.ending: list[int] = []  # sessions whose end the coordinator has not noticed
         self.heartbeat_at = 0.0
-        super().__init__(options)
+        super().__init__(options, host_bytes=host_bytes, manifest=manifest)
 
-    def restart(self, *, kept: bool = False) -> None:
-        """The coordinator dies and comes back on what is durable; `kept`: what was being written has made it, too."""
+    def restart(self, *, kept: bool = False, lost: bool = False) -> None:
+        """The coordinator dies and comes back on what is durable; `kept`: what was being written has made it, too.
+
+        `lost`: without its state, as a new cluster. Then what was published before must not come back (R2, G3).
+        """
         self.note("the coordinator restarts")
         if kept:
             for persist in self.unstored.values():
                 self.keep(persist.entry)
         self.unstored.clear()
+        if lost:
+            self.lose_state()
         self.coordinator = self._new_coordinator()
         self.links.clear()
         self.ending.clear()
@@ -169,7 +175,15 @@ class PureCluster(Cluster):
         """The lane of its fill that has something to do."""
         lanes = list(handle.pull.lanes.values()) if handle.pull is not None else []
         running = [lane for lane in lanes if lane.access is not None]
-        return next(iter(running or [lane for lane in lanes if self._can_go_on(lane)]), None)
+        able = running or [lane for lane in lanes if self._can_go_on(lane)]
+        return next(iter(able or [lane for lane in lanes if self._lacks_in_vain(lane)]), None)
+
+    @staticmethod
+    def _lacks_in_vain(lane: Lane) -> bool:
+        """Whether it waits for what its source lacks, while some source has what this reader lacks."""
+        lanes, missing = lane.reading.lanes.values(), lane.reading.missing
+        runs = [run for each in lanes if each.source is not None and each.source.worker.alive for run in each.has()]
+        return bool(lane.queue) and any(first <= chunk < first + count for first, count in runs for chunk in missing)
 
     @staticmethod
     def _can_go_on(lane: Lane) -> bool:
@@ -199,6 +213,8 @@ class PureCluster(Cluster):
             lane.queue.popleft()
             if begun.rest:
                 lane.queue.appendleft(begun.rest)
+        else:
+            lane.settle(lane.lack())
 
     def fail_store(self) -> None:
         """The oldest entry that is being written cannot be."""

@@ -8,7 +8,10 @@ from dataclasses import dataclass, field
 
 from tensorhub.machine import counting_transitions
 from tensorhub.testing.faults import Fault
+from tensorhub.testing.paths import WAYS
 from tensorhub.testing.simulated import SimulatedCluster
+
+__all__ = ["WAYS", "Fault", "SeedReport", "run_seed"]
 
 
 @dataclass(frozen=True)

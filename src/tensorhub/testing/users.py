@@ -73,8 +73,10 @@ class Users:
         random, name = self._random, f"w{self._workers}"
         self._workers += 1
         location = Location(site=random.choice(("here", "there")), host=random.choice((name, "shared")))
+        self._cluster.host_bytes = random.choice((0, 0, 1, 2)) * self._cluster.manifest.nbytes
         worker = self._cluster.worker(name, location)
         assert isinstance(worker, TimedWorker)
+        worker.copies_refused = random.choice((0, 0, 0, 1, 3))
         return worker
 
     def end(self) -> None:

@@ -16,6 +16,7 @@ from tensorhub.messages import (
     CopyRefused,
     CutReader,
     Description,
+    DigestAgain,
     Dismissed,
     Done,
     DropCopy,
@@ -27,10 +28,8 @@ from tensorhub.messages import (
     HeartbeatAck,
     Join,
     Keep,
-    Kept,
     MakeCopy,
     ManifestReply,
-    MustStay,
     OrderedOut,
     Outcome,
     Pin,
@@ -45,9 +44,10 @@ from tensorhub.messages import (
     Withdrawable,
     Write,
 )
-from tensorhub.testing.handle import Handle
+from tensorhub.testing.handle import Asked, Handle
 from tensorhub.testing.network import Link
-from tensorhub.types import Endpoint, Location
+from tensorhub.types import Endpoint, HandleState, Location, Medium, Purpose
+from tensorhub.worker.calls import FillCall, UnpublishCall
 from tensorhub.worker.enrolment import Shard
 from tensorhub.worker.owner import Owner
 
@@ -75,7 +75,9 @@ class SimWorker:
         self.cut: set[str] = set()  # leases whose readers are served no more
         self.dismissals: list[str] = []
         self.answers: dict[int, TensorHubError | None] = {}  # to what the worker itself asked, by request
-        self.host_bytes = 0
+        self.host_bytes = cluster.host_bytes
+        self.copies_refused = 0  # that it will refuse to make
+        self._knew = ""  # the cluster of its newest session
         self.pins: dict[str, tuple[str, int]] = {}  # that it wants: model and version, by id
         self.unpinned: dict[str, str] = {}  # pins that it has ended, and has not heard the end of: their models, by id
         self._askers: dict[int, Handle] = {}  # requests of handles that are not answered yet
@@ -106,7 +108,7 @@ class SimWorker:
         self.handles.append(handle)
         self.cluster.by_registration[shard.registration] = handle
         if self.link is not None and self.link.welcomed:
-            handle.apply(handle.member.connected(self.cluster.now))
+            handle.apply(handle.member.connected(self.cluster.now, self.cluster.options.lease_s))
         return handle
 
     def drop(self, handle: Handle) -> None:
@@ -219,13 +221,53 @@ class SimWorker:
         self.say(Unpin(request, pin, model))
         return request
 
+    # -- copies in host memory
+
+    def _make_copy(self, message: MakeCopy) -> None:
+        """Read it like any reader, also where it is in this worker's own memory."""
+        if message.copy in self.cluster.by_registration:
+            return
+        if self.copies_refused:
+            self.copies_refused -= 1
+            self.say(CopyRefused(message.copy, "not here"))
+            return
+        info, group, manifest = message.version, f"copy/{message.copy}", self.cluster.manifest
+        copy = Shard(
+            message.copy, info.model, group, 0, 1, False, "", manifest, message.shard, Medium.HOST, Purpose.RETENTION
+        )
+        self.take(copy).replicate(info.version)
+
+    def _drop_copy(self, copy: Handle) -> None:
+        """One step on the way to its end, after each of which it is asked again."""
+        copy.dropped = True
+        if copy.member.running is not None:
+            copy.cancel()
+        elif copy.asked is not None and not copy.asked.done:
+            pass  # its call has ended, and is about to be asked what comes next
+        elif copy.member.state is HandleState.READY:
+            copy.unpublish()
+        else:
+            copy.close()
+
+    def copy_ended(self, copy: Handle, asked: Asked) -> None:
+        """A call of a copy has ended."""
+        if copy.member.state is HandleState.CLOSED:
+            self.drop(copy)
+        elif isinstance(asked.what, FillCall) and asked.error is not None:
+            self.say(CopyRefused(copy.shard.registration, str(asked.error)))
+            self._drop_copy(copy)
+        elif isinstance(asked.what, UnpublishCall) and asked.error is not None:
+            copy.dropped = False  # it has to stay after all
+        elif copy.dropped:
+            self._drop_copy(copy)
+
     # -- what it hears
 
     def hear(self, message: FromCoordinator) -> None:
         """Hand it to whom it is about."""
         match message:
             case Welcome():
-                self._welcomed()
+                self._welcomed(message.cluster)
             case Dismissed():
                 self._dismissed(message)
             case HeartbeatAck() | Announce() | Description():
@@ -234,25 +276,26 @@ class SimWorker:
                 self._cut(message)
             case Registered() | ManifestReply() | Withdrawable():
                 self._tell(self._askers.pop(message.request, None), message)
-            case MustStay():
-                self._tell(self._askers.get(message.request), message)  # the answer is still to come
             case Done() | Refused():
                 handle = self._askers.pop(message.request, None)
                 if handle is not None:
                     self._tell(handle, message)
                 else:
                     self._answered(message)
-            case OrderedOut():
+            case DigestAgain():
+                handle = self.cluster.by_registration.get(message.registration)
+                if handle is not None and handle.worker is self:
+                    handle.digest_again(message)
+            case OrderedOut() | Keep():
                 self._tell(self.cluster.by_registration.get(message.registration), message)
             case Start() | Write() | AddSource() | DropSource() | Outcome():
                 key = message.key
                 self._tell(self._at(key.model, key.group, message.rank), message)
             case MakeCopy():
-                self.say(CopyRefused(message.copy, "not here"))
+                self._make_copy(message)
             case DropCopy():
-                pass
-            case Keep():
-                self.say(Kept(message.registration, message.content_id, message.keep))
+                for copy in [handle for handle in self.handles if handle.shard.registration == message.copy]:
+                    self._drop_copy(copy)
             case EpochChanged():
                 for handle in list(self.handles):
                     if (handle.shard.model, handle.shard.group) == (message.model, message.group):
@@ -278,10 +321,10 @@ class SimWorker:
         | AddSource
         | DropSource
         | Outcome
-        | MustStay
         | Withdrawable
         | ManifestReply
-        | OrderedOut,
+        | OrderedOut
+        | Keep,
     ) -> None:
         if handle is not None and handle.worker is self and self.alive:
             if handle.asked is not None and not handle.asked.done and isinstance(message, Withdrawable | Write | Start):
@@ -290,13 +333,17 @@ class SimWorker:
                     self.cluster.guarantees.let_go(handle)
             handle.apply(handle.member.receive(message, self.cluster.now))
 
-    def _welcomed(self) -> None:
+    def _welcomed(self, cluster: str) -> None:
         if self.link is None:
             return
         self.link.welcomed = True
+        if self._knew not in ("", cluster):
+            for handle in list(self.handles):
+                handle.apply(handle.member.state_lost(self.cluster.now))
+        self._knew = cluster
         self.unsure_at = self.cluster.now
         for handle in list(self.handles):
-            handle.apply(handle.member.connected(self.cluster.now))
+            handle.apply(handle.member.connected(self.cluster.now, self.cluster.options.lease_s))
         for pin, (model, version) in list(self.pins.items()):
             self.pin(version, model, pin)
 

@@ -20,7 +20,7 @@ from typing import Self
 import xxhash
 
 from tensorhub.errors import ManifestMismatch, RegistrationError
-from tensorhub.manifest import Manifest, TensorDescription
+from tensorhub.manifest import Chunk, Manifest, TensorDescription
 from tensorhub.transport.checkpoint import Checkpoint, find_files
 from tensorhub.transport.memory import MappedRegions
 from tensorhub.transport.safetensors import Entry, Header, open_file, read_from
@@ -150,20 +150,35 @@ class FileMemory:
 
     def _make_digests(self, manifest: Manifest, check: Callable[[], object]) -> Iterator[int]:
         buffer = memoryview(bytearray(READ_BYTES))
-        starts = [self._place(tensors[0].name) for tensors in manifest.by_region]
         done = told = 0
+
+        def went_on(count: int) -> None:
+            nonlocal done, told
+            done += count
+            if done - told >= READ_BYTES:
+                told = done
+                check()
+                self.progress(done, manifest.nbytes)
+
         for chunk in manifest.chunks:
-            file, at = starts[chunk.region]
-            digest = xxhash.xxh3_64()
-            for part in _read(file, at + chunk.offset, chunk.nbytes, buffer):
-                digest.update(part)
-                done += len(part)
-                if done - told >= READ_BYTES:
-                    told = done
-                    check()
-                    self.progress(done, manifest.nbytes)
-            yield digest.intdigest()
+            yield self._read_digest(manifest, chunk, buffer, went_on)
         self.progress(done, manifest.nbytes)
+
+    def digest(self, manifest: Manifest, chunk: int) -> int | None:
+        """A chunk's digest as the file is now, by reading it. None if it cannot be read (any more)."""
+        buffer = memoryview(bytearray(READ_BYTES))
+        try:
+            return self._read_digest(manifest, manifest.chunks[chunk], buffer, lambda count: None)
+        except RegistrationError:
+            return None
+
+    def _read_digest(self, manifest: Manifest, chunk: Chunk, buffer: memoryview, went_on: Callable[[int], object]) -> int:
+        file, at = self._place(manifest.by_region[chunk.region][0].name)
+        digest = xxhash.xxh3_64()
+        for part in _read(file, at + chunk.offset, chunk.nbytes, buffer):
+            digest.update(part)
+            went_on(len(part))
+        return digest.intdigest()
 
     def _place(self, tensor: str) -> tuple[_OpenFile, int]:
         file, entry = self._places[tensor]

@@ -198,10 +198,15 @@ class MappedRegions:
     def unpack(self) -> None:
         """Bring the regions' bytes to the other tensors that hold them too: when verified, before READY."""
         for source, target in self.copies:
-            # ctypes lets go of the GIL meanwhile; a slice assignment of gigabytes would stop the heartbeats.
-            ctypes.memmove(_pointer(target), _pointer(source), source.nbytes)
+            copy_bytes(source, target)
         if self.then is not None:
             self.then()
+
+
+def copy_bytes(source: memoryview, target: memoryview) -> None:
+    """Copy all bytes of one writable view to another of its size."""
+    # ctypes lets go of the GIL meanwhile; a slice assignment of gigabytes would stop the heartbeats.
+    ctypes.memmove(_pointer(target), _pointer(source), source.nbytes)
 
 
 def _pointer(view: memoryview) -> int:

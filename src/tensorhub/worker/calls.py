@@ -8,6 +8,20 @@ from tensorhub.manifest import Manifest
 from tensorhub.messages import FromWorker, Grant
 from tensorhub.types import OpKind, Selector, VersionInfo
 
+
+@dataclass(frozen=True, slots=True)
+class LocalCopy:
+    """Where this worker has some or all chunks of a content: one of its registrations, and under which generation."""
+
+    registration: str
+    generation: int
+
+
+def staging_of(registration: str) -> str:
+    """Under which id this worker's own copying finds what a registration's staged update has brought so far."""
+    return f"{registration}/staged"
+
+
 # ------------------------------------------------------------------------------------------------- calls
 
 
@@ -44,7 +58,21 @@ class RefuseCall:
     reason: str
 
 
-Call = PublishCall | FillCall | UnpublishCall | CloseCall | RefuseCall
+@dataclass(frozen=True, slots=True)
+class ReleaseCall:
+    """A host copy is not needed any more: withdraw what it holds, and give its memory back. The registration stays."""
+
+
+@dataclass(frozen=True, slots=True)
+class CopyCall:
+    """Fill a host copy with what another registration of this worker holds; no other worker takes part in it."""
+
+    version: VersionInfo
+    manifest: Manifest
+    source: LocalCopy
+
+
+Call = PublishCall | FillCall | UnpublishCall | CloseCall | RefuseCall | ReleaseCall | CopyCall
 
 # ------------------------------------------------------------------------------------------------- actions
 
@@ -80,8 +108,8 @@ class ReopenMemory:
 class Fence:
     """Make `generation` unreadable, end the owner's own accesses, then call `Member.fenced(generation)`.
 
-    If accesses still run at `until`, call `Member.fence_failed` instead. None: the memory is not published again, whatever
-    comes, so the fence is tried until it stands.
+    If accesses still run at `until`, or at `Member.fence_until` where that is earlier by now, call `Member.fence_failed`
+    instead. None: the memory is not published again, whatever comes, so the fence is tried until it stands.
     """
 
     generation: int
@@ -96,13 +124,36 @@ class CallHook:
 
 
 @dataclass(frozen=True, slots=True)
+class CopyLocally:
+    """Copy what these copies have into the memory, chunk by chunk and digest by digest, as an access of their owner (R3);
+    then call `Member.copied`, with all chunks that are there now. StopPull ends it.
+
+    `staged`: not into the memory itself, as in StartPull. `last`: nothing is pulled afterwards, so unpack, too.
+    """
+
+    version: VersionInfo
+    manifest: Manifest
+    generation: int
+    sources: tuple[LocalCopy, ...]
+    copied: frozenset[int] = frozenset()  # are there already
+    staged: bool = False
+    last: bool = False
+
+
+@dataclass(frozen=True, slots=True)
 class StartPull:
-    """Fill the memory; then call `Member.pull_done`, or `source_failed` and `pull_failed` as it happens."""
+    """Fill the memory; then call `Member.pull_done`, or `source_failed` and `pull_failed` as it happens.
+
+    `copied`: chunks that were copied, so that they need not be read. `staged`: fill host memory that nobody else reads
+    (`staging_of`); the memory itself stays as it is.
+    """
 
     version: VersionInfo
     manifest: Manifest
     generation: int
     grants: tuple[Grant, ...]
+    copied: frozenset[int] = frozenset()
+    staged: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,6 +169,26 @@ class DropPullSource:
 @dataclass(frozen=True, slots=True)
 class StopPull:
     """End every read; then call `Member.pull_stopped`."""
+
+
+@dataclass(frozen=True, slots=True)
+class FreeStaging:
+    """What was staged is in place, or not wanted any more: give its memory back."""
+
+
+@dataclass(frozen=True, slots=True)
+class FreeMemory:
+    """Of a host copy: it holds nothing any more, and its last fence stands. Give its memory back."""
+
+
+@dataclass(frozen=True, slots=True)
+class EndPrefetch:
+    """End this handle's prefetch, if one runs, as far as it has got; `Member.end_prefetch` of its host copy does it."""
+
+
+@dataclass(frozen=True, slots=True)
+class FreePrefetch:
+    """This handle's host copy is not needed any more: have it released (a ReleaseCall), in the background."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,7 +216,12 @@ Action = (
     | ReopenMemory
     | Fence
     | CallHook
+    | CopyLocally
     | StartPull
+    | FreeStaging
+    | FreeMemory
+    | EndPrefetch
+    | FreePrefetch
     | AddPullSource
     | DropPullSource
     | StopPull

@@ -9,10 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from math import inf
 
 from tensorhub.manifest import Manifest
 from tensorhub.messages import Abandon, EpochChanged, ErrorInfo, Held, Register, Registered
 from tensorhub.types import Medium, OpKey, Purpose
+
+LEASE_MARGIN = 0.25  # of a lease: for what is heard late, and for clocks that do not agree
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,10 +53,12 @@ class Enrolment:
     def __init__(self, shard: Shard, requests: Callable[[], int]) -> None:
         self.shard = shard
         self.online = False  # the coordinator can be told something
+        self.lease_over = -inf  # offline: when this worker's lease has ended for everybody, by its own clock (R4)
         self.confirmed = False  # it has answered the Register of this connection
         self.refusal: ErrorInfo | None = None  # its answer was no
         self.left: Abandon | None = None  # this rank ended that operation, and has not heard the outcome
         self._requests = requests
+        self._lease_s = 0.0
         self._register_request = 0
         self._epoch = 0
         self._sequence = 0  # of the next group call
@@ -63,10 +68,19 @@ class Enrolment:
         """Whether a group call can be made: somebody hears it, and knows who calls."""
         return self.online and self.confirmed
 
-    def connected(self) -> None:
-        self.online, self.confirmed, self.refusal = True, False, None
+    @property
+    def was_known(self) -> bool:
+        """Whether a coordinator has ever confirmed it."""
+        return self._epoch > 0
 
-    def disconnected(self) -> None:
+    def connected(self, lease_s: float) -> None:
+        self.online, self.confirmed, self.refusal = True, False, None
+        self._lease_s = lease_s
+
+    def disconnected(self, now: float) -> None:
+        """Nothing was heard from here later than now: a lease from now on nobody counts on this worker any more."""
+        if self.online:
+            self.lease_over = now + self._lease_s * (1 + LEASE_MARGIN)
         self.online = self.confirmed = False
 
     def register(self, held: Held | None) -> Register:

@@ -1,7 +1,11 @@
 """A rank's fill (R7): replicate, update, fetch.
 
 Fill is said, all ranks are bound to one version, its manifest is compared, `before_write` runs, all are ready; only
-then is the old version fenced and the new one pulled. What this rank has pulled and verified is its vote.
+then is the old version fenced and the new one pulled. What this rank has pulled and verified is its vote. What host copies
+of this worker have of that content is copied first, so that only the rest is read.
+
+Staged, the new version is pulled into staging memory, `before_write` runs when all of it is verified, and the old version
+is fenced and overwritten only when the vote has led to a commit.
 
 Responsible for the order of these, for the leases that it reads under, and for what a fill that is broken off leaves
 behind. Not responsible for reading bytes (`scheduler.pull`).
@@ -11,11 +15,12 @@ from __future__ import annotations
 
 from typing import assert_never
 
-from tensorhub.errors import OperationTimeout, StateError, TensorHubError
+from tensorhub.errors import IntegrityError, OperationTimeout, StateError, TensorHubError
 from tensorhub.machine import InvariantBroken
 from tensorhub.manifest import Manifest, check_compatible
 from tensorhub.messages import (
     AddSource,
+    Begun,
     DropSource,
     Fill,
     GetManifest,
@@ -27,15 +32,28 @@ from tensorhub.messages import (
     Start,
     Write,
 )
-from tensorhub.types import HandleState, OpKind, VersionInfo
-from tensorhub.worker.calls import AddPullSource, CallHook, DropPullSource, FillCall, StartPull, StopPull
+from tensorhub.types import HandleState, Medium, OpKey, OpKind, Purpose, VersionInfo
+from tensorhub.worker.calls import (
+    AddPullSource,
+    CallHook,
+    CopyLocally,
+    DropPullSource,
+    EndPrefetch,
+    FillCall,
+    FreePrefetch,
+    FreeStaging,
+    LocalCopy,
+    StartPull,
+    StopPull,
+)
 from tensorhub.worker.enrolment import Shard
-from tensorhub.worker.holding import Holding
+from tensorhub.worker.holding import Content, Holding
 from tensorhub.worker.rank import Rank
 from tensorhub.worker.running import GroupCall, set_memory
 from tensorhub.worker.states import UNVOTED, Phase
 
 MANIFESTS_KEPT_MAX = 16
+FAILED_KEPT_MAX = 64  # leases of one fill that were given up, in case the coordinator has not heard of it
 
 
 class Manifests:
@@ -63,15 +81,18 @@ class Manifests:
     def check_fits(self, manifest: Manifest) -> None:
         """Raise ManifestMismatch unless this registration can be filled with it."""
         mine = self._shard.manifest
+        if self._shard.purpose not in (Purpose.USE, Purpose.PREFETCH):
+            return  # it takes whatever its shard of a version is
         if mine is not None and manifest.manifest_id not in self._fitting:
             check_compatible(manifest, mine)
             self._fitting.add(manifest.manifest_id)
 
 
 class Filling(GroupCall):
-    """QUEUED -> ASKED -> (MANIFEST) -> (HOOK) -> (HELD) -> (FENCING) -> PULLING -> VOTED -> over.
+    """QUEUED -> ASKED -> (MANIFEST) -> (HOOK) -> (HELD) -> (FENCING) -> (COPYING) -> PULLING -> VOTED -> over.
 
-    Until the old version is fenced it ends by ABANDONING, while it pulls by STOPPING.
+    Until the old version is fenced it ends by ABANDONING, while it pulls by STOPPING. Staged:
+    QUEUED -> ASKED -> (MANIFEST) -> (HELD) -> (COPYING) -> PULLING -> (HOOK) -> VOTED -> APPLYING -> over.
     """
 
     unbound = Phase.ASKED
@@ -85,8 +106,16 @@ class Filling(GroupCall):
         self._grants: tuple[Grant, ...] = ()  # to begin the pull with
         self._write_said = False  # the coordinator has told every rank to overwrite
         self._deaf = False  # a connection was lost in the midst of it, and perhaps that word
-        self._leases: set[str] = set()  # that the pull reads under
-        self._failed: dict[str, ReadFailed] = {}  # leases that it has given up, and what was said of that, by lease
+        self._tried: set[LocalCopy] = set()  # has been copied from
+        self._copied: frozenset[int] = frozenset()  # chunks that came from there
+        self.stages = False  # the memory holds what must stay as it is until the commit
+        self._has_staging = False  # staging memory may be in use, and nobody else is to free it
+        self._is_staged = False  # all of it is there
+        self._bound_as: OpKey | None = None  # the operation in which it was bound first
+        self._is_anew = False  # said once more, to a new coordinator, which has not bound it yet
+        self._lanes: dict[str, Grant] = {}  # what the pull reads from, by the lease that the coordinator knows
+        self._lane_names: dict[str, str] = {}  # by such a lease: the one under which the pull began to read
+        self._failed: dict[str, ReadFailed] = {}  # the newest leases that were given up, and what was said of that
 
     def check_allowed(self) -> None:
         super().check_allowed()
@@ -111,14 +140,43 @@ class Filling(GroupCall):
                 selector=call.selector,
                 at_least=call.at_least,
                 generation=self.generation,
-                hold=call.hold,
+                hold=call.hold and not call.staged,
                 staged=call.staged,
                 timeout_s=max(0.0, self.deadline - self._rank.now),
+                former=self.former,
+                resume=self._begun(),
             )
         )
 
+    def _begun(self) -> Begun | None:
+        """How far it is, for a coordinator that has not bound it."""
+        if self._bound_as is None or self._version is None or self._manifest is None:
+            return None
+        written = self._has_staging or self.phase in (Phase.FENCING, Phase.COPYING, Phase.PULLING, Phase.VOTED)
+        return Begun(self._bound_as, Content(self._version, self._manifest, self.generation).held(), written)
+
+    def unheard_of(self, error: Exception) -> None:
+        """Say the call again under a new key, and go on with what was begun: the pull does not stop for that (G8).
+
+        What this rank has voted for, nobody has committed; if all ranks come as far, it is committed now (R6).
+        """
+        if self.phase in (Phase.ABANDONING, Phase.STOPPING, Phase.APPLYING):
+            self.aborted(error)
+            return
+        if self.phase is Phase.MANIFEST:  # nothing depends on what it was bound to
+            self.phase, self._version, self._bound_as = Phase.ASKED, None, None
+        self._take_key()
+        self._is_anew = self.phase is not Phase.ASKED
+        self._say_call()
+
+    def _is_unbound(self) -> bool:
+        return self._is_anew or super()._is_unbound()
+
     def _say_phase_again(self) -> None:
         self._deaf = True
+        if self._is_anew:
+            self._say_call()
+            return
         match self.phase:
             case Phase.ASKED:
                 self._say_call()
@@ -138,23 +196,38 @@ class Filling(GroupCall):
         match message:
             case Start() if self.phase is Phase.ASKED:
                 self._version, self._write_said, self._grants = message.version, message.write, message.grants
+                self._bound_as = message.key
                 self._find_manifest(message.manifest_id)
-            case Start() if self.phase is Phase.PULLING:
-                self._reconcile(message.grants)
             case Start(write=True) | Write():
-                if self.phase is Phase.HELD:
-                    self._grants = message.grants
-                    self._write()
-                elif self.phase is Phase.ABANDONING:
-                    self._write_said = True  # it crossed our Abandon: nothing was written here
+                self._is_anew = False
+                self._may_write(message.grants)
             case Start():
-                pass
+                if self._is_anew and self.phase is Phase.HELD:
+                    self._rank.say(ReadyToWrite(message.key, message.rank))
+                self._is_anew = False
             case AddSource():
                 self._add_source(message.grant)
             case DropSource():
                 self._drop_source(message.lease)
             case _:
                 assert_never(message)
+
+    def _may_write(self, grants: tuple[Grant, ...]) -> None:
+        """Every rank may; perhaps this one does so already, and has missed who else may be read."""
+        match self.phase:
+            case Phase.HELD:
+                self._grants = grants
+                self._write()
+            case Phase.FENCING | Phase.COPYING:
+                self._grants = grants
+            case Phase.PULLING:
+                self._reconcile(grants)
+            case Phase.VOTED:
+                self._rank.say(Prepared(self.operation, self._rank.shard.rank))
+            case Phase.ABANDONING:
+                self._write_said = True  # it crossed our Abandon: nothing was written here
+            case _:
+                pass
 
     def _find_manifest(self, manifest_id: str) -> None:
         manifest = self._manifests.get(manifest_id)
@@ -187,18 +260,24 @@ class Filling(GroupCall):
         except TensorHubError as error:
             self.give_up(error)
             return
-        if self._call.hold:
-            assert self._version is not None
-            self.phase = Phase.HOOK
-            self._rank.act(CallHook(self._version))
+        self.stages = self._call.staged and self._holding.state is HandleState.READY
+        if self._call.hold and not self.stages:
+            self._run_hook()
         else:
             self._ready_to_write()
+
+    def _run_hook(self) -> None:
+        assert self._version is not None
+        self.phase = Phase.HOOK
+        self._rank.act(CallHook(self._version))
 
     def hook_returned(self, error: Exception | None) -> None:
         if self.phase is not Phase.HOOK:
             return
         if error is not None:
             self.give_up(error)
+        elif self._is_staged:
+            self._vote()
         else:
             self._ready_to_write()
 
@@ -212,15 +291,18 @@ class Filling(GroupCall):
     def _write(self) -> None:
         """Every rank is ready: fence what this one holds, then fill."""
         self._write_said = True
-        if self._holding.state is HandleState.READY:
+        if self.stages:
+            self._has_staging = True
+            self._begin_copying()
+        elif self._holding.state is HandleState.READY:
             self._fence()
         else:
-            self._start_pull()
+            self._begin_fill()
 
     def fenced(self) -> None:
         """FENCING: nobody reads the old version any more."""
         if self.error is None:
-            self._start_pull()
+            self._begin_fill()
         else:
             self._old_one_stays()  # given up between the fence and the first byte
 
@@ -238,20 +320,72 @@ class Filling(GroupCall):
         self._holding.reopen()
         self.finish(error=self.error)
 
+    def _begin_fill(self) -> None:
+        assert self._version is not None
+        assert self._manifest is not None
+        self._holding.fill(self._version, self._manifest, self.generation)
+        self._begin_copying()
+
+    # ------------------------------------------------------------------------------------- what needs no network
+
+    def _begin_copying(self) -> None:
+        """First what host copies of this worker have, also one that is being filled; then the rest from others."""
+        if not self._copy_on():
+            self._start_pull()
+
+    def _copy_on(self) -> bool:
+        """Copy from host copies that were not copied from yet, if there are any."""
+        assert self._version is not None
+        assert self._manifest is not None
+        shard, chunks = self._rank.shard, self._manifest.chunk_count
+        if not shard.serves or len(self._copied) == chunks:
+            return False
+        found = self._rank.copies.find(self._version.content_id)
+        found = [c for c in found if c not in self._tried]
+        if not found:
+            return False
+        self.phase = Phase.COPYING
+        self._tried.update(found)
+        sources = tuple(found)
+        self._rank.act(
+            CopyLocally(self._version, self._manifest, self.generation, sources, self._copied, staged=self.stages)
+        )
+        return True
+
+    def copied(self, chunks: frozenset[int]) -> None:
+        """COPYING: so many chunks are there now. A copy may have another generation by now: it is looked for again."""
+        if self.phase is Phase.COPYING:
+            self._copied = chunks
+            if not self._copy_on():
+                self._start_pull()
+
     # ------------------------------------------------------------------------------------------------- the pull
 
     def _start_pull(self) -> None:
         assert self._version is not None
         assert self._manifest is not None
-        self._holding.fill(self._version, self._manifest, self.generation)
+        shard = self._rank.shard
+        if shard.serves and shard.medium is Medium.DEVICE:
+            self._rank.act(EndPrefetch())  # what it had of this content is copied; and both would read the rest
         self.phase = Phase.PULLING
-        self._leases = {grant.lease for grant in self._grants}
-        self._rank.act(StartPull(self._version, self._manifest, self.generation, self._grants))
+        self._lanes = {grant.lease: grant for grant in self._grants}
+        self._lane_names = {lease: lease for lease in self._lanes}
+        start = StartPull(self._version, self._manifest, self.generation, self._grants, self._copied, self.stages)
+        self._rank.act(start)
 
     def _reconcile(self, grants: tuple[Grant, ...]) -> None:
-        """After a lost connection: the coordinator's list of our leases is the true one."""
-        for lease in sorted(self._leases - {grant.lease for grant in grants}):
-            self._rank.act(DropPullSource(lease))
+        """After a lost connection: the coordinator's list of our leases is the true one.
+
+        Where a new coordinator grants what is being read already, under a lease of its own, that lane goes on.
+        """
+        wanted = {grant.lease: grant for grant in grants}
+        for lease in sorted(self._lanes.keys() - wanted):
+            same = next((g for g in grants if g.lease not in self._lanes and _is_same(g, self._lanes[lease])), None)
+            if same is None:
+                self._rank.act(DropPullSource(self._lane_names[lease]))
+            else:
+                del self._lanes[lease]
+                self._lanes[same.lease], self._lane_names[same.lease] = same, self._lane_names.pop(lease)
         for grant in grants:
             if grant.lease in self._failed:
                 self._rank.say(self._failed[grant.lease])  # it was not heard: a lease is read under once
@@ -260,37 +394,57 @@ class Filling(GroupCall):
 
     def _add_source(self, grant: Grant) -> None:
         if self.phase is Phase.PULLING:
-            if grant.lease not in self._leases:
-                self._leases.add(grant.lease)
+            if grant.lease in self._failed:
+                self._rank.say(self._failed[grant.lease])  # that word was lost with a connection
+            elif grant.lease not in self._lanes:
+                self._lanes[grant.lease], self._lane_names[grant.lease] = grant, grant.lease
                 self._rank.act(AddPullSource(grant))
         elif self.phase in UNVOTED:
             self._grants = (*self._grants, grant)
 
     def _drop_source(self, lease: str) -> None:
-        if self.phase is Phase.PULLING and lease in self._leases:
-            self._rank.act(DropPullSource(lease))
+        if self.phase is Phase.PULLING and lease in self._lanes:
+            self._rank.act(DropPullSource(self._lane_names[lease]))
         else:
             self._grants = tuple(grant for grant in self._grants if grant.lease != lease)
             self._rank.say(ReadFailed(self.operation, self._rank.shard.rank, lease, "dropped", ""))
 
-    def source_failed(self, lease: str, reason: str, detail: str) -> None:
-        if lease in self._leases:
-            self._leases.discard(lease)
-            failed = self._failed[lease] = ReadFailed(self.operation, self._rank.shard.rank, lease, reason, detail[:1000])
+    def source_failed(self, lane: str, reason: str, detail: str, chunk: int | None) -> None:
+        """`lane`: the lease under which the pull began to read there."""
+        lease = next((lease for lease, name in self._lane_names.items() if name == lane), None)
+        if lease is not None:
+            del self._lanes[lease], self._lane_names[lease]
+            failed = ReadFailed(self.operation, self._rank.shard.rank, lease, reason, detail[:1000], chunk)
+            self._failed[lease] = failed
+            while len(self._failed) > FAILED_KEPT_MAX:
+                del self._failed[next(iter(self._failed))]
             self._rank.say(failed)
 
     def pull_done(self) -> None:
         if self.phase is not Phase.PULLING:
             return
+        self._is_staged = self.stages
+        if self._call.hold and self._is_staged:
+            self._run_hook()
+        else:
+            self._vote()
+
+    def _vote(self) -> None:
+        assert self._version is not None
+        assert self._manifest is not None
         self.phase = Phase.VOTED
-        self._holding.verified()
+        if self.stages:
+            self._holding.stage(Content(self._version, self._manifest, self.generation))
+        else:
+            self._holding.verified()
         self._rank.say(Prepared(self.operation, self._rank.shard.rank))
         if not self._rank.shard.serves:
             self._holding.fetched()
             self.finish(version=self._version, changed=True)
 
     def pull_failed(self, error: TensorHubError) -> None:
-        if self.phase is Phase.PULLING:
+        """Nor can copying."""
+        if self.phase in (Phase.COPYING, Phase.PULLING):
             self.give_up(error)
 
     def _stop_pull(self, error: Exception) -> None:
@@ -299,29 +453,72 @@ class Filling(GroupCall):
         self._rank.act(StopPull())
 
     def pull_stopped(self) -> None:
-        if self.phase is Phase.STOPPING:
+        if self.phase is not Phase.STOPPING:
+            return
+        if self.stages:
+            self._holding.restate()
+            self.finish(error=self.error)
+        else:
             self._torn(self.error)
 
     # -------------------------------------------------------------------------------------------------- its end
 
+    def _may_be_committed(self) -> bool:
+        return self.phase is Phase.VOTED or self._version is None  # a barrier is not told before its end
+
     def committed(self, version: VersionInfo) -> None:
         content, changed = self._holding.content, True
+        if self.phase is Phase.APPLYING:
+            return  # it is known
+        if self.phase is Phase.VOTED and self.stages:
+            self._has_staging = False  # the holding's now
+            self.phase = Phase.APPLYING
+            self._holding.apply()
+            return
         if self.phase is Phase.VOTED:
             self._holding.filled()
         elif content is not None and content.version.content_id == version.content_id:
             changed = False  # a barrier: this content was held already
-        elif content is None and self.phase in (Phase.ASKED, Phase.ABANDONING):
-            changed = False  # as above, but it was rolled back since
+        elif self.phase in (Phase.ASKED, Phase.ABANDONING) and (content is None or self._call.kind is OpKind.PREFETCH):
+            changed = False  # as above, but it was rolled back since; or it is in use, so that there is nothing to prefetch
         else:
             raise InvariantBroken(f"{self}: committed before this rank voted. Story:\n{self._holding.story}")
         self._finish_committed(version, changed=changed)
 
+    def applied(self, *, whole: bool) -> None:
+        """APPLYING: what was staged is in place, or its bytes did not come through."""
+        if self.phase is not Phase.APPLYING:
+            return
+        if whole:
+            assert self._version is not None
+            self._finish_committed(self._version)
+            return
+        text = f"{self._rank.title}: what was staged did not arrive as it was verified: this machine's memory is at fault"
+        error = IntegrityError(text)
+        set_memory(error, "torn")
+        self.finish(error=error)
+
+    def finish(self, *, version: VersionInfo | None = None, changed: bool = False, error: Exception | None = None) -> None:
+        if self._has_staging:
+            self._has_staging = False
+            self._rank.act(FreeStaging())
+        shard = self._rank.shard
+        if changed and shard.serves and shard.medium is Medium.DEVICE:
+            self._rank.act(FreePrefetch())
+        super().finish(version=version, changed=changed, error=error)
+
     def aborted(self, error: Exception) -> None:
         match self.phase:
-            case Phase.PULLING:
+            case Phase.COPYING | Phase.PULLING:
                 self._stop_pull(error)
             case Phase.STOPPING | Phase.FENCING:
                 self.error = error
+            case Phase.APPLYING:
+                pass  # its commit was heard
+            case Phase.VOTED if self.stages:
+                self._has_staging = False
+                self._holding.drop_staged()
+                self.finish(error=error)
             case Phase.VOTED:
                 self._torn(error)
             case _:
@@ -338,11 +535,14 @@ class Filling(GroupCall):
             case Phase.FENCING:
                 self.error = error
                 self._abandon(error)
-            case Phase.PULLING:
+            case Phase.COPYING | Phase.PULLING:
                 self._abandon(error)
                 self._stop_pull(error)
             case Phase.VOTED:
+                self._has_staging = False
                 self._doubt(error)
+            case Phase.APPLYING:
+                pass  # it is committed, and ends by itself
             case Phase.ABANDONING:
                 self._leave_unheard()
             case Phase.STOPPING:
@@ -361,3 +561,9 @@ class Filling(GroupCall):
         if error is not None:
             set_memory(error, "torn")
         self.finish(error=error)
+
+
+def _is_same(one: Grant, other: Grant) -> bool:
+    """Whether both are of the same memory, under the same generation."""
+    mine, theirs = ((g.incarnation, g.registration, g.generation) for g in (one, other))
+    return mine == theirs

@@ -12,11 +12,22 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from tensorhub.errors import LeaseLost
 from tensorhub.machine import InvariantBroken, Stateful
 from tensorhub.manifest import Manifest
-from tensorhub.messages import Held, OrderedOut, Outcome, Prepared, Resolve
-from tensorhub.types import HandleState, OpKey, VersionInfo
-from tensorhub.worker.calls import Fence, OpenMemory, ReopenMemory
+from tensorhub.messages import Held, Kept, OrderedOut, Outcome, Prepared, Resolve
+from tensorhub.types import HandleState, Medium, OpKey, VersionInfo
+from tensorhub.worker.calls import (
+    CopyLocally,
+    Fence,
+    FreeMemory,
+    FreeStaging,
+    LocalCopy,
+    OpenMemory,
+    ReopenMemory,
+    staging_of,
+)
+from tensorhub.worker.enrolment import Shard
 from tensorhub.worker.rank import Rank
 from tensorhub.worker.states import HANDLE_TABLE
 
@@ -28,6 +39,9 @@ class Content:
     version: VersionInfo
     manifest: Manifest
     generation: int
+    retained: bool = False  # it is to be kept (R4), as far as was heard
+    published: bool = False  # by this rank; else it was read from others
+    spoiled: bool = False  # its bytes have changed: it is not what it says, and counts for nothing
 
     def held(self) -> Held:
         """The same, for the coordinator."""
@@ -55,7 +69,12 @@ class Holding(Stateful[HandleState]):
         self.doubt: OpKey | None = None  # IN_DOUBT: the operation whose outcome is not known
         self.fencing = False  # the fence of `content` was asked for: nobody may count on it
         self.given_up: int | None = None  # the version held until the coordinator knew that content no more (R2)
+        self.is_loss_untold = False  # the coordinator has lost its state, and no call has said so yet (R2)
         self.letting_go: int | None = None  # the generation of content that was given up without a call, until fenced
+        self.salvage: Content | None = None  # TORN host copy: what was verified can be copied by this worker, under this
+        self.staged: Content | None = None  # voted for, in staging memory; `content` is still held, until it is applied
+        self.applying = False  # `staged` was committed, and is on its way into the memory
+        self._is_out = False  # and meanwhile somebody said that what is held is not to be kept
         self._rank = rank
 
     def __repr__(self) -> str:
@@ -69,6 +88,23 @@ class Holding(Stateful[HandleState]):
             return self.content.version.version
         return None
 
+    @property
+    def shard(self) -> Shard:
+        """What this memory is registered as."""
+        return self._rank.shard
+
+    @property
+    def is_host(self) -> bool:
+        """Whether it is the library's own host memory."""
+        return self._rank.shard.medium is Medium.HOST
+
+    @property
+    def readable(self) -> Content | None:
+        """What this worker itself may copy from here: all that is verified of it."""
+        if self.content is not None and not self.fencing:
+            return self.content
+        return self.salvage
+
     # --------------------------------------------------------------------------------- publishing, and its vote
 
     def promise(self, version: int, generation: int) -> None:
@@ -76,7 +112,7 @@ class Holding(Stateful[HandleState]):
         s = self._rank.shard
         assert s.manifest is not None
         info = VersionInfo(s.model, version, "", s.manifest.nbytes, s.world_size)
-        self.voted = Content(info, s.manifest, generation)
+        self.voted = Content(info, s.manifest, generation, published=True)
         self._rank.act(OpenMemory(generation, "", s.manifest, complete=True))
 
     def publish(self, version: VersionInfo) -> None:
@@ -96,6 +132,7 @@ class Holding(Stateful[HandleState]):
 
     def fill(self, version: VersionInfo, manifest: Manifest, generation: int) -> None:
         """The first byte may be written. Chunks are read by others as they arrive, unless this memory serves nobody."""
+        self.drop_salvage()
         self.content = Content(version, manifest, generation)
         self._become(HandleState.FILLING, f"filled with {version.version}")
         if self._rank.shard.serves:
@@ -117,9 +154,68 @@ class Holding(Stateful[HandleState]):
     def tear(self) -> None:
         """The fill is broken off; nobody may read what is there."""
         assert self.content is not None
-        self._rank.act(Fence(self.content.generation))
+        broken = self.content
+        self._rank.act(Fence(broken.generation))
         self.content = None
         self._become(HandleState.TORN, "fill broken off")
+        if self.is_host:  # what has its digest is not lost for an update of this worker
+            self.salvage = Content(broken.version, broken.manifest, self._rank.new_generation())
+            self._rank.act(ReopenMemory(self.salvage.generation))
+
+    def drop_salvage(self) -> None:
+        """What was left of a broken fill is not wanted any more."""
+        if self.salvage is not None:
+            self._rank.act(Fence(self.salvage.generation))
+            self.salvage = None
+
+    # -------------------------------------------------------------------------------- staged: filled beside, then applied
+
+    def stage(self, content: Content) -> None:
+        """All of it is in staging memory: this rank's vote. What is held stays as it is until that is committed."""
+        self.staged = content
+
+    def drop_staged(self) -> None:
+        """It was aborted: what is held stays, and the coordinator is told so, as it may count on that no more."""
+        self.staged = None
+        self._rank.act(FreeStaging())
+        self.restate()
+
+    def apply(self) -> None:
+        """It was committed: take what is held from its readers, and copy. This is not given up any more."""
+        assert self.staged is not None
+        self.applying = True
+        if self.content is not None:
+            self._rank.act(Fence(self.content.generation))
+        else:
+            self._overwrite()
+
+    def fenced_to_apply(self, generation: int) -> bool:
+        """Whether that fence was for `apply`; then the memory may be overwritten."""
+        mine = self.applying and self.state is not HandleState.FILLING
+        if mine and self.content is not None and self.content.generation == generation:
+            self._overwrite()
+            return True
+        return False
+
+    def _overwrite(self) -> None:
+        assert self.staged is not None
+        version, manifest, generation = self.staged.version, self.staged.manifest, self.staged.generation
+        self.fill(version, manifest, generation)
+        source = LocalCopy(staging_of(self._rank.shard.registration), generation)
+        self._rank.act(CopyLocally(version, manifest, generation, (source,), last=True))
+
+    def applied(self, *, whole: bool) -> None:
+        """It is in place; or (not `whole`) its bytes did not come through, which only broken memory can do."""
+        self.staged, self.applying = None, False
+        self._rank.act(FreeStaging())
+        if whole:
+            self.filled()
+            if self._is_out:  # whether it is to be kept is asked again, now that it can be given up
+                self._is_out = False
+                self.restate()
+        else:
+            self.tear()
+            self.restate()
 
     # -------------------------------------------------------------------------------------------- taking it back
 
@@ -151,17 +247,24 @@ class Holding(Stateful[HandleState]):
 
     def close(self) -> None:
         """Nothing is held (any more), and nothing will be."""
+        self.drop_salvage()
+        if self.staged is not None:
+            self.staged, self.applying = None, False
+            self._rank.act(FreeStaging())
         if self.state is not HandleState.CLOSED:
             self._become(HandleState.CLOSED, "closed")
 
     # --------------------------------------------------------------------------------- what only others know
 
     def restate(self) -> None:
-        """Say what is held, or was voted for. Memory that is being taken back or filled is neither."""
-        content = self.voted
-        if self.state is HandleState.IN_DOUBT or (self.state is HandleState.READY and not self.fencing):
+        """Say what is held, or was voted for. Memory that is being fenced or filled is neither."""
+        content, holds = self.voted, self.state in (HandleState.READY, HandleState.DRAINING)
+        if self.applying:
+            content = self.staged
+        elif self.state is HandleState.IN_DOUBT or (holds and not self.fencing):
             content = self.content
-        self._rank.say(self._rank.enrolment.register(content.held() if content is not None else None))
+        whole = content is not None and not content.spoiled
+        self._rank.say(self._rank.enrolment.register(content.held() if content is not None and whole else None))
 
     def restate_after(self, commit: OpKey) -> None:
         """A coordinator that knows a commit from its records only does not know that this memory holds it."""
@@ -170,18 +273,75 @@ class Holding(Stateful[HandleState]):
 
     def not_kept(self) -> None:
         """The coordinator does not know the content that was restated. What is about to be overwritten is fenced already."""
-        if self.state is HandleState.READY and not self.fencing:
+        if self.applying:
+            self._is_out = True
+        elif self.state is HandleState.READY and not self.fencing:
             number = self.version
             self._let_go(HandleState.EMPTY, "ordered out: the coordinator does not know that content")
             self.given_up = number
+
+    def told(self, keep: bool, content_id: str | None = None) -> None:
+        """Whether what is held (if it is that content) is to be kept. That is known now, unless it is being fenced."""
+        content = self.content
+        if content is not None and not self.fencing and content_id in (None, content.version.content_id):
+            content.retained = keep
+            self._rank.say(Kept(self._rank.shard.registration, content.version.content_id, keep))
 
     def order_out(self, order: OrderedOut) -> None:
         """What was held is retired. What is on its way out, or about to be overwritten, is fenced without that word; if it
         is announced again after all, the answer is that it is not kept.
         """
+        if self.applying:
+            self._is_out = True
+            return
         held = self.content is not None and self.content.version.content_id == order.content_id
         if held and self.state is HandleState.READY and not self.fencing:
             self._let_go(HandleState.EMPTY, order.reason)
+
+    def spoil(self) -> None:
+        """Its bytes have changed since they were published, or verified (R8). A publisher has it until it takes it back, and
+        is told then; who has read it from others gives it up.
+        """
+        assert self.content is not None
+        self.content.spoiled = True
+        if self.state is HandleState.READY and not self.content.published and not self.fencing and not self.applying:
+            self._let_go(HandleState.EMPTY, "its bytes have changed")
+
+    def lose(self, *, told: bool) -> None:
+        """The coordinator has lost its state: nobody knows of this content, nor will anybody of the vote for it.
+
+        What is about to be fenced, filled, torn or overwritten by what was staged is its call's to end. A host copy has no
+        caller who would have to be told.
+        """
+        number = self.content.version.version if self.content is not None else None
+        if self.applying:
+            self._is_out = True
+        elif self.state is HandleState.READY and not self.fencing:
+            self._let_go(HandleState.EMPTY, "the coordinator has lost its state")
+            self.given_up = number
+        elif self.doubt is not None:
+            self._lose_doubt()
+        self.is_loss_untold = not told and not self.is_host and self.state is not HandleState.CLOSED
+
+    def _lose_doubt(self) -> None:
+        intact, why = self.staged is not None or self._publishes, "in doubt, and the coordinator has lost its state"
+        self.doubt = None
+        if self.staged is not None:
+            self.staged = None
+            self._rank.act(FreeStaging())
+        state = HandleState.EMPTY if intact else HandleState.TORN
+        if self.content is not None:
+            self._let_go(state, why)
+        else:
+            self._become(state, why)
+
+    def loss_error(self) -> LeaseLost:
+        """What tells of that loss."""
+        return LeaseLost(
+            f"{self._rank.title}: the coordinator has come back without its state, as a new cluster: what was published, "
+            "retained and pinned before is unknown to it, and nobody reads what this handle held. The next call goes on "
+            "in the new cluster: publish anew, or fetch what it has (a state_dir keeps a coordinator's state)"
+        )
 
     def _let_go(self, state: HandleState, why: str) -> None:
         """Give up what is held. The next call waits for the fence, so that nobody counts on this memory any more."""
@@ -193,13 +353,15 @@ class Holding(Stateful[HandleState]):
 
     def doubt_outcome(self, key: OpKey) -> None:
         """Voted, and no word of the outcome: the memory stays as it is until somebody knows (R6)."""
-        self.doubt, self.content = key, self.voted
+        self.doubt = key
+        if self.staged is None:
+            self.content = self.voted
         self._become(HandleState.IN_DOUBT, "voted, outcome unknown")
 
     @property
     def _publishes(self) -> bool:
         """Whether what is in doubt is a publication: its content id is the coordinator's to tell."""
-        return self.content is not None and not self.content.version.content_id
+        return self.staged is None and self.content is not None and not self.content.version.content_id
 
     def ask_outcome(self, *, vote: bool) -> None:
         """IN_DOUBT: ask what became of it. `vote`: say the vote of a fill again (that of a publication is restated)."""
@@ -211,14 +373,33 @@ class Holding(Stateful[HandleState]):
 
     def resolve(self, outcome: Outcome) -> None:
         """What became of the operation that was in doubt."""
-        assert self.content is not None
         self.doubt = None
+        if self.staged is not None:
+            self._resolve_staged(outcome)
+            return
+        assert self.content is not None
         if outcome.committed and outcome.version is not None:
             self.content.version = outcome.version
             self._become(HandleState.READY, "doubt resolved: committed")
             self.restate_after(outcome.key)
         else:
             self._let_go(HandleState.EMPTY if self._publishes else HandleState.TORN, "doubt resolved: aborted")
+
+    def _resolve_staged(self, outcome: Outcome) -> None:
+        if outcome.committed:
+            self.apply()
+        elif self.content is not None:
+            self._become(HandleState.READY, "doubt resolved: aborted; nothing was written")
+            self.drop_staged()
+        else:
+            self._become(HandleState.EMPTY, "doubt resolved: aborted; nothing was written")
+            self.drop_staged()
+
+    def let_go_ended(self) -> None:
+        """The fence of what was given up stands."""
+        self.letting_go = None
+        if self.is_host:
+            self._rank.act(FreeMemory())
 
     # -------------------------------------------------------------------------------------------------- helpers
 
@@ -229,9 +410,10 @@ class Holding(Stateful[HandleState]):
     def check_invariants(self) -> None:
         """Raise InvariantBroken if the parts disagree."""
         needs = (HandleState.READY, HandleState.DRAINING, HandleState.FILLING, HandleState.IN_DOUBT)
-        if (self.content is not None) != (self.state in needs):
+        staged_doubt = self.staged is not None and self.state is HandleState.IN_DOUBT  # it may hold nothing meanwhile
+        if (self.content is not None) != (self.state in needs) and not staged_doubt:
             raise InvariantBroken(f"{self}: content {self.content}. Story:\n{self.story}")
-        if (self.doubt is not None) != (self.state is HandleState.IN_DOUBT):
+        if not self.applying and (self.doubt is not None) != (self.state is HandleState.IN_DOUBT):
             raise InvariantBroken(f"{self}: doubt {self.doubt}. Story:\n{self.story}")
         if self.fencing and self.state not in (HandleState.READY, HandleState.DRAINING):
             raise InvariantBroken(f"{self}: fences what it does not hold. Story:\n{self.story}")

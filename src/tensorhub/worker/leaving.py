@@ -1,19 +1,21 @@
 """A rank takes its memory back (R3, R4): unpublish and close.
 
 The coordinator is asked first, so that readers can be moved and a retained version stays. But an owner needs nobody:
-half of the time is for the answer, the rest for the fence.
+half of the time is for the answer, the rest for the fence. One that knows that its version is retained waits for the leave,
+or, cut off, until its own lease is over: from then on nobody counts on it (R4).
 """
 
 from __future__ import annotations
 
 from abc import abstractmethod
+from math import inf
 from typing import ClassVar
 
 from tensorhub.errors import LeaseLost, RetentionError, StateError, TensorHubError
 from tensorhub.machine import InvariantBroken
-from tensorhub.messages import Deregister, Done, MustStay, Withdraw, Withdrawable
-from tensorhub.types import HandleState
-from tensorhub.worker.calls import CloseCall
+from tensorhub.messages import Deregister, Done, Withdraw, Withdrawable
+from tensorhub.types import HandleState, Medium
+from tensorhub.worker.calls import CloseCall, FreeMemory
 from tensorhub.worker.holding import Holding
 from tensorhub.worker.rank import Rank
 from tensorhub.worker.running import DEADLINE_SLACK_S, Running
@@ -30,7 +32,6 @@ class Leaving(Running):
         super().__init__(what, rank, holding, timeout_s)
         self._began = rank.now
         self._abandon = abandon  # it may leave, whatever is lost with it
-        self._stays = False  # WITHDRAWING: the coordinator has said that a retained version would be lost
 
     def start(self) -> None:
         if self._holding.state is HandleState.READY:
@@ -46,12 +47,17 @@ class Leaving(Running):
 
     def _withdraw(self) -> None:
         self._holding.withdraw()
-        self.request = self._rank.new_request()
+        self.phase = Phase.WITHDRAWING
         if self._rank.enrolment.ready:
-            self.phase = Phase.WITHDRAWING
-            self._say_withdraw(hurry=False)
+            self.say_again()
         else:
-            self._fence()
+            self._take_unasked()
+
+    def say_again(self) -> None:
+        """WITHDRAWING: ask. Over a new connection the wish is a new one."""
+        if self.phase is Phase.WITHDRAWING:
+            self.request = self._rank.new_request()
+            self._say_withdraw(hurry=False)
 
     def _say_withdraw(self, *, hurry: bool) -> None:
         content = self._holding.content
@@ -60,17 +66,10 @@ class Leaving(Running):
         registration = self._rank.shard.registration
         self._rank.say(Withdraw(self.request, registration, content.generation, left_s, self._abandon, self._closes, hurry))
 
-    def answered(self, message: Withdrawable | MustStay | Done) -> None:
+    def answered(self, message: Withdrawable | Done) -> None:
         """The coordinator has something to say to a question of this call."""
-        if self.phase is not Phase.WITHDRAWING or message.request != self.request:
-            return
-        match message:
-            case Withdrawable():
-                self._fence()
-            case MustStay():
-                self._stays = True
-            case Done():
-                pass
+        if self.phase is Phase.WITHDRAWING and message.request == self.request and isinstance(message, Withdrawable):
+            self._fence()
 
     def refused(self, error: TensorHubError) -> None:
         if self.phase is Phase.WITHDRAWING:
@@ -85,17 +84,31 @@ class Leaving(Running):
 
     def _take_unasked(self) -> None:
         """No word came, or none can come: an owner needs nobody (R3), unless it knows that its version is retained (R4)."""
-        if not self._stays:
+        if self._rank.now >= self._free_at():
             self._fence()
-            return
-        text = f"{self._rank.title}: version {self._holding.version} is retained"
-        text += ", and the coordinator can not be asked who else holds it"
-        self._must_stay(RetentionError(f"{text}; it stays published: try again, or close(abandon=True)"))
+        elif self._rank.now >= self.deadline:
+            text = f"{self._rank.title}: version {self._holding.version} is retained"
+            text += ", and the coordinator can not be asked who else holds it"
+            self._must_stay(RetentionError(f"{text}; it stays published: try again, or close(abandon=True)"))
+
+    def _free_at(self) -> float:
+        """From when on nobody's leave is asked for: with its lease this memory stops to count for retention anywhere."""
+        content, enrolment = self._holding.content, self._rank.enrolment
+        assert content is not None
+        if not content.retained or self._abandon:
+            return -inf
+        is_copy = self._rank.shard.medium is Medium.HOST
+        if not self._closes and not is_copy and self._rank.copies.keep(content.version.content_id):
+            return -inf
+        return inf if enrolment.online else enrolment.lease_over
 
     def next_deadline(self) -> float:
-        if self.phase is Phase.WITHDRAWING and not self._stays:
+        if self.phase is not Phase.WITHDRAWING:
+            return super().next_deadline()
+        free_at = self._free_at()
+        if free_at == -inf:
             return (self._began + self.deadline) / 2  # readers have half the time to leave, the fence has the rest
-        return super().next_deadline()
+        return super().next_deadline() if free_at == inf else min(free_at, self.deadline)
 
     def overdue(self) -> None:
         if self.phase is Phase.WITHDRAWING:
@@ -127,10 +140,13 @@ class Leaving(Running):
         """Who cancels waits for the coordinator only for the slack."""
         self._began = self._rank.now
         self.deadline = min(self.deadline, self._began + DEADLINE_SLACK_S)
-        if self.phase is Phase.WITHDRAWING:
+        if self.phase is not Phase.WITHDRAWING:
+            self.give_up(error)
+        elif self._rank.enrolment.online:
             self._say_withdraw(hurry=True)  # it may have to stay
         else:
-            self.give_up(error)
+            self.deadline = self._rank.now
+            self._take_unasked()
 
     def _give_up(self, error: Exception) -> None:
         match self.phase:
@@ -157,6 +173,7 @@ class Unpublishing(Leaving):
     def _holds_nothing(self) -> None:
         """It was given up without this call, unless the doubt about it has just been resolved."""
         number, self._holding.given_up = self._holding.given_up, None
+        self._holding.is_loss_untold = self._holding.is_loss_untold and number is None
         if number is None:
             self.finish()
             return
@@ -167,6 +184,25 @@ class Unpublishing(Leaving):
 
     def fenced(self) -> None:
         self._holding.forget("unpublished")
+        self.finish()
+
+
+class Releasing(Leaving):
+    """A host copy gives up what it holds, and its memory, once nobody reads it. It may be filled again."""
+
+    def __init__(self, rank: Rank, holding: Holding, timeout_s: float) -> None:
+        super().__init__("release", rank, holding, timeout_s)
+
+    def _holds_nothing(self) -> None:
+        self._holding.drop_salvage()
+        self._freed()
+
+    def fenced(self) -> None:
+        self._holding.forget("released")
+        self._freed()
+
+    def _freed(self) -> None:
+        self._rank.act(FreeMemory())
         self.finish()
 
 
@@ -198,7 +234,7 @@ class Closing(Leaving):
         self.phase, self.request = Phase.DEREGISTERING, self._rank.new_request()
         self._rank.say(Deregister(self.request, self._rank.shard.registration, self._abandon))
 
-    def answered(self, message: Withdrawable | MustStay | Done) -> None:
+    def answered(self, message: Withdrawable | Done) -> None:
         if self.phase is not Phase.DEREGISTERING:
             super().answered(message)
         elif isinstance(message, Done) and message.request == self.request:

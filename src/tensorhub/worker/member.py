@@ -22,12 +22,13 @@ from tensorhub.machine import InvariantBroken
 from tensorhub.manifest import Manifest
 from tensorhub.messages import (
     AddSource,
+    DigestedAgain,
     Done,
     DropSource,
     EpochChanged,
     ErrorInfo,
+    Keep,
     ManifestReply,
-    MustStay,
     OrderedOut,
     Outcome,
     Refused,
@@ -37,30 +38,39 @@ from tensorhub.messages import (
     Write,
 )
 from tensorhub.messages import Registered as RegisteredReply
-from tensorhub.types import HandleState
+from tensorhub.types import HandleState, Options
 from tensorhub.worker.calls import (
     Action,
     Call,
     CloseCall,
+    CopyCall,
     FillCall,
     PublishCall,
     RefuseCall,
     Registered,
     RegistrationFailed,
+    ReleaseCall,
     UnpublishCall,
 )
+from tensorhub.worker.copies import Copies
+from tensorhub.worker.copying import Copying
 from tensorhub.worker.enrolment import Shard
 from tensorhub.worker.filling import Filling, Manifests
 from tensorhub.worker.holding import Content, Holding
-from tensorhub.worker.leaving import Closing, Leaving, Unpublishing
+from tensorhub.worker.leaving import Closing, Leaving, Releasing, Unpublishing
 from tensorhub.worker.publishing import Publishing
 from tensorhub.worker.rank import Rank
 from tensorhub.worker.running import GroupCall, Refusing, Running
-from tensorhub.worker.states import Phase
+from tensorhub.worker.states import UNVOTED, Phase
+
+LEASE_S = Options().lease_s  # where nothing else was heard
 
 
 class Member:
-    """The machine of one handle. `requests` and `generations` mint numbers that are used once."""
+    """The machine of one handle. `requests` and `generations` mint numbers that are used once.
+
+    `copies`: the worker's host copies, shared by its handles; one in host memory is among them from now on.
+    """
 
     def __init__(
         self,
@@ -69,13 +79,17 @@ class Member:
         requests: Callable[[], int],
         generations: Callable[[], int],
         manifests: dict[str, Manifest],
+        copies: Copies | None = None,
     ) -> None:
         self.shard = shard
-        self._rank = Rank(shard, requests, generations)
+        copies = copies if copies is not None else Copies()
+        self._rank = Rank(shard, requests, generations, copies.beside(shard))
         self._enrolment = self._rank.enrolment
         self._holding = Holding(self._rank)
         self._manifests = Manifests(manifests, shard)
         self._call: Running | None = None  # the last one that was begun
+        if self._holding.is_host:
+            copies.add(shard.registration, self._holding)
 
     def __repr__(self) -> str:
         phase = self.running.phase.value if self.running is not None else "idle"
@@ -103,9 +117,15 @@ class Member:
         return None if self._call is None or self._call.over else self._call
 
     @property
+    def fence_until(self) -> float | None:
+        """When the fence that the running call waits for is given up: earlier once that is cancelled. None: it waits not."""
+        call = self.running
+        return call.deadline if call is not None and call.phase is Phase.FENCING else None
+
+    @property
     def is_letting_go(self) -> bool:
-        """Whether memory that holds nothing any more is still to be fenced: it is not the caller's to write."""
-        return self._holding.letting_go is not None
+        """Whether memory is still to be fenced, or overwritten, without a call: it is not the caller's to write."""
+        return self._holding.letting_go is not None or self._holding.applying
 
     # ------------------------------------------------------------------------------------------- inputs: the caller
 
@@ -134,6 +154,10 @@ class Member:
                 return Closing(call, rank, holding, timeout_s)
             case RefuseCall():
                 return Refusing(call, rank, holding, timeout_s)
+            case ReleaseCall():
+                return Releasing(rank, holding, timeout_s)
+            case CopyCall():
+                return Copying(call, rank, holding, timeout_s)
             case _:
                 assert_never(call)
 
@@ -144,6 +168,9 @@ class Member:
             return
         if call.alone and self._holding.doubt is None:
             call.start()
+        elif isinstance(call, GroupCall) and self._holding.is_loss_untold:
+            self._holding.is_loss_untold = False
+            call.finish(error=self._holding.loss_error())
         elif self._enrolment.refusal is not None:
             call.finish(error=self._enrolment.refusal.error())
         elif self._enrolment.ready and self._holding.doubt is not None:
@@ -155,6 +182,12 @@ class Member:
                 call.finish(error=error)
             else:
                 call.start()
+
+    def tell_loss(self) -> None:
+        """Raise LeaseLost if the coordinator has lost its state and no call has said so yet."""
+        if self._holding.is_loss_untold:
+            self._holding.is_loss_untold = False
+            raise self._holding.loss_error()
 
     def cancel(self, error: Exception, now: float) -> list[Action]:
         """End the running call with `error`, if it is not this rank's to finish any more."""
@@ -169,6 +202,14 @@ class Member:
             self.running.hook_returned(error)
         return self._rank.take_actions()
 
+    def end_prefetch(self, now: float) -> list[Action]:
+        """Of a host copy: an update has taken what its fill has got so far. What is whole already is left as it is."""
+        self._rank.enter(now)
+        call = self.running
+        if isinstance(call, Filling) and call.error is None and call.phase in UNVOTED:
+            call.cancel(StateError(f"{self.shard.title}: an update has taken what was prefetched so far", retryable=True))
+        return self._rank.take_actions()
+
     # -------------------------------------------------------------------------------------- inputs: the owner's side
 
     def fenced(self, generation: int, now: float) -> list[Action]:
@@ -176,8 +217,10 @@ class Member:
         self._rank.enter(now)
         self._rank.say(Withdrawn(self.shard.registration, generation))
         if generation == self._holding.letting_go:
-            self._holding.letting_go = None
+            self._holding.let_go_ended()
             self._go_on()
+        elif self._holding.fenced_to_apply(generation):
+            return self._rank.take_actions()
         waits = self._waits_for(generation)
         if waits is not None:
             waits.fenced()
@@ -198,11 +241,25 @@ class Member:
             return call if content is not None and content.generation == generation else None
         return None
 
-    def source_failed(self, lease: str, reason: str, detail: str, now: float) -> list[Action]:
-        """A read has ended before its time (reason "dropped": because it was told to)."""
+    def source_failed(self, lease: str, reason: str, detail: str, now: float, *, chunk: int | None = None) -> list[Action]:
+        """A read has ended before its time (reason "dropped": because it was told to). `chunk`: that had another digest."""
         self._rank.enter(now)
         if isinstance(self.running, Filling):
-            self.running.source_failed(lease, reason, detail)
+            self.running.source_failed(lease, reason, detail, chunk)
+        return self._rank.take_actions()
+
+    def digested_again(
+        self, inquiry: str, generation: int, changed: bool | None, error: TensorHubError, now: float
+    ) -> list[Action]:
+        """What was asked with DigestAgain. `error`: what is wrong with memory that has changed."""
+        self._rank.enter(now)
+        content = self._holding.content
+        known = content is not None and content.generation == generation and self.state is not HandleState.IN_DOUBT
+        self._rank.say(DigestedAgain(inquiry, self.shard.registration, changed if known else None))
+        if known and changed:
+            if isinstance(self.running, Filling):
+                self.running.pull_failed(error)
+            self._holding.spoil()
         return self._rank.take_actions()
 
     def pull_done(self, now: float) -> list[Action]:
@@ -212,25 +269,56 @@ class Member:
             self.running.pull_done()
         return self._rank.take_actions()
 
-    def pull_failed(self, error: TensorHubError, now: float) -> list[Action]:
-        """The pull cannot go on with any source."""
+    def copied(self, chunks: frozenset[int], now: float) -> list[Action]:
+        """What could be copied of the running CopyLocally is there, and verified."""
         self._rank.enter(now)
-        if isinstance(self.running, Filling):
+        content = self._holding.content
+        if self._holding.applying and content is not None:
+            whole = len(chunks) == content.manifest.chunk_count
+            self._holding.applied(whole=whole)
+            if isinstance(self.running, Filling) and self.running.phase is Phase.APPLYING:
+                self.running.applied(whole=whole)
+            else:
+                self._go_on()
+        elif isinstance(self.running, Filling | Copying):
+            self.running.copied(chunks)
+        return self._rank.take_actions()
+
+    def pull_failed(self, error: TensorHubError, now: float) -> list[Action]:
+        """The pull cannot go on with any source, or there is no memory to copy or pull into."""
+        self._rank.enter(now)
+        if isinstance(self.running, Filling | Copying):
             self.running.pull_failed(error)
         return self._rank.take_actions()
 
     def pull_stopped(self, now: float) -> list[Action]:
         self._rank.enter(now)
-        if isinstance(self.running, Filling):
+        if isinstance(self.running, Filling | Copying):
             self.running.pull_stopped()
         return self._rank.take_actions()
 
     # ------------------------------------------------------------------------------------- inputs: the coordinator
 
-    def connected(self, now: float) -> list[Action]:
-        """A session is up: say what was left, what is held, and then (`_registered`) ask for what may be missing."""
+    def state_lost(self, now: float) -> list[Action]:
+        """The coordinator of the next session knows nothing of the former one's state (R2). Say it before `connected`.
+
+        What was held or voted for is given up, and that is told once: by the group call that runs, or else by the next.
+        """
         self._rank.enter(now)
-        self._enrolment.connected()
+        call, known, told = self.running, self._enrolment.was_known, False
+        self._enrolment.left = None
+        if isinstance(call, GroupCall):
+            told = call.state_lost(self._holding.loss_error())
+        self._holding.lose(told=told or not known)
+        return self._rank.take_actions()
+
+    def connected(self, now: float, lease_s: float = LEASE_S) -> list[Action]:
+        """A session is up: say what was left, what is held, and then (`_registered`) ask for what may be missing.
+
+        `lease_s`: the coordinator's, as its Welcome says.
+        """
+        self._rank.enter(now)
+        self._enrolment.connected(lease_s)
         if self.state is not HandleState.CLOSED:
             if self._enrolment.left is not None:
                 self._rank.say(self._enrolment.left)
@@ -240,7 +328,7 @@ class Member:
     def disconnected(self, now: float) -> list[Action]:
         """Nobody can be told anything for now. An owner needs nobody to take its memory back."""
         self._rank.enter(now)
-        self._enrolment.disconnected()
+        self._enrolment.disconnected(now)
         if isinstance(self.running, Leaving):
             self.running.disconnected()
         return self._rank.take_actions()
@@ -256,10 +344,10 @@ class Member:
         | AddSource
         | DropSource
         | Outcome
-        | MustStay
         | Withdrawable
         | ManifestReply
-        | OrderedOut,
+        | OrderedOut
+        | Keep,
         now: float,
     ) -> list[Action]:
         """The coordinator says something about this registration. What is stale changes nothing (G9)."""
@@ -274,6 +362,8 @@ class Member:
                     call.epoch_changed(message)
             case Outcome():
                 self._outcome(message)
+            case Keep():
+                self._holding.told(message.keep, message.content_id)
             case OrderedOut():
                 self._holding.order_out(message)
             case Refused() if self._enrolment.asked(message.request):
@@ -281,7 +371,7 @@ class Member:
             case Refused():
                 if call is not None and message.request == call.request:
                     call.refused(message.error.error())
-            case Done() | MustStay() | Withdrawable():
+            case Done() | Withdrawable():
                 if isinstance(call, Leaving):
                     call.answered(message)
             case ManifestReply():
@@ -300,6 +390,8 @@ class Member:
         first = self._enrolment.confirm(message)
         if not message.keep:
             self._holding.not_kept()
+        elif message.retained:
+            self._holding.told(True)
         if first:
             self._rank.act(Registered())
             self._say_again()
@@ -309,7 +401,7 @@ class Member:
         if self._holding.doubt is not None:
             self._holding.ask_outcome(vote=True)
         call = self.running
-        if isinstance(call, GroupCall) and call.phase is not Phase.QUEUED:
+        if isinstance(call, GroupCall | Leaving) and call.phase is not Phase.QUEUED:
             call.say_again()
         else:
             self._go_on()  # nothing of it was said before
@@ -325,15 +417,23 @@ class Member:
         call, was_left = self.running, self._enrolment.heard(message.key)
         if self._holding.doubt == message.key:
             self._holding.resolve(message)
+            self._heard_retained(message)
             self._go_on()
         elif isinstance(call, GroupCall) and call.key == message.key:
             if not message.committed:
                 info = message.error
-                call.aborted(call.error or (info.error() if info is not None else GroupAborted("aborted")))
+                error = call.error or (info.error() if info is not None else GroupAborted("aborted"))
+                end = call.unheard_of if message.unknown and call.error is None else call.aborted
+                end(error)
             elif message.version is not None:
                 call.committed(message.version)
+                self._heard_retained(message)
         elif was_left:
             self._holding.restate()  # the call has ended without us; whatever became of it, this is what is held
+
+    def _heard_retained(self, outcome: Outcome) -> None:
+        if outcome.retained and outcome.version is not None:
+            self._holding.told(True, outcome.version.content_id)
 
     # ------------------------------------------------------------------------------------------------------- time
 
@@ -352,10 +452,12 @@ class Member:
         call, holding = self.running, self._holding
         holding.check_invariants()
         phase = None if call is None else call.phase
-        if phase is Phase.PULLING and self.state is not HandleState.FILLING:
+        is_filled = self.state is HandleState.FILLING
+        if phase in (Phase.COPYING, Phase.PULLING) and not is_filled and not (isinstance(call, Filling) and call.stages):
             raise InvariantBroken(f"{self}: pulls in state {self.state}. Story:\n{holding.story}")
         voted = phase is Phase.VOTED or (phase is Phase.ABANDONING and isinstance(call, Publishing))
-        if voted != (holding.voted is not None):
+        has_staged = holding.staged is not None and not holding.applying and holding.doubt is None
+        if voted != (holding.voted is not None or has_staged):
             raise InvariantBroken(f"{self}: voted for {holding.voted}. Story:\n{holding.story}")
         if holding.fencing != (phase is Phase.FENCING):
             raise InvariantBroken(f"{self}: fences {holding.content}. Story:\n{holding.story}")

@@ -94,12 +94,16 @@ class Owner:
     ) -> None:
         """Let readers in under `generation`. `sizes`: bytes per chunk; `complete`: every chunk may be read
         already.
+
+        Digests of that very content are kept from the last time: see `kept`.
         """
         old = self._holdings.get(registration)
         if old is not None:
             self._check_may_open(registration, old, generation)
         if digests is not None and len(digests) != len(sizes):
             raise ValueError(f"{len(digests)} digests for {len(sizes)} chunks")
+        if digests is None and old is not None and content_id == old.content_id != "" and len(sizes) == len(old.sizes):
+            digests = old.digests
         holding = _Holding(
             generation=generation,
             content_id=content_id,
@@ -208,6 +212,16 @@ class Owner:
         """All digests, None for those that are not known; None altogether for an older generation."""
         holding = self._at(registration, generation)
         return None if holding is None else tuple(holding.digests)
+
+    def kept(self, registration: RegistrationId, generation: int) -> list[tuple[int, int]]:
+        """Chunks that may not be read, with the digests that they had when this content was here before: what still has
+        its digest need not be brought again (R9).
+        """
+        holding = self._at(registration, generation)
+        if holding is None or not holding.missing:
+            return []
+        known = enumerate(zip(holding.available, holding.digests, strict=True))
+        return [(chunk, digest) for chunk, (there, digest) in known if digest is not None and not there]
 
     def is_complete(self, registration: RegistrationId, generation: int) -> bool:
         """Whether every chunk may be read under this generation."""

@@ -43,6 +43,9 @@ class Publishing(GroupCall):
         if self.phase is Phase.VOTED:
             self._say_call()
 
+    def _may_be_committed(self) -> bool:
+        return True
+
     def committed(self, version: VersionInfo) -> None:
         self._holding.publish(version)
         self._finish_committed(version)

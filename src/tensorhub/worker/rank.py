@@ -6,20 +6,38 @@ Not responsible for anything else: there are no rules here.
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Protocol
 
 from tensorhub.messages import FromWorker
-from tensorhub.worker.calls import Action, Say
+from tensorhub.worker.calls import Action, LocalCopy, Say
 from tensorhub.worker.enrolment import Enrolment, Shard
+
+
+class CopiesBeside(Protocol):
+    """What a rank asks of its worker's other host copies; see `worker.copies`."""
+
+    def find(self, content_id: str) -> list[LocalCopy]:
+        """Where (some of) this content's chunks are, whole copies first."""
+
+    def keep(self, content_id: str) -> bool:
+        """Whether one holds all of it, and stays when the handle's memory is written (R4)."""
 
 
 class Rank:
     """One rank under one registration. `requests` and `generations` mint numbers that are used once."""
 
-    def __init__(self, shard: Shard, requests: Callable[[], int], generations: Callable[[], int]) -> None:
+    def __init__(
+        self,
+        shard: Shard,
+        requests: Callable[[], int],
+        generations: Callable[[], int],
+        copies: CopiesBeside,
+    ) -> None:
         self.shard = shard
         self.enrolment = Enrolment(shard, requests)
         self.new_request = requests
         self.new_generation = generations
+        self.copies = copies  # that this worker has in host memory
         self.now = 0.0
         self.cause = 0  # ordinal number of the input being handled
         self._actions: list[Action] = []

@@ -23,7 +23,7 @@ from tensorhub.errors import (
     text_of,
 )
 from tensorhub.errors import Memory as TensorState
-from tensorhub.messages import Abandon, EpochChanged, ErrorInfo, Resolve
+from tensorhub.messages import FORMER_KEYS_MAX, Abandon, EpochChanged, ErrorInfo, Resolve
 from tensorhub.types import HandleState, OpKey, VersionInfo
 from tensorhub.worker.calls import Finish, RefuseCall
 from tensorhub.worker.holding import Holding
@@ -125,6 +125,7 @@ class GroupCall(Running):
     def __init__(self, what: str, rank: Rank, holding: Holding, timeout_s: float) -> None:
         super().__init__(what, rank, holding, timeout_s)
         self.generation = 0  # under which this call publishes or fills
+        self.former: tuple[OpKey, ...] = ()  # the operations that it named before, newest last
 
     @property
     def operation(self) -> OpKey:
@@ -133,8 +134,11 @@ class GroupCall(Running):
         return self.key
 
     def _take_key(self) -> None:
+        if self.key is None:
+            self.generation = self._rank.new_generation()
+        else:
+            self.former = (*self.former, self.key)[-FORMER_KEYS_MAX:]
         self.key = self._rank.enrolment.take_key()
-        self.generation = self._rank.new_generation()
 
     @abstractmethod
     def _say_call(self) -> None: ...
@@ -142,11 +146,14 @@ class GroupCall(Running):
     def epoch_changed(self, message: EpochChanged) -> None:
         """If the operation that this call named has ended without this rank, the call counts for the next one."""
         key = self.key
-        if key is None or self.error is not None or self.phase is not self.unbound:
+        if key is None or self.error is not None or not self._is_unbound():
             return
         if key.epoch == message.epoch and key.sequence < message.sequence:
-            self.key = self._rank.enrolment.take_key()
+            self._take_key()
             self._say_call()
+
+    def _is_unbound(self) -> bool:
+        return self.phase is self.unbound
 
     def say_again(self) -> None:
         """After a new connection: ask for what may have been missed."""
@@ -164,6 +171,23 @@ class GroupCall(Running):
 
     @abstractmethod
     def aborted(self, error: Exception) -> None: ...
+
+    def state_lost(self, error: Exception) -> bool:
+        """No coordinator can know any more what became of it. True: it ends with that error, not well or with its own."""
+        if self.phase is Phase.QUEUED:
+            self.finish(error=error)
+            return True
+        own = None if self._may_be_committed() else self.error
+        self.aborted(own or error)
+        return own is None and self.phase is not Phase.APPLYING
+
+    @abstractmethod
+    def _may_be_committed(self) -> bool:
+        """Whether others may have heard of a commit, as far as is known here."""
+
+    def unheard_of(self, error: Exception) -> None:
+        """The coordinator is a new one, and has no record of the operation: nobody has committed it, or will."""
+        self.aborted(error)
 
     def _finish_committed(self, version: VersionInfo, *, changed: bool = True) -> None:
         self._holding.restate_after(self.operation)

@@ -12,10 +12,10 @@ from tensorhub.types import HandleState as H
 HANDLE_TABLE: Mapping[H, frozenset[H]] = {
     H.EMPTY: frozenset({H.FILLING, H.READY, H.IN_DOUBT, H.CLOSED}),
     H.FILLING: frozenset({H.READY, H.TORN, H.IN_DOUBT, H.CLOSED}),
-    H.READY: frozenset({H.DRAINING, H.FILLING, H.EMPTY}),
+    H.READY: frozenset({H.DRAINING, H.FILLING, H.EMPTY, H.IN_DOUBT}),  # in doubt: of what was staged
     H.DRAINING: frozenset({H.EMPTY, H.READY}),
     H.TORN: frozenset({H.FILLING, H.READY, H.IN_DOUBT, H.CLOSED}),
-    H.IN_DOUBT: frozenset({H.READY, H.EMPTY, H.TORN}),
+    H.IN_DOUBT: frozenset({H.READY, H.EMPTY, H.TORN, H.FILLING}),
     H.CLOSED: frozenset(),
 }
 
@@ -29,12 +29,25 @@ class Phase(StrEnum):
     HOOK = "hook"  # before_write runs
     HELD = "held"  # ReadyToWrite is said; waits for Write
     FENCING = "fencing"  # waits for the owner's own accesses to end
+    COPYING = "copying"  # from this worker's own host copies
     PULLING = "pulling"
     VOTED = "voted"  # Publish or Prepared is said: only the coordinator ends it
+    APPLYING = "applying"  # staged and committed; waits until it is in place
     ABANDONING = "abandoning"  # Abandon is said; waits for the outcome
     STOPPING = "stopping"  # the pull is being ended
     WITHDRAWING = "withdrawing"  # Withdraw is said
     DEREGISTERING = "deregistering"
 
 
-UNVOTED = frozenset({Phase.QUEUED, Phase.ASKED, Phase.MANIFEST, Phase.HOOK, Phase.HELD, Phase.FENCING, Phase.PULLING})
+UNVOTED = frozenset(
+    {
+        Phase.QUEUED,
+        Phase.ASKED,
+        Phase.MANIFEST,
+        Phase.HOOK,
+        Phase.HELD,
+        Phase.FENCING,
+        Phase.COPYING,
+        Phase.PULLING,
+    }
+)

@@ -1,0 +1,146 @@
+"""`tensorhub seed`: the newest version of a model in this process' host memory, as a source for its site."""
+
+from __future__ import annotations
+
+import json
+import signal
+import sys
+from dataclasses import dataclass, replace
+from typing import Annotated
+
+import anyio
+import typer
+
+import tensorhub
+from tensorhub.cli.common import (
+    AddressOption,
+    CommandError,
+    JsonOption,
+    QuietOption,
+    TokenFileOption,
+    check_address,
+    checked_model,
+    read_token,
+    report,
+    run,
+    usage,
+)
+from tensorhub.errors import StateError, TensorHubError, VersionUnavailable
+from tensorhub.hub import seed_shard
+from tensorhub.types import FetchReport, Location, Options, VersionInfo, check_name
+
+RETRY_S = 1.0  # before a version that could not be read is asked for again
+
+
+def seed(
+    model: Annotated[str, typer.Argument(help="The model to hold.")],
+    host_memory: Annotated[
+        int, typer.Option("--host-memory", metavar="BYTES", min=1, help="How much memory it may take: one version's shards.")
+    ],
+    rank: Annotated[
+        list[str] | None, typer.Option("--rank", metavar="N", help="Which shard to hold; may be repeated. Default: all.")
+    ] = None,
+    site: Annotated[str | None, typer.Option(metavar="NAME", help="The site whose workers read from it.")] = None,
+    address: AddressOption = None,
+    token_file: TokenFileOption = None,
+    as_json: JsonOption = False,
+    quiet: QuietOption = False,
+) -> None:
+    """Hold the newest version of a model in host memory, until Ctrl-C or SIGTERM: a source for the workers of its site.
+
+    Each new version replaces the one before, as soon as it is published; workers read what has arrived while the rest is
+    on its way. One line goes to stdout for each version that is there in full ({"model", "version", "ranks",
+    "bytes_read", "seconds"} with --json). From the first one on SIGTERM is the ordinary way to stop it: exit code 0. Too
+    little --host-memory, or a rank that the model has not, ends it with exit code 1.
+    """
+    try:
+        token = read_token(token_file)
+        here = Location() if site is None else replace(Location(), site=_checked_site(site))
+        seeder = Seeder(checked_model(model), _ranks(rank), host_memory, here, check_address(address), token, as_json, quiet)
+    except CommandError as error:
+        raise typer.Exit(report(error)) from None
+    try:
+        run(seeder.run)
+    except typer.Exit as ended:
+        is_ordinary = seeder.has_seeded and ended.exit_code == 128 + signal.SIGTERM
+        raise typer.Exit(0 if is_ordinary else ended.exit_code) from None
+
+
+def _checked_site(name: str) -> str:
+    try:
+        return check_name("site", name)
+    except StateError as error:
+        raise usage(str(error)) from error
+
+
+def _ranks(given: list[str] | None) -> tuple[int, ...] | None:
+    """Which shards; None: all."""
+    if not given or given == ["all"]:
+        return None
+    if not all(text.isdecimal() and len(text) < 8 and int(text) < 2**20 for text in given):
+        raise usage(f"--rank {' '.join(given)}: give numbers from 0, or all")
+    return tuple(sorted({int(text) for text in given}))
+
+
+@dataclass
+class Seeder:
+    model: str
+    ranks: tuple[int, ...] | None
+    host_memory_bytes: int
+    location: Location
+    address: str
+    token: str | None
+    as_json: bool
+    quiet: bool
+    has_seeded: bool = False
+
+    async def run(self) -> int:
+        options = Options(host_memory_bytes=self.host_memory_bytes)
+        async with tensorhub.connect(self.address, token=self.token, location=self.location, options=options) as hub:
+            async for newest in hub.watch(self.model):
+                info = newest
+                while not await self._hold(hub, info):
+                    await anyio.sleep(RETRY_S)
+                    info = hub.newest(self.model) or info
+        return 0
+
+    async def _hold(self, hub: tensorhub.Hub, info: VersionInfo) -> bool:
+        """Have every shard that is wanted of the newest version. False: not now; try again."""
+        ranks = self.ranks if self.ranks is not None else tuple(range(info.world_size))
+        if ranks[-1] >= info.world_size:
+            text = f"version {info.version} of {info.model!r} has no rank {ranks[-1]}: its world_size is {info.world_size}"
+            raise VersionUnavailable(text)
+        reports: list[FetchReport] = []
+        refusals: list[TensorHubError] = []
+
+        async def hold(rank: int) -> None:
+            try:
+                reports.append(await seed_shard(hub, info, rank))
+            except TensorHubError as error:
+                refusals.append(error)
+
+        async with anyio.create_task_group() as tasks:
+            for rank in ranks:
+                tasks.start_soon(hold, rank)
+        for error in refusals:
+            if not error.retryable:
+                raise error
+            print(f"not seeded yet: {error}", file=sys.stderr, flush=True)
+        numbers = {report.version for report in reports}
+        if refusals or len(numbers) != 1:
+            return False  # or a newer one was published between two of them
+        self._tell(info, ranks, reports)
+        return True
+
+    def _tell(self, info: VersionInfo, ranks: tuple[int, ...], reports: list[FetchReport]) -> None:
+        first, self.has_seeded = not self.has_seeded, True
+        bytes_read, seconds = sum(r.bytes_read for r in reports), max(r.seconds for r in reports)
+        number = reports[0].version
+        if self.as_json:
+            said: dict[str, object] = {"model": info.model, "version": number, "ranks": ranks, "bytes_read": bytes_read}
+            print(json.dumps({**said, "seconds": seconds}), flush=True)
+            return
+        shards = f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"
+        print(f"seeding {info.model} version {number} ({shards}; read {bytes_read:,} bytes in {seconds:.3f} s)", flush=True)
+        if first and not self.quiet:
+            print("following its new versions; Ctrl-C stops it", file=sys.stderr, flush=True)

@@ -1,0 +1,211 @@
+"""`tensorhub simulate`: the real machines under simulated faults, seed after seed; what was covered, what was broken."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import json
+import os
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from itertools import count
+from types import ModuleType
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.text import Text
+
+from tensorhub.cli.common import FAILED, CommandError, JsonOption, QuietOption, report, run, usage
+from tensorhub.cli.simulate_crew import Order, Result, run_all
+from tensorhub.cli.simulate_ledger import COMPLETE_FROM, LEAST, Ledger
+
+SEARCH = "tensorhub.testing.search"
+SEEDS_END = 2**63  # seeds are below this
+EVENTS = 1000
+TWICE_EACH = 50  # one of so many seeds is run again, in another process
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What is to be run."""
+
+    seeds: Sequence[int]
+    events: int
+    faults: tuple[str, ...] | None
+    jobs: int
+    failures_max: int
+
+    def order(self, seed: int) -> Order:
+        return Order(seed, self.events, self.faults)
+
+    def reproduce(self, seed: int) -> str:
+        """The one line that runs this seed again."""
+        faults = "" if self.faults is None else f" --faults {','.join(self.faults)}"
+        return f"tensorhub simulate --seed {seed}{faults} --events {self.events}"
+
+
+@dataclass
+class Found:
+    """What has come of it."""
+
+    ledger: Ledger
+    failures: list[Result] = field(default_factory=list)
+    repeated: int = 0  # seeds that were run twice
+    seconds: float = 0.0
+
+
+def simulate(
+    seeds: Annotated[int, typer.Option(min=1, help="How many seeds to run.")] = 100,
+    start: Annotated[int, typer.Option(min=0, max=SEEDS_END - 1, help="The first of them.")] = 0,
+    seed: Annotated[int | None, typer.Option(min=0, max=SEEDS_END - 1, help="Run this one seed.")] = None,
+    jobs: Annotated[int | None, typer.Option(min=1, max=1024, help="Processes; one for each core, if not given.")] = None,
+    faults: Annotated[str | None, typer.Option(metavar="A,B", help="Only these kinds of faults, not all of them.")] = None,
+    events: Annotated[int, typer.Option(min=1, help="Events of each seed, before it heals.")] = EVENTS,
+    failures_max: Annotated[int, typer.Option(min=1, help="Stop after so many seeds that fail.")] = 1,
+    as_json: JsonOption = False,
+    quiet: QuietOption = False,
+) -> None:
+    """Search for broken guarantees: real coordinators and workers in a simulated cluster, where everything fails.
+
+    A seed decides what happens, to the last detail. A seed that fails is printed with what was broken, the end of its trace
+    and the line that runs it again. From 1,000 seeds on, every fault, transition and recovery path must have been taken.
+    """
+    try:
+        search = _search()
+        chosen = _chosen_faults(search, faults)
+        numbers = range(start, min(start + seeds, SEEDS_END)) if seed is None else range(seed, seed + 1)
+        plan = Plan(numbers, events, chosen, jobs or os.cpu_count() or 1, failures_max)
+    except CommandError as error:
+        raise typer.Exit(report(error)) from None
+    run(partial(_simulate, plan, search, as_json, quiet))
+
+
+def _search() -> ModuleType:
+    try:
+        return importlib.import_module(SEARCH)
+    except ImportError as error:
+        raise CommandError("NotInstalled", f"the simulator cannot be loaded: {error}") from error
+
+
+def _chosen_faults(search: ModuleType, names: str | None) -> tuple[str, ...] | None:
+    if names is None:
+        return None
+    known = [str(fault) for fault in search.Fault]
+    chosen = tuple(name.strip() for name in names.split(",") if name.strip())
+    strange = [name for name in chosen if name not in known]
+    if strange:
+        raise usage(f"there is no fault {strange[0]!r}: give --faults some of {', '.join(known)}")
+    return chosen
+
+
+async def _simulate(plan: Plan, search: ModuleType, as_json: bool, quiet: bool) -> int:
+    from tensorhub.testing.coverage import UNBUILT, transitions
+
+    kinds = plan.faults if plan.faults is not None else [str(fault) for fault in search.Fault]
+    found = Found(Ledger(kinds, transitions(), search.WAYS, UNBUILT))
+    with _bar(plan, quiet) as show:
+        await _run(plan, found, show)
+    never = found.ledger.never() if found.ledger.seeds >= COMPLETE_FROM and plan.faults is None else []
+    if as_json:
+        print(json.dumps(_as_json(plan, found)), flush=True)
+    else:
+        _print(plan, found, never, quiet)
+    return FAILED if found.failures or never else 0
+
+
+async def _run(plan: Plan, found: Found, show: Callable[[Found], None]) -> None:
+    """All seeds; then some of them again, in new processes: the same seed must come to the same end."""
+    begun, hash_seeds = time.monotonic(), count(1)
+
+    def hear(result: Result) -> bool:
+        if result.report is not None:
+            found.ledger.add(result.report)
+        return go_on(result)
+
+    def hear_again(result: Result) -> bool:
+        found.repeated += 1
+        first = found.ledger.hashes[result.order.seed]
+        if result.report is not None and result.report["end_hash"] != first:
+            text = f"the same seed came to another end in another process: {result.report['end_hash']}, first {first}"
+            result = Result(result.order, None, text)
+        return go_on(result)
+
+    def go_on(result: Result) -> bool:
+        if result.failure is not None:
+            found.failures.append(result)
+        found.seconds = time.monotonic() - begun
+        show(found)
+        return len(found.failures) < plan.failures_max
+
+    run_some = partial(run_all, jobs=plan.jobs, module=SEARCH, hash_seeds=hash_seeds)
+    await run_some([plan.order(seed) for seed in plan.seeds], hear=hear)
+    seconds = found.seconds
+    again = [seed for seed in list(plan.seeds)[::TWICE_EACH] if seed in found.ledger.hashes]
+    if len(found.failures) < plan.failures_max:
+        await run_some([plan.order(seed) for seed in again], hear=hear_again)
+    found.seconds = seconds  # of the search alone: events per second are its
+
+
+def _speed(found: Found) -> float:
+    return found.ledger.events / max(found.seconds, 1e-9)
+
+
+@contextlib.contextmanager
+def _bar(plan: Plan, quiet: bool) -> Iterator[Callable[[Found], None]]:
+    """A bar on stderr, if that is a terminal."""
+    console = Console(stderr=True)
+    columns = (TextColumn("seeds"), BarColumn(), MofNCompleteColumn(), TextColumn("{task.description}", markup=False))
+    hidden = quiet or not console.is_terminal
+    with Progress(*columns, TimeElapsedColumn(), TimeRemainingColumn(), console=console, disable=hidden) as progress:
+        task = progress.add_task("", total=len(plan.seeds))
+
+        def show(found: Found) -> None:
+            failed = f", {len(found.failures)} failed" if found.failures else ""
+            again = f", {found.repeated} run twice" if found.repeated else ""
+            description = f"{_speed(found):,.0f} events/s{failed}{again}"
+            progress.update(task, completed=found.ledger.seeds + len(found.failures), description=description)
+
+        yield show
+
+
+def _as_json(plan: Plan, found: Found) -> dict[str, Any]:
+    failures = [
+        {"seed": r.order.seed, "failure": r.failure, "reproduce": plan.reproduce(r.order.seed)} for r in found.failures
+    ]
+    return {
+        **found.ledger.as_json(),
+        "start": plan.seeds[0],
+        "jobs": plan.jobs,
+        "seconds": round(found.seconds, 3),
+        "events_per_second": round(_speed(found), 1),
+        "run_twice": found.repeated,
+        "failures": failures,
+    }
+
+
+def _print(plan: Plan, found: Found, never: list[str], quiet: bool) -> None:
+    console = Console()
+    if found.ledger.seeds and not quiet:
+        console.print(found.ledger.render())
+    for name, why in found.ledger.transitions.unbuilt.items():
+        console.print(Text(f"not asked for: {name}: needs a feature that is not built yet: {why}"), soft_wrap=True)
+    for result in found.failures:
+        again = plan.reproduce(result.order.seed)
+        console.print(Text(f"\nseed {result.order.seed} failed:\n{result.failure}"), soft_wrap=True)
+        if again not in (result.failure or ""):  # what a broken guarantee says ends with it
+            console.print(Text(f"reproduce: {again}"), soft_wrap=True)
+    for name in never:
+        console.print(Text(f"never reached: {name}", "bold red"))
+    each = f"{_speed(found) / min(plan.jobs, len(plan.seeds)):,.0f} per process"
+    words = [
+        f"{found.ledger.seeds:,} seeds passed, {len(found.failures)} failed",
+        f"{found.ledger.events:,} events, {_speed(found):,.0f} per second ({each})",
+        f"{found.repeated} seeds run twice, to the same end" if not found.failures else f"{found.repeated} seeds run twice",
+    ]
+    console.print(Text("; ".join(words)), soft_wrap=True)
+    least = ", ".join(f"{number:,} {name}" for name, number in LEAST.items())
+    console.print(Text(f"{found.ledger.full:,} seeds had at least {least}"), soft_wrap=True)

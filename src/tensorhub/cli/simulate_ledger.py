@@ -1,0 +1,96 @@
+"""What a search has covered: how often each fault, transition and recovery path was really taken, and by how many seeds."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+COMPLETE_FROM = 1000  # seeds; from here on, what was never reached is a failure
+
+LEAST = {"groups": 3, "versions": 3, "events": 1000, "kinds of faults": 3}  # what a seed should have
+
+
+class Tally:
+    """How often each thing of one kind has happened."""
+
+    def __init__(self, known: Iterable[str], unbuilt: Mapping[str, str] | None = None) -> None:
+        """`known`: what could happen; `unbuilt`: what of it cannot yet, and why."""
+        self.times: Counter[str] = Counter(dict.fromkeys(known, 0))
+        self.seeds: Counter[str] = Counter(dict.fromkeys(self.times, 0))  # in how many seeds
+        self.unbuilt = dict(unbuilt or {})
+
+    def add(self, times: Mapping[str, int]) -> None:
+        """What happened in one seed. (What a report names, even with 0, is known from then on.)"""
+        self.times.update(times)
+        self.seeds.update({name: int(number > 0) for name, number in times.items()})
+
+    def never(self) -> list[str]:
+        """What should have happened, and did not."""
+        return [name for name, times in self.times.items() if times == 0 and name not in self.unbuilt]
+
+    def table(self, title: str) -> Table:
+        """One row each, in the order in which they became known."""
+        table = Table(title=title, title_justify="left", title_style="italic")
+        table.add_column(title)
+        for column in ("times", "seeds"):
+            table.add_column(column, justify="right")
+        for name, times in self.times.items():
+            if times or name not in self.unbuilt:
+                style = "" if times else "bold red"
+                table.add_row(Text(name, style), f"{times:,}" if times else "never", f"{self.seeds[name]:,}")
+        return table
+
+    def as_json(self) -> dict[str, Any]:
+        return {name: {"times": times, "seeds": self.seeds[name]} for name, times in self.times.items()}
+
+
+class Ledger:
+    """The sum of all reports."""
+
+    def __init__(
+        self, faults: Iterable[str], transitions: Iterable[str], paths: Iterable[str], unbuilt: Mapping[str, str]
+    ) -> None:
+        self.seeds = 0
+        self.events = 0
+        self.faults = Tally(faults)
+        self.transitions = Tally(transitions, unbuilt)
+        self.paths = Tally(paths)
+        self.hashes: dict[int, str] = {}  # end hash by seed
+        self.full = 0  # seeds that had all of `LEAST`
+
+    def add(self, report: Mapping[str, Any]) -> None:
+        """The fields of one seed's report."""
+        self.seeds += 1
+        self.events += report["events"]
+        self.faults.add(report["faults"])
+        self.transitions.add(report["transitions"])
+        self.paths.add(report["paths"])
+        self.hashes[report["seed"]] = report["end_hash"]
+        had = {**report, "kinds of faults": sum(times > 0 for times in report["faults"].values())}
+        self.full += all(had[name] >= number for name, number in LEAST.items())
+
+    def never(self) -> list[str]:
+        """All that was not reached, as `"fault crash"`."""
+        kinds = (("fault", self.faults), ("transition", self.transitions), ("recovery path", self.paths))
+        return [f"{kind} {name}" for kind, tally in kinds for name in tally.never()]
+
+    def render(self) -> RenderableType:
+        """What was covered, as tables."""
+        return Group(self.faults.table("faults"), self.transitions.table("transitions"), self.paths.table("recovery paths"))
+
+    def as_json(self) -> dict[str, Any]:
+        return {
+            "seeds": self.seeds,
+            "events": self.events,
+            "full": self.full,
+            "faults": self.faults.as_json(),
+            "transitions": self.transitions.as_json(),
+            "paths": self.paths.as_json(),
+            "unbuilt": self.transitions.unbuilt,
+            "never": self.never(),
+        }

@@ -1,0 +1,273 @@
+"""Handing over (R4, R5): who takes care of a retained version before its last reliable holder leaves.
+
+Theory of operation. A *handover* is one attempt to have one shard copied into a worker's host memory. It is over, and
+custody accepted, when the copy's own registration holds the shard and counts like any other holder; only then is a leave
+that waits for it granted, by those who grant leaves anyway. An attempt that fails (refused, its worker lost, no progress)
+is followed by one with another worker, if there is one. Copies are wanted for the shards of whoever waits to leave; and at
+once, in the background, where only the publisher could keep a version, or only spot workers hold it. Each step works out
+anew what is wanted and which copies are not needed any more, so that nothing has to be undone when wishes change.
+
+Responsible for handovers, and for telling workers to drop copies. Not responsible for who may leave (`retention`), for how a
+copy is filled (it is a group of one, which calls replicate) nor for its leave (it asks, like every holder).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from tensorhub.coordinator.entities import Cluster, Group, Handover, Holding, Member, Model, Version, Worker
+from tensorhub.coordinator.retention import Retentions
+from tensorhub.coordinator.states import OperationState, VersionState, WorkerState
+from tensorhub.messages import DropCopy, MakeCopy
+from tensorhub.scheduler.choice import distance
+from tensorhub.types import OpKind, Purpose
+
+HANDOVERS_PER_MODEL_MAX = 256  # at a time
+RETRY_S_FIRST = 1.0  # before a worker that could not make a copy is asked for it again; doubles each time
+RETRY_S_MAX = 60.0
+
+
+class Wish(NamedTuple):
+    """A shard to be copied."""
+
+    holding: Holding  # whoever has it
+    going: Worker | None = None  # that worker may end with its leave, and is no place for the copy
+    here: bool = False  # only the holder's own worker is a place for it
+
+
+class Custody:
+    """Changes handovers; nobody else does."""
+
+    def __init__(self, cluster: Cluster, retentions: Retentions) -> None:
+        self._cluster = cluster
+        self._retentions = retentions
+
+    # ------------------------------------------------------------------------------------------------------- facts
+
+    def refused(self, worker: Worker, copy: str) -> None:
+        """It cannot make that copy."""
+        for model, handover in self._handovers():
+            if handover.copy == copy and handover.worker is worker:
+                self._fail(model, handover)
+                return
+
+    def due(self, copy: str) -> None:
+        """It has had its time. One that makes progress gets as much again."""
+        for model, handover in self._handovers():
+            if handover.copy == copy:
+                member = self._cluster.members.get(copy)
+                chunks = member.holding.chunks_verified if member is not None and member.holding is not None else 0
+                if chunks > handover.chunks:
+                    handover.chunks = chunks
+                    self._set_deadline(handover)
+                else:
+                    self._fail(model, handover)
+                return
+
+    def retry_due(self, model: str) -> None:
+        """A worker that could not make a copy may be asked again."""
+        self._cluster.touch(self._cluster.models[model])
+
+    def back(self, worker: Worker) -> None:
+        """It has connected again: what it was told may have been lost."""
+        for _, handover in self._handovers():
+            if handover.worker is worker and handover.copy not in self._cluster.members:
+                self._tell_to_make(handover)
+
+    def room_changed(self) -> None:
+        """There may be room for copies that found none."""
+        for model in self._cluster.models.values():
+            self._cluster.touch(model)
+
+    def _handovers(self) -> Iterator[tuple[Model, Handover]]:
+        for model in self._cluster.models.values():
+            for handover in list(model.handovers.values()):
+                yield model, handover
+
+    # ------------------------------------------------------------------------------------------------ consequences
+
+    def settle(self, model: Model) -> None:
+        """Do what the facts ask for: end attempts, drop copies that are not needed, begin attempts."""
+        for handover in list(model.handovers.values()):
+            self._settle_handover(model, handover)
+        for copy in list(model.copies.values()):
+            self._settle_copy(model, copy)
+        if self._cluster.hosts:
+            for wish in self._wanted(model):
+                self._grant(model, wish)
+
+    def _settle_handover(self, model: Model, handover: Handover) -> None:
+        copy = self._cluster.members.get(handover.copy)
+        if copy is None and (handover.registered or handover.worker.state is WorkerState.LOST):
+            self._fail(model, handover)
+        elif copy is not None and copy.holding is not None and copy.holding.committed:
+            self._forget(model, handover)
+        elif not self._counts(model, handover.version):
+            self._forget(model, handover)
+            self._tell_to_drop(handover)
+        elif copy is not None and not handover.registered:
+            handover.registered = True
+            self._set_deadline(handover)
+
+    def _settle_copy(self, model: Model, copy: Member) -> None:
+        """Have a copy dropped which keeps nothing that others do not keep; it asks for its leave like every holder."""
+        if copy.dropped or copy.registration in model.handovers:
+            return
+        holding = copy.holding
+        if holding is None or not holding.committed or not self._is_needed(model, holding):
+            copy.dropped = True
+            self._cluster.tell(copy, DropCopy(copy.registration))
+
+    def _is_needed(self, model: Model, copy: Holding) -> bool:
+        """Whether nobody else is there who is reliable, elsewhere, and stays for now."""
+        if not self._counts(model, copy.version):
+            return False
+        here = {copy.member.worker.incarnation}
+        here |= {w.holding.member.worker.incarnation for w in model.withdrawals.values() if w.closes and not w.begun}
+        return not any(
+            other.member.worker.incarnation not in here
+            and not other.member.dropped
+            and self._retentions.is_reliable(other)
+            and not _wants_to_leave(model, other)
+            for other in copy.version.holdings[copy.shard]
+        )
+
+    def _counts(self, model: Model, version: Version) -> bool:
+        """Whether it is retained, and not lost."""
+        known = model.versions.get(version.number) is version
+        return known and version.number in model.retained() and not self._retentions.is_lost(version)
+
+    # ------------------------------------------------------------------------------------------------ what is wanted
+
+    def _wanted(self, model: Model) -> Iterator[Wish]:
+        """What is to be copied now. (What is made must be needed, or it would be dropped and made for ever.)"""
+        for withdrawal in model.withdrawals.values():
+            if not withdrawal.begun and not withdrawal.abandon:
+                going = withdrawal.holding.member.worker if withdrawal.closes else None
+                for holding in self._retentions.alone(withdrawal.holding, going):
+                    yield Wish(holding, going)
+        for operation in model.waiting.values():
+            for staying in operation.staying:
+                for holding in self._retentions.alone(staying, None):
+                    yield Wish(holding)
+        for number in model.retained():
+            version = model.versions.get(number)
+            if version is not None and version.state is VersionState.AVAILABLE:
+                yield from self._in_background(model, version)
+
+    def _in_background(self, model: Model, version: Version) -> Iterator[Wish]:
+        """What one group alone keeps, and no other could take over: on its own workers; and what only spot workers hold."""
+        for holdings in version.holdings.values():
+            reliable = filter(self._retentions.is_reliable, holdings)
+            one = next(reliable, None)
+            if one is None:
+                spot = next((h for h in holdings if h.is_source), None)
+                if spot is not None:
+                    yield Wish(spot, going=spot.member.worker)
+            elif one.member.purpose is Purpose.USE and all(h.replica is one.replica for h in reliable):
+                others = (g for g in model.groups.values() if g is not one.replica.group)
+                if not any(_could_take(group, version) for group in others):
+                    yield Wish(one, here=True)
+
+    # --------------------------------------------------------------------------------------------------- attempts
+
+    def _grant(self, model: Model, wish: Wish) -> None:
+        """Begin an attempt, unless one that will do is under way, or nobody can be asked now."""
+        holding = wish.holding
+        version, shard = holding.version, holding.shard
+        if len(model.handovers) >= HANDOVERS_PER_MODEL_MAX or any(
+            h.version is version and h.shard == shard and h.worker is not wish.going for h in model.handovers.values()
+        ):
+            return
+        worker = self._successor(model, wish)
+        if worker is None:
+            return
+        mine = (m for m in worker.members.values() if m.holding is not None and m.holding.is_source)
+        origin = next((m.registration for m in mine if m.holding in version.holdings[shard]), "")
+        handover = Handover(self._cluster.new_id(), version, shard, worker, holding.member.nbytes, origin)
+        model.handovers[handover.copy] = handover
+        self._set_deadline(handover)
+        self._tell_to_make(handover)
+
+    def _successor(self, model: Model, wish: Wish) -> Worker | None:
+        """The worker whose copy is made soonest: the holder's own, else the nearest, else the one with most room; one that
+        could not make it comes last, and after a while.
+        """
+        holding = wish.holding
+        version, shard, near = holding.version, holding.shard, holding.member.worker
+        have = {h.member.worker.incarnation for h in version.holdings[shard] if h.member.purpose is Purpose.RETENTION}
+        fit: list[tuple[int, bool, int, int, str]] = []
+        for worker in self._cluster.hosts.values():
+            if worker is wish.going or (wish.here and worker is not near) or worker.incarnation in have:
+                continue
+            if worker.spot or worker.state is not WorkerState.LIVE:
+                continue
+            room = self._room(worker) - holding.member.nbytes
+            if room < 0:
+                continue
+            failures, retry_at = version.refusals.get((shard, worker.incarnation), (0, 0.0))
+            if retry_at > self._cluster.now:
+                self._cluster.timers.set("custody", model.name, retry_at)
+                continue
+            apart = distance(near.location, worker.location)
+            fit.append((failures, worker is not near, apart, -room, worker.incarnation))
+        return self._cluster.hosts[min(fit)[-1]] if fit else None
+
+    def _room(self, worker: Worker) -> int:
+        """Bytes of its host memory that no copy has or was promised. (What was prefetched gives way.)"""
+        copies = (m.nbytes for m in worker.members.values() if m.purpose in (Purpose.RETENTION, Purpose.SEED))
+        promised = (h.nbytes for _, h in self._handovers() if h.worker is worker and h.copy not in self._cluster.members)
+        return worker.host_bytes - sum(copies) - sum(promised)
+
+    def _fail(self, model: Model, handover: Handover) -> None:
+        """Another worker is asked, if there is one."""
+        version, key = handover.version, (handover.shard, handover.worker.incarnation)
+        failures, _ = version.refusals.get(key, (0, 0.0))
+        version.refusals[key] = failures + 1, self._cluster.now + min(RETRY_S_FIRST * 2 ** min(failures, 16), RETRY_S_MAX)
+        self._cluster.note(version)
+        self._forget(model, handover)
+        self._tell_to_drop(handover)
+        self._cluster.touch(model)
+
+    def _forget(self, model: Model, handover: Handover) -> None:
+        del model.handovers[handover.copy]
+        self._cluster.timers.cancel("handover", handover.copy)
+
+    def _set_deadline(self, handover: Handover) -> None:
+        self._cluster.timers.set("handover", handover.copy, self._cluster.now + self._cluster.options.op_timeout_s)
+
+    def _tell_to_make(self, handover: Handover) -> None:
+        make = MakeCopy(handover.copy, handover.version.info, handover.shard, handover.origin)
+        self._cluster.send(handover.worker.session, make)
+
+    def _tell_to_drop(self, handover: Handover) -> None:
+        """An attempt is given up; a copy that comes of it nevertheless is dropped like one that is not needed."""
+        copy = self._cluster.members.get(handover.copy)
+        if copy is None:
+            self._cluster.send(handover.worker.session, DropCopy(handover.copy))
+        elif not copy.dropped:
+            copy.dropped = True
+            self._cluster.tell(copy, DropCopy(copy.registration))
+
+
+def _wants_to_leave(model: Model, holding: Holding) -> bool:
+    """Whether its owner has asked for its leave, or is about to overwrite it."""
+    withdrawal = model.withdrawals.get(holding.member.registration)
+    if withdrawal is not None and withdrawal.holding is holding:
+        return True
+    operation = holding.member.group.operation
+    if operation is None or operation.kind is OpKind.PUBLISH or operation.unchanged:
+        return False
+    bound = operation.state is not OperationState.GATHERING and operation.version is not holding.version
+    return bound or bool(operation.staying)
+
+
+def _could_take(group: Group, version: Version) -> bool:
+    """Whether this group could become another reliable holder of all of it."""
+    if group.spot or len(group.members) < group.world_size:
+        return False
+    if (group.layout_id, group.world_size) != (version.layout_id, version.info.world_size):
+        return False
+    used = all(member.serves and member.purpose is Purpose.USE for member in group.members.values())
+    return used and group.name != version.publisher.group

@@ -1,0 +1,68 @@
+"""`connect(prefetch=True)`: each new version is prefetched in the background for the handles that follow their model.
+
+Responsible for when: as it is announced, one version at a time, the newest first, and never while another call runs on the
+handle. Not responsible for prefetching itself (`host_copies`); what goes wrong there is logged, and the next version tried.
+"""
+
+from __future__ import annotations
+
+import anyio
+
+from tensorhub.errors import TensorHubError
+from tensorhub.runtime.handle import Handle
+from tensorhub.runtime.host_copies import HostCopies
+from tensorhub.runtime.logs import get_logger
+from tensorhub.runtime.news import News
+from tensorhub.types import LATEST, HandleState, VersionInfo
+
+log = get_logger("tensorhub.worker")
+
+
+class Prefetcher:
+    """Follows one handle's model for it; `run` until cancelled."""
+
+    def __init__(self, handle: Handle, news: News, copies: HostCopies, timeout_s: float) -> None:
+        self._handle = handle
+        self._news = news
+        self._copies = copies
+        self._timeout_s = timeout_s
+        self._changed = anyio.Event()
+        self._tried = ""  # the content that was prefetched last, whatever came of it
+
+    def __repr__(self) -> str:
+        return f"<Prefetcher of {self._handle!r}>"
+
+    async def run(self) -> None:
+        model = self._handle.member.shard.model
+        self._handle.call_ended = self._wake
+        self._news.listen(model, self._heard)
+        try:
+            while self._handle.member.state is not HandleState.CLOSED:
+                self._changed = anyio.Event()
+                newest = self._news.newest(model)
+                if newest is not None and self._is_wanted(newest):
+                    await self._prefetch(newest)
+                else:
+                    await self._changed.wait()
+        finally:
+            self._news.unlisten(model, self._heard)
+
+    def _heard(self, newest: VersionInfo | None) -> None:
+        self._wake()
+
+    def _wake(self) -> None:
+        self._changed.set()
+
+    def _is_wanted(self, newest: VersionInfo) -> bool:
+        """The handle follows its model (it was filled last, not published), is idle, and holds another version."""
+        member = self._handle.member
+        if not self._handle.was_filled or member.running is not None or newest.content_id == self._tried:
+            return False
+        return member.content is None or member.content.version.content_id != newest.content_id
+
+    async def _prefetch(self, newest: VersionInfo) -> None:
+        self._tried = newest.content_id
+        try:
+            await self._copies.prefetch(self._handle, LATEST, self._timeout_s)
+        except TensorHubError as error:
+            log.warning("prefetch_failed", model=newest.model, version=newest.version, reason=str(error))

@@ -1,0 +1,61 @@
+"""Host memory that the library allocates for one shard of one version: a prefetched, retained, staged or seeded copy.
+
+Responsible for taking that memory from the system and giving it back. It is anonymous memory of its own, so that what is
+freed goes back to the system at once. Not responsible for how much there may be (`worker.budget`): `reserve` is asked
+before anything is taken, and raises where there is no room.
+"""
+
+from __future__ import annotations
+
+import mmap
+from collections.abc import Callable
+from itertools import accumulate
+
+from tensorhub.errors import StateError
+from tensorhub.manifest import Manifest, TensorDescription
+from tensorhub.transport.memory import MappedRegions
+
+
+class HostMemory:
+    """See `Memory`. It has no tensors: its regions are those of whichever manifest it is mapped for."""
+
+    descriptions: tuple[TensorDescription, ...] = ()
+    metadata = b""
+    digests_first = False
+
+    def __init__(self, reserve: Callable[[int], None] | None = None) -> None:
+        self.nbytes = 0  # allocated now
+        self._reserve = reserve
+        self._bytes: mmap.mmap | None = None
+
+    def __repr__(self) -> str:
+        return f"<HostMemory of {self.nbytes} bytes>"
+
+    def check_unreplaced(self) -> None:
+        """Nobody else has it."""
+
+    def versions(self) -> tuple[int, ...]:
+        return ()
+
+    def digests(self, manifest: Manifest, check: Callable[[], object]) -> None:
+        """What is filled from elsewhere has come with its digests."""
+
+    def map(self, manifest: Manifest) -> MappedRegions:
+        """Allocate all regions of this manifest, in place of those before. StateError: no room, or no memory."""
+        self.free()
+        sizes = [region.nbytes for region in manifest.regions]
+        nbytes, ends = sum(sizes), list(accumulate(sizes))
+        if self._reserve is not None:
+            self._reserve(nbytes)
+        if nbytes:
+            try:
+                self._bytes = mmap.mmap(-1, nbytes)
+            except (OSError, MemoryError, ValueError, OverflowError) as error:
+                raise StateError(f"{nbytes} bytes of host memory cannot be allocated ({error}): free some") from error
+        self.nbytes = nbytes
+        whole = memoryview(self._bytes if self._bytes is not None else bytearray())
+        return MappedRegions(tuple(whole[end - size : end] for size, end in zip(sizes, ends, strict=True)), ())
+
+    def free(self) -> None:
+        """Let go of it. The system has it back when the last view is gone."""
+        self._bytes, self.nbytes = None, 0

@@ -1,0 +1,103 @@
+"""The one budget of a worker's host memory (R5): who has reserved how many of its bytes, and who must make room.
+
+Responsible for the sum: what is reserved is never more than there is, and nothing is allocated that is not reserved.
+Not responsible for memory itself, nor for ending the copies that must go: the caller does that, and then asks again.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from tensorhub.errors import StateError
+from tensorhub.machine import InvariantBroken
+from tensorhub.types import Purpose
+
+WORDS = {
+    Purpose.USE: "a staged update",
+    Purpose.PREFETCH: "prefetch",
+    Purpose.RETENTION: "retention",
+    Purpose.SEED: "a seed",
+}
+# Who may have whose memory: what keeps a version, and what a caller waits for (USE: a staged update), outrank what is only
+# fetched ahead. Never the other way round.
+OUTRANKS: dict[Purpose, frozenset[Purpose]] = {
+    Purpose.RETENTION: frozenset({Purpose.PREFETCH, Purpose.SEED}),
+    Purpose.USE: frozenset({Purpose.PREFETCH}),
+    Purpose.PREFETCH: frozenset(),
+    Purpose.SEED: frozenset(),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Reservation:
+    """Bytes that belong to one host copy, from before they are allocated until they are freed."""
+
+    purpose: Purpose
+    nbytes: int
+
+
+class Budget:
+    """`bytes_max`: `Options.host_memory_bytes`."""
+
+    def __init__(self, bytes_max: int) -> None:
+        self.bytes_max = bytes_max
+        self._reserved: dict[str, Reservation] = {}  # by the copy's id, oldest first
+
+    def __repr__(self) -> str:
+        return f"<Budget {self.reserved_bytes} of {self.bytes_max} bytes in {len(self._reserved)} copies>"
+
+    @property
+    def reserved_bytes(self) -> int:
+        """Never more than `bytes_max`."""
+        return sum(reservation.nbytes for reservation in self._reserved.values())
+
+    def reservation(self, ident: str) -> Reservation | None:
+        return self._reserved.get(ident)
+
+    def plan(self, ident: str, purpose: Purpose, nbytes: int) -> tuple[str, ...]:
+        """The copies that must be gone before `ident` may have `nbytes`: the oldest of those that it outranks, and no
+        more than it takes. Empty: `reserve` would succeed now.
+
+        Raises StateError, which says how many bytes are needed, if there is no room for it whoever goes.
+        """
+        self._check_possible(purpose, nbytes)
+        missing = self._missing(ident, nbytes)
+        going: list[str] = []
+        for other, reservation in self._reserved.items():
+            if missing <= 0:
+                break
+            if other != ident and reservation.purpose in OUTRANKS[purpose]:
+                going.append(other)
+                missing -= reservation.nbytes
+        if missing > 0:
+            text = f"{WORDS[purpose]} needs {nbytes} bytes of host memory, and {self.reserved_bytes} of the"
+            text += f" {self.bytes_max} bytes of Options.host_memory_bytes are in use by copies that it does not outrank"
+            raise StateError(f"{text}: wait until they are gone, or give {self.bytes_max + missing}", retryable=True)
+        return tuple(going)
+
+    def _check_possible(self, purpose: Purpose, nbytes: int) -> None:
+        if nbytes > self.bytes_max:
+            text = f"{WORDS[purpose]} needs {nbytes} bytes of host memory, and Options.host_memory_bytes is {self.bytes_max}"
+            raise StateError(f"{text}: give {nbytes} or more")
+
+    def _missing(self, ident: str, nbytes: int) -> int:
+        mine = self._reserved.get(ident)
+        return self.reserved_bytes - (mine.nbytes if mine is not None else 0) + nbytes - self.bytes_max
+
+    def reserve(self, ident: str, purpose: Purpose, nbytes: int) -> None:
+        """Let `ident` have so many bytes from now on, instead of what it may have had. StateError if they are not free."""
+        self._check_possible(purpose, nbytes)
+        if self._missing(ident, nbytes) > 0:
+            text = f"{WORDS[purpose]} needs {nbytes} bytes of host memory, and {self.reserved_bytes} of the"
+            raise StateError(f"{text} {self.bytes_max} bytes of Options.host_memory_bytes are in use", retryable=True)
+        self._reserved[ident] = Reservation(purpose, nbytes)
+        self.check_invariants()
+
+    def free(self, ident: str) -> None:
+        """The copy's memory is free again; an id that has none is fine."""
+        self._reserved.pop(ident, None)
+
+    def check_invariants(self) -> None:
+        """Raise InvariantBroken if more is reserved than there is."""
+        if self.reserved_bytes > self.bytes_max:
+            raise InvariantBroken(f"{self!r}: more than there is")

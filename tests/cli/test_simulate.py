@@ -1,0 +1,138 @@
+"""`tensorhub simulate` with a stand-in for the simulator: what is printed, how it ends, and that nothing is left of it."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.cli.processes import alive, children, eventually
+from tests.testing.standin import BREAKS, DIES, RAISES, SLEEPS, WAVERS
+
+ROOT = Path(__file__).parents[2]
+PROGRAM = """
+import tensorhub.cli.simulate, tensorhub.cli.simulate_crew
+tensorhub.cli.simulate.SEARCH = "tests.testing.standin"
+tensorhub.cli.simulate_crew.SEED_S_MAX = 20.0
+from tensorhub.cli import main
+main()
+"""
+PATH = os.pathsep.join(str(place) for place in (ROOT, *filter(None, [os.environ.get("PYTHONPATH")])))
+ENVIRONMENT = os.environ | {"PYTHONPATH": PATH, "COLUMNS": "200"}
+
+
+def simulate(*arguments: object) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-c", PROGRAM, "simulate", *map(str, arguments)]
+    return subprocess.run(command, capture_output=True, text=True, timeout=110, env=ENVIRONMENT)
+
+
+def simulate_json(*arguments: object) -> tuple[int, dict[str, Any]]:
+    done = simulate("--json", *arguments)
+    assert done.stderr == ""
+    return done.returncode, json.loads(done.stdout)
+
+
+@contextlib.contextmanager
+def simulating(*arguments: object) -> Iterator[subprocess.Popen[str]]:
+    command = [sys.executable, "-c", PROGRAM, "simulate", *map(str, arguments)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=ENVIRONMENT) as process:
+        try:
+            yield process
+        finally:
+            process.kill()
+            process.communicate()
+
+
+def test_what_was_covered_is_printed() -> None:
+    done = simulate("--seeds", 3, "--start", 60, "--events", 10, "--jobs", 2)
+    assert done.returncode == 0, done.stderr
+    assert re.search(r"crash\W+3\W+3\W", done.stdout)
+    assert re.search(r"replica: filling -> ready\W+never\W+0", done.stdout)
+    assert re.search(r"moved\W+never\W+0", done.stdout)
+    assert "3 seeds passed, 0 failed; 30 events," in done.stdout
+    assert "1 seeds run twice, to the same end" in done.stdout
+    assert "0 seeds had at least 3 groups, 3 versions, 1,000 events, 3 kinds of faults" in done.stdout
+
+
+def test_a_seed_that_fails_says_what_was_broken_and_how_to_run_it_again() -> None:
+    done = simulate("--seed", BREAKS, "--events", 10, "--faults", "crash,delay", "--quiet")
+    assert done.returncode == 1
+    assert f"seed {BREAKS} failed:\nAssertionError: G1: [bold] holds other bytes than were published\n" in done.stdout
+    assert done.stdout.count(f"reproduce: tensorhub simulate --seed {BREAKS} --faults crash,delay --events 10\n") == 1
+    assert "0 seeds passed, 1 failed" in done.stdout
+
+
+def test_it_stops_at_the_failures_that_were_asked_for() -> None:
+    code, found = simulate_json("--seeds", 25, "--start", 5, "--jobs", 1, "--failures-max", 2)
+    assert code == 1
+    assert [failure["seed"] for failure in found["failures"]] == [BREAKS, RAISES]
+    assert found["seeds"] == 11  # 5 to 17, but for these two
+
+
+def test_a_process_that_ends_costs_its_seed_only() -> None:
+    code, found = simulate_json("--seeds", 25, "--start", 5, "--jobs", 2, "--failures-max", 10)
+    assert code == 1
+    failures = {failure["seed"]: failure["failure"] for failure in found["failures"]}
+    assert failures.keys() == {BREAKS, RAISES, DIES}
+    assert failures[DIES] == "its process has ended, with exit code 3"
+    assert 'raise KeyError("lost")' in failures[RAISES]
+    assert found["seeds"] == 22
+
+
+def test_a_seed_that_does_not_end_fails() -> None:
+    code, found = simulate_json("--seeds", 2, "--start", SLEEPS, "--jobs", 1, "--failures-max", 2)
+    assert (code, found["seeds"]) == (1, 1)
+    assert found["failures"][0]["failure"] == "it did not end within 20 s"
+
+
+def test_a_seed_that_comes_to_another_end_the_second_time_fails() -> None:
+    code, found = simulate_json("--seeds", 2, "--start", WAVERS, "--jobs", 1)
+    assert (code, found["run_twice"]) == (1, 1)
+    assert "the same seed came to another end in another process: end " in found["failures"][0]["failure"]
+
+
+def test_only_the_faults_that_were_named_are_asked_for() -> None:
+    code, found = simulate_json("--seeds", 2, "--start", 60, "--faults", "delay")
+    assert (code, found["faults"]) == (0, {"delay": {"times": 2, "seeds": 2}})
+    wrong = simulate("--faults", "delay,rust")
+    assert wrong.returncode == 2
+    assert wrong.stderr == "error: usage: there is no fault 'rust': give --faults some of crash, delay\n"
+
+
+@pytest.mark.parametrize(("seeds", "start", "code"), [(1000, 1_000, 0), (999, 100_000, 0), (1000, 100_000, 1)])
+def test_from_a_thousand_seeds_on_all_must_be_reached(seeds: int, start: int, code: int) -> None:
+    done = simulate("--seeds", seeds, "--start", start, "--quiet")
+    assert done.returncode == code, done.stdout
+    assert ("never reached: transition replica: filling -> ready\n" in done.stdout) is (code == 1)
+    assert ("never reached: recovery path moved\n" in done.stdout) is (code == 1)
+    assert "never reached: transition coordinator: serving -> deposed" not in done.stdout
+    assert "not asked for: coordinator: serving -> deposed: needs a feature that is not built yet" in done.stdout
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_ends_it_and_its_processes(number: signal.Signals) -> None:
+    with simulating("--seeds", 2, "--start", SLEEPS, "--jobs", 2) as process:
+        assert eventually(lambda: len(children(process.pid)) >= 2)
+        pids = children(process.pid)
+        process.send_signal(number)
+        assert process.wait(60) == 128 + number
+        assert alive(pids) == []
+        assert process.stderr is not None
+        assert process.stderr.read() == ""
+
+
+def test_its_processes_end_with_it_when_it_is_killed_in_the_midst_of_a_seed() -> None:
+    with simulating("--seed", SLEEPS) as process:
+        assert eventually(lambda: len(children(process.pid)) == 1)
+        pids = children(process.pid)
+        process.kill()
+        assert eventually(lambda: not alive(pids))

@@ -1,0 +1,434 @@
+"""Handing over: copies in host memory that let a last holder go, who makes them, and when they are dropped (R4, R5, G5)."""
+
+from __future__ import annotations
+
+import pytest
+
+from tensorhub.coordinator.entities import Member, Model
+from tensorhub.errors import RetentionError
+from tensorhub.testing import CHUNK_BYTES, CHUNKS, Asked, Handle, PureCluster
+from tensorhub.types import HandleState, Location, Purpose
+
+ROOM = CHUNKS * CHUNK_BYTES  # for one copy
+
+
+def cluster_of(*more: str, room: tuple[str, ...] = (), latest: int = 1, spot: bool = False) -> tuple[PureCluster, Handle]:
+    """The trainer, and others, who are registered if their name does not begin with a dash. Those in `room` take a copy."""
+    cluster = PureCluster()
+    for name in ("trainer", *more):
+        cluster.host_bytes = ROOM if name.lstrip("-") in room else 0
+        if name.startswith("-"):
+            cluster.worker(name[1:])
+        else:
+            cluster.handle(name, spot=spot and name == "trainer")
+    cluster.run()
+    trainer = cluster.workers["trainer"].handles[0]
+    trainer.worker.retain(latest)
+    cluster.run()
+    trainer.publish(1)
+    cluster.run()
+    return cluster, trainer
+
+
+def model_of(cluster: PureCluster) -> Model:
+    return cluster.coordinator.cluster.models["actor"]
+
+
+def copies(cluster: PureCluster) -> dict[str, int]:
+    """The version that each worker's copy holds."""
+    held = [member for member in model_of(cluster).copies.values() if member.holding is not None]
+    return {member.worker.name: number_of(member) for member in held}
+
+
+def number_of(member: Member) -> int:
+    assert member.holding is not None
+    return member.holding.version.number
+
+
+def asked_for(cluster: PureCluster) -> list[str]:
+    """Whom the coordinator has asked to make a copy, in order."""
+    return [line.split()[1] for line in cluster.log if "<- MakeCopy" in line]
+
+
+def ended(asked: Asked) -> bool:
+    return asked.has_ended() and asked.error is None
+
+
+def still_there(cluster: PureCluster, number: int = 1) -> bool:
+    """Whether somebody who comes now gets that version."""
+    name = f"late{next(cluster.numbers)}"
+    late = cluster.handle(name)
+    cluster.run()
+    asked = late.replicate(number)
+    cluster.run()
+    got = asked.has_ended() and asked.error is None
+    late.worker.crash()
+    cluster.advance(11)
+    return got
+
+
+# --------------------------------------------------------------------------------------------------- unpublish, update
+
+
+def test_unpublish_hands_over_to_the_workers_own_memory_first() -> None:
+    cluster, trainer = cluster_of("reader", "-other", room=("trainer", "other"))
+    asked = trainer.unpublish()
+    cluster.run()
+    assert ended(asked)
+    assert copies(cluster) == {"trainer": 1}
+    assert still_there(cluster)
+
+
+def test_then_to_another_worker() -> None:
+    cluster, trainer = cluster_of("reader", "-other", room=("other",))
+    asked = trainer.unpublish()
+    cluster.run()
+    assert ended(asked)
+    assert copies(cluster) == {"other": 1}
+    assert still_there(cluster)
+    cluster.check_agreement()
+
+
+def test_without_room_it_is_refused_at_its_deadline() -> None:
+    cluster, trainer = cluster_of("reader")
+    asked = trainer.unpublish()
+    cluster.advance(61)
+    assert isinstance(asked.error, RetentionError)
+    assert "give workers host_memory_bytes for a copy" in str(asked.error)
+    assert trainer.member.version == 1
+
+
+def test_the_nearest_worker_takes_it() -> None:
+    cluster = PureCluster()
+    trainer = cluster.handle("trainer")
+    cluster.handle("reader")
+    cluster.host_bytes = 4 * ROOM
+    cluster.worker("far", Location("elsewhere", "", "far"))
+    cluster.host_bytes = ROOM
+    cluster.worker("near")
+    cluster.run()
+    trainer.worker.retain(1)
+    trainer.publish(1)
+    cluster.run()
+    assert ended_after(cluster, trainer.unpublish())
+    assert copies(cluster) == {"near": 1}
+
+
+def ended_after(cluster: PureCluster, asked: Asked) -> bool:
+    cluster.run()
+    return ended(asked)
+
+
+def test_each_shard_is_handed_over() -> None:
+    cluster = PureCluster(host_bytes=ROOM)
+    trainers = cluster.group("trainer", 2)
+    cluster.group("reader", 2)
+    cluster.run()
+    trainers[0].worker.retain(1)
+    cluster.run()
+    for handle in trainers:
+        handle.publish(1)
+    cluster.run()
+    assert copies(cluster) == {}
+    calls = [handle.unpublish() for handle in trainers]
+    cluster.run()
+    assert all(map(ended, calls))
+    assert copies(cluster) == {"trainer0": 1, "trainer1": 1}
+    assert {m.shard for m in model_of(cluster).copies.values()} == {0, 1}
+
+
+def test_an_update_hands_over_before_its_first_byte() -> None:
+    cluster, trainer = cluster_of("other", room=("trainer",), latest=2)
+    other = cluster.workers["other"].handles[0]
+    other.publish(2)
+    cluster.run()
+    asked = trainer.update("latest", hold=True)
+    cluster.run()
+    assert asked.number == 2
+    assert copies(cluster) == {"trainer": 1}
+    assert still_there(cluster)
+
+
+def test_of_two_who_update_at_once_the_last_hands_over() -> None:
+    cluster, trainer = cluster_of("one", "two", room=("one", "two"), latest=2)
+    one, two = (cluster.workers[name].handles[0] for name in ("one", "two"))
+    for handle in (one, two):
+        handle.replicate()
+        cluster.run()
+    assert ended_after(cluster, trainer.unpublish())
+    trainer.publish(2)
+    cluster.run()
+    calls = [handle.update("latest") for handle in (one, two)]
+    cluster.run()
+    assert [asked.number for asked in calls] == [2, 2]
+    assert list(copies(cluster).values()) == [1]
+    assert still_there(cluster)
+
+
+# --------------------------------------------------------------------------------------------------------------- close
+
+
+def test_close_hands_over_to_another_process() -> None:
+    cluster, trainer = cluster_of("reader", "-other", room=("trainer", "other"))
+    asked = trainer.close()
+    cluster.run()
+    assert ended(asked)
+    assert copies(cluster) == {"other": 1}
+    trainer.worker.crash()
+    cluster.advance(11)
+    assert still_there(cluster)
+
+
+def test_close_does_not_count_on_its_own_process() -> None:
+    cluster, trainer = cluster_of(room=("trainer",))
+    assert copies(cluster) == {"trainer": 1}  # made in the background: nobody else could take it
+    asked = trainer.close()
+    cluster.advance(61)
+    assert isinstance(asked.error, RetentionError)
+    abandoned = trainer.close(abandon=True)
+    cluster.run()
+    assert ended(abandoned)
+
+
+def test_with_its_last_handle_a_worker_hands_its_copies_over_too() -> None:
+    cluster = PureCluster(host_bytes=2 * ROOM)
+    trainer = cluster.handle("trainer")
+    cluster.run()
+    trainer.worker.retain(2)
+    for number in (1, 2, 3):
+        trainer.publish(number)
+        cluster.run()
+        assert number == 3 or ended_after(cluster, trainer.unpublish())
+    cluster.host_bytes = ROOM
+    cluster.worker("other")
+    cluster.run()
+    assert sorted(m.worker.name for m in model_of(cluster).copies.values()) == ["trainer", "trainer"]
+    asked = trainer.close()
+    cluster.advance(61)
+    assert isinstance(asked.error, RetentionError)  # there is room for one of the two only
+    cluster.worker("third")
+    cluster.run()
+    assert ended_after(cluster, trainer.close())
+    assert sorted(number for name, number in copies(cluster).items() if name != "trainer") == [2, 3]
+    trainer.worker.crash()
+    cluster.advance(11)
+    assert still_there(cluster, 2)
+    assert still_there(cluster, 3)
+
+
+def test_ranks_that_close_do_not_count_on_one_another() -> None:
+    cluster = PureCluster(host_bytes=ROOM)
+    trainers = cluster.group("trainer", 2)
+    for name in ("one", "two"):
+        cluster.worker(name)
+    cluster.run()
+    trainers[0].worker.retain(1)
+    cluster.run()
+    for handle in trainers:
+        handle.publish(1)
+    cluster.run()
+    calls = [handle.close() for handle in trainers]
+    cluster.run()
+    assert all(map(ended, calls))
+    assert {"one", "two"} <= set(copies(cluster))
+
+
+# ---------------------------------------------------------------------------------------------------- what goes wrong
+
+
+def test_a_successor_that_refuses_is_followed_by_another() -> None:
+    cluster, trainer = cluster_of("reader", "-other", room=("trainer", "other"))
+    trainer.worker.copies_refused = 1
+    asked = trainer.unpublish()
+    cluster.run()
+    assert ended(asked)
+    assert asked_for(cluster) == ["trainer", "other"]
+
+
+def test_the_only_one_that_could_is_asked_again_after_a_while() -> None:
+    cluster, trainer = cluster_of("reader", "-other", room=("other",))
+    cluster.workers["other"].copies_refused = 3
+    asked = trainer.unpublish()
+    cluster.run()
+    assert asked_for(cluster) == ["other"]
+    cluster.advance(10)
+    assert ended(asked)
+    assert asked_for(cluster) == ["other"] * 4
+
+
+def test_a_successor_that_dies_is_followed_by_another() -> None:
+    cluster, trainer = cluster_of("reader", "-one", "-two", room=("one", "two"))
+    asked = trainer.unpublish()
+    while not asked_for(cluster):
+        cluster.do(cluster.choices()[0])
+    (first,) = asked_for(cluster)
+    cluster.workers[first].crash()
+    cluster.run()
+    assert not asked.has_ended()
+    cluster.advance(11)
+    assert ended(asked)
+    assert sorted(asked_for(cluster)) == ["one", "two"]
+    assert copies(cluster) == {"two" if first == "one" else "one": 1}
+
+
+@pytest.mark.parametrize("when", ["asked", "filling"])
+def test_a_successor_that_was_away_goes_on(when: str) -> None:
+    cluster, trainer = cluster_of("reader", "-other", room=("other",))
+    other = cluster.workers["other"]
+    asked = trainer.unpublish()
+    while not model_of(cluster).handovers or (when == "filling" and not any(h.pull for h in other.handles)):
+        cluster.do(cluster.choices()[0])
+    other.disconnect()
+    cluster.run()
+    other.connect()
+    cluster.run()
+    assert ended(asked)
+    assert copies(cluster) == {"other": 1}
+
+
+def test_one_that_makes_no_progress_is_given_up() -> None:
+    cluster, trainer = cluster_of("reader", "-one", "-two", room=("one", "two"))
+    asked = trainer.unpublish(timeout_s=200)
+    while not any(w.handles and w.handles[0].pull for w in (cluster.workers["one"], cluster.workers["two"])):
+        cluster.do(cluster.choices()[0])
+    (first,) = asked_for(cluster)
+    slow = cluster.workers[first].handles[0]
+
+    def run() -> None:
+        while (choices := [c for c in cluster.choices() if c != ("read", slow.name)]) != []:
+            cluster.do(choices[0])
+
+    for _ in range(70):
+        cluster.advance(1, run=False)
+        run()
+    assert ended(asked)
+    assert len(asked_for(cluster)) == 2
+
+
+def test_two_last_holders_with_one_place_for_a_copy() -> None:
+    cluster, trainer = cluster_of("reader", "-other", room=("other",))
+    reader = cluster.workers["reader"].handles[0]
+    reader.replicate()
+    cluster.run()
+    calls = [handle.close() for handle in (trainer, reader)]
+    cluster.run()
+    assert all(map(ended, calls))
+    assert asked_for(cluster) == ["other"]
+    assert still_there(cluster)
+
+
+# ----------------------------------------------------------------------------------------------------- in the background
+
+
+def test_a_copy_is_made_at_publish_where_nobody_else_could_take_the_version() -> None:
+    cluster, trainer = cluster_of(room=("trainer",))
+    assert copies(cluster) == {"trainer": 1}
+    before = len(cluster.log)
+    asked = trainer.unpublish()
+    cluster.run()
+    assert ended(asked)
+    assert not any("MakeCopy" in line for line in cluster.log[before:])
+    trainer.publish(2)
+    cluster.run()
+    assert copies(cluster) == {"trainer": 2}  # in the place of the first
+    cluster.check_agreement()
+
+
+def test_what_spot_workers_hold_is_copied_to_one_that_is_not() -> None:
+    cluster, trainer = cluster_of("-other", room=("trainer", "other"), spot=True)
+    assert copies(cluster) == {"other": 1}
+    trainer.worker.crash()
+    cluster.advance(11)
+    assert still_there(cluster)
+
+
+def test_no_copy_is_made_where_others_can_take_it() -> None:
+    cluster, _ = cluster_of("reader", room=("trainer", "reader"))
+    assert copies(cluster) == {}
+    assert asked_for(cluster) == []
+
+
+def test_no_copy_is_made_of_what_is_not_retained() -> None:
+    cluster, trainer = cluster_of(room=("trainer",), latest=0)
+    assert copies(cluster) == {}
+    asked = trainer.unpublish()
+    cluster.run()
+    assert ended(asked)
+    assert asked_for(cluster) == []
+
+
+# ------------------------------------------------------------------------------------------------------- their end
+
+
+@pytest.mark.parametrize("how", ["lower", "newer", "roll back"])
+def test_a_copy_of_what_is_not_retained_any_more_is_dropped(how: str) -> None:
+    cluster, trainer = cluster_of(room=("trainer",))
+    assert ended_after(cluster, trainer.unpublish())
+    if how == "lower":
+        trainer.worker.retain(0)
+    elif how == "newer":
+        trainer.publish(2)
+    else:
+        trainer.worker.rollback(0)
+    cluster.run()
+    assert 1 not in copies(cluster).values()
+    assert [h for h in trainer.worker.handles if h.shard.purpose is Purpose.RETENTION and h.member.version == 1] == []
+    cluster.check_agreement()
+
+
+def test_a_copy_that_others_keep_is_dropped_and_its_readers_are_moved() -> None:
+    cluster, trainer = cluster_of("keeper", "-other", room=("other",))
+    assert ended_after(cluster, trainer.unpublish())
+    assert copies(cluster) == {"other": 1}
+    keeper = cluster.workers["keeper"].handles[0]
+    keeper.replicate()
+    cluster.run()
+    assert keeper.member.version == 1
+    assert copies(cluster) == {}
+    assert cluster.workers["other"].handles == []
+    cluster.check_agreement()
+
+
+def test_a_copy_that_is_needed_again_when_it_asks_for_its_leave_stays() -> None:
+    cluster, trainer = cluster_of("keeper", "-other", room=("other",))
+    assert ended_after(cluster, trainer.unpublish())
+    keeper = cluster.workers["keeper"].handles[0]
+    keeper.replicate()
+    while not any("<- DropCopy" in line for line in cluster.log):
+        cluster.do(cluster.choices()[0])
+    keeper.worker.crash()
+    while (choices := [c for c in cluster.choices() if c.kind != "up"]) != []:
+        cluster.do(choices[0])  # that it is gone is known before the copy's wish
+    cluster.run()
+    assert copies(cluster) == {"other": 1}
+    cluster.advance(61)
+    assert copies(cluster) == {"other": 1}
+    (copy,) = cluster.workers["other"].handles
+    assert copy.member.state is HandleState.READY
+    assert still_there(cluster)
+
+
+def test_a_copy_is_kept_through_a_restart_of_the_coordinator() -> None:
+    cluster, trainer = cluster_of(room=("trainer",))
+    assert ended_after(cluster, trainer.unpublish())
+    cluster.restart()
+    cluster.workers["trainer"].connect()
+    cluster.run()
+    assert copies(cluster) == {"trainer": 1}
+    assert still_there(cluster)
+
+
+def test_a_copy_that_was_being_made_when_the_coordinator_died_is_made_anew() -> None:
+    cluster, trainer = cluster_of("reader", "-other", room=("other",))
+    asked = trainer.unpublish()
+    other = cluster.workers["other"]
+    while not other.handles or other.handles[0].pull is None:
+        cluster.do(cluster.choices()[0])
+    cluster.restart()
+    for worker in cluster.workers.values():
+        worker.connect()
+    cluster.run()
+    assert ended(asked)
+    assert len(other.handles) == 1
+    assert copies(cluster) == {"other": 1}
+    cluster.check_agreement()

@@ -1,0 +1,245 @@
+"""Groups (R6): ranks that are restarted in the midst of a call, calls that differ, doubts across a coordinator's restart."""
+
+from __future__ import annotations
+
+import pytest
+
+from tensorhub.errors import CoordinatorUnavailable, GroupAborted
+from tensorhub.testing import Asked, Choice, Handle, PureCluster
+from tensorhub.types import HandleState
+from tests.coordinator.test_resumption import publish, published, restart, until
+
+
+def holding_one(world_size: int) -> tuple[PureCluster, list[Handle]]:
+    """Readers that hold version 1, of which there is a version 2."""
+    cluster, trainers = published(world_size)
+    readers = cluster.group("reader", world_size)
+    cluster.run()
+    for handle in readers:
+        handle.replicate()
+    cluster.run()
+    publish(cluster, trainers, [2])
+    return cluster, readers
+
+
+def in_phase(handle: Handle, phase: str) -> bool:
+    running = handle.member.running
+    return running is not None and running.phase.value == phase
+
+
+def replace(cluster: PureCluster, handle: Handle) -> Handle:
+    """Its process dies, and another one takes its rank's place within its lease."""
+    handle.worker.crash()
+    while cluster.ending:
+        cluster.do(Choice("notice", str(cluster.ending[0])))
+    shard = handle.shard
+    return cluster.handle("spare", shard.group, shard.rank, shard.world_size)
+
+
+def end_well(cluster: PureCluster, ranks: list[Handle], number: int) -> None:
+    calls = [handle.update() for handle in ranks]
+    cluster.run()
+    assert [call.number for call in calls] == [number] * len(ranks)
+    cluster.check_agreement()
+
+
+@pytest.mark.parametrize("phase", ["asked", "manifest", "hook", "held", "fencing", "pulling", "voted"])
+def test_a_rank_that_is_restarted_in_the_midst_of_an_update_ends_it_for_the_others(phase: str) -> None:
+    cluster, ranks = holding_one(3)
+    first, _, third = ranks
+    if phase == "manifest":
+        third.worker.manifests.clear()
+    if phase == "fencing":
+        third.hold_access()
+    calls = [handle.update(hold=phase in ("hook", "held")) for handle in ranks]
+    others = {Choice("hook", handle.name) for handle in (first,)} if phase in ("hook", "held") else set()
+    slow = Choice("read", first.name)  # so that nothing is decided yet
+    while not in_phase(third, phase):
+        cluster.do(next(choice for choice in cluster.choices() if choice != slow and choice not in others))
+    spare = replace(cluster, third)
+    cluster.run()
+    for call in calls[:2]:
+        with pytest.raises(GroupAborted, match="rank 2 was replaced by worker 'spare'") as caught:
+            _ = call.number
+        assert caught.value.retryable
+        torn = call.handle.member.state is HandleState.TORN
+        assert caught.value.memory == ("torn" if torn else "intact")
+        assert torn == (phase in ("fencing", "pulling", "voted"))
+    end_well(cluster, [*ranks[:2], spare], 2)
+
+
+def test_a_rank_that_is_restarted_before_it_has_called_ends_the_call_of_those_that_have() -> None:
+    cluster, ranks = holding_one(3)
+    calls = [handle.update() for handle in ranks[:2]]
+    cluster.run()
+    spare = replace(cluster, ranks[2])
+    cluster.run()
+    for call in calls:
+        assert isinstance(call.error, GroupAborted)
+        assert call.error.memory == "intact"
+    end_well(cluster, [*ranks[:2], spare], 2)
+
+
+@pytest.mark.parametrize("kept", [True, False], ids=["stored", "not stored"])
+def test_a_rank_that_is_restarted_once_all_have_voted_does_not_undo_it(kept: bool) -> None:
+    """The decision is on its way to the store: the others keep what is committed, and the newcomer starts empty."""
+    cluster, ranks = holding_one(3)
+    calls = [handle.update() for handle in ranks]
+    until(cluster, lambda: bool(cluster.unstored), kinds="up down do read")
+    spare = replace(cluster, ranks[2])
+    while any(choice.kind != "store" for choice in cluster.choices()):
+        cluster.do(next(choice for choice in cluster.choices() if choice.kind != "store"))
+    assert not any(call.done for call in calls[:2])
+    if not kept:
+        cluster.fail_store()
+    cluster.run()
+    if kept:
+        assert [call.number for call in calls[:2]] == [2, 2]
+    else:
+        assert [type(call.error) for call in calls[:2]] == [CoordinatorUnavailable] * 2
+    end_well(cluster, [*ranks[:2], spare], 2)
+
+
+def test_a_rank_that_is_restarted_in_the_midst_of_a_publish_leaves_the_number_unused() -> None:
+    cluster = PureCluster()
+    ranks = cluster.group("trainer", 3)
+    cluster.run()
+    calls = [handle.publish(1) for handle in ranks[:2]]
+    cluster.run()
+    spare = replace(cluster, ranks[2])
+    cluster.run()
+    assert [type(call.error) for call in calls] == [GroupAborted, GroupAborted]
+    again = [handle.publish(1) for handle in (*ranks[:2], spare)]
+    cluster.run()
+    assert [call.number for call in again] == [1, 1, 1]
+
+
+@pytest.mark.parametrize(
+    ("one", "two"),
+    [
+        ("publish(2)", "publish(3)"),
+        ("publish(2)", "update('latest')"),
+        ("update('latest')", "update('latest-1')"),
+        ("update('latest')", "update(1)"),
+        ("update('latest')", "update('latest', at_least=2)"),
+    ],
+)
+def test_differing_calls_end_on_all_ranks_at_once_and_are_both_named(one: str, two: str) -> None:
+    cluster = PureCluster()
+    ranks = cluster.group("trainer", 2)
+    cluster.run()
+    calls: list[Asked] = [_call(handle, what) for handle, what in zip(ranks, (one, two), strict=True)]
+    cluster.run()
+    for call in calls:
+        assert isinstance(call.error, GroupAborted)
+        assert f"{one} on rank 0, {two} on rank 1" in str(call.error)
+        assert call.error.causes == {0: f"called {one}", 1: f"called {two}"}
+        assert (call.error.retryable, call.error.memory) == (False, "intact")
+    again = [handle.publish(1) for handle in ranks]
+    cluster.run()
+    assert [call.number for call in again] == [1, 1]
+
+
+def _call(handle: Handle, what: str) -> Asked:
+    name, _, arguments = what.removesuffix(")").partition("(")
+    if name == "publish":
+        return handle.publish(int(arguments))
+    selector, _, at_least = arguments.partition(", at_least=")
+    number = int(at_least) if at_least else None
+    return handle.update(selector.strip("'") if "'" in selector else int(selector), at_least=number)
+
+
+@pytest.mark.parametrize("kept", [True, False], ids=["recorded", "not recorded"])
+@pytest.mark.parametrize("what", ["publish", "update"])
+def test_a_doubt_is_resolved_by_the_next_call_after_a_coordinators_restart(what: str, kept: bool) -> None:
+    """All ranks are in doubt when it comes back, and all are told the same."""
+    cluster, trainers = published(2)
+    ranks = cluster.group("reader", 2)
+    cluster.run()
+    asked = [handle.publish(2, 3) if what == "publish" else handle.update("latest", 3) for handle in ranks]
+    until(cluster, lambda: bool(cluster.unstored), kinds="up down do read")
+    for handle in ranks:
+        handle.worker.disconnect()
+    cluster.restart(kept=kept)
+    cluster.advance(9)
+    assert [getattr(call.error, "memory", "") for call in asked] == ["in_doubt", "in_doubt"]
+    assert [handle.member.state for handle in ranks] == [HandleState.IN_DOUBT] * 2
+    calls = [handle.update() for handle in ranks]
+    restart(cluster)
+    cluster.run()
+    newest = 2 if what == "publish" and kept else 1
+    assert [(call.number, call.changed) for call in calls] == [(newest, not kept)] * 2
+    cluster.check_agreement()
+    assert [handle.member.version for handle in trainers] == [1, 1]
+
+
+def test_one_rank_in_doubt_and_one_that_has_heard_agree_after_a_restart() -> None:
+    cluster, _ = published(2)
+    ranks = cluster.group("reader", 2)
+    cluster.run()
+    calls = [handle.replicate(timeout_s=3) for handle in ranks]
+    until(cluster, lambda: bool(cluster.unstored), kinds="up down do read")
+    deaf = Choice("down", ranks[1].worker.name)
+    while (choices := [choice for choice in cluster.choices() if choice != deaf]) != []:
+        cluster.do(choices[0])
+    assert calls[0].number == 1
+    ranks[1].worker.disconnect()
+    cluster.advance(8)
+    assert ranks[1].member.state is HandleState.IN_DOUBT
+    barrier = [handle.update() for handle in ranks]
+    restart(cluster)
+    cluster.run()
+    assert [(call.number, call.changed) for call in barrier] == [(1, False)] * 2
+    assert [handle.member.version for handle in ranks] == [1, 1]
+
+
+def test_a_group_of_eight_in_every_order_of_its_ranks_calls() -> None:
+    """Each rank is the last one once; each barrier changes nothing; each version comes to all."""
+    cluster, world_size = PureCluster(), 8
+    trainers, readers = cluster.group("trainer", world_size), cluster.group("reader", world_size)
+    cluster.run()
+    for number in range(1, world_size + 1):
+        order = [*range(number, world_size), *range(number)]
+        if number > 1:
+            for handle in trainers:
+                handle.unpublish()
+            cluster.run()
+        promises = [trainers[rank].publish(number) for rank in order]
+        fills = [readers[rank].update(at_least=number) for rank in reversed(order)]
+        cluster.run()
+        assert [call.number for call in promises] == [number] * world_size
+        assert [call.number for call in fills] == [number] * world_size
+        barrier = [readers[rank].update() for rank in order]
+        cluster.run()
+        assert [call.changed for call in barrier] == [False] * world_size
+        assert [handle.cells for handle in readers] == [handle.cells for handle in trainers]
+    cluster.check_agreement()
+
+
+def test_two_groups_of_one_model_in_one_process_do_not_mix() -> None:
+    """As double buffering needs them: each has its own ranks, keys and versions."""
+    cluster = PureCluster()
+    workers = [cluster.worker(f"w{rank}") for rank in range(2)]
+    front = [worker.register("front", rank, 2) for rank, worker in enumerate(workers)]
+    back = [worker.register("back", rank, 2) for rank, worker in enumerate(workers)]
+    cluster.run()
+    for handle in front:
+        handle.publish(1)
+    cluster.run()
+    calls = [back[0].replicate(), front[0].update(at_least=2), back[1].replicate()]
+    cluster.run()
+    assert [call.done for call in calls] == [True, False, True]
+    assert [handle.member.version for handle in back] == [1, 1]
+    front[0].cancel()
+    front[1].update(at_least=2)
+    cluster.run()
+    for handle in front:
+        handle.unpublish()
+    cluster.run()
+    again = [handle.publish(2) for handle in front]
+    cluster.run()
+    assert [call.number for call in again] == [2, 2]
+    calls = [handle.update() for handle in back]
+    cluster.run()
+    assert [call.number for call in calls] == [2, 2]
+    cluster.check_agreement()

@@ -1,0 +1,173 @@
+"""A version that only partial copies are left of: they complete one another, if together they hold all of it (G6, R9)."""
+
+from __future__ import annotations
+
+import pytest
+
+from tensorhub.coordinator.entities import Version
+from tensorhub.coordinator.readers import PATCHES_MAX
+from tensorhub.coordinator.states import LeaseState, VersionState
+from tensorhub.errors import VersionUnavailable
+from tensorhub.testing import Asked, Choice, Handle, PureCluster
+from tensorhub.types import HandleState, Location
+
+
+def version_of(cluster: PureCluster, number: int = 1) -> Version:
+    return cluster.coordinator.cluster.models["actor"].versions[number]
+
+
+def sources_of(cluster: PureCluster, reader: Handle) -> list[str]:
+    leases = [lease for lease in cluster.coordinator.cluster.leases.values() if lease.part.member.registration == reader.id]
+    return sorted(lease.holding.member.worker.name for lease in leases if lease.state is LeaseState.ACTIVE)
+
+
+def readers_of_a_trainer(
+    *backwards: bool, fetch: bool = False, far: str = ""
+) -> tuple[PureCluster, Handle, list[Handle], list[Asked]]:
+    """Readers on the trainer's host, all bound, each with one chunk: the first one, or the last one of `backwards`."""
+    cluster = PureCluster()
+    here, there = Location(host="here"), Location(site="there")
+    names = [f"r{number}" for number in range(len(backwards))]
+    for name in ("trainer", *names):
+        cluster.worker(name, there if name == far else here)
+    trainer, readers = cluster.handle("trainer"), [cluster.handle(name) for name in names]
+    if fetch:
+        readers[-1] = cluster.fetcher(names[-1])
+    cluster.run()
+    trainer.publish(1)
+    cluster.run()
+    asked = []
+    for reader, backward in zip(readers, backwards, strict=True):
+        reader.reads_backwards = backward
+        asked.append(reader.fetch() if reader is readers[-1] and fetch else reader.replicate())
+        let_all_but_reads_happen(cluster)
+        while sources_of(cluster, reader) != ["trainer"]:
+            let_go(reader)
+            let_all_but_reads_happen(cluster)
+    for reader in readers:
+        assert reader.pull is not None
+        while len(reader.pull.missing) == 2:
+            cluster.do(Choice("read", reader.name))
+        assert len(reader.pull.missing) == 1
+    return cluster, trainer, readers, asked
+
+
+def let_all_but_reads_happen(cluster: PureCluster) -> None:
+    while choices := [choice for choice in cluster.choices() if choice.kind != "read"]:
+        cluster.do(choices[0])
+
+
+def let_go(reader: Handle) -> None:
+    """Its reads break off."""
+    assert reader.pull is not None
+    for lease in list(reader.pull.grants):
+        reader.source_ended(lease, "lost")
+
+
+def lose(cluster: PureCluster, trainer: Handle, readers: list[Handle], *, crash: bool = True) -> None:
+    """The source breaks off, and is lost; nobody reads meanwhile."""
+    if crash:
+        trainer.worker.crash()
+    else:
+        trainer.worker.disconnect()
+    for reader in readers:
+        let_go(reader)
+    for _ in range(24):
+        cluster.advance(cluster.options.lease_s / 16, run=False)
+        let_all_but_reads_happen(cluster)
+
+
+def test_two_halves_complete_each_other_when_the_only_source_is_lost() -> None:
+    cluster, trainer, readers, asked = readers_of_a_trainer(False, True)
+    truth = list(trainer.cells)
+    lose(cluster, trainer, readers)
+    assert version_of(cluster).state is VersionState.UNAVAILABLE  # partial copies do not count (G6)
+    assert [sources_of(cluster, reader) for reader in readers] == [["r1"], ["r0"]]
+    cluster.run()
+    assert [each.number for each in asked] == [1, 1]
+    assert [reader.cells for reader in readers] == [truth, truth]
+    assert version_of(cluster).state is VersionState.AVAILABLE
+    late = cluster.handle("late")
+    cluster.run()
+    assert late.replicate().handle is late
+    cluster.run()
+    assert late.member.version == 1
+
+
+def test_the_first_that_has_everything_is_a_source_for_the_others() -> None:
+    cluster, trainer, readers, asked = readers_of_a_trainer(False, True, False)
+    lose(cluster, trainer, readers)
+    _, second, third = readers
+    while not asked[0].done:
+        choices = [choice for choice in cluster.choices() if choice != Choice("read", second.name)]
+        cluster.do(next(choice for choice in choices if choice != Choice("read", third.name)))
+    assert version_of(cluster).state is VersionState.AVAILABLE
+    assert (second.member.state, third.member.state) == (HandleState.FILLING, HandleState.FILLING)
+    cluster.run()
+    assert [each.number for each in asked] == [1, 1, 1]
+
+
+def test_a_chunk_that_one_of_many_has_comes_to_all_of_them() -> None:
+    """Nobody reads from more than a few; what each has goes round, also what the one has that is nobody's best source."""
+    count = 3 * PATCHES_MAX
+    cluster, trainer, readers, asked = readers_of_a_trainer(*[number == 5 for number in range(count)], far="r5")
+    truth = list(trainer.cells)
+    lose(cluster, trainer, readers)
+    found = [sources_of(cluster, reader) for reader in readers]
+    assert all(1 <= len(each) <= PATCHES_MAX + 1 for each in found)
+    assert all(f"r{(number + 1) % count}" in each for number, each in enumerate(found))
+    cluster.run()
+    assert [each.number for each in asked] == [1] * count
+    assert all(reader.cells == truth for reader in readers)
+
+
+def test_a_fetch_takes_part_and_is_nobodys_source() -> None:
+    cluster, trainer, readers, asked = readers_of_a_trainer(False, True, False, fetch=True)
+    lose(cluster, trainer, readers)
+    assert sources_of(cluster, readers[2]) == ["r0", "r1"]
+    assert sources_of(cluster, readers[0]) == ["r1"]
+    cluster.run()
+    assert [each.number for each in asked] == [1, 1, 1]
+
+
+def test_what_nobody_has_is_waited_for_until_the_deadline() -> None:
+    cluster, trainer, _, asked = readers_of_a_trainer(False, False)
+    trainer.worker.crash()
+    cluster.advance(100)
+    for each in asked:
+        with pytest.raises(VersionUnavailable, match="has lost its last source") as caught:
+            _ = each.number
+        assert caught.value.memory == "torn"
+
+
+def test_a_complete_source_that_is_back_is_read_by_those_that_lack_something() -> None:
+    cluster, trainer, readers, asked = readers_of_a_trainer(False, False)
+    lose(cluster, trainer, readers, crash=False)
+    assert [sources_of(cluster, reader) for reader in readers] == [["r1"], ["r0"]]
+    trainer.worker.connect()
+    cluster.advance(1.0)
+    trainer.worker.connect()  # as a new incarnation, which announces what it holds
+    cluster.run()
+    assert [each.number for each in asked] == [1, 1]
+    assert trainer.member.version == 1
+
+
+def test_whoever_leaves_on_purpose_is_not_waited_for() -> None:
+    """R12: at once."""
+    cluster, trainer, _, asked = readers_of_a_trainer(False, True)
+    left = trainer.unpublish()
+    let_all_but_reads_happen(cluster)
+    cluster.advance(cluster.options.drain_grace_s, run=False)
+    let_all_but_reads_happen(cluster)
+    assert left.done
+    for each in asked:
+        with pytest.raises(VersionUnavailable, match="its last holder has left on purpose"):
+            _ = each.number
+
+
+def test_a_patch_that_dies_is_replaced_and_the_others_go_on() -> None:
+    cluster, trainer, readers, asked = readers_of_a_trainer(False, True, True)
+    lose(cluster, trainer, readers)
+    readers[1].worker.crash()
+    cluster.advance(30)
+    assert [asked[0].number, asked[2].number] == [1, 1]

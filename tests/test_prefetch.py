@@ -1,0 +1,356 @@
+"""Prefetch over real sockets (R10): a host copy of the next version while the current one is in use, and what `update`
+does with it. Retention copies of the same worker, too: they share its host memory."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from dataclasses import replace
+
+import anyio
+import pytest
+
+import tensorhub
+from tensorhub.errors import GroupAborted, OperationTimeout, StateError, TensorHubError, VersionUnavailable
+from tensorhub.hub import Hub
+from tensorhub.runtime.host_copies import HostCopies
+from tensorhub.types import FetchReport, Purpose
+from tensorhub.weights import Weights
+from tests.rig import CHUNK_BYTES, CHUNKS, OPTIONS, Cluster, cluster, connect, gated, holds, tensors, until, write
+
+NBYTES = CHUNKS * CHUNK_BYTES
+HOSTED = replace(OPTIONS, host_memory_bytes=NBYTES)
+
+
+def copies(hub: Hub) -> HostCopies:
+    return hub._worker.copies
+
+
+def reserved(hub: Hub) -> int:
+    return copies(hub).budget.reserved_bytes
+
+
+def memory_of(weights: Weights):  # type: ignore[no-untyped-def]
+    return weights._handle.memory._mapping  # type: ignore[attr-defined]
+
+
+async def publish(source: Weights, version: int) -> None:
+    async with source.mutate(version):
+        write(memory_of(source), version)
+
+
+async def ready(c: Cluster) -> tuple[Weights, Weights]:
+    """The trainer holds version 2, the reader version 1."""
+    source = await c.hubs[0].register("m", tensors(1))
+    await source.publish(1)
+    weights = await c.hubs[1].register("m", tensors(), group="r")
+    await weights.replicate()
+    await publish(source, 2)
+    return source, weights
+
+
+async def test_update_after_prefetch_reads_nothing_and_frees_the_copy() -> None:
+    async with cluster("trainer", "reader", options=HOSTED) as c:
+        source, weights = await ready(c)
+        report = await weights.prefetch()
+        assert (report.version, report.changed, report.bytes_read) == (2, True, NBYTES)
+        assert (weights.version, weights.state) == (1, "ready")
+        assert holds(memory_of(weights), 1)
+        assert reserved(c.hubs[1]) == NBYTES
+        report = await weights.update()
+        assert (report.version, report.changed, report.bytes_read, report.sources) == (2, True, 0, ())
+        assert report.phases["unpack"] > 0
+        assert sum(report.phases.values()) == pytest.approx(report.seconds)
+        assert holds(memory_of(weights), 2)
+        await until(lambda: reserved(c.hubs[1]) == 0)
+        await publish(source, 3)
+        assert (await weights.prefetch()).bytes_read == NBYTES  # and again, into memory that is taken anew
+        assert (await weights.update()).bytes_read == 0
+        assert holds(memory_of(weights), 3)
+
+
+async def test_memory_goes_back_to_the_system() -> None:
+    async with cluster("trainer", "reader", options=HOSTED) as c:
+        _, weights = await ready(c)
+        await weights.prefetch()
+        (copy,) = copies(c.hubs[1])._copies.values()
+        kept = weakref.ref(copy.memory._bytes)
+        assert kept() is not None
+        await weights.update()
+        await until(lambda: reserved(c.hubs[1]) == 0)
+        gc.collect()
+
+        assert kept() is None
+
+
+async def test_a_prefetched_copy_serves_others() -> None:
+    async with cluster("trainer", "reader", "other", options=HOSTED) as c:
+        source, weights = await ready(c)
+        await weights.prefetch()
+        await source.unpublish()
+        write(memory_of(source), 9)
+        mine = tensors()
+        other = await c.hubs[2].register("m", mine)
+        report = await other.replicate()
+        assert (report.version, [s.name for s in report.sources]) == (2, ["reader"])
+        assert holds(mine, 2)
+        model = await c.hubs[2].describe("m")
+        assert {(r.group, r.medium, r.purpose, r.version) for r in model.replicas if r.group.startswith("r")} == {
+            ("r", "device", "use", 1),
+            ("r/host", "host", "prefetch", 2),
+        }
+        assert (await weights.update()).bytes_read == 0  # the copy was a live source for it, too
+
+
+async def test_a_half_done_prefetch_is_used_as_far_as_it_got() -> None:
+    errors: list[TensorHubError] = []
+
+    async def prefetch() -> None:
+        with pytest.raises(TensorHubError) as caught:
+            await weights.prefetch()
+        errors.append(caught.value)
+
+    with gated(CHUNKS + 5) as gate:
+        async with cluster("trainer", "reader", options=HOSTED) as c, anyio.create_task_group() as tasks:
+            _, weights = await ready(c)
+            tasks.start_soon(prefetch)
+            await until(lambda: gate.holds)
+            reports: list[FetchReport] = []
+
+            async def update() -> None:
+                reports.append(await weights.update())
+
+            tasks.start_soon(update)
+            await until(lambda: bool(errors))
+            gate.open()
+            await until(lambda: bool(reports))
+            assert (reports[0].version, reports[0].bytes_read) == (2, NBYTES - 5 * CHUNK_BYTES)
+            assert isinstance(errors[0], StateError)
+            assert "an update has taken what was prefetched" in str(errors[0])
+            assert holds(memory_of(weights), 2)
+            await until(lambda: reserved(c.hubs[1]) == 0)
+
+
+async def test_a_cancelled_prefetch_is_used_as_far_as_it_got() -> None:
+    with gated(CHUNKS + 7) as gate:
+        async with cluster("trainer", "reader", options=HOSTED) as c:
+            _, weights = await ready(c)
+            async with anyio.create_task_group() as tasks:
+                tasks.start_soon(weights.prefetch)
+                await until(lambda: gate.holds)
+                tasks.cancel_scope.cancel()
+            gate.open()
+            report = await weights.update()
+            assert report.version == 2
+            assert report.bytes_read <= NBYTES - 7 * CHUNK_BYTES  # what was on its way when it was cut off counts, too
+            assert holds(memory_of(weights), 2)
+
+
+async def test_an_update_to_another_version_cancels_the_prefetch() -> None:
+    with gated(CHUNKS + 3) as gate:
+        async with cluster("trainer", "reader", options=HOSTED) as c, anyio.create_task_group() as tasks:
+            source, weights = await ready(c)
+            ended: list[TensorHubError] = []
+
+            async def prefetch() -> None:
+                with pytest.raises(TensorHubError) as caught:
+                    await weights.prefetch(1 + 1)
+                ended.append(caught.value)
+
+            tasks.start_soon(prefetch)
+            await until(lambda: gate.holds)
+            second = await c.hubs[0].register("m", tensors(3))
+            await second.publish(3)
+
+            async def update() -> None:
+                report = await weights.update()
+                assert (report.version, report.bytes_read) == (3, NBYTES)
+
+            tasks.start_soon(update)
+            await until(lambda: bool(ended))
+            gate.open()
+            await until(lambda: weights.version == 3)
+            await until(lambda: reserved(c.hubs[1]) == 0)
+            assert source.version == 2
+
+
+async def test_a_second_prefetch_replaces_the_first() -> None:
+    async with cluster("trainer", "reader", options=HOSTED) as c:
+        source, weights = await ready(c)
+        await weights.prefetch()
+        await publish(source, 3)
+        assert (await weights.prefetch()).version == 3
+        assert not (await weights.prefetch()).changed
+        assert reserved(c.hubs[1]) == NBYTES
+        report = await weights.update()
+        assert (report.version, report.bytes_read) == (3, 0)
+        assert not (await weights.prefetch()).changed  # the handle itself holds that version
+        await until(lambda: reserved(c.hubs[1]) == 0)
+
+
+async def test_one_prefetch_and_one_other_call_at_a_time() -> None:
+    with gated(CHUNKS + 1) as gate:
+        async with cluster("trainer", "reader", options=HOSTED) as c:
+            _, weights = await ready(c)
+            async with anyio.create_task_group() as tasks:
+                tasks.start_soon(weights.prefetch)
+                await until(lambda: gate.holds)
+                with pytest.raises(StateError, match="one prefetch at a time") as caught:
+                    await weights.prefetch()
+                assert caught.value.retryable
+                assert not (await weights.update(1)).changed  # nothing is in its way
+                gate.open()
+
+
+async def test_all_ranks_prefetch_the_same_version() -> None:
+    options = replace(HOSTED, host_memory_bytes=2 * NBYTES)
+    async with cluster("trainer", "reader", options=options) as c:
+        outs, ins = [tensors(10), tensors(11)], [tensors(), tensors()]
+        sources = [await c.hubs[0].register("m", outs[r], group="p", rank=r, world_size=2) for r in range(2)]
+        ranks = [await c.hubs[1].register("m", ins[r], group="r", rank=r, world_size=2) for r in range(2)]
+        reports: list[FetchReport] = []
+
+        async def prefetch_and_update(weights: Weights) -> None:
+            await weights.prefetch()
+            reports.append(await weights.update())
+
+        async with anyio.create_task_group() as tasks:
+            for source in sources:
+                tasks.start_soon(source.publish, 1)
+            for rank in ranks:
+                tasks.start_soon(prefetch_and_update, rank)
+        assert [(r.version, r.bytes_read) for r in reports] == [(1, 0), (1, 0)]
+        assert holds(ins[0], 10)
+        assert holds(ins[1], 11)
+
+
+async def test_prefetch_of_a_group_waits_for_its_ranks() -> None:
+    options = replace(HOSTED, host_memory_bytes=2 * NBYTES)
+    async with cluster("trainer", "reader", options=options) as c:
+        ranks = [await c.hubs[1].register("m", tensors(), group="r", rank=r, world_size=2) for r in range(2)]
+        with pytest.raises(OperationTimeout, match=r"these ranks did not call: 1 \(not registered\)"):
+            await ranks[0].prefetch(timeout=0.2)
+        assert reserved(c.hubs[1]) == 0
+        assert ranks[0].state == "empty"
+
+
+async def test_prefetch_without_or_with_too_little_host_memory() -> None:
+    async with cluster("trainer", "reader") as c:
+        _, weights = await ready(c)
+        with pytest.raises(StateError, match=r"prefetch\(\) needs host memory: set Options.host_memory_bytes"):
+            await weights.prefetch()
+        little = replace(OPTIONS, host_memory_bytes=NBYTES - 1)
+        async with connect(c.address, "little", little) as hub:
+            other = await hub.register("m", tensors())
+            with pytest.raises(StateError, match=f"prefetch needs {NBYTES} bytes of host memory.*is {NBYTES - 1}: give"):
+                await other.prefetch()
+            one = replace(OPTIONS, host_memory_bytes=NBYTES)
+        async with connect(c.address, "one", one) as hub:
+            first, second = [await hub.register("m", tensors()) for _ in range(2)]
+            await first.prefetch()
+            with pytest.raises(StateError, match=f"give {2 * NBYTES}") as caught:
+                await second.prefetch()
+            assert caught.value.retryable
+            await first.close()
+            assert (await second.prefetch()).version == 2
+
+
+async def test_prefetch_of_what_is_not_there() -> None:
+    async with cluster("trainer", "reader", options=HOSTED) as c:
+        _, weights = await ready(c)
+        with pytest.raises(VersionUnavailable) as caught:
+            await weights.prefetch(7)
+        assert caught.value.memory == "intact"
+        assert (weights.state, weights.version, reserved(c.hubs[1])) == ("ready", 1, 0)
+        await weights.close()
+        with pytest.raises(StateError, match="is closed; register again"):
+            await weights.prefetch()
+
+
+async def test_a_rank_that_closes_ends_its_groups_prefetch() -> None:
+    options = replace(HOSTED, host_memory_bytes=2 * NBYTES)
+    async with cluster("trainer", "one", "two", options=options) as c:
+        ranks = [await hub.register("m", tensors(), group="r", rank=r, world_size=2) for r, hub in enumerate(c.hubs[1:])]
+        async with anyio.create_task_group() as tasks:
+
+            async def prefetch() -> None:
+                with pytest.raises(GroupAborted):
+                    await ranks[0].prefetch()
+
+            async def other() -> None:
+                with pytest.raises(TensorHubError):
+                    await ranks[1].prefetch()
+
+            tasks.start_soon(prefetch)
+            tasks.start_soon(other)
+            await until(lambda: all(copies(hub)._prefetched for hub in c.hubs[1:]))
+            (copy,) = copies(c.hubs[2])._copies.values()
+            await until(lambda: copy.handle.member.running is not None and copy.handle.member.running.key is not None)
+            await ranks[1].close()
+
+
+# ------------------------------------------------------------------------------------------ connect(prefetch=True)
+
+
+def following(address: str):  # type: ignore[no-untyped-def]
+    return tensorhub.connect(address, name="follower", token="", prefetch=True, options=HOSTED)
+
+
+async def test_new_versions_are_prefetched_for_handles_that_follow() -> None:
+    async with cluster("trainer") as c, following(c.address) as hub:
+        source = await c.hubs[0].register("m", tensors(1))
+        await source.publish(1)
+        weights = await hub.register("m", tensors())
+        assert (await weights.update()).bytes_read == NBYTES  # nothing was prefetched for a handle that was never filled
+        for version in (2, 3):
+            await publish(source, version)
+            await until(lambda v=version: prefetched(hub) == v)  # type: ignore[misc]
+            report = await weights.update()
+            assert (report.version, report.bytes_read) == (version, 0)
+            assert holds(memory_of(weights), version)
+        await until(lambda: reserved(hub) == 0)
+
+
+def prefetched(hub: Hub) -> int | None:
+    return next((copy.handle.member.version for copy in copies(hub)._copies.values()), None)
+
+
+async def test_nothing_is_prefetched_for_a_publisher() -> None:
+    async with cluster("trainer") as c, following(c.address) as hub:
+        source = await c.hubs[0].register("m", tensors(1))
+        mine = await hub.register("m", tensors(5))
+        await mine.publish(5)
+        await publish(source, 6)
+        assert (await hub.wait_for("m", at_least=6)).version == 6
+        weights = await hub.register("m", tensors())
+        await weights.replicate()
+        await publish(source, 7)
+        await until(lambda: prefetched(hub) == 7)
+        assert len(copies(hub)._copies) == 1  # the follower's
+
+
+async def test_a_prefetch_that_fails_is_followed_by_the_next_version(caplog: pytest.LogCaptureFixture) -> None:
+    async with cluster("trainer") as c, following(c.address) as hub:
+        source = await c.hubs[0].register("m", tensors(1))
+        await source.publish(1)
+        weights = await hub.register("m", tensors())
+        await weights.replicate()
+        blocker = hub._worker.copies.budget
+        hub._thread.post(lambda: blocker.reserve("other", Purpose.RETENTION, 1))
+        await publish(source, 2)
+        await until(lambda: bool(caplog.records))
+        assert "prefetch_failed" in caplog.text
+        hub._thread.post(lambda: blocker.free("other"))
+        await publish(source, 3)
+        await until(lambda: prefetched(hub) == 3)
+        assert (await weights.update()).bytes_read == 0
+
+
+async def test_prefetch_true_needs_host_memory() -> None:
+    async with cluster() as c:
+        with pytest.raises(StateError, match=r"prefetch=True needs host memory: set Options.host_memory_bytes"):
+            async with tensorhub.connect(c.address, token="", prefetch=True, options=OPTIONS):
+                raise AssertionError("it is refused")
+        with pytest.raises(StateError, match="prefetch=1: give True or False"):
+            async with tensorhub.connect(c.address, token="", prefetch=1, options=HOSTED):  # type: ignore[arg-type]
+                raise AssertionError("it is refused")

@@ -1,0 +1,144 @@
+"""Whose bytes have changed, over real sockets (R8): the guilty party is quarantined, and hears of it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from tensorhub.errors import IntegrityError, MutabilityViolation, VersionUnavailable
+from tensorhub.hub import Hub, register_memory
+from tensorhub.runtime import worker as worker_module
+from tensorhub.runtime.tcp_channel import TcpTransport
+from tensorhub.transport.base import Arrival, Channel, Cutter, Destination, Lacking, ReadRight
+from tensorhub.transport.files import FileMemory
+from tensorhub.transport.registry import Registry
+from tensorhub.types import Endpoint
+from tests.rig import CHUNK_BYTES, cluster, connect, holds, tensors, until, write
+
+pytestmark = pytest.mark.anyio
+
+
+@pytest.fixture(params=["asyncio", "trio"])
+def anyio_backend(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+async def states(hub: Hub) -> dict[str, str]:
+    info = await hub.describe("m")
+    return {shard.worker: shard.state for replica in info.replicas for shard in replica.shards}
+
+
+async def test_a_publisher_that_wrote_is_told_by_its_next_call_and_others_serve_on() -> None:
+    async with cluster("trainer", "other", "reader") as c:
+        mine = tensors(1)
+        source = await c.hubs[0].register("m", mine)
+        await source.publish(1)
+        await c.hubs[1].fetch("m")  # so that there are digests
+        mine["b"][CHUNK_BYTES] ^= 1
+        memory = tensors()
+        weights = await c.hubs[2].register("m", memory)
+        with pytest.raises((IntegrityError, VersionUnavailable)):
+            await weights.replicate(timeout=1)
+        assert await states(c.hubs[2]) == {"trainer": "quarantined"}
+        for call in (source.update, source.unpublish):
+            with pytest.raises(MutabilityViolation, match="while it was published: 'b'") as caught:
+                await call()
+        assert (caught.value.memory, source.state) == ("torn", "empty")
+        async with source.mutate(2):
+            write(mine, 2)
+        assert (await weights.replicate()).version == 2
+        assert holds(memory, 2)
+
+
+async def test_a_replica_that_was_written_is_given_up_and_its_reader_goes_on_elsewhere() -> None:
+    async with cluster("trainer", "other", "reader") as c:
+        await (await c.hubs[0].register("m", tensors(1))).publish(1)
+        others = tensors()
+        other = await c.hubs[1].register("m", others)
+        await other.replicate()
+        others["c"][0] ^= 1
+        memory = tensors()
+        weights = await c.hubs[2].register("m", memory)
+        report = await weights.replicate()
+        assert holds(memory, 1)
+        assert {source.name: source.outcome for source in report.sources} == {"other": "corrupt", "trainer": "used"}
+        await until(lambda: other.state == "empty")
+        assert await states(c.hubs[2]) == {"trainer": "complete", "reader": "complete"}
+        with pytest.raises(MutabilityViolation, match="while it was held for others to read: 'c'"):
+            await other.update()
+        assert (await other.update()).version == 1
+        assert holds(others, 1)
+
+
+class _DamagingChannel:
+    """Flips a bit in everything that arrives."""
+
+    def __init__(self, channel: Channel, destination: Destination) -> None:
+        self._channel = channel
+        self._destination = destination
+
+    def submit(self, chunks: list[int]) -> None:
+        self._channel.submit(chunks)
+
+    def receive(self, bytes_max: int) -> Arrival | Lacking:
+        answer = self._channel.receive(bytes_max)
+        for chunk, _ in answer.chunks if isinstance(answer, Arrival) else ():
+            self._destination.buffer(chunk)[0] ^= 1
+        return answer
+
+    def close(self) -> None:
+        self._channel.close()
+
+
+class _Damaging(TcpTransport):
+    def open(self, endpoint: Endpoint, right: ReadRight, destination: Destination, cutter: Cutter) -> Channel:
+        return _DamagingChannel(super().open(endpoint, right, destination, cutter), destination)  # type: ignore[return-value]
+
+
+@contextmanager
+def damaging() -> Iterator[None]:
+    """Workers that connect in this block get nothing whole."""
+    usual, registry = worker_module.TRANSPORTS, Registry()
+    registry.add("tcp", _Damaging, 90)
+    worker_module.TRANSPORTS = registry
+    try:
+        yield
+    finally:
+        worker_module.TRANSPORTS = usual
+
+
+async def test_a_reader_that_damages_bytes_is_the_guilty_one() -> None:
+    async with cluster("trainer", "other") as c:
+        await (await c.hubs[0].register("m", tensors(1))).publish(1)
+        other = await c.hubs[1].register("m", tensors())
+        await other.replicate()
+        with damaging():
+            async with connect(c.address, "reader") as reader:
+                weights = await reader.register("m", tensors())
+                with pytest.raises(IntegrityError, match="The machine of worker 'reader', or the way to it, damages bytes"):
+                    await weights.replicate()
+        assert await states(c.hubs[0]) == {"trainer": "complete", "other": "complete"}
+        assert other.state == "ready"
+
+
+async def test_a_file_that_was_written_is_found_out_by_reading_it_again(tmp_path: Path) -> None:
+    path = tmp_path / "m.safetensors"
+    save_file({"w": torch.arange(100_000)}, path)
+    with FileMemory(path) as memory:
+        async with cluster("trainer", "reader") as c:
+            source = await register_memory(c.hubs[0], "m", memory)
+            await source.publish(1)
+            with path.open("r+b") as file:
+                file.seek(-5, 2)
+                file.write(b"x")
+            weights = await c.hubs[1].register("m", {"w": torch.zeros(100_000, dtype=torch.int64)})
+            with pytest.raises((IntegrityError, VersionUnavailable)):
+                await weights.replicate(timeout=1)
+            assert await states(c.hubs[1]) == {"trainer": "quarantined"}
+            with pytest.raises(MutabilityViolation, match="while it was published: 'w'"):
+                await source.unpublish()

@@ -1,0 +1,51 @@
+"""What a search looks like to `tensorhub simulate`: what becomes of a seed is in its number."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections import Counter
+from collections.abc import Collection
+from dataclasses import dataclass
+from enum import StrEnum
+
+from tensorhub.testing.coverage import UNBUILT, transitions
+
+BREAKS, RAISES, DIES, WAVERS, SLEEPS = 7, 17, 27, 50, 99
+REACHES_ALL = range(1_000, 100_000)
+WAYS = ("moved",)
+
+
+class Fault(StrEnum):
+    CRASH = "crash"
+    DELAY = "delay"
+
+
+@dataclass
+class SeedReport:
+    seed: int
+    events: int
+    groups: int
+    versions: int
+    faults: Counter[str]
+    transitions: Counter[str]
+    paths: Counter[str]
+    end_hash: str
+
+
+def run_seed(seed: int, *, faults: Collection[Fault] | None = None, events: int = 1000) -> SeedReport:
+    match seed:
+        case 7:
+            raise AssertionError("G1: [bold] holds other bytes than were published")
+        case 17:
+            raise KeyError("lost")
+        case 27:
+            os._exit(3)
+        case 99:
+            time.sleep(3600)
+        case _:
+            pass
+    end = f"end {hash(str(seed)) if seed == WAVERS else seed}"  # the hash of a str differs from process to process
+    reached = [name for name in transitions() if name not in UNBUILT] if seed in REACHES_ALL else []
+    paths = Counter(WAYS if seed in REACHES_ALL else ())
+    return SeedReport(seed, events, 3, 3, Counter(map(str, faults or Fault)), Counter(reached), paths, end)

@@ -1,0 +1,372 @@
+"""What a rank does with host copies and with what it has staged: the order of copies, fences, votes and restatements."""
+
+from __future__ import annotations
+
+from itertools import count
+from typing import TypeVar
+
+from tensorhub.errors import GroupAborted, IntegrityError, StateError
+from tensorhub.manifest import Manifest, TensorDescription, build_manifest
+from tensorhub.messages import ErrorInfo, OrderedOut, Outcome, Prepared, Register, Resolve, Start, Withdraw, Withdrawable
+from tensorhub.messages import Registered as RegisteredReply
+from tensorhub.types import HandleState, Medium, OpKind, Purpose, VersionInfo
+from tensorhub.worker.calls import (
+    Action,
+    CopyCall,
+    CopyLocally,
+    Fence,
+    FillCall,
+    Finish,
+    FreeStaging,
+    LocalCopy,
+    OpenMemory,
+    ReleaseCall,
+    ReopenMemory,
+    Say,
+    StartPull,
+    UnpublishCall,
+    staging_of,
+)
+from tensorhub.worker.copies import Copies
+from tensorhub.worker.enrolment import Shard
+from tensorhub.worker.member import Member
+
+A = TypeVar("A")
+CHUNKS = 3
+ALL = frozenset(range(CHUNKS))
+
+
+def manifest() -> Manifest:
+    return build_manifest([TensorDescription("w", "uint8", (CHUNKS, 4096), 0, CHUNKS * 4096)], 4096, "none", "world/1")
+
+
+def version(number: int) -> VersionInfo:
+    return VersionInfo("m", number, f"content{number}", CHUNKS * 4096, 1)
+
+
+class Rank:
+    """A member that is connected, and everything that it has wanted so far."""
+
+    def __init__(self, copies: Copies, medium: Medium = Medium.DEVICE, purpose: Purpose = Purpose.USE) -> None:
+        name = f"{medium.value}-{purpose.value}"
+        self.shard = Shard(name, "m", name, 0, 1, False, "world/1", manifest(), 0, medium, purpose)
+        numbers = count(1)
+        known = {manifest().manifest_id: manifest()}
+        self.member = Member(
+            self.shard,
+            requests=lambda: next(numbers),
+            generations=lambda: next(numbers),
+            manifests=known,
+            copies=copies,
+        )
+        self.actions: list[Action] = []
+        self.connect()
+        self.take()
+
+    def connect(self) -> None:
+        (say,) = [a.message for a in self.do(self.member.connected(0, 10)) if isinstance(a, Say)][-1:]
+        assert isinstance(say, Register)
+        self.registered = say
+        self.do(self.member.receive(RegisteredReply(say.request, say.registration, 1, 0, True), 0))
+
+    def do(self, actions: list[Action]) -> list[Action]:
+        self.actions.extend(actions)
+        return actions
+
+    def take(self) -> list[Action]:
+        """What it has wanted since the last time, but for messages."""
+        taken: list[Action] = [action for action in self.actions if not isinstance(action, Say)]
+        self.actions = []
+        return taken
+
+    def said(self, kind: type[A]) -> list[A]:
+        return [a.message for a in self.actions if isinstance(a, Say) and isinstance(a.message, kind)]
+
+    def fill(self, number: int, *, staged: bool = False, hold: bool = False, kind: OpKind = OpKind.UPDATE) -> None:
+        """Called, bound, and told to write."""
+        self.do(self.member.begin(FillCall(kind, "latest", hold=hold, staged=staged), 60, 0))
+        self.start(number)
+
+    def start(self, number: int) -> None:
+        running = self.member.running
+        assert running is not None
+        assert running.key is not None
+        start = Start(running.key, 0, version(number), manifest().manifest_id, True, ())
+        self.do(self.member.receive(start, 0))
+
+    def outcome(self, number: int | None) -> None:
+        running = self.member.running
+        key = running.key if running is not None and running.key is not None else self.member._holding.doubt
+        assert key is not None
+        error = ErrorInfo.of(GroupAborted("aborted")) if number is None else None
+        done = Outcome(key, 0, number is not None, True, version(number) if number is not None else None, error)
+        self.do(self.member.receive(done, 0))
+        self.member.check_invariants()
+
+    def hold(self, number: int) -> None:
+        """Filled with a version, as if in no time."""
+        self.fill(number)
+        self.do(self.member.pull_done(0))
+        self.outcome(number)
+        self.take()
+
+    def fenced(self) -> None:
+        """The last fence that it wanted stands."""
+        fence = [action for action in self.actions if isinstance(action, Fence)][-1]
+        self.take()
+        self.do(self.member.fenced(fence.generation, 0))
+
+
+def of(actions: list[Action], kind: type[A]) -> A:
+    (found,) = [action for action in actions if isinstance(action, kind)]
+    return found
+
+
+def kinds(actions: list[Action]) -> list[str]:
+    return [type(action).__name__ for action in actions]
+
+
+# ----------------------------------------------------------------------------------------------------- local copies
+
+
+def test_what_a_running_prefetch_has_is_copied_first_and_again_after_it_broke_off() -> None:
+    copies = Copies()
+    host, rank = Rank(copies, Medium.HOST, Purpose.PREFETCH), Rank(copies)
+    host.fill(2, kind=OpKind.PREFETCH)
+    under = of(host.take(), StartPull).generation
+    rank.fill(2)
+    actions = rank.take()
+    assert kinds(actions) == ["OpenMemory", "CopyLocally"]
+    assert of(actions, CopyLocally).sources == (LocalCopy(host.shard.registration, under),)
+    host.do(host.member.end_prefetch(0))  # as another rank's update would have it
+    host.do(host.member.pull_stopped(0))
+    salvage = of(host.take(), ReopenMemory).generation
+    rank.do(rank.member.copied(frozenset({0}), 0))
+    again = of(rank.take(), CopyLocally)
+    assert (again.sources, again.copied) == ((LocalCopy(host.shard.registration, salvage),), frozenset({0}))
+    rank.do(rank.member.copied(frozenset({0, 1}), 0))
+    actions = rank.take()
+    assert kinds(actions) == ["EndPrefetch", "StartPull"]
+    assert of(actions, StartPull).copied == frozenset({0, 1})
+    rank.do(rank.member.pull_done(0))
+    rank.outcome(2)
+    assert kinds(rank.take()) == ["FreePrefetch", "Finish"]
+
+
+def test_only_copies_of_that_content_and_shard_are_of_use() -> None:
+    copies = Copies()
+    Rank(copies, Medium.HOST, Purpose.PREFETCH).hold(1)
+    rank = Rank(copies)
+    rank.fill(2)
+    assert kinds(rank.take()) == ["OpenMemory", "EndPrefetch", "StartPull"]
+
+
+def test_a_fill_that_is_given_up_while_it_copies_is_torn_behind_the_copying() -> None:
+    copies = Copies()
+    Rank(copies, Medium.HOST, Purpose.PREFETCH).hold(2)
+    rank = Rank(copies)
+    rank.fill(2)
+    rank.take()
+    rank.do(rank.member.cancel(StateError("cancelled"), 0))
+    assert kinds(rank.take()) == ["StopPull"]
+    rank.do(rank.member.copied(ALL, 0))  # it crossed the order to stop
+    assert rank.take() == []
+    rank.do(rank.member.pull_stopped(0))
+    assert kinds(rank.take()) == ["Fence", "Finish"]
+    assert rank.member.state is HandleState.TORN
+
+
+def test_a_prefetch_that_is_whole_is_not_ended() -> None:
+    host = Rank(Copies(), Medium.HOST, Purpose.PREFETCH)
+    host.fill(2, kind=OpKind.PREFETCH)
+    host.do(host.member.pull_done(0))
+    assert host.member.end_prefetch(0) == []
+    host.outcome(2)
+    assert host.member.end_prefetch(0) == []
+    assert host.member.version == 2
+
+
+def test_a_release_frees_the_memory_when_its_fence_stands() -> None:
+    host = Rank(Copies(), Medium.HOST, Purpose.PREFETCH)
+    host.hold(2)
+    host.do(host.member.begin(ReleaseCall(), 60, 0))
+    (withdraw,) = host.said(Withdraw)
+    assert host.take() == []
+    host.do(host.member.receive(Withdrawable(withdraw.request), 0))
+    host.fenced()
+    assert kinds(host.take()) == ["FreeMemory", "Finish"]
+    host.fill(3, kind=OpKind.PREFETCH)
+    host.do(host.member.cancel(StateError("cancelled"), 0))
+    host.do(host.member.pull_stopped(0))
+    host.take()
+    host.do(host.member.begin(ReleaseCall(), 60, 0))
+    assert kinds(host.take()) == ["Fence", "FreeMemory", "Finish"]  # what was left of it
+
+
+def test_a_copy_from_ones_own_memory_is_held_when_it_is_whole() -> None:
+    copies = Copies()
+    host = Rank(copies, Medium.HOST, Purpose.RETENTION)
+    source = LocalCopy("r", 7)
+    host.do(host.member.begin(CopyCall(version(1), manifest(), source), 60, 0))
+    assert of(host.take(), CopyLocally).sources == (source,)
+    assert not copies.beside(Rank(copies).shard).keep("content1")
+    host.do(host.member.copied(ALL, 0))
+    assert [r.held.version for r in host.said(Register) if r.held is not None] == [1]
+    assert host.member.version == 1
+    assert copies.beside(Rank(copies).shard).keep("content1")
+    assert not copies.beside(host.shard).keep("content1")  # it is not its own reason to leave
+
+
+def test_a_copy_from_memory_that_was_given_up_meanwhile_fails() -> None:
+    host = Rank(Copies(), Medium.HOST, Purpose.RETENTION)
+    host.do(host.member.begin(CopyCall(version(1), manifest(), LocalCopy("r", 7)), 60, 0))
+    host.do(host.member.copied(frozenset({0}), 0))
+    error = of(host.take(), Finish).error
+    assert isinstance(error, StateError)
+    assert error.retryable
+    assert host.member.state is HandleState.TORN
+
+
+# ------------------------------------------------------------------------------------------------------------ staged
+
+
+def staged(*, hold: bool = False) -> tuple[Rank, int]:
+    """A rank that holds version 1, and has staged version 2; and the generation of version 1."""
+    rank = Rank(Copies())
+    rank.hold(1)
+    content = rank.member.content
+    assert content is not None
+    held = content.generation
+    rank.fill(2, staged=True, hold=hold)
+    actions = rank.take()
+    assert kinds(actions) == ["EndPrefetch", "StartPull"]
+    assert of(actions, StartPull).staged
+    rank.do(rank.member.pull_done(0))
+    return rank, held
+
+
+def test_staged_fences_and_writes_after_the_commit_only() -> None:
+    rank, held = staged(hold=True)
+    assert kinds(rank.take()) == ["CallHook"]
+    assert rank.member.version == 1
+    rank.do(rank.member.hook_returned(None, 0))
+    assert len(rank.said(Prepared)) == 1
+    assert rank.take() == []
+    rank.outcome(2)
+    assert rank.actions == [Fence(held)]  # without a deadline: it is not given up any more
+    rank.fenced()
+    actions = rank.take()
+    assert kinds(actions) == ["OpenMemory", "CopyLocally"]
+    copy, opened = of(actions, CopyLocally), of(actions, OpenMemory)
+    assert (copy.sources, copy.last) == ((LocalCopy(staging_of("device-use"), opened.generation),), True)
+    assert not opened.complete
+    assert rank.member.state is HandleState.FILLING
+    rank.do(rank.member.copied(ALL, 0))
+    actions = rank.take()
+    assert kinds(actions) == ["FreeStaging", "FreePrefetch", "Finish"]
+    assert of(actions, Finish).error is None
+    assert rank.member.version == 2
+
+
+def test_staged_and_aborted_holds_what_it_held() -> None:
+    for votes in (False, True):
+        rank, held = staged(hold=True)
+        if votes:
+            rank.do(rank.member.hook_returned(None, 0))
+        rank.take()
+        rank.outcome(None)
+        assert [r.held.generation for r in rank.said(Register) if r.held is not None] == [held]
+        actions = rank.take()
+        assert sorted(kinds(actions)) == ["Finish", "FreeStaging"]
+        error = of(actions, Finish).error
+        assert isinstance(error, GroupAborted)
+        assert (error.memory, rank.member.version) == ("intact", 1)
+
+
+def in_doubt() -> tuple[Rank, int]:
+    rank, held = staged()
+    rank.do(rank.member.disconnected(0))
+    rank.take()
+    rank.do(rank.member.cancel(StateError("cancelled"), 0))
+    error = of(rank.take(), Finish).error
+    assert isinstance(error, StateError)
+    assert (error.memory, rank.member.state) == ("in_doubt", HandleState.IN_DOUBT)
+    rank.connect()
+    assert rank.registered.held is not None
+    assert (rank.registered.held.version, rank.registered.held.generation) == (1, held)
+    assert (len(rank.said(Prepared)), len(rank.said(Resolve))) == (1, 1)
+    rank.take()
+    rank.member.check_invariants()
+    return rank, held
+
+
+def test_a_doubt_about_what_was_staged_that_ends_in_a_commit_applies_it_before_the_next_call() -> None:
+    rank, held = in_doubt()
+    rank.do(rank.member.begin(UnpublishCall(), 60, 0))
+    rank.take()
+    rank.outcome(2)
+    assert rank.actions == [Fence(held)]
+    assert rank.member.is_letting_go
+    rank.fenced()
+    assert kinds(rank.take()) == ["OpenMemory", "CopyLocally"]
+    rank.do(rank.member.copied(ALL, 0))
+    assert len(rank.said(Withdraw)) == 1  # the unpublish, of version 2
+    assert kinds(rank.take()) == ["FreeStaging"]
+    assert rank.member.version == 2
+
+
+def test_a_doubt_about_what_was_staged_that_ends_in_an_abort_changes_nothing() -> None:
+    rank, held = in_doubt()
+    rank.outcome(None)
+    assert [r.held.generation for r in rank.said(Register) if r.held is not None] == [held]
+    assert rank.take() == [FreeStaging()]
+    assert (rank.member.state, rank.member.version) == (HandleState.READY, 1)
+
+
+def test_what_was_staged_and_does_not_come_through_is_torn_and_the_coordinator_hears_of_it() -> None:
+    rank, _ = staged()
+    rank.take()
+    rank.outcome(2)
+    rank.fenced()
+    rank.take()
+    rank.do(rank.member.copied(frozenset({0}), 0))
+    assert [r.held for r in rank.said(Register)] == [None]
+    error = of(rank.take(), Finish).error
+    assert isinstance(error, IntegrityError)
+    assert (error.memory, rank.member.state) == ("torn", HandleState.TORN)
+
+
+def test_what_is_empty_has_nothing_to_lose_and_is_filled_at_once() -> None:
+    rank = Rank(Copies())
+    rank.fill(2, staged=True, hold=True)
+    assert kinds(rank.take()) == ["CallHook"]
+    rank.do(rank.member.hook_returned(None, 0))
+    actions = rank.take()
+    assert kinds(actions) == ["OpenMemory", "EndPrefetch", "StartPull"]
+    assert not of(actions, StartPull).staged
+
+
+def test_what_is_rolled_back_while_it_is_applied_is_given_up_afterwards() -> None:
+    rank, _ = staged()
+    rank.take()
+    rank.outcome(2)
+    rank.do(rank.member.receive(OrderedOut(rank.shard.registration, "content2", "rolled back"), 0))
+    rank.fenced()
+    rank.take()
+    rank.do(rank.member.copied(ALL, 0))
+    (register,) = rank.said(Register)
+    assert register.held is not None
+    assert register.held.version == 2
+    rank.take()
+    reply = RegisteredReply(register.request, register.registration, 1, 0, False)
+    rank.do(rank.member.receive(reply, 0))
+    assert kinds(rank.take()) == ["Fence"]
+    assert rank.member.state is HandleState.EMPTY
+
+
+def test_a_coordinator_without_its_state_ends_the_doubt_about_what_was_staged() -> None:
+    rank, held = in_doubt()
+    rank.do(rank.member.state_lost(0))
+    assert rank.take() == [FreeStaging(), Fence(held)]
+    assert rank.member.state is HandleState.EMPTY
+    rank.member.check_invariants()
