@@ -106,6 +106,7 @@ class Guarantees:
             case Retention():
                 self.recorded[entry.model] = entry.retain
                 self.policy[entry.model] = min(entry.retain, self.policy.get(entry.model, 0))
+                self._loosen(entry.model)
             case _:
                 pass
 
