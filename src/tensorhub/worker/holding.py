@@ -286,7 +286,8 @@ class Holding(Stateful[HandleState]):
     def told(self, keep: bool, content_id: str | None = None) -> None:
         """Whether what is held (if it is that content) is to be kept. That is known now, unless it is being fenced."""
         content = self.content
-        if content is not None and not self.fencing and content_id in (None, content.version.content_id):
+        holds = self.state in (HandleState.READY, HandleState.DRAINING) and not self.fencing
+        if content is not None and holds and content_id in (None, content.version.content_id):
             content.retained = keep
             self._rank.say(Kept(self._rank.shard.registration, content.version.content_id, keep))
 
