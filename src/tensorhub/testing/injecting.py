@@ -9,7 +9,7 @@ from collections import Counter
 from typing import TYPE_CHECKING
 
 from tensorhub.messages import FromCoordinator, FromWorker
-from tensorhub.testing.faults import Fault, FaultPlan
+from tensorhub.testing.faults import KINDS_LEAST, Fault, FaultPlan
 from tensorhub.testing.handle import BrokenHook, Handle
 from tensorhub.testing.network import COORDINATOR, TimedLink
 from tensorhub.testing.process import TimedWorker
@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
 SHORT_S = (0.05, 0.5, 2.0)
 LONG_S = (0.5, 3.0, 8.0, 15.0)
+BROADER_EACH = 200  # events, until there were kinds enough
 
 
 class Injector:
@@ -32,6 +33,7 @@ class Injector:
         self._plan = plan
         self.happened: Counter[str] = Counter()
         self.is_over = False
+        self._broader_at = 2 * cluster.events_least
         self._slow_store_until = 0.0
         self._failing_store_until = 0.0
         self._late_tails_until = 0.0
@@ -54,6 +56,9 @@ class Injector:
         if self.is_over:
             return
         self._next()
+        if self._cluster.events >= self._broader_at and len(self.happened) < KINDS_LEAST:
+            self._broader_at += BROADER_EACH
+            self._plan.broaden(self._random)
         kind = self._plan.draw(self._random)
         if kind is not None and self._inject(kind):
             self.happens(kind)
