@@ -171,7 +171,8 @@ class Cluster:
                 continue
             known = member.holding.generation if member.holding is not None else None
             held = content.generation if content is not None and state is HandleState.READY else None
-            if state is not HandleState.IN_DOUBT:
+            spoilt = content is not None and self.guarantees.is_spoilt(handle, content.version.content_id)
+            if state is not HandleState.IN_DOUBT and not spoilt:
                 demand(known == held, f"{handle} holds generation {held}, the coordinator thinks {known}")
             demand(not member.leaving, f"{handle} is thought to leave, for ever: {member.leaving}")
         for lease in self.coordinator.cluster.leases.values():

@@ -174,7 +174,7 @@ class Guarantees:
 
     def served(self, handle: Handle, chunks: Iterable[int], version: VersionInfo) -> None:
         """A lane begins to read these chunks there, as that version's (G6: only what is verified)."""
-        if (handle.id, version.content_id) in self._spoilt:
+        if self.is_spoilt(handle, version.content_id):
             return
         truth = self.truth[version.content_id][handle.shard.number]
         for chunk in chunks:
@@ -201,7 +201,19 @@ class Guarantees:
         else:
             self._spoilt.add((handle.id, content_id))
 
+    def is_spoilt(self, handle: Handle, content_id: str) -> bool:
+        """Whether its own user has overwritten that there."""
+        return (handle.id, content_id) in self._spoilt
+
     # -- retention
+
+    def _mates(self, handle: Handle) -> list[Handle]:
+        """The other ranks of its group."""
+        return [h for h in self._cluster.live_handles() if h.shard.group == handle.shard.group and h is not handle]
+
+    @staticmethod
+    def _abandons(handle: Handle) -> bool:
+        return handle.asked is not None and isinstance(handle.asked.what, CloseCall) and handle.asked.what.abandon
 
     def retained(self, model: str) -> frozenset[str]:
         """Content ids that must stay: what every `retain` and pin that has returned agrees on (G5)."""
@@ -254,6 +266,8 @@ class Guarantees:
         if content_id not in asked.retained & self.retained(model) or self._cluster.is_recording_rollback(model):
             return
         ours = handle.shard.group
+        if self.is_spoilt(handle, content_id) or any(self._abandons(mate) for mate in self._mates(handle)):
+            return  # nobody wants it, or a rank of its replica does not care
         if self._leaving.get((handle.shard.group, content_id), handle) is not handle:
             return  # its replica did not serve any more
         for shard in self.truth[content_id]:
@@ -290,7 +304,7 @@ class Guarantees:
         if asked is not None and not asked.done and asked.key == self._publications[content_id] and handle.worker.alive:
             return (handle.shard.group, content_id) not in self._leaving
         is_it = content is not None and content.version.content_id == content_id and handle.worker.alive
-        is_it = is_it and (handle.shard.group, content_id) not in self._leaving
+        is_it = is_it and (handle.shard.group, content_id) not in self._leaving and not self.is_spoilt(handle, content_id)
         return is_it and content is not None and handle.worker.owner.is_complete(handle.id, content.generation)
 
     def lost(self, handle: Handle) -> None:
@@ -323,7 +337,7 @@ class Guarantees:
             self._check_cells(handle, content.version)
 
     def _check_cells(self, handle: Handle, version: VersionInfo) -> None:
-        if (handle.id, version.content_id) in self._spoilt:
+        if self.is_spoilt(handle, version.content_id):
             return
         truth = self.truth[version.content_id][handle.shard.number]
         demand(tuple(handle.cells) == truth, f"G1: {handle} holds {handle.cells}, published was {truth}")
