@@ -278,7 +278,12 @@ class Membership:
         return None
 
     def _announce(self, member: Member, held: Held) -> bool:
-        """A worker of a former session says what it holds. Another content than the recorded is ordered out (R2)."""
+        """A worker of a former session says what it holds. Another content than the recorded is ordered out (R2).
+
+        What it has voted for only is not counted on: it asks what became of that, and restates it if it was committed.
+        """
+        if held.voted:
+            return True
         cluster, group = self._cluster, member.group
         if not member.serves:
             return False

@@ -7,7 +7,7 @@ it. A new action of `worker.calls` gets its case in `Handle._do`. Not responsibl
 from __future__ import annotations
 
 from collections import deque
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, assert_never
 
 from tensorhub.errors import MutabilityViolation, StateError
@@ -16,7 +16,18 @@ from tensorhub.testing.guarantees import demand
 from tensorhub.testing.memory import CHUNK_BYTES, digest_of, written
 from tensorhub.testing.pulling import Lane, Reading
 from tensorhub.testing.rendering import show
-from tensorhub.types import ContentId, HandleState, OpKey, OpKind, Purpose, RegistrationId, Selector, VersionInfo
+from tensorhub.types import (
+    ContentId,
+    HandleState,
+    Medium,
+    OpKey,
+    OpKind,
+    Purpose,
+    RegistrationId,
+    Selector,
+    VersionInfo,
+    host_group,
+)
 from tensorhub.worker.calls import (
     Action,
     AddPullSource,
@@ -37,11 +48,13 @@ from tensorhub.worker.calls import (
     RefuseCall,
     Registered,
     RegistrationFailed,
+    ReleaseCall,
     ReopenMemory,
     Say,
     StartPull,
     StopPull,
     UnpublishCall,
+    staging_of,
 )
 from tensorhub.worker.enrolment import Shard
 from tensorhub.worker.member import Member
@@ -116,7 +129,12 @@ class Handle:
             requests=lambda: worker.new_request(self),
             generations=lambda: next(cluster.numbers),
             manifests=worker.manifests,
+            copies=worker.host_copies,
         )
+        self.staging_id = RegistrationId(staging_of(shard.registration))
+        self.staging: list[str] | None = None  # the cells of what is staged
+        self.prefetched: Handle | None = None  # its host copy
+        self.is_releasing = False  # a host copy that is to be released when its call has ended
 
     def __repr__(self) -> str:
         return f"<Handle {self.name} {self.member.state} v={self.member.version}>"
@@ -172,6 +190,24 @@ class Handle:
     ) -> Asked:
         """`hold`: with a before_write."""
         return self.call(FillCall(OpKind.UPDATE, selector, at_least, hold), timeout_s)
+
+    def stage(self, selector: Selector = "latest", timeout_s: float = 60.0, *, hold: bool = False) -> Asked:
+        """An update that overwrites nothing before it is committed."""
+        return self.call(FillCall(OpKind.UPDATE, selector, hold=hold, staged=True), timeout_s)
+
+    def prefetch(self, selector: Selector = "latest", timeout_s: float = 60.0) -> Asked:
+        """Fill its host copy, which is made the first time."""
+        if self.prefetched is None or self.prefetched.member.state is HandleState.CLOSED:
+            registration, group = f"{self.shard.registration}h", host_group(self.shard.group)
+            host = replace(self.shard, registration=registration, group=group, medium=Medium.HOST, purpose=Purpose.PREFETCH)
+            self.prefetched = self.worker.take(host)
+        return self.prefetched.call(FillCall(OpKind.PREFETCH, selector), timeout_s)
+
+    def release(self) -> None:
+        """Of a host copy: give up what it holds, now or when its call has ended."""
+        self.is_releasing = not self.idle
+        if self.idle and self.member.state is not HandleState.CLOSED:
+            self.call(ReleaseCall())
 
     def fetch(self, selector: Selector = "latest", timeout_s: float = 60.0) -> Asked:
         """The one call of what `SimWorker.fetcher` made."""
@@ -296,9 +332,13 @@ class Handle:
                 self.hooks.append(action)
                 self.cluster.hook_called(self)
             case StartPull():
-                self.cells = ["half-filled"] * action.manifest.chunk_count
-                self.cluster.guarantees.filling(self, action.version)
+                self._begin_fill(action)
                 self.pull = Reading(self, action, self.cluster.new_lane)
+                if self.pull.over:
+                    self.apply(self.member.pull_done(self.cluster.now))
+            case CopyLocally():
+                self._begin_fill(action)
+                self._copy(action)
             case AddPullSource():
                 if self.pull is not None:
                     self.pull.add(action.grant)
@@ -312,14 +352,68 @@ class Handle:
                 self.registration_error = action.error
             case Finish():
                 self._finish(action)
-            case EndPrefetch() | FreePrefetch() | FreeStaging() | FreeMemory():
-                pass  # nothing is prefetched or staged here yet, and cells cost nothing
-            case CopyLocally():
-                raise AssertionError("no copies are made locally here yet")
+            case EndPrefetch():
+                if self.prefetched is not None:
+                    self.prefetched.apply(self.prefetched.member.end_prefetch(self.cluster.now))
+            case FreePrefetch():
+                if self.prefetched is not None:
+                    self.prefetched.release()
+            case FreeStaging():
+                owner.close(self.staging_id)
+                owner.forget(self.staging_id)
+                self.staging = None
+            case FreeMemory():
+                owner.forget(self.id)
             case Fence() | StopPull():
                 raise AssertionError("these take time: see do_next")
             case _:
                 assert_never(action)
+
+    def _begin_fill(self, action: StartPull | CopyLocally) -> None:
+        """Make what is to be filled: the memory itself, of which only what was copied is left, or what is staged for it."""
+        chunks = action.manifest.chunk_count
+        if action.staged:
+            if self.staging is None:
+                self.staging, content = ["staged"] * chunks, ContentId(action.version.content_id)
+                sizes = [CHUNK_BYTES] * chunks
+                self.worker.owner.open(self.staging_id, action.generation, content, sizes, complete=False)
+            return
+        self.cells = [cell if chunk in action.copied else "half-filled" for chunk, cell in enumerate(self.cells)]
+        self.cluster.guarantees.filling(self, action.version)
+
+    def _copy(self, action: CopyLocally) -> None:
+        """Take what other memory of this worker has: in no time."""
+        owner, content = self.worker.owner, ContentId(action.version.content_id)
+        copied, target = set(action.copied), self.staging_id if action.staged else self.id
+        for source in action.sources:
+            missing = [chunk for chunk in range(action.manifest.chunk_count) if chunk not in copied]
+            if not missing:
+                break
+            found = owner.begin(RegistrationId(source.registration), source.generation, content, missing, 2**62)
+            if not isinstance(found, Access):
+                continue
+            cells, good = self._cells_of(source.registration), list[tuple[int, int | None]]()
+            for chunk, digest in zip(found.chunks, found.digests, strict=True):
+                if action.manifest.digest == "none" or digest in (None, digest_of(cells[chunk])):
+                    self._cells(staged=action.staged)[chunk] = cells[chunk]
+                    good.append((chunk, digest))
+            owner.end(found)
+            copied.update(chunk for chunk, _ in good)
+            if owner.mark_available(target, action.generation, good):
+                self.cluster.chunks_offered(self)
+        self.apply(self.member.copied(frozenset(copied), self.cluster.now))
+
+    def _cells(self, *, staged: bool) -> list[str]:
+        if not staged:
+            return self.cells
+        assert self.staging is not None
+        return self.staging
+
+    def _cells_of(self, registration: str) -> list[str]:
+        """The memory of one of this worker's registrations, or what is staged for this one."""
+        return (
+            self._cells(staged=True) if registration == self.staging_id else self.cluster.by_registration[registration].cells
+        )
 
     def _fence(self, action: Fence) -> None:
         """Let nobody in; shut readers out that do not leave by themselves; then say that it stands, or cannot."""
@@ -353,6 +447,8 @@ class Handle:
             self.worker.say(Deregister(0, self.shard.registration, True))
         if self.shard.purpose is Purpose.RETENTION:
             self.worker.copy_ended(self, asked)
+        if self.is_releasing and self.idle:
+            self.release()
 
     def hook_returns(self) -> None:
         """Its before_write is over."""
@@ -364,12 +460,14 @@ class Handle:
 
     def receive(self, chunk: int, cell: str, start: StartPull) -> None:
         """A lane writes what it was sent."""
-        self.cluster.guarantees.writes(self, chunk)
-        self.cells[chunk] = cell
+        if not start.staged:
+            self.cluster.guarantees.writes(self, chunk)
+        self._cells(staged=start.staged)[chunk] = cell
 
-    def offer(self, generation: int, verified: list[tuple[int, int | None]]) -> None:
+    def offer(self, start: StartPull, verified: list[tuple[int, int | None]]) -> None:
         """Let others read what was verified."""
-        if verified and self.worker.owner.mark_available(self.id, generation, verified):
+        target = self.staging_id if start.staged else self.id
+        if verified and self.worker.owner.mark_available(target, start.generation, verified):
             self.cluster.chunks_offered(self)
 
     def digest_again(self, question: DigestAgain) -> None:

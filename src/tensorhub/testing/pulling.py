@@ -103,7 +103,7 @@ class Lane:
                 good.append((chunk, digest))
             else:
                 bad.append(chunk)
-        reader.offer(reading.start.generation, good)
+        reader.offer(reading.start, good)
         reading.settled(self)
         if bad:
             self.end("corrupt", bad[0])
@@ -180,9 +180,9 @@ class Reading:
     def __init__(self, reader: Handle, start: StartPull, make_lane: Callable[[Reading, Grant], Lane]) -> None:
         self.reader = reader
         self.start = start
-        self.books = Pull([chunk.nbytes for chunk in start.manifest.chunks])
+        self.books = Pull([chunk.nbytes for chunk in start.manifest.chunks], start.copied)
         self.lanes: dict[str, Lane] = {}  # by lease; those that have not ended
-        self.over = False  # all is verified, or it was stopped: nothing more is asked for
+        self.over = self.books.done  # all is verified, or it was stopped: nothing more is asked for
         self.stopped = False
         self.resumed = False  # a source was added when something had been verified
         self._make_lane = make_lane

@@ -22,6 +22,8 @@ HOLDING = (HandleState.READY, HandleState.DRAINING)
 TIMEOUTS_S = (3.0, 10.0, 30.0)
 NO_TIME_S = (0.0, 0.05, 0.5)
 LARGE_GROUP = 8
+# What a group does next: as often as it stands here.
+CALLS = (*["publish"] * 4, *["fill"] * 5, *["stage"] * 2, "prefetch", "unpublish", "rare")
 
 
 @dataclass(eq=False)
@@ -122,7 +124,7 @@ class Users:
 
     def _call(self, team: Team, ranks: list[Handle]) -> None:
         random = self._random
-        what = random.choice(("publish", "publish", "publish", "fill", "fill", "fill", "fill", "fill", "unpublish", "rare"))
+        what = random.choice(CALLS)
         if what == "rare":
             what = random.choice(("close", "refuse", "fill"))
         number = self.next_version
@@ -161,6 +163,10 @@ class Users:
                     handle.update(selector, timeout_s, hold=hold)
                 case "fill":
                     handle.replicate(selector, timeout_s, hold=hold)
+                case "stage":
+                    handle.stage(selector, timeout_s, hold=hold)
+                case "prefetch":
+                    handle.prefetch(selector, timeout_s)
                 case "unpublish":
                     handle.unpublish(timeout_s)
                 case "close":

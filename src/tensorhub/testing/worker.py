@@ -48,6 +48,7 @@ from tensorhub.testing.handle import Asked, Handle
 from tensorhub.testing.network import Link
 from tensorhub.types import Endpoint, HandleState, Location, Medium, Purpose
 from tensorhub.worker.calls import FillCall, UnpublishCall
+from tensorhub.worker.copies import Copies
 from tensorhub.worker.enrolment import Shard
 from tensorhub.worker.owner import Owner
 
@@ -70,6 +71,7 @@ class SimWorker:
         self.owner = Owner()
         self.manifests: dict[str, Manifest] = {}
         self.handles: list[Handle] = []
+        self.host_copies = Copies()
         self.link: Link | None = None
         self.unsure_at = 0.0  # when the coordinator could last not count on it
         self.cut: set[str] = set()  # leases whose readers are served no more
@@ -114,6 +116,7 @@ class SimWorker:
     def drop(self, handle: Handle) -> None:
         """Forget a handle that has served."""
         self.handles.remove(handle)
+        self.host_copies.remove(handle.shard.registration)
         self.cluster.by_registration.pop(handle.shard.registration, None)
 
     def new_request(self, handle: Handle) -> int:
@@ -370,7 +373,9 @@ class SimWorker:
         self.answers[request] = message.error.error() if isinstance(message, Refused) else None
         for wish in [wish for wish in self._wishes if wish <= request]:  # what was said before can not come later
             self._wishes.remove(wish)
-            guarantees.wishes.pop(wish, None)
+            wished = guarantees.wishes.pop(wish, None)
+            if wish == request and wished is not None and not refused:
+                guarantees.retains(*wished)
         ended = self._asked_unpins.pop(request, "")
         if ended and not refused:
             self.unpinned.pop(ended, None)
