@@ -150,7 +150,7 @@ async def test_a_trainer_and_its_readers_are_told_once_and_go_on() -> None:
         idle = await hubs[2].register("m", tensors())
         await weights.replicate()
         await coordinator.restart(*hubs)
-        assert (source.state, weights.state) == ("empty", "empty")
+        await until(lambda: (source.state, weights.state) == ("empty", "empty"))
         with pytest.raises(LeaseLost, match=LOST) as caught:
             async with source.mutate(1):
                 raise AssertionError("the body must not run")
@@ -322,6 +322,7 @@ async def test_what_was_staged_and_is_in_doubt_is_dropped(lost: bool, tmp_path: 
         assert holds(theirs, 1)
         await until(lambda: weights._worker.copies.budget.reserved_bytes == 0)
         if lost:
+            await until(lambda: source.state == "empty")
             with pytest.raises(LeaseLost, match=LOST):
                 await source.publish(1)
             await source.publish(3)

@@ -119,7 +119,10 @@ class Grant:
 
 @dataclass(frozen=True, slots=True)
 class Held:
-    """What a registration holds, as it is announced again after a lost connection."""
+    """What a registration holds, as it is announced again after a lost connection.
+
+    `voted`: it has voted for that, and does not know the outcome: whoever does not know it either must not count on it.
+    """
 
     version: U64
     content_id: Id
@@ -127,6 +130,7 @@ class Held:
     world_size: WorldSize
     nbytes: U64
     manifest: ManifestBlob
+    voted: bool = False
 
 
 FORMER_KEYS_MAX = 16

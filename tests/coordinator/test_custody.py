@@ -216,6 +216,24 @@ def test_with_its_last_handle_a_worker_hands_its_copies_over_too() -> None:
     assert still_there(cluster, 3)
 
 
+def test_a_closing_holder_that_is_rolled_back_waits_for_nothing() -> None:
+    """What it held is ordered out; the copies of its worker are not what it waits for any more (seed 10151)."""
+    cluster = PureCluster(host_bytes=2 * ROOM)
+    trainer = cluster.handle("trainer")
+    cluster.run()
+    trainer.worker.retain(2)
+    for number in (1, 2):
+        trainer.publish(number)
+        cluster.run()
+        assert number == 2 or ended_after(cluster, trainer.unpublish())
+    asked = trainer.close()
+    cluster.run()
+    assert not asked.has_ended()
+    trainer.worker.rollback(1)
+    cluster.run()
+    assert ended(asked)
+
+
 def test_ranks_that_close_do_not_count_on_one_another() -> None:
     cluster = PureCluster(host_bytes=ROOM)
     trainers = cluster.group("trainer", 2)
@@ -251,9 +269,21 @@ def test_the_only_one_that_could_is_asked_again_after_a_while() -> None:
     asked = trainer.unpublish()
     cluster.run()
     assert asked_for(cluster) == ["other"]
-    cluster.advance(10)
+    cluster.advance(6)
+    assert not asked.has_ended()  # after 1, 2 and 4 seconds
+    cluster.advance(2)
     assert ended(asked)
     assert asked_for(cluster) == ["other"] * 4
+
+
+def test_a_spot_worker_takes_nothing_over() -> None:
+    cluster, trainer = cluster_of("reader", "-other", room=("other",))
+    cluster.workers["other"].register("spot", spot=True)
+    cluster.run()
+    asked = trainer.unpublish()
+    cluster.run()
+    assert not asked.has_ended()
+    assert asked_for(cluster) == []
 
 
 def test_a_successor_that_dies_is_followed_by_another() -> None:

@@ -289,3 +289,24 @@ def test_a_source_that_is_lost_while_its_readers_have_their_grace_leaves_no_wish
     assert not model.withdrawals
     cluster.heal()
     assert asked.error is not None
+
+
+def test_a_rank_that_gave_its_wish_to_leave_up_while_it_was_read_is_not_thought_to_leave() -> None:
+    """Its fence was not over at the deadline: it is open under a new generation, and nothing is left of the old."""
+    cluster = PureCluster()
+    trainer, reader = cluster.handle("trainer"), cluster.handle("reader")
+    cluster.run()
+    trainer.publish(1)
+    cluster.run()
+    reader.replicate(timeout_s=30)
+    while reader.pull is None or not any(lane.access for lane in reader.pull.lanes.values()):
+        cluster.do(cluster.choices()[0])
+    trainer.hold_access()
+    asked = trainer.unpublish(0.05)
+    for _ in range(3):
+        while choices := [choice for choice in cluster.choices() if choice.kind == "do"]:
+            cluster.do(choices[0])
+        cluster.advance(0.05, run=False)
+    assert isinstance(asked.error, DrainTimeout)
+    cluster.heal()
+    assert cluster.coordinator.cluster.members[trainer.id].leaving == []

@@ -71,6 +71,9 @@ class Actor:
         for place, tensor in enumerate(self._memory[name].values()):
             tensor[:] = np.arange(len(tensor), dtype=np.uint64) * np.uint64(2) + np.uint64((content << 40) + place)
 
+    async def erase(self, part: str, name: str = "w") -> None:
+        self._memory[name][part][:] = 0
+
     async def publish(self, version: int, name: str = "w", timeout: float | None = None) -> int:
         return (await self._weights[name].publish(version, timeout)).version
 

@@ -79,6 +79,30 @@ def test_readers_of_a_source_that_is_killed_in_mid_read_finish_from_another(proc
         assert reader.do("sha") == trainer.do("sha")
 
 
+def test_two_halves_complete_each_other_when_the_last_holder_is_killed(processes: Crew) -> None:
+    """Each has held all of it, and has written over another half since: what is left is found by digest, and exchanged."""
+    _, address = cluster(processes, lease_s=1.0)
+    trainer = trainer_with(processes, address)
+    truth = trainer.do("sha")
+    halves = [processes.worker(address, f"half{part}", NBYTES, gate=NBYTES // MIB) for part in "ab"]
+    for half, part in zip(halves, "ab", strict=True):
+        half.do("replicate")
+        half.do("unpublish")
+        half.do("erase", part=part)
+    fills = [half.begin("replicate") for half in halves]
+    for half in halves:
+        half.do("gate_holds")
+    trainer.kill()
+    for half in halves:
+        half.do("gate_open")
+    reports = [fill.result() for fill in fills]
+    assert [half.do("sha") for half in halves] == [truth, truth]
+    assert [(r["version"], r["reread_bytes"]) for r in reports] == [(1, 0), (1, 0)]
+    assert sum(r["bytes_read"] for r in reports) <= NBYTES + 2 * MIB  # no half is read that was there
+    late = processes.worker(address, "late", NBYTES)
+    assert late.do("replicate")["version"] == 1
+
+
 def test_a_source_that_stalls_is_left_and_can_be_read_again_when_it_goes_on(processes: Crew) -> None:
     """SIGSTOP: its connection stays, and nothing comes; the reader goes on elsewhere from what it has verified."""
     _, address = cluster(processes, lease_s=600.0)  # so that it is the reader that finds out

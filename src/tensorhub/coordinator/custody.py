@@ -101,7 +101,7 @@ class Custody:
         copy = self._cluster.members.get(handover.copy)
         if copy is None and (handover.registered or handover.worker.state is WorkerState.LOST):
             self._fail(model, handover)
-        elif copy is not None and copy.holding is not None and copy.holding.committed:
+        elif copy is not None and copy.holding is not None and self._retentions.is_reliable(copy.holding):
             self._forget(model, handover)
         elif not self._counts(model, handover.version):
             self._forget(model, handover)
@@ -159,7 +159,7 @@ class Custody:
     def _in_background(self, model: Model, version: Version) -> Iterator[Wish]:
         """What one group alone keeps, and no other could take over: on its own workers; and what only spot workers hold."""
         for holdings in version.holdings.values():
-            reliable = filter(self._retentions.is_reliable, holdings)
+            reliable = filter(self._retentions.may_count, holdings)
             one = next(reliable, None)
             if one is None:
                 spot = next((h for h in holdings if h.is_source), None)

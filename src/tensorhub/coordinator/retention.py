@@ -58,9 +58,16 @@ class Retentions:
             if ours.is_source and not any(map(self.is_reliable, others)):
                 yield ours
 
+    def is_reliable(self, holding: Holding) -> bool:
+        """Whether it counts for retention: it may, and has accepted that (`Kept`).
+
+        What was voted for in an operation that was lost is announced as held, and may be given up yet: it is not accepted.
+        """
+        return holding.kept and self.may_count(holding)
+
     @staticmethod
-    def is_reliable(holding: Holding) -> bool:
-        """Whether it counts for retention: a copy in host memory does where its worker does."""
+    def may_count(holding: Holding) -> bool:
+        """Whether it is a source that stays: a copy in host memory does where its worker does."""
         member = holding.member
         spot = member.worker.spot if member.medium is Medium.HOST else member.group.spot
         return holding.is_source and not spot and member.worker.state is WorkerState.LIVE
@@ -126,8 +133,7 @@ class Retentions:
         if holding is not None and holding.version.info.content_id == message.content_id and holding.told is message.keep:
             holding.kept = True
             self._cluster.note(member)
-            if member.group.model.unanswered:
-                self._cluster.touch(member.group.model)
+            self._cluster.touch(member.group.model)
 
     # -- the policy
 

@@ -30,11 +30,11 @@ class Withdrawals:
             if holding is None or holding is filling:
                 continue
             withdrawal = self._of(holding)
-            if withdrawal is not None and withdrawal.session == member.worker.session:
-                continue  # it waits for our word, and is open until then
+            if withdrawal is not None:
+                if withdrawal.session == member.worker.session and generation in (None, holding.generation):
+                    continue  # it waits for our word, and is open until then
+                self._forget(withdrawal)  # its owner gave that wish up, with the connection or at its deadline
             if holding.generation == generation and (not holding.leaving or filling is not None):
-                if withdrawal is not None:
-                    self._forget(withdrawal)  # its owner gave that wish up with the connection
                 for lease in holding.readers.values():
                     if lease.state is LeaseState.FENCING:
                         self._readers.tell_to_cut(lease)  # the first time may have been lost
@@ -93,7 +93,8 @@ class Withdrawals:
         """While its version would be lost it serves on, undiminished. Then it takes no readers, and goes with the last."""
         holding = withdrawal.holding
         if not withdrawal.begun:
-            if not withdrawal.abandon and self._retentions.must_stay(holding, _going(withdrawal)):
+            waits = not (withdrawal.abandon or holding.leaving)
+            if waits and self._retentions.must_stay(holding, _going(withdrawal)):
                 return
             self._begin(withdrawal)
         if not withdrawal.granted and not holding.active_readers():

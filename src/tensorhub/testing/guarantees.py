@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
-from tensorhub.coordinator import Entry, Publication, Rollback
+from tensorhub.coordinator import Entry, Publication, Retention, Rollback
 from tensorhub.errors import LeaseLost, TensorHubError
 from tensorhub.testing.rendering import show_error
 from tensorhub.types import HandleState, Medium, OpKey, OpKind, VersionInfo
@@ -48,7 +48,8 @@ class Guarantees:
         self.retired: set[str] = set()  # content ids that were rolled back
         self.rolled_back: set[OpKey] = set()  # publications of these
         self.published: dict[str, dict[int, str]] = {}  # by model and number: content ids that are durable, or may be
-        self.policy: dict[str, int] = {}  # by model: what the last `retain` that returned has asked for
+        self.recorded: dict[str, int] = {}  # by model: what the last `retain` that is durable asks for
+        self.policy: dict[str, int] = {}  # by model: what holds of it, as some `retain` has returned since
         self.wishes: dict[int, tuple[str, int]] = {}  # by request: a `retain` that has not returned
         self.pins: dict[str, tuple[str, int, str]] = {}  # by id: model, number and incarnation of pins that have returned
         self._publications: dict[str, OpKey] = {}  # by content id: which publish has minted it
@@ -60,7 +61,7 @@ class Guarantees:
     def state_lost(self, store: Iterable[Entry]) -> None:
         """Whatever was published before must not come back; what was wanted of the former cluster counts no more."""
         self.retired.update(entry.content_id for entry in store if isinstance(entry, Publication))
-        for past in (self.returned, self.published, self.policy, self.wishes, self.pins, self._numbers):
+        for past in (self.returned, self.published, self.recorded, self.policy, self.wishes, self.pins, self._numbers):
             past.clear()
         self.forget()
 
@@ -102,8 +103,16 @@ class Guarantees:
                 self._lower_floors(entry.model, published)
                 numbers = self.published.get(entry.model, {})
                 self.published[entry.model] = {n: c for n, c in numbers.items() if n <= entry.to}
+            case Retention():
+                self.recorded[entry.model] = entry.retain
+                self.policy[entry.model] = min(entry.retain, self.policy.get(entry.model, 0))
+                self._loosen(entry.model)
             case _:
                 pass
+
+    def retains(self, model: str, latest: int) -> None:
+        """That `retain` has returned: at once, or after later ones, as it waits until every holder knows."""
+        self.policy[model] = min(latest, self.recorded.get(model, 0))
 
     def _lower_floors(self, model: str, published: list[Publication]) -> None:
         newest = max((e.number for e in published if e.content_id not in self.retired), default=-1)

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
 TRIES = 12
 REST_S = 400.0
+WAITS_S = 5000.0  # a fill that waits for a version of after the faults
 
 
 class Healing:
@@ -25,6 +26,18 @@ class Healing:
 
     def __init__(self, cluster: SimulatedCluster) -> None:
         self._cluster = cluster
+        self._waiting: list[Asked] = []  # fills that were called while things still went wrong, of a version to come
+        self._awaited = 0  # its number
+
+    def ask(self) -> None:
+        """While things still go wrong: whoever is at rest wants the next version, and waits for it."""
+        users = self._cluster.users
+        users.next_version += 10
+        self._awaited = users.next_version
+        ready = [team for team in users.teams if self._is_whole(team) and all(handle.idle for handle in team.ranks)]
+        for team in [team for team in ready[1:] if team.world_size == ready[0].world_size]:
+            for handle in team.ranks:
+                self._waiting.append(handle.update("latest", WAITS_S, at_least=self._awaited))
 
     def run(self) -> None:
         """Demand convergence. Raises GuaranteeBroken."""
@@ -38,6 +51,7 @@ class Healing:
         cluster.check()
         cluster.check_agreement()
         self._let_go()
+        self._meet_the_waiting()
         whole = [team for team in cluster.users.teams if self._is_whole(team)]
         for writer in whole:
             self._publish_and_update(writer, whole)
@@ -46,7 +60,7 @@ class Healing:
     def _running_calls(self) -> list[Asked]:
         """Calls that run when the last fault ends."""
         handles = [handle for handle in self._cluster.live_handles() if handle.asked is not None]
-        return [h.asked for h in handles if h.asked is not None and not h.asked.done]
+        return [h.asked for h in handles if h.asked is not None and not h.asked.done and h.asked not in self._waiting]
 
     def _rest(self, when: str) -> None:
         """Let everything that was asked for come to its end."""
@@ -64,13 +78,49 @@ class Healing:
             and not cluster.unstored
             and cluster.process.stopped_until <= cluster.now
             and all(self._is_connected(w) for w in cluster.workers.values() if w.alive)
-            and all(handle.idle and handle.is_answered for handle in cluster.live_handles())
+            and all((handle.idle or self._waits(handle)) and handle.is_answered for handle in cluster.live_handles())
         )
 
     def _is_connected(self, worker: SimWorker) -> bool:
         link = worker.link
         runs = worker.stopped_until <= self._cluster.now
         return runs and isinstance(link, TimedLink) and link.welcomed and not link.is_lossy and not worker.unpinned
+
+    def _waits(self, handle: Handle) -> bool:
+        return not handle.todo and handle.asked in self._waiting
+
+    def _that_wait_whole(self) -> list[Asked]:
+        """Calls that all ranks of their group still wait with; where one rank's has ended, the others' are cancelled."""
+        waiting = [asked for asked in self._waiting if not asked.done and asked.handle.worker.alive]
+        whole: list[Asked] = []
+        for asked in waiting:
+            shard = asked.handle.shard
+            if sum(other.handle.shard.group == shard.group for other in waiting) == shard.world_size:
+                whole.append(asked)
+            else:
+                asked.handle.cancel()
+        return whole
+
+    def _meet_the_waiting(self) -> None:
+        """What is waited for is published: each call that still waits ends well (G7)."""
+        cluster, waiting = self._cluster, self._that_wait_whole()
+        groups = {asked.handle.shard.group for asked in waiting}
+        writers = [team for team in cluster.users.teams if self._is_whole(team) and team.name not in groups]
+        sizes = {asked.handle.shard.world_size for asked in waiting}
+        writers = [team for team in writers if team.world_size in sizes]
+        if not writers:
+            for asked in waiting:
+                asked.handle.cancel()
+            self._waiting.clear()
+            self._rest("after waiting calls were cancelled")
+            return
+        self._take_back(writers[0])
+        self._must(writers[0], self._awaited, lambda handle: handle.publish(self._awaited))
+        self._waiting.clear()
+        self._rest("after what was waited for was published")
+        for asked in waiting:
+            ok = not asked.handle.worker.alive or (asked.error is None and asked.number == self._awaited)
+            demand(ok, f"G7: {asked.handle} waited for {self._awaited}: {asked.error!r} {asked.version}")
 
     @staticmethod
     def _is_whole(team: Team) -> bool:
@@ -96,17 +146,21 @@ class Healing:
 
     def _publish_and_update(self, writer: Team, whole: list[Team]) -> None:
         users = self._cluster.users
-        for handle in writer.ranks:
-            if handle.member.state in (HandleState.READY, HandleState.IN_DOUBT):
-                asked = handle.unpublish()
-                self._rest("after unpublish")
-                demand(asked.error is None, f"G7: {handle}: unpublish: {asked.error!r}")
+        self._take_back(writer)
         users.next_version += 10
         number = users.next_version
         self._must(writer, number, lambda handle: handle.publish(number))
         for reader in whole:
             if reader is not writer and reader.world_size == writer.world_size:
                 self._must(reader, number, lambda handle: handle.update("latest"))
+
+    def _take_back(self, writer: Team) -> None:
+        """Its memory is its own again."""
+        for handle in writer.ranks:
+            if handle.member.state in (HandleState.READY, HandleState.IN_DOUBT):
+                asked = handle.unpublish()
+                self._rest("after unpublish")
+                demand(asked.error is None, f"G7: {handle}: unpublish: {asked.error!r}")
 
     def _must(self, team: Team, number: int, call: Callable[[Handle], Asked]) -> None:
         """This call of all ranks has to succeed, once what happened before is paid for: each refusal (a body raised) that a

@@ -92,8 +92,10 @@ class SimulatedCluster(Cluster):
             self.begin()
             while not self._is_enough():
                 self.take_event()
+            healing = Healing(self)
+            healing.ask()
             self.end_faults()
-            self.converge()
+            healing.run()
         except Exception as error:
             raise GuaranteeBroken(self.report(error)) from error
 

@@ -83,7 +83,9 @@ class SimWorker:
         self.pins: dict[str, tuple[str, int]] = {}  # that it wants: model and version, by id
         self.unpinned: dict[str, str] = {}  # pins that it has ended, and has not heard the end of: their models, by id
         self._askers: dict[int, Handle] = {}  # requests of handles that are not answered yet
+        self._wishes: list[int] = []  # requests of `retain` that are not answered
         self._asked_pins: dict[int, str] = {}  # by request
+        self._asked_unpins: dict[int, str] = {}  # by request
 
     def __repr__(self) -> str:
         return f"<SimWorker {self.incarnation} link={self.link is not None}>"
@@ -201,6 +203,7 @@ class SimWorker:
         request = next(self.cluster.numbers)
         if self.link is not None:
             self.cluster.guarantees.wish(request, model, latest)
+            self._wishes.append(request)
         self.say(Retain(request, model, latest))
         return request
 
@@ -218,7 +221,7 @@ class SimWorker:
         request = next(self.cluster.numbers)
         model = self.unpinned.get(pin) or self.pins.pop(pin)[0]
         self.unpinned[pin] = model
-        self._asked_pins[request] = pin
+        self._asked_unpins[request] = pin
         self.cluster.guarantees.unpin(pin)
         self.say(Unpin(request, pin, model))
         return request
@@ -332,7 +335,7 @@ class SimWorker:
         | Keep,
     ) -> None:
         if handle is not None and handle.worker is self and self.alive:
-            if handle.asked is not None and isinstance(message, Withdrawable | Write | Start):
+            if handle.asked is not None and not handle.asked.done and isinstance(message, Withdrawable | Write | Start):
                 handle.asked.granted = True
                 if isinstance(message, Withdrawable):
                     self.cluster.guarantees.let_go(handle)
@@ -373,13 +376,16 @@ class SimWorker:
         guarantees, request = self.cluster.guarantees, message.request
         refused = isinstance(message, Refused)
         self.answers[request] = message.error.error() if isinstance(message, Refused) else None
-        wish = guarantees.wishes.pop(request, None)
-        if wish is not None and not refused:
-            guarantees.policy[wish[0]] = wish[1]
+        for wish in [wish for wish in self._wishes if wish <= request]:  # what was said before can not come later
+            self._wishes.remove(wish)
+            wished = guarantees.wishes.pop(wish, None)
+            if wish == request and wished is not None and not refused:
+                guarantees.retains(*wished)
+        ended = self._asked_unpins.pop(request, "")
+        if ended and not refused:
+            self.unpinned.pop(ended, None)
         pin = self._asked_pins.pop(request, "")
         if pin in self.pins and not refused:
             guarantees.pins[pin] = (*self.pins[pin], self.incarnation)
-        elif pin in self.unpinned and not refused:
-            del self.unpinned[pin]
         elif pin in self.pins:
             guarantees.unpin(pin)

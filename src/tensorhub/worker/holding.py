@@ -10,7 +10,7 @@ comes after a fence. Access to memory is `worker.owner`'s.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from tensorhub.errors import LeaseLost
 from tensorhub.machine import InvariantBroken, Stateful
@@ -267,8 +267,11 @@ class Holding(Stateful[HandleState]):
             content = self.content
         if self.staged is not None and not self.applying:
             self._is_out = True  # if it is committed already, the coordinator counts on what is held no longer
-        whole = content is not None and not content.spoiled
-        self._rank.say(self._rank.enrolment.register(content.held() if content is not None and whole else None))
+        held = content.held() if content is not None and not content.spoiled else None
+        undecided = content is self.voted or (self.state is HandleState.IN_DOUBT and self.staged is None)
+        if held is not None and undecided:
+            held = replace(held, voted=True)
+        self._rank.say(self._rank.enrolment.register(held))
 
     def restate_after(self, commit: OpKey) -> None:
         """A coordinator that knows a commit from its records only does not know that this memory holds it."""
@@ -287,7 +290,8 @@ class Holding(Stateful[HandleState]):
     def told(self, keep: bool, content_id: str | None = None) -> None:
         """Whether what is held (if it is that content) is to be kept. That is known now, unless it is being fenced."""
         content = self.staged if self.applying else self.content
-        if content is not None and not self.fencing and content_id in (None, content.version.content_id):
+        holds = self.applying or (self.state in (HandleState.READY, HandleState.DRAINING) and not self.fencing)
+        if content is not None and holds and content_id in (None, content.version.content_id):
             content.retained = keep
             self._rank.say(Kept(self._rank.shard.registration, content.version.content_id, keep))
 

@@ -14,7 +14,7 @@ from typing import ClassVar
 from tensorhub.errors import LeaseLost, RetentionError, StateError, TensorHubError
 from tensorhub.machine import InvariantBroken
 from tensorhub.messages import Deregister, Done, Withdraw, Withdrawable
-from tensorhub.types import HandleState, Medium
+from tensorhub.types import HandleState
 from tensorhub.worker.calls import CloseCall, FreeMemory
 from tensorhub.worker.holding import Holding
 from tensorhub.worker.rank import Rank
@@ -97,8 +97,7 @@ class Leaving(Running):
         assert content is not None
         if not content.retained or self._abandon:
             return -inf
-        is_copy = self._rank.shard.medium is Medium.HOST
-        if not self._closes and not is_copy and self._rank.copies.keep(content.version.content_id):
+        if not self._closes and self._rank.copies.keep(content.version.content_id):
             return -inf
         return inf if enrolment.online else enrolment.lease_over
 

@@ -1,0 +1,29 @@
+"""Each deliberate bug of `tests.testing.bugs` is found by the simulator within its seeds."""
+
+from __future__ import annotations
+
+import importlib
+
+import pytest
+
+from tensorhub.testing import GuaranteeBroken, run_seed
+from tests.testing.bugs import BUGS, Bug
+
+for _module in ("outside", "inside"):
+    importlib.import_module(f"tests.testing.bugs.{_module}")
+
+
+def test_there_are_enough() -> None:
+    assert len(BUGS) >= 30
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("found", BUGS.values(), ids=lambda found: found.name)
+def test_the_simulator_finds(found: Bug) -> None:
+    with found.enter():
+        for seed in range(found.seeds_max):
+            try:
+                run_seed(seed, faults=found.faults)
+            except GuaranteeBroken:
+                return
+    raise AssertionError(f"{found.name} survived {found.seeds_max} seeds: {found.breaks}")
