@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from tensorhub.coordinator.actions import CloseSession
 from tensorhub.coordinator.custody import Custody
-from tensorhub.coordinator.entities import LOST_KEPT_MAX, Cluster, Group, Holding, Member, RankPart, Replica, Session, Worker
+from tensorhub.coordinator.entities import LOST_KEPT_MAX, Cluster, Group, Holding, Member, Replica, Session, Worker
 from tensorhub.coordinator.operations import Operations
 from tensorhub.coordinator.readers import Readers
 from tensorhub.coordinator.retention import Retentions
@@ -233,8 +233,8 @@ class Membership:
         part = group.operation.parts.get(member.rank) if group.operation is not None else None
         filling = part.holding if part is not None and part.member is member else None
         counts = self._withdrawals.restated(member, held.generation if held is not None else None, filling)
-        votes = part is not None and part.member is member and _has_voted_for(part, held)  # it does not hold it yet
-        keep = held is None or counts or (not votes and self._announce(member, held))
+        publishes = part is not None and part.member is member and isinstance(part.call, Publish)  # it holds nothing yet
+        keep = held is None or counts or (not publishes and self._announce(member, held))
         self._tell_registered(member, message, keep)
 
     def _tell_registered(self, member: Member, message: Register, keep: bool) -> None:
@@ -346,9 +346,3 @@ class Membership:
         for replica in list(group.replicas):
             self._readers.settle_replica(replica)
         group.model.groups.pop(group.name, None)
-
-
-def _has_voted_for(part: RankPart, held: Held | None) -> bool:
-    """Whether what a rank restates is what its undecided operation will make of it: published, or filled in a staged one."""
-    call = part.call
-    return isinstance(call, Publish) or (call.staged and held is not None and held.generation == call.generation)
