@@ -487,6 +487,8 @@ class Handle:
                 known = access.digests[0]
                 changed = None if known is None else digest_of(self.cells[question.chunk]) != known
                 self.worker.owner.end(access)
+                if changed:
+                    self.cluster.guarantees.lost(self)  # and the coordinator will hear so
         now, error = self.cluster.now, MutabilityViolation("the memory has changed")
         self.apply(self.member.digested_again(question.inquiry, question.generation, changed, error, now))
 
