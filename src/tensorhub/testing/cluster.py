@@ -174,7 +174,7 @@ class Cluster:
             spoilt = content is not None and self.guarantees.is_spoilt(handle, content.version.content_id)
             if state is not HandleState.IN_DOUBT and not spoilt:
                 demand(known == held, f"{handle} holds generation {held}, the coordinator thinks {known}")
-            demand(not member.leaving, f"{handle} is thought to leave, for ever: {member.leaving}")
+            demand(spoilt or not member.leaving, f"{handle} is thought to leave, for ever: {member.leaving}")
         for lease in self.coordinator.cluster.leases.values():
             raise GuaranteeBroken(f"a lease is left: {lease}. Story:\n{lease.story}")
 
