@@ -304,8 +304,12 @@ class Guarantees:
         return worker.unsure_at < since and worker.incarnation in self._cluster.coordinator.cluster.workers
 
     def _holds(self, handle: Handle, content_id: str) -> bool:
-        """Whether all of it can be read there: held, or filled and voted for, or published without having heard so."""
-        content, asked = handle.member.content, handle.asked
+        """Whether all of it can be read there: held, or filled and voted for, or published without having heard so; or
+        staged, from where it comes into place without anybody's help.
+        """
+        content, asked, staged = handle.member.content, handle.asked, handle.member.staged
+        if staged is not None and staged.version.content_id == content_id and handle.worker.alive:
+            return True
         if asked is not None and not asked.done and asked.key == self._publications[content_id] and handle.worker.alive:
             return (handle.shard.group, content_id) not in self._leaving
         is_it = content is not None and content.version.content_id == content_id and handle.worker.alive

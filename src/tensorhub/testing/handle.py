@@ -199,8 +199,15 @@ class Handle:
 
     def prefetch(self, selector: Selector = "latest", timeout_s: float = 60.0) -> Asked:
         """Fill its host copy, which is made the first time."""
-        if self.prefetched is None or self.prefetched.member.state is HandleState.CLOSED:
-            registration, group = f"{self.shard.registration}h", host_group(self.shard.group)
+        if self.prefetched is not None and self.prefetched.registration_error is not None and self.prefetched.idle:
+            self.worker.drop(self.prefetched)
+            self.prefetched = None
+        group = host_group(self.shard.group)
+        others = [handle for handle in self.worker.handles if handle is not self.prefetched]
+        if any((other.shard.group, other.shard.rank) == (group, self.shard.rank) for other in others):
+            raise StateError("the copy of a former registration is not closed yet")
+        if self.prefetched is None:
+            registration = f"{self.shard.registration}h"
             host = replace(self.shard, registration=registration, group=group, medium=Medium.HOST, purpose=Purpose.PREFETCH)
             self.prefetched = self.worker.take(host)
         return self.prefetched.call(FillCall(OpKind.PREFETCH, selector), timeout_s)
@@ -447,9 +454,9 @@ class Handle:
         if not self.shard.serves:  # it was made for this call
             self.worker.drop(self)
             self.worker.say(Deregister(0, self.shard.registration, True))
-        if self.shard.purpose is Purpose.RETENTION:
+        if self.shard.purpose is Purpose.RETENTION or self.dropped:
             self.worker.copy_ended(self, asked)
-        if self.is_releasing and self.idle:
+        elif self.is_releasing and self.idle:
             self.release()
 
     def hook_returns(self) -> None:
