@@ -178,7 +178,7 @@ class Cluster:
                 held = None
             if state is not HandleState.IN_DOUBT and not spoilt:
                 demand(known == held, f"{handle} holds generation {held}, the coordinator thinks {known}")
-            demand(not leaving, f"{handle} is thought to leave, for ever: {leaving}")
+            demand(spoilt or not leaving, f"{handle} is thought to leave, for ever: {leaving}")
         for lease in self.coordinator.cluster.leases.values():
             raise GuaranteeBroken(f"a lease is left: {lease}. Story:\n{lease.story}")
 

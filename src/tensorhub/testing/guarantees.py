@@ -313,7 +313,7 @@ class Guarantees:
         if asked is not None and not asked.done and asked.key == self._publications[content_id] and handle.worker.alive:
             return (handle.shard.group, content_id) not in self._leaving
         is_it = content is not None and content.version.content_id == content_id and handle.worker.alive
-        is_it = is_it and (handle.shard.group, content_id) not in self._leaving and not self.is_spoilt(handle, content_id)
+        is_it = is_it and (handle.shard.group, content_id) not in self._leaving
         return is_it and content is not None and handle.worker.owner.is_complete(handle.id, content.generation)
 
     def _seems_to_hold(self, handle: Handle, content_id: str, since: float) -> bool:
