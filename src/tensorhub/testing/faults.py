@@ -15,6 +15,7 @@ class Fault(StrEnum):
     CRASH = "crash"  # a worker's process and its memory are gone
     RESTART = "restart"  # the rank of a dead worker is registered by a new process
     COORDINATOR = "coordinator"  # the coordinator dies, and comes back on what is durable
+    STATE_LOST = "state-lost"  # the coordinator dies, and comes back without its state, as a new cluster (R2)
     STORE_SLOW = "store-slow"  # a write takes seconds
     STORE_FAIL = "store-fail"  # a write fails
     PARTITION = "partition"  # nothing passes between two parties for a while; nothing is lost

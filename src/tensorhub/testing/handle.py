@@ -7,7 +7,7 @@ it. A new action of `worker.calls` gets its case in `Handle._do`. Not responsibl
 from __future__ import annotations
 
 from collections import deque
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, assert_never
 
 from tensorhub.errors import MutabilityViolation, StateError
@@ -323,7 +323,7 @@ class Handle:
                 self.cluster.hook_called(self)
             case StartPull():
                 self._begin_fill(action)
-                self.pull = Reading(self, action, self.cluster.new_lane)
+                self.pull = Reading(self, self._with_kept(action), self.cluster.new_lane)
                 if self.pull.over:
                     self.apply(self.member.pull_done(self.cluster.now))
             case CopyLocally():
@@ -366,8 +366,23 @@ class Handle:
                 sizes = [CHUNK_BYTES] * chunks
                 self.worker.owner.open(self.staging_id, action.generation, content, sizes, complete=False)
             return
-        self.cells = [cell if chunk in action.copied else "half-filled" for chunk, cell in enumerate(self.cells)]
+        kept = {*action.copied, *(chunk for chunk, _ in self._kept(action.generation))}
+        self.cells = [cell if chunk in kept else "half-filled" for chunk, cell in enumerate(self.cells)]
         self.cluster.guarantees.filling(self, action.version)
+
+    def _kept(self, generation: int) -> list[tuple[int, int]]:
+        """What a fill that was broken off has left of this content, and nobody has written since (R9)."""
+        kept = self.worker.owner.kept(self.id, generation)
+        return [(chunk, digest) for chunk, digest in kept if digest_of(self.cells[chunk]) == digest]
+
+    def _with_kept(self, start: StartPull) -> StartPull:
+        """That pull without what is here already: others may read that from now on."""
+        kept = [] if start.staged else self._kept(start.generation)
+        if not kept:
+            return start
+        self.cluster.took("kept chunks verified")
+        self.offer(start, list[tuple[int, int | None]](kept))
+        return replace(start, copied=start.copied.union(chunk for chunk, _ in kept))
 
     def _copy(self, action: CopyLocally) -> None:
         """Take what other memory of this worker has: in no time."""
@@ -386,6 +401,8 @@ class Handle:
                     self._cells(staged=action.staged)[chunk] = cells[chunk]
                     good.append((chunk, digest))
             owner.end(found)
+            if good:
+                self.cluster.took(f"copied from a {self.cluster.kind_of(source.registration)}")
             copied.update(chunk for chunk, _ in good)
             if owner.mark_available(target, action.generation, good):
                 self.cluster.chunks_offered(self)

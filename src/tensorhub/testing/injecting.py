@@ -177,8 +177,8 @@ class Injector:
         match kind:
             case Fault.RESTART:
                 return self._restart()
-            case Fault.COORDINATOR:
-                return self._crash_coordinator()
+            case Fault.COORDINATOR | Fault.STATE_LOST:
+                return self._crash_coordinator(lost=kind is Fault.STATE_LOST)
             case Fault.STORE_SLOW:
                 self._slow_store_until = now + random.choice(LONG_S)
                 return True
@@ -218,11 +218,11 @@ class Injector:
         self._cluster.users.replace(*self._random.choice(places))
         return True
 
-    def _crash_coordinator(self) -> bool:
+    def _crash_coordinator(self, *, lost: bool) -> bool:
         if not self._cluster.process.alive:
             return False
         down_s = self._random.choice((0.01, 0.3, 3.0, 12.0))
-        self._cluster.crash_coordinator(kept=self._random.random() < 0.5, down_s=down_s)
+        self._cluster.crash_coordinator(kept=self._random.random() < 0.5, down_s=down_s, lost=lost)
         return True
 
     def _strike_data(self, kind: Fault) -> bool:

@@ -230,14 +230,17 @@ class SimulatedCluster(Cluster):
         else:
             self._tick_soon()
 
-    def crash_coordinator(self, *, kept: bool, down_s: float) -> None:
-        """It dies, and is back after so long; `kept`: what was being written has made it."""
+    def crash_coordinator(self, *, kept: bool, down_s: float, lost: bool = False) -> None:
+        """It dies, and is back after so long; `kept`: what was being written is durable; `lost`: nothing ever was."""
         self.note(f"the coordinator dies; kept={kept}")
         self.process.alive = False
         if kept:
             for persist in self.unstored.values():
                 self.keep(persist.entry)
         self.unstored.clear()
+        if lost:
+            self.note("its state is lost")
+            self.lose_state()
         self.telephone.coordinator_died()
         self.after(down_s, None, self._restart_coordinator)
 
@@ -352,6 +355,8 @@ class SimulatedCluster(Cluster):
 
     def new_lane(self, reading: Reading, grant: Grant) -> Lane:
         lane = TimedLane(reading, grant)
+        lease = self.coordinator.cluster.leases.get(grant.lease)
+        reading.patched = reading.patched or (lease is not None and lease.patch)
         self.injector.spoils(lane)
         return lane
 

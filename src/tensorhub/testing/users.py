@@ -230,7 +230,15 @@ class Users:
                 self.numbers.add(asked.what.version)
             case UnpublishCall() | CloseCall() if not asked.online:
                 cluster.took("left offline")
-            case FillCall() if error is None and handle.pull is not None and handle.pull.books.retries:
-                cluster.took("fill completed after a failure")
+            case FillCall() if error is None and asked.changed:
+                pull = handle.pull
+                if asked.what.staged:
+                    cluster.took("staged update done")
+                if pull is not None and pull.books.retries:
+                    cluster.took("fill completed after a failure")
+                if pull is not None and pull.patched:
+                    cluster.took("completed from partial replicas")
+            case FillCall() if asked.what.staged and handle.member.state is HandleState.READY:
+                cluster.took("staged update given up, nothing written")
             case _:
                 pass
