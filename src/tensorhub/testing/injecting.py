@@ -54,8 +54,9 @@ class Injector:
         self._next()
 
     def _next(self) -> None:
-        """Where nothing came of the seed so far, less and less goes wrong."""
-        calm = max(0, self._cluster.events // self._cluster.events_least - CALMER_AFTER)
+        """Where no versions came of the seed so far, less and less goes wrong."""
+        long = self._cluster.events // self._cluster.events_least - CALMER_AFTER
+        calm = max(0, long) if len(self.happened) >= KINDS_LEAST else 0
         mean_s = self._plan.mean_s * 2 ** min(calm, CALM_MAX)
         self._cluster.after(self._random.expovariate(1 / mean_s), None, self._strike)
 
