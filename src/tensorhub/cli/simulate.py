@@ -127,12 +127,11 @@ async def _run(plan: Plan, found: Found, show: Callable[[Found], None]) -> None:
     begun, hash_seeds = time.monotonic(), count(1)
 
     def hear(result: Result) -> bool:
-        if result.report is not None:
-            lacks = lacking(result.report) if plan.are_full else ""
-            if lacks:
-                result = Result(result.order, None, f"it proves too little: {lacks}")
-            else:
-                found.ledger.add(result.report)
+        lacks = lacking(result.report) if result.report is not None and plan.are_full else ""
+        if lacks:
+            result = Result(result.order, None, f"it proves too little: {lacks}")
+        elif result.report is not None:
+            found.ledger.add(result.report)
         return go_on(result)
 
     def hear_again(result: Result) -> bool:

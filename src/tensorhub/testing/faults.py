@@ -61,4 +61,4 @@ class FaultPlan:
         """One kind more: what was drawn finds nobody to strike."""
         others = [kind for kind in self._kinds if kind not in self.weights]
         if others:
-            self.weights[random.choice(others)] = 1.0
+            self.weights[random.choice(others)] = max(self.weights.values(), default=1.0)
