@@ -120,7 +120,7 @@ class Cluster:
     def kind_of(self, registration: str) -> str:
         """What sort of memory a worker copies from: its own registrations, or what is staged for one."""
         handle = self.by_registration.get(registration)
-        return "staged update" if handle is None else f"{handle.shard.medium} copy ({handle.shard.purpose})"
+        return "what was staged" if handle is None else f"{handle.shard.medium} memory ({handle.shard.purpose})"
 
     def is_recording_rollback(self, model: str) -> bool:
         """Whether a rollback of that model is on its way to the store."""

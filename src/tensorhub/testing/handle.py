@@ -402,7 +402,7 @@ class Handle:
                     good.append((chunk, digest))
             owner.end(found)
             if good:
-                self.cluster.took(f"copied from a {self.cluster.kind_of(source.registration)}")
+                self.cluster.took(f"copied from {self.cluster.kind_of(source.registration)}")
             copied.update(chunk for chunk, _ in good)
             if owner.mark_available(target, action.generation, good):
                 self.cluster.chunks_offered(self)
