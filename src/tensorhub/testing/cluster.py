@@ -23,7 +23,7 @@ from tensorhub.coordinator import (
     Send,
 )
 from tensorhub.manifest import Manifest
-from tensorhub.messages import FromCoordinator, Grant
+from tensorhub.messages import FromCoordinator, Grant, Withdrawable
 from tensorhub.testing.guarantees import GuaranteeBroken, Guarantees, demand
 from tensorhub.testing.handle import Asked, BrokenHook, Handle
 from tensorhub.testing.memory import CHUNKS, MANIFEST
@@ -92,6 +92,7 @@ class Cluster:
 
     def _new_coordinator(self) -> Coordinator:
         self.epoch += 1
+        self.coordinator_began = self.now
         return Coordinator(
             cluster=self.ident,
             epoch=self.epoch,
@@ -143,6 +144,8 @@ class Cluster:
 
     def _send_down(self, session: int, message: FromCoordinator | None) -> None:
         worker, link = self.links[session]
+        if isinstance(message, Withdrawable):
+            worker.granted(message)
         link.down.append(message)
         self.said_down(worker, link)
 

@@ -81,6 +81,7 @@ class Asked:
     began: float = 0.0
     online: bool = True  # its worker has been connected all the time
     granted: bool = False  # the coordinator has let go what was held
+    alone: int | None = None  # a shard that no other process kept when the coordinator let its process go
     key: OpKey | None = None
     done: bool = False
     version: VersionInfo | None = None

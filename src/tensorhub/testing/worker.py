@@ -73,6 +73,7 @@ class SimWorker:
         self.handles: list[Handle] = []
         self.host_copies = Copies()
         self.link: Link | None = None
+        self.born_at = 0.0  # when its incarnation began
         self.unsure_at = 0.0  # when the coordinator could last not count on it
         self.cut: set[str] = set()  # leases whose readers are served no more
         self.dismissals: list[str] = []
@@ -266,6 +267,12 @@ class SimWorker:
 
     # -- what it hears
 
+    def granted(self, message: Withdrawable) -> None:
+        """That is about to be told to one of its handles."""
+        handle = self._askers.get(message.request)
+        if handle is not None:
+            self.cluster.guarantees.granted(handle)
+
     def hear(self, message: FromCoordinator) -> None:
         """Hand it to whom it is about."""
         match message:
@@ -354,6 +361,7 @@ class SimWorker:
         """This incarnation is lost for good; the same memory goes on as a new one, and its readers are not served on."""
         self.dismissals.append(message.reason)
         self.lives += 1
+        self.born_at = self.cluster.now
         self.incarnation = f"{self.name}.{self.lives}"
         for handle in self.handles:
             for lane in list(handle.serving):
