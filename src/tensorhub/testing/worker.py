@@ -312,10 +312,10 @@ class SimWorker:
                         self._tell(handle, message)
 
     def _at(self, model: str, group: str, rank: int) -> Handle | None:
-        """The newest registration of that rank here."""
+        """The newest registration of that rank here that was not refused."""
         for handle in reversed(self.handles):
             shard = handle.shard
-            if (shard.model, shard.group, shard.rank) == (model, group, rank):
+            if (shard.model, shard.group, shard.rank) == (model, group, rank) and handle.registration_error is None:
                 return handle
         return None
 
