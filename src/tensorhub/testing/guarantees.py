@@ -343,10 +343,12 @@ class Guarantees:
         return sure and handle.member.state in HOLDING and self._holds(handle, content_id, leaver)
 
     def _holds(self, handle: Handle, content_id: str, leaver: Handle | None = None) -> bool:
-        """Whether all of it can be read there: held, or filled and voted for, or published without having heard so.
-        `leaver`: nor is its replica thought to serve no more because of that one.
+        """Whether all of it can be read there: held, or filled and voted for, or published without having heard so; or
+        staged, from where it comes into place without anybody's help. `leaver`: also if that one has ended its replica.
         """
-        content, asked = handle.member.content, handle.asked
+        content, asked, staged = handle.member.content, handle.asked, handle.member.staged
+        if staged is not None and staged.version.content_id == content_id and handle.worker.alive:
+            return True
         if asked is not None and not asked.done and asked.key == self._publications[content_id] and handle.worker.alive:
             return self._has_left(handle, content_id) in (None, leaver)
         is_it = content is not None and content.version.content_id == content_id and handle.worker.alive

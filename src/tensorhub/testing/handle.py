@@ -159,6 +159,8 @@ class Handle:
     def call(self, call: Call, timeout_s: float = 60.0) -> Asked:
         """Begin a call; raises StateError where the handle's state forbids it."""
         cluster, model = self.cluster, self.shard.model
+        if self.member.running is None and self.asked is not None and not self.asked.done:  # its fences are still to come
+            raise StateError(f"{self.name}: a call is still running on this handle; one call at a time", retryable=True)
         actions = self.member.begin(call, timeout_s, cluster.now)
         cluster.note(f"{self.name} calls {show(call)}")
         guarantees = cluster.guarantees
@@ -432,7 +434,7 @@ class Handle:
         if not self.shard.serves:  # it was made for this call
             self.worker.drop(self)
             self.worker.say(Deregister(0, self.shard.registration, True))
-        if self.shard.purpose is Purpose.RETENTION:
+        if self.shard.purpose is Purpose.RETENTION or self.dropped:
             self.worker.copy_ended(self, asked)
         self.prefetched.handle_ended(asked)
         if self.copy_of is not None:

@@ -248,6 +248,8 @@ class SimWorker:
             copy.cancel()
         elif copy.asked is not None and not copy.asked.done:
             pass  # its call has ended, and is about to be asked what comes next
+        elif copy.shard.purpose is Purpose.PREFETCH:
+            copy.close(abandon=True)
         elif copy.member.state is HandleState.READY:
             copy.unpublish()
         else:
@@ -258,7 +260,8 @@ class SimWorker:
         if copy.member.state is HandleState.CLOSED:
             self.drop(copy)
         elif isinstance(asked.what, FillCall) and asked.error is not None:
-            self.say(CopyRefused(copy.shard.registration, str(asked.error)))
+            if copy.shard.purpose is Purpose.RETENTION:
+                self.say(CopyRefused(copy.shard.registration, str(asked.error)))
             self._drop_copy(copy)
         elif isinstance(asked.what, UnpublishCall) and asked.error is not None:
             copy.dropped = False  # it has to stay after all
