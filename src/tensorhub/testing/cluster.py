@@ -23,7 +23,7 @@ from tensorhub.coordinator import (
     Send,
 )
 from tensorhub.manifest import Manifest
-from tensorhub.messages import FromCoordinator, Grant, Withdrawable
+from tensorhub.messages import FromCoordinator, Grant, Welcome, Withdrawable
 from tensorhub.testing.guarantees import GuaranteeBroken, Guarantees, demand
 from tensorhub.testing.handle import Asked, BrokenHook, Handle
 from tensorhub.testing.memory import CHUNKS, MANIFEST
@@ -92,7 +92,6 @@ class Cluster:
 
     def _new_coordinator(self) -> Coordinator:
         self.epoch += 1
-        self.coordinator_began = self.now
         return Coordinator(
             cluster=self.ident,
             epoch=self.epoch,
@@ -146,6 +145,8 @@ class Cluster:
         worker, link = self.links[session]
         if isinstance(message, Withdrawable):
             worker.granted(message)
+        elif isinstance(message, Welcome) and not message.known:
+            worker.known_since = self.now
         link.down.append(message)
         self.said_down(worker, link)
 

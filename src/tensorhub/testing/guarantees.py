@@ -260,24 +260,24 @@ class Guarantees:
 
     def let_go(self, handle: Handle) -> None:
         """The coordinator lets this rank go: its replica stops to serve with the first that leaves."""
-        content = handle.member.content
-        if content is not None and self._has_left(handle, content.version.content_id) is None:
-            self._leaving[handle.shard.group, content.version.content_id] = handle, self._cluster.now
+        content, asked = handle.member.content, handle.asked
+        if content is not None and asked is not None and self._has_left(handle, content.version.content_id) is None:
+            self._leaving[handle.shard.group, content.version.content_id] = handle, asked.granted_at
 
     def _has_left(self, handle: Handle, content_id: str) -> Handle | None:
-        """Which rank was let go first, so that the replica that this one was a part of serves no more. What is announced to
-        a new coordinator, or by a new incarnation, is a new replica.
+        """Which rank was let go first, so that the replica that this one was a part of serves no more. What a worker
+        announces to a coordinator that did not know it is a new replica.
         """
         first, when = self._leaving.get((handle.shard.group, content_id), (None, 0.0))
-        return first if when >= max(handle.worker.born_at, self._cluster.coordinator_began) else None
+        return first if when >= handle.worker.known_since else None
 
     def granted(self, handle: Handle) -> None:
-        """The coordinator says that this rank may go; with a `close` its process may end at any time from then on."""
+        """The coordinator is about to say that this rank may go; with a `close` its process may end from then on."""
         asked, content = handle.asked, handle.member.content
-        if asked is None or content is None or not isinstance(asked.what, CloseCall):
+        if asked is None or content is None:
             return
-        content_id = content.version.content_id
-        if self._is_whole(handle, asked, content_id):
+        content_id, asked.granted_at = content.version.content_id, self._cluster.now
+        if isinstance(asked.what, CloseCall) and self._is_whole(handle, asked, content_id):
             alone = (shard for shard in self.truth[content_id] if not self._others(handle, shard, asked, elsewhere=True))
             asked.alone = next(alone, None)
 

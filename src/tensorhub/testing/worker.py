@@ -73,7 +73,7 @@ class SimWorker:
         self.handles: list[Handle] = []
         self.host_copies = Copies()
         self.link: Link | None = None
-        self.born_at = 0.0  # when its incarnation began
+        self.known_since = 0.0  # when a coordinator that did not know it has welcomed it
         self.unsure_at = 0.0  # when the coordinator could last not count on it
         self.cut: set[str] = set()  # leases whose readers are served no more
         self.dismissals: list[str] = []
@@ -364,7 +364,6 @@ class SimWorker:
         """This incarnation is lost for good; the same memory goes on as a new one, and its readers are not served on."""
         self.dismissals.append(message.reason)
         self.lives += 1
-        self.born_at = self.cluster.now
         self.incarnation = f"{self.name}.{self.lives}"
         for handle in self.handles:
             for lane in list(handle.serving):
