@@ -79,6 +79,8 @@ class Asked:
     began: float = 0.0
     online: bool = True  # its worker has been connected all the time
     granted: bool = False  # the coordinator has let go what was held
+    granted_at: float = 0.0  # when it has let it go, where it was asked to
+    alone: int | None = None  # a shard that no other process kept when the coordinator let its process go
     key: OpKey | None = None
     done: bool = False
     version: VersionInfo | None = None

@@ -73,6 +73,7 @@ class SimWorker:
         self.handles: list[Handle] = []
         self.host_copies = Copies()
         self.link: Link | None = None
+        self.known_since = 0.0  # when a coordinator that did not know it has welcomed it
         self.unsure_at = 0.0  # when the coordinator could last not count on it
         self.cut: set[str] = set()  # leases whose readers are served no more
         self.dismissals: list[str] = []
@@ -275,6 +276,12 @@ class SimWorker:
             self._drop_copy(copy)
 
     # -- what it hears
+
+    def granted(self, message: Withdrawable) -> None:
+        """That is about to be told to one of its handles."""
+        handle = self._askers.get(message.request)
+        if handle is not None:
+            self.cluster.guarantees.granted(handle)
 
     def hear(self, message: FromCoordinator) -> None:
         """Hand it to whom it is about."""
