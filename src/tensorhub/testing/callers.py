@@ -265,13 +265,13 @@ class HostCopies:
         if handle.member.state is HandleState.CLOSED:
             raise StateError(f"{shard.title} is closed; register again")
         handle.member.tell_loss()
-        copy = handle.prefetched
+        copy = handle.prefetched.copy
         if copy is not None and copy.asked is not None and not copy.asked.done:
             text = f"{shard.title}: a prefetch is still running on this handle; one prefetch at a time"
             raise StateError(text, retryable=True)
         self.check_room(shard.manifest.nbytes, copy)
         asked = handle.prefetch(selector, timeout_s)
-        copy = handle.prefetched
+        copy = handle.prefetched.copy
         assert isinstance(copy, EmbeddedHandle)
         try:
             return copy.report_of(await copy.end_of(asked))
@@ -289,14 +289,12 @@ class HostCopies:
             raise StateError(text)
 
     async def close(self, caller: Caller, timeout_s: float, *, abandon: bool) -> None:
-        copy = caller.simulated.prefetched
+        copy = caller.simulated.prefetched.copy
         if isinstance(copy, EmbeddedHandle) and copy.member.state is not HandleState.CLOSED:
             await copy.end_call(StateError("its handle was closed"))
             if not abandon and copy.member.content is not None:
                 await copy.run(ReleaseCall(), timeout_s)
         await caller.close(timeout_s, abandon=abandon)
-        if isinstance(copy, EmbeddedHandle) and copy.member.state is not HandleState.CLOSED:
-            await copy.run(CloseCall(True), timeout_s)
 
     async def make(self, order: MakeCopy) -> None:
         """The coordinator wants a copy: find out what it is made of, and read it."""

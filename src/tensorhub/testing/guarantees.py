@@ -179,7 +179,7 @@ class Guarantees:
 
     def served(self, handle: Handle, chunks: Iterable[int], version: VersionInfo) -> None:
         """A lane begins to read these chunks there, as that version's (G6: only what is verified)."""
-        if (handle.id, version.content_id) in self._spoilt:
+        if self.is_spoilt(handle, version.content_id):
             return
         truth = self.truth[version.content_id][handle.shard.number]
         for chunk in chunks:
@@ -209,7 +209,19 @@ class Guarantees:
         else:
             self._spoilt.add((handle.id, content_id))
 
+    def is_spoilt(self, handle: Handle, content_id: str) -> bool:
+        """Whether its own user has overwritten that there."""
+        return (handle.id, content_id) in self._spoilt
+
     # -- retention
+
+    def _mates(self, handle: Handle) -> list[Handle]:
+        """The other ranks of its group."""
+        return [h for h in self._cluster.live_handles() if h.shard.group == handle.shard.group and h is not handle]
+
+    @staticmethod
+    def _abandons(handle: Handle) -> bool:
+        return handle.asked is not None and isinstance(handle.asked.what, CloseCall) and handle.asked.what.abandon
 
     def retained(self, model: str) -> frozenset[str]:
         """Content ids that must stay: what every `retain` and pin that has returned agrees on (G5)."""
@@ -262,6 +274,8 @@ class Guarantees:
         if content_id not in asked.retained & self.retained(model) or self._cluster.is_recording_rollback(model):
             return
         ours = handle.shard.group
+        if self.is_spoilt(handle, content_id) or any(self._abandons(mate) for mate in self._mates(handle)):
+            return  # nobody wants it, or a rank of its replica does not care
         if self._leaving.get((handle.shard.group, content_id), handle) is not handle:
             return  # its replica did not serve any more
         for shard in self.truth[content_id]:
@@ -274,7 +288,7 @@ class Guarantees:
             if isinstance(asked.what, CloseCall):  # its process may end with it
                 holders = [h for h in holders if h.worker is not handle.worker]
             others = [h for h in holders if h.shard.group != ours and self._is_reliable(h)]
-            kept = any(self._holds(h, content_id) or self._lost_since(h, content_id, asked.began) for h in others)
+            kept = any(self._seems_to_hold(h, content_id, asked.began) for h in others)
             demand(
                 kept or not self._is_reliable(handle),
                 f"G5: {handle} has left with {asked.what}, and nobody else holds shard {shard} of {content.version}",
@@ -293,13 +307,27 @@ class Guarantees:
         return worker.unsure_at < since and worker.incarnation in self._cluster.coordinator.cluster.workers
 
     def _holds(self, handle: Handle, content_id: str) -> bool:
-        """Whether all of it can be read there: held, or filled and voted for, or published without having heard so."""
-        content, asked = handle.member.content, handle.asked
+        """Whether all of it can be read there: held, or filled and voted for, or published without having heard so; or
+        staged, from where it comes into place without anybody's help.
+        """
+        content, asked, staged = handle.member.content, handle.asked, handle.member.staged
+        if staged is not None and staged.version.content_id == content_id and handle.worker.alive:
+            return True
         if asked is not None and not asked.done and asked.key == self._publications[content_id] and handle.worker.alive:
             return (handle.shard.group, content_id) not in self._leaving
         is_it = content is not None and content.version.content_id == content_id and handle.worker.alive
         is_it = is_it and (handle.shard.group, content_id) not in self._leaving
         return is_it and content is not None and handle.worker.owner.is_complete(handle.id, content.generation)
+
+    def _seems_to_hold(self, handle: Handle, content_id: str, since: float) -> bool:
+        """Whether it holds that as far as anybody could know who lets others go: its user may have overwritten it without
+        anybody's notice, or it was lost so late that its lease may have counted.
+        """
+        content = handle.member.content
+        unnoticed = content is not None and content.version.content_id == content_id and not content.spoiled
+        unnoticed = unnoticed and self.is_spoilt(handle, content_id) and handle.worker.alive
+        unnoticed = unnoticed and (handle.shard.group, content_id) not in self._leaving
+        return unnoticed or self._holds(handle, content_id) or self._lost_since(handle, content_id, since)
 
     def lost(self, handle: Handle) -> None:
         """What it held is lost, without anybody's leave."""
@@ -331,7 +359,7 @@ class Guarantees:
             self._check_cells(handle, content.version)
 
     def _check_cells(self, handle: Handle, version: VersionInfo) -> None:
-        if (handle.id, version.content_id) in self._spoilt:
+        if self.is_spoilt(handle, version.content_id):
             return
         truth, cells = self.truth[version.content_id][handle.shard.number], tuple(handle.cells)
         if cells == truth:

@@ -251,6 +251,8 @@ class SimWorker:
             copy.cancel()
         elif copy.asked is not None and not copy.asked.done:
             pass  # its call has ended, and is about to be asked what comes next
+        elif copy.shard.purpose is Purpose.PREFETCH:
+            copy.close(abandon=True)
         elif copy.member.state is HandleState.READY:
             copy.unpublish()
         else:
@@ -261,7 +263,8 @@ class SimWorker:
         if copy.member.state is HandleState.CLOSED:
             self.drop(copy)
         elif isinstance(asked.what, FillCall) and asked.error is not None:
-            self.say(CopyRefused(copy.shard.registration, str(asked.error)))
+            if copy.shard.purpose is Purpose.RETENTION:
+                self.say(CopyRefused(copy.shard.registration, str(asked.error)))
             self._drop_copy(copy)
         elif isinstance(asked.what, UnpublishCall) and asked.error is not None:
             copy.dropped = False  # it has to stay after all
@@ -309,10 +312,10 @@ class SimWorker:
                         self._tell(handle, message)
 
     def _at(self, model: str, group: str, rank: int) -> Handle | None:
-        """The newest registration of that rank here."""
+        """The newest registration of that rank here that was not refused."""
         for handle in reversed(self.handles):
             shard = handle.shard
-            if (shard.model, shard.group, shard.rank) == (model, group, rank):
+            if (shard.model, shard.group, shard.rank) == (model, group, rank) and handle.registration_error is None:
                 return handle
         return None
 
