@@ -7,6 +7,7 @@ it. A new action of `worker.calls` gets its case in `Handle._do`. Not responsibl
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import MutableSequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, assert_never
 
@@ -103,13 +104,15 @@ class Asked:
 class Handle:
     """One registration of a simulated worker."""
 
+    unwanted: frozenset[int] = frozenset()  # chunks that its fetch leaves out
+
     def __init__(self, cluster: Cluster, worker: SimWorker, shard: Shard) -> None:
         self.cluster = cluster
         self.worker = worker
         self.shard = shard
         self.name = f"{worker.name}:{shard.group}[{shard.rank}]" if shard.serves else f"{worker.name}:{shard.group}"
         self.id = RegistrationId(shard.registration)
-        self.cells: list[str] = ["unset"] * cluster.chunks
+        self.cells: MutableSequence[str] = ["unset"] * cluster.chunks
         self.todo: deque[Action] = deque()
         self.hooks: deque[CallHook] = deque()
         self.pull: Reading | None = None  # the last fill's
@@ -368,9 +371,17 @@ class Handle:
                 sizes = [CHUNK_BYTES] * chunks
                 self.worker.owner.open(self.staging_id, action.generation, content, sizes, complete=False)
             return
+        self.half_fill(action)
+        self.cluster.guarantees.filling(self, action.version)
+
+    def half_fill(self, action: StartPull | CopyLocally) -> None:
+        """From now on its memory is no version's any more, but for what was copied, or is left of a broken fill."""
         kept = {*action.copied, *(chunk for chunk, _ in self._kept(action.generation))}
         self.cells = [cell if chunk in kept else "half-filled" for chunk, cell in enumerate(self.cells)]
-        self.cluster.guarantees.filling(self, action.version)
+
+    def was_written(self, chunk: int) -> bool:
+        """Whether its own user has put there what is there now."""
+        return False
 
     def _kept(self, generation: int) -> list[tuple[int, int]]:
         """What a fill that was broken off has left of this content, and nobody has written since (R9)."""
@@ -410,13 +421,13 @@ class Handle:
                 self.cluster.chunks_offered(self)
         self.apply(self.member.copied(frozenset(copied), self.cluster.now))
 
-    def _cells(self, *, staged: bool) -> list[str]:
+    def _cells(self, *, staged: bool) -> MutableSequence[str]:
         if not staged:
             return self.cells
         assert self.staging is not None
         return self.staging
 
-    def _cells_of(self, registration: str) -> list[str]:
+    def _cells_of(self, registration: str) -> MutableSequence[str]:
         """The memory of one of this worker's registrations, or what is staged for this one."""
         return (
             self._cells(staged=True) if registration == self.staging_id else self.cluster.by_registration[registration].cells

@@ -11,11 +11,12 @@ Responsible for putting the parts together. What users do is `users`, what goes 
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 from collections import Counter, deque
 from collections.abc import Callable, Collection
 from random import Random
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from tensorhub.coordinator import Event, Persist, Persisted, PersistFailed, Tick
 from tensorhub.messages import FromCoordinator, FromWorker, Grant, Heartbeat, HeartbeatAck
@@ -38,6 +39,9 @@ from tensorhub.testing.worker import SimWorker
 from tensorhub.types import Location, Options
 from tensorhub.worker.calls import Fence, Say
 
+if TYPE_CHECKING:
+    from tensorhub.testing.running import RunningCluster
+
 FULL_CHECK_EVERY = 100
 TRACE_LINES = 60
 VERSIONS_LEAST = 3  # that are published in each seed
@@ -50,9 +54,14 @@ class SimulatedCluster(Cluster):
 
     fence_grace_s = 1.0
 
-    def __init__(self, seed: int, *, faults: Collection[Fault] | None = None, events: int = 1000) -> None:
-        """`faults`: the kinds that may be drawn; None: all. `events`: how many are delivered at least under faults."""
+    def __init__(
+        self, seed: int, *, faults: Collection[Fault] | None = None, events: int = 1000, options: Options | None = None
+    ) -> None:
+        """`faults`: the kinds that may be drawn; None: all. `events`: how many are delivered at least under faults.
+        `options`: the coordinator's, and times of everybody's connections; None: drawn.
+        """
         self.seed = seed
+        self.options_given = options
         self.random = random = Random(seed)
         self.allowed = None if faults is None else [kind for kind in Fault if kind in faults]
         self.events_least = events
@@ -69,13 +78,13 @@ class SimulatedCluster(Cluster):
         self._tick_at: float | None = None
         self._stored_at = 0.0  # when the store is done with what it has
         chunks = random.choice((1, 2, 3, 5, 8))
-        options = Options(
+        drawn = Options(
             lease_s=random.choice((2.0, 5.0, 10.0)),
             drain_grace_s=random.choice((0.0, 0.5, 5.0)),
             stall_timeout_s=random.choice((1.0, 4.0, 10.0)),
             connect_timeout_s=random.choice((1.0, 5.0)),
         )
-        super().__init__(options, chunks=chunks, manifest=make_manifest(chunks, "xxh3-64"))
+        super().__init__(options or drawn, chunks=chunks, manifest=make_manifest(chunks, "xxh3-64"))
         self.plan = FaultPlan(random, self.allowed)
         self.wires = Wires(self)
         self.telephone = Telephone(self)
@@ -100,6 +109,22 @@ class SimulatedCluster(Cluster):
             healing.run()
         except Exception as error:
             raise GuaranteeBroken(self.report(error)) from error
+
+    def running(
+        self, *, spared: Collection[str] = (), seconds_max: float = 3600.0
+    ) -> contextlib.AbstractAsyncContextManager[RunningCluster]:
+        """Run as an async context manager, under somebody's own code instead of simulated users: see `RunningCluster`.
+
+        Faults of this cluster's kinds happen, as the seed draws them (those that only a user can commit are left out).
+        `spared`: names of workers that never crash, nor are preempted, by chance. `seconds_max`: virtual seconds after which
+        code that does not end is given up (StateError).
+
+        Leaving the block ends all faults, closes what was started, and checks everything once more. Raises GuaranteeBroken,
+        StateError (the loop's time is not virtual, a kind of fault that only a user can commit).
+        """
+        from tensorhub.testing.running import running
+
+        return running(self.seed, self.allowed, self.options_given, spared, seconds_max)
 
     def begin(self) -> None:
         """Users call and things go wrong from now on, as events are taken."""
@@ -199,11 +224,14 @@ class SimulatedCluster(Cluster):
         faults = "" if self.allowed is None else f" --faults {','.join(self.allowed)}"
         return f"tensorhub simulate --seed {self.seed}{faults} --events {self.events_least}"
 
+    def trace_lines(self) -> list[str]:
+        """The last things that happened."""
+        shown = ((when, name + (f" {arrow} {show(message)}" if arrow else "")) for when, name, arrow, message in self._trace)
+        return [f"{when:9.4f}  {what}" for when, what in shown]
+
     def report(self, error: BaseException) -> str:
         """What a failing run says."""
-        lines = []
-        for when, name, arrow, message in self._trace:
-            lines.append(f"{when:9.4f}  {name}" + (f" {arrow} {show(message)}" if arrow else ""))
+        lines = self.trace_lines()
         told = f"{type(error).__name__}: {error}" if not isinstance(error, GuaranteeBroken) else str(error)
         return "\n".join([*lines, repr(self), told, f"reproduce: {self.command}"])
 

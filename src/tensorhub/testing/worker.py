@@ -107,12 +107,16 @@ class SimWorker:
 
     def take(self, shard: Shard) -> Handle:
         """What registers that memory, of any kind."""
-        handle = Handle(self.cluster, self, shard)
+        handle = self.new_handle(shard)
         self.handles.append(handle)
         self.cluster.by_registration[shard.registration] = handle
         if self.link is not None and self.link.welcomed:
             handle.apply(handle.member.connected(self.cluster.now, self.cluster.options.lease_s))
         return handle
+
+    def new_handle(self, shard: Shard) -> Handle:
+        """Its shell."""
+        return Handle(self.cluster, self, shard)
 
     def drop(self, handle: Handle) -> None:
         """Forget a handle that has served."""
@@ -364,6 +368,10 @@ class SimWorker:
         self.unsure_at = self.cluster.now
         for handle in list(self.handles):
             handle.apply(handle.member.connected(self.cluster.now, self.cluster.options.lease_s))
+        self.say_pins()
+
+    def say_pins(self) -> None:
+        """A session is up: say again what is to be kept."""
         for pin, (model, version) in list(self.pins.items()):
             self.pin(version, model, pin)
 
