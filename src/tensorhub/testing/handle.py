@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, assert_never
 from tensorhub.errors import MutabilityViolation, StateError
 from tensorhub.messages import Deregister, DigestAgain, Publish
 from tensorhub.testing.guarantees import demand
-from tensorhub.testing.memory import CHUNK_BYTES, digest_of, written
+from tensorhub.testing.memory import CHUNK_BYTES, digest_of, sent_digest, written
 from tensorhub.testing.prefetching import Prefetched
 from tensorhub.testing.pulling import Lane, Reading
 from tensorhub.testing.rendering import show
@@ -409,8 +409,10 @@ class Handle:
             if not isinstance(found, Access):
                 continue
             cells, good = self._cells_of(source.registration), list[tuple[int, int | None]]()
-            for chunk, digest in zip(found.chunks, found.digests, strict=True):
-                if action.manifest.digest == "none" or digest in (None, digest_of(cells[chunk])):
+            for chunk, known in zip(found.chunks, found.digests, strict=True):
+                digested = action.manifest.digest != "none"
+                digest = sent_digest(owner, found, chunk, known, cells[chunk]) if digested else None
+                if action.manifest.digest == "none" or digest == digest_of(cells[chunk]):
                     self._cells(staged=action.staged)[chunk] = cells[chunk]
                     good.append((chunk, digest))
             owner.end(found)

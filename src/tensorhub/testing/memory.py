@@ -12,6 +12,7 @@ import xxhash
 
 from tensorhub.manifest import Digest, Manifest, TensorDescription, build_manifest
 from tensorhub.types import Medium, Purpose
+from tensorhub.worker.owner import Access, Owner
 
 DEVICE = (Medium.DEVICE, Purpose.USE)  # what a caller's own memory is
 CHUNKS = 2
@@ -41,3 +42,12 @@ def digest_of(cell: str) -> int:
 @lru_cache(maxsize=4096)
 def _digest_of(cell: str) -> int:
     return xxhash.xxh3_64_intdigest(cell.encode())
+
+
+def sent_digest(owner: Owner, access: Access, chunk: int, known: int | None, cell: str) -> int:
+    """What is sent with a chunk that is accessed, and holds that cell: its digest, made now if nobody has made it yet."""
+    if known is not None:
+        return known
+    made = digest_of(cell)
+    kept = owner.set_digest(access.registration, access.generation, chunk, made)
+    return made if kept is None else kept

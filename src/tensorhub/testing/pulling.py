@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from tensorhub.messages import HAS_RUNS_MAX, Grant
 from tensorhub.scheduler.pull import Pull
-from tensorhub.testing.memory import digest_of
+from tensorhub.testing.memory import digest_of, sent_digest
 from tensorhub.types import ContentId, LeaseId
 from tensorhub.worker.calls import StartPull
 from tensorhub.worker.owner import Access, Refusal, Wait
@@ -140,11 +140,8 @@ class Lane:
         digested = self.reading.start.manifest.digest != "none"
         found: list[tuple[int, str, int | None]] = []
         for chunk, known in zip(access.chunks, access.digests, strict=True):
-            cell, digest = source.cells[chunk], known
-            if digested and known is None:
-                made = digest_of(cell)
-                kept = source.worker.owner.set_digest(source.id, access.generation, chunk, made)
-                digest = made if kept is None else kept
+            cell = source.cells[chunk]
+            digest = sent_digest(source.worker.owner, access, chunk, known, cell) if digested else known
             found.append((chunk, cell, digest))
         self.let_go()
         return Frame(tuple(found))
