@@ -117,6 +117,11 @@ class Cluster:
         handle = self.by_registration.get(grant.registration)
         return handle if handle is not None and handle.worker.alive else None
 
+    def kind_of(self, registration: str) -> str:
+        """What sort of memory a worker copies from: its own registrations, or what is staged for one."""
+        handle = self.by_registration.get(registration)
+        return "what was staged" if handle is None else f"{handle.shard.medium} memory ({handle.shard.purpose})"
+
     def is_recording_rollback(self, model: str) -> bool:
         """Whether a rollback of that model is on its way to the store."""
         entries = (persist.entry for persist in self.unstored.values())
@@ -192,6 +197,9 @@ class Cluster:
         self.guarantees.ended(handle, asked)
 
     # -- what follows: each is told of something that will go on, at once or some time
+
+    def took(self, path: str) -> None:
+        """A way of recovery was taken."""
 
     def note(self, line: str) -> None:
         """Something happened that a trace shows."""

@@ -7,7 +7,7 @@ its own affair. `check_*` costs what it looks at.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
 from tensorhub.coordinator import Entry, Publication, Retention, Rollback
@@ -73,7 +73,7 @@ class Guarantees:
 
     # -- what happens
 
-    def promise(self, key: OpKey, rank: int, cells: list[str]) -> None:
+    def promise(self, key: OpKey, rank: int, cells: Sequence[str]) -> None:
         """A rank votes to publish what its memory holds now."""
         self.promised.setdefault(key, {})[rank] = tuple(cells)
 
@@ -189,6 +189,9 @@ class Guarantees:
         truth = self.truth[version.content_id][handle.shard.number]
         for chunk in chunks:
             cell = handle.cells[chunk]
+            if cell != truth[chunk] and handle.was_written(chunk):
+                self.spoil(handle, version.content_id, chunk, cell)
+                continue
             demand(cell == truth[chunk], f"G6: {handle} serves {cell} as {truth[chunk]} of version {version.version}")
 
     def writes(self, handle: Handle, chunk: int) -> None:
@@ -397,8 +400,14 @@ class Guarantees:
     def _check_cells(self, handle: Handle, version: VersionInfo) -> None:
         if self.is_spoilt(handle, version.content_id):
             return
-        truth = self.truth[version.content_id][handle.shard.number]
-        demand(tuple(handle.cells) == truth, f"G1: {handle} holds {handle.cells}, published was {truth}")
+        truth, cells = self.truth[version.content_id][handle.shard.number], tuple(handle.cells)
+        if cells == truth:
+            return
+        wrong = [n for n, cell in enumerate(cells) if cell != truth[n] and n not in handle.unwanted]
+        for chunk in [chunk for chunk in wrong if handle.was_written(chunk)]:
+            self.spoil(handle, version.content_id, chunk, cells[chunk])
+            wrong.remove(chunk)
+        demand(len(cells) == len(truth) and not wrong, f"G1: {handle} holds {[*cells]}, published was {truth}")
 
     def check_closed(self, handle: Handle) -> None:
         """G2: nobody can begin to read memory that is its owner's to write. (What a broken fill has left in host memory is

@@ -7,7 +7,8 @@ it. A new action of `worker.calls` gets its case in `Handle._do`. Not responsibl
 from __future__ import annotations
 
 from collections import deque
-from dataclasses import dataclass
+from collections.abc import MutableSequence
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, assert_never
 
 from tensorhub.errors import MutabilityViolation, StateError
@@ -103,13 +104,15 @@ class Asked:
 class Handle:
     """One registration of a simulated worker."""
 
+    unwanted: frozenset[int] = frozenset()  # chunks that its fetch leaves out
+
     def __init__(self, cluster: Cluster, worker: SimWorker, shard: Shard) -> None:
         self.cluster = cluster
         self.worker = worker
         self.shard = shard
         self.name = f"{worker.name}:{shard.group}[{shard.rank}]" if shard.serves else f"{worker.name}:{shard.group}"
         self.id = RegistrationId(shard.registration)
-        self.cells: list[str] = ["unset"] * cluster.chunks
+        self.cells: MutableSequence[str] = ["unset"] * cluster.chunks
         self.todo: deque[Action] = deque()
         self.hooks: deque[CallHook] = deque()
         self.pull: Reading | None = None  # the last fill's
@@ -325,7 +328,7 @@ class Handle:
                 self.cluster.hook_called(self)
             case StartPull():
                 self._begin_fill(action)
-                self.pull = Reading(self, action, self.cluster.new_lane)
+                self.pull = Reading(self, self._with_kept(action), self.cluster.new_lane)
                 if self.pull.over:
                     self.apply(self.member.pull_done(self.cluster.now))
             case CopyLocally():
@@ -368,8 +371,31 @@ class Handle:
                 sizes = [CHUNK_BYTES] * chunks
                 self.worker.owner.open(self.staging_id, action.generation, content, sizes, complete=False)
             return
-        self.cells = [cell if chunk in action.copied else "half-filled" for chunk, cell in enumerate(self.cells)]
+        self.half_fill(action)
         self.cluster.guarantees.filling(self, action.version)
+
+    def half_fill(self, action: StartPull | CopyLocally) -> None:
+        """From now on its memory is no version's any more, but for what was copied, or is left of a broken fill."""
+        kept = {*action.copied, *(chunk for chunk, _ in self._kept(action.generation))}
+        self.cells = [cell if chunk in kept else "half-filled" for chunk, cell in enumerate(self.cells)]
+
+    def was_written(self, chunk: int) -> bool:
+        """Whether its own user has put there what is there now."""
+        return False
+
+    def _kept(self, generation: int) -> list[tuple[int, int]]:
+        """What a fill that was broken off has left of this content, and nobody has written since (R9)."""
+        kept = self.worker.owner.kept(self.id, generation)
+        return [(chunk, digest) for chunk, digest in kept if digest_of(self.cells[chunk]) == digest]
+
+    def _with_kept(self, start: StartPull) -> StartPull:
+        """That pull without what is here already: others may read that from now on."""
+        kept = [] if start.staged else self._kept(start.generation)
+        if not kept:
+            return start
+        self.cluster.took("kept chunks verified")
+        self.offer(start, list[tuple[int, int | None]](kept))
+        return replace(start, copied=start.copied.union(chunk for chunk, _ in kept))
 
     def _copy(self, action: CopyLocally) -> None:
         """Take what other memory of this worker has: in no time."""
@@ -388,18 +414,20 @@ class Handle:
                     self._cells(staged=action.staged)[chunk] = cells[chunk]
                     good.append((chunk, digest))
             owner.end(found)
+            if good:
+                self.cluster.took(f"copied from {self.cluster.kind_of(source.registration)}")
             copied.update(chunk for chunk, _ in good)
             if owner.mark_available(target, action.generation, good):
                 self.cluster.chunks_offered(self)
         self.apply(self.member.copied(frozenset(copied), self.cluster.now))
 
-    def _cells(self, *, staged: bool) -> list[str]:
+    def _cells(self, *, staged: bool) -> MutableSequence[str]:
         if not staged:
             return self.cells
         assert self.staging is not None
         return self.staging
 
-    def _cells_of(self, registration: str) -> list[str]:
+    def _cells_of(self, registration: str) -> MutableSequence[str]:
         """The memory of one of this worker's registrations, or what is staged for this one."""
         return (
             self._cells(staged=True) if registration == self.staging_id else self.cluster.by_registration[registration].cells

@@ -47,7 +47,7 @@ from tensorhub.messages import (
 from tensorhub.testing.handle import Asked, Handle
 from tensorhub.testing.network import Link
 from tensorhub.types import Endpoint, HandleState, Location, Medium, Purpose
-from tensorhub.worker.calls import FillCall, UnpublishCall
+from tensorhub.worker.calls import CopyCall, FillCall, LocalCopy, UnpublishCall
 from tensorhub.worker.copies import Copies
 from tensorhub.worker.enrolment import Shard
 from tensorhub.worker.owner import Owner
@@ -107,12 +107,16 @@ class SimWorker:
 
     def take(self, shard: Shard) -> Handle:
         """What registers that memory, of any kind."""
-        handle = Handle(self.cluster, self, shard)
+        handle = self.new_handle(shard)
         self.handles.append(handle)
         self.cluster.by_registration[shard.registration] = handle
         if self.link is not None and self.link.welcomed:
             handle.apply(handle.member.connected(self.cluster.now, self.cluster.options.lease_s))
         return handle
+
+    def new_handle(self, shard: Shard) -> Handle:
+        """Its shell."""
+        return Handle(self.cluster, self, shard)
 
     def drop(self, handle: Handle) -> None:
         """Forget a handle that has served."""
@@ -239,7 +243,14 @@ class SimWorker:
         copy = Shard(
             message.copy, info.model, group, 0, 1, False, "", manifest, message.shard, Medium.HOST, Purpose.RETENTION
         )
-        self.take(copy).replicate(info.version)
+        source = self.cluster.by_registration.get(message.registration)
+        held = source.member.content if source is not None else None
+        if held is not None and held.version.content_id == info.content_id:
+            self.take(copy).call(CopyCall(held.version, held.manifest, LocalCopy(message.registration, held.generation)))
+        elif message.registration:
+            self.say(CopyRefused(message.copy, "not held any more"))
+        else:
+            self.take(copy).replicate(info.version)
 
     def _drop_copy(self, copy: Handle) -> None:
         """One step on the way to its end, after each of which it is asked again."""
@@ -259,7 +270,7 @@ class SimWorker:
         """A call of a copy has ended."""
         if copy.member.state is HandleState.CLOSED:
             self.drop(copy)
-        elif isinstance(asked.what, FillCall) and asked.error is not None:
+        elif isinstance(asked.what, FillCall | CopyCall) and asked.error is not None:
             if copy.shard.purpose is Purpose.RETENTION:
                 self.say(CopyRefused(copy.shard.registration, str(asked.error)))
             self._drop_copy(copy)
@@ -357,6 +368,10 @@ class SimWorker:
         self.unsure_at = self.cluster.now
         for handle in list(self.handles):
             handle.apply(handle.member.connected(self.cluster.now, self.cluster.options.lease_s))
+        self.say_pins()
+
+    def say_pins(self) -> None:
+        """A session is up: say again what is to be kept."""
         for pin, (model, version) in list(self.pins.items()):
             self.pin(version, model, pin)
 
