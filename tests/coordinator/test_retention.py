@@ -348,10 +348,12 @@ def test_what_a_stopped_coordinator_reads_late_counts_only_while_the_owner_stays
     cluster.now += cluster.options.lease_s - 0.1  # the coordinator was stopped, and has not seen that connection end
     cluster.step(Received(link.session, Heartbeat(0)))
     (worker,) = cluster.coordinator.cluster.workers.values()
-    assert worker.state is WorkerState.LIVE
-    while worker.state is WorkerState.LIVE:
+    states = [worker.state]
+    while states[-1] is WorkerState.LIVE:
         assert not trainer.todo
         cluster.advance(0.1, run=False)
+        states.append(worker.state)
+    assert len(states) > 1
     cluster.advance(5, run=False)
     assert any(isinstance(action, Fence) for action in trainer.todo)
 
