@@ -405,12 +405,16 @@ class Handle:
             missing = [chunk for chunk in range(action.manifest.chunk_count) if chunk not in copied]
             if not missing:
                 break
-            found = owner.begin(RegistrationId(source.registration), source.generation, content, missing, 2**62)
+            origin = RegistrationId(source.registration), source.generation
+            found = owner.begin(*origin, content, missing, 2**62)
             if not isinstance(found, Access):
                 continue
             cells, good = self._cells_of(source.registration), list[tuple[int, int | None]]()
-            for chunk, digest in zip(found.chunks, found.digests, strict=True):
-                if action.manifest.digest == "none" or digest in (None, digest_of(cells[chunk])):
+            for chunk, known in zip(found.chunks, found.digests, strict=True):
+                digest = known
+                if action.manifest.digest != "none" and known is None:  # what nobody has digested yet is from now on (R8)
+                    digest = owner.set_digest(*origin, chunk, digest_of(cells[chunk]))
+                if action.manifest.digest == "none" or digest == digest_of(cells[chunk]):
                     self._cells(staged=action.staged)[chunk] = cells[chunk]
                     good.append((chunk, digest))
             owner.end(found)
