@@ -21,6 +21,7 @@ from tensorhub.testing.rendering import show
 from tensorhub.types import (
     ContentId,
     HandleState,
+    Medium,
     OpKey,
     OpKind,
     Purpose,
@@ -227,6 +228,8 @@ class Handle:
 
     def overwrite(self) -> bool:
         """Write published memory, which nobody may; False: there is none."""
+        if self.shard.medium is Medium.HOST:
+            return False  # no user has that memory
         content = self.member.content
         if content is None or self.member.state is not HandleState.READY or self.access is not None:
             return False

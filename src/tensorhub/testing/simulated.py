@@ -44,6 +44,7 @@ if TYPE_CHECKING:
 
 FULL_CHECK_EVERY = 100
 TRACE_LINES = 60
+EVENTS_LEAST = 1000  # of a seed that is to have all of these
 VERSIONS_LEAST = 3  # that are published in each seed
 GIVEN_UP = 100  # times as many events as were asked for: nothing more comes of this seed
 GAP = 0.1  # how often a shell does something else between two actions
@@ -141,13 +142,14 @@ class SimulatedCluster(Cluster):
         Healing(self).run()
 
     def _is_enough(self) -> bool:
-        """Whether there was enough of everything that a seed stands for. (Of fewer kinds of faults than all, it may be that
-        no more can happen, or nothing be published.)
+        """Whether there was enough of everything that a seed stands for. (Of some kinds of faults, it may be that no more
+        can happen, or nothing be published; and fewer events need not be enough.)
         """
         if self.events < self.events_least:
             return False
         full = len(self.users.numbers) >= VERSIONS_LEAST and len(self.injector.happened) >= KINDS_LEAST
-        return full or self.events >= (4 if self.allowed is not None else GIVEN_UP) * self.events_least
+        asked = self.allowed is None and self.events_least >= EVENTS_LEAST
+        return full or self.events >= (GIVEN_UP if asked else 4) * self.events_least
 
     def take_event(self) -> None:
         """Let the next thing happen, and check what it touched."""
