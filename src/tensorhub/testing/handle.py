@@ -408,7 +408,8 @@ class Handle:
             missing = [chunk for chunk in range(action.manifest.chunk_count) if chunk not in copied]
             if not missing:
                 break
-            found = owner.begin(RegistrationId(source.registration), source.generation, content, missing, 2**62)
+            origin = RegistrationId(source.registration), source.generation
+            found = owner.begin(*origin, content, missing, 2**62)
             if not isinstance(found, Access):
                 continue
             cells, good = self._cells_of(source.registration), list[tuple[int, int | None]]()
