@@ -15,7 +15,14 @@ from typing import Protocol
 import anyio
 import anyio.abc
 
-from tensorhub.errors import CoordinatorUnavailable, OperationTimeout, RetentionError, StateError, TensorHubError, VersionUnavailable
+from tensorhub.errors import (
+    CoordinatorUnavailable,
+    OperationTimeout,
+    RetentionError,
+    StateError,
+    TensorHubError,
+    VersionUnavailable,
+)
 from tensorhub.manifest import Manifest
 from tensorhub.messages import CopyRefused, DropCopy, FromWorker, MakeCopy
 from tensorhub.runtime import clock
@@ -232,7 +239,7 @@ class HostCopies:
                 self.budget.free(copy.ident)
 
     async def _take(self, copy: _Copy, nbytes: int, timeout_s: float) -> None:
-        """Have the copy's lock, and room for what it is to hold. A release that still waits for a reader has the lock."""
+        """Have the copy's lock, and room for it. Both may have to wait for readers of what is being given back."""
         with anyio.move_on_after(timeout_s):
             await copy.lock.acquire()
             try:
@@ -242,8 +249,8 @@ class HostCopies:
                 copy.lock.release()
                 raise
             return
-        text = f"{copy.shard.title}: its host memory is still being given back after {timeout_s:g} s: somebody reads it"
-        raise OperationTimeout(text)
+        text = f"{copy.shard.title}: no host memory within {timeout_s:g} s: what it held before, or what has to make room, "
+        raise OperationTimeout(f"{text}is still being read; try again")
 
     async def close(self, handle: Handle, timeout_s: float, *, abandon: bool) -> None:
         """Close a handle with its host copy: the copy first, so that an error leaves the handle as it was."""
