@@ -344,3 +344,25 @@ async def test_a_prefetch_says_so_too_and_what_was_prefetched_is_freed() -> None
             await weights.prefetch()
         assert (await weights.prefetch()).version == 1
         assert (await weights.update()).bytes_read == 0
+
+
+async def test_a_prefetch_in_the_background_leaves_the_loss_to_be_told_to_the_caller() -> None:
+    async with cluster("trainer") as (coordinator, (trainer,)):
+        following = tensorhub.connect(coordinator.address, name="follower", token="", prefetch=True, options=HOSTED)
+        async with following as hub:
+            source = await trainer.register("m", tensors(1))
+            await source.publish(1)
+            memory = tensors()
+            weights = await hub.register("m", memory)
+            await weights.update()
+            await coordinator.restart(trainer, hub)
+            with pytest.raises(LeaseLost):
+                await source.unpublish()
+            await source.publish(1)
+            await until(lambda: hub._worker.news.newest("m") is not None)
+            await hub.describe("m")  # whatever would have been prefetched for that news has been begun
+            with pytest.raises(LeaseLost):
+                await weights.update()
+            await until(lambda: any(copy.handle.member.version == 1 for copy in hub._worker.copies._copies.values()))
+            assert (await weights.update()).bytes_read == 0
+            assert holds(memory, 1)

@@ -3,6 +3,7 @@ does with it. Retention copies of the same worker, too: they share its host memo
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import weakref
 from dataclasses import replace
@@ -253,6 +254,38 @@ async def test_prefetch_without_or_with_too_little_host_memory() -> None:
             assert caught.value.retryable
             await first.close()
             assert (await second.prefetch()).version == 2
+
+
+async def test_prefetch_does_not_wait_for_room_beyond_its_deadline() -> None:
+    async with cluster("trainer", "reader", options=HOSTED) as c:
+        _, weights = await ready(c)
+        hub, held = c.hubs[1], list[bool]()
+
+        async def hold() -> None:
+            async with copies(hub)._room_made:
+                held.append(True)
+                await anyio.sleep_forever()
+
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(hub._thread.call, hold)
+            await until(lambda: bool(held))
+            with pytest.raises(OperationTimeout, match=r"no host memory within 0.05 s.*is still being read") as caught:
+                await weights.prefetch(timeout=0.05)
+            assert (caught.value.memory, caught.value.retryable, reserved(hub)) == ("intact", True, 0)
+            tasks.cancel_scope.cancel()
+        assert (await weights.prefetch()).version == 2
+
+
+async def test_a_prefetch_that_is_given_up_at_once_leaves_no_copy() -> None:
+    """Its host copy may be dropped before the loop has come to it."""
+    async with cluster("trainer", "reader", options=HOSTED) as c:
+        _, weights = await ready(c)
+        hub = c.hubs[1]
+        for _ in range(30):
+            with contextlib.suppress(TensorHubError):
+                await weights.prefetch(timeout=0)
+        await until(lambda: list(hub._worker._handles.values()) == [weights._handle])
+        assert reserved(hub) == 0
 
 
 async def test_prefetch_of_what_is_not_there() -> None:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 import signal
+from contextlib import ExitStack
 from threading import Thread
 
 import numpy as np
 import pytest
 
 from tensorhub import sync
-from tensorhub.types import Options
+from tensorhub.types import Options, parse_address
 from tests.cli.processes import WAIT_S, line_with, run, started
 from tests.rig import CHUNK_BYTES, CHUNKS, Tensors, holds, tensors, write
 
@@ -87,3 +88,22 @@ def test_what_cannot_be_seeded(address: str, arguments: tuple[str, ...], code: i
         assert (ended.returncode, ended.stdout) == (code, "")
         assert text in " ".join(ended.stderr.split())
         assert "Traceback" not in ended.stderr
+
+
+def test_it_goes_on_under_a_coordinator_that_has_lost_its_state() -> None:
+    with ExitStack() as stack:
+        with sync.serve(token="", options=OPTIONS) as coordinator:
+            address = coordinator.address
+            with sync.connect(address, token="", options=OPTIONS) as hub:
+                hub.register("m", arrays(1)).publish(1)
+                arguments = ("seed", "m", "--host-memory", str(NBYTES), "--address", address, "--json")
+                process = stack.enter_context(started(*arguments))
+                assert json.loads(line_with("{", process.stdout))["version"] == 1
+        stack.enter_context(sync.serve(port=parse_address(address)[1], token="", options=OPTIONS))
+        hub = stack.enter_context(sync.connect(address, token="", options=OPTIONS))
+        hub.register("m", arrays(2)).publish(1)
+        assert json.loads(line_with("{", process.stdout))["bytes_read"] == NBYTES
+        process.send_signal(signal.SIGTERM)
+        _, err = process.communicate(timeout=WAIT_S)
+        assert process.returncode == 0
+        assert "begins anew: 'm': the coordinator has come back without its state" in err

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import signal
 import sys
@@ -25,7 +26,7 @@ from tensorhub.cli.common import (
     run,
     usage,
 )
-from tensorhub.errors import StateError, TensorHubError, VersionUnavailable
+from tensorhub.errors import LeaseLost, StateError, TensorHubError, VersionUnavailable
 from tensorhub.hub import seed_shard
 from tensorhub.types import FetchReport, Location, Options, VersionInfo, check_name
 
@@ -97,12 +98,21 @@ class Seeder:
     async def run(self) -> int:
         options = Options(host_memory_bytes=self.host_memory_bytes)
         async with tensorhub.connect(self.address, token=self.token, location=self.location, options=options) as hub:
-            async for newest in hub.watch(self.model):
-                info = newest
+            watcher = hub.watch(self.model)
+            while True:
+                try:
+                    info = await anext(watcher)
+                except LeaseLost as error:  # a coordinator without a state_dir: what the new cluster publishes is seeded
+                    print(f"begins anew: {error}", file=sys.stderr, flush=True)
+                    continue
                 while not await self._hold(hub, info):
                     await anyio.sleep(RETRY_S)
-                    info = hub.newest(self.model) or info
-        return 0
+                    info = self._newest(hub) or info
+
+    def _newest(self, hub: tensorhub.Hub) -> VersionInfo | None:
+        with contextlib.suppress(LeaseLost):  # the watcher says so
+            return hub.newest(self.model)
+        return hub.newest(self.model)
 
     async def _hold(self, hub: tensorhub.Hub, info: VersionInfo) -> bool:
         """Have every shard that is wanted of the newest version. False: not now; try again."""

@@ -175,7 +175,8 @@ class Handle:
         self._violation: MutabilityViolation | None = None  # what the running call has found when it took the memory back
         self._spoiled: str | None = None  # what the next call says of bytes that have changed while others could read them
         self._tasks: anyio.abc.TaskGroup
-        self._scope = anyio.CancelScope()
+        self._scope = anyio.CancelScope()  # of `run`
+        self._has_ended = False  # nobody carries out what a call would want
         self.deadline_moved: Callable[[], None] = lambda: None
         self.call_ended: Callable[[], None] = lambda: None
         self.was_filled = False  # what the memory got last came from others, not from its publisher
@@ -252,6 +253,8 @@ class Handle:
     async def _run(self, call: Call, timeout_s: float, hook: HookRequest | None = None) -> tuple[_Call, Finish]:
         """Begin a call and wait for its end; cancelling ends it as soon as may be, and leaves nothing running."""
         self._check_last_ended()
+        if self._has_ended:
+            raise StateError(f"{self.member.shard.title} was given up")
         actions = self.member.begin(call, timeout_s, clock.now())
         self._violation = None
         running = self._call = _Call(anyio.Event(), clock.now(), hook)
@@ -395,23 +398,27 @@ class Handle:
     async def run(self) -> None:
         """Carry out actions until cancelled; then no read of this memory runs any more."""
         try:
-            async with anyio.create_task_group() as self._tasks:
-                self._scope = self._tasks.cancel_scope
-                while True:
-                    await self._todo_wanted.wait()
-                    self._todo_wanted = anyio.Event()
-                    while self._todo:
-                        await self._do(self._todo.popleft())
-                    if self.member.state is HandleState.CLOSED and self.member.running is None:
-                        self.stop()
+            with self._scope:
+                async with anyio.create_task_group() as self._tasks:
+                    await self._obey()
         finally:
+            self._has_ended = True
             with anyio.CancelScope(shield=True):
                 await self._let_go()
             memory: TensorState = "torn" if self.member.state is HandleState.FILLING else "intact"
             self._end_call(Finish(error=StateError("the hub was closed while the call was running", memory=memory)))
 
+    async def _obey(self) -> None:
+        while True:
+            await self._todo_wanted.wait()
+            self._todo_wanted = anyio.Event()
+            while self._todo:
+                await self._do(self._todo.popleft())
+            if self.member.state is HandleState.CLOSED and self.member.running is None:
+                self.stop()
+
     def stop(self) -> None:
-        """Let `run` end: the handle is closed, or was never registered."""
+        """Let `run` end, also before it has begun: the handle is closed, or was never registered."""
         self._scope.cancel()
 
     def follow(self, task: Callable[[], Coroutine[Any, Any, None]]) -> None:

@@ -15,9 +15,17 @@ from typing import Protocol
 import anyio
 import anyio.abc
 
-from tensorhub.errors import CoordinatorUnavailable, RetentionError, StateError, TensorHubError, VersionUnavailable
+from tensorhub.errors import (
+    CoordinatorUnavailable,
+    OperationTimeout,
+    RetentionError,
+    StateError,
+    TensorHubError,
+    VersionUnavailable,
+)
 from tensorhub.manifest import Manifest
 from tensorhub.messages import CopyRefused, DropCopy, FromWorker, MakeCopy
+from tensorhub.runtime import clock
 from tensorhub.runtime.handle import Handle
 from tensorhub.runtime.logs import get_logger
 from tensorhub.runtime.questions import Questions
@@ -100,7 +108,8 @@ class HostCopies:
 
     async def _end(self, copy: _Copy) -> None:
         await copy.handle.end_call(StateError("its host memory is needed for something that comes first", retryable=True))
-        await self._release(copy)
+        if self.budget.reservation(copy.ident) is not None:  # else a fill may have its lock, and wait for this room
+            await self._release(copy)
 
     def freed(self, ident: str) -> None:
         self.budget.free(ident)
@@ -213,13 +222,14 @@ class HostCopies:
         if copy.filling:
             text = f"{copy.shard.title}: a prefetch is still running on this handle; one prefetch at a time"
             raise StateError(text, retryable=True)
-        copy.filling = True
+        copy.filling, until = True, clock.now() + timeout_s
         try:
-            async with copy.lock:
+            await self._take(copy, nbytes, timeout_s)
+            try:
                 copy.fills += 1
-                if self.budget.reservation(copy.ident) is None:
-                    await self.make_room(copy.ident, copy.shard.purpose, nbytes)
-                return await copy.handle.fill(FillCall(OpKind.PREFETCH, selector), timeout_s)
+                return await copy.handle.fill(FillCall(OpKind.PREFETCH, selector), max(0.0, until - clock.now()))
+            finally:
+                copy.lock.release()
         except TensorHubError as error:
             error.memory = "intact"  # what was torn is not the caller's
             raise
@@ -227,6 +237,20 @@ class HostCopies:
             copy.filling = False
             if not copy.memory.nbytes:  # nothing of it was begun, or the handle itself holds that version
                 self.budget.free(copy.ident)
+
+    async def _take(self, copy: _Copy, nbytes: int, timeout_s: float) -> None:
+        """Have the copy's lock, and room for it. Both may have to wait for readers of what is being given back."""
+        with anyio.move_on_after(timeout_s):
+            await copy.lock.acquire()
+            try:
+                if self.budget.reservation(copy.ident) is None:
+                    await self.make_room(copy.ident, copy.shard.purpose, nbytes)
+            except BaseException:
+                copy.lock.release()
+                raise
+            return
+        text = f"{copy.shard.title}: no host memory within {timeout_s:g} s: what it held before, or what has to make room, "
+        raise OperationTimeout(f"{text}is still being read; try again")
 
     async def close(self, handle: Handle, timeout_s: float, *, abandon: bool) -> None:
         """Close a handle with its host copy: the copy first, so that an error leaves the handle as it was."""

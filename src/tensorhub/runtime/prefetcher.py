@@ -58,6 +58,8 @@ class Prefetcher:
         member = self._handle.member
         if not self._handle.was_filled or member.running is not None or newest.content_id == self._tried:
             return False
+        if member.is_loss_untold:
+            return False  # its caller is to be told, by a call of its own
         return member.content is None or member.content.version.content_id != newest.content_id
 
     async def _prefetch(self, newest: VersionInfo) -> None:

@@ -188,6 +188,11 @@ class Member:
             else:
                 call.start()
 
+    @property
+    def is_loss_untold(self) -> bool:
+        """Whether the coordinator has lost its state, and no call has said so yet."""
+        return self._holding.is_loss_untold
+
     def tell_loss(self) -> None:
         """Raise LeaseLost if the coordinator has lost its state and no call has said so yet."""
         if self._holding.is_loss_untold:
