@@ -491,7 +491,7 @@ def cut_off_owner_does_not_wait() -> Iterator[None]:
         yield
 
 
-@survivor(
+@bug(
     "G5, R4: a copy that is being made counts as soon as its memory is registered",
     faults=(Fault.CRASH, Fault.SLOW, Fault.STALL),
 )
