@@ -97,7 +97,8 @@ class Leaving(Running):
         assert content is not None
         if not content.retained or self._abandon:
             return -inf
-        if not self._closes and self._rank.copies.keep(content.version.content_id):
+        alone = self._rank.shard.world_size == 1  # else all that the other ranks hold stops to serve with this leave
+        if alone and not self._closes and self._rank.copies.keep(content.version.content_id):
             return -inf
         return inf if enrolment.online else enrolment.lease_over
 
@@ -227,11 +228,10 @@ class Closing(Leaving):
         self._deregister()
 
     def _deregister(self) -> None:
-        if not self._rank.enrolment.ready:
-            self._closed()
-            return
         self.phase, self.request = Phase.DEREGISTERING, self._rank.new_request()
         self._rank.say(Deregister(self.request, self._rank.shard.registration, self._abandon))
+        if not self._rank.enrolment.ready:
+            self._closed()  # offline it is forgotten anyway; and where it is not confirmed yet, nobody else knows of it
 
     def answered(self, message: Withdrawable | Done) -> None:
         if self.phase is not Phase.DEREGISTERING:
