@@ -172,13 +172,15 @@ class Cluster:
                 demand(refused or not handle.registered, f"the coordinator has forgotten {handle}")
                 continue
             known = member.holding.generation if member.holding is not None else None
-            sound = content is not None and state is HandleState.READY and not content.spoiled
-            held = content.generation if content is not None and sound else None
+            held = content.generation if content is not None and state is HandleState.READY else None
             spoilt = content is not None and self.guarantees.is_spoilt(handle, content.version.content_id)
+            leaving = member.leaving
+            if known is None and content is not None and content.spoiled:  # a publisher's own, until it takes it back (R8)
+                leaving = [each for each in leaving if not (each.quarantined and each.generation == held)]
+                held = None
             if state is not HandleState.IN_DOUBT and not spoilt:
                 demand(known == held, f"{handle} holds generation {held}, the coordinator thinks {known}")
-            leaving = [h for h in member.leaving if not h.quarantined]  # (a publisher has those until it takes them back)
-            demand(not leaving, f"{handle} is thought to leave, for ever: {leaving}")
+            demand(spoilt or not leaving, f"{handle} is thought to leave, for ever: {leaving}")
         for lease in self.coordinator.cluster.leases.values():
             raise GuaranteeBroken(f"a lease is left: {lease}. Story:\n{lease.story}")
 

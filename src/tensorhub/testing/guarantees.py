@@ -299,7 +299,7 @@ class Guarantees:
             if isinstance(asked.what, CloseCall):  # its process may end with it
                 holders = [h for h in holders if h.worker is not handle.worker]
             others = [h for h in holders if h.shard.group != ours and self._is_reliable(h)]
-            kept = any(self._holds(h, content_id) or self._lost_since(h, content_id, asked.began) for h in others)
+            kept = any(self._seems_to_hold(h, content_id, asked.began) for h in others)
             demand(
                 kept or not self._is_reliable(handle),
                 f"G5: {handle} has left with {asked.what}, and nobody else holds shard {shard} of {content.version}",
@@ -327,8 +327,18 @@ class Guarantees:
         if asked is not None and not asked.done and asked.key == self._publications[content_id] and handle.worker.alive:
             return (handle.shard.group, content_id) not in self._leaving
         is_it = content is not None and content.version.content_id == content_id and handle.worker.alive
-        is_it = is_it and (handle.shard.group, content_id) not in self._leaving and not self.is_spoilt(handle, content_id)
+        is_it = is_it and (handle.shard.group, content_id) not in self._leaving
         return is_it and content is not None and handle.worker.owner.is_complete(handle.id, content.generation)
+
+    def _seems_to_hold(self, handle: Handle, content_id: str, since: float) -> bool:
+        """Whether it holds that as far as anybody could know who lets others go: its user may have overwritten it without
+        anybody's notice, or it was lost so late that its lease may have counted.
+        """
+        content = handle.member.content
+        unnoticed = content is not None and content.version.content_id == content_id and not content.spoiled
+        unnoticed = unnoticed and self.is_spoilt(handle, content_id) and handle.worker.alive
+        unnoticed = unnoticed and (handle.shard.group, content_id) not in self._leaving
+        return unnoticed or self._holds(handle, content_id) or self._lost_since(handle, content_id, since)
 
     def lost(self, handle: Handle) -> None:
         """What it held is lost, without anybody's leave."""

@@ -7,26 +7,25 @@ it. A new action of `worker.calls` gets its case in `Handle._do`. Not responsibl
 from __future__ import annotations
 
 from collections import deque
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, assert_never
 
 from tensorhub.errors import MutabilityViolation, StateError
 from tensorhub.messages import Deregister, DigestAgain, Publish
 from tensorhub.testing.guarantees import demand
 from tensorhub.testing.memory import CHUNK_BYTES, digest_of, written
+from tensorhub.testing.prefetching import Prefetched
 from tensorhub.testing.pulling import Lane, Reading
 from tensorhub.testing.rendering import show
 from tensorhub.types import (
     ContentId,
     HandleState,
-    Medium,
     OpKey,
     OpKind,
     Purpose,
     RegistrationId,
     Selector,
     VersionInfo,
-    host_group,
 )
 from tensorhub.worker.calls import (
     Action,
@@ -48,7 +47,6 @@ from tensorhub.worker.calls import (
     RefuseCall,
     Registered,
     RegistrationFailed,
-    ReleaseCall,
     ReopenMemory,
     Say,
     StartPull,
@@ -133,8 +131,8 @@ class Handle:
         )
         self.staging_id = RegistrationId(staging_of(shard.registration))
         self.staging: list[str] | None = None  # the cells of what is staged
-        self.prefetched: Handle | None = None  # its host copy
-        self.is_releasing = False  # a host copy that is to be released when its call has ended
+        self.prefetched = Prefetched(self)  # its host copy
+        self.copy_of: Handle | None = None  # whose host copy it is
 
     def __repr__(self) -> str:
         return f"<Handle {self.name} {self.member.state} v={self.member.version}>"
@@ -160,6 +158,8 @@ class Handle:
     def call(self, call: Call, timeout_s: float = 60.0) -> Asked:
         """Begin a call; raises StateError where the handle's state forbids it."""
         cluster, model = self.cluster, self.shard.model
+        if self.member.running is None and self.asked is not None and not self.asked.done:  # its fences are still to come
+            raise StateError(f"{self.name}: a call is still running on this handle; one call at a time", retryable=True)
         actions = self.member.begin(call, timeout_s, cluster.now)
         cluster.note(f"{self.name} calls {show(call)}")
         guarantees = cluster.guarantees
@@ -197,24 +197,7 @@ class Handle:
 
     def prefetch(self, selector: Selector = "latest", timeout_s: float = 60.0) -> Asked:
         """Fill its host copy, which is made the first time."""
-        if self.prefetched is not None and self.prefetched.registration_error is not None and self.prefetched.idle:
-            self.worker.drop(self.prefetched)
-            self.prefetched = None
-        group = host_group(self.shard.group)
-        others = [handle for handle in self.worker.handles if handle is not self.prefetched]
-        if any((other.shard.group, other.shard.rank) == (group, self.shard.rank) for other in others):
-            raise StateError("the copy of a former registration is not closed yet")
-        if self.prefetched is None:
-            registration = f"{self.shard.registration}h"
-            host = replace(self.shard, registration=registration, group=group, medium=Medium.HOST, purpose=Purpose.PREFETCH)
-            self.prefetched = self.worker.take(host)
-        return self.prefetched.call(FillCall(OpKind.PREFETCH, selector), timeout_s)
-
-    def release(self) -> None:
-        """Of a host copy: give up what it holds, now or when its call has ended."""
-        self.is_releasing = not self.idle
-        if self.idle and self.member.state is not HandleState.CLOSED:
-            self.call(ReleaseCall())
+        return self.prefetched.fill(selector, timeout_s)
 
     def fetch(self, selector: Selector = "latest", timeout_s: float = 60.0) -> Asked:
         """The one call of what `SimWorker.fetcher` made."""
@@ -360,11 +343,9 @@ class Handle:
             case Finish():
                 self._finish(action)
             case EndPrefetch():
-                if self.prefetched is not None:
-                    self.prefetched.apply(self.prefetched.member.end_prefetch(self.cluster.now))
+                self.prefetched.end()
             case FreePrefetch():
-                if self.prefetched is not None:
-                    self.prefetched.release()
+                self.prefetched.free()
             case FreeStaging():
                 owner.close(self.staging_id)
                 owner.forget(self.staging_id)
@@ -454,8 +435,9 @@ class Handle:
             self.worker.say(Deregister(0, self.shard.registration, True))
         if self.shard.purpose is Purpose.RETENTION or self.dropped:
             self.worker.copy_ended(self, asked)
-        elif self.is_releasing and self.idle:
-            self.release()
+        self.prefetched.handle_ended(asked)
+        if self.copy_of is not None:
+            self.copy_of.prefetched.copy_ended(self, asked)
 
     def hook_returns(self) -> None:
         """Its before_write is over."""
@@ -487,6 +469,8 @@ class Handle:
                 known = access.digests[0]
                 changed = None if known is None else digest_of(self.cells[question.chunk]) != known
                 self.worker.owner.end(access)
+                if changed:
+                    self.cluster.guarantees.lost(self)  # and the coordinator will hear so
         now, error = self.cluster.now, MutabilityViolation("the memory has changed")
         self.apply(self.member.digested_again(question.inquiry, question.generation, changed, error, now))
 

@@ -294,8 +294,8 @@ class Injector:
             return False
         notice_s = self._random.choice((0.2, 2.0))
         for handle in list(worker.handles):
-            if handle.idle:
-                handle.close(notice_s)
+            if handle.idle and handle.copy_of is None:
+                handle.prefetched.close(notice_s)
         self._cluster.after(notice_s, worker, self._preempted, worker)
         return True
 

@@ -113,9 +113,10 @@ class Users:
             if not worker.alive or not gone or not handle.idle or handle.serving:
                 continue
             if state in HOLDING or state is HandleState.IN_DOUBT:
-                handle.close(1.0, abandon=True)
+                handle.prefetched.close(1.0, abandon=True)
             else:
                 worker.drop(handle)
+                handle.prefetched.handle_over()
                 team.ranks[rank] = worker.register(team.name, rank, team.world_size, spot=team.spot)
 
     def replace(self, team: Team, rank: int) -> None:
@@ -170,7 +171,7 @@ class Users:
                 case "unpublish":
                     handle.unpublish(timeout_s)
                 case "close":
-                    handle.close(timeout_s, abandon=random.random() < 0.3)
+                    handle.prefetched.close(timeout_s, abandon=random.random() < 0.3)
                 case _:
                     handle.refuse()
         except StateError:

@@ -117,8 +117,6 @@ class SimWorker:
         """Forget a handle that has served."""
         self.handles.remove(handle)
         self.host_copies.remove(handle.shard.registration)
-        if handle.prefetched is not None and handle.prefetched in self.handles:
-            self._drop_copy(handle.prefetched)
         self.cluster.by_registration.pop(handle.shard.registration, None)
 
     def new_request(self, handle: Handle) -> int:
@@ -312,10 +310,10 @@ class SimWorker:
                         self._tell(handle, message)
 
     def _at(self, model: str, group: str, rank: int) -> Handle | None:
-        """The newest registration of that rank here."""
+        """The newest registration of that rank here that was not refused."""
         for handle in reversed(self.handles):
             shard = handle.shard
-            if (shard.model, shard.group, shard.rank) == (model, group, rank):
+            if (shard.model, shard.group, shard.rank) == (model, group, rank) and handle.registration_error is None:
                 return handle
         return None
 

@@ -399,7 +399,7 @@ class Filling(GroupCall):
             elif grant.lease not in self._lanes:
                 self._lanes[grant.lease], self._lane_names[grant.lease] = grant, grant.lease
                 self._rank.act(AddPullSource(grant))
-        elif self.phase in UNVOTED:
+        elif self.phase in UNVOTED and grant not in self._grants:
             self._grants = (*self._grants, grant)
 
     def _drop_source(self, lease: str) -> None:
