@@ -264,7 +264,8 @@ class SimulatedCluster(Cluster):
     def check_agreement(self) -> None:
         super().check_agreement()
         for worker in self.workers.values():
-            for name in worker.newest if worker.alive and isinstance(worker, TimedWorker) else ():
+            assert isinstance(worker, TimedWorker)
+            for name in worker.newest if worker.alive else ():
                 model, told = self.coordinator.cluster.models.get(name), worker.newest[name]
                 newest = model.newest_visible() if model is not None else None
                 ok = told == (newest.info if newest is not None else None)
