@@ -23,7 +23,7 @@ from tensorhub.coordinator import (
     Send,
 )
 from tensorhub.manifest import Manifest
-from tensorhub.messages import FromCoordinator, Grant, Welcome, Withdrawable
+from tensorhub.messages import Done, FromCoordinator, Grant, Welcome, Withdrawable
 from tensorhub.testing.guarantees import GuaranteeBroken, Guarantees, demand
 from tensorhub.testing.handle import Asked, BrokenHook, Handle
 from tensorhub.testing.memory import CHUNKS, MANIFEST
@@ -134,6 +134,8 @@ class Cluster:
         for action in self.coordinator.step(event, self.now):
             match action:
                 case Send():
+                    if isinstance(action.message, Done):
+                        self.guarantees.check_told(action.message)
                     if action.session in self.links:
                         self._send_down(action.session, action.message)
                 case CloseSession():

@@ -11,7 +11,8 @@ from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
 from tensorhub.coordinator import Entry, Publication, Retention, Rollback
-from tensorhub.errors import LeaseLost, TensorHubError
+from tensorhub.errors import LeaseLost, TensorHubError, VersionConflict
+from tensorhub.messages import Done
 from tensorhub.testing.rendering import show_error
 from tensorhub.types import HandleState, Medium, OpKey, OpKind, VersionInfo
 from tensorhub.worker.calls import CloseCall, FillCall, PublishCall, UnpublishCall
@@ -48,9 +49,11 @@ class Guarantees:
         self.retired: set[str] = set()  # content ids that were rolled back
         self.rolled_back: set[OpKey] = set()  # publications of these
         self.published: dict[str, dict[int, str]] = {}  # by model and number: content ids that are durable, or may be
+        self.used: dict[str, tuple[int, float]] = {}  # by model: the largest number ever published; when it was rolled back
         self.recorded: dict[str, int] = {}  # by model: what the last `retain` that is durable asks for
         self.policy: dict[str, int] = {}  # by model: what holds of it, as some `retain` has returned since
         self.wishes: dict[int, tuple[str, int]] = {}  # by request: a `retain` that has not returned
+        self.pin_wishes: dict[int, tuple[str, int]] = {}  # by request: the model and version of a new pin
         self.pins: dict[str, tuple[str, int, str]] = {}  # by id: model, number and incarnation of pins that have returned
         self._publications: dict[str, OpKey] = {}  # by content id: which publish has minted it
         self._spoilt: set[tuple[str, str]] = set()  # registrations, and the content that their own user has overwritten
@@ -88,6 +91,8 @@ class Guarantees:
             self.truth[entry.content_id] = cells
             self._publications[entry.content_id] = entry.key
             self.published.setdefault(entry.model, {})[entry.number] = entry.content_id
+            newest, when = self.used.get(entry.model, (-1, float("-inf")))
+            self.used[entry.model] = max(newest, entry.number), when
 
     def stored(self, entry: Entry, before: Iterable[Entry]) -> None:
         """It is durable now. After a rollback nobody may see what it retires any more."""
@@ -102,6 +107,7 @@ class Guarantees:
                 self.retired.update(e.content_id for e in gone)
                 self.rolled_back.update(e.key for e in gone)
                 self._lower_floors(entry.model, published)
+                self.used[entry.model] = self.used.get(entry.model, (-1, 0.0))[0], self._cluster.now
                 numbers = self.published.get(entry.model, {})
                 self.published[entry.model] = {n: c for n, c in numbers.items() if n <= entry.to}
             case Retention():
@@ -139,6 +145,8 @@ class Guarantees:
                 isinstance(error, (TensorHubError, *self._cluster.user_errors)),
                 f"G10: every refusal is a typed error: {error!r}",
             )
+            if isinstance(asked.what, PublishCall) and isinstance(error, VersionConflict) and not error.retryable:
+                self._refused(handle, asked, asked.what.version)
             if key is not None and getattr(error, "memory", "") != "in_doubt" and not isinstance(error, LeaseLost):
                 self._learn(key, handle.shard.rank, False, f"{handle.name} raised {show_error(error)}")
             return
@@ -159,6 +167,12 @@ class Guarantees:
                 self.check_closed(handle)
             case _:
                 pass
+
+    def _refused(self, handle: Handle, asked: Asked, number: int) -> None:
+        """R1: only what was published, or what a rollback has overtaken, stands in the way of a number."""
+        newest, rolled_back_at = self.used.get(handle.shard.model, (-1, float("-inf")))
+        ok = number <= newest or rolled_back_at >= asked.began
+        demand(ok or self.strangers, f"R1: {handle} may not publish {number}, but {newest} is the newest: {asked.error}")
 
     def _filled(self, handle: Handle, asked: Asked, call: FillCall) -> None:
         assert asked.version is not None
@@ -388,7 +402,39 @@ class Guarantees:
         self.check_content(handle)
         if handle.idle and handle.member.state in (HandleState.EMPTY, HandleState.TORN, HandleState.CLOSED):
             self.check_closed(handle)
+        self.check_known(handle)
+        if handle.pull is not None:
+            handle.pull.books.check_invariants()
         demand(len(handle.todo) <= TODO_MAX, f"G10: {handle} has {len(handle.todo)} actions to carry out")
+
+    def check_known(self, handle: Handle) -> None:
+        """R4, R8: what the coordinator counts on, its owner knows."""
+        member, content = self._cluster.coordinator.cluster.members.get(handle.id), handle.member.content
+        holding = member.holding if member is not None else None
+        if content is None or holding is None or holding.generation != content.generation:
+            return
+        counted = holding.told and holding.kept and handle.member.state in HOLDING
+        demand(content.retained or not counted, f"R4: {handle} does not know that it has to stay, and is counted on")
+
+    def check_told(self, message: Done) -> None:
+        """R4: when `retain` and `pin` return, every holder knows."""
+        request, models = message.request, self._cluster.coordinator.cluster.models
+        if request in self.pin_wishes:
+            model, number = self.pin_wishes[request]
+            numbers = [number]
+        elif request in self.wishes:
+            model, latest = self.wishes[request]
+            visible = [v.number for v in models[model].versions.values() if v.visible] if model in models else []
+            numbers = sorted(visible, reverse=True)[:latest]
+        else:
+            return
+        versions = models[model].versions if model in models else {}
+        for version in [versions[number] for number in numbers if number in versions]:
+            for holding in [h for holdings in version.holdings.values() for h in holdings if h.told]:
+                handle = self._cluster.by_registration.get(holding.member.registration)
+                content = handle.member.content if handle is not None and handle.worker.alive else None
+                if content is not None and content.generation == holding.generation:
+                    demand(content.retained, f"R4: {handle} has to stay, and does not know it when {message} is said")
 
     def check_content(self, handle: Handle) -> None:
         """G1: who holds a version holds its publisher's bytes."""

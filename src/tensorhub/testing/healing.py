@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 TRIES = 12
 REST_S = 400.0
 WAITS_S = 5000.0  # a fill that waits for a version of after the faults
+LEAVES_S = 50.0  # for somebody else to take over what is retained
 
 
 class Healing:
@@ -28,16 +29,25 @@ class Healing:
         self._cluster = cluster
         self._waiting: list[Asked] = []  # fills that were called while things still went wrong, of a version to come
         self._awaited = 0  # its number
+        self._reading: list[Asked] = []  # fills of what there is, with ample time
 
     def ask(self) -> None:
-        """While things still go wrong: whoever is at rest wants the next version, and waits for it."""
+        """While things still go wrong: of those at rest some want what there is, and some the next version; they wait."""
         users = self._cluster.users
         users.next_version += 10
         self._awaited = users.next_version
         ready = [team for team in users.teams if self._is_whole(team) and all(handle.idle for handle in team.ranks)]
         for team in [team for team in ready[1:] if team.world_size == ready[0].world_size]:
+            reads = all(handle.member.state in (HandleState.EMPTY, HandleState.TORN) for handle in team.ranks)
             for handle in team.ranks:
-                self._waiting.append(handle.update("latest", WAITS_S, at_least=self._awaited))
+                if reads:
+                    self._reading.append(handle.replicate("latest", WAITS_S))
+                else:
+                    self._waiting.append(handle.update("latest", WAITS_S, at_least=self._awaited))
+        for team in users.teams:
+            worker = team.ranks[0].worker
+            if worker.alive:
+                self._reading.append(worker.fetcher(0).fetch("latest", WAITS_S))
 
     def run(self) -> None:
         """Demand convergence. Raises GuaranteeBroken."""
@@ -48,6 +58,7 @@ class Healing:
         self._rest("two leases after the last fault")
         for asked in waiting:
             demand(asked.done or not asked.handle.worker.alive, f"G7: {asked.handle}: {asked.what} never ended")
+        self._end_reading()
         cluster.check()
         cluster.check_agreement()
         self._let_go()
@@ -55,12 +66,15 @@ class Healing:
         whole = [team for team in cluster.users.teams if self._is_whole(team)]
         for writer in whole:
             self._publish_and_update(writer, whole)
+        for writer in whole[:1]:
+            self._leave_as_last(writer)
         cluster.check()
 
     def _running_calls(self) -> list[Asked]:
         """Calls that run when the last fault ends."""
         handles = [handle for handle in self._cluster.live_handles() if handle.asked is not None]
-        return [h.asked for h in handles if h.asked is not None and not h.asked.done and h.asked not in self._waiting]
+        patient = [*self._waiting, *self._reading]
+        return [h.asked for h in handles if h.asked is not None and not h.asked.done and h.asked not in patient]
 
     def _rest(self, when: str) -> None:
         """Let everything that was asked for come to its end."""
@@ -87,7 +101,67 @@ class Healing:
         return runs and isinstance(link, TimedLink) and link.welcomed and not link.is_lossy and not worker.unpinned
 
     def _waits(self, handle: Handle) -> bool:
-        return not handle.todo and handle.asked in self._waiting
+        return not handle.todo and (handle.asked in self._waiting or handle.asked in self._reading)
+
+    def _end_reading(self) -> None:
+        """Whoever fills a version that there is all of has it by now (G7)."""
+        self._cluster.run_until(lambda: not any(map(self._could_end, self._reading)), REST_S)
+        for asked in self._reading:
+            demand(not self._could_end(asked), f"G7: {asked.handle} still fills, and could: {asked.handle.member.running}")
+            late = isinstance(asked.error, OperationTimeout)
+            demand(not late, f"G7: {asked.handle} has waited too long: {asked.error}")
+            if not asked.done and asked.handle.worker.alive:
+                asked.handle.cancel()
+        self._reading.clear()
+        self._rest("after fills of what is lost were cancelled")
+
+    def _could_end(self, asked: Asked) -> bool:
+        """Whether it is still a fill of all ranks, and there is all of what it wants."""
+        shard = asked.handle.shard
+        ranks = [each for each in self._reading if each.handle.shard.group == shard.group and not each.done]
+        if asked.done or not asked.handle.worker.alive or len(ranks) < shard.world_size:
+            return False
+        model = self._cluster.coordinator.cluster.models[shard.model]
+        operation = next((o for o in self._cluster.coordinator.cluster.operations() if o.key == asked.key), None)
+        wanted = operation.version if operation is not None else None
+        if wanted is None and operation is not None and operation.resumes is not None:
+            wanted = model.versions.get(operation.resumes.content.version)
+        wanted = wanted or model.newest_visible()
+        if wanted is None or wanted.abandoned or (operation is not None and operation.staying):
+            return False
+        alone = not shard.serves and operation is not None and operation.version is not None
+        numbers = [shard.number] if alone else [*wanted.holdings]
+        return all(self._is_there(number, wanted.info.content_id) for number in numbers)
+
+    def _is_there(self, shard: int, content_id: str) -> bool:
+        """Whether those who serve that shard have every chunk of it, together."""
+        there: set[int] = set()
+        for handle in self._cluster.live_handles():
+            content = handle.member.content
+            if content is None or content.version.content_id != content_id or handle.shard.number != shard:
+                continue
+            runs = handle.worker.owner.has(handle.id, content.generation, len(handle.cells))
+            if handle.shard.serves and not content.spoiled:
+                there.update(chunk for first, count in runs for chunk in range(first, first + count))
+        return len(there) == self._cluster.chunks
+
+    def _leave_as_last(self, writer: Team) -> None:
+        """Who alone holds a retained version may leave, if somebody has room for it (G5, R5)."""
+        cluster = self._cluster
+        workers = [worker for worker in cluster.workers.values() if worker.alive]
+        self._take_back(writer)
+        writer.ranks[0].worker.retain(1)
+        self._rest("after retain")
+        cluster.users.next_version += 10
+        number = cluster.users.next_version
+        self._must(writer, number, lambda handle: handle.publish(number))
+        hosts = [w for w in workers if not any(h.shard.spot for h in w.handles if h.shard.serves)]
+        room = sum(worker.host_bytes // cluster.manifest.nbytes for worker in hosts)
+        asked = [handle.unpublish(LEAVES_S) for handle in writer.ranks]
+        self._rest("after the last holder's leave")
+        for each in asked:
+            ok = each.error is None or room < writer.world_size
+            demand(ok, f"G5: {each.handle} is kept, though others have room for what it holds: {each.error!r}")
 
     def _that_wait_whole(self) -> list[Asked]:
         """Calls that all ranks of their group still wait with; where one rank's has ended, the others' are cancelled."""

@@ -9,10 +9,10 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from tensorhub.coordinator import Connected, Disconnected, Received
-from tensorhub.messages import Dismissed, FromCoordinator, FromWorker, Prepared
+from tensorhub.messages import Announce, Dismissed, FromCoordinator, FromWorker, Prepared, Watch
 from tensorhub.testing.network import COORDINATOR, Link, TimedLink
 from tensorhub.testing.worker import SimWorker
-from tensorhub.types import Location
+from tensorhub.types import Location, VersionInfo
 
 if TYPE_CHECKING:
     from tensorhub.testing.simulated import SimulatedCluster
@@ -32,6 +32,7 @@ class TimedWorker(SimWorker):
         super().__init__(cluster, name, location, transports)
         self.simulation = cluster
         self.wait_s = RECONNECT_S_FIRST
+        self.newest: dict[str, VersionInfo | None] = {"actor": None}  # of the models that it watches, as it was told
         cluster.after(RECONNECT_S_MAX, self, self._end_pins)
 
     def connect(self) -> None:
@@ -70,10 +71,14 @@ class TimedWorker(SimWorker):
             return
         was_welcomed = link.welcomed
         self.hear(message)
+        if isinstance(message, Announce):
+            self.newest[message.model] = message.newest
         if isinstance(message, Dismissed):
             self.disconnect()
         elif link.welcomed and not was_welcomed:
             self.wait_s = RECONNECT_S_FIRST
+            for model in self.newest:
+                self.say(Watch(model))
             self._beat(link)
 
     def _end_pins(self) -> None:

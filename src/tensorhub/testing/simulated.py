@@ -23,7 +23,7 @@ from tensorhub.messages import FromCoordinator, FromWorker, Grant, Heartbeat, He
 from tensorhub.testing.clock import Clock, Party, Process
 from tensorhub.testing.cluster import Cluster
 from tensorhub.testing.faults import KINDS_LEAST, Fault, FaultPlan
-from tensorhub.testing.guarantees import GuaranteeBroken
+from tensorhub.testing.guarantees import GuaranteeBroken, demand
 from tensorhub.testing.handle import Asked, Handle
 from tensorhub.testing.healing import Healing
 from tensorhub.testing.injecting import Injector
@@ -47,6 +47,7 @@ TRACE_LINES = 60
 EVENTS_LEAST = 1000  # of a seed that is to have all of these
 VERSIONS_LEAST = 3  # that are published in each seed
 GIVEN_UP = 100  # times as many events as were asked for: nothing more comes of this seed
+ASKED_BEFORE_S = 3.0  # things still go wrong, while fills run that have to end well
 GAP = 0.1  # how often a shell does something else between two actions
 
 
@@ -106,6 +107,7 @@ class SimulatedCluster(Cluster):
                 self.take_event()
             healing = Healing(self)
             healing.ask()
+            self.run_until(lambda: False, ASKED_BEFORE_S)
             self.end_faults()
             healing.run()
         except Exception as error:
@@ -301,6 +303,16 @@ class SimulatedCluster(Cluster):
             self.note(f"stored {show(persist.entry)}")
             self.keep(persist.entry)
             self.step(Persisted(persist.record))
+
+    def check_agreement(self) -> None:
+        super().check_agreement()
+        for worker in self.workers.values():
+            assert isinstance(worker, TimedWorker)
+            for name in worker.newest if worker.alive else ():
+                model, told = self.coordinator.cluster.models.get(name), worker.newest[name]
+                newest = model.newest_visible() if model is not None else None
+                ok = told == (newest.info if newest is not None else None)
+                demand(ok, f"G7: {worker} was told that {told} is the newest, which is {newest}")
 
     # -- connections
 

@@ -213,7 +213,9 @@ class SimWorker:
     def pin(self, version: int, model: str = "actor", pin: str = "") -> tuple[str, int]:
         """A new pin (or `pin` again), and the request that asked for it."""
         request = next(self.cluster.numbers)
-        pin = pin or f"pin{request}"
+        if not pin:
+            pin = f"pin{request}"
+            self.cluster.guarantees.pin_wishes[request] = (model, version)
         self.pins[pin] = (model, version)
         self._asked_pins[request] = pin
         self.say(Pin(request, pin, model, version))
@@ -405,6 +407,7 @@ class SimWorker:
         if ended and not refused:
             self.unpinned.pop(ended, None)
         pin = self._asked_pins.pop(request, "")
+        guarantees.pin_wishes.pop(request, None)
         if pin in self.pins and not refused:
             guarantees.pins[pin] = (*self.pins[pin], self.incarnation)
         elif pin in self.pins:

@@ -228,11 +228,10 @@ class Closing(Leaving):
         self._deregister()
 
     def _deregister(self) -> None:
-        if not self._rank.enrolment.ready:
-            self._closed()
-            return
         self.phase, self.request = Phase.DEREGISTERING, self._rank.new_request()
         self._rank.say(Deregister(self.request, self._rank.shard.registration, self._abandon))
+        if not self._rank.enrolment.ready:
+            self._closed()  # offline it is forgotten anyway; and where it is not confirmed yet, nobody else knows of it
 
     def answered(self, message: Withdrawable | Done) -> None:
         if self.phase is not Phase.DEREGISTERING:

@@ -438,7 +438,7 @@ class Member:
             elif message.version is not None:
                 call.committed(message.version)
                 self._heard_retained(message)
-        elif was_left:
+        elif was_left and self.state is not HandleState.CLOSED and not (call and call.phase is Phase.DEREGISTERING):
             self._holding.restate()  # the call has ended without us; whatever became of it, this is what is held
 
     def _heard_retained(self, outcome: Outcome) -> None:

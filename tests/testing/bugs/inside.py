@@ -1,0 +1,305 @@
+"""Bugs by somebody who has read the checks, and tries to slip past them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import replace
+from typing import Any
+
+from tensorhub.coordinator import Coordinator
+from tensorhub.coordinator.custody import Custody
+from tensorhub.coordinator.decisions import Decisions
+from tensorhub.coordinator.entities import Group, Handover, Member, Model, Operation, ReadLease, Version
+from tensorhub.coordinator.entities import Holding as Held
+from tensorhub.coordinator.membership import Membership
+from tensorhub.coordinator.readers import Readers
+from tensorhub.coordinator.retention import Retentions
+from tensorhub.coordinator.suspicions import Suspicions
+from tensorhub.coordinator.versions import Versions
+from tensorhub.messages import Outcome, Start, Write
+from tensorhub.scheduler.pull import Pull, SourceState
+from tensorhub.testing import Fault
+from tensorhub.worker.enrolment import Enrolment
+from tensorhub.worker.filling import Filling
+from tensorhub.worker.member import Member as Rank
+from tensorhub.worker.owner import Owner
+from tensorhub.worker.running import GroupCall
+from tests.testing.bugs import bug, replaced
+
+
+def around(owner: Any, name: str, wrap: Callable[..., Any]) -> AbstractContextManager[Any]:
+    """`owner.name(...)` is `wrap(that, ...)`."""
+    before = getattr(owner, name)
+    return replaced(owner, name, lambda *args, **named: wrap(before, *args, **named))
+
+
+def nothing(*_: Any, **__: Any) -> None:
+    """What was forgotten."""
+
+
+# -- membership and epochs
+
+
+@bug("G7: a group's epoch changes, and its ranks are not told")
+def epoch_told_to_nobody() -> Iterator[None]:
+    def change(self: Any, group: Group) -> None:
+        self._cluster.note(group)
+        group.epoch, group.sequence = self._cluster.mint_epoch(), 0
+
+    with replaced(Membership, "_change_epoch", change):
+        yield
+
+
+@bug(
+    "G9: a coordinator that comes back mints the epochs of the one before it again",
+    faults=(Fault.COORDINATOR, Fault.CRASH, Fault.RESTART, Fault.CANCEL),
+)
+def epochs_minted_again() -> Iterator[None]:
+    def make(before: Callable[..., None], self: Any, **named: Any) -> None:
+        before(self, **named)
+        self.cluster.epoch, self.cluster.epochs_minted = 1, 1 << 32
+
+    with around(Coordinator, "__init__", make):
+        yield
+
+
+@bug("R6: a decided operation's number is still the group's next one")
+def sequence_one_behind() -> Iterator[None]:
+    def close(before: Callable[..., None], self: Any, operation: Operation, outcomes: dict[int, Outcome]) -> None:
+        before(self, operation, outcomes)
+        if operation.key.epoch == operation.group.epoch:
+            operation.group.sequence = operation.key.sequence
+
+    with around(Decisions, "_close", close):
+        yield
+
+
+@bug("R6: within an epoch, a rank's sequence goes back to what the coordinator has heard of: a key is taken twice")
+def key_taken_twice() -> Iterator[None]:
+    def move(self: Any, epoch: int, sequence: int) -> None:
+        self._epoch, self._sequence = epoch, sequence
+
+    with replaced(Enrolment, "_move_to", move):
+        yield
+
+
+# -- decisions
+
+
+@bug("G9: a word about an older operation is heeded by the call that runs now")
+def late_word_heeded() -> Iterator[None]:
+    def receive(before: Callable[..., Any], self: Rank, message: Any, now: float) -> Any:
+        call = self.running
+        if isinstance(message, Start | Write | Outcome) and call is not None and call.key is not None:
+            message = replace(message, key=call.key)
+        return before(self, message, now)
+
+    with around(Rank, "receive", receive):
+        yield
+
+
+@bug(
+    "G4: a rank that has voted, and hears nothing, takes it for an abort",
+    faults=(Fault.COORDINATOR, Fault.STORE_SLOW, Fault.HASTE, Fault.DROP),
+)
+def doubt_taken_for_abort() -> Iterator[None]:
+    def doubt(self: Any, error: Exception) -> None:
+        self.aborted(error)
+
+    with replaced(GroupCall, "_doubt", doubt):
+        yield
+
+
+# -- versions
+
+
+@bug("R1: the number of a publication that was refused counts as used")
+def refused_number_stays_used() -> Iterator[None]:
+    def discard(before: Callable[..., None], self: Any, version: Version, model: Model) -> None:
+        before(self, version, model)
+        model.mark = max(version.number, -1 if model.mark is None else model.mark)
+
+    with around(Versions, "discard", discard):
+        yield
+
+
+@bug("G3: a version that nobody holds does not count as the newest")
+def latest_falls_back() -> Iterator[None]:
+    def newest(self: Model, skip: int = 0) -> Version | None:
+        numbers = sorted((v.number for v in self.versions.values() if v.visible and v.has_live_source()), reverse=True)
+        return self.versions[numbers[skip]] if len(numbers) > skip else None
+
+    with replaced(Model, "newest_visible", newest):
+        yield
+
+
+@bug("G7: watchers are not told when a rollback makes an older version the newest")
+def watchers_not_told() -> Iterator[None]:
+    def refresh(before: Callable[..., None], self: Any, model: Model) -> None:
+        watchers, model.watchers = model.watchers, set()
+        try:
+            before(self, model)
+        finally:
+            model.watchers = watchers
+
+    with around(Versions, "refresh", refresh):
+        yield
+
+
+# -- readers
+
+
+@bug("G7: a source that has failed once is never looked at again", faults=(Fault.CORRUPT, Fault.PARTITION, Fault.STALL))
+def retry_lost() -> Iterator[None]:
+    with replaced(Readers, "set_retry_timer", nothing):
+        yield
+
+
+@bug("G7: a reader does not report that a source has failed")
+def failure_not_reported() -> Iterator[None]:
+    def failed(before: Callable[..., None], self: Any, lane: str, reason: str, detail: str, chunk: int | None) -> None:
+        if reason == "dropped":
+            before(self, lane, reason, detail, chunk)
+        else:
+            lease = next((lease for lease, name in self._lane_names.items() if name == lane), None)
+            if lease is not None:
+                del self._lanes[lease], self._lane_names[lease]
+
+    with around(Filling, "source_failed", failed):
+        yield
+
+
+@bug("a lease: the owner's word that a reader is cut is not heeded")
+def fenced_lease_leaks() -> Iterator[None]:
+    def confirm(before: Callable[..., None], self: Any, lease: ReadLease, why: str) -> None:
+        if not why.startswith("the owner has cut"):
+            before(self, lease, why)
+
+    with around(Readers, "confirm_fenced", confirm):
+        yield
+
+
+@bug("R9: a complete source's loss does not make its readers complete one another")
+def readers_not_reconsidered() -> Iterator[None]:
+    with replaced(Readers, "_reconsider_readers", nothing):
+        yield
+
+
+# -- suspicions
+
+
+@bug("R8: an owner whose bytes have changed says that they have not", faults=(Fault.OVERWRITE, Fault.CUT, Fault.PAUSE))
+def change_denied() -> Iterator[None]:
+    def again(before: Callable[..., Any], self: Any, inquiry: str, generation: int, changed: bool | None, *more: Any) -> Any:
+        return before(self, inquiry, generation, changed and False, *more)
+
+    with around(Rank, "digested_again", again):
+        yield
+
+
+@bug("R8: nobody asks an owner whose reader got other bytes")
+def owner_never_asked() -> Iterator[None]:
+    with replaced(Suspicions, "ask", nothing):
+        yield
+
+
+# -- retention and custody
+
+
+@bug("R4: a holder that is told with its outcome counts as one that knows, and is not told")
+def retained_not_restated() -> Iterator[None]:
+    def tell(before: Callable[..., bool], self: Any, member: Member, content_id: str) -> bool:
+        if before(self, member, content_id) and member.holding is not None:
+            member.holding.kept = True
+        return False
+
+    with around(Retentions, "tell_with", tell):
+        yield
+
+
+@bug("R4: `retain` returns before every holder knows")
+def retain_returns_early() -> Iterator[None]:
+    def settle(before: Callable[..., None], self: Any, model: Model) -> None:
+        before(self, model)
+        for order in model.unanswered:
+            self._cluster.answer(order.session, order.message.request)
+        model.unanswered.clear()
+
+    with around(Retentions, "settle", settle):
+        yield
+
+
+@bug("G7: a worker that could not make a copy is never asked again")
+def custody_never_retried() -> Iterator[None]:
+    def fail(before: Callable[..., None], self: Any, model: Model, handover: Handover) -> None:
+        before(self, model, handover)
+        failures, _ = handover.version.refusals[handover.shard, handover.worker.incarnation]
+        handover.version.refusals[handover.shard, handover.worker.incarnation] = failures, float("inf")
+
+    with around(Custody, "_fail", fail):
+        yield
+
+
+@bug("G7: a copy that is not needed any more is not dropped")
+def copies_never_dropped() -> Iterator[None]:
+    with replaced(Custody, "_settle_copy", nothing):
+        yield
+
+
+@bug("G5: two last holders may both leave: who wants to leave still counts")
+def draining_counts() -> Iterator[None]:
+    def is_source(self: Held) -> bool:
+        return self.committed and self.member.worker.state.value != "lost"
+
+    with replaced(Held, "is_source", property(is_source)):
+        yield
+
+
+# -- the owner
+
+
+@bug("R8: digests are kept when the memory is opened with other bytes")
+def digests_kept() -> Iterator[None]:
+    def open_(
+        before: Callable[..., None],
+        self: Any,
+        registration: Any,
+        generation: int,
+        content_id: Any,
+        sizes: Sequence[int],
+        **named: Any,
+    ) -> None:
+        old = self._holdings.get(registration)
+        digests = old.digests if old is not None and named["complete"] else None
+        before(self, registration, generation, content_id, sizes, digests=digests, complete=named["complete"])
+
+    with around(Owner, "open", open_):
+        yield
+
+
+# -- the pull
+
+
+@bug("G8: what is in flight at a source that is dropped is wanted again at once, though its lane may still write it")
+def chunk_given_to_two_lanes() -> Iterator[None]:
+    def drop(before: Callable[..., None], self: Any, lease: Any) -> None:
+        before(self, lease)
+        source = self._sources[lease]
+        if source.state is SourceState.LEAVING:
+            for chunk in source.in_flight:
+                self._states[chunk] = 0
+                self._lowest = min(self._lowest, chunk)
+
+    with around(Pull, "drop_source", drop):
+        yield
+
+
+@bug("G7: a bad chunk is not asked for again")
+def bad_chunk_given_up() -> Iterator[None]:
+    def again(before: Callable[..., None], self: Any, source: Any, chunk: int) -> None:
+        before(self, source, chunk)
+        self._lowest = max(self._lowest, chunk + 1)
+
+    with around(Pull, "_want_again", again):
+        yield
