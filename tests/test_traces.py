@@ -11,16 +11,50 @@ from pathlib import Path
 
 import pytest
 
-from tensorhub.testing import BrokenHook, Choice, PureCluster
+from tensorhub.testing import CHUNK_BYTES, CHUNKS, BrokenHook, Choice, Handle, PureCluster
+from tensorhub.testing.memory import make_manifest
 from tensorhub.types import Location
 
 TRACES = Path(__file__).parent / "traces"
+ROOM = CHUNKS * CHUNK_BYTES  # host memory for one copy
 
 
 def run_but(cluster: PureCluster, *left: Choice) -> None:
     """Let everything happen but that."""
     while (choices := [choice for choice in cluster.choices() if choice not in left]) != []:
         cluster.do(choices[0])
+
+
+def read_one_chunk(cluster: PureCluster, reader: Handle) -> None:
+    """Its fill begins, and gets so far."""
+    while reader.pull is None or len(reader.pull.missing) != CHUNKS - 1:
+        cluster.do(cluster.choices()[0])
+
+
+def from_here(cluster: PureCluster, line: str) -> None:
+    """What came before is in other traces."""
+    cluster.log.clear()
+    cluster.note(line)
+
+
+def come_back(cluster: PureCluster) -> None:
+    """Everybody finds the coordinator again."""
+    for worker in cluster.workers.values():
+        worker.connect()
+    cluster.run()
+
+
+def retained(cluster: PureCluster, room: str) -> Handle:
+    """A trainer that is the only holder of a retained version; the worker of the name `room` has some for a copy."""
+    for name in ("trainer", "other"):
+        cluster.host_bytes = ROOM * (name == room)
+        cluster.worker(name)
+    trainer = cluster.handle("trainer")
+    trainer.worker.retain(1)
+    cluster.run()
+    trainer.publish(1)
+    cluster.run()
+    return trainer
 
 
 def chain_and_update(cluster: PureCluster) -> None:
@@ -85,8 +119,7 @@ def source_lost_in_mid_read(cluster: PureCluster) -> None:
     cluster.run()
     cluster.note("-- the read")
     reader.replicate("latest")
-    while reader.pull is None or len(reader.pull.missing) != 1:
-        cluster.do(cluster.choices()[0])
+    read_one_chunk(cluster, reader)
     near.worker.crash()
     cluster.run()
     cluster.note("-- the dead worker's lease ends")
@@ -138,8 +171,7 @@ def fetched_from_a_source_that_leaves(cluster: PureCluster) -> None:
     cluster.note("-- the fetch")
     fetcher = cluster.fetcher("reader")
     fetcher.fetch("latest")
-    while fetcher.pull is None or len(fetcher.pull.missing) != 1:
-        cluster.do(cluster.choices()[0])
+    read_one_chunk(cluster, fetcher)
     keeper.unpublish()
     cluster.run()
 
@@ -152,17 +184,12 @@ def coordinator_restarts(cluster: PureCluster) -> None:
     while not cluster.unstored:
         cluster.do(cluster.choices()[0])
     cluster.restart(kept=True)
-    for worker in cluster.workers.values():
-        worker.connect()
-    cluster.run()
+    come_back(cluster)
     cluster.note("-- a fill, of which one chunk is there")
     reader.replicate("latest")
-    while reader.pull is None or len(reader.pull.missing) != 1:
-        cluster.do(cluster.choices()[0])
+    read_one_chunk(cluster, reader)
     cluster.restart()
-    for worker in cluster.workers.values():
-        worker.connect()
-    cluster.run()
+    come_back(cluster)
 
 
 def last_holder_waits(cluster: PureCluster) -> None:
@@ -206,6 +233,226 @@ def rolled_back(cluster: PureCluster) -> None:
     cluster.run()
 
 
+def handed_over_to_another_worker(cluster: PureCluster) -> None:
+    """The last holder of a retained version takes its memory back: first another worker gets a copy."""
+    trainer = retained(cluster, room="other")
+    from_here(cluster, "-- it takes its memory back")
+    trainer.unpublish()
+    cluster.run()
+    cluster.note("-- and publishes the next one: the copy is dropped")
+    trainer.publish(2)
+    cluster.run()
+
+
+def handed_over_to_its_own_host_copy(cluster: PureCluster) -> None:
+    """The last holder's own worker has room: it copies the version, and only then overwrites it."""
+    cluster.host_bytes = ROOM
+    trainer = cluster.handle("trainer")
+    cluster.host_bytes = 0
+    reader, keeper = cluster.handle("reader"), cluster.handle("keeper")
+    trainer.worker.retain(2)
+    cluster.run()
+    keeper.publish(1)
+    cluster.run()
+    trainer.replicate()
+    cluster.run()
+    keeper.unpublish()
+    cluster.run()
+    keeper.publish(2)
+    cluster.run()
+    from_here(cluster, "-- the last holder of 1 updates to 2")
+    trainer.update("latest")
+    cluster.run()
+    cluster.note("-- who reads 1 now, reads its copy")
+    reader.replicate(1)
+    cluster.run()
+
+
+def close_hands_over(cluster: PureCluster) -> None:
+    """What closes may end with its process: its own host copy does not count, another worker's does."""
+    trainer = retained(cluster, room="trainer")
+    from_here(cluster, "-- only its own worker has room")
+    trainer.close(timeout_s=3)
+    cluster.advance(3)
+    cluster.note("-- a worker comes that has room, too")
+    cluster.host_bytes = ROOM
+    cluster.worker("late")
+    cluster.run()
+    trainer.close()
+    cluster.run()
+
+
+def retain_is_acknowledged(cluster: PureCluster) -> None:
+    """`retain` returns once it is durable and every live holder knows; one that comes back is told then."""
+    trainer, near, away = cluster.handle("trainer"), cluster.handle("near"), cluster.handle("away")
+    cluster.run()
+    trainer.publish(1)
+    cluster.run()
+    for handle in (near, away):
+        handle.replicate()
+        cluster.run()
+    away.worker.disconnect()
+    from_here(cluster, "-- retain, while one holder is away")
+    trainer.worker.retain(1)
+    cluster.run()
+    cluster.note("-- it comes back")
+    away.worker.connect()
+    cluster.run()
+
+
+def cut_off_owner_waits_for_its_lease(cluster: PureCluster) -> None:
+    """The last holder cannot ask: it takes its memory back when its own lease is over, and nobody counts on it any more."""
+    trainer = retained(cluster, room="")
+    from_here(cluster, "-- it is cut off, and takes its memory back")
+    trainer.worker.disconnect()
+    trainer.unpublish()
+    for _ in range(5):
+        cluster.advance(4)
+    cluster.note("-- it is back: its incarnation was lost, and it goes on as a new one")
+    for _ in range(2):
+        trainer.worker.connect()
+        cluster.run()
+
+
+def prefetched_then_adopted(cluster: PureCluster) -> None:
+    """The next version comes into host memory while the current one is in use; the update reads nothing over the network."""
+    trainer = cluster.handle("trainer")
+    cluster.host_bytes = ROOM
+    reader = cluster.handle("reader")
+    cluster.run()
+    trainer.publish(1)
+    cluster.run()
+    reader.replicate()
+    cluster.run()
+    trainer.unpublish()
+    cluster.run()
+    trainer.publish(2)
+    cluster.run()
+    from_here(cluster, "-- prefetch")
+    reader.prefetch()
+    cluster.run()
+    cluster.note("-- update")
+    reader.update("latest", hold=True)
+    cluster.run()
+
+
+def staged(cluster: PureCluster, *, breaks: bool) -> None:
+    """Version 1 is held by two readers, who get 2 in a staged update; the second one's hook may break."""
+    trainers, readers = cluster.group("trainer", 2), cluster.group("reader", 2)
+    cluster.run()
+    for number in (1, 2):
+        for handle in trainers:
+            if number > 1:
+                handle.unpublish()
+        cluster.run()
+        for handle in trainers:
+            handle.publish(number)
+        cluster.run()
+        if number == 1:
+            for handle in readers:
+                handle.replicate()
+            cluster.run()
+    from_here(cluster, "-- the staged update")
+    readers[1].hook_error = BrokenHook("the engine does not pause") if breaks else None
+    for handle in readers:
+        handle.stage("latest", hold=True)
+    cluster.run()
+
+
+def staged_update_committed(cluster: PureCluster) -> None:
+    """It is in host memory first, and is copied over the old version once that is decided."""
+    staged(cluster, breaks=False)
+
+
+def staged_update_aborted(cluster: PureCluster) -> None:
+    """One rank's hook breaks: both hold the old version, which was never closed."""
+    staged(cluster, breaks=True)
+
+
+def readers_complete_each_other(cluster: PureCluster) -> None:
+    """The only complete source dies; two readers have half of it each, and that is enough."""
+    trainer, first, second = (cluster.worker(name, Location(host="h")).register(name) for name in ("trainer", "a", "b"))
+    cluster.run()
+    trainer.publish(1)
+    cluster.run()
+    second.reads_backwards = True
+    reads = [Choice("read", reader.name) for reader in (first, second)]
+    for reader in (first, second):
+        reader.replicate()
+        run_but(cluster, *reads)
+    from_here(cluster, "-- the second one is sent to the trainer as well, and each reads one chunk")
+    assert second.pull is not None
+    second.source_ended(next(iter(second.pull.lanes)), "stalled")
+    run_but(cluster, *reads)
+    for reader in (first, second):
+        assert reader.pull is not None
+        while len(reader.pull.missing) == CHUNKS:
+            cluster.do(Choice("read", reader.name))
+    cluster.note("-- the only complete source dies")
+    trainer.worker.crash()
+    cluster.run()
+    cluster.advance(11)
+
+
+def changed_source_is_quarantined(cluster: PureCluster) -> None:
+    """A trainer's memory is written while it is published: its reader notices, it is found guilty, and is read no more."""
+    cluster.manifest = make_manifest(CHUNKS, "xxh3-64")
+    trainer, keeper = cluster.handle("trainer"), cluster.handle("keeper")
+    reader = cluster.worker("reader", Location(host="trainer")).register("reader")
+    cluster.run()
+    trainer.publish(1)
+    cluster.run()
+    keeper.replicate()
+    cluster.run()
+    from_here(cluster, "-- the trainer writes, and somebody reads")
+    trainer.overwrite()
+    reader.replicate()
+    cluster.run()
+    cluster.note("-- it takes its memory back")
+    trainer.unpublish()
+    cluster.run()
+
+
+def restart_resumes_a_fill(cluster: PureCluster) -> None:
+    """One rank has read everything and voted, the other one chunk: after the restart that one reads the rest only."""
+    trainers, readers = cluster.group("trainer", 2), cluster.group("reader", 2)
+    cluster.run()
+    for handle in trainers:
+        handle.publish(1)
+    cluster.run()
+    for handle in readers:
+        handle.replicate()
+    late = Choice("read", readers[1].name)
+    run_but(cluster, late)
+    while readers[1].pull is None or len(readers[1].pull.missing) == CHUNKS:
+        cluster.do(late)
+    from_here(cluster, "-- rank 0 has voted, rank 1 has one chunk")
+    cluster.restart()
+    come_back(cluster)
+
+
+def coordinator_without_state(cluster: PureCluster) -> None:
+    """It is a new cluster: every handle says so once, nothing that was published before comes back, and life goes on."""
+    trainer, reader = cluster.handle("trainer"), cluster.handle("reader")
+    cluster.run()
+    trainer.publish(1)
+    cluster.run()
+    reader.replicate()
+    cluster.run()
+    from_here(cluster, "-- it comes back without its state")
+    cluster.restart(lost=True)
+    come_back(cluster)
+    cluster.note("-- the first calls")
+    trainer.publish(1)
+    reader.update("latest")
+    cluster.run()
+    cluster.note("-- the second ones")
+    trainer.publish(1)
+    cluster.run()
+    reader.update("latest")
+    cluster.run()
+
+
 SCENES: list[Callable[[PureCluster], None]] = [
     chain_and_update,
     groups_of_two,
@@ -216,6 +463,18 @@ SCENES: list[Callable[[PureCluster], None]] = [
     coordinator_restarts,
     last_holder_waits,
     rolled_back,
+    handed_over_to_another_worker,
+    handed_over_to_its_own_host_copy,
+    close_hands_over,
+    retain_is_acknowledged,
+    cut_off_owner_waits_for_its_lease,
+    prefetched_then_adopted,
+    staged_update_committed,
+    staged_update_aborted,
+    readers_complete_each_other,
+    changed_source_is_quarantined,
+    restart_resumes_a_fill,
+    coordinator_without_state,
 ]
 
 

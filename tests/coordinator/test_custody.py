@@ -137,6 +137,28 @@ def test_each_shard_is_handed_over() -> None:
     assert {m.shard for m in model_of(cluster).copies.values()} == {0, 1}
 
 
+@pytest.mark.parametrize("rank", [0, 1])
+def test_for_one_rank_that_leaves_every_shard_is_handed_over_once(rank: int) -> None:
+    """A copy of a shard whose rank stays is needed as well: it stops to serve with the first of its replica that leaves."""
+    cluster = PureCluster()
+    trainers = cluster.group("trainer", 2)
+    cluster.host_bytes = ROOM
+    for name in ("one", "other"):
+        cluster.worker(name)
+    cluster.run()
+    trainers[0].worker.retain(1)
+    cluster.run()
+    for handle in trainers:
+        handle.publish(1)
+    cluster.run()
+    asked = trainers[rank].unpublish()
+    cluster.run()
+    assert ended(asked)
+    assert copies(cluster) == {"one": 1, "other": 1}
+    assert len(asked_for(cluster)) == 2
+    cluster.check_agreement()
+
+
 @pytest.mark.parametrize("alone", [True, False])
 def test_a_copy_of_its_own_shard_lets_only_a_group_of_one_go_unasked(alone: bool) -> None:
     """With the first rank that leaves the others' shards stop to serve, and it does not know who holds those."""

@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import pytest
 
+from tensorhub.coordinator import Received
 from tensorhub.coordinator.entities import Model
+from tensorhub.coordinator.states import WorkerState
 from tensorhub.errors import CoordinatorUnavailable, GroupAborted, RetentionError, VersionUnavailable
+from tensorhub.messages import Heartbeat
 from tensorhub.testing import Asked, Handle, PureCluster
 from tensorhub.types import HandleState
+from tensorhub.worker.calls import Fence
 
 
 def model_of(cluster: PureCluster) -> Model:
@@ -327,9 +331,31 @@ def test_an_owner_that_is_cut_off_may_go_when_its_lease_is_over() -> None:
     cluster.advance(12)
     assert not asked.has_ended()
     assert list(cluster.coordinator.cluster.workers) == []
-    cluster.advance(1)
+    cluster.advance(5)
     assert asked.error is None
     assert trainer.member.state is HandleState.EMPTY
+
+
+def test_what_a_stopped_coordinator_reads_late_counts_only_while_the_owner_stays() -> None:
+    """Nothing is counted on whose owner has taken it back without a word, however late its last heartbeat was read."""
+    cluster, trainer, _ = retained(1)
+    trainer.worker.beat()
+    cluster.run()
+    link = trainer.worker.link
+    assert link is not None
+    trainer.worker.disconnect()
+    trainer.unpublish()
+    cluster.now += cluster.options.lease_s - 0.1  # the coordinator was stopped, and has not seen that connection end
+    cluster.step(Received(link.session, Heartbeat(0)))
+    (worker,) = cluster.coordinator.cluster.workers.values()
+    states = [worker.state]
+    while states[-1] is WorkerState.LIVE:
+        assert not trainer.todo
+        cluster.advance(0.1, run=False)
+        states.append(worker.state)
+    assert len(states) > 1
+    cluster.advance(5, run=False)
+    assert any(isinstance(action, Fence) for action in trainer.todo)
 
 
 def test_a_lease_that_was_over_before_is_not_waited_for_again() -> None:

@@ -252,10 +252,13 @@ class Custody:
 
 
 def _wants_to_leave(model: Model, holding: Holding) -> bool:
-    """Whether its owner has asked for its leave, or is about to overwrite it."""
-    withdrawal = model.withdrawals.get(holding.member.registration)
-    if withdrawal is not None and withdrawal.holding is holding:
-        return True
+    """Whether a rank of its replica has asked for its leave, with which all of it stops to serve, or its group is about to
+    overwrite it.
+    """
+    for each in holding.replica.holdings.values():
+        withdrawal = model.withdrawals.get(each.member.registration)
+        if withdrawal is not None and withdrawal.holding is each:
+            return True
     operation = holding.member.group.operation
     if operation is None or operation.kind is OpKind.PUBLISH or operation.unchanged:
         return False

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import MutableSequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, assert_never
 
 from tensorhub.errors import MutabilityViolation, StateError
@@ -21,6 +21,7 @@ from tensorhub.testing.rendering import show
 from tensorhub.types import (
     ContentId,
     HandleState,
+    Medium,
     OpKey,
     OpKind,
     Purpose,
@@ -80,6 +81,8 @@ class Asked:
     began: float = 0.0
     online: bool = True  # its worker has been connected all the time
     granted: bool = False  # the coordinator has let go what was held
+    granted_at: float = 0.0  # when it has let it go, where it was asked to
+    alone: int | None = None  # a shard that no other process kept when the coordinator let its process go
     key: OpKey | None = None
     done: bool = False
     version: VersionInfo | None = None
@@ -225,6 +228,8 @@ class Handle:
 
     def overwrite(self) -> bool:
         """Write published memory, which nobody may; False: there is none."""
+        if self.shard.medium is Medium.HOST:
+            return False  # no user has that memory
         content = self.member.content
         if content is None or self.member.state is not HandleState.READY or self.access is not None:
             return False
@@ -326,7 +331,7 @@ class Handle:
                 self.cluster.hook_called(self)
             case StartPull():
                 self._begin_fill(action)
-                self.pull = Reading(self, action, self.cluster.new_lane)
+                self.pull = Reading(self, self._with_kept(action), self.cluster.new_lane)
                 if self.pull.over:
                     self.apply(self.member.pull_done(self.cluster.now))
             case CopyLocally():
@@ -373,12 +378,27 @@ class Handle:
         self.cluster.guarantees.filling(self, action.version)
 
     def half_fill(self, action: StartPull | CopyLocally) -> None:
-        """From now on its memory is no version's any more, but for what was copied."""
-        self.cells = [cell if chunk in action.copied else "half-filled" for chunk, cell in enumerate(self.cells)]
+        """From now on its memory is no version's any more, but for what was copied, or is left of a broken fill."""
+        kept = {*action.copied, *(chunk for chunk, _ in self._kept(action.generation))}
+        self.cells = [cell if chunk in kept else "half-filled" for chunk, cell in enumerate(self.cells)]
 
     def was_written(self, chunk: int) -> bool:
         """Whether its own user has put there what is there now."""
         return False
+
+    def _kept(self, generation: int) -> list[tuple[int, int]]:
+        """What a fill that was broken off has left of this content, and nobody has written since (R9)."""
+        kept = self.worker.owner.kept(self.id, generation)
+        return [(chunk, digest) for chunk, digest in kept if digest_of(self.cells[chunk]) == digest]
+
+    def _with_kept(self, start: StartPull) -> StartPull:
+        """That pull without what is here already: others may read that from now on."""
+        kept = [] if start.staged else self._kept(start.generation)
+        if not kept:
+            return start
+        self.cluster.took("kept chunks verified")
+        self.offer(start, list[tuple[int, int | None]](kept))
+        return replace(start, copied=start.copied.union(chunk for chunk, _ in kept))
 
     def _copy(self, action: CopyLocally) -> None:
         """Take what other memory of this worker has: in no time."""
@@ -397,6 +417,8 @@ class Handle:
                     self._cells(staged=action.staged)[chunk] = cells[chunk]
                     good.append((chunk, digest))
             owner.end(found)
+            if good:
+                self.cluster.took(f"copied from {self.cluster.kind_of(source.registration)}")
             copied.update(chunk for chunk, _ in good)
             if owner.mark_available(target, action.generation, good):
                 self.cluster.chunks_offered(self)

@@ -187,6 +187,7 @@ class Reading:
         self.lanes: dict[str, Lane] = {}  # by lease; those that have not ended
         self.over = self.books.done  # all is verified, or it was stopped: nothing more is asked for
         self.stopped = False
+        self.patched = False  # some source was granted while nobody held all of it
         self.resumed = False  # a source was added when something had been verified
         self._make_lane = make_lane
         for grant in start.grants:

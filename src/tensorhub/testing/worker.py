@@ -47,7 +47,7 @@ from tensorhub.messages import (
 from tensorhub.testing.handle import Asked, Handle
 from tensorhub.testing.network import Link
 from tensorhub.types import Endpoint, HandleState, Location, Medium, Purpose
-from tensorhub.worker.calls import FillCall, UnpublishCall
+from tensorhub.worker.calls import CopyCall, FillCall, LocalCopy, UnpublishCall
 from tensorhub.worker.copies import Copies
 from tensorhub.worker.enrolment import Shard
 from tensorhub.worker.owner import Owner
@@ -73,6 +73,7 @@ class SimWorker:
         self.handles: list[Handle] = []
         self.host_copies = Copies()
         self.link: Link | None = None
+        self.known_since = 0.0  # when a coordinator that did not know it has welcomed it
         self.unsure_at = 0.0  # when the coordinator could last not count on it
         self.cut: set[str] = set()  # leases whose readers are served no more
         self.dismissals: list[str] = []
@@ -242,7 +243,14 @@ class SimWorker:
         copy = Shard(
             message.copy, info.model, group, 0, 1, False, "", manifest, message.shard, Medium.HOST, Purpose.RETENTION
         )
-        self.take(copy).replicate(info.version)
+        source = self.cluster.by_registration.get(message.registration)
+        held = source.member.content if source is not None else None
+        if held is not None and held.version.content_id == info.content_id:
+            self.take(copy).call(CopyCall(held.version, held.manifest, LocalCopy(message.registration, held.generation)))
+        elif message.registration:
+            self.say(CopyRefused(message.copy, "not held any more"))
+        else:
+            self.take(copy).replicate(info.version)
 
     def _drop_copy(self, copy: Handle) -> None:
         """One step on the way to its end, after each of which it is asked again."""
@@ -262,7 +270,7 @@ class SimWorker:
         """A call of a copy has ended."""
         if copy.member.state is HandleState.CLOSED:
             self.drop(copy)
-        elif isinstance(asked.what, FillCall) and asked.error is not None:
+        elif isinstance(asked.what, FillCall | CopyCall) and asked.error is not None:
             if copy.shard.purpose is Purpose.RETENTION:
                 self.say(CopyRefused(copy.shard.registration, str(asked.error)))
             self._drop_copy(copy)
@@ -272,6 +280,12 @@ class SimWorker:
             self._drop_copy(copy)
 
     # -- what it hears
+
+    def granted(self, message: Withdrawable) -> None:
+        """That is about to be told to one of its handles."""
+        handle = self._askers.get(message.request)
+        if handle is not None:
+            self.cluster.guarantees.granted(handle)
 
     def hear(self, message: FromCoordinator) -> None:
         """Hand it to whom it is about."""

@@ -15,7 +15,9 @@ from tensorhub.manifest import Manifest
 from tensorhub.messages import Abandon, EpochChanged, ErrorInfo, Held, Register, Registered
 from tensorhub.types import Medium, OpKey, Purpose
 
-LEASE_MARGIN = 0.25  # of a lease: for what is heard late, and for clocks that do not agree
+# Of a lease. What was said before the end of a session may be heard late, where the network or a stopped coordinator held it
+# up: just before a lease is over at worst, and then it counts for another half. The rest is for clocks that do not agree.
+LEASE_MARGIN = 0.5 + 0.1
 
 
 @dataclass(frozen=True, slots=True)
