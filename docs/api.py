@@ -11,12 +11,13 @@ from typing import Any
 
 import tensorhub
 from examples.reference import EXAMPLES, Example
-from tensorhub import errors, sync, types
+from tensorhub import errors, sync, testing, types
 
 VALUES = (
     "Options Location VersionInfo FetchReport SourceReport ModelInfo VersionView ReplicaView ShardView LeaseView WorkerView "
     "Endpoint"
 ).split()
+TESTING = ("simulate", "RunningCluster", "VirtualLoop", "WorkerCrashed", "GuaranteeBroken")
 INTRODUCTION = """# API reference
 
 Generated from docstrings and from `examples/reference.py` by `python docs/generate.py`. Every example is run by a test. In
@@ -42,6 +43,7 @@ def page() -> str:
         parts += _value(name, getattr(types, name))
     parts += _errors()
     parts += _sync()
+    parts += _testing()
     return "\n".join(parts)
 
 
@@ -150,3 +152,14 @@ def _sync() -> Iterator[str]:
     yield (inspect.getdoc(sync) or "") + "\n"
     for example in dict.fromkeys(example for name, example in EXAMPLES.items() if name.startswith("sync.")):
         yield f"```python\n{_code(example)}```\n"
+
+
+def _testing() -> Iterator[str]:
+    yield "## `tensorhub.testing`\n"
+    yield "For tests of code that uses TensorHub: see [orchestrators.md](orchestrators.md).\n"
+    for name in TESTING:
+        yield from _entry(f"tensorhub.testing.{name}", name, getattr(testing, name), shown=set())
+    yield "### `tensorhub.testing.SimulatedCluster`\n"
+    yield "Made of a seed, kinds of faults (None: all) and the coordinator's options (None: drawn).\n"
+    yield "#### `SimulatedCluster.running`\n"
+    yield from _body("SimulatedCluster.running", testing.SimulatedCluster.running, set())

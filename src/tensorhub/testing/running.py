@@ -46,6 +46,7 @@ class _Process:
     ended: anyio.Event = field(default_factory=anyio.Event)
     replaced: anyio.Event = field(default_factory=anyio.Event)  # it was started again
     has_died: bool = False
+    is_restarting: bool = False
 
 
 class RunningCluster:
@@ -237,8 +238,9 @@ class RunningCluster:
         """Run again what was started under that name and has died."""
         self._now()
         process = self._process(name)
-        if not process.has_died:
+        if not process.has_died or process.is_restarting:
             raise StateError(f"{name!r} has not crashed")
+        process.is_restarting = True
         if not process.ended.is_set():
             self._tasks.start_soon(self._restart_when_ended, process)
         else:
@@ -250,7 +252,7 @@ class RunningCluster:
             self.start(process.name, process.main, *process.arguments)
 
     def _dead(self) -> list[str]:
-        return [name for name, process in self._processes.items() if process.has_died and process.ended.is_set()]
+        return [name for name, process in self._processes.items() if process.has_died and not process.is_restarting]
 
     def _restart_one(self, random: Random) -> bool:
         dead = self._dead()
