@@ -6,6 +6,7 @@ The list is that of public trackers of RL frameworks and transfer engines. Real 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import inspect
 import subprocess
 import sys
@@ -220,7 +221,8 @@ async def test_06_torn_reads_of_live_trainer_buffers() -> None:
 
 
 async def test_07_no_staged_commit_or_rollback() -> None:
-    async with cluster("trainer", "reader", "keeper") as c:
+    options = dataclasses.replace(OPTIONS, host_memory_bytes=2 * NBYTES)
+    async with cluster("trainer", "reader", "keeper", options=options) as c:
         source, memory = await published(c.hubs[0])
         mine = tensors()
         weights, keeper = await c.hubs[1].register("m", mine), await c.hubs[2].register("m", tensors())
@@ -233,9 +235,10 @@ async def test_07_no_staged_commit_or_rollback() -> None:
         async def refuses(info: VersionInfo) -> None:
             raise RuntimeError("the engine does not pause")
 
-        with pytest.raises(RuntimeError, match="does not pause"):
-            await weights.update(before_write=refuses)
-        assert (weights.version, holds(mine, 1)) == (1, True)
+        for staged in (False, True):  # staged: all of version 2 is here by then, beside version 1
+            with pytest.raises(RuntimeError, match="does not pause"):
+                await weights.update(before_write=refuses, staged=staged)
+            assert (weights.version, holds(mine, 1)) == (1, True)
         await c.hubs[1].rollback("m", to=1)
         assert (await c.hubs[1].wait_for("m", at_least=0)).version == 1
         await until(lambda: source.state == "empty")

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from tests.cli.processes import alive, children, eventually
-from tests.testing.standin import BREAKS, DIES, RAISES, SLEEPS, WAVERS
+from tests.testing.standin import BREAKS, DIES, RAISES, SLEEPS, THIN, WAVERS
 
 ROOT = Path(__file__).parents[2]
 PROGRAM = """
@@ -94,6 +94,16 @@ def test_a_seed_that_does_not_end_fails() -> None:
     assert found["failures"][0]["failure"] == "it did not end within 20 s"
 
 
+def test_a_seed_of_which_too_little_came_fails_where_it_stands_for_something() -> None:
+    code, found = simulate_json("--seed", THIN)
+    assert (code, found["seeds"], found["full"]) == (1, 0, 0)
+    assert found["failures"][0]["failure"] == "it proves too little: 2 versions, not 3"
+    assert found["failures"][0]["reproduce"] == f"tensorhub simulate --seed {THIN} --events 1000"
+    for fewer in (("--events", 999), ("--faults", "crash,delay,drop")):
+        code, found = simulate_json("--seed", THIN, *fewer)
+        assert (code, found["seeds"]) == (0, 1)
+
+
 def test_a_seed_that_comes_to_another_end_the_second_time_fails() -> None:
     code, found = simulate_json("--seeds", 2, "--start", WAVERS, "--jobs", 1)
     assert (code, found["run_twice"]) == (1, 1)
@@ -105,7 +115,7 @@ def test_only_the_faults_that_were_named_are_asked_for() -> None:
     assert (code, found["faults"]) == (0, {"delay": {"times": 2, "seeds": 2}})
     wrong = simulate("--faults", "delay,rust")
     assert wrong.returncode == 2
-    assert wrong.stderr == "error: usage: there is no fault 'rust': give --faults some of crash, delay\n"
+    assert wrong.stderr == "error: usage: there is no fault 'rust': give --faults some of crash, delay, drop\n"
 
 
 @pytest.mark.parametrize(("seeds", "start", "code"), [(1000, 1_000, 0), (999, 100_000, 0), (1000, 100_000, 1)])

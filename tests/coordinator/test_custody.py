@@ -137,6 +137,29 @@ def test_each_shard_is_handed_over() -> None:
     assert {m.shard for m in model_of(cluster).copies.values()} == {0, 1}
 
 
+@pytest.mark.parametrize("alone", [True, False])
+def test_a_copy_of_its_own_shard_lets_only_a_group_of_one_go_unasked(alone: bool) -> None:
+    """With the first rank that leaves the others' shards stop to serve, and it does not know who holds those."""
+    cluster = PureCluster(host_bytes=ROOM)
+    handles = [cluster.handle("first", "g", 0, 1 if alone else 2)]
+    cluster.host_bytes = 0
+    if not alone:
+        handles.append(cluster.handle("second", "g", 1, 2))
+    cluster.run()
+    handles[0].worker.retain(1)
+    cluster.run()
+    for handle in handles:
+        handle.publish(1)
+    cluster.run()
+    assert copies(cluster) == {"first": 1}
+    handles[0].worker.disconnect()
+    asked = handles[0].unpublish(5.0)
+    cluster.advance(6)
+    assert ended(asked) is alone
+    assert (handles[0].member.version is None) is alone
+    assert isinstance(asked.error, RetentionError | None)
+
+
 def test_an_update_hands_over_before_its_first_byte() -> None:
     cluster, trainer = cluster_of("other", room=("trainer",), latest=2)
     other = cluster.workers["other"].handles[0]

@@ -15,9 +15,10 @@ from tensorhub.errors import (
     VersionUnavailable,
 )
 from tensorhub.manifest import TensorDescription, build_manifest
-from tensorhub.messages import ErrorInfo, ManifestReply, OrderedOut, Progress, Refused, Write
+from tensorhub.messages import AddSource, ErrorInfo, ManifestReply, OrderedOut, Progress, Refused, Start, Write
 from tensorhub.testing import CHUNK_BYTES, Asked, Handle, PureCluster
 from tensorhub.types import HandleState
+from tensorhub.worker.states import Phase
 
 
 def published(*readers: str) -> tuple[PureCluster, Handle, list[Handle]]:
@@ -531,3 +532,19 @@ def test_a_call_that_is_cancelled_while_its_fence_waits_ends_soon(what: str) -> 
     again = reader.update()
     cluster.run()
     assert again.number == 2
+
+
+def test_a_source_that_is_added_twice_before_the_pull_begins_is_read_once() -> None:
+    """Messages may come twice, though no transport of today does that."""
+    cluster, _, (reader,) = published("reader")
+    asked = reader.replicate()
+    while not any(isinstance(message, Start) for message in reader.worker.heard_soon()):
+        cluster.do(cluster.choices()[0])
+    (start,) = [message for message in reader.worker.heard_soon() if isinstance(message, Start)]
+    while reader.member.running is not None and reader.member.running.phase is not Phase.MANIFEST:
+        cluster.do(cluster.choices()[0])
+    again = AddSource(start.key, 0, start.grants[0])
+    for _ in range(2):
+        reader.worker.hear(again)
+    cluster.run()
+    assert asked.number == 1

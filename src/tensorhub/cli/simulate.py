@@ -21,7 +21,7 @@ from rich.text import Text
 
 from tensorhub.cli.common import FAILED, CommandError, JsonOption, QuietOption, report, run, usage
 from tensorhub.cli.simulate_crew import Order, Result, run_all
-from tensorhub.cli.simulate_ledger import COMPLETE_FROM, LEAST, Ledger
+from tensorhub.cli.simulate_ledger import COMPLETE_FROM, LEAST, Ledger, lacking
 
 SEARCH = "tensorhub.testing.search"
 SEEDS_END = 2**63  # seeds are below this
@@ -38,6 +38,11 @@ class Plan:
     faults: tuple[str, ...] | None
     jobs: int
     failures_max: int
+
+    @property
+    def are_full(self) -> bool:
+        """Whether each seed has to have all of `LEAST`: not with fewer events, or with some kinds of faults only."""
+        return self.faults is None and self.events >= LEAST["events"]
 
     def order(self, seed: int) -> Order:
         return Order(seed, self.events, self.faults)
@@ -122,7 +127,10 @@ async def _run(plan: Plan, found: Found, show: Callable[[Found], None]) -> None:
     begun, hash_seeds = time.monotonic(), count(1)
 
     def hear(result: Result) -> bool:
-        if result.report is not None:
+        lacks = lacking(result.report) if result.report is not None and plan.are_full else ""
+        if lacks:
+            result = Result(result.order, None, f"it proves too little: {lacks}")
+        elif result.report is not None:
             found.ledger.add(result.report)
         return go_on(result)
 

@@ -12,7 +12,13 @@ from rich.text import Text
 
 COMPLETE_FROM = 1000  # seeds; from here on, what was never reached is a failure
 
-LEAST = {"groups": 3, "versions": 3, "events": 1000, "kinds of faults": 3}  # what a seed should have
+LEAST = {"groups": 3, "versions": 3, "events": 1000, "kinds of faults": 3}  # what makes a full seed
+
+
+def lacking(report: Mapping[str, Any]) -> str:
+    """What a seed had too little of, in words; "" for a full one."""
+    had = {**report, "kinds of faults": sum(times > 0 for times in report["faults"].values())}
+    return ", ".join(f"{had[name]:,} {name}, not {number:,}" for name, number in LEAST.items() if had[name] < number)
 
 
 class Tally:
@@ -71,8 +77,7 @@ class Ledger:
         self.transitions.add(report["transitions"])
         self.paths.add(report["paths"])
         self.hashes[report["seed"]] = report["end_hash"]
-        had = {**report, "kinds of faults": sum(times > 0 for times in report["faults"].values())}
-        self.full += all(had[name] >= number for name, number in LEAST.items())
+        self.full += not lacking(report)
 
     def never(self) -> list[str]:
         """All that was not reached, as `"fault crash"`."""

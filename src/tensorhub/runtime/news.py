@@ -8,7 +8,7 @@ import anyio
 
 from tensorhub.errors import CoordinatorUnavailable, LeaseLost, OperationTimeout
 from tensorhub.messages import Announce, Watch
-from tensorhub.runtime.link import CoordinatorLink
+from tensorhub.runtime.questions import Line
 from tensorhub.types import VersionInfo
 
 NewestListener = Callable[[VersionInfo | None], None]
@@ -21,7 +21,7 @@ LossListener = Callable[[LeaseLost], None]
 class News:
     """`newest`, `watches` and `tell_loss` may be called from any thread, everything else from the library's loop."""
 
-    def __init__(self, link: CoordinatorLink) -> None:
+    def __init__(self, link: Line) -> None:
         self._link = link
         self._newest: dict[str, VersionInfo | None] = {}  # of the watched models
         self._listeners: dict[str, list[NewestListener]] = {}

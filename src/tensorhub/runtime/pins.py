@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import secrets
 from dataclasses import dataclass, field
 
 import anyio
@@ -59,7 +58,7 @@ class Pins:
 
     async def pin(self, model: str, version: int, timeout_s: float) -> str:
         """Keep one version until `unpin`; durable, and known to every live holder, on return. The id of the pin."""
-        ident = secrets.token_hex(12)
+        ident = self._questions.new_id()
         self._pins[ident] = pin = _Pin(model, version)
         try:
             await self._say(ident, pin, timeout_s)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Callable, Iterator
+from typing import Protocol
 
 import anyio
 
@@ -20,16 +21,31 @@ from tensorhub.messages import (
     Retain,
     Rollback,
 )
-from tensorhub.runtime.link import RECONNECT_S_FIRST, CoordinatorLink
+from tensorhub.runtime.link import RECONNECT_S_FIRST
 from tensorhub.types import ModelInfo, VersionInfo
 
 Answer = Done | Refused | Description | ManifestReply
 
 
+class Line(Protocol):
+    """What questions need of a worker's connection."""
+
+    @property
+    def online(self) -> bool: ...
+
+    def say(self, message: FromWorker) -> None: ...
+
+
+def _random_id() -> str:
+    return secrets.token_hex(12)
+
+
 class Questions:
     """Each question has a number of its own, and ends with its answer or at its deadline."""
 
-    def __init__(self, link: CoordinatorLink, numbers: Iterator[int]) -> None:
+    def __init__(self, link: Line, numbers: Iterator[int], new_id: Callable[[], str] = _random_id) -> None:
+        """`new_id` makes ids that nobody ever made before, for what is asked again and must be done once."""
+        self.new_id = new_id
         self._link = link
         self._numbers = numbers
         self._waiting: dict[int, tuple[anyio.Event, list[Answer]]] = {}
@@ -90,7 +106,7 @@ class Questions:
 
     async def rollback(self, model: str, to: int, timeout_s: float) -> None:
         """Begin a new lineage after version `to`; durable on return."""
-        ident = secrets.token_hex(12)  # the same on each retry: a second one would retire what was published since
+        ident = self.new_id()  # the same on each retry: a second one would retire what was published since
         await self.ask(lambda request: Rollback(request, ident, model, to), f"rollback of {model!r} to {to}", timeout_s)
 
     async def retain(self, model: str, latest: int, timeout_s: float) -> None:

@@ -7,13 +7,16 @@ clock, and for proving that a transport keeps its promises. The same seed gives 
 Not responsible for anything that happens outside tests: no other package imports this one.
 """
 
+from tensorhub.testing.embedded import WorkerCrashed
 from tensorhub.testing.faults import Fault
 from tensorhub.testing.guarantees import GuaranteeBroken
 from tensorhub.testing.handle import Asked, BrokenHook, Handle
 from tensorhub.testing.memory import CHUNK_BYTES, CHUNKS, DEVICE, MANIFEST
+from tensorhub.testing.running import RunningCluster, simulate
 from tensorhub.testing.scripted import Choice, PureCluster
 from tensorhub.testing.search import SeedReport, run_seed
 from tensorhub.testing.simulated import SimulatedCluster
+from tensorhub.testing.virtual import VirtualLoop
 from tensorhub.testing.worker import SimWorker
 
 __all__ = [
@@ -28,8 +31,12 @@ __all__ = [
     "GuaranteeBroken",
     "Handle",
     "PureCluster",
+    "RunningCluster",
     "SeedReport",
     "SimWorker",
     "SimulatedCluster",
+    "VirtualLoop",
+    "WorkerCrashed",
     "run_seed",
+    "simulate",
 ]

@@ -51,6 +51,19 @@ class Clock:
         """Have `act` called at `when`, in that party if it is alive then; as soon as it runs again if it is stopped."""
         heapq.heappush(self._queue, (when, next(self._numbers), Event(party, act, args)))
 
+    def next_time(self) -> float:
+        """When the next event will happen; infinity if there is none."""
+        queue = self._queue
+        while queue:
+            when, _, event = queue[0]
+            party = event.party
+            if party is None or (party.alive and party.stopped_until <= when):
+                return when
+            heapq.heappop(queue)
+            if party.alive:
+                heapq.heappush(queue, (party.stopped_until, next(self._numbers), event))
+        return float("inf")
+
     def next_event(self) -> Event | None:
         """Move on to the next event, and take it; None if there is none."""
         queue = self._queue

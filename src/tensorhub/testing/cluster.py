@@ -23,7 +23,7 @@ from tensorhub.coordinator import (
     Send,
 )
 from tensorhub.manifest import Manifest
-from tensorhub.messages import FromCoordinator, Grant
+from tensorhub.messages import FromCoordinator, Grant, Welcome, Withdrawable
 from tensorhub.testing.guarantees import GuaranteeBroken, Guarantees, demand
 from tensorhub.testing.handle import Asked, BrokenHook, Handle
 from tensorhub.testing.memory import CHUNKS, MANIFEST
@@ -117,6 +117,11 @@ class Cluster:
         handle = self.by_registration.get(grant.registration)
         return handle if handle is not None and handle.worker.alive else None
 
+    def kind_of(self, registration: str) -> str:
+        """What sort of memory a worker copies from: its own registrations, or what is staged for one."""
+        handle = self.by_registration.get(registration)
+        return "what was staged" if handle is None else f"{handle.shard.medium} memory ({handle.shard.purpose})"
+
     def is_recording_rollback(self, model: str) -> bool:
         """Whether a rollback of that model is on its way to the store."""
         entries = (persist.entry for persist in self.unstored.values())
@@ -143,6 +148,10 @@ class Cluster:
 
     def _send_down(self, session: int, message: FromCoordinator | None) -> None:
         worker, link = self.links[session]
+        if isinstance(message, Withdrawable):
+            worker.granted(message)
+        elif isinstance(message, Welcome) and not message.known:
+            worker.known_since = self.now
         link.down.append(message)
         self.said_down(worker, link)
 
@@ -171,10 +180,13 @@ class Cluster:
                 continue
             known = member.holding.generation if member.holding is not None else None
             held = content.generation if content is not None and state is HandleState.READY else None
-            spoilt = content is not None and self.guarantees.is_spoilt(handle, content.version.content_id)
-            if state is not HandleState.IN_DOUBT and not spoilt:
+            leaving = member.leaving
+            if known is None and content is not None and content.spoiled:  # a publisher's own, until it takes it back (R8)
+                leaving = [each for each in leaving if not (each.quarantined and each.generation == held)]
+                held = None
+            if state is not HandleState.IN_DOUBT:
                 demand(known == held, f"{handle} holds generation {held}, the coordinator thinks {known}")
-            demand(not member.leaving, f"{handle} is thought to leave, for ever: {member.leaving}")
+            demand(not leaving, f"{handle} is thought to leave, for ever: {leaving}")
         for lease in self.coordinator.cluster.leases.values():
             raise GuaranteeBroken(f"a lease is left: {lease}. Story:\n{lease.story}")
 
@@ -185,6 +197,9 @@ class Cluster:
         self.guarantees.ended(handle, asked)
 
     # -- what follows: each is told of something that will go on, at once or some time
+
+    def took(self, path: str) -> None:
+        """A way of recovery was taken."""
 
     def note(self, line: str) -> None:
         """Something happened that a trace shows."""

@@ -15,6 +15,7 @@ class Fault(StrEnum):
     CRASH = "crash"  # a worker's process and its memory are gone
     RESTART = "restart"  # the rank of a dead worker is registered by a new process
     COORDINATOR = "coordinator"  # the coordinator dies, and comes back on what is durable
+    STATE_LOST = "state-lost"  # the coordinator dies, and comes back without its state, as a new cluster (R2)
     STORE_SLOW = "store-slow"  # a write takes seconds
     STORE_FAIL = "store-fail"  # a write fails
     PARTITION = "partition"  # nothing passes between two parties for a while; nothing is lost
@@ -40,7 +41,7 @@ class FaultPlan:
     """What one seed has drawn: some kinds, each with a weight of its own, and how often anything goes wrong."""
 
     def __init__(self, random: Random, allowed: Collection[Fault] | None) -> None:
-        kinds = [kind for kind in Fault if allowed is None or kind in allowed]
+        self._kinds = kinds = [kind for kind in Fault if allowed is None or kind in allowed]
         few = min(len(kinds), KINDS_LEAST)
         count = few if random.random() < 0.2 else random.randint(few, len(kinds))
         drawn = random.sample(kinds, count)
@@ -55,3 +56,9 @@ class FaultPlan:
         if not self.weights:
             return None
         return random.choices(list(self.weights), list(self.weights.values()))[0]
+
+    def broaden(self, random: Random) -> None:
+        """One kind more: what was drawn finds nobody to strike."""
+        others = [kind for kind in self._kinds if kind not in self.weights]
+        if others:
+            self.weights[random.choice(others)] = max(self.weights.values(), default=1.0)

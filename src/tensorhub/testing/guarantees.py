@@ -7,7 +7,7 @@ its own affair. `check_*` costs what it looks at.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
 from tensorhub.coordinator import Entry, Publication, Retention, Rollback
@@ -55,7 +55,8 @@ class Guarantees:
         self._publications: dict[str, OpKey] = {}  # by content id: which publish has minted it
         self._spoilt: set[tuple[str, str]] = set()  # registrations, and the content that their own user has overwritten
         self._numbers: set[tuple[str, int, int]] = set()  # (model, lineage, number) that are durable
-        self._leaving: dict[tuple[str, str], Handle] = {}  # by group and content: the first rank that was let go
+        # By group and content: the first rank that was let go, and when; its replica serves no more.
+        self._leaving: dict[tuple[str, str], tuple[Handle, float]] = {}
         self._lost: dict[tuple[str, str], float] = {}  # when which registration has lost which content without leave
 
     def state_lost(self, store: Iterable[Entry]) -> None:
@@ -72,7 +73,7 @@ class Guarantees:
 
     # -- what happens
 
-    def promise(self, key: OpKey, rank: int, cells: list[str]) -> None:
+    def promise(self, key: OpKey, rank: int, cells: Sequence[str]) -> None:
         """A rank votes to publish what its memory holds now."""
         self.promised.setdefault(key, {})[rank] = tuple(cells)
 
@@ -128,7 +129,11 @@ class Guarantees:
         error, key = asked.error, asked.key
         if error is not None:
             left = (handle.shard.group, handle.last_held)
-            if isinstance(asked.what, UnpublishCall | CloseCall) and self._leaving.get(left) is handle:
+            if (
+                isinstance(asked.what, UnpublishCall | CloseCall)
+                and left in self._leaving
+                and self._leaving[left][0] is handle
+            ):
                 del self._leaving[left]  # it stays
             demand(
                 isinstance(error, (TensorHubError, *self._cluster.user_errors)),
@@ -184,6 +189,9 @@ class Guarantees:
         truth = self.truth[version.content_id][handle.shard.number]
         for chunk in chunks:
             cell = handle.cells[chunk]
+            if cell != truth[chunk] and handle.was_written(chunk):
+                self.spoil(handle, version.content_id, chunk, cell)
+                continue
             demand(cell == truth[chunk], f"G6: {handle} serves {cell} as {truth[chunk]} of version {version.version}")
 
     def writes(self, handle: Handle, chunk: int) -> None:
@@ -255,9 +263,48 @@ class Guarantees:
 
     def let_go(self, handle: Handle) -> None:
         """The coordinator lets this rank go: its replica stops to serve with the first that leaves."""
-        content = handle.member.content
-        if content is not None:
-            self._leaving.setdefault((handle.shard.group, content.version.content_id), handle)
+        content, asked = handle.member.content, handle.asked
+        if content is not None and asked is not None and self._has_left(handle, content.version.content_id) is None:
+            self._leaving[handle.shard.group, content.version.content_id] = handle, asked.granted_at
+
+    def _has_left(self, handle: Handle, content_id: str) -> Handle | None:
+        """Which rank was let go first, so that the replica that this one was a part of serves no more. What a worker
+        announces to a coordinator that did not know it is a new replica.
+        """
+        first, when = self._leaving.get((handle.shard.group, content_id), (None, 0.0))
+        return first if when >= handle.worker.known_since else None
+
+    def granted(self, handle: Handle) -> None:
+        """The coordinator is about to say that this rank may go; with a `close` its process may end from then on."""
+        asked, content = handle.asked, handle.member.content
+        if asked is None or content is None:
+            return
+        content_id, asked.granted_at = content.version.content_id, self._cluster.now
+        if isinstance(asked.what, CloseCall) and self._is_whole(handle, asked, content_id):
+            alone = (shard for shard in self.truth[content_id] if not self._others(handle, shard, asked, elsewhere=True))
+            asked.alone = next(alone, None)
+
+    def _is_whole(self, handle: Handle, asked: Asked, content_id: str) -> bool:
+        """Whether, with what this handle holds, every shard of it surely has a reliable holder."""
+        for shard in self.truth[content_id]:
+            holders = (h for h in self._cluster.all_handles() if h.shard.number == shard and h.shard.serves)
+            holders = (h for h in holders if h is handle or self._surely_holds(h, content_id, asked.began, handle))
+            if not any(map(self._is_reliable, holders)):
+                return False
+        return True
+
+    def _others(self, handle: Handle, shard: int, asked: Asked, *, elsewhere: bool) -> bool:
+        """Whether some other group keeps that shard of what this handle holds; `elsewhere`: in another process."""
+        assert handle.member.content is not None
+        content_id = handle.member.content.version.content_id
+        holders = (h for h in self._cluster.all_handles() if h.shard.number == shard and h.shard.serves)
+        return any(
+            h.shard.group != handle.shard.group
+            and not (elsewhere and h.worker is handle.worker)
+            and self._is_reliable(h)
+            and self._seems_to_hold(h, content_id, asked.began)
+            for h in holders
+        )
 
     def fenced(self, handle: Handle, generation: int) -> None:
         """Nobody reads that memory any more: a version that must stay must be held by others (G5)."""
@@ -270,26 +317,18 @@ class Guarantees:
         content_id = content.version.content_id
         if content_id not in asked.retained & self.retained(model) or self._cluster.is_recording_rollback(model):
             return
-        ours = handle.shard.group
         if self.is_spoilt(handle, content_id) or any(self._abandons(mate) for mate in self._mates(handle)):
             return  # nobody wants it, or a rank of its replica does not care
-        if self._leaving.get((handle.shard.group, content_id), handle) is not handle:
+        if self._has_left(handle, content_id) not in (None, handle):
             return  # its replica did not serve any more
-        for shard in self.truth[content_id]:
-            holders = [h for h in self._cluster.all_handles() if h.shard.number == shard and h.shard.serves]
-            before = [h for h in holders if h is handle or (self._holds(h, content_id) and self._is_sure(h, asked.began))]
-            if not any(self._is_reliable(h) for h in before):
-                return  # it was lost before
-        for shard in self.truth[content_id]:
-            holders = [h for h in self._cluster.all_handles() if h.shard.number == shard and h.shard.serves]
-            if isinstance(asked.what, CloseCall):  # its process may end with it
-                holders = [h for h in holders if h.worker is not handle.worker]
-            others = [h for h in holders if h.shard.group != ours and self._is_reliable(h)]
-            kept = any(self._holds(h, content_id) or self._lost_since(h, content_id, asked.began) for h in others)
-            demand(
-                kept or not self._is_reliable(handle),
-                f"G5: {handle} has left with {asked.what}, and nobody else holds shard {shard} of {content.version}",
-            )
+        if not self._is_reliable(handle) or not self._is_whole(handle, asked, content_id):
+            return  # it does not count, or the version was lost before
+        lacks = [shard for shard in self.truth[content_id] if not self._others(handle, shard, asked, elsewhere=False)]
+        lacks += [asked.alone] if asked.alone is not None else []  # when its process could end
+        demand(
+            not lacks,
+            f"G5: {handle} has left with {asked.what}, and nobody else holds the shards {lacks} of {content.version}",
+        )
 
     def _is_reliable(self, handle: Handle) -> bool:
         """Whether it counts for retention: no rank of its group is spot; nor, for a host copy, anything of its worker."""
@@ -298,19 +337,36 @@ class Guarantees:
         open_ = [h for h in handle.worker.handles if h.shard.serves and h.member.state is not HandleState.CLOSED]
         return not any(h.shard.spot for h in [*ranks.values(), *(open_ if is_copy else ())])
 
-    def _is_sure(self, handle: Handle, since: float) -> bool:
-        """Whether its worker has had its lease all the time."""
+    def _surely_holds(self, handle: Handle, content_id: str, since: float, leaver: Handle) -> bool:
+        """Whether the coordinator knew that it holds that when `leaver` was let go: it was told so, and its worker has had
+        its lease all the time. (What is only filled, or published without having heard so, may be given up yet.)
+        """
         worker = handle.worker
-        return worker.unsure_at < since and worker.incarnation in self._cluster.coordinator.cluster.workers
+        sure = worker.unsure_at < since and worker.incarnation in self._cluster.coordinator.cluster.workers
+        return sure and handle.member.state in HOLDING and self._holds(handle, content_id, leaver)
 
-    def _holds(self, handle: Handle, content_id: str) -> bool:
-        """Whether all of it can be read there: held, or filled and voted for, or published without having heard so."""
-        content, asked = handle.member.content, handle.asked
+    def _holds(self, handle: Handle, content_id: str, leaver: Handle | None = None) -> bool:
+        """Whether all of it can be read there: held, or filled and voted for, or published without having heard so; or
+        staged, from where it comes into place without anybody's help. `leaver`: also if that one has ended its replica.
+        """
+        content, asked, staged = handle.member.content, handle.asked, handle.member.staged
+        if staged is not None and staged.version.content_id == content_id and handle.worker.alive:
+            return True
         if asked is not None and not asked.done and asked.key == self._publications[content_id] and handle.worker.alive:
-            return (handle.shard.group, content_id) not in self._leaving
+            return self._has_left(handle, content_id) in (None, leaver)
         is_it = content is not None and content.version.content_id == content_id and handle.worker.alive
-        is_it = is_it and (handle.shard.group, content_id) not in self._leaving and not self.is_spoilt(handle, content_id)
+        is_it = is_it and self._has_left(handle, content_id) in (None, leaver) and not self.is_spoilt(handle, content_id)
         return is_it and content is not None and handle.worker.owner.is_complete(handle.id, content.generation)
+
+    def _seems_to_hold(self, handle: Handle, content_id: str, since: float) -> bool:
+        """Whether it holds that as far as anybody could know who lets others go: its user may have overwritten it without
+        anybody's notice, or it was lost so late that its lease may have counted.
+        """
+        content = handle.member.content
+        unnoticed = content is not None and content.version.content_id == content_id and not content.spoiled
+        unnoticed = unnoticed and self.is_spoilt(handle, content_id) and handle.worker.alive
+        unnoticed = unnoticed and self._has_left(handle, content_id) is None
+        return unnoticed or self._holds(handle, content_id) or self._lost_since(handle, content_id, since)
 
     def lost(self, handle: Handle) -> None:
         """What it held is lost, without anybody's leave."""
@@ -344,8 +400,14 @@ class Guarantees:
     def _check_cells(self, handle: Handle, version: VersionInfo) -> None:
         if self.is_spoilt(handle, version.content_id):
             return
-        truth = self.truth[version.content_id][handle.shard.number]
-        demand(tuple(handle.cells) == truth, f"G1: {handle} holds {handle.cells}, published was {truth}")
+        truth, cells = self.truth[version.content_id][handle.shard.number], tuple(handle.cells)
+        if cells == truth:
+            return
+        wrong = [n for n, cell in enumerate(cells) if cell != truth[n] and n not in handle.unwanted]
+        for chunk in [chunk for chunk in wrong if handle.was_written(chunk)]:
+            self.spoil(handle, version.content_id, chunk, cells[chunk])
+            wrong.remove(chunk)
+        demand(len(cells) == len(truth) and not wrong, f"G1: {handle} holds {[*cells]}, published was {truth}")
 
     def check_closed(self, handle: Handle) -> None:
         """G2: nobody can begin to read memory that is its owner's to write. (What a broken fill has left in host memory is

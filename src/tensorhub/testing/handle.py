@@ -7,6 +7,7 @@ it. A new action of `worker.calls` gets its case in `Handle._do`. Not responsibl
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import MutableSequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, assert_never
 
@@ -14,19 +15,18 @@ from tensorhub.errors import MutabilityViolation, StateError
 from tensorhub.messages import Deregister, DigestAgain, Publish
 from tensorhub.testing.guarantees import demand
 from tensorhub.testing.memory import CHUNK_BYTES, digest_of, written
+from tensorhub.testing.prefetching import Prefetched
 from tensorhub.testing.pulling import Lane, Reading
 from tensorhub.testing.rendering import show
 from tensorhub.types import (
     ContentId,
     HandleState,
-    Medium,
     OpKey,
     OpKind,
     Purpose,
     RegistrationId,
     Selector,
     VersionInfo,
-    host_group,
 )
 from tensorhub.worker.calls import (
     Action,
@@ -48,7 +48,6 @@ from tensorhub.worker.calls import (
     RefuseCall,
     Registered,
     RegistrationFailed,
-    ReleaseCall,
     ReopenMemory,
     Say,
     StartPull,
@@ -81,6 +80,8 @@ class Asked:
     began: float = 0.0
     online: bool = True  # its worker has been connected all the time
     granted: bool = False  # the coordinator has let go what was held
+    granted_at: float = 0.0  # when it has let it go, where it was asked to
+    alone: int | None = None  # a shard that no other process kept when the coordinator let its process go
     key: OpKey | None = None
     done: bool = False
     version: VersionInfo | None = None
@@ -103,13 +104,15 @@ class Asked:
 class Handle:
     """One registration of a simulated worker."""
 
+    unwanted: frozenset[int] = frozenset()  # chunks that its fetch leaves out
+
     def __init__(self, cluster: Cluster, worker: SimWorker, shard: Shard) -> None:
         self.cluster = cluster
         self.worker = worker
         self.shard = shard
         self.name = f"{worker.name}:{shard.group}[{shard.rank}]" if shard.serves else f"{worker.name}:{shard.group}"
         self.id = RegistrationId(shard.registration)
-        self.cells: list[str] = ["unset"] * cluster.chunks
+        self.cells: MutableSequence[str] = ["unset"] * cluster.chunks
         self.todo: deque[Action] = deque()
         self.hooks: deque[CallHook] = deque()
         self.pull: Reading | None = None  # the last fill's
@@ -133,8 +136,8 @@ class Handle:
         )
         self.staging_id = RegistrationId(staging_of(shard.registration))
         self.staging: list[str] | None = None  # the cells of what is staged
-        self.prefetched: Handle | None = None  # its host copy
-        self.is_releasing = False  # a host copy that is to be released when its call has ended
+        self.prefetched = Prefetched(self)  # its host copy
+        self.copy_of: Handle | None = None  # whose host copy it is
 
     def __repr__(self) -> str:
         return f"<Handle {self.name} {self.member.state} v={self.member.version}>"
@@ -160,6 +163,8 @@ class Handle:
     def call(self, call: Call, timeout_s: float = 60.0) -> Asked:
         """Begin a call; raises StateError where the handle's state forbids it."""
         cluster, model = self.cluster, self.shard.model
+        if self.member.running is None and self.asked is not None and not self.asked.done:  # its fences are still to come
+            raise StateError(f"{self.name}: a call is still running on this handle; one call at a time", retryable=True)
         actions = self.member.begin(call, timeout_s, cluster.now)
         cluster.note(f"{self.name} calls {show(call)}")
         guarantees = cluster.guarantees
@@ -197,17 +202,7 @@ class Handle:
 
     def prefetch(self, selector: Selector = "latest", timeout_s: float = 60.0) -> Asked:
         """Fill its host copy, which is made the first time."""
-        if self.prefetched is None or self.prefetched.member.state is HandleState.CLOSED:
-            registration, group = f"{self.shard.registration}h", host_group(self.shard.group)
-            host = replace(self.shard, registration=registration, group=group, medium=Medium.HOST, purpose=Purpose.PREFETCH)
-            self.prefetched = self.worker.take(host)
-        return self.prefetched.call(FillCall(OpKind.PREFETCH, selector), timeout_s)
-
-    def release(self) -> None:
-        """Of a host copy: give up what it holds, now or when its call has ended."""
-        self.is_releasing = not self.idle
-        if self.idle and self.member.state is not HandleState.CLOSED:
-            self.call(ReleaseCall())
+        return self.prefetched.fill(selector, timeout_s)
 
     def fetch(self, selector: Selector = "latest", timeout_s: float = 60.0) -> Asked:
         """The one call of what `SimWorker.fetcher` made."""
@@ -333,7 +328,7 @@ class Handle:
                 self.cluster.hook_called(self)
             case StartPull():
                 self._begin_fill(action)
-                self.pull = Reading(self, action, self.cluster.new_lane)
+                self.pull = Reading(self, self._with_kept(action), self.cluster.new_lane)
                 if self.pull.over:
                     self.apply(self.member.pull_done(self.cluster.now))
             case CopyLocally():
@@ -353,11 +348,9 @@ class Handle:
             case Finish():
                 self._finish(action)
             case EndPrefetch():
-                if self.prefetched is not None:
-                    self.prefetched.apply(self.prefetched.member.end_prefetch(self.cluster.now))
+                self.prefetched.end()
             case FreePrefetch():
-                if self.prefetched is not None:
-                    self.prefetched.release()
+                self.prefetched.free()
             case FreeStaging():
                 owner.close(self.staging_id)
                 owner.forget(self.staging_id)
@@ -378,8 +371,31 @@ class Handle:
                 sizes = [CHUNK_BYTES] * chunks
                 self.worker.owner.open(self.staging_id, action.generation, content, sizes, complete=False)
             return
-        self.cells = [cell if chunk in action.copied else "half-filled" for chunk, cell in enumerate(self.cells)]
+        self.half_fill(action)
         self.cluster.guarantees.filling(self, action.version)
+
+    def half_fill(self, action: StartPull | CopyLocally) -> None:
+        """From now on its memory is no version's any more, but for what was copied, or is left of a broken fill."""
+        kept = {*action.copied, *(chunk for chunk, _ in self._kept(action.generation))}
+        self.cells = [cell if chunk in kept else "half-filled" for chunk, cell in enumerate(self.cells)]
+
+    def was_written(self, chunk: int) -> bool:
+        """Whether its own user has put there what is there now."""
+        return False
+
+    def _kept(self, generation: int) -> list[tuple[int, int]]:
+        """What a fill that was broken off has left of this content, and nobody has written since (R9)."""
+        kept = self.worker.owner.kept(self.id, generation)
+        return [(chunk, digest) for chunk, digest in kept if digest_of(self.cells[chunk]) == digest]
+
+    def _with_kept(self, start: StartPull) -> StartPull:
+        """That pull without what is here already: others may read that from now on."""
+        kept = [] if start.staged else self._kept(start.generation)
+        if not kept:
+            return start
+        self.cluster.took("kept chunks verified")
+        self.offer(start, list[tuple[int, int | None]](kept))
+        return replace(start, copied=start.copied.union(chunk for chunk, _ in kept))
 
     def _copy(self, action: CopyLocally) -> None:
         """Take what other memory of this worker has: in no time."""
@@ -398,18 +414,20 @@ class Handle:
                     self._cells(staged=action.staged)[chunk] = cells[chunk]
                     good.append((chunk, digest))
             owner.end(found)
+            if good:
+                self.cluster.took(f"copied from {self.cluster.kind_of(source.registration)}")
             copied.update(chunk for chunk, _ in good)
             if owner.mark_available(target, action.generation, good):
                 self.cluster.chunks_offered(self)
         self.apply(self.member.copied(frozenset(copied), self.cluster.now))
 
-    def _cells(self, *, staged: bool) -> list[str]:
+    def _cells(self, *, staged: bool) -> MutableSequence[str]:
         if not staged:
             return self.cells
         assert self.staging is not None
         return self.staging
 
-    def _cells_of(self, registration: str) -> list[str]:
+    def _cells_of(self, registration: str) -> MutableSequence[str]:
         """The memory of one of this worker's registrations, or what is staged for this one."""
         return (
             self._cells(staged=True) if registration == self.staging_id else self.cluster.by_registration[registration].cells
@@ -445,10 +463,11 @@ class Handle:
         if not self.shard.serves:  # it was made for this call
             self.worker.drop(self)
             self.worker.say(Deregister(0, self.shard.registration, True))
-        if self.shard.purpose is Purpose.RETENTION:
+        if self.shard.purpose is Purpose.RETENTION or self.dropped:
             self.worker.copy_ended(self, asked)
-        if self.is_releasing and self.idle:
-            self.release()
+        self.prefetched.handle_ended(asked)
+        if self.copy_of is not None:
+            self.copy_of.prefetched.copy_ended(self, asked)
 
     def hook_returns(self) -> None:
         """Its before_write is over."""
@@ -480,6 +499,8 @@ class Handle:
                 known = access.digests[0]
                 changed = None if known is None else digest_of(self.cells[question.chunk]) != known
                 self.worker.owner.end(access)
+                if changed:
+                    self.cluster.guarantees.lost(self)  # and the coordinator will hear so
         now, error = self.cluster.now, MutabilityViolation("the memory has changed")
         self.apply(self.member.digested_again(question.inquiry, question.generation, changed, error, now))
 

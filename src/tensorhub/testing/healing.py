@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from tensorhub.errors import GroupAborted, OperationTimeout
+from tensorhub.errors import GroupAborted, LeaseLost, OperationTimeout
 from tensorhub.testing.guarantees import demand
 from tensorhub.testing.handle import Asked, Handle
 from tensorhub.testing.network import TimedLink
@@ -164,7 +164,8 @@ class Healing:
 
     def _must(self, team: Team, number: int, call: Callable[[Handle], Asked]) -> None:
         """This call of all ranks has to succeed, once what happened before is paid for: each refusal (a body raised) that a
-        rank has not heard of yet ends one call of that rank, and ranks may have several before them.
+        rank has not heard of yet ends one call of that rank, and ranks may have several before them. So does the loss of the
+        coordinator's state.
         """
         asked: list[Asked] = []
         for _ in range(TRIES):
@@ -173,7 +174,7 @@ class Healing:
             errors = [each.error for each in asked if each.error is not None]
             if not errors:
                 break
-            known = all(isinstance(error, GroupAborted | OperationTimeout) for error in errors)
+            known = all(isinstance(error, GroupAborted | OperationTimeout | LeaseLost) for error in errors)
             demand(known, f"G7: {team.ranks[0]}: {errors!r}")
         for each in asked:
             ok = each.error is None and each.number == number

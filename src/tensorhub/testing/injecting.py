@@ -9,7 +9,7 @@ from collections import Counter
 from typing import TYPE_CHECKING
 
 from tensorhub.messages import FromCoordinator, FromWorker
-from tensorhub.testing.faults import Fault, FaultPlan
+from tensorhub.testing.faults import KINDS_LEAST, Fault, FaultPlan
 from tensorhub.testing.handle import BrokenHook, Handle
 from tensorhub.testing.network import COORDINATOR, TimedLink
 from tensorhub.testing.process import TimedWorker
@@ -21,6 +21,10 @@ if TYPE_CHECKING:
 
 SHORT_S = (0.05, 0.5, 2.0)
 LONG_S = (0.5, 3.0, 8.0, 15.0)
+AMBUSHES = 0.4  # of all partitions and drops
+CALMER_AFTER = 2  # times the events that a seed has at least
+CALM_MAX = 8  # times half as many faults
+BROADER_EACH = 200  # events, until there were kinds enough
 
 
 class Injector:
@@ -32,12 +36,14 @@ class Injector:
         self._plan = plan
         self.happened: Counter[str] = Counter()
         self.is_over = False
+        self._broader_at = 2 * cluster.events_least
         self._slow_store_until = 0.0
         self._failing_store_until = 0.0
         self._late_tails_until = 0.0
         self._doubles = 0  # messages still to be delivered twice
         self._garbled: dict[str, int] = {}  # control messages of which worker are damaged next
         self._damaged: dict[str, int] = {}  # frames to which worker are damaged next
+        self._ambushes: list[Fault] = []  # what strikes whoever votes next
         self._for_lanes: list[Fault] = []  # STALL and SLOW that strike the next reads
 
     def __repr__(self) -> str:
@@ -48,12 +54,19 @@ class Injector:
         self._next()
 
     def _next(self) -> None:
-        self._cluster.after(self._random.expovariate(1 / self._plan.mean_s), None, self._strike)
+        """Where no versions came of the seed so far, less and less goes wrong."""
+        long = self._cluster.events // self._cluster.events_least - CALMER_AFTER
+        calm = max(0, long) if len(self.happened) >= KINDS_LEAST else 0
+        mean_s = self._plan.mean_s * 2 ** min(calm, CALM_MAX)
+        self._cluster.after(self._random.expovariate(1 / mean_s), None, self._strike)
 
     def _strike(self) -> None:
         if self.is_over:
             return
         self._next()
+        if self._cluster.events >= self._broader_at and len(self.happened) < KINDS_LEAST:
+            self._broader_at += BROADER_EACH
+            self._plan.broaden(self._random)
         kind = self._plan.draw(self._random)
         if kind is not None and self._inject(kind):
             self.happens(kind)
@@ -69,9 +82,11 @@ class Injector:
         self._slow_store_until = self._failing_store_until = self._late_tails_until = 0.0
         self._doubles = 0
         self._garbled.clear()
+        self._ambushes.clear()
         self._for_lanes.clear()
         self._damaged.clear()
         cluster.ways.heal()
+        cluster.hurry_store()
         for handle in cluster.live_handles():
             handle.hook_error = None
             if handle.access is not None:
@@ -117,6 +132,14 @@ class Injector:
         self._cluster.note(f"a message of {worker.name} is damaged")
         self.happens(Fault.CORRUPT)
         return True
+
+    def voted(self, worker: SimWorker) -> None:
+        """The coordinator is about to hear that worker's vote: the way back may break before it hears the outcome."""
+        if self._ambushes and worker.alive:
+            assert isinstance(worker, TimedWorker)
+            kind = self._ambushes.pop()
+            if self._strike_worker(kind, worker, COORDINATOR):
+                self.happens(kind)
 
     def damages(self, lane: TimedLane) -> bool:
         """Whether this frame of chunks is damaged."""
@@ -172,8 +195,8 @@ class Injector:
         match kind:
             case Fault.RESTART:
                 return self._restart()
-            case Fault.COORDINATOR:
-                return self._crash_coordinator()
+            case Fault.COORDINATOR | Fault.STATE_LOST:
+                return self._crash_coordinator(lost=kind is Fault.STATE_LOST)
             case Fault.STORE_SLOW:
                 self._slow_store_until = now + random.choice(LONG_S)
                 return True
@@ -196,6 +219,9 @@ class Injector:
                 return False
             case Fault.STALL | Fault.SLOW | Fault.DEVICE | Fault.HOOK | Fault.CANCEL | Fault.OVERWRITE:
                 return self._strike_data(kind)
+            case Fault.PARTITION | Fault.DROP if random.random() < AMBUSHES:
+                self._ambushes = [kind]
+                return False
             case _:
                 assert worker is not None
                 return self._strike_worker(kind, worker)
@@ -213,11 +239,11 @@ class Injector:
         self._cluster.users.replace(*self._random.choice(places))
         return True
 
-    def _crash_coordinator(self) -> bool:
+    def _crash_coordinator(self, *, lost: bool) -> bool:
         if not self._cluster.process.alive:
             return False
         down_s = self._random.choice((0.01, 0.3, 3.0, 12.0))
-        self._cluster.crash_coordinator(kept=self._random.random() < 0.5, down_s=down_s)
+        self._cluster.crash_coordinator(kept=self._random.random() < 0.5, down_s=down_s, lost=lost)
         return True
 
     def _strike_data(self, kind: Fault) -> bool:
@@ -249,7 +275,7 @@ class Injector:
     def _mend_hook(handle: Handle) -> None:
         handle.hook_error = None
 
-    def _strike_worker(self, kind: Fault, worker: TimedWorker) -> bool:
+    def _strike_worker(self, kind: Fault, worker: TimedWorker, other: str = "") -> bool:
         cluster, random, now = self._cluster, self._random, self._cluster.now
         link = worker.link
         match kind:
@@ -262,7 +288,7 @@ class Injector:
                 lane = self._lane()
                 if lane is not None and lane.reader.worker is worker and random.random() < 0.5:
                     others = [lane.grant.source]
-                other = random.choice([COORDINATOR, *others[:3]])
+                other = other or random.choice([COORDINATOR, *others[:3]])
                 until = now + random.choice(LONG_S)
                 cluster.note(f"{worker.name} and {other} are cut off until {until:.3f}")
                 cluster.ways.block(worker.name, other, until)
@@ -294,8 +320,8 @@ class Injector:
             return False
         notice_s = self._random.choice((0.2, 2.0))
         for handle in list(worker.handles):
-            if handle.idle:
-                handle.close(notice_s)
+            if handle.idle and handle.copy_of is None:
+                handle.prefetched.close(notice_s)
         self._cluster.after(notice_s, worker, self._preempted, worker)
         return True
 

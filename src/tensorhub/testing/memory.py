@@ -33,7 +33,11 @@ def written(by: str, chunks: int) -> list[str]:
     return [f"{by}.{chunk}" for chunk in range(chunks)]
 
 
-@lru_cache(maxsize=4096)
 def digest_of(cell: str) -> int:
     """The digest of what a cell holds."""
+    return _digest_of(cell if type(cell) is str else str(cell))
+
+
+@lru_cache(maxsize=4096)
+def _digest_of(cell: str) -> int:
     return xxhash.xxh3_64_intdigest(cell.encode())

@@ -9,10 +9,12 @@ from tensorhub.messages import (
     AddSource,
     CopyRefused,
     CutReader,
+    DigestedAgain,
     Dismissed,
     DropCopy,
     DropSource,
     EpochChanged,
+    Fill,
     FromCoordinator,
     FromWorker,
     Kept,
@@ -50,6 +52,17 @@ SOURCE_FAILURES = ("lost", "refused", "stalled", "unreachable")
 WAYS: Final = (
     *PATHS.values(),
     "connected again",
+    "completed from partial replicas",
+    "copied from device memory (use)",
+    "copied from host memory (prefetch)",
+    "copied from host memory (retention)",
+    "copied from what was staged",
+    "fill goes on under a new coordinator",
+    "kept chunks verified",
+    "owner at fault: quarantined",
+    "owner not at fault",
+    "staged update done",
+    "staged update given up, nothing written",
     "fill completed after a failure",
     "left in doubt",
     "left offline",
@@ -78,6 +91,10 @@ def path_of(message: FromWorker | FromCoordinator) -> str:
             return "operation aborted"
         case Welcome(known=True):
             return "connected again"
+        case Fill(resume=resume) if resume is not None:
+            return "fill goes on under a new coordinator"
+        case DigestedAgain(changed=changed) if changed is not None:
+            return "owner at fault: quarantined" if changed else "owner not at fault"
         case Refused():
             return f"refused: {message.error.kind}"
         case _:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from tensorhub.coordinator import Connected, Disconnected, Received
-from tensorhub.messages import Dismissed, FromCoordinator, FromWorker
+from tensorhub.messages import Dismissed, FromCoordinator, FromWorker, Prepared
 from tensorhub.testing.network import COORDINATOR, Link, TimedLink
 from tensorhub.testing.worker import SimWorker
 from tensorhub.types import Location
@@ -153,6 +153,8 @@ class Telephone:
 
     def _hand_over(self, worker: SimWorker, link: TimedLink, message: FromWorker) -> None:
         self._cluster.trace(worker.name, "->", message)
+        if isinstance(message, Prepared):
+            self._cluster.injector.voted(worker)
         self._cluster.step(Received(link.session, message))
 
     def hung_up(self, worker: SimWorker, link: TimedLink) -> None:

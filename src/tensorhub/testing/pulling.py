@@ -52,6 +52,7 @@ class Lane:
         self.is_cut = False  # its reader wants no more of it
         self.is_stopped = False  # its owner serves it no more
         self.ended = False  # nobody writes for it any more
+        self.failure = ""  # why it has, where its reader did not want it
 
     def __repr__(self) -> str:
         return f"<Lane {self.lease} {self.reader.name} <- {self.grant.source}{', ended' if self.ended else ''}>"
@@ -162,6 +163,7 @@ class Lane:
         if self.ended:
             return
         self.ended = True
+        self.failure = failure
         self.reader.cluster.lane_closed(self)
         self.reading.lane_ended(self, failure, chunk)
 
@@ -181,9 +183,11 @@ class Reading:
         self.reader = reader
         self.start = start
         self.books = Pull([chunk.nbytes for chunk in start.manifest.chunks], start.copied)
+        self.chunk_bytes = max((chunk.nbytes for chunk in start.manifest.chunks), default=1)
         self.lanes: dict[str, Lane] = {}  # by lease; those that have not ended
         self.over = self.books.done  # all is verified, or it was stopped: nothing more is asked for
         self.stopped = False
+        self.patched = False  # some source was granted while nobody held all of it
         self.resumed = False  # a source was added when something had been verified
         self._make_lane = make_lane
         for grant in start.grants:

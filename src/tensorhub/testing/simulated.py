@@ -11,17 +11,18 @@ Responsible for putting the parts together. What users do is `users`, what goes 
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 from collections import Counter, deque
 from collections.abc import Callable, Collection
 from random import Random
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from tensorhub.coordinator import Event, Persist, Persisted, PersistFailed, Tick
 from tensorhub.messages import FromCoordinator, FromWorker, Grant, Heartbeat, HeartbeatAck
 from tensorhub.testing.clock import Clock, Party, Process
 from tensorhub.testing.cluster import Cluster
-from tensorhub.testing.faults import Fault, FaultPlan
+from tensorhub.testing.faults import KINDS_LEAST, Fault, FaultPlan
 from tensorhub.testing.guarantees import GuaranteeBroken
 from tensorhub.testing.handle import Asked, Handle
 from tensorhub.testing.healing import Healing
@@ -38,8 +39,13 @@ from tensorhub.testing.worker import SimWorker
 from tensorhub.types import Location, Options
 from tensorhub.worker.calls import Fence, Say
 
+if TYPE_CHECKING:
+    from tensorhub.testing.running import RunningCluster
+
 FULL_CHECK_EVERY = 100
 TRACE_LINES = 60
+VERSIONS_LEAST = 3  # that are published in each seed
+GIVEN_UP = 100  # times as many events as were asked for: nothing more comes of this seed
 GAP = 0.1  # how often a shell does something else between two actions
 
 
@@ -48,9 +54,14 @@ class SimulatedCluster(Cluster):
 
     fence_grace_s = 1.0
 
-    def __init__(self, seed: int, *, faults: Collection[Fault] | None = None, events: int = 1000) -> None:
-        """`faults`: the kinds that may be drawn; None: all. `events`: how many are delivered at least under faults."""
+    def __init__(
+        self, seed: int, *, faults: Collection[Fault] | None = None, events: int = 1000, options: Options | None = None
+    ) -> None:
+        """`faults`: the kinds that may be drawn; None: all. `events`: how many are delivered at least under faults.
+        `options`: the coordinator's, and times of everybody's connections; None: drawn.
+        """
         self.seed = seed
+        self.options_given = options
         self.random = random = Random(seed)
         self.allowed = None if faults is None else [kind for kind in Fault if kind in faults]
         self.events_least = events
@@ -67,13 +78,13 @@ class SimulatedCluster(Cluster):
         self._tick_at: float | None = None
         self._stored_at = 0.0  # when the store is done with what it has
         chunks = random.choice((1, 2, 3, 5, 8))
-        options = Options(
+        drawn = Options(
             lease_s=random.choice((2.0, 5.0, 10.0)),
             drain_grace_s=random.choice((0.0, 0.5, 5.0)),
             stall_timeout_s=random.choice((1.0, 4.0, 10.0)),
             connect_timeout_s=random.choice((1.0, 5.0)),
         )
-        super().__init__(options, chunks=chunks, manifest=make_manifest(chunks, "xxh3-64"))
+        super().__init__(options or drawn, chunks=chunks, manifest=make_manifest(chunks, "xxh3-64"))
         self.plan = FaultPlan(random, self.allowed)
         self.wires = Wires(self)
         self.telephone = Telephone(self)
@@ -99,6 +110,22 @@ class SimulatedCluster(Cluster):
         except Exception as error:
             raise GuaranteeBroken(self.report(error)) from error
 
+    def running(
+        self, *, spared: Collection[str] = (), seconds_max: float = 3600.0
+    ) -> contextlib.AbstractAsyncContextManager[RunningCluster]:
+        """Run as an async context manager, under somebody's own code instead of simulated users: see `RunningCluster`.
+
+        Faults of this cluster's kinds happen, as the seed draws them (those that only a user can commit are left out).
+        `spared`: names of workers that never crash, nor are preempted, by chance. `seconds_max`: virtual seconds after which
+        code that does not end is given up (StateError).
+
+        Leaving the block ends all faults, closes what was started, and checks everything once more. Raises GuaranteeBroken,
+        StateError (the loop's time is not virtual, a kind of fault that only a user can commit).
+        """
+        from tensorhub.testing.running import running
+
+        return running(self.seed, self.allowed, self.options_given, spared, seconds_max)
+
     def begin(self) -> None:
         """Users call and things go wrong from now on, as events are taken."""
         self.users.begin()
@@ -114,12 +141,13 @@ class SimulatedCluster(Cluster):
         Healing(self).run()
 
     def _is_enough(self) -> bool:
-        """Whether there was enough of everything that a seed stands for."""
+        """Whether there was enough of everything that a seed stands for. (Of fewer kinds of faults than all, it may be that
+        no more can happen, or nothing be published.)
+        """
         if self.events < self.events_least:
             return False
-        if self.events >= 4 * self.events_least:
-            return True
-        return len(self.users.numbers) >= 3 and len(self.injector.happened) >= min(3, len(self.plan.weights))
+        full = len(self.users.numbers) >= VERSIONS_LEAST and len(self.injector.happened) >= KINDS_LEAST
+        return full or self.events >= (4 if self.allowed is not None else GIVEN_UP) * self.events_least
 
     def take_event(self) -> None:
         """Let the next thing happen, and check what it touched."""
@@ -196,11 +224,14 @@ class SimulatedCluster(Cluster):
         faults = "" if self.allowed is None else f" --faults {','.join(self.allowed)}"
         return f"tensorhub simulate --seed {self.seed}{faults} --events {self.events_least}"
 
+    def trace_lines(self) -> list[str]:
+        """The last things that happened."""
+        shown = ((when, name + (f" {arrow} {show(message)}" if arrow else "")) for when, name, arrow, message in self._trace)
+        return [f"{when:9.4f}  {what}" for when, what in shown]
+
     def report(self, error: BaseException) -> str:
         """What a failing run says."""
-        lines = []
-        for when, name, arrow, message in self._trace:
-            lines.append(f"{when:9.4f}  {name}" + (f" {arrow} {show(message)}" if arrow else ""))
+        lines = self.trace_lines()
         told = f"{type(error).__name__}: {error}" if not isinstance(error, GuaranteeBroken) else str(error)
         return "\n".join([*lines, repr(self), told, f"reproduce: {self.command}"])
 
@@ -227,14 +258,17 @@ class SimulatedCluster(Cluster):
         else:
             self._tick_soon()
 
-    def crash_coordinator(self, *, kept: bool, down_s: float) -> None:
-        """It dies, and is back after so long; `kept`: what was being written has made it."""
+    def crash_coordinator(self, *, kept: bool, down_s: float, lost: bool = False) -> None:
+        """It dies, and is back after so long; `kept`: what was being written is durable; `lost`: nothing ever was."""
         self.note(f"the coordinator dies; kept={kept}")
         self.process.alive = False
         if kept:
             for persist in self.unstored.values():
                 self.keep(persist.entry)
         self.unstored.clear()
+        if lost:
+            self.note("its state is lost")
+            self.lose_state()
         self.telephone.coordinator_died()
         self.after(down_s, None, self._restart_coordinator)
 
@@ -249,8 +283,15 @@ class SimulatedCluster(Cluster):
         self._stored_at = max(self._stored_at, self.now) + self.injector.store_s()
         self.at(self._stored_at, self.process, self._stored, persist)
 
+    def hurry_store(self) -> None:
+        """It is fast again: what waits for it is written now."""
+        self._stored_at = self.now
+        for persist in list(self.unstored.values()):
+            self.to_be_stored(persist)
+
     def _stored(self, persist: Persist) -> None:
-        del self.unstored[persist.record]
+        if self.unstored.pop(persist.record, None) is None:
+            return  # it was written sooner
         if self.injector.store_fails():
             self.note(f"the store fails: {show(persist.entry)}")
             self.step(PersistFailed(persist.record, "disk full"))
@@ -349,6 +390,8 @@ class SimulatedCluster(Cluster):
 
     def new_lane(self, reading: Reading, grant: Grant) -> Lane:
         lane = TimedLane(reading, grant)
+        lease = self.coordinator.cluster.leases.get(grant.lease)
+        reading.patched = reading.patched or (lease is not None and lease.patch)
         self.injector.spoils(lane)
         return lane
 

@@ -22,6 +22,7 @@ HOLDING = (HandleState.READY, HandleState.DRAINING)
 TIMEOUTS_S = (3.0, 10.0, 30.0)
 NO_TIME_S = (0.0, 0.05, 0.5)
 LARGE_GROUP = 8
+REVIVE_S = 20.0
 # What a group does next: as often as it stands here.
 CALLS = (*["publish"] * 4, *["fill"] * 5, *["stage"] * 2, "prefetch", "unpublish", "rare")
 
@@ -69,6 +70,7 @@ class Users:
                 team.ranks.append(worker.register(team.name, rank, team.world_size, spot=team.spot))
             self.teams.append(team)
             self._cluster.after(random.random(), None, self._turn, team)
+        self._cluster.after(REVIVE_S, None, self._revive)
 
     def new_process(self) -> TimedWorker:
         """A new worker, somewhere."""
@@ -113,14 +115,26 @@ class Users:
             if not worker.alive or not gone or not handle.idle or handle.serving:
                 continue
             if state in HOLDING or state is HandleState.IN_DOUBT:
-                handle.close(1.0, abandon=True)
+                handle.prefetched.close(1.0, abandon=True)
             else:
                 worker.drop(handle)
+                handle.prefetched.handle_over()
                 team.ranks[rank] = worker.register(team.name, rank, team.world_size, spot=team.spot)
 
     def replace(self, team: Team, rank: int) -> None:
         """A new process takes a dead one's place."""
         team.ranks[rank] = self.new_process().register(team.name, rank, team.world_size, spot=team.spot)
+
+    def _revive(self) -> None:
+        """Where hardly any group is whole, somebody starts processes again: a seed has to go somewhere."""
+        if self.is_over:
+            return
+        self._cluster.after(REVIVE_S, None, self._revive)
+        broken = [team for team in self.teams if not all(handle.worker.alive for handle in team.ranks)]
+        if len(self.teams) - len(broken) < 2:
+            team = self._random.choice(broken)
+            for rank in [rank for rank, handle in enumerate(team.ranks) if not handle.worker.alive]:
+                self.replace(team, rank)
 
     def _call(self, team: Team, ranks: list[Handle]) -> None:
         random = self._random
@@ -170,7 +184,7 @@ class Users:
                 case "unpublish":
                     handle.unpublish(timeout_s)
                 case "close":
-                    handle.close(timeout_s, abandon=random.random() < 0.3)
+                    handle.prefetched.close(timeout_s, abandon=random.random() < 0.3)
                 case _:
                     handle.refuse()
         except StateError:
@@ -216,7 +230,15 @@ class Users:
                 self.numbers.add(asked.what.version)
             case UnpublishCall() | CloseCall() if not asked.online:
                 cluster.took("left offline")
-            case FillCall() if error is None and handle.pull is not None and handle.pull.books.retries:
-                cluster.took("fill completed after a failure")
+            case FillCall() if error is None and asked.changed:
+                pull = handle.pull
+                if asked.what.staged:
+                    cluster.took("staged update done")
+                if pull is not None and pull.books.retries:
+                    cluster.took("fill completed after a failure")
+                if pull is not None and pull.patched:
+                    cluster.took("completed from partial replicas")
+            case FillCall() if asked.what.staged and handle.member.state is HandleState.READY:
+                cluster.took("staged update given up, nothing written")
             case _:
                 pass

@@ -106,7 +106,7 @@ class Wires:
         cluster = self._cluster
         lane.is_feeding = False
         assert lane.source is not None
-        for batch in lane.submit(self.batch_chunks * CHUNK_BYTES):
+        for batch in lane.submit(self.batch_chunks * lane.reading.chunk_bytes):
             lane.up_due = max(lane.up_due, cluster.now + self.latency())
             cluster.at(lane.up_due, lane.source.worker, self._asked, lane, batch)
         if lane.asked and not lane.is_watched and not lane.ended:

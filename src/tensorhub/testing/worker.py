@@ -47,7 +47,7 @@ from tensorhub.messages import (
 from tensorhub.testing.handle import Asked, Handle
 from tensorhub.testing.network import Link
 from tensorhub.types import Endpoint, HandleState, Location, Medium, Purpose
-from tensorhub.worker.calls import FillCall, UnpublishCall
+from tensorhub.worker.calls import CopyCall, FillCall, LocalCopy, UnpublishCall
 from tensorhub.worker.copies import Copies
 from tensorhub.worker.enrolment import Shard
 from tensorhub.worker.owner import Owner
@@ -73,6 +73,7 @@ class SimWorker:
         self.handles: list[Handle] = []
         self.host_copies = Copies()
         self.link: Link | None = None
+        self.known_since = 0.0  # when a coordinator that did not know it has welcomed it
         self.unsure_at = 0.0  # when the coordinator could last not count on it
         self.cut: set[str] = set()  # leases whose readers are served no more
         self.dismissals: list[str] = []
@@ -106,12 +107,16 @@ class SimWorker:
 
     def take(self, shard: Shard) -> Handle:
         """What registers that memory, of any kind."""
-        handle = Handle(self.cluster, self, shard)
+        handle = self.new_handle(shard)
         self.handles.append(handle)
         self.cluster.by_registration[shard.registration] = handle
         if self.link is not None and self.link.welcomed:
             handle.apply(handle.member.connected(self.cluster.now, self.cluster.options.lease_s))
         return handle
+
+    def new_handle(self, shard: Shard) -> Handle:
+        """Its shell."""
+        return Handle(self.cluster, self, shard)
 
     def drop(self, handle: Handle) -> None:
         """Forget a handle that has served."""
@@ -238,7 +243,14 @@ class SimWorker:
         copy = Shard(
             message.copy, info.model, group, 0, 1, False, "", manifest, message.shard, Medium.HOST, Purpose.RETENTION
         )
-        self.take(copy).replicate(info.version)
+        source = self.cluster.by_registration.get(message.registration)
+        held = source.member.content if source is not None else None
+        if held is not None and held.version.content_id == info.content_id:
+            self.take(copy).call(CopyCall(held.version, held.manifest, LocalCopy(message.registration, held.generation)))
+        elif message.registration:
+            self.say(CopyRefused(message.copy, "not held any more"))
+        else:
+            self.take(copy).replicate(info.version)
 
     def _drop_copy(self, copy: Handle) -> None:
         """One step on the way to its end, after each of which it is asked again."""
@@ -247,6 +259,8 @@ class SimWorker:
             copy.cancel()
         elif copy.asked is not None and not copy.asked.done:
             pass  # its call has ended, and is about to be asked what comes next
+        elif copy.shard.purpose is Purpose.PREFETCH:
+            copy.close(abandon=True)
         elif copy.member.state is HandleState.READY:
             copy.unpublish()
         else:
@@ -256,8 +270,9 @@ class SimWorker:
         """A call of a copy has ended."""
         if copy.member.state is HandleState.CLOSED:
             self.drop(copy)
-        elif isinstance(asked.what, FillCall) and asked.error is not None:
-            self.say(CopyRefused(copy.shard.registration, str(asked.error)))
+        elif isinstance(asked.what, FillCall | CopyCall) and asked.error is not None:
+            if copy.shard.purpose is Purpose.RETENTION:
+                self.say(CopyRefused(copy.shard.registration, str(asked.error)))
             self._drop_copy(copy)
         elif isinstance(asked.what, UnpublishCall) and asked.error is not None:
             copy.dropped = False  # it has to stay after all
@@ -265,6 +280,12 @@ class SimWorker:
             self._drop_copy(copy)
 
     # -- what it hears
+
+    def granted(self, message: Withdrawable) -> None:
+        """That is about to be told to one of its handles."""
+        handle = self._askers.get(message.request)
+        if handle is not None:
+            self.cluster.guarantees.granted(handle)
 
     def hear(self, message: FromCoordinator) -> None:
         """Hand it to whom it is about."""
@@ -305,10 +326,10 @@ class SimWorker:
                         self._tell(handle, message)
 
     def _at(self, model: str, group: str, rank: int) -> Handle | None:
-        """The newest registration of that rank here."""
+        """The newest registration of that rank here that was not refused."""
         for handle in reversed(self.handles):
             shard = handle.shard
-            if (shard.model, shard.group, shard.rank) == (model, group, rank):
+            if (shard.model, shard.group, shard.rank) == (model, group, rank) and handle.registration_error is None:
                 return handle
         return None
 
@@ -347,6 +368,10 @@ class SimWorker:
         self.unsure_at = self.cluster.now
         for handle in list(self.handles):
             handle.apply(handle.member.connected(self.cluster.now, self.cluster.options.lease_s))
+        self.say_pins()
+
+    def say_pins(self) -> None:
+        """A session is up: say again what is to be kept."""
         for pin, (model, version) in list(self.pins.items()):
             self.pin(version, model, pin)
 

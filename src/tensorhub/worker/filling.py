@@ -399,7 +399,7 @@ class Filling(GroupCall):
             elif grant.lease not in self._lanes:
                 self._lanes[grant.lease], self._lane_names[grant.lease] = grant, grant.lease
                 self._rank.act(AddPullSource(grant))
-        elif self.phase in UNVOTED:
+        elif self.phase in UNVOTED and grant not in self._grants:
             self._grants = (*self._grants, grant)
 
     def _drop_source(self, lease: str) -> None:
@@ -552,7 +552,8 @@ class Filling(GroupCall):
 
     def _leave_unheard(self) -> None:
         """The outcome does not come, and nothing was written here."""
-        if self._holding.state is HandleState.READY and self._version is None and self.error is not None:
+        may_hold = self._holding.state is HandleState.READY or self._call.kind is OpKind.PREFETCH
+        if may_hold and self._version is None and self.error is not None:
             set_memory(self.error, "in_doubt")  # if it holds that content already, the others may have ended well
         self.finish(error=self.error)
 

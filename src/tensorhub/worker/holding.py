@@ -74,7 +74,7 @@ class Holding(Stateful[HandleState]):
         self.salvage: Content | None = None  # TORN host copy: what was verified can be copied by this worker, under this
         self.staged: Content | None = None  # voted for, in staging memory; `content` is still held, until it is applied
         self.applying = False  # `staged` was committed, and is on its way into the memory
-        self._is_out = False  # and meanwhile somebody said that what is held is not to be kept
+        self._is_out = False  # what was said of it since the vote may be out of date: it is said again once it is applied
         self._rank = rank
 
     def __repr__(self) -> str:
@@ -176,7 +176,7 @@ class Holding(Stateful[HandleState]):
 
     def drop_staged(self) -> None:
         """It was aborted: what is held stays, and the coordinator is told so, as it may count on that no more."""
-        self.staged = None
+        self.staged, self._is_out = None, False
         self._rank.act(FreeStaging())
         self.restate()
 
@@ -206,10 +206,12 @@ class Holding(Stateful[HandleState]):
 
     def applied(self, *, whole: bool) -> None:
         """It is in place; or (not `whole`) its bytes did not come through, which only broken memory can do."""
-        self.staged, self.applying = None, False
+        staged, self.staged, self.applying = self.staged, None, False
         self._rank.act(FreeStaging())
         if whole:
             self.filled()
+            assert self.content is not None
+            self.content.retained = staged is not None and staged.retained
             if self._is_out:  # whether it is to be kept is asked again, now that it can be given up
                 self._is_out = False
                 self.restate()
@@ -263,6 +265,8 @@ class Holding(Stateful[HandleState]):
             content = self.staged
         elif self.state is HandleState.IN_DOUBT or (holds and not self.fencing):
             content = self.content
+        if self.staged is not None and not self.applying:
+            self._is_out = True  # if it is committed already, the coordinator counts on what is held no longer
         held = content.held() if content is not None and not content.spoiled else None
         undecided = content is self.voted or (self.state is HandleState.IN_DOUBT and self.staged is None)
         if held is not None and undecided:
@@ -285,8 +289,8 @@ class Holding(Stateful[HandleState]):
 
     def told(self, keep: bool, content_id: str | None = None) -> None:
         """Whether what is held (if it is that content) is to be kept. That is known now, unless it is being fenced."""
-        content = self.content
-        holds = self.state in (HandleState.READY, HandleState.DRAINING) and not self.fencing
+        content = self.staged if self.applying else self.content
+        holds = self.applying or (self.state in (HandleState.READY, HandleState.DRAINING) and not self.fencing)
         if content is not None and holds and content_id in (None, content.version.content_id):
             content.retained = keep
             self._rank.say(Kept(self._rank.shard.registration, content.version.content_id, keep))

@@ -97,7 +97,8 @@ class Leaving(Running):
         assert content is not None
         if not content.retained or self._abandon:
             return -inf
-        if not self._closes and self._rank.copies.keep(content.version.content_id):
+        alone = content.version.world_size == 1  # else the other ranks' shards would stop to serve with this one
+        if alone and not self._closes and self._rank.copies.keep(content.version.content_id):
             return -inf
         return inf if enrolment.online else enrolment.lease_over
 

@@ -112,6 +112,11 @@ class Member:
         return self._holding.content
 
     @property
+    def staged(self) -> Content | None:
+        """What was voted for in staging memory, and is not yet in place."""
+        return self._holding.staged
+
+    @property
     def running(self) -> Running | None:
         """The call that runs now."""
         return None if self._call is None or self._call.over else self._call

@@ -1,0 +1,462 @@
+"""What `tensorhub.Hub` and `tensorhub.Weights` stand on, in a simulation: the worker's shell, its handles', and no thread.
+
+The public classes themselves are used, so that signatures, checks of arguments and the order of what `mutate` does cannot
+differ; so are the runtime's questions, pins, news and prefetcher, which only wait and send. Here is what `runtime.worker`,
+`runtime.handle`, `runtime.host_copies` and `runtime.loop_thread` are to them, on simulated machines in virtual time.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Awaitable, Callable
+from functools import partial
+from itertools import count
+from typing import TYPE_CHECKING, Any, TypeVar, cast
+
+import anyio
+
+from tensorhub.errors import (
+    CoordinatorUnavailable,
+    MutabilityViolation,
+    RegistrationError,
+    StateError,
+    TensorHubError,
+)
+from tensorhub.manifest import Digest, Manifest, build_manifest
+from tensorhub.messages import CopyRefused, FromWorker, Leave, MakeCopy
+from tensorhub.runtime.handle import ProgressListener
+from tensorhub.runtime.loop_thread import Job
+from tensorhub.runtime.news import News
+from tensorhub.runtime.pins import Pins
+from tensorhub.runtime.prefetcher import Prefetcher
+from tensorhub.runtime.questions import Questions
+from tensorhub.testing.network import TimedLink
+from tensorhub.testing.registered import EmbeddedHandle
+from tensorhub.transport.memory import Memory
+from tensorhub.types import (
+    FetchReport,
+    HandleState,
+    Medium,
+    OpKind,
+    Options,
+    Purpose,
+    Selector,
+    VersionInfo,
+    as_seconds,
+)
+from tensorhub.worker.calls import CloseCall, FillCall, PublishCall, RefuseCall, ReleaseCall, UnpublishCall
+from tensorhub.worker.enrolment import Shard
+from tensorhub.worker.holding import Content
+from tensorhub.worker.member import Member
+
+if TYPE_CHECKING:
+    from tensorhub.testing.embedded import EmbeddedCluster, EmbeddedWorker
+
+T = TypeVar("T")
+CLOSE_S = 5.0  # for the last words of a worker that closes
+NAMES_MAX = 5  # of tensors in an error
+
+
+class Flag:
+    """See `loop_thread.Waiter`; all in one loop."""
+
+    def __init__(self) -> None:
+        self._event = anyio.Event()
+
+    def set(self) -> None:
+        self._event.set()
+
+    async def wait(self) -> None:
+        await self._event.wait()
+        self._event = anyio.Event()
+
+
+class _Side:
+    def waiter(self) -> Flag:
+        return Flag()
+
+    def shield(self) -> anyio.CancelScope:
+        return anyio.CancelScope(shield=True)
+
+
+class NoThread:
+    """See `loop_thread.LoopThread`: calls run in the caller's own loop, which the simulation shares."""
+
+    def __init__(self, cluster: EmbeddedCluster, worker: EmbeddedWorker) -> None:
+        self.side = _Side()
+        self._cluster = cluster
+        self._worker = worker
+        self.has_ended = False
+
+    async def call(self, function: Callable[..., Awaitable[T]], *arguments: Any, undo: object = None) -> T:
+        await self._enter()
+        return await function(*arguments)
+
+    async def _enter(self) -> None:
+        """Nothing is called while the process is stopped."""
+        self.check_usable()
+        self._cluster.sync()
+        while self._worker.stopped_until > self._cluster.now:
+            await anyio.sleep(self._worker.stopped_until - self._cluster.now)
+            self.check_usable()
+            self._cluster.sync()
+        await anyio.lowlevel.checkpoint()
+        self._cluster.sync()
+
+    def job(self, function: Callable[..., Awaitable[T]], *arguments: Any) -> Job[T]:
+        return Job(function, arguments, self.side.waiter())
+
+    async def run_job(self, job: Job[T]) -> T:
+        await self._enter()
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(job.run)
+            await job.wait()
+        return job.outcome()
+
+    def post(self, callback: Callable[[], object]) -> bool:
+        if self.has_ended or self._cluster.is_over:
+            return False
+        self._cluster.sync()
+        callback()
+        return True
+
+    def check_usable(self) -> None:
+        if self.has_ended:
+            raise StateError(f"tensorhub-{self._worker.name} is closed")
+        self._cluster.check_running(self._worker)
+
+
+class Tasks:
+    """Tasks of one worker, which end with it."""
+
+    def __init__(self, cluster: EmbeddedCluster) -> None:
+        self._cluster = cluster
+        self._scopes: dict[anyio.CancelScope, None] = {}
+
+    def start_soon(self, function: Callable[..., Awaitable[None]], *arguments: Any) -> None:
+        self._cluster.tasks.start_soon(self._run, function, arguments)
+
+    async def _run(self, function: Callable[..., Awaitable[None]], arguments: tuple[Any, ...]) -> None:
+        with anyio.CancelScope() as scope:
+            self._scopes[scope] = None
+            try:
+                await function(*arguments)
+            finally:
+                del self._scopes[scope]
+
+    def cancel(self) -> None:
+        for scope in list(self._scopes):
+            scope.cancel()
+
+
+class Caller:
+    """See `runtime.handle.Handle`, as far as `Weights` uses it."""
+
+    def __init__(self, simulated: EmbeddedHandle) -> None:
+        self.simulated = simulated
+        self.member: Member = simulated.member
+
+    @property
+    def was_filled(self) -> bool:
+        return self.simulated.was_filled
+
+    def _set_call_ended(self, listener: Callable[[], None]) -> None:
+        self.simulated.call_ended = listener
+
+    call_ended = property(None, _set_call_ended)
+
+    async def publish(self, version: int, timeout_s: float) -> VersionInfo:
+        if self.member.state is HandleState.READY:
+            self._raise_violation(self.member.content)
+        assert self.simulated.memory is not None
+        self.simulated.memory.check_unreplaced()
+        self._check_last_ended()
+        asked = await self.simulated.run(PublishCall(version), timeout_s)
+        assert asked.version is not None
+        self.simulated.was_filled = False
+        return asked.version
+
+    async def unpublish(self, timeout_s: float) -> None:
+        self._check_last_ended()
+        held = self.member.content
+        await self.simulated.run(UnpublishCall(), timeout_s)
+        self._raise_violation(held)
+
+    async def unpublish_if_published(self, timeout_s: float) -> None:
+        if self.member.state in (HandleState.READY, HandleState.IN_DOUBT):
+            await self.unpublish(timeout_s)
+
+    async def refuse(self, reason: str, timeout_s: float) -> None:
+        await self.simulated.run(RefuseCall(reason), timeout_s)
+
+    async def close(self, timeout_s: float, *, abandon: bool = False) -> None:
+        if self.member.state is HandleState.CLOSED:
+            return
+        self._check_last_ended()
+        held = self.member.content
+        await self.simulated.run(CloseCall(abandon), timeout_s)
+        self._raise_violation(held)
+
+    async def fill(self, call: FillCall, timeout_s: float, hook: Callable[[VersionInfo], None] | None = None) -> FetchReport:
+        _, report = await self.fetch(call, timeout_s, hook)
+        return report
+
+    async def fetch(
+        self, call: FillCall, timeout_s: float, hook: Callable[[VersionInfo], None] | None = None
+    ) -> tuple[VersionInfo, FetchReport]:
+        handle = self.simulated
+        assert handle.memory is not None
+        handle.memory.check_unreplaced()
+        self._check_last_ended()
+        if call.kind is OpKind.UPDATE and self.member.state is HandleState.READY:
+            self._raise_violation(self.member.content)
+        handle.hook = hook
+        asked = await handle.run(call, timeout_s)
+        assert asked.version is not None
+        handle.was_filled = handle.was_filled or asked.changed
+        return asked.version, handle.report_of(asked)
+
+    def hook_returned(self, problem: Exception | None) -> None:
+        self.simulated.before_write_returned(problem)
+
+    async def check_idle(self) -> None:
+        self._check_last_ended()
+        title = self.member.shard.title
+        if self.member.state is HandleState.CLOSED:
+            raise StateError(f"{title} is closed; register again")
+        if self.member.is_letting_go:
+            text = f"{title}: what it held was ordered out, and is still being read; try again"
+            raise StateError(text, retryable=True)
+
+    async def tell_loss(self) -> None:
+        await self.check_idle()
+        self.member.tell_loss()
+
+    def _check_last_ended(self) -> None:
+        asked = self.simulated.asked
+        if asked is not None and not asked.done:
+            text = f"{self.member.shard.title}: a call is still running on this handle; one call at a time"
+            raise StateError(text, retryable=True)
+
+    def _raise_violation(self, held: Content | None) -> None:
+        names = self.simulated.written_tensors() if held is not None else []
+        if held is None or not names:
+            return
+        more = f" (and {len(names) - NAMES_MAX} more)" if len(names) > NAMES_MAX else ""
+        raise MutabilityViolation(
+            f"version {held.version.version} of {self.member.shard.title} was written while it was published: "
+            f"{', '.join(map(repr, names[:NAMES_MAX]))}{more}. Readers may have got other bytes, or have failed: "
+            "unpublish() before you write, or write in mutate(), and publish a new version",
+            memory="torn",
+        )
+
+
+class HostCopies:
+    """See `runtime.host_copies.HostCopies`: what a caller wants of it, and what the coordinator orders."""
+
+    def __init__(self, shell: WorkerShell) -> None:
+        self._shell = shell
+
+    async def prefetch(self, caller: Caller, selector: Selector, timeout_s: float) -> FetchReport:
+        handle, shard, room = caller.simulated, caller.member.shard, self._shell.options.host_memory_bytes
+        assert shard.manifest is not None
+        if not room:
+            raise StateError("prefetch() needs host memory: set Options.host_memory_bytes")
+        if handle.member.state is HandleState.CLOSED:
+            raise StateError(f"{shard.title} is closed; register again")
+        handle.member.tell_loss()
+        copy = handle.prefetched.copy
+        if copy is not None and copy.asked is not None and not copy.asked.done:
+            text = f"{shard.title}: a prefetch is still running on this handle; one prefetch at a time"
+            raise StateError(text, retryable=True)
+        self.check_room(shard.manifest.nbytes, copy)
+        asked = handle.prefetch(selector, timeout_s)
+        copy = handle.prefetched.copy
+        assert isinstance(copy, EmbeddedHandle)
+        try:
+            return copy.report_of(await copy.end_of(asked))
+        except TensorHubError as error:
+            error.memory = "intact"  # what was torn is not the caller's
+            raise
+
+    def check_room(self, nbytes: int, instead: object = None) -> None:
+        """Raise StateError if there is no room for so many bytes more."""
+        handles = [h for h in self._shell.worker.handles if h.shard.medium is Medium.HOST and h is not instead]
+        taken = sum(h.member.content.manifest.nbytes for h in handles if h.member.content is not None)
+        room = self._shell.options.host_memory_bytes
+        if taken + nbytes > room:
+            text = f"{nbytes} bytes are wanted of host memory, {taken} of {room} are in use: set Options.host_memory_bytes"
+            raise StateError(text)
+
+    async def close(self, caller: Caller, timeout_s: float, *, abandon: bool) -> None:
+        copy = caller.simulated.prefetched.copy
+        if isinstance(copy, EmbeddedHandle) and copy.member.state is not HandleState.CLOSED:
+            await copy.end_call(StateError("its handle was closed"))
+            if not abandon and copy.member.content is not None:
+                await copy.run(ReleaseCall(), timeout_s)
+        await caller.close(timeout_s, abandon=abandon)
+
+    async def make(self, order: MakeCopy) -> None:
+        """The coordinator wants a copy: find out what it is made of, and read it."""
+        shell, info = self._shell, order.version
+        try:
+            encoded = await shell.questions.manifest(info, order.shard, shell.options.op_timeout_s)
+            manifest = Manifest.decode(encoded)
+            self.check_room(manifest.nbytes)
+        except TensorHubError as error:
+            shell.say(CopyRefused(order.copy, str(error)[:1000]))
+            return
+        if order.copy not in shell.cluster.by_registration:
+            group = f"copy/{order.copy}"
+            where = (Medium.HOST, Purpose.RETENTION)
+            copy = Shard(order.copy, info.model, group, 0, 1, False, manifest.layout_id, manifest, order.shard, *where)
+            shell.worker.take(copy).replicate(info.version, shell.options.op_timeout_s)
+
+
+class WorkerShell:
+    """See `runtime.worker.Worker`, as far as `Hub` uses it."""
+
+    def __init__(self, cluster: EmbeddedCluster, worker: EmbeddedWorker, options: Options, *, prefetch: bool) -> None:
+        self.cluster = cluster
+        self.worker = worker
+        self.name = worker.name
+        self.options = options
+        self._prefetch = prefetch
+        self._groups = count(1)
+        self._idents = count(1)
+        self.welcome_came = anyio.Event()
+        self.tasks = Tasks(cluster)
+        self.news = News(self)
+        self.questions = Questions(self, cluster.numbers, self._new_id)
+        self.pins = Pins(self.questions, options.op_timeout_s)
+        self.pins.tasks = cast(Any, self.tasks)
+        self.copies = HostCopies(self)
+        self.callers: list[Caller] = []
+
+    def __repr__(self) -> str:
+        return f"<simulated {self.worker!r} handles={len(self.callers)}>"
+
+    def _new_id(self) -> str:
+        return f"{self.worker.incarnation}-{next(self._idents)}"
+
+    def timeout_s(self, timeout: float | None) -> float:
+        if timeout is None:
+            return self.options.op_timeout_s
+        seconds = as_seconds(timeout)
+        if seconds is None:
+            raise StateError(f"timeout={timeout!r}: give seconds, 0 or more, or None for the default")
+        return seconds
+
+    # -- as a line, see `questions.Line`
+
+    @property
+    def online(self) -> bool:
+        link = self.worker.link
+        return isinstance(link, TimedLink) and link.welcomed
+
+    def say(self, message: FromWorker) -> None:
+        self.cluster.sync()
+        self.worker.say_for_caller(message)
+
+    # -- registering
+
+    async def register(
+        self, model: str, memory: Memory, *, group: str | None, rank: int, world_size: int, spot: bool, timeout_s: float
+    ) -> Caller:
+        digest: Digest = "xxh3-64" if self.options.integrity else "none"
+        layout = f"world/{world_size}"
+        manifest = build_manifest(memory.descriptions, self.options.chunk_bytes, digest, layout, metadata=memory.metadata)
+        group = group if group is not None else self._fresh_group()
+        for caller in self.callers:
+            shard = caller.member.shard
+            if (shard.model, shard.group, shard.rank) == (model, group, rank) and not self._is_gone(caller):
+                raise RegistrationError(
+                    f"rank {rank} of group {group!r} of {model!r} is registered by this worker already: "
+                    "close it first, or take another group name (two sets of one model in one process need two groups)"
+                )
+        ident = f"r{next(self.cluster.registrations)}"
+        shard = Shard(ident, model, group, rank, world_size, spot, layout, manifest, rank)
+        caller = Caller(self.worker.take_memory(shard, memory))
+        self.callers.append(caller)
+        try:
+            await self._answered(caller.simulated, timeout_s)
+        except BaseException:
+            self.drop_handle(caller)
+            raise
+        if self._prefetch:
+            follower = Prefetcher(cast(Any, caller), self.news, cast(Any, self.copies), self.options.op_timeout_s)
+            self.tasks.start_soon(follower.run)
+        return caller
+
+    @staticmethod
+    def _is_gone(caller: Caller) -> bool:
+        return caller.member.state is HandleState.CLOSED and caller.member.running is None
+
+    async def _answered(self, handle: EmbeddedHandle, timeout_s: float) -> None:
+        with anyio.move_on_after(timeout_s):
+            await handle.answered.wait()
+        self.cluster.check_running(self.worker)
+        if handle.registration_error is not None:
+            raise handle.registration_error
+        if not handle.registered:
+            model = handle.shard.model
+            raise CoordinatorUnavailable(f"register {model!r}: the coordinator did not answer within {timeout_s:g} s")
+
+    def _fresh_group(self) -> str:
+        return f"{self.worker.incarnation[:400]}-{next(self._groups)}"
+
+    def drop_handle(self, caller: Caller) -> None:
+        self.callers.remove(caller)
+        if self.worker.alive and not self.cluster.is_over:
+            self.worker.drop_memory(caller.simulated)
+
+    async def fetch(
+        self,
+        model: str,
+        selector: Selector,
+        memory: Memory,
+        *,
+        rank: int,
+        timeout_s: float,
+        progress: ProgressListener | None = None,
+    ) -> tuple[VersionInfo, FetchReport]:
+        self.news.tell_loss(model)
+        ident = f"r{next(self.cluster.registrations)}"
+        shard = Shard(ident, model, self._fresh_group(), 0, 1, True, "", None, rank)
+        caller = Caller(self.worker.take_memory(shard, memory))
+        try:
+            found = await caller.fetch(FillCall(OpKind.FETCH, selector), timeout_s)
+        except TensorHubError as error:
+            error.memory = "intact"  # what was torn is nobody's
+            raise
+        self.news.heard_of(model)
+        return found
+
+    # -- its end
+
+    async def close(self) -> None:
+        """Close every handle and say goodbye. Bounded in time."""
+        if self.worker.alive and not self.cluster.is_over:
+            with anyio.move_on_after(CLOSE_S, shield=True):
+                async with anyio.create_task_group() as tasks:
+                    for caller in list(self.callers):
+                        tasks.start_soon(partial(self._close_quietly, caller))
+            self.cluster.sync()
+        if self.worker.alive and not self.cluster.is_over:
+            self.worker.say(Leave("closed"))
+            self.worker.leave()
+        self.worker.thread.has_ended = True
+        self.tasks.cancel()
+
+    async def _close_quietly(self, caller: Caller) -> None:
+        await caller.simulated.end_call(StateError("the hub was closed while the call was running"))
+        if self.worker.alive and not self.cluster.is_over:
+            with contextlib.suppress(TensorHubError):
+                await caller.close(CLOSE_S / 2, abandon=True)
+
+    def crashed(self) -> None:
+        """The process is no more: nobody waits for an answer any longer."""
+        self.tasks.cancel()
+        for handle in self.worker.handles:
+            if isinstance(handle, EmbeddedHandle):
+                handle.let_callers_go()

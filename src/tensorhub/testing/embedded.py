@@ -1,0 +1,359 @@
+"""A simulated cluster whose users are somebody else's tasks: the driver that shares their clock, and their workers.
+
+Theory of operation. The simulation's queue of events is driven by a task of the caller's own loop, in that loop's virtual
+time: when every other task waits, the next event happens; if it is due later, the loop's clock moves on, to a timer of the
+caller's code if that comes first. So caller and simulation take turns, in one order, and a seed is a trace.
+
+Not responsible for what a caller sees (`running`), nor for what the public classes stand on (`callers`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+from typing import Any
+
+import anyio
+import anyio.abc
+
+from tensorhub.errors import StateError, TensorHubError
+from tensorhub.messages import (
+    Announce,
+    Deregister,
+    Description,
+    Done,
+    FromCoordinator,
+    FromWorker,
+    Grant,
+    MakeCopy,
+    ManifestReply,
+    Pin,
+    Refused,
+    Retain,
+    Unpin,
+)
+from tensorhub.testing.callers import NoThread, WorkerShell
+from tensorhub.testing.clock import Party
+from tensorhub.testing.faults import Fault, FaultPlan
+from tensorhub.testing.guarantees import GuaranteeBroken
+from tensorhub.testing.handle import Asked, BrokenHook, Handle
+from tensorhub.testing.injecting import Injector
+from tensorhub.testing.process import TimedWorker
+from tensorhub.testing.pulling import Lane, Reading
+from tensorhub.testing.registered import EmbeddedHandle
+from tensorhub.testing.simulated import SimulatedCluster
+from tensorhub.testing.virtual import idle
+from tensorhub.testing.wires import TimedLane
+from tensorhub.testing.worker import SimWorker
+from tensorhub.transport.memory import Memory
+from tensorhub.types import Location, Options
+from tensorhub.worker.enrolment import Shard
+
+USERS_OWN = frozenset({Fault.HOOK, Fault.CANCEL, Fault.DIFFER, Fault.HASTE, Fault.OVERWRITE})  # what only a user does wrong
+INSTANT_S = 1e-9
+OVER = "the simulation is over"
+
+
+class WorkerCrashed(Exception):
+    """This simulated process has died: its code ends here, as if it had been killed. Leaves the `connect` block."""
+
+
+class EmbeddedWorker(TimedWorker):
+    """A process whose user is one `connect` block."""
+
+    def __init__(
+        self, cluster: EmbeddedCluster, name: str, location: Location, options: Options, life: int, *, prefetch: bool
+    ) -> None:
+        super().__init__(cluster, name, location)
+        self.embedded = cluster
+        self.lives = life
+        self.incarnation = f"{name}.{life}"
+        self.host_bytes = options.host_memory_bytes
+        self.scope = anyio.CancelScope()  # of the code that runs in it
+        self.is_preempted = False
+        self.has_crashed = False
+        self.thread = NoThread(cluster, self)
+        self.shell = WorkerShell(cluster, self, options, prefetch=prefetch)
+
+    # -- its end
+
+    @property
+    def is_gone(self) -> bool:
+        """Whether it ended by other than its own will."""
+        return self.has_crashed or self.is_preempted
+
+    def crash(self) -> None:
+        self.has_crashed = True
+        super().crash()
+        self.scope.cancel()
+        self.shell.crashed()
+        self.embedded.died(self.name)
+
+    def leave(self) -> None:
+        """It has said goodbye: what it holds goes with it."""
+        self.embedded.note(f"{self.name} leaves")
+        super().crash()
+        self.shell.crashed()
+
+    def disconnect(self) -> None:
+        super().disconnect()
+        self.shell.questions.lost()
+
+    # -- registering
+
+    def new_handle(self, shard: Shard) -> Handle:
+        return EmbeddedHandle(self.embedded, self, shard, self._memory)
+
+    _memory: Memory | None = None
+
+    def take_memory(self, shard: Shard, memory: Memory) -> EmbeddedHandle:
+        """Register a caller's own memory."""
+        self._memory = memory
+        try:
+            handle = self.take(shard)
+        finally:
+            self._memory = None
+        assert isinstance(handle, EmbeddedHandle)
+        return handle
+
+    def drop_memory(self, handle: Handle) -> None:
+        """Its caller has not got it."""
+        if handle in self.handles:
+            self.drop(handle)
+            self.say(Deregister(next(self.cluster.numbers), handle.shard.registration, True))
+
+    # -- saying and hearing
+
+    def say_for_caller(self, message: FromWorker) -> None:
+        """What the worker itself asks: what it promises is noted as it is said."""
+        guarantees = self.cluster.guarantees
+        if self.link is None:
+            return
+        match message:
+            case Retain():
+                guarantees.wish(message.request, message.model, message.latest)
+                self._wishes.append(message.request)
+            case Pin():
+                self.pins[message.pin] = (message.model, message.version)
+                self._asked_pins[message.request] = message.pin
+            case Unpin():
+                self.pins.pop(message.pin, None)
+                guarantees.unpin(message.pin)
+            case _:
+                pass
+        self.say(message)
+
+    def say_pins(self) -> None:
+        self.shell.pins.welcomed()
+
+    def _end_pins(self) -> None:
+        """`Pins` does."""
+
+    def hear(self, message: FromCoordinator) -> None:
+        is_asked = getattr(message, "request", None) in self._askers
+        super().hear(message)
+        match message:
+            case Announce():
+                self.shell.news.announced(message)
+            case Description() | Done() | Refused() | ManifestReply() if not is_asked:
+                self.shell.questions.answered(message)
+            case _:
+                pass
+
+    def _welcomed(self, cluster: str) -> None:
+        knew = self._knew
+        super()._welcomed(cluster)
+        if knew not in ("", cluster):
+            self.shell.news.state_lost({caller.member.shard.model for caller in self.shell.callers})
+        self.shell.news.welcomed()
+        self.shell.welcome_came.set()
+
+    def _make_copy(self, message: MakeCopy) -> None:
+        if message.copy not in self.cluster.by_registration:
+            self.shell.tasks.start_soon(self.shell.copies.make, message)
+
+
+class EmbeddedInjector(Injector):
+    """Strikes processes of the caller's code: what dies there is the caller's to start again."""
+
+    cluster: EmbeddedCluster
+
+    def __init__(self, cluster: EmbeddedCluster, plan: FaultPlan) -> None:
+        super().__init__(cluster, plan)
+        self.cluster = cluster
+
+    def damage(self, name: str, frames: int) -> None:
+        """The next frames to this reader are damaged."""
+        self._damaged[name] = frames
+
+    def double(self, messages: int) -> None:
+        """The next messages come twice."""
+        self._doubles += messages
+
+    def fail_store(self, until: float) -> None:
+        """Every write fails."""
+        self._failing_store_until = until
+
+    def slow_store(self, until: float) -> None:
+        """Every write takes long."""
+        self._slow_store_until = until
+
+    def late_tails(self, until: float) -> None:
+        """What a broken connection had on its way comes late."""
+        self._late_tails_until = until
+
+    def _restart(self) -> bool:
+        return self.cluster.restart_one(self._random)
+
+    def _strike_worker(self, kind: Fault, worker: TimedWorker, other: str = "") -> bool:
+        if kind in (Fault.CRASH, Fault.PREEMPT) and worker.name in self.cluster.spared:
+            return False
+        return super()._strike_worker(kind, worker, other)
+
+    def _preempt(self, worker: TimedWorker) -> bool:
+        if not any(handle.shard.spot for handle in worker.handles):
+            return False
+        self.cluster.preempt(worker.name, self._random.choice((0.2, 2.0)))
+        return True
+
+
+class EmbeddedCluster(SimulatedCluster):
+    """`begin` and `run` of the base are for its own users, of which there are none here."""
+
+    def __init__(
+        self, seed: int, faults: Collection[Fault], options: Options | None, spared: Collection[str], seconds_max: float
+    ) -> None:
+        self._sleeps_until = float("-inf")  # nobody is to be woken for what is earlier
+        self._sooner = anyio.Event()
+        super().__init__(seed, faults=faults, options=options)
+        self.injector: EmbeddedInjector = EmbeddedInjector(self, self.plan)
+        self.spared = frozenset(spared)
+        self.seconds_max = seconds_max
+        self.is_over = False
+        self.tasks: anyio.abc.TaskGroup
+        self.restart_one: Callable[[Any], bool] = lambda random: False
+        self.preempt: Callable[[str, float], None] = lambda name, notice_s: None
+        self.died: Callable[[str], None] = lambda name: None
+        self.stalled: dict[str, float] = {}  # workers that send nothing, and until when
+        self._origin = anyio.current_time()
+        self._lives: dict[str, int] = {}
+
+    # -- time
+
+    def loop_now(self) -> float:
+        """The loop's time, as this cluster counts it."""
+        return anyio.current_time() - self._origin
+
+    def sync(self) -> None:
+        """A caller does something, between two events."""
+        self.now = self.clock.now = max(self.clock.now, self.loop_now())
+
+    def at(self, when: float, party: Party | None, act: Callable[..., None], *args: Any) -> None:
+        super().at(when, party, act, *args)
+        if when < self._sleeps_until:
+            self._sooner.set()
+
+    def after(self, seconds: float, party: Party | None, act: Callable[..., None], *args: Any) -> None:
+        self.at(self.now + seconds, party, act, *args)
+
+    async def drive(self) -> None:
+        """Let events happen, in the callers' time, until cancelled."""
+        try:
+            while True:
+                await idle()
+                wait_s = self.clock.next_time() - self.loop_now()
+                if wait_s <= INSTANT_S:
+                    self._check_time()
+                    self._take_checked_event()
+                    continue
+                self._sleeps_until, self._sooner = self.clock.next_time(), anyio.Event()
+                with anyio.move_on_after(wait_s):
+                    await self._sooner.wait()
+                self._sleeps_until = float("-inf")
+        finally:
+            self.end()
+
+    def _take_checked_event(self) -> None:
+        try:
+            self.take_event()
+        except Exception as error:
+            raise GuaranteeBroken(self.report(error)) from error
+
+    def _check_time(self) -> None:
+        if self.now > self.seconds_max:
+            raise StateError(
+                f"the simulated code did not end within {self.seconds_max:g} virtual seconds: something waits for ever, "
+                "or needs a larger seconds_max"
+            )
+
+    def end(self) -> None:
+        """Nothing happens any more."""
+        self.is_over = True
+        for worker in self.workers.values():
+            if isinstance(worker, EmbeddedWorker) and worker.alive:
+                worker.shell.crashed()
+
+    def check_over(self) -> None:
+        """Raise StateError if nothing happens any more."""
+        if self.is_over:
+            raise StateError(OVER)
+
+    def check_running(self, worker: SimWorker) -> None:
+        """Raise unless that process can still be heard."""
+        self.check_over()
+        if not worker.alive:
+            raise WorkerCrashed(f"{worker.name} has crashed")
+
+    @property
+    def command(self) -> str:
+        """The seed; what runs it again is known to whom it is run by."""
+        return f"seed {self.seed}"
+
+    # -- workers
+
+    def join(self, name: str, location: Location, options: Options, *, prefetch: bool) -> EmbeddedWorker:
+        """A new process, which connects."""
+        if name in self.processes():
+            raise StateError(f"a worker {name!r} is connected already: in a simulation each needs a name of its own")
+        life = self._lives.get(name, 0)
+        older = [worker.lives for worker in self.workers.values() if worker.name == name]
+        self._lives[name] = life = max([life, *older]) + 1
+        worker = EmbeddedWorker(self, name, location, options, life, prefetch=prefetch)
+        self.workers[f"{name}.{life}"] = worker
+        worker.connect()
+        return worker
+
+    def processes(self) -> dict[str, EmbeddedWorker]:
+        """Those that are alive, by name."""
+        return {w.name: w for w in self.workers.values() if isinstance(w, EmbeddedWorker) and w.alive}
+
+    def expect_error(self, error: Exception) -> None:
+        """A caller's own code has raised this: it may end a call."""
+        if not isinstance(error, (TensorHubError, *self.user_errors)):
+            self.user_errors = (*self.user_errors, type(error))
+
+    user_errors: tuple[type[Exception], ...] = (BrokenHook,)
+
+    # -- what follows
+
+    def hook_called(self, handle: Handle) -> None:
+        assert isinstance(handle, EmbeddedHandle)
+        if handle.hook is not None:
+            handle.hook(handle.hooks[-1].version)
+
+    def call_ended(self, handle: Handle, asked: Asked) -> None:
+        super().call_ended(handle, asked)
+        if isinstance(handle, EmbeddedHandle):
+            handle.ends(asked)
+
+    def new_lane(self, reading: Reading, grant: Grant) -> Lane:
+        lane = super().new_lane(reading, grant)
+        assert isinstance(lane, TimedLane)
+        lane.stalled_until = max(lane.stalled_until, self.stalled.get(grant.source, 0.0))
+        if isinstance(reading.reader, EmbeddedHandle):
+            reading.reader.lane_begins(lane)
+        return lane
+
+    def lane_closed(self, lane: Lane) -> None:
+        super().lane_closed(lane)
+        if isinstance(lane.reader, EmbeddedHandle):
+            lane.reader.lane_ends[lane] = self.now

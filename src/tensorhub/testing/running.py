@@ -1,0 +1,484 @@
+"""A simulated cluster under somebody's own orchestrator: connect, start processes, break things, heal.
+
+`RunningCluster` is what a caller sees; `simulate` runs a test under many seeds. See docs/orchestrators.md.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import importlib
+import os
+import sys
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from random import Random
+from typing import Any, TypeVar, cast
+
+import anyio
+import anyio.abc
+
+from tensorhub.errors import CoordinatorUnavailable, StateError
+from tensorhub.hub import Hub, refuse_unbuilt
+from tensorhub.testing.clock import Party
+from tensorhub.testing.embedded import OVER, USERS_OWN, EmbeddedCluster, EmbeddedWorker, WorkerCrashed
+from tensorhub.testing.faults import Fault
+from tensorhub.testing.guarantees import GuaranteeBroken
+from tensorhub.testing.network import COORDINATOR, TimedLink
+from tensorhub.testing.simulated import SimulatedCluster
+from tensorhub.testing.virtual import VirtualLoop, check_virtual, ordered_tasks
+from tensorhub.testing.wires import TimedLane
+from tensorhub.types import Location, Options, check_flag, check_name
+
+T = TypeVar("T")
+SEED_VARIABLE = "TENSORHUB_SEED"
+
+
+@dataclass(eq=False)
+class _Process:
+    """Code that was started under a worker's name."""
+
+    name: str
+    main: Callable[..., Awaitable[object]]
+    arguments: tuple[Any, ...]
+    scope: anyio.CancelScope = field(default_factory=anyio.CancelScope)
+    ended: anyio.Event = field(default_factory=anyio.Event)
+    replaced: anyio.Event = field(default_factory=anyio.Event)  # it was started again
+    has_died: bool = False
+
+
+class RunningCluster:
+    """A simulated cluster, and its faults by order. Made by `SimulatedCluster.running`.
+
+    Parties are called by their worker's name; the coordinator by "coordinator". Seconds are virtual ones, which pass when
+    every task waits. A fault by order happens at once, and raises StateError where there is nobody of that name.
+    """
+
+    def __init__(self, simulation: EmbeddedCluster, tasks: anyio.abc.TaskGroup) -> None:
+        self._simulation = simulation
+        self._tasks = tasks
+        self._processes: dict[str, _Process] = {}
+        self._names = 0
+        simulation.restart_one = self._restart_one
+        simulation.preempt = lambda name, notice_s: self.preempt(name, notice_s)
+        simulation.died = self._died
+
+    def __repr__(self) -> str:
+        names = ", ".join(self._simulation.processes())
+        return f"<RunningCluster {self.seed} at {self.now:.3f} s: {names}>"
+
+    @property
+    def seed(self) -> int:
+        """What decides everything here."""
+        return self._simulation.seed
+
+    @property
+    def now(self) -> float:
+        """Virtual seconds since the block began."""
+        return self._simulation.loop_now()
+
+    @property
+    def address(self) -> str:
+        """What stands for the coordinator's address, for code that hands it on to `connect`."""
+        return "tcp://simulated:0"
+
+    @property
+    def workers(self) -> tuple[str, ...]:
+        """Names of the workers that are connected, or try to be."""
+        return tuple(self._simulation.processes())
+
+    @property
+    def faults(self) -> dict[str, int]:
+        """How often each kind of fault has happened by chance."""
+        return dict(self._simulation.injector.happened)
+
+    @property
+    def end_hash(self) -> str:
+        """Of all that has happened so far, in its order, and of what memory holds: equal for equal runs."""
+        return self._simulation.end_hash
+
+    def trace(self) -> str:
+        """The last things that happened, one a line."""
+        return "\n".join(self._simulation.trace_lines())
+
+    # -- the caller's code
+
+    @contextlib.asynccontextmanager
+    async def connect(
+        self,
+        address: str | Sequence[str] = "",
+        *,
+        name: str | None = None,
+        location: Location | None = None,
+        token: str | bytes | None = None,
+        transports: Sequence[str] | None = None,
+        tls: object = None,
+        prefetch: bool = False,
+        options: Options | None = None,
+    ) -> AsyncIterator[Hub]:
+        """As `tensorhub.connect`, as a simulated process of its own: the same `Hub`, the same errors.
+
+        `address`, `token` and `transports` are not looked at. `name`: one at a time of each. `location`: default: a host of
+        its own. Of `options`, `op_timeout_s`, `chunk_bytes`, `integrity` and `host_memory_bytes` count.
+
+        Raises as `tensorhub.connect`, and WorkerCrashed out of the block when the process crashes, or is preempted: what
+        runs in the block is cancelled.
+        """
+        refuse_unbuilt(tls=tls)
+        check_flag("prefetch", prefetch)
+        options = options or Options()
+        if prefetch and not options.host_memory_bytes:
+            raise StateError("prefetch=True needs host memory: set Options.host_memory_bytes")
+        if name is None:
+            self._names += 1
+            name = f"worker-{self._names}"
+        simulation = self._simulation
+        simulation.check_over()
+        simulation.sync()
+        place = location or Location(host=name)
+        worker = simulation.join(check_name("worker", name), place, options, prefetch=prefetch)
+        try:
+            await self._welcomed(worker)
+            with worker.scope:
+                hub = Hub(cast(Any, worker.shell), cast(Any, worker.thread))
+                try:
+                    yield hub
+                finally:
+                    with anyio.CancelScope(shield=True):
+                        await hub.close()
+        except Exception as error:
+            if worker.is_gone:
+                raise WorkerCrashed(f"{name} has crashed") from error
+            raise
+        finally:
+            if worker.alive and not simulation.is_over:
+                simulation.sync()
+                worker.leave()
+        if worker.is_gone:
+            raise WorkerCrashed(f"{name} has crashed")
+
+    async def _welcomed(self, worker: EmbeddedWorker) -> None:
+        simulation = self._simulation
+        seconds = simulation.options.connect_timeout_s if simulation.process.alive else 0.0
+        with anyio.move_on_after(seconds):
+            await worker.shell.welcome_came.wait()
+        simulation.check_running(worker)
+        if not worker.shell.welcome_came.is_set():
+            raise CoordinatorUnavailable(f"the coordinator at {self.address} does not answer")
+
+    def start(self, name: str, main: Callable[..., Awaitable[object]], *arguments: object) -> None:
+        """Run `main(*arguments)` as the process of the worker `name`, which it connects itself.
+
+        It ends where that worker crashes (by being cancelled), and can be started again: by `restart`, by the fault of that
+        name, by `heal`. What it raises otherwise ends the cluster's block. Leaving that block stops it.
+        """
+        before = self._processes.get(name)
+        if before is not None and not before.ended.is_set():
+            raise StateError(f"{name!r} runs already")
+        process = self._processes[name] = _Process(name, main, arguments)
+        if before is not None:
+            before.replaced.set()
+        self._tasks.start_soon(self._run, process)
+
+    @staticmethod
+    async def _run(process: _Process) -> None:
+        try:
+            with process.scope:
+                await process.main(*process.arguments)
+        except WorkerCrashed:
+            process.has_died = True
+        finally:
+            process.ended.set()
+
+    async def wait(self, name: str) -> None:
+        """Wait until what was started under that name has ended of itself, through crashes and restarts."""
+        while True:
+            process = self._process(name)
+            await process.ended.wait()
+            if not process.has_died:
+                return
+            await process.replaced.wait()
+
+    def _process(self, name: str) -> _Process:
+        process = self._processes.get(name)
+        if process is None:
+            raise StateError(f"nothing was started as {name!r}; there are {', '.join(self._processes) or 'none'}")
+        return process
+
+    # -- processes die
+
+    def crash(self, name: str) -> None:
+        """The process is killed, its memory is gone. Code in its `connect` block is cancelled."""
+        self._now()
+        worker = self._simulation.processes().get(name)
+        if worker is not None:
+            worker.crash()
+        else:
+            self._process(name)
+        self._died(name)
+
+    def _died(self, name: str) -> None:
+        process = self._processes.get(name)
+        if process is not None and not process.ended.is_set():
+            process.has_died = True
+            process.scope.cancel()
+
+    def preempt(self, name: str, notice_s: float = 2.0) -> None:
+        """The process is told to end (its code is cancelled, and its hub closes) and is killed after `notice_s`."""
+        worker = self._worker(name)
+        worker.is_preempted = True
+        worker.scope.cancel()
+        self._died(name)
+        self._simulation.note(f"{name} is preempted")
+        self._simulation.after(notice_s, worker, worker.crash)
+
+    def restart(self, name: str) -> None:
+        """Run again what was started under that name and has died."""
+        self._now()
+        process = self._process(name)
+        if not process.has_died:
+            raise StateError(f"{name!r} has not crashed")
+        if not process.ended.is_set():
+            self._tasks.start_soon(self._restart_when_ended, process)
+        else:
+            self.start(name, process.main, *process.arguments)
+
+    async def _restart_when_ended(self, process: _Process) -> None:
+        await process.ended.wait()
+        if self._processes[process.name] is process:
+            self.start(process.name, process.main, *process.arguments)
+
+    def _dead(self) -> list[str]:
+        return [name for name, process in self._processes.items() if process.has_died and process.ended.is_set()]
+
+    def _restart_one(self, random: Random) -> bool:
+        dead = self._dead()
+        if dead:
+            self.restart(random.choice(dead))
+        return bool(dead)
+
+    def pause(self, name: str, seconds: float) -> None:
+        """The process is stopped: nothing of TensorHub runs there, and a call waits. (The caller's own code goes on.)"""
+        self._party(name).stopped_until = self._now() + seconds
+
+    # -- the coordinator
+
+    def restart_coordinator(self, down_s: float = 1.0, *, lose_state: bool = False) -> None:
+        """It dies, and is back after `down_s` on what is durable. `lose_state`: as a new cluster, without a state_dir."""
+        self._now()
+        if not self._simulation.process.alive:
+            raise StateError("the coordinator is down already")
+        self._simulation.crash_coordinator(kept=not lose_state, down_s=down_s)
+        if lose_state:
+            self._simulation.lose_state()
+
+    def fail_store(self, seconds: float) -> None:
+        """Every write of the coordinator's store fails."""
+        self._simulation.injector.fail_store(self._now() + seconds)
+
+    def slow_store(self, seconds: float) -> None:
+        """Every write of the coordinator's store takes seconds."""
+        self._simulation.injector.slow_store(self._now() + seconds)
+
+    # -- connections
+
+    def partition(self, a: str, b: str, seconds: float) -> None:
+        """Nothing passes between two parties; nothing is lost."""
+        self._check_parties(a, b)
+        self._simulation.note(f"{a} and {b} are cut off for {seconds:g} s")
+        self._simulation.ways.block(a, b, self._now() + seconds)
+
+    def slow(self, a: str, b: str, seconds: float) -> None:
+        """What two workers read from each other takes a hundred times as long."""
+        self._check_parties(a, b)
+        self._simulation.ways.slow(a, b, self._now() + seconds)
+
+    def cut(self, name: str) -> None:
+        """The worker's connection to the coordinator breaks; it connects again."""
+        self._worker(name).disconnect()
+
+    def delay(self, name: str, seconds: float) -> None:
+        """What is on its way between this worker and the coordinator is held up."""
+        link = self._worker(name).link
+        if isinstance(link, TimedLink):
+            link.held_until = self._now() + seconds
+
+    def drop(self, name: str) -> None:
+        """The worker's connection to the coordinator loses everything from now on, until somebody notices."""
+        link = self._worker(name).link
+        if isinstance(link, TimedLink):
+            link.is_lossy = True
+
+    def reorder(self, seconds: float) -> None:
+        """What a connection that breaks has on its way arrives after the next one is up."""
+        self._simulation.injector.late_tails(self._now() + seconds)
+
+    def duplicate(self, messages: int = 1) -> None:
+        """The next control messages arrive twice."""
+        self._simulation.injector.double(messages)
+
+    # -- reads
+
+    def stall(self, name: str, seconds: float) -> None:
+        """This source accepts its readers, and sends nothing."""
+        worker, until = self._worker(name), self._now() + seconds
+        self._simulation.stalled[name] = until
+        for lane in [lane for handle in worker.handles for lane in handle.serving]:
+            if isinstance(lane, TimedLane):
+                lane.stalled_until = until
+
+    def corrupt(self, name: str, frames: int = 1) -> None:
+        """The next chunks that this reader gets are damaged on their way."""
+        self._worker(name)
+        self._simulation.injector.damage(name, frames)
+
+    def busy_device(self, name: str, seconds: float) -> None:
+        """An access of the worker's own (a digest, a copy) to what it holds lasts that long: it can not be fenced sooner."""
+        worker = self._worker(name)
+        self._now()
+        for handle in worker.handles:
+            handle.hold_access()
+            self._simulation.after(seconds, worker, handle.end_access)
+
+    # -- the end of faults
+
+    def heal(self) -> None:
+        """Nothing goes wrong by chance any more, what is broken is mended, and what was started and has died runs again."""
+        self._end_faults()
+        for name in self._dead():
+            self.restart(name)
+
+    def _end_faults(self) -> None:
+        self._now()
+        self._simulation.injector.end()
+        self._simulation.stalled.clear()
+
+    def stop(self) -> None:
+        """End what was started: each is cancelled, in the order in which it was started."""
+        for process in self._processes.values():
+            process.scope.cancel()
+
+    # -- names
+
+    def _now(self) -> float:
+        self._simulation.check_over()
+        self._simulation.sync()
+        return self._simulation.now
+
+    def _worker(self, name: str) -> EmbeddedWorker:
+        self._now()
+        worker = self._simulation.processes().get(name)
+        if worker is None:
+            raise StateError(f"no worker {name!r} is connected; there are {', '.join(self.workers) or 'none'}")
+        return worker
+
+    def _party(self, name: str) -> Party:
+        return self._simulation.process if name == COORDINATOR else self._worker(name)
+
+    def _check_parties(self, *names: str) -> None:
+        for name in names:
+            self._party(name)
+
+
+@contextlib.asynccontextmanager
+async def running(
+    seed: int, allowed: Collection[Fault] | None, options: Options | None, spared: Collection[str], seconds_max: float
+) -> AsyncIterator[RunningCluster]:
+    """See `SimulatedCluster.running`."""
+    check_virtual()
+    mistakes = [kind.value for kind in allowed or () if kind in USERS_OWN]
+    if mistakes:
+        raise StateError(f"faults={', '.join(mistakes)}: only a user can commit these, and the users are yours here")
+    kinds = [kind for kind in Fault if kind not in USERS_OWN and (allowed is None or kind in allowed)]
+    simulation = EmbeddedCluster(seed, kinds, options, spared, seconds_max)
+    try:
+        with ordered_tasks(seed):
+            async with anyio.create_task_group() as simulation.tasks:
+                simulation.tasks.start_soon(simulation.drive)
+                try:
+                    async with anyio.create_task_group() as processes:
+                        cluster = RunningCluster(simulation, processes)
+                        simulation.injector.begin()
+                        yield cluster
+                        cluster._end_faults()
+                        cluster.stop()
+                    simulation.check()
+                finally:
+                    simulation.end()
+                    simulation.tasks.cancel_scope.cancel()
+    except BaseExceptionGroup as group:
+        raise _cause(group) from None
+
+
+def _cause(group: BaseExceptionGroup[BaseException]) -> BaseException:
+    """What went wrong, if it was one thing; what followed of it is left out."""
+    causes = [leaf for leaf in _leaves(group) if str(leaf) != OVER]
+    broken = next((leaf for leaf in causes if isinstance(leaf, GuaranteeBroken)), None)
+    return broken or (causes[0] if len(causes) == 1 else group)
+
+
+def _leaves(group: BaseExceptionGroup[BaseException]) -> Iterable[BaseException]:
+    for error in group.exceptions:
+        if isinstance(error, BaseExceptionGroup):
+            yield from _leaves(error)
+        else:
+            yield error
+
+
+def simulate(
+    main: Callable[[RunningCluster], Awaitable[object]],
+    *,
+    seeds: Iterable[int] = range(100),
+    faults: Collection[Fault] | None = None,
+    options: Options | None = None,
+    spared: Collection[str] = (),
+    seconds_max: float = 3600.0,
+    backend: str = "asyncio",
+) -> list[str]:
+    """Run `await main(cluster)` once for each seed, in virtual time; returns the end hashes.
+
+    `faults`: the kinds that may be drawn; None: all but those that only a user can commit; (): none. `options`: the
+    coordinator's; None: drawn. `spared`, `seconds_max`: see `SimulatedCluster.running`. `backend`: "asyncio" or "trio".
+    With TENSORHUB_SEED in the environment only that seed is run.
+
+    Raises what `main` raises, or GuaranteeBroken, with a note that says how to run this seed again.
+    """
+    only = os.environ.get(SEED_VARIABLE)
+    hashes = []
+    for seed in seeds if only is None else [int(only)]:
+        cluster = SimulatedCluster(seed, faults=faults, options=options)
+        try:
+            hashes.append(_run(partial(_one, main, cluster, spared, seconds_max), backend))
+        except Exception as error:
+            error.add_note(f"reproduce: {SEED_VARIABLE}={seed} {_command()}")
+            raise
+    return hashes
+
+
+async def _one(
+    main: Callable[[RunningCluster], Awaitable[object]],
+    simulated: SimulatedCluster,
+    spared: Collection[str],
+    seconds_max: float,
+) -> str:
+    async with simulated.running(spared=spared, seconds_max=seconds_max) as cluster:
+        await main(cluster)
+    return cluster.end_hash
+
+
+def _run(function: Callable[[], Any], backend: str) -> Any:
+    if backend == "trio":
+        trio: Any = importlib.import_module("trio")
+        clock = importlib.import_module("trio.testing").MockClock(autojump_threshold=0)
+        return trio.run(function, clock=clock)
+    if backend != "asyncio":
+        raise StateError(f"backend={backend!r}: give 'asyncio' or 'trio'")
+    with asyncio.Runner(loop_factory=VirtualLoop) as runner:
+        return runner.run(function())
+
+
+def _command() -> str:
+    """What is running: a test, or a program."""
+    test = os.environ.get("PYTEST_CURRENT_TEST", "").rpartition(" ")[0]
+    return f"python -m pytest '{test}'" if test else f"python {' '.join(sys.argv)}"

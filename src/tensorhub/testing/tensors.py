@@ -1,0 +1,99 @@
+"""Real tensors as the cells of a simulated memory: what arrives in a cell arrives in the tensors' bytes.
+
+A cell's value names its bytes (their digest) and carries them. Not responsible for who may read or write when.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, MutableSequence
+from typing import Self, overload
+
+import xxhash
+
+from tensorhub.manifest import Manifest
+from tensorhub.runtime.chunks import ChunkMemory
+from tensorhub.transport.memory import Memory, copy_bytes
+
+
+class Cell(str):
+    """The name of some bytes, with the bytes."""
+
+    __slots__ = ("data",)
+    data: bytes
+
+    @classmethod
+    def of(cls, data: bytes) -> Self:
+        """Those bytes."""
+        cell = cls(xxhash.xxh3_128_hexdigest(data))
+        cell.data = data
+        return cell
+
+
+class TensorCells(MutableSequence[str]):
+    """One memory, cut into the chunks of a manifest."""
+
+    def __init__(self, memory: Memory, manifest: Manifest) -> None:
+        """Raises ManifestMismatch if its regions are not there."""
+        self.manifest = manifest
+        mapped = memory.map(manifest)
+        self._chunks = ChunkMemory(manifest, mapped.regions, mapped.unwanted)
+        self.unwanted = frozenset(self._chunks.unwanted)
+        self._copies = mapped.copies
+        self.unpack = mapped.unpack
+        self._known = [self._read(chunk) for chunk in range(len(self))]  # what was written here, or looked at, last
+
+    def __repr__(self) -> str:
+        return repr(list(self))
+
+    def __len__(self) -> int:
+        return len(self._chunks.sizes)
+
+    @overload
+    def __getitem__(self, chunk: int) -> str: ...
+    @overload
+    def __getitem__(self, chunk: slice) -> MutableSequence[str]: ...
+    def __getitem__(self, chunk: int | slice) -> str | MutableSequence[str]:
+        if isinstance(chunk, slice):
+            return [self[each] for each in range(*chunk.indices(len(self)))]
+        if not 0 <= chunk < len(self):
+            raise IndexError(chunk)
+        known = self._known[chunk]
+        return known if self._chunks.buffer(chunk) == known.data else self._read(chunk)
+
+    @overload
+    def __setitem__(self, chunk: int, cell: str) -> None: ...
+    @overload
+    def __setitem__(self, chunk: slice, cell: Iterable[str]) -> None: ...
+    def __setitem__(self, chunk: int | slice, cell: str | Iterable[str]) -> None:
+        assert isinstance(chunk, int)
+        assert isinstance(cell, str)
+        if chunk in self.unwanted:
+            return
+        place = self._chunks.buffer(chunk)
+        place[:] = cell.data if isinstance(cell, Cell) else noise(cell, place.nbytes)
+        for source, target in self._copies:  # tensors that share memory at the source
+            copy_bytes(source, target)
+        self._known[chunk] = self._read(chunk)
+
+    def __delitem__(self, chunk: int | slice) -> None:
+        raise TypeError("chunks stay")
+
+    def insert(self, index: int, value: str) -> None:
+        raise TypeError("chunks stay")
+
+    def _read(self, chunk: int) -> Cell:
+        return Cell.of(b"" if chunk in self.unwanted else bytes(self._chunks.buffer(chunk)))
+
+    def look(self) -> None:
+        """Whatever is there now was rightly written by its owner."""
+        self._known = [self._read(chunk) for chunk in range(len(self))]
+
+    def was_written(self, chunk: int) -> bool:
+        """Whether its owner has written this chunk since."""
+        return chunk not in self.unwanted and self._chunks.buffer(chunk) != self._known[chunk].data
+
+
+def noise(tag: str, nbytes: int) -> bytes:
+    """Bytes that nobody ever published: what a damaged or foreign cell is."""
+    pattern = tag.encode() + b"\xa5"
+    return (pattern * (nbytes // len(pattern) + 1))[:nbytes]
