@@ -6,14 +6,13 @@ checked; in the end faults are over, and every call must end, and whoever is lef
 
 from __future__ import annotations
 
-from collections import Counter
 from contextlib import suppress
-from typing import Any, ClassVar
+from typing import Any
 
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from tensorhub.errors import GroupAborted, OperationTimeout, StateError
+from tensorhub.errors import GroupAborted, LeaseLost, OperationTimeout, StateError
 from tensorhub.testing import CHUNK_BYTES, CHUNKS, BrokenHook, Fault, GuaranteeBroken, Handle, SimWorker
 from tensorhub.testing.handle import Asked
 from tensorhub.testing.memory import make_manifest
@@ -38,8 +37,6 @@ CALLS = st.sampled_from(["publish", "publish", "update", "update", "stage", "pre
 
 class CoreMachine(RuleBasedStateMachine):
     """Three groups of the same size, one of them perhaps on spot workers, and whatever host memory they have."""
-
-    struck: ClassVar[Counter[Fault]] = Counter()  # in all runs
 
     @initialize(world_size=st.integers(1, 3), copies=st.integers(0, 2), spot=st.booleans())
     def set_up(self, world_size: int, copies: int, spot: bool) -> None:
@@ -225,6 +222,13 @@ class CoreMachine(RuleBasedStateMachine):
     def coordinator(self, kept: bool, then: Then) -> None:
         self.happens(Fault.COORDINATOR)
         self.cluster.restart(kept=kept)
+        self.connect_all()
+        self.go_on(then)
+
+    @rule(then=THEN)
+    def state_lost(self, then: Then) -> None:
+        self.happens(Fault.STATE_LOST)
+        self.cluster.restart(lost=True)
         self.connect_all()
         self.go_on(then)
 
@@ -414,7 +418,6 @@ class CoreMachine(RuleBasedStateMachine):
     def teardown(self) -> None:
         """Faults are over: every call ends, and everybody who is left can publish and fetch."""
         if hasattr(self, "cluster"):
-            self.struck.update(self.cluster.happened)
             self.cluster.heal()
             self.let_go()
             whole = [group for group in self.groups if all(handle in self.users() for handle in group)]
@@ -462,6 +465,6 @@ class CoreMachine(RuleBasedStateMachine):
             errors = [each.error for each in asked if each.error is not None or not each.done]
             if not errors:
                 return asked
-            if not all(isinstance(error, GroupAborted | OperationTimeout) for error in errors):
+            if not all(isinstance(error, GroupAborted | OperationTimeout | LeaseLost) for error in errors):
                 break
         raise GuaranteeBroken(f"G7: {ranks[0]}: {asked[0].what}: {errors!r}")
