@@ -10,7 +10,8 @@ from random import Random
 import pytest
 
 from tensorhub.coordinator import Action, Coordinator, Event, invariants
-from tensorhub.coordinator.entities import Cluster, Group, Holding, Member, Noted, Operation, RankPart, Withdrawal
+from tensorhub.coordinator.cluster import Cluster
+from tensorhub.coordinator.entities import Group, Holding, Member, Noted, Operation, RankPart, Withdrawal
 from tensorhub.machine import InvariantBroken, Stateful
 from tensorhub.testing import PureCluster
 from tensorhub.testing.search import run_seed

@@ -15,8 +15,9 @@ from typing import assert_never
 
 from tensorhub.coordinator import invariants, views
 from tensorhub.coordinator.actions import Action, CloseSession, Durable
+from tensorhub.coordinator.cluster import Cluster
 from tensorhub.coordinator.custody import Custody
-from tensorhub.coordinator.entities import Cluster, Member, Session, Version, Worker
+from tensorhub.coordinator.entities import Member, Session, Version, Worker
 from tensorhub.coordinator.events import (
     Connected,
     Disconnected,

@@ -16,7 +16,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from tensorhub.coordinator.entities import Cluster, Group, Handover, Holding, Member, Model, Version, Worker
+from tensorhub.coordinator.cluster import Cluster
+from tensorhub.coordinator.entities import Group, Handover, Holding, Member, Model, Version, Worker
 from tensorhub.coordinator.retention import Retentions
 from tensorhub.coordinator.states import OperationState, VersionState, WorkerState
 from tensorhub.messages import DropCopy, MakeCopy

@@ -5,7 +5,8 @@ Not responsible for ending it: `operations` asks what is to blame, and `decision
 
 from __future__ import annotations
 
-from tensorhub.coordinator.entities import Blame, Cluster, Operation, RankPart, Version
+from tensorhub.coordinator.cluster import Cluster
+from tensorhub.coordinator.entities import Blame, Operation, RankPart, Version
 from tensorhub.coordinator.fills import Fills, damaged, is_staged
 from tensorhub.coordinator.retention import Retentions
 from tensorhub.coordinator.states import OperationState

@@ -9,7 +9,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 
-from tensorhub.coordinator.entities import DECIDED_KEPT_MAX, Blame, Cluster, Member, Model, Operation
+from tensorhub.coordinator.cluster import Cluster
+from tensorhub.coordinator.entities import DECIDED_KEPT_MAX, Blame, Member, Model, Operation
 from tensorhub.coordinator.kinds import Kind
 from tensorhub.coordinator.retention import Retentions
 from tensorhub.coordinator.states import OperationState

@@ -1,4 +1,4 @@
-"""The things that a coordinator knows, and the cluster that holds them.
+"""The things that a coordinator knows (`cluster` holds them).
 
 Each attribute's comment says what it always equals. Only the departments (membership, versions, readers, operations,
 and what `operations` is made of) change them; `invariants` checks what the comments say.
@@ -7,12 +7,11 @@ and what `operations` is made of) change them; `invariants` checks what the comm
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from tensorhub.coordinator import states
-from tensorhub.coordinator.actions import Action, CloseSession, Decision, Entry, Persist, Pinned, Send
+from tensorhub.coordinator.actions import Decision, Pinned
 from tensorhub.coordinator.states import (
     LeaseState,
     OperationState,
@@ -21,28 +20,23 @@ from tensorhub.coordinator.states import (
     WorkerState,
 )
 from tensorhub.errors import TensorHubError
-from tensorhub.machine import Stateful, Timers
+from tensorhub.machine import Stateful
 from tensorhub.messages import (
     Abandon,
     Begun,
-    Done,
-    ErrorInfo,
     Fill,
-    FromCoordinator,
     Outcome,
     Pin,
     Publish,
-    Refused,
     Resolve,
     Retain,
     Rollback,
     Unpin,
 )
-from tensorhub.types import Endpoint, Location, Medium, OpKey, OpKind, Options, Purpose, VersionInfo
+from tensorhub.types import Endpoint, Location, Medium, OpKey, OpKind, Purpose, VersionInfo
 
 FORGOTTEN_KEPT_MAX = 4096  # numbers of a model, should a rollback make one the newest again
 DECIDED_KEPT_MAX = 32  # outcomes that a group remembers for ranks that ask late
-LOST_KEPT_MAX = 4096
 
 
 class Worker(Stateful[WorkerState]):
@@ -476,115 +470,6 @@ class Session:
 
 Entity = Worker | Operation | Version | Replica | ReadLease  # what has a state
 Noted = Entity | Member | Group | Model
-
-
-class Cluster:
-    """All entities, and the one place through which departments act. A plain value store: no rules here."""
-
-    def __init__(self, ident: str, epoch: int, options: Options, ids: Callable[[], str]) -> None:
-        self.id = ident  # names the durable state
-        self.epoch = epoch  # of this coordinator
-        self.options = options
-        self.new_id = ids
-        self.now = 0.0
-        self.cause = 0  # ordinal number of the event being handled
-        self.timers = Timers()
-        self.sessions: dict[int, Session] = {}
-        self.workers: dict[str, Worker] = {}  # LIVE and SUSPECT ones, by incarnation
-        self.hosts: dict[str, Worker] = {}  # those of them that have host memory for copies
-        self.lost: dict[str, None] = {}  # incarnations that must not come back; the newest LOST_KEPT_MAX
-        self.members: dict[str, Member] = {}  # by registration id
-        self.models: dict[str, Model] = {}
-        self.leases: dict[str, ReadLease] = {}  # ACTIVE and FENCING ones
-        self.records: dict[int, Operation] = {}  # whose entries are on their way to the store
-        self.orders: dict[int, Order] = {}  # whose entries are on their way to the store
-        self.decisions: dict[tuple[str, str], Decision] = {}  # each group's newest commit, by model and group
-        self.changed_models: dict[str, None] = {}  # whose availability or sources may have changed in this step
-        self.changed_operations: dict[OpKey, Operation] = {}
-        self.noted: dict[Noted, None] = {}  # what the last step has changed, or may have: `invariants` looks at it
-        self.epochs_minted = epoch << 32  # group epochs of a later coordinator are always larger
-        self.records_minted = 0
-        self._actions: list[Action] = []
-
-    # -- acting
-
-    def send(self, session: int | None, message: FromCoordinator) -> None:
-        """Say it over this connection; without one it is not said (the peer asks again when it is back)."""
-        if session is not None:
-            self._actions.append(Send(self.cause, session, message))
-
-    def tell(self, member: Member, message: FromCoordinator) -> None:
-        self.noted[member] = None
-        self.send(member.worker.session, message)
-
-    def answer(self, session: int | None, request: int, error: TensorHubError | None = None) -> None:
-        """It is done, or refused with `error`."""
-        self.send(session, Done(request) if error is None else Refused(request, ErrorInfo.of(error)))
-
-    def act(self, action: Persist | CloseSession) -> None:
-        self._actions.append(action)
-
-    def persist(self, entry: Entry) -> int:
-        """Have it made durable; returns the number under which `Persisted` or `PersistFailed` will speak of it."""
-        self.records_minted += 1
-        self.act(Persist(self.cause, self.records_minted, entry))
-        return self.records_minted
-
-    def take_actions(self) -> list[Action]:
-        actions, self._actions = self._actions, []
-        return actions
-
-    def mint_epoch(self) -> int:
-        self.epochs_minted += 1
-        return self.epochs_minted
-
-    def is_former(self, epoch: int) -> bool:
-        """Whether a former coordinator has minted this group epoch."""
-        return epoch >> 32 != self.epoch
-
-    # -- changing
-
-    def note(self, *changed: Noted) -> None:
-        """These were changed in this step, by whatever else than what notes them by itself: become, tell, touch, changed."""
-        for about in changed:
-            self.noted[about] = None
-
-    def become(self, entity: Entity, state: Any, why: str) -> None:
-        """Move an entity along its table, in this step."""
-        entity.become(state, self.cause, self.now, why)
-        self.noted[entity] = None
-
-    def touch(self, model: Model) -> None:
-        """Have the model's consequences worked out at the end of this step."""
-        self.changed_models[model.name] = None
-        self.noted[model] = None
-
-    def changed(self, operation: Operation) -> None:
-        """Have the operation's consequences worked out at the end of this step, if it is not decided."""
-        if not operation.decided:
-            self.changed_operations[operation.key] = operation
-
-    # -- looking up
-
-    def model(self, name: str) -> Model:
-        """The model of this name; it begins to exist when somebody first names it for writing or waiting."""
-        model = self.models.get(name)
-        if model is None:
-            model = self.models[name] = Model(name)
-            self.note(model)
-        return model
-
-    def forget_if_unused(self, model: Model) -> None:
-        """A name that was only watched, waited for or fetched in vain is not known for good."""
-        ordered = any(order.model is model for order in self.orders.values())
-        if not model.is_used and not ordered:
-            del self.models[model.name]
-
-    def operations(self) -> Iterator[Operation]:
-        for model in self.models.values():
-            for group in model.groups.values():
-                if group.operation is not None:
-                    yield group.operation
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,7 +11,8 @@ from __future__ import annotations
 import hashlib
 
 from tensorhub.coordinator.actions import Decision
-from tensorhub.coordinator.entities import Blame, Cluster, Holding, Member, Operation, RankPart, Replica, Version
+from tensorhub.coordinator.cluster import Cluster
+from tensorhub.coordinator.entities import Blame, Holding, Member, Operation, RankPart, Replica, Version
 from tensorhub.coordinator.readers import Readers
 from tensorhub.coordinator.retention import Retentions
 from tensorhub.coordinator.states import OperationState, ReplicaState

@@ -10,8 +10,8 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable
 from typing import assert_never
 
+from tensorhub.coordinator.cluster import Cluster
 from tensorhub.coordinator.entities import (
-    Cluster,
     Group,
     Holding,
     Member,

@@ -10,7 +10,8 @@ from __future__ import annotations
 from dataclasses import replace
 
 from tensorhub.coordinator import actions
-from tensorhub.coordinator.entities import FORGOTTEN_KEPT_MAX, Cluster, Model, Order
+from tensorhub.coordinator.cluster import Cluster
+from tensorhub.coordinator.entities import FORGOTTEN_KEPT_MAX, Model, Order
 from tensorhub.coordinator.operations import Operations
 from tensorhub.coordinator.readers import Readers
 from tensorhub.coordinator.versions import Versions

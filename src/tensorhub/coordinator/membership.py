@@ -6,8 +6,9 @@ Not responsible for what a lost rank's operation or memory means: `operations` a
 from __future__ import annotations
 
 from tensorhub.coordinator.actions import CloseSession
+from tensorhub.coordinator.cluster import LOST_KEPT_MAX, Cluster
 from tensorhub.coordinator.custody import Custody
-from tensorhub.coordinator.entities import LOST_KEPT_MAX, Cluster, Group, Holding, Member, Replica, Session, Worker
+from tensorhub.coordinator.entities import Group, Holding, Member, Replica, Session, Worker
 from tensorhub.coordinator.operations import Operations
 from tensorhub.coordinator.readers import Readers
 from tensorhub.coordinator.retention import Retentions

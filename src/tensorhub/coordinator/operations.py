@@ -9,9 +9,10 @@ from __future__ import annotations
 
 from typing import assert_never
 
+from tensorhub.coordinator.cluster import Cluster
 from tensorhub.coordinator.deadlines import Deadlines
 from tensorhub.coordinator.decisions import Decisions
-from tensorhub.coordinator.entities import Blame, Cluster, Member, Model, Operation, RankPart, Worker
+from tensorhub.coordinator.entities import Blame, Member, Model, Operation, RankPart, Worker
 from tensorhub.coordinator.fills import Fills
 from tensorhub.coordinator.kinds import Kind
 from tensorhub.coordinator.publishes import Publishes

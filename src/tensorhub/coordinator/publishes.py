@@ -6,7 +6,8 @@ Not responsible for what a number may be, nor for what `latest` means: `versions
 from __future__ import annotations
 
 from tensorhub.coordinator.actions import Publication
-from tensorhub.coordinator.entities import Blame, Cluster, Holding, Operation, RankPart, Replica
+from tensorhub.coordinator.cluster import Cluster
+from tensorhub.coordinator.entities import Blame, Holding, Operation, RankPart, Replica
 from tensorhub.coordinator.readers import Readers
 from tensorhub.coordinator.states import OperationState
 from tensorhub.coordinator.versions import Versions

@@ -9,16 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from tensorhub.coordinator.entities import (
-    Cluster,
-    Holding,
-    Model,
-    Operation,
-    RankPart,
-    ReadLease,
-    Replica,
-    Version,
-)
+from tensorhub.coordinator.cluster import Cluster
+from tensorhub.coordinator.entities import Holding, Model, Operation, RankPart, ReadLease, Replica, Version
 from tensorhub.coordinator.states import LeaseState, ReplicaState, WorkerState
 from tensorhub.messages import AddSource, CutReader, DropSource, Grant, OrderedOut
 from tensorhub.scheduler.choice import Candidate, choose

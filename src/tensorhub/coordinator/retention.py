@@ -9,7 +9,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 
 from tensorhub.coordinator.actions import Pinned, Retention, Unpinned
-from tensorhub.coordinator.entities import Cluster, Group, Holding, Member, Model, Order, Version, Worker
+from tensorhub.coordinator.cluster import Cluster
+from tensorhub.coordinator.entities import Group, Holding, Member, Model, Order, Version, Worker
 from tensorhub.coordinator.states import WorkerState
 from tensorhub.errors import CoordinatorUnavailable, RetentionError, StateError, TensorHubError, VersionUnavailable
 from tensorhub.messages import Keep, Kept, Pin, Retain, Unpin

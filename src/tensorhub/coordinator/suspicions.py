@@ -8,7 +8,8 @@ one digest now and then, and itself its operation. Not responsible for how opera
 
 from __future__ import annotations
 
-from tensorhub.coordinator.entities import Cluster, Holding, Inquiry, RankPart, Worker
+from tensorhub.coordinator.cluster import Cluster
+from tensorhub.coordinator.entities import Holding, Inquiry, RankPart, Worker
 from tensorhub.coordinator.readers import Readers
 from tensorhub.messages import DigestAgain, DigestedAgain
 

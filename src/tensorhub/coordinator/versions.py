@@ -6,7 +6,8 @@ a number counts as used once its publication is on its way to the store.
 
 from __future__ import annotations
 
-from tensorhub.coordinator.entities import Cluster, Model, Operation, Version
+from tensorhub.coordinator.cluster import Cluster
+from tensorhub.coordinator.entities import Model, Operation, Version
 from tensorhub.coordinator.states import OperationState, VersionState
 from tensorhub.errors import VersionConflict, VersionUnavailable
 from tensorhub.messages import Announce, Held

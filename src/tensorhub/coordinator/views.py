@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from tensorhub.coordinator.entities import Cluster, Model, Replica
+from tensorhub.coordinator.cluster import Cluster
+from tensorhub.coordinator.entities import Model, Replica
 from tensorhub.types import LeaseView, ModelInfo, ReplicaView, ShardView, VersionView, WorkerView
 
 

@@ -6,7 +6,8 @@ a grace, and it goes with the last. Not responsible for the question itself (`re
 
 from __future__ import annotations
 
-from tensorhub.coordinator.entities import Cluster, Holding, Member, Model, Withdrawal, Worker
+from tensorhub.coordinator.cluster import Cluster
+from tensorhub.coordinator.entities import Holding, Member, Model, Withdrawal, Worker
 from tensorhub.coordinator.readers import Readers
 from tensorhub.coordinator.retention import Retentions
 from tensorhub.coordinator.states import LeaseState

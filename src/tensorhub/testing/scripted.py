@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import NamedTuple
 
 from tensorhub.coordinator import Connected, Disconnected, Persisted, PersistFailed, Received, Tick
@@ -110,9 +111,9 @@ class PureCluster(Cluster):
             if worker.link is not None:
                 if worker.link.up:
                     found.append(Choice("up", name))
-                if worker.link.down:
+                if worker.link.down and worker.stopped_until <= self.now:
                     found.append(Choice("down", name))
-        for handle in self.live_handles():
+        for handle in self._running_handles():
             if handle.can_do_next():
                 found.append(Choice("do", handle.name))
             if handle.hooks:
@@ -123,6 +124,10 @@ class PureCluster(Cluster):
         if self.unstored:
             found.append(Choice("store", str(min(self.unstored))))
         return found
+
+    def _running_handles(self) -> Iterator[Handle]:
+        """Those of workers whose threads run."""
+        return (handle for handle in self.live_handles() if handle.worker.stopped_until <= self.now)
 
     def do(self, choice: Choice) -> None:
         """Let it happen, and check everything."""
@@ -173,10 +178,14 @@ class PureCluster(Cluster):
 
     def _next_lane(self, handle: Handle) -> Lane | None:
         """The lane of its fill that has something to do."""
-        lanes = list(handle.pull.lanes.values()) if handle.pull is not None else []
+        lanes = self.open_lanes(handle)
         running = [lane for lane in lanes if lane.access is not None]
         able = running or [lane for lane in lanes if self._can_go_on(lane)]
         return next(iter(able or [lane for lane in lanes if self._lacks_in_vain(lane)]), None)
+
+    def open_lanes(self, handle: Handle) -> list[Lane]:
+        """Those of its fill over which something can come, in the order in which they are looked at."""
+        return list(handle.pull.lanes.values()) if handle.pull is not None else []
 
     @staticmethod
     def _lacks_in_vain(lane: Lane) -> bool:
@@ -240,8 +249,8 @@ class PureCluster(Cluster):
             if run:
                 self.run()
             due = [self.heartbeat_at, self.coordinator.next_deadline()]
-            due += [handle.member.next_deadline() for handle in self.live_handles()]
-            due += [until for handle in self.live_handles() if (until := handle.fence_waits_until() or 0.0) > self.now]
+            due += [handle.member.next_deadline() for handle in self._running_handles()]
+            due += [until for handle in self._running_handles() if (until := handle.fence_waits_until() or 0.0) > self.now]
             when = max(self.now, min(d for d in due if d is not None))
             if when > end:
                 break
@@ -257,13 +266,14 @@ class PureCluster(Cluster):
         if self.now >= self.heartbeat_at:
             self.heartbeat_at = self.now + self.options.lease_s / 4
             for worker in self.workers.values():
-                worker.beat()
+                if worker.stopped_until <= self.now:
+                    worker.beat()
         due = self.coordinator.next_deadline()
         if due is not None and due <= self.now:
             self.step(Tick())
-        for handle in list(self.live_handles()):
+        for handle in list(self._running_handles()):
             for lane in [lane for lane in handle.serving if lane.access is None and lane.queue and not lane.is_stopped]:
-                if not self._can_go_on(lane):
+                if lane in self.open_lanes(lane.reader) and not self._can_go_on(lane):
                     lane.settle(lane.lack())
             deadline = handle.member.next_deadline()
             if deadline is not None and deadline <= self.now:
