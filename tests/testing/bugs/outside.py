@@ -6,8 +6,7 @@ misread. Where it can it calls the code that it breaks.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Iterable, Iterator, Sequence
 from math import inf
 from typing import Any
 
@@ -44,23 +43,7 @@ from tensorhub.worker.leaving import Leaving
 from tensorhub.worker.owner import Owner
 from tensorhub.worker.rank import Rank
 from tensorhub.worker.states import Phase
-from tests.testing.bugs import Bug, bug, replaced
-
-SURVIVORS: dict[str, Bug] = {}  # not found yet in the seeds that were tried: candidates for holes in the checks; not run
-
-
-def survivor(
-    breaks: str, *, faults: tuple[Fault, ...] | None = None, seeds_max: int = 1000
-) -> Callable[[Callable[[], Iterator[None]]], Callable[[], AbstractContextManager[None]]]:
-    """As `bug`, for one that is not found."""
-
-    def register(make: Callable[[], Iterator[None]]) -> Callable[[], AbstractContextManager[None]]:
-        entered = contextmanager(make)
-        SURVIVORS[make.__name__] = Bug(make.__name__, breaks, entered, faults, seeds_max)
-        return entered
-
-    return register
-
+from tests.testing.bugs import bug, replaced, survivor
 
 # ---------------------------------------------------------------------------------------------- the owner's memory
 
@@ -453,7 +436,7 @@ def draining_holder_counts() -> Iterator[None]:
         yield
 
 
-@survivor(
+@bug(
     "R4: retain() and pin() are answered when holders were told, not when they know",
     faults=(Fault.PARTITION, Fault.CUT, Fault.DROP),
 )
@@ -552,7 +535,7 @@ def retention_not_recovered() -> Iterator[None]:
         yield
 
 
-@survivor(
+@bug(
     "G6: a copy that is being filled counts as a source like a whole one: for visibility, retention, and as a begin",
     faults=(Fault.CRASH, Fault.SLOW, Fault.STALL),
 )
@@ -688,7 +671,7 @@ def lost_incarnation_comes_back() -> Iterator[None]:
         yield
 
 
-@survivor(
+@bug(
     "G9: a confirmed fence ends whatever the registration holds by now, not the generation that it names",
     faults=(Fault.CRASH, Fault.CANCEL, Fault.SLOW),
 )
