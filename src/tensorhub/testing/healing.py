@@ -20,6 +20,7 @@ TRIES = 12
 REST_S = 400.0
 WAITS_S = 5000.0  # a fill that waits for a version of after the faults
 LEAVES_S = 50.0  # for somebody else to take over what is retained
+OUT_OF_REACH = 10_000  # so many numbers ahead: users that go on publishing do not come to it
 
 
 class Healing:
@@ -34,8 +35,7 @@ class Healing:
     def ask(self) -> None:
         """While things still go wrong: of those at rest some want what there is, and some the next version; they wait."""
         users = self._cluster.users
-        users.next_version += 10
-        self._awaited = users.next_version
+        self._awaited = users.next_version + OUT_OF_REACH
         ready = [team for team in users.teams if self._is_whole(team) and all(handle.idle for handle in team.ranks)]
         for team in [team for team in ready[1:] if team.world_size == ready[0].world_size]:
             reads = all(handle.member.state in (HandleState.EMPTY, HandleState.TORN) for handle in team.ranks)
@@ -189,6 +189,7 @@ class Healing:
             self._rest("after waiting calls were cancelled")
             return
         self._take_back(writers[0])
+        self._cluster.users.next_version = self._awaited
         self._must(writers[0], self._awaited, lambda handle: handle.publish(self._awaited))
         self._waiting.clear()
         self._rest("after what was waited for was published")
