@@ -283,6 +283,8 @@ class Guarantees:
         """
         key, known = (handle.shard.group, content_id), self._cluster.coordinator.cluster.members.get(handle.id)
         holding = known.holding if known is not None else None
+        if handle.asked is not None and holding is not None:
+            handle.asked.granted_at = 0.0
         if key not in self._leaving or holding is None or not holding.is_source:
             return  # it stays in a replica that another rank has left
         if holding.replica.state is ReplicaState.READY:
@@ -312,9 +314,19 @@ class Guarantees:
         if asked is None or content is None:
             return
         content_id, asked.granted_at = content.version.content_id, self._cluster.now
+        asked.follows = any(self._is_let_go(mate, content_id) for mate in self._mates(handle))
+        if asked.follows:
+            return  # its replica does not serve any more, whoever of them hears it first
         if isinstance(asked.what, CloseCall) and self._is_whole(handle, asked, content_id):
             alone = (shard for shard in self.truth[content_id] if not self._others(handle, shard, asked, elsewhere=True))
             asked.alone = next(alone, None)
+
+    @staticmethod
+    def _is_let_go(handle: Handle, content_id: str) -> bool:
+        """Whether the coordinator has said that it may go, and it has not stayed."""
+        content, asked = handle.member.content, handle.asked
+        holds = content is not None and content.version.content_id == content_id
+        return holds and asked is not None and not asked.done and asked.granted_at > 0
 
     def _is_whole(self, handle: Handle, asked: Asked, content_id: str) -> bool:
         """Whether, with what this handle holds, every shard of it surely has a reliable holder."""
@@ -351,7 +363,7 @@ class Guarantees:
             return
         if self.is_spoilt(handle, content_id) or any(self._abandons(mate) for mate in self._mates(handle)):
             return  # nobody wants it, or a rank of its replica does not care
-        if self._has_left(handle, content_id) not in (None, handle):
+        if asked.follows or self._has_left(handle, content_id) not in (None, handle):
             return  # its replica did not serve any more
         if not self._is_reliable(handle) or not self._is_whole(handle, asked, content_id):
             return  # it does not count, or the version was lost before
