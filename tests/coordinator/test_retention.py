@@ -358,6 +358,23 @@ def test_what_a_stopped_coordinator_reads_late_counts_only_while_the_owner_stays
     assert any(isinstance(action, Fence) for action in trainer.todo)
 
 
+@pytest.mark.parametrize("what", ["unpublish", "close"])
+def test_a_wish_that_is_heard_only_when_it_was_given_up_takes_nothing_from_anybody(what: str) -> None:
+    cluster, trainer, (reader,) = retained(1, "reader")
+    fill(cluster, reader)
+    asked = trainer.unpublish(3) if what == "unpublish" else trainer.close(3)
+    cluster.advance(6, run=False)  # its question is under way all that time
+    assert trainer.member.state is HandleState.READY  # it has stayed
+    cluster.run()  # only now it is let go
+    assert isinstance(asked.error, RetentionError)
+    assert trainer.member.state is HandleState.READY
+    cluster.check_agreement()
+    again = reader.unpublish()
+    cluster.run()
+    assert again.error is None  # the trainer counts
+    assert again.has_ended()
+
+
 def test_a_lease_that_was_over_before_is_not_waited_for_again() -> None:
     cluster, trainer, _ = retained(1)
     trainer.worker.disconnect()

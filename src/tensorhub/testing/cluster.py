@@ -23,7 +23,7 @@ from tensorhub.coordinator import (
     Send,
 )
 from tensorhub.manifest import Manifest
-from tensorhub.messages import Done, FromCoordinator, Grant, Welcome, Withdrawable
+from tensorhub.messages import Done, FromCoordinator, Grant, Registered, Welcome, Withdrawable
 from tensorhub.testing.guarantees import GuaranteeBroken, Guarantees, demand
 from tensorhub.testing.handle import Asked, BrokenHook, Handle
 from tensorhub.testing.memory import CHUNKS, MANIFEST
@@ -152,6 +152,8 @@ class Cluster:
         worker, link = self.links[session]
         if isinstance(message, Withdrawable):
             worker.granted(message)
+        elif isinstance(message, Registered):
+            worker.known(message)
         elif isinstance(message, Welcome) and not message.known:
             worker.known_since = self.now
         link.down.append(message)

@@ -11,6 +11,7 @@ from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
 from tensorhub.coordinator import Entry, Publication, Retention, Rollback
+from tensorhub.coordinator.states import ReplicaState
 from tensorhub.errors import LeaseLost, TensorHubError, VersionConflict
 from tensorhub.messages import Done
 from tensorhub.testing.rendering import show_error
@@ -60,6 +61,7 @@ class Guarantees:
         self._numbers: set[tuple[str, int, int]] = set()  # (model, lineage, number) that are durable
         # By group and content: the first rank that was let go, and when; its replica serves no more.
         self._leaving: dict[tuple[str, str], tuple[Handle, float]] = {}
+        self._stayed: dict[tuple[str, str], set[Handle]] = {}  # of these: who serves again, in a replica that began since
         self._lost: dict[tuple[str, str], float] = {}  # when which registration has lost which content without leave
 
     def state_lost(self, store: Iterable[Entry]) -> None:
@@ -275,18 +277,36 @@ class Guarantees:
         """Its group begins a new replica of that version."""
         self._leaving.pop((handle.shard.group, version.content_id), None)
 
+    def stays(self, handle: Handle, content_id: str) -> None:
+        """The coordinator is told again that it holds that, and keeps it: who was let go may not have been fenced in time.
+        It serves again, with its whole replica if that does, or alone in a new one (the former has ended).
+        """
+        key, known = (handle.shard.group, content_id), self._cluster.coordinator.cluster.members.get(handle.id)
+        holding = known.holding if known is not None else None
+        if handle.asked is not None and holding is not None:
+            handle.asked.granted_at = 0.0
+        if key not in self._leaving or holding is None or not holding.is_source:
+            return  # it stays in a replica that another rank has left
+        if holding.replica.state is ReplicaState.READY:
+            del self._leaving[key]
+        else:
+            self._stayed[key].add(handle)
+
     def let_go(self, handle: Handle) -> None:
         """The coordinator lets this rank go: its replica stops to serve with the first that leaves."""
         content, asked = handle.member.content, handle.asked
         if content is not None and asked is not None and self._has_left(handle, content.version.content_id) is None:
-            self._leaving[handle.shard.group, content.version.content_id] = handle, asked.granted_at
+            key = handle.shard.group, content.version.content_id
+            self._leaving[key], self._stayed[key] = (handle, asked.granted_at), set()
 
     def _has_left(self, handle: Handle, content_id: str) -> Handle | None:
         """Which rank was let go first, so that the replica that this one was a part of serves no more. What a worker
         announces to a coordinator that did not know it is a new replica.
         """
-        first, when = self._leaving.get((handle.shard.group, content_id), (None, 0.0))
-        return first if when >= handle.worker.known_since else None
+        key = handle.shard.group, content_id
+        first, when = self._leaving.get(key, (None, 0.0))
+        serves = when < handle.worker.known_since or handle in self._stayed.get(key, ())
+        return None if serves else first
 
     def granted(self, handle: Handle) -> None:
         """The coordinator is about to say that this rank may go; with a `close` its process may end from then on."""
@@ -294,9 +314,19 @@ class Guarantees:
         if asked is None or content is None:
             return
         content_id, asked.granted_at = content.version.content_id, self._cluster.now
+        asked.follows = any(self._is_let_go(mate, content_id) for mate in self._mates(handle))
+        if asked.follows:
+            return  # its replica does not serve any more, whoever of them hears it first
         if isinstance(asked.what, CloseCall) and self._is_whole(handle, asked, content_id):
             alone = (shard for shard in self.truth[content_id] if not self._others(handle, shard, asked, elsewhere=True))
             asked.alone = next(alone, None)
+
+    @staticmethod
+    def _is_let_go(handle: Handle, content_id: str) -> bool:
+        """Whether the coordinator has said that it may go, and it has not stayed."""
+        content, asked = handle.member.content, handle.asked
+        holds = content is not None and content.version.content_id == content_id
+        return holds and asked is not None and not asked.done and asked.granted_at > 0
 
     def _is_whole(self, handle: Handle, asked: Asked, content_id: str) -> bool:
         """Whether, with what this handle holds, every shard of it surely has a reliable holder."""
@@ -333,7 +363,7 @@ class Guarantees:
             return
         if self.is_spoilt(handle, content_id) or any(self._abandons(mate) for mate in self._mates(handle)):
             return  # nobody wants it, or a rank of its replica does not care
-        if self._has_left(handle, content_id) not in (None, handle):
+        if asked.follows or self._has_left(handle, content_id) not in (None, handle):
             return  # its replica did not serve any more
         if not self._is_reliable(handle) or not self._is_whole(handle, asked, content_id):
             return  # it does not count, or the version was lost before

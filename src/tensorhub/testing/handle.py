@@ -82,6 +82,7 @@ class Asked:
     online: bool = True  # its worker has been connected all the time
     granted: bool = False  # the coordinator has let go what was held
     granted_at: float = 0.0  # when it has let it go, where it was asked to
+    follows: bool = False  # another rank of its replica was let go before
     alone: int | None = None  # a shard that no other process kept when the coordinator let its process go
     key: OpKey | None = None
     done: bool = False

@@ -35,6 +35,7 @@ from tensorhub.messages import (
     Pin,
     ReaderCut,
     Refused,
+    Register,
     Registered,
     Retain,
     Rollback,
@@ -84,6 +85,7 @@ class SimWorker:
         self.pins: dict[str, tuple[str, int]] = {}  # that it wants: model and version, by id
         self.unpinned: dict[str, str] = {}  # pins that it has ended, and has not heard the end of: their models, by id
         self._askers: dict[int, Handle] = {}  # requests of handles that are not answered yet
+        self._announced: dict[int, str] = {}  # of these: what content such a request says is held
         self._wishes: list[int] = []  # requests of `retain` that are not answered
         self._asked_pins: dict[int, str] = {}  # by request
         self._asked_unpins: dict[int, str] = {}  # by request
@@ -182,6 +184,8 @@ class SimWorker:
     def say(self, message: FromWorker) -> None:
         """Tell the coordinator; without a connection it is not said."""
         if self.link is not None:
+            if isinstance(message, Register) and message.held is not None and not message.held.voted:
+                self._announced[message.request] = message.held.content_id
             self.link.up.append(message)
             self.cluster.said_up(self, self.link)
 
@@ -288,6 +292,12 @@ class SimWorker:
         handle = self._askers.get(message.request)
         if handle is not None:
             self.cluster.guarantees.granted(handle)
+
+    def known(self, message: Registered) -> None:
+        """That is about to be told to one of its handles: what it has announced as held counts from now on."""
+        handle, content_id = self._askers.get(message.request), self._announced.pop(message.request, None)
+        if handle is not None and content_id is not None and message.keep:
+            self.cluster.guarantees.stays(handle, content_id)
 
     def hear(self, message: FromCoordinator) -> None:
         """Hand it to whom it is about."""

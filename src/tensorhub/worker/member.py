@@ -384,6 +384,8 @@ class Member:
             case Done() | Withdrawable():
                 if isinstance(call, Leaving):
                     call.answered(message)
+                elif isinstance(message, Withdrawable) and self.state is HandleState.READY:
+                    self._holding.restate()  # that wish was given up, unheard: what is held stays
             case ManifestReply():
                 if isinstance(call, Filling):
                     call.manifest_came(message)
