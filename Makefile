@@ -7,7 +7,7 @@ STAMP := $(VENV)/.stamp
 PIP := $(BIN)/python -m pip --disable-pip-version-check --require-virtualenv install --quiet
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo lint test test-slow simulate bench clean
+.PHONY: bugs help venv demo lint test test-slow simulate bench clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "%-10s %s\n", $$1, $$2 }' Makefile
@@ -36,6 +36,9 @@ lint: venv ## style, types, direction of imports
 
 test: lint ## lint, then all tests but the slow ones
 	$(BIN)/pytest -q
+
+bugs: venv ## the proof that the simulator's checks can fail: each deliberate bug is found
+	$(BIN)/pytest -q -m slow tests/testing/test_bugs.py
 
 test-slow: venv ## the slow tests
 	$(BIN)/pytest -q -m slow

@@ -346,11 +346,12 @@ class CopyRefused:
 
 @dataclass(frozen=True, slots=True)
 class Kept:
-    """The rank knows it, whatever becomes of the connection from now on."""
+    """The rank knows it, whatever becomes of the connection from now on. `telling`: which it answers."""
 
     registration: Id
     content_id: Id
     keep: bool
+    telling: U64
 
 
 @dataclass(frozen=True, slots=True)
@@ -463,7 +464,7 @@ class HeartbeatAck:
 class Registered:
     """`sequence` is the group's next operation; `keep` False: what was announced as held is ordered out (R2).
 
-    `retained`: what was announced as held is to be kept (as in Keep).
+    `retained`: what was announced as held is to be kept (as in Keep): the number of that telling, or None.
     """
 
     request: U64
@@ -471,7 +472,7 @@ class Registered:
     epoch: U64
     sequence: U64
     keep: bool
-    retained: bool = False
+    retained: U64 | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -537,8 +538,9 @@ class DropSource:
 class Outcome:
     """The decision. `version` is set if committed; `changed` False: the rank held that content already.
 
-    `retained`: what it holds now is to be kept (as in Keep). `unknown`: this coordinator has no record of that operation, a
-    former one's, and none can come: nobody has committed it, and a rank may go on with its call under a new key.
+    `retained`: what it holds now is to be kept (as in Keep): the number of that telling, or None.
+    `unknown`: this coordinator has no record of that operation, a former one's, and none can come: nobody has committed it,
+    and a rank may go on with its call under a new key.
     """
 
     key: OpKey
@@ -547,7 +549,7 @@ class Outcome:
     changed: bool
     version: VersionInfo | None
     error: ErrorInfo | None
-    retained: bool = False
+    retained: U64 | None = None
     unknown: bool = False
 
 
@@ -591,12 +593,14 @@ class DropCopy:
 @dataclass(frozen=True, slots=True)
 class Keep:
     """What this registration holds is (`keep`), or is not any more, to be kept (R4): its owner does not take it back unasked
-    while the coordinator may count on it. Answered by Kept; so is an Outcome or Registered that says `retained`.
+    while the coordinator may count on it. Answered by Kept; so is an Outcome or Registered that says `retained`. `telling`
+    numbers what this registration is told, and comes back with the answer: one to an earlier telling does not count.
     """
 
     registration: Id
     content_id: Id
     keep: bool
+    telling: U64
 
 
 @dataclass(frozen=True, slots=True)

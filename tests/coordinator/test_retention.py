@@ -9,7 +9,7 @@ from tensorhub.coordinator.entities import Model
 from tensorhub.coordinator.states import WorkerState
 from tensorhub.errors import CoordinatorUnavailable, GroupAborted, RetentionError, VersionUnavailable
 from tensorhub.messages import Heartbeat
-from tensorhub.testing import Asked, Handle, PureCluster
+from tensorhub.testing import Asked, Choice, Handle, PureCluster
 from tensorhub.types import HandleState
 from tensorhub.worker.calls import Fence
 
@@ -624,6 +624,23 @@ def test_an_update_from_a_version_that_is_not_kept() -> None:
     asked = old.update("latest")
     cluster.run()
     assert asked.number == 2
+
+
+def test_an_answer_to_an_earlier_telling_does_not_count() -> None:
+    """Told to keep it, not to, and to keep it again: its first answer comes when it has yet to hear the last word."""
+    cluster, trainer, (user,) = retained(0, "user")
+    user.worker.retain(1)
+    run_but(cluster, ("up", "trainer"))
+    for latest in (0, 1):
+        user.worker.retain(latest)
+        run_but(cluster, ("up", "trainer"), ("down", "trainer"))
+    cluster.do(Choice("up", "trainer"))
+    holding = cluster.coordinator.cluster.members[trainer.id].holding
+    assert holding is not None
+    assert (holding.told, holding.kept) == (True, False)
+    cluster.run()
+    assert (holding.told, holding.kept) == (True, True)
+    assert model_of(cluster).unanswered == []
 
 
 def test_every_rank_that_must_stay_is_told_so() -> None:

@@ -1,4 +1,4 @@
-"""Each deliberate bug of `tests.testing.bugs` is found by the simulator within its seeds."""
+"""Each deliberate bug of `tests.testing.bugs` is found by the simulator within its seeds. `make bugs`: about two minutes."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ def test_there_are_enough() -> None:
     assert len(BUGS) >= 30
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("found", BUGS.values(), ids=lambda found: found.name)
 def test_the_simulator_finds(found: Bug) -> None:

@@ -11,7 +11,7 @@ import pytest
 from tensorhub.testing.search import run_seed
 
 ROOT = Path(__file__).parents[2]
-SEEDS = 150  # about 30 s of one core
+SEEDS = 60  # about 10 s of one core
 FIRST = 1_000_000  # without git
 
 

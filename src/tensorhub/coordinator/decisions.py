@@ -141,7 +141,7 @@ class Decisions:
 
     def _tell(self, member: Member, outcome: Outcome) -> None:
         info = outcome.version
-        retained = info is not None and self._retentions.tell_with(member, info.content_id)
+        retained = self._retentions.tell_with(member, info.content_id) if info is not None else None
         self._cluster.tell(member, replace(outcome, retained=retained))
 
     def _recorded(self, model: Model, key: OpKey) -> VersionInfo | None:

@@ -240,7 +240,7 @@ class Membership:
 
     def _tell_registered(self, member: Member, message: Register, keep: bool) -> None:
         group, held = member.group, message.held
-        retained = held is not None and keep and self._retentions.tell_with(member, held.content_id)
+        retained = self._retentions.tell_with(member, held.content_id) if held is not None and keep else None
         answer = Registered(message.request, member.registration, group.epoch, group.sequence, keep, retained)
         self._cluster.tell(member, answer)
 

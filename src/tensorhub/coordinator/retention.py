@@ -91,14 +91,16 @@ class Retentions:
 
     # -- what holders know
 
-    def tell_with(self, member: Member, content_id: str) -> bool:
-        """What an Outcome or Registered says to a rank that holds that content: whether it is to be kept."""
+    def tell_with(self, member: Member, content_id: str) -> int | None:
+        """What an Outcome or Registered says to a rank that holds that content: if to be kept, the telling's number."""
         holding = member.holding
         if holding is None or not holding.committed or holding.version.info.content_id != content_id or member.group.spot:
-            return False
-        holding.told = holding.version.number in member.group.model.retained()
-        holding.kept = not holding.told
-        return holding.told
+            return None
+        keep = holding.version.number in member.group.model.retained()
+        if keep is not holding.told:
+            member.tellings += 1  # said again, it is the same telling: of two Outcomes only the first may be answered
+        holding.told, holding.kept = keep, not keep
+        return member.tellings if holding.told else None
 
     def settle(self, model: Model) -> None:
         """Tell holders what is retained from now on; answer what waited for them to know it."""
@@ -126,12 +128,15 @@ class Retentions:
         keep = version.retained and not member.group.spot
         if holding.committed and holding.told is not keep:
             holding.told, holding.kept = keep, not keep
-            self._cluster.tell(member, Keep(member.registration, version.info.content_id, keep))
+            member.tellings += 1
+            self._cluster.tell(member, Keep(member.registration, version.info.content_id, keep, member.tellings))
 
     def kept(self, member: Member, message: Kept) -> None:
-        """Its owner knows."""
+        """Its owner knows. An answer to an earlier telling says nothing: it may just have heard the opposite."""
         holding = member.holding
-        if holding is not None and holding.version.info.content_id == message.content_id and holding.told is message.keep:
+        if holding is None or holding.version.info.content_id != message.content_id or not holding.committed:
+            return
+        if message.telling == member.tellings and message.keep is holding.told:
             holding.kept = True
             self._cluster.note(member)
             self._cluster.touch(member.group.model)

@@ -295,11 +295,11 @@ class Guarantees:
     def let_go(self, handle: Handle) -> None:
         """The coordinator lets this rank go: its replica stops to serve with the first that leaves."""
         content, asked = handle.member.content, handle.asked
-        if content is not None and asked is not None and self._has_left(handle, content.version.content_id) is None:
+        if content is not None and asked is not None and self.has_left(handle, content.version.content_id) is None:
             key = handle.shard.group, content.version.content_id
             self._leaving[key], self._stayed[key] = (handle, asked.granted_at), set()
 
-    def _has_left(self, handle: Handle, content_id: str) -> Handle | None:
+    def has_left(self, handle: Handle, content_id: str) -> Handle | None:
         """Which rank was let go first, so that the replica that this one was a part of serves no more. What a worker
         announces to a coordinator that did not know it is a new replica.
         """
@@ -363,7 +363,7 @@ class Guarantees:
             return
         if self.is_spoilt(handle, content_id) or any(self._abandons(mate) for mate in self._mates(handle)):
             return  # nobody wants it, or a rank of its replica does not care
-        if asked.follows or self._has_left(handle, content_id) not in (None, handle):
+        if asked.follows or self.has_left(handle, content_id) not in (None, handle):
             return  # its replica did not serve any more
         if not self._is_reliable(handle) or not self._is_whole(handle, asked, content_id):
             return  # it does not count, or the version was lost before
@@ -397,9 +397,9 @@ class Guarantees:
         if staged is not None and staged.version.content_id == content_id and handle.worker.alive:
             return True
         if asked is not None and not asked.done and asked.key == self._publications[content_id] and handle.worker.alive:
-            return self._has_left(handle, content_id) in (None, leaver)
+            return self.has_left(handle, content_id) in (None, leaver)
         is_it = content is not None and content.version.content_id == content_id and handle.worker.alive
-        is_it = is_it and self._has_left(handle, content_id) in (None, leaver) and not self.is_spoilt(handle, content_id)
+        is_it = is_it and self.has_left(handle, content_id) in (None, leaver) and not self.is_spoilt(handle, content_id)
         return is_it and content is not None and handle.worker.owner.is_complete(handle.id, content.generation)
 
     def _seems_to_hold(self, handle: Handle, content_id: str, since: float) -> bool:
@@ -409,7 +409,7 @@ class Guarantees:
         content = handle.member.content
         unnoticed = content is not None and content.version.content_id == content_id and not content.spoiled
         unnoticed = unnoticed and self.is_spoilt(handle, content_id) and handle.worker.alive
-        unnoticed = unnoticed and self._has_left(handle, content_id) is None
+        unnoticed = unnoticed and self.has_left(handle, content_id) is None
         return unnoticed or self._holds(handle, content_id) or self._lost_since(handle, content_id, since)
 
     def lost(self, handle: Handle) -> None:

@@ -134,14 +134,17 @@ class Healing:
         return all(self._is_there(number, wanted.info.content_id) for number in numbers)
 
     def _is_there(self, shard: int, content_id: str) -> bool:
-        """Whether those who serve that shard have every chunk of it, together."""
+        """Whether those who serve that shard have every chunk of it, together. A replica of which a rank has left on purpose
+        serves no more, whatever the others hold.
+        """
         there: set[int] = set()
         for handle in self._cluster.live_handles():
             content = handle.member.content
             if content is None or content.version.content_id != content_id or handle.shard.number != shard:
                 continue
             runs = handle.worker.owner.has(handle.id, content.generation, len(handle.cells))
-            if handle.shard.serves and not content.spoiled:
+            has_left = self._cluster.guarantees.has_left(handle, content_id) is not None
+            if handle.shard.serves and not content.spoiled and not has_left:
                 there.update(chunk for first, count in runs for chunk in range(first, first + count))
         return len(there) == self._cluster.chunks
 

@@ -373,7 +373,7 @@ class Member:
             case Outcome():
                 self._outcome(message)
             case Keep():
-                self._holding.told(message.keep, message.content_id)
+                self._holding.told(message.keep, message.telling, message.content_id)
             case OrderedOut():
                 self._holding.order_out(message)
             case Refused() if self._enrolment.asked(message.request):
@@ -402,8 +402,8 @@ class Member:
         first = self._enrolment.confirm(message)
         if not message.keep:
             self._holding.not_kept()
-        elif message.retained:
-            self._holding.told(True)
+        elif message.retained is not None:
+            self._holding.told(True, message.retained)
         if first:
             self._rank.act(Registered())
             self._say_again()
@@ -444,8 +444,8 @@ class Member:
             self._holding.restate()  # the call has ended without us; whatever became of it, this is what is held
 
     def _heard_retained(self, outcome: Outcome) -> None:
-        if outcome.retained and outcome.version is not None:
-            self._holding.told(True, outcome.version.content_id)
+        if outcome.retained is not None and outcome.version is not None:
+            self._holding.told(True, outcome.retained, outcome.version.content_id)
 
     # ------------------------------------------------------------------------------------------------------- time
 
