@@ -253,8 +253,8 @@ class Handle:
     async def _run(self, call: Call, timeout_s: float, hook: HookRequest | None = None) -> tuple[_Call, Finish]:
         """Begin a call and wait for its end; cancelling ends it as soon as may be, and leaves nothing running."""
         self._check_last_ended()
-        if self._has_ended:
-            raise StateError(f"{self.member.shard.title} was given up")
+        if self._has_ended and self.member.state is not HandleState.CLOSED:  # that one says so itself
+            raise StateError(f"{self.member.shard.title} was given up; register again")
         actions = self.member.begin(call, timeout_s, clock.now())
         self._violation = None
         running = self._call = _Call(anyio.Event(), clock.now(), hook)
