@@ -371,8 +371,7 @@ async def test_a_prefetch_that_fails_is_followed_by_the_next_version(caplog: pyt
         blocker = hub._worker.copies.budget
         hub._thread.post(lambda: blocker.reserve("other", Purpose.RETENTION, 1))
         await publish(source, 2)
-        await until(lambda: bool(caplog.records))
-        assert "prefetch_failed" in caplog.text
+        await until(lambda: "prefetch_failed" in caplog.text)  # others log, too
         hub._thread.post(lambda: blocker.free("other"))
         await publish(source, 3)
         await until(lambda: prefetched(hub) == 3)
