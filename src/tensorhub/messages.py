@@ -738,6 +738,21 @@ FromCoordinator = (
     | DropCopy
     | Keep
 )
+ToRank = (  # of these: what concerns one registration, whose machine takes it
+    Registered
+    | Refused
+    | Done
+    | EpochChanged
+    | Start
+    | Write
+    | AddSource
+    | DropSource
+    | Outcome
+    | Withdrawable
+    | ManifestReply
+    | OrderedOut
+    | Keep
+)
 FromReader = Read
 FromOwner = ChunksFollow | StillWaiting | ReadRefused
 Message = Handshake | FromWorker | FromCoordinator | FromReader | FromOwner

@@ -12,9 +12,9 @@ from collections.abc import Callable
 from tensorhub.coordinator import Disconnected, Received
 from tensorhub.manifest import Manifest
 from tensorhub.messages import Grant
+from tensorhub.runtime.link import BEATS_PER_LEASE
 from tensorhub.testing import Choice, Fault, Handle, PureCluster, SimWorker
 from tensorhub.testing.network import COORDINATOR, Link, TimedLink, Ways
-from tensorhub.testing.process import BEATS_PER_LEASE
 from tensorhub.testing.pulling import Frame, Lane, Reading
 
 SLOW_S = 15.0  # how long a way between two workers is slow

@@ -54,6 +54,7 @@ from tensorhub.messages import (
     Refused,
     Registered,
     Start,
+    ToRank,
     Welcome,
     Withdrawable,
     Write,
@@ -318,19 +319,7 @@ class Worker:
     @staticmethod
     def _tell(
         handle: Handle | None,
-        message: Registered
-        | Refused
-        | Done
-        | EpochChanged
-        | Start
-        | Write
-        | AddSource
-        | DropSource
-        | Outcome
-        | Withdrawable
-        | ManifestReply
-        | OrderedOut
-        | Keep,
+        message: ToRank,
     ) -> None:
         if handle is not None:
             handle.apply(handle.member.receive(message, clock.now()))

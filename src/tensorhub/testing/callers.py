@@ -30,6 +30,7 @@ from tensorhub.runtime.news import News
 from tensorhub.runtime.pins import Pins
 from tensorhub.runtime.prefetcher import Prefetcher
 from tensorhub.runtime.questions import Questions
+from tensorhub.runtime.worker import CLOSE_S
 from tensorhub.testing.network import TimedLink
 from tensorhub.testing.registered import EmbeddedHandle
 from tensorhub.transport.memory import Memory
@@ -53,7 +54,6 @@ if TYPE_CHECKING:
     from tensorhub.testing.embedded import EmbeddedCluster, EmbeddedWorker
 
 T = TypeVar("T")
-CLOSE_S = 5.0  # for the last words of a worker that closes
 NAMES_MAX = 5  # of tensors in an error
 
 

@@ -10,17 +10,13 @@ from typing import TYPE_CHECKING
 
 from tensorhub.coordinator import Connected, Disconnected, Received
 from tensorhub.messages import Announce, Dismissed, FromCoordinator, FromWorker, Prepared, Watch
+from tensorhub.runtime.link import BEATS_PER_LEASE, RECONNECT_S_FIRST, RECONNECT_S_MAX
 from tensorhub.testing.network import COORDINATOR, Link, TimedLink
 from tensorhub.testing.worker import SimWorker
 from tensorhub.types import Location, VersionInfo
 
 if TYPE_CHECKING:
     from tensorhub.testing.simulated import SimulatedCluster
-
-RECONNECT_S_FIRST = 0.05
-RECONNECT_S_MAX = 2.0
-BEATS_PER_LEASE = 4
-LINK_QUEUE_MAX = 8192  # messages of one connection that are on their way in one direction (G10)
 
 
 class TimedWorker(SimWorker):

@@ -13,6 +13,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, NamedTuple
 
 from tensorhub.messages import HAS_RUNS_MAX, Grant
+from tensorhub.runtime.lanes import BATCHES_OPEN
 from tensorhub.scheduler.pull import Pull
 from tensorhub.testing.memory import digest_of, sent_digest
 from tensorhub.types import ContentId, LeaseId
@@ -21,8 +22,6 @@ from tensorhub.worker.owner import Access, Refusal, Wait
 
 if TYPE_CHECKING:
     from tensorhub.testing.handle import Handle
-
-BATCHES_OPEN = 2  # of one lane: the next is asked for before the last has arrived
 
 
 class Frame(NamedTuple):

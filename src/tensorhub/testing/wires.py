@@ -29,7 +29,6 @@ class TimedLane(Lane):
         self.is_open = False  # connected
         self.is_feeding = False  # its reader's thread is woken
         self.is_waiting = False  # its owner lacks what it is asked for, or has nothing to do
-        self.is_sending = False  # an access runs, and its end is due
         self.is_watched = False  # its reader looks for a stall
         self.up_due = 0.0
         self.down_due = 0.0

@@ -40,6 +40,7 @@ from tensorhub.messages import (
     Retain,
     Rollback,
     Start,
+    ToRank,
     Unpin,
     Welcome,
     Withdrawable,
@@ -348,19 +349,7 @@ class SimWorker:
     def _tell(
         self,
         handle: Handle | None,
-        message: Registered
-        | Refused
-        | Done
-        | EpochChanged
-        | Start
-        | Write
-        | AddSource
-        | DropSource
-        | Outcome
-        | Withdrawable
-        | ManifestReply
-        | OrderedOut
-        | Keep,
+        message: ToRank,
     ) -> None:
         if handle is not None and handle.worker is self and self.alive:
             if handle.asked is not None and not handle.asked.done and isinstance(message, Withdrawable | Write | Start):

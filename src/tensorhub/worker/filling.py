@@ -387,15 +387,12 @@ class Filling(GroupCall):
                 del self._lanes[lease]
                 self._lanes[same.lease], self._lane_names[same.lease] = same, self._lane_names.pop(lease)
         for grant in grants:
-            if grant.lease in self._failed:
-                self._rank.say(self._failed[grant.lease])  # it was not heard: a lease is read under once
-            else:
-                self._add_source(grant)
+            self._add_source(grant)
 
     def _add_source(self, grant: Grant) -> None:
         if self.phase is Phase.PULLING:
             if grant.lease in self._failed:
-                self._rank.say(self._failed[grant.lease])  # that word was lost with a connection
+                self._rank.say(self._failed[grant.lease])  # it was not heard: a lease is read under once
             elif grant.lease not in self._lanes:
                 self._lanes[grant.lease], self._lane_names[grant.lease] = grant, grant.lease
                 self._rank.act(AddPullSource(grant))

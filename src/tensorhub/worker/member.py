@@ -33,6 +33,7 @@ from tensorhub.messages import (
     Outcome,
     Refused,
     Start,
+    ToRank,
     Withdrawable,
     Withdrawn,
     Write,
@@ -345,19 +346,7 @@ class Member:
 
     def receive(
         self,
-        message: RegisteredReply
-        | Refused
-        | Done
-        | EpochChanged
-        | Start
-        | Write
-        | AddSource
-        | DropSource
-        | Outcome
-        | Withdrawable
-        | ManifestReply
-        | OrderedOut
-        | Keep,
+        message: ToRank,
         now: float,
     ) -> list[Action]:
         """The coordinator says something about this registration. What is stale changes nothing (G9)."""
