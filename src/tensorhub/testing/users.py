@@ -23,8 +23,10 @@ TIMEOUTS_S = (3.0, 10.0, 30.0)
 NO_TIME_S = (0.0, 0.05, 0.5)
 LARGE_GROUP = 8
 REVIVE_S = 20.0
-# What a group does next: as often as it stands here.
-CALLS = (*["publish"] * 4, *["fill"] * 5, *["stage"] * 2, "prefetch", "unpublish", "rare")
+# What a group does next, and a worker asks of the whole model: how often, on average over all seeds.
+CALLS = {"publish": 4, "fill": 5, "stage": 2, "prefetch": 1, "unpublish": 1, "rare": 1}
+ORDERS = {"rollback": 1, "retain": 3, "pin": 2, "unpin": 1}
+NEEDED = ("publish", "fill")  # without them nothing happens at all
 
 
 @dataclass(eq=False)
@@ -51,10 +53,22 @@ class Users:
         self.is_over = False  # nobody calls by himself any more
         self._pause_s = random.choice((0.2, 0.5, 1.5))  # between two calls of one team, on average
         self._fetch_rate = random.choice((0.0, 0.1, 0.3))
+        self._order_rate = random.choice((0.05, 0.05, 0.2))
+        self._calls = self._habits(CALLS)
+        self._orders = self._habits(ORDERS)
         self._workers = 0
 
     def __repr__(self) -> str:
         return f"<Users in {len(self.teams)} groups, {len(self.numbers)} versions>"
+
+    def _habits(self, usual: dict[str, int]) -> tuple[str, ...]:
+        """What is done in this seed, as often as it stands there: some things never, so that others come thick and fast
+        (a swarm, as for faults: Groce and others, "Swarm testing", 2012).
+        """
+        habits: list[str] = []
+        for what, often in usual.items():
+            habits += [what] * (often * self._random.choice((1, 1, 4) if what in NEEDED else (0, 1, 1, 4)))
+        return tuple(habits) or tuple(usual)
 
     def begin(self) -> None:
         """Start everybody's processes."""
@@ -99,7 +113,7 @@ class Users:
         random = self._random
         if self._fetch_rate and random.random() < self._fetch_rate:
             self._fetch(team)
-        if random.random() < 0.08:
+        if random.random() < self._order_rate:
             self._order(team)
         ranks = [handle for handle in team.ranks if handle.worker.alive and handle.idle and handle.registered]
         live = [handle for handle in team.ranks if handle.worker.alive]
@@ -138,7 +152,7 @@ class Users:
 
     def _call(self, team: Team, ranks: list[Handle]) -> None:
         random = self._random
-        what = random.choice(CALLS)
+        what = random.choice(self._calls)
         if what == "rare":
             what = random.choice(("close", "refuse", "fill"))
         number = self.next_version
@@ -205,7 +219,7 @@ class Users:
         worker = random.choice(workers) if workers else None
         if worker is None or worker.link is None:
             return
-        match random.choice(("rollback", "retain", "retain", "retain", "pin", "pin", "unpin")):
+        match random.choice(self._orders):
             case "rollback":
                 worker.rollback(max(0, self.next_version - random.randint(1, 5)))
             case "retain":
