@@ -630,9 +630,7 @@ def overwritten_without_a_source() -> Iterator[None]:
 # ---------------------------------------------------------------------------------------------- old incarnations
 
 
-@bug(
-    "G9: what arrives late over a worker's former connection is acted on", faults=(Fault.REORDER, Fault.CUT, Fault.DROP)
-)
+@bug("G9: what arrives late over a worker's former connection is acted on", faults=(Fault.REORDER, Fault.CUT, Fault.DROP))
 def former_connection_heard() -> Iterator[None]:
     join = Membership.join
 
