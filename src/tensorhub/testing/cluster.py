@@ -19,17 +19,19 @@ from tensorhub.coordinator import (
     Entry,
     Event,
     Persist,
+    Received,
     Rollback,
     Send,
 )
 from tensorhub.manifest import Manifest
-from tensorhub.messages import Done, FromCoordinator, Grant, Registered, Welcome, Withdrawable
+from tensorhub.messages import Done, FromCoordinator, Grant, Registered, Resolve, Start, Welcome, Withdrawable, Write
 from tensorhub.testing.guarantees import GuaranteeBroken, Guarantees, demand
 from tensorhub.testing.handle import Asked, BrokenHook, Handle
 from tensorhub.testing.memory import CHUNKS, MANIFEST
 from tensorhub.testing.network import Link
 from tensorhub.testing.pulling import Lane, Reading
 from tensorhub.testing.rendering import show_error
+from tensorhub.testing.verified import Verified
 from tensorhub.testing.worker import SimWorker
 from tensorhub.types import HandleState, Location, Options
 from tensorhub.worker.calls import Fence
@@ -61,6 +63,7 @@ class Cluster:
         self.epoch = 0
         self.ident = "c"  # of the coordinator's state
         self.guarantees = Guarantees(self)
+        self.verified = Verified()
         self.coordinator = self._new_coordinator()
 
     # -- making things
@@ -134,8 +137,7 @@ class Cluster:
         for action in self.coordinator.step(event, self.now):
             match action:
                 case Send():
-                    if isinstance(action.message, Done):
-                        self.guarantees.check_told(action.message)
+                    self._check_said(action, event)
                     if action.session in self.links:
                         self._send_down(action.session, action.message)
                 case CloseSession():
@@ -147,6 +149,17 @@ class Cluster:
                     self.to_be_stored(action)
                 case _:
                     assert_never(action)
+
+    def _check_said(self, said: Send, event: Event) -> None:
+        """What the coordinator must not say before it is so."""
+        message, (worker, _) = said.message, self.links.get(said.session, (None, None))
+        if isinstance(message, Done):
+            self.guarantees.check_told(message)
+        elif worker is not None and isinstance(message, Start | Write):
+            said_again = isinstance(event, Received) and isinstance(event.message, Resolve)
+            if not said_again and (isinstance(message, Write) or message.write):
+                handle = worker.rank_at(message.key.model, message.key.group, message.rank)
+                self.guarantees.told_to_write(handle, message)
 
     def _send_down(self, session: int, message: FromCoordinator | None) -> None:
         worker, link = self.links[session]

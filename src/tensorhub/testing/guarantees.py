@@ -13,15 +13,19 @@ from typing import TYPE_CHECKING
 from tensorhub.coordinator import Entry, Publication, Retention, Rollback
 from tensorhub.coordinator.states import ReplicaState
 from tensorhub.errors import LeaseLost, TensorHubError, VersionConflict
-from tensorhub.messages import Done
+from tensorhub.messages import Done, Start, Write
 from tensorhub.testing.rendering import show_error
-from tensorhub.types import HandleState, Medium, OpKey, OpKind, VersionInfo
-from tensorhub.worker.calls import CloseCall, FillCall, PublishCall, UnpublishCall
+from tensorhub.types import HandleState, Medium, OpKey, OpKind, Purpose, VersionInfo
+from tensorhub.worker.calls import Call, CloseCall, FillCall, PublishCall, UnpublishCall
+from tensorhub.worker.enrolment import LEASE_MARGIN
+from tensorhub.worker.holding import Content
+from tensorhub.worker.running import DEADLINE_SLACK_S
 
 if TYPE_CHECKING:
     from tensorhub.testing.cluster import Cluster
     from tensorhub.testing.handle import Asked, Handle
 
+LATE_S_MAX = 3 * DEADLINE_SLACK_S  # it is given up after one, and some ends wait for another one
 TODO_MAX = 1000  # actions that one handle has still to carry out
 HOLDING = (HandleState.READY, HandleState.DRAINING)
 
@@ -198,8 +202,9 @@ class Guarantees:
 
     # -- memory
 
-    def served(self, handle: Handle, chunks: Iterable[int], version: VersionInfo) -> None:
-        """A lane begins to read these chunks there, as that version's (G6: only what is verified)."""
+    def served(self, handle: Handle, generation: int, chunks: Iterable[int], version: VersionInfo) -> None:
+        """A lane begins to read these chunks there, as that version's (G6: only what is verified), under that generation."""
+        demand(generation == handle.generation, f"G9: {handle} serves what was asked of generation {generation}")
         if self.is_spoilt(handle, version.content_id):
             return
         truth = self.truth[version.content_id][handle.shard.number]
@@ -210,11 +215,42 @@ class Guarantees:
                 continue
             demand(cell == truth[chunk], f"G6: {handle} serves {cell} as {truth[chunk]} of version {version.version}")
 
-    def writes(self, handle: Handle, chunk: int) -> None:
-        """A lane writes a chunk of a fill."""
-        reading = handle.pull
-        assert reading is not None
-        demand(not reading.books.verified[chunk], f"G8: {handle} reads chunk {chunk} again, which it had verified")
+    def announced(self, handle: Handle, content_id: str) -> None:
+        """It says to the coordinator that it holds that."""
+        demand(handle.changed != content_id, f"R8: {handle} is announced, and it knows that its bytes have changed")
+
+    def fencing(self, handle: Handle, generation: int) -> None:
+        """A fence begins."""
+        content, asked = handle.member.content, handle.asked
+        held = content is not None and content.generation == generation and handle.member.state in HOLDING
+        if content is None or asked is None or asked.done or not held:
+            return
+        call, what = asked.what, f"{handle}, which holds version {content.version.version}"
+        if isinstance(call, FillCall) and call.staged and asked.key is not None:
+            demand(asked.committed, f"R7: {what}, is overwritten by {call}, which is not committed")
+        asks_nobody = isinstance(call, UnpublishCall | CloseCall) and not asked.granted and not self._abandons(handle)
+        if asks_nobody and content.retained and not self._keeps(handle, content, call):
+            free_at = handle.worker.cut_off_at + (1 + LEASE_MARGIN) * self._cluster.options.lease_s
+            ok = self._cluster.now >= free_at - 1e-6
+            demand(ok, f"R4: {what} to be kept, is cut off, and leaves before {free_at:.3f}")
+
+    @staticmethod
+    def _keeps(handle: Handle, content: Content, call: Call) -> bool:
+        """Whether what it holds stays in its worker when it leaves: in a host copy, where it was all of the version."""
+        if content.version.world_size > 1 or isinstance(call, CloseCall):
+            return False
+        copies = (h.member for h in handle.worker.handles if h.shard.purpose is Purpose.RETENTION)
+        held = [copy.content for copy in copies if copy.state in HOLDING]
+        return any(c is not None and c.version.content_id == content.version.content_id for c in held)
+
+    def told_to_write(self, handle: Handle | None, message: Start | Write) -> None:
+        """The coordinator tells a rank that it may overwrite its memory, for the first time: R7, there is a source."""
+        if handle is None or handle.member.state is HandleState.FILLING or handle.staging is not None:
+            return  # it goes on with what it has begun before
+        demand(bool(message.grants), f"R7: {handle} is to be overwritten with {message}, and nobody is said to have it")
+
+    def writes(self, handle: Handle) -> None:
+        """A lane writes a chunk of a fill into the memory itself."""
         state = handle.member.state
         demand(state is HandleState.FILLING, f"G2: {handle} is written while it is {state}")
 
@@ -436,6 +472,17 @@ class Guarantees:
         if handle.pull is not None:
             handle.pull.books.check_invariants()
         demand(len(handle.todo) <= TODO_MAX, f"G10: {handle} has {len(handle.todo)} actions to carry out")
+
+    def check_in_time(self, handle: Handle) -> None:
+        """G10: a call ends at its deadline, also where nobody can be told. (A process that is stopped ends nothing; and what
+        was staged and is committed is put in place.)
+        """
+        asked, worker = handle.asked, handle.worker
+        if asked is None or asked.done or (asked.committed and isinstance(asked.what, FillCall) and asked.what.staged):
+            return
+        late_s = self._cluster.now - max(asked.until, worker.stopped_until)
+        running = handle.member.running
+        demand(late_s <= LATE_S_MAX, f"G10: {handle}: {asked.what} should have ended {late_s:.1f} s ago: {running}")
 
     def check_known(self, handle: Handle) -> None:
         """R4, R8: what the coordinator counts on, its owner knows."""
