@@ -237,7 +237,7 @@ def latest_of_what_is_held() -> Iterator[None]:
         yield
 
 
-@survivor(
+@bug(
     "R12: where there is no version before the newest, `latest-1` is the newest",
     faults=(Fault.CRASH, Fault.RESTART, Fault.CANCEL),
 )
@@ -287,7 +287,7 @@ def rollback_done_twice() -> Iterator[None]:
         yield
 
 
-@survivor("R2: a rollback leaves fills of the versions that it retires alone", faults=(Fault.SLOW, Fault.STALL, Fault.DELAY))
+@bug("R2: a rollback leaves fills of the versions that it retires alone", faults=(Fault.SLOW, Fault.STALL, Fault.DELAY))
 def fill_survives_rollback() -> Iterator[None]:
     rolled_back = Operations.rolled_back
 
@@ -370,7 +370,7 @@ def deadline_ends_what_is_prepared() -> Iterator[None]:
         yield
 
 
-@survivor(
+@bug(
     "R6: a rank that is lost ends its group's operation, although its decision is on its way to the store",
     faults=(Fault.STORE_SLOW, Fault.CRASH, Fault.COORDINATOR),
 )
@@ -451,7 +451,7 @@ def told_is_taken_for_known() -> Iterator[None]:
         yield
 
 
-@survivor("R4: retain() is answered before it is durable", faults=(Fault.COORDINATOR, Fault.STORE_SLOW, Fault.STORE_FAIL))
+@bug("R4: retain() is answered before it is durable", faults=(Fault.COORDINATOR, Fault.STORE_SLOW, Fault.STORE_FAIL))
 def retain_not_durable() -> Iterator[None]:
     def broken(self: Retentions, order: Order, entry: Any) -> None:
         self._cluster.persist(entry)
@@ -686,7 +686,7 @@ def fence_of_another_generation() -> Iterator[None]:
         yield
 
 
-@survivor(
+@bug(
     "G9, R6: a group whose rank was replaced goes on in the same membership epoch",
     faults=(Fault.CRASH, Fault.RESTART, Fault.CUT),
 )
