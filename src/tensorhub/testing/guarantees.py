@@ -8,12 +8,14 @@ its own affair. `check_*` costs what it looks at.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from math import inf
 from typing import TYPE_CHECKING
 
 from tensorhub.coordinator import Decision, Entry, Pinned, Publication, Retention, Rollback
+from tensorhub.coordinator.fills import LEFT
 from tensorhub.coordinator.states import ReplicaState
-from tensorhub.errors import LeaseLost, TensorHubError, VersionConflict
-from tensorhub.messages import Done, Outcome, Registered, Start, Write
+from tensorhub.errors import LeaseLost, TensorHubError, VersionConflict, VersionUnavailable
+from tensorhub.messages import Done, FromWorker, Outcome, Register, Registered, Start, Withdraw, Withdrawn, Write
 from tensorhub.testing.rendering import show_error
 from tensorhub.types import LATEST, PREVIOUS, HandleState, Medium, OpKey, OpKind, Purpose, VersionInfo
 from tensorhub.worker.calls import Call, CloseCall, FillCall, PublishCall, UnpublishCall
@@ -69,6 +71,8 @@ class Guarantees:
         # By group and content: the first rank that was let go, and when; its replica serves no more.
         self._leaving: dict[tuple[str, str], tuple[Handle, float]] = {}
         self._stayed: dict[tuple[str, str], set[Handle]] = {}  # of these: who serves again, in a replica that began since
+        self._given_up: dict[str, float] = {}  # when some owner of which content took it from its readers, or wanted to
+        self._fenced: dict[str, str] = {}  # by registration: the content that was, unless the coordinator has heard of it
         self._lost: dict[tuple[str, str], float] = {}  # when which registration has lost which content without leave
 
     def state_lost(self, store: Iterable[Entry]) -> None:
@@ -165,6 +169,8 @@ class Guarantees:
     def ended(self, handle: Handle, asked: Asked) -> None:
         """A call has returned, or raised."""
         error, key = asked.error, asked.key
+        if isinstance(asked.what, UnpublishCall | CloseCall):
+            self._given_up[handle.last_held] = self._cluster.now  # also in vain: its readers may have been told
         if error is not None:
             left = (handle.shard.group, handle.last_held)
             if (
@@ -177,6 +183,8 @@ class Guarantees:
                 isinstance(error, (TensorHubError, *self._cluster.user_errors)),
                 f"G10: every refusal is a typed error: {error!r}",
             )
+            if isinstance(error, VersionUnavailable) and LEFT in str(error):
+                self._left(handle, asked, str(error))
             if isinstance(asked.what, PublishCall) and isinstance(error, VersionConflict) and not error.retryable:
                 self._refused(handle, asked, asked.what.version)
             if key is not None and getattr(error, "memory", "") != "in_doubt" and not isinstance(error, LeaseLost):
@@ -206,6 +214,26 @@ class Guarantees:
         newest, rolled_back_at = self.used.get(handle.shard.model, (-1, float("-inf")))
         ok = number <= newest or rolled_back_at >= asked.began
         demand(ok or self.strangers, f"R1: {handle} may not publish {number}, but {newest} is the newest: {asked.error}")
+
+    def heard(self, message: FromWorker) -> None:
+        """The coordinator is about to learn which memory its owner has given up, or wants to."""
+        if isinstance(message, Withdraw):
+            handle = self._cluster.by_registration.get(message.registration)
+            if handle is not None:
+                self._given_up[handle.last_held] = self._cluster.now
+        elif isinstance(message, Withdrawn | Register):
+            content_id = self._fenced.pop(message.registration, "")
+            self._given_up[content_id] = self._cluster.now
+
+    def _left(self, handle: Handle, asked: Asked, text: str) -> None:
+        """R12: only where a last holder leaves on purpose nobody waits for it."""
+        wanted = {c for n, c in self.published.get(handle.shard.model, {}).items() if text.startswith(f"version {n} of ")}
+        gone = any(self._given_up.get(content_id, -inf) >= asked.began for content_id in wanted)
+        going = any(
+            h.last_held in wanted and h.asked is not None and not h.asked.done and h.asked.what is not asked.what
+            for h in self._cluster.all_handles()
+        )
+        demand(gone or going or not wanted or self.strangers, f"R12: nobody has left what {handle} waited for: {text}")
 
     def _filled(self, handle: Handle, asked: Asked, call: FillCall) -> None:
         assert asked.version is not None
@@ -430,6 +458,8 @@ class Guarantees:
     def fenced(self, handle: Handle, generation: int) -> None:
         """Nobody reads that memory any more: a version that must stay must be held by others (G5)."""
         content, asked, model = handle.member.content, handle.asked, handle.shard.model
+        self._given_up[handle.last_held] = self._cluster.now
+        self._fenced[handle.id] = handle.last_held
         held = content is not None and content.generation == generation and handle.member.state in HOLDING
         unasked = asked is None or (isinstance(asked.what, CloseCall) and asked.what.abandon) or not asked.granted
         if content is None or asked is None or not held or unasked:

@@ -560,16 +560,7 @@ def wait_cycle() -> Iterator[None]:
         yield
 
 
-@survivor(
-    "G7: a source that has failed once is not looked at again, unless something else happens",
-    faults=(Fault.CORRUPT, Fault.STALL, Fault.CUT),
-)
-def failed_source_forgotten() -> Iterator[None]:
-    with replaced(Readers, "set_retry_timer", lambda self, operation: None):
-        yield
-
-
-@survivor(
+@bug(
     "R8: a holder whose bytes have changed loses its readers, and is chosen again",
     faults=(Fault.OVERWRITE, Fault.DEVICE, Fault.CORRUPT),
 )
@@ -597,7 +588,7 @@ def spoiled_memory_announced() -> Iterator[None]:
         yield
 
 
-@survivor(
+@bug(
     "R12: a last source that crashes is taken for one that left on purpose: its readers fail at once",
     faults=(Fault.CRASH, Fault.PREEMPT, Fault.SLOW),
 )
@@ -611,7 +602,7 @@ def crash_taken_for_a_leave() -> Iterator[None]:
         yield
 
 
-@survivor(
+@bug(
     "R12: that a version's last source has left is remembered when others have come",
     faults=(Fault.CRASH, Fault.PREEMPT, Fault.SLOW),
 )
@@ -637,9 +628,7 @@ def overwritten_without_a_source() -> Iterator[None]:
 # ---------------------------------------------------------------------------------------------- old incarnations
 
 
-@survivor(
-    "G9: what arrives late over a worker's former connection is acted on", faults=(Fault.REORDER, Fault.CUT, Fault.DROP)
-)
+@bug("G9: what arrives late over a worker's former connection is acted on", faults=(Fault.REORDER, Fault.CUT, Fault.DROP))
 def former_connection_heard() -> Iterator[None]:
     join = Membership.join
 
@@ -654,7 +643,7 @@ def former_connection_heard() -> Iterator[None]:
         yield
 
 
-@survivor(
+@bug(
     "G9, R11: an incarnation that was lost comes back as if nothing had happened",
     faults=(Fault.PARTITION, Fault.PAUSE, Fault.DROP),
 )
