@@ -12,7 +12,7 @@ import anyio
 import pytest
 
 import tensorhub
-from tensorhub.errors import GroupAborted, OperationTimeout, StateError, TensorHubError, VersionUnavailable
+from tensorhub.errors import GroupAborted, OperationTimeout, RetentionError, StateError, TensorHubError, VersionUnavailable
 from tensorhub.hub import Hub
 from tensorhub.runtime import prefetcher
 from tensorhub.runtime.host_copies import HostCopies
@@ -234,6 +234,27 @@ async def test_prefetch_of_a_group_waits_for_its_ranks() -> None:
             await ranks[0].prefetch(timeout=0.2)
         assert reserved(c.hubs[1]) == 0
         assert ranks[0].state == "empty"
+
+
+async def test_a_close_that_fails_leaves_what_was_prefetched() -> None:
+    hasty = replace(HOSTED, op_timeout_s=0.5)
+    async with cluster("trainer") as c, connect(c.address, "reader", hasty) as hub, connect(c.address, "other") as third:
+        source = await c.hubs[0].register("m", tensors(1))
+        await source.publish(1)
+        weights = await hub.register("m", tensors(), group="r")
+        other = await third.register("m", tensors(), group="o")  # it could take over what is retained, and has not
+        await weights.replicate()
+        await publish(source, 2)
+        await weights.prefetch()
+        await hub.retain("m", latest=2)
+        with pytest.raises(RetentionError, match="version 1 of 'm' must stay"):
+            await weights.close()
+        assert (weights.version, reserved(hub)) == (1, NBYTES)
+        await source.close(abandon=True)
+        report = await other.replicate(2)
+        assert [s.name for s in report.sources] == ["reader"]  # its copy counts again, and serves
+        await third.retain("m", latest=0)
+        assert (await weights.update()).bytes_read == 0
 
 
 async def test_prefetch_without_or_with_too_little_host_memory() -> None:

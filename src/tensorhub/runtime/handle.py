@@ -66,8 +66,10 @@ from tensorhub.worker.calls import (
     ReleaseCall,
     ReopenMemory,
     Say,
+    SetAsideCall,
     StartPull,
     StopPull,
+    TakeBackCall,
     UnpublishCall,
     staging_of,
 )
@@ -225,6 +227,14 @@ class Handle:
     async def release(self, timeout_s: float) -> None:
         """Of a host copy: take what it holds from its readers, and give its memory back."""
         await self._run(ReleaseCall(), timeout_s)
+
+    async def set_aside(self, timeout_s: float) -> None:
+        """Of a host copy: take what it holds from its readers, as if its process ended, and keep the bytes."""
+        await self._run(SetAsideCall(), timeout_s)
+
+    async def take_back(self, timeout_s: float) -> None:
+        """Of a host copy: hold again what was set aside."""
+        await self._run(TakeBackCall(), timeout_s)
 
     async def copy(self, call: CopyCall, timeout_s: float) -> None:
         """Of a host copy: fill it from another registration of this worker."""

@@ -7,7 +7,9 @@ coordinator, to which they are ordinary holders.
 
 from __future__ import annotations
 
+import contextlib
 import secrets
+from collections.abc import AsyncIterator
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Protocol
@@ -253,16 +255,31 @@ class HostCopies:
         raise OperationTimeout(f"{text}is still being read; try again")
 
     async def close(self, handle: Handle, timeout_s: float, *, abandon: bool) -> None:
-        """Close a handle with its host copy: the copy first, so that an error leaves the handle as it was."""
+        """Close a handle with its host copy. That is set aside first, so that an error leaves both as they were."""
+        until = clock.now() + timeout_s
         copy = self._prefetched.get(handle.member.shard.registration)
-        if copy is not None:
-            await copy.handle.end_call(StateError("its handle was closed"))
-            if not abandon:
-                await self._release(copy)
-        await handle.close(timeout_s, abandon=abandon)
+        async with contextlib.AsyncExitStack() as aside:
+            if copy is not None:
+                await copy.handle.end_call(StateError("its handle was closed"))
+                if not abandon:
+                    await aside.enter_async_context(self._aside(copy, handle, until))
+            await handle.close(max(0.0, until - clock.now()), abandon=abandon)
         if copy is not None:
             self._prefetched.pop(handle.member.shard.registration, None)
             await copy.handle.close(timeout_s, abandon=True)
+
+    @contextlib.asynccontextmanager
+    async def _aside(self, copy: _Copy, handle: Handle, until: float) -> AsyncIterator[None]:
+        """Nobody counts on this copy in the block. It holds again what it held, unless `handle` is closed then."""
+        async with copy.lock:
+            try:
+                if copy.handle.member.state is not HandleState.CLOSED:
+                    await copy.handle.set_aside(max(0.0, until - clock.now()))
+                yield
+            finally:
+                if handle.member.state is not HandleState.CLOSED:
+                    with anyio.CancelScope(shield=True), contextlib.suppress(TensorHubError):  # it may have ended meanwhile
+                        await copy.handle.take_back(self._desk.options.op_timeout_s)
 
     # ------------------------------------------------------------------------------------------------- retention copies
 
