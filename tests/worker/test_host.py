@@ -248,7 +248,7 @@ def test_what_was_set_aside_is_held_again_or_given_up() -> None:
     (said_last,) = host.said(Deregister)
     host.do(host.member.receive(Done(said_last.request), 0))
     actions = host.take()
-    assert (kinds(actions), of(actions, Fence).generation) == (["Fence", "Finish"], under)
+    assert (kinds(actions), of(actions, Fence).generation) == (["Fence", "FreeMemory", "Finish"], under)
 
 
 def test_there_may_be_nothing_to_take_back() -> None:

@@ -78,6 +78,7 @@ class _Copy:
     memory: HostMemory
     fills: int = 0  # that were begun
     filling: bool = False
+    ends: bool = False  # whoever closes its handle closes it, too
     lock: anyio.Lock = field(default_factory=anyio.Lock)  # of its release: no fill begins in the midst of it
 
 
@@ -186,7 +187,7 @@ class HostCopies:
         """A handle is no more: what was made for it ends too."""
         self._copies.pop(registration, None)
         copy = self._prefetched.pop(registration, None)
-        if copy is not None:
+        if copy is not None and not copy.ends:
             self._drop(copy)
 
     # ----------------------------------------------------------------------------------------------------- prefetching
@@ -258,15 +259,22 @@ class HostCopies:
         """Close a handle with its host copy. That is set aside first, so that an error leaves both as they were."""
         until = clock.now() + timeout_s
         copy = self._prefetched.get(handle.member.shard.registration)
-        async with contextlib.AsyncExitStack() as aside:
-            if copy is not None:
-                await copy.handle.end_call(StateError("its handle was closed"))
+        if copy is None:
+            await handle.close(timeout_s, abandon=abandon)
+            return
+        copy.ends = True
+        try:
+            await copy.handle.end_call(StateError("its handle was closed"))
+            async with contextlib.AsyncExitStack() as aside:
                 if not abandon:
                     await aside.enter_async_context(self._aside(copy, handle, until))
-            await handle.close(max(0.0, until - clock.now()), abandon=abandon)
-        if copy is not None:
-            self._prefetched.pop(handle.member.shard.registration, None)
+                await handle.close(max(0.0, until - clock.now()), abandon=abandon)
             await copy.handle.close(timeout_s, abandon=True)
+        finally:
+            copy.ends = False
+            if handle.member.state is HandleState.CLOSED and copy.ident in self._copies:
+                self._prefetched.pop(handle.member.shard.registration, None)
+                self._drop(copy)
 
     @contextlib.asynccontextmanager
     async def _aside(self, copy: _Copy, handle: Handle, until: float) -> AsyncIterator[None]:

@@ -267,6 +267,8 @@ class Holding(Stateful[HandleState]):
     def close(self) -> None:
         """Nothing is held (any more), and nothing will be."""
         self.drop_salvage()
+        if self.is_host:
+            self._rank.act(FreeMemory())
         if self.staged is not None:
             self.staged, self.applying = None, False
             self._rank.act(FreeStaging())
