@@ -26,13 +26,14 @@ from tensorhub.coordinator import (
     Tick,
 )
 from tensorhub.manifest import Manifest
-from tensorhub.messages import Done, FromCoordinator, Grant, Registered, Welcome, Withdrawable
+from tensorhub.messages import Done, FromCoordinator, Grant, Registered, Resolve, Start, Welcome, Withdrawable, Write
 from tensorhub.testing.guarantees import GuaranteeBroken, Guarantees, demand
 from tensorhub.testing.handle import Asked, BrokenHook, Handle
 from tensorhub.testing.memory import CHUNKS, MANIFEST
 from tensorhub.testing.network import Link
 from tensorhub.testing.pulling import Lane, Reading
 from tensorhub.testing.rendering import show_error
+from tensorhub.testing.verified import Verified
 from tensorhub.testing.worker import SimWorker
 from tensorhub.types import HandleState, Location, Options
 from tensorhub.worker.calls import Fence
@@ -65,6 +66,7 @@ class Cluster:
         self.ident = "c"  # of the coordinator's state
         self._joined: dict[str, int] = {}  # by incarnation: its newest connection that this coordinator has welcomed
         self.guarantees = Guarantees(self)
+        self.verified = Verified()
         self.coordinator = self._new_coordinator()
 
     # -- making things
@@ -146,8 +148,7 @@ class Cluster:
                 demand(self._is_reply(action, event), f"G9: {action} follows of what came too late: {event}")
             match action:
                 case Send():
-                    if isinstance(action.message, Done):
-                        self.guarantees.check_told(action.message)
+                    self._check_said(action, event)
                     if action.session in self.links:
                         self._send_down(action.session, action.message)
                 case CloseSession():
@@ -159,6 +160,17 @@ class Cluster:
                     self.to_be_stored(action)
                 case _:
                     assert_never(action)
+
+    def _check_said(self, said: Send, event: Event) -> None:
+        """What the coordinator must not say before it is so."""
+        message, (worker, _) = said.message, self.links.get(said.session, (None, None))
+        if isinstance(message, Done):
+            self.guarantees.check_told(message)
+        elif worker is not None and isinstance(message, Start | Write):
+            said_again = isinstance(event, Received) and isinstance(event.message, Resolve)
+            if not said_again and (isinstance(message, Write) or message.write):
+                handle = worker.rank_at(message.key.model, message.key.group, message.rank)
+                self.guarantees.told_to_write(handle, message)
 
     def _is_former(self, session: int) -> bool:
         """Whether the worker at its other end was welcomed over a newer connection, which is up."""

@@ -148,8 +148,6 @@ class Injector:
             return False
         self._damaged[name] -= 1
         self._cluster.note(f"a frame to {name} is damaged")
-        if lane.reader.asked is not None:
-            lane.reader.asked.damaged.add(lane.grant.source)
         self.happens(Fault.CORRUPT)
         return True
 
@@ -308,6 +306,7 @@ class Injector:
             case Fault.PAUSE:
                 until = now + random.choice(LONG_S)
                 party = cluster.process if random.random() < 0.15 else worker
+                until = max(until, party.stopped_until)
                 cluster.note(f"{party.name} is stopped until {until:.3f}")
                 party.stopped_until = until
             case Fault.PREEMPT:

@@ -119,7 +119,7 @@ class Lane:
         begun = self.source.worker.owner.begin(self.source.id, grant.generation, content, wanted, bytes_max)
         if isinstance(begun, Access):
             self.access = begun
-            self.source.cluster.guarantees.served(self.source, begun.chunks, self.reading.start.version)
+            self.source.cluster.guarantees.served(self.source, grant.generation, begun.chunks, self.reading.start.version)
         return begun
 
     def lack(self) -> Frame:
@@ -160,6 +160,8 @@ class Lane:
             return
         self.ended = True
         self.failure = failure
+        if failure == "corrupt" and self.reader.asked is not None:
+            self.reader.asked.damaged.add(self.grant.source)
         self.reader.cluster.lane_closed(self)
         self.reading.lane_ended(self, failure, chunk)
 
