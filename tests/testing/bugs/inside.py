@@ -37,7 +37,7 @@ from tensorhub.worker.filling import Filling
 from tensorhub.worker.member import Member as Rank
 from tensorhub.worker.owner import Owner
 from tensorhub.worker.running import GroupCall
-from tests.testing.bugs import bug, replaced, survivor
+from tests.testing.bugs import bug, replaced
 
 
 def around(owner: Any, name: str, wrap: Callable[..., Any]) -> AbstractContextManager[Any]:
@@ -363,7 +363,7 @@ def resumed_fill_keeps_leases() -> Iterator[None]:
         yield
 
 
-@survivor(
+@bug(
     "R8: an owner that was asked, and whose answer was lost, is not asked again",
     faults=(Fault.OVERWRITE, Fault.CORRUPT),
 )
