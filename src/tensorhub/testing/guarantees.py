@@ -402,7 +402,11 @@ class Guarantees:
         content, asked = handle.member.content, handle.asked
         if content is not None and asked is not None and self.has_left(handle, content.version.content_id) is None:
             key = handle.shard.group, content.version.content_id
-            self._leaving[key], self._stayed[key] = (handle, asked.granted_at), set()
+            self._leaving[key] = handle, asked.granted_at
+            # A replica that a new coordinator has not put together again serves piece by piece, as one that is being filled.
+            members = self._cluster.coordinator.cluster.members
+            books = {mate: members[mate.id].holding for mate in self._mates(handle) if mate.id in members}
+            self._stayed[key] = {mate for mate, holding in books.items() if holding is not None and holding.is_source}
 
     def has_left(self, handle: Handle, content_id: str) -> Handle | None:
         """Which rank was let go first, so that the replica that this one was a part of serves no more. What a worker
@@ -482,10 +486,13 @@ class Guarantees:
         )
 
     def _is_reliable(self, handle: Handle) -> bool:
-        """Whether it counts for retention: no rank of its group is spot; nor, for a host copy, anything of its worker."""
+        """Whether it counts for retention: no rank of its group is spot; nor, for a host copy, anything of its worker that
+        the coordinator has heard of.
+        """
         group, is_copy = handle.shard.group, handle.shard.medium is Medium.HOST
+        known = self._cluster.coordinator.cluster.members
         ranks = {h.shard.rank: h for h in self._cluster.all_handles() if h.shard.group == group}  # the newest of each
-        open_ = [h for h in handle.worker.handles if h.shard.serves and h.member.state is not HandleState.CLOSED]
+        open_ = [h for h in handle.worker.handles if h.shard.serves and h.id in known]
         return not any(h.shard.spot for h in [*ranks.values(), *(open_ if is_copy else ())])
 
     def _surely_holds(self, handle: Handle, content_id: str, since: float, leaver: Handle) -> bool:
