@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, assert_never
 
 from tensorhub.errors import MutabilityViolation, StateError
-from tensorhub.messages import Deregister, DigestAgain, Publish
+from tensorhub.messages import Deregister, DigestAgain, Prepared, Publish
 from tensorhub.testing.guarantees import HOLDING, demand
 from tensorhub.testing.memory import CHUNK_BYTES, digest_of, sent_digest, written
 from tensorhub.testing.prefetching import Prefetched
@@ -87,6 +87,7 @@ class Asked:
     committed: bool = False  # it has heard that its operation was
     alone: int | None = None  # a shard that no other process kept when the coordinator let its process go
     key: OpKey | None = None
+    votes: tuple[OpKey, ...] = ()  # the operations in which this call has voted, under each coordinator
     done: bool = False
     version: VersionInfo | None = None
     changed: bool = False
@@ -326,6 +327,8 @@ class Handle:
             case Say():
                 if isinstance(action.message, Publish):
                     self.cluster.guarantees.promise(action.message.key, self.shard.rank, self.cells)
+                if isinstance(action.message, Prepared) and self.asked is not None and self.asked.key == action.message.key:
+                    self.asked.votes = (*self.asked.votes, action.message.key)
                 self.worker.say(action.message)
             case OpenMemory():
                 content, sizes = ContentId(action.content_id), [CHUNK_BYTES] * action.manifest.chunk_count

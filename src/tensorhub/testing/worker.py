@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from tensorhub.coordinator import Retention
 from tensorhub.errors import TensorHubError
 from tensorhub.manifest import Manifest
 from tensorhub.messages import (
@@ -208,7 +209,9 @@ class SimWorker:
     def rollback(self, to: int, model: str = "actor", ident: str = "") -> int:
         """Ask for it; its answer will be in `answers`."""
         request = next(self.cluster.numbers)
-        self.say(Rollback(request, ident or f"rollback{request}", model, to))
+        ident = ident or f"rollback{request}"
+        self.cluster.guarantees.asks(request, ident)
+        self.say(Rollback(request, ident, model, to))
         return request
 
     def retain(self, latest: int, model: str = "actor") -> int:
@@ -216,6 +219,7 @@ class SimWorker:
         request = next(self.cluster.numbers)
         if self.link is not None:
             self.cluster.guarantees.wish(request, model, latest)
+            self.cluster.guarantees.asks(request, Retention(model, latest))
             self._wishes.append(request)
         self.say(Retain(request, model, latest))
         return request
@@ -226,6 +230,7 @@ class SimWorker:
         if not pin:
             pin = f"pin{request}"
             self.cluster.guarantees.pin_wishes[request] = (model, version)
+            self.cluster.guarantees.asks(request, pin)
         self.pins[pin] = (model, version)
         self._asked_pins[request] = pin
         self.say(Pin(request, pin, model, version))
@@ -302,6 +307,8 @@ class SimWorker:
     def known(self, message: Registered) -> None:
         """That is about to be told to one of its handles: what it has announced as held counts from now on."""
         handle, content_id = self._askers.get(message.request), self._announced.pop(message.request, None)
+        if handle is not None:
+            self.cluster.guarantees.registered(handle, message)
         if handle is not None and content_id is not None and message.keep:
             self.cluster.guarantees.stays(handle, content_id)
 
@@ -363,6 +370,8 @@ class SimWorker:
                     self.cluster.guarantees.let_go(handle)
             if handle.asked is not None and isinstance(message, Outcome) and message.key == handle.asked.key:
                 handle.asked.committed = message.committed
+            if isinstance(message, Outcome) and handle.member._holding.doubt == message.key:
+                self.cluster.guarantees.resolved(handle, message)
             handle.apply(handle.member.receive(message, self.cluster.now))
 
     def _welcomed(self, cluster: str) -> None:
