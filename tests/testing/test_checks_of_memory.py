@@ -1,4 +1,4 @@
-"""Checks from outside, one by one: each sees a deliberate bug, and lets pass what goes as it should."""
+"""As `test_checks`, for what memory holds, fences and deadlines: each check sees a deliberate bug, and nothing else."""
 
 from __future__ import annotations
 
@@ -165,3 +165,24 @@ def test_its_check_sees(scenario: Scenario, bug: Bug, says: str) -> None:
     scenario()
     with bug(), pytest.raises(GuaranteeBroken, match=says):
         scenario()
+
+
+def test_a_rank_may_follow_one_whose_leave_was_granted_before_the_version_was_to_be_kept() -> None:
+    cluster = PureCluster()
+    ranks, reader = cluster.group("writers", 2), cluster.fetcher("reader", 0)
+    cluster.run()
+    for rank in ranks:
+        rank.publish(1)
+    cluster.advance(1.0)
+    reader.fetch()
+    run_without(cluster, "read")
+    first = ranks[0].unpublish()
+    run_without(cluster, "read")
+    assert not first.done  # its reader has some time to go
+    ranks[1].worker.retain(1)
+    run_without(cluster, "read")
+    second = ranks[1].unpublish()
+    cluster.advance(30.0)
+    assert first.done
+    assert second.done
+    assert second.error is None
