@@ -18,7 +18,7 @@ from tensorhub.errors import LeaseLost, TensorHubError, VersionConflict, Version
 from tensorhub.messages import Done, FromWorker, Outcome, Register, Registered, Start, Withdraw, Withdrawn, Write
 from tensorhub.testing.rendering import show_error
 from tensorhub.types import LATEST, PREVIOUS, HandleState, Medium, OpKey, OpKind, Purpose, VersionInfo
-from tensorhub.worker.calls import Call, CloseCall, FillCall, PublishCall, UnpublishCall
+from tensorhub.worker.calls import Call, CloseCall, FillCall, PublishCall, SetAsideCall, UnpublishCall
 from tensorhub.worker.enrolment import LEASE_MARGIN
 from tensorhub.worker.holding import Content
 from tensorhub.worker.running import DEADLINE_SLACK_S
@@ -174,7 +174,7 @@ class Guarantees:
         if error is not None:
             left = (handle.shard.group, handle.last_held)
             if (
-                isinstance(asked.what, UnpublishCall | CloseCall)
+                isinstance(asked.what, UnpublishCall | CloseCall | SetAsideCall)
                 and left in self._leaving
                 and self._leaving[left][0] is handle
             ):
@@ -422,7 +422,7 @@ class Guarantees:
         asked.follows = any(self._is_let_go(mate, content_id) for mate in self._mates(handle))
         if asked.follows:
             return  # its replica does not serve any more, whoever of them hears it first
-        if isinstance(asked.what, CloseCall) and self._is_whole(handle, asked, content_id):
+        if isinstance(asked.what, CloseCall | SetAsideCall) and self._is_whole(handle, asked, content_id):
             alone = (shard for shard in self.truth[content_id] if not self._others(handle, shard, asked, elsewhere=True))
             asked.alone = next(alone, None)
 
@@ -618,10 +618,10 @@ class Guarantees:
         demand(len(cells) == len(truth) and not wrong, f"G1: {handle} holds {[*cells]}, published was {truth}")
 
     def check_closed(self, handle: Handle) -> None:
-        """G2: nobody can begin to read memory that is its owner's to write. (What a broken fill has left in host memory is
-        not: its own worker may read it, under a generation that nobody else knows.)
+        """G2: nobody can begin to read memory that is its owner's to write. (What a broken fill has left in host memory, or
+        was set aside, is not: its own worker may read it, under a generation that nobody else knows.)
         """
-        if handle.shard.medium is Medium.HOST and handle.member.state is HandleState.TORN:
+        if handle.shard.medium is Medium.HOST and handle.member.state in (HandleState.TORN, HandleState.EMPTY):
             return
         held = handle.worker.owner._holdings.get(handle.id)
         demand(held is None or not held.is_open, f"G2: {handle} can still be read under {held}")
