@@ -178,11 +178,11 @@ def test_a_rank_may_follow_one_whose_leave_was_granted_before_the_version_was_to
     run_without(cluster, "read")
     first = ranks[0].unpublish()
     run_without(cluster, "read")
-    assert not first.done  # its reader has some time to go
+    assert not first.has_ended()  # its reader has some time to go
     ranks[1].worker.retain(1)
     run_without(cluster, "read")
     second = ranks[1].unpublish()
     cluster.advance(30.0)
-    assert first.done
-    assert second.done
+    assert first.has_ended()
+    assert second.has_ended()
     assert second.error is None
