@@ -437,6 +437,14 @@ class Guarantees:
         holds = content is not None and content.version.content_id == content_id
         return holds and asked is not None and not asked.done and asked.granted_at > 0
 
+    @staticmethod
+    def _may_be_on_its_way(handle: Handle, content_id: str) -> bool:
+        """Whether it has asked for its leave when that content was anybody's to give up."""
+        content, asked = handle.member.content, handle.asked
+        holds = content is not None and content.version.content_id == content_id
+        leaves = asked is not None and not asked.done and isinstance(asked.what, UnpublishCall | CloseCall)
+        return holds and leaves and asked is not None and content_id not in asked.retained
+
     def _is_whole(self, handle: Handle, asked: Asked, content_id: str) -> bool:
         """Whether, with what this handle holds, every shard of it surely has a reliable holder."""
         for shard in self.truth[content_id]:
@@ -476,6 +484,8 @@ class Guarantees:
             return  # nobody wants it, or a rank of its replica does not care
         if asked.follows or self.has_left(handle, content_id) not in (None, handle):
             return  # its replica did not serve any more
+        if any(self._may_be_on_its_way(mate, content_id) for mate in self._mates(handle)):
+            return  # nor does it, if that mate's leave was granted: its readers are waited for before it hears of that
         if not self._is_reliable(handle) or not self._is_whole(handle, asked, content_id):
             return  # it does not count, or the version was lost before
         lacks = [shard for shard in self.truth[content_id] if not self._others(handle, shard, asked, elsewhere=False)]
