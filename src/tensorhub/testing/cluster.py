@@ -13,6 +13,7 @@ from itertools import count
 from typing import Any, assert_never
 
 from tensorhub.coordinator import (
+    Action,
     CloseSession,
     Coordinator,
     Durable,
@@ -131,7 +132,7 @@ class Cluster:
 
     def step(self, event: Event) -> None:
         """Feed the coordinator one event, and do what follows."""
-        for action in self.coordinator.step(event, self.now):
+        for action in self.gets_out(self.coordinator.step(event, self.now)):
             match action:
                 case Send():
                     if isinstance(action.message, Done):
@@ -201,6 +202,13 @@ class Cluster:
         self.guarantees.ended(handle, asked)
 
     # -- what follows: each is told of something that will go on, at once or some time
+
+    def gets_out(self, actions: list[Action]) -> list[Action]:
+        """Those of a step's actions that the coordinator's process comes to."""
+        return actions
+
+    def rolled_back(self, to: int) -> None:
+        """A rollback has returned."""
 
     def took(self, path: str) -> None:
         """A way of recovery was taken."""
