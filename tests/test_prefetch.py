@@ -5,20 +5,23 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import threading
 import weakref
 from dataclasses import replace
+from functools import partial
 
 import anyio
 import pytest
 
 import tensorhub
-from tensorhub.errors import GroupAborted, OperationTimeout, StateError, TensorHubError, VersionUnavailable
+from tensorhub.errors import GroupAborted, OperationTimeout, RetentionError, StateError, TensorHubError, VersionUnavailable
 from tensorhub.hub import Hub
 from tensorhub.runtime import prefetcher
 from tensorhub.runtime.host_copies import HostCopies
+from tensorhub.transport.host import HostMemory
 from tensorhub.types import FetchReport, Purpose
 from tensorhub.weights import Weights
-from tests.rig import CHUNK_BYTES, CHUNKS, OPTIONS, Cluster, cluster, connect, gated, holds, tensors, until, write
+from tests.rig import CHUNK_BYTES, CHUNKS, OPTIONS, WAIT_S, Cluster, cluster, connect, gated, holds, tensors, until, write
 
 NBYTES = CHUNKS * CHUNK_BYTES
 HOSTED = replace(OPTIONS, host_memory_bytes=NBYTES)
@@ -83,6 +86,42 @@ async def test_memory_goes_back_to_the_system() -> None:
         gc.collect()
 
         assert kept() is None
+
+
+@pytest.mark.parametrize("what", ["prefetched", "staged"])
+async def test_memory_is_given_back_beside_the_loop_and_counts_until_then(
+    what: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """R14: the system takes its time for many gigabytes, and the worker is heard of meanwhile."""
+    frees, go, closed = threading.Event(), threading.Event(), list[bool]()
+
+    def free(memory: HostMemory) -> None:
+        mapping = memory._bytes
+        if mapping is not None:
+            frees.set()
+            assert go.wait(WAIT_S)
+        real(memory)
+        if mapping is not None:
+            closed.append(mapping.closed)
+
+    real = HostMemory.free
+    async with cluster("trainer", "reader", options=HOSTED) as c:
+        _, weights = await ready(c)
+        hub, update = c.hubs[1], partial(weights.update, staged=what == "staged")
+        if what == "prefetched":
+            await weights.prefetch()
+        monkeypatch.setattr(HostMemory, "free", free)
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(update)
+            with anyio.fail_after(WAIT_S / 2):
+                await until(frees.is_set)
+                try:
+                    await hub.describe("m")
+                    assert reserved(hub) == NBYTES
+                finally:
+                    go.set()
+        await until(lambda: reserved(hub) == 0)
+        assert closed == [True]  # while nobody had a view of it, and so without the GIL
 
 
 async def test_a_prefetched_copy_serves_others() -> None:
@@ -234,6 +273,27 @@ async def test_prefetch_of_a_group_waits_for_its_ranks() -> None:
             await ranks[0].prefetch(timeout=0.2)
         assert reserved(c.hubs[1]) == 0
         assert ranks[0].state == "empty"
+
+
+async def test_a_close_that_fails_leaves_what_was_prefetched() -> None:
+    hasty = replace(HOSTED, op_timeout_s=0.5)
+    async with cluster("trainer") as c, connect(c.address, "reader", hasty) as hub, connect(c.address, "other") as third:
+        source = await c.hubs[0].register("m", tensors(1))
+        await source.publish(1)
+        weights = await hub.register("m", tensors(), group="r")
+        other = await third.register("m", tensors(), group="o")  # it could take over what is retained, and has not
+        await weights.replicate()
+        await publish(source, 2)
+        await weights.prefetch()
+        await hub.retain("m", latest=2)
+        with pytest.raises(RetentionError, match="version 1 of 'm' must stay"):
+            await weights.close()
+        assert (weights.version, reserved(hub)) == (1, NBYTES)
+        await source.close(abandon=True)
+        report = await other.replicate(2)
+        assert [s.name for s in report.sources] == ["reader"]  # its copy counts again, and serves
+        await third.retain("m", latest=0)
+        assert (await weights.update()).bytes_read == 0
 
 
 async def test_prefetch_without_or_with_too_little_host_memory() -> None:

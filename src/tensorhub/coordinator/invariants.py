@@ -214,6 +214,7 @@ def _staged(cluster: Cluster, model: Model, version: Version) -> None:
 def _available(version: Version) -> None:
     available = version.state is VersionState.AVAILABLE
     _demand(available == version.has_live_source(), "available means that every shard is held", version)
+    _demand(not (available and version.abandoned), "nobody has left for good what is held (R12)", version)
 
 
 def _candidate(cluster: Cluster, version: Version, shard: int, holding: Holding) -> None:

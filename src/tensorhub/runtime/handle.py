@@ -66,8 +66,10 @@ from tensorhub.worker.calls import (
     ReleaseCall,
     ReopenMemory,
     Say,
+    SetAsideCall,
     StartPull,
     StopPull,
+    TakeBackCall,
     UnpublishCall,
     staging_of,
 )
@@ -225,6 +227,14 @@ class Handle:
     async def release(self, timeout_s: float) -> None:
         """Of a host copy: take what it holds from its readers, and give its memory back."""
         await self._run(ReleaseCall(), timeout_s)
+
+    async def set_aside(self, timeout_s: float) -> None:
+        """Of a host copy: take what it holds from its readers, as if its process ended, and keep the bytes."""
+        await self._run(SetAsideCall(), timeout_s)
+
+    async def take_back(self, timeout_s: float) -> None:
+        """Of a host copy: hold again what was set aside."""
+        await self._run(TakeBackCall(), timeout_s)
 
     async def copy(self, call: CopyCall, timeout_s: float) -> None:
         """Of a host copy: fill it from another registration of this worker."""
@@ -430,7 +440,7 @@ class Handle:
             case Say():
                 self._line.say(action.message)
             case OpenMemory():
-                self._open(action)
+                await self._open(action)
             case ReopenMemory():
                 if self._unopened is None:
                     self._owner.reopen(self._registration, action.generation)
@@ -458,7 +468,7 @@ class Handle:
             case FreeStaging():
                 await self._free_staging()
             case FreeMemory():
-                self._free()
+                await self._free()
             case StopPull():
                 if self._pull is not None:
                     self._pull.scope.cancel()
@@ -485,9 +495,11 @@ class Handle:
         if self._call is not None and self._call.bound is None:
             self._call.bound = clock.now()
 
-    def _open(self, action: OpenMemory) -> None:
+    async def _open(self, action: OpenMemory) -> None:
         self._unopened = None
         if isinstance(self.memory, HostMemory):  # it is made now, and there may be none
+            if not self._is_mapped(action.manifest):
+                await self._unmap()
             try:
                 self._map_safely(action.manifest)
             except TensorHubError as error:
@@ -502,11 +514,13 @@ class Handle:
 
     def _map(self, manifest: Manifest) -> tuple[MappedRegions, ChunkMemory]:
         """Where the manifest's regions and chunks are; kept, because the next version most likely has the same manifest."""
-        if self._mapped is None or self._mapped[0] != manifest.manifest_id:
-            self._unmap()
+        if self._mapped is None or not self._is_mapped(manifest):
             mapped = self.memory.map(manifest)
             self._mapped = manifest.manifest_id, mapped, ChunkMemory(manifest, mapped.regions, mapped.unwanted)
         return self._mapped[1:]
+
+    def _is_mapped(self, manifest: Manifest) -> bool:
+        return self._mapped is not None and self._mapped[0] == manifest.manifest_id
 
     async def _fence(self, action: Fence) -> None:
         """Fence the memory, or give up at the deadline; without one, try until it stands."""
@@ -533,23 +547,23 @@ class Handle:
         until = self.member.fence_until
         return max(0.0, (action.until if until is None else min(action.until, until)) - clock.now())
 
-    def _unmap(self) -> None:
+    async def _unmap(self) -> None:
         """Let go of what was mapped before: host memory is back in the system before more of it is taken."""
         self._mapped = None
         if isinstance(self.memory, HostMemory):
             self._owner.forget(self._registration)
-            self.memory.free()
+            await anyio.to_thread.run_sync(self.memory.free)
 
-    def _free(self) -> None:
-        self._unmap()
+    async def _free(self) -> None:
+        await self._unmap()
         self._room.freed(self._registration)
 
     async def _free_staging(self) -> None:
-        staging, self._staging = self._staging, None
-        if staging is not None:
+        if self._staging is not None:
             await self._owner.fence_async(self._staging_id)  # only this handle's own copying, which has ended, reads it
             self._owner.forget(self._staging_id)
-            staging.memory.free()
+            memory, self._staging = self._staging.memory, None
+            await anyio.to_thread.run_sync(memory.free)
         self._room.freed(self._staging_id)
 
     async def _let_go(self) -> None:
@@ -560,7 +574,7 @@ class Handle:
             log.error("memory_still_read", registration=self._registration, reason=str(error))
         else:
             self._owner.forget(self._registration)
-            self._free()
+            await self._free()
         await self._free_staging()
 
     def _map_safely(self, manifest: Manifest) -> tuple[MappedRegions, ChunkMemory]:
@@ -698,7 +712,7 @@ class Handle:
                     runner.add_source(grant)
                 while pull.early:
                     self._change_source(pull.early.pop(0))
-                tasks.start_soon(self._tell_progress, runner)
+                tasks.start_soon(self._tell_progress, pull)
                 async for event in runner.events():
                     match event:
                         case SourceFailed():
@@ -720,12 +734,13 @@ class Handle:
         if mapped.copies or mapped.then is not None:
             await anyio.to_thread.run_sync(mapped.unpack)
 
-    async def _tell_progress(self, runner: PullRunner) -> None:
+    async def _tell_progress(self, pull: _Pull) -> None:
+        """(It keeps no runner: the frame of a cancelled task may live until the next collection, and memory with it.)"""
         while True:
             await anyio.sleep(PROGRESS_S)
             running = self.member.running
-            if running is not None and running.key is not None:
-                report = runner.report()
+            if pull.runner is not None and running is not None and running.key is not None:
+                report = pull.runner.report()
                 rank = self.member.shard.rank
                 self._line.say(Progress(running.key, rank, report.chunks_verified, report.bytes_read))
                 self._show_progress(report)

@@ -7,7 +7,9 @@ coordinator, to which they are ordinary holders.
 
 from __future__ import annotations
 
+import contextlib
 import secrets
+from collections.abc import AsyncIterator
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Protocol
@@ -76,6 +78,7 @@ class _Copy:
     memory: HostMemory
     fills: int = 0  # that were begun
     filling: bool = False
+    ends: bool = False  # whoever closes its handle closes it, too
     lock: anyio.Lock = field(default_factory=anyio.Lock)  # of its release: no fill begins in the midst of it
 
 
@@ -184,7 +187,7 @@ class HostCopies:
         """A handle is no more: what was made for it ends too."""
         self._copies.pop(registration, None)
         copy = self._prefetched.pop(registration, None)
-        if copy is not None:
+        if copy is not None and not copy.ends:
             self._drop(copy)
 
     # ----------------------------------------------------------------------------------------------------- prefetching
@@ -253,16 +256,38 @@ class HostCopies:
         raise OperationTimeout(f"{text}is still being read; try again")
 
     async def close(self, handle: Handle, timeout_s: float, *, abandon: bool) -> None:
-        """Close a handle with its host copy: the copy first, so that an error leaves the handle as it was."""
+        """Close a handle with its host copy. That is set aside first, so that an error leaves both as they were."""
+        until = clock.now() + timeout_s
         copy = self._prefetched.get(handle.member.shard.registration)
-        if copy is not None:
+        if copy is None:
+            await handle.close(timeout_s, abandon=abandon)
+            return
+        copy.ends = True
+        try:
             await copy.handle.end_call(StateError("its handle was closed"))
-            if not abandon:
-                await self._release(copy)
-        await handle.close(timeout_s, abandon=abandon)
-        if copy is not None:
-            self._prefetched.pop(handle.member.shard.registration, None)
+            async with contextlib.AsyncExitStack() as aside:
+                if not abandon:
+                    await aside.enter_async_context(self._aside(copy, handle, until))
+                await handle.close(max(0.0, until - clock.now()), abandon=abandon)
             await copy.handle.close(timeout_s, abandon=True)
+        finally:
+            copy.ends = False
+            if handle.member.state is HandleState.CLOSED and copy.ident in self._copies:
+                self._prefetched.pop(handle.member.shard.registration, None)
+                self._drop(copy)
+
+    @contextlib.asynccontextmanager
+    async def _aside(self, copy: _Copy, handle: Handle, until: float) -> AsyncIterator[None]:
+        """Nobody counts on this copy in the block. It holds again what it held, unless `handle` is closed then."""
+        async with copy.lock:
+            try:
+                if copy.handle.member.state is not HandleState.CLOSED:
+                    await copy.handle.set_aside(max(0.0, until - clock.now()))
+                yield
+            finally:
+                if handle.member.state is not HandleState.CLOSED:
+                    with anyio.CancelScope(shield=True), contextlib.suppress(TensorHubError):  # it may have ended meanwhile
+                        await copy.handle.take_back(self._desk.options.op_timeout_s)
 
     # ------------------------------------------------------------------------------------------------- retention copies
 

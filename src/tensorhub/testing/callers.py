@@ -45,7 +45,15 @@ from tensorhub.types import (
     VersionInfo,
     as_seconds,
 )
-from tensorhub.worker.calls import CloseCall, FillCall, PublishCall, RefuseCall, ReleaseCall, UnpublishCall
+from tensorhub.worker.calls import (
+    CloseCall,
+    FillCall,
+    PublishCall,
+    RefuseCall,
+    SetAsideCall,
+    TakeBackCall,
+    UnpublishCall,
+)
 from tensorhub.worker.enrolment import Shard
 from tensorhub.worker.holding import Content
 from tensorhub.worker.member import Member
@@ -292,9 +300,19 @@ class HostCopies:
         copy = caller.simulated.prefetched.copy
         if isinstance(copy, EmbeddedHandle) and copy.member.state is not HandleState.CLOSED:
             await copy.end_call(StateError("its handle was closed"))
-            if not abandon and copy.member.content is not None:
-                await copy.run(ReleaseCall(), timeout_s)
-        await caller.close(timeout_s, abandon=abandon)
+            if not abandon:
+                await copy.run(SetAsideCall(), timeout_s)
+        try:
+            await caller.close(timeout_s, abandon=abandon)
+        finally:
+            if isinstance(copy, EmbeddedHandle) and caller.member.state is not HandleState.CLOSED:
+                self._take_back(copy)
+
+    def _take_back(self, copy: EmbeddedHandle) -> None:
+        """The handle was not closed: its copy holds what was set aside."""
+        is_there = copy.worker.alive and copy.idle and not self._shell.cluster.is_over
+        if is_there and copy.member.state is not HandleState.CLOSED:
+            copy.call(TakeBackCall())
 
     async def make(self, order: MakeCopy) -> None:
         """The coordinator wants a copy: find out what it is made of, and read it."""

@@ -8,20 +8,26 @@ its own affair. `check_*` costs what it looks at.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from math import inf
 from typing import TYPE_CHECKING
 
 from tensorhub.coordinator import Decision, Entry, Pinned, Publication, Retention, Rollback
+from tensorhub.coordinator.fills import LEFT
 from tensorhub.coordinator.states import ReplicaState
-from tensorhub.errors import LeaseLost, TensorHubError, VersionConflict
-from tensorhub.messages import Done, Outcome, Registered
+from tensorhub.errors import LeaseLost, TensorHubError, VersionConflict, VersionUnavailable
+from tensorhub.messages import Done, FromWorker, Outcome, Register, Registered, Start, Withdraw, Withdrawn, Write
 from tensorhub.testing.rendering import show_error
-from tensorhub.types import LATEST, PREVIOUS, HandleState, Medium, OpKey, OpKind, VersionInfo
-from tensorhub.worker.calls import CloseCall, FillCall, PublishCall, UnpublishCall
+from tensorhub.types import LATEST, PREVIOUS, HandleState, Medium, OpKey, OpKind, Purpose, VersionInfo
+from tensorhub.worker.calls import Call, CloseCall, FillCall, PublishCall, SetAsideCall, UnpublishCall
+from tensorhub.worker.enrolment import LEASE_MARGIN
+from tensorhub.worker.holding import Content
+from tensorhub.worker.running import DEADLINE_SLACK_S
 
 if TYPE_CHECKING:
     from tensorhub.testing.cluster import Cluster
     from tensorhub.testing.handle import Asked, Handle
 
+LATE_S_MAX = 3 * DEADLINE_SLACK_S  # it is given up after one, and some ends wait for another one
 TODO_MAX = 1000  # actions that one handle has still to carry out
 HOLDING = (HandleState.READY, HandleState.DRAINING)
 RECORD = -1  # stands for a rank: what the store says of an operation
@@ -66,6 +72,8 @@ class Guarantees:
         # By group and content: the first rank that was let go, and when; its replica serves no more.
         self._leaving: dict[tuple[str, str], tuple[Handle, float]] = {}
         self._stayed: dict[tuple[str, str], set[Handle]] = {}  # of these: who serves again, in a replica that began since
+        self._given_up: dict[str, float] = {}  # when some owner of which content took it from its readers, or wanted to
+        self._fenced: dict[str, str] = {}  # by registration: the content that was, unless the coordinator has heard of it
         self._lost: dict[tuple[str, str], float] = {}  # when which registration has lost which content without leave
 
     def state_lost(self, store: Iterable[Entry]) -> None:
@@ -163,10 +171,12 @@ class Guarantees:
     def ended(self, handle: Handle, asked: Asked) -> None:
         """A call has returned, or raised."""
         error, key = asked.error, asked.key
+        if isinstance(asked.what, UnpublishCall | CloseCall):
+            self._given_up[handle.last_held] = self._cluster.now  # also in vain: its readers may have been told
         if error is not None:
             left = (handle.shard.group, handle.last_held)
             if (
-                isinstance(asked.what, UnpublishCall | CloseCall)
+                isinstance(asked.what, UnpublishCall | CloseCall | SetAsideCall)
                 and left in self._leaving
                 and self._leaving[left][0] is handle
             ):
@@ -175,6 +185,8 @@ class Guarantees:
                 isinstance(error, (TensorHubError, *self._cluster.user_errors)),
                 f"G10: every refusal is a typed error: {error!r}",
             )
+            if isinstance(error, VersionUnavailable) and LEFT in str(error):
+                self._left(handle, asked, str(error))
             if isinstance(asked.what, PublishCall) and isinstance(error, VersionConflict) and not error.retryable:
                 self._refused(handle, asked, asked.what.version)
             if key is not None and getattr(error, "memory", "") != "in_doubt" and not isinstance(error, LeaseLost):
@@ -204,6 +216,26 @@ class Guarantees:
         newest, rolled_back_at = self.used.get(handle.shard.model, (-1, float("-inf")))
         ok = number <= newest or rolled_back_at >= asked.began
         demand(ok or self.strangers, f"R1: {handle} may not publish {number}, but {newest} is the newest: {asked.error}")
+
+    def heard(self, message: FromWorker) -> None:
+        """The coordinator is about to learn which memory its owner has given up, or wants to."""
+        if isinstance(message, Withdraw):
+            handle = self._cluster.by_registration.get(message.registration)
+            if handle is not None:
+                self._given_up[handle.last_held] = self._cluster.now
+        elif isinstance(message, Withdrawn | Register):
+            content_id = self._fenced.pop(message.registration, "")
+            self._given_up[content_id] = self._cluster.now
+
+    def _left(self, handle: Handle, asked: Asked, text: str) -> None:
+        """R12: only where a last holder leaves on purpose nobody waits for it."""
+        wanted = {c for n, c in self.published.get(handle.shard.model, {}).items() if text.startswith(f"version {n} of ")}
+        gone = any(self._given_up.get(content_id, -inf) >= asked.began for content_id in wanted)
+        going = any(
+            h.last_held in wanted and h.asked is not None and not h.asked.done and h.asked.what is not asked.what
+            for h in self._cluster.all_handles()
+        )
+        demand(gone or going or not wanted or self.strangers, f"R12: nobody has left what {handle} waited for: {text}")
 
     def _filled(self, handle: Handle, asked: Asked, call: FillCall) -> None:
         assert asked.version is not None
@@ -250,8 +282,9 @@ class Guarantees:
 
     # -- memory
 
-    def served(self, handle: Handle, chunks: Iterable[int], version: VersionInfo) -> None:
-        """A lane begins to read these chunks there, as that version's (G6: only what is verified)."""
+    def served(self, handle: Handle, generation: int, chunks: Iterable[int], version: VersionInfo) -> None:
+        """A lane begins to read these chunks there, as that version's (G6: only what is verified), under that generation."""
+        demand(generation == handle.generation, f"G9: {handle} serves what was asked of generation {generation}")
         if self.is_spoilt(handle, version.content_id):
             return
         truth = self.truth[version.content_id][handle.shard.number]
@@ -262,11 +295,42 @@ class Guarantees:
                 continue
             demand(cell == truth[chunk], f"G6: {handle} serves {cell} as {truth[chunk]} of version {version.version}")
 
-    def writes(self, handle: Handle, chunk: int) -> None:
-        """A lane writes a chunk of a fill."""
-        reading = handle.pull
-        assert reading is not None
-        demand(not reading.books.verified[chunk], f"G8: {handle} reads chunk {chunk} again, which it had verified")
+    def announced(self, handle: Handle, content_id: str) -> None:
+        """It says to the coordinator that it holds that."""
+        demand(handle.changed != content_id, f"R8: {handle} is announced, and it knows that its bytes have changed")
+
+    def fencing(self, handle: Handle, generation: int) -> None:
+        """A fence begins."""
+        content, asked = handle.member.content, handle.asked
+        held = content is not None and content.generation == generation and handle.member.state in HOLDING
+        if content is None or asked is None or asked.done or not held:
+            return
+        call, what = asked.what, f"{handle}, which holds version {content.version.version}"
+        if isinstance(call, FillCall) and call.staged and asked.key is not None:
+            demand(asked.committed, f"R7: {what}, is overwritten by {call}, which is not committed")
+        asks_nobody = isinstance(call, UnpublishCall | CloseCall) and not asked.granted and not self._abandons(handle)
+        if asks_nobody and content.retained and not self._keeps(handle, content, call):
+            free_at = handle.worker.cut_off_at + (1 + LEASE_MARGIN) * self._cluster.options.lease_s
+            ok = self._cluster.now >= free_at - 1e-6
+            demand(ok, f"R4: {what} to be kept, is cut off, and leaves before {free_at:.3f}")
+
+    @staticmethod
+    def _keeps(handle: Handle, content: Content, call: Call) -> bool:
+        """Whether what it holds stays in its worker when it leaves: in a host copy, where it was all of the version."""
+        if content.version.world_size > 1 or isinstance(call, CloseCall):
+            return False
+        copies = (h.member for h in handle.worker.handles if h.shard.purpose is Purpose.RETENTION)
+        held = [copy.content for copy in copies if copy.state in HOLDING]
+        return any(c is not None and c.version.content_id == content.version.content_id for c in held)
+
+    def told_to_write(self, handle: Handle | None, message: Start | Write) -> None:
+        """The coordinator tells a rank that it may overwrite its memory, for the first time: R7, there is a source."""
+        if handle is None or handle.member.state is HandleState.FILLING or handle.staging is not None:
+            return  # it goes on with what it has begun before
+        demand(bool(message.grants), f"R7: {handle} is to be overwritten with {message}, and nobody is said to have it")
+
+    def writes(self, handle: Handle) -> None:
+        """A lane writes a chunk of a fill into the memory itself."""
         state = handle.member.state
         demand(state is HandleState.FILLING, f"G2: {handle} is written while it is {state}")
 
@@ -370,7 +434,7 @@ class Guarantees:
         asked.follows = any(self._is_let_go(mate, content_id) for mate in self._mates(handle))
         if asked.follows:
             return  # its replica does not serve any more, whoever of them hears it first
-        if isinstance(asked.what, CloseCall) and self._is_whole(handle, asked, content_id):
+        if isinstance(asked.what, CloseCall | SetAsideCall) and self._is_whole(handle, asked, content_id):
             alone = (shard for shard in self.truth[content_id] if not self._others(handle, shard, asked, elsewhere=True))
             asked.alone = next(alone, None)
 
@@ -406,6 +470,8 @@ class Guarantees:
     def fenced(self, handle: Handle, generation: int) -> None:
         """Nobody reads that memory any more: a version that must stay must be held by others (G5)."""
         content, asked, model = handle.member.content, handle.asked, handle.shard.model
+        self._given_up[handle.last_held] = self._cluster.now
+        self._fenced[handle.id] = handle.last_held
         held = content is not None and content.generation == generation and handle.member.state in HOLDING
         unasked = asked is None or (isinstance(asked.what, CloseCall) and asked.what.abandon) or not asked.granted
         if content is None or asked is None or not held or unasked:
@@ -490,6 +556,17 @@ class Guarantees:
             handle.pull.books.check_invariants()
         demand(len(handle.todo) <= TODO_MAX, f"G10: {handle} has {len(handle.todo)} actions to carry out")
 
+    def check_in_time(self, handle: Handle) -> None:
+        """G10: a call ends at its deadline, also where nobody can be told. (A process that is stopped ends nothing; and what
+        was staged and is committed is put in place.)
+        """
+        asked, worker = handle.asked, handle.worker
+        if asked is None or asked.done or (asked.committed and isinstance(asked.what, FillCall) and asked.what.staged):
+            return
+        late_s = self._cluster.now - max(asked.until, worker.stopped_until)
+        running = handle.member.running
+        demand(late_s <= LATE_S_MAX, f"G10: {handle}: {asked.what} should have ended {late_s:.1f} s ago: {running}")
+
     def check_known(self, handle: Handle) -> None:
         """R4, R8: what the coordinator counts on, its owner knows."""
         member, content = self._cluster.coordinator.cluster.members.get(handle.id), handle.member.content
@@ -543,10 +620,10 @@ class Guarantees:
         demand(len(cells) == len(truth) and not wrong, f"G1: {handle} holds {[*cells]}, published was {truth}")
 
     def check_closed(self, handle: Handle) -> None:
-        """G2: nobody can begin to read memory that is its owner's to write. (What a broken fill has left in host memory is
-        not: its own worker may read it, under a generation that nobody else knows.)
+        """G2: nobody can begin to read memory that is its owner's to write. (What a broken fill has left in host memory, or
+        was set aside, is not: its own worker may read it, under a generation that nobody else knows.)
         """
-        if handle.shard.medium is Medium.HOST and handle.member.state is HandleState.TORN:
+        if handle.shard.medium is Medium.HOST and handle.member.state in (HandleState.TORN, HandleState.EMPTY):
             return
         held = handle.worker.owner._holdings.get(handle.id)
         demand(held is None or not held.is_open, f"G2: {handle} can still be read under {held}")

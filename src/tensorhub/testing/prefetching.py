@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from tensorhub.errors import StateError
 from tensorhub.types import HandleState, Medium, OpKind, Purpose, Selector, host_group
-from tensorhub.worker.calls import CloseCall, FillCall, ReleaseCall
+from tensorhub.worker.calls import CloseCall, FillCall, ReleaseCall, SetAsideCall, TakeBackCall
 
 if TYPE_CHECKING:
     from tensorhub.testing.handle import Asked, Handle
@@ -23,7 +23,7 @@ class Prefetched:
         self._handle = handle
         self.copy: Handle | None = None
         self._frees = False  # what it holds is to be given back, once its call has ended
-        self._closing: tuple[float, bool] | None = None  # how its handle is to be closed, once that is so
+        self._closing: tuple[float, bool] | None = None  # how its handle is to be closed, once what it held is set aside
 
     def fill(self, selector: Selector, timeout_s: float) -> Asked:
         """Prefetch. Raises StateError while another call of the copy runs."""
@@ -52,7 +52,7 @@ class Prefetched:
             self._go_on(self.copy)
 
     def close(self, timeout_s: float, *, abandon: bool = False) -> None:
-        """Close the handle with its copy: the copy first, so that an error leaves the handle as it was."""
+        """Close the handle with its copy. That is set aside first, so that an error leaves both as they were."""
         if self.copy is None:
             self._handle.close(timeout_s, abandon=abandon)
         elif self._closing is None:
@@ -66,10 +66,11 @@ class Prefetched:
 
     def handle_ended(self, asked: Asked) -> None:
         """A call of the handle has ended."""
-        if isinstance(asked.what, CloseCall):
-            self._closing = None
         if self._handle.member.state is HandleState.CLOSED:
+            self._closing = None
             self.handle_over()
+        elif isinstance(asked.what, CloseCall):
+            self._stay()
 
     def _go_on(self, copy: Handle) -> None:
         """One step, after each of which it is asked again."""
@@ -83,6 +84,8 @@ class Prefetched:
             copy.close(abandon=True)
         elif self._closing is not None and self._closing[1]:
             self._close_handle()
+        elif self._closing is not None:
+            copy.call(SetAsideCall(), self._closing[0])
         else:
             self._frees = False
             copy.call(ReleaseCall())
@@ -93,13 +96,13 @@ class Prefetched:
             self._drop(copy)
         elif self._handle.member.state is HandleState.CLOSED or self._handle not in self._handle.worker.handles:
             self._go_on(copy)
-        elif not isinstance(asked.what, ReleaseCall):
-            if self._frees or self._closing is not None:
-                self._go_on(copy)
-        elif self._closing is not None and asked.error is None:
-            self._close_handle()
-        else:
-            self._closing = None
+        elif isinstance(asked.what, SetAsideCall):
+            if asked.error is None:
+                self._close_handle()
+            else:
+                self._stay()
+        elif self._frees or self._closing is not None:
+            self._go_on(copy)
 
     def _close_handle(self) -> None:
         handle = self._handle
@@ -108,7 +111,13 @@ class Prefetched:
         if handle.idle:
             handle.close(timeout_s, abandon=abandon)
         else:
-            self._closing = None
+            self._stay()
+
+    def _stay(self) -> None:
+        """The handle is not closed: its copy holds what it held."""
+        self._closing = None
+        if self.copy is not None and self.copy.idle:
+            self.copy.call(TakeBackCall())
 
     def _drop(self, copy: Handle) -> None:
         copy.worker.drop(copy)

@@ -284,6 +284,8 @@ class SimulatedCluster(Cluster):
         self.after(down_s, None, self._restart_coordinator)
 
     def gets_out(self, actions: list[Action]) -> list[Action]:
+        if not self.process.alive:
+            return []
         heard = self.injector.cuts_short(actions)
         self._dies = len(heard) < len(actions)
         return heard
@@ -318,6 +320,11 @@ class SimulatedCluster(Cluster):
             self.note(f"stored {show(persist.entry)}")
             self.keep(persist.entry)
             self.step(Persisted(persist.record))
+
+    def check(self) -> None:
+        super().check()
+        for handle in self.live_handles():
+            self.guarantees.check_in_time(handle)
 
     def check_agreement(self) -> None:
         super().check_agreement()

@@ -78,6 +78,7 @@ class SimWorker:
         self.link: Link | None = None
         self.known_since = 0.0  # when a coordinator that did not know it has welcomed it
         self.unsure_at = 0.0  # when the coordinator could last not count on it
+        self.cut_off_at = float("-inf")  # when it has last lost a connection over which it was heard
         self.cut: set[str] = set()  # leases whose readers are served no more
         self.dismissals: list[str] = []
         self.answers: dict[int, TensorHubError | None] = {}  # to what the worker itself asked, by request
@@ -152,6 +153,8 @@ class SimWorker:
         self.cluster.note(f"{self.name} loses its connection")
         self.link = None
         self.unsure_at = self.cluster.now
+        if link.welcomed:
+            self.cut_off_at = self.cluster.now
         self._pins_uncertain()
         self.cluster.link_lost(self, link)
         for handle in self.handles:
@@ -189,6 +192,8 @@ class SimWorker:
         if self.link is not None:
             if isinstance(message, Register) and message.held is not None and not message.held.voted:
                 self._announced[message.request] = message.held.content_id
+                if message.request in self._askers:
+                    self.cluster.guarantees.announced(self._askers[message.request], message.held.content_id)
             self.link.up.append(message)
             self.cluster.said_up(self, self.link)
 
@@ -336,7 +341,7 @@ class SimWorker:
                 self._tell(self.cluster.by_registration.get(message.registration), message)
             case Start() | Write() | AddSource() | DropSource() | Outcome():
                 key = message.key
-                self._tell(self._at(key.model, key.group, message.rank), message)
+                self._tell(self.rank_at(key.model, key.group, message.rank), message)
             case MakeCopy():
                 self._make_copy(message)
             case DropCopy():
@@ -347,7 +352,7 @@ class SimWorker:
                     if (handle.shard.model, handle.shard.group) == (message.model, message.group):
                         self._tell(handle, message)
 
-    def _at(self, model: str, group: str, rank: int) -> Handle | None:
+    def rank_at(self, model: str, group: str, rank: int) -> Handle | None:
         """The newest registration of that rank here that was not refused."""
         for handle in reversed(self.handles):
             shard = handle.shard
@@ -365,6 +370,8 @@ class SimWorker:
                 handle.asked.granted = True
                 if isinstance(message, Withdrawable):
                     self.cluster.guarantees.let_go(handle)
+            if handle.asked is not None and isinstance(message, Outcome) and message.key == handle.asked.key:
+                handle.asked.committed = message.committed
             if isinstance(message, Outcome) and handle.member._holding.doubt == message.key:
                 self.cluster.guarantees.resolved(handle, message)
             handle.apply(handle.member.receive(message, self.cluster.now))

@@ -71,7 +71,8 @@ class Holding(Stateful[HandleState]):
         self.given_up: int | None = None  # the version held until the coordinator knew that content no more (R2)
         self.is_loss_untold = False  # the coordinator has lost its state, and no call has said so yet (R2)
         self.letting_go: int | None = None  # the generation of content that was given up without a call, until fenced
-        self.salvage: Content | None = None  # TORN host copy: what was verified can be copied by this worker, under this
+        # TORN host copy: what was verified can be copied by this worker, under this; EMPTY: all of what was set aside.
+        self.salvage: Content | None = None
         self.staged: Content | None = None  # voted for, in staging memory; `content` is still held, until it is applied
         self.applying = False  # `staged` was committed, and is on its way into the memory
         self._is_out = False  # what was said of it since the vote may be out of date: it is said again once it is applied
@@ -163,7 +164,7 @@ class Holding(Stateful[HandleState]):
             self._rank.act(ReopenMemory(self.salvage.generation))
 
     def drop_salvage(self) -> None:
-        """What was left of a broken fill is not wanted any more."""
+        """What was left of a broken fill, or set aside, is not wanted any more."""
         if self.salvage is not None:
             self._rank.act(Fence(self.salvage.generation))
             self.salvage = None
@@ -247,9 +248,27 @@ class Holding(Stateful[HandleState]):
         self.content = None
         self._become(HandleState.EMPTY, why)
 
+    def set_aside(self) -> None:
+        """A host copy is fenced: it holds nothing, as far as others know, and has the bytes still."""
+        assert self.content is not None
+        aside = replace(self.content, generation=self._rank.new_generation(), retained=False)
+        self.content = None
+        self._become(HandleState.EMPTY, "set aside")
+        self.salvage = aside
+        self._rank.act(ReopenMemory(aside.generation))
+
+    def take_back(self) -> None:
+        """What was set aside, if it was, is held again."""
+        if self.salvage is not None and self.state is HandleState.EMPTY:
+            self.content, self.salvage = self.salvage, None
+            self._become(HandleState.READY, "taken back")
+            self.restate()
+
     def close(self) -> None:
         """Nothing is held (any more), and nothing will be."""
         self.drop_salvage()
+        if self.is_host:
+            self._rank.act(FreeMemory())
         if self.staged is not None:
             self.staged, self.applying = None, False
             self._rank.act(FreeStaging())

@@ -1,4 +1,4 @@
-"""A rank takes its memory back (R3, R4): unpublish and close.
+"""A rank takes its memory back (R3, R4): unpublish and close; release and set aside, of a host copy.
 
 The coordinator is asked first, so that readers can be moved and a retained version stays. But an owner needs nobody:
 half of the time is for the answer, the rest for the fence. One that knows that its version is retained waits for the leave,
@@ -204,6 +204,38 @@ class Releasing(Leaving):
     def _freed(self) -> None:
         self._rank.act(FreeMemory())
         self.finish()
+
+
+class SettingAside(Leaving):
+    """A host copy gives up what it holds, as if its process ended, and keeps the bytes until that is certain."""
+
+    _closes = True
+
+    def __init__(self, rank: Rank, holding: Holding, timeout_s: float) -> None:
+        super().__init__("set aside", rank, holding, timeout_s)
+
+    def _holds_nothing(self) -> None:
+        self.finish()
+
+    def fenced(self) -> None:
+        self._holding.set_aside()
+        self.finish()
+
+
+class TakingBack(Running):
+    """What was set aside is held again, and said to the coordinator."""
+
+    alone = True
+
+    def __init__(self, rank: Rank, holding: Holding, timeout_s: float) -> None:
+        super().__init__("take back", rank, holding, timeout_s)
+
+    def start(self) -> None:
+        self._holding.take_back()
+        self.finish()
+
+    def _give_up(self, error: Exception) -> None:
+        """It ends when it starts."""
 
 
 class Closing(Leaving):

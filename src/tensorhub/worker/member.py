@@ -51,6 +51,8 @@ from tensorhub.worker.calls import (
     Registered,
     RegistrationFailed,
     ReleaseCall,
+    SetAsideCall,
+    TakeBackCall,
     UnpublishCall,
 )
 from tensorhub.worker.copies import Copies
@@ -58,7 +60,7 @@ from tensorhub.worker.copying import Copying
 from tensorhub.worker.enrolment import Shard
 from tensorhub.worker.filling import Filling, Manifests
 from tensorhub.worker.holding import Content, Holding
-from tensorhub.worker.leaving import Closing, Leaving, Releasing, Unpublishing
+from tensorhub.worker.leaving import Closing, Leaving, Releasing, SettingAside, TakingBack, Unpublishing
 from tensorhub.worker.publishing import Publishing
 from tensorhub.worker.rank import Rank
 from tensorhub.worker.running import GroupCall, Refusing, Running
@@ -162,6 +164,10 @@ class Member:
                 return Refusing(call, rank, holding, timeout_s)
             case ReleaseCall():
                 return Releasing(rank, holding, timeout_s)
+            case SetAsideCall():
+                return SettingAside(rank, holding, timeout_s)
+            case TakeBackCall():
+                return TakingBack(rank, holding, timeout_s)
             case CopyCall():
                 return Copying(call, rank, holding, timeout_s)
             case _:
