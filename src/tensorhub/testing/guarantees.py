@@ -557,11 +557,13 @@ class Guarantees:
         demand(len(handle.todo) <= TODO_MAX, f"G10: {handle} has {len(handle.todo)} actions to carry out")
 
     def check_in_time(self, handle: Handle) -> None:
-        """G10: a call ends at its deadline, also where nobody can be told. (A process that is stopped ends nothing; and what
-        was staged and is committed is put in place.)
+        """G10: a call ends at its deadline, also where nobody can be told. (A process that is stopped ends nothing; what was
+        staged and is committed is put in place; and what was given up is fenced, which waits for the owner's own accesses.)
         """
         asked, worker = handle.asked, handle.worker
         if asked is None or asked.done or (asked.committed and isinstance(asked.what, FillCall) and asked.what.staged):
+            return
+        if handle.access is not None and handle.fencing_since is not None:
             return
         late_s = self._cluster.now - max(asked.until, worker.stopped_until)
         running = handle.member.running
