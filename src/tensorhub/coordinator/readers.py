@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from tensorhub.coordinator.cluster import Cluster
-from tensorhub.coordinator.entities import Holding, Model, Operation, RankPart, ReadLease, Replica, Version
+from tensorhub.coordinator.entities import Holding, Member, Model, Operation, RankPart, ReadLease, Replica, Version
 from tensorhub.coordinator.states import LeaseState, ReplicaState, WorkerState
 from tensorhub.messages import AddSource, CutReader, DropSource, Grant, OrderedOut
 from tensorhub.scheduler.choice import Candidate, choose
@@ -216,9 +216,9 @@ class Readers:
             self._become(lease, LeaseState.FENCED, why)
             self._forget(lease)
 
-    def reader_lost(self, part: RankPart) -> None:
-        """The reader's worker is LOST: its sources are told to cut it off."""
-        for lease in list(part.leases.values()):
+    def reader_lost(self, member: Member) -> None:
+        """The reader is gone: its sources are told to cut it off, also where it was told already to stop by itself."""
+        for lease in [lease for lease in self._cluster.leases.values() if lease.part.member is member]:
             self.fence(lease, "reader lost")
             owner = lease.holding.member
             if self._cluster.members.get(owner.registration) is owner:
