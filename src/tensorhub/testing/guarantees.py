@@ -65,6 +65,7 @@ class Guarantees:
         self.pins: dict[str, tuple[str, int, str]] = {}  # by id: model, number and incarnation of pins that have returned
         self._undone: dict[int, Retention | str] = {}  # by request: what has to be durable before it returns
         self._epochs: dict[tuple[str, str, int, int], str] = {}  # which registration a group's rank has had in an epoch
+        self._pinned: dict[str, str] = {}  # by id: the content of each pin that is durable
         self._publications: dict[str, OpKey] = {}  # by content id: which publish has minted it
         self._spoilt: set[tuple[str, str]] = set()  # registrations, and the content that their own user has overwritten
         self._numbers: set[tuple[str, int, int]] = set()  # (model, lineage, number) that are durable
@@ -147,6 +148,7 @@ class Guarantees:
                 done: Retention | str = entry
             case Pinned():
                 done = entry.pin
+                self._pinned[entry.pin] = entry.content_id
             case Rollback():
                 done = entry.ident
             case _:
@@ -252,7 +254,8 @@ class Guarantees:
 
     def resolved(self, handle: Handle, outcome: Outcome) -> None:
         """A rank that was in doubt hears what has become of its operation."""
-        self._learn(outcome.key, handle.shard.rank, outcome.committed, f"{handle.name} was told so")
+        if not self._is_forgotten(outcome.key):
+            self._learn(outcome.key, handle.shard.rank, outcome.committed, f"{handle.name} was told so")
 
     def _learn(self, key: OpKey, rank: int, committed: bool, how: str) -> None:
         """G4, R6: no two ranks hear different outcomes, nor another one than what is recorded."""
@@ -260,7 +263,15 @@ class Guarantees:
             return  # after a restart nobody remembers that it was published
         heard = self.outcomes.setdefault(key, {})
         heard[rank] = (committed, how)
+        if self._is_forgotten(key):
+            heard.pop(RECORD, None)
         demand(len({outcome for outcome, _ in heard.values()}) == 1, f"G4: {key}: {heard}")
+
+    def _is_forgotten(self, key: OpKey) -> bool:
+        """Whether it was a publication, of what nobody has held for so long that the coordinator knows nothing of it."""
+        model = self._cluster.coordinator.cluster.models.get(key.model)
+        known = model is not None and any(version.publisher == key for version in model.versions.values())
+        return key in self.promised and not known
 
     def registered(self, handle: Handle, message: Registered) -> None:
         """R6: another process in a rank's place makes a new membership epoch."""
@@ -356,8 +367,9 @@ class Guarantees:
         numbers = self.published.get(model, {})
         wanted = [self.policy.get(model, 0), *(latest for name, latest in self.wishes.values() if name == model)]
         newest = sorted(numbers, reverse=True)[: min(wanted)]
-        live = self._cluster.coordinator.cluster.workers  # with a pin's worker ends the pin
-        pinned = [n for name, n, incarnation in self.pins.values() if name == model and n in numbers and incarnation in live]
+        live = self._cluster.coordinator.cluster.workers  # with a pin's worker, or with what is pinned, ends the pin
+        pins = {pin: n for pin, (name, n, incarnation) in self.pins.items() if name == model and incarnation in live}
+        pinned = [n for pin, n in pins.items() if n in numbers and self._pinned.get(pin) == numbers[n]]
         return frozenset(numbers[number] for number in [*newest, *pinned])
 
     def wish(self, request: int, model: str, latest: int) -> None:
@@ -562,11 +574,13 @@ class Guarantees:
         demand(len(handle.todo) <= TODO_MAX, f"G10: {handle} has {len(handle.todo)} actions to carry out")
 
     def check_in_time(self, handle: Handle) -> None:
-        """G10: a call ends at its deadline, also where nobody can be told. (A process that is stopped ends nothing; and what
-        was staged and is committed is put in place.)
+        """G10: a call ends at its deadline, also where nobody can be told. (A process that is stopped ends nothing; what was
+        staged and is committed is put in place; and what was given up is fenced, which waits for the owner's own accesses.)
         """
         asked, worker = handle.asked, handle.worker
         if asked is None or asked.done or (asked.committed and isinstance(asked.what, FillCall) and asked.what.staged):
+            return
+        if handle.access is not None and handle.fencing_since is not None:
             return
         late_s = self._cluster.now - max(asked.until, worker.stopped_until)
         running = handle.member.running
