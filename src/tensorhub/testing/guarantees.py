@@ -12,9 +12,9 @@ from math import inf
 from typing import TYPE_CHECKING
 
 from tensorhub.coordinator import Decision, Entry, Pinned, Publication, Retention, Rollback
-from tensorhub.coordinator.fills import LEFT
+from tensorhub.coordinator.fills import LEFT, UNCHANGED
 from tensorhub.coordinator.states import ReplicaState
-from tensorhub.errors import LeaseLost, TensorHubError, VersionConflict, VersionUnavailable
+from tensorhub.errors import IntegrityError, LeaseLost, TensorHubError, VersionConflict, VersionUnavailable
 from tensorhub.messages import Done, FromWorker, Outcome, Register, Registered, Start, Withdraw, Withdrawn, Write
 from tensorhub.testing.rendering import show_error
 from tensorhub.types import LATEST, PREVIOUS, HandleState, Medium, OpKey, OpKind, Purpose, VersionInfo
@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from tensorhub.testing.handle import Asked, Handle
 
 LATE_S_MAX = 3 * DEADLINE_SLACK_S  # it is given up after one, and some ends wait for another one
+CLEARED_MAX = 2  # sources that are not at fault: then it is the reader
 TODO_MAX = 1000  # actions that one handle has still to carry out
 HOLDING = (HandleState.READY, HandleState.DRAINING)
 RECORD = -1  # stands for a rank: what the store says of an operation
@@ -185,6 +186,8 @@ class Guarantees:
                 isinstance(error, (TensorHubError, *self._cluster.user_errors)),
                 f"G10: every refusal is a typed error: {error!r}",
             )
+            if isinstance(error, IntegrityError) and UNCHANGED in str(error):
+                self._blamed(handle, asked, str(error))
             if isinstance(error, VersionUnavailable) and LEFT in str(error):
                 self._left(handle, asked, str(error))
             if isinstance(asked.what, PublishCall) and isinstance(error, VersionConflict) and not error.retryable:
@@ -216,6 +219,13 @@ class Guarantees:
         newest, rolled_back_at = self.used.get(handle.shard.model, (-1, float("-inf")))
         ok = number <= newest or rolled_back_at >= asked.began
         demand(ok or self.strangers, f"R1: {handle} may not publish {number}, but {newest} is the newest: {asked.error}")
+
+    def _blamed(self, handle: Handle, asked: Asked, text: str) -> None:
+        """R8: a reader is at fault, before its time is over, only if several unchanged sources have sent it other bytes."""
+        mates = [h.asked for h in (handle, *self._mates(handle)) if h.asked is not None and h.asked.key == asked.key]
+        several = any(len(mate.damaged) >= CLEARED_MAX for mate in mates)
+        late = any(mate.until <= self._cluster.now for mate in mates)
+        demand(several or late or self.strangers, f"R8: {handle} is blamed for {[mate.damaged for mate in mates]}: {text}")
 
     def heard(self, message: FromWorker) -> None:
         """The coordinator is about to learn which memory its owner has given up, or wants to."""
