@@ -22,7 +22,7 @@ import anyio.to_thread
 from tensorhub.errors import DrainTimeout, MutabilityViolation, StateError, TensorHubError, text_of
 from tensorhub.errors import Memory as TensorState
 from tensorhub.manifest import Manifest
-from tensorhub.messages import DigestAgain, FromWorker, Progress
+from tensorhub.messages import DigestAgain, ErrorInfo, FromWorker, Progress
 from tensorhub.runtime import clock
 from tensorhub.runtime.chunks import ChunkMemory
 from tensorhub.runtime.copying import copy_chunks
@@ -215,9 +215,9 @@ class Handle:
         else:
             self._raise_spoiled()
 
-    async def refuse(self, reason: str, timeout_s: float) -> None:
-        """This rank will not make its next group call."""
-        await self._run(RefuseCall(reason), timeout_s)
+    async def refuse(self, error: TensorHubError, timeout_s: float) -> None:
+        """This rank will not make its next group call, because of that."""
+        await self._run(RefuseCall(ErrorInfo.of(error)), timeout_s)
 
     async def close(self, timeout_s: float, *, abandon: bool = False) -> None:
         if self.member.state is not HandleState.CLOSED:

@@ -197,14 +197,13 @@ class HostCopies:
         shard = handle.member.shard
         manifest = shard.manifest
         assert manifest is not None
-        if not self.budget.bytes_max:
-            raise StateError("prefetch() needs host memory: set Options.host_memory_bytes")
         if handle.member.state is HandleState.CLOSED:
             raise StateError(f"{shard.title} is closed; register again")
         handle.member.tell_loss()
         copy = self._prefetched.get(shard.registration)
         if copy is None:
-            self.budget.plan("", Purpose.PREFETCH, manifest.nbytes)  # before anything is said
+            if shard.world_size == 1:  # nobody else has to hear of it: before anything is said
+                self._check_possible(manifest.nbytes)
             copy = self._prefetched[shard.registration] = self._start(
                 replace(
                     shard,
@@ -220,6 +219,12 @@ class HostCopies:
                 self._prefetched.pop(shard.registration, None)
                 raise
         return await self._refill(copy, selector, manifest.nbytes, timeout_s)
+
+    def _check_possible(self, nbytes: int) -> None:
+        """Raise StateError if there is no room for so many bytes to be prefetched."""
+        if not self.budget.bytes_max:
+            raise StateError("prefetch() needs host memory: set Options.host_memory_bytes")
+        self.budget.plan("", Purpose.PREFETCH, nbytes)
 
     async def _refill(self, copy: _Copy, selector: Selector, nbytes: int, timeout_s: float) -> FetchReport:
         if copy.filling:
@@ -247,13 +252,25 @@ class HostCopies:
             await copy.lock.acquire()
             try:
                 if self.budget.reservation(copy.ident) is None:
-                    await self.make_room(copy.ident, copy.shard.purpose, nbytes)
+                    await self._take_room(copy, nbytes, timeout_s)
             except BaseException:
                 copy.lock.release()
                 raise
             return
         text = f"{copy.shard.title}: no host memory within {timeout_s:g} s: what it held before, or what has to make room, "
         raise OperationTimeout(f"{text}is still being read; try again")
+
+    async def _take_room(self, copy: _Copy, nbytes: int, timeout_s: float) -> None:
+        """Where there is none, the other ranks' calls end, too: they would wait for this one until their deadlines."""
+        try:
+            if copy.shard.purpose is Purpose.PREFETCH:
+                self._check_possible(nbytes)
+            await self.make_room(copy.ident, copy.shard.purpose, nbytes)
+        except TensorHubError as error:
+            if copy.shard.world_size > 1:
+                with contextlib.suppress(TensorHubError):
+                    await copy.handle.refuse(error, timeout_s)
+            raise
 
     async def close(self, handle: Handle, timeout_s: float, *, abandon: bool) -> None:
         """Close a handle with its host copy. That is set aside first, so that an error leaves both as they were."""

@@ -23,7 +23,7 @@ from tensorhub.errors import (
     TensorHubError,
 )
 from tensorhub.manifest import Digest, Manifest, build_manifest
-from tensorhub.messages import CopyRefused, FromWorker, Leave, MakeCopy
+from tensorhub.messages import CopyRefused, ErrorInfo, FromWorker, Leave, MakeCopy
 from tensorhub.runtime.handle import ProgressListener
 from tensorhub.runtime.loop_thread import Job
 from tensorhub.runtime.news import News
@@ -194,8 +194,8 @@ class Caller:
         if self.member.state in (HandleState.READY, HandleState.IN_DOUBT):
             await self.unpublish(timeout_s)
 
-    async def refuse(self, reason: str, timeout_s: float) -> None:
-        await self.simulated.run(RefuseCall(reason), timeout_s)
+    async def refuse(self, error: TensorHubError, timeout_s: float) -> None:
+        await self.simulated.run(RefuseCall(ErrorInfo.of(error)), timeout_s)
 
     async def close(self, timeout_s: float, *, abandon: bool = False) -> None:
         if self.member.state is HandleState.CLOSED:
@@ -266,10 +266,8 @@ class HostCopies:
         self._shell = shell
 
     async def prefetch(self, caller: Caller, selector: Selector, timeout_s: float) -> FetchReport:
-        handle, shard, room = caller.simulated, caller.member.shard, self._shell.options.host_memory_bytes
+        handle, shard = caller.simulated, caller.member.shard
         assert shard.manifest is not None
-        if not room:
-            raise StateError("prefetch() needs host memory: set Options.host_memory_bytes")
         if handle.member.state is HandleState.CLOSED:
             raise StateError(f"{shard.title} is closed; register again")
         handle.member.tell_loss()
@@ -277,7 +275,12 @@ class HostCopies:
         if copy is not None and copy.asked is not None and not copy.asked.done:
             text = f"{shard.title}: a prefetch is still running on this handle; one prefetch at a time"
             raise StateError(text, retryable=True)
-        self.check_room(shard.manifest.nbytes, copy)
+        try:
+            self.check_room(shard.manifest.nbytes, copy)
+        except StateError as error:
+            if shard.world_size > 1:
+                handle.prefetched.refuse(error, timeout_s)
+            raise
         asked = handle.prefetch(selector, timeout_s)
         copy = handle.prefetched.copy
         assert isinstance(copy, EmbeddedHandle)
@@ -292,6 +295,8 @@ class HostCopies:
         handles = [h for h in self._shell.worker.handles if h.shard.medium is Medium.HOST and h is not instead]
         taken = sum(h.member.content.manifest.nbytes for h in handles if h.member.content is not None)
         room = self._shell.options.host_memory_bytes
+        if not room:
+            raise StateError("prefetch() needs host memory: set Options.host_memory_bytes")
         if taken + nbytes > room:
             text = f"{nbytes} bytes are wanted of host memory, {taken} of {room} are in use: set Options.host_memory_bytes"
             raise StateError(text)

@@ -11,8 +11,8 @@ from collections.abc import MutableSequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, assert_never
 
-from tensorhub.errors import MutabilityViolation, StateError
-from tensorhub.messages import Deregister, DigestAgain, Publish
+from tensorhub.errors import GroupAborted, MutabilityViolation, StateError
+from tensorhub.messages import Deregister, DigestAgain, ErrorInfo, Publish
 from tensorhub.testing.guarantees import demand
 from tensorhub.testing.memory import CHUNK_BYTES, digest_of, sent_digest, written
 from tensorhub.testing.prefetching import Prefetched
@@ -220,7 +220,7 @@ class Handle:
 
     def refuse(self, reason: str = "the body raised") -> Asked:
         """Do not make the next group call."""
-        return self.call(RefuseCall(reason), 60.0)
+        return self.call(RefuseCall(ErrorInfo.of(GroupAborted(reason))), 60.0)
 
     def cancel(self, why: str = "cancelled") -> None:
         """The caller does not want its running call any more."""

@@ -8,9 +8,10 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from tensorhub.errors import StateError
+from tensorhub.errors import StateError, TensorHubError
+from tensorhub.messages import ErrorInfo
 from tensorhub.types import HandleState, Medium, OpKind, Purpose, Selector, host_group
-from tensorhub.worker.calls import CloseCall, FillCall, ReleaseCall, SetAsideCall, TakeBackCall
+from tensorhub.worker.calls import CloseCall, FillCall, RefuseCall, ReleaseCall, SetAsideCall, TakeBackCall
 
 if TYPE_CHECKING:
     from tensorhub.testing.handle import Asked, Handle
@@ -27,6 +28,14 @@ class Prefetched:
 
     def fill(self, selector: Selector, timeout_s: float) -> Asked:
         """Prefetch. Raises StateError while another call of the copy runs."""
+        return self._have_copy().call(FillCall(OpKind.PREFETCH, selector), timeout_s)
+
+    def refuse(self, error: TensorHubError, timeout_s: float) -> Asked:
+        """Tell the other ranks that this one does not prefetch. Raises as `fill`."""
+        return self._have_copy().call(RefuseCall(ErrorInfo.of(error)), timeout_s)
+
+    def _have_copy(self) -> Handle:
+        """Make it, the first time."""
         copy = self.copy
         if self._closing is not None or (copy is not None and not copy.idle):
             raise StateError("one prefetch at a time", retryable=True)
@@ -38,7 +47,7 @@ class Prefetched:
             copy = self.copy = self._handle.worker.take(replace(of_host, purpose=Purpose.PREFETCH))
             copy.copy_of = self._handle
         assert copy is not None
-        return copy.call(FillCall(OpKind.PREFETCH, selector), timeout_s)
+        return copy
 
     def end(self) -> None:
         """An update has taken what the running prefetch has got so far."""
