@@ -166,6 +166,9 @@ class Weights:
     async def close(self, abandon: bool = False) -> None:
         """Withdraw what is published, as `unpublish` does, and give the registration up.
 
+        With the last handle of this process (whatever it holds) the retained versions in its host memory are handed over to
+        other workers, too, as the process may end then. (Leaving the hub waits for nobody: close the handles before.)
+
         Raises RetentionError (a retained version would be lost; `abandon` loses it) and DrainTimeout, both with everything
         as it was, and MutabilityViolation (it is closed).
         """

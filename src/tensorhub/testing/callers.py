@@ -51,7 +51,6 @@ from tensorhub.worker.calls import (
     PublishCall,
     RefuseCall,
     SetAsideCall,
-    TakeBackCall,
     UnpublishCall,
 )
 from tensorhub.worker.enrolment import Shard
@@ -302,22 +301,27 @@ class HostCopies:
             raise StateError(text)
 
     async def close(self, caller: Caller, timeout_s: float, *, abandon: bool) -> None:
-        copy = caller.simulated.prefetched.copy
-        if isinstance(copy, EmbeddedHandle) and copy.member.state is not HandleState.CLOSED:
-            await copy.end_call(StateError("its handle was closed"))
-            if not abandon:
-                await copy.run(SetAsideCall(), timeout_s)
+        prefetched = caller.simulated.prefetched
+        aside, closing = prefetched.aside, self._shell.worker.closing
+        if prefetched in closing:
+            raise StateError(f"{caller.member.shard.title}: it is being closed already; one call at a time", retryable=True)
+        closing.append(prefetched)
         try:
+            for copy in prefetched.ending(abandon=abandon):
+                assert isinstance(copy, EmbeddedHandle)
+                await copy.end_call(StateError("its handle was closed"))
+                if not abandon and copy.member.state is not HandleState.CLOSED:
+                    aside.append(copy)
+                    await copy.run(SetAsideCall(), timeout_s)
             await caller.close(timeout_s, abandon=abandon)
         finally:
-            if isinstance(copy, EmbeddedHandle) and caller.member.state is not HandleState.CLOSED:
-                self._take_back(copy)
-
-    def _take_back(self, copy: EmbeddedHandle) -> None:
-        """The handle was not closed: its copy holds what was set aside."""
-        is_there = copy.worker.alive and copy.idle and not self._shell.cluster.is_over
-        if is_there and copy.member.state is not HandleState.CLOSED:
-            copy.call(TakeBackCall())
+            closing.remove(prefetched)
+            for copy in [copy for copy in aside if copy.worker.alive and copy.idle and not self._shell.cluster.is_over]:
+                if caller.member.state is not HandleState.CLOSED:
+                    prefetched.take_back(copy)
+                else:
+                    prefetched.give_up(copy)
+            aside.clear()
 
     async def make(self, order: MakeCopy) -> None:
         """The coordinator wants a copy: find out what it is made of, and read it."""

@@ -475,6 +475,8 @@ class Handle:
         self.prefetched.handle_ended(asked)
         if self.copy_of is not None:
             self.copy_of.prefetched.copy_ended(self, asked)
+        for closing in list(self.worker.closing):
+            closing.ending_copy_ended(self, asked)
 
     def hook_returns(self) -> None:
         """Its before_write is over."""
