@@ -38,7 +38,7 @@ test: lint ## lint, then all tests but the slow ones
 	$(BIN)/pytest -q
 
 bugs: venv ## the proof that the simulator's checks can fail: each deliberate bug is found
-	$(BIN)/pytest -q -m slow tests/testing/test_bugs.py
+	$(BIN)/pytest -q -m slow tests/testing/test_bugs.py tests/property -k "bug or finds or enough"
 
 test-slow: venv ## the slow tests
 	$(BIN)/pytest -q -m slow

@@ -151,7 +151,7 @@ def test_a_file_that_is_written_while_it_is_read(address: str, tmp_path: Path, c
     with published(path, address) as (process, _), gated(2) as gate, sync.connect(address, options=OPTIONS) as hub:
         weights = hub.register("m", zeros_like(path))
         with ThreadPoolExecutor() as threads:
-            reading = threads.submit(weights.replicate, timeout=10)
+            reading = threads.submit(weights.replicate, timeout=4)
             assert eventually(lambda: gate.holds)
             change(path)
             gate.open()
@@ -171,7 +171,7 @@ def test_a_file_that_is_written_before_it_is_read(address: str, tmp_path: Path, 
         weights = hub.register("m", zeros_like(path))
         change(path)
         with pytest.raises(TensorHubError):
-            weights.replicate(timeout=10)
+            weights.replicate(timeout=4)
         assert process.wait(WAIT_S) == 1
         assert weights.state in ("torn", "empty")
 

@@ -22,7 +22,7 @@ ROOT = Path(__file__).parents[2]
 PROGRAM = """
 import tensorhub.cli.simulate, tensorhub.cli.simulate_crew
 tensorhub.cli.simulate.SEARCH = "tests.testing.standin"
-tensorhub.cli.simulate_crew.SEED_S_MAX = 20.0
+tensorhub.cli.simulate_crew.SEED_S_MAX = 6.0
 from tensorhub.cli import main
 main()
 """
@@ -91,7 +91,7 @@ def test_a_process_that_ends_costs_its_seed_only() -> None:
 def test_a_seed_that_does_not_end_fails() -> None:
     code, found = simulate_json("--seeds", 2, "--start", SLEEPS, "--jobs", 1, "--failures-max", 2)
     assert (code, found["seeds"]) == (1, 1)
-    assert found["failures"][0]["failure"] == "it did not end within 20 s"
+    assert found["failures"][0]["failure"] == "it did not end within 6 s"
 
 
 def test_a_seed_of_which_too_little_came_fails_where_it_stands_for_something() -> None:

@@ -109,6 +109,17 @@ def test_a_half_open_connection_is_replaced() -> None:
     assert asked.number == 1
 
 
+def test_a_join_that_comes_late_over_a_former_connection_does_not_replace_the_newer_one() -> None:
+    """G9: the worker has given that connection up before anybody heard of it."""
+    cluster = PureCluster()
+    join = Join("x", Location(), (), 1, 0)
+    for session in (77, 78):
+        cluster.coordinator.step(Connected(session, "x.1", "worker"), 0.0)
+    assert answers(cluster, 78, join) == [Welcome("c", 1, 10.0, False)]
+    assert answers(cluster, 77, join) == ["the same worker has a newer connection"]
+    assert answers(cluster, 78, Heartbeat(1)) == [HeartbeatAck(1)]
+
+
 def test_a_leaving_worker_is_lost_at_once() -> None:
     cluster, trainer, _ = published()
     trainer.worker.say(Leave("done"))

@@ -94,6 +94,7 @@ def one_vote_that_is_enough(operation: Operation) -> bool:
     return operation.running and any(part.voted for part in operation.parts.values())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("owner", "name", "bug"),
     [

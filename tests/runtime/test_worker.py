@@ -192,7 +192,7 @@ async def timed(call: Awaitable[object]) -> tuple[TensorHubError, float]:
 
 def test_every_call_ends_at_its_deadline() -> None:
     async def main() -> None:
-        async with joined() as (far, way, near):
+        async with joined(Options(lease_s=20)) as (far, way, near):
             handle = await registered(near, content=None)
             error, seconds = await timed(handle.fill(REPLICATE, 45))
             assert (type(error), error.memory) == (VersionUnavailable, "intact")

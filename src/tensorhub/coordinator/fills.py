@@ -23,6 +23,7 @@ from tensorhub.types import OpKind, host_group
 
 _BEGUN = "this call was begun under a former coordinator"
 
+LEFT = "its last holder has left on purpose"
 CLEARED_MAX = 2  # sources whose bytes one reader got damaged and which have them unchanged: then it is not them
 
 
@@ -336,7 +337,7 @@ def is_staged(operation: Operation) -> bool:
 
 def _abandoned(version: Version) -> Blame:
     text = (
-        f"version {version.number} of {version.info.model!r}: its last holder has left on purpose; "
+        f"version {version.number} of {version.info.model!r}: {LEFT}; "
         "ask again for a newer version, or retain versions that late readers need"
     )
     return Blame(VersionUnavailable(text))

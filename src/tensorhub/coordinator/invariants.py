@@ -183,6 +183,9 @@ def _version(cluster: Cluster, version: Version) -> None:
     if model is None or model.versions.get(version.number) is not version:
         gone = version.state not in KEPT and not any(version.holdings.values())
         _demand(gone, "only discarded and retired versions are forgotten", version)
+        operations = [group.operation for group in model.groups.values()] if model is not None else []
+        bound = any(operation is not None and operation.version is version for operation in operations)
+        _demand(not bound, "no operation is bound to a version that is no more (R2)", version)
         return
     _demand(version.state in KEPT, "discarded and retired versions are forgotten", version)
     _demand(not version.visible or version.number <= (model.mark or 0), "no version above the mark is visible", version)
@@ -211,6 +214,7 @@ def _staged(cluster: Cluster, model: Model, version: Version) -> None:
 def _available(version: Version) -> None:
     available = version.state is VersionState.AVAILABLE
     _demand(available == version.has_live_source(), "available means that every shard is held", version)
+    _demand(not (available and version.abandoned), "nobody has left for good what is held (R12)", version)
 
 
 def _candidate(cluster: Cluster, version: Version, shard: int, holding: Holding) -> None:
@@ -287,6 +291,9 @@ def _operation(cluster: Cluster, operation: Operation) -> None:
     _demand(operation.key not in group.decided, "no operation is decided twice", operation)
     _demand(bool(operation.parts), "somebody called", operation)
     all_voted = all(part.voted for part in parts)
+    version = operation.version
+    known = version is None or group.model.versions.get(version.number) is version
+    _demand(known, "no operation is bound to a version that is no more (R2)", operation)
     if operation.state is OperationState.PREPARED:
         _demand(all_voted, "prepared means that every rank voted", operation)
         _demand(recorded, "a prepared operation is being recorded", operation)

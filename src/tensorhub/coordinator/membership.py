@@ -60,6 +60,9 @@ class Membership:
             cluster.act(CloseSession(cluster.cause, session.number, "lost incarnation"))
             return
         worker = cluster.workers.get(session.incarnation)
+        if worker is not None and worker.session is not None and worker.session > session.number:
+            cluster.act(CloseSession(cluster.cause, session.number, "the same worker has a newer connection"))
+            return  # it was said over one that its worker has given up (G9)
         known = worker is not None
         if worker is None:
             worker = Worker(

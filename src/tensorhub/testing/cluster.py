@@ -13,23 +13,27 @@ from itertools import count
 from typing import Any, assert_never
 
 from tensorhub.coordinator import (
+    Action,
     CloseSession,
     Coordinator,
     Durable,
     Entry,
     Event,
     Persist,
+    Received,
     Rollback,
     Send,
+    Tick,
 )
 from tensorhub.manifest import Manifest
-from tensorhub.messages import Done, FromCoordinator, Grant, Registered, Welcome, Withdrawable
+from tensorhub.messages import Done, FromCoordinator, Grant, Registered, Resolve, Start, Welcome, Withdrawable, Write
 from tensorhub.testing.guarantees import GuaranteeBroken, Guarantees, demand
 from tensorhub.testing.handle import Asked, BrokenHook, Handle
 from tensorhub.testing.memory import CHUNKS, MANIFEST
 from tensorhub.testing.network import Link
 from tensorhub.testing.pulling import Lane, Reading
 from tensorhub.testing.rendering import show_error
+from tensorhub.testing.verified import Verified
 from tensorhub.testing.worker import SimWorker
 from tensorhub.types import HandleState, Location, Options
 from tensorhub.worker.calls import Fence
@@ -60,7 +64,9 @@ class Cluster:
         self.unstored: dict[int, Persist] = {}
         self.epoch = 0
         self.ident = "c"  # of the coordinator's state
+        self._joined: dict[str, int] = {}  # by incarnation: its newest connection that this coordinator has welcomed
         self.guarantees = Guarantees(self)
+        self.verified = Verified()
         self.coordinator = self._new_coordinator()
 
     # -- making things
@@ -92,6 +98,7 @@ class Cluster:
 
     def _new_coordinator(self) -> Coordinator:
         self.epoch += 1
+        self._joined.clear()
         return Coordinator(
             cluster=self.ident,
             epoch=self.epoch,
@@ -131,11 +138,17 @@ class Cluster:
 
     def step(self, event: Event) -> None:
         """Feed the coordinator one event, and do what follows."""
+        former = isinstance(event, Received) and self._is_former(event.session)
+        if isinstance(event, Received):
+            self.guarantees.heard(event.message)
+        if former:
+            self.step(Tick())  # so that all that follows is this event's
         for action in self.coordinator.step(event, self.now):
+            if former:
+                demand(self._is_reply(action, event), f"G9: {action} follows of what came too late: {event}")
             match action:
                 case Send():
-                    if isinstance(action.message, Done):
-                        self.guarantees.check_told(action.message)
+                    self._check_said(action, event)
                     if action.session in self.links:
                         self._send_down(action.session, action.message)
                 case CloseSession():
@@ -148,14 +161,46 @@ class Cluster:
                 case _:
                     assert_never(action)
 
+    def _check_said(self, said: Send, event: Event) -> None:
+        """What the coordinator must not say before it is so."""
+        message, (worker, _) = said.message, self.links.get(said.session, (None, None))
+        if isinstance(message, Done):
+            self.guarantees.check_told(message)
+        elif worker is not None and isinstance(message, Start | Write):
+            said_again = isinstance(event, Received) and isinstance(event.message, Resolve)
+            if not said_again and (isinstance(message, Write) or message.write):
+                handle = worker.rank_at(message.key.model, message.key.group, message.rank)
+                self.guarantees.told_to_write(handle, message)
+
+    def _is_former(self, session: int) -> bool:
+        """Whether the worker at its other end was welcomed over a newer connection, which is up."""
+        known = self.coordinator.cluster.sessions.get(session)
+        newest = self._joined.get(known.incarnation, session) if known is not None else session
+        return session < newest and newest in self.links
+
+    @staticmethod
+    def _is_reply(action: Action, event: Event) -> bool:
+        """Whether it only says something over, or closes, the connection over which that was said (anybody may ask)."""
+        here = not isinstance(action, Persist) and isinstance(event, Received) and action.session == event.session
+        return here and not (isinstance(action, Send) and isinstance(action.message, Welcome))
+
+    def _welcome(self, session: int, worker: SimWorker, message: Welcome) -> None:
+        """Whom a coordinator has known once it knows ever after, or it is lost for good (G9)."""
+        incarnation = self.coordinator.cluster.sessions[session].incarnation
+        new = incarnation not in self._joined
+        demand(new != message.known, f"G9: {incarnation} is welcomed as {message}, and was in {self._joined}")
+        self._joined[incarnation] = session
+        if new:
+            worker.known_since = self.now
+
     def _send_down(self, session: int, message: FromCoordinator | None) -> None:
         worker, link = self.links[session]
         if isinstance(message, Withdrawable):
             worker.granted(message)
         elif isinstance(message, Registered):
             worker.known(message)
-        elif isinstance(message, Welcome) and not message.known:
-            worker.known_since = self.now
+        elif isinstance(message, Welcome):
+            self._welcome(session, worker, message)
         link.down.append(message)
         self.said_down(worker, link)
 
@@ -185,7 +230,7 @@ class Cluster:
             known = member.holding.generation if member.holding is not None else None
             held = content.generation if content is not None and state is HandleState.READY else None
             leaving = member.leaving
-            if known is None and content is not None and content.spoiled:  # a publisher's own, until it takes it back (R8)
+            if content is not None and content.spoiled:  # a publisher's own, until it takes it back (R8)
                 leaving = [each for each in leaving if not (each.quarantined and each.generation == held)]
                 held = None
             if state is not HandleState.IN_DOUBT:

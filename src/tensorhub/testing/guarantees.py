@@ -8,22 +8,29 @@ its own affair. `check_*` costs what it looks at.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from math import inf
 from typing import TYPE_CHECKING
 
-from tensorhub.coordinator import Entry, Publication, Retention, Rollback
+from tensorhub.coordinator import Decision, Entry, Pinned, Publication, Retention, Rollback
+from tensorhub.coordinator.fills import LEFT
 from tensorhub.coordinator.states import ReplicaState
-from tensorhub.errors import LeaseLost, TensorHubError, VersionConflict
-from tensorhub.messages import Done
+from tensorhub.errors import LeaseLost, TensorHubError, VersionConflict, VersionUnavailable
+from tensorhub.messages import Done, FromWorker, Outcome, Register, Registered, Start, Withdraw, Withdrawn, Write
 from tensorhub.testing.rendering import show_error
-from tensorhub.types import HandleState, Medium, OpKey, OpKind, VersionInfo
-from tensorhub.worker.calls import CloseCall, FillCall, PublishCall, SetAsideCall, UnpublishCall
+from tensorhub.types import LATEST, PREVIOUS, HandleState, Medium, OpKey, OpKind, Purpose, VersionInfo
+from tensorhub.worker.calls import Call, CloseCall, FillCall, PublishCall, SetAsideCall, UnpublishCall
+from tensorhub.worker.enrolment import LEASE_MARGIN
+from tensorhub.worker.holding import Content
+from tensorhub.worker.running import DEADLINE_SLACK_S
 
 if TYPE_CHECKING:
     from tensorhub.testing.cluster import Cluster
     from tensorhub.testing.handle import Asked, Handle
 
+LATE_S_MAX = 3 * DEADLINE_SLACK_S  # it is given up after one, and some ends wait for another one
 TODO_MAX = 1000  # actions that one handle has still to carry out
 HOLDING = (HandleState.READY, HandleState.DRAINING)
+RECORD = -1  # stands for a rank: what the store says of an operation
 
 
 class GuaranteeBroken(AssertionError):
@@ -56,12 +63,16 @@ class Guarantees:
         self.wishes: dict[int, tuple[str, int]] = {}  # by request: a `retain` that has not returned
         self.pin_wishes: dict[int, tuple[str, int]] = {}  # by request: the model and version of a new pin
         self.pins: dict[str, tuple[str, int, str]] = {}  # by id: model, number and incarnation of pins that have returned
+        self._undone: dict[int, Retention | str] = {}  # by request: what has to be durable before it returns
+        self._epochs: dict[tuple[str, str, int, int], str] = {}  # which registration a group's rank has had in an epoch
         self._publications: dict[str, OpKey] = {}  # by content id: which publish has minted it
         self._spoilt: set[tuple[str, str]] = set()  # registrations, and the content that their own user has overwritten
         self._numbers: set[tuple[str, int, int]] = set()  # (model, lineage, number) that are durable
         # By group and content: the first rank that was let go, and when; its replica serves no more.
         self._leaving: dict[tuple[str, str], tuple[Handle, float]] = {}
         self._stayed: dict[tuple[str, str], set[Handle]] = {}  # of these: who serves again, in a replica that began since
+        self._given_up: dict[str, float] = {}  # when some owner of which content took it from its readers, or wanted to
+        self._fenced: dict[str, str] = {}  # by registration: the content that was, unless the coordinator has heard of it
         self._lost: dict[tuple[str, str], float] = {}  # when which registration has lost which content without leave
 
     def state_lost(self, store: Iterable[Entry]) -> None:
@@ -98,12 +109,18 @@ class Guarantees:
 
     def stored(self, entry: Entry, before: Iterable[Entry]) -> None:
         """It is durable now. After a rollback nobody may see what it retires any more."""
+        self._record_wish(entry)
         match entry:
+            case Decision():
+                self._learn(entry.key, RECORD, True, "that was recorded")
             case Publication():
+                self._learn(entry.key, RECORD, True, "that was recorded")
                 number = entry.model, entry.lineage, entry.number
                 demand(number not in self._numbers, f"R1: a number was published twice: {number}")
                 self._numbers.add(number)
             case Rollback():
+                again = any(isinstance(e, Rollback) and e.ident == entry.ident for e in before)
+                demand(not again, f"R2: a rollback that was asked for again was done twice: {entry}")
                 published = [e for e in before if isinstance(e, Publication) and e.model == entry.model]
                 gone = [e for e in published if e.number > entry.to]
                 self.retired.update(e.content_id for e in gone)
@@ -118,6 +135,23 @@ class Guarantees:
                 self._loosen(entry.model)
             case _:
                 pass
+
+    def asks(self, request: int, what: Retention | str) -> None:
+        """What is asked for is to be durable before it is answered: a `retain`, or the name of a pin or of a rollback."""
+        if not any(isinstance(entry, Rollback) and entry.ident == what for entry in self._cluster.store):
+            self._undone[request] = what
+
+    def _record_wish(self, entry: Entry) -> None:
+        match entry:
+            case Retention():
+                done: Retention | str = entry
+            case Pinned():
+                done = entry.pin
+            case Rollback():
+                done = entry.ident
+            case _:
+                return
+        self._undone = {request: what for request, what in self._undone.items() if what != done}
 
     def retains(self, model: str, latest: int) -> None:
         """That `retain` has returned: at once, or after later ones, as it waits until every holder knows."""
@@ -135,6 +169,8 @@ class Guarantees:
     def ended(self, handle: Handle, asked: Asked) -> None:
         """A call has returned, or raised."""
         error, key = asked.error, asked.key
+        if isinstance(asked.what, UnpublishCall | CloseCall):
+            self._given_up[handle.last_held] = self._cluster.now  # also in vain: its readers may have been told
         if error is not None:
             left = (handle.shard.group, handle.last_held)
             if (
@@ -147,10 +183,13 @@ class Guarantees:
                 isinstance(error, (TensorHubError, *self._cluster.user_errors)),
                 f"G10: every refusal is a typed error: {error!r}",
             )
+            if isinstance(error, VersionUnavailable) and LEFT in str(error):
+                self._left(handle, asked, str(error))
             if isinstance(asked.what, PublishCall) and isinstance(error, VersionConflict) and not error.retryable:
                 self._refused(handle, asked, asked.what.version)
             if key is not None and getattr(error, "memory", "") != "in_doubt" and not isinstance(error, LeaseLost):
-                self._learn(key, handle.shard.rank, False, f"{handle.name} raised {show_error(error)}")
+                for each in {**dict.fromkeys(asked.votes), key: None}:
+                    self._learn(each, handle.shard.rank, False, f"{handle.name} raised {show_error(error)}")
             return
         if key is not None and asked.version is not None:
             number = asked.version.version
@@ -176,30 +215,65 @@ class Guarantees:
         ok = number <= newest or rolled_back_at >= asked.began
         demand(ok or self.strangers, f"R1: {handle} may not publish {number}, but {newest} is the newest: {asked.error}")
 
+    def heard(self, message: FromWorker) -> None:
+        """The coordinator is about to learn which memory its owner has given up, or wants to."""
+        if isinstance(message, Withdraw):
+            handle = self._cluster.by_registration.get(message.registration)
+            if handle is not None:
+                self._given_up[handle.last_held] = self._cluster.now
+        elif isinstance(message, Withdrawn | Register):
+            content_id = self._fenced.pop(message.registration, "")
+            self._given_up[content_id] = self._cluster.now
+
+    def _left(self, handle: Handle, asked: Asked, text: str) -> None:
+        """R12: only where a last holder leaves on purpose nobody waits for it."""
+        wanted = {c for n, c in self.published.get(handle.shard.model, {}).items() if text.startswith(f"version {n} of ")}
+        gone = any(self._given_up.get(content_id, -inf) >= asked.began for content_id in wanted)
+        going = any(
+            h.last_held in wanted and h.asked is not None and not h.asked.done and h.asked.what is not asked.what
+            for h in self._cluster.all_handles()
+        )
+        demand(gone or going or not wanted or self.strangers, f"R12: nobody has left what {handle} waited for: {text}")
+
     def _filled(self, handle: Handle, asked: Asked, call: FillCall) -> None:
         assert asked.version is not None
         number = asked.version.version
         demand(asked.version.content_id not in asked.retired, f"G3: {handle.name} got {number}, which was rolled back")
-        if call.selector == "latest" and asked.floor is not None:
+        if call.selector == LATEST and asked.floor is not None:
             demand(number >= asked.floor, f"G3: {handle.name} got {number} after publish({asked.floor}) returned")
+        if call.selector == PREVIOUS:
+            newest, _ = self.used.get(handle.shard.model, (-1, 0.0))
+            demand(number < newest, f"R12: {handle.name} asked for {PREVIOUS}, and got {number}: {newest} is the newest")
         if isinstance(call.selector, int):
             demand(number == call.selector, f"{handle.name} asked for {call.selector}, got {number}")
         self.check_content(handle)
         if call.kind is OpKind.FETCH:
             self._check_cells(handle, asked.version)
 
+    def resolved(self, handle: Handle, outcome: Outcome) -> None:
+        """A rank that was in doubt hears what has become of its operation."""
+        self._learn(outcome.key, handle.shard.rank, outcome.committed, f"{handle.name} was told so")
+
     def _learn(self, key: OpKey, rank: int, committed: bool, how: str) -> None:
-        """G4: no two ranks hear different outcomes."""
+        """G4, R6: no two ranks hear different outcomes, nor another one than what is recorded."""
         if key in self.rolled_back:
             return  # after a restart nobody remembers that it was published
         heard = self.outcomes.setdefault(key, {})
         heard[rank] = (committed, how)
         demand(len({outcome for outcome, _ in heard.values()}) == 1, f"G4: {key}: {heard}")
 
+    def registered(self, handle: Handle, message: Registered) -> None:
+        """R6: another process in a rank's place makes a new membership epoch."""
+        shard = handle.shard
+        place = shard.model, shard.group, shard.rank, message.epoch
+        before = self._epochs.setdefault(place, shard.registration)
+        demand(before == shard.registration, f"R6: {handle} has replaced {before} in the membership epoch {message.epoch}")
+
     # -- memory
 
-    def served(self, handle: Handle, chunks: Iterable[int], version: VersionInfo) -> None:
-        """A lane begins to read these chunks there, as that version's (G6: only what is verified)."""
+    def served(self, handle: Handle, generation: int, chunks: Iterable[int], version: VersionInfo) -> None:
+        """A lane begins to read these chunks there, as that version's (G6: only what is verified), under that generation."""
+        demand(generation == handle.generation, f"G9: {handle} serves what was asked of generation {generation}")
         if self.is_spoilt(handle, version.content_id):
             return
         truth = self.truth[version.content_id][handle.shard.number]
@@ -210,11 +284,42 @@ class Guarantees:
                 continue
             demand(cell == truth[chunk], f"G6: {handle} serves {cell} as {truth[chunk]} of version {version.version}")
 
-    def writes(self, handle: Handle, chunk: int) -> None:
-        """A lane writes a chunk of a fill."""
-        reading = handle.pull
-        assert reading is not None
-        demand(not reading.books.verified[chunk], f"G8: {handle} reads chunk {chunk} again, which it had verified")
+    def announced(self, handle: Handle, content_id: str) -> None:
+        """It says to the coordinator that it holds that."""
+        demand(handle.changed != content_id, f"R8: {handle} is announced, and it knows that its bytes have changed")
+
+    def fencing(self, handle: Handle, generation: int) -> None:
+        """A fence begins."""
+        content, asked = handle.member.content, handle.asked
+        held = content is not None and content.generation == generation and handle.member.state in HOLDING
+        if content is None or asked is None or asked.done or not held:
+            return
+        call, what = asked.what, f"{handle}, which holds version {content.version.version}"
+        if isinstance(call, FillCall) and call.staged and asked.key is not None:
+            demand(asked.committed, f"R7: {what}, is overwritten by {call}, which is not committed")
+        asks_nobody = isinstance(call, UnpublishCall | CloseCall) and not asked.granted and not self._abandons(handle)
+        if asks_nobody and content.retained and not self._keeps(handle, content, call):
+            free_at = handle.worker.cut_off_at + (1 + LEASE_MARGIN) * self._cluster.options.lease_s
+            ok = self._cluster.now >= free_at - 1e-6
+            demand(ok, f"R4: {what} to be kept, is cut off, and leaves before {free_at:.3f}")
+
+    @staticmethod
+    def _keeps(handle: Handle, content: Content, call: Call) -> bool:
+        """Whether what it holds stays in its worker when it leaves: in a host copy, where it was all of the version."""
+        if content.version.world_size > 1 or isinstance(call, CloseCall):
+            return False
+        copies = (h.member for h in handle.worker.handles if h.shard.purpose is Purpose.RETENTION)
+        held = [copy.content for copy in copies if copy.state in HOLDING]
+        return any(c is not None and c.version.content_id == content.version.content_id for c in held)
+
+    def told_to_write(self, handle: Handle | None, message: Start | Write) -> None:
+        """The coordinator tells a rank that it may overwrite its memory, for the first time: R7, there is a source."""
+        if handle is None or handle.member.state is HandleState.FILLING or handle.staging is not None:
+            return  # it goes on with what it has begun before
+        demand(bool(message.grants), f"R7: {handle} is to be overwritten with {message}, and nobody is said to have it")
+
+    def writes(self, handle: Handle) -> None:
+        """A lane writes a chunk of a fill into the memory itself."""
         state = handle.member.state
         demand(state is HandleState.FILLING, f"G2: {handle} is written while it is {state}")
 
@@ -353,6 +458,8 @@ class Guarantees:
     def fenced(self, handle: Handle, generation: int) -> None:
         """Nobody reads that memory any more: a version that must stay must be held by others (G5)."""
         content, asked, model = handle.member.content, handle.asked, handle.shard.model
+        self._given_up[handle.last_held] = self._cluster.now
+        self._fenced[handle.id] = handle.last_held
         held = content is not None and content.generation == generation and handle.member.state in HOLDING
         unasked = asked is None or (isinstance(asked.what, CloseCall) and asked.what.abandon) or not asked.granted
         if content is None or asked is None or not held or unasked:
@@ -437,18 +544,33 @@ class Guarantees:
             handle.pull.books.check_invariants()
         demand(len(handle.todo) <= TODO_MAX, f"G10: {handle} has {len(handle.todo)} actions to carry out")
 
+    def check_in_time(self, handle: Handle) -> None:
+        """G10: a call ends at its deadline, also where nobody can be told. (A process that is stopped ends nothing; and what
+        was staged and is committed is put in place.)
+        """
+        asked, worker = handle.asked, handle.worker
+        if asked is None or asked.done or (asked.committed and isinstance(asked.what, FillCall) and asked.what.staged):
+            return
+        late_s = self._cluster.now - max(asked.until, worker.stopped_until)
+        running = handle.member.running
+        demand(late_s <= LATE_S_MAX, f"G10: {handle}: {asked.what} should have ended {late_s:.1f} s ago: {running}")
+
     def check_known(self, handle: Handle) -> None:
         """R4, R8: what the coordinator counts on, its owner knows."""
         member, content = self._cluster.coordinator.cluster.members.get(handle.id), handle.member.content
         holding = member.holding if member is not None else None
         if content is None or holding is None or holding.generation != content.generation:
             return
+        if handle.member.state in HOLDING:
+            same = holding.version.info.content_id == content.version.content_id
+            demand(same, f"R2: {handle} holds {content.version}, and is thought to hold {holding.version.info}")
         counted = holding.told and holding.kept and handle.member.state in HOLDING
         demand(content.retained or not counted, f"R4: {handle} does not know that it has to stay, and is counted on")
 
     def check_told(self, message: Done) -> None:
-        """R4: when `retain` and `pin` return, every holder knows."""
+        """R2, R4: when `retain` and `pin` return, that is durable, and every holder knows."""
         request, models = message.request, self._cluster.coordinator.cluster.models
+        demand(request not in self._undone, f"R4: {message} is said, and {self._undone.get(request)} is not durable")
         if request in self.pin_wishes:
             model, number = self.pin_wishes[request]
             numbers = [number]

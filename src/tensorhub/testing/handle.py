@@ -7,13 +7,13 @@ it. A new action of `worker.calls` gets its case in `Handle._do`. Not responsibl
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import MutableSequence
+from collections.abc import Collection, MutableSequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, assert_never
 
 from tensorhub.errors import GroupAborted, MutabilityViolation, StateError
-from tensorhub.messages import Deregister, DigestAgain, ErrorInfo, Publish
-from tensorhub.testing.guarantees import demand
+from tensorhub.messages import Deregister, DigestAgain, ErrorInfo, Prepared, Publish
+from tensorhub.testing.guarantees import HOLDING, demand
 from tensorhub.testing.memory import CHUNK_BYTES, digest_of, sent_digest, written
 from tensorhub.testing.prefetching import Prefetched
 from tensorhub.testing.pulling import Lane, Reading
@@ -79,12 +79,15 @@ class Asked:
     retired: frozenset[str] = frozenset()  # content ids that were rolled back when this call began
     retained: frozenset[str] = frozenset()  # content ids that had to stay when this call began
     began: float = 0.0
+    until: float = float("inf")  # its deadline
     online: bool = True  # its worker has been connected all the time
     granted: bool = False  # the coordinator has let go what was held
     granted_at: float = 0.0  # when it has let it go, where it was asked to
     follows: bool = False  # another rank of its replica was let go before
+    committed: bool = False  # it has heard that its operation was
     alone: int | None = None  # a shard that no other process kept when the coordinator let its process go
     key: OpKey | None = None
+    votes: tuple[OpKey, ...] = ()  # the operations in which this call has voted, under each coordinator
     done: bool = False
     version: VersionInfo | None = None
     changed: bool = False
@@ -123,6 +126,8 @@ class Handle:
         self.fencing_since: float | None = None  # its next action is a fence, which was begun
         self.asked: Asked | None = None
         self.last_held = ""  # the content id that it held last
+        self.generation = 0  # under which its memory is open, or was last
+        self.changed = ""  # the content id whose bytes here have changed, as it has found out itself
         self.hook_error: Exception | None = None
         self.hook_calls = 0
         self.reads_backwards = False  # the last chunk of a request first
@@ -177,6 +182,7 @@ class Handle:
             frozenset(guarantees.retired),
             guarantees.retained(model),
             cluster.now,
+            cluster.now + timeout_s,
             self.worker.link is not None,
         )
         self.apply(actions)
@@ -321,12 +327,17 @@ class Handle:
             case Say():
                 if isinstance(action.message, Publish):
                     self.cluster.guarantees.promise(action.message.key, self.shard.rank, self.cells)
+                if isinstance(action.message, Prepared) and self.asked is not None and self.asked.key == action.message.key:
+                    self.asked.votes = (*self.asked.votes, action.message.key)
                 self.worker.say(action.message)
             case OpenMemory():
                 content, sizes = ContentId(action.content_id), [CHUNK_BYTES] * action.manifest.chunk_count
                 owner.open(self.id, action.generation, content, sizes, complete=action.complete)
+                self.cluster.verified.holds(self.id, action.content_id)
+                self.generation, self.changed = action.generation, ""
             case ReopenMemory():
                 owner.reopen(self.id, action.generation)
+                self.generation = action.generation
             case CallHook():
                 self.hooks.append(action)
                 self.cluster.hook_called(self)
@@ -361,6 +372,7 @@ class Handle:
                 self.staging = None
             case FreeMemory():
                 owner.forget(self.id)
+                self.cluster.verified.forget(self.id)
             case Fence() | StopPull():
                 raise AssertionError("these take time: see do_next")
             case _:
@@ -374,13 +386,19 @@ class Handle:
                 self.staging, content = ["staged"] * chunks, ContentId(action.version.content_id)
                 sizes = [CHUNK_BYTES] * chunks
                 self.worker.owner.open(self.staging_id, action.generation, content, sizes, complete=False)
+                self.cluster.verified.forget(self.staging_id)
+            self.cluster.verified.begins(self.staging_id, action.version.content_id, self.staging, action.copied)
             return
-        self.half_fill(action)
+        kept = {*action.copied, *(chunk for chunk, _ in self._kept(action.generation))}
+        if action.manifest.digest == "none":
+            self.cluster.verified.forget(self.id)  # nobody can tell what is left of a broken fill
+        self.cluster.verified.begins(self.id, action.version.content_id, self.cells, kept)
+        self.half_fill(kept)
+        self.changed = ""
         self.cluster.guarantees.filling(self, action.version)
 
-    def half_fill(self, action: StartPull | CopyLocally) -> None:
-        """From now on its memory is no version's any more, but for what was copied, or is left of a broken fill."""
-        kept = {*action.copied, *(chunk for chunk, _ in self._kept(action.generation))}
+    def half_fill(self, kept: Collection[int]) -> None:
+        """From now on its memory is no version's any more, but for chunks that were copied, or are left of a broken fill."""
         self.cells = [cell if chunk in kept else "half-filled" for chunk, cell in enumerate(self.cells)]
 
     def was_written(self, chunk: int) -> bool:
@@ -424,6 +442,7 @@ class Handle:
             if good:
                 self.cluster.took(f"copied from {self.cluster.kind_of(source.registration)}")
             copied.update(chunk for chunk, _ in good)
+            self.cluster.verified.arrived(target, ((chunk, cells[chunk]) for chunk, _ in good))
             if owner.mark_available(target, action.generation, good):
                 self.cluster.chunks_offered(self)
         self.apply(self.member.copied(frozenset(copied), self.cluster.now))
@@ -446,6 +465,7 @@ class Handle:
         owner.close(self.id)
         if self.fencing_since is None:
             self.fencing_since = now
+            self.cluster.guarantees.fencing(self, action.generation)
             self.cluster.fence_begun(self, action)
         if owner.is_quiet(self.id):
             self.todo.popleft()
@@ -488,13 +508,15 @@ class Handle:
 
     def receive(self, chunk: int, cell: str, start: StartPull) -> None:
         """A lane writes what it was sent."""
+        self.cluster.verified.writes(self.staging_id if start.staged else self.id, chunk)
         if not start.staged:
-            self.cluster.guarantees.writes(self, chunk)
+            self.cluster.guarantees.writes(self)
         self._cells(staged=start.staged)[chunk] = cell
 
     def offer(self, start: StartPull, verified: list[tuple[int, int | None]]) -> None:
         """Let others read what was verified."""
-        target = self.staging_id if start.staged else self.id
+        target, cells = self.staging_id if start.staged else self.id, self._cells(staged=start.staged)
+        self.cluster.verified.arrived(target, ((chunk, cells[chunk]) for chunk, _ in verified))
         if verified and self.worker.owner.mark_available(target, start.generation, verified):
             self.cluster.chunks_offered(self)
 
@@ -509,6 +531,7 @@ class Handle:
                 changed = None if known is None else digest_of(self.cells[question.chunk]) != known
                 self.worker.owner.end(access)
                 if changed:
+                    self.changed = content.version.content_id if self.member.state in HOLDING else ""
                     self.cluster.guarantees.lost(self)  # and the coordinator will hear so
         now, error = self.cluster.now, MutabilityViolation("the memory has changed")
         self.apply(self.member.digested_again(question.inquiry, question.generation, changed, error, now))

@@ -306,6 +306,7 @@ class Injector:
             case Fault.PAUSE:
                 until = now + random.choice(LONG_S)
                 party = cluster.process if random.random() < 0.15 else worker
+                until = max(until, party.stopped_until)
                 cluster.note(f"{party.name} is stopped until {until:.3f}")
                 party.stopped_until = until
             case Fault.PREEMPT:

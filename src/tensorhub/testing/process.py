@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 from tensorhub.coordinator import Connected, Disconnected, Received
 from tensorhub.messages import Announce, Dismissed, FromCoordinator, FromWorker, Prepared, Watch
 from tensorhub.runtime.link import BEATS_PER_LEASE, RECONNECT_S_FIRST, RECONNECT_S_MAX
+from tensorhub.runtime.server import LAST_WORDS_S
 from tensorhub.testing.network import COORDINATOR, Link, TimedLink
 from tensorhub.testing.worker import SimWorker
 from tensorhub.types import Location, VersionInfo
@@ -186,8 +187,9 @@ class Telephone:
     def said_down(self, worker: SimWorker, link: TimedLink) -> None:
         """The last of `link.down` is on its way."""
         cluster = self._cluster
-        if link.down[-1] is None:
-            cluster.after(self.latency(), cluster.process, self._over, link)
+        if link.down[-1] is None:  # closed once that can be said; soon, if it can not
+            said_at = min(self._blocked(worker, link), cluster.now + LAST_WORDS_S)
+            cluster.at(max(said_at, cluster.now) + self.latency(), cluster.process, self._over, link)
         if link.is_lossy:
             link.down.pop()
             return

@@ -119,7 +119,7 @@ class Lane:
         begun = self.source.worker.owner.begin(self.source.id, grant.generation, content, wanted, bytes_max)
         if isinstance(begun, Access):
             self.access = begun
-            self.source.cluster.guarantees.served(self.source, begun.chunks, self.reading.start.version)
+            self.source.cluster.guarantees.served(self.source, grant.generation, begun.chunks, self.reading.start.version)
         return begun
 
     def lack(self) -> Frame:

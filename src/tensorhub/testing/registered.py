@@ -7,7 +7,7 @@ reports are made. What the calls of `tensorhub.Weights` do with it is in `caller
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -66,10 +66,10 @@ class EmbeddedHandle(Handle):
             self.cells = self._cells_of_tensors = TensorCells(self.memory, manifest)
             self.unwanted = self._cells_of_tensors.unwanted
 
-    def half_fill(self, action: StartPull | CopyLocally) -> None:
+    def half_fill(self, kept: Collection[int]) -> None:
         """The bytes stay as they are until others arrive."""
         if self._cells_of_tensors is None:
-            super().half_fill(action)
+            super().half_fill(kept)
 
     def was_written(self, chunk: int) -> bool:
         return self._cells_of_tensors is not None and self._cells_of_tensors.was_written(chunk)

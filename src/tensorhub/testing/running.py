@@ -262,7 +262,8 @@ class RunningCluster:
 
     def pause(self, name: str, seconds: float) -> None:
         """The process is stopped: nothing of TensorHub runs there, and a call waits. (The caller's own code goes on.)"""
-        self._party(name).stopped_until = self._now() + seconds
+        party, until = self._party(name), self._now() + seconds
+        party.stopped_until = max(party.stopped_until, until)
 
     # -- the coordinator
 

@@ -304,6 +304,11 @@ class SimulatedCluster(Cluster):
             self.keep(persist.entry)
             self.step(Persisted(persist.record))
 
+    def check(self) -> None:
+        super().check()
+        for handle in self.live_handles():
+            self.guarantees.check_in_time(handle)
+
     def check_agreement(self) -> None:
         super().check_agreement()
         for worker in self.workers.values():

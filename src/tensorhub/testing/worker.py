@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from tensorhub.coordinator import Retention
 from tensorhub.errors import TensorHubError
 from tensorhub.manifest import Manifest
 from tensorhub.messages import (
@@ -78,6 +79,7 @@ class SimWorker:
         self.link: Link | None = None
         self.known_since = 0.0  # when a coordinator that did not know it has welcomed it
         self.unsure_at = 0.0  # when the coordinator could last not count on it
+        self.cut_off_at = float("-inf")  # when it has last lost a connection over which it was heard
         self.cut: set[str] = set()  # leases whose readers are served no more
         self.dismissals: list[str] = []
         self.answers: dict[int, TensorHubError | None] = {}  # to what the worker itself asked, by request
@@ -153,6 +155,8 @@ class SimWorker:
         self.cluster.note(f"{self.name} loses its connection")
         self.link = None
         self.unsure_at = self.cluster.now
+        if link.welcomed:
+            self.cut_off_at = self.cluster.now
         self._pins_uncertain()
         self.cluster.link_lost(self, link)
         for handle in self.handles:
@@ -190,6 +194,8 @@ class SimWorker:
         if self.link is not None:
             if isinstance(message, Register) and message.held is not None and not message.held.voted:
                 self._announced[message.request] = message.held.content_id
+                if message.request in self._askers:
+                    self.cluster.guarantees.announced(self._askers[message.request], message.held.content_id)
             self.link.up.append(message)
             self.cluster.said_up(self, self.link)
 
@@ -206,7 +212,9 @@ class SimWorker:
     def rollback(self, to: int, model: str = "actor", ident: str = "") -> int:
         """Ask for it; its answer will be in `answers`."""
         request = next(self.cluster.numbers)
-        self.say(Rollback(request, ident or f"rollback{request}", model, to))
+        ident = ident or f"rollback{request}"
+        self.cluster.guarantees.asks(request, ident)
+        self.say(Rollback(request, ident, model, to))
         return request
 
     def retain(self, latest: int, model: str = "actor") -> int:
@@ -214,6 +222,7 @@ class SimWorker:
         request = next(self.cluster.numbers)
         if self.link is not None:
             self.cluster.guarantees.wish(request, model, latest)
+            self.cluster.guarantees.asks(request, Retention(model, latest))
             self._wishes.append(request)
         self.say(Retain(request, model, latest))
         return request
@@ -224,6 +233,7 @@ class SimWorker:
         if not pin:
             pin = f"pin{request}"
             self.cluster.guarantees.pin_wishes[request] = (model, version)
+            self.cluster.guarantees.asks(request, pin)
         self.pins[pin] = (model, version)
         self._asked_pins[request] = pin
         self.say(Pin(request, pin, model, version))
@@ -310,6 +320,8 @@ class SimWorker:
     def known(self, message: Registered) -> None:
         """That is about to be told to one of its handles: what it has announced as held counts from now on."""
         handle, content_id = self._askers.get(message.request), self._announced.pop(message.request, None)
+        if handle is not None:
+            self.cluster.guarantees.registered(handle, message)
         if handle is not None and content_id is not None and message.keep:
             self.cluster.guarantees.stays(handle, content_id)
 
@@ -340,7 +352,7 @@ class SimWorker:
                 self._tell(self.cluster.by_registration.get(message.registration), message)
             case Start() | Write() | AddSource() | DropSource() | Outcome():
                 key = message.key
-                self._tell(self._at(key.model, key.group, message.rank), message)
+                self._tell(self.rank_at(key.model, key.group, message.rank), message)
             case MakeCopy():
                 self._make_copy(message)
             case DropCopy():
@@ -352,7 +364,7 @@ class SimWorker:
                     if (handle.shard.model, handle.shard.group) == (message.model, message.group):
                         self._tell(handle, message)
 
-    def _at(self, model: str, group: str, rank: int) -> Handle | None:
+    def rank_at(self, model: str, group: str, rank: int) -> Handle | None:
         """The newest registration of that rank here that was not refused."""
         for handle in reversed(self.handles):
             shard = handle.shard
@@ -370,6 +382,10 @@ class SimWorker:
                 handle.asked.granted = True
                 if isinstance(message, Withdrawable):
                     self.cluster.guarantees.let_go(handle)
+            if handle.asked is not None and isinstance(message, Outcome) and message.key == handle.asked.key:
+                handle.asked.committed = message.committed
+            if isinstance(message, Outcome) and handle.member._holding.doubt == message.key:
+                self.cluster.guarantees.resolved(handle, message)
             handle.apply(handle.member.receive(message, self.cluster.now))
 
     def _welcomed(self, cluster: str) -> None:

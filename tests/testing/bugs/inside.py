@@ -25,7 +25,7 @@ from tensorhub.worker.filling import Filling
 from tensorhub.worker.member import Member as Rank
 from tensorhub.worker.owner import Owner
 from tensorhub.worker.running import GroupCall
-from tests.testing.bugs import bug, replaced, survivor
+from tests.testing.bugs import bug, replaced
 
 
 def around(owner: Any, name: str, wrap: Callable[..., Any]) -> AbstractContextManager[Any]:
@@ -198,7 +198,7 @@ def change_denied() -> Iterator[None]:
         yield
 
 
-@survivor("R8: nobody asks an owner whose reader got other bytes")
+@bug("R8: nobody asks an owner whose reader got other bytes", faults=(Fault.OVERWRITE,))
 def owner_never_asked() -> Iterator[None]:
     with replaced(Suspicions, "ask", nothing):
         yield

@@ -66,7 +66,7 @@ def unpublish_gives_up_into_an_overwrite() -> Iterator[None]:
         yield
 
 
-@survivor(
+@bug(
     "G9, R3: an owner asks a request only whether its memory is open, not under which generation",
     faults=(Fault.DELAY, Fault.PAUSE, Fault.SLOW),
 )
@@ -118,7 +118,7 @@ def partial_copy_serves_everything() -> Iterator[None]:
 # ------------------------------------------------------------------------------------------------------ the reader
 
 
-@survivor(
+@bug(
     "G8: when a lane breaks off, all that it was asked for is wanted again, also what it has brought",
     faults=(Fault.STALL, Fault.CUT, Fault.CRASH),
 )
@@ -191,7 +191,7 @@ def voted_rank_times_out() -> Iterator[None]:
 # ------------------------------------------------------------------------------------------ versions and lineages
 
 
-@survivor(
+@bug(
     "R7: a staged update overwrites the memory as soon as it may read, not when it is committed",
     faults=(Fault.HOOK, Fault.CANCEL, Fault.CRASH),
 )
@@ -210,7 +210,7 @@ def staged_update_overwrites_early() -> Iterator[None]:
         yield
 
 
-@survivor(
+@bug(
     "G10: a fill without a connection has no deadline: the coordinator is thought to end it",
     faults=(Fault.PARTITION, Fault.HASTE, Fault.CANCEL),
 )
@@ -237,7 +237,7 @@ def latest_of_what_is_held() -> Iterator[None]:
         yield
 
 
-@survivor(
+@bug(
     "R12: where there is no version before the newest, `latest-1` is the newest",
     faults=(Fault.CRASH, Fault.RESTART, Fault.CANCEL),
 )
@@ -287,7 +287,7 @@ def rollback_done_twice() -> Iterator[None]:
         yield
 
 
-@survivor("R2: a rollback leaves fills of the versions that it retires alone", faults=(Fault.SLOW, Fault.STALL, Fault.DELAY))
+@bug("R2: a rollback leaves fills of the versions that it retires alone", faults=(Fault.SLOW, Fault.STALL, Fault.DELAY))
 def fill_survives_rollback() -> Iterator[None]:
     rolled_back = Operations.rolled_back
 
@@ -370,7 +370,7 @@ def deadline_ends_what_is_prepared() -> Iterator[None]:
         yield
 
 
-@survivor(
+@bug(
     "R6: a rank that is lost ends its group's operation, although its decision is on its way to the store",
     faults=(Fault.STORE_SLOW, Fault.CRASH, Fault.COORDINATOR),
 )
@@ -451,7 +451,7 @@ def told_is_taken_for_known() -> Iterator[None]:
         yield
 
 
-@survivor("R4: retain() is answered before it is durable", faults=(Fault.COORDINATOR, Fault.STORE_SLOW, Fault.STORE_FAIL))
+@bug("R4: retain() is answered before it is durable", faults=(Fault.COORDINATOR, Fault.STORE_SLOW, Fault.STORE_FAIL))
 def retain_not_durable() -> Iterator[None]:
     def broken(self: Retentions, order: Order, entry: Any) -> None:
         self._cluster.persist(entry)
@@ -461,9 +461,7 @@ def retain_not_durable() -> Iterator[None]:
         yield
 
 
-@survivor(
-    "R4: an owner that is cut off takes a retained version back at once", faults=(Fault.PARTITION, Fault.CUT, Fault.DROP)
-)
+@bug("R4: an owner that is cut off takes a retained version back at once", faults=(Fault.PARTITION, Fault.CUT, Fault.DROP))
 def cut_off_owner_does_not_wait() -> Iterator[None]:
     free_at = Leaving._free_at
 
@@ -562,16 +560,7 @@ def wait_cycle() -> Iterator[None]:
         yield
 
 
-@survivor(
-    "G7: a source that has failed once is not looked at again, unless something else happens",
-    faults=(Fault.CORRUPT, Fault.STALL, Fault.CUT),
-)
-def failed_source_forgotten() -> Iterator[None]:
-    with replaced(Readers, "set_retry_timer", lambda self, operation: None):
-        yield
-
-
-@survivor(
+@bug(
     "R8: a holder whose bytes have changed loses its readers, and is chosen again",
     faults=(Fault.OVERWRITE, Fault.DEVICE, Fault.CORRUPT),
 )
@@ -583,7 +572,7 @@ def quarantine_forgotten() -> Iterator[None]:
         yield
 
 
-@survivor(
+@bug(
     "R8: memory whose bytes have changed is announced again after a lost connection",
     faults=(Fault.OVERWRITE, Fault.CUT, Fault.CORRUPT),
 )
@@ -599,7 +588,7 @@ def spoiled_memory_announced() -> Iterator[None]:
         yield
 
 
-@survivor(
+@bug(
     "R12: a last source that crashes is taken for one that left on purpose: its readers fail at once",
     faults=(Fault.CRASH, Fault.PREEMPT, Fault.SLOW),
 )
@@ -613,7 +602,7 @@ def crash_taken_for_a_leave() -> Iterator[None]:
         yield
 
 
-@survivor(
+@bug(
     "R12: that a version's last source has left is remembered when others have come",
     faults=(Fault.CRASH, Fault.PREEMPT, Fault.SLOW),
 )
@@ -630,7 +619,7 @@ def abandoned_for_ever() -> Iterator[None]:
         yield
 
 
-@survivor("R7: nobody makes sure of a source before memory is overwritten")
+@bug("R7: nobody makes sure of a source before memory is overwritten")
 def overwritten_without_a_source() -> Iterator[None]:
     with replaced(Fills, "all_find_a_source", lambda self, operation: True):
         yield
@@ -639,9 +628,7 @@ def overwritten_without_a_source() -> Iterator[None]:
 # ---------------------------------------------------------------------------------------------- old incarnations
 
 
-@survivor(
-    "G9: what arrives late over a worker's former connection is acted on", faults=(Fault.REORDER, Fault.CUT, Fault.DROP)
-)
+@bug("G9: what arrives late over a worker's former connection is acted on", faults=(Fault.REORDER, Fault.CUT, Fault.DROP))
 def former_connection_heard() -> Iterator[None]:
     join = Membership.join
 
@@ -656,7 +643,7 @@ def former_connection_heard() -> Iterator[None]:
         yield
 
 
-@survivor(
+@bug(
     "G9, R11: an incarnation that was lost comes back as if nothing had happened",
     faults=(Fault.PARTITION, Fault.PAUSE, Fault.DROP),
 )
@@ -688,7 +675,7 @@ def fence_of_another_generation() -> Iterator[None]:
         yield
 
 
-@survivor(
+@bug(
     "G9, R6: a group whose rank was replaced goes on in the same membership epoch",
     faults=(Fault.CRASH, Fault.RESTART, Fault.CUT),
 )

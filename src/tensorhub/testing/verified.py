@@ -1,0 +1,56 @@
+"""What fills have verified, as seen from outside: no book of the reader's own is believed (G8, R9).
+
+Cells are what is remembered, so that what a user has written since is not taken for what was read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass, field
+
+from tensorhub.testing.guarantees import demand
+from tensorhub.types import RegistrationId
+
+
+@dataclass(slots=True)
+class _Filled:
+    content_id: str
+    cells: dict[int, str] = field(default_factory=dict)  # that were verified, by chunk
+
+
+class Verified:
+    """What each memory of a cluster, staging memory included, has verified of the content that it was filled with last."""
+
+    def __init__(self) -> None:
+        self._filled: dict[RegistrationId, _Filled] = {}
+
+    def begins(self, memory: RegistrationId, content_id: str, cells: Sequence[str], kept: Collection[int]) -> None:
+        """It is to be filled with that; `kept`: chunks that it has of it already. What a fill of the same content that was
+        broken off has verified, and nobody has written since, is kept.
+        """
+        before = self._filled.get(memory)
+        if before is not None and before.content_id == content_id:
+            lost = [chunk for chunk, cell in before.cells.items() if cells[chunk] == cell and chunk not in kept]
+            demand(not lost, f"R9: {memory} forgets the chunks {lost} of {content_id}, which it had verified")
+        self._filled[memory] = _Filled(content_id, {chunk: cells[chunk] for chunk in kept})
+
+    def holds(self, memory: RegistrationId, content_id: str) -> None:
+        """It is opened as that: what was there before is of no use any more."""
+        before = self._filled.get(memory)
+        if before is not None and before.content_id != content_id:
+            del self._filled[memory]
+
+    def forget(self, memory: RegistrationId) -> None:
+        """It is freed."""
+        self._filled.pop(memory, None)
+
+    def writes(self, memory: RegistrationId, chunk: int) -> None:
+        """A lane writes that chunk of a fill."""
+        filled = self._filled.get(memory)
+        demand(filled is None or chunk not in filled.cells, f"G8: {memory} reads chunk {chunk} again, which it had verified")
+
+    def arrived(self, memory: RegistrationId, cells: Iterable[tuple[int, str]]) -> None:
+        """These chunks have their digests."""
+        filled = self._filled.get(memory)
+        if filled is not None:
+            filled.cells.update(cells)
