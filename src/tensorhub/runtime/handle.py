@@ -1,7 +1,7 @@
 """One registration's shell: carries out what its `worker.Member` wants, one action after the other.
 
-Responsible for the order of fences, openings and pulls of one memory (each is done before the next begins), for the
-phases of a report, and for a call's future. Decides nothing. Lives in the worker runtime's loop.
+Responsible for the order of fences, openings and pulls of one memory (each is done before the next begins), and for a
+call's future. Decides nothing. Lives in the worker runtime's loop.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ from tensorhub.runtime.chunks import ChunkMemory
 from tensorhub.runtime.copying import copy_chunks
 from tensorhub.runtime.lanes import AllVerified, ChannelOpener, PullReport, PullRunner, SourceFailed
 from tensorhub.runtime.logs import get_logger
+from tensorhub.runtime.reports import CallTimes
 from tensorhub.runtime.serving import SharedOwner
 from tensorhub.transport.files import FileMemory
 from tensorhub.transport.host import HostMemory
@@ -112,21 +113,11 @@ class HostRoom(Protocol):
 
 @dataclass(slots=True)
 class _Call:
-    """The running call's future, and when what happened."""
+    """The running call's future, and its course."""
 
     ended: anyio.Event
-    started: float
+    times: CallTimes = field(default_factory=CallTimes)
     hook: HookRequest | None = None
-    bound: float | None = None  # Start has come
-    pulled_from: float = 0.0  # these four: where there is a report
-    verified_s: float = 0.0  # spent on what the memory held of that content already
-    pulled: float = 0.0
-    prepared: float = 0.0
-    copied_s: float = 0.0  # spent on local copies: before the pull
-    applied_s: float = 0.0  # and after the vote, of what was staged
-    hooked: float | None = None  # when before_write began, of a staged update
-    hook_s: float = 0.0  # that it took there
-    report: PullReport | None = None
     result: Finish | None = None
 
 
@@ -258,7 +249,7 @@ class Handle:
         self.was_filled = self.was_filled or finish.changed
         if not finish.changed:
             self._check_unwritten()
-        return finish.version, _report(ran, finish, started, clock.now())
+        return finish.version, ran.times.report_of(finish, started, clock.now())
 
     async def _run(self, call: Call, timeout_s: float, hook: HookRequest | None = None) -> tuple[_Call, Finish]:
         """Begin a call and wait for its end; cancelling ends it as soon as may be, and leaves nothing running."""
@@ -267,7 +258,7 @@ class Handle:
             raise StateError(f"{self.member.shard.title} was given up; register again")
         actions = self.member.begin(call, timeout_s, clock.now())
         self._violation = None
-        running = self._call = _Call(anyio.Event(), clock.now(), hook)
+        running = self._call = _Call(anyio.Event(), hook=hook)
         self.apply(actions)
         try:
             await running.ended.wait()
@@ -350,8 +341,8 @@ class Handle:
         self.apply(self.member.end_prefetch(clock.now()))
 
     def hook_returned(self, error: Exception | None) -> None:
-        if self._call is not None and self._call.hooked is not None:
-            self._call.hook_s = clock.now() - self._call.hooked
+        if self._call is not None and self._call.times.hooked is not None:
+            self._call.times.hook_s = clock.now() - self._call.times.hooked
         self.apply(self.member.hook_returned(error, clock.now()))
 
     async def digest_again(self, question: DigestAgain, limiter: anyio.CapacityLimiter) -> None:
@@ -449,12 +440,12 @@ class Handle:
             case CallHook():
                 assert self._call is not None
                 assert self._call.hook is not None
-                self._call.hooked = clock.now() if self._call.prepared else None
+                self._call.times.hooked = clock.now() if self._call.times.prepared else None
                 self._call.hook(action.version)
             case StartPull():
                 self._pull = _Pull()
                 if self._call is not None:
-                    self._call.pulled_from = clock.now()
+                    self._call.times.pulled_from = clock.now()
                 self._tasks.start_soon(self._fill, action, self._pull)
             case CopyLocally():
                 self._pull = _Pull()
@@ -492,8 +483,8 @@ class Handle:
 
     def note_bound(self) -> None:
         """The coordinator has bound the running call to a version."""
-        if self._call is not None and self._call.bound is None:
-            self._call.bound = clock.now()
+        if self._call is not None and self._call.times.bound is None:
+            self._call.times.bound = clock.now()
 
     async def _open(self, action: OpenMemory) -> None:
         self._unopened = None
@@ -621,7 +612,7 @@ class Handle:
         else:
             if not pull.scope.cancelled_caught:
                 if self._call is not None:
-                    self._call.prepared = clock.now()
+                    self._call.times.prepared = clock.now()
                 self.apply(self.member.pull_done(clock.now()))
         finally:
             pull.runner = None  # it keeps the memory alive
@@ -635,7 +626,7 @@ class Handle:
         check = anyio.from_thread.check_cancelled
         found = await anyio.to_thread.run_sync(self._owner.verify, target, generation, kept, check)
         if self._call is not None:
-            self._call.verified_s = clock.now() - started
+            self._call.times.verified_s = clock.now() - started
         return found
 
     async def _destination(self, action: StartPull | CopyLocally) -> tuple[RegistrationId, MappedRegions, ChunkMemory]:
@@ -688,10 +679,10 @@ class Handle:
             pull.ended.set()
 
     def _note_copying(self, seconds: float) -> None:
-        if self._call is not None and self._call.prepared:
-            self._call.applied_s += seconds
+        if self._call is not None and self._call.times.prepared:
+            self._call.times.applied_s += seconds
         elif self._call is not None:
-            self._call.copied_s += seconds
+            self._call.times.copied_s += seconds
 
     async def _pull_chunks(
         self,
@@ -728,7 +719,7 @@ class Handle:
                             break
         finally:
             if self._call is not None:
-                self._call.report, self._call.pulled = runner.report(), clock.now()
+                self._call.times.pull, self._call.times.pulled = runner.report(), clock.now()
 
     async def _unpack(self, mapped: MappedRegions) -> None:
         if mapped.copies or mapped.then is not None:
@@ -760,33 +751,3 @@ def _first_of(group: BaseExceptionGroup[TensorHubError]) -> TensorHubError:
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]
     return error
-
-
-def _report(call: _Call, finish: Finish, started: float, ended: float) -> FetchReport:
-    assert finish.version is not None
-    pull, number = call.report, finish.version.version
-    if pull is None or call.bound is None:
-        return FetchReport(number, finish.changed, seconds=ended - started, phases={"resolve": ended - started})
-    phases = _pull_phases(pull, call.pulled - call.pulled_from - call.verified_s)
-    phases["verify"] += call.verified_s
-    phases["resolve"] = call.bound - started
-    phases["wait"] += call.pulled_from - call.bound - call.copied_s + call.hook_s
-    phases["unpack"] = call.prepared - call.pulled + call.copied_s + call.applied_s
-    phases["commit"] = ended - call.prepared - call.applied_s - call.hook_s
-    return FetchReport(
-        version=number,
-        changed=finish.changed,
-        bytes_read=pull.bytes_read,
-        seconds=ended - started,
-        phases=phases,
-        sources=pull.sources,
-        retries=pull.retries,
-        reread_bytes=pull.reread_bytes,
-    )
-
-
-def _pull_phases(pull: PullReport, seconds: float) -> dict[str, float]:
-    """A pull's wall time: shared out as its lanes spent theirs, if they ran side by side; without a lane it waited."""
-    lanes_s = max(sum(pull.phases.values()), seconds)
-    transfer_s, verify_s = (pull.phases[name] * seconds / lanes_s if lanes_s else 0.0 for name in ("transfer", "verify"))
-    return {"wait": max(0.0, seconds - transfer_s - verify_s), "transfer": transfer_s, "verify": verify_s}
