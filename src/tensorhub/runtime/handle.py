@@ -19,7 +19,7 @@ import anyio.from_thread
 import anyio.lowlevel
 import anyio.to_thread
 
-from tensorhub.errors import DrainTimeout, MutabilityViolation, StateError, TensorHubError, text_of
+from tensorhub.errors import DrainTimeout, StateError, TensorHubError, text_of
 from tensorhub.errors import Memory as TensorState
 from tensorhub.manifest import Manifest
 from tensorhub.messages import DigestAgain, ErrorInfo, FromWorker, Progress
@@ -28,9 +28,9 @@ from tensorhub.runtime.chunks import ChunkMemory
 from tensorhub.runtime.copying import copy_chunks
 from tensorhub.runtime.lanes import AllVerified, ChannelOpener, PullReport, PullRunner, SourceFailed
 from tensorhub.runtime.logs import get_logger
+from tensorhub.runtime.promise import Promise
 from tensorhub.runtime.reports import CallTimes
 from tensorhub.runtime.serving import SharedOwner
-from tensorhub.transport.files import FileMemory
 from tensorhub.transport.host import HostMemory
 from tensorhub.transport.memory import MappedRegions, Memory
 from tensorhub.types import (
@@ -74,7 +74,6 @@ from tensorhub.worker.calls import (
     UnpublishCall,
     staging_of,
 )
-from tensorhub.worker.holding import Content
 from tensorhub.worker.member import Member
 
 PROGRESS_S = 0.25  # how often a running fill tells the coordinator how far it is
@@ -162,11 +161,7 @@ class Handle:
         self._mapped: tuple[str, MappedRegions, ChunkMemory] | None = None  # of the manifest with this id
         self._unopened: TensorHubError | None = None  # why the memory could not be opened for the running fill
         self._digests: Sequence[int] | None = None  # of memory whose own they must be, made before a publish
-        self._promised: tuple[int, ...] | None = (
-            None  # `memory.versions()` when it was opened last; kept by a fence, as it may be reopened
-        )
-        self._violation: MutabilityViolation | None = None  # what the running call has found when it took the memory back
-        self._spoiled: str | None = None  # what the next call says of bytes that have changed while others could read them
+        self._promise = Promise(member, memory, owner)
         self._tasks: anyio.abc.TaskGroup
         self._scope = anyio.CancelScope()  # of `run`
         self._has_ended = False  # nobody carries out what a call would want
@@ -183,7 +178,7 @@ class Handle:
     async def publish(self, version: int, timeout_s: float) -> VersionInfo:
         """`timeout_s` does not count the digests that this memory needs beforehand: their time grows with its bytes."""
         if self.member.state is HandleState.READY:
-            self._raise_spoiled()
+            self._promise.raise_spoiled()
         self.memory.check_unreplaced()
         manifest = self.member.shard.manifest
         if manifest is not None and self.memory.digests_first:
@@ -196,15 +191,15 @@ class Handle:
 
     async def unpublish(self, timeout_s: float) -> None:
         if self.member.state is HandleState.EMPTY:
-            self._raise_spoiled()
+            self._promise.raise_spoiled()
         await self._run(UnpublishCall(), timeout_s)
-        self._raise_violation()
+        self._promise.raise_violation()
 
     async def unpublish_if_published(self, timeout_s: float) -> None:
         if self.member.state in (HandleState.READY, HandleState.IN_DOUBT):
             await self.unpublish(timeout_s)
         else:
-            self._raise_spoiled()
+            self._promise.raise_spoiled()
 
     async def refuse(self, error: TensorHubError, timeout_s: float) -> None:
         """This rank will not make its next group call, because of that."""
@@ -213,7 +208,7 @@ class Handle:
     async def close(self, timeout_s: float, *, abandon: bool = False) -> None:
         if self.member.state is not HandleState.CLOSED:
             await self._run(CloseCall(abandon), timeout_s)
-            self._raise_violation()
+            self._promise.raise_violation()
 
     async def release(self, timeout_s: float) -> None:
         """Of a host copy: take what it holds from its readers, and give its memory back."""
@@ -240,15 +235,15 @@ class Handle:
     ) -> tuple[VersionInfo, FetchReport]:
         """As `fill`; says which version it was, too."""
         self.memory.check_unreplaced()
-        self._raise_spoiled()
+        self._promise.raise_spoiled()
         if call.kind is OpKind.UPDATE:
-            self._check_unwritten()
+            self._promise.check_kept()
         started = clock.now()
         ran, finish = await self._run(call, timeout_s, hook)
         assert finish.version is not None
         self.was_filled = self.was_filled or finish.changed
         if not finish.changed:
-            self._check_unwritten()
+            self._promise.check_kept()
         return finish.version, ran.times.report_of(finish, started, clock.now())
 
     async def _run(self, call: Call, timeout_s: float, hook: HookRequest | None = None) -> tuple[_Call, Finish]:
@@ -257,7 +252,7 @@ class Handle:
         if self._has_ended and self.member.state is not HandleState.CLOSED:  # that one says so itself
             raise StateError(f"{self.member.shard.title} was given up; register again")
         actions = self.member.begin(call, timeout_s, clock.now())
-        self._violation = None
+        self._promise.call_begins()
         running = self._call = _Call(anyio.Event(), hook=hook)
         self.apply(actions)
         try:
@@ -294,42 +289,6 @@ class Handle:
             text = f"{self.member.shard.title}: a call is still running on this handle; one call at a time"
             raise StateError(text, retryable=True)
 
-    def _check_unwritten(self) -> None:
-        """Raise MutabilityViolation if the memory is published and has been written since."""
-        violation = self._find_violation() if self.member.state is HandleState.READY else None
-        if violation is not None:
-            raise violation
-
-    def _raise_violation(self) -> None:
-        if self._violation is not None:
-            self._spoiled = None  # said now
-            raise self._violation
-
-    def _raise_spoiled(self) -> None:
-        """Raise MutabilityViolation if a second digest was another one (R8); once, if that memory was given up since."""
-        if self._spoiled is not None:
-            error = MutabilityViolation(self._spoiled, memory="torn")
-            if self.member.state is not HandleState.READY:
-                self._spoiled = None
-            raise error
-
-    def _find_violation(self) -> MutabilityViolation | None:
-        """What a second digest has shown, or (R15) torch has counted since the memory was opened."""
-        if self._spoiled is not None:
-            return MutabilityViolation(self._spoiled, memory="torn")
-        now = self.memory.versions()
-        if self._promised is None or now == self._promised:
-            return None
-        counts = zip(self.memory.descriptions, self._promised, now, strict=False)
-        names = [repr(tensor.name) for tensor, was, count in counts if count != was]
-        more = f" (and {len(names) - TENSORS_NAMED_MAX} more)" if len(names) > TENSORS_NAMED_MAX else ""
-        return MutabilityViolation(
-            f"version {self.member.version} of {self.member.shard.title} was written while it was published: "
-            f"{', '.join(names[:TENSORS_NAMED_MAX])}{more}. Readers may have got other bytes, or have failed: "
-            "unpublish() before you write, or write in mutate(), and publish a new version",
-            memory="torn",
-        )
-
     async def end_call(self, error: Exception) -> None:
         """End the running call, if there is one, with `error`; returns when nothing of it runs any more."""
         if self._call is not None and self._call.result is None:
@@ -347,45 +306,9 @@ class Handle:
 
     async def digest_again(self, question: DigestAgain, limiter: anyio.CapacityLimiter) -> None:
         """Has this chunk changed since its digest was made (R8)? The answer goes to the coordinator."""
-        content, changed = self.member.content, None
-        if content is not None and content.generation == question.generation:
-            look = partial(self._has_changed, content, question.chunk)
-            changed = await anyio.to_thread.run_sync(look, limiter=limiter)
-        text = "the memory has changed"
-        if changed and content is not None and self.member.content is content:
-            text = self._changed_text(content, question.chunk)
-            log.warning("held_memory_changed", registration=self._registration, reason=text)
-            if self.member.state is not HandleState.FILLING:
-                self._spoiled = text
-        error = MutabilityViolation(text)
+        changed, error = await self._promise.look_again(question, limiter)
         now = clock.now()
         self.apply(self.member.digested_again(question.inquiry, question.generation, changed, error, now))
-
-    def _has_changed(self, content: Content, chunk: int) -> bool | None:
-        """Whether a chunk that others may read has lost its digest. None: it is not to be read, or has none."""
-        right = (self._registration, content.generation, ContentId(content.version.content_id))
-        with self._owner.access(None, *right, [chunk], 1, 0.0) as answer:
-            if not isinstance(answer, tuple):
-                return None
-            access, memory = answer
-            known = access.digests[0]
-            if known is None or not memory.is_digested:
-                return None
-            if isinstance(self.memory, FileMemory):  # nothing here touches its mapping: see there
-                return self.memory.digest(content.manifest, chunk) != known
-            return memory.digest(chunk) != known
-
-    def _changed_text(self, content: Content, chunk: int) -> str:
-        title, number = self.member.shard.title, content.version.version
-        names = ", ".join(map(repr, content.manifest.tensors_in(chunk)[:TENSORS_NAMED_MAX]))
-        if content.published:
-            during, do = "published", "write in mutate(), and publish a new version"
-        else:
-            during, do = "held for others to read", "it was given up here, and can be replicated again"
-        return (
-            f"version {number} of {title} was written, or damaged, while it was {during}: {names} (chunk {chunk} does not "
-            f"have its digest any more). Nobody reads it from here now: unpublish() before you write; {do}"
-        )
 
     # ------------------------------------------------------------------------------------------------- actions
 
@@ -498,7 +421,7 @@ class Handle:
                 return
         _, chunks = self._map(action.manifest)
         content_id, digests = ContentId(action.content_id), self._digests if action.complete else None
-        self._promised, self._spoiled = self.memory.versions(), None
+        self._promise.made()
         self._owner.open(
             self._registration, action.generation, content_id, chunks, complete=action.complete, digests=digests
         )
@@ -526,9 +449,7 @@ class Handle:
                     return
             await anyio.lowlevel.checkpoint()
         if self.member.state is HandleState.DRAINING:  # else it is overwritten next, or was never published
-            self._violation = self._find_violation()
-            if self._violation is not None:
-                log.warning("published_memory_written", registration=self._registration, reason=str(self._violation))
+            self._promise.taken_back()
         self.apply(self.member.fenced(action.generation, clock.now()))
 
     def _fence_left_s(self, action: Fence) -> float:

@@ -1,7 +1,7 @@
 """How long a fill took, and for what: the phases of its report are wall time, and add up to the call.
 
-Responsible for what is noted while a call runs, and for the `FetchReport` made of it. Not responsible for what a pull's lanes
-have counted (`runtime.lanes`).
+Responsible for what is noted while a call runs, and for the `FetchReport` made of it. Not responsible for what a pull's
+lanes have counted (`runtime.lanes`).
 """
 
 from __future__ import annotations
