@@ -12,8 +12,8 @@ from dataclasses import dataclass, field, replace
 from math import inf
 from typing import TYPE_CHECKING, assert_never
 
-from tensorhub.errors import MutabilityViolation, StateError
-from tensorhub.messages import Deregister, DigestAgain, Prepared, Publish
+from tensorhub.errors import GroupAborted, MutabilityViolation, StateError
+from tensorhub.messages import Deregister, DigestAgain, ErrorInfo, Prepared, Publish
 from tensorhub.testing.guarantees import HOLDING, demand
 from tensorhub.testing.memory import CHUNK_BYTES, digest_of, sent_digest, written
 from tensorhub.testing.prefetching import Prefetched
@@ -228,7 +228,7 @@ class Handle:
 
     def refuse(self, reason: str = "the body raised") -> Asked:
         """Do not make the next group call."""
-        return self.call(RefuseCall(reason), 60.0)
+        return self.call(RefuseCall(ErrorInfo.of(GroupAborted(reason))), 60.0)
 
     def cancel(self, why: str = "cancelled") -> None:
         """The caller does not want its running call any more."""
@@ -504,6 +504,8 @@ class Handle:
         self.prefetched.handle_ended(asked)
         if self.copy_of is not None:
             self.copy_of.prefetched.copy_ended(self, asked)
+        for closing in list(self.worker.closing):
+            closing.ending_copy_ended(self, asked)
 
     def hook_returns(self) -> None:
         """Its before_write is over."""
