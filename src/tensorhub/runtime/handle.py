@@ -1,7 +1,7 @@
 """One registration's shell: carries out what its `worker.Member` wants, one action after the other.
 
-Responsible for the order of fences, openings and pulls of one memory (each is done before the next begins), for the
-phases of a report, and for a call's future. Decides nothing. Lives in the worker runtime's loop.
+Responsible for the order of fences, openings and pulls of one memory (each is done before the next begins), and for a
+call's future. Decides nothing. Lives in the worker runtime's loop.
 """
 
 from __future__ import annotations
@@ -19,17 +19,18 @@ import anyio.from_thread
 import anyio.lowlevel
 import anyio.to_thread
 
-from tensorhub.errors import DrainTimeout, MutabilityViolation, StateError, TensorHubError, text_of
+from tensorhub.errors import DrainTimeout, StateError, TensorHubError, text_of
 from tensorhub.errors import Memory as TensorState
 from tensorhub.manifest import Manifest
-from tensorhub.messages import DigestAgain, FromWorker, Progress
+from tensorhub.messages import DigestAgain, ErrorInfo, FromWorker, Progress
 from tensorhub.runtime import clock
 from tensorhub.runtime.chunks import ChunkMemory
 from tensorhub.runtime.copying import copy_chunks
 from tensorhub.runtime.lanes import AllVerified, ChannelOpener, PullReport, PullRunner, SourceFailed
 from tensorhub.runtime.logs import get_logger
+from tensorhub.runtime.promise import Promise
+from tensorhub.runtime.reports import CallTimes
 from tensorhub.runtime.serving import SharedOwner
-from tensorhub.transport.files import FileMemory
 from tensorhub.transport.host import HostMemory
 from tensorhub.transport.memory import MappedRegions, Memory
 from tensorhub.types import (
@@ -73,7 +74,6 @@ from tensorhub.worker.calls import (
     UnpublishCall,
     staging_of,
 )
-from tensorhub.worker.holding import Content
 from tensorhub.worker.member import Member
 
 PROGRESS_S = 0.25  # how often a running fill tells the coordinator how far it is
@@ -112,21 +112,11 @@ class HostRoom(Protocol):
 
 @dataclass(slots=True)
 class _Call:
-    """The running call's future, and when what happened."""
+    """The running call's future, and its course."""
 
     ended: anyio.Event
-    started: float
+    times: CallTimes = field(default_factory=CallTimes)
     hook: HookRequest | None = None
-    bound: float | None = None  # Start has come
-    pulled_from: float = 0.0  # these four: where there is a report
-    verified_s: float = 0.0  # spent on what the memory held of that content already
-    pulled: float = 0.0
-    prepared: float = 0.0
-    copied_s: float = 0.0  # spent on local copies: before the pull
-    applied_s: float = 0.0  # and after the vote, of what was staged
-    hooked: float | None = None  # when before_write began, of a staged update
-    hook_s: float = 0.0  # that it took there
-    report: PullReport | None = None
     result: Finish | None = None
 
 
@@ -171,11 +161,7 @@ class Handle:
         self._mapped: tuple[str, MappedRegions, ChunkMemory] | None = None  # of the manifest with this id
         self._unopened: TensorHubError | None = None  # why the memory could not be opened for the running fill
         self._digests: Sequence[int] | None = None  # of memory whose own they must be, made before a publish
-        self._promised: tuple[int, ...] | None = (
-            None  # `memory.versions()` when it was opened last; kept by a fence, as it may be reopened
-        )
-        self._violation: MutabilityViolation | None = None  # what the running call has found when it took the memory back
-        self._spoiled: str | None = None  # what the next call says of bytes that have changed while others could read them
+        self._promise = Promise(member, memory, owner)
         self._tasks: anyio.abc.TaskGroup
         self._scope = anyio.CancelScope()  # of `run`
         self._has_ended = False  # nobody carries out what a call would want
@@ -192,7 +178,7 @@ class Handle:
     async def publish(self, version: int, timeout_s: float) -> VersionInfo:
         """`timeout_s` does not count the digests that this memory needs beforehand: their time grows with its bytes."""
         if self.member.state is HandleState.READY:
-            self._raise_spoiled()
+            self._promise.raise_spoiled()
         self.memory.check_unreplaced()
         manifest = self.member.shard.manifest
         if manifest is not None and self.memory.digests_first:
@@ -205,24 +191,24 @@ class Handle:
 
     async def unpublish(self, timeout_s: float) -> None:
         if self.member.state is HandleState.EMPTY:
-            self._raise_spoiled()
+            self._promise.raise_spoiled()
         await self._run(UnpublishCall(), timeout_s)
-        self._raise_violation()
+        self._promise.raise_violation()
 
     async def unpublish_if_published(self, timeout_s: float) -> None:
         if self.member.state in (HandleState.READY, HandleState.IN_DOUBT):
             await self.unpublish(timeout_s)
         else:
-            self._raise_spoiled()
+            self._promise.raise_spoiled()
 
-    async def refuse(self, reason: str, timeout_s: float) -> None:
-        """This rank will not make its next group call."""
-        await self._run(RefuseCall(reason), timeout_s)
+    async def refuse(self, error: TensorHubError, timeout_s: float) -> None:
+        """This rank will not make its next group call, because of that."""
+        await self._run(RefuseCall(ErrorInfo.of(error)), timeout_s)
 
     async def close(self, timeout_s: float, *, abandon: bool = False) -> None:
         if self.member.state is not HandleState.CLOSED:
             await self._run(CloseCall(abandon), timeout_s)
-            self._raise_violation()
+            self._promise.raise_violation()
 
     async def release(self, timeout_s: float) -> None:
         """Of a host copy: take what it holds from its readers, and give its memory back."""
@@ -249,16 +235,16 @@ class Handle:
     ) -> tuple[VersionInfo, FetchReport]:
         """As `fill`; says which version it was, too."""
         self.memory.check_unreplaced()
-        self._raise_spoiled()
+        self._promise.raise_spoiled()
         if call.kind is OpKind.UPDATE:
-            self._check_unwritten()
+            self._promise.check_kept()
         started = clock.now()
         ran, finish = await self._run(call, timeout_s, hook)
         assert finish.version is not None
         self.was_filled = self.was_filled or finish.changed
         if not finish.changed:
-            self._check_unwritten()
-        return finish.version, _report(ran, finish, started, clock.now())
+            self._promise.check_kept()
+        return finish.version, ran.times.report_of(finish, started, clock.now())
 
     async def _run(self, call: Call, timeout_s: float, hook: HookRequest | None = None) -> tuple[_Call, Finish]:
         """Begin a call and wait for its end; cancelling ends it as soon as may be, and leaves nothing running."""
@@ -266,8 +252,8 @@ class Handle:
         if self._has_ended and self.member.state is not HandleState.CLOSED:  # that one says so itself
             raise StateError(f"{self.member.shard.title} was given up; register again")
         actions = self.member.begin(call, timeout_s, clock.now())
-        self._violation = None
-        running = self._call = _Call(anyio.Event(), clock.now(), hook)
+        self._promise.call_begins()
+        running = self._call = _Call(anyio.Event(), hook=hook)
         self.apply(actions)
         try:
             await running.ended.wait()
@@ -303,42 +289,6 @@ class Handle:
             text = f"{self.member.shard.title}: a call is still running on this handle; one call at a time"
             raise StateError(text, retryable=True)
 
-    def _check_unwritten(self) -> None:
-        """Raise MutabilityViolation if the memory is published and has been written since."""
-        violation = self._find_violation() if self.member.state is HandleState.READY else None
-        if violation is not None:
-            raise violation
-
-    def _raise_violation(self) -> None:
-        if self._violation is not None:
-            self._spoiled = None  # said now
-            raise self._violation
-
-    def _raise_spoiled(self) -> None:
-        """Raise MutabilityViolation if a second digest was another one (R8); once, if that memory was given up since."""
-        if self._spoiled is not None:
-            error = MutabilityViolation(self._spoiled, memory="torn")
-            if self.member.state is not HandleState.READY:
-                self._spoiled = None
-            raise error
-
-    def _find_violation(self) -> MutabilityViolation | None:
-        """What a second digest has shown, or (R15) torch has counted since the memory was opened."""
-        if self._spoiled is not None:
-            return MutabilityViolation(self._spoiled, memory="torn")
-        now = self.memory.versions()
-        if self._promised is None or now == self._promised:
-            return None
-        counts = zip(self.memory.descriptions, self._promised, now, strict=False)
-        names = [repr(tensor.name) for tensor, was, count in counts if count != was]
-        more = f" (and {len(names) - TENSORS_NAMED_MAX} more)" if len(names) > TENSORS_NAMED_MAX else ""
-        return MutabilityViolation(
-            f"version {self.member.version} of {self.member.shard.title} was written while it was published: "
-            f"{', '.join(names[:TENSORS_NAMED_MAX])}{more}. Readers may have got other bytes, or have failed: "
-            "unpublish() before you write, or write in mutate(), and publish a new version",
-            memory="torn",
-        )
-
     async def end_call(self, error: Exception) -> None:
         """End the running call, if there is one, with `error`; returns when nothing of it runs any more."""
         if self._call is not None and self._call.result is None:
@@ -350,51 +300,15 @@ class Handle:
         self.apply(self.member.end_prefetch(clock.now()))
 
     def hook_returned(self, error: Exception | None) -> None:
-        if self._call is not None and self._call.hooked is not None:
-            self._call.hook_s = clock.now() - self._call.hooked
+        if self._call is not None and self._call.times.hooked is not None:
+            self._call.times.hook_s = clock.now() - self._call.times.hooked
         self.apply(self.member.hook_returned(error, clock.now()))
 
     async def digest_again(self, question: DigestAgain, limiter: anyio.CapacityLimiter) -> None:
         """Has this chunk changed since its digest was made (R8)? The answer goes to the coordinator."""
-        content, changed = self.member.content, None
-        if content is not None and content.generation == question.generation:
-            look = partial(self._has_changed, content, question.chunk)
-            changed = await anyio.to_thread.run_sync(look, limiter=limiter)
-        text = "the memory has changed"
-        if changed and content is not None and self.member.content is content:
-            text = self._changed_text(content, question.chunk)
-            log.warning("held_memory_changed", registration=self._registration, reason=text)
-            if self.member.state is not HandleState.FILLING:
-                self._spoiled = text
-        error = MutabilityViolation(text)
+        changed, error = await self._promise.look_again(question, limiter)
         now = clock.now()
         self.apply(self.member.digested_again(question.inquiry, question.generation, changed, error, now))
-
-    def _has_changed(self, content: Content, chunk: int) -> bool | None:
-        """Whether a chunk that others may read has lost its digest. None: it is not to be read, or has none."""
-        right = (self._registration, content.generation, ContentId(content.version.content_id))
-        with self._owner.access(None, *right, [chunk], 1, 0.0) as answer:
-            if not isinstance(answer, tuple):
-                return None
-            access, memory = answer
-            known = access.digests[0]
-            if known is None or not memory.is_digested:
-                return None
-            if isinstance(self.memory, FileMemory):  # nothing here touches its mapping: see there
-                return self.memory.digest(content.manifest, chunk) != known
-            return memory.digest(chunk) != known
-
-    def _changed_text(self, content: Content, chunk: int) -> str:
-        title, number = self.member.shard.title, content.version.version
-        names = ", ".join(map(repr, content.manifest.tensors_in(chunk)[:TENSORS_NAMED_MAX]))
-        if content.published:
-            during, do = "published", "write in mutate(), and publish a new version"
-        else:
-            during, do = "held for others to read", "it was given up here, and can be replicated again"
-        return (
-            f"version {number} of {title} was written, or damaged, while it was {during}: {names} (chunk {chunk} does not "
-            f"have its digest any more). Nobody reads it from here now: unpublish() before you write; {do}"
-        )
 
     # ------------------------------------------------------------------------------------------------- actions
 
@@ -449,12 +363,12 @@ class Handle:
             case CallHook():
                 assert self._call is not None
                 assert self._call.hook is not None
-                self._call.hooked = clock.now() if self._call.prepared else None
+                self._call.times.hooked = clock.now() if self._call.times.prepared else None
                 self._call.hook(action.version)
             case StartPull():
                 self._pull = _Pull()
                 if self._call is not None:
-                    self._call.pulled_from = clock.now()
+                    self._call.times.pulled_from = clock.now()
                 self._tasks.start_soon(self._fill, action, self._pull)
             case CopyLocally():
                 self._pull = _Pull()
@@ -492,8 +406,8 @@ class Handle:
 
     def note_bound(self) -> None:
         """The coordinator has bound the running call to a version."""
-        if self._call is not None and self._call.bound is None:
-            self._call.bound = clock.now()
+        if self._call is not None and self._call.times.bound is None:
+            self._call.times.bound = clock.now()
 
     async def _open(self, action: OpenMemory) -> None:
         self._unopened = None
@@ -507,7 +421,7 @@ class Handle:
                 return
         _, chunks = self._map(action.manifest)
         content_id, digests = ContentId(action.content_id), self._digests if action.complete else None
-        self._promised, self._spoiled = self.memory.versions(), None
+        self._promise.made()
         self._owner.open(
             self._registration, action.generation, content_id, chunks, complete=action.complete, digests=digests
         )
@@ -535,9 +449,7 @@ class Handle:
                     return
             await anyio.lowlevel.checkpoint()
         if self.member.state is HandleState.DRAINING:  # else it is overwritten next, or was never published
-            self._violation = self._find_violation()
-            if self._violation is not None:
-                log.warning("published_memory_written", registration=self._registration, reason=str(self._violation))
+            self._promise.taken_back()
         self.apply(self.member.fenced(action.generation, clock.now()))
 
     def _fence_left_s(self, action: Fence) -> float:
@@ -621,7 +533,7 @@ class Handle:
         else:
             if not pull.scope.cancelled_caught:
                 if self._call is not None:
-                    self._call.prepared = clock.now()
+                    self._call.times.prepared = clock.now()
                 self.apply(self.member.pull_done(clock.now()))
         finally:
             pull.runner = None  # it keeps the memory alive
@@ -635,7 +547,7 @@ class Handle:
         check = anyio.from_thread.check_cancelled
         found = await anyio.to_thread.run_sync(self._owner.verify, target, generation, kept, check)
         if self._call is not None:
-            self._call.verified_s = clock.now() - started
+            self._call.times.verified_s = clock.now() - started
         return found
 
     async def _destination(self, action: StartPull | CopyLocally) -> tuple[RegistrationId, MappedRegions, ChunkMemory]:
@@ -688,10 +600,10 @@ class Handle:
             pull.ended.set()
 
     def _note_copying(self, seconds: float) -> None:
-        if self._call is not None and self._call.prepared:
-            self._call.applied_s += seconds
+        if self._call is not None and self._call.times.prepared:
+            self._call.times.applied_s += seconds
         elif self._call is not None:
-            self._call.copied_s += seconds
+            self._call.times.copied_s += seconds
 
     async def _pull_chunks(
         self,
@@ -728,7 +640,7 @@ class Handle:
                             break
         finally:
             if self._call is not None:
-                self._call.report, self._call.pulled = runner.report(), clock.now()
+                self._call.times.pull, self._call.times.pulled = runner.report(), clock.now()
 
     async def _unpack(self, mapped: MappedRegions) -> None:
         if mapped.copies or mapped.then is not None:
@@ -760,33 +672,3 @@ def _first_of(group: BaseExceptionGroup[TensorHubError]) -> TensorHubError:
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]
     return error
-
-
-def _report(call: _Call, finish: Finish, started: float, ended: float) -> FetchReport:
-    assert finish.version is not None
-    pull, number = call.report, finish.version.version
-    if pull is None or call.bound is None:
-        return FetchReport(number, finish.changed, seconds=ended - started, phases={"resolve": ended - started})
-    phases = _pull_phases(pull, call.pulled - call.pulled_from - call.verified_s)
-    phases["verify"] += call.verified_s
-    phases["resolve"] = call.bound - started
-    phases["wait"] += call.pulled_from - call.bound - call.copied_s + call.hook_s
-    phases["unpack"] = call.prepared - call.pulled + call.copied_s + call.applied_s
-    phases["commit"] = ended - call.prepared - call.applied_s - call.hook_s
-    return FetchReport(
-        version=number,
-        changed=finish.changed,
-        bytes_read=pull.bytes_read,
-        seconds=ended - started,
-        phases=phases,
-        sources=pull.sources,
-        retries=pull.retries,
-        reread_bytes=pull.reread_bytes,
-    )
-
-
-def _pull_phases(pull: PullReport, seconds: float) -> dict[str, float]:
-    """A pull's wall time: shared out as its lanes spent theirs, if they ran side by side; without a lane it waited."""
-    lanes_s = max(sum(pull.phases.values()), seconds)
-    transfer_s, verify_s = (pull.phases[name] * seconds / lanes_s if lanes_s else 0.0 for name in ("transfer", "verify"))
-    return {"wait": max(0.0, seconds - transfer_s - verify_s), "transfer": transfer_s, "verify": verify_s}

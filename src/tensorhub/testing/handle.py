@@ -9,10 +9,11 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Collection, MutableSequence
 from dataclasses import dataclass, field, replace
+from math import inf
 from typing import TYPE_CHECKING, assert_never
 
-from tensorhub.errors import MutabilityViolation, StateError
-from tensorhub.messages import Deregister, DigestAgain, Prepared, Publish
+from tensorhub.errors import GroupAborted, MutabilityViolation, StateError
+from tensorhub.messages import Deregister, DigestAgain, ErrorInfo, Prepared, Publish
 from tensorhub.testing.guarantees import HOLDING, demand
 from tensorhub.testing.memory import CHUNK_BYTES, digest_of, sent_digest, written
 from tensorhub.testing.prefetching import Prefetched
@@ -79,7 +80,7 @@ class Asked:
     retired: frozenset[str] = frozenset()  # content ids that were rolled back when this call began
     retained: frozenset[str] = frozenset()  # content ids that had to stay when this call began
     began: float = 0.0
-    until: float = float("inf")  # its deadline
+    until: float = inf  # its deadline
     online: bool = True  # its worker has been connected all the time
     granted: bool = False  # the coordinator has let go what was held
     granted_at: float = 0.0  # when it has let it go, where it was asked to
@@ -227,7 +228,7 @@ class Handle:
 
     def refuse(self, reason: str = "the body raised") -> Asked:
         """Do not make the next group call."""
-        return self.call(RefuseCall(reason), 60.0)
+        return self.call(RefuseCall(ErrorInfo.of(GroupAborted(reason))), 60.0)
 
     def cancel(self, why: str = "cancelled") -> None:
         """The caller does not want its running call any more."""
@@ -503,6 +504,8 @@ class Handle:
         self.prefetched.handle_ended(asked)
         if self.copy_of is not None:
             self.copy_of.prefetched.copy_ended(self, asked)
+        for closing in list(self.worker.closing):
+            closing.ending_copy_ended(self, asked)
 
     def hook_returns(self) -> None:
         """Its before_write is over."""

@@ -57,6 +57,7 @@ from tensorhub.worker.owner import Owner
 
 if TYPE_CHECKING:
     from tensorhub.testing.cluster import Cluster
+    from tensorhub.testing.prefetching import Prefetched
 
 
 class SimWorker:
@@ -84,6 +85,8 @@ class SimWorker:
         self.answers: dict[int, TensorHubError | None] = {}  # to what the worker itself asked, by request
         self.host_bytes = cluster.host_bytes
         self.copies_refused = 0  # that it will refuse to make
+        self.closing: list[Prefetched] = []  # of handles that their user is closing
+        self.has_closed = False  # a user has closed one
         self._knew = ""  # the cluster of its newest session
         self.pins: dict[str, tuple[str, int]] = {}  # that it wants: model and version, by id
         self.unpinned: dict[str, str] = {}  # pins that it has ended, and has not heard the end of: their models, by id
@@ -92,6 +95,7 @@ class SimWorker:
         self._wishes: list[int] = []  # requests of `retain` that are not answered
         self._asked_pins: dict[int, str] = {}  # by request
         self._asked_unpins: dict[int, str] = {}  # by request
+        self.rollbacks: dict[int, Rollback] = {}  # by request: those that were said, and not answered
 
     def __repr__(self) -> str:
         return f"<SimWorker {self.incarnation} link={self.link is not None}>"
@@ -211,7 +215,8 @@ class SimWorker:
         request = next(self.cluster.numbers)
         ident = ident or f"rollback{request}"
         self.cluster.guarantees.asks(request, ident)
-        self.say(Rollback(request, ident, model, to))
+        self.rollbacks[request] = Rollback(request, ident, model, to)
+        self.say(self.rollbacks[request])
         return request
 
     def retain(self, latest: int, model: str = "actor") -> int:
@@ -248,12 +253,22 @@ class SimWorker:
 
     # -- copies in host memory
 
+    @property
+    def ends(self) -> bool:
+        """Whether a user has closed a handle, or is about to, and none is left: this process may end at any time."""
+        used = [
+            h for h in self.handles if h.shard.serves and h.shard.purpose is Purpose.USE and h.registration_error is None
+        ]
+        closing = [prefetched.handle for prefetched in self.closing]
+        left = [h for h in used if h.member.state is not HandleState.CLOSED and h not in closing]
+        return (self.has_closed or bool(closing)) and not left
+
     def _make_copy(self, message: MakeCopy) -> None:
         """Read it like any reader, also where it is in this worker's own memory."""
         if message.copy in self.cluster.by_registration:
             return
-        if self.copies_refused:
-            self.copies_refused -= 1
+        if self.copies_refused or self.ends:
+            self.copies_refused = max(0, self.copies_refused - 1)
             self.say(CopyRefused(message.copy, "not here"))
             return
         info, group, manifest = message.version, f"copy/{message.copy}", self.cluster.manifest
@@ -344,7 +359,8 @@ class SimWorker:
                 self._make_copy(message)
             case DropCopy():
                 for copy in [handle for handle in self.handles if handle.shard.registration == message.copy]:
-                    self._drop_copy(copy)
+                    if not any(copy in prefetched.aside for prefetched in self.closing):  # said anew if it stays
+                        self._drop_copy(copy)
             case EpochChanged():
                 for handle in list(self.handles):
                     if (handle.shard.model, handle.shard.group) == (message.model, message.group):
@@ -418,6 +434,9 @@ class SimWorker:
             wished = guarantees.wishes.pop(wish, None)
             if wish == request and wished is not None and not refused:
                 guarantees.retains(*wished)
+        rollback = self.rollbacks.pop(request, None)
+        if rollback is not None and not refused:
+            self.cluster.rolled_back(rollback.to)
         ended = self._asked_unpins.pop(request, "")
         if ended and not refused:
             self.unpinned.pop(ended, None)
