@@ -300,8 +300,6 @@ class Readers:
         holding.quarantined = True
         self.leave(holding, "its bytes have changed", on_purpose=False)
         self.cut_readers(holding, "the source's bytes have changed", moved=True)
-        for lease in holding.readers.values():  # a reader that does not hear of it would read, and be waited for, until then
-            self.tell_to_cut(lease)
 
     def tear(self, holding: Holding) -> None:
         """Its fill was broken off: nobody may read it, its owner changes the generation by itself."""

@@ -87,7 +87,7 @@ class Asked:
     follows: bool = False  # another rank of its replica was let go before
     committed: bool = False  # it has heard that its operation was
     alone: int | None = None  # a shard that no other process kept when the coordinator let its process go
-    damaged: set[str] = field(default_factory=set)  # names of sources from which it got bytes that had changed on their way
+    damaged: set[str] = field(default_factory=set)  # names of sources from which it got bytes without their digest
     key: OpKey | None = None
     votes: tuple[OpKey, ...] = ()  # the operations in which this call has voted, under each coordinator
     done: bool = False

@@ -195,8 +195,6 @@ class Injector:
             return False
         self._damaged[name] -= 1
         self._cluster.note(f"a frame to {name} is damaged")
-        if lane.reader.asked is not None:
-            lane.reader.asked.damaged.add(lane.grant.source)
         self.happens(Fault.CORRUPT)
         return True
 
