@@ -209,3 +209,21 @@ def test_a_quarantined_only_source_leaves_its_version_unavailable() -> None:
     with pytest.raises((IntegrityError, VersionUnavailable)):
         _ = asked.number
     assert Choice("read", reader.name) not in cluster.choices()
+
+
+def test_a_reader_that_is_lost_before_it_has_left_what_is_quarantined_leaves_no_lease() -> None:
+    cluster = PureCluster(manifest=make_manifest(CHUNKS, "xxh3-64"))
+    trainer, reader, lost = [cluster.handle(name) for name in ("trainer", "reader", "lost")]
+    cluster.run()
+    trainer.publish(1)
+    cluster.run()
+    begin(cluster, lost)
+    begin(cluster, reader)
+    assert (source_of(lost), accuse(cluster, reader)) == ("trainer", "lost")  # without cause
+    lost.worker.disconnect()  # and hears nothing any more
+    trainer.worker.hear = lambda message: hear_guilty(trainer, message)  # type: ignore[method-assign]
+    assert accuse(cluster, reader) == "trainer"
+    del trainer.worker.hear
+    assert shard_states(cluster)["trainer"] == "quarantined"
+    cluster.advance(100)
+    assert not cluster.coordinator.cluster.leases

@@ -179,13 +179,9 @@ class Operations:
 
     def member_gone(self, member: Member, why: str) -> None:
         """A rank is lost, replaced or closed: before the decision, its group's operation is over."""
+        self._readers.reader_lost(member)
         operation = member.group.operation
-        if operation is None:
-            return
-        part = operation.parts.get(member.rank)
-        if part is not None:
-            self._readers.reader_lost(part)
-        if operation.state is not OperationState.PREPARED:
+        if operation is not None and operation.state is not OperationState.PREPARED:
             self._decisions.abort(operation, Blame(GroupAborted(why, causes={member.rank: why}), member.rank))
 
     def rolled_back(self, model: Model, to: int) -> None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from tensorhub.coordinator.cluster import Cluster
-from tensorhub.coordinator.entities import Holding, Model, Operation, RankPart, ReadLease, Replica, Version
+from tensorhub.coordinator.entities import Holding, Member, Model, Operation, RankPart, ReadLease, Replica, Version
 from tensorhub.coordinator.states import LeaseState, ReplicaState, WorkerState
 from tensorhub.messages import AddSource, CutReader, DropSource, Grant, OrderedOut
 from tensorhub.scheduler.choice import Candidate, choose
@@ -216,9 +216,9 @@ class Readers:
             self._become(lease, LeaseState.FENCED, why)
             self._forget(lease)
 
-    def reader_lost(self, part: RankPart) -> None:
-        """The reader's worker is LOST: its sources are told to cut it off."""
-        for lease in list(part.leases.values()):
+    def reader_lost(self, member: Member) -> None:
+        """The reader is gone: its sources are told to cut it off, also where it was told already to stop by itself."""
+        for lease in [lease for lease in self._cluster.leases.values() if lease.part.member is member]:
             self.fence(lease, "reader lost")
             owner = lease.holding.member
             if self._cluster.members.get(owner.registration) is owner:
@@ -300,6 +300,8 @@ class Readers:
         holding.quarantined = True
         self.leave(holding, "its bytes have changed", on_purpose=False)
         self.cut_readers(holding, "the source's bytes have changed", moved=True)
+        for lease in holding.readers.values():  # a reader that does not hear of it would read, and be waited for, until then
+            self.tell_to_cut(lease)
 
     def tear(self, holding: Holding) -> None:
         """Its fill was broken off: nobody may read it, its owner changes the generation by itself."""

@@ -143,7 +143,7 @@ class Cluster:
             self.guarantees.heard(event.message)
         if former:
             self.step(Tick())  # so that all that follows is this event's
-        for action in self.coordinator.step(event, self.now):
+        for action in self.gets_out(self.coordinator.step(event, self.now)):
             if former:
                 demand(self._is_reply(action, event), f"G9: {action} follows of what came too late: {event}")
             match action:
@@ -246,6 +246,13 @@ class Cluster:
         self.guarantees.ended(handle, asked)
 
     # -- what follows: each is told of something that will go on, at once or some time
+
+    def gets_out(self, actions: list[Action]) -> list[Action]:
+        """Those of a step's actions that the coordinator's process comes to."""
+        return actions
+
+    def rolled_back(self, to: int) -> None:
+        """A rollback has returned."""
 
     def took(self, path: str) -> None:
         """A way of recovery was taken."""

@@ -204,10 +204,10 @@ class EmbeddedInjector(Injector):
     def _restart(self) -> bool:
         return self.cluster.restart_one(self._random)
 
-    def _strike_worker(self, kind: Fault, worker: TimedWorker, other: str = "") -> bool:
+    def _strike_worker(self, kind: Fault, worker: TimedWorker, other: str = "", until: float = 0.0) -> bool:
         if kind in (Fault.CRASH, Fault.PREEMPT) and worker.name in self.cluster.spared:
             return False
-        return super()._strike_worker(kind, worker, other)
+        return super()._strike_worker(kind, worker, other, until)
 
     def _preempt(self, worker: TimedWorker) -> bool:
         if not any(handle.shard.spot for handle in worker.handles):

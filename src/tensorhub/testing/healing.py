@@ -114,6 +114,7 @@ class Healing:
                 asked.handle.cancel()
         self._reading.clear()
         self._rest("after fills of what is lost were cancelled")
+        self._cluster.run_until(lambda: False, 1.0)  # what was said last arrives
 
     def _could_end(self, asked: Asked) -> bool:
         """Whether it is still a fill of all ranks, and there is all of what it wants."""

@@ -8,20 +8,23 @@ from __future__ import annotations
 from collections import Counter
 from typing import TYPE_CHECKING
 
-from tensorhub.messages import FromCoordinator, FromWorker
+from tensorhub.coordinator import Action, Send
+from tensorhub.messages import FromCoordinator, FromWorker, Outcome, Prepared
 from tensorhub.testing.faults import KINDS_LEAST, Fault, FaultPlan
 from tensorhub.testing.handle import BrokenHook, Handle
 from tensorhub.testing.network import COORDINATOR, TimedLink
 from tensorhub.testing.process import TimedWorker
 from tensorhub.testing.wires import TimedLane
 from tensorhub.testing.worker import SimWorker
+from tensorhub.types import HandleState
 
 if TYPE_CHECKING:
     from tensorhub.testing.simulated import SimulatedCluster
 
 SHORT_S = (0.05, 0.5, 2.0)
 LONG_S = (0.5, 3.0, 8.0, 15.0)
-AMBUSHES = 0.4  # of all partitions and drops
+AMBUSHES = 0.4  # of all partitions, drops and crashes of the coordinator
+ABSENT_S = 3.0  # at least: time for others to go on
 CALMER_AFTER = 2  # times the events that a seed has at least
 CALM_MAX = 8  # times half as many faults
 BROADER_EACH = 200  # events, until there were kinds enough
@@ -44,6 +47,9 @@ class Injector:
         self._garbled: dict[str, int] = {}  # control messages of which worker are damaged next
         self._damaged: dict[str, int] = {}  # frames to which worker are damaged next
         self._ambushes: list[Fault] = []  # what strikes whoever votes next
+        self._changes_of_mind: list[bool] = []  # who has voted next cancels; True: who has voted for what is staged
+        self._absences: list[Fault] = []  # what strikes some holder at the next rollback
+        self._cuts_short = False  # the coordinator dies while it says next how a group's operation has ended
         self._for_lanes: list[Fault] = []  # STALL and SLOW that strike the next reads
 
     def __repr__(self) -> str:
@@ -83,6 +89,9 @@ class Injector:
         self._doubles = 0
         self._garbled.clear()
         self._ambushes.clear()
+        self._absences.clear()
+        self._changes_of_mind.clear()
+        self._cuts_short = False
         self._for_lanes.clear()
         self._damaged.clear()
         cluster.ways.heal()
@@ -133,13 +142,51 @@ class Injector:
         self.happens(Fault.CORRUPT)
         return True
 
-    def voted(self, worker: SimWorker) -> None:
-        """The coordinator is about to hear that worker's vote: the way back may break before it hears the outcome."""
-        if self._ambushes and worker.alive:
+    def voted(self, worker: SimWorker, vote: Prepared) -> None:
+        """The coordinator is about to hear that worker's vote: the way back may break before it hears the outcome, and stay
+        so until its call gives up.
+        """
+        voters = [h for h in worker.handles if h.asked is not None and h.asked.key == vote.key and not h.asked.done]
+        if not voters or not worker.alive:
+            return
+        if self._changes_of_mind and self._changes_of_mind[0] <= (voters[0].member.staged is not None):
+            self._changes_of_mind.clear()
+            voters[0].cancel()
+            self.happens(Fault.CANCEL)
+        if self._ambushes:
             assert isinstance(worker, TimedWorker)
             kind = self._ambushes.pop()
-            if self._strike_worker(kind, worker, COORDINATOR):
+            running = [handle.member.running for handle in voters]
+            ends = [call.next_deadline() for call in running if call is not None]
+            least = max(ends) + SHORT_S[0] if ends and self._random.random() < 0.5 else 0.0
+            if self._strike_worker(kind, worker, COORDINATOR, least):
                 self.happens(kind)
+
+    def rolls_back(self) -> None:
+        """The coordinator is about to hear of a rollback: somebody who holds what it retires may be away."""
+        if not self._absences:
+            return
+        holders = [handle.worker for handle in self._cluster.live_handles() if handle.member.state is HandleState.READY]
+        if holders:
+            worker, kind = self._random.choice(holders), self._absences.pop()
+            assert isinstance(worker, TimedWorker)
+            if self._strike_worker(kind, worker, COORDINATOR, self._cluster.now + ABSENT_S):
+                self.happens(kind)
+
+    def cuts_short(self, actions: list[Action]) -> list[Action]:
+        """What the coordinator comes to of these: it may die when it has told only some ranks how it all ended."""
+        if not self._cuts_short:
+            return actions
+        told = [n for n, action in enumerate(actions) if isinstance(action, Send) and isinstance(action.message, Outcome)]
+        if len(told) < 2:
+            return actions
+        return actions[: self._random.choice(told[1:])]
+
+    def was_cut_short(self) -> None:
+        """So much of it got out; now it dies."""
+        self._cuts_short = False
+        if self._crash_coordinator(lost=False):
+            self.happens(Fault.COORDINATOR)
 
     def damages(self, lane: TimedLane) -> bool:
         """Whether this frame of chunks is damaged."""
@@ -148,6 +195,8 @@ class Injector:
             return False
         self._damaged[name] -= 1
         self._cluster.note(f"a frame to {name} is damaged")
+        if lane.reader.asked is not None:
+            lane.reader.asked.damaged.add(lane.grant.source)
         self.happens(Fault.CORRUPT)
         return True
 
@@ -195,6 +244,9 @@ class Injector:
         match kind:
             case Fault.RESTART:
                 return self._restart()
+            case Fault.COORDINATOR if random.random() < AMBUSHES:
+                self._cuts_short = True
+                return False
             case Fault.COORDINATOR | Fault.STATE_LOST:
                 return self._crash_coordinator(lost=kind is Fault.STATE_LOST)
             case Fault.STORE_SLOW:
@@ -217,10 +269,13 @@ class Injector:
             case Fault.DIFFER:
                 random.choice(cluster.users.teams).differs = True
                 return False
+            case Fault.CANCEL if random.random() < AMBUSHES:
+                self._changes_of_mind = [random.random() < 0.5]
+                return False
             case Fault.STALL | Fault.SLOW | Fault.DEVICE | Fault.HOOK | Fault.CANCEL | Fault.OVERWRITE:
                 return self._strike_data(kind)
             case Fault.PARTITION | Fault.DROP if random.random() < AMBUSHES:
-                self._ambushes = [kind]
+                self._ambushes, self._absences = [kind], [kind]
                 return False
             case _:
                 assert worker is not None
@@ -275,7 +330,7 @@ class Injector:
     def _mend_hook(handle: Handle) -> None:
         handle.hook_error = None
 
-    def _strike_worker(self, kind: Fault, worker: TimedWorker, other: str = "") -> bool:
+    def _strike_worker(self, kind: Fault, worker: TimedWorker, other: str = "", until: float = 0.0) -> bool:
         cluster, random, now = self._cluster, self._random, self._cluster.now
         link = worker.link
         match kind:
@@ -289,7 +344,7 @@ class Injector:
                 if lane is not None and lane.reader.worker is worker and random.random() < 0.5:
                     others = [lane.grant.source]
                 other = other or random.choice([COORDINATOR, *others[:3]])
-                until = now + random.choice(LONG_S)
+                until = max(until, now + random.choice(LONG_S))
                 cluster.note(f"{worker.name} and {other} are cut off until {until:.3f}")
                 cluster.ways.block(worker.name, other, until)
             case Fault.CUT if link is not None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from tensorhub.coordinator import Connected, Disconnected, Received
-from tensorhub.messages import Announce, Dismissed, FromCoordinator, FromWorker, Prepared, Watch
+from tensorhub.messages import Announce, Dismissed, FromCoordinator, FromWorker, Prepared, Rollback, Watch
 from tensorhub.runtime.link import BEATS_PER_LEASE, RECONNECT_S_FIRST, RECONNECT_S_MAX
 from tensorhub.runtime.server import LAST_WORDS_S
 from tensorhub.testing.network import COORDINATOR, Link, TimedLink
@@ -76,7 +76,15 @@ class TimedWorker(SimWorker):
             self.wait_s = RECONNECT_S_FIRST
             for model in self.newest:
                 self.say(Watch(model))
+            self._roll_back_again()
             self._beat(link)
+
+    def _roll_back_again(self) -> None:
+        """Whoever still waits for a rollback asks for it again, by its name."""
+        undone = list(self.rollbacks.values())
+        self.rollbacks.clear()
+        for asked in undone:
+            self.rollback(asked.to, asked.model, asked.ident)
 
     def _end_pins(self) -> None:
         """Say again, until it is heard and done, which pins are over."""
@@ -156,7 +164,9 @@ class Telephone:
     def _hand_over(self, worker: SimWorker, link: TimedLink, message: FromWorker) -> None:
         self._cluster.trace(worker.name, "->", message)
         if isinstance(message, Prepared):
-            self._cluster.injector.voted(worker)
+            self._cluster.injector.voted(worker, message)
+        elif isinstance(message, Rollback):
+            self._cluster.injector.rolls_back()
         self._cluster.step(Received(link.session, message))
 
     def hung_up(self, worker: SimWorker, link: TimedLink) -> None:

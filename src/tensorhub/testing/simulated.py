@@ -18,7 +18,7 @@ from collections.abc import Callable, Collection
 from random import Random
 from typing import TYPE_CHECKING, Any
 
-from tensorhub.coordinator import Event, Persist, Persisted, PersistFailed, Tick
+from tensorhub.coordinator import Action, Event, Persist, Persisted, PersistFailed, Tick
 from tensorhub.messages import FromCoordinator, FromWorker, Grant, Heartbeat, HeartbeatAck
 from tensorhub.testing.clock import Clock, Party, Process
 from tensorhub.testing.cluster import Cluster
@@ -78,6 +78,7 @@ class SimulatedCluster(Cluster):
         self._doing: set[Handle] = set()  # whose next action is on its way; never iterated over
         self._wakes: dict[Handle, float] = {}  # when its deadline will be looked at
         self._tick_at: float | None = None
+        self._dies = False  # the coordinator, in the midst of what it has to do
         self._stored_at = 0.0  # when the store is done with what it has
         chunks = random.choice((1, 2, 3, 5, 8))
         drawn = Options(
@@ -149,7 +150,7 @@ class SimulatedCluster(Cluster):
         """
         if self.events < self.events_least:
             return False
-        full = len(self.users.numbers) >= VERSIONS_LEAST and len(self.injector.happened) >= KINDS_LEAST
+        full = len(self.users.published) >= VERSIONS_LEAST and len(self.injector.happened) >= KINDS_LEAST
         asked = self.allowed is None and self.events_least >= EVENTS_LEAST
         return full or self.events >= (GIVEN_UP if asked else 4) * self.events_least
 
@@ -242,9 +243,15 @@ class SimulatedCluster(Cluster):
     # -- the coordinator's process
 
     def step(self, event: Event) -> None:
+        if not self.process.alive:
+            return  # it has died in the midst of this event
         super().step(event)
         self.coordinator.check_touched()
-        self._tick_soon()
+        if self._dies:
+            self._dies = False
+            self.injector.was_cut_short()
+        else:
+            self._tick_soon()
 
     def _tick_soon(self) -> None:
         due = self.coordinator.next_deadline()
@@ -275,6 +282,16 @@ class SimulatedCluster(Cluster):
             self.lose_state()
         self.telephone.coordinator_died()
         self.after(down_s, None, self._restart_coordinator)
+
+    def gets_out(self, actions: list[Action]) -> list[Action]:
+        if not self.process.alive:
+            return []
+        heard = self.injector.cuts_short(actions)
+        self._dies = len(heard) < len(actions)
+        return heard
+
+    def rolled_back(self, to: int) -> None:
+        self.users.rolled_back(to)
 
     def _restart_coordinator(self) -> None:
         self.note("the coordinator is back")

@@ -47,19 +47,21 @@ class Users:
         self._cluster = cluster
         self._random = random = cluster.random
         self.teams: list[Team] = []
-        self.numbers: set[int] = set()  # versions whose publish has returned
+        self.published: set[str] = set()  # content ids of versions whose publish has returned
         self.next_version = 1
+        self._newest = 0  # the largest number that was ever meant to be published
         self.hasty_until = 0.0  # calls have hardly any time
         self.is_over = False  # nobody calls by himself any more
         self._pause_s = random.choice((0.2, 0.5, 1.5))  # between two calls of one team, on average
         self._fetch_rate = random.choice((0.0, 0.1, 0.3))
         self._order_rate = random.choice((0.05, 0.05, 0.2))
+        self._counts_on = random.random() < 0.3  # after a rollback too
         self._calls = self._habits(CALLS)
         self._orders = self._habits(ORDERS)
         self._workers = 0
 
     def __repr__(self) -> str:
-        return f"<Users in {len(self.teams)} groups, {len(self.numbers)} versions>"
+        return f"<Users in {len(self.teams)} groups, {len(self.published)} versions>"
 
     def _habits(self, usual: dict[str, int]) -> tuple[str, ...]:
         """What is done in this seed, as often as it stands there: some things never, so that others come thick and fast
@@ -101,6 +103,7 @@ class Users:
         """Nobody calls by himself any more."""
         self.is_over = True
         self.hasty_until = 0.0
+        self.next_version = max(self.next_version, self._newest + 1)
 
     # -- one team
 
@@ -158,6 +161,7 @@ class Users:
         number = self.next_version
         if what == "publish":
             self.next_version += 1
+            self._newest = max(self._newest, number)
             if random.random() < 0.05:
                 number = random.randint(0, self.next_version)
         recent = max(0, self.next_version - random.randint(1, 2))
@@ -219,9 +223,12 @@ class Users:
         worker = random.choice(workers) if workers else None
         if worker is None or worker.link is None:
             return
+        assert isinstance(worker, TimedWorker)
         match random.choice(self._orders):
             case "rollback":
-                worker.rollback(max(0, self.next_version - random.randint(1, 5)))
+                known = worker.newest["actor"] if random.random() < 0.8 else None
+                newest = known.version if known is not None else self.next_version - 1
+                worker.rollback(max(0, newest - random.randint(0, 4)))
             case "retain":
                 worker.retain(random.choice((0, 0, 1, 2)))
             case "pin":
@@ -232,6 +239,11 @@ class Users:
 
     # -- what becomes of calls
 
+    def rolled_back(self, to: int) -> None:
+        """Whoever has restarted from an older checkpoint publishes the next number once more."""
+        if not self._counts_on and not self.is_over:
+            self.next_version = min(self.next_version, to + 1)
+
     def ended(self, handle: Handle, asked: Asked) -> None:
         """A call is over: which way was that?"""
         cluster, error = self._cluster, asked.error
@@ -241,7 +253,8 @@ class Users:
                 cluster.took("left in doubt")
         match asked.what:
             case PublishCall() if error is None:
-                self.numbers.add(asked.what.version)
+                assert asked.version is not None
+                self.published.add(asked.version.content_id)
             case UnpublishCall() | CloseCall() if not asked.online:
                 cluster.took("left offline")
             case FillCall() if error is None and asked.changed:

@@ -95,6 +95,7 @@ class SimWorker:
         self._wishes: list[int] = []  # requests of `retain` that are not answered
         self._asked_pins: dict[int, str] = {}  # by request
         self._asked_unpins: dict[int, str] = {}  # by request
+        self.rollbacks: dict[int, Rollback] = {}  # by request: those that were said, and not answered
 
     def __repr__(self) -> str:
         return f"<SimWorker {self.incarnation} link={self.link is not None}>"
@@ -214,7 +215,8 @@ class SimWorker:
         request = next(self.cluster.numbers)
         ident = ident or f"rollback{request}"
         self.cluster.guarantees.asks(request, ident)
-        self.say(Rollback(request, ident, model, to))
+        self.rollbacks[request] = Rollback(request, ident, model, to)
+        self.say(self.rollbacks[request])
         return request
 
     def retain(self, latest: int, model: str = "actor") -> int:
@@ -432,6 +434,9 @@ class SimWorker:
             wished = guarantees.wishes.pop(wish, None)
             if wish == request and wished is not None and not refused:
                 guarantees.retains(*wished)
+        rollback = self.rollbacks.pop(request, None)
+        if rollback is not None and not refused:
+            self.cluster.rolled_back(rollback.to)
         ended = self._asked_unpins.pop(request, "")
         if ended and not refused:
             self.unpinned.pop(ended, None)

@@ -43,7 +43,7 @@ from tensorhub.worker.leaving import Leaving
 from tensorhub.worker.owner import Owner
 from tensorhub.worker.rank import Rank
 from tensorhub.worker.states import Phase
-from tests.testing.bugs import bug, replaced, survivor
+from tests.testing.bugs import bug, replaced
 
 # ---------------------------------------------------------------------------------------------- the owner's memory
 
@@ -278,7 +278,7 @@ def answered_before_durable() -> Iterator[None]:
         yield
 
 
-@survivor(
+@bug(
     "R2: a rollback that is asked for again, after a lost connection, is done again",
     faults=(Fault.COORDINATOR, Fault.CUT, Fault.DROP),
 )
@@ -314,7 +314,7 @@ def rollback_does_not_order_out() -> Iterator[None]:
         yield
 
 
-@survivor(
+@bug(
     "R2: who announces a number that is recorded is believed to hold its content",
     faults=(Fault.PARTITION, Fault.CUT, Fault.COORDINATOR),
 )
@@ -334,7 +334,7 @@ def another_content_announced() -> Iterator[None]:
 # -------------------------------------------------------------------------------------------------- groups of ranks
 
 
-@survivor(
+@bug(
     "R6: a fill of several ranks is decided without a record of it", faults=(Fault.COORDINATOR, Fault.DELAY, Fault.PARTITION)
 )
 def commit_not_recorded() -> Iterator[None]:
