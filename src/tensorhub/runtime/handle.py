@@ -19,19 +19,18 @@ import anyio.from_thread
 import anyio.lowlevel
 import anyio.to_thread
 
-from tensorhub.errors import DrainTimeout, StateError, TensorHubError, text_of
+from tensorhub.errors import DrainTimeout, StateError, TensorHubError
 from tensorhub.errors import Memory as TensorState
-from tensorhub.manifest import Manifest
 from tensorhub.messages import DigestAgain, ErrorInfo, FromWorker, Progress
 from tensorhub.runtime import clock
 from tensorhub.runtime.chunks import ChunkMemory
 from tensorhub.runtime.copying import copy_chunks
 from tensorhub.runtime.lanes import AllVerified, ChannelOpener, PullReport, PullRunner, SourceFailed
 from tensorhub.runtime.logs import get_logger
+from tensorhub.runtime.places import HostRoom, Places
 from tensorhub.runtime.promise import Promise
 from tensorhub.runtime.reports import CallTimes
 from tensorhub.runtime.serving import SharedOwner
-from tensorhub.transport.host import HostMemory
 from tensorhub.transport.memory import MappedRegions, Memory
 from tensorhub.types import (
     ContentId,
@@ -39,7 +38,6 @@ from tensorhub.types import (
     HandleState,
     LeaseId,
     OpKind,
-    Purpose,
     RegistrationId,
     VersionInfo,
 )
@@ -72,7 +70,6 @@ from tensorhub.worker.calls import (
     StopPull,
     TakeBackCall,
     UnpublishCall,
-    staging_of,
 )
 from tensorhub.worker.member import Member
 
@@ -92,22 +89,6 @@ class Line(Protocol):
     def say(self, message: FromWorker) -> None: ...
 
     def open_channel(self, content_id: ContentId) -> ChannelOpener: ...
-
-
-class HostRoom(Protocol):
-    """What a handle needs of its worker's host copies. A copy is named by the registration that it belongs to, or staged."""
-
-    async def make_room(self, ident: str, purpose: Purpose, nbytes: int) -> None:
-        """Reserve host memory, once those that must make room for it are gone. StateError: there is none."""
-
-    def freed(self, ident: str) -> None:
-        """That memory was given back."""
-
-    def end_prefetch(self, registration: str) -> None:
-        """End the prefetch of this registration's handle, if one runs."""
-
-    def free_prefetch(self, registration: str) -> None:
-        """Have its host copy released, in the background."""
 
 
 @dataclass(slots=True)
@@ -130,16 +111,6 @@ class _Pull:
     early: list[AddPullSource | DropPullSource] = field(default_factory=list)  # before the runner was up
 
 
-@dataclass(slots=True)
-class _Staging:
-    """What a staged update is filled into: open at the owner under an id that nobody else knows."""
-
-    memory: HostMemory
-    generation: int
-    mapped: MappedRegions
-    chunks: ChunkMemory
-
-
 class Handle:
     """One registered memory and its calls. `run` must be running for anything to happen."""
 
@@ -152,14 +123,11 @@ class Handle:
         self._owner = owner
         self._line = line
         self._room = room
-        self._staging_id = RegistrationId(staging_of(member.shard.registration))
-        self._staging: _Staging | None = None
+        self._places = Places(memory, self._registration, owner, room)
         self._todo: deque[Action] = deque()
         self._todo_wanted = anyio.Event()
         self._call: _Call | None = None
         self._pull: _Pull | None = None
-        self._mapped: tuple[str, MappedRegions, ChunkMemory] | None = None  # of the manifest with this id
-        self._unopened: TensorHubError | None = None  # why the memory could not be opened for the running fill
         self._digests: Sequence[int] | None = None  # of memory whose own they must be, made before a publish
         self._promise = Promise(member, memory, owner)
         self._tasks: anyio.abc.TaskGroup
@@ -356,7 +324,7 @@ class Handle:
             case OpenMemory():
                 await self._open(action)
             case ReopenMemory():
-                if self._unopened is None:
+                if self._places.unopened is None:
                     self._owner.reopen(self._registration, action.generation)
             case Fence():
                 await self._fence(action)
@@ -380,9 +348,9 @@ class Handle:
             case FreePrefetch():
                 self._room.free_prefetch(self._registration)
             case FreeStaging():
-                await self._free_staging()
+                await self._places.free_staging()
             case FreeMemory():
-                await self._free()
+                await self._places.free()
             case StopPull():
                 if self._pull is not None:
                     self._pull.scope.cancel()
@@ -410,31 +378,14 @@ class Handle:
             self._call.times.bound = clock.now()
 
     async def _open(self, action: OpenMemory) -> None:
-        self._unopened = None
-        if isinstance(self.memory, HostMemory):  # it is made now, and there may be none
-            if not self._is_mapped(action.manifest):
-                await self._unmap()
-            try:
-                self._map_safely(action.manifest)
-            except TensorHubError as error:
-                self._unopened = error
-                return
-        _, chunks = self._map(action.manifest)
+        chunks = await self._places.prepare(action.manifest)
+        if chunks is None:
+            return
         content_id, digests = ContentId(action.content_id), self._digests if action.complete else None
         self._promise.made()
         self._owner.open(
             self._registration, action.generation, content_id, chunks, complete=action.complete, digests=digests
         )
-
-    def _map(self, manifest: Manifest) -> tuple[MappedRegions, ChunkMemory]:
-        """Where the manifest's regions and chunks are; kept, because the next version most likely has the same manifest."""
-        if self._mapped is None or not self._is_mapped(manifest):
-            mapped = self.memory.map(manifest)
-            self._mapped = manifest.manifest_id, mapped, ChunkMemory(manifest, mapped.regions, mapped.unwanted)
-        return self._mapped[1:]
-
-    def _is_mapped(self, manifest: Manifest) -> bool:
-        return self._mapped is not None and self._mapped[0] == manifest.manifest_id
 
     async def _fence(self, action: Fence) -> None:
         """Fence the memory, or give up at the deadline; without one, try until it stands."""
@@ -459,25 +410,6 @@ class Handle:
         until = self.member.fence_until
         return max(0.0, (action.until if until is None else min(action.until, until)) - clock.now())
 
-    async def _unmap(self) -> None:
-        """Let go of what was mapped before: host memory is back in the system before more of it is taken."""
-        self._mapped = None
-        if isinstance(self.memory, HostMemory):
-            self._owner.forget(self._registration)
-            await anyio.to_thread.run_sync(self.memory.free)
-
-    async def _free(self) -> None:
-        await self._unmap()
-        self._room.freed(self._registration)
-
-    async def _free_staging(self) -> None:
-        if self._staging is not None:
-            await self._owner.fence_async(self._staging_id)  # only this handle's own copying, which has ended, reads it
-            self._owner.forget(self._staging_id)
-            memory, self._staging = self._staging.memory, None
-            await anyio.to_thread.run_sync(memory.free)
-        self._room.freed(self._staging_id)
-
     async def _let_go(self) -> None:
         """The handle ends. What is still being read then stays closed, and is kept until its lanes have ended."""
         try:
@@ -486,20 +418,8 @@ class Handle:
             log.error("memory_still_read", registration=self._registration, reason=str(error))
         else:
             self._owner.forget(self._registration)
-            await self._free()
-        await self._free_staging()
-
-    def _map_safely(self, manifest: Manifest) -> tuple[MappedRegions, ChunkMemory]:
-        """As `_map`; what goes wrong there costs this call, and no other handle anything."""
-        if self._unopened is not None:
-            raise self._unopened
-        try:
-            return self._map(manifest)
-        except TensorHubError:
-            raise
-        except Exception as error:
-            log.exception("memory_not_mapped", registration=self._registration)
-            raise StateError(f"{self.memory!r} cannot hold this version: {text_of(error)}") from error
+            await self._places.free()
+        await self._places.free_staging()
 
     def _change_source(self, action: AddPullSource | DropPullSource) -> None:
         pull = self._pull
@@ -520,7 +440,7 @@ class Handle:
         try:
             with pull.scope:
                 self.memory.check_unreplaced()  # before_write may have moved them
-                target, mapped, chunks = await self._destination(action)
+                target, mapped, chunks = await self._places.destination(action)
                 kept = await self._verify_kept(target, action.generation)
                 async with anyio.create_task_group() as tasks:
                     await self._pull_chunks(action, pull, target, chunks, kept, tasks)
@@ -550,36 +470,13 @@ class Handle:
             self._call.times.verified_s = clock.now() - started
         return found
 
-    async def _destination(self, action: StartPull | CopyLocally) -> tuple[RegistrationId, MappedRegions, ChunkMemory]:
-        """Where the chunks go, and under which id the owner knows it: the memory itself, or what is staged for it."""
-        if not action.staged:
-            # In a thread, for memory that is made only now: a file of its size.
-            mapped, chunks = await anyio.to_thread.run_sync(self._map_safely, action.manifest)
-            return self._registration, mapped, chunks
-        if self._staging is None or self._staging.generation != action.generation:
-            await self._stage(action)
-        staging = self._staging
-        assert staging is not None
-        return self._staging_id, staging.mapped, staging.chunks
-
-    async def _stage(self, action: StartPull | CopyLocally) -> None:
-        await self._free_staging()
-        manifest = action.manifest
-        await self._room.make_room(self._staging_id, Purpose.USE, manifest.nbytes)
-        memory = HostMemory()
-        mapped = memory.map(manifest)
-        chunks = ChunkMemory(manifest, mapped.regions)
-        self._staging = _Staging(memory, action.generation, mapped, chunks)
-        content_id = ContentId(action.version.content_id)
-        self._owner.open(self._staging_id, action.generation, content_id, chunks, complete=False)
-
     async def _copy(self, action: CopyLocally, pull: _Pull) -> None:
         """Take over what other memory of this worker has; see `CopyLocally`."""
         started, copied = clock.now(), frozenset[int]()
         try:
             with pull.scope:
                 self.memory.check_unreplaced()
-                target, mapped, chunks = await self._destination(action)
+                target, mapped, chunks = await self._places.destination(action)
                 arrived = partial(self._owner.mark_available, target, action.generation)
                 content_id, check = ContentId(action.version.content_id), anyio.from_thread.check_cancelled
                 work = partial(copy_chunks, self._owner, action.sources, content_id, chunks, action.copied, arrived, check)

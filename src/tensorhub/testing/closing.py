@@ -41,6 +41,7 @@ class Closing:
             elif self._abandon:
                 self._copies.pop(0)
             else:
+                self._aside.append(copy)
                 copy.call(SetAsideCall(), self._timeout_s)
                 return True
         if not self.handle.idle or self.handle.member.state is HandleState.CLOSED:
@@ -55,5 +56,5 @@ class Closing:
         if isinstance(asked.what, SetAsideCall):
             if asked.error is not None:
                 return False
-            self._aside.append(self._copies.pop(0))
+            self._copies.pop(0)
         return self.go_on()

@@ -449,7 +449,9 @@ class Guarantees:
         if asked.follows:
             return  # its replica does not serve any more, whoever of them hears it first
         if isinstance(asked.what, CloseCall | SetAsideCall) and self._is_whole(handle, asked, content_id):
-            alone = (shard for shard in self.truth[content_id] if not self._others(handle, shard, asked, elsewhere=True))
+            is_one = handle.shard.purpose is Purpose.RETENTION  # a copy of one shard; its worker's others ask for themselves
+            shards = [handle.shard.number] if is_one else list(self.truth[content_id])
+            alone = (shard for shard in shards if not self._others(handle, shard, asked, elsewhere=True))
             asked.alone = next(alone, None)
 
     @staticmethod
