@@ -9,7 +9,7 @@ from functools import partial
 import anyio
 import pytest
 
-from tensorhub.errors import StateError
+from tensorhub.errors import RetentionError, StateError
 from tensorhub.hub import Hub
 from tensorhub.messages import CopyRefused, FromWorker, MakeCopy
 from tensorhub.weights import Weights
@@ -146,3 +146,24 @@ async def test_a_copy_of_a_version_that_is_rolled_back_goes() -> None:
         await c.hubs[0].rollback("m", to=1)
         await until(lambda: reserved(trainer) == 0)
         await until(lambda: copies(trainer) == 0)
+
+
+async def test_with_the_last_handle_what_the_worker_retains_is_handed_over() -> None:
+    """Whatever that handle holds, or nothing (R5); refused, everything is as it was, and serves."""
+    hasty = replace(HOSTED, op_timeout_s=0.5)
+    async with cluster("reader") as c, connect(c.address, "trainer", hasty) as trainer:
+        source, other = await trainer.register("m", tensors(1)), await trainer.register("other", tensors())
+        await trainer.retain("m", latest=1)
+        await source.publish(1)
+        await source.unpublish(timeout=20)
+        await source.close()  # another handle is left
+        assert (copies(trainer), reserved(trainer)) == (1, NBYTES)
+        with pytest.raises(RetentionError, match="version 1 of 'm' must stay"):
+            await other.close()
+        assert (other.state, copies(trainer), reserved(trainer)) == ("empty", 1, NBYTES)
+        await assert_read_from(c.hubs[0], "trainer", 1)
+        async with connect(c.address, "keeper", HOSTED) as keeper:
+            trainer._worker.options = HOSTED  # it has time now
+            await other.close()
+            assert (copies(trainer), copies(keeper), reserved(trainer)) == (0, 1, 0)
+            await assert_read_from(c.hubs[0], "keeper", 1)

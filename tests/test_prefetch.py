@@ -275,6 +275,48 @@ async def test_prefetch_of_a_group_waits_for_its_ranks() -> None:
         assert ranks[0].state == "empty"
 
 
+@pytest.mark.parametrize("room", ["none", "too little", "in use"])
+async def test_a_rank_without_host_memory_ends_its_groups_prefetch(room: str) -> None:
+    """The others hear why, at once; and the group goes on with its next call."""
+    options = replace(OPTIONS, host_memory_bytes={"none": 0, "too little": NBYTES - 1, "in use": NBYTES}[room])
+    async with cluster("trainer", "one", options=HOSTED) as c, connect(c.address, "two", options) as hub:
+        sources = [await c.hubs[0].register("m", tensors(r), group="p", rank=r, world_size=2) for r in range(2)]
+        async with anyio.create_task_group() as tasks:
+            for source in sources:
+                tasks.start_soon(source.publish, 1)
+        occupier = await hub.register("other", tensors())
+        if room == "in use":
+            trainer = await c.hubs[0].register("other", tensors(1))
+            await trainer.publish(1)
+            await occupier.prefetch()
+        ranks = [await h.register("m", tensors(), group="r", rank=r, world_size=2) for r, h in enumerate((c.hubs[1], hub))]
+
+        async def refused() -> None:
+            with pytest.raises(StateError, match="host memory") as caught:
+                await ranks[1].prefetch()
+            assert caught.value.retryable is (room == "in use")
+
+        async def aborted() -> None:
+            with pytest.raises(GroupAborted, match=r"prefetch of group 'r/host' ended on all ranks: rank 1") as caught:
+                await ranks[0].prefetch()
+            assert "host_memory_bytes" in caught.value.causes[1]
+            assert caught.value.retryable is (room == "in use")
+
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(aborted)
+            await until(lambda: bool(copies(c.hubs[1])._copies))
+            (copy,) = copies(c.hubs[1])._copies.values()
+            await until(lambda: copy.handle.member.running is not None and copy.handle.member.running.key is not None)
+            tasks.start_soon(refused)
+        await refused()  # and where it is the first
+        await aborted()
+        if room == "in use":
+            await occupier.close()
+            async with anyio.create_task_group() as tasks:
+                for rank in ranks:
+                    tasks.start_soon(rank.prefetch)
+
+
 async def test_a_close_that_fails_leaves_what_was_prefetched() -> None:
     hasty = replace(HOSTED, op_timeout_s=0.5)
     async with cluster("trainer") as c, connect(c.address, "reader", hasty) as hub, connect(c.address, "other") as third:

@@ -11,8 +11,8 @@ import torch
 
 from tensorhub.hub import Hub, fetch_into
 from tensorhub.manifest import Manifest
-from tensorhub.runtime.handle import _pull_phases
 from tensorhub.runtime.lanes import PullReport
+from tensorhub.runtime.reports import pull_phases
 from tensorhub.transport.allocated import AllocatedMemory
 from tensorhub.transport.memory import MappedRegions
 from tensorhub.types import FetchReport, VersionInfo
@@ -163,5 +163,5 @@ def test_a_pulls_wall_time_is_shared_out(
     wait: float, transfer: float, verify: float, seconds: float, expected: tuple[float, float, float]
 ) -> None:
     phases = {"wait": wait, "transfer": transfer, "verify": verify}
-    found = _pull_phases(PullReport(0, 0, 0, 0, 0, 0, phases, ()), seconds)
+    found = pull_phases(PullReport(0, 0, 0, 0, 0, 0, phases, ()), seconds)
     assert tuple(found[name] for name in phases) == pytest.approx(expected)

@@ -6,7 +6,7 @@ import contextlib
 from collections.abc import AsyncIterator, Awaitable, Callable
 from functools import partial
 
-from tensorhub.errors import StateError, text_of
+from tensorhub.errors import GroupAborted, StateError, text_of
 from tensorhub.runtime.handle import Handle
 from tensorhub.runtime.loop_thread import LoopThread
 from tensorhub.runtime.worker import Worker
@@ -96,7 +96,7 @@ class Weights:
             if self._handle.member.shard.world_size > 1:
                 with self._thread.side.shield():
                     reason = f"{where} mutate({version}) raised {text_of(error)}"
-                    await self._thread.call(self._handle.refuse, reason[:1000], timeout_s)
+                    await self._thread.call(self._handle.refuse, GroupAborted(reason[:1000]), timeout_s)
             raise
         await self.publish(version, timeout)
 
@@ -157,14 +157,17 @@ class Weights:
         All ranks of the group call it. It may run beside one other call of this handle. The copy serves other readers; the
         next `update` to that version copies from it what it has, even if it is not complete, and frees it, as an update to
         another version does. A second prefetch replaces the first. `report.changed` is False if the version is held already.
-        Raises StateError (no `Options.host_memory_bytes`, or too few of them for the shard), and as `replicate`; the
-        tensors stay as they are.
+        Raises StateError (no `Options.host_memory_bytes`, or too few of them for the shard; the other ranks' calls end with
+        GroupAborted), and as `replicate`; the tensors stay as they are.
         """
         prefetch, timeout_s = self._worker.copies.prefetch, self._worker.timeout_s(timeout)
         return await self._thread.call(prefetch, self._handle, check_selector(selector), timeout_s)
 
     async def close(self, abandon: bool = False) -> None:
         """Withdraw what is published, as `unpublish` does, and give the registration up.
+
+        With the last handle of this process (whatever it holds) the retained versions in its host memory are handed over to
+        other workers, too, as the process may end then. (Leaving the hub waits for nobody: close the handles before.)
 
         Raises RetentionError (a retained version would be lost; `abandon` loses it) and DrainTimeout, both with everything
         as it was, and MutabilityViolation (it is closed).

@@ -261,6 +261,27 @@ def test_with_its_last_handle_a_worker_hands_its_copies_over_too() -> None:
     assert still_there(cluster, 3)
 
 
+def test_two_that_close_at_the_same_time_do_not_count_on_one_another() -> None:
+    """One holds the version, the last handle of the other's process holds nothing, and its host memory has the version."""
+    cluster, trainer = cluster_of("reader", room=("trainer",))
+    (reader,) = cluster.workers["reader"].handles
+    cluster.run()
+    trainer.unpublish()
+    cluster.run()
+    assert copies(cluster) == {"trainer": 1}
+    reader.replicate()
+    while reader.member.state is not HandleState.READY:
+        cluster.do(cluster.choices()[0])
+    for handle in (trainer, reader):
+        handle.prefetched.close(60.0)
+    cluster.advance(61)
+    closed = [handle for handle in (trainer, reader) if handle.member.state is HandleState.CLOSED]
+    assert len(closed) == 1
+    closed[0].worker.crash()  # it is not missed
+    cluster.advance(11)
+    assert still_there(cluster)
+
+
 def test_a_closing_holder_that_is_rolled_back_waits_for_nothing() -> None:
     """What it held is ordered out; the copies of its worker are not what it waits for any more (seed 10151)."""
     cluster = PureCluster(host_bytes=2 * ROOM)

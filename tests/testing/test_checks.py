@@ -8,8 +8,9 @@ from tensorhub.coordinator import Received
 from tensorhub.machine import InvariantBroken
 from tensorhub.messages import Heartbeat, Pin, Watch
 from tensorhub.testing import GuaranteeBroken, Handle, PureCluster
+from tensorhub.testing.memory import CHUNKS, make_manifest
 from tensorhub.testing.scripted import Choice
-from tests.testing.bugs import outside
+from tests.testing.bugs import inside, outside
 
 
 def published() -> tuple[PureCluster, Handle, Handle]:
@@ -84,12 +85,11 @@ def test_a_version_that_is_held_again_and_counts_as_left_is_noticed() -> None:
     cluster.advance(11.0)  # lost
     trainer.unpublish()
     cluster.run()
-    with outside.abandoned_for_ever():
-        reader.worker.connect()  # and is dismissed
+    reader.worker.connect()
+    cluster.run()  # it is dismissed, and comes back as another incarnation
+    reader.worker.connect()
+    with outside.abandoned_for_ever(), pytest.raises(InvariantBroken, match=r"\(R12\)"):
         cluster.run()
-        reader.worker.connect()
-        with pytest.raises(InvariantBroken, match=r"\(R12\)"):
-            cluster.run()
 
 
 def test_a_holder_whose_bytes_have_changed_and_that_is_counted_on_is_noticed() -> None:
@@ -100,3 +100,21 @@ def test_a_holder_whose_bytes_have_changed_and_that_is_counted_on_is_noticed() -
     content.spoiled = True
     with pytest.raises(GuaranteeBroken, match="holds generation None, the coordinator thinks"):
         cluster.check_agreement()
+
+
+def test_a_reader_that_is_blamed_for_one_sources_bytes_is_noticed() -> None:
+    """R8: two sources that are unchanged are needed for that."""
+    cluster = PureCluster(manifest=make_manifest(CHUNKS, "xxh3-64"))
+    trainer, other, reader = cluster.handle("trainer"), cluster.handle("other"), cluster.handle("reader")
+    cluster.run()
+    trainer.publish(1)
+    cluster.run()
+    other.replicate()
+    cluster.run()
+    reader.replicate()
+    while reader.pull is None or not reader.pull.lanes:
+        cluster.do(cluster.choices()[0])
+    with inside.cleared_at_once():
+        next(iter(reader.pull.lanes.values())).end("corrupt", 0)
+        with pytest.raises(GuaranteeBroken, match=r"R8: .* is blamed for"):
+            cluster.run()

@@ -548,3 +548,44 @@ def test_a_source_that_is_added_twice_before_the_pull_begins_is_read_once() -> N
         reader.worker.hear(again)
     cluster.run()
     assert asked.number == 1
+
+
+# ------------------------------------------------------------------------------------------------- no ghosts are left
+
+
+def test_a_handle_that_is_closed_before_it_was_confirmed_is_deregistered() -> None:
+    """Its Register may be on its way, and nobody would ever end what comes of it."""
+    cluster, trainer, _ = published()
+    early = trainer.worker.register("early")
+    asked = early.close()
+    cluster.run()
+    assert (asked.has_ended(), asked.error, early.member.state) == (True, None, HandleState.CLOSED)
+    assert early.shard.registration not in cluster.coordinator.cluster.members
+
+
+@pytest.mark.parametrize("late", ["while it is deregistered", "when it is closed"])
+def test_the_outcome_of_a_call_that_was_left_announces_no_closed_handle_again(late: str) -> None:
+    cluster, _, (reader,) = published("reader")
+    call = reader.update(at_least=2, timeout_s=60)
+    cluster.run()
+    reader.cancel()
+    cluster.advance(2.5, run=False)  # no word has come, and none is waited for
+    run_actions(cluster)
+    assert call.has_ended()
+    closed = reader.close(timeout_s=0.1)
+    run_actions(cluster)
+    if late == "when it is closed":
+        cluster.advance(2.5, run=False)
+        run_actions(cluster)
+    assert closed.has_ended() is (late == "when it is closed")
+    registers = reader.member._enrolment._register_request
+    cluster.run()
+    assert reader.member.state is HandleState.CLOSED
+    assert reader.member._enrolment._register_request == registers
+    assert reader.shard.registration not in cluster.coordinator.cluster.members
+
+
+def run_actions(cluster: PureCluster) -> None:
+    """What shells do by themselves; nothing that was sent arrives."""
+    while (choices := [choice for choice in cluster.choices() if choice.kind == "do"]) != []:
+        cluster.do(choices[0])

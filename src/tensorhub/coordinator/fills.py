@@ -23,6 +23,7 @@ from tensorhub.types import OpKind, host_group
 
 _BEGUN = "this call was begun under a former coordinator"
 
+UNCHANGED = "they have digested it again: their bytes are unchanged"
 LEFT = "its last holder has left on purpose"
 CLEARED_MAX = 2  # sources whose bytes one reader got damaged and which have them unchanged: then it is not them
 
@@ -349,6 +350,6 @@ def damaged(operation: Operation, part: RankPart) -> IntegrityError:
     sources, reader = ", ".join(map(repr, sorted(set(part.cleared.values())))), part.member.worker.name
     return IntegrityError(
         f"{operation.kind} of {operation.group.model.name!r}: version {operation.version.number}: what rank {part.rank} got "
-        f"from {sources} does not have its digest, and they have digested it again: their bytes are unchanged. The machine "
+        f"from {sources} does not have its digest, and {UNCHANGED}. The machine "
         f"of worker {reader!r}, or the way to it, damages bytes: look at its memory and network, or use another one"
     )

@@ -23,7 +23,7 @@ from tensorhub.coordinator.suspicions import Suspicions
 from tensorhub.coordinator.versions import Versions
 from tensorhub.errors import GroupAborted, StateError, VersionConflict, VersionUnavailable
 from tensorhub.messages import Abandon, DigestedAgain, EpochChanged, Fill, Publish, ReadFailed, Resolve
-from tensorhub.types import OpKey, OpKind
+from tensorhub.types import OpKey, OpKind, Purpose
 
 LATER_PER_RANK_MAX = 4  # a rank's newest messages about later operations, which wait for one's decision
 
@@ -135,7 +135,8 @@ class Operations:
         if self._waits(member, message):
             return
         if key.epoch == group.epoch and key.sequence >= group.sequence:
-            self._begin(member, key, OpKind.PUBLISH)  # if nobody has called yet, it is aborted before
+            # If nobody has called yet, it is aborted before. What is to be called is known of a host copy only.
+            self._begin(member, key, OpKind.PREFETCH if member.purpose is Purpose.PREFETCH else OpKind.PUBLISH)
         operation = group.operation
         if operation is None or operation.key != key:
             self._decisions.answer(member, key)

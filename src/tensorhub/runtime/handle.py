@@ -1,7 +1,7 @@
 """One registration's shell: carries out what its `worker.Member` wants, one action after the other.
 
-Responsible for the order of fences, openings and pulls of one memory (each is done before the next begins), for the
-phases of a report, and for a call's future. Decides nothing. Lives in the worker runtime's loop.
+Responsible for the order of fences, openings and pulls of one memory (each is done before the next begins), and for a
+call's future. Decides nothing. Lives in the worker runtime's loop.
 """
 
 from __future__ import annotations
@@ -19,18 +19,18 @@ import anyio.from_thread
 import anyio.lowlevel
 import anyio.to_thread
 
-from tensorhub.errors import DrainTimeout, MutabilityViolation, StateError, TensorHubError, text_of
+from tensorhub.errors import DrainTimeout, StateError, TensorHubError
 from tensorhub.errors import Memory as TensorState
-from tensorhub.manifest import Manifest
-from tensorhub.messages import DigestAgain, FromWorker, Progress
+from tensorhub.messages import DigestAgain, ErrorInfo, FromWorker, Progress
 from tensorhub.runtime import clock
 from tensorhub.runtime.chunks import ChunkMemory
 from tensorhub.runtime.copying import copy_chunks
 from tensorhub.runtime.lanes import AllVerified, ChannelOpener, PullReport, PullRunner, SourceFailed
 from tensorhub.runtime.logs import get_logger
+from tensorhub.runtime.places import HostRoom, Places
+from tensorhub.runtime.promise import Promise
+from tensorhub.runtime.reports import CallTimes
 from tensorhub.runtime.serving import SharedOwner
-from tensorhub.transport.files import FileMemory
-from tensorhub.transport.host import HostMemory
 from tensorhub.transport.memory import MappedRegions, Memory
 from tensorhub.types import (
     ContentId,
@@ -38,7 +38,6 @@ from tensorhub.types import (
     HandleState,
     LeaseId,
     OpKind,
-    Purpose,
     RegistrationId,
     VersionInfo,
 )
@@ -71,9 +70,7 @@ from tensorhub.worker.calls import (
     StopPull,
     TakeBackCall,
     UnpublishCall,
-    staging_of,
 )
-from tensorhub.worker.holding import Content
 from tensorhub.worker.member import Member
 
 PROGRESS_S = 0.25  # how often a running fill tells the coordinator how far it is
@@ -94,39 +91,13 @@ class Line(Protocol):
     def open_channel(self, content_id: ContentId) -> ChannelOpener: ...
 
 
-class HostRoom(Protocol):
-    """What a handle needs of its worker's host copies. A copy is named by the registration that it belongs to, or staged."""
-
-    async def make_room(self, ident: str, purpose: Purpose, nbytes: int) -> None:
-        """Reserve host memory, once those that must make room for it are gone. StateError: there is none."""
-
-    def freed(self, ident: str) -> None:
-        """That memory was given back."""
-
-    def end_prefetch(self, registration: str) -> None:
-        """End the prefetch of this registration's handle, if one runs."""
-
-    def free_prefetch(self, registration: str) -> None:
-        """Have its host copy released, in the background."""
-
-
 @dataclass(slots=True)
 class _Call:
-    """The running call's future, and when what happened."""
+    """The running call's future, and its course."""
 
     ended: anyio.Event
-    started: float
+    times: CallTimes = field(default_factory=CallTimes)
     hook: HookRequest | None = None
-    bound: float | None = None  # Start has come
-    pulled_from: float = 0.0  # these four: where there is a report
-    verified_s: float = 0.0  # spent on what the memory held of that content already
-    pulled: float = 0.0
-    prepared: float = 0.0
-    copied_s: float = 0.0  # spent on local copies: before the pull
-    applied_s: float = 0.0  # and after the vote, of what was staged
-    hooked: float | None = None  # when before_write began, of a staged update
-    hook_s: float = 0.0  # that it took there
-    report: PullReport | None = None
     result: Finish | None = None
 
 
@@ -138,16 +109,6 @@ class _Pull:
     ended: anyio.Event = field(default_factory=anyio.Event)
     runner: PullRunner | None = None
     early: list[AddPullSource | DropPullSource] = field(default_factory=list)  # before the runner was up
-
-
-@dataclass(slots=True)
-class _Staging:
-    """What a staged update is filled into: open at the owner under an id that nobody else knows."""
-
-    memory: HostMemory
-    generation: int
-    mapped: MappedRegions
-    chunks: ChunkMemory
 
 
 class Handle:
@@ -162,20 +123,13 @@ class Handle:
         self._owner = owner
         self._line = line
         self._room = room
-        self._staging_id = RegistrationId(staging_of(member.shard.registration))
-        self._staging: _Staging | None = None
+        self._places = Places(memory, self._registration, owner, room)
         self._todo: deque[Action] = deque()
         self._todo_wanted = anyio.Event()
         self._call: _Call | None = None
         self._pull: _Pull | None = None
-        self._mapped: tuple[str, MappedRegions, ChunkMemory] | None = None  # of the manifest with this id
-        self._unopened: TensorHubError | None = None  # why the memory could not be opened for the running fill
         self._digests: Sequence[int] | None = None  # of memory whose own they must be, made before a publish
-        self._promised: tuple[int, ...] | None = (
-            None  # `memory.versions()` when it was opened last; kept by a fence, as it may be reopened
-        )
-        self._violation: MutabilityViolation | None = None  # what the running call has found when it took the memory back
-        self._spoiled: str | None = None  # what the next call says of bytes that have changed while others could read them
+        self._promise = Promise(member, memory, owner)
         self._tasks: anyio.abc.TaskGroup
         self._scope = anyio.CancelScope()  # of `run`
         self._has_ended = False  # nobody carries out what a call would want
@@ -192,7 +146,7 @@ class Handle:
     async def publish(self, version: int, timeout_s: float) -> VersionInfo:
         """`timeout_s` does not count the digests that this memory needs beforehand: their time grows with its bytes."""
         if self.member.state is HandleState.READY:
-            self._raise_spoiled()
+            self._promise.raise_spoiled()
         self.memory.check_unreplaced()
         manifest = self.member.shard.manifest
         if manifest is not None and self.memory.digests_first:
@@ -205,24 +159,24 @@ class Handle:
 
     async def unpublish(self, timeout_s: float) -> None:
         if self.member.state is HandleState.EMPTY:
-            self._raise_spoiled()
+            self._promise.raise_spoiled()
         await self._run(UnpublishCall(), timeout_s)
-        self._raise_violation()
+        self._promise.raise_violation()
 
     async def unpublish_if_published(self, timeout_s: float) -> None:
         if self.member.state in (HandleState.READY, HandleState.IN_DOUBT):
             await self.unpublish(timeout_s)
         else:
-            self._raise_spoiled()
+            self._promise.raise_spoiled()
 
-    async def refuse(self, reason: str, timeout_s: float) -> None:
-        """This rank will not make its next group call."""
-        await self._run(RefuseCall(reason), timeout_s)
+    async def refuse(self, error: TensorHubError, timeout_s: float) -> None:
+        """This rank will not make its next group call, because of that."""
+        await self._run(RefuseCall(ErrorInfo.of(error)), timeout_s)
 
     async def close(self, timeout_s: float, *, abandon: bool = False) -> None:
         if self.member.state is not HandleState.CLOSED:
             await self._run(CloseCall(abandon), timeout_s)
-            self._raise_violation()
+            self._promise.raise_violation()
 
     async def release(self, timeout_s: float) -> None:
         """Of a host copy: take what it holds from its readers, and give its memory back."""
@@ -249,16 +203,16 @@ class Handle:
     ) -> tuple[VersionInfo, FetchReport]:
         """As `fill`; says which version it was, too."""
         self.memory.check_unreplaced()
-        self._raise_spoiled()
+        self._promise.raise_spoiled()
         if call.kind is OpKind.UPDATE:
-            self._check_unwritten()
+            self._promise.check_kept()
         started = clock.now()
         ran, finish = await self._run(call, timeout_s, hook)
         assert finish.version is not None
         self.was_filled = self.was_filled or finish.changed
         if not finish.changed:
-            self._check_unwritten()
-        return finish.version, _report(ran, finish, started, clock.now())
+            self._promise.check_kept()
+        return finish.version, ran.times.report_of(finish, started, clock.now())
 
     async def _run(self, call: Call, timeout_s: float, hook: HookRequest | None = None) -> tuple[_Call, Finish]:
         """Begin a call and wait for its end; cancelling ends it as soon as may be, and leaves nothing running."""
@@ -266,8 +220,8 @@ class Handle:
         if self._has_ended and self.member.state is not HandleState.CLOSED:  # that one says so itself
             raise StateError(f"{self.member.shard.title} was given up; register again")
         actions = self.member.begin(call, timeout_s, clock.now())
-        self._violation = None
-        running = self._call = _Call(anyio.Event(), clock.now(), hook)
+        self._promise.call_begins()
+        running = self._call = _Call(anyio.Event(), hook=hook)
         self.apply(actions)
         try:
             await running.ended.wait()
@@ -303,42 +257,6 @@ class Handle:
             text = f"{self.member.shard.title}: a call is still running on this handle; one call at a time"
             raise StateError(text, retryable=True)
 
-    def _check_unwritten(self) -> None:
-        """Raise MutabilityViolation if the memory is published and has been written since."""
-        violation = self._find_violation() if self.member.state is HandleState.READY else None
-        if violation is not None:
-            raise violation
-
-    def _raise_violation(self) -> None:
-        if self._violation is not None:
-            self._spoiled = None  # said now
-            raise self._violation
-
-    def _raise_spoiled(self) -> None:
-        """Raise MutabilityViolation if a second digest was another one (R8); once, if that memory was given up since."""
-        if self._spoiled is not None:
-            error = MutabilityViolation(self._spoiled, memory="torn")
-            if self.member.state is not HandleState.READY:
-                self._spoiled = None
-            raise error
-
-    def _find_violation(self) -> MutabilityViolation | None:
-        """What a second digest has shown, or (R15) torch has counted since the memory was opened."""
-        if self._spoiled is not None:
-            return MutabilityViolation(self._spoiled, memory="torn")
-        now = self.memory.versions()
-        if self._promised is None or now == self._promised:
-            return None
-        counts = zip(self.memory.descriptions, self._promised, now, strict=False)
-        names = [repr(tensor.name) for tensor, was, count in counts if count != was]
-        more = f" (and {len(names) - TENSORS_NAMED_MAX} more)" if len(names) > TENSORS_NAMED_MAX else ""
-        return MutabilityViolation(
-            f"version {self.member.version} of {self.member.shard.title} was written while it was published: "
-            f"{', '.join(names[:TENSORS_NAMED_MAX])}{more}. Readers may have got other bytes, or have failed: "
-            "unpublish() before you write, or write in mutate(), and publish a new version",
-            memory="torn",
-        )
-
     async def end_call(self, error: Exception) -> None:
         """End the running call, if there is one, with `error`; returns when nothing of it runs any more."""
         if self._call is not None and self._call.result is None:
@@ -350,51 +268,15 @@ class Handle:
         self.apply(self.member.end_prefetch(clock.now()))
 
     def hook_returned(self, error: Exception | None) -> None:
-        if self._call is not None and self._call.hooked is not None:
-            self._call.hook_s = clock.now() - self._call.hooked
+        if self._call is not None and self._call.times.hooked is not None:
+            self._call.times.hook_s = clock.now() - self._call.times.hooked
         self.apply(self.member.hook_returned(error, clock.now()))
 
     async def digest_again(self, question: DigestAgain, limiter: anyio.CapacityLimiter) -> None:
         """Has this chunk changed since its digest was made (R8)? The answer goes to the coordinator."""
-        content, changed = self.member.content, None
-        if content is not None and content.generation == question.generation:
-            look = partial(self._has_changed, content, question.chunk)
-            changed = await anyio.to_thread.run_sync(look, limiter=limiter)
-        text = "the memory has changed"
-        if changed and content is not None and self.member.content is content:
-            text = self._changed_text(content, question.chunk)
-            log.warning("held_memory_changed", registration=self._registration, reason=text)
-            if self.member.state is not HandleState.FILLING:
-                self._spoiled = text
-        error = MutabilityViolation(text)
+        changed, error = await self._promise.look_again(question, limiter)
         now = clock.now()
         self.apply(self.member.digested_again(question.inquiry, question.generation, changed, error, now))
-
-    def _has_changed(self, content: Content, chunk: int) -> bool | None:
-        """Whether a chunk that others may read has lost its digest. None: it is not to be read, or has none."""
-        right = (self._registration, content.generation, ContentId(content.version.content_id))
-        with self._owner.access(None, *right, [chunk], 1, 0.0) as answer:
-            if not isinstance(answer, tuple):
-                return None
-            access, memory = answer
-            known = access.digests[0]
-            if known is None or not memory.is_digested:
-                return None
-            if isinstance(self.memory, FileMemory):  # nothing here touches its mapping: see there
-                return self.memory.digest(content.manifest, chunk) != known
-            return memory.digest(chunk) != known
-
-    def _changed_text(self, content: Content, chunk: int) -> str:
-        title, number = self.member.shard.title, content.version.version
-        names = ", ".join(map(repr, content.manifest.tensors_in(chunk)[:TENSORS_NAMED_MAX]))
-        if content.published:
-            during, do = "published", "write in mutate(), and publish a new version"
-        else:
-            during, do = "held for others to read", "it was given up here, and can be replicated again"
-        return (
-            f"version {number} of {title} was written, or damaged, while it was {during}: {names} (chunk {chunk} does not "
-            f"have its digest any more). Nobody reads it from here now: unpublish() before you write; {do}"
-        )
 
     # ------------------------------------------------------------------------------------------------- actions
 
@@ -442,19 +324,19 @@ class Handle:
             case OpenMemory():
                 await self._open(action)
             case ReopenMemory():
-                if self._unopened is None:
+                if self._places.unopened is None:
                     self._owner.reopen(self._registration, action.generation)
             case Fence():
                 await self._fence(action)
             case CallHook():
                 assert self._call is not None
                 assert self._call.hook is not None
-                self._call.hooked = clock.now() if self._call.prepared else None
+                self._call.times.hooked = clock.now() if self._call.times.prepared else None
                 self._call.hook(action.version)
             case StartPull():
                 self._pull = _Pull()
                 if self._call is not None:
-                    self._call.pulled_from = clock.now()
+                    self._call.times.pulled_from = clock.now()
                 self._tasks.start_soon(self._fill, action, self._pull)
             case CopyLocally():
                 self._pull = _Pull()
@@ -466,9 +348,9 @@ class Handle:
             case FreePrefetch():
                 self._room.free_prefetch(self._registration)
             case FreeStaging():
-                await self._free_staging()
+                await self._places.free_staging()
             case FreeMemory():
-                await self._free()
+                await self._places.free()
             case StopPull():
                 if self._pull is not None:
                     self._pull.scope.cancel()
@@ -492,35 +374,18 @@ class Handle:
 
     def note_bound(self) -> None:
         """The coordinator has bound the running call to a version."""
-        if self._call is not None and self._call.bound is None:
-            self._call.bound = clock.now()
+        if self._call is not None and self._call.times.bound is None:
+            self._call.times.bound = clock.now()
 
     async def _open(self, action: OpenMemory) -> None:
-        self._unopened = None
-        if isinstance(self.memory, HostMemory):  # it is made now, and there may be none
-            if not self._is_mapped(action.manifest):
-                await self._unmap()
-            try:
-                self._map_safely(action.manifest)
-            except TensorHubError as error:
-                self._unopened = error
-                return
-        _, chunks = self._map(action.manifest)
+        chunks = await self._places.prepare(action.manifest)
+        if chunks is None:
+            return
         content_id, digests = ContentId(action.content_id), self._digests if action.complete else None
-        self._promised, self._spoiled = self.memory.versions(), None
+        self._promise.made()
         self._owner.open(
             self._registration, action.generation, content_id, chunks, complete=action.complete, digests=digests
         )
-
-    def _map(self, manifest: Manifest) -> tuple[MappedRegions, ChunkMemory]:
-        """Where the manifest's regions and chunks are; kept, because the next version most likely has the same manifest."""
-        if self._mapped is None or not self._is_mapped(manifest):
-            mapped = self.memory.map(manifest)
-            self._mapped = manifest.manifest_id, mapped, ChunkMemory(manifest, mapped.regions, mapped.unwanted)
-        return self._mapped[1:]
-
-    def _is_mapped(self, manifest: Manifest) -> bool:
-        return self._mapped is not None and self._mapped[0] == manifest.manifest_id
 
     async def _fence(self, action: Fence) -> None:
         """Fence the memory, or give up at the deadline; without one, try until it stands."""
@@ -535,9 +400,7 @@ class Handle:
                     return
             await anyio.lowlevel.checkpoint()
         if self.member.state is HandleState.DRAINING:  # else it is overwritten next, or was never published
-            self._violation = self._find_violation()
-            if self._violation is not None:
-                log.warning("published_memory_written", registration=self._registration, reason=str(self._violation))
+            self._promise.taken_back()
         self.apply(self.member.fenced(action.generation, clock.now()))
 
     def _fence_left_s(self, action: Fence) -> float:
@@ -547,25 +410,6 @@ class Handle:
         until = self.member.fence_until
         return max(0.0, (action.until if until is None else min(action.until, until)) - clock.now())
 
-    async def _unmap(self) -> None:
-        """Let go of what was mapped before: host memory is back in the system before more of it is taken."""
-        self._mapped = None
-        if isinstance(self.memory, HostMemory):
-            self._owner.forget(self._registration)
-            await anyio.to_thread.run_sync(self.memory.free)
-
-    async def _free(self) -> None:
-        await self._unmap()
-        self._room.freed(self._registration)
-
-    async def _free_staging(self) -> None:
-        if self._staging is not None:
-            await self._owner.fence_async(self._staging_id)  # only this handle's own copying, which has ended, reads it
-            self._owner.forget(self._staging_id)
-            memory, self._staging = self._staging.memory, None
-            await anyio.to_thread.run_sync(memory.free)
-        self._room.freed(self._staging_id)
-
     async def _let_go(self) -> None:
         """The handle ends. What is still being read then stays closed, and is kept until its lanes have ended."""
         try:
@@ -574,20 +418,8 @@ class Handle:
             log.error("memory_still_read", registration=self._registration, reason=str(error))
         else:
             self._owner.forget(self._registration)
-            await self._free()
-        await self._free_staging()
-
-    def _map_safely(self, manifest: Manifest) -> tuple[MappedRegions, ChunkMemory]:
-        """As `_map`; what goes wrong there costs this call, and no other handle anything."""
-        if self._unopened is not None:
-            raise self._unopened
-        try:
-            return self._map(manifest)
-        except TensorHubError:
-            raise
-        except Exception as error:
-            log.exception("memory_not_mapped", registration=self._registration)
-            raise StateError(f"{self.memory!r} cannot hold this version: {text_of(error)}") from error
+            await self._places.free()
+        await self._places.free_staging()
 
     def _change_source(self, action: AddPullSource | DropPullSource) -> None:
         pull = self._pull
@@ -608,7 +440,7 @@ class Handle:
         try:
             with pull.scope:
                 self.memory.check_unreplaced()  # before_write may have moved them
-                target, mapped, chunks = await self._destination(action)
+                target, mapped, chunks = await self._places.destination(action)
                 kept = await self._verify_kept(target, action.generation)
                 async with anyio.create_task_group() as tasks:
                     await self._pull_chunks(action, pull, target, chunks, kept, tasks)
@@ -621,7 +453,7 @@ class Handle:
         else:
             if not pull.scope.cancelled_caught:
                 if self._call is not None:
-                    self._call.prepared = clock.now()
+                    self._call.times.prepared = clock.now()
                 self.apply(self.member.pull_done(clock.now()))
         finally:
             pull.runner = None  # it keeps the memory alive
@@ -635,31 +467,8 @@ class Handle:
         check = anyio.from_thread.check_cancelled
         found = await anyio.to_thread.run_sync(self._owner.verify, target, generation, kept, check)
         if self._call is not None:
-            self._call.verified_s = clock.now() - started
+            self._call.times.verified_s = clock.now() - started
         return found
-
-    async def _destination(self, action: StartPull | CopyLocally) -> tuple[RegistrationId, MappedRegions, ChunkMemory]:
-        """Where the chunks go, and under which id the owner knows it: the memory itself, or what is staged for it."""
-        if not action.staged:
-            # In a thread, for memory that is made only now: a file of its size.
-            mapped, chunks = await anyio.to_thread.run_sync(self._map_safely, action.manifest)
-            return self._registration, mapped, chunks
-        if self._staging is None or self._staging.generation != action.generation:
-            await self._stage(action)
-        staging = self._staging
-        assert staging is not None
-        return self._staging_id, staging.mapped, staging.chunks
-
-    async def _stage(self, action: StartPull | CopyLocally) -> None:
-        await self._free_staging()
-        manifest = action.manifest
-        await self._room.make_room(self._staging_id, Purpose.USE, manifest.nbytes)
-        memory = HostMemory()
-        mapped = memory.map(manifest)
-        chunks = ChunkMemory(manifest, mapped.regions)
-        self._staging = _Staging(memory, action.generation, mapped, chunks)
-        content_id = ContentId(action.version.content_id)
-        self._owner.open(self._staging_id, action.generation, content_id, chunks, complete=False)
 
     async def _copy(self, action: CopyLocally, pull: _Pull) -> None:
         """Take over what other memory of this worker has; see `CopyLocally`."""
@@ -667,7 +476,7 @@ class Handle:
         try:
             with pull.scope:
                 self.memory.check_unreplaced()
-                target, mapped, chunks = await self._destination(action)
+                target, mapped, chunks = await self._places.destination(action)
                 arrived = partial(self._owner.mark_available, target, action.generation)
                 content_id, check = ContentId(action.version.content_id), anyio.from_thread.check_cancelled
                 work = partial(copy_chunks, self._owner, action.sources, content_id, chunks, action.copied, arrived, check)
@@ -688,10 +497,10 @@ class Handle:
             pull.ended.set()
 
     def _note_copying(self, seconds: float) -> None:
-        if self._call is not None and self._call.prepared:
-            self._call.applied_s += seconds
+        if self._call is not None and self._call.times.prepared:
+            self._call.times.applied_s += seconds
         elif self._call is not None:
-            self._call.copied_s += seconds
+            self._call.times.copied_s += seconds
 
     async def _pull_chunks(
         self,
@@ -728,7 +537,7 @@ class Handle:
                             break
         finally:
             if self._call is not None:
-                self._call.report, self._call.pulled = runner.report(), clock.now()
+                self._call.times.pull, self._call.times.pulled = runner.report(), clock.now()
 
     async def _unpack(self, mapped: MappedRegions) -> None:
         if mapped.copies or mapped.then is not None:
@@ -760,33 +569,3 @@ def _first_of(group: BaseExceptionGroup[TensorHubError]) -> TensorHubError:
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]
     return error
-
-
-def _report(call: _Call, finish: Finish, started: float, ended: float) -> FetchReport:
-    assert finish.version is not None
-    pull, number = call.report, finish.version.version
-    if pull is None or call.bound is None:
-        return FetchReport(number, finish.changed, seconds=ended - started, phases={"resolve": ended - started})
-    phases = _pull_phases(pull, call.pulled - call.pulled_from - call.verified_s)
-    phases["verify"] += call.verified_s
-    phases["resolve"] = call.bound - started
-    phases["wait"] += call.pulled_from - call.bound - call.copied_s + call.hook_s
-    phases["unpack"] = call.prepared - call.pulled + call.copied_s + call.applied_s
-    phases["commit"] = ended - call.prepared - call.applied_s - call.hook_s
-    return FetchReport(
-        version=number,
-        changed=finish.changed,
-        bytes_read=pull.bytes_read,
-        seconds=ended - started,
-        phases=phases,
-        sources=pull.sources,
-        retries=pull.retries,
-        reread_bytes=pull.reread_bytes,
-    )
-
-
-def _pull_phases(pull: PullReport, seconds: float) -> dict[str, float]:
-    """A pull's wall time: shared out as its lanes spent theirs, if they ran side by side; without a lane it waited."""
-    lanes_s = max(sum(pull.phases.values()), seconds)
-    transfer_s, verify_s = (pull.phases[name] * seconds / lanes_s if lanes_s else 0.0 for name in ("transfer", "verify"))
-    return {"wait": max(0.0, seconds - transfer_s - verify_s), "transfer": transfer_s, "verify": verify_s}

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import secrets
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterable
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Protocol
@@ -63,6 +63,9 @@ class Desk(Protocol):
     def is_spot(self) -> bool:
         """Whether any of its registrations is: then this process may go at any time."""
 
+    def callers(self) -> Iterable[Handle]:
+        """The handles of its callers that are not closed."""
+
     def start_handle(self, shard: Shard, memory: Memory) -> Handle: ...
 
     def drop_handle(self, handle: Handle) -> None: ...
@@ -82,6 +85,14 @@ class _Copy:
     lock: anyio.Lock = field(default_factory=anyio.Lock)  # of its release: no fill begins in the midst of it
 
 
+@dataclass(slots=True)
+class _Making:
+    """A retention copy that is being made."""
+
+    scope: anyio.CancelScope = field(default_factory=anyio.CancelScope)
+    ended: anyio.Event = field(default_factory=anyio.Event)
+
+
 class HostCopies:
     """`tasks`: the worker's, while it runs. `start_handle` of the worker makes handles with these copies as their room."""
 
@@ -90,8 +101,10 @@ class HostCopies:
         self.budget = Budget(desk.options.host_memory_bytes)
         self.tasks: anyio.abc.TaskGroup | None = None
         self._prefetched: dict[str, _Copy] = {}  # by the registration of the handle that they are for
-        self._ordered: dict[str, anyio.CancelScope] = {}  # retention copies that are being made, by id
+        self._ordered: dict[str, _Making] = {}  # retention copies that are being made, by id
         self._copies: dict[str, _Copy] = {}  # all of them, by their own registration
+        self._closing: set[str] = set()  # registrations of handles that their callers are closing
+        self._has_closed = False  # a caller has closed one
         self._room_made = anyio.Lock()  # one after the other: who makes room takes it
 
     def __repr__(self) -> str:
@@ -197,14 +210,13 @@ class HostCopies:
         shard = handle.member.shard
         manifest = shard.manifest
         assert manifest is not None
-        if not self.budget.bytes_max:
-            raise StateError("prefetch() needs host memory: set Options.host_memory_bytes")
         if handle.member.state is HandleState.CLOSED:
             raise StateError(f"{shard.title} is closed; register again")
         handle.member.tell_loss()
         copy = self._prefetched.get(shard.registration)
         if copy is None:
-            self.budget.plan("", Purpose.PREFETCH, manifest.nbytes)  # before anything is said
+            if shard.world_size == 1:  # nobody else has to hear of it: before anything is said
+                self._check_possible(manifest.nbytes)
             copy = self._prefetched[shard.registration] = self._start(
                 replace(
                     shard,
@@ -220,6 +232,12 @@ class HostCopies:
                 self._prefetched.pop(shard.registration, None)
                 raise
         return await self._refill(copy, selector, manifest.nbytes, timeout_s)
+
+    def _check_possible(self, nbytes: int) -> None:
+        """Raise StateError if there is no room for so many bytes to be prefetched."""
+        if not self.budget.bytes_max:
+            raise StateError("prefetch() needs host memory: set Options.host_memory_bytes")
+        self.budget.plan("", Purpose.PREFETCH, nbytes)
 
     async def _refill(self, copy: _Copy, selector: Selector, nbytes: int, timeout_s: float) -> FetchReport:
         if copy.filling:
@@ -247,7 +265,7 @@ class HostCopies:
             await copy.lock.acquire()
             try:
                 if self.budget.reservation(copy.ident) is None:
-                    await self.make_room(copy.ident, copy.shard.purpose, nbytes)
+                    await self._take_room(copy, nbytes, timeout_s)
             except BaseException:
                 copy.lock.release()
                 raise
@@ -255,26 +273,62 @@ class HostCopies:
         text = f"{copy.shard.title}: no host memory within {timeout_s:g} s: what it held before, or what has to make room, "
         raise OperationTimeout(f"{text}is still being read; try again")
 
-    async def close(self, handle: Handle, timeout_s: float, *, abandon: bool) -> None:
-        """Close a handle with its host copy. That is set aside first, so that an error leaves both as they were."""
-        until = clock.now() + timeout_s
-        copy = self._prefetched.get(handle.member.shard.registration)
-        if copy is None:
-            await handle.close(timeout_s, abandon=abandon)
-            return
-        copy.ends = True
+    async def _take_room(self, copy: _Copy, nbytes: int, timeout_s: float) -> None:
+        """Where there is none, the other ranks' calls end, too: they would wait for this one until their deadlines."""
         try:
-            await copy.handle.end_call(StateError("its handle was closed"))
+            if copy.shard.purpose is Purpose.PREFETCH:
+                self._check_possible(nbytes)
+            await self.make_room(copy.ident, copy.shard.purpose, nbytes)
+        except TensorHubError as error:
+            if copy.shard.world_size > 1:
+                with contextlib.suppress(TensorHubError):
+                    await copy.handle.refuse(error, timeout_s)
+            raise
+
+    async def close(self, handle: Handle, timeout_s: float, *, abandon: bool) -> None:
+        """Close a handle with the host copies that end with it: what was prefetched for it, and with a caller's last handle
+        what this worker retains, as its process may end then (R5). They are set aside first, each with its own leave, so
+        that an error leaves all of it as it was.
+        """
+        until, registration, ending = clock.now() + timeout_s, handle.member.shard.registration, list[_Copy]()
+        self._closing.add(registration)
+        try:
             async with contextlib.AsyncExitStack() as aside:
-                if not abandon:
-                    await aside.enter_async_context(self._aside(copy, handle, until))
+                ending += await self._ending_with(handle, abandon=abandon)
+                for copy in ending:
+                    copy.ends = True
+                    await copy.handle.end_call(StateError("its handle was closed"))
+                    if not abandon:
+                        await aside.enter_async_context(self._aside(copy, handle, until))
                 await handle.close(max(0.0, until - clock.now()), abandon=abandon)
-            await copy.handle.close(timeout_s, abandon=True)
+            for copy in ending:
+                await copy.handle.close(timeout_s, abandon=True)
         finally:
-            copy.ends = False
-            if handle.member.state is HandleState.CLOSED and copy.ident in self._copies:
-                self._prefetched.pop(handle.member.shard.registration, None)
-                self._drop(copy)
+            self._closing.discard(registration)
+            is_closed = handle.member.state is HandleState.CLOSED
+            if is_closed:
+                self._has_closed = True
+                self._prefetched.pop(registration, None)
+            for copy in ending:
+                copy.ends = False
+                if is_closed and copy.ident in self._copies:
+                    self._drop(copy)
+
+    async def _ending_with(self, handle: Handle, *, abandon: bool) -> list[_Copy]:
+        prefetched = self._prefetched.get(handle.member.shard.registration)
+        ending = [prefetched] if prefetched is not None else []
+        if self._ends and not abandon and not self._desk.is_spot():
+            for making in list(self._ordered.values()):
+                making.scope.cancel()  # somebody else is asked for it
+                await making.ended.wait()
+            ending += [copy for copy in self._copies.values() if copy.shard.purpose is Purpose.RETENTION]
+        return ending
+
+    @property
+    def _ends(self) -> bool:
+        """Whether a caller has closed a handle, or is about to, and none is left: this process may end at any time."""
+        callers = (handle.member.shard.registration for handle in self._desk.callers())
+        return (self._has_closed or bool(self._closing)) and self._closing.issuperset(callers)
 
     @contextlib.asynccontextmanager
     async def _aside(self, copy: _Copy, handle: Handle, until: float) -> AsyncIterator[None]:
@@ -295,19 +349,19 @@ class HostCopies:
         """The coordinator wants a copy. `source`: the handle that holds its content, if it named one."""
         if order.copy in self._copies or order.copy in self._ordered:
             return  # said again
-        if self.tasks is None:
+        if self.tasks is None or self._ends:
             self._desk.say(CopyRefused(order.copy, "this worker closes"))
             return
-        self._ordered[order.copy] = anyio.CancelScope()
+        self._ordered[order.copy] = _Making()
         self.tasks.start_soon(self._make_ordered, order, source, self._ordered[order.copy])
 
     def dropped(self, order: DropCopy) -> None:
         """The coordinator needs it no more."""
-        scope = self._ordered.get(order.copy)
+        making = self._ordered.get(order.copy)
         copy = self._copies.get(order.copy)
-        if scope is not None:
-            scope.cancel()
-        elif copy is not None and self.tasks is not None:
+        if making is not None:
+            making.scope.cancel()
+        elif copy is not None and self.tasks is not None and not copy.ends:  # set aside, it is said anew if it stays
             self.tasks.start_soon(self._end_ordered, copy)
 
     async def _end_ordered(self, copy: _Copy) -> None:
@@ -316,16 +370,17 @@ class HostCopies:
         except TensorHubError as error:
             log.warning("copy_not_ended", registration=copy.ident, reason=str(error))
 
-    async def _make_ordered(self, order: MakeCopy, source: Handle | None, scope: anyio.CancelScope) -> None:
-        made, reason = False, "it was not needed any more"
+    async def _make_ordered(self, order: MakeCopy, source: Handle | None, making: _Making) -> None:
+        made, reason = False, "it was not needed any more, or this worker closes"
         try:
-            with scope:
+            with making.scope:
                 await self._make(order, source)
                 made = True
         except TensorHubError as error:
             reason = str(error)
         finally:
             self._ordered.pop(order.copy, None)
+            making.ended.set()
             copy = self._copies.get(order.copy)
             if not made:
                 if copy is not None:

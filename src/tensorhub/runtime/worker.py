@@ -81,11 +81,13 @@ from tensorhub.types import (
     ContentId,
     Endpoint,
     FetchReport,
+    HandleState,
     Incarnation,
     LeaseId,
     Location,
     OpKind,
     Options,
+    Purpose,
     RegistrationId,
     Selector,
     VersionInfo,
@@ -437,6 +439,12 @@ class Worker:
     def is_spot(self) -> bool:
         """Whether any registration here is: then this process may go at any time."""
         return any(handle.member.shard.spot and handle.member.shard.serves for handle in self._handles.values())
+
+    def callers(self) -> list[Handle]:
+        """The handles of its callers that are not closed."""
+        shards = ((handle, handle.member.shard) for handle in self._handles.values())
+        used = [handle for handle, shard in shards if shard.serves and shard.purpose is Purpose.USE]
+        return [handle for handle in used if handle.member.state is not HandleState.CLOSED]
 
     def _fresh_group(self) -> str:
         return f"{self.name[:400]}-{secrets.token_hex(4)}"

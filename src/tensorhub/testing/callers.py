@@ -23,7 +23,7 @@ from tensorhub.errors import (
     TensorHubError,
 )
 from tensorhub.manifest import Digest, Manifest, build_manifest
-from tensorhub.messages import CopyRefused, FromWorker, Leave, MakeCopy
+from tensorhub.messages import CopyRefused, ErrorInfo, FromWorker, Leave, MakeCopy
 from tensorhub.runtime.handle import ProgressListener
 from tensorhub.runtime.loop_thread import Job
 from tensorhub.runtime.news import News
@@ -51,7 +51,6 @@ from tensorhub.worker.calls import (
     PublishCall,
     RefuseCall,
     SetAsideCall,
-    TakeBackCall,
     UnpublishCall,
 )
 from tensorhub.worker.enrolment import Shard
@@ -194,8 +193,8 @@ class Caller:
         if self.member.state in (HandleState.READY, HandleState.IN_DOUBT):
             await self.unpublish(timeout_s)
 
-    async def refuse(self, reason: str, timeout_s: float) -> None:
-        await self.simulated.run(RefuseCall(reason), timeout_s)
+    async def refuse(self, error: TensorHubError, timeout_s: float) -> None:
+        await self.simulated.run(RefuseCall(ErrorInfo.of(error)), timeout_s)
 
     async def close(self, timeout_s: float, *, abandon: bool = False) -> None:
         if self.member.state is HandleState.CLOSED:
@@ -266,10 +265,8 @@ class HostCopies:
         self._shell = shell
 
     async def prefetch(self, caller: Caller, selector: Selector, timeout_s: float) -> FetchReport:
-        handle, shard, room = caller.simulated, caller.member.shard, self._shell.options.host_memory_bytes
+        handle, shard = caller.simulated, caller.member.shard
         assert shard.manifest is not None
-        if not room:
-            raise StateError("prefetch() needs host memory: set Options.host_memory_bytes")
         if handle.member.state is HandleState.CLOSED:
             raise StateError(f"{shard.title} is closed; register again")
         handle.member.tell_loss()
@@ -277,7 +274,12 @@ class HostCopies:
         if copy is not None and copy.asked is not None and not copy.asked.done:
             text = f"{shard.title}: a prefetch is still running on this handle; one prefetch at a time"
             raise StateError(text, retryable=True)
-        self.check_room(shard.manifest.nbytes, copy)
+        try:
+            self.check_room(shard.manifest.nbytes, copy)
+        except StateError as error:
+            if shard.world_size > 1:
+                handle.prefetched.refuse(error, timeout_s)
+            raise
         asked = handle.prefetch(selector, timeout_s)
         copy = handle.prefetched.copy
         assert isinstance(copy, EmbeddedHandle)
@@ -292,27 +294,34 @@ class HostCopies:
         handles = [h for h in self._shell.worker.handles if h.shard.medium is Medium.HOST and h is not instead]
         taken = sum(h.member.content.manifest.nbytes for h in handles if h.member.content is not None)
         room = self._shell.options.host_memory_bytes
+        if not room:
+            raise StateError("prefetch() needs host memory: set Options.host_memory_bytes")
         if taken + nbytes > room:
             text = f"{nbytes} bytes are wanted of host memory, {taken} of {room} are in use: set Options.host_memory_bytes"
             raise StateError(text)
 
     async def close(self, caller: Caller, timeout_s: float, *, abandon: bool) -> None:
-        copy = caller.simulated.prefetched.copy
-        if isinstance(copy, EmbeddedHandle) and copy.member.state is not HandleState.CLOSED:
-            await copy.end_call(StateError("its handle was closed"))
-            if not abandon:
-                await copy.run(SetAsideCall(), timeout_s)
+        prefetched = caller.simulated.prefetched
+        aside, closing = prefetched.aside, self._shell.worker.closing
+        if prefetched in closing:
+            raise StateError(f"{caller.member.shard.title}: it is being closed already; one call at a time", retryable=True)
+        closing.append(prefetched)
         try:
+            for copy in prefetched.ending(abandon=abandon):
+                assert isinstance(copy, EmbeddedHandle)
+                await copy.end_call(StateError("its handle was closed"))
+                if not abandon and copy.member.state is not HandleState.CLOSED:
+                    aside.append(copy)
+                    await copy.run(SetAsideCall(), timeout_s)
             await caller.close(timeout_s, abandon=abandon)
         finally:
-            if isinstance(copy, EmbeddedHandle) and caller.member.state is not HandleState.CLOSED:
-                self._take_back(copy)
-
-    def _take_back(self, copy: EmbeddedHandle) -> None:
-        """The handle was not closed: its copy holds what was set aside."""
-        is_there = copy.worker.alive and copy.idle and not self._shell.cluster.is_over
-        if is_there and copy.member.state is not HandleState.CLOSED:
-            copy.call(TakeBackCall())
+            closing.remove(prefetched)
+            for copy in [copy for copy in aside if copy.worker.alive and copy.idle and not self._shell.cluster.is_over]:
+                if caller.member.state is not HandleState.CLOSED:
+                    prefetched.take_back(copy)
+                else:
+                    prefetched.give_up(copy)
+            aside.clear()
 
     async def make(self, order: MakeCopy) -> None:
         """The coordinator wants a copy: find out what it is made of, and read it."""

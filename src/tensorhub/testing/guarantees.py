@@ -12,9 +12,9 @@ from math import inf
 from typing import TYPE_CHECKING
 
 from tensorhub.coordinator import Decision, Entry, Pinned, Publication, Retention, Rollback
-from tensorhub.coordinator.fills import LEFT
+from tensorhub.coordinator.fills import LEFT, UNCHANGED
 from tensorhub.coordinator.states import ReplicaState
-from tensorhub.errors import DrainTimeout, LeaseLost, TensorHubError, VersionConflict, VersionUnavailable
+from tensorhub.errors import DrainTimeout, IntegrityError, LeaseLost, TensorHubError, VersionConflict, VersionUnavailable
 from tensorhub.messages import Done, FromWorker, Outcome, Register, Registered, Start, Withdraw, Withdrawn, Write
 from tensorhub.testing.rendering import show_error
 from tensorhub.types import LATEST, PREVIOUS, HandleState, Medium, OpKey, OpKind, Purpose, VersionInfo
@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from tensorhub.testing.handle import Asked, Handle
 
 LATE_S_MAX = 3 * DEADLINE_SLACK_S  # it is given up after one, and some ends wait for another one
+CLEARED_MAX = 2  # sources that are not at fault: then it is the reader
 TODO_MAX = 1000  # actions that one handle has still to carry out
 HOLDING = (HandleState.READY, HandleState.DRAINING)
 RECORD = -1  # stands for a rank: what the store says of an operation
@@ -187,6 +188,8 @@ class Guarantees:
                 isinstance(error, (TensorHubError, *self._cluster.user_errors)),
                 f"G10: every refusal is a typed error: {error!r}",
             )
+            if isinstance(error, IntegrityError) and UNCHANGED in str(error):
+                self._blamed(handle, asked, str(error))
             if isinstance(error, VersionUnavailable) and LEFT in str(error):
                 self._left(handle, asked, str(error))
             if isinstance(asked.what, PublishCall) and isinstance(error, VersionConflict) and not error.retryable:
@@ -218,6 +221,13 @@ class Guarantees:
         newest, rolled_back_at = self.used.get(handle.shard.model, (-1, float("-inf")))
         ok = number <= newest or rolled_back_at >= asked.began
         demand(ok or self.strangers, f"R1: {handle} may not publish {number}, but {newest} is the newest: {asked.error}")
+
+    def _blamed(self, handle: Handle, asked: Asked, text: str) -> None:
+        """R8: a reader is at fault, before its time is over, only if several unchanged sources have sent it other bytes."""
+        mates = [h.asked for h in (handle, *self._mates(handle)) if h.asked is not None and h.asked.key == asked.key]
+        several = any(len(mate.damaged) >= CLEARED_MAX for mate in mates)
+        late = any(mate.until <= self._cluster.now for mate in mates)
+        demand(several or late or self.strangers, f"R8: {handle} is blamed for {[mate.damaged for mate in mates]}: {text}")
 
     def heard(self, message: FromWorker) -> None:
         """The coordinator is about to learn which memory its owner has given up, or wants to."""
@@ -416,7 +426,11 @@ class Guarantees:
         content, asked = handle.member.content, handle.asked
         if content is not None and asked is not None and self.has_left(handle, content.version.content_id) is None:
             key = handle.shard.group, content.version.content_id
-            self._leaving[key], self._stayed[key] = (handle, asked.granted_at), set()
+            self._leaving[key] = handle, asked.granted_at
+            # A replica that a new coordinator has not put together again serves piece by piece, as one that is being filled.
+            members = self._cluster.coordinator.cluster.members
+            books = {mate: members[mate.id].holding for mate in self._mates(handle) if mate.id in members}
+            self._stayed[key] = {mate for mate, holding in books.items() if holding is not None and holding.is_source}
 
     def has_left(self, handle: Handle, content_id: str) -> Handle | None:
         """Which rank was let go first, so that the replica that this one was a part of serves no more. What a worker
@@ -437,7 +451,9 @@ class Guarantees:
         if asked.follows:
             return  # its replica does not serve any more, whoever of them hears it first
         if isinstance(asked.what, CloseCall | SetAsideCall) and self._is_whole(handle, asked, content_id):
-            alone = (shard for shard in self.truth[content_id] if not self._others(handle, shard, asked, elsewhere=True))
+            is_one = handle.shard.purpose is Purpose.RETENTION  # a copy of one shard; its worker's others ask for themselves
+            shards = [handle.shard.number] if is_one else list(self.truth[content_id])
+            alone = (shard for shard in shards if not self._others(handle, shard, asked, elsewhere=True))
             asked.alone = next(alone, None)
 
     @staticmethod
@@ -446,6 +462,14 @@ class Guarantees:
         content, asked = handle.member.content, handle.asked
         holds = content is not None and content.version.content_id == content_id
         return holds and asked is not None and not asked.done and asked.granted_at > 0
+
+    @staticmethod
+    def _may_be_on_its_way(handle: Handle, content_id: str) -> bool:
+        """Whether it has asked for its leave when that content was anybody's to give up."""
+        content, asked = handle.member.content, handle.asked
+        holds = content is not None and content.version.content_id == content_id
+        leaves = asked is not None and not asked.done and isinstance(asked.what, UnpublishCall | CloseCall)
+        return holds and leaves and asked is not None and content_id not in asked.retained
 
     def _is_whole(self, handle: Handle, asked: Asked, content_id: str) -> bool:
         """Whether, with what this handle holds, every shard of it surely has a reliable holder."""
@@ -486,6 +510,8 @@ class Guarantees:
             return  # nobody wants it, or a rank of its replica does not care
         if asked.follows or self.has_left(handle, content_id) not in (None, handle):
             return  # its replica did not serve any more
+        if any(self._may_be_on_its_way(mate, content_id) for mate in self._mates(handle)):
+            return  # nor does it, if that mate's leave was granted: its readers are waited for before it hears of that
         if not self._is_reliable(handle) or not self._is_whole(handle, asked, content_id):
             return  # it does not count, or the version was lost before
         lacks = [shard for shard in self.truth[content_id] if not self._others(handle, shard, asked, elsewhere=False)]
@@ -496,10 +522,13 @@ class Guarantees:
         )
 
     def _is_reliable(self, handle: Handle) -> bool:
-        """Whether it counts for retention: no rank of its group is spot; nor, for a host copy, anything of its worker."""
+        """Whether it counts for retention: no rank of its group is spot; nor, for a host copy, anything of its worker that
+        the coordinator has heard of.
+        """
         group, is_copy = handle.shard.group, handle.shard.medium is Medium.HOST
+        known = self._cluster.coordinator.cluster.members
         ranks = {h.shard.rank: h for h in self._cluster.all_handles() if h.shard.group == group}  # the newest of each
-        open_ = [h for h in handle.worker.handles if h.shard.serves and h.member.state is not HandleState.CLOSED]
+        open_ = [h for h in handle.worker.handles if h.shard.serves and h.id in known]
         return not any(h.shard.spot for h in [*ranks.values(), *(open_ if is_copy else ())])
 
     def _surely_holds(self, handle: Handle, content_id: str, since: float, leaver: Handle) -> bool:

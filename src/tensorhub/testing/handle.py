@@ -8,11 +8,12 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Collection, MutableSequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from math import inf
 from typing import TYPE_CHECKING, assert_never
 
-from tensorhub.errors import MutabilityViolation, StateError
-from tensorhub.messages import Deregister, DigestAgain, Prepared, Publish
+from tensorhub.errors import GroupAborted, MutabilityViolation, StateError
+from tensorhub.messages import Deregister, DigestAgain, ErrorInfo, Prepared, Publish
 from tensorhub.testing.guarantees import HOLDING, demand
 from tensorhub.testing.memory import CHUNK_BYTES, digest_of, sent_digest, written
 from tensorhub.testing.prefetching import Prefetched
@@ -79,13 +80,14 @@ class Asked:
     retired: frozenset[str] = frozenset()  # content ids that were rolled back when this call began
     retained: frozenset[str] = frozenset()  # content ids that had to stay when this call began
     began: float = 0.0
-    until: float = float("inf")  # its deadline
+    until: float = inf  # its deadline
     online: bool = True  # its worker has been connected all the time
     granted: bool = False  # the coordinator has let go what was held
     granted_at: float = 0.0  # when it has let it go, where it was asked to
     follows: bool = False  # another rank of its replica was let go before
     committed: bool = False  # it has heard that its operation was
     alone: int | None = None  # a shard that no other process kept when the coordinator let its process go
+    damaged: set[str] = field(default_factory=set)  # names of sources from which it got bytes without their digest
     key: OpKey | None = None
     votes: tuple[OpKey, ...] = ()  # the operations in which this call has voted, under each coordinator
     done: bool = False
@@ -226,7 +228,7 @@ class Handle:
 
     def refuse(self, reason: str = "the body raised") -> Asked:
         """Do not make the next group call."""
-        return self.call(RefuseCall(reason), 60.0)
+        return self.call(RefuseCall(ErrorInfo.of(GroupAborted(reason))), 60.0)
 
     def cancel(self, why: str = "cancelled") -> None:
         """The caller does not want its running call any more."""
@@ -241,11 +243,18 @@ class Handle:
         if content is None or self.member.state is not HandleState.READY or self.access is not None:
             return False
         self.cluster.note(f"{self.name} is written while it is published")
-        chunk = next(self.cluster.numbers) % len(self.cells)
+        chunk = self._chunk_to_spoil()
         cell = f"{self.name}!{next(self.cluster.numbers)}.{chunk}"
         self.cluster.guarantees.spoil(self, content.version.content_id, chunk, cell)
         self.cells[chunk] = cell
         return True
+
+    def _chunk_to_spoil(self) -> int:
+        """Often one that somebody has read, which others may notice."""
+        number = next(self.cluster.numbers)
+        held = self.worker.owner._holdings.get(self.id)
+        known = [chunk for chunk, digest in enumerate(held.digests) if digest is not None] if held is not None else []
+        return known[number % len(known)] if known and number % 2 else number % len(self.cells)
 
     # -- accesses of its own
 
@@ -495,6 +504,8 @@ class Handle:
         self.prefetched.handle_ended(asked)
         if self.copy_of is not None:
             self.copy_of.prefetched.copy_ended(self, asked)
+        for closing in list(self.worker.closing):
+            closing.ending_copy_ended(self, asked)
 
     def hook_returns(self) -> None:
         """Its before_write is over."""

@@ -5,12 +5,15 @@ Not responsible for copies that the coordinator orders: see `worker`.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from tensorhub.errors import StateError
+from tensorhub.errors import StateError, TensorHubError
+from tensorhub.messages import ErrorInfo
+from tensorhub.testing.closing import Closing
 from tensorhub.types import HandleState, Medium, OpKind, Purpose, Selector, host_group
-from tensorhub.worker.calls import CloseCall, FillCall, ReleaseCall, SetAsideCall, TakeBackCall
+from tensorhub.worker.calls import CloseCall, FillCall, RefuseCall, ReleaseCall, TakeBackCall
 
 if TYPE_CHECKING:
     from tensorhub.testing.handle import Asked, Handle
@@ -23,10 +26,19 @@ class Prefetched:
         self._handle = handle
         self.copy: Handle | None = None
         self._frees = False  # what it holds is to be given back, once its call has ended
-        self._closing: tuple[float, bool] | None = None  # how its handle is to be closed, once what it held is set aside
+        self._closing: Closing | None = None  # its handle's, with what ends with it
+        self.aside: list[Handle] = []  # what was set aside for that
 
     def fill(self, selector: Selector, timeout_s: float) -> Asked:
         """Prefetch. Raises StateError while another call of the copy runs."""
+        return self._have_copy().call(FillCall(OpKind.PREFETCH, selector), timeout_s)
+
+    def refuse(self, error: TensorHubError, timeout_s: float) -> Asked:
+        """Tell the other ranks that this one does not prefetch. Raises as `fill`."""
+        return self._have_copy().call(RefuseCall(ErrorInfo.of(error)), timeout_s)
+
+    def _have_copy(self) -> Handle:
+        """Make it, the first time."""
         copy = self.copy
         if self._closing is not None or (copy is not None and not copy.idle):
             raise StateError("one prefetch at a time", retryable=True)
@@ -38,7 +50,7 @@ class Prefetched:
             copy = self.copy = self._handle.worker.take(replace(of_host, purpose=Purpose.PREFETCH))
             copy.copy_of = self._handle
         assert copy is not None
-        return copy.call(FillCall(OpKind.PREFETCH, selector), timeout_s)
+        return copy
 
     def end(self) -> None:
         """An update has taken what the running prefetch has got so far."""
@@ -49,15 +61,41 @@ class Prefetched:
         """An update is done: give up what is held, and what is being filled (R10)."""
         if self.copy is not None:
             self._frees = True
-            self._go_on(self.copy)
+            if self._closing is None:
+                self._go_on(self.copy)
 
     def close(self, timeout_s: float, *, abandon: bool = False) -> None:
-        """Close the handle with its copy. That is set aside first, so that an error leaves both as they were."""
-        if self.copy is None:
-            self._handle.close(timeout_s, abandon=abandon)
-        elif self._closing is None:
-            self._closing = timeout_s, abandon
-            self._go_on(self.copy)
+        """Close the handle with what ends with it: see `closing`."""
+        if self._closing is None:
+            self._handle.worker.closing.append(self)
+            self._closing = Closing(self._handle, self.ending(abandon=abandon), self.aside, timeout_s, abandon=abandon)
+            if not self._closing.go_on():
+                self._stay()
+
+    def ending(self, *, abandon: bool) -> list[Handle]:
+        """The copies that end with the handle, which is being closed."""
+        worker, copies = self._handle.worker, [self.copy] if self.copy is not None else []
+        if worker.ends and not abandon and not any(h.shard.spot and h.shard.serves for h in worker.handles):
+            copies += [handle for handle in worker.handles if handle.shard.purpose is Purpose.RETENTION]
+        return copies
+
+    @property
+    def handle(self) -> Handle:
+        """Whose copy it is."""
+        return self._handle
+
+    @staticmethod
+    def take_back(copy: Handle) -> None:
+        """The handle is not closed: what was set aside for that is held again."""
+        if copy.idle and copy.member.state is not HandleState.CLOSED:
+            copy.call(TakeBackCall())
+
+    @staticmethod
+    def give_up(copy: Handle) -> None:
+        """The handle is closed, and so ends what was set aside."""
+        if copy.copy_of is None and copy.idle and copy.member.state is not HandleState.CLOSED:
+            copy.dropped = True
+            copy.close(abandon=True)
 
     def handle_over(self) -> None:
         """The handle is closed, or was refused: so ends its copy."""
@@ -67,9 +105,12 @@ class Prefetched:
     def handle_ended(self, asked: Asked) -> None:
         """A call of the handle has ended."""
         if self._handle.member.state is HandleState.CLOSED:
-            self._closing = None
+            if self._handle.shard.serves and self._handle.shard.purpose is Purpose.USE:
+                self._handle.worker.has_closed = True
+            if self._closing is not None:
+                self._end(self.give_up)
             self.handle_over()
-        elif isinstance(asked.what, CloseCall):
+        elif isinstance(asked.what, CloseCall) and self._closing is not None:
             self._stay()
 
     def _go_on(self, copy: Handle) -> None:
@@ -82,10 +123,6 @@ class Prefetched:
             pass  # its call has ended, and is about to be asked what comes next
         elif is_over:
             copy.close(abandon=True)
-        elif self._closing is not None and self._closing[1]:
-            self._close_handle()
-        elif self._closing is not None:
-            copy.call(SetAsideCall(), self._closing[0])
         else:
             self._frees = False
             copy.call(ReleaseCall())
@@ -94,30 +131,28 @@ class Prefetched:
         """A call of the copy has ended."""
         if copy.member.state is HandleState.CLOSED:
             self._drop(copy)
-        elif self._handle.member.state is HandleState.CLOSED or self._handle not in self._handle.worker.handles:
-            self._go_on(copy)
-        elif isinstance(asked.what, SetAsideCall):
-            if asked.error is None:
-                self._close_handle()
-            else:
-                self._stay()
-        elif self._frees or self._closing is not None:
+            return
+        is_over = self._handle.member.state is HandleState.CLOSED or self._handle not in self._handle.worker.handles
+        frees = self._frees and self._closing is None and not isinstance(asked.what, ReleaseCall)
+        if is_over or frees:
             self._go_on(copy)
 
-    def _close_handle(self) -> None:
-        handle = self._handle
-        assert self._closing is not None
-        timeout_s, abandon = self._closing
-        if handle.idle:
-            handle.close(timeout_s, abandon=abandon)
-        else:
+    def ending_copy_ended(self, copy: Handle, asked: Asked) -> None:
+        """A call of a copy of this worker has ended, and perhaps the close waits for that."""
+        if self._closing is not None and not self._closing.copy_ended(copy, asked):
             self._stay()
 
     def _stay(self) -> None:
-        """The handle is not closed: its copy holds what it held."""
-        self._closing = None
-        if self.copy is not None and self.copy.idle:
-            self.copy.call(TakeBackCall())
+        """The handle is not closed."""
+        self._end(self.take_back)
+
+    def _end(self, settle: Callable[[Handle], None]) -> None:
+        """Its close is over."""
+        self._handle.worker.closing.remove(self)
+        self._closing, aside = None, list(self.aside)
+        self.aside.clear()
+        for copy in aside:
+            settle(copy)
 
     def _drop(self, copy: Handle) -> None:
         copy.worker.drop(copy)

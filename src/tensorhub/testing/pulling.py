@@ -160,6 +160,8 @@ class Lane:
             return
         self.ended = True
         self.failure = failure
+        if failure == "corrupt" and self.reader.asked is not None:
+            self.reader.asked.damaged.add(self.grant.source)
         self.reader.cluster.lane_closed(self)
         self.reading.lane_ended(self, failure, chunk)
 

@@ -57,6 +57,7 @@ from tensorhub.worker.owner import Owner
 
 if TYPE_CHECKING:
     from tensorhub.testing.cluster import Cluster
+    from tensorhub.testing.prefetching import Prefetched
 
 
 class SimWorker:
@@ -84,6 +85,8 @@ class SimWorker:
         self.answers: dict[int, TensorHubError | None] = {}  # to what the worker itself asked, by request
         self.host_bytes = cluster.host_bytes
         self.copies_refused = 0  # that it will refuse to make
+        self.closing: list[Prefetched] = []  # of handles that their user is closing
+        self.has_closed = False  # a user has closed one
         self._knew = ""  # the cluster of its newest session
         self.pins: dict[str, tuple[str, int]] = {}  # that it wants: model and version, by id
         self.unpinned: dict[str, str] = {}  # pins that it has ended, and has not heard the end of: their models, by id
@@ -250,12 +253,22 @@ class SimWorker:
 
     # -- copies in host memory
 
+    @property
+    def ends(self) -> bool:
+        """Whether a user has closed a handle, or is about to, and none is left: this process may end at any time."""
+        used = [
+            h for h in self.handles if h.shard.serves and h.shard.purpose is Purpose.USE and h.registration_error is None
+        ]
+        closing = [prefetched.handle for prefetched in self.closing]
+        left = [h for h in used if h.member.state is not HandleState.CLOSED and h not in closing]
+        return (self.has_closed or bool(closing)) and not left
+
     def _make_copy(self, message: MakeCopy) -> None:
         """Read it like any reader, also where it is in this worker's own memory."""
         if message.copy in self.cluster.by_registration:
             return
-        if self.copies_refused:
-            self.copies_refused -= 1
+        if self.copies_refused or self.ends:
+            self.copies_refused = max(0, self.copies_refused - 1)
             self.say(CopyRefused(message.copy, "not here"))
             return
         info, group, manifest = message.version, f"copy/{message.copy}", self.cluster.manifest
@@ -346,7 +359,8 @@ class SimWorker:
                 self._make_copy(message)
             case DropCopy():
                 for copy in [handle for handle in self.handles if handle.shard.registration == message.copy]:
-                    self._drop_copy(copy)
+                    if not any(copy in prefetched.aside for prefetched in self.closing):  # said anew if it stays
+                        self._drop_copy(copy)
             case EpochChanged():
                 for handle in list(self.handles):
                     if (handle.shard.model, handle.shard.group) == (message.model, message.group):

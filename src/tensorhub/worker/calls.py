@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from tensorhub.manifest import Manifest
-from tensorhub.messages import FromWorker, Grant
+from tensorhub.messages import ErrorInfo, FromWorker, Grant
 from tensorhub.types import OpKind, Selector, VersionInfo
 
 
@@ -53,9 +53,9 @@ class CloseCall:
 
 @dataclass(frozen=True, slots=True)
 class RefuseCall:
-    """This rank will not make its next group call (its body raised): the other ranks' call ends at once."""
+    """This rank will not make its next group call (its body raised, say): the other ranks' call ends at once, with that."""
 
-    reason: str
+    error: ErrorInfo
 
 
 @dataclass(frozen=True, slots=True)

@@ -208,11 +208,10 @@ class Refusing(Running):
 
     def __init__(self, call: RefuseCall, rank: Rank, holding: Holding, timeout_s: float) -> None:
         super().__init__("refuse", rank, holding, timeout_s)
-        self._reason = call.reason
+        self._error = call.error
 
     def start(self) -> None:
-        key, refusal = self._rank.enrolment.take_key(), ErrorInfo.of(GroupAborted(self._reason))
-        self._rank.say(Abandon(key, self._rank.shard.rank, refusal))
+        self._rank.say(Abandon(self._rank.enrolment.take_key(), self._rank.shard.rank, self._error))
         self.finish()
 
     def _give_up(self, error: Exception) -> None:

@@ -7,17 +7,29 @@ from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import Any
 
-from tensorhub.coordinator import Coordinator
+from tensorhub.coordinator import Coordinator, fills
 from tensorhub.coordinator.custody import Custody
 from tensorhub.coordinator.decisions import Decisions
-from tensorhub.coordinator.entities import Group, Handover, Member, Model, Operation, ReadLease, Version
+from tensorhub.coordinator.entities import (
+    Group,
+    Handover,
+    Member,
+    Model,
+    Operation,
+    RankPart,
+    ReadLease,
+    Session,
+    Version,
+    Worker,
+)
 from tensorhub.coordinator.entities import Holding as Held
+from tensorhub.coordinator.lineage import Lineages
 from tensorhub.coordinator.membership import Membership
 from tensorhub.coordinator.readers import Readers
 from tensorhub.coordinator.retention import Retentions
 from tensorhub.coordinator.suspicions import Suspicions
 from tensorhub.coordinator.versions import Versions
-from tensorhub.messages import Outcome, Start, Write
+from tensorhub.messages import Join, Outcome, Register, Start, Write
 from tensorhub.scheduler.pull import Pull, SourceState
 from tensorhub.testing import Fault
 from tensorhub.worker.enrolment import Enrolment
@@ -25,7 +37,7 @@ from tensorhub.worker.filling import Filling
 from tensorhub.worker.member import Member as Rank
 from tensorhub.worker.owner import Owner
 from tensorhub.worker.running import GroupCall
-from tests.testing.bugs import bug, replaced
+from tests.testing.bugs import bug, replaced, survivor
 
 
 def around(owner: Any, name: str, wrap: Callable[..., Any]) -> AbstractContextManager[Any]:
@@ -302,4 +314,93 @@ def bad_chunk_given_up() -> Iterator[None]:
         self._lowest = max(self._lowest, chunk + 1)
 
     with around(Pull, "_want_again", again):
+        yield
+
+
+# -- failures, blame and readers, by what was not looked at before
+
+
+@bug("R2: a pin of a version that was rolled back goes on")
+def pin_outlives_rollback() -> Iterator[None]:
+    def record(before: Callable[..., None], self: Any, order: Any) -> None:
+        pins = dict(order.model.pins)
+        before(self, order)
+        order.model.pins.update(pins)
+
+    with around(Lineages, "recorded", record):
+        yield
+
+
+@bug("R8: quarantined memory counts again once its worker has reconnected", faults=(Fault.OVERWRITE, Fault.CUT))
+def quarantine_lifted() -> Iterator[None]:
+    def again(before: Callable[..., None], self: Membership, member: Member, message: Register) -> None:
+        lifted = [holding for holding in member.leaving if holding.quarantined]
+        if not lifted:
+            before(self, member, message)
+            return
+        for holding in lifted:
+            member.leaving.remove(holding)
+            member.holding, holding.leaving, holding.quarantined = holding, False, False
+            holding.version.holdings[holding.shard].append(holding)
+        self._cluster.touch(member.group.model)
+        member.said_in = member.worker.session
+        self._tell_registered(member, message, True)
+
+    with around(Membership, "_register_again", again):
+        yield
+
+
+@bug(
+    "a lease: a fill that was begun under a former coordinator ends, and its leases do not",
+    faults=(Fault.COORDINATOR, Fault.SLOW, Fault.STALL),
+)
+def resumed_fill_keeps_leases() -> Iterator[None]:
+    def release(before: Callable[..., None], self: Readers, part: RankPart, why: str) -> None:
+        if part.begun is None:
+            before(self, part, why)
+
+    with around(Readers, "release_all", release):
+        yield
+
+
+@survivor(
+    "R8: an owner that was asked, and whose answer was lost, is not asked again",
+    faults=(Fault.OVERWRITE, Fault.CORRUPT),
+)
+def asked_once_only() -> Iterator[None]:
+    def ask(before: Callable[..., None], self: Suspicions, part: RankPart, holding: Held, chunk: int) -> None:
+        if not holding.inquiries:
+            before(self, part, holding, chunk)
+
+    with around(Suspicions, "ask", ask):
+        yield
+
+
+@bug("R8: that one source was cleared counts for all: a reader is the guilty one at once", faults=(Fault.CORRUPT,))
+def cleared_at_once() -> Iterator[None]:
+    with replaced(fills, "CLEARED_MAX", 1):
+        yield
+
+
+@bug(
+    "R5: nobody notes that a worker has spot memory: its host memory takes copies, and counts",
+    faults=(Fault.PREEMPT, Fault.CRASH, Fault.RESTART),
+)
+def spot_worker_not_noted() -> Iterator[None]:
+    with replaced(Worker, "spot", property(lambda self: False, lambda self, value: None)):
+        yield
+
+
+@bug(
+    "G9: a Join that comes late, over a connection that its worker has given up, takes the newer one's place",
+    faults=(Fault.REORDER, Fault.DELAY, Fault.DROP),
+)
+def late_join_heeded() -> Iterator[None]:
+    def join(before: Callable[..., None], self: Membership, session: Session, message: Join) -> None:
+        worker = self._cluster.workers.get(session.incarnation)
+        if worker is not None and worker.session is not None and worker.session > session.number:
+            self.disconnected(self._cluster.sessions[worker.session])
+        before(self, session, message)
+
+    with around(Membership, "join", join):
         yield

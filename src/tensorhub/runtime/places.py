@@ -1,0 +1,145 @@
+"""Where the bytes of one handle's memory are, and those of what is staged for it.
+
+Responsible for mapping them, once per manifest, and for taking host memory and giving it back, in a thread, with its room in
+the budget. Not responsible for who may read or write them, nor when.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import anyio
+import anyio.to_thread
+
+from tensorhub.errors import StateError, TensorHubError, text_of
+from tensorhub.manifest import Manifest
+from tensorhub.runtime.chunks import ChunkMemory
+from tensorhub.runtime.logs import get_logger
+from tensorhub.runtime.serving import SharedOwner
+from tensorhub.transport.host import HostMemory
+from tensorhub.transport.memory import MappedRegions, Memory
+from tensorhub.types import ContentId, Purpose, RegistrationId
+from tensorhub.worker.calls import CopyLocally, StartPull, staging_of
+
+log = get_logger("tensorhub.worker")
+
+
+class HostRoom(Protocol):
+    """What a handle needs of its worker's host copies. A copy is named by the registration that it belongs to, or staged."""
+
+    async def make_room(self, ident: str, purpose: Purpose, nbytes: int) -> None:
+        """Reserve host memory, once those that must make room for it are gone. StateError: there is none."""
+
+    def freed(self, ident: str) -> None:
+        """That memory was given back."""
+
+    def end_prefetch(self, registration: str) -> None:
+        """End the prefetch of this registration's handle, if one runs."""
+
+    def free_prefetch(self, registration: str) -> None:
+        """Have its host copy released, in the background."""
+
+
+@dataclass(slots=True)
+class _Staging:
+    """What a staged update is filled into: open at the owner under an id that nobody else knows."""
+
+    memory: HostMemory
+    generation: int
+    mapped: MappedRegions
+    chunks: ChunkMemory
+
+
+class Places:
+    """Of one handle."""
+
+    def __init__(self, memory: Memory, registration: RegistrationId, owner: SharedOwner, room: HostRoom) -> None:
+        self.unopened: TensorHubError | None = None  # why the memory could not be opened for the running fill
+        self._memory = memory
+        self._registration = registration
+        self._owner = owner
+        self._room = room
+        self._staging_id = RegistrationId(staging_of(registration))
+        self._staging: _Staging | None = None
+        self._mapped: tuple[str, MappedRegions, ChunkMemory] | None = None  # of the manifest with this id
+
+    def __repr__(self) -> str:
+        return f"<Places of {self._memory!r}{' and what is staged' if self._staging is not None else ''}>"
+
+    async def prepare(self, manifest: Manifest) -> ChunkMemory | None:
+        """Find the manifest's chunks, which are about to be opened. None: there is no host memory for them (`unopened`)."""
+        self.unopened = None
+        if isinstance(self._memory, HostMemory):  # it is made now, and there may be none
+            if not self._is_mapped(manifest):
+                await self._unmap()
+            try:
+                self._map_safely(manifest)
+            except TensorHubError as error:
+                self.unopened = error
+                return None
+        return self._map(manifest)[1]
+
+    def _map(self, manifest: Manifest) -> tuple[MappedRegions, ChunkMemory]:
+        """Where the manifest's regions and chunks are; kept, because the next version most likely has the same manifest."""
+        if self._mapped is None or not self._is_mapped(manifest):
+            mapped = self._memory.map(manifest)
+            self._mapped = manifest.manifest_id, mapped, ChunkMemory(manifest, mapped.regions, mapped.unwanted)
+        return self._mapped[1:]
+
+    def _is_mapped(self, manifest: Manifest) -> bool:
+        return self._mapped is not None and self._mapped[0] == manifest.manifest_id
+
+    def _map_safely(self, manifest: Manifest) -> tuple[MappedRegions, ChunkMemory]:
+        """As `_map`; what goes wrong there costs this call, and no other handle anything."""
+        if self.unopened is not None:
+            raise self.unopened
+        try:
+            return self._map(manifest)
+        except TensorHubError:
+            raise
+        except Exception as error:
+            log.exception("memory_not_mapped", registration=self._registration)
+            raise StateError(f"{self._memory!r} cannot hold this version: {text_of(error)}") from error
+
+    async def _unmap(self) -> None:
+        """Let go of what was mapped before: host memory is back in the system before more of it is taken."""
+        self._mapped = None
+        if isinstance(self._memory, HostMemory):
+            self._owner.forget(self._registration)
+            await anyio.to_thread.run_sync(self._memory.free)
+
+    async def free(self) -> None:
+        await self._unmap()
+        self._room.freed(self._registration)
+
+    async def free_staging(self) -> None:
+        if self._staging is not None:
+            await self._owner.fence_async(self._staging_id)  # only this handle's own copying, which has ended, reads it
+            self._owner.forget(self._staging_id)
+            memory, self._staging = self._staging.memory, None
+            await anyio.to_thread.run_sync(memory.free)
+        self._room.freed(self._staging_id)
+
+    async def destination(self, action: StartPull | CopyLocally) -> tuple[RegistrationId, MappedRegions, ChunkMemory]:
+        """Where the chunks go, and under which id the owner knows it: the memory itself, or what is staged for it."""
+        if not action.staged:
+            # In a thread, for memory that is made only now: a file of its size.
+            mapped, chunks = await anyio.to_thread.run_sync(self._map_safely, action.manifest)
+            return self._registration, mapped, chunks
+        if self._staging is None or self._staging.generation != action.generation:
+            await self._stage(action)
+        staging = self._staging
+        assert staging is not None
+        return self._staging_id, staging.mapped, staging.chunks
+
+    async def _stage(self, action: StartPull | CopyLocally) -> None:
+        await self.free_staging()
+        manifest = action.manifest
+        await self._room.make_room(self._staging_id, Purpose.USE, manifest.nbytes)
+        memory = HostMemory()
+        mapped = memory.map(manifest)
+        chunks = ChunkMemory(manifest, mapped.regions)
+        self._staging = _Staging(memory, action.generation, mapped, chunks)
+        content_id = ContentId(action.version.content_id)
+        self._owner.open(self._staging_id, action.generation, content_id, chunks, complete=False)

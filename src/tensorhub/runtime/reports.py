@@ -1,0 +1,59 @@
+"""How long a fill took, and for what: the phases of its report are wall time, and add up to the call.
+
+Responsible for what is noted while a call runs, and for the `FetchReport` made of it. Not responsible for what a pull's
+lanes have counted (`runtime.lanes`).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from tensorhub.runtime.lanes import PullReport
+from tensorhub.types import FetchReport
+from tensorhub.worker.calls import Finish
+
+
+@dataclass(slots=True)
+class CallTimes:
+    """When what happened in one call."""
+
+    bound: float | None = None  # Start has come
+    pulled_from: float = 0.0  # these four: where something was pulled
+    verified_s: float = 0.0  # spent on what the memory held of that content already
+    pulled: float = 0.0
+    prepared: float = 0.0
+    copied_s: float = 0.0  # spent on local copies: before the pull
+    applied_s: float = 0.0  # and after the vote, of what was staged
+    hooked: float | None = None  # when before_write began, of a staged update
+    hook_s: float = 0.0  # that it took there
+    pull: PullReport | None = None
+
+    def report_of(self, finish: Finish, started: float, ended: float) -> FetchReport:
+        """Of a call that has ended well."""
+        assert finish.version is not None
+        pull, number = self.pull, finish.version.version
+        if pull is None or self.bound is None:
+            return FetchReport(number, finish.changed, seconds=ended - started, phases={"resolve": ended - started})
+        phases = pull_phases(pull, self.pulled - self.pulled_from - self.verified_s)
+        phases["verify"] += self.verified_s
+        phases["resolve"] = self.bound - started
+        phases["wait"] += self.pulled_from - self.bound - self.copied_s + self.hook_s
+        phases["unpack"] = self.prepared - self.pulled + self.copied_s + self.applied_s
+        phases["commit"] = ended - self.prepared - self.applied_s - self.hook_s
+        return FetchReport(
+            version=number,
+            changed=finish.changed,
+            bytes_read=pull.bytes_read,
+            seconds=ended - started,
+            phases=phases,
+            sources=pull.sources,
+            retries=pull.retries,
+            reread_bytes=pull.reread_bytes,
+        )
+
+
+def pull_phases(pull: PullReport, seconds: float) -> dict[str, float]:
+    """A pull's wall time: shared out as its lanes spent theirs, if they ran side by side; without a lane it waited."""
+    lanes_s = max(sum(pull.phases.values()), seconds)
+    transfer_s, verify_s = (pull.phases[name] * seconds / lanes_s if lanes_s else 0.0 for name in ("transfer", "verify"))
+    return {"wait": max(0.0, seconds - transfer_s - verify_s), "transfer": transfer_s, "verify": verify_s}

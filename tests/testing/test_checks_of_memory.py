@@ -1,0 +1,188 @@
+"""As `test_checks`, for what memory holds, fences and deadlines: each check sees a deliberate bug, and nothing else."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+
+import pytest
+
+from tensorhub.errors import DrainTimeout
+from tensorhub.testing import CHUNKS, GuaranteeBroken, Handle, PureCluster
+from tensorhub.testing.memory import make_manifest
+from tensorhub.types import HandleState
+from tensorhub.worker.owner import Owner
+from tests.testing.bugs import outside, replaced
+
+Scenario = Callable[[], None]
+Bug = Callable[[], AbstractContextManager[None]]
+
+
+def published(*readers: str) -> tuple[PureCluster, Handle, list[Handle]]:
+    """A trainer that has published version 1, and readers that hold nothing."""
+    cluster = PureCluster(manifest=make_manifest(CHUNKS, "xxh3-64"))
+    trainer, *others = (cluster.handle(name) for name in ("trainer", *readers))
+    cluster.run()
+    trainer.publish(1)
+    cluster.run()
+    return cluster, trainer, others
+
+
+def run_without(cluster: PureCluster, *kinds: str) -> None:
+    """Let everything happen but that."""
+    while choices := [choice for choice in cluster.choices() if choice.kind not in kinds]:
+        cluster.do(choices[0])
+
+
+def read_one_chunk(cluster: PureCluster, reader: Handle) -> None:
+    run_without(cluster, "read")
+    assert reader.pull is not None
+    while reader.pull.books.chunks_verified == 0:
+        cluster.read(reader)
+
+
+def a_source_is_lost_half_way() -> None:
+    cluster, _, (other, reader) = published("other", "reader")
+    other.replicate()
+    cluster.run()
+    reader.replicate()
+    read_one_chunk(cluster, reader)
+    assert reader.pull is not None
+    next(iter(reader.pull.lanes.values())).end("lost")
+    cluster.advance(1.0)
+    assert reader.member.version == 1
+
+
+def a_broken_fill_is_begun_again() -> None:
+    cluster, _, (reader,) = published("reader")
+    reader.replicate()
+    read_one_chunk(cluster, reader)
+    reader.cancel()
+    cluster.run()
+    assert reader.member.state is HandleState.TORN
+    reader.replicate()
+    cluster.run()
+    assert reader.member.version == 1
+
+
+def an_update_is_staged() -> None:
+    cluster, trainer, (reader,) = published("reader")
+    reader.replicate()
+    cluster.run()
+    trainer.unpublish()
+    cluster.run()
+    trainer.publish(2)
+    cluster.run()
+    reader.stage()
+    cluster.run()
+    assert reader.member.version == 2
+
+
+def a_call_waits_without_a_connection() -> None:
+    cluster, _, (reader,) = published("reader")
+    reader.worker.disconnect()
+    reader.replicate(timeout_s=5)
+    cluster.advance(30.0)
+    cluster.guarantees.check_in_time(reader)
+
+
+def an_owner_that_is_cut_off_leaves() -> None:
+    cluster, trainer, _ = published()
+    trainer.worker.retain(1)
+    cluster.run()
+    trainer.worker.disconnect()
+    asked = trainer.unpublish(timeout_s=100)
+    cluster.advance(2 * cluster.options.lease_s)
+    assert asked.done
+    assert asked.error is None
+
+
+def the_only_source_is_lost_while_an_engine_pauses() -> None:
+    cluster, trainer, (reader,) = published("reader")
+    reader.replicate("latest", hold=True)
+    run_without(cluster, "hook")
+    trainer.worker.crash()
+    run_without(cluster, "hook")
+    cluster.run()
+    assert not reader.idle
+
+
+def a_request_is_late_for_a_fence_that_was_given_up() -> None:
+    cluster, trainer, (reader,) = published("reader")
+    trainer.hold_access()
+    reader.replicate()
+    run_without(cluster, "read")
+    reader.worker.disconnect()  # nobody tells it of the leave
+    asked = trainer.unpublish(timeout_s=1)
+    while not asked.done:
+        run_without(cluster, "read")
+        cluster.advance(0.5, run=False)
+    assert isinstance(asked.error, DrainTimeout)
+    assert trainer.member.state is HandleState.READY
+    cluster.run()
+    assert reader.pull is not None
+    assert not reader.pull.lanes
+
+
+def a_publisher_that_has_changed_its_memory_connects_again() -> None:
+    cluster, trainer, (reader,) = published("reader")
+    reader.replicate()
+    read_one_chunk(cluster, reader)
+    trainer.cells[0] = "changed"
+    cluster.guarantees.spoil(trainer, cluster.guarantees.published["actor"][1], 0, "changed")
+    assert reader.pull is not None
+    next(iter(reader.pull.lanes.values())).end("corrupt", 0)
+    run_without(cluster, "read")
+    assert trainer.changed
+    trainer.worker.disconnect()
+    trainer.worker.connect()
+    run_without(cluster, "read")
+
+
+@pytest.mark.parametrize(
+    ("scenario", "bug", "says"),
+    [
+        (a_source_is_lost_half_way, outside.verified_chunks_asked_again, "G8: .* reads chunk 0 again"),
+        (a_broken_fill_is_begun_again, lambda: replaced(Owner, "kept", lambda *_: []), "R9: .* forgets the chunks"),
+        (an_update_is_staged, outside.staged_update_overwrites_early, "R7: .* not committed"),
+        (a_call_waits_without_a_connection, outside.cut_off_call_waits_for_ever, "G10: .* should have ended"),
+        (an_owner_that_is_cut_off_leaves, outside.cut_off_owner_does_not_wait, "R4: .* leaves before"),
+        (the_only_source_is_lost_while_an_engine_pauses, outside.overwritten_without_a_source, "R7: .* nobody is said"),
+        (
+            a_request_is_late_for_a_fence_that_was_given_up,
+            outside.request_of_an_old_generation_served,
+            "G9: .* asked of generation",
+        ),
+        (
+            a_publisher_that_has_changed_its_memory_connects_again,
+            outside.spoiled_memory_announced,
+            "R8: .* bytes have changed",
+        ),
+    ],
+    ids=lambda value: getattr(value, "__name__", ""),
+)
+def test_its_check_sees(scenario: Scenario, bug: Bug, says: str) -> None:
+    scenario()
+    with bug(), pytest.raises(GuaranteeBroken, match=says):
+        scenario()
+
+
+def test_a_rank_may_follow_one_whose_leave_was_granted_before_the_version_was_to_be_kept() -> None:
+    cluster = PureCluster()
+    ranks, reader = cluster.group("writers", 2), cluster.fetcher("reader", 0)
+    cluster.run()
+    for rank in ranks:
+        rank.publish(1)
+    cluster.advance(1.0)
+    reader.fetch()
+    run_without(cluster, "read")
+    first = ranks[0].unpublish()
+    run_without(cluster, "read")
+    assert not first.has_ended()  # its reader has some time to go
+    ranks[1].worker.retain(1)
+    run_without(cluster, "read")
+    second = ranks[1].unpublish()
+    cluster.advance(30.0)
+    assert first.has_ended()
+    assert second.has_ended()
+    assert second.error is None
