@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from tensorhub.coordinator import Decision, Entry, Pinned, Publication, Retention, Rollback
 from tensorhub.coordinator.fills import LEFT, UNCHANGED
 from tensorhub.coordinator.states import ReplicaState
-from tensorhub.errors import IntegrityError, LeaseLost, TensorHubError, VersionConflict, VersionUnavailable
+from tensorhub.errors import DrainTimeout, IntegrityError, LeaseLost, TensorHubError, VersionConflict, VersionUnavailable
 from tensorhub.messages import Done, FromWorker, Outcome, Register, Registered, Start, Withdraw, Withdrawn, Write
 from tensorhub.testing.rendering import show_error
 from tensorhub.types import LATEST, PREVIOUS, HandleState, Medium, OpKey, OpKind, Purpose, VersionInfo
@@ -174,6 +174,8 @@ class Guarantees:
         error, key = asked.error, asked.key
         if isinstance(asked.what, UnpublishCall | CloseCall):
             self._given_up[handle.last_held] = self._cluster.now  # also in vain: its readers may have been told
+        if isinstance(error, DrainTimeout):
+            self._given_up[handle.last_held] = self._cluster.now  # for a while
         if error is not None:
             left = (handle.shard.group, handle.last_held)
             if (

@@ -314,10 +314,7 @@ def rollback_does_not_order_out() -> Iterator[None]:
         yield
 
 
-@bug(
-    "R2: who announces a number that is recorded is believed to hold its content",
-    faults=(Fault.PARTITION, Fault.CUT, Fault.COORDINATOR),
-)
+@bug("R2: who announces a number that is recorded is believed to hold its content", faults=(Fault.PARTITION,))
 def another_content_announced() -> Iterator[None]:
     announce = Membership._announce
 
