@@ -16,7 +16,7 @@ from tensorhub.testing.network import COORDINATOR, TimedLink
 from tensorhub.testing.process import TimedWorker
 from tensorhub.testing.wires import TimedLane
 from tensorhub.testing.worker import SimWorker
-from tensorhub.types import HandleState, Medium
+from tensorhub.types import HandleState
 
 if TYPE_CHECKING:
     from tensorhub.testing.simulated import SimulatedCluster
@@ -149,8 +149,7 @@ class Injector:
         voters = [h for h in worker.handles if h.asked is not None and h.asked.key == vote.key and not h.asked.done]
         if not voters or not worker.alive:
             return
-        is_users = voters[0].shard.medium is Medium.DEVICE
-        if self._changes_of_mind and is_users and self._changes_of_mind[0] <= (voters[0].member.staged is not None):
+        if self._changes_of_mind and self._changes_of_mind[0] <= (voters[0].member.staged is not None):
             self._changes_of_mind.clear()
             voters[0].cancel()
             self.happens(Fault.CANCEL)
