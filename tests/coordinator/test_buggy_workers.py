@@ -206,7 +206,7 @@ def standing(cluster: SimulatedCluster) -> dict[str, int | None]:
 @pytest.mark.parametrize("seed", range(8))
 def test_whatever_a_buggy_worker_says_the_others_keep_what_they_have(seed: int) -> None:
     cluster, random = SimulatedCluster(seed), Random(~seed)
-    cluster.guarantees.strangers = True
+    cluster.guarantees.contents.strangers = True
     babbler = Babbler(cluster, random)
     cluster.begin()
     for _ in range(1000):

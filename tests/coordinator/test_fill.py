@@ -418,7 +418,7 @@ def test_a_source_that_is_given_up_while_nobody_could_hear_it_is_not_read_under_
     cluster.run()
     cluster.advance(1)
     assert asked.number == 1
-    assert len(cluster.guarantees.truth) == 1
+    assert len(cluster.guarantees.contents.truth) == 1
 
 
 def test_the_only_source_is_tried_again_after_a_while_that_grows() -> None:

@@ -129,7 +129,7 @@ def a_publisher_that_has_changed_its_memory_connects_again() -> None:
     reader.replicate()
     read_one_chunk(cluster, reader)
     trainer.cells[0] = "changed"
-    cluster.guarantees.spoil(trainer, cluster.guarantees.published["actor"][1], 0, "changed")
+    cluster.guarantees.contents.spoil(trainer, cluster.guarantees.contents.numbers["actor"][1], 0, "changed")
     assert reader.pull is not None
     next(iter(reader.pull.lanes.values())).end("corrupt", 0)
     run_without(cluster, "read")

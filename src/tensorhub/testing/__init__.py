@@ -7,9 +7,9 @@ clock, and for proving that a transport keeps its promises. The same seed gives 
 Not responsible for anything that happens outside tests: no other package imports this one.
 """
 
+from tensorhub.testing.demands import GuaranteeBroken
 from tensorhub.testing.embedded import WorkerCrashed
 from tensorhub.testing.faults import Fault
-from tensorhub.testing.guarantees import GuaranteeBroken
 from tensorhub.testing.handle import Asked, BrokenHook, Handle
 from tensorhub.testing.memory import CHUNK_BYTES, CHUNKS, DEVICE, MANIFEST
 from tensorhub.testing.running import RunningCluster, simulate

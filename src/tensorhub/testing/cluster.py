@@ -27,7 +27,8 @@ from tensorhub.coordinator import (
 )
 from tensorhub.manifest import Manifest
 from tensorhub.messages import Done, FromCoordinator, Grant, Registered, Resolve, Start, Welcome, Withdrawable, Write
-from tensorhub.testing.guarantees import GuaranteeBroken, Guarantees, demand
+from tensorhub.testing.demands import GuaranteeBroken, demand
+from tensorhub.testing.guarantees import Guarantees
 from tensorhub.testing.handle import Asked, BrokenHook, Handle
 from tensorhub.testing.memory import CHUNKS, MANIFEST
 from tensorhub.testing.network import Link
@@ -136,6 +137,10 @@ class Cluster:
 
     # -- the coordinator
 
+    def mates(self, handle: Handle) -> list[Handle]:
+        """The other ranks of its group."""
+        return [h for h in self.live_handles() if h.shard.group == handle.shard.group and h is not handle]
+
     def step(self, event: Event) -> None:
         """Feed the coordinator one event, and do what follows."""
         former = isinstance(event, Received) and self._is_former(event.session)
@@ -165,7 +170,7 @@ class Cluster:
         """What the coordinator must not say before it is so."""
         message, (worker, _) = said.message, self.links.get(said.session, (None, None))
         if isinstance(message, Done):
-            self.guarantees.check_told(message)
+            self.guarantees.retained.check_told(message)
         elif worker is not None and isinstance(message, Start | Write):
             said_again = isinstance(event, Received) and isinstance(event.message, Resolve)
             if not said_again and (isinstance(message, Write) or message.write):

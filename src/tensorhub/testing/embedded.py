@@ -33,8 +33,8 @@ from tensorhub.messages import (
 )
 from tensorhub.testing.callers import NoThread, WorkerShell
 from tensorhub.testing.clock import Party
+from tensorhub.testing.demands import GuaranteeBroken
 from tensorhub.testing.faults import Fault, FaultPlan
-from tensorhub.testing.guarantees import GuaranteeBroken
 from tensorhub.testing.handle import Asked, BrokenHook, Handle
 from tensorhub.testing.injecting import Injector
 from tensorhub.testing.process import TimedWorker
@@ -130,14 +130,14 @@ class EmbeddedWorker(TimedWorker):
             return
         match message:
             case Retain():
-                guarantees.wish(message.request, message.model, message.latest)
+                guarantees.retained.wish(message.request, message.model, message.latest)
                 self._wishes.append(message.request)
             case Pin():
                 self.pins[message.pin] = (message.model, message.version)
                 self._asked_pins[message.request] = message.pin
             case Unpin():
                 self.pins.pop(message.pin, None)
-                guarantees.unpin(message.pin)
+                guarantees.retained.unpin(message.pin)
             case _:
                 pass
         self.say(message)

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, assert_never
 
 from tensorhub.errors import GroupAborted, MutabilityViolation, StateError
 from tensorhub.messages import Deregister, DigestAgain, ErrorInfo, Prepared, Publish
-from tensorhub.testing.guarantees import HOLDING, demand
+from tensorhub.testing.demands import HOLDING, demand
 from tensorhub.testing.memory import CHUNK_BYTES, digest_of, sent_digest, written
 from tensorhub.testing.prefetching import Prefetched
 from tensorhub.testing.pulling import Lane, Reading
@@ -181,8 +181,8 @@ class Handle:
             call,
             self,
             guarantees.returned.get(model),
-            frozenset(guarantees.retired),
-            guarantees.retained(model),
+            frozenset(guarantees.contents.retired),
+            guarantees.retained.content_ids(model),
             cluster.now,
             cluster.now + timeout_s,
             self.worker.link is not None,
@@ -245,7 +245,7 @@ class Handle:
         self.cluster.note(f"{self.name} is written while it is published")
         chunk = self._chunk_to_spoil()
         cell = f"{self.name}!{next(self.cluster.numbers)}.{chunk}"
-        self.cluster.guarantees.spoil(self, content.version.content_id, chunk, cell)
+        self.cluster.guarantees.contents.spoil(self, content.version.content_id, chunk, cell)
         self.cells[chunk] = cell
         return True
 
@@ -335,7 +335,7 @@ class Handle:
         match action:
             case Say():
                 if isinstance(action.message, Publish):
-                    self.cluster.guarantees.promise(action.message.key, self.shard.rank, self.cells)
+                    self.cluster.guarantees.contents.promise(action.message.key, self.shard.rank, self.cells)
                 if isinstance(action.message, Prepared) and self.asked is not None and self.asked.key == action.message.key:
                     self.asked.votes = (*self.asked.votes, action.message.key)
                 self.worker.say(action.message)
@@ -404,7 +404,7 @@ class Handle:
         self.cluster.verified.begins(self.id, action.version.content_id, self.cells, kept)
         self.half_fill(kept)
         self.changed = ""
-        self.cluster.guarantees.filling(self, action.version)
+        self.cluster.guarantees.retained.filling(self, action.version)
 
     def half_fill(self, kept: Collection[int]) -> None:
         """From now on its memory is no version's any more, but for chunks that were copied, or are left of a broken fill."""
@@ -541,7 +541,7 @@ class Handle:
                 self.worker.owner.end(access)
                 if changed:
                     self.changed = content.version.content_id if self.member.state in HOLDING else ""
-                    self.cluster.guarantees.lost(self)  # and the coordinator will hear so
+                    self.cluster.guarantees.retained.lost(self)  # and the coordinator will hear so
         now, error = self.cluster.now, MutabilityViolation("the memory has changed")
         self.apply(self.member.digested_again(question.inquiry, question.generation, changed, error, now))
 

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from tensorhub.errors import GroupAborted, LeaseLost, OperationTimeout
-from tensorhub.testing.guarantees import demand
+from tensorhub.testing.demands import demand
 from tensorhub.testing.handle import Asked, Handle
 from tensorhub.testing.network import TimedLink
 from tensorhub.testing.users import Team
@@ -144,7 +144,7 @@ class Healing:
             if content is None or content.version.content_id != content_id or handle.shard.number != shard:
                 continue
             runs = handle.worker.owner.has(handle.id, content.generation, len(handle.cells))
-            has_left = self._cluster.guarantees.has_left(handle, content_id) is not None
+            has_left = self._cluster.guarantees.retained.has_left(handle, content_id) is not None
             if handle.shard.serves and not content.spoiled and not has_left:
                 there.update(chunk for first, count in runs for chunk in range(first, first + count))
         return len(there) == self._cluster.chunks

@@ -22,9 +22,9 @@ import anyio.abc
 from tensorhub.errors import CoordinatorUnavailable, StateError
 from tensorhub.hub import Hub, refuse_unbuilt
 from tensorhub.testing.clock import Party
+from tensorhub.testing.demands import GuaranteeBroken
 from tensorhub.testing.embedded import OVER, USERS_OWN, EmbeddedCluster, EmbeddedWorker, WorkerCrashed
 from tensorhub.testing.faults import Fault
-from tensorhub.testing.guarantees import GuaranteeBroken
 from tensorhub.testing.network import COORDINATOR, TimedLink
 from tensorhub.testing.simulated import SimulatedCluster
 from tensorhub.testing.virtual import VirtualLoop, check_virtual, ordered_tasks

@@ -9,7 +9,7 @@ from tensorhub.coordinator import Connected, Disconnected, Persisted, PersistFai
 from tensorhub.manifest import Manifest
 from tensorhub.messages import FromCoordinator, FromWorker, Grant, Heartbeat, HeartbeatAck
 from tensorhub.testing.cluster import Cluster
-from tensorhub.testing.guarantees import GuaranteeBroken
+from tensorhub.testing.demands import GuaranteeBroken
 from tensorhub.testing.handle import Handle
 from tensorhub.testing.memory import CHUNK_BYTES, MANIFEST
 from tensorhub.testing.network import Link

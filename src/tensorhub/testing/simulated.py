@@ -22,8 +22,8 @@ from tensorhub.coordinator import Action, Event, Persist, Persisted, PersistFail
 from tensorhub.messages import FromCoordinator, FromWorker, Grant, Heartbeat, HeartbeatAck
 from tensorhub.testing.clock import Clock, Party, Process
 from tensorhub.testing.cluster import Cluster
+from tensorhub.testing.demands import GuaranteeBroken, demand
 from tensorhub.testing.faults import KINDS_LEAST, Fault, FaultPlan
-from tensorhub.testing.guarantees import GuaranteeBroken, demand
 from tensorhub.testing.handle import Asked, Handle
 from tensorhub.testing.healing import Healing
 from tensorhub.testing.injecting import Injector

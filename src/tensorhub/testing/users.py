@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from tensorhub.errors import StateError, TensorHubError
+from tensorhub.testing.demands import HOLDING
 from tensorhub.testing.handle import Asked, Handle
 from tensorhub.testing.process import TimedWorker
 from tensorhub.types import HandleState, Location, Selector
@@ -18,7 +19,6 @@ from tensorhub.worker.calls import CloseCall, FillCall, PublishCall, UnpublishCa
 if TYPE_CHECKING:
     from tensorhub.testing.simulated import SimulatedCluster
 
-HOLDING = (HandleState.READY, HandleState.DRAINING)
 TIMEOUTS_S = (3.0, 10.0, 30.0)
 NO_TIME_S = (0.0, 0.05, 0.5)
 LARGE_GROUP = 8

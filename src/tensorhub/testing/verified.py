@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 
-from tensorhub.testing.guarantees import demand
+from tensorhub.testing.demands import demand
 from tensorhub.types import RegistrationId
 
 

@@ -170,7 +170,7 @@ class SimWorker:
         self.cluster.note(f"{self.name} crashes")
         self.alive = False
         for handle in self.handles:
-            self.cluster.guarantees.lost(handle)
+            self.cluster.guarantees.retained.lost(handle)
             handle.access = None
             handle.todo.clear()
             handle.hooks.clear()
@@ -188,7 +188,7 @@ class SimWorker:
     def _pins_uncertain(self) -> None:
         """They count for a lease; nobody can rely on them until they are said again."""
         for pin in self.pins:
-            self.cluster.guarantees.unpin(pin)
+            self.cluster.guarantees.retained.unpin(pin)
 
     def say(self, message: FromWorker) -> None:
         """Tell the coordinator; without a connection it is not said."""
@@ -214,7 +214,7 @@ class SimWorker:
         """Ask for it; its answer will be in `answers`."""
         request = next(self.cluster.numbers)
         ident = ident or f"rollback{request}"
-        self.cluster.guarantees.asks(request, ident)
+        self.cluster.guarantees.retained.asks(request, ident)
         self.rollbacks[request] = Rollback(request, ident, model, to)
         self.say(self.rollbacks[request])
         return request
@@ -223,8 +223,8 @@ class SimWorker:
         """Ask for it; its answer will be in `answers`."""
         request = next(self.cluster.numbers)
         if self.link is not None:
-            self.cluster.guarantees.wish(request, model, latest)
-            self.cluster.guarantees.asks(request, Retention(model, latest))
+            self.cluster.guarantees.retained.wish(request, model, latest)
+            self.cluster.guarantees.retained.asks(request, Retention(model, latest))
             self._wishes.append(request)
         self.say(Retain(request, model, latest))
         return request
@@ -234,8 +234,8 @@ class SimWorker:
         request = next(self.cluster.numbers)
         if not pin:
             pin = f"pin{request}"
-            self.cluster.guarantees.pin_wishes[request] = (model, version)
-            self.cluster.guarantees.asks(request, pin)
+            self.cluster.guarantees.retained.pin_wishes[request] = (model, version)
+            self.cluster.guarantees.retained.asks(request, pin)
         self.pins[pin] = (model, version)
         self._asked_pins[request] = pin
         self.say(Pin(request, pin, model, version))
@@ -247,7 +247,7 @@ class SimWorker:
         model = self.unpinned.get(pin) or self.pins.pop(pin)[0]
         self.unpinned[pin] = model
         self._asked_unpins[request] = pin
-        self.cluster.guarantees.unpin(pin)
+        self.cluster.guarantees.retained.unpin(pin)
         self.say(Unpin(request, pin, model))
         return request
 
@@ -317,7 +317,7 @@ class SimWorker:
         """That is about to be told to one of its handles."""
         handle = self._askers.get(message.request)
         if handle is not None:
-            self.cluster.guarantees.granted(handle)
+            self.cluster.guarantees.retained.granted(handle)
 
     def known(self, message: Registered) -> None:
         """That is about to be told to one of its handles: what it has announced as held counts from now on."""
@@ -325,7 +325,7 @@ class SimWorker:
         if handle is not None:
             self.cluster.guarantees.registered(handle, message)
         if handle is not None and content_id is not None and message.keep:
-            self.cluster.guarantees.stays(handle, content_id)
+            self.cluster.guarantees.retained.stays(handle, content_id)
 
     def hear(self, message: FromCoordinator) -> None:
         """Hand it to whom it is about."""
@@ -383,7 +383,7 @@ class SimWorker:
             if handle.asked is not None and not handle.asked.done and isinstance(message, Withdrawable | Write | Start):
                 handle.asked.granted = True
                 if isinstance(message, Withdrawable):
-                    self.cluster.guarantees.let_go(handle)
+                    self.cluster.guarantees.retained.let_go(handle)
             if handle.asked is not None and isinstance(message, Outcome) and message.key == handle.asked.key:
                 handle.asked.committed = message.committed
             if isinstance(message, Outcome) and handle.member._holding.doubt == message.key:
@@ -431,9 +431,9 @@ class SimWorker:
         self.answers[request] = message.error.error() if isinstance(message, Refused) else None
         for wish in [wish for wish in self._wishes if wish <= request]:  # what was said before can not come later
             self._wishes.remove(wish)
-            wished = guarantees.wishes.pop(wish, None)
+            wished = guarantees.retained.wishes.pop(wish, None)
             if wish == request and wished is not None and not refused:
-                guarantees.retains(*wished)
+                guarantees.retained.retains(*wished)
         rollback = self.rollbacks.pop(request, None)
         if rollback is not None and not refused:
             self.cluster.rolled_back(rollback.to)
@@ -441,8 +441,8 @@ class SimWorker:
         if ended and not refused:
             self.unpinned.pop(ended, None)
         pin = self._asked_pins.pop(request, "")
-        guarantees.pin_wishes.pop(request, None)
+        guarantees.retained.pin_wishes.pop(request, None)
         if pin in self.pins and not refused:
-            guarantees.pins[pin] = (*self.pins[pin], self.incarnation)
+            guarantees.retained.pins[pin] = (*self.pins[pin], self.incarnation)
         elif pin in self.pins:
-            guarantees.unpin(pin)
+            guarantees.retained.unpin(pin)

@@ -1,0 +1,73 @@
+"""What each version's bytes are: what its publisher's memory held when it voted, and what became of that."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from tensorhub.coordinator import Publication
+from tensorhub.testing.demands import demand
+from tensorhub.types import OpKey, VersionInfo
+
+if TYPE_CHECKING:
+    from tensorhub.testing.handle import Handle
+
+
+class Contents:
+    """The contents that were published in one cluster, as their publishers had them."""
+
+    def __init__(self) -> None:
+        self.strangers = False  # some who publish are no handles of this cluster: nobody can know what they promised
+        self.promised: dict[OpKey, dict[int, tuple[str, ...]]] = {}  # cells of each publish, by rank
+        self.truth: dict[str, dict[int, tuple[str, ...]]] = {}  # cells of each content, by shard
+        self.publications: dict[str, OpKey] = {}  # by content id: which publish has minted it
+        self.retired: set[str] = set()  # content ids that were rolled back
+        self.numbers: dict[str, dict[int, str]] = {}  # by model and number: content ids that are durable, or may be
+        self._spoilt: set[tuple[str, str]] = set()  # registrations, and the content that their own user has overwritten
+
+    def state_lost(self) -> None:
+        """The coordinator knows of none of them any more."""
+        self.numbers.clear()
+
+    def promise(self, key: OpKey, rank: int, cells: Sequence[str]) -> None:
+        """A rank votes to publish what its memory holds now."""
+        self.promised.setdefault(key, {})[rank] = tuple(cells)
+
+    def minted(self, entry: Publication) -> None:
+        """The coordinator wants this recorded: every rank has voted."""
+        cells = self.promised.get(entry.key, {})
+        if not cells and self.strangers:
+            cells = dict.fromkeys(range(entry.world_size), ())
+        whole = len(cells) == entry.world_size
+        demand(whole, f"G4: {entry.key} is published, but only ranks {sorted(cells)} have called")
+        self.truth[entry.content_id] = cells
+        self.publications[entry.content_id] = entry.key
+        self.numbers.setdefault(entry.model, {})[entry.number] = entry.content_id
+
+    def spoil(self, handle: Handle, content_id: str, chunk: int, cell: str) -> None:
+        """A user writes published memory. Nobody may get those bytes, unless nobody could know better: a publisher's chunk
+        of which no digest has been made yet is what it is then.
+        """
+        held = handle.worker.owner._holdings.get(handle.id)
+        if held is not None and held.digests[chunk] is None:
+            cells = list(self.truth[content_id][handle.shard.number])
+            cells[chunk] = cell
+            self.truth[content_id][handle.shard.number] = tuple(cells)
+        else:
+            self._spoilt.add((handle.id, content_id))
+
+    def is_spoilt(self, handle: Handle, content_id: str) -> bool:
+        """Whether its own user has overwritten that there."""
+        return (handle.id, content_id) in self._spoilt
+
+    def check_cells(self, handle: Handle, version: VersionInfo) -> None:
+        if self.is_spoilt(handle, version.content_id):
+            return
+        truth, cells = self.truth[version.content_id][handle.shard.number], tuple(handle.cells)
+        if cells == truth:
+            return
+        wrong = [n for n, cell in enumerate(cells) if cell != truth[n] and n not in handle.unwanted]
+        for chunk in [chunk for chunk in wrong if handle.was_written(chunk)]:
+            self.spoil(handle, version.content_id, chunk, cells[chunk])
+            wrong.remove(chunk)
+        demand(len(cells) == len(truth) and not wrong, f"G1: {handle} holds {[*cells]}, published was {truth}")

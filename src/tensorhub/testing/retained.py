@@ -1,0 +1,330 @@
+"""What must stay (R4, R5), who has been let go, and whether what must stay is held by others then (G5).
+
+Responsible for what `retain` and pins ask for, as far as their callers know, and for each rank that leaves. What the
+coordinator's own books say is used as little as may be.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from tensorhub.coordinator import Entry, Pinned, Retention, Rollback
+from tensorhub.coordinator.states import ReplicaState
+from tensorhub.messages import Done
+from tensorhub.testing.contents import Contents
+from tensorhub.testing.demands import HOLDING, demand
+from tensorhub.types import Medium, Purpose, VersionInfo
+from tensorhub.worker.calls import CloseCall, SetAsideCall, UnpublishCall
+
+if TYPE_CHECKING:
+    from tensorhub.testing.cluster import Cluster
+    from tensorhub.testing.handle import Asked, Handle
+
+
+class Retained:
+    """What was promised to stay in one cluster, and whether it does."""
+
+    def __init__(self, cluster: Cluster, contents: Contents) -> None:
+        self._cluster = cluster
+        self._contents = contents
+        self.recorded: dict[str, int] = {}  # by model: what the last `retain` that is durable asks for
+        self.policy: dict[str, int] = {}  # by model: what holds of it, as some `retain` has returned since
+        self.wishes: dict[int, tuple[str, int]] = {}  # by request: a `retain` that has not returned
+        self.pin_wishes: dict[int, tuple[str, int]] = {}  # by request: the model and version of a new pin
+        self.pins: dict[str, tuple[str, int, str]] = {}  # by id: model, number and incarnation of pins that have returned
+        self._undone: dict[int, Retention | str] = {}  # by request: what has to be durable before it returns
+        self._pinned: dict[str, str] = {}  # by id: the content of each pin that is durable
+        # By group and content: the first rank that was let go, and when; its replica serves no more.
+        self._leaving: dict[tuple[str, str], tuple[Handle, float]] = {}
+        self._stayed: dict[tuple[str, str], set[Handle]] = {}  # of these: who serves again, in a replica that began since
+        self._lost: dict[tuple[str, str], float] = {}  # when which registration has lost which content without leave
+
+    def state_lost(self) -> None:
+        """What was wanted of the former cluster counts no more."""
+        for past in (self.recorded, self.policy, self.wishes, self.pins):
+            past.clear()
+
+    def asks(self, request: int, what: Retention | str) -> None:
+        """What is asked for is to be durable before it is answered: a `retain`, or the name of a pin or of a rollback."""
+        if not any(isinstance(entry, Rollback) and entry.ident == what for entry in self._cluster.store):
+            self._undone[request] = what
+
+    def stored(self, entry: Entry) -> None:
+        """It is durable now."""
+        match entry:
+            case Retention():
+                done: Retention | str = entry
+                self.recorded[entry.model] = entry.retain
+                self.policy[entry.model] = min(entry.retain, self.policy.get(entry.model, 0))
+                self._loosen(entry.model)
+            case Pinned():
+                done = entry.pin
+                self._pinned[entry.pin] = entry.content_id
+            case Rollback():
+                done = entry.ident
+            case _:
+                return
+        self._undone = {request: what for request, what in self._undone.items() if what != done}
+
+    def retains(self, model: str, latest: int) -> None:
+        """That `retain` has returned: at once, or after later ones, as it waits until every holder knows."""
+        self.policy[model] = min(latest, self.recorded.get(model, 0))
+
+    def content_ids(self, model: str) -> frozenset[str]:
+        """Content ids that must stay: what every `retain` and pin that has returned agrees on (G5)."""
+        if self._contents.strangers:
+            return frozenset()
+        numbers = self._contents.numbers.get(model, {})
+        wanted = [self.policy.get(model, 0), *(latest for name, latest in self.wishes.values() if name == model)]
+        newest = sorted(numbers, reverse=True)[: min(wanted)]
+        live = self._cluster.coordinator.cluster.workers  # with a pin's worker, or with what is pinned, ends the pin
+        pins = {pin: n for pin, (name, n, incarnation) in self.pins.items() if name == model and incarnation in live}
+        pinned = [n for pin, n in pins.items() if n in numbers and self._pinned.get(pin) == numbers[n]]
+        return frozenset(numbers[number] for number in [*newest, *pinned])
+
+    def wish(self, request: int, model: str, latest: int) -> None:
+        """A `retain` is said: from now on it may count."""
+        self.wishes[request] = (model, latest)
+        self._loosen(model)
+
+    def unpin(self, pin: str) -> None:
+        """From now on it may count no more."""
+        model, *_ = self.pins.pop(pin, ("", 0, ""))
+        if model:
+            self._loosen(model)
+
+    def _loosen(self, model: str) -> None:
+        """What need not stay now may have been let go by a call that is running, whatever is wished for later."""
+        retained = self.content_ids(model)
+        for handle in self._cluster.live_handles():
+            if handle.asked is not None and handle.shard.model == model:
+                handle.asked.retained &= retained
+
+    # -- who leaves
+
+    def filling(self, handle: Handle, version: VersionInfo) -> None:
+        """Its group begins a new replica of that version."""
+        self._leaving.pop((handle.shard.group, version.content_id), None)
+
+    def stays(self, handle: Handle, content_id: str) -> None:
+        """The coordinator is told again that it holds that, and keeps it: who was let go may not have been fenced in time.
+        It serves again, with its whole replica if that does, or alone in a new one (the former has ended).
+        """
+        key, known = (handle.shard.group, content_id), self._cluster.coordinator.cluster.members.get(handle.id)
+        holding = known.holding if known is not None else None
+        if handle.asked is not None and holding is not None:
+            handle.asked.granted_at = 0.0
+        if key not in self._leaving or holding is None or not holding.is_source:
+            return  # it stays in a replica that another rank has left
+        if holding.replica.state is ReplicaState.READY:
+            del self._leaving[key]
+        else:
+            self._stayed[key].add(handle)
+
+    def let_go(self, handle: Handle) -> None:
+        """The coordinator lets this rank go: its replica stops to serve with the first that leaves."""
+        content, asked = handle.member.content, handle.asked
+        if content is not None and asked is not None and self.has_left(handle, content.version.content_id) is None:
+            key = handle.shard.group, content.version.content_id
+            self._leaving[key] = handle, asked.granted_at
+            # A replica that a new coordinator has not put together again serves piece by piece, as one that is being filled.
+            members = self._cluster.coordinator.cluster.members
+            books = {mate: members[mate.id].holding for mate in self._cluster.mates(handle) if mate.id in members}
+            self._stayed[key] = {mate for mate, holding in books.items() if holding is not None and holding.is_source}
+
+    def has_left(self, handle: Handle, content_id: str) -> Handle | None:
+        """Which rank was let go first, so that the replica that this one was a part of serves no more. What a worker
+        announces to a coordinator that did not know it is a new replica.
+        """
+        key = handle.shard.group, content_id
+        first, when = self._leaving.get(key, (None, 0.0))
+        serves = when < handle.worker.known_since or handle in self._stayed.get(key, ())
+        return None if serves else first
+
+    def refused(self, handle: Handle) -> None:
+        """Its leave has ended with an error."""
+        left = (handle.shard.group, handle.last_held)
+        if left in self._leaving and self._leaving[left][0] is handle:
+            del self._leaving[left]  # it stays
+
+    def granted(self, handle: Handle) -> None:
+        """The coordinator is about to say that this rank may go; with a `close` its process may end from then on."""
+        asked, content = handle.asked, handle.member.content
+        if asked is None or content is None:
+            return
+        content_id, asked.granted_at = content.version.content_id, self._cluster.now
+        asked.follows = any(self._is_let_go(mate, content_id) for mate in self._cluster.mates(handle))
+        if asked.follows:
+            return  # its replica does not serve any more, whoever of them hears it first
+        if isinstance(asked.what, CloseCall | SetAsideCall) and self._is_whole(handle, asked, content_id):
+            is_one = handle.shard.purpose is Purpose.RETENTION  # a copy of one shard; its worker's others ask for themselves
+            shards = [handle.shard.number] if is_one else list(self._contents.truth[content_id])
+            alone = (shard for shard in shards if not self._others(handle, shard, asked, elsewhere=True))
+            asked.alone = next(alone, None)
+
+    @staticmethod
+    def _is_let_go(handle: Handle, content_id: str) -> bool:
+        """Whether the coordinator has said that it may go, and it has not stayed."""
+        content, asked = handle.member.content, handle.asked
+        holds = content is not None and content.version.content_id == content_id
+        return holds and asked is not None and not asked.done and asked.granted_at > 0
+
+    @staticmethod
+    def _may_be_on_its_way(handle: Handle, content_id: str) -> bool:
+        """Whether it has asked for its leave when that content was anybody's to give up."""
+        content, asked = handle.member.content, handle.asked
+        holds = content is not None and content.version.content_id == content_id
+        leaves = asked is not None and not asked.done and isinstance(asked.what, UnpublishCall | CloseCall)
+        return holds and leaves and asked is not None and content_id not in asked.retained
+
+    def fenced(self, handle: Handle, generation: int) -> None:
+        """Nobody reads that memory any more: a version that must stay must be held by others (G5)."""
+        content, asked, model = handle.member.content, handle.asked, handle.shard.model
+        held = content is not None and content.generation == generation and handle.member.state in HOLDING
+        unasked = asked is None or (isinstance(asked.what, CloseCall) and asked.what.abandon) or not asked.granted
+        if content is None or asked is None or not held or unasked:
+            self.lost(handle)  # not by its owner's own wish, or without asking anybody
+            return
+        content_id = content.version.content_id
+        if content_id not in asked.retained & self.content_ids(model) or self._cluster.is_recording_rollback(model):
+            return
+        if self._contents.is_spoilt(handle, content_id) or any(abandons(mate) for mate in self._cluster.mates(handle)):
+            return  # nobody wants it, or a rank of its replica does not care
+        if asked.follows or self.has_left(handle, content_id) not in (None, handle):
+            return  # its replica did not serve any more
+        if any(self._may_be_on_its_way(mate, content_id) for mate in self._cluster.mates(handle)):
+            return  # nor does it, if that mate's leave was granted: its readers are waited for before it hears of that
+        if not self._is_reliable(handle) or not self._is_whole(handle, asked, content_id):
+            return  # it does not count, or the version was lost before
+        lacks = [
+            shard for shard in self._contents.truth[content_id] if not self._others(handle, shard, asked, elsewhere=False)
+        ]
+        lacks += [asked.alone] if asked.alone is not None else []  # when its process could end
+        demand(
+            not lacks,
+            f"G5: {handle} has left with {asked.what}, and nobody else holds the shards {lacks} of {content.version}",
+        )
+
+    def lost(self, handle: Handle) -> None:
+        """What it held is lost, without anybody's leave."""
+        content = handle.member.content
+        for content_id in (handle.last_held, content.version.content_id if content is not None else ""):
+            self._lost[handle.id, content_id] = self._cluster.now
+
+    # -- who holds
+
+    def _is_whole(self, handle: Handle, asked: Asked, content_id: str) -> bool:
+        """Whether, with what this handle holds, every shard of it surely has a reliable holder."""
+        for shard in self._contents.truth[content_id]:
+            holders = (h for h in self._cluster.all_handles() if h.shard.number == shard and h.shard.serves)
+            holders = (h for h in holders if h is handle or self._surely_holds(h, content_id, asked.began, handle))
+            if not any(map(self._is_reliable, holders)):
+                return False
+        return True
+
+    def _others(self, handle: Handle, shard: int, asked: Asked, *, elsewhere: bool) -> bool:
+        """Whether some other group keeps that shard of what this handle holds; `elsewhere`: in another process."""
+        assert handle.member.content is not None
+        content_id = handle.member.content.version.content_id
+        holders = (h for h in self._cluster.all_handles() if h.shard.number == shard and h.shard.serves)
+        return any(
+            h.shard.group != handle.shard.group
+            and not (elsewhere and h.worker is handle.worker)
+            and self._is_reliable(h)
+            and self._seems_to_hold(h, content_id, asked.began)
+            for h in holders
+        )
+
+    def _is_reliable(self, handle: Handle) -> bool:
+        """Whether it counts for retention: no rank of its group is spot; nor, for a host copy, anything of its worker that
+        the coordinator has heard of.
+        """
+        group, is_copy = handle.shard.group, handle.shard.medium is Medium.HOST
+        known = self._cluster.coordinator.cluster.members
+        ranks = {h.shard.rank: h for h in self._cluster.all_handles() if h.shard.group == group}  # the newest of each
+        open_ = [h for h in handle.worker.handles if h.shard.serves and h.id in known]
+        return not any(h.shard.spot for h in [*ranks.values(), *(open_ if is_copy else ())])
+
+    def _surely_holds(self, handle: Handle, content_id: str, since: float, leaver: Handle) -> bool:
+        """Whether the coordinator knew that it holds that when `leaver` was let go: it was told so, and its worker has had
+        its lease all the time. (What is only filled, or published without having heard so, may be given up yet.)
+        """
+        worker = handle.worker
+        sure = worker.unsure_at < since and worker.incarnation in self._cluster.coordinator.cluster.workers
+        return sure and handle.member.state in HOLDING and self._holds(handle, content_id, leaver)
+
+    def _holds(self, handle: Handle, content_id: str, leaver: Handle | None = None) -> bool:
+        """Whether all of it can be read there: held, or filled and voted for, or published without having heard so; or
+        staged, from where it comes into place without anybody's help. `leaver`: also if that one has ended its replica.
+        """
+        content, asked, staged = handle.member.content, handle.asked, handle.member.staged
+        if staged is not None and staged.version.content_id == content_id and handle.worker.alive:
+            return True
+        if (
+            asked is not None
+            and not asked.done
+            and asked.key == self._contents.publications[content_id]
+            and handle.worker.alive
+        ):
+            return self.has_left(handle, content_id) in (None, leaver)
+        is_it = content is not None and content.version.content_id == content_id and handle.worker.alive
+        is_it = (
+            is_it
+            and self.has_left(handle, content_id) in (None, leaver)
+            and not self._contents.is_spoilt(handle, content_id)
+        )
+        return is_it and content is not None and handle.worker.owner.is_complete(handle.id, content.generation)
+
+    def _seems_to_hold(self, handle: Handle, content_id: str, since: float) -> bool:
+        """Whether it holds that as far as anybody could know who lets others go: its user may have overwritten it without
+        anybody's notice, or it was lost so late that its lease may have counted.
+        """
+        content = handle.member.content
+        unnoticed = content is not None and content.version.content_id == content_id and not content.spoiled
+        unnoticed = unnoticed and self._contents.is_spoilt(handle, content_id) and handle.worker.alive
+        unnoticed = unnoticed and self.has_left(handle, content_id) is None
+        return unnoticed or self._holds(handle, content_id) or self._lost_since(handle, content_id, since)
+
+    def _lost_since(self, handle: Handle, content_id: str, when: float) -> bool:
+        """Whether that was lost there so late that its lease may have counted."""
+        return self._lost.get((handle.id, content_id), float("-inf")) >= when - self._cluster.options.lease_s
+
+    # -- what is said
+
+    def check_known(self, handle: Handle) -> None:
+        """R4, R8: what the coordinator counts on, its owner knows."""
+        member, content = self._cluster.coordinator.cluster.members.get(handle.id), handle.member.content
+        holding = member.holding if member is not None else None
+        if content is None or holding is None or holding.generation != content.generation:
+            return
+        if handle.member.state in HOLDING:
+            same = holding.version.info.content_id == content.version.content_id
+            demand(same, f"R2: {handle} holds {content.version}, and is thought to hold {holding.version.info}")
+        counted = holding.told and holding.kept and handle.member.state in HOLDING
+        demand(content.retained or not counted, f"R4: {handle} does not know that it has to stay, and is counted on")
+
+    def check_told(self, message: Done) -> None:
+        """R2, R4: when `retain` and `pin` return, that is durable, and every holder knows."""
+        request, models = message.request, self._cluster.coordinator.cluster.models
+        demand(request not in self._undone, f"R4: {message} is said, and {self._undone.get(request)} is not durable")
+        if request in self.pin_wishes:
+            model, number = self.pin_wishes[request]
+            numbers = [number]
+        elif request in self.wishes:
+            model, latest = self.wishes[request]
+            visible = [v.number for v in models[model].versions.values() if v.visible] if model in models else []
+            numbers = sorted(visible, reverse=True)[:latest]
+        else:
+            return
+        versions = models[model].versions if model in models else {}
+        for version in [versions[number] for number in numbers if number in versions]:
+            for holding in [h for holdings in version.holdings.values() for h in holdings if h.told]:
+                handle = self._cluster.by_registration.get(holding.member.registration)
+                content = handle.member.content if handle is not None and handle.worker.alive else None
+                if content is not None and content.generation == holding.generation:
+                    demand(content.retained, f"R4: {handle} has to stay, and does not know it when {message} is said")
+
+
+def abandons(handle: Handle) -> bool:
+    """Whether its user closes it, whatever becomes of what it holds."""
+    return handle.asked is not None and isinstance(handle.asked.what, CloseCall) and handle.asked.what.abandon
