@@ -289,6 +289,21 @@ def test_a_copy_from_memory_that_was_given_up_meanwhile_fails() -> None:
     assert host.member.state is HandleState.TORN
 
 
+def test_what_a_fill_has_begun_to_use_again_is_not_freed_with_what_was_ordered_out() -> None:
+    host = Rank(Copies(), Medium.HOST, Purpose.PREFETCH)
+    host.hold(2)
+    host.do(host.member.begin(FillCall(OpKind.PREFETCH, "latest"), 60, 0))  # waits for a source
+    host.do(host.member.receive(OrderedOut(host.shard.registration, "content2", "rolled back"), 0))
+    host.start(1)
+    fence = of(host.actions, Fence)
+    host.take()
+    host.do(host.member.fenced(fence.generation, 0))
+    host.do(host.member.pull_done(0))
+    host.outcome(1)
+    assert "FreeMemory" not in kinds(host.take())
+    assert host.member.version == 1
+
+
 # ------------------------------------------------------------------------------------------------------------ staged
 
 

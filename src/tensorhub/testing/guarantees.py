@@ -72,6 +72,7 @@ class Guarantees:
         """The coordinator wants this recorded."""
         if isinstance(entry, Publication):
             self.contents.minted(entry)
+            self.retained.loosen(entry.model)  # an older one than the newest need not stay, also if this one is rolled back
             newest, when = self.used.get(entry.model, (-1, float("-inf")))
             self.used[entry.model] = max(newest, entry.number), when
 

@@ -56,7 +56,7 @@ class Retained:
                 done: Retention | str = entry
                 self.recorded[entry.model] = entry.retain
                 self.policy[entry.model] = min(entry.retain, self.policy.get(entry.model, 0))
-                self._loosen(entry.model)
+                self.loosen(entry.model)
             case Pinned():
                 done = entry.pin
                 self._pinned[entry.pin] = entry.content_id
@@ -85,15 +85,15 @@ class Retained:
     def wish(self, request: int, model: str, latest: int) -> None:
         """A `retain` is said: from now on it may count."""
         self.wishes[request] = (model, latest)
-        self._loosen(model)
+        self.loosen(model)
 
     def unpin(self, pin: str) -> None:
         """From now on it may count no more."""
         model, *_ = self.pins.pop(pin, ("", 0, ""))
         if model:
-            self._loosen(model)
+            self.loosen(model)
 
-    def _loosen(self, model: str) -> None:
+    def loosen(self, model: str) -> None:
         """What need not stay now may have been let go by a call that is running, whatever is wished for later."""
         retained = self.content_ids(model)
         for handle in self._cluster.live_handles():
@@ -130,7 +130,8 @@ class Retained:
             # A replica that a new coordinator has not put together again serves piece by piece, as one that is being filled.
             members = self._cluster.coordinator.cluster.members
             books = {mate: members[mate.id].holding for mate in self._cluster.mates(handle) if mate.id in members}
-            self._stayed[key] = {mate for mate, holding in books.items() if holding is not None and holding.is_source}
+            states = {mate: held.replica.state for mate, held in books.items() if held is not None}
+            self._stayed[key] = {mate for mate, state in states.items() if state is ReplicaState.FILLING}
 
     def has_left(self, handle: Handle, content_id: str) -> Handle | None:
         """Which rank was let go first, so that the replica that this one was a part of serves no more. What a worker

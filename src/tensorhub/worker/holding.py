@@ -425,7 +425,7 @@ class Holding(Stateful[HandleState]):
     def let_go_ended(self) -> None:
         """The fence of what was given up stands."""
         self.letting_go = None
-        if self.is_host:
+        if self.is_host and self.content is None:  # a fill that was asked for before may have begun meanwhile
             self._rank.act(FreeMemory())
 
     # -------------------------------------------------------------------------------------------------- helpers
