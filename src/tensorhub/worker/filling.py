@@ -17,7 +17,7 @@ from typing import assert_never
 
 from tensorhub.errors import IntegrityError, OperationTimeout, StateError, TensorHubError
 from tensorhub.machine import InvariantBroken
-from tensorhub.manifest import Manifest, check_compatible
+from tensorhub.manifest import Manifest
 from tensorhub.messages import (
     AddSource,
     Begun,
@@ -31,7 +31,7 @@ from tensorhub.messages import (
     Start,
     Write,
 )
-from tensorhub.types import HandleState, Medium, OpKey, OpKind, Purpose, VersionInfo
+from tensorhub.types import HandleState, Medium, OpKey, OpKind, VersionInfo
 from tensorhub.worker.calls import (
     CallHook,
     CopyLocally,
@@ -43,46 +43,12 @@ from tensorhub.worker.calls import (
     StartPull,
     StopPull,
 )
-from tensorhub.worker.enrolment import Shard
 from tensorhub.worker.holding import Content, Holding
 from tensorhub.worker.leases import Leases
+from tensorhub.worker.manifests import Manifests
 from tensorhub.worker.rank import Rank
 from tensorhub.worker.running import GroupCall, set_memory
 from tensorhub.worker.states import UNVOTED, Phase
-
-MANIFESTS_KEPT_MAX = 16
-
-
-class Manifests:
-    """The manifests that are known, and which of them fit one registration. Outlives its fills.
-
-    `known`: by id; shared by a worker's handles.
-    """
-
-    def __init__(self, known: dict[str, Manifest], shard: Shard) -> None:
-        self._known = known
-        self._shard = shard
-        self._fitting: set[str] = set()  # ids
-
-    def get(self, manifest_id: str) -> Manifest | None:
-        return self._known.get(manifest_id)
-
-    def add(self, blob: bytes) -> Manifest:
-        """Decode and keep it; raises ProtocolError for what is not a manifest."""
-        manifest = Manifest.decode(blob)
-        while len(self._known) >= MANIFESTS_KEPT_MAX:
-            del self._known[next(iter(self._known))]
-        self._known[manifest.manifest_id] = manifest
-        return manifest
-
-    def check_fits(self, manifest: Manifest) -> None:
-        """Raise ManifestMismatch unless this registration can be filled with it."""
-        mine = self._shard.manifest
-        if self._shard.purpose not in (Purpose.USE, Purpose.PREFETCH):
-            return  # it takes whatever its shard of a version is
-        if mine is not None and manifest.manifest_id not in self._fitting:
-            check_compatible(manifest, mine)
-            self._fitting.add(manifest.manifest_id)
 
 
 class Filling(GroupCall):
