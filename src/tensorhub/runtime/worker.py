@@ -62,7 +62,8 @@ from tensorhub.messages import (
 from tensorhub.protocol.secret import check_open_access
 from tensorhub.runtime import clock
 from tensorhub.runtime.acceptor import ServeSettings, serve_readers
-from tensorhub.runtime.handle import Handle, ProgressListener
+from tensorhub.runtime.filler import ProgressListener
+from tensorhub.runtime.handle import Handle
 from tensorhub.runtime.host_copies import HostCopies
 from tensorhub.runtime.lanes import ChannelOpener
 from tensorhub.runtime.link import CoordinatorLink, Dial
@@ -425,9 +426,8 @@ class Worker:
             number=rank,
         )
         handle = self.start_handle(shard, memory)
-        handle.progress = progress
         try:
-            found = await handle.fetch(FillCall(OpKind.FETCH, selector), timeout_s)
+            found = await handle.fetch(FillCall(OpKind.FETCH, selector), timeout_s, progress=progress)
             self.news.heard_of(model)
             return found
         except TensorHubError as error:
