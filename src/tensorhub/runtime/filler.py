@@ -19,9 +19,10 @@ import anyio.to_thread
 from tensorhub.errors import TensorHubError
 from tensorhub.messages import FromWorker, Progress
 from tensorhub.runtime import clock
+from tensorhub.runtime.channels import Channels
 from tensorhub.runtime.chunks import ChunkMemory
 from tensorhub.runtime.copying import copy_chunks
-from tensorhub.runtime.lanes import AllVerified, ChannelOpener, PullReport, PullRunner, SourceFailed
+from tensorhub.runtime.lanes import AllVerified, PullReport, PullRunner, SourceFailed
 from tensorhub.runtime.logs import get_logger
 from tensorhub.runtime.places import Places
 from tensorhub.runtime.reports import CallTimes
@@ -42,9 +43,9 @@ ProgressListener = Callable[[int, int], None]  # (bytes verified so far, bytes w
 class Line(Protocol):
     """What a handle and its filler need of their worker."""
 
-    def say(self, message: FromWorker) -> None: ...
+    channels: Channels
 
-    def open_channel(self, content_id: ContentId) -> ChannelOpener: ...
+    def say(self, message: FromWorker) -> None: ...
 
 
 @dataclass(slots=True)
@@ -185,7 +186,7 @@ class Filler:
         kept: list[int],
         tasks: anyio.abc.TaskGroup,
     ) -> None:
-        opener = self._line.open_channel(ContentId(action.version.content_id))
+        opener = self._line.channels.opener(ContentId(action.version.content_id))
         there = {*chunks.unwanted, *action.copied, *kept}
         runner = PullRunner(chunks, self._owner, target, action.generation, opener, verified=there)
         try:
