@@ -19,7 +19,7 @@ import numpy.typing as npt
 
 import tensorhub
 from tensorhub.hub import Coordinator, Hub
-from tensorhub.runtime import worker as worker_module
+from tensorhub.runtime import channels as channels_module
 from tensorhub.runtime.tcp_channel import TcpTransport
 from tensorhub.transport.base import Arrival, Channel, Cutter, Destination, Lacking, ReadFailure, ReadRight
 from tensorhub.transport.registry import Local, Registry
@@ -202,12 +202,12 @@ def gated(arrivals: int, *, heeds_cuts: bool = True) -> Iterator[Gate]:
 
     `heeds_cuts` False: a reader that is told to leave its source does not, as one whose process was stopped.
     """
-    gate, usual = Gate(arrivals), worker_module.TRANSPORTS
+    gate, usual = Gate(arrivals), channels_module.TRANSPORTS
     registry = Registry()
     registry.add("tcp", lambda local: _GatedTransport(local, gate, heeds_cuts), 90)
-    worker_module.TRANSPORTS = registry
+    channels_module.TRANSPORTS = registry
     try:
         yield gate
     finally:
         gate.open()
-        worker_module.TRANSPORTS = usual
+        channels_module.TRANSPORTS = usual

@@ -19,7 +19,7 @@ import torch
 import tensorhub
 from tensorhub.errors import IntegrityError, ManifestMismatch, VersionUnavailable
 from tensorhub.hub import Hub
-from tensorhub.runtime import worker as worker_module
+from tensorhub.runtime import channels as channels_module
 from tensorhub.runtime.tcp_channel import TcpTransport
 from tensorhub.transport.base import Arrival, Channel, Cutter, Destination, Lacking, ReadRight
 from tensorhub.transport.registry import Registry
@@ -107,7 +107,7 @@ class _LyingTransport(TcpTransport):
 def damaged(monkeypatch: pytest.MonkeyPatch) -> None:
     registry = Registry()
     registry.add("tcp", _LyingTransport, 90)
-    monkeypatch.setattr(worker_module, "TRANSPORTS", registry)
+    monkeypatch.setattr(channels_module, "TRANSPORTS", registry)
 
 
 async def test_02_wrong_weights_while_success_is_reported(damaged: None) -> None:

@@ -12,7 +12,7 @@ from safetensors.torch import save_file
 
 from tensorhub.errors import IntegrityError, MutabilityViolation, VersionUnavailable
 from tensorhub.hub import Hub, register_memory
-from tensorhub.runtime import worker as worker_module
+from tensorhub.runtime import channels as channels_module
 from tensorhub.runtime.tcp_channel import TcpTransport
 from tensorhub.transport.base import Arrival, Channel, Cutter, Destination, Lacking, ReadRight
 from tensorhub.transport.files import FileMemory
@@ -103,13 +103,13 @@ class _Damaging(TcpTransport):
 @contextmanager
 def damaging() -> Iterator[None]:
     """Workers that connect in this block get nothing whole."""
-    usual, registry = worker_module.TRANSPORTS, Registry()
+    usual, registry = channels_module.TRANSPORTS, Registry()
     registry.add("tcp", _Damaging, 90)
-    worker_module.TRANSPORTS = registry
+    channels_module.TRANSPORTS = registry
     try:
         yield
     finally:
-        worker_module.TRANSPORTS = usual
+        channels_module.TRANSPORTS = usual
 
 
 async def test_a_reader_that_damages_bytes_is_the_guilty_one() -> None:

@@ -16,7 +16,7 @@ from typing import Any, overload
 from tensorhub.errors import StateError, TensorHubError
 from tensorhub.fetched import Fetched
 from tensorhub.protocol.secret import check_open_access, resolve_token
-from tensorhub.runtime.handle import ProgressListener
+from tensorhub.runtime.filler import ProgressListener
 from tensorhub.runtime.loop_thread import AsyncSide, LoopThread, Side
 from tensorhub.runtime.server import CoordinatorServer
 from tensorhub.runtime.store import MemoryStore, SqliteStore, Store

@@ -528,3 +528,28 @@ def test_a_copy_that_was_being_made_when_the_coordinator_died_is_made_anew() -> 
     assert len(other.handles) == 1
     assert copies(cluster) == {"other": 1}
     cluster.check_agreement()
+
+
+def test_who_becomes_the_last_handle_while_it_closes_hands_its_workers_copies_over_too() -> None:
+    """Its shell did not set them aside: there was another handle then, which was given up meanwhile."""
+    cluster = PureCluster(host_bytes=2 * ROOM)
+    trainer = cluster.handle("trainer")
+    other = cluster.handle("trainer", "second")
+    cluster.run()
+    trainer.worker.retain(2)
+    for number in (1, 2, 3):
+        trainer.publish(number)
+        cluster.run()
+        assert number == 3 or ended_after(cluster, trainer.unpublish())
+    assert copies(cluster) == {"trainer": 2}
+    trainer.prefetched.close(60.0)
+    cluster.run()
+    assert trainer.asked is not None
+    assert not trainer.asked.has_ended()  # version 3 has to stay
+    other.prefetched.close(60.0, abandon=True)
+    cluster.run()
+    assert other.member.state is HandleState.CLOSED
+    cluster.host_bytes = ROOM
+    cluster.worker("roomy")
+    cluster.advance(61)
+    assert isinstance(trainer.asked.error, RetentionError)  # there is room for one of the two only

@@ -35,7 +35,8 @@ class Retentions:
         """What nobody else would hold reliably without this holding.
 
         `going`: its worker, if that may end with the leave (R5): then nothing else there counts, and with the last handle
-        of a caller the worker's own copies go, too.
+        of a caller the worker's own copies go, too. (Most often they were set aside by then, each with its own leave; not
+        where another handle was there when the close began, and was given up since.)
         """
         yield from self._alone(holding, going)
         callers = [m for m in going.members.values() if _is_callers(m)] if going is not None else []

@@ -1,7 +1,7 @@
 """One registration's shell: carries out what its `worker.Member` wants, one action after the other.
 
 Responsible for the order of fences, openings and pulls of one memory (each is done before the next begins), and for a
-call's future. Decides nothing. Lives in the worker runtime's loop.
+call's future. Not responsible for how the memory is filled (`filler`). Decides nothing. Lives in the worker runtime's loop.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from collections import deque
 from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Protocol, assert_never
+from typing import Any, assert_never
 
 import anyio
 import anyio.abc
@@ -21,22 +21,19 @@ import anyio.to_thread
 
 from tensorhub.errors import DrainTimeout, StateError, TensorHubError
 from tensorhub.errors import Memory as TensorState
-from tensorhub.messages import DigestAgain, ErrorInfo, FromWorker, Progress
+from tensorhub.messages import DigestAgain, ErrorInfo
 from tensorhub.runtime import clock
-from tensorhub.runtime.chunks import ChunkMemory
-from tensorhub.runtime.copying import copy_chunks
-from tensorhub.runtime.lanes import AllVerified, ChannelOpener, PullReport, PullRunner, SourceFailed
+from tensorhub.runtime.filler import Filler, Line, ProgressListener
 from tensorhub.runtime.logs import get_logger
 from tensorhub.runtime.places import HostRoom, Places
 from tensorhub.runtime.promise import Promise
 from tensorhub.runtime.reports import CallTimes
 from tensorhub.runtime.serving import SharedOwner
-from tensorhub.transport.memory import MappedRegions, Memory
+from tensorhub.transport.memory import Memory
 from tensorhub.types import (
     ContentId,
     FetchReport,
     HandleState,
-    LeaseId,
     OpKind,
     RegistrationId,
     VersionInfo,
@@ -73,22 +70,11 @@ from tensorhub.worker.calls import (
 )
 from tensorhub.worker.member import Member
 
-PROGRESS_S = 0.25  # how often a running fill tells the coordinator how far it is
-TENSORS_NAMED_MAX = 5  # in an error
 FENCE_TRY_S = 2.0  # of a fence, before it is looked whether it is still wanted; readers have half of it to take their bytes
 
 log = get_logger("tensorhub.worker")
 
 HookRequest = Callable[[VersionInfo], None]
-ProgressListener = Callable[[int, int], None]  # (bytes verified so far, bytes wanted)
-
-
-class Line(Protocol):
-    """What a handle needs of its worker."""
-
-    def say(self, message: FromWorker) -> None: ...
-
-    def open_channel(self, content_id: ContentId) -> ChannelOpener: ...
 
 
 @dataclass(slots=True)
@@ -99,16 +85,6 @@ class _Call:
     times: CallTimes = field(default_factory=CallTimes)
     hook: HookRequest | None = None
     result: Finish | None = None
-
-
-@dataclass(slots=True)
-class _Pull:
-    """The running fill."""
-
-    scope: anyio.CancelScope = field(default_factory=anyio.CancelScope)
-    ended: anyio.Event = field(default_factory=anyio.Event)
-    runner: PullRunner | None = None
-    early: list[AddPullSource | DropPullSource] = field(default_factory=list)  # before the runner was up
 
 
 class Handle:
@@ -124,10 +100,10 @@ class Handle:
         self._line = line
         self._room = room
         self._places = Places(memory, self._registration, owner, room)
+        self._filler = Filler(member, memory, owner, self._places, line, self.apply)
         self._todo: deque[Action] = deque()
         self._todo_wanted = anyio.Event()
         self._call: _Call | None = None
-        self._pull: _Pull | None = None
         self._digests: Sequence[int] | None = None  # of memory whose own they must be, made before a publish
         self._promise = Promise(member, memory, owner)
         self._tasks: anyio.abc.TaskGroup
@@ -136,7 +112,6 @@ class Handle:
         self.deadline_moved: Callable[[], None] = lambda: None
         self.call_ended: Callable[[], None] = lambda: None
         self.was_filled = False  # what the memory got last came from others, not from its publisher
-        self.progress: ProgressListener | None = None
 
     def __repr__(self) -> str:
         return f"<Handle of {self.member!r}>"
@@ -199,13 +174,18 @@ class Handle:
         return report
 
     async def fetch(
-        self, call: FillCall, timeout_s: float, hook: HookRequest | None = None
+        self,
+        call: FillCall,
+        timeout_s: float,
+        hook: HookRequest | None = None,
+        progress: ProgressListener | None = None,
     ) -> tuple[VersionInfo, FetchReport]:
         """As `fill`; says which version it was, too."""
         self.memory.check_unreplaced()
         self._promise.raise_spoiled()
         if call.kind is OpKind.UPDATE:
             self._promise.check_kept()
+        self._filler.progress = progress
         started = clock.now()
         ran, finish = await self._run(call, timeout_s, hook)
         assert finish.version is not None
@@ -222,6 +202,7 @@ class Handle:
         actions = self.member.begin(call, timeout_s, clock.now())
         self._promise.call_begins()
         running = self._call = _Call(anyio.Event(), hook=hook)
+        self._filler.times = running.times
         self.apply(actions)
         try:
             await running.ended.wait()
@@ -333,16 +314,10 @@ class Handle:
                 assert self._call.hook is not None
                 self._call.times.hooked = clock.now() if self._call.times.prepared else None
                 self._call.hook(action.version)
-            case StartPull():
-                self._pull = _Pull()
-                if self._call is not None:
-                    self._call.times.pulled_from = clock.now()
-                self._tasks.start_soon(self._fill, action, self._pull)
-            case CopyLocally():
-                self._pull = _Pull()
-                self._tasks.start_soon(self._copy, action, self._pull)
+            case StartPull() | CopyLocally():
+                self._filler.begin(action, self._tasks)
             case AddPullSource() | DropPullSource():
-                self._change_source(action)
+                self._filler.change_source(action)
             case EndPrefetch():
                 self._room.end_prefetch(self._registration)
             case FreePrefetch():
@@ -352,9 +327,7 @@ class Handle:
             case FreeMemory():
                 await self._places.free()
             case StopPull():
-                if self._pull is not None:
-                    self._pull.scope.cancel()
-                    await self._pull.ended.wait()
+                await self._filler.stop()
                 self.apply(self.member.pull_stopped(clock.now()))
             case Registered():
                 self.registered.set()
@@ -420,152 +393,3 @@ class Handle:
             self._owner.forget(self._registration)
             await self._places.free()
         await self._places.free_staging()
-
-    def _change_source(self, action: AddPullSource | DropPullSource) -> None:
-        pull = self._pull
-        if pull is None or pull.ended.is_set():
-            return
-        if pull.runner is None:
-            pull.early.append(action)
-        elif isinstance(action, AddPullSource):
-            pull.runner.add_source(action.grant)
-        else:
-            pull.runner.drop_source(LeaseId(action.lease))
-            self.apply(self.member.source_failed(action.lease, "dropped", "", clock.now()))
-
-    # ------------------------------------------------------------------------------------------------- filling
-
-    async def _fill(self, action: StartPull, pull: _Pull) -> None:
-        """Pull every chunk into the caller's tensors, with whatever sources there are and come."""
-        try:
-            with pull.scope:
-                self.memory.check_unreplaced()  # before_write may have moved them
-                target, mapped, chunks = await self._places.destination(action)
-                kept = await self._verify_kept(target, action.generation)
-                async with anyio.create_task_group() as tasks:
-                    await self._pull_chunks(action, pull, target, chunks, kept, tasks)
-                    tasks.cancel_scope.cancel()
-                await self._unpack(mapped)
-        except* TensorHubError as group:
-            error = _first_of(group)
-            log.warning("fill_failed", registration=self._registration, reason=str(error))
-            self.apply(self.member.pull_failed(error, clock.now()))
-        else:
-            if not pull.scope.cancelled_caught:
-                if self._call is not None:
-                    self._call.times.prepared = clock.now()
-                self.apply(self.member.pull_done(clock.now()))
-        finally:
-            pull.runner = None  # it keeps the memory alive
-            pull.ended.set()
-
-    async def _verify_kept(self, target: RegistrationId, generation: int) -> list[int]:
-        """What a fill that was broken off has left of this content, and nobody has written since (R9)."""
-        started, kept = clock.now(), self._owner.kept(target, generation)
-        if not kept:
-            return []
-        check = anyio.from_thread.check_cancelled
-        found = await anyio.to_thread.run_sync(self._owner.verify, target, generation, kept, check)
-        if self._call is not None:
-            self._call.times.verified_s = clock.now() - started
-        return found
-
-    async def _copy(self, action: CopyLocally, pull: _Pull) -> None:
-        """Take over what other memory of this worker has; see `CopyLocally`."""
-        started, copied = clock.now(), frozenset[int]()
-        try:
-            with pull.scope:
-                self.memory.check_unreplaced()
-                target, mapped, chunks = await self._places.destination(action)
-                arrived = partial(self._owner.mark_available, target, action.generation)
-                content_id, check = ContentId(action.version.content_id), anyio.from_thread.check_cancelled
-                work = partial(copy_chunks, self._owner, action.sources, content_id, chunks, action.copied, arrived, check)
-                copied = await anyio.to_thread.run_sync(work)
-                if action.last:
-                    await self._unpack(mapped)
-        except TensorHubError as error:
-            log.warning("copy_failed", registration=self._registration, reason=str(error))
-            if self.member.is_letting_go:  # it is committed: what does not arrive is torn
-                self.apply(self.member.copied(frozenset(), clock.now()))
-            else:
-                self.apply(self.member.pull_failed(error, clock.now()))
-        else:
-            self._note_copying(clock.now() - started)
-            if not pull.scope.cancelled_caught:
-                self.apply(self.member.copied(copied, clock.now()))
-        finally:
-            pull.ended.set()
-
-    def _note_copying(self, seconds: float) -> None:
-        if self._call is not None and self._call.times.prepared:
-            self._call.times.applied_s += seconds
-        elif self._call is not None:
-            self._call.times.copied_s += seconds
-
-    async def _pull_chunks(
-        self,
-        action: StartPull,
-        pull: _Pull,
-        target: RegistrationId,
-        chunks: ChunkMemory,
-        kept: list[int],
-        tasks: anyio.abc.TaskGroup,
-    ) -> None:
-        opener = self._line.open_channel(ContentId(action.version.content_id))
-        there = {*chunks.unwanted, *action.copied, *kept}
-        runner = PullRunner(chunks, self._owner, target, action.generation, opener, verified=there)
-        try:
-            async with runner:
-                pull.runner = runner
-                for grant in action.grants:
-                    runner.add_source(grant)
-                while pull.early:
-                    self._change_source(pull.early.pop(0))
-                tasks.start_soon(self._tell_progress, pull)
-                async for event in runner.events():
-                    match event:
-                        case SourceFailed():
-                            detail = event.detail
-                            if event.chunk is not None:
-                                names = action.manifest.tensors_in(event.chunk)[:TENSORS_NAMED_MAX]
-                                detail += f" (tensor {', '.join(map(repr, names))})"
-                            log.info("source_failed", lease=event.lease, reason=event.reason, detail=detail)
-                            now, chunk = clock.now(), event.chunk
-                            self.apply(self.member.source_failed(event.lease, event.reason, detail, now, chunk=chunk))
-                        case AllVerified():
-                            self._show_progress(runner.report())
-                            break
-        finally:
-            if self._call is not None:
-                self._call.times.pull, self._call.times.pulled = runner.report(), clock.now()
-
-    async def _unpack(self, mapped: MappedRegions) -> None:
-        if mapped.copies or mapped.then is not None:
-            await anyio.to_thread.run_sync(mapped.unpack)
-
-    async def _tell_progress(self, pull: _Pull) -> None:
-        """(It keeps no runner: the frame of a cancelled task may live until the next collection, and memory with it.)"""
-        while True:
-            await anyio.sleep(PROGRESS_S)
-            running = self.member.running
-            if pull.runner is not None and running is not None and running.key is not None:
-                report = pull.runner.report()
-                rank = self.member.shard.rank
-                self._line.say(Progress(running.key, rank, report.chunks_verified, report.bytes_read))
-                self._show_progress(report)
-
-    def _show_progress(self, report: PullReport) -> None:
-        if self.progress is None:
-            return
-        try:
-            self.progress(report.bytes_verified, report.bytes_wanted)
-        except Exception as error:
-            self.progress = None
-            log.warning("progress_failed", registration=self._registration, reason=f"{type(error).__name__}: {error}")
-
-
-def _first_of(group: BaseExceptionGroup[TensorHubError]) -> TensorHubError:
-    error: TensorHubError | BaseExceptionGroup[TensorHubError] = group
-    while isinstance(error, BaseExceptionGroup):
-        error = error.exceptions[0]
-    return error

@@ -1,8 +1,8 @@
 """The worker's shell: one connection to the coordinator, one listener for readers, and the handles of this process.
 
 Responsible for being somebody (R11: a lost worker comes back as a new incarnation behind the same handles), for passing
-messages to whom they concern, and for registering. Its link, questions, pins and news are modules of their own. Decides
-nothing about memory: each handle's `Member` does. Runs in the library's own loop (R14), on asyncio or trio.
+messages to whom they concern, and for registering. Its link, channels, questions, pins and news are modules of their own.
+Decides nothing about memory: each handle's `Member` does. Runs in the library's own loop (R14), on asyncio or trio.
 """
 
 from __future__ import annotations
@@ -41,7 +41,6 @@ from tensorhub.messages import (
     EpochChanged,
     FromCoordinator,
     FromWorker,
-    Grant,
     HeartbeatAck,
     Join,
     Keep,
@@ -62,9 +61,10 @@ from tensorhub.messages import (
 from tensorhub.protocol.secret import check_open_access
 from tensorhub.runtime import clock
 from tensorhub.runtime.acceptor import ServeSettings, serve_readers
-from tensorhub.runtime.handle import Handle, ProgressListener
+from tensorhub.runtime.channels import Channels
+from tensorhub.runtime.filler import ProgressListener
+from tensorhub.runtime.handle import Handle
 from tensorhub.runtime.host_copies import HostCopies
-from tensorhub.runtime.lanes import ChannelOpener
 from tensorhub.runtime.link import CoordinatorLink, Dial
 from tensorhub.runtime.logs import get_logger
 from tensorhub.runtime.news import News
@@ -72,23 +72,17 @@ from tensorhub.runtime.pins import Pins
 from tensorhub.runtime.prefetcher import Prefetcher
 from tensorhub.runtime.questions import Questions
 from tensorhub.runtime.serving import SharedOwner
-from tensorhub.runtime.tcp_channel import TcpTransport
 from tensorhub.transport import tcp
-from tensorhub.transport.base import Channel, Cutter, Destination, ReadFailure, ReadRight, Transport
 from tensorhub.transport.memory import Memory
-from tensorhub.transport.registry import Local, Registry
 from tensorhub.types import (
-    ContentId,
     Endpoint,
     FetchReport,
     HandleState,
     Incarnation,
-    LeaseId,
     Location,
     OpKind,
     Options,
     Purpose,
-    RegistrationId,
     Selector,
     VersionInfo,
     as_seconds,
@@ -101,9 +95,6 @@ from tensorhub.worker.member import Member
 CLOSE_S = 5.0  # for the last words of a worker that closes
 
 log = get_logger("tensorhub.worker")
-
-TRANSPORTS = Registry()
-TRANSPORTS.add("tcp", TcpTransport, place=90)
 
 
 class Worker:
@@ -126,11 +117,10 @@ class Worker:
         self.location = location
         self.options = options
         self._secret = secret
-        self._wanted = transports
         self._prefetch = prefetch  # each new version, for the handles that follow their model
         self.incarnation = Incarnation(secrets.token_hex(16))
-        self._transports: tuple[Transport, ...] = ()
-        self._make_transports()
+        self.channels = Channels(secret, options, location, transports)
+        self.channels.become(self.incarnation)
         self._numbers = itertools.count(1)
         self._link = CoordinatorLink(addresses, secret, options, self, dial)
         self.questions = Questions(self._link, self._numbers)
@@ -155,9 +145,6 @@ class Worker:
     def __repr__(self) -> str:
         online = "online" if self._link.online else "offline"
         return f"<Worker {self.name} {self.incarnation[:8]} {online} handles={len(self._handles)}>"
-
-    def _make_transports(self) -> None:
-        self._transports = TRANSPORTS.make(Local(self.incarnation, self._secret, self.options), self._wanted)
 
     def timeout_s(self, timeout: float | None) -> float:
         """The seconds that a call has: those given, or the default. Raises StateError."""
@@ -276,7 +263,7 @@ class Worker:
     def dismissed(self) -> None:
         """See `Ears`: this incarnation is lost for good; the same memory goes on as a new one."""
         self.incarnation = Incarnation(secrets.token_hex(16))
-        self._make_transports()
+        self.channels.become(self.incarnation)
         self._serving.cancel()
 
     def received(self, message: FromCoordinator) -> None:
@@ -425,9 +412,8 @@ class Worker:
             number=rank,
         )
         handle = self.start_handle(shard, memory)
-        handle.progress = progress
         try:
-            found = await handle.fetch(FillCall(OpKind.FETCH, selector), timeout_s)
+            found = await handle.fetch(FillCall(OpKind.FETCH, selector), timeout_s, progress=progress)
             self.news.heard_of(model)
             return found
         except TensorHubError as error:
@@ -500,26 +486,3 @@ class Worker:
             self.copies.ended(registration)
             for request in [number for number, asker in self._asked.items() if asker is handle]:
                 del self._asked[request]
-
-    # --------------------------------------------------------------------------------------------- reading
-
-    def open_channel(self, content_id: ContentId) -> ChannelOpener:
-        """What opens the best transport to a granted source; for one content."""
-
-        def open_one(grant: Grant, destination: Destination, cutter: Cutter) -> tuple[str, Channel]:
-            right = ReadRight(
-                LeaseId(grant.lease),
-                Incarnation(grant.incarnation),
-                RegistrationId(grant.registration),
-                grant.generation,
-                content_id,
-            )
-            for transport in self._transports:
-                for endpoint in grant.endpoints:
-                    if endpoint.transport == transport.name and transport.reaches(self.location, grant.location):
-                        return transport.name, transport.open(endpoint, right, destination, cutter)
-            offered = ", ".join(endpoint.transport for endpoint in grant.endpoints) or "none"
-            mine = ", ".join(transport.name for transport in self._transports)
-            raise ReadFailure("unreachable", f"no transport in common: {grant.source} offers {offered}, here are {mine}")
-
-        return open_one

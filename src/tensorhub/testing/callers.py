@@ -24,7 +24,7 @@ from tensorhub.errors import (
 )
 from tensorhub.manifest import Digest, Manifest, build_manifest
 from tensorhub.messages import CopyRefused, ErrorInfo, FromWorker, Leave, MakeCopy
-from tensorhub.runtime.handle import ProgressListener
+from tensorhub.runtime.filler import ProgressListener
 from tensorhub.runtime.loop_thread import Job
 from tensorhub.runtime.news import News
 from tensorhub.runtime.pins import Pins

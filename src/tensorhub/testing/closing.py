@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from tensorhub.types import HandleState
-from tensorhub.worker.calls import SetAsideCall
+from tensorhub.worker.calls import CloseCall, SetAsideCall
 
 if TYPE_CHECKING:
     from tensorhub.testing.handle import Asked, Handle
@@ -34,7 +34,8 @@ class Closing:
             if copy.member.state is HandleState.CLOSED or copy not in copy.worker.handles:
                 self._copies.pop(0)
             elif copy.member.running is not None:
-                copy.cancel("its handle was closed")
+                if asked is not None and not isinstance(asked.what, CloseCall):  # else it goes anyway, with its own leave
+                    copy.cancel("its handle was closed")
                 return True
             elif asked is not None and not asked.done:
                 return True  # its call has ended, and is about to be asked what comes next

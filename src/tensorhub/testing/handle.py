@@ -1,21 +1,23 @@
 """One registration's shell, as `runtime.handle` is: the real member, cells for tensors, and what is still to be done.
 
 Responsible for carrying out what the member wants, one action after the other, and for the verbs with which a test calls
-it. A new action of `worker.calls` gets its case in `Handle._do`. Not responsible for when anything happens.
+it. A new action of `worker.calls` gets its case in `Handle._do`. Not responsible for what a fill writes (`filler`), nor for
+when anything happens.
 """
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Collection, MutableSequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from math import inf
 from typing import TYPE_CHECKING, assert_never
 
 from tensorhub.errors import GroupAborted, MutabilityViolation, StateError
 from tensorhub.messages import Deregister, DigestAgain, ErrorInfo, Prepared, Publish
 from tensorhub.testing.demands import HOLDING, demand
-from tensorhub.testing.memory import CHUNK_BYTES, digest_of, sent_digest, written
+from tensorhub.testing.filler import Filler
+from tensorhub.testing.memory import CHUNK_BYTES, digest_of, written
 from tensorhub.testing.prefetching import Prefetched
 from tensorhub.testing.pulling import Lane, Reading
 from tensorhub.testing.rendering import show
@@ -145,6 +147,7 @@ class Handle:
         )
         self.staging_id = RegistrationId(staging_of(shard.registration))
         self.staging: list[str] | None = None  # the cells of what is staged
+        self.filler = Filler(self)
         self.prefetched = Prefetched(self)  # its host copy
         self.copy_of: Handle | None = None  # whose host copy it is
 
@@ -351,13 +354,11 @@ class Handle:
                 self.hooks.append(action)
                 self.cluster.hook_called(self)
             case StartPull():
-                self._begin_fill(action)
-                self.pull = Reading(self, self._with_kept(action), self.cluster.new_lane)
+                self.pull = Reading(self, self.filler.begin_pull(action), self.cluster.new_lane)
                 if self.pull.over:
                     self.apply(self.member.pull_done(self.cluster.now))
             case CopyLocally():
-                self._begin_fill(action)
-                self._copy(action)
+                self.apply(self.member.copied(self.filler.copy(action), self.cluster.now))
             case AddPullSource():
                 if self.pull is not None:
                     self.pull.add(action.grant)
@@ -387,25 +388,6 @@ class Handle:
             case _:
                 assert_never(action)
 
-    def _begin_fill(self, action: StartPull | CopyLocally) -> None:
-        """Make what is to be filled: the memory itself, of which only what was copied is left, or what is staged for it."""
-        chunks = action.manifest.chunk_count
-        if action.staged:
-            if self.staging is None:
-                self.staging, content = ["staged"] * chunks, ContentId(action.version.content_id)
-                sizes = [CHUNK_BYTES] * chunks
-                self.worker.owner.open(self.staging_id, action.generation, content, sizes, complete=False)
-                self.cluster.verified.forget(self.staging_id)
-            self.cluster.verified.begins(self.staging_id, action.version.content_id, self.staging, action.copied)
-            return
-        kept = {*action.copied, *(chunk for chunk, _ in self._kept(action.generation))}
-        if action.manifest.digest == "none":
-            self.cluster.verified.forget(self.id)  # nobody can tell what is left of a broken fill
-        self.cluster.verified.begins(self.id, action.version.content_id, self.cells, kept)
-        self.half_fill(kept)
-        self.changed = ""
-        self.cluster.guarantees.retained.filling(self, action.version)
-
     def half_fill(self, kept: Collection[int]) -> None:
         """From now on its memory is no version's any more, but for chunks that were copied, or are left of a broken fill."""
         self.cells = [cell if chunk in kept else "half-filled" for chunk, cell in enumerate(self.cells)]
@@ -413,60 +395,6 @@ class Handle:
     def was_written(self, chunk: int) -> bool:
         """Whether its own user has put there what is there now."""
         return False
-
-    def _kept(self, generation: int) -> list[tuple[int, int]]:
-        """What a fill that was broken off has left of this content, and nobody has written since (R9)."""
-        kept = self.worker.owner.kept(self.id, generation)
-        return [(chunk, digest) for chunk, digest in kept if digest_of(self.cells[chunk]) == digest]
-
-    def _with_kept(self, start: StartPull) -> StartPull:
-        """That pull without what is here already: others may read that from now on."""
-        kept = [] if start.staged else self._kept(start.generation)
-        if not kept:
-            return start
-        self.cluster.took("kept chunks verified")
-        self.offer(start, list[tuple[int, int | None]](kept))
-        return replace(start, copied=start.copied.union(chunk for chunk, _ in kept))
-
-    def _copy(self, action: CopyLocally) -> None:
-        """Take what other memory of this worker has: in no time."""
-        owner, content = self.worker.owner, ContentId(action.version.content_id)
-        copied, target = set(action.copied), self.staging_id if action.staged else self.id
-        for source in action.sources:
-            missing = [chunk for chunk in range(action.manifest.chunk_count) if chunk not in copied]
-            if not missing:
-                break
-            origin = RegistrationId(source.registration), source.generation
-            found = owner.begin(*origin, content, missing, 2**62)
-            if not isinstance(found, Access):
-                continue
-            cells, good = self._cells_of(source.registration), list[tuple[int, int | None]]()
-            for chunk, known in zip(found.chunks, found.digests, strict=True):
-                digested = action.manifest.digest != "none"
-                digest = sent_digest(owner, found, chunk, known, cells[chunk]) if digested else None
-                if action.manifest.digest == "none" or digest == digest_of(cells[chunk]):
-                    self._cells(staged=action.staged)[chunk] = cells[chunk]
-                    good.append((chunk, digest))
-            owner.end(found)
-            if good:
-                self.cluster.took(f"copied from {self.cluster.kind_of(source.registration)}")
-            copied.update(chunk for chunk, _ in good)
-            self.cluster.verified.arrived(target, ((chunk, cells[chunk]) for chunk, _ in good))
-            if owner.mark_available(target, action.generation, good):
-                self.cluster.chunks_offered(self)
-        self.apply(self.member.copied(frozenset(copied), self.cluster.now))
-
-    def _cells(self, *, staged: bool) -> MutableSequence[str]:
-        if not staged:
-            return self.cells
-        assert self.staging is not None
-        return self.staging
-
-    def _cells_of(self, registration: str) -> MutableSequence[str]:
-        """The memory of one of this worker's registrations, or what is staged for this one."""
-        return (
-            self._cells(staged=True) if registration == self.staging_id else self.cluster.by_registration[registration].cells
-        )
 
     def _fence(self, action: Fence) -> None:
         """Let nobody in; shut readers out that do not leave by themselves; then say that it stands, or cannot."""
@@ -512,22 +440,6 @@ class Handle:
         self.hooks.popleft()
         self.hook_calls += 1
         self.apply(self.member.hook_returned(self.hook_error, self.cluster.now))
-
-    # -- memory, as lanes see it
-
-    def receive(self, chunk: int, cell: str, start: StartPull) -> None:
-        """A lane writes what it was sent."""
-        self.cluster.verified.writes(self.staging_id if start.staged else self.id, chunk)
-        if not start.staged:
-            self.cluster.guarantees.writes(self)
-        self._cells(staged=start.staged)[chunk] = cell
-
-    def offer(self, start: StartPull, verified: list[tuple[int, int | None]]) -> None:
-        """Let others read what was verified."""
-        target, cells = self.staging_id if start.staged else self.id, self._cells(staged=start.staged)
-        self.cluster.verified.arrived(target, ((chunk, cells[chunk]) for chunk, _ in verified))
-        if verified and self.worker.owner.mark_available(target, start.generation, verified):
-            self.cluster.chunks_offered(self)
 
     def digest_again(self, question: DigestAgain) -> None:
         """Tell whether a cell has changed since its digest was made (R8)."""

@@ -96,14 +96,14 @@ class Lane:
         good: list[tuple[int, int | None]] = []
         bad: list[int] = []
         for chunk, cell, digest in frame.chunks:
-            reader.receive(chunk, cell, reading.start)
+            reader.filler.receive(chunk, cell, reading.start)
             ok = not digested or digest_of(cell) == digest
             reading.books.arrived(self.lease, chunk, ok)
             if ok:
                 good.append((chunk, digest))
             else:
                 bad.append(chunk)
-        reader.offer(reading.start, good)
+        reader.filler.offer(reading.start, good)
         reading.settled(self)
         if bad:
             self.end("corrupt", bad[0])

@@ -7,8 +7,8 @@ of this worker have of that content is copied first, so that only the rest is re
 Staged, the new version is pulled into staging memory, `before_write` runs when all of it is verified, and the old version
 is fenced and overwritten only when the vote has led to a commit.
 
-Responsible for the order of these, for the leases that it reads under, and for what a fill that is broken off leaves
-behind. Not responsible for reading bytes (`scheduler.pull`).
+Responsible for the order of these, and for what a fill that is broken off leaves behind. Not responsible for the leases that
+it reads under (`leases`), nor for reading bytes (`scheduler.pull`).
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import assert_never
 
 from tensorhub.errors import IntegrityError, OperationTimeout, StateError, TensorHubError
 from tensorhub.machine import InvariantBroken
-from tensorhub.manifest import Manifest, check_compatible
+from tensorhub.manifest import Manifest
 from tensorhub.messages import (
     AddSource,
     Begun,
@@ -27,17 +27,14 @@ from tensorhub.messages import (
     Grant,
     ManifestReply,
     Prepared,
-    ReadFailed,
     ReadyToWrite,
     Start,
     Write,
 )
-from tensorhub.types import HandleState, Medium, OpKey, OpKind, Purpose, VersionInfo
+from tensorhub.types import HandleState, Medium, OpKey, OpKind, VersionInfo
 from tensorhub.worker.calls import (
-    AddPullSource,
     CallHook,
     CopyLocally,
-    DropPullSource,
     EndPrefetch,
     FillCall,
     FreePrefetch,
@@ -46,46 +43,12 @@ from tensorhub.worker.calls import (
     StartPull,
     StopPull,
 )
-from tensorhub.worker.enrolment import Shard
 from tensorhub.worker.holding import Content, Holding
+from tensorhub.worker.leases import Leases
+from tensorhub.worker.manifests import Manifests
 from tensorhub.worker.rank import Rank
 from tensorhub.worker.running import GroupCall, set_memory
 from tensorhub.worker.states import UNVOTED, Phase
-
-MANIFESTS_KEPT_MAX = 16
-FAILED_KEPT_MAX = 64  # leases of one fill that were given up, in case the coordinator has not heard of it
-
-
-class Manifests:
-    """The manifests that are known, and which of them fit one registration. Outlives its fills.
-
-    `known`: by id; shared by a worker's handles.
-    """
-
-    def __init__(self, known: dict[str, Manifest], shard: Shard) -> None:
-        self._known = known
-        self._shard = shard
-        self._fitting: set[str] = set()  # ids
-
-    def get(self, manifest_id: str) -> Manifest | None:
-        return self._known.get(manifest_id)
-
-    def add(self, blob: bytes) -> Manifest:
-        """Decode and keep it; raises ProtocolError for what is not a manifest."""
-        manifest = Manifest.decode(blob)
-        while len(self._known) >= MANIFESTS_KEPT_MAX:
-            del self._known[next(iter(self._known))]
-        self._known[manifest.manifest_id] = manifest
-        return manifest
-
-    def check_fits(self, manifest: Manifest) -> None:
-        """Raise ManifestMismatch unless this registration can be filled with it."""
-        mine = self._shard.manifest
-        if self._shard.purpose not in (Purpose.USE, Purpose.PREFETCH):
-            return  # it takes whatever its shard of a version is
-        if mine is not None and manifest.manifest_id not in self._fitting:
-            check_compatible(manifest, mine)
-            self._fitting.add(manifest.manifest_id)
 
 
 class Filling(GroupCall):
@@ -103,7 +66,7 @@ class Filling(GroupCall):
         self._manifests = manifests
         self._version: VersionInfo | None = None  # bound
         self._manifest: Manifest | None = None  # of the bound version
-        self._grants: tuple[Grant, ...] = ()  # to begin the pull with
+        self._leases = Leases(rank, lambda: self.operation)
         self._write_said = False  # the coordinator has told every rank to overwrite
         self._deaf = False  # a connection was lost in the midst of it, and perhaps that word
         self._tried: set[LocalCopy] = set()  # has been copied from
@@ -113,9 +76,6 @@ class Filling(GroupCall):
         self._is_staged = False  # all of it is there
         self._bound_as: OpKey | None = None  # the operation in which it was bound first
         self._is_anew = False  # said once more, to a new coordinator, which has not bound it yet
-        self._lanes: dict[str, Grant] = {}  # what the pull reads from, by the lease that the coordinator knows
-        self._lane_names: dict[str, str] = {}  # by such a lease: the one under which the pull began to read
-        self._failed: dict[str, ReadFailed] = {}  # the newest leases that were given up, and what was said of that
 
     def check_allowed(self) -> None:
         super().check_allowed()
@@ -195,7 +155,8 @@ class Filling(GroupCall):
         """The coordinator says something about this operation."""
         match message:
             case Start() if self.phase is Phase.ASKED:
-                self._version, self._write_said, self._grants = message.version, message.write, message.grants
+                self._version, self._write_said = message.version, message.write
+                self._leases.granted(message.grants)
                 self._bound_as = message.key
                 self._find_manifest(message.manifest_id)
             case Start(write=True) | Write():
@@ -206,9 +167,10 @@ class Filling(GroupCall):
                     self._rank.say(ReadyToWrite(message.key, message.rank))
                 self._is_anew = False
             case AddSource():
-                self._add_source(message.grant)
+                if self.phase in UNVOTED:
+                    self._leases.add(message.grant)
             case DropSource():
-                self._drop_source(message.lease)
+                self._leases.drop(message.lease)
             case _:
                 assert_never(message)
 
@@ -216,12 +178,12 @@ class Filling(GroupCall):
         """Every rank may; perhaps this one does so already, and has missed who else may be read."""
         match self.phase:
             case Phase.HELD:
-                self._grants = grants
+                self._leases.granted(grants)
                 self._write()
             case Phase.FENCING | Phase.COPYING:
-                self._grants = grants
+                self._leases.granted(grants)
             case Phase.PULLING:
-                self._reconcile(grants)
+                self._leases.reconcile(grants)
             case Phase.VOTED:
                 self._rank.say(Prepared(self.operation, self._rank.shard.rank))
             case Phase.ABANDONING:
@@ -368,58 +330,17 @@ class Filling(GroupCall):
         if shard.serves and shard.medium is Medium.DEVICE:
             self._rank.act(EndPrefetch())  # what it had of this content is copied; and both would read the rest
         self.phase = Phase.PULLING
-        self._lanes = {grant.lease: grant for grant in self._grants}
-        self._lane_names = {lease: lease for lease in self._lanes}
-        start = StartPull(self._version, self._manifest, self.generation, self._grants, self._copied, self.stages)
-        self._rank.act(start)
-
-    def _reconcile(self, grants: tuple[Grant, ...]) -> None:
-        """After a lost connection: the coordinator's list of our leases is the true one.
-
-        Where a new coordinator grants what is being read already, under a lease of its own, that lane goes on.
-        """
-        wanted = {grant.lease: grant for grant in grants}
-        for lease in sorted(self._lanes.keys() - wanted):
-            same = next((g for g in grants if g.lease not in self._lanes and _is_same(g, self._lanes[lease])), None)
-            if same is None:
-                self._rank.act(DropPullSource(self._lane_names[lease]))
-            else:
-                del self._lanes[lease]
-                self._lanes[same.lease], self._lane_names[same.lease] = same, self._lane_names.pop(lease)
-        for grant in grants:
-            self._add_source(grant)
-
-    def _add_source(self, grant: Grant) -> None:
-        if self.phase is Phase.PULLING:
-            if grant.lease in self._failed:
-                self._rank.say(self._failed[grant.lease])  # it was not heard: a lease is read under once
-            elif grant.lease not in self._lanes:
-                self._lanes[grant.lease], self._lane_names[grant.lease] = grant, grant.lease
-                self._rank.act(AddPullSource(grant))
-        elif self.phase in UNVOTED and grant not in self._grants:
-            self._grants = (*self._grants, grant)
-
-    def _drop_source(self, lease: str) -> None:
-        if self.phase is Phase.PULLING and lease in self._lanes:
-            self._rank.act(DropPullSource(self._lane_names[lease]))
-        else:
-            self._grants = tuple(grant for grant in self._grants if grant.lease != lease)
-            self._rank.say(ReadFailed(self.operation, self._rank.shard.rank, lease, "dropped", ""))
+        grants = self._leases.begin_reading()
+        self._rank.act(StartPull(self._version, self._manifest, self.generation, grants, self._copied, self.stages))
 
     def source_failed(self, lane: str, reason: str, detail: str, chunk: int | None) -> None:
         """`lane`: the lease under which the pull began to read there."""
-        lease = next((lease for lease, name in self._lane_names.items() if name == lane), None)
-        if lease is not None:
-            del self._lanes[lease], self._lane_names[lease]
-            failed = ReadFailed(self.operation, self._rank.shard.rank, lease, reason, detail[:1000], chunk)
-            self._failed[lease] = failed
-            while len(self._failed) > FAILED_KEPT_MAX:
-                del self._failed[next(iter(self._failed))]
-            self._rank.say(failed)
+        self._leases.failed(lane, reason, detail, chunk)
 
     def pull_done(self) -> None:
         if self.phase is not Phase.PULLING:
             return
+        self._leases.end_reading()
         self._is_staged = self.stages
         if self._call.hold and self._is_staged:
             self._run_hook()
@@ -447,6 +368,7 @@ class Filling(GroupCall):
     def _stop_pull(self, error: Exception) -> None:
         self.error = error
         self.phase = Phase.STOPPING
+        self._leases.end_reading()
         self._rank.act(StopPull())
 
     def pull_stopped(self) -> None:
@@ -559,9 +481,3 @@ class Filling(GroupCall):
         if error is not None:
             set_memory(error, "torn")
         self.finish(error=error)
-
-
-def _is_same(one: Grant, other: Grant) -> bool:
-    """Whether both are of the same memory, under the same generation."""
-    mine, theirs = ((g.incarnation, g.registration, g.generation) for g in (one, other))
-    return mine == theirs

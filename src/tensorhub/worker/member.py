@@ -58,9 +58,10 @@ from tensorhub.worker.calls import (
 from tensorhub.worker.copies import Copies
 from tensorhub.worker.copying import Copying
 from tensorhub.worker.enrolment import Shard
-from tensorhub.worker.filling import Filling, Manifests
+from tensorhub.worker.filling import Filling
 from tensorhub.worker.holding import Content, Holding
 from tensorhub.worker.leaving import Closing, Leaving, Releasing, SettingAside, TakingBack, Unpublishing
+from tensorhub.worker.manifests import Manifests
 from tensorhub.worker.publishing import Publishing
 from tensorhub.worker.rank import Rank
 from tensorhub.worker.running import GroupCall, Refusing, Running

@@ -33,7 +33,7 @@ from tensorhub.messages import Join, Outcome, Register, Start, Write
 from tensorhub.scheduler.pull import Pull, SourceState
 from tensorhub.testing import Fault
 from tensorhub.worker.enrolment import Enrolment
-from tensorhub.worker.filling import Filling
+from tensorhub.worker.leases import Leases
 from tensorhub.worker.member import Member as Rank
 from tensorhub.worker.owner import Owner
 from tensorhub.worker.running import GroupCall
@@ -178,7 +178,7 @@ def failure_not_reported() -> Iterator[None]:
             if lease is not None:
                 del self._lanes[lease], self._lane_names[lease]
 
-    with around(Filling, "source_failed", failed):
+    with around(Leases, "failed", failed):
         yield
 
 

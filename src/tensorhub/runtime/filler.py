@@ -1,0 +1,245 @@
+"""How one handle's memory is filled: from other memory of its worker, and from other workers.
+
+Responsible for the pull or the copy that runs, for its sources and its progress, and for what the call's report says of it.
+Not responsible for where the bytes go (`places`), nor for reading them (`lanes`), nor for when it is done (`handle`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Protocol
+
+import anyio
+import anyio.abc
+import anyio.from_thread
+import anyio.to_thread
+
+from tensorhub.errors import TensorHubError
+from tensorhub.messages import FromWorker, Progress
+from tensorhub.runtime import clock
+from tensorhub.runtime.channels import Channels
+from tensorhub.runtime.chunks import ChunkMemory
+from tensorhub.runtime.copying import copy_chunks
+from tensorhub.runtime.lanes import AllVerified, PullReport, PullRunner, SourceFailed
+from tensorhub.runtime.logs import get_logger
+from tensorhub.runtime.places import Places
+from tensorhub.runtime.reports import CallTimes
+from tensorhub.runtime.serving import SharedOwner
+from tensorhub.transport.memory import MappedRegions, Memory
+from tensorhub.types import ContentId, LeaseId, RegistrationId
+from tensorhub.worker.calls import Action, AddPullSource, CopyLocally, DropPullSource, StartPull
+from tensorhub.worker.member import Member
+
+PROGRESS_S = 0.25  # how often a running fill tells the coordinator how far it is
+TENSORS_NAMED_MAX = 5  # in an error
+
+log = get_logger("tensorhub.worker")
+
+ProgressListener = Callable[[int, int], None]  # (bytes verified so far, bytes wanted)
+
+
+class Line(Protocol):
+    """What a handle and its filler need of their worker."""
+
+    channels: Channels
+
+    def say(self, message: FromWorker) -> None: ...
+
+
+@dataclass(slots=True)
+class _Pull:
+    """The pull or copy that runs, or ran last."""
+
+    scope: anyio.CancelScope = field(default_factory=anyio.CancelScope)
+    ended: anyio.Event = field(default_factory=anyio.Event)
+    runner: PullRunner | None = None
+    early: list[AddPullSource | DropPullSource] = field(default_factory=list)  # before the runner was up
+
+
+class Filler:
+    """That of one handle. `apply`: carries out what the member says to what it is told."""
+
+    def __init__(
+        self,
+        member: Member,
+        memory: Memory,
+        owner: SharedOwner,
+        places: Places,
+        line: Line,
+        apply: Callable[[list[Action]], None],
+    ) -> None:
+        self.times = CallTimes()  # of the running call
+        self.progress: ProgressListener | None = None
+        self._member = member
+        self._memory = memory
+        self._owner = owner
+        self._places = places
+        self._line = line
+        self._apply = apply
+        self._registration = RegistrationId(member.shard.registration)
+        self._pull: _Pull | None = None
+
+    def __repr__(self) -> str:
+        return f"<Filler of {self._member!r}>"
+
+    def begin(self, action: StartPull | CopyLocally, tasks: anyio.abc.TaskGroup) -> None:
+        """Begin to pull, or to copy, in a task of its own. The member hears of its end."""
+        self._pull = _Pull()
+        if isinstance(action, StartPull):
+            self.times.pulled_from = clock.now()
+            tasks.start_soon(self._fill, action, self._pull)
+        else:
+            tasks.start_soon(self._copy, action, self._pull)
+
+    async def stop(self) -> None:
+        """End what runs; returns when nothing of it does any more."""
+        if self._pull is not None:
+            self._pull.scope.cancel()
+            await self._pull.ended.wait()
+
+    def change_source(self, action: AddPullSource | DropPullSource) -> None:
+        """Another source for the running pull, or one less."""
+        pull = self._pull
+        if pull is None or pull.ended.is_set():
+            return
+        if pull.runner is None:
+            pull.early.append(action)
+        elif isinstance(action, AddPullSource):
+            pull.runner.add_source(action.grant)
+        else:
+            pull.runner.drop_source(LeaseId(action.lease))
+            self._apply(self._member.source_failed(action.lease, "dropped", "", clock.now()))
+
+    async def _fill(self, action: StartPull, pull: _Pull) -> None:
+        """Pull every chunk into the caller's tensors, with whatever sources there are and come."""
+        try:
+            with pull.scope:
+                self._memory.check_unreplaced()  # before_write may have moved them
+                target, mapped, chunks = await self._places.destination(action)
+                kept = await self._verify_kept(target, action.generation)
+                async with anyio.create_task_group() as tasks:
+                    await self._pull_chunks(action, pull, target, chunks, kept, tasks)
+                    tasks.cancel_scope.cancel()
+                await self._unpack(mapped)
+        except* TensorHubError as group:
+            error = _first_of(group)
+            log.warning("fill_failed", registration=self._registration, reason=str(error))
+            self._apply(self._member.pull_failed(error, clock.now()))
+        else:
+            if not pull.scope.cancelled_caught:
+                self.times.prepared = clock.now()
+                self._apply(self._member.pull_done(clock.now()))
+        finally:
+            pull.runner = None  # it keeps the memory alive
+            pull.ended.set()
+
+    async def _verify_kept(self, target: RegistrationId, generation: int) -> list[int]:
+        """What a fill that was broken off has left of this content, and nobody has written since (R9)."""
+        started, kept = clock.now(), self._owner.kept(target, generation)
+        if not kept:
+            return []
+        check = anyio.from_thread.check_cancelled
+        found = await anyio.to_thread.run_sync(self._owner.verify, target, generation, kept, check)
+        self.times.verified_s = clock.now() - started
+        return found
+
+    async def _copy(self, action: CopyLocally, pull: _Pull) -> None:
+        """Take over what other memory of this worker has; see `CopyLocally`."""
+        started, copied = clock.now(), frozenset[int]()
+        try:
+            with pull.scope:
+                self._memory.check_unreplaced()
+                target, mapped, chunks = await self._places.destination(action)
+                arrived = partial(self._owner.mark_available, target, action.generation)
+                content_id, check = ContentId(action.version.content_id), anyio.from_thread.check_cancelled
+                work = partial(copy_chunks, self._owner, action.sources, content_id, chunks, action.copied, arrived, check)
+                copied = await anyio.to_thread.run_sync(work)
+                if action.last:
+                    await self._unpack(mapped)
+        except TensorHubError as error:
+            log.warning("copy_failed", registration=self._registration, reason=str(error))
+            if self._member.is_letting_go:  # it is committed: what does not arrive is torn
+                self._apply(self._member.copied(frozenset(), clock.now()))
+            else:
+                self._apply(self._member.pull_failed(error, clock.now()))
+        else:
+            self._note_copying(clock.now() - started)
+            if not pull.scope.cancelled_caught:
+                self._apply(self._member.copied(copied, clock.now()))
+        finally:
+            pull.ended.set()
+
+    def _note_copying(self, seconds: float) -> None:
+        if self.times.prepared:
+            self.times.applied_s += seconds
+        else:
+            self.times.copied_s += seconds
+
+    async def _pull_chunks(
+        self,
+        action: StartPull,
+        pull: _Pull,
+        target: RegistrationId,
+        chunks: ChunkMemory,
+        kept: list[int],
+        tasks: anyio.abc.TaskGroup,
+    ) -> None:
+        opener = self._line.channels.opener(ContentId(action.version.content_id))
+        there = {*chunks.unwanted, *action.copied, *kept}
+        runner = PullRunner(chunks, self._owner, target, action.generation, opener, verified=there)
+        try:
+            async with runner:
+                pull.runner = runner
+                for grant in action.grants:
+                    runner.add_source(grant)
+                while pull.early:
+                    self.change_source(pull.early.pop(0))
+                tasks.start_soon(self._tell_progress, pull)
+                async for event in runner.events():
+                    match event:
+                        case SourceFailed():
+                            detail = event.detail
+                            if event.chunk is not None:
+                                names = action.manifest.tensors_in(event.chunk)[:TENSORS_NAMED_MAX]
+                                detail += f" (tensor {', '.join(map(repr, names))})"
+                            log.info("source_failed", lease=event.lease, reason=event.reason, detail=detail)
+                            now, chunk = clock.now(), event.chunk
+                            self._apply(self._member.source_failed(event.lease, event.reason, detail, now, chunk=chunk))
+                        case AllVerified():
+                            self._show_progress(runner.report())
+                            break
+        finally:
+            self.times.pull, self.times.pulled = runner.report(), clock.now()
+
+    async def _unpack(self, mapped: MappedRegions) -> None:
+        if mapped.copies or mapped.then is not None:
+            await anyio.to_thread.run_sync(mapped.unpack)
+
+    async def _tell_progress(self, pull: _Pull) -> None:
+        """(It keeps no runner: the frame of a cancelled task may live until the next collection, and memory with it.)"""
+        while True:
+            await anyio.sleep(PROGRESS_S)
+            running = self._member.running
+            if pull.runner is not None and running is not None and running.key is not None:
+                report = pull.runner.report()
+                rank = self._member.shard.rank
+                self._line.say(Progress(running.key, rank, report.chunks_verified, report.bytes_read))
+                self._show_progress(report)
+
+    def _show_progress(self, report: PullReport) -> None:
+        if self.progress is None:
+            return
+        try:
+            self.progress(report.bytes_verified, report.bytes_wanted)
+        except Exception as error:
+            self.progress = None
+            log.warning("progress_failed", registration=self._registration, reason=f"{type(error).__name__}: {error}")
+
+
+def _first_of(group: BaseExceptionGroup[TensorHubError]) -> TensorHubError:
+    error: TensorHubError | BaseExceptionGroup[TensorHubError] = group
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    return error

@@ -1,0 +1,122 @@
+"""How a simulated handle's memory is filled, as `runtime.filler` does it: with what it held, by copying, and by lanes.
+
+Responsible for which cells a fill writes, the memory's own or those that are staged for it, and for what others may then
+read of them. Not responsible for what is read from whom (`pulling`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import MutableSequence
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from tensorhub.testing.memory import CHUNK_BYTES, digest_of, sent_digest
+from tensorhub.types import ContentId, RegistrationId
+from tensorhub.worker.calls import CopyLocally, StartPull
+from tensorhub.worker.owner import Access
+
+if TYPE_CHECKING:
+    from tensorhub.testing.handle import Handle
+
+
+class Filler:
+    """That of one handle."""
+
+    def __init__(self, handle: Handle) -> None:
+        self._handle = handle
+
+    def begin_pull(self, start: StartPull) -> StartPull:
+        """Make ready what is to be filled: that pull without what is here already, which others may read from now on."""
+        self._begin(start)
+        kept = [] if start.staged else self._kept(start.generation)
+        if not kept:
+            return start
+        self._handle.cluster.took("kept chunks verified")
+        self.offer(start, list[tuple[int, int | None]](kept))
+        return replace(start, copied=start.copied.union(chunk for chunk, _ in kept))
+
+    def copy(self, action: CopyLocally) -> frozenset[int]:
+        """Take what other memory of this worker has, in no time: which chunks are here then."""
+        self._begin(action)
+        handle, content = self._handle, ContentId(action.version.content_id)
+        owner, copied = handle.worker.owner, set(action.copied)
+        target, filled = self._target(staged=action.staged)
+        for source in action.sources:
+            missing = [chunk for chunk in range(action.manifest.chunk_count) if chunk not in copied]
+            if not missing:
+                break
+            origin = RegistrationId(source.registration), source.generation
+            found = owner.begin(*origin, content, missing, 2**62)
+            if not isinstance(found, Access):
+                continue
+            cells, good = self._cells_of(source.registration), list[tuple[int, int | None]]()
+            for chunk, known in zip(found.chunks, found.digests, strict=True):
+                digested = action.manifest.digest != "none"
+                digest = sent_digest(owner, found, chunk, known, cells[chunk]) if digested else None
+                if action.manifest.digest == "none" or digest == digest_of(cells[chunk]):
+                    filled[chunk] = cells[chunk]
+                    good.append((chunk, digest))
+            owner.end(found)
+            if good:
+                handle.cluster.took(f"copied from {handle.cluster.kind_of(source.registration)}")
+            copied.update(chunk for chunk, _ in good)
+            handle.cluster.verified.arrived(target, ((chunk, cells[chunk]) for chunk, _ in good))
+            if owner.mark_available(target, action.generation, good):
+                handle.cluster.chunks_offered(handle)
+        return frozenset(copied)
+
+    def _begin(self, action: StartPull | CopyLocally) -> None:
+        """Make what is to be filled: the memory itself, of which only what was copied is left, or what is staged for it."""
+        handle, chunks = self._handle, action.manifest.chunk_count
+        if action.staged:
+            if handle.staging is None:
+                handle.staging, content = ["staged"] * chunks, ContentId(action.version.content_id)
+                sizes = [CHUNK_BYTES] * chunks
+                handle.worker.owner.open(handle.staging_id, action.generation, content, sizes, complete=False)
+                handle.cluster.verified.forget(handle.staging_id)
+            handle.cluster.verified.begins(handle.staging_id, action.version.content_id, handle.staging, action.copied)
+            return
+        kept = {*action.copied, *(chunk for chunk, _ in self._kept(action.generation))}
+        if action.manifest.digest == "none":
+            handle.cluster.verified.forget(handle.id)  # nobody can tell what is left of a broken fill
+        handle.cluster.verified.begins(handle.id, action.version.content_id, handle.cells, kept)
+        handle.half_fill(kept)
+        handle.changed = ""
+        handle.cluster.guarantees.retained.filling(handle, action.version)
+
+    def _kept(self, generation: int) -> list[tuple[int, int]]:
+        """What a fill that was broken off has left of this content, and nobody has written since (R9)."""
+        handle = self._handle
+        kept = handle.worker.owner.kept(handle.id, generation)
+        return [(chunk, digest) for chunk, digest in kept if digest_of(handle.cells[chunk]) == digest]
+
+    def _target(self, *, staged: bool) -> tuple[RegistrationId, MutableSequence[str]]:
+        """What is filled: under which id the owner knows it, and its cells."""
+        handle = self._handle
+        if not staged:
+            return handle.id, handle.cells
+        assert handle.staging is not None
+        return handle.staging_id, handle.staging
+
+    def _cells_of(self, registration: str) -> MutableSequence[str]:
+        """The memory of one of this worker's registrations, or what is staged for this one."""
+        if registration == self._handle.staging_id:
+            return self._target(staged=True)[1]
+        return self._handle.cluster.by_registration[registration].cells
+
+    # -- as lanes see it
+
+    def receive(self, chunk: int, cell: str, start: StartPull) -> None:
+        """A lane writes what it was sent."""
+        handle, (target, cells) = self._handle, self._target(staged=start.staged)
+        handle.cluster.verified.writes(target, chunk)
+        if not start.staged:
+            handle.cluster.guarantees.writes(handle)
+        cells[chunk] = cell
+
+    def offer(self, start: StartPull, verified: list[tuple[int, int | None]]) -> None:
+        """Let others read what was verified."""
+        handle, (target, cells) = self._handle, self._target(staged=start.staged)
+        handle.cluster.verified.arrived(target, ((chunk, cells[chunk]) for chunk, _ in verified))
+        if verified and handle.worker.owner.mark_available(target, start.generation, verified):
+            handle.cluster.chunks_offered(handle)

@@ -1,0 +1,99 @@
+"""The read leases of one fill: what the coordinator has granted, and what the pull reads under them.
+
+Responsible for the pull's sources being those that the coordinator has granted, also after a lost connection or under a
+new coordinator, and for what it is told of a lease that was given up. Not responsible for when a fill reads (`filling`),
+nor for reading.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from tensorhub.messages import Grant, ReadFailed
+from tensorhub.types import OpKey
+from tensorhub.worker.calls import AddPullSource, DropPullSource
+from tensorhub.worker.rank import Rank
+
+FAILED_KEPT_MAX = 64  # leases of one fill that were given up, in case the coordinator has not heard of it
+
+
+class Leases:
+    """Those of one fill. Until it reads they are gathered; then each is a lane of its pull.
+
+    `operation`: which one the fill belongs to now.
+    """
+
+    def __init__(self, rank: Rank, operation: Callable[[], OpKey]) -> None:
+        self._rank = rank
+        self._operation = operation
+        self._reads = False  # the pull runs
+        self._grants: tuple[Grant, ...] = ()  # to begin the pull with
+        self._lanes: dict[str, Grant] = {}  # what the pull reads from, by the lease that the coordinator knows
+        self._lane_names: dict[str, str] = {}  # by such a lease: the one under which the pull began to read
+        self._failed: dict[str, ReadFailed] = {}  # the newest that were given up, and what was said of that
+
+    def granted(self, grants: tuple[Grant, ...]) -> None:
+        """The pull, which has not begun, is to begin with these."""
+        self._grants = grants
+
+    def begin_reading(self) -> tuple[Grant, ...]:
+        """The pull begins: with which sources."""
+        self._reads = True
+        self._lanes = {grant.lease: grant for grant in self._grants}
+        self._lane_names = {lease: lease for lease in self._lanes}
+        return self._grants
+
+    def end_reading(self) -> None:
+        """The pull is done, or is being stopped."""
+        self._reads = False
+
+    def reconcile(self, grants: tuple[Grant, ...]) -> None:
+        """After a lost connection: the coordinator's list of our leases is the true one.
+
+        Where a new coordinator grants what is being read already, under a lease of its own, that lane goes on.
+        """
+        wanted = {grant.lease: grant for grant in grants}
+        for lease in sorted(self._lanes.keys() - wanted):
+            same = next((g for g in grants if g.lease not in self._lanes and _is_same(g, self._lanes[lease])), None)
+            if same is None:
+                self._rank.act(DropPullSource(self._lane_names[lease]))
+            else:
+                del self._lanes[lease]
+                self._lanes[same.lease], self._lane_names[same.lease] = same, self._lane_names.pop(lease)
+        for grant in grants:
+            self.add(grant)
+
+    def add(self, grant: Grant) -> None:
+        if not self._reads:
+            if grant not in self._grants:
+                self._grants = (*self._grants, grant)
+        elif grant.lease in self._failed:
+            self._rank.say(self._failed[grant.lease])  # it was not heard: a lease is read under once
+        elif grant.lease not in self._lanes:
+            self._lanes[grant.lease], self._lane_names[grant.lease] = grant, grant.lease
+            self._rank.act(AddPullSource(grant))
+
+    def drop(self, lease: str) -> None:
+        """The coordinator takes it back; it hears when nothing is read under it any more."""
+        if self._reads and lease in self._lanes:
+            self._rank.act(DropPullSource(self._lane_names[lease]))
+        else:
+            self._grants = tuple(grant for grant in self._grants if grant.lease != lease)
+            self._rank.say(ReadFailed(self._operation(), self._rank.shard.rank, lease, "dropped", ""))
+
+    def failed(self, lane: str, reason: str, detail: str, chunk: int | None) -> None:
+        """That lane has ended. `lane`: the lease under which the pull began to read there."""
+        lease = next((lease for lease, name in self._lane_names.items() if name == lane), None)
+        if lease is not None:
+            del self._lanes[lease], self._lane_names[lease]
+            failed = ReadFailed(self._operation(), self._rank.shard.rank, lease, reason, detail[:1000], chunk)
+            self._failed[lease] = failed
+            while len(self._failed) > FAILED_KEPT_MAX:
+                del self._failed[next(iter(self._failed))]
+            self._rank.say(failed)
+
+
+def _is_same(one: Grant, other: Grant) -> bool:
+    """Whether both are of the same memory, under the same generation."""
+    mine, theirs = ((g.incarnation, g.registration, g.generation) for g in (one, other))
+    return mine == theirs

@@ -1,0 +1,44 @@
+"""The manifests that a worker knows, and whether a registration can be filled with one.
+
+Responsible for fetching each but once, and comparing it but once. Not responsible for asking for one (`filling`).
+"""
+
+from __future__ import annotations
+
+from tensorhub.manifest import Manifest, check_compatible
+from tensorhub.types import Purpose
+from tensorhub.worker.enrolment import Shard
+
+MANIFESTS_KEPT_MAX = 16
+
+
+class Manifests:
+    """The manifests that are known, and which of them fit one registration. Outlives its fills.
+
+    `known`: by id; shared by a worker's handles.
+    """
+
+    def __init__(self, known: dict[str, Manifest], shard: Shard) -> None:
+        self._known = known
+        self._shard = shard
+        self._fitting: set[str] = set()  # ids
+
+    def get(self, manifest_id: str) -> Manifest | None:
+        return self._known.get(manifest_id)
+
+    def add(self, blob: bytes) -> Manifest:
+        """Decode and keep it; raises ProtocolError for what is not a manifest."""
+        manifest = Manifest.decode(blob)
+        while len(self._known) >= MANIFESTS_KEPT_MAX:
+            del self._known[next(iter(self._known))]
+        self._known[manifest.manifest_id] = manifest
+        return manifest
+
+    def check_fits(self, manifest: Manifest) -> None:
+        """Raise ManifestMismatch unless this registration can be filled with it."""
+        mine = self._shard.manifest
+        if self._shard.purpose not in (Purpose.USE, Purpose.PREFETCH):
+            return  # it takes whatever its shard of a version is
+        if mine is not None and manifest.manifest_id not in self._fitting:
+            check_compatible(manifest, mine)
+            self._fitting.add(manifest.manifest_id)
