@@ -11,6 +11,7 @@ from tensorhub.manifest import TensorDescription, build_manifest
 from tensorhub.messages import Fill
 from tensorhub.testing import CHUNK_BYTES, CHUNKS, MANIFEST, Asked, BrokenHook, Choice, Handle, PureCluster
 from tensorhub.types import HandleState
+from tensorhub.worker.calls import Say
 from tensorhub.worker.enrolment import Shard
 
 
@@ -33,10 +34,21 @@ def publish(cluster: PureCluster, ranks: list[Handle], numbers: Iterable[int]) -
         cluster.run()
 
 
-def until(cluster: PureCluster, reached: Callable[[], bool], *, kinds: str = "up down do store hook read") -> None:
+def until(
+    cluster: PureCluster,
+    reached: Callable[[], bool],
+    *,
+    kinds: str = "up down do store hook read",
+    but: Choice | None = None,
+) -> None:
     """Let things of these kinds happen until it is so."""
     while not reached():
-        cluster.do(next(choice for choice in cluster.choices() if choice.kind in kinds.split()))
+        cluster.do(next(choice for choice in cluster.choices() if choice.kind in kinds.split() and choice != but))
+
+
+def is_about_to_call(handle: Handle) -> bool:
+    say = handle.todo[0] if handle.todo else None
+    return isinstance(say, Say) and isinstance(say.message, Fill)
 
 
 def run_but(cluster: PureCluster, *left: Choice | str) -> None:
@@ -634,3 +646,26 @@ def test_the_manifest_of_what_goes_on_is_its_publishers_also_where_nobody_else_h
     run_but(cluster, "read")
     (version,) = cluster.coordinator.cluster.models["actor"].versions.values()
     assert version.manifests == {0: MANIFEST.encode()}
+
+
+def test_a_prefetch_in_mid_read_goes_on_although_its_version_is_about_to_be_held() -> None:
+    cluster, (trainer,) = published()
+    reader = cluster.handle("reader")
+    cluster.run()
+    prefetch = reader.prefetch()
+    copy = reader.prefetched.copy
+    assert copy is not None
+    read_half(cluster, copy)
+    cluster.restart(kept=False)
+    update = reader.replicate()
+    for handle in (trainer, reader):
+        handle.worker.connect()
+    until(cluster, lambda: is_about_to_call(copy), kinds="up down do", but=Choice("do", reader.name))
+    until(cluster, lambda: is_about_to_call(reader), kinds="up down do", but=Choice("do", copy.name))
+    for handle in (reader, copy):  # both calls are heard before either goes on
+        cluster.do(Choice("do", handle.name))
+    for _ in range(2):
+        cluster.do(Choice("up", "reader"))
+    cluster.run()
+    assert (update.number, prefetch.has_ended()) == (1, True)
+    assert copy.member.state is not HandleState.FILLING

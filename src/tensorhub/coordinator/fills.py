@@ -170,7 +170,8 @@ class Fills:
         misfit = self._misfit(operation, version) or self._no_way(operation, version)
         if misfit is not None:
             return misfit
-        in_use = operation.kind is OpKind.PREFETCH and all(_uses(part, version) for part in operation.parts.values())
+        may_be_in_use = operation.kind is OpKind.PREFETCH and operation.resumes is None  # what was begun is gone on with
+        in_use = may_be_in_use and all(_uses(part, version) for part in operation.parts.values())
         holders = {rank: in_use or _holds(part.member, version) for rank, part in operation.parts.items()}
         fresh = [rank for rank, part in operation.parts.items() if not holders[rank] and not part.has_written]
         if fresh and (not version.has_live_source() or self._must_wait(operation, version)):
