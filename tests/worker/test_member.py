@@ -18,6 +18,7 @@ from tensorhub.manifest import TensorDescription, build_manifest
 from tensorhub.messages import AddSource, ErrorInfo, ManifestReply, OrderedOut, Progress, Refused, Start, Write
 from tensorhub.testing import CHUNK_BYTES, Asked, Handle, PureCluster
 from tensorhub.types import HandleState
+from tensorhub.worker.running import DEADLINE_SLACK_S
 from tensorhub.worker.states import Phase
 
 
@@ -32,6 +33,11 @@ def published(*readers: str) -> tuple[PureCluster, Handle, list[Handle]]:
 
 def run_but_reads(cluster: PureCluster) -> None:
     while (choices := [choice for choice in cluster.choices() if choice.kind != "read"]) != []:
+        cluster.do(choices[0])
+
+
+def run_but_the_store(cluster: PureCluster) -> None:
+    while (choices := [choice for choice in cluster.choices() if choice.kind != "store"]) != []:
         cluster.do(choices[0])
 
 
@@ -222,8 +228,7 @@ def test_a_voted_fill_cannot_be_cancelled_alone(kept: bool) -> None:
     while not cluster.unstored:
         cluster.do(next(choice for choice in cluster.choices() if choice.kind != "store"))
     readers[0].cancel("enough")
-    while (choices := [choice for choice in cluster.choices() if choice.kind != "store"]) != []:
-        cluster.do(choices[0])
+    run_but_the_store(cluster)
     assert isinstance(calls[0].error, StateError)
     assert calls[0].error.memory == "in_doubt"
     assert "in_doubt" in repr(readers[0].member)
@@ -234,6 +239,36 @@ def test_a_voted_fill_cannot_be_cancelled_alone(kept: bool) -> None:
         cluster.fail_store()
         cluster.run()
         assert [handle.member.state for handle in readers] == [HandleState.TORN, HandleState.TORN]
+    cluster.check_agreement()
+
+
+def test_a_barrier_is_in_doubt_also_where_what_was_held_is_given_up_before_its_end() -> None:
+    """R6: what this rank held was its vote. The record comes after both ranks have left, and says committed (G4)."""
+    cluster = PureCluster()
+    trainers, readers = cluster.group("trainer", 2), cluster.group("reader", 2)
+    cluster.run()
+    for handle in trainers:
+        handle.publish(1)
+    cluster.run()
+    for handle in readers:
+        handle.replicate()
+    cluster.run()
+    calls = [handle.update() for handle in readers]
+    run_but_the_store(cluster)
+    assert cluster.unstored
+    for handle in readers:
+        handle.cancel("enough")
+    run_but_the_store(cluster)
+    member = readers[0].member
+    assert member.content is not None
+    changed = IntegrityError("its bytes have changed")
+    readers[0].apply(member.digested_again("inquiry", member.content.generation, True, changed, cluster.now))
+    assert [handle.member.state for handle in readers] == [HandleState.EMPTY, HandleState.READY]
+    cluster.now += DEADLINE_SLACK_S
+    cluster.time_passes()
+    run_but_the_store(cluster)
+    assert [getattr(call.error, "memory", None) for call in calls] == ["in_doubt", "in_doubt"]
+    cluster.run()
     cluster.check_agreement()
 
 

@@ -76,6 +76,7 @@ class Filling(GroupCall):
         self._is_staged = False  # all of it is there
         self._bound_as: OpKey | None = None  # the operation in which it was bound first
         self._is_anew = False  # said once more, to a new coordinator, which has not bound it yet
+        self._may_hold = call.kind is OpKind.PREFETCH  # when it was said, this rank may have held what it is bound to
 
     def check_allowed(self) -> None:
         super().check_allowed()
@@ -91,6 +92,7 @@ class Filling(GroupCall):
 
     def _say_call(self) -> None:
         call, shard = self._call, self._rank.shard
+        self._may_hold = self._may_hold or self._holding.state is HandleState.READY
         self._rank.say(
             Fill(
                 key=self.operation,
@@ -471,9 +473,9 @@ class Filling(GroupCall):
 
     def _leave_unheard(self) -> None:
         """The outcome does not come, and nothing was written here."""
-        may_hold = self._holding.state is HandleState.READY or self._call.kind is OpKind.PREFETCH
-        if may_hold and self._version is None and self.error is not None:
-            set_memory(self.error, "in_doubt")  # if it holds that content already, the others may have ended well
+        if self._may_hold and self._version is None and self.error is not None:
+            # What it held may have been its vote, also where it has given that up since: the others may have ended well.
+            set_memory(self.error, "in_doubt")
         self.finish(error=self.error)
 
     def _torn(self, error: Exception | None) -> None:
