@@ -5,12 +5,15 @@ from __future__ import annotations
 import pytest
 
 from tensorhub.coordinator import Received
+from tensorhub.coordinator.operations import Operations
 from tensorhub.machine import InvariantBroken
 from tensorhub.messages import Heartbeat, Pin, Watch
-from tensorhub.testing import GuaranteeBroken, Handle, PureCluster
+from tensorhub.testing import GuaranteeBroken, Handle, PureCluster, SimulatedCluster
+from tensorhub.testing.healing import Healing
 from tensorhub.testing.memory import CHUNKS, make_manifest
 from tensorhub.testing.scripted import Choice
-from tests.testing.bugs import inside, outside
+from tensorhub.testing.users import Team
+from tests.testing.bugs import inside, outside, replaced
 
 
 def published() -> tuple[PureCluster, Handle, Handle]:
@@ -118,3 +121,45 @@ def test_a_reader_that_is_blamed_for_one_sources_bytes_is_noticed() -> None:
         next(iter(reader.pull.lanes.values())).end("corrupt", 0)
         with pytest.raises(GuaranteeBroken, match=r"R8: .* is blamed for"):
             cluster.run()
+
+
+def two_that_fill() -> tuple[SimulatedCluster, Healing, Team]:
+    """Without chance users: one group has published, and both ranks of another have called, with ample time."""
+    cluster = SimulatedCluster(1, faults=())
+    for name in ("writers", "readers"):
+        ranks = [cluster.handle(f"{name}{rank}", name, rank, world_size=2) for rank in range(2)]
+        cluster.users.teams.append(Team(name, 2, spot=False, ranks=ranks))
+    writers, readers = cluster.users.teams
+    assert cluster.run_until(lambda: all(h.registered for team in cluster.users.teams for h in team.ranks), 10.0)
+    published = [handle.publish(1) for handle in writers.ranks]
+    assert cluster.run_until(lambda: all(asked.done for asked in published), 10.0)
+    cluster.users.next_version = 2
+    healing = Healing(cluster)
+    healing.ask()
+    operations = cluster.coordinator.cluster.operations
+    while not any(o.gathered and o.group.name == "readers" for o in operations()):
+        cluster.take_event()
+    return cluster, healing, readers
+
+
+def test_a_rank_need_not_end_while_it_waits_for_one_of_whose_death_no_coordinator_knows() -> None:
+    cluster, healing, readers = two_that_fill()
+    cluster.crash_coordinator(kept=True, down_s=1.0)
+    readers.ranks[1].worker.crash()
+    survivor = readers.ranks[0].asked
+    cluster.end_faults()
+    healing.run()
+    assert survivor is not None
+    assert survivor.done
+    assert cluster.now < survivor.until
+
+
+def test_a_rank_that_waits_for_one_whose_call_the_coordinator_has_heard_is_noticed() -> None:
+    cluster, healing, readers = two_that_fill()
+    readers.ranks[1].worker.crash()
+    cluster.end_faults()
+    with (
+        replaced(Operations, "member_gone", lambda *_: None),
+        pytest.raises(GuaranteeBroken, match="still fills, and could"),
+    ):
+        healing.run()

@@ -119,11 +119,15 @@ class Healing:
     def _could_end(self, asked: Asked) -> bool:
         """Whether it is still a fill of all ranks, and there is all of what it wants."""
         shard = asked.handle.shard
-        ranks = [each for each in self._reading if each.handle.shard.group == shard.group and not each.done]
+        operation = next((o for o in self._cluster.coordinator.cluster.operations() if o.key == asked.key), None)
+        # A coordinator that came back after a rank's process died never hears of it: the others wait for it until their
+        # deadline, as for any rank that has not called. One that has heard its call ends theirs with its lease.
+        heard = operation.parts if operation is not None else {}
+        handles = [each.handle for each in self._reading if each.handle.shard.group == shard.group and not each.done]
+        ranks = [handle for handle in handles if handle.worker.alive or handle.shard.rank in heard]
         if asked.done or not asked.handle.worker.alive or len(ranks) < shard.world_size:
             return False
         model = self._cluster.coordinator.cluster.models[shard.model]
-        operation = next((o for o in self._cluster.coordinator.cluster.operations() if o.key == asked.key), None)
         wanted = operation.version if operation is not None else None
         if wanted is None and operation is not None and operation.resumes is not None:
             wanted = model.versions.get(operation.resumes.content.version)
