@@ -93,7 +93,9 @@ class Injector:
         self._changes_of_mind.clear()
         self._cuts_short = False
         self._for_lanes.clear()
-        self._damaged.clear()
+        # What is damaged last may be all that its reader has: nothing else will happen that makes anybody look at it again.
+        last = list(cluster.workers) if Fault.CORRUPT in self._plan.weights else []
+        self._damaged = dict.fromkeys(last, 1)
         cluster.ways.heal()
         cluster.hurry_store()
         for handle in cluster.live_handles():
