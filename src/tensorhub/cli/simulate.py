@@ -6,6 +6,7 @@ import contextlib
 import importlib
 import json
 import os
+import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -113,7 +114,7 @@ async def _simulate(plan: Plan, search: ModuleType, as_json: bool, quiet: bool) 
     kinds = plan.faults if plan.faults is not None else [str(fault) for fault in search.Fault]
     found = Found(Ledger(kinds, transitions(), search.WAYS, UNBUILT))
     with _bar(plan, quiet) as show:
-        await _run(plan, found, show)
+        await _run(plan, found, show, fails=(lambda result: None) if as_json else partial(_print_failure, plan))
     never = found.ledger.never() if found.ledger.seeds >= COMPLETE_FROM and plan.faults is None else []
     if as_json:
         print(json.dumps(_as_json(plan, found)), flush=True)
@@ -122,7 +123,7 @@ async def _simulate(plan: Plan, search: ModuleType, as_json: bool, quiet: bool) 
     return FAILED if found.failures or never else 0
 
 
-async def _run(plan: Plan, found: Found, show: Callable[[Found], None]) -> None:
+async def _run(plan: Plan, found: Found, show: Callable[[Found], None], fails: Callable[[Result], None]) -> None:
     """All seeds; then some of them again, in new processes: the same seed must come to the same end."""
     begun, hash_seeds = time.monotonic(), count(1)
 
@@ -145,6 +146,7 @@ async def _run(plan: Plan, found: Found, show: Callable[[Found], None]) -> None:
     def go_on(result: Result) -> bool:
         if result.failure is not None:
             found.failures.append(result)
+            fails(result)
         found.seconds = time.monotonic() - begun
         show(found)
         return len(found.failures) < plan.failures_max
@@ -195,17 +197,21 @@ def _as_json(plan: Plan, found: Found) -> dict[str, Any]:
     }
 
 
+def _print_failure(plan: Plan, result: Result) -> None:
+    """At once: a search may go on for long."""
+    console, again = Console(), plan.reproduce(result.order.seed)
+    console.print(Text(f"\nseed {result.order.seed} failed:\n{result.failure}"), soft_wrap=True)
+    if again not in (result.failure or ""):  # what a broken guarantee says ends with it
+        console.print(Text(f"reproduce: {again}"), soft_wrap=True)
+    sys.stdout.flush()
+
+
 def _print(plan: Plan, found: Found, never: list[str], quiet: bool) -> None:
     console = Console()
     if found.ledger.seeds and not quiet:
         console.print(found.ledger.render())
     for name, why in found.ledger.transitions.unbuilt.items():
         console.print(Text(f"not asked for: {name}: needs a feature that is not built yet: {why}"), soft_wrap=True)
-    for result in found.failures:
-        again = plan.reproduce(result.order.seed)
-        console.print(Text(f"\nseed {result.order.seed} failed:\n{result.failure}"), soft_wrap=True)
-        if again not in (result.failure or ""):  # what a broken guarantee says ends with it
-            console.print(Text(f"reproduce: {again}"), soft_wrap=True)
     for name in never:
         console.print(Text(f"never reached: {name}", "bold red"))
     each = f"{_speed(found) / min(plan.jobs, len(plan.seeds)):,.0f} per process"
