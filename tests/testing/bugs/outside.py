@@ -68,7 +68,7 @@ def unpublish_gives_up_into_an_overwrite() -> Iterator[None]:
 
 @bug(
     "G9, R3: an owner asks a request only whether its memory is open, not under which generation",
-    faults=(Fault.DELAY, Fault.PAUSE, Fault.SLOW),
+    faults=(Fault.PARTITION, Fault.SLOW),
 )
 def request_of_an_old_generation_served() -> Iterator[None]:
     begin = Owner.begin
