@@ -101,6 +101,7 @@ async def test_not_a_coordinator(answer: bytes, text: str) -> None:
 async def test_an_http_server() -> None:
     async with nothing_left():
         server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), http.server.BaseHTTPRequestHandler)
+        server.daemon_threads = False  # closing it waits for what it has answered
         thread = threading.Thread(target=server.serve_forever, args=(0.01,))
         thread.start()
         try:
