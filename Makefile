@@ -34,11 +34,11 @@ lint: venv ## style, types, direction of imports
 	$(BIN)/mypy
 	$(BIN)/lint-imports --no-logo
 
-test: lint ## lint, then all tests but the slow ones
-	$(BIN)/pytest -q
+test: lint ## lint, then all tests but the slow ones, a process for each core
+	$(BIN)/pytest -q -n auto
 
 bugs: venv ## the proof that the simulator's checks can fail: each deliberate bug is found
-	$(BIN)/pytest -q -m slow tests/testing/test_bugs.py tests/property -k "bug or finds or enough"
+	$(BIN)/pytest -q -n auto -m slow tests/testing/test_bugs.py tests/property -k "bug or finds or enough"
 
 test-slow: venv ## the slow tests
 	$(BIN)/pytest -q -m slow
