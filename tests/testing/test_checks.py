@@ -5,7 +5,10 @@ from __future__ import annotations
 import pytest
 
 from tensorhub.coordinator import Received
+from tensorhub.coordinator.deadlines import Deadlines
+from tensorhub.coordinator.entities import Operation
 from tensorhub.coordinator.operations import Operations
+from tensorhub.errors import OperationTimeout
 from tensorhub.machine import InvariantBroken
 from tensorhub.messages import Heartbeat, Pin, Watch
 from tensorhub.testing import GuaranteeBroken, Handle, PureCluster, SimulatedCluster
@@ -123,8 +126,8 @@ def test_a_reader_that_is_blamed_for_one_sources_bytes_is_noticed() -> None:
             cluster.run()
 
 
-def two_that_fill() -> tuple[SimulatedCluster, Healing, Team]:
-    """Without chance users: one group has published, and both ranks of another have called, with ample time."""
+def two_that_begin() -> tuple[SimulatedCluster, Healing, Team]:
+    """Without chance users: one group has published, and both ranks of another are just calling, with ample time."""
     cluster = SimulatedCluster(1, faults=())
     for name in ("writers", "readers"):
         ranks = [cluster.handle(f"{name}{rank}", name, rank, world_size=2) for rank in range(2)]
@@ -136,6 +139,12 @@ def two_that_fill() -> tuple[SimulatedCluster, Healing, Team]:
     cluster.users.next_version = 2
     healing = Healing(cluster)
     healing.ask()
+    return cluster, healing, readers
+
+
+def two_that_fill() -> tuple[SimulatedCluster, Healing, Team]:
+    """The same, and the coordinator has heard both calls."""
+    cluster, healing, readers = two_that_begin()
     operations = cluster.coordinator.cluster.operations
     while not any(o.gathered and o.group.name == "readers" for o in operations()):
         cluster.take_event()
@@ -162,4 +171,30 @@ def test_a_rank_that_waits_for_one_whose_call_the_coordinator_has_heard_is_notic
         replaced(Operations, "member_gone", lambda *_: None),
         pytest.raises(GuaranteeBroken, match="still fills, and could"),
     ):
+        healing.run()
+
+
+def test_a_rank_may_end_at_the_deadline_of_one_that_has_hardly_any_time() -> None:
+    cluster, healing, readers = two_that_begin()
+    cluster.crash_coordinator(kept=True, down_s=1.0)
+    readers.ranks[1].worker.crash()
+    cluster.users.replace(readers, 1)
+    patient = readers.ranks[0].asked
+    assert patient is not None
+    cluster.run_until(lambda: False, 10.0)  # all have come back to the coordinator
+    assert [operation.key for operation in cluster.coordinator.cluster.operations()] == [patient.key]
+    readers.ranks[1].replicate("latest", 0.0)
+    cluster.end_faults()
+    healing.run()
+    assert isinstance(patient.error, OperationTimeout)
+
+
+def test_ranks_that_end_before_their_deadline_are_noticed() -> None:
+    cluster, healing, _ = two_that_fill()
+    cluster.end_faults()
+
+    def at_once(deadlines: Deadlines, operation: Operation) -> None:
+        deadlines._cluster.timers.set("operation", str(operation.key), deadlines._cluster.now)
+
+    with replaced(Deadlines, "set", at_once), pytest.raises(GuaranteeBroken, match=r"readers0.* has waited too long"):
         healing.run()
