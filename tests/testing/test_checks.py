@@ -8,14 +8,18 @@ from tensorhub.coordinator import Received
 from tensorhub.coordinator.deadlines import Deadlines
 from tensorhub.coordinator.entities import Operation
 from tensorhub.coordinator.operations import Operations
+from tensorhub.coordinator.readers import Readers
+from tensorhub.coordinator.states import OperationState, WorkerState
 from tensorhub.errors import OperationTimeout
 from tensorhub.machine import InvariantBroken
 from tensorhub.messages import Heartbeat, Pin, Watch
 from tensorhub.testing import GuaranteeBroken, Handle, PureCluster, SimulatedCluster
+from tensorhub.testing.handle import Asked
 from tensorhub.testing.healing import Healing
 from tensorhub.testing.memory import CHUNKS, make_manifest
 from tensorhub.testing.scripted import Choice
 from tensorhub.testing.users import Team
+from tensorhub.testing.worker import SimWorker
 from tests.testing.bugs import inside, outside, replaced
 
 
@@ -126,17 +130,23 @@ def test_a_reader_that_is_blamed_for_one_sources_bytes_is_noticed() -> None:
             cluster.run()
 
 
-def two_that_begin() -> tuple[SimulatedCluster, Healing, Team]:
-    """Without chance users: one group has published, and both ranks of another are just calling, with ample time."""
+def one_published(world_size: int) -> tuple[SimulatedCluster, Team, Team]:
+    """Without chance users: a group of two has published, and another, of `world_size`, holds nothing."""
     cluster = SimulatedCluster(1, faults=())
-    for name in ("writers", "readers"):
-        ranks = [cluster.handle(f"{name}{rank}", name, rank, world_size=2) for rank in range(2)]
-        cluster.users.teams.append(Team(name, 2, spot=False, ranks=ranks))
+    for name, size in (("writers", 2), ("readers", world_size)):
+        ranks = [cluster.handle(f"{name}{rank}", name, rank, world_size=size) for rank in range(size)]
+        cluster.users.teams.append(Team(name, size, spot=False, ranks=ranks))
     writers, readers = cluster.users.teams
     assert cluster.run_until(lambda: all(h.registered for team in cluster.users.teams for h in team.ranks), 10.0)
     published = [handle.publish(1) for handle in writers.ranks]
     assert cluster.run_until(lambda: all(asked.done for asked in published), 10.0)
     cluster.users.next_version = 2
+    return cluster, writers, readers
+
+
+def two_that_begin() -> tuple[SimulatedCluster, Healing, Team]:
+    """Both ranks of another group than the publishers are just calling, with ample time."""
+    cluster, _, readers = one_published(2)
     healing = Healing(cluster)
     healing.ask()
     return cluster, healing, readers
@@ -197,4 +207,51 @@ def test_ranks_that_end_before_their_deadline_are_noticed() -> None:
         deadlines._cluster.timers.set("operation", str(operation.key), deadlines._cluster.now)
 
     with replaced(Deadlines, "set", at_once), pytest.raises(GuaranteeBroken, match=r"readers0.* has waited too long"):
+        healing.run()
+
+
+def fetching(cluster: SimulatedCluster, healing: Healing, reader: SimWorker) -> tuple[Asked, Operation]:
+    """This worker has asked for the first shard only, with ample time; the coordinator has bound that fetch."""
+    healing.ask()
+    fetch = reader.handles[-1].asked
+    assert fetch is not None
+    while True:
+        for operation in cluster.coordinator.cluster.operations():
+            if operation.key == fetch.key and operation.state is OperationState.RUNNING:
+                return fetch, operation
+        cluster.take_event()
+
+
+def test_a_fetch_that_has_not_begun_need_not_end_while_another_shard_is_lost() -> None:
+    cluster, writers, readers = one_published(1)
+    silent, dead = (handle.worker for handle in writers.ranks)
+    silent.disconnect()
+    silent.stopped_until = cluster.now + 3 * cluster.options.lease_s
+    dead.crash()
+    live = cluster.coordinator.cluster.workers
+    assert cluster.run_until(lambda: sum(w.state is WorkerState.SUSPECT for w in live.values()) == 2, 1.0)
+    healing = Healing(cluster)
+    fetch, operation = fetching(cluster, healing, readers.ranks[0].worker)
+    assert not operation.writing  # it has no source yet, and then for ever half of the version only
+    cluster.end_faults()
+    healing.run()
+    assert fetch.done
+    assert fetch.version is None
+    assert cluster.now < fetch.until
+
+
+def test_a_fetch_that_has_begun_and_does_not_end_with_its_own_shard_is_noticed() -> None:
+    cluster, writers, readers = one_published(1)
+    healing = Healing(cluster)
+    fetch, operation = fetching(cluster, healing, readers.ranks[0].worker)
+    assert operation.writing
+    while fetch.handle.pull is None or not fetch.handle.pull.lanes:
+        cluster.take_event()
+    next(iter(fetch.handle.pull.lanes.values())).end("lost")
+    writers.ranks[1].worker.crash()
+    cluster.end_faults()
+    with (
+        replaced(Readers, "feed", lambda *_: []),
+        pytest.raises(GuaranteeBroken, match=r"readers0:fetch.* still fills, and could"),
+    ):
         healing.run()

@@ -141,7 +141,8 @@ class Healing:
         wanted = wanted or model.newest_visible()
         if wanted is None or wanted.abandoned or (operation is not None and operation.staying):
             return False
-        alone = not shard.serves and operation is not None and operation.version is not None
+        # Once it writes, a fetch needs its own shard only; until then the whole version, like any fill (R7, R12).
+        alone = not shard.serves and operation is not None and operation.writing
         numbers = [shard.number] if alone else [*wanted.holdings]
         return all(self._is_there(number, wanted.info.content_id) for number in numbers)
 
