@@ -186,3 +186,33 @@ def test_a_rank_may_follow_one_whose_leave_was_granted_before_the_version_was_to
     assert first.has_ended()
     assert second.has_ended()
     assert second.error is None
+
+
+def waits_for_an_access() -> tuple[PureCluster, Handle]:
+    """A fill that is given up while its reader's own lane is in the memory, long after its deadline."""
+    cluster, _, (reader,) = published("reader")
+    asked = reader.replicate(timeout_s=5)
+    read_one_chunk(cluster, reader)
+    reader.hold_access()
+    assert reader.access is not None
+    reader.cancel()
+    cluster.advance(30.0)
+    assert not asked.done
+    return cluster, reader
+
+
+def test_a_call_whose_fence_has_waited_for_an_access_ends_a_moment_after_it() -> None:
+    cluster, reader = waits_for_an_access()
+    cluster.guarantees.check_in_time(reader)
+    reader.end_access()
+    cluster.guarantees.check_in_time(reader)  # between the access's end and the fence's
+    cluster.run()
+    assert reader.idle
+
+
+def test_a_fence_that_does_not_notice_an_accesss_end_is_noticed() -> None:
+    cluster, reader = waits_for_an_access()
+    reader.end_access()
+    cluster.advance(30.0, run=False)
+    with pytest.raises(GuaranteeBroken, match=r"G10: .* should have ended 30\.0 s ago"):
+        cluster.guarantees.check_in_time(reader)

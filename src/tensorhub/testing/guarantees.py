@@ -317,14 +317,15 @@ class Guarantees:
 
     def check_in_time(self, handle: Handle) -> None:
         """G10: a call ends at its deadline, also where nobody can be told. (A process that is stopped ends nothing; what was
-        staged and is committed is put in place; and what was given up is fenced, which waits for the owner's own accesses.)
+        staged and is committed is put in place; and what was given up is fenced, which waits for the owner's own accesses
+        and goes on a moment after they have ended.)
         """
         asked, worker = handle.asked, handle.worker
         if asked is None or asked.done or (asked.committed and isinstance(asked.what, FillCall) and asked.what.staged):
             return
         if handle.access is not None and handle.fencing_since is not None:
             return
-        late_s = self._cluster.now - max(asked.until, worker.stopped_until)
+        late_s = self._cluster.now - max(asked.until, worker.stopped_until, handle.freed_at)
         running = handle.member.running
         demand(late_s <= LATE_S_MAX, f"G10: {handle}: {asked.what} should have ended {late_s:.1f} s ago: {running}")
 

@@ -128,6 +128,7 @@ class Handle:
         self.serving: dict[Lane, None] = {}  # of others, which read this memory
         self.access: tuple[Access, str] | None = None  # one that no fence can end, and what it read in the cell at first
         self.fencing_since: float | None = None  # its next action is a fence, which was begun
+        self.freed_at = 0.0  # when its own access ended that a fence has waited for, last
         self.asked: Asked | None = None
         self.last_held = ""  # the content id that it held last
         self.generation = 0  # under which its memory is open, or was last
@@ -277,6 +278,8 @@ class Handle:
             self.cluster.note(f"{self.name} ends an access")
             (access, was), self.access = self.access, None
             self.worker.owner.end(access)
+            if self.fencing_since is not None:
+                self.freed_at = self.cluster.now
             demand(self.cells[0] == was, f"G2: {self} was written while it was read: {was} is {self.cells[0]}")
             self.cluster.access_ended(self)
 
