@@ -198,6 +198,21 @@ def test_the_first_digest_of_a_chunk_counts() -> None:
     assert owner.digest(R, 1, 0) == 5
 
 
+@pytest.mark.parametrize("reopened", [False, True])
+def test_the_first_digest_counts_for_who_reads_on_when_the_memory_is_closed(reopened: bool) -> None:
+    owner = opened()
+    access = begun(owner)
+    assert access.digests[0] is None
+    assert owner.set_digest(R, 1, access.chunks[0], 5) == 5  # another reader's
+    owner.close(R)
+    if reopened:
+        owner.reopen(R, 2)
+    assert owner.set_digest(R, 1, access.chunks[0], 6) == 5
+    owner.end(access)
+    if reopened:
+        assert owner.set_digest(R, 1, access.chunks[0], 7) is None
+
+
 def test_an_access_ends_once() -> None:
     owner = opened()
     access = begun(owner)

@@ -219,6 +219,7 @@ class Retained:
         for shard in self._contents.truth[content_id]:
             holders = (h for h in self._cluster.all_handles() if h.shard.number == shard and h.shard.serves)
             holders = (h for h in holders if h is handle or self._surely_holds(h, content_id, asked.began, handle))
+            holders = (h for h in holders if not any(map(abandons, (h, *self._cluster.mates(h)))))
             if not any(map(self._is_reliable, holders)):
                 return False
         return True

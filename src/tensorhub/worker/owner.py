@@ -182,9 +182,12 @@ class Owner:
     def set_digest(self, registration: RegistrationId, generation: int, chunk: int, digest: int) -> int | None:
         """Remember a chunk's digest; the first one counts. Returns the one that counts, None for an older
         generation.
+
+        Who reads it still, although it was closed or reopened meanwhile, hears that one too: the bytes may have changed
+        since it was made.
         """
-        holding = self._at(registration, generation)
-        if holding is None:
+        holding = self._holdings.get(registration)
+        if holding is None or (holding.generation != generation and not holding.accesses):
             return None
         known = holding.digests[chunk]
         if known is None:
