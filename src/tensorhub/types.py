@@ -88,6 +88,16 @@ def as_seconds(value: object) -> float | None:
     return seconds if 0 <= seconds < 10**9 else None
 
 
+def as_timeout_s(timeout: float | None, default_s: float) -> float:
+    """The seconds that a call has: those given, or the default. Raises StateError."""
+    if timeout is None:
+        return default_s
+    seconds = as_seconds(timeout)
+    if seconds is None:
+        raise StateError(f"timeout={timeout!r}: give seconds, 0 or more, or None for the default")
+    return seconds
+
+
 @dataclass(frozen=True, slots=True, order=True)
 class OpKey:
     """Names one group operation for all time: the n-th group call of a group's membership epoch (R6)."""

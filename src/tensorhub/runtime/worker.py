@@ -85,7 +85,7 @@ from tensorhub.types import (
     Purpose,
     Selector,
     VersionInfo,
-    as_seconds,
+    as_timeout_s,
 )
 from tensorhub.worker.calls import FillCall
 from tensorhub.worker.copies import Copies
@@ -148,12 +148,7 @@ class Worker:
 
     def timeout_s(self, timeout: float | None) -> float:
         """The seconds that a call has: those given, or the default. Raises StateError."""
-        if timeout is None:
-            return self.options.op_timeout_s
-        seconds = as_seconds(timeout)
-        if seconds is None:
-            raise StateError(f"timeout={timeout!r}: give seconds, 0 or more, or None for the default")
-        return seconds
+        return as_timeout_s(timeout, self.options.op_timeout_s)
 
     # --------------------------------------------------------------------------------------------- life
 

@@ -43,7 +43,7 @@ from tensorhub.types import (
     Purpose,
     Selector,
     VersionInfo,
-    as_seconds,
+    as_timeout_s,
 )
 from tensorhub.worker.calls import (
     CloseCall,
@@ -367,12 +367,7 @@ class WorkerShell:
         return f"{self.worker.incarnation}-{next(self._idents)}"
 
     def timeout_s(self, timeout: float | None) -> float:
-        if timeout is None:
-            return self.options.op_timeout_s
-        seconds = as_seconds(timeout)
-        if seconds is None:
-            raise StateError(f"timeout={timeout!r}: give seconds, 0 or more, or None for the default")
-        return seconds
+        return as_timeout_s(timeout, self.options.op_timeout_s)
 
     # -- as a line, see `questions.Line`
 
