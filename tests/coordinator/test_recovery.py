@@ -370,3 +370,63 @@ def test_a_rank_that_announces_what_is_still_being_decided_makes_no_whole_replic
     cluster.advance(3)
     assert [each.number for each in asked if each.error is None] != []
     assert {rank.member.version for rank in readers} == {1}
+
+
+def test_a_publish_is_not_denied_to_the_rank_that_comes_when_its_version_is_forgotten() -> None:
+    """One rank has heard of the commit, the other has not; the coordinator restarts, and newer ones overtake it (G4)."""
+    cluster = PureCluster()
+    trainers, others = cluster.group("trainer", 2), cluster.group("other", 2)
+    cluster.run()
+    calls = [handle.publish(1, timeout_s=100) for handle in trainers]
+    until_it_is_being_stored(cluster)
+    deaf = Choice("down", trainers[1].worker.name)
+    while (choices := [choice for choice in cluster.choices() if choice != deaf]) != []:
+        cluster.do(choices[0])
+    cluster.restart()
+    for handle in others:
+        handle.worker.connect()
+    cluster.run()
+    cluster.advance(12)
+    for number in (2, 3):
+        for handle in others:
+            handle.publish(number)
+        cluster.run()
+        for handle in others:
+            handle.unpublish()
+        cluster.run()
+    assert [call.done for call in calls] == [True, False]
+    assert 1 not in cluster.coordinator.cluster.models["actor"].versions
+    reconnect(cluster)
+    cluster.run()
+    assert [call.number for call in calls] == [1, 1]
+
+
+def test_a_version_that_a_dissolved_group_is_about_to_commit_is_not_forgotten() -> None:
+    """Its record is on its way to the store: what it says has to be true when it is there (R2)."""
+    cluster = PureCluster()
+    trainers, readers = cluster.group("trainer", 2), cluster.group("reader", 2)
+    cluster.run()
+    for handle in trainers:
+        handle.publish(1)
+    cluster.run()
+    for handle in readers:
+        handle.replicate()
+    until_it_is_being_stored(cluster)
+    record = dict(cluster.unstored)
+    cluster.unstored.clear()  # the disk is slow
+    for handle in readers:
+        handle.worker.crash()
+    for number in (2, 3):
+        for handle in trainers:
+            handle.unpublish()
+        cluster.run()
+        for handle in trainers:
+            handle.publish(number)
+        cluster.run()
+    cluster.advance(12)
+    assert "reader" not in cluster.coordinator.cluster.models["actor"].groups
+    cluster.coordinator.check_invariants()
+    cluster.unstored.update(record)
+    cluster.run()
+    assert cluster.coordinator.cluster.records == {}
+    assert 1 not in cluster.coordinator.cluster.models["actor"].versions

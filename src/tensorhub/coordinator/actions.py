@@ -27,10 +27,14 @@ class Publication:
     layout_id: str
     key: OpKey
 
+    def decision(self) -> Decision:
+        """It is its group's commit record as well."""
+        return Decision(self.key, self.model, self.number, self.content_id, self.nbytes, self.world_size)
+
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """R6's commit record of a fill by a group of several ranks; the newest per group is kept, longer than its version."""
+    """R6's commit record of a publish, or of a fill by several ranks; the newest per group is kept, longer than its version."""
 
     key: OpKey
     model: str
@@ -123,6 +127,7 @@ class Durable:
             match entry:
                 case Publication():
                     publications[entry.model, entry.number] = entry
+                    decisions[entry.key.model, entry.key.group] = entry.decision()
                     change(entry.model, mark=entry.number)
                 case Decision():
                     decisions[entry.key.model, entry.key.group] = entry

@@ -17,6 +17,7 @@ from tensorhub.messages import Done, ErrorInfo, FromCoordinator, Refused
 from tensorhub.types import OpKey, Options
 
 LOST_KEPT_MAX = 4096
+DECISIONS_KEPT_MAX = 16_384
 
 
 class Cluster:
@@ -39,7 +40,7 @@ class Cluster:
         self.leases: dict[str, ReadLease] = {}  # ACTIVE and FENCING ones
         self.records: dict[int, Operation] = {}  # whose entries are on their way to the store
         self.orders: dict[int, Order] = {}  # whose entries are on their way to the store
-        self.decisions: dict[tuple[str, str], Decision] = {}  # each group's newest commit, by model and group
+        self.decisions: dict[tuple[str, str], Decision] = {}  # of as many groups the newest commit, by model and group
         self.changed_models: dict[str, None] = {}  # whose availability or sources may have changed in this step
         self.changed_operations: dict[OpKey, Operation] = {}
         self.noted: dict[Noted, None] = {}  # what the last step has changed, or may have: `invariants` looks at it
@@ -74,6 +75,14 @@ class Cluster:
     def take_actions(self) -> list[Action]:
         actions, self._actions = self._actions, []
         return actions
+
+    def remember(self, decision: Decision) -> None:
+        """It is durable: whoever asks later what became of that operation hears it, also when its group is no more."""
+        name = decision.key.model, decision.key.group
+        self.decisions.pop(name, None)
+        self.decisions[name] = decision
+        if len(self.decisions) > DECISIONS_KEPT_MAX:
+            del self.decisions[next(iter(self.decisions))]
 
     def mint_epoch(self) -> int:
         self.epochs_minted += 1

@@ -145,8 +145,8 @@ class Coordinator(Stateful[CoordinatorState]):
         for model in cluster.models.values():
             for number in sorted(set(model.versions) - model.retained())[:-RECOVERED_PER_MODEL_MAX]:
                 del model.versions[number]
-        for decision in sorted(durable.decisions, key=lambda d: d.key):
-            cluster.decisions[decision.key.model, decision.key.group] = decision
+        for decision in sorted(durable.decisions, key=lambda d: (d.key.epoch, d.key)):
+            cluster.remember(decision)
         if durable.publications:  # whose holders may come back
             cluster.timers.set("recovery", "", cluster.now + cluster.options.lease_s)
 

@@ -62,8 +62,8 @@ class Decisions:
         group, version = operation.group, operation.version
         assert version is not None
         self._become(operation, OperationState.COMMITTED, "decided")
-        if group.world_size > 1:
-            self._cluster.decisions[operation.key.model, operation.key.group] = operation.decision()
+        if operation.record is not None:
+            self._cluster.remember(operation.decision())
         self._kinds[operation.kind].commit(operation)
         changed = operation.kind is OpKind.PUBLISH
         outcomes = {
@@ -145,12 +145,11 @@ class Decisions:
         self._cluster.tell(member, replace(outcome, retained=retained))
 
     def _recorded(self, model: Model, key: OpKey) -> VersionInfo | None:
-        """The version that an operation has committed to, by what is durable."""
+        """The version that an operation has committed to, by what is durable; it may be forgotten, or rolled back."""
         decision = self._cluster.decisions.get((key.model, key.group))
-        if decision is not None and decision.key == key:  # its version may be forgotten, or rolled back
-            return VersionInfo(model.name, decision.number, decision.content_id, decision.nbytes, decision.world_size)
-        published = (v.info for v in model.versions.values() if v.visible and v.publisher == key)
-        return next(published, None)
+        if decision is None or decision.key != key:
+            return None
+        return VersionInfo(model.name, decision.number, decision.content_id, decision.nbytes, decision.world_size)
 
 
 def _aborted(operation: Operation, blame: Blame, rank: int) -> Outcome:

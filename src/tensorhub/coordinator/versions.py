@@ -177,7 +177,9 @@ class Versions:
         if ("recovery", "") in self._cluster.timers or any(version.holdings.values()):
             return False
         newer = sum(v.visible and v.number > version.number for v in model.versions.values())
-        bound = any(g.operation is not None and g.operation.version is version for g in model.groups.values())
+        operations = [g.operation for g in model.groups.values() if g.operation is not None]
+        operations += self._cluster.records.values()  # whose groups may be dissolved
+        bound = any(operation.version is version for operation in operations)
         return newer >= 2 and version.number not in model.retained() and not bound
 
     def _become(self, version: Version, state: VersionState, why: str) -> None:

@@ -153,7 +153,8 @@ class SqliteStore:
             (PUBLICATIONS_READ_MAX,),
         ).fetchall()
         decisions = self._db.execute(
-            'SELECT model, "group", epoch, sequence, number, content_id, nbytes, world_size FROM decisions'
+            'SELECT model, "group", epoch, sequence, number, content_id, nbytes, world_size FROM decisions '
+            'ORDER BY model, "group"'
         )
         models = self._db.execute("SELECT model, lineage, mark, rollback, retain FROM models ORDER BY model")
         pins = self._db.execute("SELECT pin, incarnation, model, number, content_id FROM pins ORDER BY pin")
@@ -186,6 +187,7 @@ class SqliteStore:
                 values = (*content, *size, *_key(entry.key))
                 self._db.execute("INSERT INTO publications VALUES (?,?,?,?,?,?,?,?,?,?)", values)
                 self._change(entry.model, "mark = ?", entry.number)
+                self._write(entry.decision())
             case Decision():
                 row = (entry.model, *_key(entry.key), entry.number, entry.content_id, entry.nbytes, entry.world_size)
                 self._db.execute("INSERT OR REPLACE INTO decisions VALUES (?,?,?,?,?,?,?,?)", row)
