@@ -188,7 +188,10 @@ class Guarantees:
         }
         gone = any(self._given_up.get(content_id, -inf) >= asked.began for content_id in wanted)
         going = any(
-            h.last_held in wanted and h.asked is not None and not h.asked.done and h.asked.what is not asked.what
+            h.last_held in wanted
+            and h.asked is not None
+            and h.asked.what is not asked.what
+            and (not h.asked.done or h.member.state is HandleState.IN_DOUBT)  # its update may commit without its user
             for h in self._cluster.all_handles()
         )
         demand(
