@@ -127,6 +127,30 @@ def test_a_reader_that_gets_damaged_bytes_from_everybody_is_the_guilty_one() -> 
     assert set(shard_states(cluster).values()) == {"complete"}
 
 
+def test_a_source_that_comes_back_as_another_incarnation_is_still_one() -> None:
+    cluster, (trainer, reader) = holders("trainer")
+    cluster.fetcher("first").fetch()  # so that there are digests
+    cluster.run()
+    asked = reader.replicate(timeout_s=1000)
+    let_all_but_reads_happen(cluster)
+    before = trainer.worker.incarnation
+    accuse(cluster, reader)
+    trainer.worker.disconnect()
+    for _ in range(12):
+        cluster.advance(1, run=False)
+        let_all_but_reads_happen(cluster)
+    for _ in range(2):  # it hears that it was lost, and comes back
+        trainer.worker.connect()
+        let_all_but_reads_happen(cluster)
+    assert trainer.worker.incarnation != before
+    while questions(cluster) < 2:
+        accuse(cluster, reader)
+        cluster.advance(1, run=False)
+        let_all_but_reads_happen(cluster)
+    cluster.run()
+    assert asked.number == 1
+
+
 def test_with_one_source_the_deadline_says_that_it_is_unchanged() -> None:
     cluster, (_, reader) = holders("trainer")
     cluster.fetcher("first").fetch()  # so that there are digests

@@ -287,7 +287,9 @@ class RankPart:
     failures: dict[str, int] = field(default_factory=dict)  # failed reads by source incarnation
     faults: dict[str, tuple[str, str]] = field(default_factory=dict)  # the last one's reason, and what is told of it
     retry_at: dict[str, float] = field(default_factory=dict)  # by source incarnation: not tried again before
-    cleared: dict[str, str] = field(default_factory=dict)  # names of sources, by incarnation, whose bytes are unchanged (R8)
+    cleared: set[str] = field(
+        default_factory=set
+    )  # names of sources whose bytes are unchanged (R8), over their incarnations
 
     @property
     def rank(self) -> int:

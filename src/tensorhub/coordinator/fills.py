@@ -348,7 +348,7 @@ def _abandoned(version: Version) -> Blame:
 def damaged(operation: Operation, part: RankPart) -> IntegrityError:
     """What several sources have sent this rank arrives with other bytes than they have."""
     assert operation.version is not None
-    sources, reader = ", ".join(map(repr, sorted(set(part.cleared.values())))), part.member.worker.name
+    sources, reader = ", ".join(map(repr, sorted(part.cleared))), part.member.worker.name
     return IntegrityError(
         f"{operation.kind} of {operation.group.model.name!r}: version {operation.version.number}: what rank {part.rank} got "
         f"from {sources} does not have its digest, and {UNCHANGED}. The machine "

@@ -46,5 +46,5 @@ class Suspicions:
         if answer.changed:
             self._readers.quarantine(holding)
         elif answer.changed is not None:
-            inquiry.part.cleared[worker.incarnation] = worker.name
+            inquiry.part.cleared.add(worker.name)
             self._cluster.changed(inquiry.part.operation)
