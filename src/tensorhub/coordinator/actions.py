@@ -34,7 +34,7 @@ class Publication:
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """R6's commit record of a publish, or of a fill by several ranks; the newest per group is kept, longer than its version."""
+    """R6's commit record of a publish, or of a fill by several ranks; a group's newest is kept, longer than its version."""
 
     key: OpKey
     model: str

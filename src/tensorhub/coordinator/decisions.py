@@ -59,7 +59,7 @@ class Decisions:
         return operation
 
     def _commit(self, operation: Operation) -> None:
-        group, version = operation.group, operation.version
+        version = operation.version
         assert version is not None
         self._become(operation, OperationState.COMMITTED, "decided")
         if operation.record is not None:
