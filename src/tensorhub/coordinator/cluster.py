@@ -84,6 +84,14 @@ class Cluster:
         if len(self.decisions) > DECISIONS_KEPT_MAX:
             del self.decisions[next(iter(self.decisions))]
 
+    def committed_content(self, model: str, group: str) -> str | None:
+        """The content id that a group of several ranks has committed to last, or is about to; None if nothing is known."""
+        for operation in self.records.values():
+            if (operation.key.model, operation.key.group) == (model, group) and operation.version is not None:
+                return operation.version.info.content_id
+        decision = self.decisions.get((model, group))
+        return decision.content_id if decision is not None else None
+
     def mint_epoch(self) -> int:
         self.epochs_minted += 1
         return self.epochs_minted

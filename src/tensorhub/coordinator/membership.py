@@ -284,11 +284,13 @@ class Membership:
     def _announce(self, member: Member, held: Held) -> bool:
         """A worker of a former session says what it holds. Another content than the recorded is ordered out (R2).
 
-        What it has voted for only is not counted on: it asks what became of that, and restates it if it was committed.
+        What it has voted for only is not counted on: it asks what became of that, and restates what it holds then. Nor is
+        what it held before, if that vote has committed its group to another content: it goes as soon as this rank hears so.
         """
-        if held.voted:
-            return True
         cluster, group = self._cluster, member.group
+        committed = cluster.committed_content(group.model.name, group.name) if group.world_size > 1 else None
+        if held.voted or committed not in (None, held.content_id):
+            return True
         if not member.serves:
             return False
         version = group.model.versions.get(held.version)
