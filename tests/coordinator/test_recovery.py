@@ -430,3 +430,38 @@ def test_a_version_that_a_dissolved_group_is_about_to_commit_is_not_forgotten() 
     cluster.run()
     assert cluster.coordinator.cluster.records == {}
     assert 1 not in cluster.coordinator.cluster.models["actor"].versions
+
+
+def test_what_a_rank_is_about_to_lose_by_a_commit_that_it_has_not_heard_of_is_not_counted_on() -> None:
+    """G5: who else holds it may not go on the word of a rank that is staged, in doubt, and behind."""
+    cluster = PureCluster()
+    trainers, readers = cluster.group("trainer", 2), cluster.group("reader", 2)
+    cluster.run()
+    for handle in trainers:
+        handle.publish(1)
+    cluster.run()
+    for handle in readers:
+        handle.replicate()
+    cluster.run()
+    for handle in trainers:
+        handle.unpublish()
+    cluster.run()
+    for handle in trainers:
+        handle.publish(2)
+    cluster.run()
+    calls = [handle.stage(timeout_s=100) for handle in readers]
+    until_it_is_being_stored(cluster)
+    deaf = Choice("down", readers[1].worker.name)
+    while (choices := [choice for choice in cluster.choices() if choice != deaf]) != []:
+        cluster.do(choices[0])
+    cluster.restart()
+    behind = readers[1]
+    behind.worker.connect()
+    while behind.id not in cluster.coordinator.cluster.members:
+        cluster.do(next(choice for choice in cluster.choices() if choice.kind != "store"))
+    assert cluster.coordinator.cluster.members[behind.id].holding is None
+    assert not any(cluster.coordinator.cluster.models["actor"].versions[1].holdings.values())
+    reconnect(cluster)
+    cluster.run()
+    assert [call.number for call in calls] == [2, 2]
+    cluster.check_agreement()
