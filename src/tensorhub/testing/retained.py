@@ -175,8 +175,7 @@ class Retained:
         """Whether it has asked for its leave when that content was anybody's to give up."""
         content, asked = handle.member.content, handle.asked
         holds = content is not None and content.version.content_id == content_id
-        leaves = asked is not None and not asked.done and isinstance(asked.what, UnpublishCall | CloseCall)
-        return holds and leaves and asked is not None and content_id not in asked.retained
+        return holds and _asks_to_leave(handle) and asked is not None and content_id not in asked.retained
 
     def fenced(self, handle: Handle, generation: int) -> None:
         """Nobody reads that memory any more: a version that must stay must be held by others (G5)."""
@@ -253,6 +252,8 @@ class Retained:
         """
         worker = handle.worker
         sure = worker.unsure_at < since and worker.incarnation in self._cluster.coordinator.cluster.workers
+        if _asks_to_leave(handle) and handle.asked is not None and handle.asked.began < leaver.worker.known_since:
+            return False  # while `leaver` was lost that was anybody's to give up: it goes, and may not have heard so yet
         return sure and handle.member.state in HOLDING and self._holds(handle, content_id, leaver)
 
     def _holds(self, handle: Handle, content_id: str, leaver: Handle | None = None) -> bool:
@@ -325,6 +326,11 @@ class Retained:
                 content = handle.member.content if handle is not None and handle.worker.alive else None
                 if content is not None and content.generation == holding.generation:
                     demand(content.retained, f"R4: {handle} has to stay, and does not know it when {message} is said")
+
+
+def _asks_to_leave(handle: Handle) -> bool:
+    """Whether it waits for the word that it may go."""
+    return handle.asked is not None and not handle.asked.done and isinstance(handle.asked.what, UnpublishCall | CloseCall)
 
 
 def abandons(handle: Handle) -> bool:
