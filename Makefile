@@ -7,7 +7,7 @@ STAMP := $(VENV)/.stamp
 PIP := $(BIN)/python -m pip --disable-pip-version-check --require-virtualenv install --quiet
 
 .DEFAULT_GOAL := help
-.PHONY: bugs help venv demo lint test test-slow simulate bench clean
+.PHONY: bugs help venv demo lint test test-slow simulate bench leaks clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "%-10s %s\n", $$1, $$2 }' Makefile
@@ -50,6 +50,11 @@ simulate: venv ## 10,000 simulated runs in which everything fails, checked (SEED
 
 bench: venv ## the benchmarks
 	$(BIN)/python -m benches
+
+CYCLES ?= 3072
+leaks: venv ## join, publish, update and leave, thousands of times: nothing may pile up (CYCLES=)
+	$(BIN)/python -m benches.leaks --cycles $(CYCLES)
+	$(BIN)/python -m benches.leaks --cycles $(CYCLES) --backend trio
 
 clean: ## remove everything that is not in the repository's history, .venv included
 	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache .coverage

@@ -17,7 +17,8 @@ import torch
 import tensorhub
 from benches.machine import facts
 from benches.one_to_n import spread
-from benches.workers import Remote, coordinator_main, rank_main
+from benches.remotes import Remote
+from benches.workers import coordinator_main, rank_main
 
 ARRIVED_S = 0.02  # after this long, a rank's call has reached the coordinator
 NEWEST_CALLS = 10_000  # of one round; one alone is too short to time

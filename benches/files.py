@@ -23,7 +23,8 @@ from safetensors.torch import save_file
 
 from benches.machine import facts
 from benches.one_to_n import spread
-from benches.workers import Remote, coordinator_main
+from benches.remotes import Remote
+from benches.workers import coordinator_main
 from tensorhub import sync
 
 MIB = 2**20

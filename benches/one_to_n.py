@@ -17,7 +17,8 @@ from typing import Any
 
 from benches.bare import CONGESTION_CONTROL
 from benches.machine import facts
-from benches.workers import Remote, coordinator_main, publisher_main, receiver_main
+from benches.remotes import Remote
+from benches.workers import coordinator_main, publisher_main, receiver_main
 
 GIB = 2**30
 

@@ -5,15 +5,12 @@ Every process ends when its pipe does, so that none outlives the benchmark.
 
 import ctypes
 import hashlib
-import multiprocessing
 import resource
-import sys
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from contextlib import AsyncExitStack
 from functools import partial
 from multiprocessing.connection import Connection
-from typing import Any
 
 import anyio
 import anyio.to_thread
@@ -21,53 +18,9 @@ import torch
 
 import tensorhub
 from benches import bare
+from benches.remotes import Command, Commands, obey
 
-REPLY_S = 180.0
 TINY_BYTES_MAX = 8192
-
-Command = Callable[..., Awaitable[object]]
-Commands = dict[str, Command]
-
-
-class Remote:
-    """A process, as the benchmark sees it."""
-
-    def __init__(self, name: str, target: Callable[..., None], *arguments: object) -> None:
-        context = multiprocessing.get_context("spawn")
-        self.name = name
-        self._pipe, theirs = context.Pipe()
-        self._process = context.Process(target=target, args=(theirs, *arguments), name=name, daemon=True)
-        self._process.start()
-        theirs.close()
-
-    def __repr__(self) -> str:
-        return f"<Remote {self.name}: {'alive' if self._process.is_alive() else 'ended'}>"
-
-    def tell(self, command: str, *arguments: object) -> None:
-        self._pipe.send((command, *arguments))
-
-    def hear(self) -> Any:
-        """The answer to the oldest unanswered command; RuntimeError if it is an error, or does not come."""
-        if not self._pipe.poll(REPLY_S):
-            raise RuntimeError(f"{self.name} has not answered for {REPLY_S:g} s")
-        try:
-            good, answer = self._pipe.recv()
-        except EOFError:
-            raise RuntimeError(f"{self.name} ended; its reason is above") from None
-        if not good:
-            raise RuntimeError(f"{self.name}: {answer}")
-        return answer
-
-    def ask(self, command: str, *arguments: object) -> Any:
-        self.tell(command, *arguments)
-        return self.hear()
-
-    def end(self) -> None:
-        self._pipe.close()
-        self._process.join(20)
-        if self._process.is_alive():
-            self._process.kill()
-            self._process.join()
 
 
 # ----------------------------------------------------------------------------------------------- inside the processes
@@ -92,7 +45,7 @@ def rank_main(pipe: Connection, address: str, rank: int, world_size: int) -> Non
 async def _coordinator(pipe: Connection) -> None:
     async with tensorhub.serve() as coordinator:
         pipe.send((True, coordinator.address))
-        await _obey(pipe, {"cpu": _cpu})
+        await obey(pipe, {"cpu": _cpu})
 
 
 async def _worker(pipe: Connection, address: str, nbytes: int, name: str) -> None:
@@ -106,7 +59,7 @@ async def _worker(pipe: Connection, address: str, nbytes: int, name: str) -> Non
             hub = await stack.enter_async_context(connecting)
             handles[model] = await hub.register(model, memory.tensors)
         pipe.send((True, len(memory.tensors)))
-        await _obey(pipe, _commands(memory, handles))
+        await obey(pipe, _commands(memory, handles))
 
 
 async def _rank(pipe: Connection, address: str, rank: int, world_size: int) -> None:
@@ -129,23 +82,7 @@ async def _rank(pipe: Connection, address: str, rank: int, world_size: int) -> N
             return time.perf_counter() - started
 
         pipe.send((True, None))
-        await _obey(pipe, {"publish": publish, "update": update, "trip": trip})
-
-
-async def _obey(pipe: Connection, commands: Commands) -> None:
-    """Do and answer what comes, until the pipe ends."""
-    while True:
-        try:
-            command, *arguments = await anyio.to_thread.run_sync(pipe.recv)
-        except EOFError:
-            return
-        try:
-            answer = await commands[command](*arguments)
-        except Exception as error:
-            print(f"{command} failed: {error!r}", file=sys.stderr, flush=True)
-            pipe.send((False, repr(error)))
-        else:
-            pipe.send((True, answer))
+        await obey(pipe, {"publish": publish, "update": update, "trip": trip})
 
 
 async def _cpu() -> float:

@@ -377,6 +377,13 @@ class Watch:
 
 
 @dataclass(frozen=True, slots=True)
+class Unwatch:
+    """Announce this model no more over this connection."""
+
+    model: Name
+
+
+@dataclass(frozen=True, slots=True)
 class Check:
     """Could `version` be published under this model now? Answered by Done or Refused (mutate checks first)."""
 
@@ -713,6 +720,7 @@ FromWorker = (
     | Unpin
     | CopyRefused
     | Kept
+    | Unwatch
 )
 FromCoordinator = (
     Welcome

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import gc
 
+import pytest
+
+from tensorhub.coordinator import Durable, decisions
 from tensorhub.coordinator.entities import DECIDED_KEPT_MAX, Holding, Operation, RankPart, ReadLease, Replica, Version
 from tensorhub.coordinator.operations import LATER_PER_RANK_MAX
 from tensorhub.errors import VersionConflict
@@ -154,6 +157,32 @@ def test_a_name_is_forgotten_with_the_publish_that_never_was() -> None:
     worker.say(Leave("enough"))
     cluster.run()
     assert cluster.coordinator.cluster.models == {}
+
+
+def test_decisions_of_groups_that_are_gone_are_forgotten_the_oldest_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the store, too; those of groups that are there stay, however old."""
+    monkeypatch.setattr(decisions, "DECISIONS_KEPT_MAX", 4)
+    cluster = PureCluster()
+    publishers = cluster.group("trainer", 2)
+    for publisher in publishers:
+        publisher.publish(1)
+    cluster.run()
+    for number in range(12):
+        ranks = cluster.group(f"gang{number}", 2)
+        for rank in ranks:
+            rank.replicate()
+        cluster.run()
+        for rank in ranks:
+            rank.worker.crash()
+        cluster.advance(20)
+        for rank in ranks:
+            del cluster.workers[rank.worker.name]
+    assert list(cluster.coordinator.cluster.models["actor"].groups) == ["trainer"]
+    books = cluster.coordinator.cluster.decisions
+    assert len(books) == 4
+    assert set(books) == {("actor", "trainer"), *(("actor", f"gang{number}") for number in (9, 10, 11))}
+    stored = {decision.key.group for decision in Durable.of(cluster.store).decisions}
+    assert stored == {"trainer", "gang9", "gang10", "gang11"}
 
 
 def test_what_a_rank_says_of_later_operations_stays_bounded_and_its_last_word_counts() -> None:

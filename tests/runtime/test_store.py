@@ -13,6 +13,7 @@ from tensorhub.coordinator import (
     Decision,
     Durable,
     Entry,
+    Forgotten,
     ModelRecord,
     Pinned,
     Publication,
@@ -21,6 +22,7 @@ from tensorhub.coordinator import (
     Unpinned,
 )
 from tensorhub.errors import StateError
+from tensorhub.runtime import store as store_module
 from tensorhub.runtime.store import PUBLICATIONS_READ_MAX, MemoryStore, SqliteStore
 from tensorhub.types import OpKey
 
@@ -47,6 +49,16 @@ def test_what_was_written_is_read_by_the_next(tmp_path: Path) -> None:
     second.close()
     assert found.publications == (publication(1), publication(2))
     assert sorted(found.decisions, key=str) == sorted([decision(2), decision(1, "other")], key=str)
+
+
+def test_a_decision_that_is_forgotten_is_gone(tmp_path: Path) -> None:
+    entries: list[Entry] = [decision(1), decision(1, "other"), Forgotten("m", "g"), Forgotten("m", "unknown")]
+    store = SqliteStore(tmp_path)
+    store.write(entries)
+    found = store.read()
+    store.close()
+    assert found == Durable.of(entries)
+    assert found.decisions == (decision(1, "other"),)
 
 
 def test_a_rollback_deletes_what_is_later_and_begins_a_lineage(tmp_path: Path) -> None:
@@ -115,6 +127,45 @@ def test_retained_and_pinned_ones_are_read_however_old(tmp_path: Path) -> None:
     store.close()
     assert [p.number for p in found if p.model == "m"] == list(range(2, count))
     assert [p.number for p in found if p.model == "n"] == [1, *range(5, count)]
+
+
+def pruning_store(path: Path, monkeypatch: pytest.MonkeyPatch) -> SqliteStore:
+    """It has kept 8 to 12 of 100 publications, and number 3, which is pinned."""
+    monkeypatch.setattr(store_module, "PUBLICATIONS_KEPT_MAX", 8)
+    monkeypatch.setattr(store_module, "PRUNED_AT", 4)
+    store = SqliteStore(path)
+    store.write([publication(1, "other"), Retention("much", 50)])
+    for number in range(100):
+        store.write([publication(number), publication(number, "much")])
+        if number == 3:
+            store.write([Pinned("p", "life", "m", 3, "content-3")])
+    return store
+
+
+def test_old_publications_are_not_kept_for_ever(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    store = pruning_store(tmp_path, monkeypatch)
+    found = {model: [p.number for p in store.read().publications if p.model == model] for model in ("m", "other", "much")}
+    store.close()
+    assert found["m"][0] == 3
+    assert 8 <= len(found["m"][1:]) <= 12
+    assert found["m"][1:] == list(range(100 - len(found["m"][1:]), 100))
+    assert found["other"] == [1]
+    assert set(found["much"]) >= set(range(50, 100))
+
+
+@pytest.mark.parametrize(("to", "newest"), [(97, "content-97"), (50, "pruned-"), (3, "content-3")])
+def test_a_rollback_beyond_what_is_kept_makes_no_older_version_the_newest(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, to: int, newest: str
+) -> None:
+    store = pruning_store(tmp_path, monkeypatch)
+    store.write([Rollback("m", 1, to, "why")])
+    last = [p for p in store.read().publications if p.model == "m"][-1]
+    assert last.number == to
+    assert last.content_id.startswith(newest)
+    store.write([publication(to + 1, lineage=1)])
+    store.write([Rollback("m", 2, to, "again")])
+    assert [p for p in store.read().publications if p.model == "m"][-1] == last
+    store.close()
 
 
 @pytest.mark.parametrize(

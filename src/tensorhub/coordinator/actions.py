@@ -89,7 +89,15 @@ class Unpinned:
     pin: str
 
 
-Entry = Publication | Decision | Rollback | Retention | Pinned | Unpinned
+@dataclass(frozen=True, slots=True)
+class Forgotten:
+    """The newest Decision of this group, which is gone, is of no use any more."""
+
+    model: str
+    group: str
+
+
+Entry = Publication | Decision | Rollback | Retention | Pinned | Unpinned | Forgotten
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,6 +150,8 @@ class Durable:
                     pins[entry.pin] = entry
                 case Unpinned():
                     pins.pop(entry.pin, None)
+                case Forgotten():
+                    decisions.pop((entry.model, entry.group), None)
                 case _:
                     assert_never(entry)
         return cls(

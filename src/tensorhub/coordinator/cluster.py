@@ -17,7 +17,6 @@ from tensorhub.messages import Done, ErrorInfo, FromCoordinator, Refused
 from tensorhub.types import OpKey, Options
 
 LOST_KEPT_MAX = 4096
-DECISIONS_KEPT_MAX = 16_384
 
 
 class Cluster:
@@ -75,14 +74,6 @@ class Cluster:
     def take_actions(self) -> list[Action]:
         actions, self._actions = self._actions, []
         return actions
-
-    def remember(self, decision: Decision) -> None:
-        """It is durable: whoever asks later what became of that operation hears it, also when its group is no more."""
-        name = decision.key.model, decision.key.group
-        self.decisions.pop(name, None)
-        self.decisions[name] = decision
-        if len(self.decisions) > DECISIONS_KEPT_MAX:
-            del self.decisions[next(iter(self.decisions))]
 
     def committed_content(self, model: str, group: str) -> str | None:
         """The content id that a group of several ranks has committed to last, or is about to; None if nothing is known."""

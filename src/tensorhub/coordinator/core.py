@@ -70,6 +70,7 @@ from tensorhub.messages import (
     Retain,
     Rollback,
     Unpin,
+    Unwatch,
     Watch,
     Withdraw,
     Withdrawable,
@@ -146,7 +147,7 @@ class Coordinator(Stateful[CoordinatorState]):
             for number in sorted(set(model.versions) - model.retained())[:-RECOVERED_PER_MODEL_MAX]:
                 del model.versions[number]
         for decision in sorted(durable.decisions, key=lambda d: (d.key.epoch, d.key)):
-            cluster.remember(decision)
+            cluster.decisions[decision.key.model, decision.key.group] = decision
         if durable.publications:  # whose holders may come back
             cluster.timers.set("recovery", "", cluster.now + cluster.options.lease_s)
 
@@ -242,7 +243,7 @@ class Coordinator(Stateful[CoordinatorState]):
                     self._membership.join(session, message)
                 else:
                     self._offend(session, "only a worker joins, and only once")
-            case Watch() | Describe() | GetManifest() | Check():
+            case Watch() | Unwatch() | Describe() | GetManifest() | Check():
                 self._ask(session, message)
             case _ if session.worker is None:
                 self._offend(session, f"{type(message).__name__} before Join")
@@ -364,7 +365,7 @@ class Coordinator(Stateful[CoordinatorState]):
         self.cluster.note(member)
         return member
 
-    def _ask(self, session: Session, message: Watch | Describe | GetManifest | Check) -> None:
+    def _ask(self, session: Session, message: Watch | Unwatch | Describe | GetManifest | Check) -> None:
         cluster = self.cluster
         match message:
             case Watch():
@@ -372,6 +373,11 @@ class Coordinator(Stateful[CoordinatorState]):
                 model.watchers.add(session.number)
                 newest = model.newest_visible()
                 cluster.send(session.number, Announce(model.name, newest.info if newest is not None else None))
+            case Unwatch():
+                watched = cluster.models.get(message.model)
+                if watched is not None:
+                    watched.watchers.discard(session.number)
+                    cluster.touch(watched)  # it may be forgotten
             case Describe():
                 self._describe(session, message)
             case GetManifest():

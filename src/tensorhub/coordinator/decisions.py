@@ -8,7 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
+from itertools import islice
 
+from tensorhub.coordinator.actions import Decision, Forgotten
 from tensorhub.coordinator.cluster import Cluster
 from tensorhub.coordinator.entities import DECIDED_KEPT_MAX, Blame, Member, Model, Operation
 from tensorhub.coordinator.kinds import Kind
@@ -17,6 +19,8 @@ from tensorhub.coordinator.states import OperationState
 from tensorhub.errors import CoordinatorUnavailable, GroupAborted
 from tensorhub.messages import EpochChanged, ErrorInfo, OrderedOut, Outcome
 from tensorhub.types import OpKey, OpKind, VersionInfo
+
+DECISIONS_KEPT_MAX = 4096  # newest commits of groups; those of groups that are there stay in any case
 
 
 class Decisions:
@@ -63,7 +67,7 @@ class Decisions:
         assert version is not None
         self._become(operation, OperationState.COMMITTED, "decided")
         if operation.record is not None:
-            self._cluster.remember(operation.decision())
+            self._remember(operation.decision())
         self._kinds[operation.kind].commit(operation)
         changed = operation.kind is OpKind.PUBLISH
         outcomes = {
@@ -71,6 +75,27 @@ class Decisions:
             for part in operation.parts.values()
         }
         self._close(operation, outcomes)
+
+    def _remember(self, decision: Decision) -> None:
+        """Keep it for as long as its group is there, and then for a while: of groups that are gone, the oldest goes."""
+        decisions = self._cluster.decisions
+        name = decision.key.model, decision.key.group
+        decisions.pop(name, None)
+        decisions[name] = decision
+        for oldest in list(islice(decisions, 2)):  # two, so that they become fewer again where many groups were there
+            if len(decisions) <= DECISIONS_KEPT_MAX:
+                return
+            kept = decisions.pop(oldest)
+            if self._is_in_use(*oldest):
+                decisions[oldest] = kept  # not looked at again before all others
+            else:
+                self._cluster.persist(Forgotten(*oldest))
+
+    def _is_in_use(self, model_name: str, group: str) -> bool:
+        """Whether the group is there, or a newer decision of it is being recorded."""
+        model = self._cluster.models.get(model_name)
+        keys = [operation.key for operation in self._cluster.records.values()]
+        return (model is not None and group in model.groups) or any((k.model, k.group) == (model_name, group) for k in keys)
 
     def abort(self, operation: Operation, blame: Blame, *, also_late: bool = False) -> None:
         """End it on all ranks: the rank to blame gets its own error, the others GroupAborted with the cause.

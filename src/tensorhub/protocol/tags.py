@@ -45,6 +45,7 @@ TAGS: Final[Mapping[type, int]] = {
     m.CopyRefused: 44,
     m.Kept: 45,
     m.DigestedAgain: 46,
+    m.Unwatch: 47,
     # From the coordinator to a worker.
     m.Welcome: 64,
     m.Dismissed: 65,

@@ -3,19 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from typing import TypeVar
 
 import anyio
 
 from tensorhub.errors import CoordinatorUnavailable, LeaseLost, OperationTimeout
-from tensorhub.messages import Announce, Watch
+from tensorhub.messages import Announce, Unwatch, Watch
 from tensorhub.runtime.questions import Line
 from tensorhub.types import VersionInfo
 
 NewestListener = Callable[[VersionInfo | None], None]
 """Called in the library's loop with each newest version; after a rollback with an older one than before, or None."""
 
+T = TypeVar("T")
 LossListener = Callable[[LeaseLost], None]
 """Called in the library's loop when the coordinator has lost its state: what is newest begins anew."""
+
+
+IDLE_NAMES_MAX = 1024  # models without a version, for which nobody listens, that are watched on; the oldest are left first
 
 
 class News:
@@ -24,7 +29,8 @@ class News:
     def __init__(self, link: Line) -> None:
         self._link = link
         self._newest: dict[str, VersionInfo | None] = {}  # of the watched models
-        self._listeners: dict[str, list[NewestListener]] = {}
+        self._idle: dict[str, None] = {}  # watched models without a version and without listeners, IDLE_NAMES_MAX at most
+        self._listeners: dict[str, list[NewestListener]] = {}  # no list is empty; so below
         self._loss_listeners: dict[str, list[LossListener]] = {}
         self._heard_of: set[str] = set()  # models of which this worker was told a version otherwise
         self._lost: set[str] = set()  # models whose history is lost, which nobody who asked was told yet
@@ -49,6 +55,17 @@ class News:
         if model not in self._newest:
             self._newest[model] = None
             self._link.say(Watch(model))
+            self._rest(model)
+
+    def _rest(self, model: str) -> None:
+        """If nobody listens for it and it has no version, its name may be used up: so many are watched on, and no more."""
+        if model in self._listeners or self._newest.get(model) is not None:
+            return
+        self._idle[model] = None
+        if len(self._idle) > IDLE_NAMES_MAX:
+            oldest = next(iter(self._idle))
+            del self._idle[oldest], self._newest[oldest]
+            self._link.say(Unwatch(oldest))
 
     def welcomed(self) -> None:
         """A session is up: ask for everything anew."""
@@ -76,7 +93,11 @@ class News:
             raise _lost(model)
 
     def announced(self, message: Announce) -> None:
+        if message.model not in self._newest:
+            return  # it was said before the coordinator heard that this name is watched no more
         self._newest[message.model] = message.newest
+        if message.newest is not None:
+            self._idle.pop(message.model, None)
         for listener in list(self._listeners.get(message.model, ())):
             listener(message.newest)
 
@@ -86,16 +107,16 @@ class News:
         if lost is not None:
             self._loss_listeners.setdefault(model, []).append(lost)
         self.watch(model)
+        self._idle.pop(model, None)
         known = self._newest.get(model)
         if known is not None:
             listener(known)
 
     def unlisten(self, model: str, listener: NewestListener, lost: LossListener | None = None) -> None:
-        listeners, loss_listeners = self._listeners.get(model, []), self._loss_listeners.get(model, [])
-        if listener in listeners:
-            listeners.remove(listener)
-        if lost in loss_listeners:
-            loss_listeners.remove(lost)
+        _remove(self._listeners, model, listener)
+        if lost is not None:
+            _remove(self._loss_listeners, model, lost)
+        self._rest(model)
 
     async def wait_for(self, model: str, at_least: int, timeout_s: float) -> VersionInfo:
         """The newest version of `model` once it is `at_least`."""
@@ -131,6 +152,14 @@ class News:
                 raise CoordinatorUnavailable(f"{text} (the coordinator cannot be reached)")
             raise OperationTimeout(text)
         return found[0]
+
+
+def _remove(listeners: dict[str, list[T]], model: str, listener: T) -> None:
+    mine = listeners.get(model, [])
+    if listener in mine:
+        mine.remove(listener)
+        if not mine:
+            del listeners[model]
 
 
 def _lost(model: str) -> LeaseLost:

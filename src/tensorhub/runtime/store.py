@@ -19,6 +19,7 @@ from tensorhub.coordinator import (
     Decision,
     Durable,
     Entry,
+    Forgotten,
     ModelRecord,
     Pinned,
     Publication,
@@ -31,6 +32,10 @@ from tensorhub.errors import StateError
 from tensorhub.types import OpKey
 
 PUBLICATIONS_READ_MAX = 64  # newest of each model, at the start, besides retained and pinned ones
+PUBLICATIONS_KEPT_MAX = (
+    4096  # newest of each model, that a rollback may make the newest again; besides retained and pinned ones
+)
+PRUNED_AT = 256  # deleted at once, so that not every publish deletes
 _SCHEMA = """
 CREATE TABLE IF NOT EXISTS cluster (id TEXT NOT NULL, epoch INTEGER NOT NULL, format INTEGER NOT NULL);
 CREATE TABLE IF NOT EXISTS publications (
@@ -48,6 +53,7 @@ CREATE TABLE IF NOT EXISTS models (
 CREATE TABLE IF NOT EXISTS pins (
     pin TEXT NOT NULL PRIMARY KEY, incarnation TEXT NOT NULL, model TEXT NOT NULL, number INTEGER NOT NULL,
     content_id TEXT NOT NULL);
+CREATE TABLE IF NOT EXISTS pruned (model TEXT NOT NULL PRIMARY KEY, up_to INTEGER NOT NULL);
 """
 FORMAT = 2
 
@@ -188,6 +194,7 @@ class SqliteStore:
                 self._db.execute("INSERT INTO publications VALUES (?,?,?,?,?,?,?,?,?,?)", values)
                 self._change(entry.model, "mark = ?", entry.number)
                 self._write(entry.decision())
+                self._prune(entry.model)
             case Decision():
                 row = (entry.model, *_key(entry.key), entry.number, entry.content_id, entry.nbytes, entry.world_size)
                 self._db.execute("INSERT OR REPLACE INTO decisions VALUES (?,?,?,?,?,?,?,?)", row)
@@ -195,6 +202,7 @@ class SqliteStore:
                 changed = "lineage = ?, mark = ?, rollback = substr(? || rollback, 1, ?)"
                 self._change(entry.model, changed, entry.lineage, entry.to, f"{entry.ident}\n", IDENTS_CHARS_MAX)
                 self._db.execute("DELETE FROM publications WHERE model = ? AND number > ?", (entry.model, entry.to))
+                self._stand_in(entry)
             case Retention():
                 self._change(entry.model, "retain = ?", entry.retain)
             case Pinned():
@@ -202,8 +210,31 @@ class SqliteStore:
                 self._db.execute("INSERT OR REPLACE INTO pins VALUES (?,?,?,?,?)", pin)
             case Unpinned():
                 self._db.execute("DELETE FROM pins WHERE pin = ?", (entry.pin,))
+            case Forgotten():
+                self._db.execute('DELETE FROM decisions WHERE model = ? AND "group" = ?', (entry.model, entry.group))
             case _:
                 assert_never(entry)
+
+    def _prune(self, model: str) -> None:
+        """Delete its oldest publications, where there are too many: a coordinator that runs for years writes millions."""
+        newest = "SELECT number FROM publications WHERE model = ?1 ORDER BY lineage DESC, number DESC LIMIT 1 OFFSET"
+        kept = "(SELECT max(?2, retain) FROM models WHERE model = ?1)"
+        if self._db.execute(f"{newest} {kept} + ?3", (model, PUBLICATIONS_KEPT_MAX, PRUNED_AT)).fetchone() is None:
+            return
+        (up_to,) = self._db.execute(f"{newest} {kept}", (model, PUBLICATIONS_KEPT_MAX)).fetchone()
+        old = "model = ? AND number <= ? AND content_id NOT IN (SELECT content_id FROM pins)"
+        self._db.execute(f"DELETE FROM publications WHERE {old}", (model, up_to))
+        self._db.execute("INSERT OR REPLACE INTO pruned VALUES (?, ?)", (model, up_to))
+
+    def _stand_in(self, rollback: Rollback) -> None:
+        """If the version that becomes the newest was pruned, one that nobody holds takes its place: no older one may."""
+        known = "SELECT 1 FROM publications WHERE model = ?1 AND number = ?2"
+        content_id = f"pruned-{secrets.token_hex(12)}"
+        self._db.execute(
+            "INSERT INTO publications SELECT model, ?3, ?2, ?4, 0, 1, '', '', 0, 0 FROM pruned "
+            f"WHERE model = ?1 AND ?2 <= up_to AND NOT EXISTS ({known})",
+            (rollback.model, rollback.to, rollback.lineage - 1, content_id),
+        )
 
     def _change(self, model: str, change: str, *values: int | str) -> None:
         self._db.execute("INSERT OR IGNORE INTO models (model) VALUES (?)", (model,))

@@ -1,0 +1,62 @@
+"""The leak run: its arithmetic, and that it names what is leaked on purpose and nothing else."""
+
+import json
+import socket
+from pathlib import Path
+
+import pytest
+
+from benches import leaks
+from benches.leaks import floor_growth, judge, slope
+from tensorhub.hub import Hub
+from tensorhub.runtime import news
+
+_sockets: list[socket.socket] = []
+
+
+def keeps_an_operation_and_a_socket(hub: Hub) -> None:
+    """Called in the follower's process, once a cycle."""
+    news.IDLE_NAMES_MAX = 8  # else its book of names is not full before the end
+    vars(hub._worker).setdefault("finished", []).append(object())
+    _sockets.append(socket.socket())
+
+
+def test_it_names_what_leaks(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "figures.json"
+    small = "--cycles 32 --every 8 --fill 40 --deaths 0 --state without --without-fetch --json".split()
+    assert leaks.main([*small, str(path)], keeps_an_operation_and_a_socket) == 1
+    rows = json.loads(path.read_text())["runs"]["without"]
+    found = {(row["process"], row["kind"], row["name"]) for row in rows if not row["flat"]}
+    assert found >= {("follower", "books", "Worker.finished"), ("follower", "descriptors", "socket")}
+    named = {name for process, kind, name in found if process != "coordinator" and kind in ("books", "descriptors", "tasks")}
+    assert named == {"Worker.finished", "socket"}
+    assert not {kind for process, kind, _ in found if process == "coordinator"} & {"descriptors", "threads", "tasks"}
+    assert "books: Worker.finished" in capsys.readouterr().out
+
+
+def test_what_is_there_for_a_moment_is_no_leak_and_what_stays_is() -> None:
+    cycles = range(100, 1000, 100)
+    moments = [(cycle, 5 + cycle // 100 % 3) for cycle in cycles]
+    assert judge("p", "objects", "Lane", moments).flat
+    slow = [(cycle, value + cycle // 200) for cycle, value in moments]
+    assert floor_growth(slow) == 3 / 600
+    assert not judge("p", "objects", "Lane", slow).flat
+
+
+def test_memory_is_judged_by_its_slope_and_one_leap_is_none() -> None:
+    cycles = range(100, 3100, 100)
+    leap = [(cycle, 50_000 + 300 * (cycle > 700)) for cycle in cycles]
+    assert slope(leap) == 0
+    assert judge("p", "memory", "RSS KiB", leap).flat
+    assert not judge("p", "memory", "RSS KiB", [(cycle, 50_000 + cycle) for cycle in cycles]).flat
+
+
+def test_a_book_that_the_code_bounds_is_judged_by_that_bound() -> None:
+    assert judge("p", "books", "Cluster.lost", [(1, 0), (2, 2000), (3, 4096)]).flat
+    assert not judge("p", "books", "Cluster.lost", [(1, 4097), (2, 4097), (3, 4097)]).flat
+
+
+@pytest.mark.parametrize("wrong", ["--every 7", "--cycles 30 --every 8", "--fill 3"])
+def test_a_run_that_could_not_be_judged_is_refused(wrong: str) -> None:
+    with pytest.raises(SystemExit):
+        leaks.main(wrong.split())

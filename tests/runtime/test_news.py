@@ -1,0 +1,83 @@
+"""Names of models that come and go: neither a worker nor its coordinator keeps those that nobody uses any more."""
+
+from __future__ import annotations
+
+import pytest
+
+from tensorhub.messages import Announce, FromWorker, Unwatch, Watch
+from tensorhub.runtime import news as news_module
+from tensorhub.runtime.news import News
+from tensorhub.types import VersionInfo
+from tests.rig import cluster, tensors, until
+
+KEPT = 4
+
+
+@pytest.fixture(autouse=True)
+def few(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(news_module, "IDLE_NAMES_MAX", KEPT)
+
+
+class Line:
+    """What is said."""
+
+    online = True
+
+    def __init__(self) -> None:
+        self.said: list[FromWorker] = []
+
+    def say(self, message: FromWorker) -> None:
+        self.said.append(message)
+
+
+def version(model: str) -> VersionInfo:
+    return VersionInfo(model, 1, f"{model}-content", 4, 1)
+
+
+def test_the_names_asked_for_first_are_left_first() -> None:
+    line = Line()
+    news = News(line)
+    for number in range(KEPT + 2):
+        news.watch(f"m{number}")
+    assert line.said[-3:] == [Unwatch("m0"), Watch(f"m{KEPT + 1}"), Unwatch("m1")]
+    assert [news.watches(f"m{number}") for number in range(KEPT + 2)] == [False, False] + [True] * KEPT
+    news.announced(Announce("m0", version("m0")))  # said before the coordinator heard
+    assert not news.watches("m0")
+    news.watch("m0")
+    news.announced(Announce("m0", version("m0")))
+    assert news.newest("m0") == version("m0")
+
+
+def test_a_name_with_a_listener_or_a_version_is_watched_on() -> None:
+    line, heard = Line(), list[VersionInfo | None]()
+    news = News(line)
+    news.listen("heard", heard.append)
+    news.watch("published")
+    news.announced(Announce("published", version("published")))
+    for number in range(3 * KEPT):
+        news.watch(f"m{number}")
+    assert news.watches("heard")
+    assert news.newest("published") == version("published")
+    news.unlisten("heard", heard.append)
+    for number in range(3 * KEPT, 4 * KEPT):
+        news.watch(f"m{number}")
+    assert not news.watches("heard")
+    assert not news._listeners
+
+
+async def test_the_coordinator_forgets_them_too() -> None:
+    async with cluster("curious", "trainer") as c:
+        hub, trainer = c.hubs
+        weights = await trainer.register("actor", tensors())
+        await weights.publish(1)
+        await hub.wait_for("actor", at_least=1)
+        for number in range(20):
+            hub.newest(f"m{number}")
+            hub.watch(f"watched{number}")
+        models = c.coordinator._server._core.cluster.models
+        await until(lambda: set(models) == {"actor", "m18", "watched18", "m19", "watched19"})
+        newest = hub.newest("actor")
+        assert newest is not None
+        assert newest.version == 1
+        assert hub.newest("m0") is None  # begins to watch it again
+        await until(lambda: "m0" in models)
