@@ -19,14 +19,17 @@ import numpy.typing as npt
 import tensorhub
 from benches.leak_probe import sample
 from benches.remotes import obey
+from tensorhub.coordinator import cluster, decisions, entities, lineage, membership
 from tensorhub.errors import TensorHubError
 from tensorhub.hub import Coordinator, Hub
+from tensorhub.runtime import news, store
 from tensorhub.weights import Weights
 
 MIB = 2**20
 LEASE_S = 3.0
 SETTLE_S = 120.0
 PERIOD = 8  # cycles after which all is as before: what is compared is taken at multiples of it
+BOUND = 32  # of the books that the code bounds, in these processes
 FRESH_NAMES = 4  # of models that come and go, in one cycle of one process
 OPTIONS = tensorhub.Options(lease_s=LEASE_S, op_timeout_s=30, chunk_bytes=16_384, host_memory_bytes=MIB, drain_grace_s=0.02)
 Hook = Callable[[Hub], None] | None
@@ -64,7 +67,16 @@ class Failures:
 # ------------------------------------------------------------------------------------------------------ coordinator
 
 
+def _lower_bounds() -> None:
+    """Let the books that the code bounds have their bounds where a run reaches them: full, they must not grow."""
+    cluster.LOST_KEPT_MAX = membership.LOST_KEPT_MAX = BOUND  # type: ignore[attr-defined]
+    entities.FORGOTTEN_KEPT_MAX = lineage.FORGOTTEN_KEPT_MAX = BOUND  # type: ignore[attr-defined]
+    decisions.DECISIONS_KEPT_MAX = store.PUBLICATIONS_KEPT_MAX = store.PRUNED_AT = BOUND
+    news.IDLE_NAMES_MAX = BOUND
+
+
 async def coordinator(pipe: Connection, durable: bool) -> None:
+    _lower_bounds()
     with contextlib.ExitStack() as stack:
         state_dir = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="leaks-"))) if durable else None
         async with tensorhub.serve(token="", state_dir=state_dir, options=OPTIONS) as serving:
@@ -127,6 +139,7 @@ async def _mutate(weights: Weights, version: int) -> None:
 
 async def follower(pipe: Connection, address: str, hook: Hook, fetches: bool) -> None:
     """It follows every version in one of several ways, asks for names that come and go, and calls what fails."""
+    _lower_bounds()
     failures = Failures()
     async with tensorhub.connect(address, name="follower", token="", options=OPTIONS) as hub:
         weights = await hub.register("m", tensors())

@@ -9,14 +9,12 @@ import pytest
 from benches import leaks
 from benches.leaks import floor_growth, judge, slope
 from tensorhub.hub import Hub
-from tensorhub.runtime import news
 
 _sockets: list[socket.socket] = []
 
 
 def keeps_an_operation_and_a_socket(hub: Hub) -> None:
     """Called in the follower's process, once a cycle."""
-    news.IDLE_NAMES_MAX = 8  # else its book of names is not full before the end
     vars(hub._worker).setdefault("finished", []).append(object())
     _sockets.append(socket.socket())
 
@@ -51,9 +49,9 @@ def test_memory_is_judged_by_its_slope_and_one_leap_is_none() -> None:
     assert not judge("p", "memory", "RSS KiB", [(cycle, 50_000 + cycle) for cycle in cycles]).flat
 
 
-def test_a_book_that_the_code_bounds_is_judged_by_that_bound() -> None:
-    assert judge("p", "books", "Cluster.lost", [(1, 0), (2, 2000), (3, 4096)]).flat
-    assert not judge("p", "books", "Cluster.lost", [(1, 4097), (2, 4097), (3, 4097)]).flat
+def test_what_grows_once_does_not_pile_up() -> None:
+    assert judge("p", "objects", "Manifest", [(cycle, cycle > 700) for cycle in range(100, 1000, 100)]).flat
+    assert judge("p", "objects", "Manifest", [(cycle, cycle > 300) for cycle in range(100, 1000, 100)]).flat
 
 
 @pytest.mark.parametrize("wrong", ["--every 7", "--cycles 30 --every 8", "--fill 3"])

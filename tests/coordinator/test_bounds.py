@@ -159,6 +159,27 @@ def test_a_name_is_forgotten_with_the_publish_that_never_was() -> None:
     assert cluster.coordinator.cluster.models == {}
 
 
+def test_the_manifests_of_what_nobody_holds_are_not_kept_and_come_back_with_a_holder() -> None:
+    cluster = PureCluster()
+    trainer, reader = cluster.handle("trainer"), cluster.handle("reader")
+    trainer.publish(1)
+    cluster.run()
+    version = cluster.coordinator.cluster.models["actor"].versions[1]
+    assert list(version.manifests) == [0]
+    trainer.worker.disconnect()
+    cluster.advance(20)
+    reader.replicate(timeout_s=1000)
+    cluster.run()
+    assert (version.state, version.manifests) == ("unavailable", {})
+    for _ in range(2):  # the first time it is dismissed
+        if trainer.worker.link is None:
+            trainer.worker.connect()
+        cluster.run()
+    assert reader.member.content is not None
+    assert reader.member.content.version.version == 1
+    assert list(version.manifests) == [0]
+
+
 def test_decisions_of_groups_that_are_gone_are_forgotten_the_oldest_first(monkeypatch: pytest.MonkeyPatch) -> None:
     """In the store, too; those of groups that are there stay, however old."""
     monkeypatch.setattr(decisions, "DECISIONS_KEPT_MAX", 4)

@@ -141,7 +141,7 @@ class Version(Stateful[VersionState]):
         self.publisher = publisher  # the publish that minted it
         self.retained = False  # so its holders were told
         self.abandoned = False  # its last live source left on purpose, and none has come since
-        self.manifests: dict[int, bytes] = {}  # by shard; of every shard that was ever held since the start
+        self.manifests: dict[int, bytes] = {}  # by shard; empty once nobody holds or fills any of it
         self.holdings: dict[int, list[Holding]] = {shard: [] for shard in range(info.world_size)}  # by shard
         # By shard and incarnation: how often a copy could not be made there, and when it is asked for again at the earliest.
         self.refusals: dict[tuple[int, str], tuple[int, float]] = {}

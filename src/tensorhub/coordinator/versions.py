@@ -163,9 +163,11 @@ class Versions:
                 self._become(version, VersionState.AVAILABLE, "held again")
             elif not live and version.state is VersionState.AVAILABLE:
                 self._become(version, VersionState.UNAVAILABLE, "no live holder")
-            if version.state is VersionState.UNAVAILABLE and self._forgettable(model, version):
-                self.retire(version, model, "old, not retained, held by nobody")
-                model.forgotten.append(version.number)
+            if version.state is VersionState.UNAVAILABLE and self._is_left(model, version):
+                version.manifests.clear()  # large, and said again by whoever comes back with it
+                if self._is_old(model, version):
+                    self.retire(version, model, "old, not retained, held by nobody")
+                    model.forgotten.append(version.number)
         newest = model.newest_visible()
         info = newest.info if newest is not None else None
         if info != model.announced:  # after a rollback it is an older one, or none
@@ -173,14 +175,18 @@ class Versions:
             for session in sorted(model.watchers):
                 self._cluster.send(session, Announce(model.name, info))
 
-    def _forgettable(self, model: Model, version: Version) -> bool:
+    def _is_left(self, model: Model, version: Version) -> bool:
+        """Whether nobody holds, fills or is about to announce any of it."""
         if ("recovery", "") in self._cluster.timers or any(version.holdings.values()):
             return False
-        newer = sum(v.visible and v.number > version.number for v in model.versions.values())
         operations = [g.operation for g in model.groups.values() if g.operation is not None]
         operations += self._cluster.records.values()  # whose groups may be dissolved
-        bound = any(operation.version is version for operation in operations)
-        return newer >= 2 and version.number not in model.retained() and not bound
+        return not any(operation.version is version for operation in operations)
+
+    @staticmethod
+    def _is_old(model: Model, version: Version) -> bool:
+        newer = sum(v.visible and v.number > version.number for v in model.versions.values())
+        return newer >= 2 and version.number not in model.retained()
 
     def _become(self, version: Version, state: VersionState, why: str) -> None:
         self._cluster.become(version, state, why)

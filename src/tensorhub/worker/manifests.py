@@ -21,7 +21,7 @@ class Manifests:
     def __init__(self, known: dict[str, Manifest], shard: Shard) -> None:
         self._known = known
         self._shard = shard
-        self._fitting: set[str] = set()  # ids
+        self._fitting: set[str] = set()  # ids; MANIFESTS_KEPT_MAX at most, as a publisher may have another for each version
 
     def get(self, manifest_id: str) -> Manifest | None:
         return self._known.get(manifest_id)
@@ -41,4 +41,6 @@ class Manifests:
             return  # it takes whatever its shard of a version is
         if mine is not None and manifest.manifest_id not in self._fitting:
             check_compatible(manifest, mine)
+            if len(self._fitting) >= MANIFESTS_KEPT_MAX:
+                self._fitting.clear()
             self._fitting.add(manifest.manifest_id)
