@@ -164,7 +164,8 @@ class Membership:
         del cluster.workers[worker.incarnation]
         if cluster.hosts.pop(worker.incarnation, None) is not None:
             self._custody.room_changed()
-        cluster.lost[worker.incarnation] = None
+        if not worker.read_only:  # held nothing; and however many come and go, the lost ones that did are not forgotten
+            cluster.lost[worker.incarnation] = None
         if len(cluster.lost) > LOST_KEPT_MAX:
             del cluster.lost[next(iter(cluster.lost))]
         self._retentions.worker_gone(worker.incarnation)
