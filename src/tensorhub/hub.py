@@ -11,11 +11,12 @@ import os
 import weakref
 from collections.abc import AsyncIterator, Mapping, Sequence
 from functools import partial
+from pathlib import Path
 from typing import Any, overload
 
 from tensorhub.errors import StateError, TensorHubError, read_only_refusal
 from tensorhub.fetched import Fetched
-from tensorhub.protocol.secret import Token, check_open_access
+from tensorhub.protocol.secret import Secret, check_open_access, resolve_token
 from tensorhub.runtime.filler import ProgressListener
 from tensorhub.runtime.keyring import open_keyring
 from tensorhub.runtime.loop_thread import AsyncSide, LoopThread, Side
@@ -87,7 +88,7 @@ def serve(
     file that cannot be used).
     """
     refuse_unbuilt(ha=ha, tls=tls)
-    return serve_on(AsyncSide(), host, port, token, state_dir, options or Options())
+    return serve_on(AsyncSide(), host, port, resolve_token(token), state_dir, options or Options())
 
 
 @contextlib.asynccontextmanager
@@ -95,7 +96,7 @@ async def serve_on(
     side: Side,
     host: str,
     port: int,
-    token: Token | None,
+    token: Secret | Path,
     state_dir: str | os.PathLike[str] | None,
     options: Options,
 ) -> AsyncIterator[Coordinator]:
@@ -145,7 +146,7 @@ def connect(
     """
     refuse_unbuilt(tls=tls)
     side, here = AsyncSide(), location or Location()
-    return connect_on(side, address, name, here, token, transports, options or Options(), prefetch)
+    return connect_on(side, address, name, here, resolve_token(token), transports, options or Options(), prefetch)
 
 
 @contextlib.asynccontextmanager
@@ -154,7 +155,7 @@ async def connect_on(
     address: str | Sequence[str],
     name: str | None,
     location: Location,
-    token: Token | None,
+    token: Secret | Path,
     transports: Sequence[str] | None,
     options: Options,
     prefetch: bool,

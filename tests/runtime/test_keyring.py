@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from tensorhub.errors import AuthenticationFailed
-from tensorhub.protocol.secret import Secret
+from tensorhub.protocol.secret import Secret, resolve_token
 from tensorhub.runtime.keyring import LOOK_S, TokenFile, open_keyring
 
 
@@ -96,9 +96,9 @@ def test_at_the_start_it_must_be_good(path: Path) -> None:
 
 
 def test_what_is_no_file_never_changes(path: Path) -> None:
-    assert open_keyring("text") == (b"text",)
-    assert open_keyring(b"") == (b"",)
-    keyring = open_keyring(str(path))  # text is the token itself
+    assert open_keyring(resolve_token("text")) == (b"text",)
+    assert open_keyring(resolve_token(b"")) == (b"",)
+    keyring = open_keyring(resolve_token(str(path)))  # text is the token itself
     assert keyring == (str(path).encode(),)
     assert isinstance(keyring[0], Secret)
 

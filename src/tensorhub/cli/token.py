@@ -13,7 +13,7 @@ import typer
 
 from tensorhub.cli.common import EXIT_CODES, CommandError, TokenFileOption, check_token_file, report, usage
 from tensorhub.errors import TensorHubError
-from tensorhub.protocol.secret import read_only_token
+from tensorhub.protocol.secret import read_only_token, resolve_token
 from tensorhub.runtime.keyring import open_keyring
 
 TOKEN_BYTES = 32  # of randomness
@@ -44,7 +44,7 @@ def read_only(
     """
 
     def make() -> None:
-        made = read_only_token(open_keyring(check_token_file(token_file))[0])
+        made = read_only_token(open_keyring(resolve_token(check_token_file(token_file)))[0])
         if out is None:
             print(made, flush=True)
         else:

@@ -88,15 +88,15 @@ def read_token_file(path: Path) -> tuple[Secret, ...]:
         ) from error
     try:
         _check_protection(path, os.fstat(descriptor))
-        content = os.read(descriptor, TOKEN_BYTES_MAX + 1)
+        content = Secret(os.read(descriptor, TOKEN_BYTES_MAX + 1))  # so that no traceback with locals shows it
     except OSError as error:
         raise AuthenticationFailed(f"the token file {path} cannot be read ({error.strerror})") from error
     finally:
         os.close(descriptor)
     if len(content) > TOKEN_BYTES_MAX:
         raise AuthenticationFailed(f"the token file {path} has more than {TOKEN_BYTES_MAX} bytes: is it the right one?")
-    lines = [line.strip() for line in content.splitlines()]
-    tokens = tuple(Secret(line) for line in lines if line and not line.startswith(b"#"))
+    lines = [Secret(line.strip()) for line in content.splitlines()]
+    tokens = tuple(line for line in lines if line and not line.startswith(b"#"))
     if not tokens:
         raise AuthenticationFailed(f"the token file {path} is empty: put a token into it, or remove it")
     if len(tokens) > TOKENS_MAX:

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import overload
 
 from tensorhub.errors import AuthenticationFailed
-from tensorhub.protocol.secret import Secret, Token, read_token_file, resolve_token
+from tensorhub.protocol.secret import Secret, read_token_file
 from tensorhub.runtime.logs import get_logger
 
 LOOK_S = 1.0  # how often a token file is looked at, at most
@@ -22,9 +22,8 @@ LOOK_S = 1.0  # how often a token file is looked at, at most
 log = get_logger("tensorhub.access")
 
 
-def open_keyring(token: Token | None) -> Sequence[Secret]:
-    """What `token`, or the environment, says; an empty secret is open access. Raises as `read_token_file`, StateError."""
-    found = resolve_token(token)
+def open_keyring(found: Secret | Path) -> Sequence[Secret]:
+    """Of what `resolve_token` has found. Raises as `read_token_file`."""
     return TokenFile(found) if isinstance(found, Path) else (found,)
 
 
@@ -36,8 +35,9 @@ class TokenFile(Sequence[Secret]):
         self.path = path.absolute()  # whatever directory the process changes to
         self._clock = clock
         self._lock = threading.Lock()  # guards what follows
-        self._tokens = read_token_file(self.path)  # the last good ones
+        self._tokens: tuple[Secret, ...] = ()  # the last good ones
         self._problem = ""  # why they are not those that the file has now, if they are not
+        self._tokens = read_token_file(self.path)
         self._look_at = clock() + LOOK_S  # no sooner
 
     def __repr__(self) -> str:
