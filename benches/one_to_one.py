@@ -142,7 +142,7 @@ async def _pull(
     memory = ChunkMemory(manifest_of(sizes_of(args), mode, args.chunk), regions)
     owner = SharedOwner()
     owner.open(REGISTRATION, 1, CONTENT, memory, complete=False)
-    transport = TcpTransport(Local(Incarnation("reader"), SECRET, Options()))
+    transport = TcpTransport(Local(Incarnation("reader"), (SECRET,), Options()))
 
     def open_channel(grant: Grant, destination: Destination, cutter: Cutter) -> tuple[str, Channel]:
         right = ReadRight(LeaseId("l"), Incarnation("source"), REGISTRATION, generation, CONTENT)

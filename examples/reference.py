@@ -48,6 +48,18 @@ async def connect(address: str) -> None:
         assert hub.name == "rollout-17"
 
 
+@shows("read_only_token")
+async def read_only_token() -> None:
+    async with tensorhub.serve(token="the cluster's") as coordinator:
+        token = tensorhub.read_only_token("the cluster's")
+        async with tensorhub.connect(coordinator.address, token=token) as dashboard:
+            assert await dashboard.describe() == ()
+            try:
+                await dashboard.retain("actor", latest=2)
+            except tensorhub.AuthenticationFailed as error:
+                assert "this token is read-only" in str(error)  # noqa: PT017
+
+
 @shows("Hub.close")
 async def close_hub(address: str) -> None:
     async with tensorhub.connect(address) as hub:

@@ -24,6 +24,7 @@ from tensorhub.errors import (
 )
 from tensorhub.fetched import Fetched
 from tensorhub.hub import Coordinator, Hub, connect, serve
+from tensorhub.protocol.secret import read_only_token
 from tensorhub.types import FetchReport, Location, ModelInfo, Options, SourceReport, VersionInfo
 from tensorhub.weights import Weights
 
@@ -58,5 +59,6 @@ __all__ = [
     "VersionUnavailable",
     "Weights",
     "connect",
+    "read_only_token",
     "serve",
 ]

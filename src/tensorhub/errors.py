@@ -13,7 +13,7 @@
     ├── GroupAborted            another rank, or the group's membership, ended the operation
     ├── LeaseLost               this worker was taken for dead, or the coordinator has lost its state
     ├── IntegrityError          bytes do not have their digest, whichever source they come from
-    ├── AuthenticationFailed    the secrets differ, or open access was asked for beyond loopback
+    ├── AuthenticationFailed    the secrets differ, this one is read-only, or access would be open beyond loopback
     ├── ProtocolError           the peer does not speak this protocol, or broke it
     ├── CoordinatorUnavailable  the coordinator cannot be reached
     └── TransportUnavailable    a transport is unknown, not installed, or not shared with the peer
@@ -144,7 +144,9 @@ class IntegrityError(TensorHubError):
 
 
 class AuthenticationFailed(TensorHubError):
-    """The secrets differ, or open access was asked for beyond loopback."""
+    """The secrets differ, the token is read-only and the call changes something, or open access was asked for beyond
+    loopback.
+    """
 
 
 class ProtocolError(TensorHubError):
@@ -159,6 +161,14 @@ class CoordinatorUnavailable(TensorHubError):
 
 class TransportUnavailable(TensorHubError):
     """A transport is unknown, not installed, or not shared with the peer."""
+
+
+def read_only_refusal(call: str) -> AuthenticationFailed:
+    """What whoever connected with the read-only token hears of that call."""
+    return AuthenticationFailed(
+        f"this token is read-only: {call} needs the cluster's own token (fetch, newest, wait_for, watch and describe do "
+        "not). Connect with that one, or leave the call to who has it"
+    )
 
 
 def text_of(error: BaseException) -> str:

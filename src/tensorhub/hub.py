@@ -11,12 +11,14 @@ import os
 import weakref
 from collections.abc import AsyncIterator, Mapping, Sequence
 from functools import partial
+from pathlib import Path
 from typing import Any, overload
 
-from tensorhub.errors import StateError, TensorHubError
+from tensorhub.errors import StateError, TensorHubError, read_only_refusal
 from tensorhub.fetched import Fetched
-from tensorhub.protocol.secret import check_open_access, resolve_token
+from tensorhub.protocol.secret import Secret, check_open_access, resolve_token
 from tensorhub.runtime.filler import ProgressListener
+from tensorhub.runtime.keyring import open_keyring
 from tensorhub.runtime.loop_thread import AsyncSide, LoopThread, Side
 from tensorhub.runtime.server import CoordinatorServer
 from tensorhub.runtime.store import MemoryStore, SqliteStore, Store
@@ -69,7 +71,7 @@ def serve(
     host: str = "127.0.0.1",
     port: int = 0,
     *,
-    token: str | bytes | None = None,
+    token: str | bytes | os.PathLike[str] | None = None,
     state_dir: str | os.PathLike[str] | None = None,
     ha: object = None,
     tls: object = None,
@@ -77,14 +79,16 @@ def serve(
 ) -> contextlib.AbstractAsyncContextManager[Coordinator]:
     """Run a coordinator for the length of the block.
 
-    `port` 0 takes a free one. `token`: the cluster's secret; None takes TENSORHUB_TOKEN, then a token file, else access is
+    `port` 0 takes a free one. `token`: the cluster's secret, or the path of a token file (one token a line: each is
+    accepted, and the file is read again when it changes); None takes TENSORHUB_TOKEN, then a token file, else access is
     open, which only loopback allows. `state_dir`: where versions' marks are kept (SQLite, synced); without one, a
     coordinator that restarts is a new cluster.
 
-    Raises StateError (port in use, state_dir in use or unusable), AuthenticationFailed (open access beyond loopback).
+    Raises StateError (port in use, state_dir in use or unusable), AuthenticationFailed (open access beyond loopback, a token
+    file that cannot be used).
     """
     refuse_unbuilt(ha=ha, tls=tls)
-    return serve_on(AsyncSide(), host, port, token, state_dir, options or Options())
+    return serve_on(AsyncSide(), host, port, resolve_token(token), state_dir, options or Options())
 
 
 @contextlib.asynccontextmanager
@@ -92,19 +96,19 @@ async def serve_on(
     side: Side,
     host: str,
     port: int,
-    token: str | bytes | None,
+    token: Secret | Path,
     state_dir: str | os.PathLike[str] | None,
     options: Options,
 ) -> AsyncIterator[Coordinator]:
     """What `serve` is, for either kind of caller."""
-    secret = resolve_token(token)
-    check_open_access(secret, host)
+    secrets = open_keyring(token)
+    check_open_access(secrets[0], host)
     store: Store = MemoryStore() if state_dir is None else SqliteStore(state_dir)
     try:
         server: list[CoordinatorServer] = []
 
         async def main(thread: LoopThread) -> None:
-            server.append(CoordinatorServer(options=options, secrets_accepted=(secret,), store=store))
+            server.append(CoordinatorServer(options=options, secrets_accepted=secrets, store=store))
             await server[0].run(host, port, thread.ready)
 
         async with LoopThread("tensorhub-coordinator", main, side):
@@ -121,7 +125,7 @@ def connect(
     *,
     name: str | None = None,
     location: Location | None = None,
-    token: str | bytes | None = None,
+    token: str | bytes | os.PathLike[str] | None = None,
     transports: Sequence[str] | None = None,
     tls: object = None,
     prefetch: bool = False,
@@ -129,17 +133,20 @@ def connect(
 ) -> contextlib.AbstractAsyncContextManager[Hub]:
     """Join a cluster as a worker for the length of the block; leaving closes every handle.
 
-    `address`: a coordinator's "tcp://host:port", or several. `name`: for people; default: host and process id. `transports`:
-    names in order of preference, and only these. `prefetch`: each new version of a model is prefetched in the background
+    `address`: a coordinator's "tcp://host:port", or several. `name`: for people; default: host and process id. `token`: as
+    for `serve`; a token file's first is presented. With a read-only one (`read_only_token`) `fetch`, `newest`, `wait_for`,
+    `watch` and `describe` may be called; the other calls raise AuthenticationFailed. `transports`: names in order of
+    preference, and only these. `prefetch`: each new version of a model is prefetched in the background
     for the handles that were filled with an earlier one, so that `update` copies it from host memory
     (`Options.host_memory_bytes`).
 
-    Raises CoordinatorUnavailable, AuthenticationFailed (another secret), ProtocolError (not a TensorHub coordinator, or of
-    another version), TransportUnavailable, StateError (an address that is none, `prefetch` without host memory).
+    Raises CoordinatorUnavailable, AuthenticationFailed (another secret, a token file that cannot be used), ProtocolError
+    (not a TensorHub coordinator, or of another version), TransportUnavailable, StateError (an address that is none,
+    `prefetch` without host memory).
     """
     refuse_unbuilt(tls=tls)
     side, here = AsyncSide(), location or Location()
-    return connect_on(side, address, name, here, token, transports, options or Options(), prefetch)
+    return connect_on(side, address, name, here, resolve_token(token), transports, options or Options(), prefetch)
 
 
 @contextlib.asynccontextmanager
@@ -148,7 +155,7 @@ async def connect_on(
     address: str | Sequence[str],
     name: str | None,
     location: Location,
-    token: str | bytes | None,
+    token: Secret | Path,
     transports: Sequence[str] | None,
     options: Options,
     prefetch: bool,
@@ -161,7 +168,7 @@ async def connect_on(
         if place != "":
             check_name(part, place)
     called = check_name("worker", name) if name is not None else f"{location.host}-{os.getpid()}"
-    secret = resolve_token(token)
+    secrets = open_keyring(token)
     addresses = [address] if isinstance(address, str) else list(address)
     worker: list[Worker] = []
 
@@ -171,7 +178,7 @@ async def connect_on(
                 addresses,
                 name=called,
                 location=location,
-                secret=secret,
+                secrets_accepted=secrets,
                 transports=transports,
                 options=options,
                 prefetch=prefetch,
@@ -280,6 +287,7 @@ class Hub:
         holder knows: one that is cut off keeps the version until its own lease is over. The model need not exist yet.
         Raises StateError (`latest` is no number from 0), OperationTimeout, CoordinatorUnavailable.
         """
+        _check_full(self._worker, "retain")
         check_name("model", model)
         _check_latest(latest)
         await self._thread.call(self._worker.questions.retain, model, latest, self._worker.timeout_s(timeout))
@@ -294,6 +302,7 @@ class Hub:
         CoordinatorUnavailable; at the end of the block LeaseLost, if this worker was taken for dead and the version could
         not be pinned again.
         """
+        _check_full(self._worker, "pin")
         check_name("model", model)
         check_version(version)
         timeout_s = self._worker.timeout_s(timeout)
@@ -314,6 +323,7 @@ class Hub:
         Raises VersionConflict (nothing was published, or `to` is above the newest number), OperationTimeout,
         CoordinatorUnavailable.
         """
+        _check_full(self._worker, "rollback")
         check_name("model", model)
         check_version(to)
         await self._thread.call(self._worker.questions.rollback, model, to, self._worker.timeout_s(timeout))
@@ -366,6 +376,7 @@ async def register_memory(
     spot: bool = False,
 ) -> Weights:
     """What `Hub.register` is made of, for memory that is not tensors, as a file's; internal, and may change."""
+    _check_full(hub._worker, "register")
     check_name("model", model)
     if group is not None:
         check_name("group", group)
@@ -419,8 +430,15 @@ async def seed_shard(hub: Hub, info: VersionInfo, shard: int, timeout: float | N
     `info`: a version of the model that is visible now; the seed's memory is reserved as it needs. Raises as
     `Weights.prefetch`.
     """
+    _check_full(hub._worker, "seed")
     timeout_s = hub._worker.timeout_s(timeout)
     return await hub._thread.call(hub._worker.copies.seed, info, shard, timeout_s)
+
+
+def _check_full(worker: Worker, call: str) -> None:
+    """Raise AuthenticationFailed, naming the call, if the token is read-only; the coordinator would refuse it, too."""
+    if worker.read_only:
+        raise read_only_refusal(call)
 
 
 def _check_latest(latest: object) -> None:

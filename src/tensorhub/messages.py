@@ -447,12 +447,16 @@ class Unpin:
 
 @dataclass(frozen=True, slots=True)
 class Welcome:
-    """Answer to Join. `epoch`: the coordinator's; `cluster` names its durable state; `known` False: new incarnation."""
+    """Answer to Join. `epoch`: the coordinator's; `cluster` names its durable state; `known` False: new incarnation.
+
+    `read_only`: this worker's token is: it may fetch and look, everything else is refused.
+    """
 
     cluster: Id
     epoch: U64
     lease_s: Seconds
     known: bool
+    read_only: bool = False
 
 
 @dataclass(frozen=True, slots=True)

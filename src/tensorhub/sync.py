@@ -18,6 +18,7 @@ from typing import Any, Generic, Self, TypeVar, overload
 
 from tensorhub import hub as _async
 from tensorhub.fetched import Fetched
+from tensorhub.protocol.secret import resolve_token
 from tensorhub.runtime.loop_thread import BlockingSide
 from tensorhub.runtime.loop_thread import finish_blocking as _finish
 from tensorhub.types import LATEST, FetchReport, HandleState, Location, ModelInfo, Options, Selector, VersionInfo
@@ -65,7 +66,7 @@ def serve(
     host: str = "127.0.0.1",
     port: int = 0,
     *,
-    token: str | bytes | None = None,
+    token: str | bytes | os.PathLike[str] | None = None,
     state_dir: str | os.PathLike[str] | None = None,
     ha: object = None,
     tls: object = None,
@@ -73,7 +74,7 @@ def serve(
 ) -> contextlib.AbstractContextManager[Coordinator]:
     """Run a coordinator for the length of the block; see `tensorhub.serve`."""
     _async.refuse_unbuilt(ha=ha, tls=tls)
-    block = _async.serve_on(BlockingSide(), host, port, token, state_dir, options or Options())
+    block = _async.serve_on(BlockingSide(), host, port, resolve_token(token), state_dir, options or Options())
     return _Block(block, lambda coordinator: coordinator)
 
 
@@ -82,7 +83,7 @@ def connect(
     *,
     name: str | None = None,
     location: Location | None = None,
-    token: str | bytes | None = None,
+    token: str | bytes | os.PathLike[str] | None = None,
     transports: Sequence[str] | None = None,
     tls: object = None,
     prefetch: bool = False,
@@ -91,7 +92,7 @@ def connect(
     """Join a cluster as a worker for the length of the block; see `tensorhub.connect`."""
     _async.refuse_unbuilt(tls=tls)
     side, here = BlockingSide(), location or Location()
-    block = _async.connect_on(side, address, name, here, token, transports, options or Options(), prefetch)
+    block = _async.connect_on(side, address, name, here, resolve_token(token), transports, options or Options(), prefetch)
     return _Block(block, Hub)
 
 

@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 from numbers import Real
-from typing import Annotated, Literal, NewType
+from typing import Annotated, Final, Literal, NewType
 
 from tensorhub.errors import StateError
 
@@ -109,6 +109,9 @@ class OpKey:
 
     def __str__(self) -> str:
         return f"{self.model}/{self.group}@{self.epoch}#{self.sequence}"
+
+
+READ_ONLY: Final = "read-only-"  # what the names begin with that a holder of the read-only token makes
 
 
 def host_group(group: str) -> str:

@@ -8,7 +8,17 @@ import anyio
 import pytest
 import typer
 
-from tensorhub.cli.common import FAILED, USAGE, CommandError, check_address, checked_model, read_token, report, run, usage
+from tensorhub.cli.common import (
+    FAILED,
+    USAGE,
+    CommandError,
+    check_address,
+    check_token_file,
+    checked_model,
+    report,
+    run,
+    usage,
+)
 from tensorhub.errors import CoordinatorUnavailable, VersionConflict
 
 
@@ -86,14 +96,15 @@ def test_addresses() -> None:
 
 def test_token_files(tmp_path: Path) -> None:
     file = tmp_path / "token"
-    assert read_token(None) is None
+    assert check_token_file(None) is None
+    file.touch(0o600)
     file.write_text(" secret\n")
-    assert read_token(file) == "secret"
+    assert check_token_file(file) == file
     file.write_text("\n")
     with pytest.raises(CommandError, match="is empty"):
-        read_token(file)
-    file.write_bytes(b"\xff")
-    with pytest.raises(CommandError, match="not UTF-8"):
-        read_token(file)
+        check_token_file(file)
+    file.chmod(0o644)
+    with pytest.raises(CommandError, match="run chmod 600"):
+        check_token_file(file)
     with pytest.raises(CommandError, match="No such file"):
-        read_token(tmp_path / "gone")
+        check_token_file(tmp_path / "gone")

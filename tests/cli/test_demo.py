@@ -43,6 +43,15 @@ def test_weights_that_are_none(tmp_path: Path, content: bytes | None) -> None:
     assert done.stderr.count("\n") == 1
 
 
+def secret_of(pid: int) -> str:
+    """A child has the demo's from its environment, which only its user may read."""
+    environ = Path(f"/proc/{pid}/environ")
+    assert environ.stat().st_mode & 0o077 == 0
+    variables = dict(entry.split("=", 1) for entry in environ.read_text().split("\0") if "=" in entry)
+    assert len(variables["TENSORHUB_TOKEN"]) > 20
+    return variables["TENSORHUB_TOKEN"]
+
+
 class TestRun:
     @pytest.fixture(autouse=True)
     def _needs_the_engine(self) -> None:
@@ -107,6 +116,7 @@ class TestRun:
         with started("demo", "--weights", str(weights), "--rollouts", "1", *ENDLESS) as demo:
             line_with("rollout-1: version 1", demo.stderr)
             pids = children(demo.pid)
+            assert not any(secret_of(pids[0]) in Path(f"/proc/{pid}/cmdline").read_text() for pid in (demo.pid, *pids))
             rollout = next(pid for pid in pids if "rollout-1" in Path(f"/proc/{pid}/cmdline").read_text())
             subprocess.run(["kill", "-9", str(rollout)], check=True)
             _, err = demo.communicate(timeout=60)

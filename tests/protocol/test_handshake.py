@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import hmac
 from collections.abc import Sequence
 from typing import Any, TypeVar
 
@@ -15,6 +16,7 @@ from tensorhub.messages import ClientHello, Message, Proof, ServerHello
 from tensorhub.protocol import codec
 from tensorhub.protocol.frames import PREFACE, FrameDecoder, frame
 from tensorhub.protocol.handshake import FRAME_BYTES_MAX, ClientHandshake, Handshake, ServerHandshake, proof
+from tensorhub.protocol.secret import READ_ONLY_LABEL, read_only_secret
 
 SECRET = b"tell nobody"
 M = TypeVar("M")
@@ -85,6 +87,48 @@ def test_a_server_accepts_each_of_its_secrets(secret: bytes) -> None:
     deliver(a, b)
     assert a.done
     assert b.done
+
+
+def test_a_read_only_token_is_known_from_the_one_that_it_belongs_to() -> None:
+    for mine, read_only, secret in (
+        (b"old", False, b"old"),
+        (read_only_secret(b"new"), True, b"new"),
+        (read_only_secret(b"old"), True, b"old"),
+        (read_only_secret(b"both"), True, b"both"),
+    ):
+        a, b = client(mine), server(b"old", b"new", b"both", read_only_secret(b"both"))
+        assert (b.read_only, b.secret) == (False, b"")
+        deliver(a, b)
+        assert a.done
+        assert (b.read_only, b.secret) == (read_only, secret)
+        assert b.client_incarnation.startswith("read-only-") is read_only
+        assert (b.client_incarnation == "client-1") is not read_only
+
+
+@pytest.mark.parametrize(
+    ("mine", "theirs"),
+    [
+        (read_only_secret(b"other"), SECRET),
+        (read_only_secret(read_only_secret(SECRET)), SECRET),
+        (SECRET, read_only_secret(SECRET)),
+        (hmac.new(b"", READ_ONLY_LABEL, "sha256").hexdigest().encode(), b""),
+    ],
+)
+def test_a_read_only_token_is_good_for_nothing_else(mine: bytes, theirs: bytes) -> None:
+    with pytest.raises(AuthenticationFailed, match="did not prove"):
+        deliver(client(mine), server(theirs))
+
+
+def test_two_read_only_clients_are_two_however_long_the_names_that_they_claim() -> None:
+    found = set()
+    for incarnation in ("x" * 64, "x" * 63, "read-only-x"):
+        a, b = ClientHandshake("worker", incarnation, read_only_secret(SECRET), b"c" * 32), server()
+        deliver(a, b)
+        assert len(b.client_incarnation) <= 64
+        found.add(b.client_incarnation)
+    assert len(found) == 3
+    with pytest.raises(RuntimeError):
+        _ = server().client_incarnation
 
 
 def test_one_byte_at_a_time() -> None:

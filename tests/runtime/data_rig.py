@@ -110,7 +110,7 @@ class Node:
     ) -> PullRunner:
         """A pull into this node's memory."""
         options = Options(stall_timeout_s=stall_timeout_s, connect_timeout_s=WAIT_S)
-        transport = TcpTransport(Local(self.incarnation, secret, options))
+        transport = TcpTransport(Local(self.incarnation, (secret,), options))
 
         def open_channel(grant: Grant, destination: Destination, cutter: Cutter) -> tuple[str, Channel]:
             right = ReadRight(

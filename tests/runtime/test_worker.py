@@ -80,7 +80,9 @@ class Rig:
 
     def new_worker(self, name: str, wire: Wire) -> Worker:
         address, here = ["tcp://127.0.0.1:1"], Location()
-        return Worker(address, name=name, location=here, secret=b"", transports=None, options=self.options, dial=wire.dial)
+        return Worker(
+            address, name=name, location=here, secrets_accepted=(b"",), transports=None, options=self.options, dial=wire.dial
+        )
 
 
 @contextlib.asynccontextmanager

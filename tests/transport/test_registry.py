@@ -13,7 +13,7 @@ from tensorhub.transport.base import Transport
 from tensorhub.transport.registry import Local, Registry, TransportFactory
 from tensorhub.types import Incarnation, Options
 
-LOCAL = Local(Incarnation("i"), b"", Options())
+LOCAL = Local(Incarnation("i"), (b"",), Options())
 
 
 def made(name: str) -> TransportFactory:

@@ -13,6 +13,7 @@ from tensorhub.cli.seed import seed
 from tensorhub.cli.serve import serve
 from tensorhub.cli.simulate import simulate
 from tensorhub.cli.status import status
+from tensorhub.cli.token import token
 
 app = typer.Typer(
     name="tensorhub",
@@ -42,3 +43,4 @@ def _root(
 
 for _command in (serve, demo, status, publish, fetch, seed, simulate):
     app.command(epilog=EXIT_CODES)(_command)
+app.add_typer(token, name="token")

@@ -21,7 +21,8 @@ from anyio.abc import TaskStatus
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 
-from tensorhub.errors import StateError, TensorHubError
+from tensorhub.errors import AuthenticationFailed, StateError, TensorHubError
+from tensorhub.protocol.secret import read_token_file
 from tensorhub.types import check_name, parse_address
 
 FAILED = 1
@@ -39,7 +40,7 @@ TokenFileOption = Annotated[
     Path | None,
     typer.Option(
         metavar="FILE",
-        help="A file with the cluster's secret, instead of TENSORHUB_TOKEN in the environment.",
+        help="A file with the cluster's secret, instead of TENSORHUB_TOKEN in the environment; read again when it changes.",
     ),
 ]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON, and nothing else, on stdout.")]
@@ -79,18 +80,14 @@ def checked_model(name: str) -> str:
         raise usage(str(error)) from error
 
 
-def read_token(path: Path | None) -> str | None:
-    """The secret in this file; None without a file: the library then looks where it always does."""
-    if path is None:
-        return None
-    try:
-        token = path.read_text(encoding="utf-8").strip()
-    except (OSError, UnicodeDecodeError) as error:
-        reason = error.strerror if isinstance(error, OSError) else "not UTF-8 text"
-        raise usage(f"the token file {path} cannot be read: {reason}") from error
-    if not token:
-        raise usage(f"the token file {path} is empty: write the cluster's secret into it")
-    return token
+def check_token_file(path: Path | None) -> Path | None:
+    """The token file that a command was given; a usage error if it cannot be used now."""
+    if path is not None:
+        try:
+            read_token_file(path)
+        except AuthenticationFailed as error:
+            raise usage(str(error)) from error
+    return path
 
 
 def logs_to_stderr(level: int) -> None:

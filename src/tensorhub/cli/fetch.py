@@ -20,8 +20,8 @@ from tensorhub.cli.common import (
     TokenFileOption,
     bytes_bar,
     check_address,
+    check_token_file,
     checked_model,
-    read_token,
     report,
     run,
     usage,
@@ -59,7 +59,7 @@ def fetch(
     on stdout ({"model", "version", "content_id", "files", "bytes", "seconds", "phases"} with --json).
     """
     try:
-        token = read_token(token_file)
+        token = check_token_file(token_file)
         fetching = Fetching(
             checked_model(model), out, names, _selector(version), rank, timeout, check_address(address), token, force, quiet
         )
@@ -120,7 +120,7 @@ class Fetching:
     rank: int
     timeout: float | None
     address: str
-    token: str | None
+    token: Path | None
     force: bool
     quiet: bool
 

@@ -21,8 +21,8 @@ from tensorhub.cli.common import (
     TokenFileOption,
     bytes_bar,
     check_address,
+    check_token_file,
     checked_model,
-    read_token,
     report,
     run,
     usage,
@@ -55,7 +55,7 @@ def publish(
     code 0. What cannot be published is exit code 2.
     """
     try:
-        token = read_token(token_file)
+        token = check_token_file(token_file)
         publisher = Publisher(path, checked_model(model), version, check_address(address), token, as_json, quiet)
     except CommandError as error:
         raise typer.Exit(report(error)) from None
@@ -72,7 +72,7 @@ class Publisher:
     model: str
     version: int | None
     address: str
-    token: str | None
+    token: Path | None
     as_json: bool
     quiet: bool
     is_visible: bool = False

@@ -7,6 +7,7 @@ import json
 import signal
 import sys
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Annotated
 
 import anyio
@@ -20,8 +21,8 @@ from tensorhub.cli.common import (
     QuietOption,
     TokenFileOption,
     check_address,
+    check_token_file,
     checked_model,
-    read_token,
     report,
     run,
     usage,
@@ -55,7 +56,7 @@ def seed(
     little --host-memory, or a rank that the model has not, ends it with exit code 1.
     """
     try:
-        token = read_token(token_file)
+        token = check_token_file(token_file)
         here = Location() if site is None else replace(Location(), site=_checked_site(site))
         seeder = Seeder(checked_model(model), _ranks(rank), host_memory, here, check_address(address), token, as_json, quiet)
     except CommandError as error:
@@ -90,7 +91,7 @@ class Seeder:
     host_memory_bytes: int
     location: Location
     address: str
-    token: str | None
+    token: Path | None
     as_json: bool
     quiet: bool
     has_seeded: bool = False

@@ -19,7 +19,7 @@ from tensorhub.cli.common import (
     JsonOption,
     QuietOption,
     TokenFileOption,
-    read_token,
+    check_token_file,
     report,
     run,
     usage,
@@ -48,7 +48,7 @@ def serve(
     """
     try:
         options = _options(lease_s, drain_grace_s)
-        body = partial(_serve, host, port, state_dir, read_token(token_file), options, as_json, quiet)
+        body = partial(_serve, host, port, state_dir, check_token_file(token_file), options, as_json, quiet)
     except CommandError as error:
         raise typer.Exit(report(error)) from None
     try:
@@ -68,7 +68,7 @@ async def _serve(
     host: str,
     port: int,
     state_dir: Path | None,
-    token: str | None,
+    token: Path | None,
     options: Options,
     as_json: bool,
     quiet: bool,

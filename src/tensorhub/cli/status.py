@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import asdict
 from functools import partial
+from pathlib import Path
 from typing import Annotated
 
 import anyio
@@ -22,7 +23,7 @@ from tensorhub.cli.common import (
     JsonOption,
     TokenFileOption,
     check_address,
-    read_token,
+    check_token_file,
     report,
     run,
 )
@@ -47,7 +48,7 @@ def status(
         body = partial(
             _status,
             check_address(address),
-            read_token(token_file),
+            check_token_file(token_file),
             model,
             interval_s if watch else None,
             as_json,
@@ -57,7 +58,7 @@ def status(
     run(body)
 
 
-async def _status(address: str, token: str | None, model: str | None, interval_s: float | None, as_json: bool) -> int:
+async def _status(address: str, token: Path | None, model: str | None, interval_s: float | None, as_json: bool) -> int:
     """Ask once (`interval_s` None) or again and again, and print what comes back."""
     async with tensorhub.connect(address, token=token) as hub:
         models = await _models(hub, model)

@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import assert_never
 
-from tensorhub.coordinator import invariants, views
+from tensorhub.coordinator import access, invariants, views
 from tensorhub.coordinator.actions import Action, CloseSession, Durable
 from tensorhub.coordinator.cluster import Cluster
 from tensorhub.coordinator.custody import Custody
@@ -206,7 +206,7 @@ class Coordinator(Stateful[CoordinatorState]):
         sessions = self.cluster.sessions
         match event:
             case Connected():
-                sessions[event.session] = Session(event.session, event.incarnation, event.role)
+                sessions[event.session] = Session(event.session, event.incarnation, event.role, event.read_only)
             case Received():
                 session = sessions.get(event.session)
                 if session is not None:
@@ -237,6 +237,8 @@ class Coordinator(Stateful[CoordinatorState]):
     def _receive(self, session: Session, message: FromWorker) -> None:
         if session.worker is not None:
             self._membership.heard(session.worker)
+        if session.read_only and not access.admits(self.cluster, session, message):
+            return
         match message:
             case Join():
                 if session.role == "worker" and session.worker is None:

@@ -44,7 +44,18 @@ class Worker(Stateful[WorkerState]):
 
     machine: ClassVar = "worker lease"
     table: ClassVar = states.WORKER_TABLE
-    __slots__ = ("endpoints", "heard_at", "host_bytes", "incarnation", "location", "members", "name", "session", "spot")
+    __slots__ = (
+        "endpoints",
+        "heard_at",
+        "host_bytes",
+        "incarnation",
+        "location",
+        "members",
+        "name",
+        "read_only",
+        "session",
+        "spot",
+    )
 
     def __init__(
         self,
@@ -55,6 +66,7 @@ class Worker(Stateful[WorkerState]):
         session: int,
         now: float,
         host_bytes: int,
+        read_only: bool = False,
     ) -> None:
         super().__init__(WorkerState.LIVE)
         self.incarnation = incarnation
@@ -63,7 +75,8 @@ class Worker(Stateful[WorkerState]):
         self.endpoints = endpoints
         self.session: int | None = session  # the connection over which it can be told something
         self.spot = False  # it has registered as such: all that is in its memory may be gone at any time
-        self.host_bytes = host_bytes  # that its copies in host memory may take
+        self.read_only = read_only  # it fetches and looks: it never holds anything for others
+        self.host_bytes = host_bytes  # that its copies in host memory may take; 0 if it is read-only
         self.heard_at = now  # when its newest message arrived
         self.members: dict[str, Member] = {}  # by registration id; empty once LOST
 
@@ -468,6 +481,7 @@ class Session:
     number: int
     incarnation: str
     role: str
+    read_only: bool  # it may say what `access` admits
     worker: Worker | None = None  # set once it has joined
 
 

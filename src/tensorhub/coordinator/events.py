@@ -14,6 +14,7 @@ class Connected:
     session: int
     incarnation: str
     role: str  # "worker" or "observer"
+    read_only: bool = False  # it has proved that it knows the read-only token; its incarnation is none of a full worker's
 
 
 @dataclass(frozen=True, slots=True)

@@ -183,7 +183,7 @@ class Fills:
             part.needs_bytes = not holders[rank]
             part.voted = holders[rank]
             part.ready = holders[rank] or part.has_written
-            if part.begun is not None:
+            if part.begun is not None and not part.member.worker.read_only:
                 version.manifests.setdefault(part.shard, part.begun.content.manifest)
                 self._cluster.note(version)
         if not operation.unchanged:
@@ -250,7 +250,11 @@ class Fills:
     def _tell_start(self, part: RankPart, grants: tuple[Grant, ...]) -> None:
         operation, version = part.operation, part.operation.version
         assert version is not None
-        manifest_id = hashlib.blake2b(version.manifests[part.shard], digest_size=16).hexdigest()
+        manifest = version.manifests.get(part.shard)
+        if manifest is None:  # nobody whose word counts for others has said it yet
+            assert part.begun is not None
+            manifest = part.begun.content.manifest
+        manifest_id = hashlib.blake2b(manifest, digest_size=16).hexdigest()
         start = Start(operation.key, part.rank, version.info, manifest_id, operation.writing, grants)
         self._cluster.tell(part.member, start)
 

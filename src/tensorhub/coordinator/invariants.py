@@ -115,7 +115,9 @@ def _worker(cluster: Cluster, worker: Worker) -> None:
     else:
         session = cluster.sessions.get(worker.session)
         _demand(session is not None and session.worker is worker, "a worker's session is its own", worker)
+    _demand(not (worker.read_only and worker.host_bytes), "a read-only worker lends no memory", worker)
     for registration, member in worker.members.items():
+        _demand(not (worker.read_only and member.serves), "a read-only worker serves nobody", member)
         _demand(cluster.members.get(registration) is member, "a worker's members are members", member)
         _demand(member.worker is worker, "a member belongs to its worker", member)
 

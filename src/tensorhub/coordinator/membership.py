@@ -63,6 +63,10 @@ class Membership:
         if worker is not None and worker.session is not None and worker.session > session.number:
             cluster.act(CloseSession(cluster.cause, session.number, "the same worker has a newer connection"))
             return  # it was said over one that its worker has given up (G9)
+        if worker is not None and worker.read_only is not session.read_only:
+            cluster.send(session.number, Dismissed("this incarnation has connected with another kind of token"))
+            cluster.act(CloseSession(cluster.cause, session.number, "incarnation of another kind"))
+            return
         known = worker is not None
         if worker is None:
             worker = Worker(
@@ -72,7 +76,8 @@ class Membership:
                 message.endpoints,
                 session.number,
                 cluster.now,
-                message.host_bytes,
+                0 if session.read_only else message.host_bytes,
+                session.read_only,
             )
             cluster.workers[session.incarnation] = worker
             if worker.host_bytes:
@@ -87,7 +92,8 @@ class Membership:
         if known:
             cluster.timers.set("restate", worker.incarnation, cluster.now + cluster.options.lease_s)
         cluster.timers.set("worker", worker.incarnation, cluster.now + cluster.options.lease_s / 2)
-        cluster.send(session.number, Welcome(cluster.id, cluster.epoch, cluster.options.lease_s, known))
+        welcome = Welcome(cluster.id, cluster.epoch, cluster.options.lease_s, known, session.read_only)
+        cluster.send(session.number, welcome)
         self._custody.back(worker)
 
     def heard(self, worker: Worker) -> None:
@@ -158,7 +164,8 @@ class Membership:
         del cluster.workers[worker.incarnation]
         if cluster.hosts.pop(worker.incarnation, None) is not None:
             self._custody.room_changed()
-        cluster.lost[worker.incarnation] = None
+        if not worker.read_only:  # held nothing; and however many come and go, the lost ones that did are not forgotten
+            cluster.lost[worker.incarnation] = None
         if len(cluster.lost) > LOST_KEPT_MAX:
             del cluster.lost[next(iter(cluster.lost))]
         self._retentions.worker_gone(worker.incarnation)

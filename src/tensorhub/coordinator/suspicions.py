@@ -3,7 +3,8 @@
 A reader says that a chunk came without its digest; the owner digests it again. Have its bytes changed, its holding is
 quarantined. Have they not, the way or the reader damages bytes: the pair is not tried again for a while, as after every
 failed read, and a reader with whom several such sources have failed is the guilty one. So a reader that lies costs a source
-one digest now and then, and itself its operation. Not responsible for how operations end (`fills` says what is to blame).
+one digest now and then, and itself its operation; those with the read-only token count as one reader, however many there
+are. Not responsible for how operations end (`fills` says what is to blame).
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from tensorhub.coordinator.cluster import Cluster
 from tensorhub.coordinator.entities import Holding, Inquiry, RankPart, Worker
 from tensorhub.coordinator.readers import Readers
 from tensorhub.messages import DigestAgain, DigestedAgain
+from tensorhub.types import READ_ONLY
 
 INQUIRY_S = 1.0  # how often one reader can have one holding digest a chunk again
 
@@ -25,7 +27,8 @@ class Suspicions:
 
     def ask(self, part: RankPart, holding: Holding, chunk: int) -> None:
         """This reader got that chunk of this holding without its digest."""
-        now, reader = self._cluster.now, part.member.worker.incarnation
+        now, worker = self._cluster.now, part.member.worker
+        reader = READ_ONLY if worker.read_only else worker.incarnation
         known = holding.inquiries.get(reader)
         if holding.leaving or (known is not None and now < known.asked_at + INQUIRY_S):
             return

@@ -11,6 +11,8 @@ nonces. So a proof fits one handshake and one side; it cannot be replayed, nor r
 itself first: a server says nothing under the secret to whoever does not know it. Open access is the same
 with an empty secret. Without TLS an active man in the middle is out of scope.
 
+A server also accepts the read-only secret that belongs to each of its own, and knows that it was that one.
+
 Responsible for that exchange, for the roles that may meet, and for its bounds; not for its deadline (the
 drivers). Raises ProtocolError (not a peer, another version, roles or an incarnation that do not fit) and
 AuthenticationFailed. After an error, send `data_to_send()` before closing: it may say to the peer what was
@@ -29,7 +31,8 @@ from tensorhub.errors import AuthenticationFailed, ProtocolError, TensorHubError
 from tensorhub.messages import PROTOCOL_VERSION, ClientHello, Proof, ServerHello
 from tensorhub.protocol import codec
 from tensorhub.protocol.frames import PREFACE, FrameDecoder, WrongVersion, check_preface, frame
-from tensorhub.protocol.secret import TOKEN_VARIABLE, Secret
+from tensorhub.protocol.secret import TOKEN_VARIABLE, Secret, read_only_secret
+from tensorhub.types import READ_ONLY
 
 NONCE_BYTES: Final = 32
 FRAME_BYTES_MAX: Final = 4096  # of a peer that has proved nothing yet
@@ -218,8 +221,10 @@ class ClientHandshake(Handshake[ServerHello]):
 
 
 class ServerHandshake(Handshake[ClientHello]):
-    """The listening side. `secrets`: each is accepted, for a change of secrets without a stop; b"" is open
-    access.
+    """The listening side. `secrets`: each is accepted, for a change of secrets without a stop, and so is the read-only
+    secret that belongs to it; b"" is open access, and has none.
+
+    Once `done`: `secret`, the one of them that the client knows, or to which its read-only one belongs; `read_only`.
 
     ValueError for a role other than "coordinator" and "owner", no secret at all, or a nonce of another
     length.
@@ -231,8 +236,18 @@ class ServerHandshake(Handshake[ClientHello]):
             raise ValueError(f"a server's role is coordinator or owner, not {role!r}")
         if not secrets:
             raise ValueError('no secret would let anybody in: give at least one, b"" for open access')
+        self.secret = Secret()
+        self.read_only = False
         self._secrets = tuple(Secret(secret) for secret in secrets)
         self._hello = ServerHello(PROTOCOL_VERSION, role, incarnation, nonce)
+
+    @property
+    def client_incarnation(self) -> str:
+        """As whom the client counts. A read-only one gets a name of its own, made of the one that it claims: whatever it
+        claims, it is never taken for a worker that may do more. RuntimeError before `done`.
+        """
+        claimed = self.peer.incarnation
+        return f"{READ_ONLY}{hashlib.blake2b(claimed.encode(), digest_size=16).hexdigest()}" if self.read_only else claimed
 
     def _check_preface(self, start: bytes) -> None:
         try:
@@ -253,10 +268,12 @@ class ServerHandshake(Handshake[ClientHello]):
             self._peer = hello
             return
         mac = codec.decode(body, codec.PROOF).mac
-        found: bytes | None = None
+        found: Secret | None = None  # what the client has proved to know
         for secret in self._secrets:  # all of them, so that time does not tell which one it was
-            if hmac.compare_digest(mac, proof(secret, "client", self._peer, self._hello)):
-                found = secret
+            for known in (secret, read_only_secret(secret)) if secret else (secret,):
+                fits, lesser = hmac.compare_digest(mac, proof(known, "client", self._peer, self._hello)), known is not secret
+                if fits and (found is None or lesser):  # what is both, by mistake, is read-only
+                    found, self.secret, self.read_only = known, secret, lesser
         if found is None:
             self._send(Proof(b""))
             raise AuthenticationFailed(

@@ -1,24 +1,31 @@
 """Where the cluster's secret comes from, and when there need not be one.
 
-Responsible for finding the token (argument, environment, file), for never showing it, and for refusing open
-access beyond loopback. Not responsible for proving it to a peer (`handshake`). Raises
-`AuthenticationFailed`, with what to do.
+Responsible for finding the token (argument, environment, file), for reading token files, for the read-only token that
+belongs to a token, for never showing either, and for refusing open access beyond loopback. Not responsible for proving it
+to a peer (`handshake`), nor for noticing that a token file has changed (`runtime.keyring`). Raises `AuthenticationFailed`,
+with what to do.
 """
 
 from __future__ import annotations
 
+import hashlib
+import hmac
 import ipaddress
 import os
 import stat
 from pathlib import Path
-from typing import Final
+from typing import Final, NoReturn
 
-from tensorhub.errors import AuthenticationFailed
+from tensorhub.errors import AuthenticationFailed, StateError
 
 TOKEN_VARIABLE: Final = "TENSORHUB_TOKEN"
 TOKEN_FILE_VARIABLE: Final = "TENSORHUB_TOKEN_FILE"
 TOKEN_FILE: Final = Path(".config/tensorhub/token")  # in the home directory
-TOKEN_BYTES_MAX: Final = 4096
+TOKEN_BYTES_MAX: Final = 4096  # of a token file
+TOKENS_MAX: Final = 8  # of a token file
+READ_ONLY_LABEL: Final = b"tensorhub/1 read-only"
+
+Token = str | bytes | os.PathLike[str]  # what a caller gives: the token itself, or a token file
 
 
 class Secret(bytes):
@@ -29,57 +36,108 @@ class Secret(bytes):
 
     __str__ = __repr__
 
+    def __reduce__(self) -> NoReturn:
+        raise TypeError("a secret is neither pickled nor copied into another process: give that one a token file")
 
-def resolve_token(token: str | bytes | None) -> Secret:
-    """The secret to use: `token`, else the environment's, else that of the token file, else none (open
-    access).
+    def __reduce_ex__(self, protocol: object) -> NoReturn:
+        self.__reduce__()
 
-    Text is stripped of white space at its ends, wherever it comes from; bytes are taken as they are. An
-    empty `token` asks for open access; an empty environment variable counts as unset. Raises
-    AuthenticationFailed for a token file that is named but cannot be read, is empty or too large, or that
-    others than its owner may read.
+
+def resolve_token(token: Token | None) -> Secret | Path:
+    """The secret to use, or the token file that has it: `token`, else the environment's token, else the token file that
+    the environment names, else the usual one, else no secret (open access).
+
+    Text is stripped of white space at its ends, wherever it comes from; bytes are taken as they are. An empty `token` asks
+    for open access; an empty environment variable counts as unset. Raises StateError for what is none of these.
     """
     if isinstance(token, bytes):
         return Secret(token)
-    if token is not None:
+    if isinstance(token, str):
         return Secret(token.strip().encode("utf-8", "surrogateescape"))
+    if isinstance(token, os.PathLike):
+        return Path(token)
+    if token is not None:
+        raise StateError(f"token is text, bytes, or the path of a token file, not {type(token).__name__}")
     from_environment = os.environ.get(TOKEN_VARIABLE, "").strip()
     if from_environment:
         return Secret(os.fsencode(from_environment))
     named = os.environ.get(TOKEN_FILE_VARIABLE, "")
     if named:
-        return _read_token_file(Path(named))
+        return Path(named)
     try:
         usual = Path.home() / TOKEN_FILE
         exists = usual.exists()
     except (OSError, RuntimeError):  # no home directory, or one that this user may not look into
         return Secret()
-    return _read_token_file(usual) if exists else Secret()
+    return usual if exists else Secret()
 
 
-def _read_token_file(path: Path) -> Secret:
+def read_token_file(path: Path) -> tuple[Secret, ...]:
+    """The tokens of a token file, one a line, 1 to `TOKENS_MAX`: the first is presented, each is accepted.
+
+    Blank lines, and those that begin with "#", do not count. Raises AuthenticationFailed for a file that cannot be read,
+    has no token or too much in it, or that others than its owner may read, or that belongs to another user than this one
+    or root.
+    """
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
-    except OSError as error:
+    except (OSError, ValueError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "not a path"
         raise AuthenticationFailed(
-            f"the token file {path} cannot be read ({error.strerror}): create it, or set {TOKEN_VARIABLE}"
+            f"the token file {path} cannot be read ({reason}): create it (tensorhub token new), or set {TOKEN_VARIABLE}"
         ) from error
-    with os.fdopen(descriptor, "rb") as file:
-        status = os.fstat(descriptor)
-        if not stat.S_ISREG(status.st_mode):
-            raise AuthenticationFailed(f"the token file {path} is not a regular file: put the token into one")
-        if status.st_mode & 0o077:
-            raise AuthenticationFailed(
-                f"the token file {path} is open to others than its owner (mode {status.st_mode & 0o777:o}): "
-                f"run chmod 600 {path}"
-            )
-        content = file.read(TOKEN_BYTES_MAX + 1)
+    try:
+        _check_protection(path, os.fstat(descriptor))
+        content = Secret(os.read(descriptor, TOKEN_BYTES_MAX + 1))  # so that no traceback with locals shows it
+    except OSError as error:
+        raise AuthenticationFailed(f"the token file {path} cannot be read ({error.strerror})") from error
+    finally:
+        os.close(descriptor)
     if len(content) > TOKEN_BYTES_MAX:
         raise AuthenticationFailed(f"the token file {path} has more than {TOKEN_BYTES_MAX} bytes: is it the right one?")
-    token = content.strip()
-    if not token:
+    lines = [Secret(line.strip()) for line in content.splitlines()]
+    tokens = tuple(line for line in lines if line and not line.startswith(b"#"))
+    if not tokens:
         raise AuthenticationFailed(f"the token file {path} is empty: put a token into it, or remove it")
-    return Secret(token)
+    if len(tokens) > TOKENS_MAX:
+        raise AuthenticationFailed(
+            f"the token file {path} has {len(tokens)} tokens, one a line, and {TOKENS_MAX} is the most: is it the right one?"
+        )
+    return tokens
+
+
+def _check_protection(path: Path, status: os.stat_result) -> None:
+    if not stat.S_ISREG(status.st_mode):
+        raise AuthenticationFailed(f"the token file {path} is not a regular file: put the token into one")
+    if status.st_uid not in (os.geteuid(), 0):
+        raise AuthenticationFailed(
+            f"the token file {path} belongs to user {status.st_uid}, who is neither this user ({os.geteuid()}) nor root, "
+            f"and could change it: run chown {os.geteuid()} {path}, or make one of your own"
+        )
+    if status.st_mode & 0o077:
+        raise AuthenticationFailed(
+            f"the token file {path} is open to others than its owner (mode {status.st_mode & 0o777:o}): run chmod 600 {path}"
+        )
+
+
+def read_only_secret(secret: bytes) -> Secret:
+    """What proves its holder a reader, for whoever knows `secret`, which it does not reveal. Not for an empty secret."""
+    if not secret:
+        raise AuthenticationFailed("open access has no read-only token: whoever gets there may do everything. Set a token")
+    return Secret(hmac.new(secret, READ_ONLY_LABEL, hashlib.sha256).hexdigest().encode())
+
+
+def read_only_token(token: str | bytes) -> str:
+    """The read-only token that belongs to a cluster's `token`: who connects with it may fetch and look, and change nothing.
+
+    Every worker and coordinator that accepts `token` accepts it, without being told of it, until `token` is accepted no
+    more; it does not reveal `token`. 64 hexadecimal digits; the same ones each time. Text is stripped of white space at
+    its ends, as `connect` does it. Raises AuthenticationFailed for an empty token (open access has none).
+    """
+    secret = resolve_token(token)
+    if isinstance(secret, Path):
+        raise StateError("read_only_token takes the token itself: for a token file, `tensorhub token read-only`")
+    return read_only_secret(secret).decode()
 
 
 def is_loopback(host: str) -> bool:

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import anyio
 import anyio.to_thread
 
-from tensorhub.errors import OperationTimeout, ProtocolError, TensorHubError
+from tensorhub.errors import AuthenticationFailed, OperationTimeout, ProtocolError, TensorHubError
 from tensorhub.messages import HAS_RUNS_MAX, ChunksFollow, Read, ReadRefused, StillWaiting
 from tensorhub.protocol.blocking import BlockingConnection
 from tensorhub.protocol.codec import FROM_READER
@@ -39,7 +39,7 @@ log = get_logger("tensorhub.owner")
 
 @dataclass(frozen=True, slots=True)
 class ServeSettings:
-    """How readers are served. `secrets`: each is accepted; b"" is open access."""
+    """How readers are served. `secrets`: each is accepted, as they are now; b"" is open access."""
 
     incarnation: Incarnation
     secrets: Sequence[bytes]
@@ -116,9 +116,11 @@ def _serve_lane(lane: Lane, connection: BlockingConnection, owner: SharedOwner, 
         if lane.is_stopped:
             return
         handshake = ServerHandshake("owner", settings.incarnation, settings.secrets, os.urandom(NONCE_BYTES))
-        hello = connection.handshake(handshake, settings.handshake_timeout_s)
-        lane.reader = Incarnation(hello.incarnation)
+        connection.handshake(handshake, settings.handshake_timeout_s)
+        lane.reader = Incarnation(handshake.client_incarnation)
         while (read := _next_read(lane, connection)) is not None:
+            if handshake.secret not in settings.secrets:
+                raise AuthenticationFailed("its token is not accepted any more")
             _answer(read, lane, connection, owner, settings.patience_s)
     except ConnectionLost:
         pass

@@ -21,8 +21,8 @@ TRANSPORTS.add("tcp", TcpTransport, place=90)
 class Channels:
     """Those of one worker. `wanted`: names of transports, best first; None: all that work here."""
 
-    def __init__(self, secret: bytes, options: Options, location: Location, wanted: Sequence[str] | None) -> None:
-        self._secret = secret
+    def __init__(self, secrets: Sequence[bytes], options: Options, location: Location, wanted: Sequence[str] | None) -> None:
+        self._secrets = secrets
         self._options = options
         self._location = location
         self._wanted = wanted
@@ -36,7 +36,7 @@ class Channels:
 
     def become(self, incarnation: Incarnation) -> None:
         """Read as that one from now on. Raises TransportUnavailable for a transport that cannot be had."""
-        self._transports = TRANSPORTS.make(Local(incarnation, self._secret, self._options), self._wanted)
+        self._transports = TRANSPORTS.make(Local(incarnation, self._secrets, self._options), self._wanted)
 
     def opener(self, content_id: ContentId) -> ChannelOpener:
         """What opens the best transport to a granted source; for one content."""

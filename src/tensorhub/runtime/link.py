@@ -58,14 +58,19 @@ class CoordinatorLink:
     """One worker's link. `connect`, then `keep` it until it is `close`d."""
 
     def __init__(
-        self, addresses: Sequence[str], secret: bytes, options: Options, ears: Ears, dial: Dial = anyio.connect_tcp
+        self,
+        addresses: Sequence[str],
+        secrets_presented: Sequence[bytes],
+        options: Options,
+        ears: Ears,
+        dial: Dial = anyio.connect_tcp,
     ) -> None:
         """Raises StateError for an address that is none."""
         self._dial = dial
         self._addresses = [parse_address(address) for address in addresses]
         if not self._addresses:
             raise StateError("no coordinator address is given")
-        self._secret = secret
+        self._secrets = secrets_presented  # the first is presented, as it is at each connection
         self._options = options
         self._ears = ears
         self.local_host = ""  # the address by which the coordinator was reached
@@ -137,7 +142,7 @@ class CoordinatorLink:
         messages = MessageStream(stream, FROM_COORDINATOR, self._options.frame_bytes_max)
         try:
             nonce = secrets.token_bytes(NONCE_BYTES)
-            handshake = ClientHandshake("worker", self._ears.incarnation, self._secret, nonce)
+            handshake = ClientHandshake("worker", self._ears.incarnation, self._secrets[0], nonce)
             await messages.handshake(handshake, self._options.connect_timeout_s)
         except BaseException:
             with anyio.CancelScope(shield=True):

@@ -39,6 +39,7 @@ from tensorhub.protocol.lost import ConnectionLost
 from tensorhub.protocol.secret import check_open_access
 from tensorhub.protocol.stream import MessageStream
 from tensorhub.runtime import clock
+from tensorhub.runtime.keyring import LOOK_S, TokenFile
 from tensorhub.runtime.logs import get_logger
 from tensorhub.runtime.store import Store
 from tensorhub.types import Options, format_address
@@ -55,6 +56,7 @@ class _Session:
     """One authenticated connection, and what is still to be said over it."""
 
     outbox: MemoryObjectSendStream[FromCoordinator | None]
+    secret: bytes  # by which its peer has proved itself, or to which its read-only one belongs
     scope: anyio.CancelScope = field(default_factory=anyio.CancelScope)
 
 
@@ -101,6 +103,8 @@ class CoordinatorServer:
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(self._keep_time)
             tasks.start_soon(self._keep_records)
+            if isinstance(self._secrets, TokenFile):
+                tasks.start_soon(self._keep_access)
             log.info("coordinator_listens", address=self.address, cluster=self._store.cluster, epoch=self._store.epoch)
             ready()
             await listener.serve(self._serve)
@@ -197,6 +201,18 @@ class CoordinatorServer:
                 for action in batch:
                     self._step(Persisted(action.record))
 
+    async def _keep_access(self) -> None:
+        """End the sessions of tokens that are accepted no more: also of who only listens. Whoever has another one connects
+        again, and goes on.
+        """
+        while True:
+            await anyio.sleep(LOOK_S)
+            accepted = tuple(self._secrets)
+            for number, session in self._sessions.items():
+                if session.secret not in accepted:
+                    log.info("session_closed", session=number, reason="its token is not accepted any more")
+                    session.scope.cancel()
+
     # ------------------------------------------------------------------------------------------------- one session
 
     async def _serve(self, stream: anyio.abc.ByteStream) -> None:
@@ -207,19 +223,19 @@ class CoordinatorServer:
                     "coordinator", self._incarnation, self._secrets, secrets.token_bytes(NONCE_BYTES)
                 )
                 async with self._handshakes:
-                    hello = await messages.handshake(handshake, self._options.connect_timeout_s)
-                await self._converse(messages, hello.incarnation, hello.role)
+                    await messages.handshake(handshake, self._options.connect_timeout_s)
+                await self._converse(messages, handshake)
         except ConnectionLost:
             pass
         except TensorHubError as error:
             log.warning("peer_refused", kind=type(error).__name__, reason=str(error))
 
-    async def _converse(self, messages: MessageStream[FromWorker], incarnation: str, role: str) -> None:
+    async def _converse(self, messages: MessageStream[FromWorker], handshake: ServerHandshake) -> None:
         self._sessions_minted += 1
         number = self._sessions_minted
         outbox, to_say = anyio.create_memory_object_stream[FromCoordinator | None](OUTBOX_MESSAGES_MAX)
-        session = self._sessions[number] = _Session(outbox)
-        self._step(Connected(number, incarnation, role))
+        session = self._sessions[number] = _Session(outbox, handshake.secret)
+        self._step(Connected(number, handshake.client_incarnation, handshake.peer.role, handshake.read_only))
         try:
             with session.scope, outbox, to_say:
                 async with anyio.create_task_group() as tasks:

@@ -75,6 +75,7 @@ from tensorhub.runtime.serving import SharedOwner
 from tensorhub.transport import tcp
 from tensorhub.transport.memory import Memory
 from tensorhub.types import (
+    READ_ONLY,
     Endpoint,
     FetchReport,
     HandleState,
@@ -106,23 +107,23 @@ class Worker:
         *,
         name: str,
         location: Location,
-        secret: bytes,
+        secrets_accepted: Sequence[bytes],
         transports: Sequence[str] | None,
         options: Options,
         dial: Dial = anyio.connect_tcp,
         prefetch: bool = False,
     ) -> None:
-        """Raises StateError for an address that is none, TransportUnavailable for a transport that cannot be had."""
+        """`secrets_accepted`: the first is presented. Raises StateError (what is no address), TransportUnavailable."""
         self.name = name
         self.location = location
         self.options = options
-        self._secret = secret
+        self._secrets = secrets_accepted
         self._prefetch = prefetch  # each new version, for the handles that follow their model
         self.incarnation = Incarnation(secrets.token_hex(16))
-        self.channels = Channels(secret, options, location, transports)
+        self.channels = Channels(secrets_accepted, options, location, transports)
         self.channels.become(self.incarnation)
         self._numbers = itertools.count(1)
-        self._link = CoordinatorLink(addresses, secret, options, self, dial)
+        self._link = CoordinatorLink(addresses, secrets_accepted, options, self, dial)
         self.questions = Questions(self._link, self._numbers)
         self.pins = Pins(self.questions, options.op_timeout_s)
         self.news = News(self._link)
@@ -144,7 +145,13 @@ class Worker:
 
     def __repr__(self) -> str:
         online = "online" if self._link.online else "offline"
-        return f"<Worker {self.name} {self.incarnation[:8]} {online} handles={len(self._handles)}>"
+        token = " read-only" if self.read_only else ""
+        return f"<Worker {self.name} {self.incarnation[:8]} {online}{token} handles={len(self._handles)}>"
+
+    @property
+    def read_only(self) -> bool:
+        """Whether its token is, as far as the coordinator has said."""
+        return self._coordinator is not None and self._coordinator.read_only
 
     def timeout_s(self, timeout: float | None) -> float:
         """The seconds that a call has: those given, or the default. Raises StateError."""
@@ -189,7 +196,7 @@ class Worker:
     def _listen(self) -> socket.socket:
         """The data listener, on the address by which this worker reached its coordinator."""
         host = self.options.listen_host or self._link.local_host
-        check_open_access(self._secret, host)
+        check_open_access(self._secrets[0], host)
         try:
             listener = tcp.listen(host)
         except OSError as error:
@@ -202,7 +209,7 @@ class Worker:
         while True:
             settings = ServeSettings(
                 incarnation=self.incarnation,
-                secrets=(self._secret,),
+                secrets=self._secrets,
                 readers_max=self.options.readers_max,
                 handshake_timeout_s=self.options.connect_timeout_s,
                 stall_timeout_s=self.options.stall_timeout_s,
@@ -395,10 +402,11 @@ class Worker:
     ) -> tuple[VersionInfo, FetchReport]:
         """Fill memory that serves nobody, and is the caller's when this returns: a group of its own, for one call."""
         self.news.tell_loss(model)
+        apart = READ_ONLY if self.read_only else ""
         shard = Shard(
-            registration=secrets.token_hex(12),
+            registration=apart + secrets.token_hex(12),
             model=model,
-            group=self._fresh_group(),
+            group=apart + self._fresh_group(),
             rank=0,
             world_size=1,
             spot=True,

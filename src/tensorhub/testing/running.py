@@ -112,7 +112,7 @@ class RunningCluster:
         *,
         name: str | None = None,
         location: Location | None = None,
-        token: str | bytes | None = None,
+        token: str | bytes | os.PathLike[str] | None = None,
         transports: Sequence[str] | None = None,
         tls: object = None,
         prefetch: bool = False,

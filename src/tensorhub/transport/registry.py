@@ -23,8 +23,13 @@ class Local:
     """What a transport knows of the worker that it works for."""
 
     incarnation: Incarnation
-    secret: bytes  # empty: an open cluster
+    secrets: Sequence[bytes]  # the first is to be presented, as it is at each connection; empty: an open cluster
     options: Options
+
+    @property
+    def secret(self) -> bytes:
+        """What to present now."""
+        return self.secrets[0]
 
 
 TransportFactory = Callable[[Local], Transport]  # raises TransportUnavailable, saying what is missing

@@ -1,0 +1,385 @@
+"""What a session with the read-only token can say, and that whatever it says, nobody else's world changes (G11)."""
+
+from __future__ import annotations
+
+import dataclasses
+import typing
+from random import Random
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tensorhub.coordinator import CloseSession, Connected, Disconnected, Received, Send
+from tensorhub.coordinator.suspicions import INQUIRY_S
+from tensorhub.coordinator.views import describe
+from tensorhub.errors import AuthenticationFailed
+from tensorhub.messages import (
+    Announce,
+    Begun,
+    Check,
+    CopyRefused,
+    Describe,
+    Description,
+    DigestAgain,
+    DigestedAgain,
+    Done,
+    Fill,
+    FromCoordinator,
+    FromWorker,
+    GetManifest,
+    Heartbeat,
+    Held,
+    Join,
+    Kept,
+    Leave,
+    ManifestReply,
+    Outcome,
+    Pin,
+    Prepared,
+    Publish,
+    ReaderCut,
+    ReadFailed,
+    Refused,
+    Register,
+    Registered,
+    Retain,
+    Rollback,
+    Start,
+    Unpin,
+    Watch,
+    Welcome,
+    Withdraw,
+    Withdrawn,
+)
+from tensorhub.testing import CHUNKS, DEVICE, Handle, PureCluster
+from tensorhub.testing.memory import make_manifest
+from tensorhub.types import Endpoint, Location, Medium, OpKey, OpKind, Purpose
+from tests.coordinator.test_buggy_workers import Babbler
+
+SESSION = 7000
+JOIN = Join("dashboard", Location(), (Endpoint("tcp", "nowhere"),), 1, 2**40)
+MINE = "read-only-1"
+
+
+class Guest:
+    """A peer with the read-only token, by hand."""
+
+    def __init__(self, cluster: PureCluster, session: int = SESSION, incarnation: str = "read-only-x") -> None:
+        self.cluster = cluster
+        self.session = session
+        self.incarnation = incarnation
+        self.closed = False
+        self.step(Connected(session, incarnation, "worker", read_only=True))
+
+    def step(self, event: Any) -> list[FromCoordinator]:
+        """What it hears, of what follows of that; what others hear is delivered."""
+        heard = []
+        actions = self.cluster.coordinator.step(event, self.cluster.now)
+        for action in actions:
+            if isinstance(action, Send) and action.session == self.session:
+                heard.append(action.message)
+            elif isinstance(action, Send) and action.session in self.cluster.links:
+                self.cluster._send_down(action.session, action.message)
+            self.closed = self.closed or (isinstance(action, CloseSession) and action.session == self.session)
+        self.cluster.coordinator.check_touched()
+        return heard
+
+    def say(self, message: FromWorker) -> list[FromCoordinator]:
+        return self.step(Received(self.session, message))
+
+    def fetch(self, shard: int = 0, name: str = MINE) -> Start:
+        """Register what a fetch goes to, and begin it."""
+        (registered,) = self.say(registers(name, name, serves=False, manifest=b"", shard=shard))
+        assert isinstance(registered, Registered)
+        self.key = OpKey("actor", name, registered.epoch, registered.sequence)
+        (start,) = self.say(fills(self.key, OpKind.FETCH, name))
+        assert isinstance(start, Start)
+        return start
+
+
+def registers(registration: str, group: str, **more: Any) -> Register:
+    usual = Register(7, registration, "actor", group, 0, 0, 1, True, False, *DEVICE, "", 1, 1, b"m", None)
+    return dataclasses.replace(usual, **more)
+
+
+def fills(key: OpKey, kind: OpKind, registration: str = MINE, resume: Begun | None = None) -> Fill:
+    return Fill(key, 0, registration, kind, "latest", None, 9, False, False, 60.0, (key,), resume)
+
+
+def world() -> tuple[PureCluster, Guest, Handle]:
+    """A trainer that has published version 1 and is read by nobody, and a guest that has joined."""
+    cluster = PureCluster(manifest=make_manifest(CHUNKS, "xxh3-64"))
+    trainer = cluster.handle("trainer")
+    cluster.run()
+    trainer.publish(1)
+    cluster.run()
+    guest = Guest(cluster)
+    assert guest.say(JOIN) == [Welcome("c", 1, 10.0, False, read_only=True)]
+    return cluster, guest, trainer
+
+
+def key(cluster: PureCluster, group: str = "trainer") -> OpKey:
+    found = cluster.coordinator.cluster.models["actor"].groups[group]
+    return OpKey("actor", group, found.epoch, found.sequence)
+
+
+# ------------------------------------------------------------------------------------------- each message by itself
+
+
+def test_it_fetches_and_looks() -> None:
+    cluster, guest, _ = world()
+    (news,) = guest.say(Watch("actor"))
+    assert isinstance(news, Announce)
+    assert news.newest is not None
+    assert isinstance(guest.say(Describe(7, None))[0], Description)
+    assert isinstance(guest.say(GetManifest(8, "actor", news.newest.content_id, 0))[0], ManifestReply)
+    start = guest.fetch()
+    assert start.write
+    assert [grant.source for grant in start.grants] == ["trainer"]
+    (outcome,) = guest.say(Prepared(guest.key, 0))
+    assert isinstance(outcome, Outcome)
+    assert outcome.committed
+    assert guest.say(Unpin(9, "no pin", "actor")) == [Done(9)]
+    assert not cluster.coordinator.cluster.leases
+    assert not guest.closed
+
+
+def refused_messages(cluster: PureCluster) -> dict[str, list[FromWorker]]:
+    """Each call that is refused, by its name in the error."""
+    own = OpKey("actor", MINE, key(cluster).epoch, 0)
+    fetch = registers(MINE, MINE, serves=False, manifest=b"")
+    held = Held(1, "c", 9, 1, 1, b"")
+    return {
+        "register": [
+            registers(MINE, MINE),
+            registers("r77", MINE, serves=False, manifest=b""),
+            registers(MINE, "trainer", serves=False, manifest=b""),
+            dataclasses.replace(fetch, manifest=b"m"),
+            dataclasses.replace(fetch, medium=Medium.HOST, purpose=Purpose.PREFETCH),
+            registers(MINE, MINE, medium=Medium.HOST, purpose=Purpose.RETENTION, held=held),
+        ],
+        "publish": [
+            Publish(own, 0, MINE, 2, 9, 60.0),
+            Publish(key(cluster), 0, "r0", 2, 9, 60.0),
+            fills(own, OpKind.PUBLISH),
+        ],
+        "replicate": [fills(own, OpKind.REPLICATE), fills(key(cluster), OpKind.REPLICATE, "r0")],
+        "update": [fills(own, OpKind.UPDATE)],
+        "prefetch": [fills(own, OpKind.PREFETCH)],
+        "mutate": [Check(7, "actor", 2)],
+        "retain": [Retain(7, "actor", 5)],
+        "pin": [Pin(7, "p", "actor", 1)],
+        "rollback": [Rollback(7, "i", "actor", 0)],
+        "unpublish": [Withdraw(7, "r0", 1, 60.0, True, False, False)],
+    }
+
+
+@pytest.mark.parametrize("call", refused_messages(world()[0]))
+def test_what_changes_something_is_refused_by_name_and_the_session_goes_on(call: str) -> None:
+    cluster, guest, _ = world()
+    before = books(cluster)
+    for message in refused_messages(cluster)[call]:
+        (answer,) = guest.say(message)
+        assert isinstance(answer, Refused | Outcome)
+        assert answer.error is not None
+        error = answer.error.error()
+        assert isinstance(error, AuthenticationFailed)
+        assert f"this token is read-only: {call} needs" in str(error)
+        assert not error.retryable
+    assert books(cluster) == before
+    assert not guest.closed
+    assert len(guest.say(Heartbeat(1))) == 1
+
+
+def test_what_is_said_of_memory_that_others_read_is_not_heard() -> None:
+    cluster, guest, trainer = world()
+    (held,) = holdings(cluster)
+    before = books(cluster)
+    for message in (
+        Withdrawn(trainer.id, held.generation),
+        Kept(trainer.id, held.version.info.content_id, False, 1),
+        DigestedAgain("x", trainer.id, True),
+        CopyRefused("x", ""),
+        ReaderCut("x"),
+    ):
+        assert guest.say(message) == []
+    assert books(cluster) == before
+
+
+def test_its_host_memory_is_none_and_it_is_no_source() -> None:
+    cluster, guest, trainer = world()
+    guest.fetch()
+    guest.say(Prepared(guest.key, 0))
+    core = cluster.coordinator.cluster
+    assert core.workers[guest.incarnation].host_bytes == 0
+    assert guest.incarnation not in core.hosts
+    asked = trainer.close()  # retained versions would go to whoever has room
+    cluster.run()
+    assert asked.done
+    assert all(holding.member.worker.incarnation != guest.incarnation for holding in holdings(cluster))
+
+
+def holdings(cluster: PureCluster) -> list[Any]:
+    versions = cluster.coordinator.cluster.models["actor"].versions.values()
+    return [holding for version in versions for each in version.holdings.values() for holding in each]
+
+
+def test_it_is_never_taken_for_a_full_worker_nor_the_other_way_round() -> None:
+    cluster, guest, trainer = world()
+    thief = Guest(cluster, SESSION + 1, trainer.worker.incarnation)  # the handshake lets nobody be called so
+    (answer,) = thief.say(JOIN)
+    assert "another kind of token" in str(answer)
+    assert thief.closed
+    assert cluster.coordinator.cluster.workers[trainer.worker.incarnation].session != thief.session
+    full = SESSION + 2
+    cluster.coordinator.step(Connected(full, guest.incarnation, "worker"), cluster.now)
+    actions = cluster.coordinator.step(Received(full, JOIN), cluster.now)
+    assert CloseSession in map(type, actions)
+    assert cluster.coordinator.cluster.workers[guest.incarnation].session == guest.session
+
+
+def test_a_guest_is_not_in_another_guests_way() -> None:
+    cluster, guest, _ = world()
+    guest.fetch()
+    other = Guest(cluster, SESSION + 1, "read-only-y")
+    other.say(JOIN)
+    guest.step(Disconnected(guest.session))  # a full worker could take its place now
+    for names in ((MINE, "read-only-2"), ("read-only-2", MINE)):
+        (answer,) = other.say(registers(*names, serves=False, manifest=b""))
+        assert isinstance(answer, Refused)
+    assert [lease.part.member.worker.incarnation for lease in cluster.coordinator.cluster.leases.values()] == ["read-only-x"]
+
+
+# --------------------------------------------------------------------------------------------------- a lying reader
+
+
+def test_however_many_guests_doubt_a_source_it_digests_once_a_second() -> None:
+    cluster, guest, trainer = world()
+    questions = []
+    trainer.worker.hear = lambda message: questions.append(message)  # type: ignore[method-assign]
+    for number in range(20):
+        each = Guest(cluster, SESSION + 1 + number, f"read-only-{number}")
+        each.say(JOIN)
+        (grant,) = each.fetch(name=f"read-only-g{number}").grants
+        each.say(ReadFailed(each.key, 0, grant.lease, "corrupt", "", 0))
+    cluster.run()
+    assert sum(isinstance(message, DigestAgain) for message in questions) == 1
+    cluster.now += INQUIRY_S
+    (grant,) = guest.fetch().grants
+    guest.say(ReadFailed(guest.key, 0, grant.lease, "corrupt", "", 0))
+    cluster.run()
+    assert sum(isinstance(message, DigestAgain) for message in questions) == 2
+    del trainer.worker.hear
+    info = describe(cluster.coordinator.cluster, cluster.coordinator.cluster.models["actor"])
+    assert [shard.state for replica in info.replicas for shard in replica.shards] == ["complete"]
+
+
+def test_a_manifest_that_a_guest_claims_to_have_begun_with_is_its_own() -> None:
+    """After a restart nobody has said yet what the version's manifest is."""
+    cluster, _, trainer = world()
+    content_id = cluster.coordinator.cluster.models["actor"].versions[1].info.content_id
+    trainer.worker.crash()
+    cluster.run()
+    cluster.restart()
+    cluster.run()
+    guest = Guest(cluster, SESSION + 1)
+    guest.say(JOIN)
+    (registered,) = guest.say(registers(MINE, MINE, serves=False, manifest=b""))
+    assert isinstance(registered, Registered)
+    operation = OpKey("actor", MINE, registered.epoch, registered.sequence)
+    begun = Begun(operation, Held(1, content_id, 9, 1, 1, b"forged"), written=True)
+    assert isinstance(guest.say(fills(operation, OpKind.FETCH, resume=begun))[0], Start)
+    assert cluster.coordinator.cluster.models["actor"].versions[1].manifests == {}
+
+
+# ------------------------------------------------------------------------------------------------ whatever it may say
+
+SAID = [kind for kind in typing.get_args(FromWorker) if kind not in (Join, Leave)]  # they end the session
+
+
+def books(cluster: PureCluster) -> dict[str, Any]:
+    """All that others can see, or that would change what becomes of them; leases of guests aside."""
+    core, found = cluster.coordinator.cluster, dict[str, Any]()
+    full = {incarnation: worker for incarnation, worker in core.workers.items() if not worker.read_only}
+    for worker in full.values():
+        found[worker.incarnation] = (worker.state, worker.session, worker.host_bytes, worker.spot, worker.location)
+    found["sessions"] = {session.number for session in core.sessions.values() if not session.read_only}
+    found["lost"], found["orders"], found["hosts"] = list(core.lost), list(core.orders), list(core.hosts)
+    found["decisions"], found["records"] = dict(core.decisions), list(core.records)
+    for registration, member in core.members.items():
+        if not member.worker.read_only:
+            held = [(h.generation, h.complete, h.committed, h.quarantined, h.version.number) for h in _of(member)]
+            found[registration] = (
+                member.worker.incarnation,
+                member.group.epoch,
+                member.group.sequence,
+                member.tellings,
+                held,
+            )
+    for name in sorted(core.models):
+        model = core.models[name]
+        if not model.versions and not any(g for g in model.groups.values() if not _guests(g)):
+            continue  # a name that was only asked for is forgotten when nobody does any more
+        versions = {v.number: (v.state, v.info, v.lineage, dict(v.manifests)) for v in model.versions.values()}
+        groups = {g.name: (g.epoch, g.sequence, g.operation) for g in model.groups.values() if not _guests(g)}
+        pins, rest = (
+            dict(model.pins),
+            (model.mark, model.lineage, model.retain, list(model.withdrawals), list(model.rollbacks)),
+        )
+        found[f"model {name}"] = (versions, groups, pins, rest)
+    return found
+
+
+def _of(member: Any) -> list[Any]:
+    return [each for each in (member.holding, *member.leaving) if each is not None]
+
+
+def _guests(group: Any) -> bool:
+    return bool(group.members) and all(member.worker.read_only for member in group.members.values())
+
+
+class Babble(Babbler):
+    """A guest that says well-formed messages with the ids of others in them."""
+
+    def pools(self) -> dict[str, list[Any]]:
+        pools = super().pools()
+        core = self.cluster.coordinator.cluster
+        groups = [group for model in core.models.values() for group in model.groups.values()]
+        mine = [MINE, MINE, "read-only-2"]
+        return pools | {
+            "group": [*mine, *(group.name for group in groups)],
+            "registration": [*mine, *core.members],
+            "incarnation": list(core.workers),
+            "kind": [OpKind.FETCH, *OpKind],
+            "serves": [False, False, True],
+            "manifest": [b"", b"", b"forged"],
+            "world_size": [1, 1, 2],
+            "rank": [0, 0, 1],
+            "reason": ["corrupt", "lost", "dropped"],
+        }
+
+
+@given(st.randoms(use_true_random=False), st.integers(20, 80))
+@settings(max_examples=30)
+def test_whatever_a_guest_says_the_books_of_others_stay_as_they_are(random: Random, many: int) -> None:
+    cluster, guest, _ = world()
+    reader = cluster.handle("reader")
+    cluster.run()
+    reader.replicate()
+    cluster.run()
+    babble = Babble(cluster, random)  # type: ignore[arg-type]
+    before = books(cluster)
+    for number in range(many):
+        kind = SAID[number % len(SAID)] if random.random() < 0.7 else Register if random.random() < 0.5 else Fill
+        said: FromWorker = babble.value("", kind, babble.pools())
+        guest.say(said)
+        assert not guest.closed, said
+        assert books(cluster) == before, said
+    cluster.run()
+    assert books(cluster) == before
+    cluster.check()
+    guest.say(Leave("done"))
+    cluster.run()
+    assert books(cluster) == before  # its incarnation pushes nobody's out of the list of those that are lost
