@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 
+from tensorhub.coordinator import limits
+from tensorhub.coordinator.actions import Decision
 from tensorhub.coordinator.cluster import Cluster
 from tensorhub.coordinator.entities import DECIDED_KEPT_MAX, Blame, Member, Model, Operation
 from tensorhub.coordinator.kinds import Kind
@@ -63,7 +65,7 @@ class Decisions:
         assert version is not None
         self._become(operation, OperationState.COMMITTED, "decided")
         if group.world_size > 1:
-            self._cluster.decisions[operation.key.model, operation.key.group] = operation.decision()
+            self._remember(operation.decision())
         self._kinds[operation.kind].commit(operation)
         changed = operation.kind is OpKind.PUBLISH
         outcomes = {
@@ -71,6 +73,13 @@ class Decisions:
             for part in operation.parts.values()
         }
         self._close(operation, outcomes)
+
+    def _remember(self, decision: Decision) -> None:
+        decisions, place = self._cluster.decisions, (decision.key.model, decision.key.group)
+        decisions.pop(place, None)
+        decisions[place] = decision
+        if len(decisions) > limits.DECISIONS_MAX:
+            del decisions[next(iter(decisions))]
 
     def abort(self, operation: Operation, blame: Blame, *, also_late: bool = False) -> None:
         """End it on all ranks: the rank to blame gets its own error, the others GroupAborted with the cause.
@@ -81,7 +90,14 @@ class Decisions:
         self._kinds[operation.kind].abort(operation)
         # Who registers later begins with a later operation.
         concerned = {*operation.parts, *operation.group.members} if also_late else operation.parts.keys()
-        self._close(operation, {rank: _aborted(operation, blame, rank) for rank in concerned})
+        error, key = blame.error, operation.key
+        mine = others = ErrorInfo.of(error)
+        if blame.rank is not None:
+            text = f"{operation.kind} of group {operation.group.name!r} ended on all ranks: rank {blame.rank}: {error}"
+            causes = {blame.rank: str(error)}
+            others = ErrorInfo.of(GroupAborted(text, causes=causes, retryable=error.retryable))
+        told = {rank: mine if rank in (blame.rank, *blame.others) else others for rank in concerned}
+        self._close(operation, {rank: Outcome(key, rank, False, False, None, told[rank]) for rank in concerned})
 
     def _close(self, operation: Operation, outcomes: dict[int, Outcome]) -> None:
         """It is over: its ranks hear how, its group may begin the next one, and nothing waits for it any more."""
@@ -151,11 +167,3 @@ class Decisions:
             return VersionInfo(model.name, decision.number, decision.content_id, decision.nbytes, decision.world_size)
         published = (v.info for v in model.versions.values() if v.visible and v.publisher == key)
         return next(published, None)
-
-
-def _aborted(operation: Operation, blame: Blame, rank: int) -> Outcome:
-    error = blame.error
-    if blame.rank is not None and rank not in (blame.rank, *blame.others):
-        text = f"{operation.kind} of group {operation.group.name!r} ended on all ranks: rank {blame.rank}: {error}"
-        error = GroupAborted(text, causes={blame.rank: str(error)}, retryable=error.retryable)
-    return Outcome(operation.key, rank, False, False, None, ErrorInfo.of(error))

@@ -44,7 +44,18 @@ class Worker(Stateful[WorkerState]):
 
     machine: ClassVar = "worker lease"
     table: ClassVar = states.WORKER_TABLE
-    __slots__ = ("endpoints", "heard_at", "host_bytes", "incarnation", "location", "members", "name", "session", "spot")
+    __slots__ = (
+        "endpoints",
+        "heard_at",
+        "host_bytes",
+        "incarnation",
+        "location",
+        "manifest_bytes",
+        "members",
+        "name",
+        "session",
+        "spot",
+    )
 
     def __init__(
         self,
@@ -66,6 +77,7 @@ class Worker(Stateful[WorkerState]):
         self.host_bytes = host_bytes  # that its copies in host memory may take
         self.heard_at = now  # when its newest message arrived
         self.members: dict[str, Member] = {}  # by registration id; empty once LOST
+        self.manifest_bytes = 0  # of its members, each counted
 
     def __repr__(self) -> str:
         return f"<Worker {self.name} {self.incarnation[:8]} {self.state} members={len(self.members)}>"
@@ -142,7 +154,7 @@ class Version(Stateful[VersionState]):
         self.retained = False  # so its holders were told
         self.abandoned = False  # its last live source left on purpose, and none has come since
         self.manifests: dict[int, bytes] = {}  # by shard; of every shard that was ever held since the start
-        self.holdings: dict[int, list[Holding]] = {shard: [] for shard in range(info.world_size)}  # by shard
+        self.holdings: dict[int, list[Holding]] = {}  # by shard; none until every rank has published
         # By shard and incarnation: how often a copy could not be made there, and when it is asked for again at the earliest.
         self.refusals: dict[tuple[int, str], tuple[int, float]] = {}
 
@@ -153,6 +165,15 @@ class Version(Stateful[VersionState]):
     @property
     def visible(self) -> bool:
         return self.state in (VersionState.AVAILABLE, VersionState.UNAVAILABLE)
+
+    @property
+    def is_kept(self) -> bool:
+        """Whether it may be, or become, visible."""
+        return self.state not in (VersionState.DISCARDED, VersionState.RETIRED)
+
+    def lay_out(self) -> None:
+        """Every rank has published: from now on its shards are held. (Who only says that there are many has said little.)"""
+        self.holdings = {shard: [] for shard in range(self.info.world_size)}
 
     def is_whole(self, shard: int) -> bool:
         """Whether somebody holds all of this shard, committed or not."""
@@ -467,6 +488,8 @@ class Session:
     incarnation: str
     role: str
     worker: Worker | None = None  # set once it has joined
+    watches: int = 0  # models that it has asked to hear of
+    orders: int = 0  # those of its Retain, Pin and Unpin that are not answered
 
 
 Entity = Worker | Operation | Version | Replica | ReadLease  # what has a state

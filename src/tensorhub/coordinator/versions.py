@@ -80,15 +80,18 @@ class Versions:
         """Its publication was aborted: the number stays unused."""
         self._become(version, VersionState.DISCARDED, "publication aborted")
         self._cluster.note(model)
+        self._cluster.unlearn(version)
         del model.versions[version.number]
 
     def retire(self, version: Version, model: Model, why: str) -> None:
         """It is no more, whoever may still hold it."""
         self._become(version, VersionState.RETIRED, why)
+        self._cluster.unlearn(version)
         del model.versions[version.number]
 
     def recover(self, version: Version, model: Model) -> None:
         """A version of a former coordinator, from the store: visible, without live memory until holders are back."""
+        version.lay_out()
         self._become(version, VersionState.AVAILABLE, "recovered")
         self._become(version, VersionState.UNAVAILABLE, "no holder is known yet")
         model.versions[version.number] = version
