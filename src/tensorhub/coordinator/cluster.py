@@ -54,6 +54,7 @@ class Cluster:
         self.orders: dict[int, Order] = {}  # whose entries are on their way to the store
         self.decisions: dict[tuple[str, str], Decision] = {}  # each group's newest commit, by model and group
         self.manifests = Manifests()  # those of all members and versions
+        self.manifest_bytes: Counter[str] = Counter()  # of each incarnation's members, each counted
         self.pins: Counter[str] = Counter()  # how many each incarnation has, in all models
         self.changed_models: dict[str, None] = {}  # whose availability or sources may have changed in this step
         self.changed_operations: dict[OpKey, Operation] = {}

@@ -44,18 +44,7 @@ class Worker(Stateful[WorkerState]):
 
     machine: ClassVar = "worker lease"
     table: ClassVar = states.WORKER_TABLE
-    __slots__ = (
-        "endpoints",
-        "heard_at",
-        "host_bytes",
-        "incarnation",
-        "location",
-        "manifest_bytes",
-        "members",
-        "name",
-        "session",
-        "spot",
-    )
+    __slots__ = ("endpoints", "heard_at", "host_bytes", "incarnation", "location", "members", "name", "session", "spot")
 
     def __init__(
         self,
@@ -77,7 +66,6 @@ class Worker(Stateful[WorkerState]):
         self.host_bytes = host_bytes  # that its copies in host memory may take
         self.heard_at = now  # when its newest message arrived
         self.members: dict[str, Member] = {}  # by registration id; empty once LOST
-        self.manifest_bytes = 0  # of its members, each counted
 
     def __repr__(self) -> str:
         return f"<Worker {self.name} {self.incarnation[:8]} {self.state} members={len(self.members)}>"

@@ -65,6 +65,10 @@ def check_counts(cluster: Cluster) -> None:
     kept = [member.manifest for member in cluster.members.values()]
     kept += [blob for model in cluster.models.values() for v in model.versions.values() for blob in v.manifests.values()]
     _demand(cluster.manifests.nbytes == sum(map(len, set(kept))), "manifests are counted", cluster.manifests)
+    for worker in cluster.workers.values():
+        nbytes = sum(len(member.manifest) for member in worker.members.values())
+        _demand(cluster.manifest_bytes[worker.incarnation] == nbytes, "a worker's manifests are counted", worker)
+    _demand(cluster.manifest_bytes.keys() <= cluster.workers.keys(), "only of those who are there", cluster.manifest_bytes)
     pins = Counter(pin.incarnation for model in cluster.models.values() for pin in model.pins.values())
     _demand(cluster.pins == pins, "pins are counted", cluster.pins)
     waiting = [*cluster.orders.values(), *(order for model in cluster.models.values() for order in model.unanswered)]
@@ -123,8 +127,6 @@ def _demand(holds: bool, what: str, about: object) -> None:
 
 def _worker(cluster: Cluster, worker: Worker) -> None:
     incarnation = worker.incarnation
-    nbytes = sum(len(member.manifest) for member in worker.members.values())
-    _demand(worker.manifest_bytes == nbytes, "a worker's manifests are counted", worker)
     if cluster.workers.get(incarnation) is not worker:
         _demand(worker.state is WorkerState.LOST and not worker.members, "only lost workers are forgotten", worker)
         return

@@ -161,6 +161,7 @@ class Membership:
         for member in list(worker.members.values()):
             self.remove(member, why)
         del cluster.workers[worker.incarnation]
+        del cluster.manifest_bytes[worker.incarnation]
         if cluster.hosts.pop(worker.incarnation, None) is not None:
             self._custody.room_changed()
         cluster.lost[worker.incarnation] = None
@@ -216,7 +217,7 @@ class Membership:
             cluster.manifests.keep(message.manifest),
             worker.session,
         )
-        worker.manifest_bytes += len(member.manifest)
+        cluster.manifest_bytes[worker.incarnation] += len(member.manifest)
         cluster.note(member, group.model, worker)
         group.members[member.rank] = cluster.members[member.registration] = member
         worker.members[member.registration] = member
@@ -289,7 +290,8 @@ class Membership:
 
     def _too_much(self, worker: Worker, message: Register) -> TensorHubError | None:
         """Which bound this registration would exceed. Those in all may be free again soon."""
-        cluster, bytes_here = self._cluster, worker.manifest_bytes + len(message.manifest)
+        cluster = self._cluster
+        bytes_here = cluster.manifest_bytes[worker.incarnation] + len(message.manifest)
         what, in_all = "", False
         if len(worker.members) >= limits.REGISTRATIONS_OF_WORKER_MAX:
             what = f"it has {len(worker.members)} registrations already (REGISTRATIONS_OF_WORKER_MAX)"
@@ -356,7 +358,7 @@ class Membership:
         cluster.note(member, group, member.worker)
         if cluster.members.pop(member.registration, None) is not None:
             cluster.manifests.release(member.manifest)
-            member.worker.manifest_bytes -= len(member.manifest)
+            cluster.manifest_bytes[member.worker.incarnation] -= len(member.manifest)
         if group.model.copies.pop(member.registration, None) is not None:
             self._custody.room_changed()
         member.worker.members.pop(member.registration, None)

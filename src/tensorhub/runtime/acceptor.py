@@ -36,6 +36,7 @@ SEND_BYTES = 16 * 2**20  # of one send call whose digests are known
 FIRST_SEND_BYTES = 4 * 2**20  # of one whose digests must be made: small, so that the bytes are still in the cache
 PATIENCE_S = 0.25  # how long one request waits for chunks that its owner lacks; then the reader may ask elsewhere
 RETRY_S = 0.1  # after an accept that failed for want of descriptors or memory
+ROOM_S = 0.01  # the same, where a stranger goes for it
 
 log = get_logger("tensorhub.owner")
 
@@ -61,6 +62,7 @@ class _Acceptor:
         self._strangers: Strangers[Lane] = Strangers(READING_STRANGERS_MAX)
         self._lock = threading.Lock()  # guards the strangers
         self._crowding = Tally(log.warning, "stranger_thrown_out")
+        self._shortages = Tally(log.warning, "accept_failed")
         self.lanes: set[Lane] = set()  # all whose sockets are open
         # Who was thrown out has a thread until it notices: so many may be on their way out before the next one is let in.
         self.places = anyio.CapacityLimiter(settings.readers_max + 2 * READING_STRANGERS_MAX)
@@ -72,11 +74,13 @@ class _Acceptor:
             gone = self._strangers.admit(lane, origin)
         self._throw_out(gone)
 
-    def make_room(self) -> None:
-        """Descriptors are short: a stranger goes."""
+    def make_room(self, reason: str) -> float:
+        """Descriptors are short: a stranger goes. How long to wait before the next attempt."""
+        self._shortages.count(reason=reason)
         with self._lock:
             gone = self._strangers.oldest_of_most()
         self._throw_out(gone)
+        return RETRY_S if gone is None else ROOM_S
 
     def _throw_out(self, lane: Lane | None) -> None:
         if lane is not None:
@@ -130,7 +134,6 @@ async def serve_readers(listener: socket.socket, owner: SharedOwner, settings: S
 
 async def _accept(listener: socket.socket, acceptor: _Acceptor) -> tuple[socket.socket, str]:
     """The next connection, tuned, and where it comes from."""
-    shortages = Tally(log.warning, "accept_failed")
     while True:
         await anyio.wait_readable(listener)
         try:
@@ -140,9 +143,7 @@ async def _accept(listener: socket.socket, acceptor: _Acceptor) -> tuple[socket.
         except OSError as error:
             if not _is_shortage(error):
                 raise
-            shortages.count(reason=str(error))
-            acceptor.make_room()
-            await anyio.sleep(RETRY_S)
+            await anyio.sleep(acceptor.make_room(str(error)))
             continue
         try:
             tcp.tune(accepted)

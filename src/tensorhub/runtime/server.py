@@ -56,6 +56,7 @@ ANSWERS_UNREAD_MAX = 64  # that a peer has not taken; until it does, it is not h
 MESSAGES_PER_TURN = 16  # of one session; then everybody else has a turn
 FIRST_FRAME_BYTES_MAX = 65_536  # of a session that has not said Join
 RETRY_S = 0.1  # after a connection that could not be accepted
+ROOM_S = 0.01  # the same, where a stranger goes for it
 
 log = get_logger("tensorhub.coordinator")
 
@@ -230,8 +231,9 @@ class CoordinatorServer:
                 if not isinstance(cause, OSError) or cause.errno in (errno.EBADF, errno.EINVAL, errno.ENOTSOCK):
                     raise
                 self._shortages.count(reason=str(cause), advice="raise `ulimit -n` if it is descriptors that are missing")
-                self._throw_out(self._strangers.oldest_of_most())
-                await anyio.sleep(RETRY_S)
+                gone = self._strangers.oldest_of_most()
+                self._throw_out(gone)
+                await anyio.sleep(RETRY_S if gone is None else ROOM_S)
 
     def _throw_out(self, stranger: anyio.CancelScope | None) -> None:
         if stranger is not None:
