@@ -19,7 +19,7 @@ import numpy.typing as npt
 import tensorhub
 from benches.leak_probe import sample
 from benches.remotes import obey
-from tensorhub.coordinator import cluster, decisions, entities, lineage, membership
+from tensorhub.coordinator import cluster, entities, lineage, membership
 from tensorhub.errors import TensorHubError
 from tensorhub.hub import Coordinator, Hub
 from tensorhub.runtime import news, store
@@ -71,7 +71,7 @@ def _lower_bounds() -> None:
     """Let the books that the code bounds have their bounds where a run reaches them: full, they must not grow."""
     cluster.LOST_KEPT_MAX = membership.LOST_KEPT_MAX = BOUND  # type: ignore[attr-defined]
     entities.FORGOTTEN_KEPT_MAX = lineage.FORGOTTEN_KEPT_MAX = BOUND  # type: ignore[attr-defined]
-    decisions.DECISIONS_KEPT_MAX = store.PUBLICATIONS_KEPT_MAX = store.PRUNED_AT = BOUND
+    limits.DECISIONS_MAX = store.PUBLICATIONS_KEPT_MAX = store.PRUNED_AT = BOUND
     news.IDLE_NAMES_MAX = BOUND
 
 

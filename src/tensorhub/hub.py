@@ -241,6 +241,7 @@ class Hub:
         self._worker.news.tell_loss(model)
         if not self._worker.news.watches(model):
             check_name("model", model)
+            self._worker.news.check_room(model)
             self._thread.post(partial(self._worker.news.watch, model))
         return self._worker.news.newest(model)
 

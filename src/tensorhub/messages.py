@@ -41,6 +41,8 @@ WorldSize = Annotated[int, Range(1, 2**20)]
 ManifestBlob = Annotated[bytes, Length(48 * 2**20)]
 Nonce = Annotated[bytes, Length(32)]
 HAS_RUNS_MAX = 1024  # of one StillWaiting
+WATCHES_MAX = 4096  # models that one session follows
+NO_REQUEST = 0  # of a Refused that is about the whole session, which ends; requests count from 1
 
 # -------------------------------------------------------------------------------- handshake, on every kind of socket
 
@@ -92,6 +94,11 @@ class ErrorInfo:
         # An error may tell of anything, also of text that UTF-8 cannot say: of a file's name, for example.
         text = str(error).encode(errors="backslashreplace").decode()
         return cls(type(error).__name__, text[:16_000], error.retryable, causes[:4096], differences[:1024])
+
+    def brief(self, chars_max: int) -> ErrorInfo:
+        """The same with so many characters of text, and of whatever belongs to ranks or tensors the first few."""
+        causes = tuple((rank, text[: chars_max // 8]) for rank, text in self.causes[:8])
+        return ErrorInfo(self.kind, self.message[:chars_max], self.retryable, causes)
 
     def error(self, memory: errors.Memory = "intact") -> errors.TensorHubError:
         """The exception that this describes; an unknown kind becomes a ProtocolError."""

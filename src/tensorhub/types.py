@@ -197,6 +197,7 @@ class Options:
     connect_timeout_s: float = 10.0  # caller's: connecting and authenticating, each attempt
     stall_timeout_s: float = 10.0  # reader's: a source that is silent for this long is given up
     readers_max: int = 64  # worker's: connections from readers that it serves at a time
+    sessions_max: int = 16_384  # coordinator's: connections of workers at a time, and workers; fewer if `ulimit -n` is low
     frame_bytes_max: int = 64 * 2**20  # everyone's: a larger control frame is refused unread
 
     def __post_init__(self) -> None:
@@ -206,15 +207,16 @@ class Options:
                 least = "0 or more" if may_be_0 else "more than 0"
                 raise StateError(f"Options.{name} = {getattr(self, name)!r}: give a number of seconds, {least}")
             object.__setattr__(self, name, seconds)
-        for name in ("chunk_bytes", "host_memory_bytes", "readers_max", "frame_bytes_max"):
+        for name in ("chunk_bytes", "host_memory_bytes", "readers_max", "sessions_max", "frame_bytes_max"):
             if type(getattr(self, name)) is not int:
                 raise StateError(f"Options.{name} = {getattr(self, name)!r}: give an integer")
         if not 4096 <= self.chunk_bytes <= 2**30:
             raise StateError(f"Options.chunk_bytes = {self.chunk_bytes!r}: give 4096 to 2**30 bytes")
         if self.host_memory_bytes < 0:
             raise StateError(f"Options.host_memory_bytes = {self.host_memory_bytes!r}: give bytes, 0 or more")
-        if self.readers_max < 1:
-            raise StateError(f"Options.readers_max = {self.readers_max!r}: give 1 or more")
+        for name in ("readers_max", "sessions_max"):
+            if getattr(self, name) < 1:
+                raise StateError(f"Options.{name} = {getattr(self, name)!r}: give 1 or more")
         if not 65_536 <= self.frame_bytes_max <= 2**31:
             raise StateError(f"Options.frame_bytes_max = {self.frame_bytes_max!r}: give 65536 to 2**31 bytes")
 

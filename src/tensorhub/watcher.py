@@ -25,6 +25,7 @@ class Watcher:
         self._has_ended = False
         self._losses: list[LeaseLost] = []
         listener = _Listener(self._box, self._losses, self._wakeup)
+        worker.news.check_room(model)
         thread.post(partial(worker.news.listen, model, listener, listener.lost))
         weakref.finalize(self, thread.post, partial(worker.news.unlisten, model, listener, listener.lost))
 

@@ -6,7 +6,7 @@ import gc
 
 import pytest
 
-from tensorhub.coordinator import Durable, decisions
+from tensorhub.coordinator import Durable, limits
 from tensorhub.coordinator.entities import DECIDED_KEPT_MAX, Holding, Operation, RankPart, ReadLease, Replica, Version
 from tensorhub.coordinator.operations import LATER_PER_RANK_MAX
 from tensorhub.errors import VersionConflict
@@ -182,7 +182,7 @@ def test_the_manifests_of_what_nobody_holds_are_not_kept_and_come_back_with_a_ho
 
 def test_decisions_of_groups_that_are_gone_are_forgotten_the_oldest_first(monkeypatch: pytest.MonkeyPatch) -> None:
     """In the store, too; those of groups that are there stay, however old."""
-    monkeypatch.setattr(decisions, "DECISIONS_KEPT_MAX", 4)
+    monkeypatch.setattr(limits, "DECISIONS_MAX", 4)
     cluster = PureCluster()
     publishers = cluster.group("trainer", 2)
     for publisher in publishers:

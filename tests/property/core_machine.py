@@ -12,6 +12,7 @@ from typing import Any
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
+from tensorhub.coordinator import invariants
 from tensorhub.errors import GroupAborted, LeaseLost, OperationTimeout, StateError
 from tensorhub.testing import CHUNK_BYTES, CHUNKS, BrokenHook, Fault, GuaranteeBroken, Handle, SimWorker
 from tensorhub.testing.handle import Asked
@@ -414,6 +415,7 @@ class CoreMachine(RuleBasedStateMachine):
     def everything_holds(self) -> None:
         if hasattr(self, "cluster"):
             self.cluster.check()
+            invariants.check_counts(self.cluster.coordinator.cluster)
 
     def teardown(self) -> None:
         """Faults are over: every call ends, and everybody who is left can publish and fetch."""

@@ -9,13 +9,17 @@ from typing import Any
 
 import anyio
 import anyio.abc
+import anyio.lowlevel
 import pytest
 
 import tensorhub
-from tensorhub.coordinator import Entry
+from tensorhub.coordinator import Coordinator, Entry, Event
+from tensorhub.coordinator.entities import Session
 from tensorhub.errors import CoordinatorUnavailable, LeaseLost, StateError, VersionConflict
-from tensorhub.messages import Join, Watch
+from tensorhub.messages import Describe, Description, Join, ReaderCut, Watch
+from tensorhub.protocol import codec
 from tensorhub.protocol.codec import FROM_COORDINATOR
+from tensorhub.protocol.frames import frame
 from tensorhub.protocol.handshake import NONCE_BYTES, ClientHandshake
 from tensorhub.protocol.stream import MessageStream
 from tensorhub.runtime import server as server_module
@@ -164,3 +168,64 @@ async def test_a_session_whose_peer_takes_nothing_ends_soon_after_its_lease(monk
         assert stuck.statistics().open_send_streams == 1
         await until(lambda: "sessions=0" in repr(server))
         monkeypatch.setattr(MessageStream, "send", original)
+
+
+async def test_a_flood_of_messages_leaves_others_their_turn(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What one read brings are thousands of them; each is a step, and nothing in between waits by itself."""
+    steps, runs = 0, [0]
+    step = CoordinatorServer._step
+
+    def counting(self: CoordinatorServer, event: Event) -> None:
+        nonlocal steps
+        steps += 1
+        step(self, event)
+
+    async def others_turn() -> None:
+        while True:
+            before = steps
+            await anyio.lowlevel.checkpoint()
+            runs.append(steps - before)
+
+    monkeypatch.setattr(CoordinatorServer, "_step", counting)
+    async with (
+        nothing_left(),
+        serving(OPTIONS) as server,
+        await talk(server, JOIN) as messages,
+        anyio.create_task_group() as tasks,
+    ):
+        tasks.start_soon(others_turn)
+        await messages._stream.send(frame(codec.encode(ReaderCut("unknown")), 2**20) * 5000)
+        await until(lambda: steps > 5000)
+        tasks.cancel_scope.cancel()
+    assert max(runs) <= 2 * server_module.MESSAGES_PER_TURN
+
+
+async def test_who_asks_and_does_not_read_is_not_heard_on_until_it_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody has hundreds of large answers made, and leaves them in the coordinator's memory."""
+    asked: list[int] = []
+    describe = Coordinator._describe
+
+    def counting(self: Coordinator, session: Session, message: Describe) -> None:
+        asked.append(message.request)
+        describe(self, session, message)
+
+    monkeypatch.setattr(Coordinator, "_describe", counting)
+    names = [Watch("\U0001f40c" * 500 + str(number)) for number in range(500)]  # a description of them is a megabyte
+    async with (
+        nothing_left(),
+        serving(OPTIONS) as server,
+        connect(server.address) as hub,
+        await talk(server, JOIN) as messages,
+    ):
+        for name in names:
+            await messages.send(name)
+            await messages.receive()
+        for request in range(1000, 1030):
+            await messages.send(Describe(request, None))
+        for _ in range(5):
+            await hub.describe(names[0].model)  # the others are heard
+        assert len([request for request in asked if request >= 1000]) < 20
+        messages.limit_received(2**26)
+        answers = 0
+        while answers < 30:
+            answers += isinstance(await messages.receive(), Description)

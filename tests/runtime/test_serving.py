@@ -176,7 +176,8 @@ async def test_more_readers_than_allowed_are_turned_away() -> None:
         to_c.add_source(a.grant())
         failed = await next_event(to_c)
         assert isinstance(failed, SourceFailed)
-        assert failed.reason == "unreachable"
+        assert failed.reason == "refused"
+        assert "1 connections are served here already (Options.readers_max)" in failed.detail
         a.make_available(*range(CHUNKS))
         await finish(to_b)
 

@@ -6,14 +6,27 @@ departments'; nor for what there is: see `entities`.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from tensorhub.coordinator.actions import Action, CloseSession, Decision, Entry, Persist, Send
-from tensorhub.coordinator.entities import Entity, Member, Model, Noted, Operation, Order, ReadLease, Session, Worker
+from tensorhub.coordinator.actions import Action, CloseSession, Decision, Entry, Persist, Pinned, Send
+from tensorhub.coordinator.entities import (
+    Entity,
+    Member,
+    Model,
+    Noted,
+    Operation,
+    Order,
+    ReadLease,
+    Session,
+    Version,
+    Worker,
+)
+from tensorhub.coordinator.manifests import Manifests
 from tensorhub.errors import TensorHubError
 from tensorhub.machine import Timers
-from tensorhub.messages import Done, ErrorInfo, FromCoordinator, Refused
+from tensorhub.messages import NO_REQUEST, Done, ErrorInfo, FromCoordinator, Refused
 from tensorhub.types import OpKey, Options
 
 LOST_KEPT_MAX = 4096
@@ -39,7 +52,10 @@ class Cluster:
         self.leases: dict[str, ReadLease] = {}  # ACTIVE and FENCING ones
         self.records: dict[int, Operation] = {}  # whose entries are on their way to the store
         self.orders: dict[int, Order] = {}  # whose entries are on their way to the store
-        self.decisions: dict[tuple[str, str], Decision] = {}  # of as many groups the newest commit, by model and group
+        self.decisions: dict[tuple[str, str], Decision] = {}  # each group's newest commit, by model and group
+        self.manifests = Manifests()  # those of all members and versions
+        self.manifest_bytes: Counter[str] = Counter()  # of each incarnation's members, each counted
+        self.pins: Counter[str] = Counter()  # how many each incarnation has, in all models
         self.changed_models: dict[str, None] = {}  # whose availability or sources may have changed in this step
         self.changed_operations: dict[OpKey, Operation] = {}
         self.noted: dict[Noted, None] = {}  # what the last step has changed, or may have: `invariants` looks at it
@@ -64,6 +80,11 @@ class Cluster:
 
     def act(self, action: Persist | CloseSession) -> None:
         self._actions.append(action)
+
+    def refuse_session(self, session: int, error: TensorHubError) -> None:
+        """Say why, and close it."""
+        self.send(session, Refused(NO_REQUEST, ErrorInfo.of(error)))
+        self.act(CloseSession(self.cause, session, str(error)))
 
     def persist(self, entry: Entry) -> int:
         """Have it made durable; returns the number under which `Persisted` or `PersistFailed` will speak of it."""
@@ -112,6 +133,31 @@ class Cluster:
         """Have the operation's consequences worked out at the end of this step, if it is not decided."""
         if not operation.decided:
             self.changed_operations[operation.key] = operation
+
+    def learn(self, version: Version, shard: int, manifest: bytes) -> None:
+        """That shard's manifest; one that is known stays."""
+        if version.is_kept and not version.manifests.get(shard):
+            version.manifests[shard] = self.manifests.keep(manifest)
+            self.note(version)
+
+    def unlearn(self, version: Version) -> None:
+        """The version is no more."""
+        for manifest in version.manifests.values():
+            self.manifests.release(manifest)
+        version.manifests.clear()
+
+    def add_pin(self, model: Model, pin: Pinned) -> None:
+        self.remove_pin(model, pin.pin)
+        model.pins[pin.pin] = pin
+        self.pins[pin.incarnation] += 1
+
+    def remove_pin(self, model: Model, ident: str) -> None:
+        """If there is one of that id."""
+        pin = model.pins.pop(ident, None)
+        if pin is not None:
+            self.pins[pin.incarnation] -= 1
+            if not self.pins[pin.incarnation]:
+                del self.pins[pin.incarnation]
 
     # -- looking up
 

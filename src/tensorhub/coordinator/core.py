@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import assert_never
 
-from tensorhub.coordinator import access, invariants, views
+from tensorhub.coordinator import access, invariants, limits, views
 from tensorhub.coordinator.actions import Action, CloseSession, Durable
 from tensorhub.coordinator.cluster import Cluster
 from tensorhub.coordinator.custody import Custody
@@ -35,9 +35,10 @@ from tensorhub.coordinator.retention import Retentions
 from tensorhub.coordinator.states import COORDINATOR_TABLE, CoordinatorState
 from tensorhub.coordinator.versions import Versions
 from tensorhub.coordinator.withdrawals import Withdrawals
-from tensorhub.errors import VersionUnavailable
+from tensorhub.errors import CoordinatorUnavailable, StateError, VersionUnavailable
 from tensorhub.machine import InvariantBroken, Stateful
 from tensorhub.messages import (
+    WATCHES_MAX,
     Abandon,
     Announce,
     Check,
@@ -206,7 +207,7 @@ class Coordinator(Stateful[CoordinatorState]):
         sessions = self.cluster.sessions
         match event:
             case Connected():
-                sessions[event.session] = Session(event.session, event.incarnation, event.role, event.read_only)
+                self._connect(event)
             case Received():
                 session = sessions.get(event.session)
                 if session is not None:
@@ -233,6 +234,16 @@ class Coordinator(Stateful[CoordinatorState]):
                 pass
             case _:
                 assert_never(event)
+
+    def _connect(self, event: Connected) -> None:
+        cluster, most = self.cluster, self.cluster.options.sessions_max
+        if len(cluster.sessions) < most:
+            cluster.sessions[event.session] = Session(event.session, event.incarnation, event.role, event.read_only)
+        else:
+            text = (
+                f"the coordinator has {most} connections already (Options.sessions_max, or its `ulimit -n`): try again later"
+            )
+            cluster.refuse_session(event.session, CoordinatorUnavailable(text))
 
     def _receive(self, session: Session, message: FromWorker) -> None:
         if session.worker is not None:
@@ -287,7 +298,7 @@ class Coordinator(Stateful[CoordinatorState]):
             case Heartbeat():
                 self.cluster.send(worker.session, HeartbeatAck(message.sequence))
             case Leave():
-                self._membership.leave(worker, message.reason)
+                self._membership.leave(worker, message.reason[: limits.ERROR_CHARS_MAX])
             case Register():
                 self._membership.register(worker, message)
             case Deregister():
@@ -371,14 +382,18 @@ class Coordinator(Stateful[CoordinatorState]):
         cluster = self.cluster
         match message:
             case Watch():
+                if self._watches_too_much(session, message.model):
+                    return
                 model = cluster.model(message.model)
+                session.watches += session.number not in model.watchers
                 model.watchers.add(session.number)
                 newest = model.newest_visible()
                 cluster.send(session.number, Announce(model.name, newest.info if newest is not None else None))
             case Unwatch():
                 watched = cluster.models.get(message.model)
-                if watched is not None:
-                    watched.watchers.discard(session.number)
+                if watched is not None and session.number in watched.watchers:
+                    watched.watchers.remove(session.number)
+                    session.watches -= 1
                     cluster.touch(watched)  # it may be forgotten
             case Describe():
                 self._describe(session, message)
@@ -398,6 +413,20 @@ class Coordinator(Stateful[CoordinatorState]):
                 cluster.answer(session.number, message.request, conflict)
             case _:
                 assert_never(message)
+
+    def _watches_too_much(self, session: Session, name: str) -> bool:
+        """A Watch has no answer that could say so: it ends the session."""
+        cluster, known = self.cluster, self.cluster.models.get(name)
+        if known is not None and session.number in known.watchers:
+            return False
+        if session.watches >= 2 * WATCHES_MAX:
+            what = f"follows {2 * WATCHES_MAX} models already (WATCHES_MAX)"
+        elif known is None and len(cluster.models) >= limits.MODELS_MAX:
+            what = f"asks for one more than the {limits.MODELS_MAX} models that there are (MODELS_MAX)"
+        else:
+            return False
+        cluster.refuse_session(session.number, StateError(f"this worker {what}"))
+        return True
 
     def _describe(self, session: Session, message: Describe) -> None:
         cluster = self.cluster

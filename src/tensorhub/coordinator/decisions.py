@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from itertools import islice
 
+from tensorhub.coordinator import limits
 from tensorhub.coordinator.actions import Decision, Forgotten
 from tensorhub.coordinator.cluster import Cluster
 from tensorhub.coordinator.entities import DECIDED_KEPT_MAX, Blame, Member, Model, Operation
@@ -19,8 +20,6 @@ from tensorhub.coordinator.states import OperationState
 from tensorhub.errors import CoordinatorUnavailable, GroupAborted
 from tensorhub.messages import EpochChanged, ErrorInfo, OrderedOut, Outcome
 from tensorhub.types import OpKey, OpKind, VersionInfo
-
-DECISIONS_KEPT_MAX = 4096  # newest commits of groups; those of groups that are there stay in any case
 
 
 class Decisions:
@@ -83,7 +82,7 @@ class Decisions:
         decisions.pop(name, None)
         decisions[name] = decision
         for oldest in list(islice(decisions, 2)):  # two, so that they become fewer again where many groups were there
-            if len(decisions) <= DECISIONS_KEPT_MAX:
+            if len(decisions) <= limits.DECISIONS_MAX:
                 return
             kept = decisions.pop(oldest)
             if self._is_in_use(*oldest):
@@ -106,7 +105,14 @@ class Decisions:
         self._kinds[operation.kind].abort(operation)
         # Who registers later begins with a later operation.
         concerned = {*operation.parts, *operation.group.members} if also_late else operation.parts.keys()
-        self._close(operation, {rank: _aborted(operation, blame, rank) for rank in concerned})
+        error, key = blame.error, operation.key
+        mine = others = ErrorInfo.of(error)
+        if blame.rank is not None:
+            text = f"{operation.kind} of group {operation.group.name!r} ended on all ranks: rank {blame.rank}: {error}"
+            causes = {blame.rank: str(error)}
+            others = ErrorInfo.of(GroupAborted(text, causes=causes, retryable=error.retryable))
+        told = {rank: mine if rank in (blame.rank, *blame.others) else others for rank in concerned}
+        self._close(operation, {rank: Outcome(key, rank, False, False, None, told[rank]) for rank in concerned})
 
     def _close(self, operation: Operation, outcomes: dict[int, Outcome]) -> None:
         """It is over: its ranks hear how, its group may begin the next one, and nothing waits for it any more."""
@@ -175,11 +181,3 @@ class Decisions:
         if decision is None or decision.key != key:
             return None
         return VersionInfo(model.name, decision.number, decision.content_id, decision.nbytes, decision.world_size)
-
-
-def _aborted(operation: Operation, blame: Blame, rank: int) -> Outcome:
-    error = blame.error
-    if blame.rank is not None and rank not in (blame.rank, *blame.others):
-        text = f"{operation.kind} of group {operation.group.name!r} ended on all ranks: rank {blame.rank}: {error}"
-        error = GroupAborted(text, causes={blame.rank: str(error)}, retryable=error.retryable)
-    return Outcome(operation.key, rank, False, False, None, ErrorInfo.of(error))

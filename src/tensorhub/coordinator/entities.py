@@ -155,7 +155,7 @@ class Version(Stateful[VersionState]):
         self.retained = False  # so its holders were told
         self.abandoned = False  # its last live source left on purpose, and none has come since
         self.manifests: dict[int, bytes] = {}  # by shard; empty once nobody holds or fills any of it
-        self.holdings: dict[int, list[Holding]] = {shard: [] for shard in range(info.world_size)}  # by shard
+        self.holdings: dict[int, list[Holding]] = {}  # by shard; none until every rank has published
         # By shard and incarnation: how often a copy could not be made there, and when it is asked for again at the earliest.
         self.refusals: dict[tuple[int, str], tuple[int, float]] = {}
 
@@ -166,6 +166,15 @@ class Version(Stateful[VersionState]):
     @property
     def visible(self) -> bool:
         return self.state in (VersionState.AVAILABLE, VersionState.UNAVAILABLE)
+
+    @property
+    def is_kept(self) -> bool:
+        """Whether it may be, or become, visible."""
+        return self.state not in (VersionState.DISCARDED, VersionState.RETIRED)
+
+    def lay_out(self) -> None:
+        """Every rank has published: from now on its shards are held. (Who only says that there are many has said little.)"""
+        self.holdings = {shard: [] for shard in range(self.info.world_size)}
 
     def is_whole(self, shard: int) -> bool:
         """Whether somebody holds all of this shard, committed or not."""
@@ -483,6 +492,8 @@ class Session:
     role: str
     read_only: bool  # it may say what `access` admits
     worker: Worker | None = None  # set once it has joined
+    watches: int = 0  # models that it has asked to hear of
+    orders: int = 0  # those of its Retain, Pin and Unpin that are not answered
 
 
 Entity = Worker | Operation | Version | Replica | ReadLease  # what has a state

@@ -184,8 +184,7 @@ class Fills:
             part.voted = holders[rank]
             part.ready = holders[rank] or part.has_written
             if part.begun is not None and not part.member.worker.read_only:
-                version.manifests.setdefault(part.shard, part.begun.content.manifest)
-                self._cluster.note(version)
+                self._cluster.learn(version, part.shard, part.begun.content.manifest)
         if not operation.unchanged:
             self._start(operation)
         return None

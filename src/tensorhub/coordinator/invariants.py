@@ -7,6 +7,7 @@ it names; what two entities say of each other is checked from both sides, so tha
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Collection, Iterable
 from typing import assert_never
 
@@ -32,6 +33,7 @@ from tensorhub.coordinator.states import (
     WorkerState,
 )
 from tensorhub.machine import InvariantBroken
+from tensorhub.messages import Rollback
 from tensorhub.types import OpKind, Purpose
 
 LIVING = (ReplicaState.FILLING, ReplicaState.READY, ReplicaState.DRAINING)
@@ -54,6 +56,27 @@ def check(cluster: Cluster) -> None:
         _operation(cluster, operation)
     for lease in cluster.leases.values():
         _lease(cluster, lease)
+
+
+def check_counts(cluster: Cluster) -> None:
+    """What is counted, so that it can be bounded (`limits`), is what there is. It is about everything at once, so it is not
+    a part of `check`, of which `check_noted` finds all.
+    """
+    kept = [member.manifest for member in cluster.members.values()]
+    kept += [blob for model in cluster.models.values() for v in model.versions.values() for blob in v.manifests.values()]
+    _demand(cluster.manifests.nbytes == sum(map(len, set(kept))), "manifests are counted", cluster.manifests)
+    for worker in cluster.workers.values():
+        nbytes = sum(len(member.manifest) for member in worker.members.values())
+        _demand(cluster.manifest_bytes[worker.incarnation] == nbytes, "a worker's manifests are counted", worker)
+    _demand(cluster.manifest_bytes.keys() <= cluster.workers.keys(), "only of those who are there", cluster.manifest_bytes)
+    pins = Counter(pin.incarnation for model in cluster.models.values() for pin in model.pins.values())
+    _demand(cluster.pins == pins, "pins are counted", cluster.pins)
+    waiting = [*cluster.orders.values(), *(order for model in cluster.models.values() for order in model.unanswered)]
+    orders = Counter(order.session for order in waiting if not isinstance(order.message, Rollback))
+    for session in cluster.sessions.values():
+        _demand(session.orders == orders[session.number], "what a session has asked for is counted", session)
+        watches = sum(session.number in model.watchers for model in cluster.models.values())
+        _demand(session.watches == watches, "what a session watches is counted", session)
 
 
 def check_noted(cluster: Cluster) -> None:
@@ -196,7 +219,9 @@ def _version(cluster: Cluster, version: Version) -> None:
         _staged(cluster, model, version)
     else:
         _available(version)
-    _demand([*version.holdings] == [*range(version.info.world_size)], "a version has each of its shards", version)
+    shards = [*range(version.info.world_size)]
+    staged = version.state is VersionState.STAGED and not version.holdings
+    _demand(staged or [*version.holdings] == shards, "a version has each of its shards, once all ranks published", version)
     _retained(version, model.retained())
     for shard, holdings in version.holdings.items():
         for holding in holdings:

@@ -89,7 +89,7 @@ class Lineages:
             for holding in [h for holdings in version.holdings.values() for h in holdings]:
                 self._readers.order_out(holding, reason)
             for pin in [pin for pin in model.pins.values() if pin.number == version.number]:
-                del model.pins[pin.pin]
+                self._cluster.remove_pin(model, pin.pin)
             self._versions.retire(version, model, reason)
         self._versions.refresh(model)  # who hears Done has heard what is newest now
         self._decide(order, None)

@@ -5,6 +5,7 @@ Not responsible for what a lost rank's operation or memory means: `operations` a
 
 from __future__ import annotations
 
+from tensorhub.coordinator import limits
 from tensorhub.coordinator.actions import CloseSession
 from tensorhub.coordinator.cluster import LOST_KEPT_MAX, Cluster
 from tensorhub.coordinator.custody import Custody
@@ -14,7 +15,7 @@ from tensorhub.coordinator.readers import Readers
 from tensorhub.coordinator.retention import Retentions
 from tensorhub.coordinator.states import ReplicaState, WorkerState
 from tensorhub.coordinator.withdrawals import Withdrawals
-from tensorhub.errors import RegistrationError, TensorHubError
+from tensorhub.errors import CoordinatorUnavailable, RegistrationError, TensorHubError
 from tensorhub.messages import (
     Dismissed,
     Done,
@@ -68,6 +69,10 @@ class Membership:
             cluster.act(CloseSession(cluster.cause, session.number, "incarnation of another kind"))
             return
         known = worker is not None
+        if worker is None and len(cluster.workers) >= 2 * cluster.options.sessions_max:
+            text = f"{len(cluster.workers)} workers are there, or were just now (Options.sessions_max): try again soon"
+            cluster.refuse_session(session.number, CoordinatorUnavailable(text))
+            return
         if worker is None:
             worker = Worker(
                 session.incarnation,
@@ -108,7 +113,7 @@ class Membership:
         """Its connection is gone; its lease runs on."""
         cluster = self._cluster
         cluster.sessions.pop(session.number, None)
-        for model in cluster.models.values():
+        for model in cluster.models.values() if session.watches else ():
             if session.number in model.watchers:
                 model.watchers.remove(session.number)
                 cluster.touch(model)
@@ -162,6 +167,7 @@ class Membership:
         for member in list(worker.members.values()):
             self.remove(member, why)
         del cluster.workers[worker.incarnation]
+        del cluster.manifest_bytes[worker.incarnation]
         if cluster.hosts.pop(worker.incarnation, None) is not None:
             self._custody.room_changed()
         if not worker.read_only:  # held nothing; and however many come and go, the lost ones that did are not forgotten
@@ -193,7 +199,7 @@ class Membership:
         if known is not None and known.worker is worker:
             self._register_again(known, message)
             return
-        error = self._registration_error(message)
+        error = self._registration_error(message) or self._too_much(worker, message)
         if known is not None:  # G9: what another worker says of it changes nothing
             error = RegistrationError(f"the registration {known.registration!r} is worker {known.worker.name!r}'s")
         if error is not None:
@@ -215,9 +221,10 @@ class Membership:
             message.purpose,
             message.nbytes,
             message.chunks,
-            message.manifest,
+            cluster.manifests.keep(message.manifest),
             worker.session,
         )
+        cluster.manifest_bytes[worker.incarnation] += len(member.manifest)
         cluster.note(member, group.model, worker)
         group.members[member.rank] = cluster.members[member.registration] = member
         worker.members[member.registration] = member
@@ -288,6 +295,29 @@ class Membership:
             )
         return None
 
+    def _too_much(self, worker: Worker, message: Register) -> TensorHubError | None:
+        """Which bound this registration would exceed. Those in all may be free again soon."""
+        cluster = self._cluster
+        bytes_here = cluster.manifest_bytes[worker.incarnation] + len(message.manifest)
+        what, in_all = "", False
+        if len(worker.members) >= limits.REGISTRATIONS_OF_WORKER_MAX:
+            what = f"it has {len(worker.members)} registrations already (REGISTRATIONS_OF_WORKER_MAX)"
+        elif bytes_here > limits.MANIFEST_BYTES_OF_WORKER_MAX:
+            what = f"its manifests would have {bytes_here} bytes (MANIFEST_BYTES_OF_WORKER_MAX)"
+        elif len(cluster.members) >= limits.REGISTRATIONS_MAX:
+            what, in_all = f"there are {len(cluster.members)} registrations in all (REGISTRATIONS_MAX)", True
+        elif not self._has_room(message.manifest, *([message.held.manifest] if message.held is not None else [])):
+            what, in_all = f"all manifests have {cluster.manifests.nbytes} bytes (MANIFEST_BYTES_MAX)", True
+        elif message.model not in cluster.models and len(cluster.models) >= limits.MODELS_MAX:
+            what, in_all = f"there are {len(cluster.models)} models in all (MODELS_MAX)", True
+        if not what:
+            return None
+        return RegistrationError(f"worker {worker.name!r} cannot register: {what}; close handles first", retryable=in_all)
+
+    def _has_room(self, *manifests: bytes) -> bool:
+        kept = self._cluster.manifests
+        return kept.nbytes + kept.new_bytes(*manifests) <= limits.MANIFEST_BYTES_MAX
+
     def _announce(self, member: Member, held: Held) -> bool:
         """A worker of a former session says what it holds. Another content than the recorded is ordered out (R2).
 
@@ -307,8 +337,9 @@ class Membership:
             not member.fits_any_layout and version.info.world_size != group.world_size
         ):
             return False
-        version.manifests.setdefault(member.shard, held.manifest)
-        cluster.note(version)
+        if not version.manifests.get(member.shard) and not self._has_room(held.manifest):
+            return False
+        cluster.learn(version, member.shard, held.manifest)
         replica = next((r for r in group.replicas if r.version is version and r.state is not ReplicaState.TORN), None)
         if replica is None:
             replica = Replica(cluster.new_id(), version, member)
@@ -334,7 +365,9 @@ class Membership:
             if holding is not None:
                 self._readers.lose(holding)
         cluster.note(member, group, member.worker)
-        cluster.members.pop(member.registration, None)
+        if cluster.members.pop(member.registration, None) is not None:
+            cluster.manifests.release(member.manifest)
+            cluster.manifest_bytes[member.worker.incarnation] -= len(member.manifest)
         if group.model.copies.pop(member.registration, None) is not None:
             self._custody.room_changed()
         member.worker.members.pop(member.registration, None)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from typing import assert_never
 
+from tensorhub.coordinator import limits
 from tensorhub.coordinator.cluster import Cluster
 from tensorhub.coordinator.deadlines import Deadlines
 from tensorhub.coordinator.decisions import Decisions
@@ -61,7 +62,7 @@ class Operations:
         part = RankPart(operation, member, call, self._cluster.now + call.timeout_s)
         operation.parts[member.rank] = part
         operation.story.note(self._cluster.cause, self._cluster.now, f"rank {member.rank} called")
-        blame = self._unlike(operation, part) or self._kinds[operation.kind].called(part)
+        blame = self._unlike(operation, part) or self._unfenced(part) or self._kinds[operation.kind].called(part)
         if blame is not None:
             self._decisions.abort(operation, blame)
         else:
@@ -94,6 +95,16 @@ class Operations:
             f"{first.rank}, {ours} on rank {part.rank}"
         )
         return Blame(GroupAborted(text, causes=causes, retryable=False))
+
+    @staticmethod
+    def _unfenced(part: RankPart) -> Blame | None:
+        """A rank says that its fence stands before it calls again; one that never does leaves its generations here."""
+        count = len(part.member.leaving)
+        if count < limits.LEAVING_OF_RANK_MAX:
+            return None
+        return Blame(
+            StateError(f"{count} generations of this rank's memory were taken back and never said to be fenced"), part.rank
+        )
 
     @staticmethod
     def _waits(member: Member, message: Publish | Fill | Abandon | Resolve) -> bool:
@@ -144,7 +155,8 @@ class Operations:
         part = operation.parts.get(member.rank)
         filled = part is not None and part.voted and part.needs_bytes
         if operation.state is not OperationState.PREPARED and not filled:
-            self._decisions.abort(operation, Blame(message.error.error(), member.rank), also_late=True)
+            error = message.error.brief(limits.ERROR_CHARS_MAX).error()
+            self._decisions.abort(operation, Blame(error, member.rank), also_late=True)
             if part is None:
                 self._decisions.answer(member, key)
 

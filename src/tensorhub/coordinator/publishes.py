@@ -50,6 +50,7 @@ class Publishes:
         if conflict is not None:
             return Blame(conflict)
         self._cluster.become(operation, OperationState.RUNNING, "every rank called")
+        version.lay_out()
         nbytes = sum(part.member.nbytes for part in operation.parts.values())
         info = version.info
         version.info = VersionInfo(info.model, info.version, info.content_id, nbytes, info.world_size)
@@ -86,7 +87,7 @@ class Publishes:
             group.replicas.append(replica)
         replica.version = version
         for part in operation.parts.values():
-            version.manifests[part.shard] = part.member.manifest
+            cluster.learn(version, part.shard, part.member.manifest)
         for part in operation.parts.values():
             if cluster.members.get(part.member.registration) is part.member:
                 assert isinstance(part.call, Publish)

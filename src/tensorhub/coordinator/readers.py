@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from tensorhub.coordinator import limits
 from tensorhub.coordinator.cluster import Cluster
 from tensorhub.coordinator.entities import Holding, Member, Model, Operation, RankPart, ReadLease, Replica, Version
 from tensorhub.coordinator.states import LeaseState, ReplicaState, WorkerState
@@ -190,7 +191,8 @@ class Readers:
         if reason != "dropped":
             source = lease.holding.member.worker
             incarnation = source.incarnation
-            part.faults[incarnation] = (reason, f"worker {source.name!r}: {detail or reason}")
+            text = f"worker {source.name!r}: {detail or reason}"
+            part.faults[incarnation] = (reason, text[: limits.ERROR_CHARS_MAX])
             failures = part.failures[incarnation] = part.failures.get(incarnation, 0) + 1
             wait_s = min(RETRY_S_FIRST * 2 ** min(failures - 1, 16), RETRY_S_MAX)
             part.retry_at[incarnation] = self._cluster.now + wait_s
@@ -249,8 +251,7 @@ class Readers:
         """From now on it may be read."""
         holding.replica.holdings[holding.rank] = holding
         holding.version.holdings[holding.shard].append(holding)
-        if not holding.version.manifests.get(holding.shard):
-            holding.version.manifests[holding.shard] = holding.member.manifest
+        self._cluster.learn(holding.version, holding.shard, holding.member.manifest)
         holding.member.holding = holding
         self._cluster.note(holding.member, holding.replica)
         self._cluster.touch(holding.member.group.model)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 
+from tensorhub.coordinator import limits
 from tensorhub.coordinator.actions import Pinned, Retention, Unpinned
 from tensorhub.coordinator.cluster import Cluster
 from tensorhub.coordinator.entities import Group, Holding, Member, Model, Order, Version, Worker
@@ -15,8 +16,6 @@ from tensorhub.coordinator.states import WorkerState
 from tensorhub.errors import CoordinatorUnavailable, RetentionError, StateError, TensorHubError, VersionUnavailable
 from tensorhub.messages import Keep, Kept, Pin, Retain, Unpin
 from tensorhub.types import Medium, Purpose
-
-PINS_MAX = 1024  # of one worker and model
 
 
 class Retentions:
@@ -115,7 +114,7 @@ class Retentions:
                     self._tell(holding)
         if model.unanswered and all(holding.kept for v in model.versions.values() if v.retained for holding in _of(v)):
             for order in model.unanswered:
-                self._cluster.answer(order.session, order.message.request)
+                self._end(order)
             model.unanswered.clear()
 
     def group_changed(self, group: Group) -> None:
@@ -145,9 +144,28 @@ class Retentions:
     # -- the policy
 
     def retain(self, session: int | None, message: Retain) -> None:
+        error = self._too_much(session, message)
+        if error is not None:
+            self._cluster.answer(session, message.request, error)
+            return
         model = self._cluster.model(message.model)
         self._cluster.note(model)
         self._record(Order(model, message, session), Retention(model.name, message.latest))
+
+    def _too_much(self, session: int | None, message: Retain | Pin | Unpin) -> TensorHubError | None:
+        cluster, asker = self._cluster, self._cluster.sessions.get(session or 0)
+        if asker is not None and asker.orders >= limits.ORDERS_OF_SESSION_MAX:
+            text = f"{asker.orders} retain and pin calls of this worker are not answered yet (ORDERS_OF_SESSION_MAX)"
+            return CoordinatorUnavailable(f"{text}: wait for some of them")
+        if not isinstance(message, Retain):
+            return None
+        if message.latest > limits.RETAINED_MAX:
+            return StateError(f"retain: the newest {limits.RETAINED_MAX} versions of a model at most (RETAINED_MAX)")
+        if message.model not in cluster.models and len(cluster.models) >= limits.MODELS_MAX:
+            return StateError(
+                f"there are {limits.MODELS_MAX} models here already (MODELS_MAX): use the names that there are"
+            )
+        return None
 
     def pin(self, worker: Worker, message: Pin) -> None:
         """Keep one version from now on; said again by a worker after each lost connection."""
@@ -157,12 +175,14 @@ class Retentions:
             undone = [*self._cluster.orders.values(), *(model.unanswered if model is not None else ())]
             orders = [o for o in undone if isinstance(o.message, Pin) and o.message.pin == known.pin]
             for order in orders:
-                order.message, order.session = message, worker.session  # a retry
+                self._begin_again(order, message, worker.session)
             if not orders:
                 self._cluster.answer(worker.session, message.request)
             return
-        error: TensorHubError | None = None
-        if known is None:
+        error = self._too_much(worker.session, message)
+        if error is not None:
+            pass
+        elif known is None:
             error = self._pin_error(worker, model, message)
         elif known.number != message.version or known.incarnation in self._cluster.workers:  # G9
             error = StateError(f"the pin {known.pin!r} of {message.model!r} is another worker's")
@@ -172,11 +192,10 @@ class Retentions:
         content_id = model.versions[message.version].info.content_id
         pinned = Pinned(message.pin, worker.incarnation, model.name, message.version, content_id)
         self._cluster.touch(model)
-        model.pins[pinned.pin] = pinned  # it counts at once, so that nobody leaves while it is being recorded
+        self._cluster.add_pin(model, pinned)  # it counts at once, so that nobody leaves while it is being recorded
         self._record(Order(model, message, worker.session), pinned)
 
-    @staticmethod
-    def _pin_error(worker: Worker, model: Model | None, message: Pin) -> TensorHubError | None:
+    def _pin_error(self, worker: Worker, model: Model | None, message: Pin) -> TensorHubError | None:
         version = model.versions.get(message.version) if model is not None else None
         if model is None or version is None or not version.visible:
             return VersionUnavailable(
@@ -185,15 +204,17 @@ class Retentions:
             )
         if not version.has_live_source():
             return VersionUnavailable(f"version {message.version} of {model.name!r} cannot be pinned: nobody holds it now")
-        if sum(pin.incarnation == worker.incarnation for pin in model.pins.values()) >= PINS_MAX:
-            return StateError(f"worker {worker.name!r} has {PINS_MAX} pins of {model.name!r} already: end some first")
+        if self._cluster.pins[worker.incarnation] >= limits.PINS_OF_WORKER_MAX:
+            text = f"worker {worker.name!r} has {limits.PINS_OF_WORKER_MAX} pins already (PINS_OF_WORKER_MAX)"
+            return StateError(f"{text}: end some first")
         return None
 
     def unpin(self, worker: Worker, message: Unpin) -> None:
         model = self._cluster.models.get(message.model)
         known = model.pins.get(message.pin) if model is not None else None
-        if model is None or known is None or known.incarnation != worker.incarnation:
-            self._cluster.answer(worker.session, message.request)
+        error = self._too_much(worker.session, message)
+        if model is None or known is None or known.incarnation != worker.incarnation or error is not None:
+            self._cluster.answer(worker.session, message.request, error)
         else:
             self._record(Order(model, message, worker.session), Unpinned(known.pin))
 
@@ -203,7 +224,7 @@ class Retentions:
             model = self._cluster.models.get(pin.model)
             version = model.versions.get(pin.number) if model is not None else None
             if model is not None and version is not None and version.info.content_id == pin.content_id:
-                model.pins[pin.pin] = pin
+                self._cluster.add_pin(model, pin)
             else:
                 self._cluster.persist(Unpinned(pin.pin))
 
@@ -220,7 +241,7 @@ class Retentions:
                 self._drop(model, pin)
 
     def _drop(self, model: Model, pin: Pinned) -> None:
-        del model.pins[pin.pin]
+        self._cluster.remove_pin(model, pin.pin)
         self._cluster.persist(Unpinned(pin.pin))
         self._cluster.touch(model)
 
@@ -229,6 +250,22 @@ class Retentions:
     def _record(self, order: Order, entry: Retention | Pinned | Unpinned) -> None:
         order.record = self._cluster.persist(entry)
         self._cluster.orders[order.record] = order
+        self._count(order, 1)
+
+    def _begin_again(self, order: Order, message: Pin, session: int | None) -> None:
+        """A retry, over another connection."""
+        self._count(order, -1)
+        order.message, order.session = message, session
+        self._count(order, 1)
+
+    def _end(self, order: Order, error: TensorHubError | None = None) -> None:
+        self._count(order, -1)
+        self._cluster.answer(order.session, order.message.request, error)
+
+    def _count(self, order: Order, more: int) -> None:
+        asker = self._cluster.sessions.get(order.session or 0)
+        if asker is not None:
+            asker.orders += more
 
     def recorded(self, order: Order) -> None:
         model, message, error = order.model, order.message, None
@@ -236,7 +273,7 @@ class Retentions:
             case Retain():
                 model.retain = message.latest
             case Unpin():
-                model.pins.pop(message.pin, None)
+                self._cluster.remove_pin(model, message.pin)
             case Pin() if message.pin not in model.pins:
                 error = VersionUnavailable(f"version {message.version} of {model.name!r} was given up in the meantime")
             case _:
@@ -245,16 +282,16 @@ class Retentions:
         if error is None and not isinstance(message, Unpin):
             model.unanswered = [o for o in model.unanswered if o.session in self._cluster.sessions] + [order]
         else:
-            self._cluster.answer(order.session, message.request, error)
+            self._end(order, error)
 
     def not_recorded(self, order: Order, reason: str) -> None:
         model, message = order.model, order.message
         if isinstance(message, Pin):
-            model.pins.pop(message.pin, None)
+            self._cluster.remove_pin(model, message.pin)
             self._cluster.touch(model)
         what = type(message).__name__.lower()
         text = f"the coordinator cannot make {what} of {model.name!r} durable: {reason}; see its state_dir"
-        self._cluster.answer(order.session, message.request, CoordinatorUnavailable(text))
+        self._end(order, CoordinatorUnavailable(text))
 
 
 def _is_callers(member: Member) -> bool:

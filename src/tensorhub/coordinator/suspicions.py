@@ -9,6 +9,7 @@ are. Not responsible for how operations end (`fills` says what is to blame).
 
 from __future__ import annotations
 
+from tensorhub.coordinator import limits
 from tensorhub.coordinator.cluster import Cluster
 from tensorhub.coordinator.entities import Holding, Inquiry, RankPart, Worker
 from tensorhub.coordinator.readers import Readers
@@ -32,6 +33,8 @@ class Suspicions:
         known = holding.inquiries.get(reader)
         if holding.leaving or (known is not None and now < known.asked_at + INQUIRY_S):
             return
+        if known is None and len(holding.inquiries) >= limits.INQUIRIES_MAX:
+            del holding.inquiries[next(iter(holding.inquiries))]
         inquiry = holding.inquiries[reader] = Inquiry(self._cluster.new_id(), part, now)
         question = DigestAgain(inquiry.ident, holding.member.registration, holding.generation, chunk)
         self._cluster.tell(holding.member, question)

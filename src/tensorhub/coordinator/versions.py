@@ -80,15 +80,18 @@ class Versions:
         """Its publication was aborted: the number stays unused."""
         self._become(version, VersionState.DISCARDED, "publication aborted")
         self._cluster.note(model)
+        self._cluster.unlearn(version)
         del model.versions[version.number]
 
     def retire(self, version: Version, model: Model, why: str) -> None:
         """It is no more, whoever may still hold it."""
         self._become(version, VersionState.RETIRED, why)
+        self._cluster.unlearn(version)
         del model.versions[version.number]
 
     def recover(self, version: Version, model: Model) -> None:
         """A version of a former coordinator, from the store: visible, without live memory until holders are back."""
+        version.lay_out()
         self._become(version, VersionState.AVAILABLE, "recovered")
         self._become(version, VersionState.UNAVAILABLE, "no holder is known yet")
         model.versions[version.number] = version
@@ -164,7 +167,7 @@ class Versions:
             elif not live and version.state is VersionState.AVAILABLE:
                 self._become(version, VersionState.UNAVAILABLE, "no live holder")
             if version.state is VersionState.UNAVAILABLE and self._is_left(model, version):
-                version.manifests.clear()  # large, and said again by whoever comes back with it
+                self._cluster.unlearn(version)  # large, and said again by whoever comes back with it
                 if self._is_old(model, version):
                     self.retire(version, model, "old, not retained, held by nobody")
                     model.forgotten.append(version.number)

@@ -5,8 +5,8 @@ Responsible for exact reads (a frame never takes bytes of the payload behind it)
 any number of buffers, and for a bound on every wait: the kernel's own timeouts, because payload is read by
 MSG_WAITALL on a socket that really blocks. Not responsible for connecting, nor for what a message means.
 
-Raises ProtocolError, AuthenticationFailed, OperationTimeout (nothing moved for `stall_timeout_s`) and
-ConnectionLost. Only `shutdown` may be called from other threads; it ends whatever call is blocked.
+Raises ProtocolError, AuthenticationFailed, OperationTimeout (nothing moved for `stall_timeout_s`, or next to nothing:
+see `PACE_BYTES`) and ConnectionLost. Only `shutdown` may be called from other threads; it ends whatever call is blocked.
 """
 
 from __future__ import annotations
@@ -32,6 +32,7 @@ M = TypeVar("M")
 PeerHello = TypeVar("PeerHello", ClientHello, ServerHello)
 
 FRAME_BYTES_MAX: Final = 2**20
+PACE_BYTES: Final = 64 * 2**10  # a peer that moves less of a payload in `stall_timeout_s` has stalled
 BUFFERS_MAX: Final = 1024  # Linux' IOV_MAX: the most buffers that one system call takes
 
 
@@ -96,6 +97,11 @@ class BlockingConnection:
             self._limit_waits(deadline - time.monotonic())
             self._send([memoryview(data)])
 
+    @property
+    def is_inside_message(self) -> bool:
+        """Whether a part of a message has been received, and the rest has not."""
+        return self._decoder.is_inside_frame
+
     # -------------------------------------------------------------------------------------------- receiving
 
     def receive(self, allowed: Vocabulary[M]) -> M | None:
@@ -119,8 +125,8 @@ class BlockingConnection:
         """Fill the buffers, in order, with exactly the bytes that come next. They must be writable and
         contiguous.
 
-        Raises OperationTimeout if nothing came for `stall_timeout_s`, ConnectionLost if the stream ends
-        before. After an error the connection is of no more use.
+        Raises OperationTimeout if less than PACE_BYTES came in `stall_timeout_s`, ConnectionLost if the stream
+        ends before. After an error the connection is of no more use.
         """
         left = _Left(buffers)
         rest = self._decoder.take_rest()
@@ -128,6 +134,7 @@ class BlockingConnection:
             used = left.fill(rest)
             self.payload_bytes += used
             self._decoder.receive_data(rest[used:])
+        pace = _Pace(self.stall_timeout_s)
         while left:
             try:
                 count = self._socket.recvmsg_into(left.next_buffers(), 0, socket.MSG_WAITALL)[0]
@@ -137,6 +144,8 @@ class BlockingConnection:
                 raise ConnectionLost("the peer closed the connection inside a payload")
             self.payload_bytes += count
             left.advance(count)
+            if left:
+                pace.check(count, "sent")
 
     def _receive(self, count: int) -> bytes:
         """At most `count` bytes; fewer only at the end of the stream, or when a timeout cut it short."""
@@ -155,19 +164,22 @@ class BlockingConnection:
         """Send one message and, right behind it, the bytes of the buffers, which are not copied.
 
         Raises ProtocolError, with nothing sent, for a message that breaks its own bounds. Raises
-        OperationTimeout if the peer took nothing for `stall_timeout_s`, ConnectionLost if it is gone; the
-        connection is of no more use then.
+        OperationTimeout if the peer took less than PACE_BYTES in `stall_timeout_s`, ConnectionLost if it is gone;
+        the connection is of no more use then.
         """
         body = codec.encode(message)
         self._send([memoryview(header(len(body), self._decoder.frame_bytes_max) + body), *buffers])
 
     def _send(self, buffers: Sequence[memoryview]) -> None:
-        left = _Left(buffers)
+        left, pace = _Left(buffers), _Pace(self.stall_timeout_s)
         while left:
             try:
-                left.advance(self._socket.sendmsg(left.next_buffers(), (), socket.MSG_NOSIGNAL))
+                count = self._socket.sendmsg(left.next_buffers(), (), socket.MSG_NOSIGNAL)
             except OSError as error:
                 raise self._failed(error, "took nothing") from error
+            left.advance(count)
+            if left:
+                pace.check(count, "took")
 
     # ----------------------------------------------------------------------------------------------- ending
 
@@ -197,6 +209,27 @@ class BlockingConnection:
             self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, limit)
         except OSError as error:
             raise ConnectionLost(f"the connection is gone: {error}") from error
+
+
+class _Pace:
+    """Whether a payload moves at all: a peer that drips holds on to what it reads, or keeps from others what it sends."""
+
+    __slots__ = ("_bytes", "_since", "_window_s")
+
+    def __init__(self, window_s: float) -> None:
+        self._window_s = window_s
+        self._since = time.monotonic()
+        self._bytes = 0  # moved since then
+
+    def check(self, count: int, did: str) -> None:
+        """So many bytes have moved, and more are to. OperationTimeout if they were too few for the time."""
+        self._bytes += count
+        now = time.monotonic()
+        if now - self._since < self._window_s:
+            return
+        if self._bytes < PACE_BYTES:
+            raise OperationTimeout(f"the peer {did} only {self._bytes} bytes in {now - self._since:.1f} s")
+        self._since, self._bytes = now, 0
 
 
 class _Left:

@@ -96,6 +96,11 @@ class FrameDecoder:
         return body
 
     @property
+    def is_inside_frame(self) -> bool:
+        """Whether bytes are held that no frame was made of."""
+        return bool(self._buffer)
+
+    @property
     def bytes_wanted(self) -> int:
         """How many bytes to receive next without a chance of taking any that lie beyond the next frame.
 

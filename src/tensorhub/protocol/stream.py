@@ -41,6 +41,7 @@ class MessageStream(Generic[M]):
         self._stream = stream
         self._incoming = incoming
         self._decoder = FrameDecoder(frame_bytes_max)
+        self._frame_bytes_max = frame_bytes_max  # of what is sent
         self._sending = anyio.Lock()
         self._torn = False  # True while, and after, a frame is sent in part
 
@@ -91,9 +92,13 @@ class MessageStream(Generic[M]):
 
         Raises ProtocolError, with nothing sent, for a message that breaks its own bounds or is too large.
         """
-        data = frame(codec.encode(message), self._decoder.frame_bytes_max)
+        data = frame(codec.encode(message), self._frame_bytes_max)
         async with self._sending:
             await self._send_bytes(data)
+
+    def limit_received(self, frame_bytes_max: int) -> None:
+        """From now on, refuse a larger frame unread; what is sent has the limit that it had."""
+        self._decoder.frame_bytes_max = frame_bytes_max
 
     async def receive(self) -> M | None:
         """The next message, None if the peer closed between two; ProtocolError if it did so inside one."""

@@ -1,7 +1,8 @@
 """Accepting readers, and serving each with a blocking thread of its own (a lane).
 
-Responsible for the life of these threads and sockets: none outlives `serve_readers`. Not responsible for what
-may be read (`SharedOwner`).
+Responsible for the life of these threads and sockets: none outlives `serve_readers`; and for how many there are: who has not
+proved itself is one of the `Strangers`, apart from the readers, none of whom takes more than half of the places. Not
+responsible for what may be read (`SharedOwner`).
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import errno
 import os
 import socket
+import threading
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -23,8 +25,9 @@ from tensorhub.protocol.codec import FROM_READER
 from tensorhub.protocol.handshake import NONCE_BYTES, ServerHandshake
 from tensorhub.protocol.lost import ConnectionLost
 from tensorhub.runtime.chunks import is_gil_contended
-from tensorhub.runtime.logs import get_logger
+from tensorhub.runtime.logs import Tally, get_logger
 from tensorhub.runtime.serving import Lane, SharedOwner
+from tensorhub.runtime.strangers import READING_STRANGERS_MAX, Strangers, origin_of
 from tensorhub.transport import tcp
 from tensorhub.types import ContentId, Incarnation, RegistrationId
 from tensorhub.worker.owner import CHUNKS_PER_ACCESS_MAX, Refusal, Wait
@@ -33,6 +36,7 @@ SEND_BYTES = 16 * 2**20  # of one send call whose digests are known
 FIRST_SEND_BYTES = 4 * 2**20  # of one whose digests must be made: small, so that the bytes are still in the cache
 PATIENCE_S = 0.25  # how long one request waits for chunks that its owner lacks; then the reader may ask elsewhere
 RETRY_S = 0.1  # after an accept that failed for want of descriptors or memory
+ROOM_S = 0.01  # the same, where a stranger goes for it
 
 log = get_logger("tensorhub.owner")
 
@@ -49,57 +53,104 @@ class ServeSettings:
     patience_s: float = PATIENCE_S
 
 
+class _Acceptor:
+    """One listener's connections. All but `admitted` belongs to the loop's thread."""
+
+    def __init__(self, owner: SharedOwner, settings: ServeSettings) -> None:
+        self.owner = owner
+        self.settings = settings
+        self._strangers: Strangers[Lane] = Strangers(READING_STRANGERS_MAX)
+        self._lock = threading.Lock()  # guards the strangers
+        self._crowding = Tally(log.warning, "stranger_thrown_out")
+        self._shortages = Tally(log.warning, "accept_failed")
+        self.lanes: set[Lane] = set()  # all whose sockets are open
+        # Who was thrown out has a thread until it notices: so many may be on their way out before the next one is let in.
+        self.places = anyio.CapacityLimiter(settings.readers_max + 2 * READING_STRANGERS_MAX)
+
+    def came(self, lane: Lane, origin: str) -> None:
+        """A connection, of a stranger yet."""
+        self.lanes.add(lane)
+        with self._lock:
+            gone = self._strangers.admit(lane, origin)
+        self._throw_out(gone)
+
+    def make_room(self, reason: str) -> float:
+        """Descriptors are short: a stranger goes. How long to wait before the next attempt."""
+        self._shortages.count(reason=reason)
+        with self._lock:
+            gone = self._strangers.oldest_of_most()
+        self._throw_out(gone)
+        return RETRY_S if gone is None else ROOM_S
+
+    def _throw_out(self, lane: Lane | None) -> None:
+        if lane is not None:
+            self._crowding.count(strangers_max=READING_STRANGERS_MAX)
+            self.owner.stop(lane)
+
+    def went(self, lane: Lane) -> None:
+        with self._lock:
+            self._strangers.dismiss(lane)
+
+    def admitted(self, lane: Lane, reader: Incarnation) -> str:
+        """It has proved who it is: "", or why it is not served, from its own thread."""
+        self.went(lane)
+        readers_max = self.settings.readers_max
+        return self.owner.admit(lane, reader, readers_max, max(1, readers_max // 2))
+
+
 async def serve_readers(listener: socket.socket, owner: SharedOwner, settings: ServeSettings) -> None:
     """Serve whoever connects to this non-blocking listener, until cancelled; then end all lanes. Leaves it
     open.
     """
-    lanes: dict[Lane, BlockingConnection] = {}
-    limiter = anyio.CapacityLimiter(settings.readers_max)
+    acceptor = _Acceptor(owner, settings)
 
     async def serve(lane: Lane, connection: BlockingConnection) -> None:
         try:
-            await anyio.to_thread.run_sync(_serve_lane, lane, connection, owner, settings, limiter=limiter)
+            limiter = anyio.CapacityLimiter(1)  # its place is taken already
+            await anyio.to_thread.run_sync(_serve_lane, lane, connection, acceptor, limiter=limiter)
         finally:
             connection.close()
-            del lanes[lane]
+            acceptor.went(lane)
+            acceptor.lanes.remove(lane)
+            acceptor.places.release_on_behalf_of(lane)
 
     async with anyio.create_task_group() as tasks:
         try:
             while True:
-                accepted = await _accept(listener)
-                if len(lanes) >= settings.readers_max:
-                    log.warning("reader_refused", readers_max=settings.readers_max)
-                    accepted.close()
-                    continue
+                accepted, origin = await _accept(listener, acceptor)
                 connection = BlockingConnection(accepted, stall_timeout_s=settings.stall_timeout_s)
                 lane = Lane(connection)
-                lanes[lane] = connection
+                try:
+                    await acceptor.places.acquire_on_behalf_of(lane)
+                except BaseException:
+                    connection.close()
+                    raise
+                acceptor.came(lane, origin)
                 tasks.start_soon(serve, lane, connection)
         finally:
-            for lane in lanes:
+            for lane in acceptor.lanes:
                 owner.stop(lane)
 
 
-async def _accept(listener: socket.socket) -> socket.socket:
-    """The next connection, tuned."""
+async def _accept(listener: socket.socket, acceptor: _Acceptor) -> tuple[socket.socket, str]:
+    """The next connection, tuned, and where it comes from."""
     while True:
         await anyio.wait_readable(listener)
         try:
-            accepted, _ = listener.accept()
+            accepted, address = listener.accept()
         except (BlockingIOError, ConnectionAbortedError, InterruptedError):
             continue
         except OSError as error:
             if not _is_shortage(error):
                 raise
-            log.warning("accept_failed", reason=str(error))
-            await anyio.sleep(RETRY_S)
+            await anyio.sleep(acceptor.make_room(str(error)))
             continue
         try:
             tcp.tune(accepted)
         except OSError:  # it has gone already
             accepted.close()
             continue
-        return accepted
+        return accepted, origin_of(address[0])
 
 
 def _is_shortage(error: OSError) -> bool:
@@ -109,23 +160,32 @@ def _is_shortage(error: OSError) -> bool:
 # --------------------------------------------------------------------------------------------------- one lane
 
 
-def _serve_lane(lane: Lane, connection: BlockingConnection, owner: SharedOwner, settings: ServeSettings) -> None:
+_unserved = Tally(log.warning, "reader_refused")
+_ended = Tally(log.info, "lane_ended")
+
+
+def _serve_lane(lane: Lane, connection: BlockingConnection, acceptor: _Acceptor) -> None:
     """Serve one reader until it leaves, breaks the protocol, stops taking bytes, or the lane is stopped."""
+    owner, settings = acceptor.owner, acceptor.settings
     owner.add_lane(lane)
     try:
         if lane.is_stopped:
             return
         handshake = ServerHandshake("owner", settings.incarnation, settings.secrets, os.urandom(NONCE_BYTES))
         connection.handshake(handshake, settings.handshake_timeout_s)
-        lane.reader = Incarnation(handshake.client_incarnation)
+        refusal = acceptor.admitted(lane, Incarnation(handshake.client_incarnation))
         while (read := _next_read(lane, connection)) is not None:
             if handshake.secret not in settings.secrets:
                 raise AuthenticationFailed("its token is not accepted any more")
+            if refusal:
+                _unserved.count(reader=handshake.client_incarnation, reason=refusal)
+                connection.send(ReadRefused(read.request, refusal))
+                return
             _answer(read, lane, connection, owner, settings.patience_s)
     except ConnectionLost:
         pass
     except TensorHubError as error:
-        log.info("lane_ended", reader=lane.reader, reason=str(error))
+        _ended.count(reader=lane.reader, reason=str(error))
     except Exception:  # a defect: it costs this reader its connection, and nobody else anything (G11)
         log.exception("lane_failed", reader=lane.reader)
     finally:
@@ -137,8 +197,11 @@ def _next_read(lane: Lane, connection: BlockingConnection) -> Read | None:
     while not lane.is_stopped:
         try:
             return connection.receive(FROM_READER)
-        except OperationTimeout:  # idle; a reader that is gone is found out by the socket's keepalive
-            continue
+        except OperationTimeout:
+            # Idle: a reader that is gone is found out by the socket's keepalive. One in the midst of a message, or that is
+            # not served, is given up.
+            if connection.is_inside_message or lane.reader is None:
+                raise
     return None
 
 

@@ -16,7 +16,7 @@ import anyio.abc
 from anyio.streams.memory import MemoryObjectReceiveStream, MemoryObjectSendStream
 
 from tensorhub.errors import CoordinatorUnavailable, OperationTimeout, StateError, TensorHubError
-from tensorhub.messages import Dismissed, FromCoordinator, FromWorker, Heartbeat, Join, Welcome
+from tensorhub.messages import NO_REQUEST, Dismissed, FromCoordinator, FromWorker, Heartbeat, Join, Refused, Welcome
 from tensorhub.protocol.codec import FROM_COORDINATOR
 from tensorhub.protocol.handshake import NONCE_BYTES, ClientHandshake
 from tensorhub.protocol.lost import ConnectionLost
@@ -75,6 +75,7 @@ class CoordinatorLink:
         self._ears = ears
         self.local_host = ""  # the address by which the coordinator was reached
         self.welcome_came = anyio.Event()
+        self.refusal = ""  # why the coordinator took no session of this worker, the last time
         self._outbox: MemoryObjectSendStream[FromWorker] | None = None  # of the session, while there is one
         self._outbox_done = anyio.Event()  # all that was queued for the present session is said, or never will be
         self.lease_s = options.lease_s  # the coordinator's, once it has welcomed this worker
@@ -194,6 +195,9 @@ class CoordinatorLink:
                             log.warning("worker_dismissed", reason=message.reason)
                             self._ears.dismissed()
                         break
+                    elif isinstance(message, Refused) and message.request == NO_REQUEST:
+                        self.refusal = message.error.message
+                        raise message.error.error()
                     else:
                         self._ears.received(message)
                 tasks.cancel_scope.cancel()

@@ -7,8 +7,8 @@ from typing import TypeVar
 
 import anyio
 
-from tensorhub.errors import CoordinatorUnavailable, LeaseLost, OperationTimeout
-from tensorhub.messages import Announce, Unwatch, Watch
+from tensorhub.errors import CoordinatorUnavailable, LeaseLost, OperationTimeout, StateError
+from tensorhub.messages import WATCHES_MAX, Announce, Unwatch, Watch
 from tensorhub.runtime.questions import Line
 from tensorhub.types import VersionInfo
 
@@ -24,7 +24,7 @@ IDLE_NAMES_MAX = 1024  # models without a version, for which nobody listens, tha
 
 
 class News:
-    """`newest`, `watches` and `tell_loss` may be called from any thread, everything else from the library's loop."""
+    """`newest`, `watches`, `check_room` and `tell_loss` may be called from any thread; the rest from the library's loop."""
 
     def __init__(self, link: Line) -> None:
         self._link = link
@@ -49,6 +49,11 @@ class News:
     def listeners(self, model: str) -> int:
         """How many hear of it."""
         return len(self._listeners.get(model, ()))
+
+    def check_room(self, model: str) -> None:
+        """Raise StateError if this would be one model too many to follow. (The coordinator bears twice as many.)"""
+        if model not in self._newest and len(self._newest) >= WATCHES_MAX:
+            raise StateError(f"{model!r}: this hub follows {WATCHES_MAX} models already (WATCHES_MAX); use another hub")
 
     def watch(self, model: str) -> None:
         """From now on, know this model's newest version."""
@@ -103,10 +108,10 @@ class News:
 
     def listen(self, model: str, listener: NewestListener, lost: LossListener | None = None) -> None:
         """Have `listener` called from now on; at once with what is known."""
+        self.watch(model)
         self._listeners.setdefault(model, []).append(listener)
         if lost is not None:
             self._loss_listeners.setdefault(model, []).append(lost)
-        self.watch(model)
         self._idle.pop(model, None)
         known = self._newest.get(model)
         if known is not None:
@@ -119,8 +124,9 @@ class News:
         self._rest(model)
 
     async def wait_for(self, model: str, at_least: int, timeout_s: float) -> VersionInfo:
-        """The newest version of `model` once it is `at_least`."""
+        """The newest version of `model` once it is `at_least`. Raises StateError for one model too many."""
         self.tell_loss(model)
+        self.check_room(model)
         found, losses, reached = list[VersionInfo](), list[LeaseLost](), anyio.Event()
 
         def listener(info: VersionInfo | None) -> None:

@@ -1,20 +1,26 @@
 """The coordinator's shell: sockets, a clock and a store around `coordinator.Coordinator`.
 
-Responsible for sessions (handshake, bounded queues in both directions), for feeding events to the core one at a time,
+Responsible for sessions (handshake, bounded queues in both directions, turns), for feeding events to the core one at a time,
 and for carrying out its actions in order. Decides nothing. Runs on asyncio and trio alike.
+
+Whoever has not proved itself is one of the `Strangers`. A session that has not said Join may send small frames only, and is
+closed soon; one that has is held by its lease. A session is heard while its peer takes what it is told, a few messages at a
+time: so neither what it asks for nor how fast it asks makes anybody else wait.
 """
 
 from __future__ import annotations
 
 import errno
+import math
 import secrets
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
 import anyio
 import anyio.abc
+import anyio.lowlevel
 import anyio.to_thread
 from anyio.streams.memory import MemoryObjectReceiveStream, MemoryObjectSendStream
 
@@ -32,7 +38,7 @@ from tensorhub.coordinator import (
     Tick,
 )
 from tensorhub.errors import StateError, TensorHubError
-from tensorhub.messages import FromCoordinator, FromWorker
+from tensorhub.messages import Describe, FromCoordinator, FromWorker, GetManifest, Join
 from tensorhub.protocol.codec import FROM_WORKER
 from tensorhub.protocol.handshake import NONCE_BYTES, ServerHandshake
 from tensorhub.protocol.lost import ConnectionLost
@@ -40,13 +46,18 @@ from tensorhub.protocol.secret import check_open_access
 from tensorhub.protocol.stream import MessageStream
 from tensorhub.runtime import clock
 from tensorhub.runtime.keyring import LOOK_S, TokenFile
-from tensorhub.runtime.logs import get_logger
+from tensorhub.runtime.logs import Tally, get_logger
 from tensorhub.runtime.store import Store
+from tensorhub.runtime.strangers import Strangers, origin_of, shares
 from tensorhub.types import Options, format_address
 
 OUTBOX_MESSAGES_MAX = 8192  # that a session may be behind; beyond, it is cut off
 LAST_WORDS_S = 5.0  # for what a session that is to be closed still has to hear
-HANDSHAKES_MAX = 256  # at a time; further connections wait in the kernel's queue
+ANSWERS_UNREAD_MAX = 64  # that a peer has not taken; until it does, it is not heard
+MESSAGES_PER_TURN = 16  # of one session; then everybody else has a turn
+FIRST_FRAME_BYTES_MAX = 65_536  # of a session that has not said Join
+RETRY_S = 0.1  # after a connection that could not be accepted
+ROOM_S = 0.01  # the same, where a stranger goes for it
 
 log = get_logger("tensorhub.coordinator")
 
@@ -58,6 +69,13 @@ class _Session:
     outbox: MemoryObjectSendStream[FromCoordinator | None]
     secret: bytes  # by which its peer has proved itself, or to which its read-only one belongs
     scope: anyio.CancelScope = field(default_factory=anyio.CancelScope)
+    taken: anyio.Event = field(default_factory=anyio.Event)  # set when the peer takes something
+
+    async def wait_taken(self, unread_max: int) -> None:
+        """Until at most so many messages wait to be taken."""
+        while self.outbox.statistics().current_buffer_used > unread_max:
+            self.taken = anyio.Event()
+            await self.taken.wait()
 
 
 class CoordinatorServer:
@@ -74,7 +92,11 @@ class CoordinatorServer:
         self._unrecorded: list[Persist] = []
         self._record_wanted = anyio.Event()
         self._deadline_moved = anyio.Event()
-        self._handshakes = anyio.CapacityLimiter(HANDSHAKES_MAX)
+        strangers, self._sessions_max = shares(options.sessions_max)
+        self._strangers: Strangers[anyio.CancelScope] = Strangers(strangers)
+        self._crowding = Tally(log.warning, "stranger_thrown_out")
+        self._refusals = Tally(log.warning, "peer_refused")
+        self._shortages = Tally(log.warning, "accept_failed")
         self._core: Coordinator
 
     def __repr__(self) -> str:
@@ -95,7 +117,7 @@ class CoordinatorServer:
         self._core = Coordinator(
             cluster=self._store.cluster,
             epoch=self._store.epoch,
-            options=self._options,
+            options=replace(self._options, sessions_max=self._sessions_max),
             ids=partial(secrets.token_hex, 12),
             now=clock.now(),
             durable=durable,
@@ -107,7 +129,7 @@ class CoordinatorServer:
                 tasks.start_soon(self._keep_access)
             log.info("coordinator_listens", address=self.address, cluster=self._store.cluster, epoch=self._store.epoch)
             ready()
-            await listener.serve(self._serve)
+            await self._accept(listener, tasks)
 
     async def _listen(self, host: str, port: int) -> anyio.abc.Listener[anyio.abc.SocketStream]:
         try:
@@ -215,33 +237,65 @@ class CoordinatorServer:
 
     # ------------------------------------------------------------------------------------------------- one session
 
+    async def _accept(self, listener: anyio.abc.Listener[Any], tasks: anyio.abc.TaskGroup) -> None:
+        """Serve whoever comes. What keeps one connection out, as a want of descriptors does, ends no other."""
+        while True:
+            try:
+                await listener.serve(self._serve, tasks)
+            except (OSError, anyio.BrokenResourceError) as error:
+                cause = error if isinstance(error, OSError) else error.__cause__
+                if not isinstance(cause, OSError) or cause.errno in (errno.EBADF, errno.EINVAL, errno.ENOTSOCK):
+                    raise
+                self._shortages.count(reason=str(cause), advice="raise `ulimit -n` if it is descriptors that are missing")
+                gone = self._strangers.oldest_of_most()
+                self._throw_out(gone)
+                await anyio.sleep(RETRY_S if gone is None else ROOM_S)
+
+    def _throw_out(self, stranger: anyio.CancelScope | None) -> None:
+        if stranger is not None:
+            self._crowding.count(strangers_max=self._strangers.most)
+            stranger.cancel()
+
     async def _serve(self, stream: anyio.abc.ByteStream) -> None:
         """One connection, from its first byte to its last. Whatever a peer does, it costs only this connection."""
         try:
             async with MessageStream(stream, FROM_WORKER, self._options.frame_bytes_max) as messages:
-                handshake = ServerHandshake(
-                    "coordinator", self._incarnation, self._secrets, secrets.token_bytes(NONCE_BYTES)
-                )
-                async with self._handshakes:
-                    await messages.handshake(handshake, self._options.connect_timeout_s)
-                await self._converse(messages, handshake)
+                handshake = await self._meet(messages, _origin(stream))
+                if handshake is not None:
+                    await self._converse(messages, handshake)
         except ConnectionLost:
             pass
         except TensorHubError as error:
-            log.warning("peer_refused", kind=type(error).__name__, reason=str(error))
+            self._refusals.count(kind=type(error).__name__, reason=str(error))
+
+    async def _meet(self, messages: MessageStream[FromWorker], origin: str) -> ServerHandshake | None:
+        """The handshake; None if this stranger was thrown out for another one."""
+        with anyio.CancelScope() as scope:
+            self._throw_out(self._strangers.admit(scope, origin))
+            try:
+                handshake = ServerHandshake(
+                    "coordinator", self._incarnation, self._secrets, secrets.token_bytes(NONCE_BYTES)
+                )
+                await messages.handshake(handshake, self._options.connect_timeout_s)
+                return handshake
+            finally:
+                self._strangers.dismiss(scope)
+        return None
 
     async def _converse(self, messages: MessageStream[FromWorker], handshake: ServerHandshake) -> None:
         self._sessions_minted += 1
         number = self._sessions_minted
         outbox, to_say = anyio.create_memory_object_stream[FromCoordinator | None](OUTBOX_MESSAGES_MAX)
         session = self._sessions[number] = _Session(outbox, handshake.secret)
+        messages.limit_received(FIRST_FRAME_BYTES_MAX)
+        if handshake.peer.role == "worker":
+            session.scope.deadline = clock.now() + self._options.connect_timeout_s
         self._step(Connected(number, handshake.client_incarnation, handshake.peer.role, handshake.read_only))
         try:
             with session.scope, outbox, to_say:
                 async with anyio.create_task_group() as tasks:
-                    tasks.start_soon(self._talk, messages, to_say, tasks.cancel_scope)
-                    async for message in messages:
-                        self._step(Received(number, message))
+                    tasks.start_soon(self._talk, messages, to_say, session, tasks.cancel_scope)
+                    await self._hear(messages, number, session)
                     tasks.cancel_scope.cancel()
         except* (ConnectionLost, TensorHubError) as group:
             raise group.exceptions[0] from None
@@ -249,15 +303,39 @@ class CoordinatorServer:
             del self._sessions[number]
             self._step(Disconnected(number))
 
+    async def _hear(self, messages: MessageStream[FromWorker], number: int, session: _Session) -> None:
+        """Pass on what the peer says, in turns, for as long as it takes what it is told."""
+        heard = 0
+        async for message in messages:
+            if isinstance(message, Join):
+                session.scope.deadline = math.inf
+                messages.limit_received(self._options.frame_bytes_max)
+            # Large answers one by one: nobody has many of them made, and leaves them here.
+            await session.wait_taken(0 if isinstance(message, Describe | GetManifest) else ANSWERS_UNREAD_MAX)
+            self._step(Received(number, message))
+            heard += 1
+            if heard % MESSAGES_PER_TURN == 0:
+                await anyio.lowlevel.checkpoint()
+
     @staticmethod
     async def _talk(
         messages: MessageStream[FromWorker],
         to_say: MemoryObjectReceiveStream[FromCoordinator | None],
+        session: _Session,
         scope: anyio.CancelScope,
     ) -> None:
         """Say what the core wants said, until it wants the session closed."""
         async for message in to_say:
             if message is None:
                 break
+            session.taken.set()
             await messages.send(message)
         scope.cancel()
+
+
+def _origin(stream: anyio.abc.ByteStream) -> str:
+    """Where a connection comes from."""
+    try:
+        return origin_of(stream.extra(anyio.abc.SocketAttribute.remote_address, ("",))[0])
+    except OSError:  # it has gone already
+        return ""

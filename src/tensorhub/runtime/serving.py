@@ -242,6 +242,20 @@ class SharedOwner:
         with self._changed:
             self._lanes.add(lane)
 
+    def admit(self, lane: Lane, reader: Incarnation, readers_max: int, of_one_max: int) -> str:
+        """This lane's peer has proved to be that reader: "", it is served from now on; else why not."""
+        with self._changed:
+            served = [each.reader for each in self._lanes if each.reader is not None]
+            if len(served) >= readers_max:
+                return f"{readers_max} connections are served here already (Options.readers_max): try again, or elsewhere"
+            if served.count(reader) >= of_one_max:
+                return (
+                    f"{of_one_max} connections of this reader are served here already (half of Options.readers_max): "
+                    "let some fetches end first"
+                )
+            lane.reader = reader
+            return ""
+
     def remove_lane(self, lane: Lane) -> None:
         """The lane's thread is done with it."""
         with self._changed:

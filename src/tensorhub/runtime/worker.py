@@ -178,7 +178,8 @@ class Worker:
                 with anyio.move_on_after(self.options.connect_timeout_s):
                     await self._link.welcome_came.wait()
                 if not self._link.welcome_came.is_set():
-                    raise CoordinatorUnavailable(f"the coordinator at {self._link.addresses} does not answer")
+                    why = self._link.refusal or "it does not answer"
+                    raise CoordinatorUnavailable(f"the coordinator at {self._link.addresses} takes no connection: {why}")
                 await self._closed.wait()
                 self._tasks.cancel_scope.cancel()
         finally:

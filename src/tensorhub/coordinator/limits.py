@@ -1,0 +1,20 @@
+"""What one worker can make a coordinator keep, and what all of them can (G10).
+
+Far above what any cluster needs: they bound what a defect or an intruder with the secret costs. What reaches one is refused
+with an error that names it; docs/limits.md lists them all. Workers at a time are an option: `Options.sessions_max`.
+"""
+
+from __future__ import annotations
+
+REGISTRATIONS_OF_WORKER_MAX = 8192
+REGISTRATIONS_MAX = 2**18
+MANIFEST_BYTES_OF_WORKER_MAX = 2**30  # of its registrations together; one of 10,000 tensors has about 1.5 MB
+MANIFEST_BYTES_MAX = 4 * 2**30  # of all registrations and versions; equal ones count once
+MODELS_MAX = 2**16  # names, also of models that are only watched
+RETAINED_MAX = 1024  # versions of one model
+PINS_OF_WORKER_MAX = 1024
+ORDERS_OF_SESSION_MAX = 4096  # retain, pin and unpin: what is not answered yet
+LEAVING_OF_RANK_MAX = 16  # generations that a rank took back without saying that its fence stands
+DECISIONS_MAX = 4096  # groups whose newest commit is remembered; those of groups that are there stay in any case
+INQUIRIES_MAX = 64  # readers of one holding of which it is remembered when they last got a bad chunk
+ERROR_CHARS_MAX = 2000  # of an error that one rank passes on to others

@@ -1,0 +1,42 @@
+"""The encoded manifests that registrations and versions keep: equal ones once, and how many bytes they are together.
+
+All ranks of all replicas that hold the same shard have equal manifests, so that a thousand workers cost as much as one.
+"""
+
+from __future__ import annotations
+
+
+class Manifests:
+    """Whoever keeps one says so with `keep`, and with `release` when it does not any more."""
+
+    def __init__(self) -> None:
+        self.nbytes = 0  # of all that are kept
+        self._kept: dict[bytes, tuple[bytes, int]] = {}  # by content: the one object, and how many keep it
+
+    def __repr__(self) -> str:
+        return f"<Manifests: {len(self._kept)} of {self.nbytes} bytes>"
+
+    def new_bytes(self, *manifests: bytes) -> int:
+        """How many more bytes there would be if these were kept, too."""
+        return sum(map(len, {manifest for manifest in manifests if manifest not in self._kept}))
+
+    def keep(self, manifest: bytes) -> bytes:
+        """The equal one that is kept already, or this one, from now on."""
+        if not manifest:
+            return manifest
+        known, count = self._kept.get(manifest, (manifest, 0))
+        if not count:
+            self.nbytes += len(manifest)
+        self._kept[known] = (known, count + 1)
+        return known
+
+    def release(self, manifest: bytes) -> None:
+        """Once for each `keep`."""
+        if not manifest:
+            return
+        known, count = self._kept[manifest]
+        if count > 1:
+            self._kept[known] = (known, count - 1)
+        else:
+            del self._kept[known]
+            self.nbytes -= len(known)

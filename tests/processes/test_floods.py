@@ -1,0 +1,154 @@
+"""Floods against real processes: descriptors that run short, and memory that stays bounded."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import resource
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import anyio
+import anyio.to_thread
+import pytest
+
+import tensorhub
+from tensorhub.messages import Join, Refused, Register, Registered
+from tensorhub.protocol.blocking import BlockingConnection
+from tensorhub.protocol.codec import FROM_COORDINATOR
+from tensorhub.protocol.handshake import NONCE_BYTES, ClientHandshake
+from tensorhub.types import Location, Medium, Purpose, parse_address
+from tests.rig import OPTIONS, WAIT_S, holds, tensors
+
+MIB = 2**20
+
+
+@pytest.fixture(params=["asyncio", pytest.param("trio", marks=pytest.mark.slow)])
+def anyio_backend(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+HOST = """
+import json, os, resource, sys
+import anyio
+import tensorhub
+from tensorhub.coordinator import limits
+from tests.rig import tensors
+
+backend, descriptors, limits.MANIFEST_BYTES_OF_WORKER_MAX = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
+hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+if descriptors > 0:
+    resource.setrlimit(resource.RLIMIT_NOFILE, (descriptors, hard))
+
+async def main():
+    async with tensorhub.serve(token="") as coordinator:
+        async with tensorhub.connect(coordinator.address, token="", name="trainer") as hub:
+            weights = await hub.register("m", tensors(1))
+            await weights.publish(1)
+            if descriptors < 0:  # so many are left
+                taken = max(map(int, os.listdir("/proc/self/fd")))
+                resource.setrlimit(resource.RLIMIT_NOFILE, (taken - descriptors, hard))
+            print(json.dumps([coordinator.address, hub._worker._endpoints[0].address]), flush=True)
+            await anyio.to_thread.run_sync(sys.stdin.read)
+
+anyio.run(main, backend=backend)
+"""
+
+
+@contextlib.contextmanager
+def hosting(backend: str, descriptors: int = 0, manifest_bytes: int = 2**30) -> Iterator[tuple[int, str, str]]:
+    """A process with a coordinator and a publisher: its id, and the addresses of both."""
+    environment = {key: value for key, value in os.environ.items() if not key.startswith("TENSORHUB_")}
+    environment["PYTHONPATH"] = os.pathsep.join([str(Path(__file__).parents[2]), *filter(None, sys.path)])
+    command = [sys.executable, "-c", HOST, backend, str(descriptors), str(manifest_bytes)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment) as process:
+        try:
+            assert process.stdout is not None
+            coordinator, owner = json.loads(process.stdout.readline())
+            yield process.pid, coordinator, owner
+            process.communicate("", WAIT_S)
+            assert process.returncode == 0
+        finally:
+            process.kill()
+
+
+async def fetches(address: str) -> None:
+    """A newcomer reads it all, without a retry."""
+    async with tensorhub.connect(address, token="", name="late", options=OPTIONS) as hub:
+        mine = tensors()
+        report = await (await hub.register("m", mine)).replicate(timeout=WAIT_S)
+        assert holds(mine, 1)
+        assert (report.retries, len(report.sources)) == (0, 1)
+
+
+@pytest.fixture
+def many_descriptors() -> Iterator[None]:
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if before[1] != resource.RLIM_INFINITY and before[1] < 5000:
+        pytest.skip("this process may not have the connections of a flood")
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(before[0], 5000), before[1]))
+    yield
+    resource.setrlimit(resource.RLIMIT_NOFILE, before)
+
+
+@pytest.mark.parametrize(
+    ("descriptors", "flood"),
+    [
+        (256, 500),
+        pytest.param(1024, 2000, marks=pytest.mark.slow),
+        pytest.param(-12, 200, marks=pytest.mark.slow),
+    ],
+    ids=["256", "1024", "a dozen left"],
+)
+async def test_a_flood_leaves_descriptors_for_the_others(
+    anyio_backend_name: str, descriptors: int, flood: int, many_descriptors: None
+) -> None:
+    with hosting(anyio_backend_name, descriptors) as (pid, coordinator, owner), contextlib.ExitStack() as stack:
+        for address in (coordinator, owner) if descriptors > 0 else (coordinator,):
+            for _ in range(flood):
+                stack.enter_context(socket.create_connection(parse_address(address), WAIT_S))
+        await fetches(coordinator)
+        if descriptors > 0:
+            assert len(os.listdir(f"/proc/{pid}/fd")) < descriptors * 3 // 4
+
+
+def resident_bytes(pid: int) -> int:
+    status = Path(f"/proc/{pid}/status").read_text()
+    line = next(line for line in status.splitlines() if line.startswith("VmRSS"))
+    return int(line.split()[1]) * 1024
+
+
+def register(connection: BlockingConnection, number: int) -> Registered | Refused:
+    use = (0, 0, 1, True, False, Medium.DEVICE, Purpose.USE, "", 1, 1, os.urandom(MIB), None)
+    connection.send(Register(number, f"r{number}", "greedy", f"g{number}", *use))
+    while not isinstance(answer := connection.receive(FROM_COORDINATOR), Registered | Refused):
+        assert answer is not None
+    return answer
+
+
+@pytest.mark.slow
+async def test_who_only_registers_makes_the_coordinator_keep_so_much_and_no_more(anyio_backend_name: str) -> None:
+    with hosting(anyio_backend_name, 0, 16 * MIB) as (pid, address, _):
+        sock = socket.create_connection(parse_address(address))
+        with BlockingConnection(sock, stall_timeout_s=WAIT_S, frame_bytes_max=4 * MIB) as connection:
+            connection.handshake(ClientHandshake("worker", "greedy", b"", os.urandom(NONCE_BYTES)), WAIT_S)
+            connection.send(Join("greedy", Location(), (), 1, 0))
+
+            def rounds(first: int, last: int) -> list[Registered | Refused]:
+                return [register(connection, number) for number in range(first, last)]
+
+            answers = await anyio.to_thread.run_sync(rounds, 1, 40)
+            assert sum(isinstance(answer, Registered) for answer in answers) == 16
+            refused = answers[-1]
+            assert isinstance(refused, Refused)
+            assert "MANIFEST_BYTES_OF_WORKER_MAX" in refused.error.message
+            before = resident_bytes(pid)
+            async with anyio.create_task_group() as tasks:
+                tasks.start_soon(fetches, address)
+                answers = await anyio.to_thread.run_sync(rounds, 40, 140)
+            assert all(isinstance(answer, Refused) for answer in answers)
+            assert resident_bytes(pid) - before < 24 * MIB  # of 100 that were refused

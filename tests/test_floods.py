@@ -1,0 +1,144 @@
+"""Floods, and peers that drip, on both planes: whoever does it loses the connection, and the others notice nothing."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+from collections.abc import Iterator
+
+import anyio
+import anyio.to_thread
+import pytest
+
+from tensorhub.errors import CoordinatorUnavailable
+from tensorhub.hub import Hub
+from tensorhub.messages import Join
+from tensorhub.protocol.blocking import BlockingConnection
+from tensorhub.protocol.handshake import NONCE_BYTES, ClientHandshake
+from tensorhub.runtime import acceptor as acceptor_module
+from tensorhub.runtime import strangers as strangers_module
+from tensorhub.types import Location, Options, parse_address
+from tests.rig import CHUNK_BYTES, WAIT_S, Cluster, cluster, connect, holds, tensors, until
+
+PATIENT = Options(op_timeout_s=WAIT_S, connect_timeout_s=WAIT_S, chunk_bytes=CHUNK_BYTES)  # nothing but the bound helps
+
+
+def data_address(hub: Hub) -> str:
+    return hub._worker._endpoints[0].address
+
+
+def address_of(c: Cluster, where: str) -> tuple[str, int]:
+    return parse_address(c.address if where == "coordinator" else data_address(c.hubs[0]))
+
+
+@contextlib.contextmanager
+def proved(address: str, role: str = "worker", incarnation: str = "") -> Iterator[BlockingConnection]:
+    """A connection by hand that has proved itself."""
+    with BlockingConnection(socket.create_connection(parse_address(address)), stall_timeout_s=WAIT_S) as connection:
+        life = incarnation or os.urandom(8).hex()
+        connection.handshake(ClientHandshake(role, life, b"", os.urandom(NONCE_BYTES)), WAIT_S)
+        yield connection
+
+
+def is_closed(peer: socket.socket) -> bool:
+    """Whether the other side has closed it; waits for that."""
+    peer.settimeout(WAIT_S)
+    with contextlib.suppress(ConnectionError):
+        while peer.recv(65536):
+            pass
+    return True
+
+
+async def fetches(c: Cluster, content: int) -> None:
+    """A newcomer comes in and reads it all, without a retry."""
+    async with connect(c.address, "late", PATIENT) as late:
+        mine = tensors()
+        report = await (await late.register("m", mine)).replicate()
+        assert holds(mine, content)
+        assert (report.retries, len(report.sources)) == (0, 1)
+
+
+@pytest.mark.parametrize("words", [b"", b"TENSRHUB"], ids=["silent", "half a word"])
+@pytest.mark.parametrize("where", ["coordinator", "worker"])
+async def test_a_flood_of_strangers_throws_itself_out(
+    where: str, words: bytes, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(strangers_module, "STRANGERS_MAX", 8)
+    monkeypatch.setattr(acceptor_module, "READING_STRANGERS_MAX", 8)
+    async with cluster("trainer", options=PATIENT) as c:
+        await (await c.hubs[0].register("m", tensors(1))).publish(1)
+        with contextlib.ExitStack() as stack:
+            flood = []
+            for _ in range(60):
+                flood.append(stack.enter_context(socket.create_connection(address_of(c, where), 5)))
+                flood[-1].sendall(words)
+            assert await anyio.to_thread.run_sync(is_closed, flood[0])
+            await fetches(c, 1)
+            assert await anyio.to_thread.run_sync(is_closed, flood[20])
+    told = [record.getMessage() for record in caplog.records if "stranger_thrown_out" in record.getMessage()]
+    assert 0 < len(told) < 10
+
+
+async def test_sessions_beyond_the_bound_are_refused_and_told_so() -> None:
+    options = Options(op_timeout_s=WAIT_S, connect_timeout_s=1, sessions_max=2, chunk_bytes=CHUNK_BYTES)
+    async with cluster("one", "two", options=options) as c:
+        with pytest.raises(CoordinatorUnavailable, match=r"already \(Options\.sessions_max") as caught:
+            async with connect(c.address, "three", options):
+                pass
+        assert caught.value.retryable
+        assert await c.hubs[0].describe() == ()
+
+
+async def test_a_session_that_never_joins_or_begins_a_large_frame_before_is_closed() -> None:
+    options = Options(op_timeout_s=WAIT_S, connect_timeout_s=0.5, chunk_bytes=CHUNK_BYTES)
+    async with cluster("one", options=options) as c:
+        with proved(c.address) as idle, proved(c.address) as greedy:
+            greedy._socket.sendall((2**20).to_bytes(4, "big"))
+            assert await anyio.to_thread.run_sync(is_closed, greedy._socket)
+            assert await anyio.to_thread.run_sync(is_closed, idle._socket)
+        assert await c.hubs[0].describe() == ()
+
+
+async def test_half_a_frame_of_a_session_costs_it_its_lease() -> None:
+    """Heartbeats cannot come inside it."""
+    options = Options(op_timeout_s=WAIT_S, lease_s=0.6, chunk_bytes=CHUNK_BYTES)
+    async with cluster("one", options=options) as c:
+        with proved(c.address) as half:
+            half.send(Join("half", Location(), (), 1, 0))
+            half._socket.sendall((2**20).to_bytes(4, "big") + bytes(1000))
+            assert await anyio.to_thread.run_sync(is_closed, half._socket)
+        assert await c.hubs[0].describe() == ()
+
+
+@pytest.mark.parametrize("drips", [False, True])
+async def test_a_reader_in_the_midst_of_a_message_is_given_up(drips: bool) -> None:
+    options = Options(op_timeout_s=WAIT_S, stall_timeout_s=0.3, chunk_bytes=CHUNK_BYTES)
+    async with cluster("trainer", options=options) as c:
+        await (await c.hubs[0].register("m", tensors(1))).publish(1)
+        with proved(data_address(c.hubs[0]), "reader") as reader:
+            reader._socket.sendall((1000).to_bytes(4, "big"))
+            owner = c.hubs[0]._worker._owner
+            await until(lambda: "1 lanes" in repr(owner))
+
+            def drip() -> None:
+                with contextlib.suppress(OSError):
+                    while drips:
+                        reader._socket.sendall(b"x")
+                        reader._socket.settimeout(0.05)
+                        with contextlib.suppress(TimeoutError):
+                            if not reader._socket.recv(1):
+                                return
+
+            await anyio.to_thread.run_sync(drip)
+            await until(lambda: "0 lanes" in repr(owner))
+
+
+async def test_one_reader_does_not_take_all_places() -> None:
+    options = Options(op_timeout_s=WAIT_S, readers_max=4, chunk_bytes=CHUNK_BYTES)
+    async with cluster("trainer", options=options) as c:
+        await (await c.hubs[0].register("m", tensors(1))).publish(1)
+        with contextlib.ExitStack() as stack:
+            for _ in range(6):
+                stack.enter_context(proved(data_address(c.hubs[0]), "reader", "greedy"))
+            await fetches(c, 1)

@@ -1,0 +1,42 @@
+"""docs/limits.md says what the code says."""
+
+from __future__ import annotations
+
+import importlib
+import re
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import tensorhub.coordinator.limits
+from tensorhub.types import Options
+
+PAGE = Path(__file__).parent.parent / "docs" / "limits.md"
+ROWS = re.findall(r"^\| `([\w.]+)` \| ([^|]+) \|", PAGE.read_text(encoding="utf-8"), re.MULTILINE)
+
+
+def value_of(text: str) -> float:
+    """Of a number, a power, or a product of those."""
+    factors = re.findall(r"(\d+)(?:\*\*(\d+))?", text.removesuffix(".0"))
+    return float(prod(int(base) ** int(power or 1) for base, power in factors))
+
+
+def in_code(name: str) -> Any:
+    path, _, constant = f"tensorhub.{name}".rpartition(".")
+    if path.endswith(".Options"):
+        return getattr(Options(), constant)
+    return getattr(importlib.import_module(path), constant)
+
+
+def test_every_row_has_the_value_of_the_code() -> None:
+    assert len(ROWS) > 30
+    assert {name: value_of(text) for name, text in ROWS} == {name: in_code(name) for name, _ in ROWS}
+
+
+def test_every_limit_of_the_coordinator_has_a_row() -> None:
+    names = {name for name in vars(tensorhub.coordinator.limits) if name.isupper()}
+    assert names == {name.rpartition(".")[2] for name, _ in ROWS if name.startswith("coordinator.limits.")}
+
+
+def test_how_values_are_read() -> None:
+    assert [value_of(text) for text in ("4 * 2**30", "2**16", "10.0", "65536")] == [2**32, 2**16, 10, 65536]
