@@ -7,9 +7,12 @@ from the corpus, and writes what it finds to a temporary directory, of which `--
 from __future__ import annotations
 
 import argparse
+import atexit
 import functools
 import importlib
+import os
 import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -34,7 +37,12 @@ def fuzz(name: str, options: Sequence[str]) -> None:
 
     with atheris.instrument_imports(include=[SOURCE]):
         targets = importlib.import_module("tests.fuzz.targets")
-    atheris.Setup([sys.argv[0], *options], targets.TARGETS[name].run)
+    with tempfile.NamedTemporaryFile("w", prefix="fuzz-", suffix=".sh", delete=False) as again:
+        # What a merge starts for itself, so that an input which ends the process ends only that one.
+        again.write(f'#!/bin/sh\nexec {shlex.quote(sys.executable)} -m tests.fuzz --one {name} -- "$@"\n')
+    os.chmod(again.name, 0o700)
+    atexit.register(os.unlink, again.name)
+    atheris.Setup([again.name, *options], targets.TARGETS[name].run)
     atheris.Fuzz()
 
 
@@ -78,7 +86,8 @@ def grow(place: Path) -> None:
         if not found.exists():
             continue
         merged.mkdir()
-        if start(name, ["-merge=1", str(merged), str(CORPUS / name), str(found)], place / f"{name}-merge.log"):
+        code = start(name, ["-set_cover_merge=1", str(merged), str(CORPUS / name), str(found)], place / f"{name}-merge.log")
+        if code or not any(merged.iterdir()):
             raise SystemExit(f"the corpus of {name} could not be merged: {place}/{name}-merge.log")
         shutil.rmtree(CORPUS / name)
         shutil.move(merged, CORPUS / name)
