@@ -7,7 +7,7 @@ STAMP := $(VENV)/.stamp
 PIP := $(BIN)/python -m pip --disable-pip-version-check --require-virtualenv install --quiet
 
 .DEFAULT_GOAL := help
-.PHONY: bugs help venv demo lint test test-slow simulate bench leaks clean
+.PHONY: bugs help venv demo lint test test-slow simulate fuzz bench leaks clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "%-10s %s\n", $$1, $$2 }' Makefile
@@ -47,6 +47,12 @@ SEEDS ?= 10000
 START ?= 0
 simulate: venv ## 10,000 simulated runs in which everything fails, checked (SEEDS=, START=)
 	$(BIN)/tensorhub simulate --seeds $(SEEDS) --start $(START)
+
+RUNS ?= 1000000
+JOBS ?= $(shell nproc)
+fuzz: venv ## 1,000,000 inputs of a coverage-guided fuzzer for all that reads what others say (RUNS=, JOBS=)
+	$(PIP) -e '.[fuzz]'
+	$(BIN)/python -m tests.fuzz --runs $(RUNS) --jobs $(JOBS)
 
 bench: venv ## the benchmarks
 	$(BIN)/python -m benches

@@ -19,7 +19,7 @@ import numpy.typing as npt
 import tensorhub
 from benches.leak_probe import sample
 from benches.remotes import obey
-from tensorhub.coordinator import cluster, entities, lineage, membership
+from tensorhub.coordinator import cluster, entities, limits, lineage, membership
 from tensorhub.errors import TensorHubError
 from tensorhub.hub import Coordinator, Hub
 from tensorhub.runtime import news, store

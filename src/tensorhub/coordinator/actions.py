@@ -2,29 +2,31 @@
 
 Order: actions are to be done in the order of the list. Each carries `cause`, the ordinal number of the event that led
 to it. `Send` to a session that has ended is dropped by the shell.
+
+The annotations of what is made durable are its validation, when a store reads it again.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
-from typing import Any, assert_never
+from typing import Annotated, Any, assert_never
 
-from tensorhub.messages import FromCoordinator
-from tensorhub.types import OpKey
+from tensorhub.messages import FromCoordinator, Number, WorldSize
+from tensorhub.types import U64, Id, Length, Name, OpKey
 
 
 @dataclass(frozen=True, slots=True)
 class Publication:
     """R2's mark: this number was used for this content, by this operation."""
 
-    model: str
-    lineage: int
-    number: int
-    content_id: str
-    nbytes: int
-    world_size: int
-    layout_id: str
+    model: Name
+    lineage: Number
+    number: Number
+    content_id: Id
+    nbytes: U64
+    world_size: WorldSize
+    layout_id: Name
     key: OpKey
 
     def decision(self) -> Decision:
@@ -37,11 +39,11 @@ class Decision:
     """R6's commit record of a publish, or of a fill by several ranks; a group's newest is kept, longer than its version."""
 
     key: OpKey
-    model: str
-    number: int
-    content_id: str
-    nbytes: int
-    world_size: int
+    model: Name
+    number: Number
+    content_id: Id
+    nbytes: U64
+    world_size: WorldSize
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,13 +53,14 @@ class Rollback:
     `ident` names the call, so that a retry of it is not a second one.
     """
 
-    model: str
-    lineage: int
-    to: int
-    ident: str
+    model: Name
+    lineage: Number
+    to: Number
+    ident: Id
 
 
 IDENTS_CHARS_MAX = 1024
+Idents = Annotated[str, Length(IDENTS_CHARS_MAX)]
 
 
 def rolled_back_by(ident: str, before: str) -> str:
@@ -69,24 +72,24 @@ def rolled_back_by(ident: str, before: str) -> str:
 class Retention:
     """From now on the newest `retain` versions of the model are kept."""
 
-    model: str
-    retain: int
+    model: Name
+    retain: Number
 
 
 @dataclass(frozen=True, slots=True)
 class Pinned:
     """One worker's wish that this version be kept. It ends with Unpinned, or with the worker."""
 
-    pin: str
-    incarnation: str
-    model: str
-    number: int
-    content_id: str
+    pin: Id
+    incarnation: Id
+    model: Name
+    number: Number
+    content_id: Id
 
 
 @dataclass(frozen=True, slots=True)
 class Unpinned:
-    pin: str
+    pin: Id
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,11 +107,11 @@ Entry = Publication | Decision | Rollback | Retention | Pinned | Unpinned | Forg
 class ModelRecord:
     """What the entries of a model come to. `mark`: the newest number of its lineage, published or rolled back to."""
 
-    model: str
-    lineage: int = 0
-    mark: int | None = None
-    rollback: str = ""  # the idents of the newest ones, newest first; see `rolled_back_by`
-    retain: int = 0
+    model: Name
+    lineage: Number = 0
+    mark: Number | None = None
+    rollback: Idents = ""  # the idents of the newest ones, newest first; see `rolled_back_by`
+    retain: Number = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -162,10 +162,10 @@ class PullRunner:
         return await self._tasks.__aexit__(kind, error, trace)
 
     def add_source(self, grant: Grant) -> None:
-        """Read from this source as well, from now on; unless all is there, or the block is being left."""
+        """Read from this source as well, from now on; unless all is there, the block is being left, or it was one before."""
         lane = _Lane(grant, LeaseId(grant.lease))
         with self._changed:
-            if self._is_over:
+            if self._is_over or lane.lease in self._lanes:
                 return
             self._pull.add_source(lane.lease, grant.complete)
         self._lanes[lane.lease] = lane

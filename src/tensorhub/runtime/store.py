@@ -11,7 +11,7 @@ import fcntl
 import os
 import secrets
 import sqlite3
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Protocol, assert_never
 
@@ -29,6 +29,7 @@ from tensorhub.coordinator import (
 )
 from tensorhub.coordinator.actions import IDENTS_CHARS_MAX
 from tensorhub.errors import StateError
+from tensorhub.protocol.forms import Violation, brief, record_of
 from tensorhub.types import OpKey
 
 PUBLICATIONS_READ_MAX = 64  # newest of each model, at the start, besides retained and pinned ones
@@ -56,6 +57,13 @@ CREATE TABLE IF NOT EXISTS pins (
 CREATE TABLE IF NOT EXISTS pruned (model TEXT NOT NULL PRIMARY KEY, up_to INTEGER NOT NULL);
 """
 FORMAT = 2
+_RECORDS: tuple[tuple[type, Callable[[Durable], Sequence[object]]], ...] = (
+    (Publication, lambda durable: durable.publications),
+    (Decision, lambda durable: durable.decisions),
+    (ModelRecord, lambda durable: durable.models),
+    (Pinned, lambda durable: durable.pins),
+)
+_UNREADABLE = (sqlite3.Error, UnicodeDecodeError)  # the latter where SQLite's own words repeat what it has read
 
 
 class Store(Protocol):
@@ -66,7 +74,7 @@ class Store(Protocol):
     blocks: bool  # whether `write` waits for a disk
 
     def read(self) -> Durable:
-        """All entries that still count. Blocks."""
+        """All entries that still count. Blocks. Raises StateError if they cannot be read."""
         ...
 
     def write(self, entries: Sequence[Entry]) -> None:
@@ -102,7 +110,7 @@ class SqliteStore:
 
     def __init__(self, state_dir: str | os.PathLike[str]) -> None:
         """Raises StateError if the directory cannot be used, or another coordinator has it open."""
-        path = Path(state_dir)
+        path = self._path = Path(state_dir)
         try:
             path.mkdir(parents=True, exist_ok=True, mode=0o700)
             self._lock = os.open(path / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
@@ -116,7 +124,7 @@ class SqliteStore:
             raise StateError(text, retryable=True) from error
         try:
             self._open(path)
-        except (sqlite3.Error, StateError) as error:
+        except (*_UNREADABLE, StateError) as error:
             os.close(self._lock)
             raise StateError(f"the state_dir {path} cannot be used: {error}") from error
 
@@ -132,7 +140,14 @@ class SqliteStore:
                     row = (secrets.token_hex(8), 0, FORMAT)
                     self._db.execute("INSERT INTO cluster VALUES (?, ?, ?)", row)
                 if row[2] != FORMAT:
-                    raise StateError(f"its format is {row[2]}, this version writes {FORMAT}")
+                    raise StateError(f"its format is {brief(row[2])}, this version writes {FORMAT}")
+                if (
+                    type(row[0]) is not str
+                    or not 0 < len(row[0]) <= 64
+                    or type(row[1]) is not int
+                    or not 0 <= row[1] < 2**31
+                ):
+                    raise StateError(f"it is damaged: its cluster is called {brief(row[0])}, its epoch is {brief(row[1])}")
                 self.cluster, self.epoch = row[0], row[1] + 1
                 self._db.execute("UPDATE cluster SET epoch = ?", (self.epoch,))
         except BaseException:
@@ -150,6 +165,32 @@ class SqliteStore:
         self._db.execute("COMMIT")
 
     def read(self) -> Durable:
+        """See `Store`. StateError if what was written is not what is there."""
+        try:
+            found = self._read()
+            for kind, records in _RECORDS:
+                for record in records(found):
+                    record_of(kind).encode(record)
+        except _UNREADABLE as error:
+            raise self._damaged(str(error)) from error
+        except Violation as error:
+            raise self._damaged(f"{'.'.join(error.where)}: {error.what}") from error
+        models = {model.model: model for model in found.models}
+        for each in found.publications:
+            model = models.get(each.model, ModelRecord(each.model))
+            if model.mark is None or each.number > model.mark or each.lineage > model.lineage:
+                raise self._damaged(f"version {each.number} of {each.model!r} is beyond its model's mark")
+        return found
+
+    def _damaged(self, what: str) -> StateError:
+        return StateError(
+            f"the state_dir {self._path} is damaged ({what}): restore it from a copy, or begin with another one"
+        )
+
+    def _read(self) -> Durable:
+        lost = self._db.execute("SELECT model FROM publications WHERE model NOT IN (SELECT model FROM models)").fetchone()
+        if lost is not None:
+            raise self._damaged(f"of {lost[0]!r} only versions are there")
         publications = self._db.execute(
             "SELECT model, lineage, number, content_id, nbytes, world_size, layout_id, "
             '"group", epoch, sequence FROM (SELECT *, row_number() OVER '

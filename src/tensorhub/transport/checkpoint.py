@@ -176,11 +176,16 @@ def _more(names: Sequence[str]) -> str:
 
 
 def rewritten(index: Index, files: Mapping[str, Header]) -> bytes:
-    """The text of an index of these files only, which hold some of its tensors."""
+    """The text of an index of these files only, which hold some of its tensors. ValueError if its metadata is too deep: some
+    Pythons read what they cannot write.
+    """
     weight_map = {entry.name: name for name, header in files.items() for entry in header.entries}
     total = sum(entry.nbytes for header in files.values() for entry in header.entries)
     said = {"metadata": {**index.metadata, "total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
-    return (json.dumps(said, indent=2) + "\n").encode()
+    try:
+        return (json.dumps(said, indent=2) + "\n").encode()
+    except RecursionError as error:
+        raise ValueError(f"the metadata of {index.name} is nested too deeply") from error
 
 
 def agreed(metadata: Iterable[Mapping[str, str]]) -> dict[str, str]:

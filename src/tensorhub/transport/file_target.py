@@ -58,13 +58,14 @@ def plan(manifest: Manifest, wanted: Sequence[TensorSpec], name: str | None) -> 
         chosen = {tensor.name: tensor for tensor in wanted}
         whole = len(chosen) == len(manifest.tensors)
         headers = {file: _part(header, chosen) for file, header in source.headers.items() if whole or _has(header, chosen)}
+        if name is None and source.index is not None:
+            text = source.index.text if whole else rewritten(source.index, headers)
+            return Plan(headers, (source.index.name, text))
     except ValueError as error:
         raise _mismatch(f"this version cannot be written as safetensors files: {error}") from error
     if name is not None:
         return Plan({name: next(iter(headers.values())) if len(headers) == 1 else _merged(wanted, headers)})
-    if source.index is None:
-        return Plan(headers)
-    return Plan(headers, (source.index.name, source.index.text if whole else rewritten(source.index, headers)))
+    return Plan(headers)
 
 
 def _merged(wanted: Sequence[TensorSpec], headers: Mapping[str, Header]) -> Header:

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from typing import assert_never
 
-from tensorhub.errors import IntegrityError, OperationTimeout, StateError, TensorHubError
+from tensorhub.errors import IntegrityError, OperationTimeout, ProtocolError, StateError, TensorHubError
 from tensorhub.machine import InvariantBroken
 from tensorhub.manifest import Manifest
 from tensorhub.messages import (
@@ -403,7 +403,7 @@ class Filling(GroupCall):
         elif self.phase in (Phase.ASKED, Phase.ABANDONING) and (content is None or self._call.kind is OpKind.PREFETCH):
             changed = False  # as above, but it was rolled back since; or it is in use, so that there is nothing to prefetch
         else:
-            raise InvariantBroken(f"{self}: committed before this rank voted. Story:\n{self._holding.story}")
+            raise ProtocolError(f"{self}: the coordinator has committed it before this rank voted: its mistake, not ours")
         self._finish_committed(version, changed=changed)
 
     def applied(self, *, whole: bool) -> None:

@@ -33,8 +33,8 @@ class Leases:
         self._failed: dict[str, ReadFailed] = {}  # the newest that were given up, and what was said of that
 
     def granted(self, grants: tuple[Grant, ...]) -> None:
-        """The pull, which has not begun, is to begin with these."""
-        self._grants = grants
+        """The pull, which has not begun, is to begin with these. A lease is read under once, however often it is named."""
+        self._grants = tuple({grant.lease: grant for grant in grants}.values())
 
     def begin_reading(self) -> tuple[Grant, ...]:
         """The pull begins: with which sources."""
@@ -65,8 +65,7 @@ class Leases:
 
     def add(self, grant: Grant) -> None:
         if not self._reads:
-            if grant not in self._grants:
-                self._grants = (*self._grants, grant)
+            self.granted((*self._grants, grant))
         elif grant.lease in self._failed:
             self._rank.say(self._failed[grant.lease])  # it was not heard: a lease is read under once
         elif grant.lease not in self._lanes:

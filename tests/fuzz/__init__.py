@@ -1,0 +1,23 @@
+"""Fuzzing: every function that takes bytes or text from outside, and the conversations that they are a part of.
+
+A target is a function of some bytes that raises if a promise is broken. Hypothesis runs each in `test_fuzz.py`, with the
+inputs of `corpus/`; `make fuzz` runs the same ones under a coverage-guided fuzzer (see docs/fuzzing.md).
+
+    what comes from outside                                                                     target
+    a connection's first bytes, frames           protocol.frames check_preface, FrameDecoder    frames
+    a frame's body, for each kind of peer        protocol.codec.decode (forms)                  bodies, messages
+    a handshake, of either side                  protocol.handshake                             handshakes
+    another process' error                       messages.ErrorInfo.error                       errors
+    a manifest                                   manifest.Manifest.decode, file_target.plan     manifests
+    a safetensors file                           transport.safetensors read_from, parse_header  headers
+    a manifest's metadata, a model's index       transport.checkpoint                           checkpoints
+    addresses, selectors, names, token files     types, protocol.secret                         texts
+    state.sqlite3                                runtime.store.SqliteStore                      stores
+    what workers say                             coordinator.Coordinator.step                   coordinators, bystanders
+    what a coordinator says                      worker.Member.receive                          ranks
+    what an owner answers                        runtime.tcp_channel, lanes, scheduler.Pull     readers
+    what a reader asks                           runtime.acceptor, serving, worker.owner        owners
+
+The two drivers (`protocol.stream`, `protocol.blocking`) add sockets to the first four and are fuzzed with the data plane.
+JSON between `tensorhub demo`, `simulate` and the processes that they start themselves is not from outside.
+"""

@@ -1,0 +1,177 @@
+"""Runs the targets under atheris: `python -m tests.fuzz --runs 1000000 --jobs 2`. See docs/fuzzing.md.
+
+Each target is a process of its own, with its share of the inputs, bounded memory and a bounded time for one input. It starts
+from the corpus, and writes what it finds to a temporary directory, of which `--grow` keeps the least that reaches as much.
+"""
+
+from __future__ import annotations
+
+import argparse
+import atexit
+import functools
+import importlib
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+import types
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+HERE = Path(__file__).parent
+SOURCE = "tensorhub"
+INPUT_S_MAX = 30  # of one input: the machine may be busy
+RSS_MB_MAX = 2048
+PACKAGES = ("protocol", "manifest.py", "coordinator", "worker", "scheduler", "transport", "runtime")
+
+
+def fuzz(name: str, options: Sequence[str]) -> None:
+    """Be the process of one target; libFuzzer ends it."""
+    import atheris
+
+    with atheris.instrument_imports(include=[SOURCE]):
+        targets = importlib.import_module("tests.fuzz.targets")
+    with tempfile.NamedTemporaryFile("w", prefix="fuzz-", suffix=".sh", delete=False) as again:
+        # What a merge starts for itself, so that an input which ends the process ends only that one.
+        again.write(f'#!/bin/sh\nexec {shlex.quote(sys.executable)} -m tests.fuzz --one {name} -- "$@"\n')
+    os.chmod(again.name, 0o700)
+    atexit.register(os.unlink, again.name)
+    atheris.Setup([again.name, *options], targets.TARGETS[name].run)
+    atheris.Fuzz()
+
+
+def start(name: str, options: Sequence[str], log: Path) -> int:
+    """One process of libFuzzer, to its end; its exit code."""
+    with log.open("wb") as output:
+        command = [sys.executable, "-m", "tests.fuzz", "--one", name, "--", *options]
+        return subprocess.run(command, stdin=subprocess.DEVNULL, stdout=output, stderr=output).returncode
+
+
+def run_target(name: str, runs: int, seed: int, place: Path, failed: list[str]) -> None:
+    """Run one target, and print what it has reached."""
+    from tests.fuzz.targets import CORPUS, TARGETS
+
+    target, found, log = TARGETS[name], place / name, place / f"{name}.log"
+    found.mkdir()
+    (CORPUS / name).mkdir(parents=True, exist_ok=True)
+    limits = [f"-timeout={INPUT_S_MAX}", f"-rss_limit_mb={RSS_MB_MAX}", f"-max_len={target.bytes_max}", "-len_control=0"]
+    options = [f"-runs={runs}", f"-seed={seed}", *limits, "-print_final_stats=1", f"-artifact_prefix={place}/{name}-"]
+    started = time.monotonic()
+    code = start(name, [*options, str(found), str(CORPUS / name)], log)
+    seconds, said = time.monotonic() - started, log.read_text(errors="replace")
+    units = re.findall(r"number_of_executed_units:\s*(\d+)", said)
+    reached = re.findall(r"cov: (\d+) ft: (\d+) corp: (\d+)", said) or [("?", "?", "?")]
+    edges, features, inputs = reached[-1]
+    count = units[-1] if units else "?"
+    print(
+        f"{name:13}{count:>9} inputs {edges:>6} edges {features:>7} features {inputs:>6} kept {seconds:8.0f} s", flush=True
+    )
+    if code:
+        failed.append(name)
+        print(f"{said[-6000:]}\n{name} FAILED: its input is {place}/{name}-*", flush=True)
+
+
+def grow(place: Path) -> None:
+    """Of the corpus and what was found, keep the fewest and smallest inputs that reach as much."""
+    from tests.fuzz.targets import CORPUS, TARGETS
+
+    for name in TARGETS:
+        merged, found = place / f"{name}-merged", place / name
+        if not found.exists():
+            continue
+        merged.mkdir()
+        code = start(name, ["-set_cover_merge=1", str(merged), str(CORPUS / name), str(found)], place / f"{name}-merge.log")
+        if code or not any(merged.iterdir()):
+            raise SystemExit(f"the corpus of {name} could not be merged: {place}/{name}-merge.log")
+        shutil.rmtree(CORPUS / name)
+        shutil.move(merged, CORPUS / name)
+
+
+# ----------------------------------------------------------------------------------------------------------- coverage
+
+
+def coverage(names: Sequence[str], place: Path | None) -> None:
+    """Print how many lines of each package the corpus runs, and with `place`, what was found as well."""
+    source = Path(importlib.import_module(SOURCE).__file__ or "").parent
+    ran: dict[str, set[int]] = {}
+
+    def trace(frame: types.FrameType, event: str, _: object) -> object:
+        lines = ran.setdefault(frame.f_code.co_filename, set())
+        if frame.f_code.co_filename.startswith(str(source)):
+            lines.add(frame.f_lineno)
+            return trace
+        return None
+
+    sys.settrace(trace)  # type: ignore[arg-type]
+    threading.settrace(trace)  # type: ignore[arg-type]
+    targets = importlib.import_module("tests.fuzz.targets")
+    for name in names:
+        for directory in [targets.CORPUS / name, *([place / name] if place else [])]:
+            for path in sorted(directory.iterdir()):
+                targets.TARGETS[name].run(path.read_bytes())
+    sys.settrace(None)
+    for package in PACKAGES:
+        files = [source / package] if package.endswith(".py") else sorted((source / package).glob("*.py"))
+        counts = [(len(lines & ran.get(str(path), set())), len(lines)) for path in files for lines in [set(_lines_of(path))]]
+        hit, there = (sum(column) for column in zip(*counts, strict=True))
+        print(f"{package:13}{hit:>6} of {there:>5} lines ({hit / there:.0%})")
+
+
+@functools.cache
+def _lines_of(path: Path) -> list[int]:
+    def lines(code: types.CodeType) -> Iterator[int]:
+        yield from (line for _, _, line in code.co_lines() if line)
+        for constant in code.co_consts:
+            if isinstance(constant, types.CodeType):
+                yield from lines(constant)
+
+    return list(lines(compile(path.read_text(), str(path), "exec")))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m tests.fuzz", description=__doc__)
+    parser.add_argument("--runs", type=int, default=100_000, help="inputs of all targets together")
+    parser.add_argument("--jobs", type=int, default=2, help="processes at a time")
+    parser.add_argument("--seed", type=int, default=1, help="the same seed tries the same inputs")
+    parser.add_argument("--target", action="append", help="only this one, with all inputs (may be repeated)")
+    parser.add_argument("--grow", action="store_true", help="add what reaches more to the corpus")
+    parser.add_argument("--coverage", action="store_true", help="only replay the corpus, and print the lines that it runs")
+    parser.add_argument("--one", help=argparse.SUPPRESS)
+    parser.add_argument("options", nargs="*", help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if arguments.one:
+        fuzz(arguments.one, arguments.options)
+        return
+    if arguments.coverage:
+        names = arguments.target or [path.name for path in sorted((HERE / "corpus").iterdir())]
+        coverage(names, None)
+        return
+    run_all(arguments)
+
+
+def run_all(arguments: argparse.Namespace) -> None:
+    from tests.fuzz.targets import TARGETS
+
+    names = arguments.target or list(TARGETS)
+    place, failed, started = Path(tempfile.mkdtemp(prefix="tensorhub-fuzz-")), list[str](), time.monotonic()
+    shares = {name: TARGETS[name].share for name in names}
+    with ThreadPoolExecutor(arguments.jobs) as pool:
+        for name in sorted(names, key=lambda name: shares[name]):  # the slowest first, so that they do not come last alone
+            runs = -(-arguments.runs * shares[name] // sum(shares.values()))
+            pool.submit(run_target, name, runs, arguments.seed, place, failed)
+    print(f"{len(names)} targets in {time.monotonic() - started:.0f} s")
+    if failed:
+        raise SystemExit(f"failed: {', '.join(failed)}; run `python -m tests.fuzz --one NAME -- INPUT` to repeat one")
+    if arguments.grow:
+        grow(place)
+    shutil.rmtree(place)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,240 @@
+"""Targets: the data plane. What an owner answers to a reader's lane, and what a reader asks of an owner's lane."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import socket
+from collections.abc import Iterator
+from typing import Any
+
+import xxhash
+
+from tensorhub.errors import ProtocolError
+from tensorhub.manifest import Digest, TensorDescription, build_manifest
+from tensorhub.messages import ChunksFollow, Grant, Read, ReadRefused, StillWaiting
+from tensorhub.protocol import codec
+from tensorhub.protocol.blocking import FRAME_BYTES_MAX, BlockingConnection
+from tensorhub.protocol.frames import frame
+from tensorhub.protocol.lost import ConnectionLost
+from tensorhub.runtime.acceptor import _answer, _next_read
+from tensorhub.runtime.chunks import ChunkMemory
+from tensorhub.runtime.lanes import PullRunner, _Lane
+from tensorhub.runtime.serving import Lane, SharedOwner
+from tensorhub.runtime.tcp_channel import TcpChannel
+from tensorhub.transport.base import Channel, Cutter, Destination, ReadRight
+from tensorhub.types import ContentId, Incarnation, LeaseId, Location, RegistrationId
+from tests.fuzz.source import Source
+
+SIZES = (10, 5, 0, 1, 300, 7)  # of tensors: five chunks
+CHUNKS = 5
+CANARY = b"not to be written"
+CONTENT, REGISTRATION, GENERATION = ContentId("content"), RegistrationId("mine"), 7
+RIGHT = ReadRight(LeaseId("lease"), Incarnation("source.1"), RegistrationId("theirs"), 5, CONTENT)
+GRANT = Grant("lease", "source", "source.1", "theirs", 5, (), Location(host="h"), complete=True)
+STALL_S = 5.0
+ANSWERS: tuple[type[Any], ...] = (ChunksFollow, StillWaiting, ReadRefused)
+ASKED_MAX = 12  # requests of one input
+
+
+@functools.cache
+def _manifest(digest: Digest) -> Any:
+    tensors = [TensorDescription(f"t{index}", "uint8", (size,), index << 40, size) for index, size in enumerate(SIZES)]
+    return build_manifest(tensors, 4096, digest)
+
+
+def _honest(index: int, size: int) -> bytes:
+    return bytes([(index * 31 + n) % 256 for n in range(size)])
+
+
+class _Memory:
+    """Registered memory with something behind each region that nobody may write."""
+
+    def __init__(self, digest: Digest, *, filled: bool) -> None:
+        self.arrays = [bytearray(_honest(i, n) if filled else n) + bytearray(CANARY) for i, n in enumerate(SIZES)]
+        views = [memoryview(array)[: -len(CANARY)] for array in self.arrays]
+        self.chunks = ChunkMemory(_manifest(digest), views)
+
+    def check(self) -> None:
+        assert all(array.endswith(CANARY) for array in self.arrays), "bytes beyond a region were written"
+
+
+@contextlib.contextmanager
+def _connected() -> Iterator[tuple[BlockingConnection, socket.socket]]:
+    ours, theirs = socket.socketpair()
+    with theirs, BlockingConnection(ours, stall_timeout_s=STALL_S) as connection:
+        yield connection, theirs
+
+
+# ------------------------------------------------------------------------------------------------------------- reader
+
+
+def readers(data: bytes) -> None:
+    """Whatever a source answers: the lane ends, only chunks that have their digest are offered to others, and the books
+    of the pull are right.
+    """
+    source = Source(data)
+    memory = _Memory(source.choice(("xxh3-64", "none")), filled=False)
+    owner = SharedOwner()
+    owner.open(REGISTRATION, GENERATION, CONTENT, memory.chunks, complete=False)
+    with _connected() as (connection, theirs):
+
+        def open_channel(grant: Grant, destination: Destination, cutter: Cutter) -> tuple[str, Channel]:
+            return "tcp", TcpChannel(connection, RIGHT, destination, cutter)
+
+        runner = PullRunner(
+            memory.chunks, owner, REGISTRATION, GENERATION, open_channel, batch_bytes=source.choice((1, 20, 10**6))
+        )
+        runner._wakeup = _Nobody()  # type: ignore[assignment]  # no loop waits here
+        lane = _Lane(GRANT, LeaseId(GRANT.lease))
+        runner._pull.add_source(lane.lease, source.flag())
+        runner._lanes[lane.lease] = lane
+        theirs.sendall(_answers(source, memory.chunks))
+        theirs.shutdown(socket.SHUT_WR)
+        with contextlib.closing(connection):
+            runner._lane_thread(lane)
+    memory.check()
+    pull = runner._pull
+    pull.check_invariants()
+    assert not pull.in_flight(lane.lease)
+    report = runner.report()
+    assert report.bytes_read <= len(data) + 2**17
+    for chunk, is_verified in enumerate(pull.verified):
+        known = owner._owner.digest(REGISTRATION, GENERATION, chunk)
+        assert not is_verified or not memory.chunks.is_digested or known == memory.chunks.digest(chunk)
+    available = {chunk for first, count in owner.has(REGISTRATION, GENERATION, 100) for chunk in range(first, first + count)}
+    assert available == {chunk for chunk, is_verified in enumerate(pull.verified) if is_verified}
+    owner.check_invariants()
+
+
+class _Nobody:
+    def set(self) -> None: ...
+
+
+def _answers(source: Source, memory: ChunkMemory) -> bytes:
+    """What a source says: frames with payload behind them, right, wrong or none at all."""
+    said = bytearray()
+    pools: dict[str, list[Any]] = {"request": [0, 1, 2, 3], "reason": ["gone"]}
+    while source and len(said) < 2**16:
+        kind = source.byte()
+        if kind < 140:
+            named = [source.below(CHUNKS) for _ in range(1 + source.below(3))]
+            pairs = tuple([(chunk, _digest(chunk) if memory.is_digested else 0) for chunk in named])
+            said += frame(codec.encode(ChunksFollow(source.below(4), pairs)), FRAME_BYTES_MAX)
+            payload = bytearray(b"".join([_chunk(chunk) for chunk in named]))
+            if source.byte() > 230 and payload:
+                payload[source.below(len(payload))] ^= 1 + source.byte() % 255
+            said += payload
+        elif kind < 200:
+            said += frame(codec.encode(source.value(source.choice(ANSWERS), pools)), FRAME_BYTES_MAX)
+        elif kind < 230:
+            runs = tuple([(source.below(8), source.below(5)) for _ in range(source.below(4))])
+            said += frame(codec.encode(StillWaiting(source.below(4), runs)), FRAME_BYTES_MAX)
+        else:
+            said += source.blob(60)
+    return bytes(said)
+
+
+@functools.cache
+def _chunk(index: int) -> bytes:
+    place = _manifest("none").chunks[index]
+    return _honest(place.region, SIZES[place.region])[place.offset : place.offset + place.nbytes]
+
+
+# -------------------------------------------------------------------------------------------------------------- owner
+
+
+def owners(data: bytes) -> None:
+    """Whatever a reader asks: it hears what is held under the right that it names, byte for byte, or that it is refused."""
+    source = Source(data)
+    memory = _Memory("xxh3-64", filled=True)
+    owner = SharedOwner()
+    available = frozenset(range(CHUNKS)) if source.flag() else frozenset(n for n in range(CHUNKS) if source.flag())
+    owner.open(REGISTRATION, GENERATION, CONTENT, memory.chunks, complete=len(available) == CHUNKS)
+    owner.mark_available(REGISTRATION, GENERATION, [(chunk, memory.chunks.digest(chunk)) for chunk in available])
+    held: frozenset[int] | None = available
+    with _connected() as (connection, theirs):
+        lane = Lane(connection)
+        owner.add_lane(lane)
+        theirs.settimeout(STALL_S)
+        for _ in range(ASKED_MAX):
+            if not source:
+                break
+            kind = source.byte()
+            if kind > 250:
+                owner.fence(REGISTRATION, 0.0)
+                held = None
+            asked = _question(source, kind)
+            theirs.sendall(asked)
+            if not _asked(asked):
+                theirs.shutdown(socket.SHUT_WR)  # what is no whole frame ends here
+            if not _serve(lane, connection, owner, theirs, held):
+                break
+        owner.remove_lane(lane)
+    owner.check_invariants()
+    memory.check()
+
+
+def _question(source: Source, kind: int) -> bytes:
+    if kind < 30:
+        return source.blob(200)
+    pools: dict[str, list[Any]] = {
+        "registration": [REGISTRATION, REGISTRATION, "other"],
+        "generation": [GENERATION, GENERATION, 5],
+        "content_id": [CONTENT, CONTENT, "other"],
+        "runs": [((0, CHUNKS),), ((1, 2), (4, 1)), ((0, 1),) * 100, (), ((3, 9),), ((2**63, 1024),), ((0, 0),)],
+    }
+    return frame(codec.encode(source.value(Read, pools)), FRAME_BYTES_MAX)
+
+
+def _asked(said: bytes) -> Read | None:
+    size = int.from_bytes(said[:4], "big")
+    if len(said) < 4 or len(said) != 4 + size:
+        return None
+    try:
+        return codec.decode(said[4:], codec.FROM_READER)
+    except ProtocolError:
+        return None
+
+
+def _serve(
+    lane: Lane, connection: BlockingConnection, owner: SharedOwner, theirs: socket.socket, held: frozenset[int] | None
+) -> bool:
+    """Let the lane answer one question, and check the answer. `held`: None once it is fenced. False: it is over."""
+    try:
+        read = _next_read(lane, connection)
+        if read is None:
+            return False
+        _answer(read, lane, connection, owner, 0.0)
+    except (ProtocolError, ConnectionLost):
+        return False
+    wanted = [chunk for first, count in read.runs for chunk in range(first, first + count)]
+    right = (read.registration, read.generation, read.content_id)
+    if held is None or right != (REGISTRATION, GENERATION, CONTENT) or max(wanted) >= CHUNKS:
+        expected: list[int] = []
+        last: type | None = ReadRefused
+    else:
+        expected = [chunk for chunk in wanted if chunk in held]
+        last = None if len(expected) == len(wanted) else StillWaiting
+    got: list[int] = []
+    with BlockingConnection(theirs.dup(), stall_timeout_s=STALL_S) as hears:
+        while len(got) < len(expected) or last is not None:
+            message = hears.receive(codec.FROM_OWNER)
+            assert message is not None
+            assert message.request == read.request
+            if not isinstance(message, ChunksFollow):
+                assert type(message) is last
+                break
+            for chunk, digest in message.chunks:
+                payload = bytearray(len(_chunk(chunk)))
+                hears.receive_into([memoryview(payload)])
+                assert payload == _chunk(chunk)
+                assert digest == _digest(chunk)
+                got.append(chunk)
+    assert sorted(got) == sorted(expected)
+    return True
+
+
+@functools.cache
+def _digest(index: int) -> int:
+    return xxhash.xxh3_64_intdigest(_chunk(index))

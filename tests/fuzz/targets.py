@@ -1,0 +1,39 @@
+"""The targets by name, and how much of a run each one gets."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from tests.fuzz import contents, conversations, lanes, protocol, workers
+
+CORPUS = Path(__file__).with_name("corpus")
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """`share`: of all inputs, in thousandths; what is slower gets fewer. `bytes_max`: of one input."""
+
+    run: Callable[[bytes], None]
+    share: int
+    bytes_max: int
+
+
+TARGETS: Mapping[str, Target] = {
+    "frames": Target(protocol.frames, 150, 600),
+    "bodies": Target(protocol.bodies, 250, 1000),
+    "messages": Target(protocol.messages, 110, 300),
+    "handshakes": Target(protocol.handshakes, 100, 300),
+    "errors": Target(protocol.errors, 20, 300),
+    "manifests": Target(contents.manifests, 100, 1000),
+    "headers": Target(contents.headers, 60, 1000),
+    "checkpoints": Target(contents.checkpoints, 30, 1000),
+    "texts": Target(contents.texts, 100, 5000),
+    "stores": Target(contents.stores, 5, 300),
+    "coordinators": Target(conversations.coordinators, 30, 1000),
+    "bystanders": Target(conversations.bystanders, 2, 600),
+    "ranks": Target(workers.ranks, 30, 600),
+    "readers": Target(lanes.readers, 8, 600),
+    "owners": Target(lanes.owners, 5, 600),
+}
