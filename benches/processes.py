@@ -92,6 +92,7 @@ class Process:
         self._changed = threading.Condition()
         self._answers: dict[int, dict[str, Any]] = {}
         self._is_over = False
+        self._asking = threading.Lock()
         self._asked = 0
         self._reader = threading.Thread(target=self._read, name=f"hears-{name}", daemon=True)
         self._reader.start()
@@ -125,10 +126,12 @@ class Process:
     def begin(self, what: str, **arguments: Any) -> Pending:
         """Give a command, and do not wait for it. Raises BrokenPipeError if the process has ended."""
         assert self._popen.stdin is not None
-        self._asked += 1
-        self._popen.stdin.write(json.dumps({"id": self._asked, "do": what, **arguments}) + "\n")
-        self._popen.stdin.flush()
-        return Pending(self, self._asked, what)
+        with self._asking:
+            self._asked += 1
+            number = self._asked
+            self._popen.stdin.write(json.dumps({"id": number, "do": what, **arguments}) + "\n")
+            self._popen.stdin.flush()
+        return Pending(self, number, what)
 
     def do(self, what: str, **arguments: Any) -> Any:
         """Give a command, and wait for its answer."""

@@ -24,6 +24,7 @@ WORKER_OPTIONS: Final = {
     "connect_timeout_s": 3.0,
     "stall_timeout_s": 3.0,
 }
+START_S: Final = 90.0  # for a process' first command: it imports first, beside all others on a busy machine
 MUTATE_CALLS: Final = 4  # a mutate asks for the number, unpublishes, publishes, or refuses: each has the timeout
 
 
@@ -48,6 +49,17 @@ ROLES: Final = (
     Role("visitor", ("visitor", "visitor"), leaves=True),
 )
 WORKERS: Final = tuple(dict.fromkeys(host for role in ROLES for host in role.hosts))
+
+
+class Meeting:
+    """All faults are healed: every group comes, and then to one version."""
+
+    def __init__(self) -> None:
+        self.arrived = set[str]()  # groups, with no call running
+        self.agreed = threading.Event()  # on the target, or that there is none yet
+        self.target: int | None = None  # None: the trainer publishes the next one
+        self.done = set[str]()
+        self.over = threading.Event()
 
 
 class Driver(threading.Thread):
@@ -90,7 +102,7 @@ class Keeper(Driver):
                 self.host.start()
                 host, port = self.world.network.coordinator
                 settings = {"host": host, "port": port, "state_dir": str(self.world.folder / "state")}
-                answer = self.answer(self.host.ask("serve", CALL_S, options=COORDINATOR_OPTIONS, **settings))
+                answer = self.answer(self.host.ask("serve", START_S, options=COORDINATOR_OPTIONS, **settings))
                 if answer is not None and answer["outcome"] != "ok":
                     self.world.violated(f"the coordinator cannot serve again: {answer['text']}")
                     self.host.kill()
@@ -115,14 +127,14 @@ class Group(Driver):
         self.role = role
         self.hosts = [world.hosts[name] for name in role.hosts]
         self.lives = {host.name: Life() for host in self.hosts}
-        self.must_end_by = float("inf")  # of the run's clock: the last version is wanted by then
-        self.is_done = False
 
     def work(self) -> None:
-        while not self.world.calm.is_set():
-            if self.ready():
+        while not self.world.is_over.is_set():
+            meeting = self.world.meeting
+            if meeting is not None:
+                self.meet(meeting)
+            elif self.ready():
                 self.turn()
-        self.finish()
 
     def turn(self) -> None:
         """One call of all ranks, and a pause."""
@@ -132,29 +144,44 @@ class Group(Driver):
             self.update(staged=self.role.staged and self.chance.random() < 0.5)
         self.world.pause(self.chance.uniform(0.0, 0.6))
 
-    def finish(self) -> None:
-        """Liveness: after healing, the group comes to the last version before its time is up."""
-        while self.world.clock() < self.must_end_by and not self.world.is_over.is_set():
-            if self.world.last_version is None:
+    def meet(self, meeting: Meeting) -> None:
+        """Be there; then do what was agreed, until it is done or the meeting is over."""
+        for step, is_done in ((meeting.arrived, self.ready), (meeting.done, lambda: self.ready() and self.attend(meeting))):
+            while not meeting.over.is_set() and not is_done():
                 self.world.pause(0.05)
-            elif self.ready():
-                answers = self.update(at_least=self.world.last_version)
-                if all(answer is not None and answer["outcome"] == "ok" for answer in answers):
-                    self.is_done = True
-                    return
+            step.add(self.role.group)
+            while not meeting.agreed.wait(0.05) and not meeting.over.is_set():
+                pass
+        meeting.over.wait()
+
+    def attend(self, meeting: Meeting) -> bool:
+        """Come to the meeting's version; True if all ranks are there."""
+        if meeting.target is None:
+            return False
+        answers = self.update(at_least=meeting.target)
+        return all(answer is not None and answer["outcome"] == "ok" for answer in answers)
+
+    def holds(self, version: int) -> bool:
+        """Whether all ranks are alive, and said last that they hold it. For who knows that no call runs."""
+        lives = [(host, self.lives[host.name], rank) for rank, host in enumerate(self.hosts)]
+        return all(
+            host.is_up and host.lives == life.number and rank in life.seats and life.seats[rank].holds == version
+            for host, life, rank in lives
+        )
 
     # ------------------------------------------------------------------------------------------ being there
 
     def ready(self) -> bool:
         """Each rank is alive, connected and registered; False if that could not be brought about just now."""
+        for host in dict.fromkeys(self.hosts):
+            if not host.is_up:
+                if not host.may_run.wait(0.2):
+                    return False
+                host.start()
         return all(self._is_there(rank, host) for rank, host in enumerate(self.hosts))
 
     def _is_there(self, rank: int, host: Host) -> bool:
         life = self.lives[host.name]
-        if not host.is_up:
-            if not host.may_run.wait(0.2):
-                return False
-            host.start()
         if life.number != host.lives:
             life = self.lives[host.name] = Life(host.lives)
         if not life.is_connected:
@@ -176,7 +203,7 @@ class Group(Driver):
         answer = self.answer(
             host.ask(
                 "connect",
-                2 * CALL_S,
+                START_S,
                 address=network.address(host.name),
                 name=host.name,
                 host=network.location(host.name),
@@ -273,7 +300,7 @@ class Trainer(Group):
         if to < 1 or to > self.world.ledger.visible:
             return
         self.world.rolling_back(to)
-        while not self.world.must_stop():
+        while not self.world.is_over.is_set():
             if not self.ready():
                 continue
             answer = self.answer(self.hosts[0].ask("rollback", CALL_S, to=to, timeout=CALL_S))
@@ -283,9 +310,7 @@ class Trainer(Group):
                 self.next = to + 1
                 return
 
-    def finish(self) -> None:
-        while self.world.clock() < self.must_end_by and not self.world.is_over.is_set():
-            if self.ready() and self.mutate():
-                self.world.last_version = self.next - 1
-                self.is_done = True
-                return
+    def attend(self, meeting: Meeting) -> bool:
+        if meeting.target is None and self.mutate():
+            meeting.target = self.next - 1
+        return super().attend(meeting)

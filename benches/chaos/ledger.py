@@ -6,7 +6,8 @@ Pure: times are arguments (seconds of the run). Judged are
   published (or is being published) under the version that it names; no number of a lineage ever has two contents;
 - G3: a fill of "latest" never returns less than what a publish had returned before the fill was called;
 - G4: ranks of a group that called together and lived on do not return different outcomes (`in_doubt` is no outcome);
-- G5, see `Keeping`;
+- G5 and G7, when all faults are healed (`run`): a version that a whole live group holds is got by every other group, and the
+  next one is published and got;
 - G10: errors are TensorHubErrors, and calls end by their timeouts plus a margin;
 - errors' `memory`: "intact" is what was there before (or, in `mutate`, what its body wrote), "torn" is a torn handle;
 - `unpublish` in `mutate` is not refused but for retention, where something is retained.
@@ -33,6 +34,7 @@ class Seat:
     rank: int
     world_size: int = 2
     contents: set[int] | None = None  # None: in flux, or unknown
+    holds: int | None = None  # what its handle said last
     was_torn: bool = False
 
     def __str__(self) -> str:
@@ -151,6 +153,7 @@ class Ledger:
     def _remember(self, seat: Seat, answer: Answer) -> None:
         if "state" in answer:
             seat.was_torn = answer["state"] == "torn"
+            seat.holds = answer["holds"]
             seat.contents = set(answer["contents"]) if "contents" in answer else None
 
     # ------------------------------------------------------------------------------------------------- groups

@@ -10,13 +10,32 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Mapping, Sequence
-from typing import Any, Final, Self
+from typing import Any, Final, Protocol, Self
 
 from benches.chaos.plan import KINDS, Fault
 from benches.chaos.relay import Path, Relay, Weather
 
 PORT: Final = 7000
 HELD: Final[Mapping[str, tuple[str, ...]]] = {"partition": ("up", "down"), "deaf": ("down",), "mute": ("up",)}
+
+
+class Network(Protocol):
+    """What stands between the parties: where each of them is, and what faults make of its links."""
+
+    kinds: Sequence[str]  # of fault that it can do
+    coordinator: tuple[str, int]  # where the coordinator listens
+
+    @property
+    def bytes_passed(self) -> int: ...
+    @property
+    def failure(self) -> BaseException | None: ...
+    def prefix(self, name: str) -> list[str]: ...
+    def location(self, name: str) -> str | None: ...
+    def address(self, name: str) -> str: ...
+    def options(self, name: str) -> dict[str, Any]: ...
+    def begin(self, fault: Fault) -> None: ...
+    def end(self, fault: Fault) -> None: ...
+    def heal(self) -> None: ...
 
 
 class Relays:

@@ -11,7 +11,6 @@ from random import Random
 from typing import Final
 
 GAP_S: Final = 1.8  # between faults, on average
-QUIET_S: Final = 5.0  # at the start, so that there is something to break
 
 # What happens how often (weights), and for how long (seconds, from and to).
 KINDS: Final[Mapping[str, tuple[int, float, float]]] = {
@@ -59,7 +58,7 @@ class Fault:
 def draw(seed: int, seconds: float, parties: Sequence[str], kinds: Sequence[str] = tuple(KINDS)) -> list[Fault]:
     """The faults of a run, in order. `parties`: the coordinator, called so, and the others."""
     chance = Random(f"chaos {seed}")
-    faults, at_s = list[Fault](), QUIET_S
+    faults, at_s = list[Fault](), 0.0
     while True:
         at_s += min(chance.expovariate(1 / GAP_S), 4 * GAP_S)
         if at_s >= seconds:

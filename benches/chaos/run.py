@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import heapq
 import itertools
 import secrets
@@ -17,28 +16,16 @@ from pathlib import Path
 from typing import Any, Final
 
 from benches.chaos.cast import Host
-from benches.chaos.drivers import CALL_S, COORDINATOR_OPTIONS, ROLES, WORKERS, Driver, Group, Keeper, Trainer
+from benches.chaos.drivers import CALL_S, ROLES, WORKERS, Driver, Group, Keeper, Meeting, Trainer
+from benches.chaos.events import Event
 from benches.chaos.ledger import Answer, Call, Ledger, Seat
-from benches.chaos.network import Relays
+from benches.chaos.network import Network
 from benches.chaos.plan import PROCESS_KINDS, Fault, draw
 
-LIVENESS_S: Final = 90.0  # from healing until every group has the last version
+ROUND_S: Final = 60.0  # of chaos, then everything is healed
+LIVENESS_S: Final = 120.0  # from healing until every group has the last version
 SETTLE_S: Final = 30.0  # from then until the coordinator's books show just that
 END_S: Final = 30.0  # for a process to leave
-
-
-@dataclass(frozen=True, slots=True)
-class Event:
-    """Something that happened. `kind`: a fault's kind, or what a party did."""
-
-    at_s: float
-    party: str
-    kind: str
-    text: str = ""
-    until_s: float | None = None  # of a fault
-
-    def __str__(self) -> str:
-        return f"{self.at_s:7.2f} s  {self.party:11} {self.kind:10} {self.text}"
 
 
 @dataclass
@@ -79,27 +66,28 @@ class Result:
 class World:
     """What drivers share. Everything that judges is under one lock."""
 
-    def __init__(self, seed: int, network: Relays, folder: Path) -> None:
+    def __init__(self, seed: int, network: Network, folder: Path) -> None:
         self.seed = seed
         self.network = network
         self.folder = folder
         self.ledger = Ledger()
         self.events = list[Event]()
-        self.calm = threading.Event()  # no more faults; come to the last version
         self.is_over = threading.Event()
         self.failed = threading.Event()  # a driver, by a mistake of its own
-        self.last_version: int | None = None
-        self.stop_by_s = float("inf")
+        self.meeting: Meeting | None = None
+        self.last_version: int | None = None  # that all were to hold at the end of the last meeting
         self._started = time.monotonic()
         self._lock = threading.Lock()
         environment = {"TENSORHUB_TOKEN": secrets.token_hex(16), "OMP_NUM_THREADS": "1"}
         self.hosts = {name: Host(name, network, environment, folder, self.note) for name in ("coordinator", *WORKERS)}
 
+    @property
+    def must_end(self) -> bool:
+        """Whether there is nothing more to find out."""
+        return self.failed.is_set() or bool(self.ledger.violations)
+
     def clock(self) -> float:
         return time.monotonic() - self._started
-
-    def must_stop(self) -> bool:
-        return self.is_over.is_set() or self.clock() > self.stop_by_s
 
     def pause(self, seconds: float) -> None:
         self.is_over.wait(seconds)
@@ -149,7 +137,7 @@ class World:
             self.ledger.rolled_back(to, self.clock())
 
 
-def run(seed: int, seconds: float, network: Relays) -> Result:
+def run(seed: int, seconds: float, network: Network) -> Result:
     """One run in this process' children; nothing of it is left, whatever happens. `network`: entered by the caller."""
     folder = Path(tempfile.mkdtemp(prefix="tensorhub-chaos-"))
     world = World(seed, network, folder)
@@ -158,10 +146,13 @@ def run(seed: int, seconds: float, network: Relays) -> Result:
     try:
         for driver in drivers:
             driver.start()
-        faults, skipped = _storm(world, draw(seed, seconds, list(world.hosts), network.kinds))
-        chaos_s = world.clock()
-        _heal(world)
-        _converge(world, [driver for driver in drivers if isinstance(driver, Group)])
+        groups = [driver for driver in drivers if isinstance(driver, Group)]
+        _meet(world, groups, anew=True)  # so that there is something to break
+        _go_on(world)
+        faults, skipped, chaos_s = _storms(world, groups, draw(seed, seconds, list(world.hosts), network.kinds))
+        if not world.must_end:
+            _meet(world, groups, anew=True)
+            _check_books(world)  # while nobody calls
         if network.failure is not None:
             world.violated(f"the relay failed: {network.failure!r}")
         for driver in drivers:
@@ -179,12 +170,27 @@ def run(seed: int, seconds: float, network: Relays) -> Result:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def _storm(world: World, plan: Sequence[Fault]) -> tuple[Counter[str], int]:
-    """The faults, each at its time; how many of each kind, and how many met nobody."""
-    done, skipped, order = Counter[str](), 0, itertools.count()
-    due = [(fault.at_s, next(order), fault, True) for fault in plan]
+def _storms(world: World, groups: Sequence[Group], plan: Sequence[Fault]) -> tuple[Counter[str], int, float]:
+    """Faults, and a meeting after each ROUND_S. Returns how many of each kind, how many met nobody, and for how long."""
+    done, skipped, chaos_s = Counter[str](), 0, 0.0
+    for number, part in itertools.groupby(plan, lambda fault: fault.at_s // ROUND_S):
+        began_s = world.clock()
+        skipped += _storm(world, list(part), began_s - number * ROUND_S, done)
+        chaos_s += world.clock() - began_s
+        _heal(world)
+        if world.must_end:
+            break
+        _meet(world, groups, anew=False)
+        _go_on(world)
+    return done, skipped, chaos_s
+
+
+def _storm(world: World, plan: Sequence[Fault], after_s: float, done: Counter[str]) -> int:
+    """One round's faults, each at its time, to their ends; how many met nobody."""
+    skipped, order = 0, itertools.count()
+    due = [(fault.at_s + after_s, next(order), fault, True) for fault in plan]
     heapq.heapify(due)
-    while due and not world.failed.is_set() and not world.ledger.violations:
+    while due and not world.must_end:
         at_s, _, fault, begins = heapq.heappop(due)
         world.is_over.wait(max(0.0, at_s - world.clock()))
         if not begins:
@@ -197,7 +203,7 @@ def _storm(world: World, plan: Sequence[Fault]) -> tuple[Counter[str], int]:
             done[fault.kind if fault.kind in PROCESS_KINDS else f"{fault.kind} {fault.plane}"] += 1
             world.note(fault.party, fault.kind, str(fault)[9:].strip(), until_s)
         heapq.heappush(due, (until_s, next(order), fault, False))
-    return done, skipped
+    return skipped
 
 
 def _begin(world: World, fault: Fault) -> bool:
@@ -228,27 +234,49 @@ def _heal(world: World) -> None:
     world.note("run", "healed")
 
 
-def _converge(world: World, groups: Sequence[Group]) -> None:
-    """G7: everybody comes to one last version; then the coordinator's books show that, and nothing else."""
-    deadline_s = world.stop_by_s = world.clock() + LIVENESS_S
-    for group in groups:
-        group.must_end_by = deadline_s
-    world.calm.set()
-    for group in groups:
-        group.join(max(0.0, deadline_s + 2 * CALL_S - world.clock()))
-    late = [group.role.group for group in groups if not group.is_done]
-    if late:
-        books = _books(world)
-        world.violated(f"G7: {', '.join(late)} did not come to {world.last_version} in {LIVENESS_S:g} s; books: {books}")
-        return
-    world.note("run", "converged", f"on {world.last_version}")
-    until_s, problem = world.clock() + SETTLE_S, ""
-    while world.clock() < until_s:
+def _meet(world: World, groups: Sequence[Group], *, anew: bool) -> None:
+    """G5, G7: what a whole live group holds, everybody can get (`anew`: or a version that is published now)."""
+    meeting = world.meeting = Meeting()
+    deadline_s = world.clock() + LIVENESS_S
+
+    def all_in(names: set[str]) -> bool:
+        while len(names) < len(groups) and world.clock() < deadline_s and not world.failed.is_set():
+            world.pause(0.05)
+        return len(names) == len(groups)
+
+    problem = "register"
+    if all_in(meeting.arrived):
+        newest = world.ledger.visible
+        holders = [group.role.group for group in groups if group.holds(newest)]
+        if holders and not anew:
+            meeting.target = newest
+        wanted = f"{newest}, which {', '.join(holders)} held" if meeting.target else f"what comes after {newest}"
+        world.note("run", "meeting", f"on {wanted}")
+        meeting.agreed.set()
+        problem = "" if all_in(meeting.done) else f"come to {wanted}"
+    if problem:
+        late = sorted(
+            {group.role.group for group in groups} - (meeting.done if meeting.agreed.is_set() else meeting.arrived)
+        )
+        world.violated(f"G7: {', '.join(late)} did not {problem} in {LIVENESS_S:g} s; books: {_books(world)}")
+    world.last_version = meeting.target
+
+
+def _go_on(world: World) -> None:
+    """The meeting is over."""
+    meeting, world.meeting = world.meeting, None
+    if meeting is not None:
+        meeting.over.set()
+
+
+def _check_books(world: World) -> None:
+    """After a meeting: the coordinator's books show everybody with the last version, and nothing else."""
+    until_s, problem = world.clock() + SETTLE_S, "it was never asked"
+    while problem and world.clock() < until_s:
         problem = _unsettled(world, _books(world))
-        if not problem:
-            return
         world.pause(0.2)
-    world.violated(f"G7: {SETTLE_S:g} s after the last call {problem}")
+    if problem:
+        world.violated(f"G7: {SETTLE_S:g} s after the last call {problem}")
 
 
 def _books(world: World) -> Answer | None:
@@ -283,6 +311,7 @@ def _is_last(world: World, version: int, state: str, medium: str, shards: Sequen
 def _end(world: World, drivers: Sequence[Driver]) -> None:
     """Everybody leaves in order, and ends well."""
     world.is_over.set()
+    _go_on(world)
     for driver in drivers:
         driver.join(END_S)
         if driver.is_alive():
@@ -293,8 +322,4 @@ def _end(world: World, drivers: Sequence[Driver]) -> None:
             world.violated(
                 f"{name} ended with exit code {code}" if code is not None else f"{name} did not end in {END_S:g} s"
             )
-    with contextlib.suppress(KeyError):
-        world.note("run", "ended")
-
-
-__all__ = ["COORDINATOR_OPTIONS", "Event", "Result", "World", "run"]
+    world.note("run", "ended")

@@ -53,7 +53,9 @@ async def test_a_port_that_is_taken_is_named() -> None:
     with socket.create_server((HOST, 0)) as taken:
         port = taken.getsockname()[1]
         async with cluster() as c:
-            with pytest.raises(StateError, match=rf"'127.0.0.1', port {port} \(.*\): set Options.listen_host and listen_port"):
+            with pytest.raises(
+                StateError, match=rf"'127.0.0.1', port {port} \(.*\): set Options.listen_host and listen_port"
+            ):
                 async with connect(c.address, options=dataclasses.replace(OPTIONS, listen_port=port)):
                     pass
 
@@ -61,7 +63,7 @@ async def test_a_port_that_is_taken_is_named() -> None:
 async def test_open_access_is_not_advertised_beyond_loopback() -> None:
     """Whoever forwards a port of this machine's loopback takes the weights beyond it."""
     async with cluster() as c:
-        with pytest.raises(AuthenticationFailed, match="open access is for loopback only, and 'gateway.example' is not"):
+        with pytest.raises(AuthenticationFailed, match=r"open access is for loopback only, and 'gateway\.example' is not"):
             async with connect(c.address, options=dataclasses.replace(OPTIONS, advertise="gateway.example:4000")):
                 pass
     async with cluster(token="secret") as c:
@@ -89,9 +91,13 @@ def test_what_can_be_advertised(address: str) -> None:
 
 @pytest.mark.parametrize(
     "address",
-    ["", "gateway", ":7000", "gateway:0", "gateway:70000", "::1:7000", "0.0.0.0:7000", "[::]:7000", "a b:1", 7000, b"g:1"]
-    + ["x" * 600 + ":1", "tcp://gateway:1", "gate\nway:1"],
+    [
+        *("", "gateway", ":7000", "gateway:0", "gateway:70000", "::1:7000", "0.0.0.0:7000", "[::]:7000", "a b:1"),
+        *(7000, b"g:1", "x" * 600 + ":1", "tcp://gateway:1", "gate\nway:1"),
+    ],
 )
 def test_what_cannot_be_advertised(address: object) -> None:
-    with pytest.raises(StateError, match=r"Options\.advertise = (?s:.*): give HOST:PORT, as readers reach the data listener"):
+    with pytest.raises(
+        StateError, match=r"Options\.advertise = (?s:.*): give HOST:PORT, as readers reach the data listener"
+    ):
         Options(advertise=address)  # type: ignore[arg-type]
