@@ -35,7 +35,7 @@ class Seat:
     world_size: int = 2
     contents: set[int] | None = None  # None: in flux, or unknown
     holds: int | None = None  # what its handle said last
-    was_torn: bool = False
+    may_be_torn: bool = False  # it was torn, or in doubt: resolving that is no harm that the next call did
 
     def __str__(self) -> str:
         return f"{self.group}[{self.rank}]"
@@ -139,7 +139,7 @@ class Ledger:
         text = f"{seat} {call.what} raised {answer['outcome']} ({answer['text']}), memory {said}"
         if said == "torn" and call.what == "update" and state not in ("torn", "filling"):
             self.violated(now, f"memory: {text}, and is {state}")
-        if said == "intact" and state == "torn" and not seat.was_torn:
+        if said == "intact" and state == "torn" and not seat.may_be_torn:
             self.violated(now, f"memory: {text}, and is torn")
         if said == "intact" and seat.contents is not None and "contents" in answer:
             found, usual = set(answer["contents"]), [seat.contents]
@@ -152,7 +152,7 @@ class Ledger:
 
     def _remember(self, seat: Seat, answer: Answer) -> None:
         if "state" in answer:
-            seat.was_torn = answer["state"] == "torn"
+            seat.may_be_torn = answer["state"] in ("torn", "in_doubt", "filling")
             seat.holds = answer["holds"]
             seat.contents = set(answer["contents"]) if "contents" in answer else None
 

@@ -201,6 +201,8 @@ def test_memory_is_as_the_error_says(story: Story) -> None:
     assert story.found() == []
     story.update(story.begin(seat, "update"), 1)
     story.end(story.begin(seat, "update"), **failed, memory="intact", state="empty", contents=[number(1), -1])
+    story.end(story.begin(seat, "update"), **failed, memory="in_doubt", state="in_doubt")
+    story.end(story.begin(seat, "update"), **failed, memory="intact", state="torn")  # by what was in doubt
     story.update(story.begin(seat, "update"), 1)
     story.end(story.begin(seat, "update"), **failed, memory="intact", state="torn")
     story.end(story.begin(seat, "update"), **failed, memory="torn", state="ready")
