@@ -25,9 +25,10 @@ class Host:
     """One party's process, over its lives. Faults come from the run's thread, questions from its driver's."""
 
     def __init__(
-        self, name: str, place: Place, environment: Mapping[str, str], folder: Path, note: Callable[..., None]
+        self, name: str, backend: str, place: Place, environment: Mapping[str, str], folder: Path, note: Callable[..., None]
     ) -> None:
         self.name = name
+        self._backend = backend
         self._place = place
         self._environment = environment
         self._errors = folder / f"{name}.err"
@@ -56,7 +57,7 @@ class Host:
         started = Process(
             self.name,
             "benches.chaos.party",
-            "asyncio",
+            self._backend,
             environment=self._environment,
             prefix=self._place.prefix(self.name),
             errors=self._errors,

@@ -38,6 +38,7 @@ class Role:
     host_memory_bytes: int = 0
     prefetch: bool = False
     staged: bool = False
+    fetches: bool = False  # now and then it fetches into files
     leaves: bool = False  # now and then it closes its handles and registers again
 
 
@@ -46,7 +47,7 @@ ROLES: Final = (
     Role("pair", ("pair-0", "pair-1")),
     Role("spot", ("spot", "spot"), spot=True, leaves=True),
     Role("staged", ("staged", "staged"), host_memory_bytes=8 * NBYTES, prefetch=True, staged=True),
-    Role("visitor", ("visitor", "visitor"), leaves=True),
+    Role("visitor", ("visitor", "visitor"), fetches=True, leaves=True),
 )
 WORKERS: Final = tuple(dict.fromkeys(host for role in ROLES for host in role.hosts))
 
@@ -140,6 +141,8 @@ class Group(Driver):
         """One call of all ranks, and a pause."""
         if self.role.leaves and self.chance.random() < 0.15:
             self.leave()
+        elif self.role.fetches and self.chance.random() < 0.3:
+            self.fetch()
         else:
             self.update(staged=self.role.staged and self.chance.random() < 0.5)
         self.world.pause(self.chance.uniform(0.0, 0.6))
@@ -245,6 +248,12 @@ class Group(Driver):
     def update(self, **arguments: Any) -> list[Answer | None]:
         asked = [self._ask(rank, "update", self.seat(rank), timeout=CALL_S, **arguments) for rank in (0, 1)]
         return self._answers(asked)
+
+    def fetch(self) -> None:
+        """Each rank's shard, as files; no call of a group."""
+        asked = [self._ask(rank, "fetch", Seat("fetcher", rank), timeout=CALL_S) for rank in (0, 1)]
+        for question, call in asked:
+            self.world.ended(question.host.name, call, self.answer(question))
 
     def leave(self) -> None:
         """Close the handles, so that the next turn registers again; a handle that is not let go stays."""

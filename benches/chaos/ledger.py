@@ -100,13 +100,13 @@ class Ledger:
             assert call.content is not None
             self._settle(call, call.version, call.content, now)
             self.visible = max(self.visible, call.version)
-        elif call.what == "update":
+        elif call.what in ("update", "fetch"):
             floor = min([call.floor, *(to for at, to in self.rollbacks if at >= call.begun_at)])
             if answer["version"] < floor:
                 self.violated(
                     now, f"G3: {call.seat} got {answer['version']} as latest; {floor} was published before it asked"
                 )
-            if answer["state"] == "ready" and answer["holds"] != answer["version"]:
+            if answer.get("state") == "ready" and answer["holds"] != answer["version"]:
                 self.violated(now, f"G1: {call.seat} got {answer['version']} and holds {answer['holds']}")
             self.commits += bool(answer["changed"])
 
@@ -122,7 +122,7 @@ class Ledger:
         elif contents[0] not in self.tried.get(version, ()) and contents[0] not in self.dropped:
             self.violated(now, f"G1: {call.seat} holds {shown(contents)}, which nobody published")
         elif contents[0] in self.dropped:
-            if answer["outcome"] == "ok" and call.what == "update" and call.begun_at > self.dropped[contents[0]]:
+            if answer["outcome"] == "ok" and call.what in ("update", "fetch") and call.begun_at > self.dropped[contents[0]]:
                 self.violated(now, f"G1: {call.seat} got {shown(contents)}, which a rollback had retired before it asked")
         else:
             self._settle(call, version, contents[0], now)

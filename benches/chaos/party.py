@@ -7,19 +7,23 @@ Each call answers with what it returned or raised and with which contents' words
 from __future__ import annotations
 
 import sys
+import tempfile
 import time
 from collections.abc import Awaitable
 from contextlib import AsyncExitStack
+from pathlib import Path
 from typing import Any
 
 import anyio
+import anyio.to_thread
 
 import tensorhub
 from benches import words
 from benches.orders import obey
 from tensorhub.errors import TensorHubError
-from tensorhub.hub import Hub
-from tensorhub.types import FetchReport, Location, Options
+from tensorhub.hub import Hub, fetch_into
+from tensorhub.transport.file_target import FileTarget
+from tensorhub.types import FetchReport, Location, Options, VersionInfo
 from tensorhub.weights import Weights
 
 MODEL = "m"
@@ -67,8 +71,23 @@ class Party:
         updating = self._weights[rank].update(staged=staged, at_least=at_least, timeout=timeout)
         return await self._told(updating, rank)
 
-    async def unpublish(self, rank: int, timeout: float) -> Any:
-        return await self._told(self._weights[rank].unpublish(timeout), rank)
+    async def fetch(self, rank: int, timeout: float) -> Any:
+        """Into a file, by a handle that is nobody's; its words are read from the file."""
+        with tempfile.TemporaryDirectory(prefix="tensorhub-chaos-fetch-") as folder:
+            out = Path(folder) / "shard.safetensors"
+            with FileTarget(out) as target:
+                fetching = fetch_into(self._hub, MODEL, "latest", target, rank=rank, timeout=timeout)
+                said = await self._told(self._kept(fetching, target))
+            if said["outcome"] == "ok":
+                memory = words.read(out)
+                said |= {"holds": said["version"], "contents": sorted(words.contents(memory, rank))}
+                said["checked"] = sum(tensor.nbytes for tensor in memory.values())
+        return said
+
+    async def _kept(self, fetching: Awaitable[tuple[VersionInfo, FetchReport]], target: FileTarget) -> FetchReport:
+        _, report = await fetching
+        await anyio.to_thread.run_sync(target.commit)
+        return report
 
     async def close_handle(self, rank: int, abandon: bool) -> Any:
         return await self._told(self._weights[rank].close(abandon), rank)

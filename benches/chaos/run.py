@@ -79,7 +79,10 @@ class World:
         self._started = time.monotonic()
         self._lock = threading.Lock()
         environment = {"TENSORHUB_TOKEN": secrets.token_hex(16), "OMP_NUM_THREADS": "1"}
-        self.hosts = {name: Host(name, network, environment, folder, self.note) for name in ("coordinator", *WORKERS)}
+        self.hosts = {
+            name: Host(name, backend, network, environment, folder, self.note)
+            for name, backend in zip(("coordinator", *WORKERS), itertools.cycle(("asyncio", "trio")), strict=False)
+        }
 
     @property
     def must_end(self) -> bool:

@@ -14,6 +14,7 @@ from xml.etree import ElementTree
 
 import numpy as np
 import pytest
+import safetensors.numpy as safetensors_numpy
 
 from benches import words
 from benches.chaos import __main__ as program
@@ -81,6 +82,13 @@ def test_a_word_that_is_not_the_contents_is_found() -> None:
 
 
 # -------------------------------------------------------------------------------------------------------- the ledger
+
+
+def test_words_are_read_from_a_file(tmp_path: Path) -> None:
+    memory = words.make(4096)
+    words.write(memory, 9, rank=1)
+    safetensors_numpy.save_file(memory, tmp_path / "file")
+    assert words.contents(words.read(tmp_path / "file"), rank=1) == {9}
 
 
 def number(version: int, attempt: int = 0) -> int:
@@ -287,9 +295,10 @@ def test_chaos_between_network_namespaces() -> None:
 
 
 @pytest.mark.slow
-def test_nobody_outlives_a_run_that_is_killed() -> None:
+def test_nobody_outlives_a_run_that_is_killed(tmp_path: Path) -> None:
     """Not even who was stopped."""
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), *filter(None, sys.path)])}
+    path = os.pathsep.join([str(ROOT), *filter(None, sys.path)])
+    environment = os.environ | {"PYTHONPATH": path, "TMPDIR": str(tmp_path)}  # where its folder is left
     command = [sys.executable, "-m", "benches.chaos", "--minutes", "5", "--seed", "1"]
     runner = subprocess.Popen(command, stdout=subprocess.DEVNULL, env=environment, cwd=ROOT, start_new_session=True)
     try:
