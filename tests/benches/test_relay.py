@@ -118,6 +118,23 @@ def test_what_is_held_goes_on_when_it_heals(ends: Ends) -> None:
     assert far.recv(1) == b""
 
 
+def test_nobody_hears_of_a_reset_beyond_a_partition(ends: Ends) -> None:
+    near, far = ends.both()
+    near.sendall(b"x")
+    receive(far, 1)
+    ends.path.set(Weather(hold=frozenset({"up", "down"})))
+    near.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+    near.close()
+    beside = ends.relay.add((HOST, 0), ends.path.target)
+    with socket.create_connection(beside.listener.getsockname(), WAIT_S) as other:  # so the relay has had its turns
+        other.sendall(b"y")
+        assert receive(ends.far(), 1) == b"y"
+    assert is_silent(far)
+    ends.path.set(CLEAR)
+    with pytest.raises(ConnectionResetError):
+        far.recv(1)
+
+
 def test_who_connects_meanwhile_waits(ends: Ends) -> None:
     ends.path.set(Weather(hold=frozenset({"up", "down"})))
     near = ends.near()
