@@ -7,7 +7,7 @@ STAMP := $(VENV)/.stamp
 PIP := $(BIN)/python -m pip --disable-pip-version-check --require-virtualenv install --quiet
 
 .DEFAULT_GOAL := help
-.PHONY: bugs help venv demo lint test test-slow simulate fuzz bench leaks clean
+.PHONY: bugs help venv demo lint test test-slow simulate fuzz bench leaks chaos clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "%-10s %s\n", $$1, $$2 }' Makefile
@@ -62,6 +62,11 @@ leaks: venv ## join, publish, update and leave, thousands of times: nothing may 
 	$(BIN)/python -m benches.leaks --cycles $(CYCLES)
 	$(BIN)/python -m benches.leaks --cycles $(CYCLES) --backend trio
 
+MINUTES ?= 10
+SEED ?= 1
+chaos: venv ## real processes are killed, stopped and cut off while versions advance, checked (MINUTES=, SEED=)
+	$(BIN)/python -m benches.chaos --minutes $(MINUTES) --seed $(SEED) --plot chaos.svg
+
 clean: ## remove everything that is not in the repository's history, .venv included
-	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache .coverage
+	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache .coverage chaos.svg
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

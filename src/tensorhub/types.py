@@ -194,6 +194,8 @@ class Options:
     integrity: bool = True  # publisher's: False writes digest "none" into the manifest
     host_memory_bytes: int = 0  # worker's: budget for host copies (prefetch, staged updates, retention)
     listen_host: str | None = None  # worker's: data listeners' address; None: that of the coordinator connection
+    listen_port: int = 0  # worker's: the data listener's port; 0 takes a free one
+    advertise: str | None = None  # worker's: "host:port" where readers reach the data listener, if not where it listens
     connect_timeout_s: float = 10.0  # caller's: connecting and authenticating, each attempt
     stall_timeout_s: float = 10.0  # reader's: a source that is silent for this long is given up
     readers_max: int = 64  # worker's: connections from readers that it serves at a time
@@ -207,13 +209,18 @@ class Options:
                 least = "0 or more" if may_be_0 else "more than 0"
                 raise StateError(f"Options.{name} = {getattr(self, name)!r}: give a number of seconds, {least}")
             object.__setattr__(self, name, seconds)
-        for name in ("chunk_bytes", "host_memory_bytes", "readers_max", "sessions_max", "frame_bytes_max"):
+        for name in ("chunk_bytes", "host_memory_bytes", "listen_port", "readers_max", "sessions_max", "frame_bytes_max"):
             if type(getattr(self, name)) is not int:
                 raise StateError(f"Options.{name} = {getattr(self, name)!r}: give an integer")
         if not 4096 <= self.chunk_bytes <= 2**30:
             raise StateError(f"Options.chunk_bytes = {self.chunk_bytes!r}: give 4096 to 2**30 bytes")
         if self.host_memory_bytes < 0:
             raise StateError(f"Options.host_memory_bytes = {self.host_memory_bytes!r}: give bytes, 0 or more")
+        if not 0 <= self.listen_port <= 65_535:
+            raise StateError(f"Options.listen_port = {self.listen_port!r}: give a port, 0 (any free one) to 65535")
+        if self.advertise is not None and not _can_be_reached(self.advertise):
+            text = "give HOST:PORT, as readers reach the data listener, in at most 512 characters"
+            raise StateError(f"Options.advertise = {self.advertise!r}: {text}")
         for name in ("readers_max", "sessions_max"):
             if getattr(self, name) < 1:
                 raise StateError(f"Options.{name} = {getattr(self, name)!r}: give 1 or more")
@@ -356,6 +363,16 @@ def parse_address(address: object) -> tuple[str, int]:
     if match is None or int(match["port"]) > 65_535:
         raise StateError(f"{address!r} is not a TensorHub address: give tcp://HOST:PORT")
     return match["host"].strip("[]"), int(match["port"])
+
+
+def _can_be_reached(advertised: object) -> bool:
+    """Whether it is a HOST:PORT of a listener; no wildcard, which is where one listens."""
+    try:
+        host, port = parse_address(f"tcp://{advertised}")
+    except StateError:
+        return False
+    is_name = isinstance(advertised, str) and len(advertised) <= 506 and advertised.isprintable() and " " not in advertised
+    return is_name and port > 0 and host not in ("0.0.0.0", "::")
 
 
 def format_address(host: str, port: int) -> str:

@@ -20,6 +20,7 @@ from tensorhub.coordinator import (
     Coordinator,
     Decision,
     Durable,
+    Forgotten,
     Pinned,
     Publication,
     Retention,
@@ -34,7 +35,7 @@ from tensorhub.manifest import (
     build_manifest,
     check_compatible,
 )
-from tensorhub.protocol.secret import TOKEN_BYTES_MAX, _read_token_file, is_loopback
+from tensorhub.protocol.secret import TOKEN_BYTES_MAX, TOKENS_MAX, is_loopback, read_token_file
 from tensorhub.runtime.store import SqliteStore
 from tensorhub.transport.checkpoint import Checkpoint, Index, file_name_fault, find_files
 from tensorhub.transport.file_target import FileTarget, plan
@@ -297,9 +298,10 @@ def texts(data: bytes) -> None:
         check_selector(text)
     is_loopback(text)
     with _file(given) as descriptor, contextlib.suppress(AuthenticationFailed):
-        secret = _read_token_file(Path(f"/proc/self/fd/{descriptor}"))
-        assert 0 < len(secret) <= TOKEN_BYTES_MAX
-        assert repr(secret) == str(secret) == "<Secret: hidden>"
+        secrets = read_token_file(Path(f"/proc/self/fd/{descriptor}"))
+        assert 0 < len(secrets) <= TOKENS_MAX
+        assert 0 < sum(map(len, secrets)) <= TOKEN_BYTES_MAX
+        assert {repr(secret) for secret in secrets} == {str(secret) for secret in secrets} == {"<Secret: hidden>"}
 
 
 # -------------------------------------------------------------------------------------------------------------- store
@@ -312,6 +314,7 @@ ENTRIES = (
     Rollback("actor", 1, 3, "ident"),
     Retention("actor", 2),
     Pinned("p1", "worker.1", "actor", 3, "c3"),
+    Forgotten("actor", "elsewhere"),
 )
 STATE = "state.sqlite3"
 

@@ -1,19 +1,14 @@
-"""One process of a test's cluster: does what its parent says, in JSON lines on its standard input, and answers each.
+"""One process of a test's cluster: does what its parent says (`benches.orders`), and answers each command.
 
-`{"id": 1, "do": "replicate", ...}` is answered by `{"id": 1, "value": ...}` or `{"id": 1, "error": ...}`; commands run at
-the same time, but for `block`, which blocks this process' only Python thread and its loop.
+Commands run at the same time, but for `block`, which blocks this process' only Python thread and its loop.
 """
 
 from __future__ import annotations
 
 import hashlib
-import json
-import os
 import resource
 import sys
-import threading
 import time
-from collections.abc import Awaitable, Callable
 from contextlib import AsyncExitStack
 from typing import Any
 
@@ -23,9 +18,10 @@ import numpy as np
 import numpy.typing as npt
 
 import tensorhub
+from benches import words
+from benches.orders import obey
 from tensorhub.errors import TensorHubError
 from tensorhub.hub import Hub
-from tensorhub.runtime.wakeup import Wakeup
 from tensorhub.types import FetchReport, Options
 from tensorhub.weights import Weights
 from tests.rig import Gate, gated
@@ -62,14 +58,12 @@ class Actor:
         self._hub = await self._stack.enter_async_context(connecting)
 
     async def register(self, nbytes: int, name: str = "w", **settings: Any) -> None:
-        memory = {part: np.zeros(nbytes // 16, np.uint64) for part in ("a", "b")}
-        self._memory[name] = memory
+        memory = self._memory[name] = words.make(nbytes)
         self._weights[name] = await self._hub.register("m", memory, **settings)
 
     async def write(self, content: int, name: str = "w") -> None:
         """Every word says which content it belongs to, and where it is."""
-        for place, tensor in enumerate(self._memory[name].values()):
-            tensor[:] = np.arange(len(tensor), dtype=np.uint64) * np.uint64(2) + np.uint64((content << 40) + place)
+        words.write(self._memory[name], content)
 
     async def erase(self, part: str, name: str = "w") -> None:
         self._memory[name][part][:] = 0
@@ -122,7 +116,7 @@ class Actor:
 
     async def contents(self, name: str = "w") -> list[int]:
         """Which contents' words the memory holds."""
-        return sorted(_contents(self._memory[name]))
+        return sorted(words.contents(self._memory[name]))
 
     async def peak_bytes(self) -> int:
         """The most memory that this process has had."""
@@ -149,7 +143,7 @@ class Actor:
                 kind = type(error).__name__
                 failures[kind] = failures.get(kind, 0) + 1
                 continue
-            found = _contents(self._memory[name])
+            found = words.contents(self._memory[name])
             if found != {report.version} or self._weights[name].version != report.version:
                 mixed.append([report.version, sorted(found)])
             if report.changed:
@@ -163,14 +157,6 @@ class Actor:
         await self._stack.aclose()
 
 
-def _contents(memory: dict[str, npt.NDArray[np.uint64]]) -> set[int]:
-    found: set[int] = set()
-    for place, tensor in enumerate(memory.values()):
-        at = np.arange(len(tensor), dtype=np.uint64) * np.uint64(2) + np.uint64(place)
-        found.update(int(value) for value in np.unique((tensor - at) >> np.uint64(40)))
-    return found
-
-
 def _shown(report: FetchReport) -> dict[str, Any]:
     return {
         "version": report.version,
@@ -182,44 +168,5 @@ def _shown(report: FetchReport) -> dict[str, Any]:
     }
 
 
-async def _obey(actor: Actor, command: dict[str, Any]) -> None:
-    number, what = command.pop("id"), command.pop("do")
-    work: Callable[..., Awaitable[Any]] = getattr(actor, what)
-    answer: dict[str, Any] = {"id": number}
-    try:
-        answer["value"] = await work(**command)
-    except Exception as error:
-        answer["error"] = {
-            "kind": type(error).__name__,
-            "text": str(error),
-            "retryable": getattr(error, "retryable", None),
-            "memory": getattr(error, "memory", None),
-        }
-    os.write(1, json.dumps(answer).encode() + b"\n")
-
-
-async def main() -> None:
-    wakeup, lines = Wakeup(), list[str]()
-
-    def listen() -> None:
-        for line in sys.stdin:
-            lines.append(line)
-            wakeup.set()
-        lines.append("")
-        wakeup.set()
-
-    threading.Thread(target=listen, daemon=True).start()
-    async with AsyncExitStack() as stack, anyio.create_task_group() as tasks:
-        actor = Actor(stack)
-        while True:
-            await wakeup.wait()
-            while lines:
-                line = lines.pop(0)
-                if not line:
-                    tasks.cancel_scope.cancel()
-                    return
-                tasks.start_soon(_obey, actor, json.loads(line))
-
-
 if __name__ == "__main__":
-    anyio.run(main, backend=sys.argv[1])
+    anyio.run(obey, Actor, backend=sys.argv[1])

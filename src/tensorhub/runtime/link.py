@@ -125,12 +125,18 @@ class CoordinatorLink:
         """A connection to the first coordinator that takes one. Raises CoordinatorUnavailable, AuthenticationFailed,
         ProtocolError.
         """
-        problems: list[str] = []
+        problems, refusal = list[str](), list[TensorHubError]()
         for host, port in self._addresses:
             try:
                 return await self._connect(host, port)
             except (OSError, ConnectionLost, OperationTimeout) as error:
                 problems.append(f"tcp://{host}:{port}: {error}")
+            except TensorHubError as error:
+                if not error.retryable:
+                    raise
+                refusal.append(error)  # a proxy before a coordinator that is gone closes: another address may do
+        if refusal:
+            raise refusal[0]
         text = f"no coordinator can be reached ({'; '.join(problems)}): is one running there? (tensorhub serve)"
         raise CoordinatorUnavailable(text)
 

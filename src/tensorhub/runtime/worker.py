@@ -87,6 +87,7 @@ from tensorhub.types import (
     Selector,
     VersionInfo,
     as_timeout_s,
+    parse_address,
 )
 from tensorhub.worker.calls import FillCall
 from tensorhub.worker.copies import Copies
@@ -196,13 +197,18 @@ class Worker:
 
     def _listen(self) -> socket.socket:
         """The data listener, on the address by which this worker reached its coordinator."""
-        host = self.options.listen_host or self._link.local_host
+        options = self.options
+        host, port, advertised = options.listen_host or self._link.local_host, options.listen_port, options.advertise
         check_open_access(self._secrets[0], host)
+        if advertised is not None:  # whoever forwards to loopback takes it beyond
+            check_open_access(self._secrets[0], parse_address(f"tcp://{advertised}")[0])
         try:
-            listener = tcp.listen(host)
+            listener = tcp.listen(host, port)
         except OSError as error:
-            raise StateError(f"readers cannot be listened for on {host!r} ({error}): set Options.listen_host") from error
-        self._endpoints = (Endpoint("tcp", tcp.address_of(listener)),)
+            where = f"{host!r}, port {port or 'any'}"
+            text = f"readers cannot be listened for on {where} ({error}): set Options.listen_host and listen_port"
+            raise StateError(text) from error
+        self._endpoints = (Endpoint("tcp", f"tcp://{advertised}" if advertised else tcp.address_of(listener)),)
         return listener
 
     async def _serve_readers(self, listener: socket.socket) -> None:

@@ -1,0 +1,142 @@
+"""One party's process: a coordinator or a worker that does what the run says (`benches.orders`).
+
+Each call answers with what it returned or raised and with which contents' words the memory holds then, found word by word
+(`benches.words`). An error that is not a TensorHubError is told as such.
+"""
+
+from __future__ import annotations
+
+import sys
+import tempfile
+import time
+from collections.abc import Awaitable
+from contextlib import AsyncExitStack
+from pathlib import Path
+from typing import Any
+
+import anyio
+import anyio.to_thread
+
+import tensorhub
+from benches import words
+from benches.orders import obey
+from tensorhub.errors import TensorHubError
+from tensorhub.hub import Hub, fetch_into
+from tensorhub.transport.file_target import FileTarget
+from tensorhub.types import FetchReport, Location, Options, VersionInfo
+from tensorhub.weights import Weights
+
+MODEL = "m"
+SETTLED = ("ready", "empty", "draining", "closed")  # states in which nobody but the caller may write the memory
+
+
+class Party:
+    """The commands; each returns what JSON can say."""
+
+    def __init__(self, stack: AsyncExitStack) -> None:
+        self._stack = stack
+        self._hub: Hub
+        self._weights = dict[int, Weights]()  # by rank
+        self._memory = dict[int, words.Words]()
+
+    async def serve(self, host: str, port: int, state_dir: str, options: dict[str, Any]) -> str:
+        serving = tensorhub.serve(host=host, port=port, state_dir=state_dir, options=Options(**options))
+        return (await self._stack.enter_async_context(serving)).address
+
+    async def connect(self, address: str, name: str, host: str | None, prefetch: bool, options: dict[str, Any]) -> Any:
+        location = Location(host=host) if host else Location()
+        connecting = tensorhub.connect(address, name=name, location=location, prefetch=prefetch, options=Options(**options))
+        return await self._told(self._enter(connecting))
+
+    async def _enter(self, connecting: Any) -> None:
+        self._hub = await self._stack.enter_async_context(connecting)
+
+    async def register(self, nbytes: int, group: str, rank: int, world_size: int, spot: bool) -> Any:
+        memory = words.make(nbytes)
+        words.write(memory, 0, rank)
+        registering = self._hub.register(MODEL, memory, group=group, rank=rank, world_size=world_size, spot=spot)
+        return await self._told(self._took(registering, rank, memory), rank)
+
+    async def _took(self, registering: Awaitable[Weights], rank: int, memory: words.Words) -> None:
+        self._weights[rank], self._memory[rank] = await registering, memory
+
+    async def mutate(self, rank: int, version: int, content: int, timeout: float) -> Any:
+        return await self._told(self._mutate(rank, version, content, timeout), rank)
+
+    async def _mutate(self, rank: int, version: int, content: int, timeout: float) -> None:
+        async with self._weights[rank].mutate(version, timeout):
+            words.write(self._memory[rank], content, rank)
+
+    async def update(self, rank: int, timeout: float, staged: bool = False, at_least: int | None = None) -> Any:
+        updating = self._weights[rank].update(staged=staged, at_least=at_least, timeout=timeout)
+        return await self._told(updating, rank)
+
+    async def fetch(self, rank: int, timeout: float) -> Any:
+        """Into a file, by a handle that is nobody's; its words are read from the file."""
+        with tempfile.TemporaryDirectory(prefix="tensorhub-chaos-fetch-") as folder:
+            out = Path(folder) / "shard.safetensors"
+            with FileTarget(out) as target:
+                fetching = fetch_into(self._hub, MODEL, "latest", target, rank=rank, timeout=timeout)
+                said = await self._told(self._kept(fetching, target))
+            if said["outcome"] == "ok":
+                memory = words.read(out)
+                said |= {"holds": said["version"], "contents": sorted(words.contents(memory, rank))}
+                said["checked"] = sum(tensor.nbytes for tensor in memory.values())
+        return said
+
+    async def _kept(self, fetching: Awaitable[tuple[VersionInfo, FetchReport]], target: FileTarget) -> FetchReport:
+        _, report = await fetching
+        await anyio.to_thread.run_sync(target.commit)
+        return report
+
+    async def close_handle(self, rank: int, abandon: bool) -> Any:
+        return await self._told(self._weights[rank].close(abandon), rank)
+
+    async def retain(self, latest: int, timeout: float) -> Any:
+        return await self._told(self._hub.retain(MODEL, latest=latest, timeout=timeout))
+
+    async def rollback(self, to: int, timeout: float) -> Any:
+        return await self._told(self._hub.rollback(MODEL, to=to, timeout=timeout))
+
+    async def describe(self, timeout: float) -> Any:
+        model = await self._hub.describe(MODEL, timeout)
+        return {
+            "mark": model.mark,
+            "versions": {str(version.version): version.state for version in model.versions},
+            "replicas": [
+                [r.group, r.version, r.state, r.medium, [[s.worker, s.rank, s.state] for s in r.shards]]
+                for r in model.replicas
+            ],
+            "leases": [[lease.reader, lease.source, lease.version, lease.state] for lease in model.leases],
+            "workers": [[worker.name, worker.state] for worker in model.workers],
+        }
+
+    async def _told(self, call: Awaitable[object], rank: int | None = None) -> dict[str, Any]:
+        """What a call did, and how the memory is after it."""
+        started, said = time.monotonic(), dict[str, Any](outcome="ok")
+        try:
+            result = await call
+        except TensorHubError as error:
+            said |= {
+                "outcome": type(error).__name__,
+                "memory": error.memory,
+                "text": str(error),
+                "retryable": error.retryable,
+            }
+        except Exception as error:
+            said |= {"outcome": "untyped", "text": repr(error)}
+        else:
+            if isinstance(result, FetchReport):
+                said |= {"version": result.version, "changed": result.changed, "reread": result.reread_bytes}
+        said["seconds"] = time.monotonic() - started
+        if rank is not None and rank in self._weights:
+            weights, memory = self._weights[rank], self._memory[rank]
+            said |= {"state": weights.state.value, "holds": weights.version}
+            if said["state"] in SETTLED:
+                said["contents"] = sorted(words.contents(memory, rank))
+                said["checked"] = sum(tensor.nbytes for tensor in memory.values())
+        return said
+
+
+if __name__ == "__main__":
+    anyio.run(obey, Party, backend=sys.argv[1])

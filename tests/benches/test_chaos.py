@@ -1,0 +1,311 @@
+"""The parts of chaos by themselves: the plan, the judgement, the picture, links' shapes; and (slow) a whole run."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+from xml.etree import ElementTree
+
+import numpy as np
+import pytest
+import safetensors.numpy as safetensors_numpy
+
+from benches import words
+from benches.chaos import __main__ as program
+from benches.chaos import namespaces, network, plan, plot
+from benches.chaos.events import Event
+from benches.chaos.ledger import ATTEMPTS, Answer, Call, Ledger, Seat
+from benches.chaos.plan import Fault
+from benches.chaos.relay import Weather
+from benches.processes import ROOT, children
+from tests.cli.processes import alive, eventually
+
+PARTIES = ["coordinator", "a", "b"]
+
+# ---------------------------------------------------------------------------------------------------------- the plan
+
+
+def test_a_plan_is_its_seeds() -> None:
+    drawn = plan.draw(1, 600, PARTIES)
+    assert drawn == plan.draw(1, 600, PARTIES) != plan.draw(2, 600, PARTIES)
+    assert [fault.at_s for fault in drawn] == sorted(fault.at_s for fault in drawn)
+    assert 0 < drawn[0].at_s <= drawn[-1].at_s < 600
+    assert {fault.party for fault in drawn} == set(PARTIES)
+    assert {fault.kind for fault in drawn} == set(plan.KINDS)
+    assert {fault.kind for fault in drawn if fault.party == "coordinator"} == set(plan.PROCESS_KINDS)
+
+
+def test_a_plan_has_only_what_can_be_done() -> None:
+    assert {fault.kind for fault in plan.draw(1, 600, PARTIES, ["kill", "slow"])} == {"kill", "slow"}
+
+
+def test_a_fault_says_what_it_does() -> None:
+    assert str(Fault(12.5, "slow", "a", 3.0, "data", bytes_per_s=65536.0)) == "  12.50 s  slow a, for 3.0 s, data, 64 KiB/s"
+    assert str(Fault(1.0, "cut", "a", 0.0, "both", reset=False)) == "   1.00 s  cut a, both, ended"
+
+
+def test_faults_of_one_party_add_up_and_are_seen_from_its_end() -> None:
+    """A worker is at the near end of its control path, and at the far end of its data path."""
+    deaf, slow = Fault(0, "deaf", "a", 1), Fault(0, "slow", "a", 1, "data", bytes_per_s=1000.0)
+    refuse, delay = Fault(0, "refuse", "a", 1, "control"), Fault(0, "delay", "a", 1, delay_s=0.1)
+    control, data = (network.weather([deaf, slow, refuse, delay], plane) for plane in ("control", "data"))
+    assert control == Weather(frozenset({"down"}), refuse=True, delay_s=0.1)
+    assert data == Weather(frozenset({"up"}), bytes_per_s=1000.0, delay_s=0.1)
+    assert network.weather([], "data") == Weather()
+
+
+def test_the_shape_of_a_link() -> None:
+    assert namespaces.shape([]) == ()
+    slow = [Fault(0, "slow", "a", 1, bytes_per_s=rate) for rate in (1000.0, 500.0)]
+    assert namespaces.shape(slow)[:3] == ("tbf", "rate", "4000bit")
+    assert namespaces.shape([Fault(0, "delay", "a", 1, delay_s=0.02)]) == ("netem", "delay", "20ms")
+
+
+# --------------------------------------------------------------------------------------------------------- the words
+
+
+def test_a_word_that_is_not_the_contents_is_found() -> None:
+    memory = words.make(4096)
+    words.write(memory, 7, rank=1)
+    assert words.contents(memory, rank=1) == {7}
+    assert words.contents(memory, rank=0) == {-1}
+    memory["b"][100] += np.uint64(1)
+    assert words.contents(memory, rank=1) == {7, -1}
+    words.write({"a": memory["a"], "b": memory["b"][:100]}, 8, rank=1)
+    assert words.contents(memory, rank=1) == {7, 8, -1}
+
+
+# -------------------------------------------------------------------------------------------------------- the ledger
+
+
+def test_words_are_read_from_a_file(tmp_path: Path) -> None:
+    memory = words.make(4096)
+    words.write(memory, 9, rank=1)
+    safetensors_numpy.save_file(memory, tmp_path / "file")
+    assert words.contents(words.read(tmp_path / "file"), rank=1) == {9}
+
+
+def number(version: int, attempt: int = 0) -> int:
+    return version * ATTEMPTS + attempt
+
+
+class Story:
+    """Calls of two groups, and what was found."""
+
+    def __init__(self) -> None:
+        self.ledger = Ledger()
+        self.trainers, self.readers = ([Seat(group, rank) for rank in range(2)] for group in ("trainer", "reader"))
+        self.now = 0.0
+
+    def begin(self, seat: Seat, what: str, version: int | None = None, attempt: int = 0) -> Call:
+        self.now += 1
+        content = None if version is None else number(version, attempt)
+        return self.ledger.begun(seat, what, self.now, version, content)
+
+    def end(self, call: Call, **answer: Any) -> Answer:
+        self.now += 1
+        told: Answer = {"outcome": "ok", "text": "...", "state": "ready", "checked": 8} | answer
+        self.ledger.ended(call, told, self.now)
+        return told
+
+    def publish(self, version: int, attempt: int = 0) -> None:
+        for call in [self.begin(seat, "mutate", version, attempt) for seat in self.trainers]:
+            self.end(call, holds=version, contents=[number(version, attempt)])
+
+    def update(self, call: Call, version: int, contents: list[int] | None = None) -> Answer:
+        found = [number(version)] if contents is None else contents
+        return self.end(call, version=version, changed=True, holds=version, contents=found)
+
+    def found(self) -> list[str]:
+        return [text.partition(":")[0] for _, text in self.ledger.violations]
+
+
+@pytest.fixture
+def story() -> Story:
+    made = Story()
+    made.publish(1)
+    return made
+
+
+def test_a_run_without_a_fault_is_clean(story: Story) -> None:
+    call = story.begin(story.readers[0], "update")
+    story.publish(2)
+    story.update(call, 1)  # it asked before 2 was out
+    story.update(story.begin(story.readers[0], "update"), 2)
+    assert story.found() == []
+    assert (story.ledger.visible, story.ledger.commits, story.ledger.bytes_checked) == (2, 2, 48)
+
+
+def test_g1_bytes_of_another_version_of_several_or_of_nobody(story: Story) -> None:
+    story.publish(2)
+    for contents in ([number(1)], [number(1), number(2)], [number(2), -1], [number(2, 5)]):
+        story.update(story.begin(story.readers[0], "update"), 2, contents)
+    assert story.found() == ["G1"] * 4
+
+
+def test_g1_a_number_has_one_content(story: Story) -> None:
+    """The first try ended in doubt; then the second returned, and the first is read."""
+    for seat in story.trainers:
+        doubtful = story.begin(seat, "mutate", 2, attempt=1)
+        story.end(doubtful, outcome="OperationTimeout", memory="in_doubt", state="in_doubt", holds=None)
+    story.publish(2, attempt=2)
+    story.update(story.begin(story.readers[0], "update"), 2, [number(2, 1)])
+    assert story.found() == ["G1"]
+
+
+def test_g3_latest_never_goes_back(story: Story) -> None:
+    story.publish(2)
+    story.update(story.begin(story.readers[0], "update"), 1)
+    assert story.found() == ["G3"]
+
+
+def test_g3_but_for_a_rollback(story: Story) -> None:
+    story.publish(2)
+    call = story.begin(story.readers[0], "update")
+    story.ledger.rolling_back(1, story.now)
+    story.ledger.rolled_back(1, story.now)
+    story.update(call, 1)
+    story.publish(2, attempt=1)
+    late = story.begin(story.readers[0], "update")
+    story.update(late, 2, [number(2, 1)])
+    assert story.found() == []
+    story.update(story.begin(story.readers[0], "update"), 2)  # that of the old lineage
+    assert story.found() == ["G1"]
+
+
+def test_g4_ranks_agree(story: Story) -> None:
+    story.publish(2)
+    calls = [story.begin(seat, "update") for seat in story.readers]
+    answers: list[Answer | None] = [story.update(calls[0], 2), None]
+    story.ledger.paired(calls, answers, story.now)  # the other one died
+    answers[1] = story.end(calls[1], outcome="OperationTimeout", memory="in_doubt", state="in_doubt", holds=None)
+    story.ledger.paired(calls, answers, story.now)  # or does not know
+    assert story.found() == []
+    answers[1] = story.end(calls[1], outcome="GroupAborted", memory="intact", state="empty", holds=None, contents=[0])
+    story.ledger.paired(calls, answers, story.now)
+    answers[1] = story.update(story.begin(story.readers[1], "update"), 2, [number(1)])
+    story.ledger.paired(calls, answers, story.now)
+    assert story.found() == ["G4", "G1", "G4"]
+
+
+def test_g10_errors_are_typed(story: Story) -> None:
+    story.end(story.begin(story.readers[0], "update"), outcome="untyped", text="KeyError()", state="empty", holds=None)
+    assert story.found() == ["G10"]
+
+
+def test_memory_is_as_the_error_says(story: Story) -> None:
+    seat = story.readers[0]
+    story.update(story.begin(seat, "update"), 1)
+    failed: dict[str, Any] = {"outcome": "GroupAborted", "holds": None}
+    story.end(story.begin(seat, "update"), **failed, memory="intact", state="ready", contents=[number(1)])
+    story.end(story.begin(seat, "update"), **failed, memory="torn", state="torn")
+    story.end(story.begin(seat, "update"), **failed, memory="intact", state="torn")  # as before
+    assert story.found() == []
+    story.update(story.begin(seat, "update"), 1)
+    story.end(story.begin(seat, "update"), **failed, memory="intact", state="empty", contents=[number(1), -1])
+    story.end(story.begin(seat, "update"), **failed, memory="in_doubt", state="in_doubt")
+    story.end(story.begin(seat, "update"), **failed, memory="intact", state="torn")  # by what was in doubt
+    story.update(story.begin(seat, "update"), 1)
+    story.end(story.begin(seat, "update"), **failed, memory="intact", state="torn")
+    story.end(story.begin(seat, "update"), **failed, memory="torn", state="ready")
+    assert story.found() == ["memory"] * 3
+
+
+def test_a_body_may_have_written_what_is_intact(story: Story) -> None:
+    call = story.begin(story.trainers[0], "mutate", 2)
+    story.end(call, outcome="GroupAborted", memory="intact", state="empty", holds=None, contents=[number(2)])
+    assert story.found() == []
+
+
+def test_unpublish_is_refused_for_retention_only(story: Story) -> None:
+    refused: dict[str, Any] = {"outcome": "RetentionError", "memory": "intact", "holds": 1, "contents": [number(1)]}
+    story.ledger.retain.add(1)  # asked for, and perhaps through
+    story.end(story.begin(story.trainers[0], "mutate", 2), **refused)
+    assert story.found() == []
+    story.ledger.retain = {0}
+    story.end(story.begin(story.trainers[0], "mutate", 2), **refused)
+    assert story.found() == ["G2"]
+
+
+# ----------------------------------------------------------------------------------------------------------- the plot
+
+
+def test_the_plot_shows_every_lane_fault_and_version() -> None:
+    events = [
+        Event(0.0, "a", "up", "life 1"),
+        Event(2.0, "a", "publish", "mutate 1 of g[0]: ok"),
+        Event(3.0, "b", "commit", "update 1 of h[0]: ok"),
+        *(Event(4.0, "b", kind, f"{kind} <&>", 6.0) for kind in plan.KINDS),
+        Event(7.0, "a", "kill"),
+        Event(8.0, "run", "meeting"),
+        Event(9.0, "a", "up", "life 2"),
+        Event(10.0, "a", "publish", "mutate 2 of g[0]: ok"),
+    ]
+    picture = plot.draw(events, ["a", "b"], "Chaos & more", ["so many <faults>"])
+    root = ElementTree.fromstring(picture)
+    texts = ["".join(found.itertext()) for found in root.iter("{http://www.w3.org/2000/svg}text")]
+    assert {"Chaos & more", "so many <faults>", "a", "b", "versions, to 2", "0 s", "10 s", *plot.BARS, "kill", "cut"} <= set(
+        texts
+    )
+    tips = [found.text or "" for found in root.iter("{http://www.w3.org/2000/svg}title")]
+    assert {re.split(r"\s+", tip.strip())[3] for tip in tips} == set(plan.KINDS)
+    fills = [found.get("fill") for found in root.iter("{http://www.w3.org/2000/svg}rect")]
+    assert fills.count(plot.UP) == 3  # two lives, and the legend
+    assert len({colour for colour, _ in plot.BARS.values()}) == len(plot.BARS)
+
+
+def test_the_plot_of_nothing() -> None:
+    ElementTree.fromstring(plot.draw([], ["a"], "empty", []))
+
+
+# -------------------------------------------------------------------------------------------------------- whole runs
+
+
+def test_a_plan_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
+    assert program.main(["--minutes", "1", "--seed", "3", "--plan"]) == 0
+    first, *faults = capsys.readouterr().out.splitlines()
+    assert first == f"seed 3: {len(faults)} faults in 1 minutes"
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_chaos_for_half_a_minute(tmp_path: Path) -> None:
+    figures, picture = tmp_path / "figures.json", tmp_path / "plot.svg"
+    assert program.main(["--minutes", "0.5", "--seed", "4", "--json", str(figures), "--plot", str(picture)]) == 0
+    found = json.loads(figures.read_text())
+    assert found["violations"] == []
+    assert found["bytes checked"] > 0 < found["newest version"]
+    ElementTree.fromstring(picture.read_text())
+
+
+@pytest.mark.slow
+@pytest.mark.root
+@pytest.mark.timeout(300)
+@pytest.mark.skipif(namespaces.why_not() is not None, reason=str(namespaces.why_not()))
+def test_chaos_between_network_namespaces() -> None:
+    assert program.main(["--minutes", "0.4", "--seed", "4", "--namespaces"]) == 0
+    left = subprocess.run(["ip", "netns", "list"], capture_output=True, text=True, check=True).stdout
+    assert f"{namespaces.SPACE}{os.getpid()}-" not in left
+
+
+@pytest.mark.slow
+def test_nobody_outlives_a_run_that_is_killed(tmp_path: Path) -> None:
+    """Not even who was stopped."""
+    path = os.pathsep.join([str(ROOT), *filter(None, sys.path)])
+    environment = os.environ | {"PYTHONPATH": path, "TMPDIR": str(tmp_path)}  # where its folder is left
+    command = [sys.executable, "-m", "benches.chaos", "--minutes", "5", "--seed", "1"]
+    runner = subprocess.Popen(command, stdout=subprocess.DEVNULL, env=environment, cwd=ROOT, start_new_session=True)
+    try:
+        eventually(lambda: len(children(runner.pid)) >= 7)
+        processes = children(runner.pid)
+        os.kill(processes[0], signal.SIGSTOP)
+    finally:
+        runner.kill()
+        runner.wait()
+    eventually(lambda: not alive(processes))
