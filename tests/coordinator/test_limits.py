@@ -31,6 +31,7 @@ from tensorhub.messages import (
     Register,
     Registered,
     Retain,
+    Rollback,
     Unpin,
     Watch,
     Withdraw,
@@ -134,6 +135,9 @@ def test_manifests_of_one_worker_and_of_all(desk: Desk, monkeypatch: pytest.Monk
     desk.say(1, Leave("enough"))
     desk.say(3, Leave("enough"))
     assert desk.core.cluster.manifests.nbytes == 60
+    desk.connect(4)
+    assert isinstance(desk.say(4, Rollback(1, "back", "m", 0)), Done)
+    assert desk.core.cluster.manifests.nbytes == 0  # with the version, what it kept
 
 
 def test_equal_manifests_are_one_object() -> None:
