@@ -78,7 +78,7 @@ class World:
         self.last_version: int | None = None  # that all were to hold at the end of the last meeting
         self._started = time.monotonic()
         self._lock = threading.Lock()
-        environment = {"TENSORHUB_TOKEN": secrets.token_hex(16), "OMP_NUM_THREADS": "1"}
+        environment = {"TENSORHUB_TOKEN": secrets.token_hex(16), "TMPDIR": str(folder)}
         self.hosts = {
             name: Host(name, backend, network, environment, folder, self.note)
             for name, backend in zip(("coordinator", *WORKERS), itertools.cycle(("asyncio", "trio")), strict=False)
