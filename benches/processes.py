@@ -190,5 +190,8 @@ class Process:
 
 def children(pid: int) -> list[int]:
     """The processes that this one has started, the ended ones that nobody has waited for included."""
-    tasks = Path(f"/proc/{pid}/task").iterdir()
-    return [int(child) for task in tasks for child in (task / "children").read_text().split()]
+    found: list[int] = []
+    for task in Path(f"/proc/{pid}/task").iterdir():
+        with contextlib.suppress(FileNotFoundError):  # a thread that has ended meanwhile: its children are another one's now
+            found += map(int, (task / "children").read_text().split())
+    return found

@@ -42,7 +42,7 @@ def check_hidden(text: str, where: object) -> None:
 def shown(thing: object) -> str:
     try:
         return f"{thing!r} {thing}"
-    except (AttributeError, RuntimeError):  # it was never made whole, or another thread changes it meanwhile
+    except (AttributeError, RuntimeError, ValueError):  # never made whole, changed by another thread, or of endless digits
         return ""
 
 
@@ -132,7 +132,8 @@ async def test_a_token_is_never_shown(tmp_path: Path, caplog: pytest.LogCaptureF
     caplog.set_level(logging.DEBUG)
     async with nothing_left():
         await live(tmp_path)
-    assert len(caplog.records) > 10
+    for event in ("coordinator_listens", "peer_refused", "worker_welcomed", "session_closed"):
+        assert event in caplog.text
     for record in caplog.records:
         check_hidden(f"{record.getMessage()} {vars(record)}", record.name)
     check_hidden(caplog.text, "the log")

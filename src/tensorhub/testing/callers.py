@@ -343,6 +343,8 @@ class HostCopies:
 class WorkerShell:
     """See `runtime.worker.Worker`, as far as `Hub` uses it."""
 
+    read_only = False  # nobody is without the full token
+
     def __init__(self, cluster: EmbeddedCluster, worker: EmbeddedWorker, options: Options, *, prefetch: bool) -> None:
         self.cluster = cluster
         self.worker = worker
