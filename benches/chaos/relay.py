@@ -276,7 +276,7 @@ class Relay:
                 link.is_connected = True
                 return
             incoming, outgoing = (link.up, link.down) if sock is near else (link.down, link.up)
-            if events & selectors.EVENT_READ:
+            if events & selectors.EVENT_READ and incoming.can_read:  # the weather may have changed since it was watched
                 incoming.read(now)
             if events & selectors.EVENT_WRITE:
                 outgoing.write(now)

@@ -174,7 +174,7 @@ def test_a_target_that_is_not_there_resets(ends: Ends) -> None:
     with socket.create_server((HOST, 0)) as gone:
         address = gone.getsockname()
     path = ends.relay.add((HOST, 0), address)
-    with socket.create_connection(path.listener.getsockname(), WAIT_S) as near, pytest.raises(ConnectionResetError):
+    with pytest.raises(ConnectionResetError), socket.create_connection(path.listener.getsockname(), WAIT_S) as near:
         near.recv(1)
 
 
