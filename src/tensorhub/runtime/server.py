@@ -70,6 +70,7 @@ class _Session:
     secret: bytes  # by which its peer has proved itself, or to which its read-only one belongs
     scope: anyio.CancelScope = field(default_factory=anyio.CancelScope)
     taken: anyio.Event = field(default_factory=anyio.Event)  # set when the peer takes something
+    is_ending: bool = False  # its last words are being said
 
     async def wait_taken(self, unread_max: int) -> None:
         """Until at most so many messages wait to be taken."""
@@ -188,6 +189,7 @@ class CoordinatorServer:
         """End a session once all is said; soon, if its peer does not take what is said."""
         session = self._sessions.get(number)
         if session is not None:
+            session.is_ending = True
             session.scope.deadline = clock.now() + LAST_WORDS_S
             self._send(number, None)
 
@@ -307,7 +309,7 @@ class CoordinatorServer:
         """Pass on what the peer says, in turns, for as long as it takes what it is told."""
         heard = 0
         async for message in messages:
-            if isinstance(message, Join):
+            if isinstance(message, Join) and not session.is_ending:
                 session.scope.deadline = math.inf
                 messages.limit_received(self._options.frame_bytes_max)
             # Large answers one by one: nobody has many of them made, and leaves them here.
