@@ -465,3 +465,28 @@ def test_what_a_rank_is_about_to_lose_by_a_commit_that_it_has_not_heard_of_is_no
     cluster.run()
     assert [call.number for call in calls] == [2, 2]
     cluster.check_agreement()
+
+
+def test_a_copy_that_a_prefetch_of_what_is_held_already_has_left_as_it_was_is_counted_on() -> None:
+    """That prefetch commits its group to a content, and fills nothing."""
+    cluster, worlds = PureCluster(), 2
+    trainers, others = cluster.group("trainer", worlds), cluster.group("other", worlds)
+    cluster.run()
+    for handle in trainers:
+        handle.publish(1)
+    cluster.run()
+    for handle in others:
+        handle.prefetch()
+    cluster.run()
+    for handle in others:
+        handle.publish(2)
+    cluster.run()
+    calls = [handle.prefetch() for handle in others]
+    cluster.run()
+    assert [(call.number, call.changed) for call in calls] == [(2, False)] * worlds
+    cluster.restart()
+    reconnect(cluster)
+    cluster.run()
+    held = cluster.coordinator.cluster.models["actor"].versions[1].holdings
+    assert [{holding.member.group.name for holding in held[shard]} for shard in held] == [{"trainer", "other/host"}] * worlds
+    cluster.check_agreement()

@@ -325,7 +325,9 @@ class Membership:
         what it held before, if that vote has committed its group to another content: it goes as soon as this rank hears so.
         """
         cluster, group = self._cluster, member.group
-        committed = cluster.committed_content(group.model.name, group.name) if group.world_size > 1 else None
+        committed = None
+        if group.world_size > 1 and member.purpose is Purpose.USE:  # a prefetch may commit to what its handles hold already
+            committed = cluster.committed_content(group.model.name, group.name)
         if held.voted or committed not in (None, held.content_id):
             return True
         if not member.serves:
