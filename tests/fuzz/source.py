@@ -93,17 +93,24 @@ Drawer = Callable[[Source, Mapping[str, Sequence[Any]], str], Any]
 @functools.cache
 def drawer(annotation: Any) -> Drawer:
     """What draws values of that annotation; a field's pool comes first, if it has one."""
-    inner = _drawer(annotation)
+    inner, kind = _drawer(annotation), _kind(annotation)
 
     def draw(source: Source, pools: Mapping[str, Sequence[Any]], name: str) -> Any:
         pool = pools.get(name)
-        if pool:
+        if pool and isinstance(pool[0], kind):  # fields of different kinds may have one name
             index = source.byte()
             if index < 240:
                 return pool[index % len(pool)]
         return inner(source, pools, name)
 
     return draw
+
+
+def _kind(annotation: Any) -> type:
+    """What values of it are, if that is one class."""
+    if typing.get_origin(annotation) is Annotated:
+        return _kind(annotation.__origin__)
+    return annotation if isinstance(annotation, type) else object
 
 
 def _drawer(annotation: Any) -> Drawer:

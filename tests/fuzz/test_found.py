@@ -114,10 +114,15 @@ def test_a_lease_that_is_named_twice_is_read_under_once() -> None:
     assert reader.member.version == 1
 
 
-def test_a_commit_that_this_rank_has_not_voted_for_costs_the_coordinator_its_connection() -> None:
+@pytest.mark.parametrize("what", ["other content", "what is being filled"])
+def test_a_commit_that_this_rank_has_not_voted_for_costs_the_coordinator_its_connection(what: str) -> None:
     cluster, reader, key = bound()
-    info = VersionInfo("actor", 1, "other content", 1, 1)
+    info = VersionInfo("actor", 1, what, 1, 1)
     cluster.workers["reader"].hear(cluster.workers["reader"].heard_soon()[0])  # type: ignore[arg-type]
+    if what == "what is being filled":
+        while reader.pull is None:
+            cluster.do(cluster.choices()[0])
+        info = cluster.coordinator.cluster.models["actor"].versions[1].info
     with pytest.raises(ProtocolError, match="its mistake"):
         reader.member.receive(Outcome(key, 0, True, True, info, None), cluster.now)
     cluster.run()

@@ -389,6 +389,7 @@ class Filling(GroupCall):
 
     def committed(self, version: VersionInfo) -> None:
         content, changed = self._holding.content, True
+        held = self._holding.state is not HandleState.FILLING
         if self.phase is Phase.APPLYING:
             return  # it is known
         if self.phase is Phase.VOTED and self.stages:
@@ -398,7 +399,7 @@ class Filling(GroupCall):
             return
         if self.phase is Phase.VOTED:
             self._holding.filled()
-        elif content is not None and content.version.content_id == version.content_id:
+        elif content is not None and content.version.content_id == version.content_id and held:
             changed = False  # a barrier: this content was held already
         elif self.phase in (Phase.ASKED, Phase.ABANDONING) and (content is None or self._call.kind is OpKind.PREFETCH):
             changed = False  # as above, but it was rolled back since; or it is in use, so that there is nothing to prefetch
