@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import faulthandler
 import json
 import sys
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from benches.chaos import namespaces
@@ -36,15 +37,13 @@ def main(arguments: Sequence[str]) -> int:
     if given.namespaces and (reason := namespaces.why_not()):
         print(f"skipped: {reason}")
         return 0
-    faulthandler.dump_traceback_later(given.minutes * 60 * MEETINGS + GRACE_S, exit=True, file=2)
-    with namespaces.Namespaces(WORKERS) if given.namespaces else Relays(WORKERS) as network:
+    with _ended_after(given.minutes * 60 * MEETINGS + GRACE_S), _network(given.namespaces) as network:
         plan = draw(given.seed, given.minutes * 60, ["coordinator", *WORKERS], network.kinds)
         print(f"seed {given.seed}: {len(plan)} faults in {given.minutes:g} minutes", flush=True)
         if given.plan:
             print(*plan, sep="\n")
             return 0
         result = run(given.seed, given.minutes * 60, network)
-    faulthandler.cancel_dump_traceback_later()
     if given.log:
         given.log.write_text("".join(f"{event}\n" for event in result.events))
     if given.plot:
@@ -58,6 +57,20 @@ def main(arguments: Sequence[str]) -> int:
         )
     )
     return 0 if result.is_clean else 1
+
+
+@contextlib.contextmanager
+def _ended_after(seconds: float) -> Iterator[None]:
+    """The process says where it is and ends, if the block takes longer. Nothing ticks on after the block."""
+    faulthandler.dump_traceback_later(seconds, exit=True, file=2)
+    try:
+        yield
+    finally:
+        faulthandler.cancel_dump_traceback_later()
+
+
+def _network(real_links: bool) -> namespaces.Namespaces | Relays:
+    return namespaces.Namespaces(WORKERS) if real_links else Relays(WORKERS)
 
 
 def _picture(result: Result) -> str:

@@ -267,10 +267,17 @@ def test_the_plot_of_nothing() -> None:
 # -------------------------------------------------------------------------------------------------------- whole runs
 
 
-def test_a_plan_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_plan_is_printed_and_no_deadline_outlives_the_program(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A deadline that stays ends whichever process called the program: once, a test's, seven minutes later."""
+    armed = list[bool]()
+    monkeypatch.setattr("faulthandler.dump_traceback_later", lambda *_, **__: armed.append(True))
+    monkeypatch.setattr("faulthandler.cancel_dump_traceback_later", lambda: armed.append(False))
     assert program.main(["--minutes", "1", "--seed", "3", "--plan"]) == 0
     first, *faults = capsys.readouterr().out.splitlines()
     assert first == f"seed 3: {len(faults)} faults in 1 minutes"
+    assert armed == [True, False]
 
 
 @pytest.mark.slow
