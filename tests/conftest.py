@@ -1,6 +1,7 @@
 """What every test shares: tests that need something which this machine lacks are skipped, with the reason."""
 
 import os
+import signal
 from collections.abc import Callable
 from pathlib import Path
 
@@ -31,6 +32,12 @@ _LACKS: dict[str, Callable[[], str | None]] = {
     "rdma": _lacks_rdma,
     "peer": lambda: None if os.environ.get("TENSORHUB_TEST_PEER") else "TENSORHUB_TEST_PEER is not set",
 }
+
+
+def pytest_configure() -> None:
+    # A script's background commands begin with Ctrl-C ignored, and so does all that they start.
+    if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
