@@ -5,12 +5,11 @@
 
 import argparse
 import json
-import statistics
+import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
-from itertools import combinations
 from pathlib import Path
 
 from benches import leak_roles as roles
@@ -49,31 +48,26 @@ class Row:
 # --------------------------------------------------------------------------------------------------------- judging
 
 
-def slope(series: Series) -> float:
-    """Theil and Sen's: the median of the slopes between any two samples. For memory, which goes up and down by chance."""
-    return statistics.median((b - a) / (at - before) for (before, a), (at, b) in combinations(series, 2))
+def growth(series: Series) -> float:
+    """By how much the least value grows from each third of the samples to the next, per cycle: the lesser of the two, or 0.
 
-
-def floor_growth(series: Series) -> float:
-    """What the least value of the last third is above that of the first one, by the cycles between the thirds.
-
-    For counts: what is there for a moment comes on top of what stays, so the least value is what has leaked. 0 if it does
-    not grow from each third to the next: what grows once, as a cache that is first used late, does not pile up.
+    What is there for a moment comes on top of what stays, so the least value is what has leaked. What grows once, as a
+    cache that is first used late, or a table of the interpreter's that doubles, does not pile up: it grows once.
     """
     third = max(1, len(series) // 3)
     first, middle, last = (min(v for _, v in part) for part in (series[:third], series[third:-third], series[-third:]))
-    return (last - first) / (series[-third][0] - series[0][0]) if first < middle < last else 0.0
+    return max(0.0, 2 * min(middle - first, last - middle) / (series[-third][0] - series[0][0]))
 
 
 def judge(process: str, kind: str, name: str, series: Series) -> Row:
     tolerance, noise = TOLERANCE.get(name) or TOLERANCE.get(kind) or (0.0, 0.0)
     values = [value for _, value in series]
-    growth = 1000 * (slope(series) if kind == "memory" else floor_growth(series))
-    grown = growth * (series[-1][0] - series[0][0]) / 1000
-    flat = growth <= tolerance or grown <= noise
+    per_1000 = 1000 * growth(series)
+    grown = per_1000 * (series[-1][0] - series[0][0]) / 1000
+    flat = per_1000 <= tolerance or grown <= noise
     if kind == "threads" and name.startswith("pool"):
         flat = min(values[-(len(values) // 3 or 1) :]) <= max(values[: len(values) // 3 or 1])
-    return Row(process, kind, name, values[0], values[-1], round(growth, 2), tolerance, flat)
+    return Row(process, kind, name, values[0], values[-1], round(per_1000, 2), tolerance, flat)
 
 
 def rows(samples: dict[str, list[tuple[int, Sample]]]) -> list[Row]:
@@ -158,8 +152,22 @@ class Party:
 
 
 @contextmanager
+def _one_arena() -> Iterator[None]:
+    """Processes that start meanwhile allocate from one heap: glibc's many, one for a few threads, fragment for hours."""
+    before = os.environ.get(name := "MALLOC_ARENA_MAX")
+    os.environ[name] = "1"
+    try:
+        yield
+    finally:
+        del os.environ[name]
+        if before is not None:
+            os.environ[name] = before
+
+
+@contextmanager
 def party(backend: str, durable: bool, hook: Hook, fetches: bool) -> Iterator[Party]:
     with ExitStack() as stack:
+        stack.enter_context(_one_arena())
         yield Party(stack, backend, durable, hook, fetches)
 
 

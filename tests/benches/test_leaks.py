@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from benches import leaks
-from benches.leaks import floor_growth, judge, slope
+from benches.leaks import growth, judge
 from tensorhub.hub import Hub
 
 _sockets: list[socket.socket] = []
@@ -37,16 +37,19 @@ def test_what_is_there_for_a_moment_is_no_leak_and_what_stays_is() -> None:
     moments = [(cycle, 5 + cycle // 100 % 3) for cycle in cycles]
     assert judge("p", "objects", "Lane", moments).flat
     slow = [(cycle, value + cycle // 200) for cycle, value in moments]
-    assert floor_growth(slow) == 3 / 600
+    assert growth(slow) == 2 / 600
     assert not judge("p", "objects", "Lane", slow).flat
 
 
-def test_memory_is_judged_by_its_slope_and_one_leap_is_none() -> None:
+def test_memory_may_leap_and_must_not_creep() -> None:
     cycles = range(100, 3100, 100)
-    leap = [(cycle, 50_000 + 300 * (cycle > 700)) for cycle in cycles]
-    assert slope(leap) == 0
-    assert judge("p", "memory", "RSS KiB", leap).flat
-    assert not judge("p", "memory", "RSS KiB", [(cycle, 50_000 + cycle) for cycle in cycles]).flat
+    noise = [300 * (cycle // 100 % 4 == 1) for cycle in cycles]
+    for at in (700, 1500, 2200):
+        leap = [(cycle, 50_000 + 1_900 * (cycle > at) + more) for cycle, more in zip(cycles, noise, strict=True)]
+        assert judge("p", "memory", "RSS KiB", leap).flat
+    creep = [(cycle, 50_000 + cycle // 2 + more) for cycle, more in zip(cycles, noise, strict=True)]
+    assert judge("p", "memory", "RSS KiB", creep).per_1000 == pytest.approx(500, rel=0.1)
+    assert not judge("p", "memory", "RSS KiB", creep).flat
 
 
 def test_what_grows_once_does_not_pile_up() -> None:
