@@ -32,7 +32,7 @@ class Namespaces:
         self._faults: dict[str, list[Fault]] = {name: [] for name in self._numbers}
         self._lock = threading.Lock()
         self._pid = os.getpid()
-        self.coordinator = (self._host("coordinator"), PORT)
+        self.coordinator = (self.host("coordinator"), PORT)
         self.kinds: Sequence[str] = (*PROCESS_KINDS, "partition", "deaf", "mute", "slow")
 
     def __enter__(self) -> Self:
@@ -57,7 +57,7 @@ class Namespaces:
         _ip("netns", "add", space)
         _ip("link", "add", port, "type", "veth", "peer", "name", "eth0", "netns", space)
         _ip("link", "set", port, "master", f"{LINK}{self._pid}", "up")
-        _ip("-n", space, "address", "add", f"{self._host(name)}/24", "dev", "eth0")
+        _ip("-n", space, "address", "add", f"{self.host(name)}/24", "dev", "eth0")
         _ip("-n", space, "link", "set", "lo", "up")
         _ip("-n", space, "link", "set", "eth0", "up")
 
@@ -67,7 +67,8 @@ class Namespaces:
     def _port(self, name: str) -> str:
         return f"{LINK}{self._pid}.{self._numbers[name]}"
 
-    def _host(self, name: str) -> str:
+    def host(self, name: str) -> str:
+        """The party's own address."""
         return f"10.213.7.{self._numbers[name]}"  # of a bridge that leads nowhere: it meets nobody's
 
     @property
@@ -94,6 +95,13 @@ class Namespaces:
 
     def options(self, name: str) -> dict[str, Any]:
         return {}
+
+    def cap(self, bits_per_s: float) -> None:
+        """From now on, no link carries more, either way."""
+        limit = ("tbf", "rate", f"{int(bits_per_s)}bit", "burst", "64kb", "latency", "50ms")
+        for name in self._numbers:
+            _shape((), self._port(name), limit)
+            _shape(("-n", self._space(name)), "eth0", limit)
 
     def begin(self, fault: Fault) -> None:
         with self._lock:

@@ -1,0 +1,59 @@
+"""A process of `benches.capped`: a coordinator, or a worker behind its own link (`benches.orders`)."""
+
+from __future__ import annotations
+
+import time
+from contextlib import AsyncExitStack
+from dataclasses import asdict
+from typing import Any
+
+import anyio
+
+import tensorhub
+from benches import words
+from benches.orders import obey
+from tensorhub.types import Location, Options
+from tensorhub.weights import Weights
+
+
+class Party:
+    """The commands. Times are of the machine's one monotonic clock, in seconds."""
+
+    def __init__(self, stack: AsyncExitStack) -> None:
+        self._stack = stack
+        self._weights: Weights
+        self._memory: words.Words
+
+    async def serve(self, host: str, port: int, state_dir: str) -> None:
+        await self._stack.enter_async_context(tensorhub.serve(host=host, port=port, state_dir=state_dir))
+
+    async def join(self, address: str, name: str, host: str, nbytes: int, chunk_bytes: int) -> None:
+        options = Options(chunk_bytes=chunk_bytes)
+        connecting = tensorhub.connect(address, name=name, location=Location(host=host), options=options)
+        hub = await self._stack.enter_async_context(connecting)
+        self._memory = words.make(nbytes)
+        words.write(self._memory, 0)  # so that every page has been touched
+        self._weights = await hub.register("m", self._memory)
+
+    async def mutate(self, version: int) -> None:
+        async with self._weights.mutate(version):
+            words.write(self._memory, version)
+
+    async def update(self) -> dict[str, Any]:
+        """When it began and ended, and from whom how much came."""
+        cpu_s, started_s = time.process_time(), time.monotonic()
+        report = await self._weights.update()
+        ended_s = time.monotonic()
+        sources = [asdict(source) for source in report.sources]
+        return {"began": started_s, "ended": ended_s, "cpu_s": time.process_time() - cpu_s, "sources": sources}
+
+    async def holds(self) -> list[int]:
+        """Which versions' words the memory holds."""
+        return sorted(words.contents(self._memory))
+
+    async def cpu_s(self) -> float:
+        return time.process_time()
+
+
+if __name__ == "__main__":
+    anyio.run(obey, Party)
