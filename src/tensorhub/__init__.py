@@ -25,6 +25,7 @@ from tensorhub.errors import (
 from tensorhub.fetched import Fetched
 from tensorhub.hub import Coordinator, Hub, connect, serve
 from tensorhub.protocol.secret import read_only_token
+from tensorhub.transport.shm import shared_empty_like
 from tensorhub.types import FetchReport, Location, ModelInfo, Options, SourceReport, VersionInfo
 from tensorhub.weights import Weights
 
@@ -61,4 +62,5 @@ __all__ = [
     "connect",
     "read_only_token",
     "serve",
+    "shared_empty_like",
 ]

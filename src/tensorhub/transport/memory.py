@@ -165,7 +165,7 @@ def _numpy_fault(array: Any) -> str | None:
 def view(tensor: Any) -> memoryview:
     """The writable bytes of a tensor that `describe` accepts, in place. The view keeps the memory alive."""
     nbytes = prod(tensor.shape) * ITEMSIZE[_dtype(tensor)]
-    return _bytes_at(_address(tensor), nbytes, _storage(tensor))
+    return bytes_at(_address(tensor), nbytes, _storage(tensor))
 
 
 def _storage(tensor: Any) -> object:
@@ -173,7 +173,8 @@ def _storage(tensor: Any) -> object:
     return tensor.untyped_storage() if _is_torch(tensor) else tensor
 
 
-def _bytes_at(address: int, nbytes: int, storage: object) -> memoryview:
+def bytes_at(address: int, nbytes: int, storage: object) -> memoryview:
+    """The writable bytes there, which `storage` keeps; the view keeps `storage`."""
     if not nbytes:
         return memoryview(bytearray())
     buffer = (ctypes.c_char * nbytes).from_address(address)
@@ -329,7 +330,7 @@ class RegisteredMemory:
                 if region.nbytes and address in taken:
                     raise _mismatch(f"tensors {taken[address]!r} and {tensor.name!r} share memory here only")
             storages = self._storages
-            primary, *others = [_bytes_at(at, region.nbytes, storages[name]) for at, name in names.items()]
+            primary, *others = [bytes_at(at, region.nbytes, storages[name]) for at, name in names.items()]
             regions.append(primary)
             if region.nbytes:
                 taken.update(names)
