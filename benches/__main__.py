@@ -2,9 +2,15 @@
 
 import sys
 
-from benches import calls, capped, files, one_to_n
+from benches import calls, capped, cma, files, one_to_n
 
-SUBJECTS = {"calls": calls.main, "capped": capped.main, "files": files.main, "one_to_n": one_to_n.main}
+SUBJECTS = {
+    "calls": calls.main,
+    "capped": capped.main,
+    "cma": cma.main,
+    "files": files.main,
+    "one_to_n": one_to_n.main,
+}
 
 
 def main(arguments: list[str]) -> int:

@@ -27,11 +27,11 @@ from tensorhub.manifest import Manifest, TensorDescription, build_manifest
 from tensorhub.messages import Grant
 from tensorhub.runtime.acceptor import ServeSettings, serve_readers
 from tensorhub.runtime.chunks import ChunkMemory
-from tensorhub.runtime.lanes import AllVerified, PullRunner
+from tensorhub.runtime.lanes import AllVerified, Opened, PullRunner
 from tensorhub.runtime.serving import SharedOwner
 from tensorhub.runtime.tcp_channel import TcpTransport
 from tensorhub.transport import tcp
-from tensorhub.transport.base import Channel, Cutter, Destination, ReadRight
+from tensorhub.transport.base import Cutter, Destination, ReadRight
 from tensorhub.transport.registry import Local
 from tensorhub.types import (
     ContentId,
@@ -43,9 +43,14 @@ from tensorhub.types import (
     RegistrationId,
 )
 
-CONTENT, REGISTRATION, SECRET = ContentId("content"), RegistrationId("registration"), b"bench"
+REGISTRATION, SECRET = RegistrationId("registration"), b"bench"
 TINY_BYTES = 4096
 MODES = ("bare", "first", "again", "none")  # first: digests made now; again: digests known; none: no digests
+
+
+def content_of(generation: int) -> ContentId:
+    """Each is another one, or the digests of the last would be known."""
+    return ContentId(f"content {generation}")
 
 
 def sizes_of(args: argparse.Namespace) -> list[int]:
@@ -106,7 +111,7 @@ async def _serve(pipe: Connection, args: argparse.Namespace, regions: list[memor
                     generation += 1
                     await owner.fence_async(REGISTRATION)
                     memory = ChunkMemory(manifest_of(sizes_of(args), mode, args.chunk), regions)
-                    owner.open(REGISTRATION, generation, CONTENT, memory, complete=True)
+                    owner.open(REGISTRATION, generation, content_of(generation), memory, complete=True)
                 pipe.send(generation)
                 await anyio.to_thread.run_sync(pipe.recv)
             pipe.send(cpu_s() - before)
@@ -141,12 +146,12 @@ async def _pull(
     """Seconds of one pull in a running loop, from the grant to the last event; and its phases."""
     memory = ChunkMemory(manifest_of(sizes_of(args), mode, args.chunk), regions)
     owner = SharedOwner()
-    owner.open(REGISTRATION, 1, CONTENT, memory, complete=False)
+    owner.open(REGISTRATION, 1, content_of(generation), memory, complete=False)
     transport = TcpTransport(Local(Incarnation("reader"), (SECRET,), Options()))
 
-    def open_channel(grant: Grant, destination: Destination, cutter: Cutter) -> tuple[str, Channel]:
-        right = ReadRight(LeaseId("l"), Incarnation("source"), REGISTRATION, generation, CONTENT)
-        return "tcp", transport.open(grant.endpoints[0], right, destination, cutter)
+    def open_channel(grant: Grant, destination: Destination, cutter: Cutter) -> Opened:
+        right = ReadRight(LeaseId("l"), Incarnation("source"), REGISTRATION, generation, content_of(generation))
+        return Opened("tcp", transport.open(grant.endpoints[0], right, destination, cutter))
 
     endpoint = Endpoint("tcp", address)
     grant = Grant("l", "s", "source", REGISTRATION, generation, (endpoint,), Location(), True)

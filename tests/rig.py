@@ -20,15 +20,16 @@ import numpy.typing as npt
 import tensorhub
 from tensorhub.hub import Coordinator, Hub
 from tensorhub.runtime import channels as channels_module
-from tensorhub.runtime.tcp_channel import TcpTransport
-from tensorhub.transport.base import Arrival, Channel, Cutter, Destination, Lacking, ReadFailure, ReadRight
-from tensorhub.transport.registry import Local, Registry
-from tensorhub.types import Endpoint, Options
-from tests.runtime.data_rig import busy_threads
+from tensorhub.transport import cma
+from tensorhub.transport.base import Arrival, Channel, Cutter, Destination, Lacking, ReadFailure, ReadRight, Transport
+from tensorhub.transport.registry import Registry
+from tensorhub.types import Endpoint, Location, Options
+from tests.runtime.data_rig import KINDS, busy_threads
 
 WAIT_S = 30.0  # nothing here takes so long unless it hangs
 CHUNK_BYTES = 65_536
 CHUNKS = 12  # of the tensors below
+BEST = "tcp" if cma.fault_here() else "cma"  # the transport that two workers here read by
 OPTIONS = Options(op_timeout_s=WAIT_S, chunk_bytes=CHUNK_BYTES, drain_grace_s=0.2)
 
 Tensors = Mapping[str, npt.NDArray[np.uint8]]
@@ -115,9 +116,13 @@ async def cluster(*names: str, options: Options = OPTIONS, token: str = "", **se
 
 
 def connect(
-    address: str | Sequence[str], name: str = "worker", options: Options = OPTIONS, token: str = ""
+    address: str | Sequence[str],
+    name: str = "worker",
+    options: Options = OPTIONS,
+    token: str = "",
+    transports: Sequence[str] | None = None,
 ) -> contextlib.AbstractAsyncContextManager[Hub]:
-    return tensorhub.connect(address, name=name, token=token, options=options)
+    return tensorhub.connect(address, name=name, token=token, options=options, transports=transports)
 
 
 # ----------------------------------------------------------------------------------------------------------- gates
@@ -185,26 +190,35 @@ class _GatedChannel:
         self._channel.close()
 
 
-class _GatedTransport(TcpTransport):
-    def __init__(self, local: Local, gate: Gate, heeds_cuts: bool) -> None:
-        super().__init__(local)
+class _GatedTransport:
+    """Another transport behind a gate, with one thread to a source."""
+
+    lanes = 1
+
+    def __init__(self, inner: Transport, gate: Gate, heeds_cuts: bool) -> None:
+        self.name = inner.name
+        self._inner = inner
         self._gate = gate
         self._heeds_cuts = heeds_cuts
 
+    def reaches(self, here: Location, there: Location) -> bool:
+        return self._inner.reaches(here, there)
+
     def open(self, endpoint: Endpoint, right: ReadRight, destination: Destination, cutter: Cutter) -> Channel:
         heard = cutter if self._heeds_cuts else Cutter()
-        return _GatedChannel(super().open(endpoint, right, destination, heard), self._gate, heard)
+        return _GatedChannel(self._inner.open(endpoint, right, destination, heard), self._gate, heard)
 
 
 @contextlib.contextmanager
-def gated(arrivals: int, *, heeds_cuts: bool = True) -> Iterator[Gate]:
+def gated(arrivals: int, *, heeds_cuts: bool = True, transport: str = "tcp") -> Iterator[Gate]:
     """Workers that connect in this block read through a gate: so many arrivals, of one chunk each, then it holds.
 
-    `heeds_cuts` False: a reader that is told to leave its source does not, as one whose process was stopped.
+    `heeds_cuts` False: a reader that is told to leave its source does not, as one whose process was stopped. They have that
+    `transport` only.
     """
     gate, usual = Gate(arrivals), channels_module.TRANSPORTS
     registry = Registry()
-    registry.add("tcp", lambda local: _GatedTransport(local, gate, heeds_cuts), 90)
+    registry.add(transport, lambda local: _GatedTransport(KINDS[transport](local), gate, heeds_cuts), 90)
     channels_module.TRANSPORTS = registry
     try:
         yield gate

@@ -33,6 +33,7 @@ from tensorhub.transport.memory import RegisteredMemory
 from tensorhub.types import Options, VersionInfo
 from tensorhub.weights import Weights
 from tests.rig import (
+    BEST,
     CHUNK_BYTES,
     CHUNKS,
     OPTIONS,
@@ -112,7 +113,7 @@ async def test_publish_replicate_update_and_what_the_reports_say() -> None:
         report = await weights.replicate()
         assert (report.version, report.changed, report.bytes_read, report.reread_bytes) == (1, True, NBYTES, 0)
         assert [(s.name, s.transport, s.bytes_read, s.outcome) for s in report.sources] == [
-            ("trainer", "tcp", NBYTES, "used")
+            ("trainer", BEST, NBYTES, "used")
         ]
         assert set(report.phases) == {"resolve", "wait", "transfer", "verify", "unpack", "commit"}
         assert holds(mine, 1)

@@ -684,6 +684,48 @@ class ChunksFollow:
 
 
 @dataclass(frozen=True, slots=True)
+class FindMemory:
+    """Ask an owner in which process it is, to read its memory one-sidedly. Answered by MemoryIs."""
+
+    request: U64
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryIs:
+    """`pid` (in the owner's own namespace), and where that process has this nonce, which no other one has. 0: its memory is
+    not to be read, at least not from there.
+    """
+
+    request: U64
+    pid: Annotated[int, Range(0, 2**31 - 1)]
+    address: U64
+    nonce: Annotated[bytes, Length(16)]
+
+
+@dataclass(frozen=True, slots=True)
+class Locate:
+    """As Read, but the bytes are not sent: ChunksLie says where they are."""
+
+    request: U64
+    lease: Id
+    registration: Id
+    generation: U64
+    content_id: Id
+    runs: Annotated[tuple[tuple[int, int], ...], Length(4096)]
+
+
+@dataclass(frozen=True, slots=True)
+class ChunksLie:
+    """Where these chunks are in the owner's memory: (index, digest, address). What is read there counts only if the word at
+    the address `word`, looked at afterwards, is the generation that was asked for.
+    """
+
+    request: U64
+    chunks: Annotated[tuple[tuple[int, int, int], ...], Length(1024)]
+    word: U64
+
+
+@dataclass(frozen=True, slots=True)
 class StillWaiting:
     """The owner lives, and has none of what is left of this request, which is over: ask again, here or elsewhere.
 
@@ -772,6 +814,6 @@ ToRank = (  # of these: what concerns one registration, whose machine takes it
     | OrderedOut
     | Keep
 )
-FromReader = Read
-FromOwner = ChunksFollow | StillWaiting | ReadRefused
+FromReader = Read | Locate | FindMemory
+FromOwner = ChunksFollow | ChunksLie | MemoryIs | StillWaiting | ReadRefused
 Message = Handshake | FromWorker | FromCoordinator | FromReader | FromOwner

@@ -16,6 +16,7 @@ inputs of `corpus/`; `make fuzz` runs the same ones under a coverage-guided fuzz
     what workers say                             coordinator.Coordinator.step                   coordinators, bystanders
     what a coordinator says                      worker.Member.receive                          ranks
     what an owner answers                        runtime.tcp_channel, lanes, scheduler.Pull     readers
+    where an owner says that its memory is       runtime.cma_channel, transport.cma             locators
     what a reader asks                           runtime.acceptor, serving, worker.owner        owners
 
 The two drivers (`protocol.stream`, `protocol.blocking`) add sockets to the first four and are fuzzed with the data plane.

@@ -5,24 +5,37 @@ from __future__ import annotations
 import contextlib
 import functools
 import socket
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import xxhash
 
 from tensorhub.errors import ProtocolError
 from tensorhub.manifest import Digest, TensorDescription, build_manifest
-from tensorhub.messages import ChunksFollow, Grant, Read, ReadRefused, StillWaiting
+from tensorhub.messages import (
+    ChunksFollow,
+    ChunksLie,
+    FindMemory,
+    FromReader,
+    Grant,
+    Locate,
+    MemoryIs,
+    Read,
+    ReadRefused,
+    StillWaiting,
+)
 from tensorhub.protocol import codec
 from tensorhub.protocol.blocking import FRAME_BYTES_MAX, BlockingConnection
 from tensorhub.protocol.frames import frame
 from tensorhub.protocol.lost import ConnectionLost
-from tensorhub.runtime.acceptor import _answer, _next_read
+from tensorhub.runtime.acceptor import _answer, _find, _next_read
 from tensorhub.runtime.chunks import ChunkMemory
-from tensorhub.runtime.lanes import PullRunner, _Lane
+from tensorhub.runtime.cma_channel import CmaChannel
+from tensorhub.runtime.lanes import Opened, PullRunner, _Lane
 from tensorhub.runtime.serving import Lane, SharedOwner
 from tensorhub.runtime.tcp_channel import TcpChannel
 from tensorhub.transport.base import Channel, Cutter, Destination, ReadRight
+from tensorhub.transport.cma import Words
 from tensorhub.types import ContentId, Incarnation, LeaseId, Location, RegistrationId
 from tests.fuzz.source import Source
 
@@ -33,7 +46,7 @@ CONTENT, REGISTRATION, GENERATION = ContentId("content"), RegistrationId("mine")
 RIGHT = ReadRight(LeaseId("lease"), Incarnation("source.1"), RegistrationId("theirs"), 5, CONTENT)
 GRANT = Grant("lease", "source", "source.1", "theirs", 5, (), Location(host="h"), complete=True)
 STALL_S = 5.0
-ANSWERS: tuple[type[Any], ...] = (ChunksFollow, StillWaiting, ReadRefused)
+ANSWERS: tuple[type[Any], ...] = (ChunksFollow, StillWaiting, ReadRefused, ChunksLie, MemoryIs)
 ASKED_MAX = 12  # requests of one input
 
 
@@ -75,12 +88,35 @@ def readers(data: bytes) -> None:
     """
     source = Source(data)
     memory = _Memory(source.choice(("xxh3-64", "none")), filled=False)
+    _read(source, memory, TcpChannel, lambda: _answers(source, memory.chunks), len(data) + 2**17)
+
+
+def locators(data: bytes) -> None:
+    """The same of a source that says where its chunks lie, in this very process: only what is under the word counts."""
+    source = Source(data)
+    memory, theirs = _Memory("xxh3-64", filled=False), _Memory("xxh3-64", filled=True)
+    words = Words()
+    words.set(RIGHT.registration, RIGHT.generation)
+
+    def make(connection: BlockingConnection, right: ReadRight, destination: Destination, cutter: Cutter) -> CmaChannel:
+        return CmaChannel(connection, words.header, right, destination, cutter)
+
+    _read(source, memory, make, lambda: _places(source, theirs.chunks, words.address(RIGHT.registration)), 2**17)
+
+
+def _read(
+    source: Source,
+    memory: _Memory,
+    make: Callable[[BlockingConnection, ReadRight, Destination, Cutter], Channel],
+    answers: Callable[[], bytes],
+    bytes_max: int,
+) -> None:
     owner = SharedOwner()
     owner.open(REGISTRATION, GENERATION, CONTENT, memory.chunks, complete=False)
     with _connected() as (connection, theirs):
 
-        def open_channel(grant: Grant, destination: Destination, cutter: Cutter) -> tuple[str, Channel]:
-            return "tcp", TcpChannel(connection, RIGHT, destination, cutter)
+        def open_channel(grant: Grant, destination: Destination, cutter: Cutter) -> Opened:
+            return Opened("any", make(connection, RIGHT, destination, cutter))
 
         runner = PullRunner(
             memory.chunks, owner, REGISTRATION, GENERATION, open_channel, batch_bytes=source.choice((1, 20, 10**6))
@@ -89,7 +125,7 @@ def readers(data: bytes) -> None:
         lane = _Lane(GRANT, LeaseId(GRANT.lease))
         runner._pull.add_source(lane.lease, source.flag())
         runner._lanes[lane.lease] = lane
-        theirs.sendall(_answers(source, memory.chunks))
+        theirs.sendall(answers())
         theirs.shutdown(socket.SHUT_WR)
         with contextlib.closing(connection):
             runner._lane_thread(lane)
@@ -98,7 +134,7 @@ def readers(data: bytes) -> None:
     pull.check_invariants()
     assert not pull.in_flight(lane.lease)
     report = runner.report()
-    assert report.bytes_read <= len(data) + 2**17
+    assert report.bytes_read <= bytes_max
     for chunk, is_verified in enumerate(pull.verified):
         known = owner._owner.digest(REGISTRATION, GENERATION, chunk)
         assert not is_verified or not memory.chunks.is_digested or known == memory.chunks.digest(chunk)
@@ -135,6 +171,25 @@ def _answers(source: Source, memory: ChunkMemory) -> bytes:
     return bytes(said)
 
 
+def _places(source: Source, memory: ChunkMemory, word: int) -> bytes:
+    """Where a source says that chunks lie, and under which word: rightly, or somewhere else."""
+    said = bytearray()
+    while source and len(said) < 2**14:
+        kind = source.byte()
+        if kind < 230:
+            shift = source.choice((0, 0, 0, 1, 2**63, -1))
+            places = [
+                (chunk, _digest(chunk), max(0, memory.address(chunk) + shift))
+                for chunk in [source.below(CHUNKS) for _ in range(1 + source.below(3))]
+            ]
+            at = word if source.byte() < 240 else source.choice((0, 1, word + 1, memory.address(0), 2**64 - 8))
+            said += frame(codec.encode(ChunksLie(source.below(4), tuple(places), at)), FRAME_BYTES_MAX)
+        else:
+            pools: dict[str, list[Any]] = {"request": [0, 1, 2, 3], "reason": ["gone"]}
+            said += frame(codec.encode(source.value(source.choice(ANSWERS), pools)), FRAME_BYTES_MAX)
+    return bytes(said)
+
+
 @functools.cache
 def _chunk(index: int) -> bytes:
     place = _manifest("none").chunks[index]
@@ -148,13 +203,13 @@ def owners(data: bytes) -> None:
     """Whatever a reader asks: it hears what is held under the right that it names, byte for byte, or that it is refused."""
     source = Source(data)
     memory = _Memory("xxh3-64", filled=True)
-    owner = SharedOwner()
+    owner = SharedOwner(words=Words())
     available = frozenset(range(CHUNKS)) if source.flag() else frozenset(n for n in range(CHUNKS) if source.flag())
     owner.open(REGISTRATION, GENERATION, CONTENT, memory.chunks, complete=len(available) == CHUNKS)
     owner.mark_available(REGISTRATION, GENERATION, [(chunk, memory.chunks.digest(chunk)) for chunk in available])
     held: frozenset[int] | None = available
     with _connected() as (connection, theirs):
-        lane = Lane(connection)
+        lane = Lane(connection, is_local=len(data) % 2 == 0)
         owner.add_lane(lane)
         theirs.settimeout(STALL_S)
         for _ in range(ASKED_MAX):
@@ -168,7 +223,7 @@ def owners(data: bytes) -> None:
             theirs.sendall(asked)
             if not _asked(asked):
                 theirs.shutdown(socket.SHUT_WR)  # what is no whole frame ends here
-            if not _serve(lane, connection, owner, theirs, held):
+            if not _serve(lane, connection, owner, theirs, held, memory.chunks):
                 break
         owner.remove_lane(lane)
     owner.check_invariants()
@@ -184,10 +239,11 @@ def _question(source: Source, kind: int) -> bytes:
         "content_id": [CONTENT, CONTENT, "other"],
         "runs": [((0, CHUNKS),), ((1, 2), (4, 1)), ((0, 1),) * 100, (), ((3, 9),), ((2**63, 1024),), ((0, 0),)],
     }
-    return frame(codec.encode(source.value(Read, pools)), FRAME_BYTES_MAX)
+    asked = FindMemory if kind < 40 else Locate if kind > 200 else Read
+    return frame(codec.encode(source.value(asked, pools)), FRAME_BYTES_MAX)
 
 
-def _asked(said: bytes) -> Read | None:
+def _asked(said: bytes) -> FromReader | None:
     size = int.from_bytes(said[:4], "big")
     if len(said) < 4 or len(said) != 4 + size:
         return None
@@ -198,19 +254,28 @@ def _asked(said: bytes) -> Read | None:
 
 
 def _serve(
-    lane: Lane, connection: BlockingConnection, owner: SharedOwner, theirs: socket.socket, held: frozenset[int] | None
+    lane: Lane,
+    connection: BlockingConnection,
+    owner: SharedOwner,
+    theirs: socket.socket,
+    held: frozenset[int] | None,
+    memory: ChunkMemory,
 ) -> bool:
     """Let the lane answer one question, and check the answer. `held`: None once it is fenced. False: it is over."""
     try:
         read = _next_read(lane, connection)
         if read is None:
             return False
+        if isinstance(read, FindMemory):
+            _find(read, lane, connection, owner)
+            return _is_found(read, lane, owner, theirs)
         _answer(read, lane, connection, owner, 0.0)
     except (ProtocolError, ConnectionLost):
         return False
     wanted = [chunk for first, count in read.runs for chunk in range(first, first + count)]
     right = (read.registration, read.generation, read.content_id)
-    if held is None or right != (REGISTRATION, GENERATION, CONTENT) or max(wanted) >= CHUNKS:
+    is_away = isinstance(read, Locate) and not lane.is_local
+    if held is None or right != (REGISTRATION, GENERATION, CONTENT) or max(wanted) >= CHUNKS or is_away:
         expected: list[int] = []
         last: type | None = ReadRefused
     else:
@@ -222,9 +287,16 @@ def _serve(
             message = hears.receive(codec.FROM_OWNER)
             assert message is not None
             assert message.request == read.request
+            if isinstance(message, ChunksLie):
+                assert isinstance(read, Locate)
+                for chunk, digest, address in message.chunks:
+                    assert (digest, address) == (_digest(chunk), memory.address(chunk))
+                    got.append(chunk)
+                continue
             if not isinstance(message, ChunksFollow):
                 assert type(message) is last
                 break
+            assert isinstance(read, Read)
             for chunk, digest in message.chunks:
                 payload = bytearray(len(_chunk(chunk)))
                 hears.receive_into([memoryview(payload)])
@@ -233,6 +305,12 @@ def _serve(
                 got.append(chunk)
     assert sorted(got) == sorted(expected)
     return True
+
+
+def _is_found(read: FindMemory, lane: Lane, owner: SharedOwner, theirs: socket.socket) -> bool:
+    with BlockingConnection(theirs.dup(), stall_timeout_s=STALL_S) as hears:
+        said = MemoryIs(read.request, *owner.header) if owner.header and lane.is_local else MemoryIs(read.request, 0, 0, b"")
+        return hears.receive(codec.FROM_OWNER) == said
 
 
 @functools.cache

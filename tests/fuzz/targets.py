@@ -34,6 +34,7 @@ TARGETS: Mapping[str, Target] = {
     "coordinators": Target(conversations.coordinators, 30, 1000),
     "bystanders": Target(conversations.bystanders, 2, 600),
     "ranks": Target(workers.ranks, 30, 600),
-    "readers": Target(lanes.readers, 8, 600),
+    "readers": Target(lanes.readers, 5, 600),
+    "locators": Target(lanes.locators, 3, 600),
     "owners": Target(lanes.owners, 5, 600),
 }

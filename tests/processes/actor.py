@@ -5,6 +5,7 @@ Commands run at the same time, but for `block`, which blocks this process' only 
 
 from __future__ import annotations
 
+import ctypes
 import hashlib
 import resource
 import sys
@@ -42,9 +43,13 @@ class Actor:
         serving = tensorhub.serve(port=port, state_dir=state_dir, token="", options=Options(**options))
         return (await self._stack.enter_async_context(serving)).address
 
-    async def gate(self, arrivals: int) -> None:
+    async def gate(self, arrivals: int, transport: str = "tcp", heeds_cuts: bool = True) -> None:
         """Before `connect`: hold this process' reads after so many chunks."""
-        self._gate = self._stack.enter_context(gated(arrivals))
+        self._gate = self._stack.enter_context(gated(arrivals, transport=transport, heeds_cuts=heeds_cuts))
+
+    async def hide(self) -> None:
+        """Have the kernel forbid others to read this process' memory."""
+        assert ctypes.CDLL(None).prctl(4, 0, 0, 0, 0) == 0  # PR_SET_DUMPABLE
 
     async def gate_holds(self) -> None:
         while not self._gate.holds:  # noqa: ASYNC110 - a lane's thread comes there
@@ -108,6 +113,15 @@ class Actor:
         model = await self._hub.describe("m")
         return sorted(lease.source for lease in model.leases if lease.reader == self._hub._worker.name)
 
+    async def outcome(self, name: str = "w") -> str:
+        """How the read from this worker's first source has ended, once it has."""
+        pull = self._weights[name]._handle._filler._pull
+        assert pull is not None
+        assert pull.runner is not None
+        while (outcome := pull.runner.report().sources[0].outcome) == "reading":  # noqa: ASYNC110 - a lane's thread says it
+            await anyio.sleep(0.001)
+        return outcome
+
     async def sha(self, name: str = "w") -> str:
         digest = hashlib.sha256()
         for tensor in self._memory[name].values():
@@ -165,6 +179,7 @@ def _shown(report: FetchReport) -> dict[str, Any]:
         "reread_bytes": report.reread_bytes,
         "retries": report.retries,
         "sources": {source.name: source.outcome for source in report.sources},
+        "transports": {source.name: source.transport for source in report.sources},
     }
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from benches.processes import WAIT_S, Aborted, Failed, Pending, Process, children
@@ -19,17 +19,26 @@ class Crew:
         self._backend = backend
         self._processes: list[Process] = []
 
-    def process(self, name: str) -> Process:
-        made = Process(name, "tests.processes.actor", self._backend)
+    def process(self, name: str, prefix: Sequence[str] = ()) -> Process:
+        made = Process(name, "tests.processes.actor", self._backend, prefix=prefix)
         self._processes.append(made)
         return made
 
-    def worker(self, address: str, name: str, nbytes: int, *, gate: int | None = None, **settings: Any) -> Process:
+    def worker(
+        self,
+        address: str,
+        name: str,
+        nbytes: int,
+        *,
+        gate: int | Mapping[str, Any] | None = None,
+        prefix: Sequence[str] = (),
+        **settings: Any,
+    ) -> Process:
         """A process that is connected, with memory registered; `gate`: it reads so many chunks, then waits."""
-        process = self.process(name)
+        process = self.process(name, prefix)
         options = settings.pop("options", {})
         if gate is not None:
-            process.do("gate", arrivals=gate)
+            process.do("gate", **(gate if isinstance(gate, Mapping) else {"arrivals": gate}))
         process.do("connect", address=address, name=name, **options)
         process.do("register", nbytes=nbytes, **settings)
         return process

@@ -9,7 +9,7 @@ import random
 import socket
 import sys
 import threading
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
 from types import FrameType
 
@@ -19,11 +19,13 @@ from tensorhub.manifest import Digest, Manifest, TensorDescription, build_manife
 from tensorhub.messages import Grant
 from tensorhub.runtime.acceptor import ServeSettings, serve_readers
 from tensorhub.runtime.chunks import ChunkMemory
-from tensorhub.runtime.lanes import AllVerified, PullEvent, PullRunner
+from tensorhub.runtime.cma_channel import CmaTransport
+from tensorhub.runtime.lanes import AllVerified, Opened, PullEvent, PullRunner
 from tensorhub.runtime.serving import SharedOwner
 from tensorhub.runtime.tcp_channel import TcpTransport
-from tensorhub.transport import tcp
-from tensorhub.transport.base import Channel, Cutter, Destination, ReadRight
+from tensorhub.transport import cma, tcp
+from tensorhub.transport.base import Cutter, Destination, ReadRight, Transport
+from tensorhub.transport.cma import Words
 from tensorhub.transport.registry import Local
 from tensorhub.types import (
     ContentId,
@@ -40,6 +42,9 @@ SECRET = b"a secret of the test"
 CHUNK_BYTES = 4096
 SIZES = (10, 3 * CHUNK_BYTES + 5, 0, 1, 5 * CHUNK_BYTES)  # 1 + 4 + 0 + 1 + 5 = 11 chunks
 CHUNKS = 11
+KINDS: Mapping[str, Callable[[Local], Transport]] = {"tcp": TcpTransport}
+if cma.fault_here() is None:
+    KINDS = {**KINDS, "cma": CmaTransport}
 WAIT_S = 30.0  # nothing here takes so long unless it hangs
 
 
@@ -71,7 +76,7 @@ class Node:
             bytearray(source.randbytes(region.nbytes) if filled else region.nbytes) for region in manifest.regions
         ]
         self.memory = ChunkMemory(manifest, [memoryview(array) for array in self.arrays])
-        self.owner = owner or SharedOwner(fence_grace_s=0.05)
+        self.owner = owner or SharedOwner(fence_grace_s=0.05, words=Words())
         self.listener = tcp.listen("127.0.0.1")
         self.settings = ServeSettings(self.incarnation, [SECRET], patience_s=patience_s, **settings)  # type: ignore[arg-type]
 
@@ -94,7 +99,7 @@ class Node:
             "incarnation": self.incarnation,
             "registration": self.registration,
             "generation": self.generation,
-            "endpoints": (Endpoint("tcp", address or tcp.address_of(self.listener)),),
+            "endpoints": (Endpoint("any", address or tcp.address_of(self.listener)),),
             "location": Location(),
             "complete": complete,
         }
@@ -106,13 +111,15 @@ class Node:
         batch_bytes: int = CHUNK_BYTES,
         secret: bytes = SECRET,
         stall_timeout_s: float = WAIT_S,
+        transport: str = "tcp",
+        lanes: int | None = None,
         **more: object,
     ) -> PullRunner:
         """A pull into this node's memory."""
         options = Options(stall_timeout_s=stall_timeout_s, connect_timeout_s=WAIT_S)
-        transport = TcpTransport(Local(self.incarnation, (secret,), options))
+        way = KINDS[transport](Local(self.incarnation, (secret,), options))
 
-        def open_channel(grant: Grant, destination: Destination, cutter: Cutter) -> tuple[str, Channel]:
+        def open_channel(grant: Grant, destination: Destination, cutter: Cutter) -> Opened:
             right = ReadRight(
                 LeaseId(grant.lease),
                 Incarnation(grant.incarnation),
@@ -120,7 +127,7 @@ class Node:
                 grant.generation,
                 CONTENT,
             )
-            return "tcp", transport.open(grant.endpoints[0], right, destination, cutter)
+            return Opened(way.name, way.open(grant.endpoints[0], right, destination, cutter), lanes or way.lanes)
 
         return PullRunner(
             self.memory,

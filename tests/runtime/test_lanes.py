@@ -21,6 +21,7 @@ from tensorhub.runtime.lanes import SourceFailed
 from tensorhub.types import ContentId, Incarnation, LeaseId, RegistrationId
 from tests.runtime.data_rig import (
     CHUNKS,
+    KINDS,
     SECRET,
     SIZES,
     WAIT_S,
@@ -42,13 +43,18 @@ def anyio_backend(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 
 
+@pytest.fixture(params=list(KINDS))
+def transport(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
 @pytest.mark.parametrize("digest", ["xxh3-64", "none"])
 @pytest.mark.parametrize("batch_bytes", [1, 10_000, 2**20])
-async def test_every_byte_arrives(digest: Digest, batch_bytes: int) -> None:
+async def test_every_byte_arrives(digest: Digest, batch_bytes: int, transport: str) -> None:
     manifest = manifest_of(digest=digest)
     a, b = Node("a", manifest, filled=True).open(complete=True), Node("b", manifest, filled=False)
     b.open(complete=False)
-    async with serving(a, b), b.runner(batch_bytes=batch_bytes) as runner:
+    async with serving(a, b), b.runner(transport=transport, batch_bytes=batch_bytes) as runner:
         runner.add_source(a.grant())
         await finish(runner)
         report = runner.report()
@@ -60,12 +66,12 @@ async def test_every_byte_arrives(digest: Digest, batch_bytes: int) -> None:
     assert [source.bytes_read for source in report.sources] == [TOTAL]
 
 
-async def test_a_reader_serves_what_it_has_while_it_still_fills() -> None:
+async def test_a_reader_serves_what_it_has_while_it_still_fills(transport: str) -> None:
     manifest = manifest_of()
     a = Node("a", manifest, filled=True).open(complete=False)
     b = Node("b", manifest, filled=False).open(complete=False)
     c = Node("c", manifest, filled=False).open(complete=False)
-    async with serving(a, b, c), b.runner() as to_b, c.runner() as to_c:
+    async with serving(a, b, c), b.runner(transport=transport) as to_b, c.runner(transport=transport) as to_c:
         to_b.add_source(a.grant(complete=False))
         to_c.add_source(b.grant(complete=False))
         for chunk in range(CHUNKS):
@@ -141,16 +147,16 @@ async def test_what_a_source_sent_of_a_chunk_before_it_broke_was_read(sent: int)
     b.listener.close()
 
 
-async def test_chunks_that_were_verified_before_are_not_read() -> None:
+async def test_chunks_that_were_verified_before_are_not_read(transport: str) -> None:
     manifest = manifest_of()
     a, b = Node("a", manifest, filled=True).open(complete=True), Node("b", manifest, filled=True)
     verified = [0, 3, 4]
     async with serving(a, b.open(complete=False)):
-        async with b.runner(verified=verified) as runner:
+        async with b.runner(transport=transport, verified=verified) as runner:
             runner.add_source(a.grant())
             await finish(runner)
             assert runner.report().bytes_read == TOTAL - sum(a.memory.sizes[chunk] for chunk in verified)
-        async with b.runner(verified=range(CHUNKS)) as runner:
+        async with b.runner(transport=transport, verified=range(CHUNKS)) as runner:
             await finish(runner)
 
 
@@ -171,12 +177,12 @@ async def test_a_flipped_bit_on_the_way_is_never_accepted(at: int) -> None:
     assert c.arrays == a.arrays
 
 
-async def test_a_source_whose_memory_changed_is_named_corrupt_with_the_chunk() -> None:
+async def test_a_source_whose_memory_changed_is_named_corrupt_with_the_chunk(transport: str) -> None:
     manifest = manifest_of()
     a, b = Node("a", manifest, filled=True).open(complete=False), Node("b", manifest, filled=False)
     a.make_available(*range(CHUNKS))
     a.memory.buffer(5)[0] ^= 1
-    async with serving(a, b.open(complete=False)), b.runner() as runner:
+    async with serving(a, b.open(complete=False)), b.runner(transport=transport) as runner:
         runner.add_source(a.grant())
         failed = await next_event(runner)
         assert isinstance(failed, SourceFailed)
@@ -200,10 +206,12 @@ async def test_a_source_whose_memory_changed_is_named_corrupt_with_the_chunk() -
         ({"address": "nonsense"}, "unreachable"),
     ],
 )
-async def test_a_read_under_another_right_fails_with_the_reason(changes: dict[str, object], reason: str) -> None:
+async def test_a_read_under_another_right_fails_with_the_reason(
+    changes: dict[str, object], reason: str, transport: str
+) -> None:
     manifest = manifest_of()
     a, b = Node("a", manifest, filled=True).open(complete=True), Node("b", manifest, filled=False)
-    async with serving(a, b.open(complete=False)), b.runner() as runner:
+    async with serving(a, b.open(complete=False)), b.runner(transport=transport) as runner:
         runner.add_source(a.grant(**changes))  # type: ignore[arg-type]
         failed = await next_event(runner)
         assert isinstance(failed, SourceFailed)
@@ -211,21 +219,21 @@ async def test_a_read_under_another_right_fails_with_the_reason(changes: dict[st
         assert not runner.report().bytes_read
 
 
-async def test_another_content_is_refused() -> None:
+async def test_another_content_is_refused(transport: str) -> None:
     manifest = manifest_of()
     a, b = Node("a", manifest, filled=True), Node("b", manifest, filled=False)
     a.owner.open(a.registration, 7, ContentId("other"), a.memory, complete=True)
-    async with serving(a, b), b.runner() as runner:
+    async with serving(a, b), b.runner(transport=transport) as runner:
         runner.add_source(a.grant())
         failed = await next_event(runner)
         assert isinstance(failed, SourceFailed)
         assert (failed.reason, "another content" in failed.detail) == ("refused", True)
 
 
-async def test_another_secret_reads_nothing() -> None:
+async def test_another_secret_reads_nothing(transport: str) -> None:
     manifest = manifest_of()
     a, b = Node("a", manifest, filled=True).open(complete=True), Node("b", manifest, filled=False)
-    async with serving(a, b), b.runner(secret=b"guessed") as runner:
+    async with serving(a, b), b.runner(transport=transport, secret=b"guessed") as runner:
         runner.add_source(a.grant())
         failed = await next_event(runner)
         assert isinstance(failed, SourceFailed)
@@ -233,26 +241,26 @@ async def test_another_secret_reads_nothing() -> None:
     assert not any(map(any, b.arrays))
 
 
-async def test_a_silent_source_is_given_up_and_one_that_waits_itself_is_not() -> None:
+async def test_a_silent_source_is_given_up_and_one_that_waits_itself_is_not(transport: str) -> None:
     manifest = manifest_of()
     a = Node("a", manifest, filled=True).open(complete=False)
     b = Node("b", manifest, filled=False).open(complete=False)
     async with serving(a, b):
-        async with b.runner(stall_timeout_s=0.01) as runner:  # a says only every 0.2 s that it lives
+        async with b.runner(transport=transport, stall_timeout_s=0.01) as runner:  # a says only every 0.2 s that it lives
             runner.add_source(a.grant())
             failed = await next_event(runner)
             assert isinstance(failed, SourceFailed)
             assert failed.reason == "stalled"
-        async with b.runner() as runner:
+        async with b.runner(transport=transport) as runner:
             runner.add_source(a.grant("patient"))
             a.make_available(*range(CHUNKS))
             await finish(runner)
 
 
-async def test_each_chunk_comes_from_a_source_that_has_it() -> None:
+async def test_each_chunk_comes_from_a_source_that_has_it(transport: str) -> None:
     manifest = manifest_of()
     a, b, c = (Node(name, manifest, filled=name != "c") for name in "abc")
-    async with serving(a.open(complete=False), b.open(complete=False), c), c.runner() as runner:
+    async with serving(a.open(complete=False), b.open(complete=False), c), c.runner(transport=transport) as runner:
         a.make_available(0, 5, 6)
         b.make_available(1, 2, 3, 7, 8, 9, 10)
         runner.add_source(a.grant(complete=False))
@@ -268,10 +276,13 @@ async def test_each_chunk_comes_from_a_source_that_has_it() -> None:
 
 
 @pytest.mark.parametrize("batch_bytes", [1, 10_000, 2**20])
-async def test_a_source_that_lacks_everything_keeps_nothing_from_one_that_has_it(batch_bytes: int) -> None:
+async def test_a_source_that_lacks_everything_keeps_nothing_from_one_that_has_it(batch_bytes: int, transport: str) -> None:
     manifest = manifest_of()
     a, b, c = (Node(name, manifest, filled=name != "c") for name in "abc")
-    async with serving(a.open(complete=False), b.open(complete=True), c), c.runner(batch_bytes=batch_bytes) as runner:
+    async with (
+        serving(a.open(complete=False), b.open(complete=True), c),
+        c.runner(transport=transport, batch_bytes=batch_bytes) as runner,
+    ):
         runner.add_source(a.grant(complete=False))
         await until(lambda: "0 in flight" not in repr(runner))
         runner.add_source(b.grant())
@@ -280,7 +291,7 @@ async def test_a_source_that_lacks_everything_keeps_nothing_from_one_that_has_it
         assert [source.bytes_read for source in runner.report().sources] == [0, TOTAL]
 
 
-async def test_readers_that_together_hold_everything_complete_one_another() -> None:
+async def test_readers_that_together_hold_everything_complete_one_another(transport: str) -> None:
     """A wait cycle of three, and no chunk that waits for itself (R9)."""
     manifest = manifest_of()
     nodes = [Node(name, manifest, filled=True).open(complete=False) for name in "abc"]
@@ -292,7 +303,8 @@ async def test_readers_that_together_hold_everything_complete_one_another() -> N
             node.memory.buffer(chunk)[:] = bytes(node.memory.sizes[chunk])
     async with serving(*nodes), AsyncExitStack() as stack:
         runners = [
-            await stack.enter_async_context(node.runner(verified=chunks)) for node, chunks in zip(nodes, held, strict=True)
+            await stack.enter_async_context(node.runner(transport=transport, verified=chunks))
+            for node, chunks in zip(nodes, held, strict=True)
         ]
         for me, runner in enumerate(runners):
             runner.add_source(nodes[(me + 1) % 3].grant(complete=False))
@@ -302,17 +314,17 @@ async def test_readers_that_together_hold_everything_complete_one_another() -> N
         assert all([bytes(array) for array in node.arrays] == whole for node in nodes)
 
 
-async def test_what_a_dropped_source_owed_goes_to_a_lane_that_was_idle() -> None:
+async def test_what_a_dropped_source_owed_goes_to_a_lane_that_was_idle(transport: str) -> None:
     manifest = manifest_of()
     a, b, c = (Node(name, manifest, filled=name != "c", patience_s=WAIT_S) for name in "abc")
     async with (
         serving(a.open(complete=False), b.open(complete=True), c),
-        c.runner(batch_bytes=2**20) as runner,
+        c.runner(transport=transport, batch_bytes=2**20) as runner,
     ):
         runner.add_source(a.grant(complete=False))
         await until(lambda: f"{CHUNKS} in flight" in repr(runner))
         runner.add_source(b.grant())
-        await until(lambda: runner.report().sources[1].transport == "tcp")  # connected; nothing is left for it
+        await until(lambda: runner.report().sources[1].transport == transport)  # connected; nothing is left for it
         runner.drop_source(LeaseId("from-a"))
         runner.drop_source(LeaseId("unknown"))
         await finish(runner)
@@ -320,12 +332,12 @@ async def test_what_a_dropped_source_owed_goes_to_a_lane_that_was_idle() -> None
         assert runner.report().sources[0].outcome == "dropped"
 
 
-async def test_an_idle_lane_can_be_dropped() -> None:
+async def test_an_idle_lane_can_be_dropped(transport: str) -> None:
     manifest = manifest_of()
     a, b, c = (Node(name, manifest, filled=name != "c", patience_s=WAIT_S) for name in "abc")
     async with (
         serving(a.open(complete=False), b.open(complete=True), c),
-        c.runner(batch_bytes=2**20) as runner,
+        c.runner(transport=transport, batch_bytes=2**20) as runner,
     ):
         runner.add_source(a.grant(complete=False))
         await until(lambda: f"{CHUNKS} in flight" in repr(runner))
@@ -336,13 +348,13 @@ async def test_an_idle_lane_can_be_dropped() -> None:
 
 
 @pytest.mark.parametrize("when", ["connecting", "reading"])
-async def test_cancelling_ends_all_lanes(when: str) -> None:
+async def test_cancelling_ends_all_lanes(when: str, transport: str) -> None:
     manifest = manifest_of()
     a = Node("a", manifest, filled=True).open(complete=False)
     b = Node("b", manifest, filled=False).open(complete=False)
     async with serving(a, b):
         with anyio.CancelScope() as scope:
-            async with b.runner() as runner:
+            async with b.runner(transport=transport) as runner:
                 runner.add_source(a.grant())
                 if when == "reading":
                     a.make_available(0)
@@ -356,13 +368,13 @@ async def test_cancelling_ends_all_lanes(when: str) -> None:
         assert [bytes(array) for array in b.arrays] == before
 
 
-async def test_a_fault_inside_a_lane_ends_the_runner_and_every_other_lane() -> None:
+async def test_a_fault_inside_a_lane_ends_the_runner_and_every_other_lane(transport: str) -> None:
     manifest = manifest_of()
     a, b = Node("a", manifest, filled=True).open(complete=False), Node("b", manifest, filled=False)
 
     async with serving(a, b):
         with pytest.raises(BaseExceptionGroup) as caught:  # noqa: PT012 - the fault ends the block from inside
-            async with b.runner() as runner:
+            async with b.runner(transport=transport) as runner:
                 runner.add_source(a.grant())
                 await until(lambda: "1 lanes" in repr(a.owner))
                 runner._open_channel = lambda *_: 1 // 0  # type: ignore[assignment]

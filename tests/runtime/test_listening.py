@@ -39,7 +39,7 @@ def forwarded(relay: Relay) -> tuple[Options, Path]:
 
 async def test_readers_come_through_what_is_advertised(relay: Relay) -> None:
     options, path = forwarded(relay)
-    async with cluster("reader") as c, connect(c.address, "trainer", options) as trainer:
+    async with cluster("reader") as c, connect(c.address, "trainer", options, transports=("tcp",)) as trainer:
         source, target = tensors(1), tensors()
         await (await trainer.register("m", source)).publish(1)
         await (await c.hubs[0].register("m", target)).replicate()

@@ -71,7 +71,11 @@ TAGS: Final[Mapping[type, int]] = {
     m.DigestAgain: 89,
     # From a reader to an owner, and back.
     m.Read: 112,
+    m.Locate: 113,
+    m.FindMemory: 114,
     m.ChunksFollow: 120,
     m.StillWaiting: 121,
     m.ReadRefused: 122,
+    m.ChunksLie: 123,
+    m.MemoryIs: 124,
 }

@@ -19,7 +19,18 @@ import anyio
 import anyio.to_thread
 
 from tensorhub.errors import AuthenticationFailed, OperationTimeout, ProtocolError, TensorHubError
-from tensorhub.messages import HAS_RUNS_MAX, ChunksFollow, Read, ReadRefused, StillWaiting
+from tensorhub.messages import (
+    HAS_RUNS_MAX,
+    ChunksFollow,
+    ChunksLie,
+    FindMemory,
+    FromReader,
+    Locate,
+    MemoryIs,
+    Read,
+    ReadRefused,
+    StillWaiting,
+)
 from tensorhub.protocol.blocking import BlockingConnection
 from tensorhub.protocol.codec import FROM_READER
 from tensorhub.protocol.handshake import NONCE_BYTES, ServerHandshake
@@ -34,9 +45,11 @@ from tensorhub.worker.owner import CHUNKS_PER_ACCESS_MAX, Refusal, Wait
 
 SEND_BYTES = 16 * 2**20  # of one send call whose digests are known
 FIRST_SEND_BYTES = 4 * 2**20  # of one whose digests must be made: small, so that the bytes are still in the cache
+LOCATE_BYTES = 2**40  # of one answer that says where chunks lie, and sends none
 PATIENCE_S = 0.25  # how long one request waits for chunks that its owner lacks; then the reader may ask elsewhere
 RETRY_S = 0.1  # after an accept that failed for want of descriptors or memory
 ROOM_S = 0.01  # the same, where a stranger goes for it
+NOT_ONE_SIDED = "this worker's memory is not to be read from here: its transports are others, or it is on another host"
 
 log = get_logger("tensorhub.owner")
 
@@ -119,7 +132,7 @@ async def serve_readers(listener: socket.socket, owner: SharedOwner, settings: S
             while True:
                 accepted, origin = await _accept(listener, acceptor)
                 connection = BlockingConnection(accepted, stall_timeout_s=settings.stall_timeout_s)
-                lane = Lane(connection)
+                lane = Lane(connection, is_local=tcp.is_local(accepted))
                 try:
                     await acceptor.places.acquire_on_behalf_of(lane)
                 except BaseException:
@@ -181,7 +194,10 @@ def _serve_lane(lane: Lane, connection: BlockingConnection, acceptor: _Acceptor)
                 _unserved.count(reader=handshake.client_incarnation, reason=refusal)
                 connection.send(ReadRefused(read.request, refusal))
                 return
-            _answer(read, lane, connection, owner, settings.patience_s)
+            if isinstance(read, FindMemory):
+                _find(read, lane, connection, owner)
+            else:
+                _answer(read, lane, connection, owner, settings.patience_s)
     except ConnectionLost:
         pass
     except TensorHubError as error:
@@ -193,7 +209,7 @@ def _serve_lane(lane: Lane, connection: BlockingConnection, acceptor: _Acceptor)
         connection.shutdown()
 
 
-def _next_read(lane: Lane, connection: BlockingConnection) -> Read | None:
+def _next_read(lane: Lane, connection: BlockingConnection) -> FromReader | None:
     while not lane.is_stopped:
         try:
             return connection.receive(FROM_READER)
@@ -205,8 +221,20 @@ def _next_read(lane: Lane, connection: BlockingConnection) -> Read | None:
     return None
 
 
-def _answer(read: Read, lane: Lane, connection: BlockingConnection, owner: SharedOwner, patience_s: float) -> None:
-    """Send what one Read asks for, as far as it is available and becomes so within `patience_s` of waiting, or refuse it."""
+def _find(read: FindMemory, lane: Lane, connection: BlockingConnection, owner: SharedOwner) -> None:
+    """Say in which process this is, so that the reader can prove that it reads that one; or that it may not."""
+    header = owner.header
+    said = MemoryIs(read.request, *header) if header is not None and lane.is_local else MemoryIs(read.request, 0, 0, b"")
+    connection.send(said)
+
+
+def _answer(read: Read | Locate, lane: Lane, connection: BlockingConnection, owner: SharedOwner, patience_s: float) -> None:
+    """Send what is asked for, or say where it is, as far as it is available and becomes so within `patience_s` of waiting;
+    or refuse it.
+    """
+    if isinstance(read, Locate) and (owner.header is None or not lane.is_local):
+        connection.send(ReadRefused(read.request, NOT_ONE_SIDED))
+        return
     waited_until = time.monotonic() + patience_s
     wanted: Sequence[int] = _chunks_of(read)
     registration, content_id = RegistrationId(read.registration), ContentId(read.content_id)
@@ -219,12 +247,16 @@ def _answer(read: Read, lane: Lane, connection: BlockingConnection, owner: Share
                 started = time.perf_counter()
                 chunks = tuple(owner.digests_of(access, memory))
                 digest_s = time.perf_counter() - started
-                buffers = [memory.buffer(chunk) for chunk in access.chunks]
-                connection.send_with_payload(ChunksFollow(read.request, chunks), buffers)
+                if isinstance(read, Locate):
+                    places = tuple([(chunk, digest, memory.address(chunk)) for chunk, digest in chunks])
+                    connection.send(ChunksLie(read.request, places, owner.word_of(access)))
+                else:
+                    buffers = [memory.buffer(chunk) for chunk in access.chunks]
+                    connection.send_with_payload(ChunksFollow(read.request, chunks), buffers)
                 wanted = access.rest
                 is_first = None in access.digests and memory.is_digested
-                if not is_first or is_gil_contended(sum(map(len, buffers)), digest_s):
-                    bytes_max = SEND_BYTES
+                if not is_first or is_gil_contended(sum(memory.sizes[chunk] for chunk in access.chunks), digest_s):
+                    bytes_max = LOCATE_BYTES if isinstance(read, Locate) else SEND_BYTES
         if isinstance(answer, Wait):
             has = owner.has(registration, read.generation, HAS_RUNS_MAX)
             connection.send(StillWaiting(read.request, has))
@@ -234,7 +266,7 @@ def _answer(read: Read, lane: Lane, connection: BlockingConnection, owner: Share
             return
 
 
-def _chunks_of(read: Read) -> list[int]:
+def _chunks_of(read: Read | Locate) -> list[int]:
     if not 0 < sum(count for _, count in read.runs) <= CHUNKS_PER_ACCESS_MAX or any(
         first < 0 or count < 1 for first, count in read.runs
     ):

@@ -8,14 +8,22 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from tensorhub.messages import Grant
-from tensorhub.runtime.lanes import ChannelOpener
+from tensorhub.runtime.cma_channel import CmaTransport
+from tensorhub.runtime.lanes import ChannelOpener, Opened
+from tensorhub.runtime.logs import get_logger
 from tensorhub.runtime.tcp_channel import TcpTransport
-from tensorhub.transport.base import Channel, Cutter, Destination, ReadFailure, ReadRight, Transport
+from tensorhub.transport import cma
+from tensorhub.transport.base import Cutter, Destination, ReadFailure, ReadRight, Transport, Unusable
 from tensorhub.transport.registry import Local, Registry
-from tensorhub.types import ContentId, Incarnation, LeaseId, Location, Options, RegistrationId
+from tensorhub.types import ContentId, Endpoint, Incarnation, LeaseId, Location, Options, RegistrationId
 
 TRANSPORTS = Registry()
+TRANSPORTS.add("cma", CmaTransport, place=20)
 TRANSPORTS.add("tcp", TcpTransport, place=90)
+OFFERED = ("cma", "tcp")  # by every worker that has them, on its one listener
+UNUSABLE_MAX = 4096  # peers that are remembered to be out of a transport's reach
+
+log = get_logger("tensorhub.worker")
 
 
 class Channels:
@@ -27,6 +35,7 @@ class Channels:
         self._location = location
         self._wanted = wanted
         self._transports: tuple[Transport, ...] = ()
+        self._unusable: dict[tuple[str, str], str] = {}  # (transport, a peer's incarnation): why it cannot be used there
 
     def __repr__(self) -> str:
         return f"<Channels over {self._names()}>"
@@ -38,10 +47,22 @@ class Channels:
         """Read as that one from now on. Raises TransportUnavailable for a transport that cannot be had."""
         self._transports = TRANSPORTS.make(Local(incarnation, self._secrets, self._options), self._wanted)
 
+        if "cma" in (self._wanted or ()):
+            cma.let_others_read()
+
+    @property
+    def is_read_one_sidedly(self) -> bool:
+        """Whether this worker's memory may be read without its help."""
+        return any(transport.name == "cma" for transport in self._transports)
+
+    def offers(self, address: str) -> tuple[Endpoint, ...]:
+        """How others may read from this worker, whose listener they reach at that address; best first."""
+        return tuple([Endpoint(each.name, address) for each in self._transports if each.name in OFFERED])
+
     def opener(self, content_id: ContentId) -> ChannelOpener:
         """What opens the best transport to a granted source; for one content."""
 
-        def open_one(grant: Grant, destination: Destination, cutter: Cutter) -> tuple[str, Channel]:
+        def open_one(grant: Grant, destination: Destination, cutter: Cutter) -> Opened:
             right = ReadRight(
                 LeaseId(grant.lease),
                 Incarnation(grant.incarnation),
@@ -49,12 +70,34 @@ class Channels:
                 grant.generation,
                 content_id,
             )
-            for transport in self._transports:
-                for endpoint in grant.endpoints:
-                    if endpoint.transport == transport.name and transport.reaches(self._location, grant.location):
-                        return transport.name, transport.open(endpoint, right, destination, cutter)
+            for transport, endpoint in self._common(grant):
+                try:
+                    channel = transport.open(endpoint, right, destination, cutter)
+                except Unusable as error:
+                    self._note_unusable(transport.name, grant, str(error))
+                else:
+                    return Opened(transport.name, channel, transport.lanes)
             offered = ", ".join(endpoint.transport for endpoint in grant.endpoints) or "none"
             text = f"no transport in common: {grant.source} offers {offered}, here are {self._names()}"
-            raise ReadFailure("unreachable", text)
+            found = [why for (_, peer), why in list(self._unusable.items()) if peer == grant.incarnation]
+            raise ReadFailure("unreachable", "; ".join([text, *found]))
 
         return open_one
+
+    def _common(self, grant: Grant) -> list[tuple[Transport, Endpoint]]:
+        """The transports by which this source may be read, best first, each with its endpoint."""
+        return [
+            (transport, endpoint)
+            for transport in self._transports
+            for endpoint in grant.endpoints
+            if endpoint.transport == transport.name
+            and (transport.name, grant.incarnation) not in self._unusable
+            and transport.reaches(self._location, grant.location)
+        ]
+
+    def _note_unusable(self, name: str, grant: Grant, reason: str) -> None:
+        """Once for each peer: it is not tried again there."""
+        log.warning("transport_unusable", transport=name, source=grant.source, reason=reason)
+        while len(self._unusable) >= UNUSABLE_MAX:
+            self._unusable.pop(next(iter(self._unusable)), None)
+        self._unusable[name, grant.incarnation] = f"{name}: {reason}"

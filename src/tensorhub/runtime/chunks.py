@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import xxhash
 
 from tensorhub.manifest import Manifest
+from tensorhub.transport.memory import address_of
 
 DIGEST_BYTES_PER_S = 4 * 2**30  # less than any CPU of the last ten years manages
 SLACK_S = 0.002
@@ -25,7 +26,7 @@ def is_gil_contended(digested_bytes: int, seconds: float) -> bool:
 class ChunkMemory:
     """Where each chunk of one content is: views into the regions, made on demand. Nothing is copied."""
 
-    __slots__ = ("_chunks", "_regions", "is_digested", "sizes", "unwanted")
+    __slots__ = ("_addresses", "_chunks", "_regions", "is_digested", "sizes", "unwanted")
 
     def __init__(self, manifest: Manifest, regions: Sequence[memoryview], unwanted: frozenset[int] = frozenset()) -> None:
         """`regions`: one contiguous view per region of the manifest, of its size; writable if chunks are to
@@ -36,6 +37,7 @@ class ChunkMemory:
                 raise ValueError(f"region {index} has {region.nbytes} bytes, not {spec.nbytes}")
         self._chunks = manifest.chunks
         self._regions = tuple(region.cast("B") if region.nbytes else region for region in regions)
+        self._addresses = tuple([address_of(region) for region in self._regions])
         self.unwanted: tuple[int, ...] = tuple(c.index for c in manifest.chunks if c.region in unwanted) if unwanted else ()
         self.sizes: tuple[int, ...] = tuple(chunk.nbytes for chunk in manifest.chunks)
         self.is_digested: bool = manifest.digest != "none"
@@ -44,6 +46,11 @@ class ChunkMemory:
         """The bytes of one chunk."""
         place = self._chunks[chunk]
         return self._regions[place.region][place.offset : place.offset + place.nbytes]
+
+    def address(self, chunk: int) -> int:
+        """Where the bytes of one chunk are in this process."""
+        place = self._chunks[chunk]
+        return self._addresses[place.region] + place.offset
 
     def digest(self, chunk: int) -> int:
         """Make the chunk's digest from its bytes; the GIL is released meanwhile. 0 if the manifest wants

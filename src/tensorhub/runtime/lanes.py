@@ -7,6 +7,10 @@ asked for, receives straight into the destination, checks digests while the byte
 each verified chunk to other readers (`SharedOwner`) at once. Nothing of that passes through the event loop.
 The loop hears only events: a source failed, everything is verified.
 
+Where the transport gains by it (`Transport.lanes`), and there is enough to read, more threads *help* the lane: they drive
+the same channel, and share its requests, so that a source still has one connection, one place in the books, and one end.
+The first thread that fails ends the others; the last one to leave closes the channel, and gives back what has not come.
+
 Nobody but a lane writes into the destination, and no lane outlives the runner's `async with` block.
 
 Responsible for threads, time and digests. Not responsible for which sources there are (the coordinator), nor
@@ -21,7 +25,7 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from types import TracebackType
-from typing import Self
+from typing import NamedTuple, Self
 
 import anyio
 import anyio.to_thread
@@ -38,12 +42,22 @@ from tensorhub.types import LeaseId, RegistrationId, SourceReport
 BATCH_BYTES = 64 * 2**20  # of one request
 CACHED_BYTES = 4 * 2**20  # received by one call and then digested, out of the cache, while the source goes on sending
 BATCHES_OPEN = 2  # of one lane: the next is asked for before the last has arrived
+HELP_BYTES = (
+    16 * 2**20
+)  # what must be left to read for each thread that helps: it takes a fraction of a millisecond to begin
 LANES_MAX = 64
 
-ChannelOpener = Callable[[Grant, Destination, Cutter], tuple[str, Channel]]
-"""Opens the best channel to a grant's source, in a lane's thread; gives the transport's name too. ReadFailure
-if none.
-"""
+
+class Opened(NamedTuple):
+    """A channel, by which transport it is, and how many threads it is for."""
+
+    transport: str
+    channel: Channel
+    lanes: int = 1
+
+
+ChannelOpener = Callable[[Grant, Destination, Cutter], Opened]
+"""Opens the best channel to a grant's source, in a lane's thread. ReadFailure if none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,22 +98,30 @@ class PullReport:
 
 @dataclass(slots=True)
 class _Lane:
-    """One source's lane. Written by its thread only, but for `cutter`."""
+    """One source's lane. What its threads share is guarded as the pull is."""
 
     grant: Grant
     lease: LeaseId
     cutter: Cutter = field(default_factory=Cutter)
     transport: str = ""
+    channel: Channel | None = None  # from when it is open until the last thread leaves
     outcome: str = "reading"  # then "used", "dropped", or why it failed
+    failure: ReadFailure | None = None  # the first of its threads', unless it was cut before
+    threads: int = 0  # that drive it now
+    threads_s: float = 0.0  # that all its threads took, those included that run: as if they had begun at 0
     started: float = 0.0
     seconds: float = 0.0  # from `started` on, once it has ended
     receive_bytes: int = CACHED_BYTES  # BATCH_BYTES where small calls do not pay
     transfer_s: float = 0.0
     verify_s: float = 0.0
     asked: list[set[int]] = field(default_factory=list)  # of each open batch, what has not arrived; none is empty
+    answers: int = 0  # that its threads have dealt with
 
     def seconds_up_to(self, now: float) -> float:
         return self.seconds or (now - self.started if self.started else 0.0)
+
+    def threads_s_up_to(self, now: float) -> float:
+        return self.threads_s + self.threads * now
 
 
 class PullRunner:
@@ -135,6 +157,7 @@ class PullRunner:
         if self._is_over:
             self._events.append(AllVerified())
         self._lanes: dict[LeaseId, _Lane] = {}
+        self._help: deque[_Lane] = deque()  # those that another thread shall help
         self._tasks: TaskGroup
         self._wakeup: Wakeup
         self._limiter: anyio.CapacityLimiter
@@ -185,6 +208,8 @@ class PullRunner:
         """What happens next. After AllVerified nothing does: do not wait for more."""
         while True:
             with self._changed:
+                while self._help:
+                    self._tasks.start_soon(self._help_lane, self._help.popleft())
                 if self._events:
                     return self._events.popleft()
             await self._wakeup.wait()
@@ -198,7 +223,7 @@ class PullRunner:
         with self._changed:
             now, pull, lanes = time.perf_counter(), self._pull, list(self._lanes.values())
             transfer_s, verify_s = sum(lane.transfer_s for lane in lanes), sum(lane.verify_s for lane in lanes)
-            lanes_s = sum(lane.seconds_up_to(now) for lane in lanes)
+            lanes_s = sum(lane.threads_s_up_to(now) for lane in lanes)
             return PullReport(
                 bytes_read=pull.bytes_read,
                 reread_bytes=pull.reread_bytes,
@@ -222,58 +247,105 @@ class PullRunner:
         try:
             await anyio.to_thread.run_sync(self._lane_thread, lane, limiter=self._limiter)
         finally:
-            self._lane_ended(lane, None)  # for a thread that was never started
+            if not lane.threads:  # else the last one of those that help it does so
+                self._lane_ended(lane)  # for a thread that was never started
 
-    # ---------------------------------------------------------------------------------------- a lane's thread
+    async def _help_lane(self, lane: _Lane) -> None:
+        await anyio.to_thread.run_sync(self._helping_thread, lane, limiter=self._limiter)
+
+    # ---------------------------------------------------------------------------------------- a lane's threads
 
     def _lane_thread(self, lane: _Lane) -> None:
-        failure: ReadFailure | None = None
         lane.started = time.perf_counter()
+        with self._changed:
+            self._enter(lane)
+        failure: ReadFailure | None = None
         try:
-            lane.transport, channel = self._open_channel(lane.grant, self._memory, lane.cutter)
-            try:
-                self._read(lane, channel)
-            finally:
-                channel.close()
+            lane.transport, channel, lanes = self._open_channel(lane.grant, self._memory, lane.cutter)
+            with self._changed:
+                lane.channel = channel
+                left = self._pull.bytes_wanted - self._pull.bytes_verified
+                self._help.extend([lane] * min(lanes - 1, left // HELP_BYTES))
+                if self._help:
+                    self._wakeup.set()
+            self._read(lane, channel)
         except ReadFailure as error:
             failure = error
         finally:
-            lane.seconds = time.perf_counter() - lane.started
-            self._lane_ended(lane, failure)
+            self._leave(lane, failure)
 
-    def _lane_ended(self, lane: _Lane, failure: ReadFailure | None) -> None:
+    def _helping_thread(self, lane: _Lane) -> None:
+        with self._changed:
+            channel = lane.channel
+            if channel is None or lane.cutter.is_cut or self._is_over:
+                return
+            self._enter(lane)
+        failure: ReadFailure | None = None
+        try:
+            self._read(lane, channel)
+        except ReadFailure as error:
+            failure = error
+        finally:
+            self._leave(lane, failure)
+
+    def _enter(self, lane: _Lane) -> None:
+        lane.threads += 1
+        lane.threads_s -= time.perf_counter()
+
+    def _leave(self, lane: _Lane, failure: ReadFailure | None) -> None:
+        """This thread drives the lane no more. If it has failed, no other one shall; the last one closes the channel."""
+        with self._changed:
+            if failure is not None:
+                self._pull.discarded(lane.lease, failure.bytes_discarded)
+                if lane.failure is None and not lane.cutter.is_cut:
+                    lane.failure = failure
+            lane.threads -= 1
+            lane.threads_s += time.perf_counter()
+            is_last, channel = not lane.threads, lane.channel
+            if is_last:
+                lane.channel = None
+            else:
+                lane.cutter.cut()  # it has failed, or there is nothing more to read
+                self._changed.notify_all()
+        if is_last:
+            if channel is not None:
+                channel.close()
+            self._lane_ended(lane)
+
+    def _lane_ended(self, lane: _Lane) -> None:
         """Give back what the lane did not bring, now that it writes no more. A second call does nothing."""
         with self._changed:
             if lane.outcome == "reading":
-                lane.outcome = self._outcome(lane, failure)
-            if failure is not None and not lane.cutter.is_cut:
-                self._events.append(SourceFailed(lane.lease, failure.reason, failure.detail, failure.chunk))
-            if failure is not None:
-                self._pull.discarded(lane.lease, failure.bytes_discarded)
+                lane.seconds = time.perf_counter() - lane.started if lane.started else 0.0
+                lane.outcome = self._outcome(lane)
+                if lane.failure is not None:
+                    failed = lane.failure
+                    self._events.append(SourceFailed(lane.lease, failed.reason, failed.detail, failed.chunk))
             self._pull.lane_ended(lane.lease)
             self._changed.notify_all()
         self._wakeup.set()
 
-    def _outcome(self, lane: _Lane, failure: ReadFailure | None) -> str:
+    def _outcome(self, lane: _Lane) -> str:
         if self._pull.done:
             return "used"
-        return "dropped" if failure is None or lane.cutter.is_cut else failure.reason
+        return "dropped" if lane.failure is None else lane.failure.reason
 
     def _read(self, lane: _Lane, channel: Channel) -> None:
-        while True:
-            for batch in self._take(lane):
+        while (taken := self._take(lane)) is not None:
+            batches, answers = taken
+            for batch in batches:
                 channel.submit(batch)
-            if not lane.asked:
-                return
             answer = channel.receive(lane.receive_bytes)
             if isinstance(answer, Lacking):
                 self._look_elsewhere(lane, answer)
-            else:
+            elif answer.chunks:
                 self._settle(lane, answer)
+            elif not self._is_answered_by_others(lane, answers):
+                return
 
-    def _take(self, lane: _Lane) -> list[tuple[int, ...]]:
-        """Batches to ask for now: a second one before the first has arrived. Waits if the lane has nothing to
-        do.
+    def _take(self, lane: _Lane) -> tuple[list[tuple[int, ...]], int] | None:
+        """Batches to ask for now: a second one before the first has arrived; and how much was dealt with before. Waits if
+        the lane has nothing to do. None: it is over.
         """
         batches: list[tuple[int, ...]] = []
         with self._changed:
@@ -289,14 +361,25 @@ class PullRunner:
                 self._changed.wait()
             if batches and self._pull.is_patchy:
                 self._changed.notify_all()
-        return batches
+            return (batches, lane.answers) if lane.asked else None
+
+    def _is_answered_by_others(self, lane: _Lane, answers: int) -> bool:
+        """All that is asked for is in the hands of other threads of this lane: wait for one of them. False: it is over."""
+        with self._changed:
+            while lane.answers == answers and not self._is_over and not lane.cutter.is_cut:
+                self._changed.wait()
+            return not self._is_over and not lane.cutter.is_cut
 
     def _look_elsewhere(self, lane: _Lane, answer: Lacking) -> None:
         """The source lacks these chunks: whoever has them may bring them; if nobody has, they are waited for here."""
-        lane.asked = [left for batch in lane.asked if (left := batch.difference(answer.chunks))]
         with self._changed:
+            self._dealt_with(lane, set(answer.chunks))
             self._pull.lacks(lane.lease, answer.chunks, answer.has)
             self._changed.notify_all()
+
+    def _dealt_with(self, lane: _Lane, chunks: set[int]) -> None:
+        lane.asked = [left for batch in lane.asked if (left := batch - chunks)]
+        lane.answers += 1
 
     def _settle(self, lane: _Lane, arrival: Arrival) -> None:
         """Check what arrived, enter it into the books and offer it to others. ReadFailure for a bad chunk."""
@@ -309,19 +392,20 @@ class PullRunner:
             else:
                 good.append((chunk, digest))
         seconds = time.perf_counter() - started
-        lane.verify_s += seconds
-        arrived_bytes = sum(self._memory.sizes[chunk] for chunk, _ in arrival.chunks)
-        is_large = not self._memory.is_digested or is_gil_contended(arrived_bytes, seconds)
-        lane.receive_bytes = BATCH_BYTES if is_large else CACHED_BYTES
-        lane.transfer_s += arrival.transfer_s
         arrived = {chunk for chunk, _ in arrival.chunks}
-        lane.asked = [left for batch in lane.asked if (left := batch - arrived)]
+        is_large = not self._memory.is_digested or is_gil_contended(
+            sum(map(self._memory.sizes.__getitem__, arrived)), seconds
+        )
         with self._changed:
+            lane.verify_s += seconds
+            lane.transfer_s += arrival.transfer_s
+            lane.receive_bytes = BATCH_BYTES if is_large else CACHED_BYTES
+            self._dealt_with(lane, arrived)
             for chunk, _ in good:
                 self._pull.arrived(lane.lease, chunk, ok=True)
             for chunk in bad:
                 self._pull.arrived(lane.lease, chunk, ok=False)
-            if bad:
+            if bad or lane.threads > 1:
                 self._changed.notify_all()
         self._owner.mark_available(self._registration, self._generation, good)
         self._finish_if_done()

@@ -1,7 +1,8 @@
 """The owner's side of the data plane: who may read, for threads; the fence; and the lanes that serve readers.
 
 `SharedOwner` puts the pure `Owner` behind one condition variable. A lane holds no lock while it digests or
-sends, only a counted access; the generation is checked, under the lock, for every send call. Responsible for
+sends, only a counted access; the generation is checked, under the lock, for every send call. One-sided readers have no
+access: they look at the registration's word, which is cleared under the same lock. Responsible for
 threads and for ending them; not responsible for which versions exist, nor for who is told to read here.
 """
 
@@ -19,6 +20,7 @@ import anyio.to_thread
 from tensorhub.errors import DrainTimeout
 from tensorhub.machine import InvariantBroken
 from tensorhub.runtime.chunks import ChunkMemory
+from tensorhub.transport.cma import Header, Words
 from tensorhub.types import ContentId, Incarnation, RegistrationId
 from tensorhub.worker.owner import Access, Owner, Refusal, Wait
 
@@ -35,10 +37,11 @@ class Endable(Protocol):
 class Lane:
     """One reader's connection at its owner, as others see it."""
 
-    __slots__ = ("connection", "is_stopped", "reader")
+    __slots__ = ("connection", "is_local", "is_stopped", "reader")
 
-    def __init__(self, connection: Endable) -> None:
+    def __init__(self, connection: Endable, *, is_local: bool = False) -> None:
         self.connection = connection
+        self.is_local = is_local  # it comes from this host: addresses here are of use there, and told nobody else
         self.reader: Incarnation | None = None  # known, and proved, after the handshake
         self.is_stopped = False  # it must begin nothing any more
 
@@ -51,13 +54,15 @@ class SharedOwner:
     any thread.
     """
 
-    def __init__(self, *, fence_grace_s: float = FENCE_GRACE_S) -> None:
+    def __init__(self, *, fence_grace_s: float = FENCE_GRACE_S, words: Words | None = None) -> None:
+        """`words`: where one-sided readers look; None: nobody reads this memory by himself."""
         self._changed = threading.Condition()  # guards everything below; notified when any of it changes
         self._owner = Owner()
         self._memory: dict[RegistrationId, ChunkMemory] = {}
         self._lanes: set[Lane] = set()
         self._inside: dict[int, Lane | None] = {}  # access number -> its lane; None: a local copy
         self._fence_grace_s = fence_grace_s
+        self._words = words  # always a registration's open generation; 0, from before the fence, where it is closed
 
     def __repr__(self) -> str:
         return f"<SharedOwner {self._owner!r}, {len(self._lanes)} lanes>"
@@ -78,12 +83,14 @@ class SharedOwner:
         with self._changed:
             self._owner.open(registration, generation, content_id, memory.sizes, complete=complete, digests=digests)
             self._memory[registration] = memory
+            self._set_word(registration, generation)
             self._changed.notify_all()
 
     def reopen(self, registration: RegistrationId, generation: int) -> None:
         """See `Owner.reopen`: what was held, and its digests, are held under another generation."""
         with self._changed:
             self._owner.reopen(registration, generation)
+            self._set_word(registration, generation)
             self._changed.notify_all()
 
     def mark_available(
@@ -136,10 +143,42 @@ class SharedOwner:
         with self._changed:
             self._owner.forget(registration)
             self._memory.pop(registration, None)
+            if self._words is not None:
+                self._words.forget(registration)
 
     def check_invariants(self) -> None:
         with self._changed:
             self._owner.check_invariants()
+
+    # ------------------------------------------------------------------------------------------ one-sided readers
+
+    @property
+    def header(self) -> Header | None:
+        """By what one-sided readers know this process; None: there are none."""
+        return None if self._words is None else self._words.header
+
+    def word_of(self, access: Access) -> int:
+        """Where the word of this access' registration is."""
+        with self._changed:
+            if self._words is None:
+                raise InvariantBroken("there are no words here")
+            return self._words.address(access.registration)
+
+    def end_reading(self) -> None:
+        """This worker ends, and its memory is no concern of its any more: whoever reads it by himself discards that."""
+        with self._changed:
+            if self._words is not None:
+                self._words.close()
+                self._words = None
+
+    def _set_word(self, registration: RegistrationId, generation: int) -> None:
+        if self._words is not None:
+            self._words.set(registration, generation)
+
+    def _close(self, registration: RegistrationId) -> None:
+        """Refuse every further access. One-sided readers name nothing from here on: the word comes before any write (R3)."""
+        self._owner.close(registration)
+        self._set_word(registration, 0)
 
     # ----------------------------------------------------------------------------------------------- accesses
 
@@ -215,7 +254,7 @@ class SharedOwner:
         """
         with self._changed:
             grace_s = min(self._fence_grace_s, timeout_s / 2)
-            self._owner.close(registration)
+            self._close(registration)
             self._changed.notify_all()
             if self._changed.wait_for(lambda: self._owner.is_quiet(registration), grace_s):
                 return
@@ -228,7 +267,7 @@ class SharedOwner:
     async def fence_async(self, registration: RegistrationId, timeout_s: float = FENCE_TIMEOUT_S) -> None:
         """As `fence`, for a task. It cannot be cancelled in between: memory is fenced, or it is not."""
         with self._changed:
-            self._owner.close(registration)
+            self._close(registration)
             self._changed.notify_all()
             if self._owner.is_quiet(registration):
                 return

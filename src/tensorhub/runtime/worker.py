@@ -73,6 +73,7 @@ from tensorhub.runtime.prefetcher import Prefetcher
 from tensorhub.runtime.questions import Questions
 from tensorhub.runtime.serving import SharedOwner
 from tensorhub.transport import tcp
+from tensorhub.transport.cma import Words
 from tensorhub.transport.memory import Memory
 from tensorhub.types import (
     READ_ONLY,
@@ -128,7 +129,7 @@ class Worker:
         self.questions = Questions(self._link, self._numbers)
         self.pins = Pins(self.questions, options.op_timeout_s)
         self.news = News(self._link)
-        self._owner = SharedOwner()
+        self._owner = SharedOwner(words=Words() if self.channels.is_read_one_sidedly else None)
         self._handles: dict[str, Handle] = {}  # by registration
         self._by_rank: dict[tuple[str, str, int], Handle] = {}  # by (model, group, rank)
         self._asked: dict[int, Handle] = {}  # requests of handles that are not answered yet
@@ -184,6 +185,7 @@ class Worker:
                 await self._closed.wait()
                 self._tasks.cancel_scope.cancel()
         finally:
+            self._owner.end_reading()
             listener.close()
 
     async def close(self) -> None:
@@ -208,7 +210,7 @@ class Worker:
             where = f"{host!r}, port {port or 'any'}"
             text = f"readers cannot be listened for on {where} ({error}): set Options.listen_host and listen_port"
             raise StateError(text) from error
-        self._endpoints = (Endpoint("tcp", f"tcp://{advertised}" if advertised else tcp.address_of(listener)),)
+        self._endpoints = self.channels.offers(f"tcp://{advertised}" if advertised else tcp.address_of(listener))
         return listener
 
     async def _serve_readers(self, listener: socket.socket) -> None:

@@ -1,12 +1,13 @@
 """What a transport is, as its reader sees it.
 
-A *channel* is one reader's way to one source under one read lease. One blocking thread (the lane) drives it:
+A *channel* is one reader's way to one source under one read lease. One blocking thread (the lane) drives it, or as many as
+`Transport.lanes` says:
 
     channel = transport.open(...)        connect, prove who is who
     channel.submit(chunks)               ask; several batches may be submitted before the first has arrived
     channel.receive(n)                   block until some of them are in the destination, in any order, or the source says
                                          that it lacks them
-    channel.close()                      always, from the lane's own thread
+    channel.close()                      always, from the last thread that drives it
 
 Semantics that every transport keeps:
 
@@ -24,6 +25,8 @@ Semantics that every transport keeps:
 6. No call blocks for more than `stall_timeout_s` unless the source shows that it lives.
 7. A source that lacks submitted chunks says so within a second or so (`Lacking`): they are not submitted any
    more, and nothing is written into their views.
+8. Where `lanes` is more than 1, so many threads may be inside `submit` and `receive` at a time. A `receive` that finds all
+   that was submitted in other threads' hands returns an Arrival of nothing, and does not wait.
 
 Responsible for the contract only. Not responsible for choosing a source, for digests, or for the books
 (`Pull`).
@@ -52,6 +55,12 @@ class ReadFailure(Exception):
         self.detail = detail
         self.chunk = chunk
         self.bytes_discarded = bytes_discarded
+
+
+class Unusable(Exception):
+    """This transport cannot be used between these two workers, whatever their locations say; another one may be. The text
+    says why, and what to do.
+    """
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,7 +99,7 @@ class Lacking(NamedTuple):
 
 
 class Channel(Protocol):
-    """One reader's way to one source; driven by one thread."""
+    """One reader's way to one source; driven by one thread, or by `Transport.lanes`."""
 
     def submit(self, chunks: Sequence[int]) -> None:
         """Ask for these chunks (ascending, 1 to 1024 of them). Does not wait for them."""
@@ -108,12 +117,13 @@ class Transport(Protocol):
     """A kind of channel. Made once per worker."""
 
     name: str
+    lanes: int  # how many threads of one reader get more out of one source than one does
 
     def reaches(self, here: Location, there: Location) -> bool:
         """Whether a worker at `here` can read one at `there` this way, as far as their locations say."""
 
     def open(self, endpoint: Endpoint, right: ReadRight, destination: Destination, cutter: Cutter) -> Channel:
-        """Connect to the source, in the calling thread. Raises ReadFailure."""
+        """Connect to the source, in the calling thread. Raises ReadFailure; Unusable, before anything was asked for."""
 
 
 class Cutter:

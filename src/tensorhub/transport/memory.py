@@ -210,6 +210,29 @@ def copy_bytes(source: memoryview, target: memoryview) -> None:
     ctypes.memmove(_pointer(target), _pointer(source), source.nbytes)
 
 
+class _Buffer(ctypes.Structure):
+    """Python's Py_buffer: ctypes itself gives no address of what cannot be written."""
+
+    _fields_ = (
+        ("address", ctypes.c_void_p),
+        ("owner", ctypes.c_void_p),
+        ("nbytes", ctypes.c_ssize_t),
+        ("itemsize", ctypes.c_ssize_t),
+        ("readonly", ctypes.c_int),
+        ("ndim", ctypes.c_int),
+        ("rest", ctypes.c_void_p * 5),
+    )
+
+
+def address_of(view: memoryview) -> int:
+    """Where the bytes of a contiguous view are, also of one that cannot be written."""
+    buffer = _Buffer()
+    ctypes.pythonapi.PyObject_GetBuffer(ctypes.py_object(view), ctypes.byref(buffer), 0)
+    address: int = buffer.address or 0
+    ctypes.pythonapi.PyBuffer_Release(ctypes.byref(buffer))
+    return address
+
+
 def _pointer(view: memoryview) -> int:
     return ctypes.addressof(ctypes.c_char.from_buffer(view))
 

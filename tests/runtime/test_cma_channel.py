@@ -1,0 +1,311 @@
+"""Reading one-sidedly: by several threads, from sources that lie or change, and what happens where it cannot be done."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable
+
+import anyio
+import anyio.to_thread
+import pytest
+
+from tensorhub.errors import VersionUnavailable
+from tensorhub.hub import Hub
+from tensorhub.messages import ChunksFollow, ChunksLie, MemoryIs
+from tensorhub.protocol.blocking import BlockingConnection
+from tensorhub.protocol.codec import FROM_READER
+from tensorhub.protocol.handshake import NONCE_BYTES, ServerHandshake
+from tensorhub.runtime import lanes as lanes_module
+from tensorhub.runtime.lanes import SourceFailed
+from tensorhub.transport import cma
+from tensorhub.transport.cma import Header, Words
+from tensorhub.types import LeaseId
+from tests.rig import cluster, connect, gated, holds, tensors, until, write
+from tests.runtime.data_rig import SECRET, SIZES, WAIT_S, Node, finish, manifest_of, next_event, serving
+
+pytestmark = [
+    pytest.mark.anyio,
+    pytest.mark.skipif(cma.fault_here() is not None, reason=str(cma.fault_here())),
+]
+TOTAL = sum(SIZES)
+MANY = (10, 300 * 4096 + 5, 1, 100 * 4096)
+
+
+@pytest.fixture(params=["asyncio", "trio"])
+def anyio_backend(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+@pytest.fixture
+def helped(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also small fills are helped, and each thread takes a little at a time."""
+    monkeypatch.setattr(lanes_module, "HELP_BYTES", 1)
+    monkeypatch.setattr(lanes_module, "CACHED_BYTES", 8192)
+    monkeypatch.setattr(lanes_module, "BATCH_BYTES", 8192)
+
+
+# ------------------------------------------------------------------------------------------------- several threads
+
+
+@pytest.mark.parametrize("digest", ["xxh3-64", "none"])
+@pytest.mark.parametrize("batch_bytes", [1, 40_000, 2**20])
+async def test_several_threads_read_from_one_source(helped: None, digest: str, batch_bytes: int) -> None:
+    manifest = manifest_of(MANY, digest)  # type: ignore[arg-type]
+    a, b = Node("a", manifest, filled=True).open(complete=True), Node("b", manifest, filled=False)
+    async with serving(a, b.open(complete=False)), b.runner(transport="cma", lanes=4, batch_bytes=batch_bytes) as runner:
+        runner.add_source(a.grant())
+        await finish(runner)
+    report = runner.report()
+    assert b.arrays == a.arrays
+    assert (report.bytes_read, report.reread_bytes, report.retries) == (sum(MANY), 0, 0)
+    assert [(source.bytes_read, source.outcome) for source in report.sources] == [(sum(MANY), "used")]
+
+
+async def test_threads_that_share_a_source_wait_for_what_it_lacks(helped: None) -> None:
+    manifest = manifest_of(MANY)
+    chunks = len(manifest.chunks)
+    a, b, c = (Node(name, manifest, filled=name != "c") for name in "abc")
+    async with serving(a.open(complete=False), b.open(complete=False), c), c.runner(transport="cma", lanes=4) as runner:
+        a.make_available(*range(0, chunks - 1, 2))
+        b.make_available(*range(1, chunks - 1, 2))
+        runner.add_source(a.grant(complete=False))
+        runner.add_source(b.grant(complete=False))
+        await until(lambda: runner.report().chunks_verified == chunks - 1)
+        a.make_available(chunks - 1)
+        await finish(runner)
+        assert runner.report().reread_bytes == 0
+    assert c.arrays == a.arrays
+
+
+async def test_a_source_with_several_threads_fails_once(helped: None) -> None:
+    manifest = manifest_of(MANY)
+    a, b = Node("a", manifest, filled=True).open(complete=False), Node("b", manifest, filled=False)
+    a.make_available(*range(len(manifest.chunks)))
+    a.memory.buffer(200)[0] ^= 1
+    async with serving(a, b.open(complete=False)), b.runner(transport="cma", lanes=4) as runner:
+        runner.add_source(a.grant())
+        failed = await next_event(runner)
+        assert isinstance(failed, SourceFailed)
+        assert (failed.reason, failed.chunk) == ("corrupt", 200)
+        assert runner.report().sources[0].outcome == "corrupt"
+        a.memory.buffer(200)[0] ^= 1
+        runner.add_source(a.grant("again"))
+        await finish(runner)  # the next event: of the first source there is no other one
+        assert runner.report().reread_bytes == 0
+    assert b.arrays == a.arrays
+
+
+async def test_a_source_with_several_threads_can_be_dropped(helped: None) -> None:
+    manifest = manifest_of(MANY)
+    a, b = Node("a", manifest, filled=True, patience_s=WAIT_S).open(complete=False), Node("b", manifest, filled=True)
+    c = Node("c", manifest, filled=False)
+    a.make_available(*range(100))
+    async with serving(a, b.open(complete=True), c.open(complete=False)), c.runner(transport="cma", lanes=4) as runner:
+        runner.add_source(a.grant(complete=False))
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(finish, runner)
+            await until(lambda: runner.report().chunks_verified == 100)
+            runner.drop_source(LeaseId("from-a"))
+            runner.add_source(b.grant())
+        assert runner.report().sources[0].outcome == "dropped"
+    assert c.arrays == a.arrays
+
+
+# ------------------------------------------------------------------------------------------------- sources that lie
+
+
+def answers(a: Node, *said: Callable[[Words], MemoryIs | ChunksLie | ChunksFollow]) -> threading.Thread:
+    """A source that says this, one after the other, to whatever it is asked; then it waits for the reader to go."""
+    words = Words()
+    words.set(a.registration, a.generation)
+
+    def run() -> None:
+        a.listener.setblocking(True)
+        with BlockingConnection(a.listener.accept()[0], stall_timeout_s=30) as connection:
+            connection.handshake(ServerHandshake("owner", a.incarnation, [SECRET], os.urandom(NONCE_BYTES)), 30)
+            for make in said:
+                connection.receive(FROM_READER)
+                connection.send(make(words))
+            while connection.receive(FROM_READER) is not None:
+                pass
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    return thread
+
+
+def header(words: Words) -> MemoryIs:
+    return MemoryIs(0, *words.header)
+
+
+def lie(
+    a: Node, *chunks: int, request: int = 0, address: int | None = None, word: int | None = None
+) -> Callable[[Words], ChunksLie]:
+    def make(words: Words) -> ChunksLie:
+        places = tuple([(chunk, 0, a.memory.address(chunk) if address is None else address) for chunk in chunks])
+        return ChunksLie(request, places, words.address(a.registration) if word is None else word)
+
+    return make
+
+
+@pytest.mark.parametrize(
+    ("said", "reason"),
+    [
+        (lambda a: [lie(a, 5)], "lost"),
+        (lambda a: [lie(a, 0, 0)], "lost"),
+        (lambda a: [lie(a)], "lost"),
+        (lambda a: [lie(a, 0, request=9)], "lost"),
+        (lambda a: [lambda words: ChunksFollow(0, ((0, 0),))], "lost"),
+        (lambda a: [header], "lost"),
+        (lambda a: [lie(a, 0, address=1)], "lost"),
+        (lambda a: [lie(a, 0, address=2**64 - 1)], "lost"),
+        (lambda a: [lie(a, 0, word=1)], "lost"),
+        (lambda a: [lie(a, 0, word=a.memory.address(4))], "refused"),
+    ],
+)
+async def test_a_source_that_lies_is_left(said: Callable[[Node], list[Callable[[Words], ChunksLie]]], reason: str) -> None:
+    """Nothing that it says makes a byte count, or be written where it was not asked for."""
+    manifest = manifest_of(digest="none")
+    a, b = Node("a", manifest, filled=True), Node("b", manifest, filled=False)
+    source = answers(a, header, *said(a))
+    async with b.runner(transport="cma", batch_bytes=1) as runner:
+        runner.add_source(a.grant())
+        failed = await next_event(runner)
+        assert isinstance(failed, SourceFailed)
+        assert failed.reason == reason
+        assert runner.report().bytes_verified == 0
+    await anyio.to_thread.run_sync(source.join)
+    a.listener.close()
+    b.listener.close()
+    assert not any(map(any, b.arrays[1:]))
+
+
+async def test_what_is_read_while_the_generation_changes_is_discarded() -> None:
+    """The owner says where it lies, then fences, and writes."""
+    manifest = manifest_of(digest="none")
+    a, b = Node("a", manifest, filled=True), Node("b", manifest, filled=False)
+
+    def fenced(words: Words) -> ChunksLie:
+        words.set(a.registration, 0)
+        return lie(a, 0)(words)
+
+    source = answers(a, header, fenced)
+    async with b.runner(transport="cma", batch_bytes=1) as runner:
+        runner.add_source(a.grant())
+        failed = await next_event(runner)
+        assert isinstance(failed, SourceFailed)
+        assert (failed.reason, "changed its generation" in failed.detail) == ("refused", True)
+        report = runner.report()
+        assert (report.bytes_read, report.bytes_verified) == (SIZES[0], 0)  # discarded bytes are counted, too
+    await anyio.to_thread.run_sync(source.join)
+    a.listener.close()
+    b.listener.close()
+
+
+# -------------------------------------------------------------------------------------------- where it cannot be done
+
+
+def wrong_nonce(header: Header) -> Header:
+    return header._replace(nonce=os.urandom(cma.NONCE_BYTES))
+
+
+def wrong_process(header: Header) -> Header:
+    return header._replace(pid=2**22 + 1)  # above every pid_max
+
+
+def wrong_address(header: Header) -> Header:
+    return header._replace(address=4096)
+
+
+def owner_of(hub: Hub) -> Words:
+    words = hub._worker._owner._words
+    assert words is not None
+    return words
+
+
+@pytest.mark.parametrize(
+    ("spoil", "says"),
+    [(wrong_nonce, "another one here"), (wrong_process, "no such process"), (wrong_address, "Bad address")],
+)
+async def test_another_way_is_taken_and_the_reason_logged_once(
+    spoil: Callable[[Header], Header], says: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with cluster("trainer", "reader") as c:
+        trainer, reader = c.hubs
+        source, mine = await trainer.register("m", tensors(1)), tensors()
+        owner_of(trainer).header = spoil(owner_of(trainer).header)
+        weights = await reader.register("m", mine)
+        for version in (1, 2):
+            await source.publish(version)
+            report = await weights.update()
+            assert [(source.transport, source.outcome) for source in report.sources] == [("tcp", "used")]
+            assert holds(mine, 1)
+            await source.unpublish()
+    said = [record for record in caplog.records if "transport_unusable" in record.getMessage()]
+    assert [(record.levelname, "transport='cma' source='trainer'" in record.getMessage()) for record in said] == [
+        ("WARNING", True)
+    ]
+    assert says in said[0].getMessage()
+
+
+async def test_who_is_to_read_by_cma_alone_hears_why_not(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO", "tensorhub.worker")
+    async with cluster("trainer") as c, connect(c.address, "reader", transports=("cma",)) as reader:
+        source = await c.hubs[0].register("m", tensors(1))
+        await source.publish(1)
+        owner_of(c.hubs[0]).header = wrong_process(owner_of(c.hubs[0]).header)
+        weights = await reader.register("m", tensors())
+        with pytest.raises(VersionUnavailable):
+            await weights.replicate(timeout=0.5)
+    failed = [record.getMessage() for record in caplog.records if "event='source_failed'" in record.getMessage()]
+    assert failed
+    assert all("reason='unreachable'" in text and "no such process" in text for text in failed)
+
+
+async def test_nobody_is_told_addresses_over_another_hosts_connection(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tensorhub.runtime.acceptor.tcp.is_local", lambda connection: False)
+    async with cluster("trainer", "reader") as c:
+        trainer, reader = c.hubs
+        source = await trainer.register("m", tensors(1))
+        await source.publish(1)
+        weights = await reader.register("m", tensors())
+        assert [source.transport for source in (await weights.replicate()).sources] == ["tcp"]
+
+
+@pytest.mark.parametrize(
+    ("theirs", "mine", "used"), [(["tcp"], None, "tcp"), (None, ["tcp"], "tcp"), (["cma"], None, "cma")]
+)
+async def test_only_what_both_have_is_used(theirs: list[str] | None, mine: list[str] | None, used: str) -> None:
+    async with (
+        cluster() as c,
+        connect(c.address, "trainer", transports=theirs) as trainer,
+        connect(c.address, "reader", transports=mine) as reader,
+    ):
+        source = await trainer.register("m", tensors(1))
+        await source.publish(1)
+        weights = await reader.register("m", tensors())
+        assert [source.transport for source in (await weights.replicate()).sources] == [used]
+
+
+async def test_what_is_taken_back_while_it_is_read_waits_for_nobody() -> None:
+    """The reader is held; the publisher writes its next version meanwhile, and the reader can have that."""
+    with gated(3, transport="cma", heeds_cuts=False) as gate:
+        async with cluster("trainer", "reader") as c:
+            memory, mine = tensors(1), tensors()
+            source = await c.hubs[0].register("m", memory)
+            await source.publish(1)
+            weights = await c.hubs[1].register("m", mine)
+
+            async def fail() -> None:
+                with pytest.raises(VersionUnavailable, match="on purpose"):
+                    await weights.replicate()
+
+            async with anyio.create_task_group() as tasks:
+                tasks.start_soon(fail)
+                await until(lambda: gate.holds)
+                async with source.mutate(2):
+                    write(memory, 2)
+                gate.open()
+            assert (await weights.update()).version == 2
+            assert holds(mine, 2)

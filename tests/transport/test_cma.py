@@ -1,0 +1,274 @@
+"""Reading another process' memory: what is copied, what words say, and that no stale or torn byte is ever named."""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import mmap
+import os
+import platform
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from itertools import count
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tensorhub.manifest import TensorDescription, build_manifest
+from tensorhub.runtime.chunks import ChunkMemory
+from tensorhub.runtime.serving import SharedOwner
+from tensorhub.transport import cma
+from tensorhub.transport.cma import Look, Piece, Words
+from tensorhub.transport.memory import address_of
+from tensorhub.types import ContentId, RegistrationId
+
+HERE = os.getpid()
+needs_cma = pytest.mark.skipif(cma.fault_here() is not None, reason=str(cma.fault_here()))
+
+
+# --------------------------------------------------------------------------------------------------------- copying
+
+
+@given(st.lists(st.integers(0, 3 * cma.CALL_BYTES), max_size=8), st.integers(0, 3000))
+def test_calls_are_small_and_leave_nothing_out(sizes: list[int], many: int) -> None:
+    pieces = [Piece(index << 40, index << 50, size) for index, size in enumerate([*sizes, *[7] * many])]
+    calls = list(cma.cut_up(pieces))
+    for call in calls:
+        assert 0 < len(call) <= cma.CALL_PIECES_MAX
+        assert sum(piece.nbytes for piece in call) <= cma.CALL_BYTES
+        assert all(piece.nbytes for piece in call)
+    done: dict[int, int] = {}
+    for here, there, nbytes in (piece for call in calls for piece in call):
+        index = here >> 40
+        assert (here - (index << 40)) == (there - (index << 50)) == done.get(index, 0)
+        done[index] = done.get(index, 0) + nbytes
+    assert done == {index: piece.nbytes for index, piece in enumerate(pieces) if piece.nbytes}
+
+
+@needs_cma
+def test_pieces_come_from_and_go_where_they_should() -> None:
+    source, target = bytes(range(256)) * 64, bytearray(1000)
+    there, here = address_of(memoryview(source)), address_of(memoryview(target))
+    cma.copy(HERE, [Piece(here + 10 * n, there + 256 * n + n, 7) for n in range(50)])
+    expected = bytearray(1000)
+    for n in range(50):
+        expected[10 * n : 10 * n + 7] = bytes(range(n, n + 7))
+    assert target == expected
+
+
+@needs_cma
+def test_what_cannot_be_read_is_an_error_and_what_lies_before_it_is_copied() -> None:
+    pages = mmap.mmap(-1, 2 * mmap.PAGESIZE)
+    pages[:] = b"x" * len(pages)
+    there = ctypes.addressof(ctypes.c_char.from_buffer(pages))
+    _libc_mprotect(there + mmap.PAGESIZE)
+    target = bytearray(2 * mmap.PAGESIZE)
+    with pytest.raises(OSError) as caught:  # noqa: PT011 - the errno says it
+        cma.copy(HERE, [Piece(address_of(memoryview(target)), there, len(target))])
+    assert caught.value.errno == errno.EFAULT
+    assert target == b"x" * mmap.PAGESIZE + bytes(mmap.PAGESIZE)
+
+
+def _libc_mprotect(address: int) -> None:
+    assert ctypes.CDLL(None).mprotect(ctypes.c_void_p(address), ctypes.c_size_t(mmap.PAGESIZE), ctypes.c_int(0)) == 0
+
+
+@needs_cma
+def test_a_process_that_has_ended_says_so() -> None:
+    ended = subprocess.Popen([sys.executable, "-c", ""])
+    ended.wait()
+    target = bytearray(8)
+    with pytest.raises(OSError) as caught:  # noqa: PT011 - the errno says it
+        cma.copy(ended.pid, [Piece(address_of(memoryview(target)), 4096, 8)])
+    assert caught.value.errno == errno.ESRCH
+    assert "pid namespaces" in cma.why_not(caught.value)
+
+
+def test_each_reason_says_what_to_do() -> None:
+    assert "ptrace_scope" in cma.why_not(OSError(errno.EPERM, "no"))
+    assert "Bad address" in cma.why_not(OSError(errno.EFAULT, "Bad address"))
+
+
+def test_other_machines_are_told_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(platform, "machine", lambda: "aarch64")
+    assert cma.fault_here() == "it is for Linux on x86-64, and this is linux on aarch64"
+
+
+@needs_cma
+def test_a_kernel_that_forbids_it_is_told_of(monkeypatch: pytest.MonkeyPatch) -> None:
+    def forbidden(*_: object) -> int:
+        raise OSError(errno.EPERM, os.strerror(errno.EPERM))
+
+    monkeypatch.setattr(cma, "_readv", forbidden)
+    fault = cma.fault_here()
+    assert fault is not None
+    assert "seccomp" in fault
+
+
+def test_yama_may_be_asked_anywhere() -> None:
+    cma.let_others_read()  # without Yama, as on this machine perhaps, nothing happens
+
+
+# ----------------------------------------------------------------------------------------------------------- words
+
+
+@needs_cma
+def test_every_registration_has_a_word_of_its_own() -> None:
+    words, many = Words(), 2000
+    for number in range(many):
+        words.set(RegistrationId(str(number)), number + 1)
+    places = {words.address(RegistrationId(str(number))) for number in range(many)}
+    assert len(places) == many
+    assert all(place % cma.WORD_BYTES == 0 for place in places)
+    look = Look(words.header)
+    assert all(look.is_unchanged(words.address(RegistrationId(str(n))), n + 1) for n in range(many))
+    words.close()
+    assert not look.is_there()
+    assert not any(look.is_unchanged(words.address(RegistrationId(str(n))), n + 1) for n in range(many))
+
+
+@needs_cma
+def test_a_word_is_looked_at_with_the_nonce() -> None:
+    words, other = Words(), Words()
+    words.set(RegistrationId("r"), 5)
+    at = words.address(RegistrationId("r"))
+    assert Look(words.header).is_unchanged(at, 5)
+    assert not Look(words.header).is_unchanged(at, 6)
+    assert not Look(words.header._replace(nonce=other.header.nonce)).is_unchanged(at, 5)
+    assert not Look(words.header._replace(nonce=other.header.nonce)).is_there()
+    words.set(RegistrationId("r"), 0)
+    assert not Look(words.header).is_unchanged(at, 5)
+    assert not Look(words.header).is_unchanged(at, 0)  # no generation at all
+
+
+def test_what_is_forgotten_makes_room() -> None:
+    words = Words()
+    words.set(RegistrationId("a"), 1)
+    at = words.address(RegistrationId("a"))
+    words.set(RegistrationId("a"), 0)
+    words.forget(RegistrationId("a"))
+    words.forget(RegistrationId("never"))
+    words.set(RegistrationId("never open"), 0)
+    words.set(RegistrationId("b"), 2)
+    assert words.address(RegistrationId("b")) == at
+    assert repr(words) == "<Words of 1 registrations>"
+
+
+# --------------------------------------------------------------------------- what an owner does while a reader reads
+
+CELLS = 4
+CELL_BYTES = 4096
+REGISTRATION = RegistrationId("r")
+MANIFEST = build_manifest(
+    [TensorDescription("t", "uint8", (CELLS * CELL_BYTES,), 1 << 40, CELLS * CELL_BYTES)], CELL_BYTES, "none"
+)
+
+
+@dataclass
+class _Owner:
+    """Memory whose every byte says under which generation it was written."""
+
+    generations: count[int] = field(default_factory=lambda: count(1))
+    bytes: bytearray = field(default_factory=lambda: bytearray(CELLS * CELL_BYTES))
+    words: Words = field(default_factory=Words)
+    generation: int = 0  # open now, or last
+    is_open: bool = False
+
+    def __post_init__(self) -> None:
+        self.shared = SharedOwner(words=self.words)
+        self.memory = ChunkMemory(MANIFEST, [memoryview(self.bytes)])
+
+    def toggle(self) -> None:
+        """Open the memory, with what it holds, or fence it."""
+        if self.is_open:
+            self.shared.fence(REGISTRATION)
+        else:
+            self.write(range(CELLS))
+            self.shared.open(REGISTRATION, self.generation, ContentId("c"), self.memory, complete=True)
+        self.is_open = not self.is_open
+
+    def write(self, cells: range) -> None:
+        """Overwrite some of it, if it may be."""
+        if not self.is_open:
+            self.generation = next(self.generations)
+            for cell in cells:
+                self.bytes[cell * CELL_BYTES : (cell + 1) * CELL_BYTES] = bytes([self.generation % 256]) * CELL_BYTES
+
+    def forget(self) -> None:
+        """The registration ends, and another one takes its place."""
+        if not self.is_open:
+            self.shared.forget(REGISTRATION)
+            self.words.set(RegistrationId(f"other {self.generation}"), 2**40 + next(self.generations))
+
+
+@dataclass
+class _Reader:
+    """Reads piece by piece what it was told lies somewhere, and looks at the word at last."""
+
+    owner: _Owner
+    target: bytearray = field(default_factory=lambda: bytearray(CELLS * CELL_BYTES))
+    located: tuple[int, int, int] | None = None  # generation, address, word
+    copied: int = 0
+
+    def locate(self) -> None:
+        if self.owner.is_open:
+            right = (REGISTRATION, self.owner.generation, ContentId("c"))
+            with self.owner.shared.access(None, *right, range(CELLS), 2**40, 0) as answer:
+                assert isinstance(answer, tuple)
+                access, memory = answer
+                self.located = access.generation, memory.address(0), self.owner.shared.word_of(access)
+                self.copied = 0
+
+    def copy(self) -> None:
+        if self.located is not None and self.copied < len(self.target):
+            here, half = address_of(memoryview(self.target)), CELL_BYTES // 2
+            cma.copy(HERE, [Piece(here + self.copied, self.located[1] + self.copied, half)])
+            self.copied += half
+
+    def look(self) -> None:
+        """What it names must be of that generation, whole."""
+        if self.located is None or not self.copied:
+            return
+        generation, _, word = self.located
+        if Look(self.owner.words.header).is_unchanged(word, generation):
+            assert set(self.target[: self.copied]) == {generation % 256}
+        self.located = None
+
+
+STEPS = st.sampled_from(["toggle", "toggle", "write one", "write one", "forget", "end", "locate", "copy", "copy", "look"])
+
+
+@needs_cma
+@settings(max_examples=300)
+@given(st.lists(STEPS, min_size=3, max_size=12))
+def test_no_interleaving_gives_a_reader_what_is_not_of_its_generation(steps: list[str]) -> None:
+    owner = _Owner()
+    reader = _Reader(owner)
+    does: dict[str, Callable[[], None]] = {
+        "toggle": owner.toggle,
+        "write one": lambda: owner.write(range(1)),
+        "forget": owner.forget,
+        "end": owner.words.close,
+        "locate": reader.locate,
+        "copy": reader.copy,
+        "look": reader.look,
+    }
+    for step in ["toggle", "locate", "copy", *steps, "look"]:
+        does[step]()
+
+
+@needs_cma
+def test_an_undisturbed_reader_names_what_it_read() -> None:
+    """The property above would hold for a reader that names nothing."""
+    owner = _Owner()
+    owner.toggle()
+    reader = _Reader(owner)
+    reader.locate()
+    assert reader.located is not None
+    assert Look(owner.words.header).is_unchanged(reader.located[2], owner.generation)
+    owner.shared.end_reading()
+    assert not Look(owner.words.header).is_unchanged(reader.located[2], owner.generation)
+    assert owner.shared.header is None
