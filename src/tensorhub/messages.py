@@ -41,6 +41,7 @@ WorldSize = Annotated[int, Range(1, 2**20)]
 ManifestBlob = Annotated[bytes, Length(48 * 2**20)]
 Nonce = Annotated[bytes, Length(32)]
 HAS_RUNS_MAX = 1024  # of one StillWaiting
+SEGMENTS_MAX = 64  # of one registration; the kernel passes 253 descriptors at a time
 WATCHES_MAX = 4096  # models that one session follows
 NO_REQUEST = 0  # of a Refused that is about the whole session, which ends; requests count from 1
 
@@ -703,6 +704,25 @@ class MemoryIs:
 
 
 @dataclass(frozen=True, slots=True)
+class FindSegments:
+    """Ask an owner for the shared memory in which a registration and the generation words are. Answered by SegmentsAre."""
+
+    request: U64
+    registration: Id
+    generation: U64
+
+
+@dataclass(frozen=True, slots=True)
+class SegmentsAre:
+    """Where they are at the owner: (address, bytes). One byte with their descriptors follows, in this order. None, and no
+    byte: the registration is not open under that generation, or not all of it is in shared memory.
+    """
+
+    request: U64
+    segments: Annotated[tuple[tuple[int, int], ...], Length(SEGMENTS_MAX)]
+
+
+@dataclass(frozen=True, slots=True)
 class Locate:
     """As Read, but the bytes are not sent: ChunksLie says where they are."""
 
@@ -814,6 +834,6 @@ ToRank = (  # of these: what concerns one registration, whose machine takes it
     | OrderedOut
     | Keep
 )
-FromReader = Read | Locate | FindMemory
-FromOwner = ChunksFollow | ChunksLie | MemoryIs | StillWaiting | ReadRefused
+FromReader = Read | Locate | FindMemory | FindSegments
+FromOwner = ChunksFollow | ChunksLie | MemoryIs | SegmentsAre | StillWaiting | ReadRefused
 Message = Handshake | FromWorker | FromCoordinator | FromReader | FromOwner

@@ -16,24 +16,27 @@ from tensorhub.messages import (
     ChunksFollow,
     ChunksLie,
     FindMemory,
+    FindSegments,
     FromReader,
     Grant,
     Locate,
     MemoryIs,
     Read,
     ReadRefused,
+    SegmentsAre,
     StillWaiting,
 )
 from tensorhub.protocol import codec
 from tensorhub.protocol.blocking import FRAME_BYTES_MAX, BlockingConnection
 from tensorhub.protocol.frames import frame
 from tensorhub.protocol.lost import ConnectionLost
-from tensorhub.runtime.acceptor import _answer, _find, _next_read
+from tensorhub.runtime.acceptor import _answer, _find, _next_read, _share
 from tensorhub.runtime.chunks import ChunkMemory
-from tensorhub.runtime.cma_channel import CmaChannel
 from tensorhub.runtime.lanes import Opened, PullRunner, _Lane
+from tensorhub.runtime.one_sided import OneSidedChannel
 from tensorhub.runtime.serving import Lane, SharedOwner
 from tensorhub.runtime.tcp_channel import TcpChannel
+from tensorhub.transport import cma
 from tensorhub.transport.base import Channel, Cutter, Destination, ReadRight
 from tensorhub.transport.cma import Words
 from tensorhub.types import ContentId, Incarnation, LeaseId, Location, RegistrationId
@@ -46,7 +49,7 @@ CONTENT, REGISTRATION, GENERATION = ContentId("content"), RegistrationId("mine")
 RIGHT = ReadRight(LeaseId("lease"), Incarnation("source.1"), RegistrationId("theirs"), 5, CONTENT)
 GRANT = Grant("lease", "source", "source.1", "theirs", 5, (), Location(host="h"), complete=True)
 STALL_S = 5.0
-ANSWERS: tuple[type[Any], ...] = (ChunksFollow, StillWaiting, ReadRefused, ChunksLie, MemoryIs)
+ANSWERS: tuple[type[Any], ...] = (ChunksFollow, StillWaiting, ReadRefused, ChunksLie, MemoryIs, SegmentsAre)
 ASKED_MAX = 12  # requests of one input
 
 
@@ -98,8 +101,8 @@ def locators(data: bytes) -> None:
     words = Words()
     words.set(RIGHT.registration, RIGHT.generation)
 
-    def make(connection: BlockingConnection, right: ReadRight, destination: Destination, cutter: Cutter) -> CmaChannel:
-        return CmaChannel(connection, words.header, right, destination, cutter)
+    def make(connection: BlockingConnection, right: ReadRight, destination: Destination, cutter: Cutter) -> OneSidedChannel:
+        return OneSidedChannel(connection, cma.Process(words.header), right, destination, cutter)
 
     _read(source, memory, make, lambda: _places(source, theirs.chunks, words.address(RIGHT.registration)), 2**17)
 
@@ -239,7 +242,7 @@ def _question(source: Source, kind: int) -> bytes:
         "content_id": [CONTENT, CONTENT, "other"],
         "runs": [((0, CHUNKS),), ((1, 2), (4, 1)), ((0, 1),) * 100, (), ((3, 9),), ((2**63, 1024),), ((0, 0),)],
     }
-    asked = FindMemory if kind < 40 else Locate if kind > 200 else Read
+    asked = FindMemory if kind < 40 else FindSegments if kind < 50 else Locate if kind > 200 else Read
     return frame(codec.encode(source.value(asked, pools)), FRAME_BYTES_MAX)
 
 
@@ -269,6 +272,11 @@ def _serve(
         if isinstance(read, FindMemory):
             _find(read, lane, connection, owner)
             return _is_found(read, lane, owner, theirs)
+        if isinstance(read, FindSegments):
+            _share(read, connection, owner)
+            with BlockingConnection(theirs.dup(), stall_timeout_s=STALL_S) as hears:
+                assert hears.receive(codec.FROM_OWNER) == SegmentsAre(read.request, ())  # none of it is in shared memory
+            return True
         _answer(read, lane, connection, owner, 0.0)
     except (ProtocolError, ConnectionLost):
         return False

@@ -12,6 +12,7 @@ see `PACE_BYTES`) and ConnectionLost. Only `shutdown` may be called from other t
 from __future__ import annotations
 
 import contextlib
+import os
 import socket
 import struct
 import threading
@@ -20,7 +21,7 @@ from collections.abc import Sequence
 from types import TracebackType
 from typing import Final, Self, TypeVar
 
-from tensorhub.errors import OperationTimeout, TensorHubError
+from tensorhub.errors import OperationTimeout, ProtocolError, TensorHubError
 from tensorhub.messages import ClientHello, Message, ServerHello
 from tensorhub.protocol import codec
 from tensorhub.protocol.codec import Vocabulary
@@ -56,6 +57,10 @@ class BlockingConnection:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self.close()
+
+    @property
+    def passes_descriptors(self) -> bool:
+        return self._socket.family == socket.AF_UNIX
 
     # -------------------------------------------------------------------------------------------- handshake
 
@@ -180,6 +185,29 @@ class BlockingConnection:
             left.advance(count)
             if left:
                 pace.check(count, "took")
+
+    # ------------------------------------------------------------------------------------------- descriptors
+
+    def send_descriptors(self, descriptors: Sequence[int]) -> None:
+        """Send one byte with these descriptors, over a Unix socket. ConnectionLost, OperationTimeout."""
+        try:
+            socket.send_fds(self._socket, [b"\0"], list(descriptors), socket.MSG_NOSIGNAL)
+        except OSError as error:
+            raise self._failed(error, "took nothing") from error
+
+    def receive_descriptors(self, count: int) -> list[int]:
+        """So many descriptors, with the one byte that they come with; close them. ConnectionLost, OperationTimeout,
+        ProtocolError (others came).
+        """
+        try:
+            data, descriptors, flags, _ = socket.recv_fds(self._socket, 1, count, socket.MSG_CMSG_CLOEXEC)
+        except OSError as error:
+            raise self._failed(error, "sent nothing") from error
+        if not data or len(descriptors) != count or flags & socket.MSG_CTRUNC:
+            for descriptor in descriptors:
+                os.close(descriptor)
+            raise ProtocolError(f"{count} descriptors are said to follow, and others came")
+        return descriptors
 
     # ----------------------------------------------------------------------------------------------- ending
 

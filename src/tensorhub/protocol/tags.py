@@ -73,9 +73,11 @@ TAGS: Final[Mapping[type, int]] = {
     m.Read: 112,
     m.Locate: 113,
     m.FindMemory: 114,
+    m.FindSegments: 115,
     m.ChunksFollow: 120,
     m.StillWaiting: 121,
     m.ReadRefused: 122,
     m.ChunksLie: 123,
     m.MemoryIs: 124,
+    m.SegmentsAre: 125,
 }

@@ -21,14 +21,17 @@ import anyio.to_thread
 from tensorhub.errors import AuthenticationFailed, OperationTimeout, ProtocolError, TensorHubError
 from tensorhub.messages import (
     HAS_RUNS_MAX,
+    SEGMENTS_MAX,
     ChunksFollow,
     ChunksLie,
     FindMemory,
+    FindSegments,
     FromReader,
     Locate,
     MemoryIs,
     Read,
     ReadRefused,
+    SegmentsAre,
     StillWaiting,
 )
 from tensorhub.protocol.blocking import BlockingConnection
@@ -158,6 +161,8 @@ async def _accept(listener: socket.socket, acceptor: _Acceptor) -> tuple[socket.
                 raise
             await anyio.sleep(acceptor.make_room(str(error)))
             continue
+        if accepted.family == socket.AF_UNIX:
+            return accepted, "this host"
         try:
             tcp.tune(accepted)
         except OSError:  # it has gone already
@@ -196,6 +201,8 @@ def _serve_lane(lane: Lane, connection: BlockingConnection, acceptor: _Acceptor)
                 return
             if isinstance(read, FindMemory):
                 _find(read, lane, connection, owner)
+            elif isinstance(read, FindSegments):
+                _share(read, connection, owner)
             else:
                 _answer(read, lane, connection, owner, settings.patience_s)
     except ConnectionLost:
@@ -226,6 +233,15 @@ def _find(read: FindMemory, lane: Lane, connection: BlockingConnection, owner: S
     header = owner.header
     said = MemoryIs(read.request, *header) if header is not None and lane.is_local else MemoryIs(read.request, 0, 0, b"")
     connection.send(said)
+
+
+def _share(read: FindSegments, connection: BlockingConnection, owner: SharedOwner) -> None:
+    """Hand over the descriptors of the memory in which a registration is, if that can be shared."""
+    found = owner.segments_of(RegistrationId(read.registration), read.generation) if connection.passes_descriptors else ()
+    found = found if len(found) <= SEGMENTS_MAX else ()
+    connection.send(SegmentsAre(read.request, tuple([(segment.address, segment.nbytes) for segment in found])))
+    if found:
+        connection.send_descriptors([segment.descriptor for segment in found])
 
 
 def _answer(read: Read | Locate, lane: Lane, connection: BlockingConnection, owner: SharedOwner, patience_s: float) -> None:

@@ -11,16 +11,16 @@ import threading
 from collections.abc import Iterable, Iterator, Sequence
 
 from tensorhub.errors import AuthenticationFailed, OperationTimeout, ProtocolError, TensorHubError
-from tensorhub.messages import ChunksFollow, ChunksLie, Locate, MemoryIs, Read, ReadRefused, StillWaiting
+from tensorhub.messages import ChunksFollow, ChunksLie, Locate, MemoryIs, Read, ReadRefused, SegmentsAre, StillWaiting
 from tensorhub.protocol.blocking import BlockingConnection
 from tensorhub.protocol.codec import FROM_OWNER
 from tensorhub.protocol.handshake import NONCE_BYTES, ClientHandshake
 from tensorhub.protocol.lost import ConnectionLost
-from tensorhub.transport import tcp
+from tensorhub.transport import tcp, unix
 from tensorhub.transport.base import Cutter, Lacking, ReadFailure, ReadRight
 from tensorhub.transport.registry import Local
 
-Answer = ChunksFollow | ChunksLie | MemoryIs | StillWaiting
+Answer = ChunksFollow | ChunksLie | MemoryIs | SegmentsAre | StillWaiting
 
 
 def connect(local: Local, address: str, right: ReadRight, cutter: Cutter) -> tuple[BlockingConnection, bool]:
@@ -29,7 +29,8 @@ def connect(local: Local, address: str, right: ReadRight, cutter: Cutter) -> tup
     ReadFailure("unreachable") if there is none. Whoever closes the connection detaches the cutter first.
     """
     options = local.options
-    sock = tcp.connect(address, options.connect_timeout_s, cutter)
+    kind = unix if address.startswith(unix.PREFIX) else tcp
+    sock = kind.connect(address, options.connect_timeout_s, cutter)
     connection = BlockingConnection(sock, stall_timeout_s=options.stall_timeout_s)
     try:
         cutter.attach(connection.shutdown)

@@ -7,20 +7,25 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import anyio
+
 from tensorhub.messages import Grant
 from tensorhub.runtime.cma_channel import CmaTransport
 from tensorhub.runtime.lanes import ChannelOpener, Opened
 from tensorhub.runtime.logs import get_logger
+from tensorhub.runtime.shm_channel import KEPT_S, ShmTransport
 from tensorhub.runtime.tcp_channel import TcpTransport
 from tensorhub.transport import cma
-from tensorhub.transport.base import Cutter, Destination, ReadFailure, ReadRight, Transport, Unusable
+from tensorhub.transport.base import Cutter, Destination, NotShared, ReadFailure, ReadRight, Transport, Unusable
+from tensorhub.transport.cma import Words
 from tensorhub.transport.registry import Local, Registry
+from tensorhub.transport.shm import Segment
 from tensorhub.types import ContentId, Endpoint, Incarnation, LeaseId, Location, Options, RegistrationId
 
 TRANSPORTS = Registry()
+TRANSPORTS.add("shm", ShmTransport, place=10)
 TRANSPORTS.add("cma", CmaTransport, place=20)
 TRANSPORTS.add("tcp", TcpTransport, place=90)
-OFFERED = ("cma", "tcp")  # by every worker that has them, on its one listener
 UNUSABLE_MAX = 4096  # peers that are remembered to be out of a transport's reach
 
 log = get_logger("tensorhub.worker")
@@ -35,7 +40,7 @@ class Channels:
         self._location = location
         self._wanted = wanted
         self._transports: tuple[Transport, ...] = ()
-        self._unusable: dict[tuple[str, str], str] = {}  # (transport, a peer's incarnation): why it cannot be used there
+        self._unusable: dict[tuple[str, str, str], str] = {}  # (transport, incarnation, registration or "")
 
     def __repr__(self) -> str:
         return f"<Channels over {self._names()}>"
@@ -50,14 +55,33 @@ class Channels:
         if "cma" in (self._wanted or ()):
             cma.let_others_read()
 
-    @property
-    def is_read_one_sidedly(self) -> bool:
-        """Whether this worker's memory may be read without its help."""
-        return any(transport.name == "cma" for transport in self._transports)
+    def words(self) -> Words | None:
+        """Where those look who read this worker's memory without its help; None: nobody does."""
+        if self.shares:
+            return Words(lambda nbytes: Segment(nbytes).bytes_at(0, nbytes))
+        return Words() if self._has("cma") else None
 
-    def offers(self, address: str) -> tuple[Endpoint, ...]:
-        """How others may read from this worker, whose listener they reach at that address; best first."""
-        return tuple([Endpoint(each.name, address) for each in self._transports if each.name in OFFERED])
+    @property
+    def shares(self) -> bool:
+        """Whether others may map this worker's shared memory."""
+        return self._has("shm")
+
+    def _has(self, name: str) -> bool:
+        return any(transport.name == name for transport in self._transports)
+
+    def offers(self, address: str, unix_address: str | None) -> tuple[Endpoint, ...]:
+        """How others may read from this worker, whose listeners they reach at these addresses; best first."""
+        addresses = {"shm": unix_address, "cma": address, "tcp": address}
+        offered = [(each.name, addresses.get(each.name)) for each in self._transports]
+        return tuple([Endpoint(name, there) for name, there in offered if there is not None])
+
+    async def keep_swept(self) -> None:
+        """Let go, again and again, of what is kept for reads that do not come."""
+        while self.shares:
+            await anyio.sleep(KEPT_S)
+            for transport in self._transports:
+                if isinstance(transport, ShmTransport):
+                    transport.sweep()
 
     def opener(self, content_id: ContentId) -> ChannelOpener:
         """What opens the best transport to a granted source; for one content."""
@@ -74,12 +98,12 @@ class Channels:
                 try:
                     channel = transport.open(endpoint, right, destination, cutter)
                 except Unusable as error:
-                    self._note_unusable(transport.name, grant, str(error))
+                    self._note_unusable(transport.name, grant, error)
                 else:
                     return Opened(transport.name, channel, transport.lanes)
             offered = ", ".join(endpoint.transport for endpoint in grant.endpoints) or "none"
             text = f"no transport in common: {grant.source} offers {offered}, here are {self._names()}"
-            found = [why for (_, peer), why in list(self._unusable.items()) if peer == grant.incarnation]
+            found = [why for (_, peer, _), why in list(self._unusable.items()) if peer == grant.incarnation]
             raise ReadFailure("unreachable", "; ".join([text, *found]))
 
         return open_one
@@ -91,13 +115,20 @@ class Channels:
             for transport in self._transports
             for endpoint in grant.endpoints
             if endpoint.transport == transport.name
-            and (transport.name, grant.incarnation) not in self._unusable
+            and not self._unusable.keys() & _keys(transport.name, grant)
             and transport.reaches(self._location, grant.location)
         ]
 
-    def _note_unusable(self, name: str, grant: Grant, reason: str) -> None:
-        """Once for each peer: it is not tried again there."""
-        log.warning("transport_unusable", transport=name, source=grant.source, reason=reason)
+    def _note_unusable(self, name: str, grant: Grant, reason: Unusable) -> None:
+        """Once for each peer, or registration: it is not tried again there."""
+        of_peer, of_registration = _keys(name, grant)
+        is_usual = isinstance(reason, NotShared)
+        say = log.debug if is_usual else log.warning
+        say("transport_unusable", transport=name, source=grant.source, reason=str(reason))
         while len(self._unusable) >= UNUSABLE_MAX:
             self._unusable.pop(next(iter(self._unusable)), None)
-        self._unusable[name, grant.incarnation] = f"{name}: {reason}"
+        self._unusable[of_registration if is_usual else of_peer] = f"{name}: {reason}"
+
+
+def _keys(name: str, grant: Grant) -> tuple[tuple[str, str, str], tuple[str, str, str]]:
+    return (name, grant.incarnation, ""), (name, grant.incarnation, grant.registration)

@@ -52,6 +52,12 @@ class ChunkMemory:
         place = self._chunks[chunk]
         return self._addresses[place.region] + place.offset
 
+    @property
+    def places(self) -> list[tuple[int, int]]:
+        """Each region's (address, bytes) in this process; of those that have any."""
+        sizes = [region.nbytes for region in self._regions]
+        return [(address, nbytes) for address, nbytes in zip(self._addresses, sizes, strict=True) if nbytes]
+
     def digest(self, chunk: int) -> int:
         """Make the chunk's digest from its bytes; the GIL is released meanwhile. 0 if the manifest wants
         none.

@@ -20,7 +20,8 @@ import anyio.to_thread
 from tensorhub.errors import DrainTimeout
 from tensorhub.machine import InvariantBroken
 from tensorhub.runtime.chunks import ChunkMemory
-from tensorhub.transport.cma import Header, Words
+from tensorhub.transport.cma import WORD_BYTES, Header, Words
+from tensorhub.transport.shm import Segment, segments_of
 from tensorhub.types import ContentId, Incarnation, RegistrationId
 from tensorhub.worker.owner import Access, Owner, Refusal, Wait
 
@@ -163,6 +164,15 @@ class SharedOwner:
             if self._words is None:
                 raise InvariantBroken("there are no words here")
             return self._words.address(access.registration)
+
+    def segments_of(self, registration: RegistrationId, generation: int) -> tuple[Segment, ...]:
+        """The shared memory in which all of it and its word are; none if that is not so, or it is not open like this."""
+        with self._changed:
+            memory = self._memory.get(registration)
+            if self._words is None or memory is None or not generation or self._words.get(registration) != generation:
+                return ()
+            word = (self._words.address(registration), WORD_BYTES)
+        return segments_of([*memory.places, word]) or ()
 
     def end_reading(self) -> None:
         """This worker ends, and its memory is no concern of its any more: whoever reads it by himself discards that."""

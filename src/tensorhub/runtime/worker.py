@@ -72,8 +72,7 @@ from tensorhub.runtime.pins import Pins
 from tensorhub.runtime.prefetcher import Prefetcher
 from tensorhub.runtime.questions import Questions
 from tensorhub.runtime.serving import SharedOwner
-from tensorhub.transport import tcp
-from tensorhub.transport.cma import Words
+from tensorhub.transport import tcp, unix
 from tensorhub.transport.memory import Memory
 from tensorhub.types import (
     READ_ONLY,
@@ -129,7 +128,7 @@ class Worker:
         self.questions = Questions(self._link, self._numbers)
         self.pins = Pins(self.questions, options.op_timeout_s)
         self.news = News(self._link)
-        self._owner = SharedOwner(words=Words() if self.channels.is_read_one_sidedly else None)
+        self._owner = SharedOwner(words=self.channels.words())
         self._handles: dict[str, Handle] = {}  # by registration
         self._by_rank: dict[tuple[str, str, int], Handle] = {}  # by (model, group, rank)
         self._asked: dict[int, Handle] = {}  # requests of handles that are not answered yet
@@ -165,7 +164,7 @@ class Worker:
         """Connect (raising if that fails the first time), call `ready`, and stay connected until closed."""
         messages = await self._link.connect()
         try:
-            listener = self._listen()
+            listeners = self._listen()
         except BaseException:
             with anyio.CancelScope(shield=True):
                 await messages.aclose()
@@ -174,8 +173,9 @@ class Worker:
         try:
             async with anyio.create_task_group() as self._tasks:
                 self.pins.tasks = self.copies.tasks = self._tasks
-                self._tasks.start_soon(self._serve_readers, listener)
+                self._tasks.start_soon(self._serve_readers, listeners)
                 self._tasks.start_soon(self._keep_time)
+                self._tasks.start_soon(self.channels.keep_swept)
                 self._tasks.start_soon(self._link.keep, messages, ready)
                 with anyio.move_on_after(self.options.connect_timeout_s):
                     await self._link.welcome_came.wait()
@@ -186,7 +186,8 @@ class Worker:
                 self._tasks.cancel_scope.cancel()
         finally:
             self._owner.end_reading()
-            listener.close()
+            for listener in listeners:
+                listener.close()
 
     async def close(self) -> None:
         """Close every handle, say goodbye, and let `run` return. Bounded in time."""
@@ -197,8 +198,10 @@ class Worker:
         self.pins.tasks = None
         self._closed.set()
 
-    def _listen(self) -> socket.socket:
-        """The data listener, on the address by which this worker reached its coordinator."""
+    def _listen(self) -> list[socket.socket]:
+        """The data listeners: on the address by which this worker reached its coordinator, and on a Unix socket for those
+        on this host with whom it shares memory.
+        """
         options = self.options
         host, port, advertised = options.listen_host or self._link.local_host, options.listen_port, options.advertise
         check_open_access(self._secrets[0], host)
@@ -210,10 +213,12 @@ class Worker:
             where = f"{host!r}, port {port or 'any'}"
             text = f"readers cannot be listened for on {where} ({error}): set Options.listen_host and listen_port"
             raise StateError(text) from error
-        self._endpoints = self.channels.offers(f"tcp://{advertised}" if advertised else tcp.address_of(listener))
-        return listener
+        local = unix.listen() if self.channels.shares else None
+        there = f"tcp://{advertised}" if advertised else tcp.address_of(listener)
+        self._endpoints = self.channels.offers(there, unix.address_of(local) if local is not None else None)
+        return [listener] if local is None else [listener, local]
 
-    async def _serve_readers(self, listener: socket.socket) -> None:
+    async def _serve_readers(self, listeners: Sequence[socket.socket]) -> None:
         """Serve readers as the present incarnation; again as the next one after a change."""
         while True:
             settings = ServeSettings(
@@ -224,7 +229,9 @@ class Worker:
                 stall_timeout_s=self.options.stall_timeout_s,
             )
             with anyio.CancelScope() as self._serving:
-                await serve_readers(listener, self._owner, settings)
+                async with anyio.create_task_group() as tasks:
+                    for listener in listeners:
+                        tasks.start_soon(serve_readers, listener, self._owner, settings)
 
     async def _leave(self) -> None:
         async with anyio.create_task_group() as tasks:

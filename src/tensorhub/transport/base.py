@@ -63,6 +63,10 @@ class Unusable(Exception):
     """
 
 
+class NotShared(Unusable):
+    """This transport cannot be used for this registration; for others of the same worker it may. Nothing is wrong."""
+
+
 @dataclass(frozen=True, slots=True)
 class ReadRight:
     """Under which right a reader reads: what each request names, and the owner checks."""

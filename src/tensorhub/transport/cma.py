@@ -22,7 +22,7 @@ import os
 import platform
 import sys
 from array import array
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 from tensorhub.types import RegistrationId
@@ -145,6 +145,10 @@ class Header(NamedTuple):
     nonce: bytes
 
 
+def _private(nbytes: int) -> mmap.mmap:
+    return mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+
+
 class Words:
     """The generation words of one worker's registrations, where readers find them: 0 while nothing is open there.
 
@@ -152,7 +156,9 @@ class Words:
     thread-safe: whoever has it calls it under the lock that guards the generations themselves.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, allocate: Callable[[int], mmap.mmap | memoryview] = _private) -> None:
+        """`allocate`: gives so many zeroed bytes."""
+        self._allocate = allocate
         self._pages: list[ctypes.Array[ctypes.c_uint64]] = []  # each keeps its mapping
         self._places: dict[RegistrationId, int] = {}  # page * _PAGE_WORDS + word
         self._free: list[int] = []
@@ -166,7 +172,7 @@ class Words:
         return f"<Words of {len(self._places)} registrations>"
 
     def _add_page(self) -> None:
-        mapping = mmap.mmap(-1, mmap.PAGESIZE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        mapping = self._allocate(mmap.PAGESIZE)
         first = len(self._pages) * _PAGE_WORDS
         self._pages.append((ctypes.c_uint64 * _PAGE_WORDS).from_buffer(mapping))
         self._free.extend(range(first + _PAGE_WORDS - 1, first - 1, -1))
@@ -181,6 +187,11 @@ class Words:
             self._places[registration] = self._free.pop()
         page, word = divmod(self._places[registration], _PAGE_WORDS)
         self._pages[page][word] = generation
+
+    def get(self, registration: RegistrationId) -> int:
+        """Under which generation it is open; 0: it is not."""
+        page, word = divmod(self._places.get(registration, -1), _PAGE_WORDS)
+        return self._pages[page][word] if page >= 0 else 0
 
     def address(self, registration: RegistrationId) -> int:
         """Where its word is. KeyError if it was never set."""
@@ -197,6 +208,24 @@ class Words:
         """No reader may name anything as read any more, whatever is open."""
         for page in self._pages:
             ctypes.memset(page, 0, mmap.PAGESIZE)
+
+
+class Process:
+    """That process' memory, as `runtime.one_sided` reads it. For several threads."""
+
+    def __init__(self, header: Header) -> None:
+        self._header = header
+
+    def __repr__(self) -> str:
+        return f"<Process {self._header.pid}>"
+
+    def copy(self, call: Sequence[Piece]) -> None:
+        """See `copy`."""
+        copy(self._header.pid, call)
+
+    def is_unchanged(self, word: int, generation: int) -> bool:
+        """See `Look.is_unchanged`."""
+        return Look(self._header).is_unchanged(word, generation)
 
 
 class Look:

@@ -13,8 +13,8 @@ import ctypes
 import fcntl
 import mmap
 import os
+import platform
 import re
-import secrets
 import sys
 import threading
 import weakref
@@ -26,7 +26,6 @@ from typing import Any, NamedTuple
 from tensorhub.errors import StateError
 from tensorhub.transport.memory import bytes_at
 
-SEGMENT_ID_BYTES = 16
 ALIGNMENT = 64  # of each tensor in its segment: a cache line, and more than any dtype wants
 _SIZE_SEALS = getattr(fcntl, "F_SEAL_SHRINK", 2) | getattr(fcntl, "F_SEAL_GROW", 4)
 _F_SEAL_FUTURE_WRITE = 16  # Linux 5.1
@@ -45,7 +44,6 @@ class Segment:
         """`nbytes`: 1 or more."""
         if nbytes > (available := _available_bytes()):  # else the kernel would make room, by ending processes
             raise StateError(f"{nbytes} bytes of shared memory cannot be had: {available} are available; free some")
-        self.id = secrets.token_bytes(SEGMENT_ID_BYTES)
         self.nbytes = nbytes
         try:
             self.descriptor = os.memfd_create("tensorhub", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
@@ -64,11 +62,22 @@ class Segment:
             _made.add(self)
 
     def __repr__(self) -> str:
-        return f"<Segment {self.id.hex()} of {self.nbytes} bytes>"
+        return f"<Segment of {self.nbytes} bytes at {self.address:#x}>"
 
     def bytes_at(self, offset: int, nbytes: int) -> memoryview:
         """A writable view, which keeps the segment."""
         return bytes_at(self.address + offset, nbytes, self)
+
+
+def fault_here() -> str | None:
+    """Why memory cannot be shared here, and what to do; None if it can."""
+    if sys.platform != "linux" or platform.machine() != "x86_64":
+        return f"it is for Linux on x86-64, and this is {sys.platform} on {platform.machine()}"
+    try:
+        Segment(mmap.PAGESIZE)
+    except StateError as error:
+        return str(error)
+    return None
 
 
 def _available_bytes() -> int:

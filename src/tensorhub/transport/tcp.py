@@ -136,6 +136,8 @@ def _tune_local(connection: socket.socket) -> None:
 
 def is_local(connection: socket.socket) -> bool:
     """Whether both ends are on this host: the peer is loopback, or has this end's own address."""
+    if connection.family == socket.AF_UNIX:
+        return True
     try:
         here, there = connection.getsockname()[0], connection.getpeername()[0]
     except OSError:  # it has gone already

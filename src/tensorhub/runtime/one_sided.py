@@ -1,0 +1,132 @@
+"""A one-sided reader's channel: the owner says where chunks lie, and the reader copies them out of its memory by itself.
+
+Asking, waiting, refusing and ending are as over tcp, on the two workers' own connection. What was copied is named only if
+the generation word, looked at afterwards, is as it must be (R3); so no fence waits for a reader.
+
+Everything that the source says is hostile. An address that it names is only ever read from, in that source's own memory,
+into the destination's own views, with the lengths of the reader's own manifest: a lie gives an error, or bytes without
+their digest.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections import deque
+from collections.abc import Sequence
+from typing import NamedTuple, Protocol
+
+from tensorhub.errors import ProtocolError
+from tensorhub.messages import ChunksLie, Locate, StillWaiting
+from tensorhub.protocol.blocking import BlockingConnection
+from tensorhub.runtime.asking import Asking, Failures
+from tensorhub.transport.base import Arrival, Cutter, Destination, Lacking, ReadFailure, ReadRight
+from tensorhub.transport.cma import Piece, cut_up
+from tensorhub.transport.memory import address_of
+
+LANES_MAX = 4  # of one source: more would take a trainer's cores for little more memory bandwidth
+
+
+def lanes_here() -> int:
+    """How many threads copy faster than one."""
+    return min(LANES_MAX, len(os.sched_getaffinity(0)))
+
+
+class Source(Protocol):
+    """The memory of another process, by its own addresses. For several threads."""
+
+    def copy(self, call: Sequence[Piece]) -> None:
+        """Copy these pieces (see `cut_up`) into this process, without the GIL. OSError: not all could be read."""
+
+    def is_unchanged(self, word: int, generation: int) -> bool:
+        """Whether its word at that address says that generation, and it is that process. OSError: it cannot be read."""
+
+
+class _Located(NamedTuple):
+    chunk: int
+    digest: int
+    address: int
+    word: int
+
+
+class OneSidedChannel:
+    """See `transport.base.Channel`. Several threads may drive it."""
+
+    def __init__(
+        self,
+        connection: BlockingConnection,
+        source: Source,
+        right: ReadRight,
+        destination: Destination,
+        cutter: Cutter,
+    ) -> None:
+        self._connection = connection
+        self._source = source
+        self._right = right
+        self._asking = Asking(connection, right)
+        self._destination = destination
+        self._cutter = cutter
+        self._turn = threading.Lock()  # guards hearing and what was heard: one listens, the others wait for what it hears
+        self._located: deque[_Located] = deque()  # and not taken yet
+
+    def __repr__(self) -> str:
+        return f"<OneSidedChannel to {self._source!r}, {self._asking!r}>"
+
+    def submit(self, chunks: Sequence[int]) -> None:
+        self._asking.ask(Locate, chunks)
+
+    def receive(self, bytes_max: int) -> Arrival | Lacking:
+        started = time.perf_counter()
+        with self._turn:
+            if not self._located:
+                if self._asking.is_answered:
+                    return Arrival((), time.perf_counter() - started, 0.0)
+                with Failures(self._connection):
+                    message = self._asking.hear()
+                    if isinstance(message, StillWaiting):
+                        return self._asking.lacking(message)
+                    self._enter(message)
+            group, pieces = self._next_group(bytes_max)
+        first_byte = time.perf_counter()
+        self._copy(group, pieces)
+        chunks = [(located.chunk, located.digest) for located in group]
+        return Arrival(chunks, first_byte - started, time.perf_counter() - first_byte)
+
+    def _enter(self, message: object) -> None:
+        if not isinstance(message, ChunksLie):
+            raise ProtocolError(f"a Locate is answered with {type(message).__name__}")
+        self._asking.announced(message.request, [chunk for chunk, _, _ in message.chunks])
+        self._located.extend([_Located(*chunk, message.word) for chunk in message.chunks])
+
+    def _next_group(self, bytes_max: int) -> tuple[list[_Located], list[Piece]]:
+        """Take what is copied next, under one word: one chunk at least, then up to `bytes_max`."""
+        group: list[_Located] = []
+        pieces: list[Piece] = []
+        while self._located and self._located[0].word == (group or self._located)[0].word:
+            view = self._destination.buffer(self._located[0].chunk)
+            bytes_max -= view.nbytes
+            if group and bytes_max < 0:
+                break
+            group.append(self._located.popleft())
+            pieces.append(Piece(address_of(view), group[-1].address, view.nbytes))
+        return group, pieces
+
+    def _copy(self, group: list[_Located], pieces: list[Piece]) -> None:
+        copied = 0
+        try:
+            for call in cut_up(pieces):
+                if self._cutter.is_cut:
+                    raise ReadFailure("lost", "the read was given up", bytes_discarded=copied)
+                self._source.copy(call)
+                copied += sum(piece.nbytes for piece in call)
+            is_valid = self._source.is_unchanged(group[0].word, self._right.generation)
+        except OSError as error:
+            text = f"the source's memory cannot be read (any more): {error.strerror}"
+            raise ReadFailure("lost", text, bytes_discarded=copied) from error
+        if not is_valid:
+            raise ReadFailure("refused", "the memory has changed its generation", bytes_discarded=copied)
+
+    def close(self) -> None:
+        self._cutter.detach()
+        self._connection.close()
