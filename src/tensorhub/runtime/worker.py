@@ -162,6 +162,12 @@ class Worker:
 
     async def run(self, ready: Callable[[], None]) -> None:
         """Connect (raising if that fails the first time), call `ready`, and stay connected until closed."""
+        try:
+            await self._run(ready)
+        finally:
+            self._owner.end_reading()
+
+    async def _run(self, ready: Callable[[], None]) -> None:
         messages = await self._link.connect()
         try:
             listeners = self._listen()
@@ -185,7 +191,6 @@ class Worker:
                 await self._closed.wait()
                 self._tasks.cancel_scope.cancel()
         finally:
-            self._owner.end_reading()
             for listener in listeners:
                 listener.close()
 
