@@ -73,6 +73,18 @@ class Registry:
             raise TransportUnavailable(f"no transport works here ({'; '.join(reasons) or 'none is known'})")
         return tuple(made)
 
+    def probe(self, local: Local) -> dict[str, str | None]:
+        """Every transport by name: why it does not work here, None if it does."""
+        found: dict[str, str | None] = {}
+        for name in self.names():
+            try:
+                self._make_one(name, local)
+            except TransportUnavailable as reason:
+                found[name] = str(reason)
+            else:
+                found[name] = None
+        return found
+
     def _make_one(self, name: str, local: Local) -> Transport:
         factory = next((factory for _, known, factory in self._factories if known == name), None)
         if factory is None:
