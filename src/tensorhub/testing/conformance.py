@@ -68,6 +68,7 @@ class Target:
     """Where a check's chunks go: memory full of CANARY, with more of it around each chunk."""
 
     def __init__(self) -> None:
+        self.is_digested = True
         self._buffers = [bytearray([CANARY]) * (size + 2) for size in SIZES]
 
     def buffer(self, chunk: int) -> memoryview:

@@ -51,10 +51,10 @@ class Piece(NamedTuple):
 # --------------------------------------------------------------------------------------------------------- copying
 
 
-def cut_up(pieces: Sequence[Piece]) -> Iterator[list[Piece]]:
-    """What one system call each copies: at most CALL_BYTES in CALL_PIECES_MAX pieces."""
+def cut_up(pieces: Sequence[Piece], call_bytes: int = CALL_BYTES) -> Iterator[list[Piece]]:
+    """What one system call each copies: at most `call_bytes`, in CALL_PIECES_MAX pieces, in their order."""
     call: list[Piece] = []
-    room = CALL_BYTES
+    room = call_bytes
     for piece in pieces:
         here, there, left = piece
         while left:
@@ -63,7 +63,7 @@ def cut_up(pieces: Sequence[Piece]) -> Iterator[list[Piece]]:
             here, there, left, room = here + taken, there + taken, left - taken, room - taken
             if not room or len(call) == CALL_PIECES_MAX:
                 yield call
-                call, room = [], CALL_BYTES
+                call, room = [], call_bytes
     if call:
         yield call
 
