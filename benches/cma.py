@@ -3,7 +3,8 @@
 `bare 1` and `bare 2` copy the same bytes into the same memory by one and by two threads, in calls of 8 MiB, and do nothing
 else; the better of the two in a round is what the others are compared with. `first`: digests are made now; `again`: they are
 known; `none`: there are none. Memory is touched on both sides. All ways take turns, in another order each round; a ratio
-compares neighbours of one round (1 = as fast as the better bare copy).
+compares neighbours of one round (1 = as fast as the better bare copy). `CPU` is the same of the readers' CPU
+seconds, against those of `bare 1`: it says what the data plane adds to the copy, also where other programs use the machine.
 
     python -m benches cma --mib 1024 --tensors 300 --tiny 150 --rounds 7 --readers 1
 """
@@ -25,7 +26,7 @@ from typing import Any
 import anyio
 
 from benches.machine import facts
-from benches.one_to_one import REGISTRATION, SECRET, content_of, manifest_of, memory_of, sizes_of
+from benches.one_to_one import REGISTRATION, SECRET, content_of, cpu_s, manifest_of, memory_of, sizes_of
 from tensorhub.messages import Grant
 from tensorhub.runtime.acceptor import ServeSettings, serve_readers
 from tensorhub.runtime.chunks import ChunkMemory
@@ -78,15 +79,15 @@ def reader(pipe: Connection, args: argparse.Namespace, address: str, pid: int, p
     while (order := pipe.recv()) != "stop":
         mode, generation = order
         if mode in BARE:
-            started = time.monotonic()
+            started, before_s = time.monotonic(), cpu_s()
             _copy(pid, places, regions, int(mode[-1]))
-            ended = time.monotonic()
+            ended, used_s = time.monotonic(), cpu_s() - before_s
         else:
-            started, ended = anyio.run(_pull, address, generation, mode, args, regions)
+            started, ended, used_s = anyio.run(_pull, address, generation, mode, args, regions)
         ok = all(region[-8:] == regions[-1][-8:] for region in regions[-3:])
         for region in regions:
             region[:8] = bytes(8)
-        pipe.send((started, ended, ok))
+        pipe.send((started, ended, used_s, ok))
 
 
 def _copy(pid: int, places: Sequence[int], regions: Sequence[memoryview], threads: int) -> None:
@@ -110,8 +111,8 @@ def _copy(pid: int, places: Sequence[int], regions: Sequence[memoryview], thread
 
 async def _pull(
     address: str, generation: int, mode: str, args: argparse.Namespace, regions: list[memoryview]
-) -> tuple[float, float]:
-    """When it began and ended, in a running loop: from the grant until nothing of it runs."""
+) -> tuple[float, float, float]:
+    """When it began and ended, in a running loop, from the grant until nothing of it runs; and CPU seconds."""
     memory = ChunkMemory(manifest_of(sizes_of(args), mode, args.chunk), regions)
     owner = SharedOwner(words=Words())
     owner.open(REGISTRATION, 1, content_of(generation), memory, complete=False)
@@ -123,20 +124,20 @@ async def _pull(
         return Opened("cma", channel, args.lanes or transport.lanes)
 
     grant = Grant("l", "s", "source", REGISTRATION, generation, (Endpoint("cma", address),), Location(), True)
-    started = time.monotonic()
+    started, before_s = time.monotonic(), cpu_s()
     async with PullRunner(memory, owner, REGISTRATION, 1, open_channel, batch_bytes=args.batch) as runner:
         runner.add_source(grant)
         event = await runner.next_event()
         if not isinstance(event, AllVerified):
             raise SystemExit(f"the pull failed: {event}")
-    return started, time.monotonic()
+    return started, time.monotonic(), cpu_s() - before_s
 
 
 # ------------------------------------------------------------------------------------------------------- rounds
 
 
-def measure(args: argparse.Namespace) -> dict[str, list[float]]:
-    """Seconds of each way, from the first start to the last end, round by round."""
+def measure(args: argparse.Namespace) -> tuple[dict[str, list[float]], dict[str, list[float]]]:
+    """Seconds of each way, from the first start to the last end, round by round; and the readers' CPU seconds."""
     context, (mine, theirs) = multiprocessing.get_context("spawn"), multiprocessing.Pipe()
     processes = [context.Process(target=source, args=(theirs, args), daemon=True)]
     processes[0].start()
@@ -149,6 +150,7 @@ def measure(args: argparse.Namespace) -> dict[str, list[float]]:
         here.recv()
         pipes.append(here)
     seconds: dict[str, list[float]] = {mode: [] for mode in MODES}
+    used_s: dict[str, list[float]] = {mode: [] for mode in MODES}
     for number in range(args.rounds + 1):
         order = ["first", "again", "none", *BARE] if number % 2 else ["none", *BARE, "first", "again"]
         for mode in order:
@@ -161,14 +163,15 @@ def measure(args: argparse.Namespace) -> dict[str, list[float]]:
             if not all(pipe.poll(WAIT_S) for pipe in pipes):
                 raise SystemExit(f"a reader did not answer to {mode!r} in {WAIT_S} s")
             spans = [pipe.recv() for pipe in pipes]
-            assert all(ok for _, _, ok in spans), mode
+            assert all(ok for *_, ok in spans), mode
             if number:  # the first round only warms up
-                seconds[mode].append(max(end for _, end, _ in spans) - min(start for start, _, _ in spans))
+                seconds[mode].append(max(end for _, end, _, _ in spans) - min(start for start, _, _, _ in spans))
+                used_s[mode].append(sum(used for _, _, used, _ in spans))
     for pipe in [mine, *pipes]:
         pipe.send("stop")
     for process in processes:
         process.join()
-    return seconds
+    return seconds, used_s
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -184,7 +187,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--json", type=Path, metavar="FILE")
     args = parser.parse_args(arguments)
     random.seed(1)
-    seconds = measure(args)
+    seconds, used_s = measure(args)
     bare = [min(both) for both in zip(*(seconds[mode] for mode in BARE), strict=True)]
     rows: dict[str, Any] = {}
     print(
@@ -192,10 +195,12 @@ def main(arguments: list[str] | None = None) -> int:
     )
     for mode, found in seconds.items():
         ratios = [base / mine for base, mine in zip(bare, found, strict=True)]
-        rows[mode] = {"seconds": found, "ratios": ratios}
+        cpu = [base / mine for base, mine in zip(used_s["bare 1"], used_s[mode], strict=True)]
+        rows[mode] = {"seconds": found, "ratios": ratios, "CPU seconds": used_s[mode]}
         mid, low, high = statistics.median(found), min(found), max(found)
         ratio = f"{statistics.median(ratios):.2f} [{min(ratios):.2f}-{max(ratios):.2f}]"
-        print(f"{mode:8} {mid * 1e3:9.2f} ms [{low * 1e3:.2f}-{high * 1e3:.2f}]   of the better bare copy: {ratio}")
+        text = f"{mode:8} {mid * 1e3:9.2f} ms [{low * 1e3:.2f}-{high * 1e3:.2f}]   of the better bare copy: {ratio}"
+        print(f"{text}   CPU {statistics.median(cpu):.2f}")
     if args.json is not None:
         args.json.write_text(json.dumps({"machine": facts(), "rows": rows}))
     return 0

@@ -169,6 +169,9 @@ class Location:
     host: Name = _THIS_HOST
 
 
+SAME_HOST_TRANSPORTS: Final = frozenset({"cma", "shm", "cuda_ipc"})  # they reach from one host to that host only
+
+
 @dataclass(frozen=True, slots=True)
 class Endpoint:
     """One way to reach a worker's memory: a transport's name and an address that this transport understands."""

@@ -580,6 +580,23 @@ def test_without_a_transport_in_common_nothing_is_overwritten() -> None:
     assert reader.member.version == 1
 
 
+@pytest.mark.parametrize(("host", "found"), [("here", True), ("elsewhere", False)])
+def test_a_transport_of_one_host_is_none_in_common_with_another_host(host: str, found: bool) -> None:
+    cluster = PureCluster()
+    trainer = cluster.worker("trainer", Location(host="here"), transports=("cma",)).register("trainer")
+    reader = cluster.worker("reader", Location(host=host), transports=("cma",)).register("reader")
+    cluster.run()
+    trainer.publish(1)
+    cluster.run()
+    asked = reader.replicate()
+    cluster.run()
+    if found:
+        assert asked.number == 1
+    else:
+        with pytest.raises(TransportUnavailable, match="rank 0 has cma, and version 1 is offered over cma only"):
+            _ = asked.number
+
+
 def test_nothing_is_overwritten_while_its_only_source_is_suspected() -> None:
     cluster, trainer, reader = trainer_and_reader()
     trainer.worker.disconnect()

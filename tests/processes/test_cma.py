@@ -76,6 +76,7 @@ def test_a_source_that_is_killed_in_mid_read_is_left_for_another(processes: Crew
         assert reader.do("sha") == trainer.do("sha")
 
 
+@pytest.mark.slow
 def test_a_source_that_stands_still_is_read_all_the_same(processes: Crew) -> None:
     _, address, trainer = cluster(processes, integrity=False)  # with digests it would have to make them
     sha = trainer.do("sha")

@@ -10,19 +10,21 @@ import anyio
 import anyio.to_thread
 import pytest
 
-from tensorhub.errors import VersionUnavailable
+from tensorhub.errors import TransportUnavailable, VersionUnavailable
 from tensorhub.hub import Hub
 from tensorhub.messages import ChunksFollow, ChunksLie, MemoryIs
 from tensorhub.protocol.blocking import BlockingConnection
 from tensorhub.protocol.codec import FROM_READER
 from tensorhub.protocol.handshake import NONCE_BYTES, ServerHandshake
+from tensorhub.runtime import cma_channel
 from tensorhub.runtime import lanes as lanes_module
+from tensorhub.runtime.chunks import ChunkMemory
 from tensorhub.runtime.lanes import SourceFailed
 from tensorhub.transport import cma
 from tensorhub.transport.cma import Header, Words
 from tensorhub.types import LeaseId
 from tests.rig import cluster, connect, gated, holds, tensors, until, write
-from tests.runtime.data_rig import SECRET, SIZES, WAIT_S, Node, finish, manifest_of, next_event, serving
+from tests.runtime.data_rig import CONTENT, SECRET, SIZES, WAIT_S, Node, finish, manifest_of, next_event, serving
 
 pytestmark = [
     pytest.mark.anyio,
@@ -110,6 +112,21 @@ async def test_a_source_with_several_threads_can_be_dropped(helped: None) -> Non
             runner.add_source(b.grant())
         assert runner.report().sources[0].outcome == "dropped"
     assert c.arrays == a.arrays
+
+
+async def test_digests_are_made_of_the_pieces_in_which_bytes_are_copied(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cma_channel, "HOT_BYTES", 1000)  # chunks end within a call, and calls within a chunk
+    manifest = manifest_of()
+    a, b = Node("a", manifest, filled=True).open(complete=True), Node("b", manifest, filled=False)
+    for chunk in range(len(manifest.chunks)):
+        with a.owner.access(None, a.registration, a.generation, CONTENT, [chunk], 1, 0) as answer:
+            assert isinstance(answer, tuple)
+            a.owner.digests_of(*answer)
+    monkeypatch.setattr(ChunkMemory, "digest", None)  # the source has them, and the channel makes the reader's
+    async with serving(a, b.open(complete=False)), b.runner(transport="cma", batch_bytes=2**20) as runner:
+        runner.add_source(a.grant())
+        await finish(runner)
+    assert b.arrays == a.arrays
 
 
 # ------------------------------------------------------------------------------------------------- sources that lie
@@ -247,6 +264,24 @@ async def test_another_way_is_taken_and_the_reason_logged_once(
         ("WARNING", True)
     ]
     assert says in said[0].getMessage()
+
+
+async def test_a_machine_without_it_says_why_and_goes_on(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO", "tensorhub.worker")
+    monkeypatch.setattr(cma, "fault_here", lambda: "process_vm_readv is forbidden here")
+    async with cluster("trainer", "reader") as c:
+        source = await c.hubs[0].register("m", tensors(1))
+        await source.publish(1)
+        weights = await c.hubs[1].register("m", tensors())
+        assert [source.transport for source in (await weights.replicate()).sources] == ["tcp"]
+        with pytest.raises(TransportUnavailable, match="is forbidden here"):
+            async with connect(c.address, transports=("cma",)):
+                pass
+    said = [record.getMessage() for record in caplog.records if "event='transport_unavailable'" in record.getMessage()]
+    assert len(said) == 2
+    assert all("transport='cma' reason='process_vm_readv is forbidden here'" in text for text in said)
 
 
 async def test_who_is_to_read_by_cma_alone_hears_why_not(caplog: pytest.LogCaptureFixture) -> None:

@@ -175,6 +175,8 @@ def local() -> Local:
 
 
 class Destination:
+    is_digested = False
+
     def buffer(self, chunk: int) -> memoryview:
         return memoryview(bytearray(8))
 

@@ -12,6 +12,7 @@ import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from itertools import count
+from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
@@ -106,6 +107,15 @@ def test_a_kernel_that_forbids_it_is_told_of(monkeypatch: pytest.MonkeyPatch) ->
     fault = cma.fault_here()
     assert fault is not None
     assert "seccomp" in fault
+
+
+@pytest.mark.parametrize(("scope", "says"), [("0", None), ("1", "name cma in transports="), ("2", "CAP_SYS_PTRACE")])
+def test_yama_is_told_of(scope: str, says: str | None, tmp_path: Path) -> None:
+    file = tmp_path / "ptrace_scope"
+    assert cma.restriction(file) is None  # no Yama
+    file.write_text(f"{scope}\n")
+    found = cma.restriction(file)
+    assert found is None if says is None else found is not None and says in found
 
 
 def test_yama_may_be_asked_anywhere() -> None:

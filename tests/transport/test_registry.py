@@ -51,6 +51,10 @@ def test_only_the_wanted_in_their_order(known: Registry) -> None:
     assert named(known.make(LOCAL, ["tcp", "cma", "tcp"])) == ("tcp", "cma")
 
 
+def test_what_works_and_why_the_rest_does_not(known: Registry) -> None:
+    assert known.probe(LOCAL) == {"rdma": "install tensorhub[rdma]", "cma": None, "tcp": None}
+
+
 @pytest.mark.parametrize(
     ("wanted", "says"),
     [(["udp"], "there are rdma, cma, tcp"), (["rdma"], "install"), ([], "no transport is allowed")],

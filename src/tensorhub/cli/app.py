@@ -7,6 +7,7 @@ import typer
 import tensorhub
 from tensorhub.cli.common import EXIT_CODES
 from tensorhub.cli.demo import demo
+from tensorhub.cli.doctor import doctor
 from tensorhub.cli.fetch import fetch
 from tensorhub.cli.publish import publish
 from tensorhub.cli.seed import seed
@@ -41,6 +42,6 @@ def _root(
     """Fetch model weights from the memory of the workers that hold them."""
 
 
-for _command in (serve, demo, status, publish, fetch, seed, simulate):
+for _command in (serve, demo, status, publish, fetch, seed, simulate, doctor):
     app.command(epilog=EXIT_CODES)(_command)
 app.add_typer(token, name="token")

@@ -11,10 +11,11 @@ from collections.abc import Iterable
 
 from tensorhub.coordinator import limits
 from tensorhub.coordinator.cluster import Cluster
-from tensorhub.coordinator.entities import Holding, Member, Model, Operation, RankPart, ReadLease, Replica, Version
+from tensorhub.coordinator.entities import Holding, Member, Model, Operation, RankPart, ReadLease, Replica, Version, Worker
 from tensorhub.coordinator.states import LeaseState, ReplicaState, WorkerState
 from tensorhub.messages import AddSource, CutReader, DropSource, Grant, OrderedOut
 from tensorhub.scheduler.choice import Candidate, choose
+from tensorhub.types import SAME_HOST_TRANSPORTS
 
 RETRY_S_FIRST = 0.05  # before a source that has failed is tried again; doubles each time
 RETRY_S_MAX = 2.0
@@ -121,11 +122,11 @@ class Readers:
     @staticmethod
     def offered_in_vain(part: RankPart, version: Version) -> list[str]:
         """The transports of this shard's sources, if there are sources, and the reader has none of those."""
-        mine = {endpoint.transport for endpoint in part.member.worker.endpoints}
         sources = [h for h in version.holdings[part.shard] if h.is_source and h.member is not part.member]
         theirs = {endpoint.transport for h in sources for endpoint in h.member.worker.endpoints}
         holds = part.member.holding is not None and part.member.holding.version is version
-        return sorted(theirs) if sources and not holds and not mine & theirs else []
+        has_way = any(_have_common(part.member.worker, h.member.worker) for h in sources)
+        return sorted(theirs) if sources and not holds and not has_way else []
 
     def _readable(self, holding: Holding, part: RankPart) -> bool:
         """Whether it can be reached, and does not wait for a source itself."""
@@ -136,8 +137,7 @@ class Readers:
             return False
         if part.retry_at.get(holding.member.worker.incarnation, 0.0) > self._cluster.now:
             return False
-        mine = {endpoint.transport for endpoint in part.member.worker.endpoints}
-        return any(endpoint.transport in mine for endpoint in holding.member.worker.endpoints)
+        return _have_common(part.member.worker, holding.member.worker)
 
     @staticmethod
     def _candidate(holding: Holding, part: RankPart) -> Candidate:
@@ -387,6 +387,14 @@ class Readers:
     def _become(self, lease: ReadLease, state: LeaseState, why: str) -> None:
         self._cluster.become(lease, state, why)
         self._cluster.note(lease.part.operation, lease.holding.member)
+
+
+def _have_common(reader: Worker, source: Worker) -> bool:
+    """Whether both have a transport that reaches from where one is to where the other is."""
+    mine = {endpoint.transport for endpoint in reader.endpoints}
+    if reader.location.host != source.location.host:
+        mine -= SAME_HOST_TRANSPORTS
+    return any(endpoint.transport in mine for endpoint in source.endpoints)
 
 
 def _fillers(holding: Holding) -> list[ReadLease]:

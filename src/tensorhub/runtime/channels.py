@@ -50,7 +50,11 @@ class Channels:
 
     def become(self, incarnation: Incarnation) -> None:
         """Read as that one from now on. Raises TransportUnavailable for a transport that cannot be had."""
-        self._transports = TRANSPORTS.make(Local(incarnation, self._secrets, self._options), self._wanted)
+        self._transports = TRANSPORTS.make(
+            Local(incarnation, self._secrets, self._options),
+            self._wanted,
+            lambda name, reason: log.info("transport_unavailable", transport=name, reason=reason),
+        )
 
         if "cma" in (self._wanted or ()):
             cma.let_others_read()

@@ -387,11 +387,12 @@ class PullRunner:
         good: list[tuple[int, int | None]] = []
         bad: list[int] = []
         for chunk, digest in arrival.chunks:
-            if self._memory.is_digested and self._memory.digest(chunk) != digest:
+            made = arrival.made.get(chunk)
+            if self._memory.is_digested and (self._memory.digest(chunk) if made is None else made) != digest:
                 bad.append(chunk)
             else:
                 good.append((chunk, digest))
-        seconds = time.perf_counter() - started
+        seconds = time.perf_counter() - started + arrival.digest_s
         arrived = {chunk for chunk, _ in arrival.chunks}
         is_large = not self._memory.is_digested or is_gil_contended(
             sum(map(self._memory.sizes.__getitem__, arrived)), seconds

@@ -17,14 +17,18 @@ from collections import deque
 from collections.abc import Sequence
 from typing import NamedTuple, Protocol
 
+import xxhash
+
 from tensorhub.errors import ProtocolError
 from tensorhub.messages import ChunksLie, Locate, StillWaiting
 from tensorhub.protocol.blocking import BlockingConnection
 from tensorhub.runtime.asking import Asking, Failures
 from tensorhub.transport.base import Arrival, Cutter, Destination, Lacking, ReadFailure, ReadRight
-from tensorhub.transport.cma import Piece, cut_up
+from tensorhub.transport.cma import CALL_BYTES, Piece, cut_up
 from tensorhub.transport.memory import address_of
 
+HOT_BYTES = 2**20  # copied by one call and then digested: they are still in the nearest cache
+SMALL_BYTES = 4 * 2**20  # whoever wants more at a time does not get along with many small calls
 LANES_MAX = 4  # of one source: more would take a trainer's cores for little more memory bandwidth
 
 
@@ -48,6 +52,31 @@ class _Located(NamedTuple):
     digest: int
     address: int
     word: int
+
+
+class _Digests:
+    """Those of a group's chunks, made of each piece as it is copied, while it is in the nearest cache."""
+
+    def __init__(self, group: list[_Located], views: list[memoryview]) -> None:
+        self.made: dict[int, int] = {}
+        self.seconds = 0.0
+        self._left = deque([(located.chunk, view) for located, view in zip(group, views, strict=True) if view.nbytes])
+        self._hash = xxhash.xxh3_64()  # of the first chunk that is left, up to `_at`
+        self._at = 0
+
+    def go_on(self, sizes: Sequence[int]) -> None:
+        """So many bytes more have been copied, none of them across the end of a chunk."""
+        started = time.perf_counter()
+        for size in sizes:
+            chunk, view = self._left[0]
+            self._hash.update(view[self._at : self._at + size])
+            self._at += size
+            if self._at == view.nbytes:
+                self.made[chunk] = self._hash.intdigest()
+                self._hash.reset()
+                self._left.popleft()
+                self._at = 0
+        self.seconds += time.perf_counter() - started
 
 
 class OneSidedChannel:
@@ -87,11 +116,15 @@ class OneSidedChannel:
                     if isinstance(message, StillWaiting):
                         return self._asking.lacking(message)
                     self._enter(message)
-            group, pieces = self._next_group(bytes_max)
+            group, views = self._next_group(bytes_max)
         first_byte = time.perf_counter()
-        self._copy(group, pieces)
+        digests = _Digests(group, views) if self._destination.is_digested and bytes_max <= SMALL_BYTES else None
+        self._copy(group, views, digests)
+        seconds = time.perf_counter() - first_byte
         chunks = [(located.chunk, located.digest) for located in group]
-        return Arrival(chunks, first_byte - started, time.perf_counter() - first_byte)
+        if digests is None:
+            return Arrival(chunks, first_byte - started, seconds)
+        return Arrival(chunks, first_byte - started, seconds - digests.seconds, digests.made, digests.seconds)
 
     def _enter(self, message: object) -> None:
         if not isinstance(message, ChunksLie):
@@ -99,27 +132,31 @@ class OneSidedChannel:
         self._asking.announced(message.request, [chunk for chunk, _, _ in message.chunks])
         self._located.extend([_Located(*chunk, message.word) for chunk in message.chunks])
 
-    def _next_group(self, bytes_max: int) -> tuple[list[_Located], list[Piece]]:
-        """Take what is copied next, under one word: one chunk at least, then up to `bytes_max`."""
+    def _next_group(self, bytes_max: int) -> tuple[list[_Located], list[memoryview]]:
+        """Take what is copied next, under one word, and where to: one chunk at least, then up to `bytes_max`."""
         group: list[_Located] = []
-        pieces: list[Piece] = []
+        views: list[memoryview] = []
         while self._located and self._located[0].word == (group or self._located)[0].word:
             view = self._destination.buffer(self._located[0].chunk)
             bytes_max -= view.nbytes
             if group and bytes_max < 0:
                 break
             group.append(self._located.popleft())
-            pieces.append(Piece(address_of(view), group[-1].address, view.nbytes))
-        return group, pieces
+            views.append(view)
+        return group, views
 
-    def _copy(self, group: list[_Located], pieces: list[Piece]) -> None:
+    def _copy(self, group: list[_Located], views: list[memoryview], digests: _Digests | None) -> None:
         copied = 0
+        places = zip(group, views, strict=True)
+        pieces = [Piece(address_of(view), located.address, view.nbytes) for located, view in places]
         try:
-            for call in cut_up(pieces):
+            for call in cut_up(pieces, CALL_BYTES if digests is None else HOT_BYTES):
                 if self._cutter.is_cut:
                     raise ReadFailure("lost", "the read was given up", bytes_discarded=copied)
                 self._source.copy(call)
                 copied += sum(piece.nbytes for piece in call)
+                if digests is not None:
+                    digests.go_on([piece.nbytes for piece in call])
             is_valid = self._source.is_unchanged(group[0].word, self._right.generation)
         except OSError as error:
             text = f"the source's memory cannot be read (any more): {error.strerror}"

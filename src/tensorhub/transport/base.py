@@ -18,7 +18,7 @@ Semantics that every transport keeps:
    checks it for each send; a one-sided reader reads the generation word *after* the bytes, and discards them
    if it changed (R3).
 3. The digest that `receive` gives is the publisher's, carried by the source. It is not checked here: the lane
-   does it.
+   does it. A channel that copies in small pieces may make the digests of what has arrived as well.
 4. Every failure is a `ReadFailure`, raised by the call that meets it; a channel that raised is only closed.
 5. `Cutter.cut`, from any thread, makes a blocked call of the channel raise soon, also while it still
    connects.
@@ -35,7 +35,7 @@ Responsible for the contract only. Not responsible for choosing a source, for di
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple, Protocol
 
@@ -81,6 +81,8 @@ class ReadRight:
 class Destination(Protocol):
     """Where chunks go."""
 
+    is_digested: bool  # their digests are XXH3-64, and will be compared
+
     def buffer(self, chunk: int) -> memoryview:
         """The writable bytes of one chunk, exactly its size."""
 
@@ -92,7 +94,9 @@ class Arrival(NamedTuple):
 
     chunks: Sequence[tuple[int, int | None]]
     wait_s: float  # until the first byte
-    transfer_s: float  # from then on
+    transfer_s: float  # from then on, without `digest_s`
+    made: Mapping[int, int] = {}  # digests that the channel made of chunks as they are in the destination: out of the cache
+    digest_s: float = 0.0  # what that took
 
 
 class Lacking(NamedTuple):

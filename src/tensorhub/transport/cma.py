@@ -23,6 +23,7 @@ import platform
 import sys
 from array import array
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import NamedTuple
 
 from tensorhub.types import RegistrationId
@@ -50,10 +51,10 @@ class Piece(NamedTuple):
 # --------------------------------------------------------------------------------------------------------- copying
 
 
-def cut_up(pieces: Sequence[Piece]) -> Iterator[list[Piece]]:
-    """What one system call each copies: at most CALL_BYTES in CALL_PIECES_MAX pieces."""
+def cut_up(pieces: Sequence[Piece], call_bytes: int = CALL_BYTES) -> Iterator[list[Piece]]:
+    """What one system call each copies: at most `call_bytes`, in CALL_PIECES_MAX pieces, in their order."""
     call: list[Piece] = []
-    room = CALL_BYTES
+    room = call_bytes
     for piece in pieces:
         here, there, left = piece
         while left:
@@ -62,7 +63,7 @@ def cut_up(pieces: Sequence[Piece]) -> Iterator[list[Piece]]:
             here, there, left, room = here + taken, there + taken, left - taken, room - taken
             if not room or len(call) == CALL_PIECES_MAX:
                 yield call
-                call, room = [], CALL_BYTES
+                call, room = [], call_bytes
     if call:
         yield call
 
@@ -113,6 +114,21 @@ def fault_here() -> str | None:
         what = "allow it in the container's seccomp profile (a kernel older than 4.8 needs CAP_SYS_PTRACE for that)"
         return f"process_vm_readv is forbidden here ({error.strerror}): {what}"
     return None
+
+
+def restriction(path: Path = Path("/proc/sys/kernel/yama/ptrace_scope")) -> str | None:
+    """Between which processes of this machine Yama lets it work, and what to do; None if it is not in the way."""
+    try:
+        scope = path.read_text().strip()
+    except OSError:  # this kernel has no Yama
+        return None
+    match scope:
+        case "0":
+            return None
+        case "1":
+            return "kernel.yama.ptrace_scope is 1: only sources that name cma in transports= let others read them"
+        case _:
+            return f"kernel.yama.ptrace_scope is {scope}: only readers with CAP_SYS_PTRACE may read (none, at 3)"
 
 
 def why_not(error: OSError) -> str:

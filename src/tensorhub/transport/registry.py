@@ -53,8 +53,14 @@ class Registry:
         built_in = tuple(name for _, name, _ in self._factories)
         return built_in + tuple(sorted(set(_entry_points()) - set(built_in)))
 
-    def make(self, local: Local, wanted: Sequence[str] | None = None) -> tuple[Transport, ...]:
-        """The `wanted` transports in that order, or (None) all built-in ones that work here, best first.
+    def make(
+        self,
+        local: Local,
+        wanted: Sequence[str] | None = None,
+        missing: Callable[[str, str], object] = lambda name, reason: None,
+    ) -> tuple[Transport, ...]:
+        """The `wanted` transports in that order, or (None) all built-in ones that work here, best first; `missing` is told
+        of the others, with the reason.
 
         Raises TransportUnavailable if a wanted one is unknown or does not work here, or if none does.
         """
@@ -69,9 +75,22 @@ class Registry:
                 made.append(factory(local))
             except TransportUnavailable as reason:
                 reasons.append(f"{name}: {reason}")
+                missing(name, str(reason))
         if not made:
             raise TransportUnavailable(f"no transport works here ({'; '.join(reasons) or 'none is known'})")
         return tuple(made)
+
+    def probe(self, local: Local) -> dict[str, str | None]:
+        """Every transport by name: why it does not work here, None if it does."""
+        found: dict[str, str | None] = {}
+        for name in self.names():
+            try:
+                self._make_one(name, local)
+            except TransportUnavailable as reason:
+                found[name] = str(reason)
+            else:
+                found[name] = None
+        return found
 
     def _make_one(self, name: str, local: Local) -> Transport:
         factory = next((factory for _, known, factory in self._factories if known == name), None)

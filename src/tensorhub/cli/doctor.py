@@ -1,0 +1,30 @@
+"""`tensorhub doctor`: which transports work on this machine, and what is in the way of the others."""
+
+from __future__ import annotations
+
+import json
+
+from tensorhub.cli.common import JsonOption
+from tensorhub.runtime.channels import TRANSPORTS
+from tensorhub.transport import cma
+from tensorhub.transport.registry import Local
+from tensorhub.types import Incarnation, Options
+
+
+def doctor(as_json: JsonOption = False) -> None:
+    """Say which transports work on this machine, best first, and of the others why not and what to do.
+
+    Two workers use the best one that both have and that reaches from one to the other; a fetch's report names it
+    (`report.sources`). See docs/transports.md.
+    """
+    faults = TRANSPORTS.probe(Local(Incarnation("doctor"), (b"",), Options()))
+    rows = [
+        {"name": name, "available": fault is None, "reason": fault or (cma.restriction() or "" if name == "cma" else "")}
+        for name, fault in faults.items()
+    ]
+    if as_json:
+        print(json.dumps({"transports": rows}))
+        return
+    for row in rows:
+        verdict = "available" if row["available"] else "not available"
+        print(f"{row['name']}: {verdict}{': ' if row['reason'] else ''}{row['reason']}")

@@ -1,0 +1,391 @@
+"""The transport conformance suite: the rules of `tensorhub.transport.base`, as checks that any transport can be put to.
+
+A transport's author says how a source of his transport is made (`Source`); for what TensorHub's own workers serve there is
+`tensorhub.testing.serving.ServedSource`. Then
+
+    transport_conformance(transport, make_source)
+
+raises ConformanceBroken, with the rule, or returns. `CHECKS` has each by name, for a parametrized test. The checks drive
+channels in the calling thread, and in threads of their own that have ended when a check returns. They take as long as the
+transport takes to find out that a source is silent.
+
+Responsible for what a channel promises its lane. Not responsible for how fast it is, nor for what a source promises others.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Final, Protocol
+
+import xxhash
+
+from tensorhub.transport.base import Arrival, Channel, Cutter, Lacking, ReadFailure, ReadRight, Transport
+from tensorhub.types import ContentId, Endpoint, Incarnation, RegistrationId
+
+SIZES: Final = (1, 4096, 70_000, 3, 4096, 2**20, 5, 4096)  # bytes of each chunk of a source
+SOON_S: Final = 3.0  # what must be soon takes less, on any machine
+CANARY: Final = 0xA5  # what a destination holds before anything arrives
+
+
+class ConformanceBroken(AssertionError):
+    """The transport does not keep a rule. The text says which one, and what was seen."""
+
+
+class Source(Protocol):
+    """A source of `len(SIZES)` chunks of these sizes, none of which is available at first. Used by one thread."""
+
+    endpoint: Endpoint
+    right: ReadRight  # under which it may be read now
+
+    def fill(self, chunk: int, content: bytes) -> None:
+        """Have these bytes there, and let them be read, with their XXH3-64 as the digest."""
+
+    def spoil(self, chunk: int) -> None:
+        """Change a byte of an available chunk, of which the owner knows nothing."""
+
+    def take_back(self) -> None:
+        """Fence all of it as `unpublish` does; when this returns, every byte of it is overwritten with other ones."""
+
+    def freeze(self) -> bool:
+        """Have the source answer nothing any more, its connections open. False: there is nobody who could be silent."""
+
+    def die(self) -> None:
+        """End the source, with its connections, as the end of its process does."""
+
+    def close(self) -> None:
+        """Release everything, after whatever else was called."""
+
+
+MakeSource = Callable[[], Source]
+Check = Callable[[Transport, MakeSource], None]
+
+
+class Target:
+    """Where a check's chunks go: memory full of CANARY, with more of it around each chunk."""
+
+    def __init__(self) -> None:
+        self.is_digested = True
+        self._buffers = [bytearray([CANARY]) * (size + 2) for size in SIZES]
+
+    def buffer(self, chunk: int) -> memoryview:
+        return memoryview(self._buffers[chunk])[1:-1]
+
+    def holds(self, chunk: int) -> bytes:
+        return bytes(self.buffer(chunk))
+
+    def is_untouched(self, chunk: int) -> bool:
+        return set(self._buffers[chunk]) == {CANARY}
+
+    def check_edges(self) -> None:
+        for chunk, buffer in enumerate(self._buffers):
+            _demand(buffer[0] == buffer[-1] == CANARY, 1, f"bytes beside chunk {chunk} were written")
+
+
+def content(chunk: int, salt: int = 0) -> bytes:
+    """The bytes that a check has a source hold."""
+    return bytes([(chunk * 31 + salt * 7 + 1) % 150]) * SIZES[chunk]
+
+
+def transport_conformance(transport: Transport, make_source: MakeSource) -> None:
+    """Put a transport to every check. Raises ConformanceBroken."""
+    for check in CHECKS.values():
+        check(transport, make_source)
+
+
+# ---------------------------------------------------------------------------------------------------------- checks
+
+
+def check_bytes(transport: Transport, make_source: MakeSource) -> None:
+    """1, 3: what was submitted arrives, each chunk once, with its digest, and nothing else is written."""
+    with _made(make_source) as source, _opened(transport, source) as (channel, target, _):
+        wanted = [chunk for chunk in range(len(SIZES)) if chunk != 3]
+        for chunk in range(len(SIZES)):
+            source.fill(chunk, content(chunk))
+        channel.submit(wanted[:4])
+        channel.submit(wanted[4:])
+        named = _receive_all(channel, len(wanted), bytes_max=5000)
+        _demand(sorted(named) == wanted, 1, f"{wanted} were asked for, and {sorted(named)} arrived")
+        for chunk, digest in named.items():
+            _demand(target.holds(chunk) == content(chunk), 1, f"chunk {chunk} has other bytes than its source")
+            _demand(digest == xxhash.xxh3_64_intdigest(content(chunk)), 3, f"chunk {chunk} came with digest {digest}")
+        _demand(target.is_untouched(3), 1, "a chunk that was not asked for was written")
+        target.check_edges()
+
+
+def check_bytes_max(transport: Transport, make_source: MakeSource) -> None:
+    """`receive` gives one chunk at least, and beyond it no more than it may."""
+    with _made(make_source) as source, _opened(transport, source) as (channel, _, _):
+        for chunk in range(len(SIZES)):
+            source.fill(chunk, content(chunk))
+        channel.submit(range(len(SIZES)))
+        left = len(SIZES)
+        while left:
+            answer = channel.receive(5000)
+            if isinstance(answer, Arrival):
+                chunks = [chunk for chunk, _ in answer.chunks]
+                nbytes = sum(SIZES[chunk] for chunk in chunks)
+                _demand(len(chunks) == 1 or nbytes <= 5000, 1, f"{nbytes} bytes came, and 5000 were wanted at most")
+                left -= len(chunks)
+
+
+def check_spoilt(transport: Transport, make_source: MakeSource) -> None:
+    """3: the digest is the publisher's, so that bytes which have changed since do not have it."""
+    with _made(make_source) as source, _opened(transport, source) as (channel, target, _):
+        source.fill(1, content(1))
+        source.spoil(1)
+        channel.submit([1])
+        named = _receive_all(channel, 1)
+        found = xxhash.xxh3_64_intdigest(target.holds(1))
+        _demand(
+            named[1] == xxhash.xxh3_64_intdigest(content(1)) != found, 3, "a changed chunk came with a digest of its own"
+        )
+
+
+def check_taken_back(transport: Transport, make_source: MakeSource) -> None:
+    """2: what is named was read under the right's generation, also when that ends in mid-read; then it is refused."""
+    with _made(make_source) as source, _opened(transport, source) as (channel, target, _):
+        for chunk in range(len(SIZES)):
+            source.fill(chunk, content(chunk))
+        channel.submit(range(len(SIZES)))
+        named: dict[int, int | None] = {}
+        _take(channel.receive(1), named)
+        source.take_back()
+
+        def go_on() -> None:
+            while len(named) < len(SIZES):  # what was on its way already may come
+                _take(channel.receive(1), named)
+
+        failure = _failure(go_on)
+        _demand(failure is None or failure.reason in ("refused", "lost"), 4, f"it failed as {failure}")
+        for chunk in named:
+            _demand(target.holds(chunk) == content(chunk), 2, f"chunk {chunk} was named, and read after it was taken back")
+    with _made(make_source) as source:
+        source.fill(0, content(0))
+        before = source.right
+        source.take_back()
+        failure = _failure(lambda: _read_one(transport, source, before))
+        _demand(
+            failure is not None and failure.reason == "refused", 2, f"an old generation was read, or failed as {failure}"
+        )
+
+
+def check_rights(transport: Transport, make_source: MakeSource) -> None:
+    """4: another registration, generation, content or incarnation is not read, and nothing is written."""
+    with _made(make_source) as source:
+        source.fill(0, content(0))
+        right = source.right
+        for other, reasons in (
+            (dataclasses.replace(right, registration=RegistrationId("another")), ("refused",)),
+            (dataclasses.replace(right, generation=right.generation + 1), ("refused",)),
+            (dataclasses.replace(right, content_id=ContentId("another")), ("refused",)),
+            (dataclasses.replace(right, incarnation=Incarnation("another")), ("unreachable",)),
+        ):
+            failure = _failure(lambda other=other: _read_one(transport, source, other))  # type: ignore[misc]
+            _demand(failure is not None and failure.reason in reasons, 4, f"{other} gave {failure}, not {reasons}")
+
+
+def check_lacking(transport: Transport, make_source: MakeSource) -> None:
+    """7: a source that lacks chunks says so soon, and what it has; they can be asked for again."""
+    with _made(make_source) as source, _opened(transport, source) as (channel, target, _):
+        source.fill(1, content(1))
+        source.fill(2, content(2))
+        channel.submit([0, 1, 2, 3])
+        named: dict[int, int | None] = {}
+        started = time.monotonic()
+        lacking: Lacking | None = None
+        while lacking is None:
+            answer = channel.receive(2**20)
+            if isinstance(answer, Lacking):
+                lacking = answer
+            else:
+                _take(answer, named)
+        _demand(time.monotonic() - started < SOON_S, 7, "it takes long to say what is lacking")
+        _demand(sorted(named) == [1, 2], 7, f"chunks 1 and 2 are there, and {sorted(named)} arrived")
+        _demand(sorted(lacking.chunks) == [0, 3], 7, f"chunks 0 and 3 are lacking, and {lacking.chunks} were said to be")
+        _demand(list(lacking.has) == [(1, 2)], 7, f"it has chunks 1 and 2, and says {lacking.has}")
+        _demand(target.is_untouched(0) and target.is_untouched(3), 7, "a chunk that is lacking was written")
+        source.fill(0, content(0))
+        channel.submit([0])
+        _demand(0 in _receive_all(channel, 1), 7, "what has come since does not arrive")
+
+
+def check_cut(transport: Transport, make_source: MakeSource) -> None:
+    """5: a cut, from any thread, ends a call that waits, and one that is still to come."""
+    with _made(make_source) as source, _opened(transport, source) as (channel, _, cutter):
+        channel.submit([0])  # which the source lacks
+        found: list[ReadFailure | None] = []
+
+        def ask_on() -> None:
+            while True:
+                _ask_again(channel, channel.receive(1))
+
+        def wait() -> None:
+            found.append(_failure(ask_on))
+
+        thread = threading.Thread(target=wait)
+        thread.start()
+        cutter.cut()
+        thread.join(SOON_S)
+        _demand(not thread.is_alive(), 5, "a call went on after the cut")
+        _demand(found != [None], 5, "a call that was cut off has not failed")
+    with _made(make_source) as source:
+        source.fill(0, content(0))
+        cutter = Cutter()
+        cutter.cut()
+        _demand(_failure(lambda: _read_one(transport, source, source.right, cutter)) is not None, 5, "it was cut, and reads")
+
+
+def check_death(transport: Transport, make_source: MakeSource) -> None:
+    """4: the end of a source is a failure, in mid-read and before."""
+    with _made(make_source) as source, _opened(transport, source) as (channel, _, _):
+        for chunk in range(len(SIZES)):
+            source.fill(chunk, content(chunk))
+        channel.submit([0])
+        _receive_all(channel, 1)
+        source.die()
+
+        def go_on() -> None:
+            channel.submit([1, 2])
+            _receive_all(channel, 2)
+
+        failure = _failure(go_on)
+        _demand(failure is not None and failure.reason in ("lost", "refused"), 4, f"its source has ended: {failure}")
+        failure = _failure(lambda: _read_one(transport, source, source.right))
+        _demand(failure is not None and failure.reason in ("unreachable", "refused"), 4, f"it connects to nobody: {failure}")
+
+
+def check_silence(transport: Transport, make_source: MakeSource) -> None:
+    """6: a source that says nothing any more is given up."""
+    with _made(make_source) as source, _opened(transport, source) as (channel, _, _):
+        source.fill(0, content(0))
+        if not source.freeze():
+            return
+
+        def go_on() -> None:
+            channel.submit([0])
+            _receive_all(channel, 1)
+
+        failure = _failure(go_on)
+        _demand(failure is not None and failure.reason == "stalled", 6, f"a silent source is no failure: {failure}")
+
+
+def check_threads(transport: Transport, make_source: MakeSource) -> None:
+    """8: as many threads as the transport says may drive a channel, and each chunk comes to one of them."""
+    with _made(make_source) as source, _opened(transport, source) as (channel, target, _):
+        for chunk in range(len(SIZES)):
+            source.fill(chunk, content(chunk))
+        named: list[int] = []
+        failures: list[BaseException] = []
+        lock, submitted = threading.Lock(), threading.Event()
+
+        def drive(chunks: Sequence[int]) -> None:
+            try:
+                if chunks:
+                    channel.submit(chunks)
+                    submitted.set()
+                while submitted.wait(SOON_S) and len(named) < len(SIZES):
+                    answer = channel.receive(4096)
+                    with lock:
+                        named.extend(chunk for chunk, _ in answer.chunks if isinstance(answer, Arrival))  # type: ignore[misc]
+            except BaseException as error:
+                failures.append(error)
+
+        shares = [list(range(len(SIZES)))[first :: transport.lanes] for first in range(transport.lanes)]
+        threads = [threading.Thread(target=drive, args=(share,)) for share in shares]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(4 * SOON_S)
+        _demand(not any(thread.is_alive() for thread in threads), 8, "a thread waits for what another one has")
+        _demand(not failures, 8, f"a thread failed: {failures[:1]}")
+        _demand(sorted(named) == list(range(len(SIZES))), 8, f"{sorted(named)} arrived")
+        _demand(all(target.holds(chunk) == content(chunk) for chunk in named), 8, "a chunk has other bytes")
+
+
+CHECKS: Final[Mapping[str, Check]] = {
+    check.__name__.removeprefix("check_"): check
+    for check in (
+        check_bytes,
+        check_bytes_max,
+        check_spoilt,
+        check_taken_back,
+        check_rights,
+        check_lacking,
+        check_cut,
+        check_death,
+        check_silence,
+        check_threads,
+    )
+}
+
+
+# ----------------------------------------------------------------------------------------------------------- tools
+
+
+def _demand(holds: bool, rule: int, text: str) -> None:
+    if not holds:
+        raise ConformanceBroken(f"rule {rule} of tensorhub.transport.base: {text}")
+
+
+@contextlib.contextmanager
+def _made(make_source: MakeSource) -> Iterator[Source]:
+    source = make_source()
+    try:
+        yield source
+    finally:
+        source.close()
+
+
+@contextlib.contextmanager
+def _opened(
+    transport: Transport, source: Source, right: ReadRight | None = None, cutter: Cutter | None = None
+) -> Iterator[tuple[Channel, Target, Cutter]]:
+    target, cutter = Target(), cutter or Cutter()
+    channel = transport.open(source.endpoint, right or source.right, target, cutter)
+    try:
+        yield channel, target, cutter
+    finally:
+        channel.close()
+
+
+def _read_one(transport: Transport, source: Source, right: ReadRight, cutter: Cutter | None = None) -> None:
+    target = Target()
+    try:
+        with _opened(transport, source, right, cutter) as (channel, target, _):
+            channel.submit([0])
+            _receive_all(channel, 1)
+    except ReadFailure:
+        _demand(target.is_untouched(0), 2, "what was refused was written")
+        raise
+
+
+def _take(answer: Arrival | Lacking, named: dict[int, int | None]) -> None:
+    _demand(isinstance(answer, Arrival), 7, f"the source has every chunk, and lacks {answer.chunks}")
+    for chunk, digest in answer.chunks if isinstance(answer, Arrival) else ():
+        _demand(chunk not in named, 1, f"chunk {chunk} arrived twice")
+        named[chunk] = digest
+
+
+def _receive_all(channel: Channel, count: int, bytes_max: int = 2**20) -> dict[int, int | None]:
+    named: dict[int, int | None] = {}
+    while len(named) < count:
+        _take(channel.receive(bytes_max), named)
+    return named
+
+
+def _ask_again(channel: Channel, answer: Arrival | Lacking) -> None:
+    if isinstance(answer, Lacking):
+        channel.submit(sorted(answer.chunks))
+
+
+def _failure(read: Callable[[], object]) -> ReadFailure | None:
+    """How a read fails, if it does."""
+    try:
+        read()
+    except ReadFailure as failure:
+        return failure
+    return None

@@ -1,0 +1,87 @@
+"""A transport within one process: it reads the owner's memory where that is, under the owner's own accesses.
+
+For tests of what uses transports, and for simulations. Responsible for a channel that keeps every rule of `transport.base`
+with no connection at all. Not responsible for who owns what: it is given the owners, by incarnation.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Mapping, Sequence
+
+from tensorhub.runtime.serving import Lane, SharedOwner
+from tensorhub.transport.base import Arrival, Channel, Cutter, Destination, Lacking, ReadFailure, ReadRight
+from tensorhub.types import Endpoint, Incarnation, Location
+from tensorhub.worker.owner import Refusal, Wait
+
+PATIENCE_S = 0.25
+HAS_RUNS_MAX = 1024
+
+
+class Loopback:
+    """`owners`: those that can be read, as they are at each `open`."""
+
+    name = "loopback"
+    lanes = 1
+
+    def __init__(self, owners: Mapping[Incarnation, SharedOwner]) -> None:
+        self._owners = owners
+
+    def reaches(self, here: Location, there: Location) -> bool:
+        """Between equal hosts: who is not in this process is not among the owners."""
+        return here.host == there.host
+
+    def open(self, endpoint: Endpoint, right: ReadRight, destination: Destination, cutter: Cutter) -> Channel:
+        """See `Transport.open`."""
+        owner = self._owners.get(right.incarnation)
+        if owner is None:
+            raise ReadFailure("unreachable", f"{right.incarnation} is not in this process")
+        return _LoopbackChannel(owner, right, destination, cutter)
+
+
+class _LoopbackChannel:
+    def __init__(self, owner: SharedOwner, right: ReadRight, destination: Destination, cutter: Cutter) -> None:
+        self._owner = owner
+        self._right = right
+        self._destination = destination
+        self._cutter = cutter
+        self._asked: deque[tuple[int, ...]] = deque()  # what is left of each submitted batch; none is empty
+        self._lane = Lane(self)
+        owner.add_lane(self._lane)
+        self._lane.reader = right.incarnation
+        cutter.attach(lambda: owner.stop(self._lane))
+
+    def shutdown(self) -> None:
+        """See `Endable`: an access of this lane ends by itself, as it copies from memory to memory."""
+
+    def submit(self, chunks: Sequence[int]) -> None:
+        self._asked.append(tuple(chunks))
+
+    def receive(self, bytes_max: int) -> Arrival | Lacking:
+        started = time.perf_counter()
+        if not self._asked:
+            return Arrival((), 0.0, 0.0)
+        right, wanted = self._right, self._asked[0]
+        terms = (self._lane, right.registration, right.generation, right.content_id)
+        with self._owner.access(*terms, wanted, bytes_max, PATIENCE_S) as answer:
+            first_byte = time.perf_counter()
+            match answer:
+                case Refusal():
+                    raise ReadFailure("lost" if self._lane.is_stopped else "refused", answer.reason)
+                case Wait():
+                    self._asked.popleft()
+                    return Lacking(wanted, self._owner.has(right.registration, right.generation, HAS_RUNS_MAX))
+                case _:
+                    access, memory = answer
+                    named = self._owner.digests_of(access, memory)
+                    for chunk in access.chunks:
+                        self._destination.buffer(chunk)[:] = memory.buffer(chunk)
+        self._asked.popleft()
+        if access.rest:
+            self._asked.appendleft(access.rest)
+        return Arrival(named, first_byte - started, time.perf_counter() - first_byte)
+
+    def close(self) -> None:
+        self._cutter.detach()
+        self._owner.remove_lane(self._lane)

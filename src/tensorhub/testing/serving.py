@@ -1,0 +1,111 @@
+"""A source for the conformance suite: a real owner, whose readers are served as a worker's are, on a thread of its own."""
+
+from __future__ import annotations
+
+import os
+import threading
+
+import anyio
+import anyio.from_thread
+
+from tensorhub.manifest import TensorDescription, build_manifest
+from tensorhub.runtime.acceptor import ServeSettings, serve_readers
+from tensorhub.runtime.chunks import ChunkMemory
+from tensorhub.runtime.serving import SharedOwner
+from tensorhub.testing.conformance import SIZES
+from tensorhub.transport import tcp
+from tensorhub.transport.base import ReadRight
+from tensorhub.transport.cma import Words
+from tensorhub.types import ContentId, Endpoint, Incarnation, LeaseId, RegistrationId
+
+CHUNK_BYTES = max(SIZES)
+REGISTRATION = RegistrationId("registration")
+CONTENT = ContentId("content")
+
+
+class ServedSource:
+    """See `conformance.Source`. `secret`: what its readers present; `backend`: of anyio, on which it serves."""
+
+    def __init__(self, secret: bytes = b"", backend: str = "asyncio") -> None:
+        tensors = [TensorDescription(f"t{n}", "uint8", (size,), (n + 1) << 40, size) for n, size in enumerate(SIZES)]
+        self._bytes = [bytearray(size) for size in SIZES]
+        self._memory = ChunkMemory(
+            build_manifest(tensors, CHUNK_BYTES, "xxh3-64"), [memoryview(each) for each in self._bytes]
+        )
+        self.owner = SharedOwner(fence_grace_s=0.1, words=Words())
+        self.right = ReadRight(LeaseId("lease"), Incarnation(os.urandom(8).hex()), REGISTRATION, 1, CONTENT)
+        self._listener = tcp.listen("127.0.0.1")
+        self.endpoint = Endpoint("any", tcp.address_of(self._listener))
+        self._settings = ServeSettings(self.right.incarnation, [secret])
+        self._backend = backend
+        self._end: anyio.Event | None = None
+        self._thaw = threading.Event()
+        self._held: list[threading.Thread] = []
+        self.owner.open(REGISTRATION, 1, CONTENT, self._memory, complete=False)
+        self._started = threading.Event()
+        self._thread: threading.Thread | None = threading.Thread(target=self._run)
+        self._thread.start()
+        self._started.wait()
+
+    def __repr__(self) -> str:
+        return f"<ServedSource {self.owner!r}>"
+
+    def _run(self) -> None:
+        anyio.run(self._serve, backend=self._backend)
+
+    async def _serve(self) -> None:
+        self._end = anyio.Event()
+        async with anyio.from_thread.BlockingPortal() as portal, anyio.create_task_group() as tasks:
+            self._portal = portal
+            tasks.start_soon(serve_readers, self._listener, self.owner, self._settings)
+            self._started.set()
+            await self._end.wait()
+            tasks.cancel_scope.cancel()
+
+    def fill(self, chunk: int, content: bytes) -> None:
+        """See `Source.fill`."""
+        self._bytes[chunk][:] = content
+        named = [(chunk, self._memory.digest(chunk))]
+        self.owner.mark_available(REGISTRATION, self.right.generation, named)
+
+    def spoil(self, chunk: int) -> None:
+        """See `Source.spoil`."""
+        self._bytes[chunk][0] ^= 0xFF
+
+    def take_back(self) -> None:
+        """See `Source.take_back`."""
+        self.owner.fence(REGISTRATION)
+        for each in self._bytes:
+            each[:] = b"\xee" * len(each)
+
+    def freeze(self) -> bool:
+        """See `Source.freeze`: whoever asks the owner for anything waits."""
+        holds = threading.Event()
+
+        def hold() -> None:
+            with self.owner._changed:
+                holds.set()
+                self._thaw.wait()
+
+        self._held.append(threading.Thread(target=hold))
+        self._held[-1].start()
+        holds.wait()
+        return True
+
+    def die(self) -> None:
+        """See `Source.die`."""
+        if self._thread is None or self._end is None:
+            return
+        self._thaw.set()
+        self._portal.start_task_soon(self._end.set)
+        self._thread.join()
+        self._thread = None
+        self._listener.close()
+        self.owner.fence(REGISTRATION)
+        self.owner.end_reading()
+
+    def close(self) -> None:
+        """See `Source.close`."""
+        self.die()
+        for thread in self._held:
+            thread.join()

@@ -1,0 +1,45 @@
+"""`tensorhub doctor`: each transport with what is in its way."""
+
+from __future__ import annotations
+
+import json
+import platform
+
+import pytest
+from typer.testing import CliRunner
+
+from tensorhub.cli.app import app
+from tensorhub.transport import cma
+
+
+def run(*arguments: str) -> str:
+    done = CliRunner().invoke(app, ["doctor", *arguments])
+    assert (done.exit_code, done.stderr) == (0, "")
+    return done.stdout
+
+
+@pytest.fixture(autouse=True)
+def _no_yama(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cma, "restriction", lambda: None)
+
+
+@pytest.mark.skipif(cma.fault_here() is not None, reason=str(cma.fault_here()))
+def test_what_works() -> None:
+    assert run() == "cma: available\ntcp: available\n"
+    assert json.loads(run("--json")) == {
+        "transports": [
+            {"name": "cma", "available": True, "reason": ""},
+            {"name": "tcp", "available": True, "reason": ""},
+        ]
+    }
+
+
+def test_what_does_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(platform, "machine", lambda: "riscv64")
+    assert run() == "cma: not available: it is for Linux on x86-64, and this is linux on riscv64\ntcp: available\n"
+
+
+@pytest.mark.skipif(cma.fault_here() is not None, reason=str(cma.fault_here()))
+def test_what_works_for_some(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cma, "restriction", lambda: "kernel.yama.ptrace_scope is 1: ask")
+    assert run().splitlines()[0] == "cma: available: kernel.yama.ptrace_scope is 1: ask"

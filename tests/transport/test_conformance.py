@@ -1,0 +1,186 @@
+"""Every transport keeps the rules, on both backends; and the suite notices where one does not."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import pytest
+
+from tensorhub.runtime.cma_channel import CmaTransport
+from tensorhub.runtime.serving import SharedOwner
+from tensorhub.runtime.tcp_channel import TcpTransport
+from tensorhub.testing import conformance
+from tensorhub.testing.conformance import CHECKS, ConformanceBroken, Source, transport_conformance
+from tensorhub.testing.loopback import Loopback
+from tensorhub.testing.serving import ServedSource
+from tensorhub.transport import cma
+from tensorhub.transport.base import Arrival, Channel, Cutter, Destination, Lacking, ReadFailure, ReadRight, Transport
+from tensorhub.transport.registry import Local
+from tensorhub.types import Endpoint, Incarnation, Location, Options
+from tests.runtime.data_rig import busy_threads
+
+SECRET = b"a secret of the test"
+LOCAL = Local(Incarnation("reader"), (SECRET,), Options(stall_timeout_s=1.0, connect_timeout_s=5.0))
+needs_cma = pytest.mark.skipif(cma.fault_here() is not None, reason=str(cma.fault_here()))
+
+
+class LoopbackSource(ServedSource):
+    """One in this process; nobody serves it, so nobody can fall silent."""
+
+    def freeze(self) -> bool:
+        return False
+
+
+def ways(kind: str, backend: str) -> tuple[Transport, Callable[[], Source]]:
+    owners: dict[Incarnation, SharedOwner] = {}
+    if kind == "loopback":
+
+        def make() -> Source:
+            made = LoopbackSource(SECRET, backend)
+            owners[made.right.incarnation] = made.owner
+            return made
+
+        return Loopback(owners), make
+    transport: Transport = TcpTransport(LOCAL) if kind == "tcp" else CmaTransport(LOCAL)
+    return transport, lambda: ServedSource(SECRET, backend)
+
+
+@pytest.mark.parametrize("check", CHECKS)
+@pytest.mark.parametrize("backend", ["asyncio", "trio"])
+@pytest.mark.parametrize("kind", ["tcp", pytest.param("cma", marks=needs_cma), "loopback"])
+def test_a_transport_keeps_the_rule(kind: str, backend: str, check: str) -> None:
+    transport, make = ways(kind, backend)
+    CHECKS[check](transport, make)
+    assert not busy_threads()
+
+
+def test_all_of_it_in_one_call() -> None:
+    transport_conformance(*ways("loopback", "asyncio"))
+
+
+# --------------------------------------------------------------------------------- what the suite says of bad transports
+
+
+class Faulty:
+    """A transport that breaks one rule: see `Fault`."""
+
+    name = "faulty"
+    lanes = 1
+
+    def __init__(self, inner: Transport, fault: type[_Passes]) -> None:
+        self._inner = inner
+        self._fault = fault
+
+    def reaches(self, here: Location, there: Location) -> bool:
+        return True
+
+    def open(self, endpoint: Endpoint, right: ReadRight, destination: Destination, cutter: Cutter) -> Channel:
+        heard = Cutter() if self._fault is _Deaf else cutter
+        return self._fault(self._inner.open(endpoint, right, destination, heard), destination)
+
+
+class _Passes:
+    """Changes nothing."""
+
+    def __init__(self, inner: Channel, destination: Destination) -> None:
+        self.inner = inner
+        self.destination = destination
+
+    def submit(self, chunks: Sequence[int]) -> None:
+        self.inner.submit(chunks)
+
+    def receive(self, bytes_max: int) -> Arrival | Lacking:
+        return self.inner.receive(bytes_max)
+
+    def close(self) -> None:
+        self.inner.close()
+
+
+class _Deaf(_Passes):
+    """Does not hear of a cut."""
+
+
+class _Corrupts(_Passes):
+    """Damages a byte of what it brings."""
+
+    def receive(self, bytes_max: int) -> Arrival | Lacking:
+        answer = super().receive(bytes_max)
+        for chunk, _ in answer.chunks if isinstance(answer, Arrival) else ():
+            self.destination.buffer(chunk)[0] ^= 1
+        return answer
+
+
+class _Digests(_Passes):
+    """Has no digests."""
+
+    def receive(self, bytes_max: int) -> Arrival | Lacking:
+        answer = super().receive(bytes_max)
+        if isinstance(answer, Lacking):
+            return answer
+        return answer._replace(chunks=[(chunk, 0) for chunk, _ in answer.chunks])
+
+
+class _Scribbles(_Passes):
+    """Writes where nobody has asked it to."""
+
+    def receive(self, bytes_max: int) -> Arrival | Lacking:
+        self.destination.buffer(3)[:] = bytes(3)
+        return super().receive(bytes_max)
+
+
+class _Greedy(_Passes):
+    """Takes no notice of how much is wanted."""
+
+    def receive(self, bytes_max: int) -> Arrival | Lacking:
+        return super().receive(2**30)
+
+
+class _Stale(_Passes):
+    """Names what it has not read under the generation: all that was submitted, if that cannot be read any more."""
+
+    def submit(self, chunks: Sequence[int]) -> None:
+        self.left = set(chunks)
+        super().submit(chunks)
+
+    def receive(self, bytes_max: int) -> Arrival | Lacking:
+        try:
+            answer = super().receive(bytes_max)
+        except ReadFailure:
+            if not self.left:
+                raise
+            return Arrival([(self.left.pop(), 0)], 0.0, 0.0)
+        self.left -= {chunk for chunk, _ in answer.chunks} if isinstance(answer, Arrival) else set(answer.chunks)
+        return answer
+
+
+class _Forgets(_Passes):
+    """Says of nothing that it is lacking, as of chunks that are."""
+
+    def receive(self, bytes_max: int) -> Arrival | Lacking:
+        answer = super().receive(bytes_max)
+        return Lacking(answer.chunks, ()) if isinstance(answer, Lacking) else answer
+
+
+@pytest.mark.parametrize(
+    ("fault", "check", "rule"),
+    [
+        (_Deaf, "cut", 5),
+        (_Corrupts, "bytes", 1),
+        (_Digests, "bytes", 3),
+        (_Digests, "spoilt", 3),
+        (_Scribbles, "bytes", 1),
+        (_Greedy, "bytes_max", 1),
+        (_Stale, "taken_back", 2),
+        (_Stale, "rights", 4),
+        (_Stale, "death", 4),
+        (_Forgets, "lacking", 7),
+    ],
+)
+def test_the_suite_finds(fault: type[_Passes], check: str, rule: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    if fault is _Deaf:
+        monkeypatch.setattr(conformance, "SOON_S", 0.3)
+    transport, make = ways("tcp", "asyncio")
+    with pytest.raises(ConformanceBroken, match=f"rule {rule} of"):
+        CHECKS[check](Faulty(transport, fault), make)
+    monkeypatch.undo()
+    CHECKS[check](Faulty(transport, _Passes), make)
