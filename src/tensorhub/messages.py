@@ -705,7 +705,9 @@ class MemoryIs:
 
 @dataclass(frozen=True, slots=True)
 class FindSegments:
-    """Ask an owner for the shared memory in which a registration and the generation words are. Answered by SegmentsAre."""
+    """Ask an owner for the shared memory in which a registration and the generation words are. Answered by SegmentsAre or
+    ReadRefused.
+    """
 
     request: U64
     registration: Id
@@ -715,7 +717,7 @@ class FindSegments:
 @dataclass(frozen=True, slots=True)
 class SegmentsAre:
     """Where they are at the owner: (address, bytes). One byte with their descriptors follows, in this order. None, and no
-    byte: the registration is not open under that generation, or not all of it is in shared memory.
+    byte: not all of it is in shared memory.
     """
 
     request: U64

@@ -275,7 +275,9 @@ def _serve(
         if isinstance(read, FindSegments):
             _share(read, connection, owner)
             with BlockingConnection(theirs.dup(), stall_timeout_s=STALL_S) as hears:
-                assert hears.receive(codec.FROM_OWNER) == SegmentsAre(read.request, ())  # none of it is in shared memory
+                answer = hears.receive(codec.FROM_OWNER)
+                assert isinstance(answer, SegmentsAre | ReadRefused)
+                assert not isinstance(answer, SegmentsAre) or not answer.segments  # none of it is in shared memory
             return True
         _answer(read, lane, connection, owner, 0.0)
     except (ProtocolError, ConnectionLost):

@@ -16,8 +16,8 @@ from tensorhub.messages import ChunksFollow, ChunksLie, MemoryIs
 from tensorhub.protocol.blocking import BlockingConnection
 from tensorhub.protocol.codec import FROM_READER
 from tensorhub.protocol.handshake import NONCE_BYTES, ServerHandshake
-from tensorhub.runtime import cma_channel
 from tensorhub.runtime import lanes as lanes_module
+from tensorhub.runtime import one_sided
 from tensorhub.runtime.chunks import ChunkMemory
 from tensorhub.runtime.lanes import SourceFailed
 from tensorhub.transport import cma
@@ -115,7 +115,7 @@ async def test_a_source_with_several_threads_can_be_dropped(helped: None) -> Non
 
 
 async def test_digests_are_made_of_the_pieces_in_which_bytes_are_copied(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cma_channel, "HOT_BYTES", 1000)  # chunks end within a call, and calls within a chunk
+    monkeypatch.setattr(one_sided, "HOT_BYTES", 1000)  # chunks end within a call, and calls within a chunk
     manifest = manifest_of()
     a, b = Node("a", manifest, filled=True).open(complete=True), Node("b", manifest, filled=False)
     for chunk in range(len(manifest.chunks)):

@@ -8,12 +8,13 @@ import pytest
 
 from tensorhub.runtime.cma_channel import CmaTransport
 from tensorhub.runtime.serving import SharedOwner
+from tensorhub.runtime.shm_channel import ShmTransport
 from tensorhub.runtime.tcp_channel import TcpTransport
 from tensorhub.testing import conformance
 from tensorhub.testing.conformance import CHECKS, ConformanceBroken, Source, transport_conformance
 from tensorhub.testing.loopback import Loopback
 from tensorhub.testing.serving import ServedSource
-from tensorhub.transport import cma
+from tensorhub.transport import cma, shm
 from tensorhub.transport.base import Arrival, Channel, Cutter, Destination, Lacking, ReadFailure, ReadRight, Transport
 from tensorhub.transport.registry import Local
 from tensorhub.types import Endpoint, Incarnation, Location, Options
@@ -21,6 +22,7 @@ from tests.runtime.data_rig import busy_threads
 
 SECRET = b"a secret of the test"
 LOCAL = Local(Incarnation("reader"), (SECRET,), Options(stall_timeout_s=1.0, connect_timeout_s=5.0))
+needs_shm = pytest.mark.skipif(shm.fault_here() is not None, reason=str(shm.fault_here()))
 needs_cma = pytest.mark.skipif(cma.fault_here() is not None, reason=str(cma.fault_here()))
 
 
@@ -41,13 +43,15 @@ def ways(kind: str, backend: str) -> tuple[Transport, Callable[[], Source]]:
             return made
 
         return Loopback(owners), make
-    transport: Transport = TcpTransport(LOCAL) if kind == "tcp" else CmaTransport(LOCAL)
-    return transport, lambda: ServedSource(SECRET, backend)
+    transports: dict[str, Callable[[Local], Transport]] = {"tcp": TcpTransport, "cma": CmaTransport, "shm": ShmTransport}
+    return transports[kind](LOCAL), lambda: ServedSource(SECRET, backend, shares=kind == "shm")
 
 
 @pytest.mark.parametrize("check", CHECKS)
 @pytest.mark.parametrize("backend", ["asyncio", "trio"])
-@pytest.mark.parametrize("kind", ["tcp", pytest.param("cma", marks=needs_cma), "loopback"])
+@pytest.mark.parametrize(
+    "kind", ["tcp", pytest.param("cma", marks=needs_cma), pytest.param("shm", marks=needs_shm), "loopback"]
+)
 def test_a_transport_keeps_the_rule(kind: str, backend: str, check: str) -> None:
     transport, make = ways(kind, backend)
     CHECKS[check](transport, make)

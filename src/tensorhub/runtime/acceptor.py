@@ -238,6 +238,9 @@ def _find(read: FindMemory, lane: Lane, connection: BlockingConnection, owner: S
 def _share(read: FindSegments, connection: BlockingConnection, owner: SharedOwner) -> None:
     """Hand over the descriptors of the memory in which a registration is, if that can be shared."""
     found = owner.segments_of(RegistrationId(read.registration), read.generation) if connection.passes_descriptors else ()
+    if isinstance(found, Refusal):
+        connection.send(ReadRefused(read.request, found.reason))
+        return
     found = found if len(found) <= SEGMENTS_MAX else ()
     connection.send(SegmentsAre(read.request, tuple([(segment.address, segment.nbytes) for segment in found])))
     if found:

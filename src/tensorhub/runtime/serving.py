@@ -165,12 +165,14 @@ class SharedOwner:
                 raise InvariantBroken("there are no words here")
             return self._words.address(access.registration)
 
-    def segments_of(self, registration: RegistrationId, generation: int) -> tuple[Segment, ...]:
-        """The shared memory in which all of it and its word are; none if that is not so, or it is not open like this."""
+    def segments_of(self, registration: RegistrationId, generation: int) -> tuple[Segment, ...] | Refusal:
+        """The shared memory in which all of it and its word are; none if they are not in such memory."""
         with self._changed:
-            memory = self._memory.get(registration)
-            if self._words is None or memory is None or not generation or self._words.get(registration) != generation:
+            if self._words is None:
                 return ()
+            memory = self._memory.get(registration)
+            if memory is None or not generation or self._words.get(registration) != generation:
+                return Refusal("this memory is not open under that generation")
             word = (self._words.address(registration), WORD_BYTES)
         return segments_of([*memory.places, word]) or ()
 

@@ -23,7 +23,7 @@ from typing import Final, Protocol
 
 import xxhash
 
-from tensorhub.transport.base import Arrival, Channel, Cutter, Lacking, ReadFailure, ReadRight, Transport
+from tensorhub.transport.base import Arrival, Channel, Cutter, Lacking, ReadFailure, ReadRight, Transport, Unusable
 from tensorhub.types import ContentId, Endpoint, Incarnation, RegistrationId
 
 SIZES: Final = (1, 4096, 70_000, 3, 4096, 2**20, 5, 4096)  # bytes of each chunk of a source
@@ -254,7 +254,10 @@ def check_death(transport: Transport, make_source: MakeSource) -> None:
 
         failure = _failure(go_on)
         _demand(failure is not None and failure.reason in ("lost", "refused"), 4, f"its source has ended: {failure}")
-        failure = _failure(lambda: _read_one(transport, source, source.right))
+        try:
+            failure = _failure(lambda: _read_one(transport, source, source.right))
+        except Unusable:  # another transport may tell more
+            return
         _demand(failure is not None and failure.reason in ("unreachable", "refused"), 4, f"it connects to nobody: {failure}")
 
 

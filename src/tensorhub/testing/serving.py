@@ -13,9 +13,10 @@ from tensorhub.runtime.acceptor import ServeSettings, serve_readers
 from tensorhub.runtime.chunks import ChunkMemory
 from tensorhub.runtime.serving import SharedOwner
 from tensorhub.testing.conformance import SIZES
-from tensorhub.transport import tcp
+from tensorhub.transport import tcp, unix
 from tensorhub.transport.base import ReadRight
 from tensorhub.transport.cma import Words
+from tensorhub.transport.shm import Segment
 from tensorhub.types import ContentId, Endpoint, Incarnation, LeaseId, RegistrationId
 
 CHUNK_BYTES = max(SIZES)
@@ -23,19 +24,23 @@ REGISTRATION = RegistrationId("registration")
 CONTENT = ContentId("content")
 
 
-class ServedSource:
-    """See `conformance.Source`. `secret`: what its readers present; `backend`: of anyio, on which it serves."""
+def _shared(nbytes: int) -> memoryview:
+    return Segment(nbytes).bytes_at(0, nbytes)
 
-    def __init__(self, secret: bytes = b"", backend: str = "asyncio") -> None:
+
+class ServedSource:
+    """See `conformance.Source`. `secret`: what its readers present; `backend`: of anyio, on which it serves; `shares`: its
+    memory is shared, and it listens on a Unix socket.
+    """
+
+    def __init__(self, secret: bytes = b"", backend: str = "asyncio", *, shares: bool = False) -> None:
         tensors = [TensorDescription(f"t{n}", "uint8", (size,), (n + 1) << 40, size) for n, size in enumerate(SIZES)]
-        self._bytes = [bytearray(size) for size in SIZES]
-        self._memory = ChunkMemory(
-            build_manifest(tensors, CHUNK_BYTES, "xxh3-64"), [memoryview(each) for each in self._bytes]
-        )
-        self.owner = SharedOwner(fence_grace_s=0.1, words=Words())
+        self._bytes = [_shared(size) if shares and size else memoryview(bytearray(size)) for size in SIZES]
+        self._memory = ChunkMemory(build_manifest(tensors, CHUNK_BYTES, "xxh3-64"), self._bytes)
+        self.owner = SharedOwner(fence_grace_s=0.1, words=Words(_shared) if shares else Words())
         self.right = ReadRight(LeaseId("lease"), Incarnation(os.urandom(8).hex()), REGISTRATION, 1, CONTENT)
-        self._listener = tcp.listen("127.0.0.1")
-        self.endpoint = Endpoint("any", tcp.address_of(self._listener))
+        self._listener = unix.listen() if shares else tcp.listen("127.0.0.1")
+        self.endpoint = Endpoint("any", unix.address_of(self._listener) if shares else tcp.address_of(self._listener))
         self._settings = ServeSettings(self.right.incarnation, [secret])
         self._backend = backend
         self._end: anyio.Event | None = None
