@@ -25,7 +25,6 @@ from tensorhub.protocol.blocking import BlockingConnection
 from tensorhub.runtime.asking import Asking, Failures, connect
 from tensorhub.transport import cma
 from tensorhub.transport.base import Arrival, Channel, Cutter, Destination, Lacking, ReadFailure, ReadRight, Unusable
-from tensorhub.transport.memory import address_of
 from tensorhub.transport.registry import Local
 from tensorhub.types import Endpoint, Location
 
@@ -180,8 +179,9 @@ class CmaChannel:
 
     def _copy(self, group: list[_Located], views: list[memoryview], digests: _Digests | None) -> None:
         copied, pid = 0, self._header.pid
+        here = self._destination.address
         places = zip(group, views, strict=True)
-        pieces = [cma.Piece(address_of(view), located.address, view.nbytes) for located, view in places]
+        pieces = [cma.Piece(here(located.chunk), located.address, view.nbytes) for located, view in places]
         try:
             for call in cma.cut_up(pieces, cma.CALL_BYTES if digests is None else HOT_BYTES):
                 if self._cutter.is_cut:
