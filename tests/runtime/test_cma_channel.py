@@ -24,7 +24,7 @@ from tensorhub.transport import cma
 from tensorhub.transport.cma import Header, Words
 from tensorhub.types import LeaseId
 from tests.rig import cluster, connect, gated, holds, tensors, until, write
-from tests.runtime.data_rig import CONTENT, SECRET, SIZES, WAIT_S, Node, finish, manifest_of, next_event, serving
+from tests.runtime.data_rig import CONTENT, SECRET, SIZES, Node, finish, manifest_of, next_event, serving
 
 pytestmark = [
     pytest.mark.anyio,
@@ -100,8 +100,8 @@ async def test_a_source_with_several_threads_fails_once(helped: None) -> None:
 
 async def test_a_source_with_several_threads_can_be_dropped(helped: None) -> None:
     manifest = manifest_of(MANY)
-    a, b = Node("a", manifest, filled=True, patience_s=WAIT_S).open(complete=False), Node("b", manifest, filled=True)
-    c = Node("c", manifest, filled=False)
+    a, b, c = (Node(name, manifest, filled=name != "c") for name in "abc")
+    a.open(complete=False)
     a.make_available(*range(100))
     async with serving(a, b.open(complete=True), c.open(complete=False)), c.runner(transport="cma", lanes=4) as runner:
         runner.add_source(a.grant(complete=False))

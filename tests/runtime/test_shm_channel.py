@@ -180,6 +180,9 @@ class Destination:
     def buffer(self, chunk: int) -> memoryview:
         return memoryview(bytearray(8))
 
+    def address(self, chunk: int) -> int:
+        raise AssertionError("nothing is read")
+
 
 @pytest.fixture
 def listener() -> Iterator[socket.socket]:

@@ -31,6 +31,7 @@ def connect(local: Local, address: str, right: ReadRight, cutter: Cutter) -> tup
     options = local.options
     kind = unix if address.startswith(unix.PREFIX) else tcp
     sock = kind.connect(address, options.connect_timeout_s, cutter)
+    is_local = tcp.is_local(sock)
     connection = BlockingConnection(sock, stall_timeout_s=options.stall_timeout_s)
     try:
         cutter.attach(connection.shutdown)
@@ -43,7 +44,7 @@ def connect(local: Local, address: str, right: ReadRight, cutter: Cutter) -> tup
         if isinstance(error, TensorHubError | ConnectionLost):
             raise ReadFailure("unreachable", f"{address}: {error}") from error
         raise
-    return connection, tcp.is_local(sock)
+    return connection, is_local
 
 
 class Asking:

@@ -161,6 +161,7 @@ class PullRunner:
         self._tasks: TaskGroup
         self._wakeup: Wakeup
         self._limiter: anyio.CapacityLimiter
+        self._helpers: anyio.CapacityLimiter
 
     def __repr__(self) -> str:
         return f"<PullRunner of {self._registration}: {self._pull!r}>"
@@ -170,6 +171,7 @@ class PullRunner:
     async def __aenter__(self) -> Self:
         self._wakeup = Wakeup()
         self._limiter = anyio.CapacityLimiter(LANES_MAX)
+        self._helpers = anyio.CapacityLimiter(LANES_MAX)  # of their own: no source waits for those that help another one
         self._tasks = anyio.create_task_group()
         await self._tasks.__aenter__()
         return self
@@ -251,7 +253,7 @@ class PullRunner:
                 self._lane_ended(lane)  # for a thread that was never started
 
     async def _help_lane(self, lane: _Lane) -> None:
-        await anyio.to_thread.run_sync(self._helping_thread, lane, limiter=self._limiter)
+        await anyio.to_thread.run_sync(self._helping_thread, lane, limiter=self._helpers)
 
     # ---------------------------------------------------------------------------------------- a lane's threads
 

@@ -25,7 +25,6 @@ from tensorhub.protocol.blocking import BlockingConnection
 from tensorhub.runtime.asking import Asking, Failures
 from tensorhub.transport.base import Arrival, Cutter, Destination, Lacking, ReadFailure, ReadRight
 from tensorhub.transport.cma import CALL_BYTES, Piece, cut_up
-from tensorhub.transport.memory import address_of
 
 HOT_BYTES = 2**20  # copied by one call and then digested: they are still in the nearest cache
 SMALL_BYTES = 4 * 2**20  # whoever wants more at a time does not get along with many small calls
@@ -147,8 +146,9 @@ class OneSidedChannel:
 
     def _copy(self, group: list[_Located], views: list[memoryview], digests: _Digests | None) -> None:
         copied = 0
+        here = self._destination.address
         places = zip(group, views, strict=True)
-        pieces = [Piece(address_of(view), located.address, view.nbytes) for located, view in places]
+        pieces = [Piece(here(located.chunk), located.address, view.nbytes) for located, view in places]
         try:
             for call in cut_up(pieces, CALL_BYTES if digests is None else HOT_BYTES):
                 if self._cutter.is_cut:

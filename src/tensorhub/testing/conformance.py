@@ -24,6 +24,7 @@ from typing import Final, Protocol
 import xxhash
 
 from tensorhub.transport.base import Arrival, Channel, Cutter, Lacking, ReadFailure, ReadRight, Transport, Unusable
+from tensorhub.transport.memory import address_of
 from tensorhub.types import ContentId, Endpoint, Incarnation, RegistrationId
 
 SIZES: Final = (1, 4096, 70_000, 3, 4096, 2**20, 5, 4096)  # bytes of each chunk of a source
@@ -73,6 +74,9 @@ class Target:
 
     def buffer(self, chunk: int) -> memoryview:
         return memoryview(self._buffers[chunk])[1:-1]
+
+    def address(self, chunk: int) -> int:
+        return address_of(self.buffer(chunk))
 
     def holds(self, chunk: int) -> bytes:
         return bytes(self.buffer(chunk))

@@ -86,6 +86,9 @@ class Destination(Protocol):
     def buffer(self, chunk: int) -> memoryview:
         """The writable bytes of one chunk, exactly its size."""
 
+    def address(self, chunk: int) -> int:
+        """Where they are in this process."""
+
 
 class Arrival(NamedTuple):
     """Chunks whose bytes are in the destination, each with the digest its source gave (None: the source has

@@ -59,8 +59,8 @@ class Registry:
         wanted: Sequence[str] | None = None,
         missing: Callable[[str, str], object] = lambda name, reason: None,
     ) -> tuple[Transport, ...]:
-        """The `wanted` transports in that order, or (None) all built-in ones that work here, best first; `missing` is told
-        of the others, with the reason.
+        """The `wanted` transports in that order, or (None) all built-in ones that work here, best first; `missing` hears of
+        the others, with the reason.
 
         Raises TransportUnavailable if a wanted one is unknown or does not work here, or if none does.
         """
