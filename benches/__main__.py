@@ -2,9 +2,9 @@
 
 import sys
 
-from benches import calls, files, one_to_n
+from benches import calls, files, one_to_n, tiny
 
-SUBJECTS = {"calls": calls.main, "files": files.main, "one_to_n": one_to_n.main}
+SUBJECTS = {"calls": calls.main, "files": files.main, "one_to_n": one_to_n.main, "tiny": tiny.main}
 
 
 def main(arguments: list[str]) -> int:

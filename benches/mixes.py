@@ -12,11 +12,14 @@ TINY_BYTES_MAX = 8192
 
 @dataclass(frozen=True, slots=True)
 class Mix:
-    """About `nbytes` of tensors. `model`: of the catalogue, as one of `ranks` ranks has it; None: 300, half of them tiny."""
+    """About `nbytes` of tensors. `model`: of the catalogue, as one of `ranks` ranks has it; None: 300, half of them tiny, or
+    as many as there are of `each` bytes.
+    """
 
     nbytes: int
     model: str | None = None
     ranks: int = 1
+    each: int | None = None
 
     @staticmethod
     def add_options(parser: ArgumentParser) -> None:
@@ -30,11 +33,15 @@ class Mix:
         return Mix(options.mib * 2**20, options.model, options.ranks)
 
     def __str__(self) -> str:
+        if self.each is not None:
+            return f"{self.nbytes // self.each} tensors of {self.each} bytes"
         part = f" of one of {self.ranks} ranks" if self.ranks > 1 else ""
         return f"{self.model}{part}" if self.model else "half of the tensors tiny"
 
     def sizes(self) -> list[int]:
         """Bytes of each tensor, multiples of 4."""
+        if self.each is not None:
+            return [self.each] * (self.nbytes // self.each)
         if self.model is None:
             return _half_tiny(self.nbytes)
         found = catalogue.scaled(self.model, self.nbytes, ranks=self.ranks)

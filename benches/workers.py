@@ -7,7 +7,7 @@ import ctypes
 import hashlib
 import resource
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import AsyncExitStack
 from functools import partial
 from multiprocessing.connection import Connection
@@ -21,6 +21,11 @@ from benches import bare
 from benches.mixes import Mix
 from benches.remotes import Command, Commands, obey
 
+Models = Mapping[str, tensorhub.Options]
+"""All of them are of the same tensors, each published by a hub with its options."""
+
+MODELS: Models = {"digested": tensorhub.Options(), "plain": tensorhub.Options(integrity=False)}
+
 # ----------------------------------------------------------------------------------------------- inside the processes
 
 
@@ -28,12 +33,12 @@ def coordinator_main(pipe: Connection) -> None:
     anyio.run(_coordinator, pipe)
 
 
-def publisher_main(pipe: Connection, address: str, mix: Mix) -> None:
-    anyio.run(_worker, pipe, address, mix, "publisher")
+def publisher_main(pipe: Connection, address: str, mix: Mix, models: Models = MODELS) -> None:
+    anyio.run(_worker, pipe, address, mix, "publisher", models)
 
 
-def receiver_main(pipe: Connection, address: str, mix: Mix, name: str) -> None:
-    anyio.run(_worker, pipe, address, mix, name)
+def receiver_main(pipe: Connection, address: str, mix: Mix, name: str, models: Models = MODELS) -> None:
+    anyio.run(_worker, pipe, address, mix, name, models)
 
 
 def rank_main(pipe: Connection, address: str, rank: int, world_size: int) -> None:
@@ -46,13 +51,12 @@ async def _coordinator(pipe: Connection) -> None:
         await obey(pipe, {"cpu": _cpu})
 
 
-async def _worker(pipe: Connection, address: str, mix: Mix, name: str) -> None:
+async def _worker(pipe: Connection, address: str, mix: Mix, name: str, models: Models) -> None:
     torch.set_num_threads(1)
     memory = Memory(mix, random=name == "publisher")
     async with AsyncExitStack() as stack:
         handles: dict[str, tensorhub.Weights] = {}
-        for model, integrity in (("digested", True), ("plain", False)):
-            options = tensorhub.Options(integrity=integrity)
+        for model, options in models.items():
             connecting = tensorhub.connect(address, name=f"{name}-{model}", transports=("tcp",), options=options)
             hub = await stack.enter_async_context(connecting)
             handles[model] = await hub.register(model, memory.tensors)
@@ -90,8 +94,10 @@ async def _cpu() -> float:
 
 
 def _commands(memory: "Memory", handles: dict[str, tensorhub.Weights]) -> Commands:
-    async def publish(model: str, version: int) -> None:
+    async def publish(model: str, version: int) -> float:
+        start = time.monotonic()
         await handles[model].publish(version)
+        return time.monotonic() - start
 
     async def fetch(model: str, version: int) -> tuple[float, float]:
         start = time.monotonic()

@@ -19,6 +19,7 @@ import anyio
 import anyio.abc
 import anyio.to_thread
 
+from tensorhub.compaction.layout import pack_tiny
 from tensorhub.errors import (
     CoordinatorUnavailable,
     RegistrationError,
@@ -365,6 +366,7 @@ class Worker:
         layout_id = f"world/{world_size}"
         digest: Digest = "xxh3-64" if self.options.integrity else "none"
         manifest = build_manifest(memory.descriptions, self.options.chunk_bytes, digest, layout_id, metadata=memory.metadata)
+        manifest = pack_tiny(manifest, 0 if memory.digests_first else self.options.pack_bytes)  # files are read in place
         shard = Shard(
             registration=secrets.token_hex(12),
             model=model,
