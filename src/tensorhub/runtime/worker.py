@@ -378,8 +378,7 @@ class Worker:
             manifest=manifest,
             number=rank,
         )
-        place = (model, shard.group, rank)
-        if place in self._by_rank:
+        if (model, shard.group, rank) in self._by_rank:
             raise RegistrationError(
                 f"rank {rank} of group {shard.group!r} of {model!r} is registered by this worker already: "
                 "close it first, or take another group name (two sets of one model in one process need two groups)"
