@@ -1,8 +1,8 @@
 """Packing and unpacking in host memory: one call for all tensors of a region.
 
-The copies are assignments of slices that were cut once: 0.2 to 0.5 microseconds for a tensor, beside its bytes. That is
-two to eight times as fast as `torch._foreach_copy_`, or `ctypes.memmove` in a loop (benches/README.md, `tiny`), and needs no
-torch. Another thread gets the GIL between any two tensors.
+The copies are assignments of slices that were cut once: 0.2 to 0.5 microseconds for a tensor of 4 KiB. That is faster than
+`torch._foreach_copy_`, and than `ctypes.memmove` in a loop (1.1 to 10 times, most for the smallest; see benches/README.md),
+and needs no torch. Another thread gets the GIL between any two tensors.
 
 Responsible for the bytes of one region. Not responsible for when they are copied, nor for who may read them meanwhile.
 """
