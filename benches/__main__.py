@@ -2,7 +2,7 @@
 
 import sys
 
-from benches import calls, capped, cma, files, one_to_n
+from benches import calls, capped, cma, files, one_to_n, tiny
 
 SUBJECTS = {
     "calls": calls.main,
@@ -10,6 +10,7 @@ SUBJECTS = {
     "cma": cma.main,
     "files": files.main,
     "one_to_n": one_to_n.main,
+    "tiny": tiny.main,
 }
 
 

@@ -17,6 +17,7 @@ from typing import Any
 
 from benches.bare import CONGESTION_CONTROL
 from benches.machine import facts
+from benches.mixes import Mix
 from benches.remotes import Remote
 from benches.workers import coordinator_main, publisher_main, receiver_main
 
@@ -56,13 +57,13 @@ class Figure:
 class Cluster:
     """The processes, and one copy at a time between them."""
 
-    def __init__(self, nbytes: int, receivers: int) -> None:
+    def __init__(self, mix: Mix, receivers: int) -> None:
         self._versions = count(1)
         self.coordinator = Remote("coordinator", coordinator_main)
         self._all = [self.coordinator]
         address = self.coordinator.hear()
-        self.publisher = Remote("publisher", publisher_main, address, nbytes)
-        self.receivers = [Remote(f"receiver-{n}", receiver_main, address, nbytes, f"receiver-{n}") for n in range(receivers)]
+        self.publisher = Remote("publisher", publisher_main, address, mix)
+        self.receivers = [Remote(f"receiver-{n}", receiver_main, address, mix, f"receiver-{n}") for n in range(receivers)]
         self._all += [self.publisher, *self.receivers]
         (self.tensors,) = {remote.hear() for remote in self._all[1:]}
 
@@ -113,8 +114,8 @@ def _ask_all(remotes: Sequence[Remote], command: str, *arguments: object) -> lis
 
 
 @contextmanager
-def cluster(nbytes: int, receivers: int) -> Iterator[Cluster]:
-    made = Cluster(nbytes, receivers)
+def cluster(mix: Mix, receivers: int) -> Iterator[Cluster]:
+    made = Cluster(mix, receivers)
     try:
         yield made
     finally:
@@ -185,21 +186,27 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m benches one_to_n", description=__doc__)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--mib", type=int, default=1024, help="bytes of the model, in MiB (every process holds them)")
+    Mix.add_options(parser)
     parser.add_argument("--receivers", type=int, nargs="+", default=[1, 4], help="the fan-outs")
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write facts, rows and every single figure")
     options = parser.parse_args(arguments)
     if min(options.rounds, options.mib - 1, *options.receivers) < 1:
         parser.error("give at least 1 round, 2 MiB and 1 receiver")
-    nbytes = options.mib * 2**20
+    mix = Mix.of(options)
+    nbytes = sum(mix.sizes())
     known = facts() | {"congestion control of bare sockets": CONGESTION_CONTROL.decode()}
     for name, value in known.items():
         print(f"{name}: {value}")
-    with cluster(nbytes, max(options.receivers)) as made:
-        print(f"{made.tensors} tensors, {options.mib} MiB, tcp on loopback; each way verified once by SHA-256")
+    with cluster(mix, max(options.receivers)) as made:
+        print(
+            f"{made.tensors} tensors ({mix}), {nbytes / 2**20:.0f} MiB, tcp on loopback; each way verified once by SHA-256"
+        )
         figures = measure(made, options.receivers, options.rounds)
     rows = table(figures, options.receivers, nbytes)
     show(rows)
     if options.json is not None:
         single = [{name: getattr(figure, name) for name in Figure.__slots__} for figure in figures]
-        options.json.write_text(json.dumps({"machine": known, "mib": options.mib, "rows": rows, "figures": single}))
+        options.json.write_text(
+            json.dumps({"machine": known, "mib": options.mib, "mix": str(mix), "rows": rows, "figures": single})
+        )
     return 0

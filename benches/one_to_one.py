@@ -4,7 +4,8 @@ Prints the time of a bare copy (recv_into and sendall of whole tensors, same con
 and of the lanes, interleaved in one run, and their ratio (1 = as fast as the bare socket). Memory is touched
 on both sides.
 
-    python benches/one_to_one.py --mib 1024 --tensors 300 --tiny 150 --rounds 7
+    python -m benches.one_to_one --mib 1024 --tensors 300 --tiny 150 --rounds 7
+    python -m benches.one_to_one --mib 256 --model Qwen2.5-7B
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from multiprocessing.connection import Connection
 
 import anyio
 
+from benches.mixes import Mix
 from tensorhub.manifest import Manifest, TensorDescription, build_manifest
 from tensorhub.messages import Grant
 from tensorhub.runtime.acceptor import ServeSettings, serve_readers
@@ -54,6 +56,8 @@ def content_of(generation: int) -> ContentId:
 
 
 def sizes_of(args: argparse.Namespace) -> list[int]:
+    if args.model:
+        return Mix.of(args).sizes()
     large = args.tensors - args.tiny
     each = (args.mib * 2**20 - args.tiny * TINY_BYTES) // large // 4096 * 4096
     return [TINY_BYTES] * args.tiny + [each] * large
@@ -194,6 +198,7 @@ def main() -> None:
     parser.add_argument("--mib", type=int, default=1024)
     parser.add_argument("--tensors", type=int, default=300)
     parser.add_argument("--tiny", type=int, default=150)
+    Mix.add_options(parser)
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--chunk", type=int, default=Options().chunk_bytes)
     parser.add_argument("--batch", type=int, default=64 * 2**20)
@@ -207,7 +212,8 @@ def main() -> None:
         results[mode].append(tuple(result))  # type: ignore[arg-type]
     process.join()
     bare = statistics.median(result[0] for result in results["bare"])
-    print(f"{args.mib} MiB, {args.tensors} tensors, chunks of {args.chunk}, {os.cpu_count()} cores")
+    tensors = f"{len(sizes_of(args))} tensors" + (f" ({Mix.of(args)})" if args.model else "")
+    print(f"{args.mib} MiB, {tensors}, chunks of {args.chunk}, {os.cpu_count()} cores")
     for mode, found in results.items():
         seconds, reads, serves, phases = sorted(found)[len(found) // 2]
         print(

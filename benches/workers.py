@@ -7,7 +7,7 @@ import ctypes
 import hashlib
 import resource
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import AsyncExitStack
 from functools import partial
 from multiprocessing.connection import Connection
@@ -18,10 +18,13 @@ import torch
 
 import tensorhub
 from benches import bare
+from benches.mixes import Mix
 from benches.remotes import Command, Commands, obey
 
-TINY_BYTES_MAX = 8192
+Models = Mapping[str, tensorhub.Options]
+"""All of them are of the same tensors, each published by a hub with its options."""
 
+MODELS: Models = {"digested": tensorhub.Options(), "plain": tensorhub.Options(integrity=False)}
 
 # ----------------------------------------------------------------------------------------------- inside the processes
 
@@ -30,12 +33,12 @@ def coordinator_main(pipe: Connection) -> None:
     anyio.run(_coordinator, pipe)
 
 
-def publisher_main(pipe: Connection, address: str, nbytes: int) -> None:
-    anyio.run(_worker, pipe, address, nbytes, "publisher")
+def publisher_main(pipe: Connection, address: str, mix: Mix, models: Models = MODELS) -> None:
+    anyio.run(_worker, pipe, address, mix, "publisher", models)
 
 
-def receiver_main(pipe: Connection, address: str, nbytes: int, name: str) -> None:
-    anyio.run(_worker, pipe, address, nbytes, name)
+def receiver_main(pipe: Connection, address: str, mix: Mix, name: str, models: Models = MODELS) -> None:
+    anyio.run(_worker, pipe, address, mix, name, models)
 
 
 def rank_main(pipe: Connection, address: str, rank: int, world_size: int) -> None:
@@ -48,13 +51,12 @@ async def _coordinator(pipe: Connection) -> None:
         await obey(pipe, {"cpu": _cpu})
 
 
-async def _worker(pipe: Connection, address: str, nbytes: int, name: str) -> None:
+async def _worker(pipe: Connection, address: str, mix: Mix, name: str, models: Models) -> None:
     torch.set_num_threads(1)
-    memory = Memory(nbytes, random=name == "publisher")
+    memory = Memory(mix, random=name == "publisher")
     async with AsyncExitStack() as stack:
         handles: dict[str, tensorhub.Weights] = {}
-        for model, integrity in (("digested", True), ("plain", False)):
-            options = tensorhub.Options(integrity=integrity)
+        for model, options in models.items():
             connecting = tensorhub.connect(address, name=f"{name}-{model}", transports=("tcp",), options=options)
             hub = await stack.enter_async_context(connecting)
             handles[model] = await hub.register(model, memory.tensors)
@@ -92,8 +94,10 @@ async def _cpu() -> float:
 
 
 def _commands(memory: "Memory", handles: dict[str, tensorhub.Weights]) -> Commands:
-    async def publish(model: str, version: int) -> None:
+    async def publish(model: str, version: int) -> float:
+        start = time.monotonic()
         await handles[model].publish(version)
+        return time.monotonic() - start
 
     async def fetch(model: str, version: int) -> tuple[float, float]:
         start = time.monotonic()
@@ -125,24 +129,12 @@ def _call(function: Callable[..., object]) -> Command:
     return called
 
 
-def sizes(nbytes: int) -> list[int]:
-    """About 300 tensors, half of them tiny (1 to 8 KiB), the others of two sizes: bytes of each, in all `nbytes`."""
-    tiny = [1024 * (1 + number % 8) for number in range(150)]
-    assert max(tiny) <= TINY_BYTES_MAX
-    share = (nbytes - sum(tiny)) // 300 // 4096 * 4096
-    if share <= 0:
-        raise ValueError("too few bytes for 300 tensors: give at least 2 MiB")
-    big = [share if number % 2 else 3 * share for number in range(150)]
-    big[-1] += nbytes - sum(tiny) - sum(big)
-    return [size for pair in zip(big, tiny, strict=True) for size in pair]
-
-
 class Memory:
     """The tensors of one process, in pages that have been touched."""
 
-    def __init__(self, nbytes: int, *, random: bool) -> None:
+    def __init__(self, mix: Mix, *, random: bool) -> None:
         self.tensors: dict[str, torch.Tensor] = {}
-        for number, size in enumerate(sizes(nbytes)):
+        for number, size in enumerate(mix.sizes()):
             tensor = torch.empty(size // 4, dtype=torch.float32)
             words = tensor.view(torch.int32)
             words.random_() if random else words.fill_(1)

@@ -194,6 +194,7 @@ class Options:
     lease_s: float = 10.0  # coordinator's: a worker unheard of for this long is lost
     drain_grace_s: float = 5.0  # coordinator's: how long a leaving source waits for its running readers
     chunk_bytes: int = 8 * 2**20  # publisher's: the most bytes in one chunk
+    pack_bytes: int = 0  # publisher's: tensors of so many bytes at most travel packed together, as a copy; 0: none
     integrity: bool = True  # publisher's: False writes digest "none" into the manifest
     host_memory_bytes: int = 0  # worker's: budget for host copies (prefetch, staged updates, retention)
     listen_host: str | None = None  # worker's: data listeners' address; None: that of the coordinator connection
@@ -212,13 +213,22 @@ class Options:
                 least = "0 or more" if may_be_0 else "more than 0"
                 raise StateError(f"Options.{name} = {getattr(self, name)!r}: give a number of seconds, {least}")
             object.__setattr__(self, name, seconds)
-        for name in ("chunk_bytes", "host_memory_bytes", "listen_port", "readers_max", "sessions_max", "frame_bytes_max"):
+        for name in (
+            "chunk_bytes",
+            "pack_bytes",
+            "host_memory_bytes",
+            "listen_port",
+            "readers_max",
+            "sessions_max",
+            "frame_bytes_max",
+        ):
             if type(getattr(self, name)) is not int:
                 raise StateError(f"Options.{name} = {getattr(self, name)!r}: give an integer")
         if not 4096 <= self.chunk_bytes <= 2**30:
             raise StateError(f"Options.chunk_bytes = {self.chunk_bytes!r}: give 4096 to 2**30 bytes")
-        if self.host_memory_bytes < 0:
-            raise StateError(f"Options.host_memory_bytes = {self.host_memory_bytes!r}: give bytes, 0 or more")
+        for name in ("host_memory_bytes", "pack_bytes"):
+            if getattr(self, name) < 0:
+                raise StateError(f"Options.{name} = {getattr(self, name)!r}: give bytes, 0 or more")
         if not 0 <= self.listen_port <= 65_535:
             raise StateError(f"Options.listen_port = {self.listen_port!r}: give a port, 0 (any free one) to 65535")
         if self.advertise is not None and not _can_be_reached(self.advertise):

@@ -6,16 +6,24 @@ from pathlib import Path
 import pytest
 
 from benches import one_to_n
+from benches.mixes import Mix
 from benches.one_to_n import BARE, WAYS, Figure, ratios, table
-from benches.workers import sizes
 
 
 def test_half_of_the_tensors_are_tiny_and_all_bytes_are_there() -> None:
     for nbytes in (2**24, 2**30):
-        each = sizes(nbytes)
+        each = Mix(nbytes).sizes()
         assert (len(each), sum(each)) == (300, nbytes)
         assert sum(size <= 8192 for size in each) == 150
         assert all(size % 4 == 0 for size in each)
+
+
+def test_the_tensors_are_those_of_a_model() -> None:
+    mix = Mix(2**26, "Kimi-K2", 64)
+    each = mix.sizes()
+    assert str(mix) == "Kimi-K2 of one of 64 ranks"
+    assert (len(each), 0.99 * 2**26 < sum(each) <= 2**26) == (3503, True)
+    assert all(size % 4 == 0 for size in each)
 
 
 def test_a_ratio_compares_neighbours() -> None:
@@ -30,7 +38,7 @@ def test_a_ratio_compares_neighbours() -> None:
 def test_a_small_run(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("tensorhub.hub", exc_type=ImportError)
     file = tmp_path / "figures.json"
-    arguments = ["--rounds", "1", "--mib", "4", "--receivers", "1", "2", "--json", str(file)]
+    arguments = ["--rounds", "1", "--mib", "4", "--model", "Qwen2.5-0.5B", "--receivers", "1", "2", "--json", str(file)]
     assert one_to_n.main(arguments) == 0
     assert "1 -> 2  TensorHub, integrity=False" in capfd.readouterr().out
     written = json.loads(file.read_text())

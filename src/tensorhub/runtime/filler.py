@@ -214,7 +214,7 @@ class Filler:
             self.times.pull, self.times.pulled = runner.report(), clock.now()
 
     async def _unpack(self, mapped: MappedRegions) -> None:
-        if mapped.copies or mapped.then is not None:
+        if not mapped.is_in_place:
             await anyio.to_thread.run_sync(mapped.unpack)
 
     async def _tell_progress(self, pull: _Pull) -> None:

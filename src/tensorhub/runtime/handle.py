@@ -356,6 +356,8 @@ class Handle:
             return
         content_id, digests = ContentId(action.content_id), self._digests if action.complete else None
         self._promise.made()
+        if action.complete:  # behind `made`: what is written while it is packed breaks the promise, too
+            await self._places.pack(action.manifest)
         self._owner.open(
             self._registration, action.generation, content_id, chunks, complete=action.complete, digests=digests
         )

@@ -6,12 +6,13 @@ the budget. Not responsible for who may read or write them, nor when.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import anyio
 import anyio.to_thread
 
+from tensorhub.compaction.cpu import Packed
 from tensorhub.errors import StateError, TensorHubError, text_of
 from tensorhub.manifest import Manifest
 from tensorhub.runtime.chunks import ChunkMemory
@@ -51,6 +52,15 @@ class _Staging:
     chunks: ChunkMemory
 
 
+def with_packs(mapped: MappedRegions, manifest: Manifest) -> MappedRegions:
+    """The same, where each packed region has bytes of its own beside those of its tensors."""
+    packs = {index: Packed(manifest.regions[index].nbytes, pieces) for index, pieces in mapped.scattered.items()}
+    if not packs:
+        return mapped
+    regions = [packs[index].buffer if index in packs else region for index, region in enumerate(mapped.regions)]
+    return replace(mapped, regions=tuple(regions), scattered={}, packs=tuple(packs.values()))
+
+
 class Places:
     """Of one handle."""
 
@@ -83,9 +93,15 @@ class Places:
     def _map(self, manifest: Manifest) -> tuple[MappedRegions, ChunkMemory]:
         """Where the manifest's regions and chunks are; kept, because the next version most likely has the same manifest."""
         if self._mapped is None or not self._is_mapped(manifest):
-            mapped = self._memory.map(manifest)
+            mapped = with_packs(self._memory.map(manifest), manifest)
             self._mapped = manifest.manifest_id, mapped, ChunkMemory(manifest, mapped.regions, mapped.unwanted)
         return self._mapped[1:]
+
+    async def pack(self, manifest: Manifest) -> None:
+        """Copy the tiny tensors' bytes to where readers find them; the memory is fenced, and is about to be published."""
+        mapped = self._map(manifest)[0]
+        if mapped.packs:
+            await anyio.to_thread.run_sync(mapped.pack)
 
     def _is_mapped(self, manifest: Manifest) -> bool:
         return self._mapped is not None and self._mapped[0] == manifest.manifest_id

@@ -19,6 +19,7 @@ import anyio
 import anyio.abc
 import anyio.to_thread
 
+from tensorhub.compaction.layout import pack_tiny
 from tensorhub.errors import (
     CoordinatorUnavailable,
     RegistrationError,
@@ -379,6 +380,7 @@ class Worker:
         layout_id = f"world/{world_size}"
         digest: Digest = "xxh3-64" if self.options.integrity else "none"
         manifest = build_manifest(memory.descriptions, self.options.chunk_bytes, digest, layout_id, metadata=memory.metadata)
+        manifest = pack_tiny(manifest, 0 if memory.digests_first else self.options.pack_bytes)  # files are read in place
         shard = Shard(
             registration=secrets.token_hex(12),
             model=model,
@@ -390,8 +392,7 @@ class Worker:
             manifest=manifest,
             number=rank,
         )
-        place = (model, shard.group, rank)
-        if place in self._by_rank:
+        if (model, shard.group, rank) in self._by_rank:
             raise RegistrationError(
                 f"rank {rank} of group {shard.group!r} of {model!r} is registered by this worker already: "
                 "close it first, or take another group name (two sets of one model in one process need two groups)"

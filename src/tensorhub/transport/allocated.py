@@ -11,16 +11,28 @@ import warnings
 from collections.abc import Callable, Iterable, Sequence
 from fnmatch import fnmatchcase
 from itertools import islice
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from tensorhub.errors import ManifestMismatch, StateError
 from tensorhub.manifest import Manifest, TensorDescription, TensorSpec
-from tensorhub.transport.memory import MappedRegions, view
+from tensorhub.transport.memory import MappedRegions, check_padding, is_packed, view
 
 if TYPE_CHECKING:
     import torch
 
 NAMES_SHOWN_MAX = 5
+
+
+class _Place(NamedTuple):
+    """The bytes of one alias class, in a manifest."""
+
+    region: int
+    offset: int
+    nbytes: int
+
+
+def _place(tensor: TensorSpec) -> _Place:
+    return _Place(tensor.region, tensor.offset, tensor.nbytes)
 
 
 class AllocatedMemory:
@@ -41,7 +53,7 @@ class AllocatedMemory:
         self._torch = _import_torch()
         self._device = self._usable(device)
         self._chosen: tuple[TensorSpec, ...] = ()
-        self._bytes: dict[int, torch.Tensor] = {}  # by region
+        self._bytes: dict[_Place, torch.Tensor] = {}
 
     def __repr__(self) -> str:
         return f"<AllocatedMemory of {len(self._chosen)} tensors on {self._device}>"
@@ -71,41 +83,43 @@ class AllocatedMemory:
         """
         self._chosen = tuple(choose(self._patterns, manifest))
         for tensor in self._chosen:
-            self._check_supported(tensor, manifest)
-        wanted = sorted({tensor.region for tensor in self._chosen})
-        nbytes = sum(manifest.regions[region].nbytes for region in wanted)
+            self._check_supported(tensor)
+        wanted = {tensor.region for tensor in self._chosen}
+        for region in wanted:
+            check_padding(manifest, region)
+        places = {_place(tensor) for tensor in self._chosen}
+        nbytes = sum(place.nbytes for place in places)
         try:
-            self._bytes = {region: self._allocate(manifest.regions[region].nbytes) for region in wanted}
+            self._bytes = {place: self._allocate(place.nbytes) for place in places}
         except (RuntimeError, MemoryError) as error:
             text = (
                 f"{nbytes} bytes of host memory cannot be allocated ({_first_line(error)}): free some, or fetch fewer names"
             )
             raise StateError(text) from error
-        nothing = memoryview(b"")
-        regions = [
-            view(self._bytes[region]) if region in self._bytes else nothing for region in range(len(manifest.regions))
-        ]
-        unwanted = frozenset(range(len(manifest.regions))) - self._bytes.keys()
-        is_elsewhere = self._device.type != "cpu"
-        return MappedRegions(tuple(regions), (), unwanted, self._move if is_elsewhere else None)
+        regions, pieces = [memoryview(b"")] * len(manifest.regions), dict[int, list[tuple[int, memoryview]]]()
+        for place, its in self._bytes.items():
+            pieces.setdefault(place.region, []).append((place.offset, view(its)))
+        scattered = {region: tuple(found) for region, found in pieces.items() if is_packed(manifest, region)}
+        for region in pieces.keys() - scattered.keys():
+            ((_, regions[region]),) = pieces[region]
+        unwanted = frozenset(range(len(manifest.regions))) - wanted
+        then = None if self._device.type == "cpu" else self._move
+        return MappedRegions(tuple(regions), (), unwanted, then, scattered)
 
     def _allocate(self, nbytes: int) -> torch.Tensor:
         made: torch.Tensor = self._torch.empty(nbytes, dtype=self._torch.uint8)
         return made
 
-    def _check_supported(self, tensor: TensorSpec, manifest: Manifest) -> None:
+    def _check_supported(self, tensor: TensorSpec) -> None:
         if not isinstance(getattr(self._torch, tensor.dtype, None), self._torch.dtype):
             text = f"tensor {tensor.name!r} is {tensor.dtype}, which torch {self._torch.__version__} lacks"
-            raise ManifestMismatch(text, differences=(text,))
-        if tensor.offset or tensor.nbytes != manifest.regions[tensor.region].nbytes:
-            text = f"tensor {tensor.name!r} is not a whole region: packed layouts are not built yet"
             raise ManifestMismatch(text, differences=(text,))
 
     def _move(self) -> None:
         """Bring what has arrived to the device."""
         try:
-            for region, data in self._bytes.items():
-                self._bytes[region] = data.to(self._device)
+            for place, data in self._bytes.items():
+                self._bytes[place] = data.to(self._device)
             if self._device.type == "cuda":
                 self._torch.cuda.synchronize(self._device)
         except (RuntimeError, MemoryError) as error:
@@ -119,7 +133,7 @@ class AllocatedMemory:
             return {tensor.name: self._tensor(tensor) for tensor in self._chosen}
 
     def _tensor(self, tensor: TensorSpec) -> torch.Tensor:
-        storage = self._bytes[tensor.region].untyped_storage()
+        storage = self._bytes[_place(tensor)].untyped_storage()
         strides = self._torch.empty(tensor.shape, device="meta").stride()
         made: torch.Tensor = self._empty(tensor).set_(storage, 0, tensor.shape, strides)
         return made

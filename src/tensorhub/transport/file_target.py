@@ -22,7 +22,7 @@ from tensorhub.errors import ManifestMismatch, StateError
 from tensorhub.manifest import Manifest, TensorDescription, TensorSpec
 from tensorhub.transport.allocated import choose, patterns
 from tensorhub.transport.checkpoint import SUFFIX, Checkpoint, agreed, rewritten, sync_directory
-from tensorhub.transport.memory import MappedRegions
+from tensorhub.transport.memory import MappedRegions, Pieces, alias_classes, check_padding, is_packed
 from tensorhub.transport.safetensors import Entry, Header, make_header
 
 ONE_FILE = "model" + SUFFIX  # of a directory, where the publisher had no file names
@@ -256,21 +256,24 @@ def _view(mapping: mmap.mmap, header: Header, entry: Entry) -> memoryview:
 
 
 def _mapped(manifest: Manifest, views: Mapping[str, memoryview]) -> MappedRegions:
-    """The manifest's regions where the `views` are. A region's other tensors are copied from the first."""
+    """The manifest's regions where the `views` are. Tensors that share bytes are copied from the first."""
     regions: list[memoryview] = []
     copies: list[tuple[memoryview, memoryview]] = []
+    scattered: dict[int, Pieces] = {}
     unwanted: set[int] = set()
-    for index, (region, tensors) in enumerate(zip(manifest.regions, manifest.by_region, strict=True)):
-        for tensor in tensors:
-            if tensor.offset or tensor.nbytes != region.nbytes:
-                raise _mismatch(f"tensor {tensor.name!r} is not a whole region: packed layouts are not built yet")
-        found = [views[tensor.name] for tensor in tensors if tensor.name in views]
-        regions.append(found[0] if found else memoryview(b""))
-        if not found:
+    for index in range(len(manifest.regions)):
+        check_padding(manifest, index)
+        pieces = []
+        for tensors in alias_classes(manifest, index):
+            found = [views[tensor.name] for tensor in tensors if tensor.name in views]
+            pieces += [(tensors[0].offset, first) for first in found[:1]]
+            copies += [(found[0], other) for other in found[1:] if other.nbytes]
+        if not pieces:
             unwanted.add(index)
-        elif region.nbytes:
-            copies += [(found[0], other) for other in found[1:]]
-    return MappedRegions(tuple(regions), tuple(copies), frozenset(unwanted))
+        elif is_packed(manifest, index):
+            scattered[index] = tuple(pieces)
+        regions.append(pieces[0][1] if pieces and index not in scattered else memoryview(b""))
+    return MappedRegions(tuple(regions), tuple(copies), frozenset(unwanted), scattered=scattered)
 
 
 def _sync(path: Path) -> None:

@@ -11,8 +11,8 @@ from __future__ import annotations
 
 import ctypes
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from itertools import starmap
 from math import prod
 from operator import eq, is_
@@ -29,6 +29,8 @@ from tensorhub.manifest import (
     name_fault,
     quantization_fault,
 )
+
+PADDING_MAX = 256  # bytes beside each tensor of a packed region; publishers take less
 
 # Address, shape, strides, dtype, quantization.
 Fingerprint = tuple[int, tuple[int, ...], tuple[int, ...], object, Quantization | None]
@@ -182,22 +184,51 @@ def bytes_at(address: int, nbytes: int, storage: object) -> memoryview:
     return memoryview(buffer).cast("B")
 
 
+class Pack(Protocol):
+    """A packed region's bytes, beside the tensors that they belong to."""
+
+    def pack(self) -> None:
+        """Copy the tensors' bytes into the region."""
+
+    def unpack(self) -> None:
+        """Copy the region's bytes into the tensors."""
+
+
+Pieces = tuple[tuple[int, memoryview], ...]
+"""What is where in a region: (offset, a tensor's bytes)."""
+
+
 @dataclass(frozen=True, slots=True)
 class MappedRegions:
     """Where a manifest's regions are in this process.
 
-    `regions`: one view per region, writable if they are to be filled. `copies`: (from, to) for tensors that share a
-    region at the source and are apart here. `unwanted`: regions that are not read here; their views are empty. `then`:
+    `regions`: one view per region, writable if they are to be filled. `copies`: (from, to) for tensors that share
+    bytes at the source and are apart here. `unwanted`: regions that are not read here; their views are empty. `then`:
     what else is to be done with the bytes when they are verified; it runs in a thread, and raises TensorHubErrors.
+    `scattered`: packed regions, whose tensors are apart here; their views are empty until somebody has made `packs` of them.
     """
 
     regions: tuple[memoryview, ...]
     copies: tuple[tuple[memoryview, memoryview], ...]
     unwanted: frozenset[int] = frozenset()
     then: Callable[[], None] | None = None
+    scattered: Mapping[int, Pieces] = field(default_factory=dict)
+    packs: tuple[Pack, ...] = ()
+
+    def pack(self) -> None:
+        """Bring the tensors' bytes to the packed regions: before a version of them is promised."""
+        for pack in self.packs:
+            pack.pack()
+
+    @property
+    def is_in_place(self) -> bool:
+        """Whether `unpack` has nothing to do."""
+        return not self.packs and not self.copies and self.then is None
 
     def unpack(self) -> None:
         """Bring the regions' bytes to the other tensors that hold them too: when verified, before READY."""
+        for pack in self.packs:
+            pack.unpack()
         for source, target in self.copies:
             copy_bytes(source, target)
         if self.then is not None:
@@ -342,27 +373,35 @@ class RegisteredMemory:
 
     def map(self, manifest: Manifest) -> MappedRegions:
         """See `Memory.map`."""
-        regions, copies = [], []
+        regions, copies, scattered = [], [], dict[int, Pieces]()
         # By address: a tied reader of an untied source would overwrite itself (R13).
         taken: dict[int, str] = {}
-        for region, tensors in zip(manifest.regions, manifest.by_region, strict=True):
-            names: dict[int, str] = {}  # by address, the first tensor's there
-            for tensor in tensors:
-                address = self._find(tensor, region.nbytes).address
-                names.setdefault(address, tensor.name)
-                if region.nbytes and address in taken:
-                    raise _mismatch(f"tensors {taken[address]!r} and {tensor.name!r} share memory here only")
-            storages = self._storages
-            primary, *others = [bytes_at(at, region.nbytes, storages[name]) for at, name in names.items()]
-            regions.append(primary)
-            if region.nbytes:
-                taken.update(names)
-                copies += [(primary, other) for other in others]
-        return MappedRegions(tuple(regions), tuple(copies))
+        for index in range(len(manifest.regions)):
+            check_padding(manifest, index)
+            pieces = []
+            for tensors in alias_classes(manifest, index):
+                primary, *others = self._views(tensors, taken)
+                pieces.append((tensors[0].offset, primary))
+                copies += [(primary, other) for other in others if other.nbytes]
+            if is_packed(manifest, index):
+                scattered[index] = tuple(pieces)
+            regions.append(memoryview(b"") if index in scattered else pieces[0][1])
+        return MappedRegions(tuple(regions), tuple(copies), scattered=scattered)
 
-    def _find(self, tensor: TensorSpec, region_nbytes: int) -> TensorDescription:
-        if tensor.offset or tensor.nbytes != region_nbytes:
-            raise _mismatch(f"tensor {tensor.name!r} is not a whole region: packed layouts are not built yet")
+    def _views(self, tensors: Sequence[TensorSpec], taken: dict[int, str]) -> list[memoryview]:
+        """The bytes of one alias class, once for each place that they have here; enters these in `taken`."""
+        nbytes = tensors[0].nbytes
+        names: dict[int, str] = {}  # by address, the first tensor's there
+        for tensor in tensors:
+            address = self._find(tensor).address
+            names.setdefault(address, tensor.name)
+            if nbytes and address in taken:
+                raise _mismatch(f"tensors {taken[address]!r} and {tensor.name!r} share memory here only")
+        if nbytes:
+            taken.update(names)
+        return [bytes_at(address, nbytes, self._storages[name]) for address, name in names.items()]
+
+    def _find(self, tensor: TensorSpec) -> TensorDescription:
         mine = self._by_name.get(tensor.name)
         if mine is None:
             raise _mismatch(f"tensor {tensor.name!r} is missing here")
@@ -370,6 +409,29 @@ class RegisteredMemory:
             sizes = f"{tensor.nbytes} bytes at the source and {mine.nbytes} here"
             raise _mismatch(f"tensor {tensor.name!r} has {sizes}")
         return mine
+
+
+def is_packed(manifest: Manifest, region: int) -> bool:
+    """Whether this region holds more than the bytes of one tensor."""
+    nbytes = manifest.regions[region].nbytes
+    return any(tensor.offset or tensor.nbytes != nbytes for tensor in manifest.by_region[region])
+
+
+def alias_classes(manifest: Manifest, region: int) -> Iterable[Sequence[TensorSpec]]:
+    """A region's tensors by the bytes that they are: those that share them together."""
+    found: dict[tuple[int, int], list[TensorSpec]] = {}
+    for tensor in manifest.by_region[region]:
+        found.setdefault((tensor.offset, tensor.nbytes), []).append(tensor)
+    return found.values()
+
+
+def check_padding(manifest: Manifest, region: int) -> None:
+    """ManifestMismatch if there is more between a region's tensors than packing leaves: a holder makes room for it."""
+    nbytes = sum(tensors[0].nbytes for tensors in alias_classes(manifest, region))
+    if manifest.regions[region].nbytes - nbytes > PADDING_MAX * len(manifest.by_region[region]):
+        raise _mismatch(
+            f"region {region} has {manifest.regions[region].nbytes} bytes, of which only {nbytes} are of tensors"
+        )
 
 
 def _mismatch(difference: str) -> ManifestMismatch:

@@ -1,0 +1,63 @@
+"""Where tiny tensors are in a packed region: pure arithmetic over names and sizes, and the manifest that says so.
+
+A layout depends on the tensors' names and sizes and on nothing else: not on the order in which they were registered, nor
+on dtypes or devices. It is fixed by the publisher, in its manifest (R8). Each tensor begins at a multiple of `ALIGNMENT`, so
+that it can be viewed in place under any dtype, and copied by 16-byte loads on a GPU. What is between two tensors is zero, so
+that equal tensors make equal regions, and equal digests.
+
+Responsible for choosing and placing. Not responsible for bytes: see `cpu`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Final
+
+from tensorhub.manifest import Manifest, RegionSpec
+
+ALIGNMENT: Final = 16  # bytes of the largest element (complex128), and of a GPU's widest load
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """`offsets`: each tensor's first byte, by name, ascending; `nbytes`: of the region, padding included."""
+
+    offsets: Mapping[str, int]
+    nbytes: int
+
+
+def lay_out(sizes: Mapping[str, int]) -> Layout:
+    """Place tensors of these sizes (bytes by name) one behind the other, by name.
+
+    They take less than ALIGNMENT bytes each more than they have. Raises ValueError for a size below 0.
+    """
+    offsets, end = {}, 0
+    for name in sorted(sizes):
+        if sizes[name] < 0:
+            raise ValueError(f"tensor {name!r} has {sizes[name]} bytes")
+        offsets[name] = -(-end // ALIGNMENT) * ALIGNMENT
+        end = offsets[name] + sizes[name]
+    return Layout(offsets, end)
+
+
+def pack_tiny(manifest: Manifest, bytes_max: int) -> Manifest:
+    """The manifest of the same tensors, of which those of `bytes_max` at most share one region, the first.
+
+    `manifest`: with a region for each alias class, as it is built. Tied tensors stay tied. It is returned as it is if fewer
+    than two would be packed.
+    """
+    names = [min(tensor.name for tensor in tensors) for tensors in manifest.by_region]
+    sizes = {name: region.nbytes for name, region in zip(names, manifest.regions, strict=True)}
+    layout = lay_out({name: nbytes for name, nbytes in sizes.items() if 0 < nbytes <= bytes_max})
+    if len(layout.offsets) < 2:
+        return manifest
+    kept = [region for region, name in enumerate(names) if name not in layout.offsets]
+    moved = {region: (number, 0) for number, region in enumerate(kept, start=1)}
+    moved |= {region: (0, layout.offsets[name]) for region, name in enumerate(names) if name in layout.offsets}
+    tensors = []
+    for tensor in manifest.tensors:
+        region, offset = moved[tensor.region]
+        tensors.append(replace(tensor, region=region, offset=offset))
+    regions = (RegionSpec(layout.nbytes), *(manifest.regions[region] for region in kept))
+    return replace(manifest, tensors=tuple(tensors), regions=regions)
