@@ -297,7 +297,7 @@ def test_a_retry_that_comes_after_somebody_elses_rollback_is_none_either() -> No
         trainer.worker.connect()
         cluster.run()
     for number in range(500):
-        trainer.worker.rollback(1, ident=f"other{number}")
+        trainer.worker.rollback(1, ident=f"other {number:050}")
         cluster.run()
     assert len(model_of(cluster).rolled_back_by) == IDENTS_CHARS_MAX
 

@@ -59,7 +59,7 @@ class Rollback:
     ident: Id
 
 
-IDENTS_CHARS_MAX = 1024
+IDENTS_CHARS_MAX = 16_384  # some 650: each worker asks for one rollback at a time
 Idents = Annotated[str, Length(IDENTS_CHARS_MAX)]
 
 

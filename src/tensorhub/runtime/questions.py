@@ -49,6 +49,7 @@ class Questions:
         self._link = link
         self._numbers = numbers
         self._waiting: dict[int, tuple[anyio.Event, list[Answer]]] = {}
+        self._rolling_back = anyio.Lock()
 
     def __repr__(self) -> str:
         return f"<Questions: {len(self._waiting)} without an answer>"
@@ -106,8 +107,17 @@ class Questions:
 
     async def rollback(self, model: str, to: int, timeout_s: float) -> None:
         """Begin a new lineage after version `to`; durable on return."""
-        ident = self.new_id()  # the same on each retry: a second one would retire what was published since
-        await self.ask(lambda request: Rollback(request, ident, model, to), f"rollback of {model!r} to {to}", timeout_s)
+        what = f"rollback of {model!r} to {to}"
+        with anyio.move_on_after(timeout_s) as turn:  # one at a time: the coordinator cannot remember any number of them
+            await self._rolling_back.acquire()
+        if turn.cancelled_caught:
+            raise OperationTimeout(f"{what}: an earlier rollback of this worker was not over within {timeout_s:g} s")
+        try:
+            ident = self.new_id()  # the same on each retry: a second one would retire what was published since
+            left_s = max(0.0, turn.deadline - anyio.current_time())
+            await self.ask(lambda request: Rollback(request, ident, model, to), what, left_s)
+        finally:
+            self._rolling_back.release()
 
     async def retain(self, model: str, latest: int, timeout_s: float) -> None:
         """Keep the newest `latest` versions; durable, and known to every live holder, on return."""
