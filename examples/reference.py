@@ -76,6 +76,17 @@ async def register(trainer: tensorhub.Hub) -> None:
     assert (weights.model, weights.state, weights.version) == ("actor", "empty", None)
 
 
+@shows("shared_empty_like")
+async def shared(trainer: tensorhub.Hub, rollout: tensorhub.Hub) -> None:
+    weights = tensorhub.shared_empty_like(torch.nn.Linear(8, 4).state_dict())  # converted copies go in here
+    weights["weight"].fill_(2)
+    await (await trainer.register("actor", weights)).publish(1)
+    mine = {"weight": torch.empty(4, 8), "bias": torch.empty(4)}
+    report = await (await rollout.register("actor", mine)).replicate()
+    assert report.sources[0].transport == "shm"  # on one host, by a mapping
+    assert mine["weight"].eq(2).all()
+
+
 @shows("Weights.publish", "VersionInfo")
 async def publish(trainer: tensorhub.Hub) -> None:
     weights = await trainer.register("actor", {"w": torch.ones(4, 2, dtype=torch.bfloat16)})

@@ -6,6 +6,7 @@ Nothing here sleeps to let things happen: a test waits for what it wants to see 
 from __future__ import annotations
 
 import contextlib
+import gc
 import os
 import threading
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
@@ -82,6 +83,7 @@ async def nothing_left(wait_s: float = 2 * WAIT_S) -> AsyncIterator[None]:
         yield
         await until(lambda: {task.id for task in anyio.get_running_tasks()} <= tasks)
     assert not library_threads()
+    gc.collect()  # shared memory goes with its last tensor; of a socket that nobody closed it warns, which is an error
     left = [target for number, target in open_files().items() if files.get(number) != target]
     assert not left
 

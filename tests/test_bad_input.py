@@ -373,7 +373,7 @@ def insult(address: str, words: bytes) -> None:
 
 
 def data_address(hub: Hub) -> str:
-    return hub._worker._endpoints[0].address
+    return next(each.address for each in hub._worker._endpoints if each.transport == "tcp")
 
 
 @pytest.mark.parametrize("words", GARBAGE.values(), ids=GARBAGE)

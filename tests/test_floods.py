@@ -25,7 +25,7 @@ PATIENT = Options(op_timeout_s=WAIT_S, connect_timeout_s=4 * WAIT_S, chunk_bytes
 
 
 def data_address(hub: Hub) -> str:
-    return hub._worker._endpoints[0].address
+    return next(each.address for each in hub._worker._endpoints if each.transport == "tcp")
 
 
 def address_of(c: Cluster, where: str) -> tuple[str, int]:

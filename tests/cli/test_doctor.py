@@ -11,6 +11,8 @@ from typer.testing import CliRunner
 from tensorhub.cli.app import app
 from tensorhub.transport import cma
 
+SHARED = "for tensors that tensorhub.shared_empty_like has made"
+
 
 def run(*arguments: str) -> str:
     done = CliRunner().invoke(app, ["doctor", *arguments])
@@ -25,9 +27,10 @@ def _no_yama(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.skipif(cma.fault_here() is not None, reason=str(cma.fault_here()))
 def test_what_works() -> None:
-    assert run() == "cma: available\ntcp: available\n"
+    assert run() == f"shm: available: {SHARED}\ncma: available\ntcp: available\n"
     assert json.loads(run("--json")) == {
         "transports": [
+            {"name": "shm", "available": True, "reason": SHARED},
             {"name": "cma", "available": True, "reason": ""},
             {"name": "tcp", "available": True, "reason": ""},
         ]
@@ -36,10 +39,11 @@ def test_what_works() -> None:
 
 def test_what_does_not(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(platform, "machine", lambda: "riscv64")
-    assert run() == "cma: not available: it is for Linux on x86-64, and this is linux on riscv64\ntcp: available\n"
+    why = "not available: it is for Linux on x86-64, and this is linux on riscv64"
+    assert run() == f"shm: {why}\ncma: {why}\ntcp: available\n"
 
 
 @pytest.mark.skipif(cma.fault_here() is not None, reason=str(cma.fault_here()))
 def test_what_works_for_some(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cma, "restriction", lambda: "kernel.yama.ptrace_scope is 1: ask")
-    assert run().splitlines()[0] == "cma: available: kernel.yama.ptrace_scope is 1: ask"
+    assert run().splitlines()[1] == "cma: available: kernel.yama.ptrace_scope is 1: ask"

@@ -52,7 +52,8 @@ async def main():
             if descriptors < 0:  # so many are left
                 taken = max(map(int, os.listdir("/proc/self/fd")))
                 resource.setrlimit(resource.RLIMIT_NOFILE, (taken - descriptors, hard))
-            print(json.dumps([coordinator.address, hub._worker._endpoints[0].address]), flush=True)
+            tcp = next(each.address for each in hub._worker._endpoints if each.transport == "tcp")
+            print(json.dumps([coordinator.address, tcp]), flush=True)
             await anyio.to_thread.run_sync(sys.stdin.read)
 
 anyio.run(main, backend=backend)

@@ -18,8 +18,9 @@ def doctor(as_json: JsonOption = False) -> None:
     (`report.sources`). See docs/transports.md.
     """
     faults = TRANSPORTS.probe(Local(Incarnation("doctor"), (b"",), Options()))
+    notes = {"shm": "for tensors that tensorhub.shared_empty_like has made", "cma": cma.restriction()}
     rows = [
-        {"name": name, "available": fault is None, "reason": fault or (cma.restriction() or "" if name == "cma" else "")}
+        {"name": name, "available": fault is None, "reason": fault or notes.get(name) or ""}
         for name, fault in faults.items()
     ]
     if as_json:
