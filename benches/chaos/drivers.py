@@ -40,14 +40,16 @@ class Role:
     staged: bool = False
     fetches: bool = False  # now and then it fetches into files
     leaves: bool = False  # now and then it closes its handles and registers again
+    transports: tuple[str, ...] | None = None  # None: all that there are
+    shared: bool = False  # its tensors are in memory that others map
 
 
 ROLES: Final = (
-    Role("trainer", ("trainer-0", "trainer-1"), host_memory_bytes=3 * NBYTES),
-    Role("pair", ("pair-0", "pair-1")),
-    Role("spot", ("spot", "spot"), spot=True, leaves=True),
+    Role("trainer", ("trainer-0", "trainer-1"), host_memory_bytes=3 * NBYTES, shared=True),
+    Role("pair", ("pair-0", "pair-1"), transports=("tcp",)),
+    Role("spot", ("spot", "spot"), spot=True, leaves=True, shared=True),
     Role("staged", ("staged", "staged"), host_memory_bytes=8 * NBYTES, prefetch=True, staged=True),
-    Role("visitor", ("visitor", "visitor"), fetches=True, leaves=True),
+    Role("visitor", ("visitor", "visitor"), fetches=True, leaves=True, transports=("cma", "tcp")),
 )
 WORKERS: Final = tuple(dict.fromkeys(host for role in ROLES for host in role.hosts))
 
@@ -192,7 +194,14 @@ class Group(Driver):
         if life.is_connected and rank not in life.seats:
             seat = Seat(self.role.group, rank)
             asked = self._ask(
-                rank, "register", seat, nbytes=NBYTES, group=self.role.group, world_size=2, spot=self.role.spot
+                rank,
+                "register",
+                seat,
+                nbytes=NBYTES,
+                group=self.role.group,
+                world_size=2,
+                spot=self.role.spot,
+                shared=self.role.shared,
             )
             [answer] = self._answers([asked])
             if answer is None or answer["outcome"] != "ok":
@@ -211,6 +220,7 @@ class Group(Driver):
                 name=host.name,
                 host=network.location(host.name),
                 prefetch=role.prefetch,
+                transports=role.transports,
                 options=options,
             )
         )

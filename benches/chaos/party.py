@@ -43,16 +43,27 @@ class Party:
         serving = tensorhub.serve(host=host, port=port, state_dir=state_dir, options=Options(**options))
         return (await self._stack.enter_async_context(serving)).address
 
-    async def connect(self, address: str, name: str, host: str | None, prefetch: bool, options: dict[str, Any]) -> Any:
+    async def connect(
+        self,
+        address: str,
+        name: str,
+        host: str | None,
+        prefetch: bool,
+        transports: list[str] | None,
+        options: dict[str, Any],
+    ) -> Any:
         location = Location(host=host) if host else Location()
-        connecting = tensorhub.connect(address, name=name, location=location, prefetch=prefetch, options=Options(**options))
+        given: dict[str, Any] = {"name": name, "location": location, "prefetch": prefetch, "transports": transports}
+        connecting = tensorhub.connect(address, **given, options=Options(**options))
         return await self._told(self._enter(connecting))
 
     async def _enter(self, connecting: Any) -> None:
         self._hub = await self._stack.enter_async_context(connecting)
 
-    async def register(self, nbytes: int, group: str, rank: int, world_size: int, spot: bool) -> Any:
+    async def register(self, nbytes: int, group: str, rank: int, world_size: int, spot: bool, shared: bool) -> Any:
         memory = words.make(nbytes)
+        if shared:
+            memory = tensorhub.shared_empty_like(memory)
         words.write(memory, 0, rank)
         registering = self._hub.register(MODEL, memory, group=group, rank=rank, world_size=world_size, spot=spot)
         return await self._told(self._took(registering, rank, memory), rank)
