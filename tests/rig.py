@@ -9,6 +9,7 @@ import contextlib
 import gc
 import os
 import threading
+import time
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -155,9 +156,10 @@ class Gate:
             self._changed.notify_all()
 
     def pass_one(self, cutter: Cutter) -> None:
+        until = time.monotonic() + WAIT_S  # else a test that fails while a reader is held would wait for it for ever
         with self._changed:
             self._waiting += 1
-            while self._left == 0 and not cutter.is_cut:
+            while self._left == 0 and not cutter.is_cut and time.monotonic() < until:
                 self._changed.wait(0.005)  # a cut does not notify
             self._waiting -= 1
             if self._left:
