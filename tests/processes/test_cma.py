@@ -90,6 +90,7 @@ def test_a_source_that_stands_still_is_read_all_the_same(processes: Crew) -> Non
     assert reader.do("sha") == sha
 
 
+@pytest.mark.slow
 def test_where_the_kernel_forbids_it_tcp_is_used(processes: Crew) -> None:
     _, address, trainer = cluster(processes)
     trainer.do("hide")

@@ -62,7 +62,7 @@ def test_names_dtypes_and_shapes_are_those_of_checkpoints(model: str, tensor: st
     assert catalogue.shapes(model)[tensor] == expected
 
 
-@pytest.mark.parametrize("ranks", [2, 24])
+@pytest.mark.parametrize("ranks", [2, pytest.param(24, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("model", SHARDED)
 def test_the_shards_of_a_model_are_all_of_it(model: str, ranks: int) -> None:
     """Each element is in some shard; what is cut is in no two, unless there are more ranks than units."""
@@ -103,7 +103,9 @@ def test_a_scale_is_where_the_blocks_of_its_weight_are() -> None:
             assert tensor.slices == ((1, 3), (0, 12))  # rows 128 to 383: a block and a half
 
 
-@pytest.mark.parametrize(("model", "ranks"), [("Llama-3.1-405B", 1), ("Kimi-K2", 8), ("Kimi-K2", 1)])
+@pytest.mark.parametrize(
+    ("model", "ranks"), [("Llama-3.1-405B", 1), ("Kimi-K2", 8), pytest.param("Kimi-K2", 1, marks=pytest.mark.slow)]
+)
 def test_the_largest_models_fit_the_bounds_of_a_manifest(model: str, ranks: int) -> None:
     """With room to spare: the largest has 20 MB, whole, and a message carries it."""
     manifest = catalogue.manifest(model, ranks=ranks, rank=ranks - 1)

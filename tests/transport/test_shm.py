@@ -166,7 +166,8 @@ def test_what_a_stranger_hands_over_is_looked_at_first(tmp_path: Path) -> None:
 
 def test_whoever_writes_through_a_readers_mapping_dies() -> None:
     program = (
-        "import ctypes\nfrom tensorhub.transport.shm import MappedSegment, Segment\ns = Segment(4096)\n"
+        "import ctypes, resource\nfrom tensorhub.transport.shm import MappedSegment, Segment\n"
+        "resource.setrlimit(resource.RLIMIT_CORE, (0, 0))\ns = Segment(4096)\n"
         "m = MappedSegment(s.descriptor, 4096)\nctypes.memset(m.address, 1, 1)\n"
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, timeout=60)
