@@ -1,8 +1,9 @@
 """What every test shares: tests that need something which this machine lacks are skipped, with the reason."""
 
+import logging
 import os
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -42,6 +43,16 @@ def pytest_configure() -> None:
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--rewrite-traces", action="store_true", help="write the golden traces of tests/traces anew")
+
+
+@pytest.fixture(autouse=True)
+def logging_as_it_was() -> Iterator[None]:
+    """A command run within the tests' process sets up logging as for a process of its own; no later test is to see that."""
+    level, handlers = logging.root.level, logging.root.handlers[:]
+    yield
+    logging.root.setLevel(level)
+    for handler in [each for each in logging.root.handlers if each not in handlers]:
+        logging.root.removeHandler(handler)
 
 
 @pytest.fixture
