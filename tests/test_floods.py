@@ -16,8 +16,7 @@ from tensorhub.hub import Hub
 from tensorhub.messages import Join
 from tensorhub.protocol.blocking import BlockingConnection
 from tensorhub.protocol.handshake import NONCE_BYTES, ClientHandshake
-from tensorhub.runtime import acceptor as acceptor_module
-from tensorhub.runtime import strangers as strangers_module
+from tensorhub.runtime import acceptor as acceptor_module, strangers as strangers_module
 from tensorhub.types import Location, Options, parse_address
 from tests.rig import CHUNK_BYTES, WAIT_S, Cluster, cluster, connect, holds, tensors, until
 

@@ -10,8 +10,7 @@ from typing import Any
 
 import msgpack
 import pytest
-from hypothesis import example, given, settings
-from hypothesis import strategies as st
+from hypothesis import example, given, settings, strategies as st
 
 from tensorhub.errors import ManifestMismatch, ProtocolError, RegistrationError
 from tensorhub.manifest import (

@@ -19,12 +19,10 @@ from typing import Any, Generic, Self, TypeVar, overload
 from tensorhub import hub as _async
 from tensorhub.fetched import Fetched
 from tensorhub.protocol.secret import resolve_token
-from tensorhub.runtime.loop_thread import BlockingSide
-from tensorhub.runtime.loop_thread import finish_blocking as _finish
+from tensorhub.runtime.loop_thread import BlockingSide, finish_blocking as _finish
 from tensorhub.types import LATEST, FetchReport, HandleState, Location, ModelInfo, Options, Selector, VersionInfo
 from tensorhub.watcher import Watcher as AsyncWatcher
-from tensorhub.weights import BeforeWrite
-from tensorhub.weights import Weights as AsyncWeights
+from tensorhub.weights import BeforeWrite, Weights as AsyncWeights
 
 __all__ = ["Coordinator", "Hub", "Watcher", "Weights", "connect", "serve"]
 

@@ -17,8 +17,7 @@ import pytest
 import safetensors.numpy as safetensors_numpy
 
 from benches import words
-from benches.chaos import __main__ as program
-from benches.chaos import namespaces, network, plan, plot
+from benches.chaos import __main__ as program, namespaces, network, plan, plot
 from benches.chaos.events import Event
 from benches.chaos.ledger import ATTEMPTS, Answer, Call, Ledger, Seat
 from benches.chaos.plan import Fault

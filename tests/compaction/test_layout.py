@@ -5,8 +5,7 @@ from __future__ import annotations
 from itertools import pairwise
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from tensorhub.compaction.layout import ALIGNMENT, lay_out, pack_tiny
 from tensorhub.manifest import Manifest, TensorDescription, build_manifest, check_compatible

@@ -8,8 +8,7 @@ from random import Random
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from tensorhub.coordinator import CloseSession, Connected, Disconnected, Received, Send
 from tensorhub.coordinator.suspicions import INQUIRY_S

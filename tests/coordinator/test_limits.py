@@ -6,8 +6,17 @@ from itertools import count
 
 import pytest
 
-from tensorhub.coordinator import CloseSession, Connected, Coordinator, Disconnected, Persisted, Received, Send, invariants
-from tensorhub.coordinator import limits as real
+from tensorhub.coordinator import (
+    CloseSession,
+    Connected,
+    Coordinator,
+    Disconnected,
+    Persisted,
+    Received,
+    Send,
+    invariants,
+    limits as real,
+)
 from tensorhub.coordinator.actions import Action, Persist
 from tensorhub.coordinator.manifests import Manifests
 from tensorhub.errors import CoordinatorUnavailable, RegistrationError, StateError, TensorHubError

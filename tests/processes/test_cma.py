@@ -8,6 +8,7 @@ import pytest
 
 from tensorhub.transport import cma
 from tests.processes.crew import Crew, Failed, Process
+from tests.processes.stories import a_source_is_killed_in_mid_read
 
 pytestmark = pytest.mark.skipif(cma.fault_here() is not None, reason=str(cma.fault_here()))
 
@@ -60,20 +61,7 @@ def test_memory_that_is_taken_back_is_not_committed_though_its_reader_goes_on(pr
 @pytest.mark.slow
 def test_a_source_that_is_killed_in_mid_read_is_left_for_another(processes: Crew) -> None:
     _, address, trainer = cluster(processes)
-    other = processes.worker(address, "other", NBYTES)
-    other.do("replicate")
-    readers = [processes.worker(address, f"reader{number}", NBYTES, gate=GATE) for number in range(2)]
-    fills = [reader.begin("replicate") for reader in readers]
-    for reader in readers:
-        reader.do("gate_holds")
-    other.kill()
-    for reader in readers:
-        reader.do("gate_open")
-    reports = [fill.result() for fill in fills]
-    assert "lost" in [report["sources"].get("other") for report in reports]
-    for report, reader in zip(reports, readers, strict=True):
-        assert (report["reread_bytes"], report["version"]) == (0, 1)
-        assert reader.do("sha") == trainer.do("sha")
+    a_source_is_killed_in_mid_read(processes, address, trainer, NBYTES, GATE)
 
 
 @pytest.mark.slow

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tests.processes.crew import Crew, Failed, Process
+from tests.processes.stories import a_source_is_killed_in_mid_read
 
 MIB = 2**20
 NBYTES = 64 * MIB  # more than what lies in sockets' buffers
@@ -63,20 +64,7 @@ def test_a_rank_killed_before_the_decision_aborts_its_group_and_nobody_else(proc
 def test_readers_of_a_source_that_is_killed_in_mid_read_finish_from_another(processes: Crew) -> None:
     _, address = cluster(processes, lease_s=1.0)
     trainer = trainer_with(processes, address)
-    other = processes.worker(address, "other", NBYTES)
-    other.do("replicate")
-    readers = [processes.worker(address, f"reader{number}", NBYTES, gate=5) for number in range(2)]
-    fills = [reader.begin("replicate") for reader in readers]
-    for reader in readers:
-        reader.do("gate_holds")
-    other.kill()
-    for reader in readers:
-        reader.do("gate_open")
-    reports = [fill.result() for fill in fills]
-    assert "lost" in [report["sources"].get("other") for report in reports]
-    for report, reader in zip(reports, readers, strict=True):
-        assert (report["reread_bytes"], report["version"]) == (0, 1)
-        assert reader.do("sha") == trainer.do("sha")
+    a_source_is_killed_in_mid_read(processes, address, trainer, NBYTES, 5)
 
 
 def test_two_halves_complete_each_other_when_the_last_holder_is_killed(processes: Crew) -> None:

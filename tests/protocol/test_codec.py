@@ -11,8 +11,7 @@ from typing import Annotated, Any
 
 import msgpack
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from tensorhub import messages as m
 from tensorhub.errors import ProtocolError

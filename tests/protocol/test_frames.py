@@ -6,8 +6,7 @@ import contextlib
 import tracemalloc
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from tensorhub.errors import ProtocolError
 from tensorhub.messages import PROTOCOL_VERSION

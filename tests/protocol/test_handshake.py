@@ -8,8 +8,7 @@ from collections.abc import Sequence
 from typing import Any, TypeVar
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from tensorhub.errors import AuthenticationFailed, ProtocolError
 from tensorhub.messages import ClientHello, Message, Proof, ServerHello

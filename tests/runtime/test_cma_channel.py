@@ -16,8 +16,7 @@ from tensorhub.messages import ChunksFollow, ChunksLie, MemoryIs
 from tensorhub.protocol.blocking import BlockingConnection
 from tensorhub.protocol.codec import FROM_READER
 from tensorhub.protocol.handshake import NONCE_BYTES, ServerHandshake
-from tensorhub.runtime import lanes as lanes_module
-from tensorhub.runtime import one_sided
+from tensorhub.runtime import lanes as lanes_module, one_sided
 from tensorhub.runtime.chunks import ChunkMemory
 from tensorhub.runtime.lanes import SourceFailed
 from tensorhub.transport import cma

@@ -15,8 +15,7 @@ from itertools import count
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from tensorhub.manifest import TensorDescription, build_manifest
 from tensorhub.runtime.chunks import ChunkMemory

@@ -15,12 +15,12 @@ from tensorhub.messages import (
     Outcome,
     Prepared,
     Register,
+    Registered as RegisteredReply,
     Resolve,
     Start,
     Withdraw,
     Withdrawable,
 )
-from tensorhub.messages import Registered as RegisteredReply
 from tensorhub.types import HandleState, Medium, OpKind, Purpose, VersionInfo
 from tensorhub.worker.calls import (
     Action,

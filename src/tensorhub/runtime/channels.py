@@ -55,7 +55,6 @@ class Channels:
             self._wanted,
             lambda name, reason: log.info("transport_unavailable", transport=name, reason=reason),
         )
-
         if "cma" in (self._wanted or ()):
             cma.let_others_read()
 

@@ -19,8 +19,7 @@ import anyio.from_thread
 import anyio.lowlevel
 import anyio.to_thread
 
-from tensorhub.errors import DrainTimeout, StateError, TensorHubError
-from tensorhub.errors import Memory as TensorState
+from tensorhub.errors import DrainTimeout, Memory as TensorState, StateError, TensorHubError
 from tensorhub.messages import DigestAgain, ErrorInfo
 from tensorhub.runtime import clock
 from tensorhub.runtime.filler import Filler, Line, ProgressListener

@@ -42,9 +42,7 @@ from tensorhub.types import LeaseId, RegistrationId, SourceReport
 BATCH_BYTES = 64 * 2**20  # of one request
 CACHED_BYTES = 4 * 2**20  # received by one call and then digested, out of the cache, while the source goes on sending
 BATCHES_OPEN = 2  # of one lane: the next is asked for before the last has arrived
-HELP_BYTES = (
-    16 * 2**20
-)  # what must be left to read for each thread that helps: it takes a fraction of a millisecond to begin
+HELP_BYTES = 16 * 2**20  # left to read for each thread that helps: one takes a fraction of a millisecond to begin
 LANES_MAX = 64
 
 

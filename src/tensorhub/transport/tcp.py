@@ -39,8 +39,13 @@ def listen(host: str, port: int = 0) -> socket.socket:
         host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE | socket.AI_NUMERICSERV
     )[0]
     listener = socket.socket(family, kind, proto)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    return listen_at(listener, address)
+
+
+def listen_at(listener: socket.socket, address: str | tuple[object, ...]) -> socket.socket:
+    """That socket, bound, listening and non-blocking. OSError if it cannot be; it is closed then."""
     try:
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind(address)
         listener.listen(BACKLOG)
         listener.setblocking(False)

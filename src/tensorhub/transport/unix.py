@@ -11,22 +11,14 @@ import struct
 import time
 
 from tensorhub.transport.base import Cutter, ReadFailure, Unusable
-from tensorhub.transport.tcp import BACKLOG, shutdown
+from tensorhub.transport.tcp import listen_at, shutdown
 
 PREFIX = "unix:"
 
 
 def listen() -> socket.socket:
     """A non-blocking listening socket with a name that nobody has. OSError: there are none here."""
-    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-    try:
-        listener.bind("\0tensorhub-" + secrets.token_hex(16))
-        listener.listen(BACKLOG)
-        listener.setblocking(False)
-    except BaseException:
-        listener.close()
-        raise
-    return listener
+    return listen_at(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM), "\0tensorhub-" + secrets.token_hex(16))
 
 
 def address_of(listener: socket.socket) -> str:

@@ -32,13 +32,13 @@ from tensorhub.messages import (
     OrderedOut,
     Outcome,
     Refused,
+    Registered as RegisteredReply,
     Start,
     ToRank,
     Withdrawable,
     Withdrawn,
     Write,
 )
-from tensorhub.messages import Registered as RegisteredReply
 from tensorhub.types import HandleState, Options
 from tensorhub.worker.calls import (
     Action,

@@ -17,12 +17,12 @@ from tensorhub.errors import (
     CoordinatorUnavailable,
     DrainTimeout,
     GroupAborted,
+    Memory as TensorState,
     OperationTimeout,
     StateError,
     TensorHubError,
     text_of,
 )
-from tensorhub.errors import Memory as TensorState
 from tensorhub.messages import FORMER_KEYS_MAX, Abandon, EpochChanged, ErrorInfo, Resolve
 from tensorhub.types import HandleState, OpKey, VersionInfo
 from tensorhub.worker.calls import Finish, RefuseCall

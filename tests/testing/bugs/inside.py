@@ -13,6 +13,7 @@ from tensorhub.coordinator.decisions import Decisions
 from tensorhub.coordinator.entities import (
     Group,
     Handover,
+    Holding as Held,
     Member,
     Model,
     Operation,
@@ -22,7 +23,6 @@ from tensorhub.coordinator.entities import (
     Version,
     Worker,
 )
-from tensorhub.coordinator.entities import Holding as Held
 from tensorhub.coordinator.lineage import Lineages
 from tensorhub.coordinator.membership import Membership
 from tensorhub.coordinator.readers import Readers

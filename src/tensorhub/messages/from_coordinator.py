@@ -1,0 +1,259 @@
+"""What the coordinator says to a worker."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Annotated
+
+from tensorhub.messages.values import ErrorInfo, Grant, ManifestBlob, Rank
+from tensorhub.types import U64, Id, Length, ModelInfo, Name, OpKey, Seconds, Text, VersionInfo
+
+NO_REQUEST = 0  # of a Refused that is about the whole session, which ends; requests count from 1
+
+
+@dataclass(frozen=True, slots=True)
+class Welcome:
+    """Answer to Join. `epoch`: the coordinator's; `cluster` names its durable state; `known` False: new incarnation.
+
+    `read_only`: this worker's token is: it may fetch and look, everything else is refused.
+    """
+
+    cluster: Id
+    epoch: U64
+    lease_s: Seconds
+    known: bool
+    read_only: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Dismissed:
+    """This incarnation is lost for good; the worker must come back as a new one (R11)."""
+
+    reason: Text
+
+
+@dataclass(frozen=True, slots=True)
+class HeartbeatAck:
+    sequence: U64
+
+
+@dataclass(frozen=True, slots=True)
+class Registered:
+    """`sequence` is the group's next operation; `keep` False: what was announced as held is ordered out (R2).
+
+    `retained`: what was announced as held is to be kept (as in Keep): the number of that telling, or None.
+    """
+
+    request: U64
+    registration: Id
+    epoch: U64
+    sequence: U64
+    keep: bool
+    retained: U64 | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Done:
+    request: U64
+
+
+@dataclass(frozen=True, slots=True)
+class Refused:
+    request: U64
+    error: ErrorInfo
+
+
+@dataclass(frozen=True, slots=True)
+class EpochChanged:
+    """The group's next operation. Those of older epochs are aborted; a call that no operation took is made again."""
+
+    model: Name
+    group: Name
+    epoch: U64
+    sequence: U64
+
+
+@dataclass(frozen=True, slots=True)
+class Start:
+    """The operation is bound. `write` True: nobody holds it back, overwrite at once; else wait for Write."""
+
+    key: OpKey
+    rank: Rank
+    version: VersionInfo
+    manifest_id: Id
+    write: bool
+    grants: Annotated[tuple[Grant, ...], Length(64)]
+
+
+@dataclass(frozen=True, slots=True)
+class Write:
+    """Every rank is ready: fence the old version and fill."""
+
+    key: OpKey
+    rank: Rank
+    grants: Annotated[tuple[Grant, ...], Length(64)]
+
+
+@dataclass(frozen=True, slots=True)
+class AddSource:
+    key: OpKey
+    rank: Rank
+    grant: Grant
+
+
+@dataclass(frozen=True, slots=True)
+class DropSource:
+    """This lease is over: the source leaves. What was verified stays verified."""
+
+    key: OpKey
+    rank: Rank
+    lease: Id
+    reason: Text
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """The decision. `version` is set if committed; `changed` False: the rank held that content already.
+
+    `retained`: what it holds now is to be kept (as in Keep): the number of that telling, or None.
+    `unknown`: this coordinator has no record of that operation, a former one's, and none can come: nobody has committed it,
+    and a rank may go on with its call under a new key.
+    """
+
+    key: OpKey
+    rank: Rank
+    committed: bool
+    changed: bool
+    version: VersionInfo | None
+    error: ErrorInfo | None
+    retained: U64 | None = None
+    unknown: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Withdrawable:
+    """No lease counts on this memory any more (or the grace is over): fence and take it."""
+
+    request: U64
+
+
+@dataclass(frozen=True, slots=True)
+class OrderedOut:
+    """This content was retired (rolled back): whoever holds it under this registration fences it and forgets it."""
+
+    registration: Id
+    content_id: Id
+    reason: Text
+
+
+@dataclass(frozen=True, slots=True)
+class MakeCopy:
+    """Hold this shard in host memory, so that it is kept: register it as `copy`, with `medium` HOST and `purpose` RETENTION.
+
+    `registration`: one of the worker's own which holds that content, to be copied from; "": read it from others, by a
+    replicate call of the new registration. Done when the coordinator counts it; or answered by CopyRefused.
+    """
+
+    copy: Id
+    version: VersionInfo
+    shard: Rank
+    registration: Id
+
+
+@dataclass(frozen=True, slots=True)
+class DropCopy:
+    """That copy is not needed (any more): stop making it, or withdraw and deregister it, and free its memory."""
+
+    copy: Id
+
+
+@dataclass(frozen=True, slots=True)
+class Keep:
+    """What this registration holds is (`keep`), or is not any more, to be kept (R4): its owner does not take it back unasked
+    while the coordinator may count on it. Answered by Kept; so is an Outcome or Registered that says `retained`. `telling`
+    numbers what this registration is told, and comes back with the answer: one to an earlier telling does not count.
+    """
+
+    registration: Id
+    content_id: Id
+    keep: bool
+    telling: U64
+
+
+@dataclass(frozen=True, slots=True)
+class DigestAgain:
+    """A reader got this chunk without its digest: has the memory changed? Answered by DigestedAgain."""
+
+    inquiry: Id
+    registration: Id
+    generation: U64
+    chunk: U64
+
+
+@dataclass(frozen=True, slots=True)
+class CutReader:
+    """This lease's reader is lost: close its connections, and say so."""
+
+    lease: Id
+    reader: Id
+
+
+@dataclass(frozen=True, slots=True)
+class ManifestReply:
+    request: U64
+    manifest: ManifestBlob
+
+
+@dataclass(frozen=True, slots=True)
+class Announce:
+    """The newest visible version; None: there is none. After a rollback it is an older one than before."""
+
+    model: Name
+    newest: VersionInfo | None
+
+
+@dataclass(frozen=True, slots=True)
+class Description:
+    request: U64
+    models: Annotated[tuple[ModelInfo, ...], Length(2**16)]
+
+
+FromCoordinator = (
+    Welcome
+    | Dismissed
+    | HeartbeatAck
+    | Registered
+    | Done
+    | Refused
+    | EpochChanged
+    | Start
+    | Write
+    | AddSource
+    | DropSource
+    | Outcome
+    | Withdrawable
+    | CutReader
+    | DigestAgain
+    | ManifestReply
+    | Announce
+    | Description
+    | OrderedOut
+    | MakeCopy
+    | DropCopy
+    | Keep
+)
+ToRank = (  # of these: what concerns one registration, whose machine takes it
+    Registered
+    | Refused
+    | Done
+    | EpochChanged
+    | Start
+    | Write
+    | AddSource
+    | DropSource
+    | Outcome
+    | Withdrawable
+    | ManifestReply
+    | OrderedOut
+    | Keep
+)

@@ -1,0 +1,333 @@
+"""What a worker says to the coordinator."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Annotated
+
+from tensorhub.messages.values import FORMER_KEYS_MAX, Begun, ErrorInfo, Held, ManifestBlob, Number, Rank, WorldSize
+from tensorhub.types import U64, Endpoint, Id, Length, Location, Medium, Name, OpKey, OpKind, Purpose, Seconds, Text
+
+WATCHES_MAX = 4096  # models that one session follows
+
+
+@dataclass(frozen=True, slots=True)
+class Join:
+    """A worker's first message after the handshake."""
+
+    name: Name
+    location: Location
+    endpoints: Annotated[tuple[Endpoint, ...], Length(16)]
+    pid: U64
+    host_bytes: U64  # for copies in host memory (MakeCopy, prefetch); 0: it makes none
+
+
+@dataclass(frozen=True, slots=True)
+class Heartbeat:
+    sequence: U64
+
+
+@dataclass(frozen=True, slots=True)
+class Leave:
+    """The worker closes: all that it registered goes at once."""
+
+    reason: Text
+
+
+@dataclass(frozen=True, slots=True)
+class Register:
+    """One rank's memory. `manifest` is encoded under the worker's own options, used when this rank publishes.
+
+    `shard`: which shard of a version this memory holds. `serves` False: a fetch. Nobody reads this memory; it is a group
+    of its own, has no manifest, reads any `shard`, and is deregistered when that is done. `medium` HOST: a copy in the
+    library's own memory, never published; for `purpose` RETENTION or SEED it is a group of its own, of any `shard`.
+    """
+
+    request: U64
+    registration: Id
+    model: Name
+    group: Name
+    rank: Rank
+    shard: Rank
+    world_size: WorldSize
+    serves: bool
+    spot: bool
+    medium: Medium
+    purpose: Purpose
+    layout_id: Name
+    nbytes: U64
+    chunks: U64
+    manifest: ManifestBlob
+    held: Held | None
+
+
+@dataclass(frozen=True, slots=True)
+class Deregister:
+    request: U64
+    registration: Id
+    abandon: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Publish:
+    """This rank's call of publish, and its vote: the memory is immutable under `generation` from now on."""
+
+    key: OpKey
+    rank: Rank
+    registration: Id
+    version: U64
+    generation: U64
+    timeout_s: Seconds
+
+
+@dataclass(frozen=True, slots=True)
+class Fill:
+    """This rank's call of replicate, update, prefetch or fetch.
+
+    `generation` is the one under which the memory will be filled. `hold`: this rank wants to hear of the bound version
+    before the first byte changes (it has a `before_write`). `at_least`: wait for that number. `former`: the keys under
+    which the same call was said before. `resume`: what it has begun under one of them.
+    """
+
+    key: OpKey
+    rank: Rank
+    registration: Id
+    kind: OpKind
+    selector: int | Name
+    at_least: int | None
+    generation: U64
+    hold: bool
+    staged: bool
+    timeout_s: Seconds
+    former: Annotated[tuple[OpKey, ...], Length(FORMER_KEYS_MAX)] = ()
+    resume: Begun | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class ReadyToWrite:
+    """This rank's manifest fits and its before_write has returned."""
+
+    key: OpKey
+    rank: Rank
+
+
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    """This rank's vote: every chunk is there and verified."""
+
+    key: OpKey
+    rank: Rank
+
+
+@dataclass(frozen=True, slots=True)
+class Abandon:
+    """This rank ends the operation, if it is not decided yet. Answered by an Outcome."""
+
+    key: OpKey
+    rank: Rank
+    error: ErrorInfo
+
+
+@dataclass(frozen=True, slots=True)
+class Resolve:
+    """This rank has voted and asks for the outcome."""
+
+    key: OpKey
+    rank: Rank
+
+
+@dataclass(frozen=True, slots=True)
+class ReadFailed:
+    """The read under this lease ended without all its bytes; the reader wants another source."""
+
+    key: OpKey
+    rank: Rank
+    lease: Id
+    reason: Name  # "lost" | "stalled" | "refused" | "corrupt" | "unreachable" | "dropped"
+    detail: Text
+    chunk: U64 | None = None  # that came without its digest, if that is the reason
+
+
+@dataclass(frozen=True, slots=True)
+class DigestedAgain:
+    """Answer to DigestAgain. `changed`: whether the chunk's bytes have another digest now than the one that is sent with
+    them (R8); None: that cannot be said, the memory is not held under that generation any more, or has no digests.
+    """
+
+    inquiry: Id
+    registration: Id
+    changed: bool | None
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """For scheduling and display only; correctness never depends on it."""
+
+    key: OpKey
+    rank: Rank
+    chunks_verified: U64
+    bytes_read: U64
+
+
+@dataclass(frozen=True, slots=True)
+class Withdraw:
+    """This rank wants its published memory back: no new readers; Withdrawable answers when the old are gone.
+
+    While that would lose a retained version, nothing changes; then, at the deadline, it is Refused (RetentionError).
+    `abandon`: lose it. `closes`: what else this worker holds may go with it, and does not count as another holder.
+    `hurry`: the same wish again, which waits no longer; without effect if it is answered already.
+    """
+
+    request: U64
+    registration: Id
+    generation: U64
+    timeout_s: Seconds
+    abandon: bool
+    closes: bool
+    hurry: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Withdrawn:
+    """The generation was changed and the owner's own accesses have ended (also sent after a local fence)."""
+
+    registration: Id
+    generation: U64
+
+
+@dataclass(frozen=True, slots=True)
+class CopyRefused:
+    """This worker does not make that copy, or could not (no memory for it, no source)."""
+
+    copy: Id
+    reason: Text
+
+
+@dataclass(frozen=True, slots=True)
+class Kept:
+    """The rank knows it, whatever becomes of the connection from now on. `telling`: which it answers."""
+
+    registration: Id
+    content_id: Id
+    keep: bool
+    telling: U64
+
+
+@dataclass(frozen=True, slots=True)
+class ReaderCut:
+    """The owner serves this lease's reader no more."""
+
+    lease: Id
+
+
+@dataclass(frozen=True, slots=True)
+class GetManifest:
+    request: U64
+    model: Name
+    content_id: Id
+    shard: Rank
+
+
+@dataclass(frozen=True, slots=True)
+class Watch:
+    """Announce this model's newest visible version now, and whenever it changes."""
+
+    model: Name
+
+
+@dataclass(frozen=True, slots=True)
+class Unwatch:
+    """Announce this model no more over this connection."""
+
+    model: Name
+
+
+@dataclass(frozen=True, slots=True)
+class Check:
+    """Could `version` be published under this model now? Answered by Done or Refused (mutate checks first)."""
+
+    request: U64
+    model: Name
+    version: U64
+
+
+@dataclass(frozen=True, slots=True)
+class Describe:
+    """Ask for one model, or all of them (None)."""
+
+    request: U64
+    model: Name | None
+
+
+@dataclass(frozen=True, slots=True)
+class Rollback:
+    """Begin a new lineage of `model` whose mark is `to`. A retry carries its `ident`. Answered by Done or Refused."""
+
+    request: U64
+    ident: Id
+    model: Name
+    to: Number
+
+
+@dataclass(frozen=True, slots=True)
+class Retain:
+    """Keep the newest `latest` versions of this model fetchable; the last one counts.
+
+    Answered by Done, once it is durable and every live holder knows, or Refused.
+    """
+
+    request: U64
+    model: Name
+    latest: Number
+
+
+@dataclass(frozen=True, slots=True)
+class Pin:
+    """Keep this version, whatever `Retain` says, until Unpin or the worker's end. Said anew on each new connection: `pin`
+    names it. Answered like Retain."""
+
+    request: U64
+    pin: Id
+    model: Name
+    version: Number
+
+
+@dataclass(frozen=True, slots=True)
+class Unpin:
+    """That pin is over. Answered by Done or Refused."""
+
+    request: U64
+    pin: Id
+    model: Name
+
+
+FromWorker = (
+    Join
+    | Heartbeat
+    | Leave
+    | Register
+    | Deregister
+    | Publish
+    | Fill
+    | ReadyToWrite
+    | Prepared
+    | Abandon
+    | Resolve
+    | ReadFailed
+    | DigestedAgain
+    | Progress
+    | Withdraw
+    | Withdrawn
+    | ReaderCut
+    | GetManifest
+    | Watch
+    | Check
+    | Describe
+    | Rollback
+    | Retain
+    | Pin
+    | Unpin
+    | CopyRefused
+    | Kept
+    | Unwatch
+)

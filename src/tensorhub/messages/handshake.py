@@ -1,0 +1,42 @@
+"""The handshake: the first three frames on every kind of connection, in each direction one proof."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Annotated
+
+from tensorhub.types import U64, Id, Length, Name
+
+PROTOCOL_VERSION = 1
+
+Nonce = Annotated[bytes, Length(32)]
+
+
+@dataclass(frozen=True, slots=True)
+class ClientHello:
+    """First frame of whoever connects. `role`: "worker" (to a coordinator), "observer", "reader" (to a worker)."""
+
+    protocol: U64
+    role: Name
+    incarnation: Id
+    nonce: Nonce
+
+
+@dataclass(frozen=True, slots=True)
+class ServerHello:
+    """First answer; `incarnation` names the answering process' life."""
+
+    protocol: U64
+    role: Name
+    incarnation: Id
+    nonce: Nonce
+
+
+@dataclass(frozen=True, slots=True)
+class Proof:
+    """Shows knowledge of the secret for this handshake, without sending it."""
+
+    mac: Nonce
+
+
+Handshake = ClientHello | ServerHello | Proof

@@ -1,0 +1,117 @@
+"""What a reader and an owner say to each other, on the data plane's connections."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Annotated
+
+from tensorhub.types import U64, Id, Length, Range, Text
+
+HAS_RUNS_MAX = 1024  # of one StillWaiting
+SEGMENTS_MAX = 64  # of one registration; the kernel passes 253 descriptors at a time
+
+
+@dataclass(frozen=True, slots=True)
+class _Wanted:
+    """Chunks of an owner's, as (first, count) runs. `request` numbers what is asked for on one connection."""
+
+    request: U64
+    lease: Id
+    registration: Id
+    generation: U64
+    content_id: Id
+    runs: Annotated[tuple[tuple[int, int], ...], Length(4096)]
+
+
+@dataclass(frozen=True, slots=True)
+class Read(_Wanted):
+    """Ask an owner for chunks. It sends those that it has verified, in any order, and those that it verifies soon;
+    StillWaiting ends the request if others are left.
+    """
+
+
+@dataclass(frozen=True, slots=True)
+class ChunksFollow:
+    """The bytes of these chunks follow this frame, back to back. Digests are 0 where the manifest says "none"."""
+
+    request: U64
+    chunks: Annotated[tuple[tuple[int, int], ...], Length(1024)]  # (index, digest)
+
+
+@dataclass(frozen=True, slots=True)
+class FindMemory:
+    """Ask an owner in which process it is, to read its memory one-sidedly. Answered by MemoryIs."""
+
+    request: U64
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryIs:
+    """`pid` (in the owner's own namespace), and where that process has this nonce, which no other one has. 0: its memory is
+    not to be read, at least not from there.
+    """
+
+    request: U64
+    pid: Annotated[int, Range(0, 2**31 - 1)]
+    address: U64
+    nonce: Annotated[bytes, Length(16)]
+
+
+@dataclass(frozen=True, slots=True)
+class FindSegments:
+    """Ask an owner for the shared memory in which a registration and the generation words are. Answered by SegmentsAre or
+    ReadRefused.
+    """
+
+    request: U64
+    registration: Id
+    generation: U64
+
+
+@dataclass(frozen=True, slots=True)
+class SegmentsAre:
+    """Where they are at the owner: (address, bytes). One byte with their descriptors follows, in this order. None, and no
+    byte: not all of it is in shared memory.
+    """
+
+    request: U64
+    segments: Annotated[tuple[tuple[int, int], ...], Length(SEGMENTS_MAX)]
+
+
+@dataclass(frozen=True, slots=True)
+class Locate(_Wanted):
+    """As Read, but the bytes are not sent: ChunksLie says where they are."""
+
+
+@dataclass(frozen=True, slots=True)
+class ChunksLie:
+    """Where these chunks are in the owner's memory: (index, digest, address). What is read there counts only if the word at
+    the address `word`, looked at afterwards, is the generation that was asked for.
+    """
+
+    request: U64
+    chunks: Annotated[tuple[tuple[int, int, int], ...], Length(1024)]
+    word: U64
+
+
+@dataclass(frozen=True, slots=True)
+class StillWaiting:
+    """The owner lives, and has none of what is left of this request, which is over: ask again, here or elsewhere.
+
+    `has`: ascending (first, count) runs of chunks that it has verified, perhaps not all of them (R9).
+    """
+
+    request: U64
+    has: Annotated[tuple[tuple[int, int], ...], Length(HAS_RUNS_MAX)]
+
+
+@dataclass(frozen=True, slots=True)
+class ReadRefused:
+    """The owner does not hold this under this generation (any more)."""
+
+    request: U64
+    reason: Text
+
+
+FromReader = Read | Locate | FindMemory | FindSegments
+FromOwner = ChunksFollow | ChunksLie | MemoryIs | SegmentsAre | StillWaiting | ReadRefused

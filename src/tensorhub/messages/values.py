@@ -1,0 +1,91 @@
+"""Values that several messages carry, and the bounds of their fields."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Annotated
+
+from tensorhub import errors
+from tensorhub.types import U64, VERSION_MAX, Endpoint, Id, Length, Location, Name, OpKey, Range, Text
+
+Rank = Annotated[int, Range(0, 2**20)]
+Number = Annotated[int, Range(0, VERSION_MAX)]
+WorldSize = Annotated[int, Range(1, 2**20)]
+ManifestBlob = Annotated[bytes, Length(48 * 2**20)]
+FORMER_KEYS_MAX = 16  # of one Fill
+
+
+@dataclass(frozen=True, slots=True)
+class ErrorInfo:
+    """An error on its way to another process. `causes`: (rank, reason) pairs of GroupAborted."""
+
+    kind: Name
+    message: Text
+    retryable: bool
+    causes: Annotated[tuple[tuple[int, Text], ...], Length(4096)] = ()
+    differences: Annotated[tuple[Text, ...], Length(1024)] = ()
+
+    @classmethod
+    def of(cls, error: errors.TensorHubError) -> ErrorInfo:
+        causes = tuple(sorted(error.causes.items())) if isinstance(error, errors.GroupAborted) else ()
+        differences = error.differences if isinstance(error, errors.ManifestMismatch) else ()
+        # An error may tell of anything, also of text that UTF-8 cannot say: of a file's name, for example.
+        text = str(error).encode(errors="backslashreplace").decode()
+        return cls(type(error).__name__, text[:16_000], error.retryable, causes[:4096], differences[:1024])
+
+    def brief(self, chars_max: int) -> ErrorInfo:
+        """The same with so many characters of text, and of whatever belongs to ranks or tensors the first few."""
+        causes = tuple((rank, text[: chars_max // 8]) for rank, text in self.causes[:8])
+        return ErrorInfo(self.kind, self.message[:chars_max], self.retryable, causes)
+
+    def error(self, memory: errors.Memory = "intact") -> errors.TensorHubError:
+        """The exception that this describes; an unknown kind becomes a ProtocolError."""
+        kind = errors.BY_NAME.get(self.kind, errors.ProtocolError)
+        if issubclass(kind, errors.GroupAborted):
+            return kind(self.message, causes=dict(self.causes), retryable=self.retryable, memory=memory)
+        if issubclass(kind, errors.ManifestMismatch):
+            return kind(self.message, differences=self.differences, retryable=self.retryable, memory=memory)
+        return kind(self.message, retryable=self.retryable, memory=memory)
+
+
+@dataclass(frozen=True, slots=True)
+class Grant:
+    """A read lease as its reader sees it: whom to read from, and under which generation (R3)."""
+
+    lease: Id
+    source: Name  # the source worker's name, for people
+    incarnation: Id
+    registration: Id
+    generation: U64
+    endpoints: Annotated[tuple[Endpoint, ...], Length(16)]
+    location: Location
+    complete: bool  # False: the source is still filling; the reader waits there for what it lacks
+
+
+@dataclass(frozen=True, slots=True)
+class Held:
+    """What a registration holds, as it is announced again after a lost connection.
+
+    `voted`: it has voted for that, and does not know the outcome: whoever does not know it either must not count on it.
+    """
+
+    version: U64
+    content_id: Id
+    generation: U64
+    world_size: WorldSize
+    nbytes: U64
+    manifest: ManifestBlob
+    voted: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Begun:
+    """How far a rank came with a fill whose operation its coordinator has no record of (it is a new one).
+
+    `key`: the operation in which all ranks were bound to `content`. `written`: its memory is being filled with that, or is
+    complete, under the content's generation; else not a byte of it has changed yet.
+    """
+
+    key: OpKey
+    content: Held
+    written: bool
