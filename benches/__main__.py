@@ -2,13 +2,14 @@
 
 import sys
 
-from benches import calls, capped, cma, files, one_to_n, tiny
+from benches import busy, calls, capped, files, one_sided, one_to_n, tiny
 
 SUBJECTS = {
+    "busy": busy.main,
     "calls": calls.main,
     "capped": capped.main,
-    "cma": cma.main,
     "files": files.main,
+    "one_sided": one_sided.main,
     "one_to_n": one_to_n.main,
     "tiny": tiny.main,
 }

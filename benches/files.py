@@ -12,7 +12,6 @@ import shutil
 import subprocess
 import sys
 import tempfile
-import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -22,6 +21,7 @@ import torch
 from safetensors.torch import save_file
 
 from benches.machine import facts
+from benches.memory_use import Sampler
 from benches.one_to_n import spread
 from benches.remotes import Remote
 from benches.workers import coordinator_main
@@ -29,7 +29,6 @@ from tensorhub import sync
 
 MIB = 2**20
 TENSORS = 64  # of each file
-SAMPLE_S = 0.005
 START_S = 60.0
 
 Figures = dict[str, list[float]]
@@ -43,29 +42,18 @@ class Publisher:
         started = time.perf_counter()
         environment = {**os.environ, "TENSORHUB_ADDRESS": address}
         self._process = subprocess.Popen(command, stdout=subprocess.PIPE, env=environment)
-        self.anonymous_bytes_max = 0
-        self._ended = threading.Event()
-        self._sampler = threading.Thread(target=self._sample)
-        self._sampler.start()
+        self._sampler = Sampler([self._process.pid])
         assert self._process.stdout is not None
         if not self._process.stdout.readline():
             raise RuntimeError("tensorhub publish ended; its reason is above")
         self.visible_s = time.perf_counter() - started
 
-    def _sample(self) -> None:
-        while not self._ended.wait(SAMPLE_S):
-            self.anonymous_bytes_max = max(self.anonymous_bytes_max, self._status("RssAnon"))
-
-    def _status(self, name: str) -> int:
-        try:
-            lines = Path(f"/proc/{self._process.pid}/status").read_text().splitlines()
-        except OSError:
-            return 0
-        return next((1024 * int(line.split()[1]) for line in lines if line.startswith(name + ":")), 0)
+    @property
+    def anonymous_bytes_max(self) -> int:
+        return self._sampler.most[self._process.pid]
 
     def end(self) -> None:
-        self._ended.set()
-        self._sampler.join()
+        self._sampler.end()
         self._process.terminate()
         self._process.wait(START_S)
         assert self._process.stdout is not None

@@ -29,8 +29,9 @@ class Mix:
         parser.add_argument("--ranks", type=int, default=1, help="with --model: one of so many ranks' part of it")
 
     @staticmethod
-    def of(options: Namespace) -> "Mix":
-        return Mix(options.mib * 2**20, options.model, options.ranks)
+    def of(options: Namespace, mib: int | None = None) -> "Mix":
+        """`mib`: instead of the option's."""
+        return Mix((options.mib if mib is None else mib) * 2**20, options.model, options.ranks)
 
     def __str__(self) -> str:
         if self.each is not None:
@@ -51,9 +52,10 @@ class Mix:
 def _half_tiny(nbytes: int) -> list[int]:
     """300 tensors, half of them tiny (1 to 8 KiB), the others of two sizes: in all `nbytes`."""
     tiny = [1024 * (1 + number % 8) for number in range(150)]
-    share = (nbytes - sum(tiny)) // 300 // 4096 * 4096
+    left = (nbytes - sum(tiny)) // 300
+    share = left // 4096 * 4096 or left // 4 * 4
     if share <= 0:
-        raise ValueError("too few bytes for 300 tensors: give at least 2 MiB")
+        raise ValueError("too few bytes for 300 tensors: give at least 1 MiB")
     big = [share if number % 2 else 3 * share for number in range(150)]
     big[-1] += nbytes - sum(tiny) - sum(big)
     return [size for pair in zip(big, tiny, strict=True) for size in pair]

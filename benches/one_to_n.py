@@ -1,8 +1,8 @@
-"""One publisher to one and to several receivers over TCP, against bare sockets that copy the same bytes.
+"""One publisher to one and to several receivers of one host, against bare copies of the same bytes by the same means.
 
 All ways run in the same processes, between the same tensors, in turns (A B C D, D C B A, ...): a slow minute of the
-machine hits all alike, and a ratio compares neighbours of one round. Every round publishes a content that was never
-read before, so the digests are made anew. See README.md.
+machine hits all alike, and a ratio compares neighbours of one round. Every copy is of a content that was never published
+before, so its digests are made anew; or (`again`) they were made when the same receivers fetched it before. See README.md.
 """
 
 import argparse
@@ -17,30 +17,40 @@ from typing import Any
 
 from benches.bare import CONGESTION_CONTROL
 from benches.machine import facts
+from benches.memory_use import Sampler, available_bytes
 from benches.mixes import Mix
 from benches.remotes import Remote
-from benches.workers import coordinator_main, publisher_main, receiver_main
+from benches.workers import MODELS, coordinator_main, publisher_main, receiver_main
 
 GIB = 2**30
+MEMORY_PART = 0.8  # of what is available: the rest is for the programs themselves
 
 
 @dataclass(frozen=True, slots=True)
 class Way:
-    """One way to copy. `model`: TensorHub's, by the publisher's setting of `integrity`; None: bare sockets."""
+    """One way to copy. `model`: TensorHub's, by the publisher's setting of `integrity`; None: a bare copy."""
 
     name: str
     model: str | None
     digests: bool
+    is_again: bool = False
 
 
-BARE = Way("bare sockets", None, False)
-BARE_DIGESTED = Way("bare sockets + XXH3", None, True)
+BARE = Way("bare", None, False)
+BARE_DIGESTED = Way("bare + XXH3", None, True)
 WAYS = (
     Way("TensorHub", "digested", True),
+    Way("TensorHub, again", "digested", True, is_again=True),
     BARE_DIGESTED,
     Way("TensorHub, integrity=False", "plain", False),
     BARE,
 )
+BARE_COPIES = {
+    "tcp": "sockets",
+    "cma": "process_vm_readv by one thread and by two, the better one",
+    "shm": "memmove out of a mapping by one thread and by two, the better one",
+}
+Spans = list[tuple[float, float]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,15 +67,19 @@ class Figure:
 class Cluster:
     """The processes, and one copy at a time between them."""
 
-    def __init__(self, mix: Mix, receivers: int) -> None:
+    def __init__(self, mix: Mix, receivers: int, transport: str = "tcp") -> None:
         self._versions = count(1)
+        self._transport = transport
         self.coordinator = Remote("coordinator", coordinator_main)
         self._all = [self.coordinator]
-        address = self.coordinator.hear()
-        self.publisher = Remote("publisher", publisher_main, address, mix)
-        self.receivers = [Remote(f"receiver-{n}", receiver_main, address, mix, f"receiver-{n}") for n in range(receivers)]
+        address, to_all = self.coordinator.hear(), (MODELS, transport)
+        self.publisher = Remote("publisher", publisher_main, address, mix, *to_all)
+        names = [f"receiver-{n}" for n in range(receivers)]
+        self.receivers = [Remote(name, receiver_main, address, mix, name, *to_all) for name in names]
         self._all += [self.publisher, *self.receivers]
         (self.tensors,) = {remote.hear() for remote in self._all[1:]}
+        self.extra_mib: dict[tuple[str, int], tuple[float, float]] = {}
+        """By way and receivers: anonymous memory that the verified copy added, of the publisher and of a receiver."""
 
     def end(self) -> None:
         for remote in reversed(self._all):
@@ -77,24 +91,35 @@ class Cluster:
         self.publisher.ask("change")
         if verify:
             _ask_all(readers, "clear")
-        spans, cpu_s = self._bare(way, readers) if way.model is None else self._hub(way.model, readers)
+            sampler = Sampler(remote.pid for remote in (self.publisher, *readers))
+        spans, cpu_s = self._bare(way, readers) if way.model is None else self._hub(way, way.model, readers)
+        if verify:
+            sampler.end()
+            most = max(sampler.more_mib(reader.pid) for reader in readers)
+            self.extra_mib[way.name, receivers] = sampler.more_mib(self.publisher.pid), most
         check = "sha256" if verify else "sample"
         expected = self.publisher.ask(check)
         if any(found != expected for found in _ask_all(readers, check)):
             raise RuntimeError(f"{way.name}: a receiver holds other bytes than the publisher")
-        seconds = max(end for _, end in spans) - min(start for start, _ in spans)
-        return Figure(way.name, receivers, number, seconds, cpu_s)
+        return Figure(way.name, receivers, number, _seconds(spans), cpu_s)
 
-    def _hub(self, model: str, readers: list[Remote]) -> tuple[list[tuple[float, float]], float]:
+    def _hub(self, way: Way, model: str, readers: list[Remote]) -> tuple[Spans, float]:
         version = next(self._versions)
         self.publisher.ask("publish", model, version)
+        if way.is_again:
+            _ask_all(readers, "fetch", model, version)
+            _ask_all(readers, "unpublish", model)
+            _ask_all(readers, "change")
         before = self._cpu_s()
         spans = _ask_all(readers, "fetch", model, version)
         cpu_s = self._cpu_s() - before
         _ask_all([self.publisher, *readers], "unpublish", model)
         return spans, cpu_s
 
-    def _bare(self, way: Way, readers: list[Remote]) -> tuple[list[tuple[float, float]], float]:
+    def _bare(self, way: Way, readers: list[Remote]) -> tuple[Spans, float]:
+        if self._transport != "tcp":
+            there, known = self.publisher.ask("lie"), self.publisher.ask("digests") if way.digests else None
+            return min((self._read(readers, there, n, known) for n in (1, 2)), key=lambda copied: _seconds(copied[0]))
         port = self.publisher.ask("listen")
         before = self._cpu_s()
         self.publisher.tell("send", len(readers), way.digests)
@@ -102,8 +127,17 @@ class Cluster:
         self.publisher.hear()
         return spans, self._cpu_s() - before
 
+    def _read(self, readers: list[Remote], *order: object) -> tuple[Spans, float]:
+        before = self._cpu_s()
+        return _ask_all(readers, "read", self._transport, *order), self._cpu_s() - before
+
     def _cpu_s(self) -> float:
         return float(sum(_ask_all(self._all, "cpu")))
+
+
+def _seconds(spans: Spans) -> float:
+    """From the first start to the last end."""
+    return max(end for _, end in spans) - min(start for start, _ in spans)
 
 
 def _ask_all(remotes: Sequence[Remote], command: str, *arguments: object) -> list[Any]:
@@ -114,8 +148,8 @@ def _ask_all(remotes: Sequence[Remote], command: str, *arguments: object) -> lis
 
 
 @contextmanager
-def cluster(mix: Mix, receivers: int) -> Iterator[Cluster]:
-    made = Cluster(mix, receivers)
+def cluster(mix: Mix, receivers: int, transport: str = "tcp") -> Iterator[Cluster]:
+    made = Cluster(mix, receivers, transport)
     try:
         yield made
     finally:
@@ -138,22 +172,24 @@ def measure(made: Cluster, fans: Sequence[int], rounds: int) -> list[Figure]:
 # ------------------------------------------------------------------------------------------------------------- report
 
 
+def _of(figures: Sequence[Figure], way: Way, fan: int) -> list[float]:
+    return [figure.seconds for figure in figures if (figure.way, figure.receivers) == (way.name, fan)]
+
+
 def ratios(figures: Sequence[Figure], way: Way, baseline: Way, fan: int) -> list[float]:
     """Of each round: the baseline's seconds by this way's, i.e. this way's speed as a part of the baseline's."""
-
-    def seconds(name: str) -> list[float]:
-        return [figure.seconds for figure in figures if (figure.way, figure.receivers) == (name, fan)]
-
-    return [base / mine for base, mine in zip(seconds(baseline.name), seconds(way.name), strict=True)]
+    pairs = zip(_of(figures, baseline, fan), _of(figures, way, fan), strict=True)
+    return [base / mine for base, mine in pairs]
 
 
 def table(figures: Sequence[Figure], fans: Sequence[int], nbytes: int) -> list[dict[str, object]]:
     """One row for each fan-out and way: medians, and the least and the largest value of all rounds."""
     rows: list[dict[str, object]] = []
     for fan in fans:
+        bare = _of(figures, BARE, fan)
         for way in WAYS:
+            seconds = _of(figures, way, fan)
             mine = [figure for figure in figures if (figure.way, figure.receivers) == (way.name, fan)]
-            seconds = [figure.seconds for figure in mine]
             cpu_s = [figure.cpu_s / (fan * nbytes / GIB) for figure in mine]
             row: dict[str, object] = {
                 "receivers": fan,
@@ -164,6 +200,8 @@ def table(figures: Sequence[Figure], fans: Sequence[int], nbytes: int) -> list[d
             }
             for title, baseline in (("speed of bare", BARE), ("of bare + XXH3", BARE_DIGESTED)):
                 row[title] = spread(ratios(figures, way, baseline, fan))
+            row["ms"] = spread([1000 * value for value in seconds])
+            row["ms over 2 x bare"] = spread([1000 * (value - 2 * base) for value, base in zip(seconds, bare, strict=True)])
             rows.append(row)
     return rows
 
@@ -174,39 +212,65 @@ def spread(values: list[float]) -> list[float]:
 
 
 def show(rows: list[dict[str, object]]) -> None:
-    print(f"\n{'':7}{'':28}" + "".join(f"{title:>22}" for title in list(rows[0])[2:]))
+    titles = [title for title in rows[0] if title not in ("receivers", "way", "seconds")]  # `ms` says it
+    print(f"\n{'':7}{'':28}" + "".join(f"{title:>24}" for title in titles))
     for row in rows:
-        cells = [value for value in row.values() if isinstance(value, list)]
-        texts = "".join(f"{f'{mid:.3f} [{low:.2f}-{high:.2f}]':>22}" for mid, low, high in cells)
-        print(f"1 -> {row['receivers']:<2} {row['way']:<28}{texts}")
+        print(f"1 -> {row['receivers']:<2} {row['way']:<28}" + "".join(f"{_cell(row[title]):>24}" for title in titles))
     print("\nMedian [least-largest] of the rounds. A ratio is taken within each round; above 1 is faster.")
+
+
+def _cell(value: object) -> str:
+    return "{:.3f} [{:.2f}-{:.2f}]".format(*value) if isinstance(value, list) else str(value)
+
+
+def one_size(options: argparse.Namespace, mib: int) -> tuple[list[dict[str, object]], list[Figure]]:
+    """Measure, and show, as many of the fan-outs as there is memory for."""
+    mix = Mix(mib * 2**20, each=mib * 2**20) if options.one_tensor else Mix.of(options, mib)
+    nbytes = sum(mix.sizes())
+    fans = [fan for fan in options.receivers if (1 + fan) * nbytes < MEMORY_PART * available_bytes()]
+    if fans != options.receivers:
+        print(f"\n{mib} MiB: there is memory for these numbers of receivers only: {fans or 'none'}")
+    if not fans:
+        return [], []
+    with cluster(mix, max(fans), options.transport) as made:
+        print(
+            f"\n{made.tensors} tensors ({mix}), {nbytes / 2**20:.0f} MiB, {options.transport}; each way verified by SHA-256"
+        )
+        figures = measure(made, fans, options.rounds)
+    rows = table(figures, fans, nbytes)
+    for row in rows:
+        key = str(row["way"]), int(str(row["receivers"]))
+        row["publisher's extra MiB"], row["receiver's extra MiB"] = made.extra_mib[key]
+    show(rows)
+    return [{"mib": mib, **row} for row in rows], figures
 
 
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m benches one_to_n", description=__doc__)
+    parser.add_argument("--transport", choices=tuple(BARE_COPIES), default="tcp", help="of TensorHub and of the bare copy")
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--mib", type=int, default=1024, help="bytes of the model, in MiB (every process holds them)")
+    parser.add_argument(
+        "--mib", type=int, nargs="+", default=[1024], help="bytes of the model, in MiB (each process has them)"
+    )
+    parser.add_argument("--one-tensor", action="store_true", help="all of it is one tensor")
     Mix.add_options(parser)
     parser.add_argument("--receivers", type=int, nargs="+", default=[1, 4], help="the fan-outs")
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write facts, rows and every single figure")
     options = parser.parse_args(arguments)
-    if min(options.rounds, options.mib - 1, *options.receivers) < 1:
-        parser.error("give at least 1 round, 2 MiB and 1 receiver")
-    mix = Mix.of(options)
-    nbytes = sum(mix.sizes())
-    known = facts() | {"congestion control of bare sockets": CONGESTION_CONTROL.decode()}
+    if min(options.rounds, *options.mib, *options.receivers) < 1:
+        parser.error("give at least 1 round, 1 MiB and 1 receiver")
+    known = facts() | {"transport": options.transport, "a bare copy": BARE_COPIES[options.transport]}
+    if options.transport == "tcp":
+        known["congestion control of bare sockets"] = CONGESTION_CONTROL.decode()
     for name, value in known.items():
         print(f"{name}: {value}")
-    with cluster(mix, max(options.receivers)) as made:
-        print(
-            f"{made.tensors} tensors ({mix}), {nbytes / 2**20:.0f} MiB, tcp on loopback; each way verified once by SHA-256"
-        )
-        figures = measure(made, options.receivers, options.rounds)
-    rows = table(figures, options.receivers, nbytes)
-    show(rows)
+    rows: list[dict[str, object]] = []
+    single: list[dict[str, object]] = []
+    for mib in options.mib:
+        found, figures = one_size(options, mib)
+        rows += found
+        single += [{"mib": mib, **{name: getattr(figure, name) for name in Figure.__slots__}} for figure in figures]
     if options.json is not None:
-        single = [{name: getattr(figure, name) for name in Figure.__slots__} for figure in figures]
-        options.json.write_text(
-            json.dumps({"machine": known, "mib": options.mib, "mix": str(mix), "rows": rows, "figures": single})
-        )
+        kept = {"machine": known, "mib": options.mib, "mix": str(Mix.of(options, 0)), "rows": rows, "figures": single}
+        options.json.write_text(json.dumps(kept))
     return 0

@@ -13,8 +13,6 @@ from __future__ import annotations
 import argparse
 import multiprocessing
 import os
-import random
-import resource
 import socket
 import statistics
 import threading
@@ -25,62 +23,10 @@ from multiprocessing.connection import Connection
 import anyio
 
 from benches.mixes import Mix
-from tensorhub.manifest import Manifest, TensorDescription, build_manifest
-from tensorhub.messages import Grant
-from tensorhub.runtime.acceptor import ServeSettings, serve_readers
-from tensorhub.runtime.chunks import ChunkMemory
-from tensorhub.runtime.lanes import AllVerified, Opened, PullRunner
-from tensorhub.runtime.serving import SharedOwner
-from tensorhub.runtime.tcp_channel import TcpTransport
+from benches.pulls import HUB_MODES, Puller, cpu_s, memory_of, options_parser, serving, sizes_of, spoil
 from tensorhub.transport import tcp
-from tensorhub.transport.base import Cutter, Destination, ReadRight
-from tensorhub.transport.registry import Local
-from tensorhub.types import (
-    ContentId,
-    Endpoint,
-    Incarnation,
-    LeaseId,
-    Location,
-    Options,
-    RegistrationId,
-)
 
-REGISTRATION, SECRET = RegistrationId("registration"), b"bench"
-TINY_BYTES = 4096
-MODES = ("bare", "first", "again", "none")  # first: digests made now; again: digests known; none: no digests
-
-
-def content_of(generation: int) -> ContentId:
-    """Each is another one, or the digests of the last would be known."""
-    return ContentId(f"content {generation}")
-
-
-def sizes_of(args: argparse.Namespace) -> list[int]:
-    if args.model:
-        return Mix.of(args).sizes()
-    large = args.tensors - args.tiny
-    each = (args.mib * 2**20 - args.tiny * TINY_BYTES) // large // 4096 * 4096
-    return [TINY_BYTES] * args.tiny + [each] * large
-
-
-def manifest_of(sizes: list[int], mode: str, chunk_bytes: int) -> Manifest:
-    tensors = [TensorDescription(f"t{i}", "uint8", (n,), (i + 1) << 40, n) for i, n in enumerate(sizes)]
-    return build_manifest(tensors, chunk_bytes, "none" if mode == "none" else "xxh3-64")
-
-
-def memory_of(sizes: list[int], fill: bool) -> list[memoryview]:
-    pattern = random.Random(1).randbytes(2**20)
-    made = []
-    for size in sizes:
-        array = bytearray(size)
-        array[:] = (pattern * (size // len(pattern) + 1))[:size] if fill else b"\1" * size
-        made.append(memoryview(array))
-    return made
-
-
-def cpu_s() -> float:
-    usage = resource.getrusage(resource.RUSAGE_SELF)
-    return usage.ru_utime + usage.ru_stime
+MODES = ("bare", *HUB_MODES)
 
 
 def spin(stop: threading.Event) -> None:
@@ -99,27 +45,18 @@ def source(pipe: Connection, args: argparse.Namespace) -> None:
 
 
 async def _serve(pipe: Connection, args: argparse.Namespace, regions: list[memoryview]) -> None:
-    listener, owner, generation = tcp.listen("127.0.0.1"), SharedOwner(), 0
     bare = socket.create_server(("127.0.0.1", 0))
-    pipe.send((tcp.address_of(listener), bare.getsockname()))
-    settings = ServeSettings(Incarnation("source"), [SECRET])
-    async with anyio.create_task_group() as tasks:
-        tasks.start_soon(serve_readers, listener, owner, settings)
+    async with serving("tcp", args, regions) as offers:
+        pipe.send((offers.address, bare.getsockname()))
         while (mode := await anyio.to_thread.run_sync(pipe.recv)) != "stop":
             before = cpu_s()
             if mode == "bare":
                 pipe.send(0)
                 await anyio.to_thread.run_sync(_bare_send, bare, regions)
             else:
-                if mode != "again":
-                    generation += 1
-                    await owner.fence_async(REGISTRATION)
-                    memory = ChunkMemory(manifest_of(sizes_of(args), mode, args.chunk), regions)
-                    owner.open(REGISTRATION, generation, content_of(generation), memory, complete=True)
-                pipe.send(generation)
+                pipe.send(await offers.offer(mode))
                 await anyio.to_thread.run_sync(pipe.recv)
             pipe.send(cpu_s() - before)
-        tasks.cancel_scope.cancel()
 
 
 def _bare_send(server: socket.socket, regions: list[memoryview]) -> None:
@@ -144,41 +81,15 @@ def _bare_receive(address: tuple[str, int], regions: list[memoryview]) -> None:
                 left = left[connection.recv_into(left, 0, socket.MSG_WAITALL) :]
 
 
-async def _pull(
-    address: str, generation: int, mode: str, args: argparse.Namespace, regions: list[memoryview]
-) -> tuple[float, str]:
-    """Seconds of one pull in a running loop, from the grant to the last event; and its phases."""
-    memory = ChunkMemory(manifest_of(sizes_of(args), mode, args.chunk), regions)
-    owner = SharedOwner()
-    owner.open(REGISTRATION, 1, content_of(generation), memory, complete=False)
-    transport = TcpTransport(Local(Incarnation("reader"), (SECRET,), Options()))
-
-    def open_channel(grant: Grant, destination: Destination, cutter: Cutter) -> Opened:
-        right = ReadRight(LeaseId("l"), Incarnation("source"), REGISTRATION, generation, content_of(generation))
-        return Opened("tcp", transport.open(grant.endpoints[0], right, destination, cutter))
-
-    endpoint = Endpoint("tcp", address)
-    grant = Grant("l", "s", "source", REGISTRATION, generation, (endpoint,), Location(), True)
-    started = time.perf_counter()
-    async with PullRunner(memory, owner, REGISTRATION, 1, open_channel, batch_bytes=args.batch) as runner:
-        runner.add_source(grant)
-        event = await runner.next_event()
-        if not isinstance(event, AllVerified):
-            raise SystemExit(f"the pull failed: {event}")
-        phases = runner.report().phases
-    elapsed = time.perf_counter() - started
-    return elapsed, " ".join(f"{name} {seconds:.3f}" for name, seconds in phases.items())
-
-
 def rounds(pipe: Connection, args: argparse.Namespace) -> Iterator[tuple[str, float, float, float, str]]:
     regions = memory_of(sizes_of(args), fill=False)
     if args.busy == "reader":
         threading.Thread(target=spin, args=(threading.Event(),), daemon=True).start()
     address, bare = pipe.recv()
+    puller = Puller("tcp", address, args, regions)
     for _ in range(args.rounds):
         for mode in MODES:
-            for region in regions:
-                region[:8] = bytes(8)
+            spoil(regions)
             pipe.send(mode)
             generation, phases = pipe.recv(), ""
             before, started = cpu_s(), time.perf_counter()
@@ -186,22 +97,16 @@ def rounds(pipe: Connection, args: argparse.Namespace) -> Iterator[tuple[str, fl
                 _bare_receive(bare, regions)
                 seconds = time.perf_counter() - started
             else:
-                seconds, phases = anyio.run(_pull, address, generation, mode, args, regions)
-            if mode != "bare":
+                pulled = puller.pull(mode, generation)
+                seconds = pulled.ended - pulled.started
+                phases = " ".join(f"{name} {value:.3f}" for name, value in pulled.phases.items())
                 pipe.send("done")
             yield mode, seconds, cpu_s() - before, pipe.recv(), phases
     pipe.send("stop")
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--mib", type=int, default=1024)
-    parser.add_argument("--tensors", type=int, default=300)
-    parser.add_argument("--tiny", type=int, default=150)
-    Mix.add_options(parser)
-    parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--chunk", type=int, default=Options().chunk_bytes)
-    parser.add_argument("--batch", type=int, default=64 * 2**20)
+    parser = options_parser(None, __doc__)
     parser.add_argument("--busy", choices=("source", "reader"), help="a thread spins in pure Python there")
     args = parser.parse_args()
     here, there = multiprocessing.Pipe()

@@ -24,6 +24,8 @@ class Remote:
         self._pipe, theirs = context.Pipe()
         self._process = context.Process(target=target, args=(theirs, *arguments), name=name, daemon=True)
         self._process.start()
+        assert self._process.pid is not None
+        self.pid: int = self._process.pid
         theirs.close()
 
     def __repr__(self) -> str:

@@ -1,7 +1,9 @@
 """The processes of a benchmark: a coordinator, a publisher, receivers; each does what its pipe says and answers.
 
-Every process ends when its pipe does, so that none outlives the benchmark.
+Every process ends when its pipe does, so that none outlives the benchmark. Those without tensors do not wait for torch.
 """
+
+from __future__ import annotations
 
 import ctypes
 import hashlib
@@ -11,15 +13,18 @@ from collections.abc import Callable, Mapping
 from contextlib import AsyncExitStack
 from functools import partial
 from multiprocessing.connection import Connection
+from typing import TYPE_CHECKING
 
 import anyio
 import anyio.to_thread
-import torch
 
 import tensorhub
-from benches import bare
+from benches import bare, bare_reads
 from benches.mixes import Mix
 from benches.remotes import Command, Commands, obey
+
+if TYPE_CHECKING:
+    import torch
 
 Models = Mapping[str, tensorhub.Options]
 """All of them are of the same tensors, each published by a hub with its options."""
@@ -33,12 +38,19 @@ def coordinator_main(pipe: Connection) -> None:
     anyio.run(_coordinator, pipe)
 
 
-def publisher_main(pipe: Connection, address: str, mix: Mix, models: Models = MODELS) -> None:
-    anyio.run(_worker, pipe, address, mix, "publisher", models)
+def publisher_main(pipe: Connection, address: str, mix: Mix, models: Models = MODELS, transport: str = "tcp") -> None:
+    anyio.run(_worker, pipe, address, mix, "publisher", models, transport)
 
 
-def receiver_main(pipe: Connection, address: str, mix: Mix, name: str, models: Models = MODELS) -> None:
-    anyio.run(_worker, pipe, address, mix, name, models)
+def receiver_main(
+    pipe: Connection, address: str, mix: Mix, name: str, models: Models = MODELS, transport: str = "tcp"
+) -> None:
+    anyio.run(_worker, pipe, address, mix, name, models, transport)
+
+
+def sender_main(pipe: Connection, mix: Mix, transport: str) -> None:
+    """A process that has the bytes, and knows nothing of TensorHub."""
+    anyio.run(_sender, pipe, mix, transport)
 
 
 def rank_main(pipe: Connection, address: str, rank: int, world_size: int) -> None:
@@ -51,13 +63,21 @@ async def _coordinator(pipe: Connection) -> None:
         await obey(pipe, {"cpu": _cpu})
 
 
-async def _worker(pipe: Connection, address: str, mix: Mix, name: str, models: Models) -> None:
+async def _sender(pipe: Connection, mix: Mix, transport: str) -> None:
+    memory = Memory(mix, random=True, shared=transport == "shm")
+    pipe.send((True, len(memory.tensors)))
+    await obey(pipe, memory.commands())
+
+
+async def _worker(pipe: Connection, address: str, mix: Mix, name: str, models: Models, transport: str) -> None:
+    import torch
+
     torch.set_num_threads(1)
-    memory = Memory(mix, random=name == "publisher")
+    memory = Memory(mix, random=name == "publisher", shared=transport == "shm")
     async with AsyncExitStack() as stack:
         handles: dict[str, tensorhub.Weights] = {}
         for model, options in models.items():
-            connecting = tensorhub.connect(address, name=f"{name}-{model}", transports=("tcp",), options=options)
+            connecting = tensorhub.connect(address, name=f"{name}-{model}", transports=(transport,), options=options)
             hub = await stack.enter_async_context(connecting)
             handles[model] = await hub.register(model, memory.tensors)
         pipe.send((True, len(memory.tensors)))
@@ -66,6 +86,8 @@ async def _worker(pipe: Connection, address: str, mix: Mix, name: str, models: M
 
 async def _rank(pipe: Connection, address: str, rank: int, world_size: int) -> None:
     """One rank of the group `g` of the model `group`, with one small tensor."""
+    import torch
+
     async with tensorhub.connect(address, name=f"rank-{rank}") as hub:
         weights = await hub.register("group", {"w": torch.ones(1024)}, group="g", rank=rank, world_size=world_size)
 
@@ -93,7 +115,7 @@ async def _cpu() -> float:
     return used.ru_utime + used.ru_stime
 
 
-def _commands(memory: "Memory", handles: dict[str, tensorhub.Weights]) -> Commands:
+def _commands(memory: Memory, handles: dict[str, tensorhub.Weights]) -> Commands:
     async def publish(model: str, version: int) -> float:
         start = time.monotonic()
         await handles[model].publish(version)
@@ -107,22 +129,10 @@ def _commands(memory: "Memory", handles: dict[str, tensorhub.Weights]) -> Comman
     async def unpublish(model: str) -> None:
         await handles[model].unpublish()
 
-    return {
-        "cpu": _cpu,
-        "publish": publish,
-        "fetch": fetch,
-        "unpublish": unpublish,
-        "change": _call(memory.change),
-        "clear": _call(memory.clear),
-        "sample": _call(memory.sample),
-        "sha256": _call(memory.sha256),
-        "listen": _call(memory.listen),
-        "send": _call(memory.send),
-        "receive": _call(memory.receive),
-    }
+    return {"publish": publish, "fetch": fetch, "unpublish": unpublish, **memory.commands()}
 
 
-def _call(function: Callable[..., object]) -> Command:
+def call_in_thread(function: Callable[..., object]) -> Command:
     async def called(*arguments: object) -> object:
         return await anyio.to_thread.run_sync(partial(function, *arguments))
 
@@ -132,16 +142,36 @@ def _call(function: Callable[..., object]) -> Command:
 class Memory:
     """The tensors of one process, in pages that have been touched."""
 
-    def __init__(self, mix: Mix, *, random: bool) -> None:
-        self.tensors: dict[str, torch.Tensor] = {}
-        for number, size in enumerate(mix.sizes()):
-            tensor = torch.empty(size // 4, dtype=torch.float32)
+    def __init__(self, mix: Mix, *, random: bool, shared: bool = False) -> None:
+        """`shared`: others can map it."""
+        import torch
+
+        sizes = enumerate(mix.sizes())
+        tensors = {f"tensor.{number:03}": torch.empty(size // 4, dtype=torch.float32) for number, size in sizes}
+        self.tensors: dict[str, torch.Tensor] = tensorhub.shared_empty_like(tensors) if shared else tensors
+        for tensor in self.tensors.values():
             words = tensor.view(torch.int32)
             words.random_() if random else words.fill_(1)
-            self.tensors[f"tensor.{number:03}"] = tensor
         self._bytes = [tensor.view(torch.uint8) for tensor in self.tensors.values()]
         self._views = [_view(tensor) for tensor in self.tensors.values()]
         self._listener = bare.listen()
+        self._readers: dict[bare_reads.Lie, bare_reads.Reader] = {}  # each keeps what it has mapped
+
+    def commands(self) -> Commands:
+        """What a process can be told to do with it."""
+        own = (
+            self.change,
+            self.clear,
+            self.sample,
+            self.sha256,
+            self.listen,
+            self.send,
+            self.receive,
+            self.lie,
+            self.digests,
+            self.read,
+        )
+        return {"cpu": _cpu} | {method.__name__: call_in_thread(method) for method in own}
 
     def change(self) -> None:
         """Another content: one byte of every tensor is another."""
@@ -172,6 +202,23 @@ class Memory:
     def receive(self, port: int, digests: bool) -> tuple[float, float]:
         start = time.monotonic()
         bare.receive_all(port, self._views, digests)
+        return start, time.monotonic()
+
+    def lie(self) -> bare_reads.Lie:
+        """Where it is, for a bare copy by one of `read`'s kinds."""
+        return bare_reads.Lie.of(self._views)
+
+    def digests(self) -> list[int]:
+        return bare_reads.digests_of(self._views)
+
+    def read(
+        self, kind: bare_reads.Kind, there: bare_reads.Lie, threads: int, digests: list[int] | None
+    ) -> tuple[float, float]:
+        """Copy that process' memory into this one's."""
+        if there not in self._readers:
+            self._readers[there] = bare_reads.Reader(kind, there, self._views)
+        start = time.monotonic()
+        self._readers[there].read(threads, digests)
         return start, time.monotonic()
 
 

@@ -1,0 +1,111 @@
+"""The baseline of one-sided transports: the same bytes, copied out of another process' memory, and nothing else.
+
+By `process_vm_readv` (cma), or by memmove out of a mapping of the memfd in which they are (shm); by one thread or by two,
+which take turns at calls of 8 MiB. With digests the calls are of 1 MiB, each piece is digested while it is in the cache, and
+compared with the source's digest, which was made before.
+"""
+
+import ctypes
+import os
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import Literal
+
+import xxhash
+
+from tensorhub.transport import cma, shm
+from tensorhub.transport.cma import Piece, cut_up
+from tensorhub.transport.memory import address_of, bytes_at
+
+Kind = Literal["cma", "shm"]
+HOT_BYTES = 2**20  # of a call whose pieces are digested: they are still in the nearest cache
+
+
+@dataclass(frozen=True, slots=True)
+class Lie:
+    """Where the bytes of a process lie. `segments`: (address, bytes, descriptor) of the shared memory that they are in."""
+
+    pid: int
+    addresses: tuple[int, ...]
+    segments: tuple[tuple[int, int, int], ...]
+
+    @staticmethod
+    def of(views: Sequence[memoryview]) -> "Lie":
+        """Of this process' own memory."""
+        segments = shm.segments_of([(address_of(view), view.nbytes) for view in views]) or ()
+        found = tuple([(segment.address, segment.nbytes, segment.descriptor) for segment in segments])
+        return Lie(os.getpid(), tuple([address_of(view) for view in views]), found)
+
+
+def digests_of(views: Sequence[memoryview]) -> list[int]:
+    """Of each piece that a reader digests."""
+    pieces = [Piece(address_of(view), 0, view.nbytes) for view in views]
+    cut = [piece for call in cut_up(pieces, HOT_BYTES) for piece in call]
+    return [xxhash.xxh3_64_intdigest(bytes_at(piece.here, piece.nbytes, None)) for piece in cut]
+
+
+class Reader:
+    """Copies from there into these views, again and again."""
+
+    def __init__(self, kind: Kind, there: Lie, views: Sequence[memoryview]) -> None:
+        self._copy = self._by_cma if kind == "cma" else self._by_shm
+        self._pid = there.pid
+        self._mapped = [_map(there.pid, segment[2], segment[1]) for segment in there.segments] if kind == "shm" else []
+        addresses = there.addresses if kind == "cma" else [self._here(there, address) for address in there.addresses]
+        places = zip(views, addresses, strict=True)
+        pieces = [Piece(address_of(view), address, view.nbytes) for view, address in places]
+        self._calls, self._hot_calls = list(cut_up(pieces)), list(cut_up(pieces, HOT_BYTES))
+        self._arrived = [[bytes_at(piece.here, piece.nbytes, None) for piece in call] for call in self._hot_calls]
+
+    def read(self, threads: int, digests: list[int] | None = None) -> None:
+        """Copy all of it. `digests`: what `digests_of` gave there; ValueError if one differs."""
+        calls = self._calls if digests is None else self._hot_calls
+        ends = list(accumulate(len(call) for call in calls))
+        failures: list[BaseException] = []
+
+        def work(part: int) -> None:
+            try:
+                for number in range(part, len(calls), threads):
+                    self._copy(calls[number])
+                    if digests is not None:
+                        expected = digests[ends[number] - len(calls[number]) : ends[number]]
+                        _compare(self._arrived[number], expected)
+            except BaseException as error:
+                failures.append(error)
+
+        others = [threading.Thread(target=work, args=(part,)) for part in range(1, threads)]
+        for other in others:
+            other.start()
+        work(0)
+        for other in others:
+            other.join()
+        if failures:
+            raise failures[0]
+
+    def _by_cma(self, call: Sequence[Piece]) -> None:
+        cma.copy(self._pid, call)
+
+    def _by_shm(self, call: Sequence[Piece]) -> None:
+        for here, there, nbytes in call:
+            ctypes.memmove(here, there, nbytes)
+
+    def _here(self, there: Lie, address: int) -> int:
+        for (start, nbytes, _), mapped in zip(there.segments, self._mapped, strict=True):
+            if start <= address < start + nbytes:
+                return mapped.address + address - start
+        raise ValueError("that source's memory is not shared")
+
+
+def _map(pid: int, descriptor: int, nbytes: int) -> shm.MappedSegment:
+    opened = os.open(f"/proc/{pid}/fd/{descriptor}", os.O_RDONLY)
+    try:
+        return shm.MappedSegment(opened, nbytes)
+    finally:
+        os.close(opened)
+
+
+def _compare(arrived: Sequence[memoryview], expected: Sequence[int]) -> None:
+    if [xxhash.xxh3_64_intdigest(view) for view in arrived] != expected:
+        raise ValueError("a piece arrived with other bytes than were there")

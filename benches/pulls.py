@@ -1,0 +1,172 @@
+"""One source and its readers on one host, below the public API: the data plane alone, for `one_to_one` and `one_sided`."""
+
+from __future__ import annotations
+
+import argparse
+import random
+import resource
+import socket
+import time
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
+from typing import NamedTuple
+
+import anyio
+
+from benches.mixes import Mix
+from tensorhub.manifest import Manifest, TensorDescription, build_manifest
+from tensorhub.messages import Grant
+from tensorhub.runtime.acceptor import ServeSettings, serve_readers
+from tensorhub.runtime.chunks import ChunkMemory
+from tensorhub.runtime.cma_channel import CmaTransport
+from tensorhub.runtime.lanes import AllVerified, Opened, PullRunner
+from tensorhub.runtime.serving import SharedOwner
+from tensorhub.runtime.shm_channel import ShmTransport
+from tensorhub.runtime.tcp_channel import TcpTransport
+from tensorhub.transport import tcp, unix
+from tensorhub.transport.base import Cutter, Destination, ReadRight, Transport
+from tensorhub.transport.cma import Words
+from tensorhub.transport.registry import Local
+from tensorhub.transport.shm import Segment
+from tensorhub.types import ContentId, Endpoint, Incarnation, LeaseId, Location, Options, RegistrationId
+
+REGISTRATION, SECRET = RegistrationId("registration"), b"bench"
+TINY_BYTES = 4096
+HUB_MODES = ("first", "again", "none")  # first: digests made now; again: digests known; none: no digests
+TRANSPORTS: dict[str, Callable[[Local], Transport]] = {"tcp": TcpTransport, "cma": CmaTransport, "shm": ShmTransport}
+
+
+def options_parser(prog: str | None, text: str | None) -> argparse.ArgumentParser:
+    """Of what both subjects have."""
+    parser = argparse.ArgumentParser(prog=prog, description=text, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--mib", type=int, default=1024)
+    parser.add_argument("--tensors", type=int, default=300)
+    parser.add_argument("--tiny", type=int, default=150)
+    Mix.add_options(parser)
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--chunk", type=int, default=Options().chunk_bytes)
+    parser.add_argument("--batch", type=int, default=64 * 2**20)
+    parser.add_argument("--lanes", type=int, default=0, help="threads of each reader; 0: as the transport says")
+    return parser
+
+
+def sizes_of(args: argparse.Namespace) -> list[int]:
+    if args.model:
+        return Mix.of(args).sizes()
+    large = args.tensors - args.tiny
+    each = (args.mib * 2**20 - args.tiny * TINY_BYTES) // large // 4096 * 4096
+    return [TINY_BYTES] * args.tiny + [each] * large
+
+
+def memory_of(sizes: Sequence[int], fill: bool, shared: bool = False) -> list[memoryview]:
+    """Touched memory of these sizes, each a tensor's."""
+    pattern = random.Random(1).randbytes(2**20)
+    segment = Segment(sum(sizes)) if shared else None
+    made: list[memoryview] = []
+    for number, size in enumerate(sizes):
+        view = segment.bytes_at(sum(sizes[:number]), size) if segment is not None else memoryview(bytearray(size))
+        view[:] = (pattern * (size // len(pattern) + 1))[:size] if fill else b"\1" * size
+        made.append(view)
+    return made
+
+
+def cpu_s() -> float:
+    """CPU seconds of this process so far."""
+    usage = resource.getrusage(resource.RUSAGE_SELF)
+    return usage.ru_utime + usage.ru_stime
+
+
+def spoil(regions: Sequence[memoryview]) -> None:
+    """What comes next can be told from what is there."""
+    for region in regions:
+        region[:8] = region[-8:] = bytes(8)
+
+
+def _content_of(generation: int) -> ContentId:
+    """Each is another one, or the digests of the last would be known."""
+    return ContentId(f"content {generation}")
+
+
+def _manifest_of(mode: str, args: argparse.Namespace) -> Manifest:
+    sizes = enumerate(sizes_of(args))
+    tensors = [TensorDescription(f"t{i}", "uint8", (n,), (i + 1) << 40, n) for i, n in sizes]
+    return build_manifest(tensors, args.chunk, "none" if mode == "none" else "xxh3-64")
+
+
+def _shared(nbytes: int) -> memoryview:
+    return Segment(nbytes).bytes_at(0, nbytes)
+
+
+class Offers:
+    """What a source serves, to whoever connects to `address`."""
+
+    def __init__(self, transport: str, args: argparse.Namespace, regions: list[memoryview]) -> None:
+        self.owner = SharedOwner(words=Words(_shared) if transport == "shm" else Words())
+        self.listener: socket.socket = unix.listen() if transport == "shm" else tcp.listen("127.0.0.1")
+        self.address = unix.address_of(self.listener) if transport == "shm" else tcp.address_of(self.listener)
+        self._args = args
+        self._regions = regions
+        self._generation = 0
+
+    async def offer(self, mode: str) -> int:
+        """The generation to read under: a new one, unless it is read `again`."""
+        if mode != "again":
+            self._generation += 1
+            await self.owner.fence_async(REGISTRATION)
+            memory = ChunkMemory(_manifest_of(mode, self._args), self._regions)
+            self.owner.open(REGISTRATION, self._generation, _content_of(self._generation), memory, complete=True)
+        return self._generation
+
+
+@asynccontextmanager
+async def serving(transport: str, args: argparse.Namespace, regions: list[memoryview]) -> AsyncIterator[Offers]:
+    """A source of these regions, for the length of the block."""
+    offers = Offers(transport, args, regions)
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(serve_readers, offers.listener, offers.owner, ServeSettings(Incarnation("source"), [SECRET]))
+        yield offers
+        tasks.cancel_scope.cancel()
+    offers.listener.close()
+
+
+class Pulled(NamedTuple):
+    """`started`, `ended`: in a running loop, from the grant until nothing of it runs."""
+
+    started: float
+    ended: float
+    cpu_s: float
+    phases: dict[str, float]
+
+
+class Puller:
+    """Reads that source into these regions, by one transport, which keeps what it keeps from one pull to the next."""
+
+    def __init__(self, transport: str, address: str, args: argparse.Namespace, regions: list[memoryview]) -> None:
+        self._transport = TRANSPORTS[transport](Local(Incarnation("reader"), (SECRET,), Options()))
+        self._endpoint = Endpoint(transport, address)
+        self._args = args
+        self._regions = regions
+
+    def pull(self, mode: str, generation: int) -> Pulled:
+        """One pull. SystemExit if it fails."""
+        return anyio.run(self._pull, mode, generation)
+
+    async def _pull(self, mode: str, generation: int) -> Pulled:
+        memory = ChunkMemory(_manifest_of(mode, self._args), self._regions)
+        owner, content = SharedOwner(words=Words()), _content_of(generation)
+        owner.open(REGISTRATION, 1, content, memory, complete=False)
+
+        def open_channel(grant: Grant, destination: Destination, cutter: Cutter) -> Opened:
+            right = ReadRight(LeaseId("l"), Incarnation("source"), REGISTRATION, generation, content)
+            channel = self._transport.open(grant.endpoints[0], right, destination, cutter)
+            return Opened(self._transport.name, channel, self._args.lanes or self._transport.lanes)
+
+        grant = Grant("l", "s", "source", REGISTRATION, generation, (self._endpoint,), Location(), True)
+        started, before_s = time.monotonic(), cpu_s()
+        async with PullRunner(memory, owner, REGISTRATION, 1, open_channel, batch_bytes=self._args.batch) as runner:
+            runner.add_source(grant)
+            event = await runner.next_event()
+            if not isinstance(event, AllVerified):
+                raise SystemExit(f"the pull failed: {event}")
+            phases = runner.report().phases
+        return Pulled(started, time.monotonic(), cpu_s() - before_s, phases)
