@@ -87,9 +87,11 @@ class _DamagingChannel:
 
     def receive(self, bytes_max: int) -> Arrival | Lacking:
         answer = self._channel.receive(bytes_max)
-        for chunk, _ in answer.chunks if isinstance(answer, Arrival) else ():
+        if not isinstance(answer, Arrival):
+            return answer
+        for chunk, _ in answer.chunks:
             self._destination.buffer(chunk)[0] ^= 1
-        return answer
+        return answer._replace(made={})
 
     def close(self) -> None:
         self._channel.close()

@@ -13,6 +13,8 @@ import xxhash
 from tensorhub.errors import ProtocolError
 from tensorhub.manifest import Digest, TensorDescription, build_manifest
 from tensorhub.messages import (
+    ChunkDigest,
+    ChunkFollows,
     ChunksFollow,
     ChunksLie,
     FindMemory,
@@ -49,7 +51,10 @@ CONTENT, REGISTRATION, GENERATION = ContentId("content"), RegistrationId("mine")
 RIGHT = ReadRight(LeaseId("lease"), Incarnation("source.1"), RegistrationId("theirs"), 5, CONTENT)
 GRANT = Grant("lease", "source", "source.1", "theirs", 5, (), Location(host="h"), complete=True)
 STALL_S = 5.0
-ANSWERS: tuple[type[Any], ...] = (ChunksFollow, StillWaiting, ReadRefused, ChunksLie, MemoryIs, SegmentsAre)
+ANSWERS: tuple[type[Any], ...] = (
+    *(ChunksFollow, ChunkFollows, ChunkDigest, StillWaiting, ReadRefused),
+    *(ChunksLie, MemoryIs, SegmentsAre),
+)
 ASKED_MAX = 12  # requests of one input
 
 
@@ -164,6 +169,12 @@ def _answers(source: Source, memory: ChunkMemory) -> bytes:
             if source.byte() > 230 and payload:
                 payload[source.below(len(payload))] ^= 1 + source.byte() % 255
             said += payload
+        elif kind < 155:
+            chunk = source.below(CHUNKS)
+            said += frame(codec.encode(ChunkFollows(source.below(4), chunk)), FRAME_BYTES_MAX) + _chunk(chunk)
+            if source.byte() < 240:
+                digest = _digest(chunk) if source.byte() < 240 else 1
+                said += frame(codec.encode(ChunkDigest(source.below(4), digest)), FRAME_BYTES_MAX)
         elif kind < 200:
             said += frame(codec.encode(source.value(source.choice(ANSWERS), pools)), FRAME_BYTES_MAX)
         elif kind < 230:
@@ -302,6 +313,14 @@ def _serve(
                 for chunk, digest, address in message.chunks:
                     assert (digest, address) == (_digest(chunk), memory.address(chunk))
                     got.append(chunk)
+                continue
+            if isinstance(message, ChunkFollows):
+                assert isinstance(read, Read)
+                payload = bytearray(len(_chunk(message.chunk)))
+                hears.receive_into([memoryview(payload)])
+                assert payload == _chunk(message.chunk)
+                assert hears.receive(codec.FROM_OWNER) == ChunkDigest(read.request, _digest(message.chunk))
+                got.append(message.chunk)
                 continue
             if not isinstance(message, ChunksFollow):
                 assert type(message) is last

@@ -11,7 +11,7 @@ from tests.processes.crew import Crew, Process
 def a_source_is_killed_in_mid_read(
     processes: Crew, address: str, trainer: Process, nbytes: int, gate: int | Mapping[str, Any]
 ) -> None:
-    """Two readers are held by `gate` in the midst of what they read from it; they finish from another, and read nothing twice."""
+    """Two readers are held by `gate` in the midst of their reads from it; they finish from another, read nothing twice."""
     other = processes.worker(address, "other", nbytes)
     other.do("replicate")
     readers = [processes.worker(address, f"reader{number}", nbytes, gate=gate) for number in range(2)]

@@ -13,7 +13,7 @@ import anyio.to_thread
 import pytest
 
 from tensorhub.manifest import Digest
-from tensorhub.messages import ChunksFollow, StillWaiting
+from tensorhub.messages import ChunkDigest, ChunkFollows, ChunksFollow, FromOwner, StillWaiting
 from tensorhub.protocol.blocking import BlockingConnection
 from tensorhub.protocol.codec import FROM_READER
 from tensorhub.protocol.handshake import NONCE_BYTES, ServerHandshake
@@ -383,6 +383,30 @@ async def test_a_fault_inside_a_lane_ends_the_runner_and_every_other_lane(transp
         assert caught.group_contains(ZeroDivisionError)
 
 
+async def failure_of(a: Node, b: Node, *says: tuple[FromOwner, list[memoryview]], batch_bytes: int) -> SourceFailed:
+    """How `b`'s read of `a` ends, which answers the first request with that, each message with the payload behind it."""
+
+    def misbehave() -> None:
+        a.listener.setblocking(True)
+        with BlockingConnection(a.listener.accept()[0], stall_timeout_s=30) as connection:
+            connection.handshake(ServerHandshake("owner", a.incarnation, [SECRET], os.urandom(NONCE_BYTES)), 30)
+            connection.receive(FROM_READER)
+            for message, payload in says:
+                connection.send_with_payload(message, payload)
+            connection.receive(FROM_READER)
+
+    source = threading.Thread(target=misbehave)
+    source.start()
+    async with b.runner(batch_bytes=batch_bytes) as runner:
+        runner.add_source(a.grant())
+        failed = await next_event(runner)
+        assert isinstance(failed, SourceFailed)
+    await anyio.to_thread.run_sync(source.join)
+    a.listener.close()
+    b.listener.close()
+    return failed
+
+
 @pytest.mark.parametrize(
     "answer",
     [
@@ -391,32 +415,32 @@ async def test_a_fault_inside_a_lane_ends_the_runner_and_every_other_lane(transp
         ChunksFollow(0, ()),
         ChunksFollow(9, ((0, 0),)),
         ChunksFollow(1, ((0, 0),)),
+        ChunkFollows(0, 5),
+        ChunkFollows(9, 0),
+        ChunkDigest(0, 0),
         StillWaiting(9, ()),
         StillWaiting(0, ((3, 1), (2, 1))),
         StillWaiting(0, ((3, 0),)),
     ],
 )
-async def test_a_source_that_sends_what_was_not_asked_for_writes_nothing(answer: ChunksFollow | StillWaiting) -> None:
+async def test_a_source_that_sends_what_was_not_asked_for_writes_nothing(answer: FromOwner) -> None:
     manifest = manifest_of(digest="none")
     a, b = Node("a", manifest, filled=True), Node("b", manifest, filled=False)
 
-    def misbehave() -> None:
-        a.listener.setblocking(True)
-        with BlockingConnection(a.listener.accept()[0], stall_timeout_s=30) as connection:
-            connection.handshake(ServerHandshake("owner", a.incarnation, [SECRET], os.urandom(NONCE_BYTES)), 30)
-            connection.receive(FROM_READER)
-            payload = [a.memory.buffer(chunk) for chunk, _ in answer.chunks] if isinstance(answer, ChunksFollow) else []
-            connection.send_with_payload(answer, payload)
-            connection.receive(FROM_READER)
-
-    source = threading.Thread(target=misbehave)
-    source.start()
-    async with b.runner(batch_bytes=1) as runner:
-        runner.add_source(a.grant())
-        failed = await next_event(runner)
-        assert isinstance(failed, SourceFailed)
-        assert failed.reason == "lost"
-    await anyio.to_thread.run_sync(source.join)
-    a.listener.close()
-    b.listener.close()
+    payload = [a.memory.buffer(chunk) for chunk, _ in answer.chunks] if isinstance(answer, ChunksFollow) else []
+    failed = await failure_of(a, b, (answer, payload), batch_bytes=1)
+    assert failed.reason == "lost"
     assert not any(map(any, b.arrays))
+
+
+@pytest.mark.parametrize(
+    ("behind", "reason"),
+    [(ChunkDigest(0, 1), "corrupt"), (StillWaiting(0, ()), "lost"), (ChunkFollows(0, 1), "lost")],
+    ids=["another digest", "something else", "the next chunk"],
+)
+async def test_a_chunk_counts_only_with_the_digest_that_comes_behind_it(behind: FromOwner, reason: str) -> None:
+    manifest = manifest_of()
+    a, b = Node("a", manifest, filled=True), Node("b", manifest, filled=False).open(complete=False)
+    failed = await failure_of(a, b, (ChunkFollows(0, 0), [a.memory.buffer(0)]), (behind, []), batch_bytes=10**6)
+    assert failed.reason == reason
+    assert not b.has(0)

@@ -13,7 +13,7 @@ import anyio.to_thread
 import pytest
 
 from tensorhub.errors import DrainTimeout
-from tensorhub.messages import ChunksFollow, Read, ReadRefused, StillWaiting
+from tensorhub.messages import ChunkFollows, Read, ReadRefused, StillWaiting
 from tensorhub.protocol.blocking import BlockingConnection
 from tensorhub.protocol.codec import FROM_OWNER
 from tensorhub.protocol.handshake import NONCE_BYTES, ClientHandshake
@@ -65,7 +65,7 @@ async def test_a_fence_does_not_wait_for_a_reader_that_stopped_reading() -> None
     def stop_reading(connection: BlockingConnection) -> None:
         connection.send(read(a, (0, 1)))
         answer = connection.receive(FROM_OWNER)
-        assert isinstance(answer, ChunksFollow)
+        assert isinstance(answer, ChunkFollows)
 
     async with serving(a), raw_reader(a) as connection:
         await anyio.to_thread.run_sync(stop_reading, connection)
@@ -144,7 +144,7 @@ async def test_a_reader_of_the_old_generation_gets_nothing_of_the_new_one() -> N
         await a.owner.fence_async(a.registration)
         a.owner.open(a.registration, 8, CONTENT, a.memory, complete=True)
         assert isinstance(await anyio.to_thread.run_sync(ask, 7), ReadRefused)
-        assert isinstance(await anyio.to_thread.run_sync(ask, 8), ChunksFollow)
+        assert isinstance(await anyio.to_thread.run_sync(ask, 8), ChunkFollows)
 
 
 async def test_cut_ends_one_readers_connections_and_no_others() -> None:

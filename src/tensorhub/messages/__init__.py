@@ -80,6 +80,8 @@ from tensorhub.messages.handshake import (
 from tensorhub.messages.reading import (
     HAS_RUNS_MAX as HAS_RUNS_MAX,
     SEGMENTS_MAX as SEGMENTS_MAX,
+    ChunkDigest as ChunkDigest,
+    ChunkFollows as ChunkFollows,
     ChunksFollow as ChunksFollow,
     ChunksLie as ChunksLie,
     FindMemory as FindMemory,

@@ -39,6 +39,22 @@ class ChunksFollow:
 
 
 @dataclass(frozen=True, slots=True)
+class ChunkFollows:
+    """The bytes of this chunk follow this frame, and then ChunkDigest: its digest is made while it is sent."""
+
+    request: U64
+    chunk: U64
+
+
+@dataclass(frozen=True, slots=True)
+class ChunkDigest:
+    """The digest of the chunk whose bytes have just been sent."""
+
+    request: U64
+    digest: U64
+
+
+@dataclass(frozen=True, slots=True)
 class FindMemory:
     """Ask an owner in which process it is, to read its memory one-sidedly. Answered by MemoryIs."""
 
@@ -114,4 +130,4 @@ class ReadRefused:
 
 
 FromReader = Read | Locate | FindMemory | FindSegments
-FromOwner = ChunksFollow | ChunksLie | MemoryIs | SegmentsAre | StillWaiting | ReadRefused
+FromOwner = ChunksFollow | ChunkFollows | ChunkDigest | ChunksLie | MemoryIs | SegmentsAre | StillWaiting | ReadRefused

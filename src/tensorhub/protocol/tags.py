@@ -80,4 +80,6 @@ TAGS: Final[Mapping[type, int]] = {
     m.ChunksLie: 123,
     m.MemoryIs: 124,
     m.SegmentsAre: 125,
+    m.ChunkFollows: 126,
+    m.ChunkDigest: 127,
 }

@@ -22,6 +22,8 @@ from tensorhub.errors import AuthenticationFailed, OperationTimeout, ProtocolErr
 from tensorhub.messages import (
     HAS_RUNS_MAX,
     SEGMENTS_MAX,
+    ChunkDigest,
+    ChunkFollows,
     ChunksFollow,
     ChunksLie,
     FindMemory,
@@ -38,16 +40,17 @@ from tensorhub.protocol.blocking import BlockingConnection
 from tensorhub.protocol.codec import FROM_READER
 from tensorhub.protocol.handshake import NONCE_BYTES, ServerHandshake
 from tensorhub.protocol.lost import ConnectionLost
-from tensorhub.runtime.chunks import is_gil_contended
+from tensorhub.runtime.chunks import ChunkMemory, is_gil_contended
+from tensorhub.runtime.hot import HOT_BYTES, Digests, cut
 from tensorhub.runtime.logs import Tally, get_logger
 from tensorhub.runtime.serving import Lane, SharedOwner
 from tensorhub.runtime.strangers import READING_STRANGERS_MAX, Strangers, origin_of
 from tensorhub.transport import tcp
 from tensorhub.types import ContentId, Incarnation, RegistrationId
-from tensorhub.worker.owner import CHUNKS_PER_ACCESS_MAX, Refusal, Wait
+from tensorhub.worker.owner import CHUNKS_PER_ACCESS_MAX, Access, Refusal, Wait
 
 SEND_BYTES = 16 * 2**20  # of one send call whose digests are known
-FIRST_SEND_BYTES = 4 * 2**20  # of one whose digests must be made: small, so that the bytes are still in the cache
+FIRST_SEND_BYTES = HOT_BYTES  # of one whose digests are made before
 LOCATE_BYTES = 2**40  # of one answer that says where chunks lie, and sends none
 PATIENCE_S = 0.25  # how long one request waits for chunks that its owner lacks; then the reader may ask elsewhere
 RETRY_S = 0.1  # after an accept that failed for want of descriptors or memory
@@ -257,24 +260,18 @@ def _answer(read: Read | Locate, lane: Lane, connection: BlockingConnection, own
     waited_until = time.monotonic() + patience_s
     wanted: Sequence[int] = _chunks_of(read)
     registration, content_id = RegistrationId(read.registration), ContentId(read.content_id)
-    bytes_max = FIRST_SEND_BYTES
+    bytes_max, is_contended = FIRST_SEND_BYTES, False
     while wanted:
         right = (lane, registration, read.generation, content_id)
         with owner.access(*right, wanted, bytes_max, waited_until - time.monotonic()) as answer:
             if isinstance(answer, tuple):
                 access, memory = answer
-                started = time.perf_counter()
-                chunks = tuple(owner.digests_of(access, memory))
-                digest_s = time.perf_counter() - started
-                if isinstance(read, Locate):
-                    places = tuple([(chunk, digest, memory.address(chunk)) for chunk, digest in chunks])
-                    connection.send(ChunksLie(read.request, places, owner.word_of(access)))
-                else:
-                    buffers = [memory.buffer(chunk) for chunk in access.chunks]
-                    connection.send_with_payload(ChunksFollow(read.request, chunks), buffers)
+                is_first = memory.is_digested and None in access.digests
+                is_hot = is_first and not is_contended and isinstance(read, Read) and len(access.chunks) == 1
+                digest_s = (_send_hot if is_hot else _send)(read, access, memory, connection, owner)
                 wanted = access.rest
-                is_first = None in access.digests and memory.is_digested
-                if not is_first or is_gil_contended(sum(memory.sizes[chunk] for chunk in access.chunks), digest_s):
+                is_contended = is_first and is_gil_contended(sum(memory.sizes[chunk] for chunk in access.chunks), digest_s)
+                if not is_first or is_contended:
                     bytes_max = LOCATE_BYTES if isinstance(read, Locate) else SEND_BYTES
         if isinstance(answer, Wait):
             has = owner.has(registration, read.generation, HAS_RUNS_MAX)
@@ -283,6 +280,38 @@ def _answer(read: Read | Locate, lane: Lane, connection: BlockingConnection, own
         if isinstance(answer, Refusal):
             connection.send(ReadRefused(read.request, answer.reason))
             return
+
+
+def _send(
+    read: Read | Locate, access: Access, memory: ChunkMemory, connection: BlockingConnection, owner: SharedOwner
+) -> float:
+    """Send an access' chunks, or say where they are. Returns the seconds that missing digests took, made before."""
+    started = time.perf_counter()
+    chunks = tuple(owner.digests_of(access, memory))
+    digest_s = time.perf_counter() - started
+    if isinstance(read, Locate):
+        places = tuple([(chunk, digest, memory.address(chunk)) for chunk, digest in chunks])
+        connection.send(ChunksLie(read.request, places, owner.word_of(access)))
+    else:
+        buffers = [memory.buffer(chunk) for chunk in access.chunks]
+        connection.send_with_payload(ChunksFollow(read.request, chunks), buffers)
+    return digest_s
+
+
+def _send_hot(
+    read: Read | Locate, access: Access, memory: ChunkMemory, connection: BlockingConnection, owner: SharedOwner
+) -> float:
+    """Send an access' one chunk, and make its digest of each piece just before it is sent: it is read from memory once.
+    Returns the seconds that the digest took.
+    """
+    (chunk,) = access.chunks
+    digests = Digests([(chunk, memory.buffer(chunk))])
+    connection.send(ChunkFollows(read.request, chunk))
+    for call in cut([memory.buffer(chunk)]):
+        digests.go_on([view.nbytes for view in call])
+        connection.send_payload(call)
+    connection.send(ChunkDigest(read.request, owner.keep_digest(access, chunk, digests.made[chunk])))
+    return digests.seconds
 
 
 def _chunks_of(read: Read | Locate) -> list[int]:

@@ -11,7 +11,18 @@ import threading
 from collections.abc import Iterable, Iterator, Sequence
 
 from tensorhub.errors import AuthenticationFailed, OperationTimeout, ProtocolError, TensorHubError
-from tensorhub.messages import ChunksFollow, ChunksLie, Locate, MemoryIs, Read, ReadRefused, SegmentsAre, StillWaiting
+from tensorhub.messages import (
+    ChunkDigest,
+    ChunkFollows,
+    ChunksFollow,
+    ChunksLie,
+    Locate,
+    MemoryIs,
+    Read,
+    ReadRefused,
+    SegmentsAre,
+    StillWaiting,
+)
 from tensorhub.protocol.blocking import BlockingConnection
 from tensorhub.protocol.codec import FROM_OWNER
 from tensorhub.protocol.handshake import NONCE_BYTES, ClientHandshake
@@ -20,7 +31,7 @@ from tensorhub.transport import tcp, unix
 from tensorhub.transport.base import Cutter, Lacking, ReadFailure, ReadRight
 from tensorhub.transport.registry import Local
 
-Answer = ChunksFollow | ChunksLie | MemoryIs | SegmentsAre | StillWaiting
+Answer = ChunksFollow | ChunkFollows | ChunkDigest | ChunksLie | MemoryIs | SegmentsAre | StillWaiting
 
 
 def connect(local: Local, address: str, right: ReadRight, cutter: Cutter) -> tuple[BlockingConnection, bool]:

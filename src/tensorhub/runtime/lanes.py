@@ -33,6 +33,7 @@ from anyio.abc import TaskGroup
 
 from tensorhub.messages import Grant
 from tensorhub.runtime.chunks import ChunkMemory, is_gil_contended
+from tensorhub.runtime.hot import SMALL_BYTES
 from tensorhub.runtime.serving import SharedOwner
 from tensorhub.runtime.wakeup import Wakeup
 from tensorhub.scheduler.pull import Pull
@@ -40,7 +41,7 @@ from tensorhub.transport.base import Arrival, Channel, Cutter, Destination, Lack
 from tensorhub.types import LeaseId, RegistrationId, SourceReport
 
 BATCH_BYTES = 64 * 2**20  # of one request
-CACHED_BYTES = 4 * 2**20  # received by one call and then digested, out of the cache, while the source goes on sending
+CACHED_BYTES = SMALL_BYTES  # received by one call, in small pieces, while the source goes on sending
 BATCHES_OPEN = 2  # of one lane: the next is asked for before the last has arrived
 HELP_BYTES = 16 * 2**20  # left to read for each thread that helps: one takes a fraction of a millisecond to begin
 LANES_MAX = 64

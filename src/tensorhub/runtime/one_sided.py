@@ -17,17 +17,14 @@ from collections import deque
 from collections.abc import Sequence
 from typing import NamedTuple, Protocol
 
-import xxhash
-
 from tensorhub.errors import ProtocolError
 from tensorhub.messages import ChunksLie, Locate, StillWaiting
 from tensorhub.protocol.blocking import BlockingConnection
 from tensorhub.runtime.asking import Asking, Failures
+from tensorhub.runtime.hot import HOT_BYTES, SMALL_BYTES, Digests
 from tensorhub.transport.base import Arrival, Cutter, Destination, Lacking, ReadFailure, ReadRight
 from tensorhub.transport.cma import CALL_BYTES, Piece, cut_up
 
-HOT_BYTES = 2**20  # copied by one call and then digested: they are still in the nearest cache
-SMALL_BYTES = 4 * 2**20  # whoever wants more at a time does not get along with many small calls
 LANES_MAX = 4  # of one source: more would take a trainer's cores for little more memory bandwidth
 
 
@@ -51,31 +48,6 @@ class _Located(NamedTuple):
     digest: int
     address: int
     word: int
-
-
-class _Digests:
-    """Those of a group's chunks, made of each piece as it is copied, while it is in the nearest cache."""
-
-    def __init__(self, group: list[_Located], views: list[memoryview]) -> None:
-        self.made: dict[int, int] = {}
-        self.seconds = 0.0
-        self._left = deque([(located.chunk, view) for located, view in zip(group, views, strict=True) if view.nbytes])
-        self._hash = xxhash.xxh3_64()  # of the first chunk that is left, up to `_at`
-        self._at = 0
-
-    def go_on(self, sizes: Sequence[int]) -> None:
-        """So many bytes more have been copied, none of them across the end of a chunk."""
-        started = time.perf_counter()
-        for size in sizes:
-            chunk, view = self._left[0]
-            self._hash.update(view[self._at : self._at + size])
-            self._at += size
-            if self._at == view.nbytes:
-                self.made[chunk] = self._hash.intdigest()
-                self._hash.reset()
-                self._left.popleft()
-                self._at = 0
-        self.seconds += time.perf_counter() - started
 
 
 class OneSidedChannel:
@@ -117,7 +89,11 @@ class OneSidedChannel:
                     self._enter(message)
             group, views = self._next_group(bytes_max)
         first_byte = time.perf_counter()
-        digests = _Digests(group, views) if self._destination.is_digested and bytes_max <= SMALL_BYTES else None
+        digests = (
+            Digests(zip([located.chunk for located in group], views, strict=True))
+            if self._destination.is_digested and bytes_max <= SMALL_BYTES
+            else None
+        )
         self._copy(group, views, digests)
         seconds = time.perf_counter() - first_byte
         chunks = [(located.chunk, located.digest) for located in group]
@@ -144,7 +120,7 @@ class OneSidedChannel:
             views.append(view)
         return group, views
 
-    def _copy(self, group: list[_Located], views: list[memoryview], digests: _Digests | None) -> None:
+    def _copy(self, group: list[_Located], views: list[memoryview], digests: Digests | None) -> None:
         copied = 0
         here = self._destination.address
         places = zip(group, views, strict=True)

@@ -245,11 +245,11 @@ class SharedOwner:
         """The access' chunks with their digests (0: there are none); missing ones are made and kept."""
         named: list[tuple[int, int]] = []
         for chunk, digest in zip(access.chunks, access.digests, strict=True):
-            named.append((chunk, self._make_digest(access, chunk, memory) if digest is None else digest))
+            named.append((chunk, self.keep_digest(access, chunk, memory.digest(chunk)) if digest is None else digest))
         return named
 
-    def _make_digest(self, access: Access, chunk: int, memory: ChunkMemory) -> int:
-        made = memory.digest(chunk)
+    def keep_digest(self, access: Access, chunk: int, made: int) -> int:
+        """This digest was made of a chunk of the access. Returns the one that counts: the first."""
         with self._changed:
             kept = self._owner.set_digest(access.registration, access.generation, chunk, made)
         return made if kept is None else kept

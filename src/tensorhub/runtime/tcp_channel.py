@@ -10,9 +10,10 @@ from collections import deque
 from collections.abc import Sequence
 
 from tensorhub.errors import ProtocolError
-from tensorhub.messages import ChunksFollow, Read, StillWaiting
+from tensorhub.messages import ChunkDigest, ChunkFollows, ChunksFollow, Read, StillWaiting
 from tensorhub.protocol.blocking import BlockingConnection
 from tensorhub.runtime.asking import Asking, Failures, connect
+from tensorhub.runtime.hot import SMALL_BYTES, Digests, cut
 from tensorhub.transport.base import Arrival, Channel, Cutter, Destination, Lacking, ReadRight
 from tensorhub.transport.registry import Local
 from tensorhub.types import Endpoint, Location
@@ -45,7 +46,7 @@ class TcpChannel:
         self._asking = Asking(connection, right)
         self._destination = destination
         self._cutter = cutter
-        self._coming: deque[tuple[int, int]] = deque()  # announced by the present frame, and not received yet
+        self._coming: deque[tuple[int, int | None]] = deque()  # of the present frame, not received yet; None: comes behind
 
     def __repr__(self) -> str:
         return f"<TcpChannel, {self._asking!r}>"
@@ -64,22 +65,44 @@ class TcpChannel:
                     case ChunksFollow():
                         self._asking.announced(message.request, [chunk for chunk, _ in message.chunks])
                         self._coming.extend(message.chunks)
+                    case ChunkFollows():
+                        self._asking.announced(message.request, [message.chunk])
+                        self._coming.append((message.chunk, None))
                     case _:
                         raise ProtocolError(f"a read is answered with {type(message).__name__}")
             first_byte = time.perf_counter()
-            group = self._next_group(bytes_max)
-            self._connection.receive_into([self._destination.buffer(chunk) for chunk, _ in group])
-        return Arrival(group, first_byte - started, time.perf_counter() - first_byte)
+            group, views = self._next_group(bytes_max)
+            digests = Digests(zip([chunk for chunk, _ in group], views, strict=True))
+            if self._destination.is_digested and bytes_max <= SMALL_BYTES:
+                for call in cut(views):
+                    self._connection.receive_into(call)
+                    digests.go_on([view.nbytes for view in call])
+            else:
+                self._connection.receive_into(views)
+            chunk, digest = group[0]
+            if digest is None:
+                group = [(chunk, self._digest_behind())]
+        seconds = time.perf_counter() - first_byte - digests.seconds
+        return Arrival(group, first_byte - started, seconds, digests.made, digests.seconds)
 
-    def _next_group(self, bytes_max: int) -> list[tuple[int, int]]:
-        """Take the next chunks of the present frame: one at least, then up to `bytes_max`."""
-        group: list[tuple[int, int]] = []
+    def _next_group(self, bytes_max: int) -> tuple[list[tuple[int, int | None]], list[memoryview]]:
+        """Take the next chunks of the present frame, and where they go: one at least, then up to `bytes_max`."""
+        group: list[tuple[int, int | None]] = []
+        views: list[memoryview] = []
         while self._coming:
-            bytes_max -= self._destination.buffer(self._coming[0][0]).nbytes
+            view = self._destination.buffer(self._coming[0][0])
+            bytes_max -= view.nbytes
             if group and bytes_max < 0:
                 break
             group.append(self._coming.popleft())
-        return group
+            views.append(view)
+        return group, views
+
+    def _digest_behind(self) -> int:
+        message = self._asking.hear()
+        if not isinstance(message, ChunkDigest):
+            raise ProtocolError(f"a chunk's digest is to follow, and {type(message).__name__} comes")
+        return message.digest
 
     def close(self) -> None:
         self._cutter.detach()
