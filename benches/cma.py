@@ -25,8 +25,8 @@ from typing import Any
 
 import anyio
 
-from benches.machine import facts
 from benches.one_to_one import REGISTRATION, SECRET, content_of, cpu_s, manifest_of, memory_of, sizes_of
+from tensorhub.cli.bench.facts import facts
 from tensorhub.messages import Grant
 from tensorhub.runtime.acceptor import ServeSettings, serve_readers
 from tensorhub.runtime.chunks import ChunkMemory

@@ -15,11 +15,11 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
-from benches.bare import CONGESTION_CONTROL
-from benches.machine import facts
 from benches.mixes import Mix
 from benches.remotes import Remote
 from benches.workers import coordinator_main, publisher_main, receiver_main
+from tensorhub.cli.bench.bare import CONGESTION_CONTROL
+from tensorhub.cli.bench.facts import facts
 
 GIB = 2**30
 

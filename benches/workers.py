@@ -17,9 +17,9 @@ import anyio.to_thread
 import torch
 
 import tensorhub
-from benches import bare
 from benches.mixes import Mix
 from benches.remotes import Command, Commands, obey
+from tensorhub.cli.bench import bare
 
 Models = Mapping[str, tensorhub.Options]
 """All of them are of the same tensors, each published by a hub with its options."""
