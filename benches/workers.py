@@ -3,7 +3,6 @@
 Every process ends when its pipe does, so that none outlives the benchmark.
 """
 
-import ctypes
 import hashlib
 import resource
 import time
@@ -19,7 +18,7 @@ import torch
 import tensorhub
 from benches.mixes import Mix
 from benches.remotes import Command, Commands, obey
-from tensorhub.cli.bench import bare
+from tensorhub.cli.bench import bare, memory
 
 Models = Mapping[str, tensorhub.Options]
 """All of them are of the same tensors, each published by a hub with its options."""
@@ -53,15 +52,15 @@ async def _coordinator(pipe: Connection) -> None:
 
 async def _worker(pipe: Connection, address: str, mix: Mix, name: str, models: Models) -> None:
     torch.set_num_threads(1)
-    memory = Memory(mix, random=name == "publisher")
+    own = Memory(mix, random=name == "publisher")
     async with AsyncExitStack() as stack:
         handles: dict[str, tensorhub.Weights] = {}
         for model, options in models.items():
             connecting = tensorhub.connect(address, name=f"{name}-{model}", transports=("tcp",), options=options)
             hub = await stack.enter_async_context(connecting)
-            handles[model] = await hub.register(model, memory.tensors)
-        pipe.send((True, len(memory.tensors)))
-        await obey(pipe, _commands(memory, handles))
+            handles[model] = await hub.register(model, own.tensors)
+        pipe.send((True, len(own.tensors)))
+        await obey(pipe, _commands(own, handles))
 
 
 async def _rank(pipe: Connection, address: str, rank: int, world_size: int) -> None:
@@ -93,7 +92,7 @@ async def _cpu() -> float:
     return used.ru_utime + used.ru_stime
 
 
-def _commands(memory: "Memory", handles: dict[str, tensorhub.Weights]) -> Commands:
+def _commands(own: "Memory", handles: dict[str, tensorhub.Weights]) -> Commands:
     async def publish(model: str, version: int) -> float:
         start = time.monotonic()
         await handles[model].publish(version)
@@ -112,13 +111,13 @@ def _commands(memory: "Memory", handles: dict[str, tensorhub.Weights]) -> Comman
         "publish": publish,
         "fetch": fetch,
         "unpublish": unpublish,
-        "change": _call(memory.change),
-        "clear": _call(memory.clear),
-        "sample": _call(memory.sample),
-        "sha256": _call(memory.sha256),
-        "listen": _call(memory.listen),
-        "send": _call(memory.send),
-        "receive": _call(memory.receive),
+        "change": _call(own.change),
+        "clear": _call(own.clear),
+        "sample": _call(own.sample),
+        "sha256": _call(own.sha256),
+        "listen": _call(own.listen),
+        "send": _call(own.send),
+        "receive": _call(own.receive),
     }
 
 
@@ -129,36 +128,16 @@ def _call(function: Callable[..., object]) -> Command:
     return called
 
 
-class Memory:
-    """The tensors of one process, in pages that have been touched."""
+class Memory(memory.Memory):
+    """The tensors of one process, in pages that have been touched, and its part of a bare copy."""
 
     def __init__(self, mix: Mix, *, random: bool) -> None:
-        self.tensors: dict[str, torch.Tensor] = {}
-        for number, size in enumerate(mix.sizes()):
-            tensor = torch.empty(size // 4, dtype=torch.float32)
-            words = tensor.view(torch.int32)
-            words.random_() if random else words.fill_(1)
-            self.tensors[f"tensor.{number:03}"] = tensor
-        self._bytes = [tensor.view(torch.uint8) for tensor in self.tensors.values()]
-        self._views = [_view(tensor) for tensor in self.tensors.values()]
+        super().__init__(memory.private(mix.sizes()), random=random)
         self._listener = bare.listen()
-
-    def change(self) -> None:
-        """Another content: one byte of every tensor is another."""
-        for raw in self._bytes:
-            raw[0] += 1
-
-    def clear(self) -> None:
-        for raw in self._bytes:
-            raw.zero_()
-
-    def sample(self) -> bytes:
-        """The byte of every tensor that `change` changes, and its last one."""
-        return bytes(view[at] for view in self._views for at in (0, -1))
 
     def sha256(self) -> str:
         total = hashlib.sha256()
-        for view in self._views:
+        for view in self.views:
             total.update(view)
         return total.hexdigest()
 
@@ -167,14 +146,9 @@ class Memory:
         return int(self._listener.getsockname()[1])
 
     def send(self, receivers: int, digests: bool) -> None:
-        bare.send_all(self._listener, receivers, self._views, digests)
+        bare.send_all(self._listener, receivers, self.views, digests)
 
     def receive(self, port: int, digests: bool) -> tuple[float, float]:
         start = time.monotonic()
-        bare.receive_all(port, self._views, digests)
+        bare.receive_all(port, self.views, digests)
         return start, time.monotonic()
-
-
-def _view(tensor: torch.Tensor) -> memoryview:
-    """The tensor's own bytes; valid while the tensor lives."""
-    return memoryview((ctypes.c_char * tensor.nbytes).from_address(tensor.data_ptr())).cast("B")

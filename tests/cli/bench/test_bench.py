@@ -88,7 +88,6 @@ def test_a_way_that_goes_wrong_is_a_row_and_leaves_no_process(notes: Path, case:
 
 def test_a_peer_that_is_not_there_is_a_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     ways = {way.name: way for way in WAYS}
-    monkeypatch.setattr(environments, "PROGRAMS", {"nginx": "nginx", "redis-server": "redis-server"})
     monkeypatch.setattr(environments, "_path", lambda: str(tmp_path))
     (tmp_path / "ray.failed").write_text("no wheel for this Python\n")
     found = visits_of(ways["zmq"], ways["nginx"], ways["ray"], directory=tmp_path)

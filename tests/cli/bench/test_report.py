@@ -18,7 +18,7 @@ from tensorhub.cli.bench.suite import Copy, Plan, Visit
 from tensorhub.cli.bench.ways import WAYS
 
 NETWORK = Network(None, "reno")
-HOST = Network("Operation not permitted: run as root", "bbr")
+HOST = Network("Operation not permitted: it takes root", "bbr")
 
 
 def plan_of(*names: str, fans: tuple[int, ...] = (1,)) -> Plan:
@@ -73,7 +73,7 @@ def test_the_congestion_control_of_a_row() -> None:
 
     assert told(NETWORK) == {"bare": "reno", "tensorhub-tcp": "reno", "tensorhub-cma": None, "nginx": "reno", "ray": None}
     assert told(HOST) == {"bare": "reno", "tensorhub-tcp": "reno", "tensorhub-cma": None, "nginx": "bbr", "ray": None}
-    assert "run as root" in str(HOST)
+    assert "it takes root" in str(HOST)
 
 
 def some_rows() -> list[Row]:

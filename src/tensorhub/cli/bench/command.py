@@ -65,8 +65,9 @@ def bench(
         raise typer.Exit(report_error(error)) from None
     if install:
         _install(directory, ways)
+    known = facts()
     with own_network() as network:  # of this thread, in which every process is started
-        run(partial(_bench, plan, network, results, picture, quiet))
+        run(partial(_bench, plan, known, network, results, picture, quiet))
 
 
 def _chosen(only: str | None, skip: str | None) -> list[Way]:
@@ -112,8 +113,9 @@ def _install(directory: Path, ways: Sequence[Way]) -> None:
             console.print(Text(f"  failed: {reason}"), soft_wrap=True)
 
 
-async def _bench(plan: Plan, network: Network, results: Path | None, picture: Path | None, quiet: bool) -> int:
-    known = facts()
+async def _bench(
+    plan: Plan, known: dict[str, object], network: Network, results: Path | None, picture: Path | None, quiet: bool
+) -> int:
     visits = await suite.run(plan, (lambda visit: None) if quiet else _show)
     found = report.rows(plan, visits, network)
     conditions = _conditions(plan, known, network)

@@ -53,7 +53,7 @@ def own_network() -> Iterator[Network]:
     """
     with open(_OWN) as before:
         if _libc.unshare(_CLONE_NEWNET) != 0:
-            yield Network(os.strerror(ctypes.get_errno()) + ": run as root", _default())
+            yield Network(f"{os.strerror(ctypes.get_errno())}: it takes root (CAP_SYS_ADMIN)", _default())
             return
         try:
             fault = None

@@ -33,7 +33,7 @@ class Setting:
 
 
 class Side:
-    """`hello`, then `meet`; then for each copy `retire` (of all), `offer`, and `give` and `take` at once; `close`.
+    """`hello`, then `meet`; then for each copy `retire`, `offer`, and `give` and `take` at once; then `close`.
 
     Timed are `retire` and `offer` of the source, and, from the first start to the last end, `give` and all `take`s. What the
     source's `offer` returns (JSON) is what `take` is called with.

@@ -1,4 +1,4 @@
-"""Redis on loopback: SET of each tensor by the source, in one pipeline; GET by the receivers (hiredis), copied out."""
+"""Redis on loopback: SET of each tensor by the source, GET by the receivers (hiredis), both in pipelines; copied out."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tensorhub.cli.bench.environments import program
 from tensorhub.cli.bench.memory import Memory
 from tensorhub.cli.bench.ways.base import Setting, Side, free_port, patience, start, stop
 
-BATCH = 16  # GETs in one pipeline: their answers are there at once before they are copied out
+BATCH = 16  # tensors of one pipeline: of GETs, all answers are there before they are copied out
 
 
 def versions() -> dict[str, str]:
@@ -34,8 +34,12 @@ class Source(Side):
         return self._port
 
     def offer(self, number: int) -> Any:
-        for name, view in zip(self.memory.tensors, self.memory.views, strict=True):
-            self._client.set(name, view)
+        tensors = list(zip(self.memory.tensors, self.memory.views, strict=True))
+        for at in range(0, len(tensors), BATCH):
+            with self._client.pipeline(transaction=False) as pipeline:
+                for name, view in tensors[at : at + BATCH]:
+                    pipeline.set(name, view)
+                pipeline.execute()
 
     def close(self) -> None:
         self._client.close()

@@ -1,7 +1,7 @@
 """HTTP on one long-lived connection for each receiver, whose body is read from the bare socket into the own tensors.
 
-aiohttp streams the source's live tensors, from an event loop in a thread of the source. nginx sends a file in memory by
-sendfile: the source's live tensors are that file, mapped, so that nothing has to be written for a new version.
+The source's live tensors are a file in memory, mapped, so that nothing has to be written for a new version; both servers
+send it by sendfile: aiohttp from an event loop in a thread of the source, nginx from processes of its own.
 """
 
 from __future__ import annotations
@@ -19,10 +19,9 @@ import torch
 
 from tensorhub.cli.bench.bare import CONGESTION_CONTROL
 from tensorhub.cli.bench.environments import program
-from tensorhub.cli.bench.memory import Memory, aligned, create, private
+from tensorhub.cli.bench.memory import Memory, aligned, create
 from tensorhub.cli.bench.ways.base import Setting, Side, connect, free_port, receive_into, start, stop
 
-PIECE_BYTES = 4 * 2**20
 CONFIGURATION = """
 daemon off;
 pid {scratch}/nginx.pid;
@@ -70,10 +69,7 @@ class Source(Side):
 
     @classmethod
     def tensors(cls, setting: Setting) -> dict[str, torch.Tensor]:
-        if setting.options["server"] == "nginx":
-            setting.scratch.chmod(0o711)  # a server that root starts reads as nobody
-            return create(str(setting.scratch / "weights"), setting.sizes)
-        return private(setting.sizes)
+        return create(str(setting.scratch / "weights"), setting.sizes)
 
     def hello(self) -> Any:
         return self._port
@@ -92,17 +88,8 @@ class Source(Side):
     async def _serve(self, ready: threading.Event) -> None:
         from aiohttp import web
 
-        body = sum(aligned(size) for size in self.setting.sizes)
-
-        async def weights(request: web.Request) -> web.StreamResponse:
-            response = web.StreamResponse(headers={"Content-Length": str(body)})
-            await response.prepare(request)
-            for view in self.memory.views:
-                for at in range(0, len(view), PIECE_BYTES):
-                    await response.write(view[at : at + PIECE_BYTES])
-                if padding := aligned(len(view)) - len(view):
-                    await response.write(bytes(padding))
-            return response
+        async def weights(request: web.Request) -> web.FileResponse:
+            return web.FileResponse(self.setting.scratch / "weights")
 
         listener = socket.create_server(("127.0.0.1", self._port), backlog=64)
         listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, CONGESTION_CONTROL)
