@@ -17,7 +17,7 @@ import pytest
 from typer.testing import CliRunner
 
 from tensorhub.cli.app import app
-from tensorhub.cli.bench import environments, suite
+from tensorhub.cli.bench import environments, family, suite
 from tensorhub.cli.bench.suite import Plan, Visit
 from tensorhub.cli.bench.ways import WAYS, Kind, Way
 from tests.cli.bench import standin
@@ -27,14 +27,15 @@ ROOT = Path(__file__).parents[3]
 
 
 @pytest.fixture
-def notes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Where stand-ins write whom they have started."""
+def notes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """Where stand-ins write whom they have started. Whoever of those is left after a test that failed is ended here."""
     path = tmp_path / "notes"
     path.touch()
     monkeypatch.setenv("STANDIN_NOTES", str(path))
     given = filter(None, [os.environ.get("PYTHONPATH")])
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(ROOT), str(ROOT / "src"), *given]))
-    return path
+    yield path
+    family.end(alive([int(line) for line in path.read_text().split()]))
 
 
 @pytest.fixture(autouse=True)
@@ -83,7 +84,7 @@ def test_a_way_that_goes_wrong_is_a_row_and_leaves_no_process(notes: Path, case:
     assert [visit.reason for visit in found] in ([reason], [reason.replace("the source", "receiver 1")])
     started = [int(line) for line in notes.read_text().split()]
     assert started
-    assert eventually(lambda: not alive(started))
+    assert eventually(lambda: not alive(started), 5)
 
 
 def test_a_peer_that_is_not_there_is_a_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -118,7 +119,7 @@ def test_ctrl_c_leaves_nothing(notes: Path) -> None:
             with contextlib.suppress(ProcessLookupError):
                 process.kill()
     started = [int(line) for line in notes.read_text().split()]
-    assert eventually(lambda: not alive(started))
+    assert eventually(lambda: not alive(started), 5)
 
 
 NETWORK = """
