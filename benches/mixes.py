@@ -4,6 +4,7 @@ from argparse import ArgumentParser, Namespace
 from dataclasses import dataclass
 from math import prod
 
+from tensorhub.cli.bench.sizes import half_tiny
 from tensorhub.manifest import itemsize
 from tensorhub.testing import catalogue
 
@@ -44,18 +45,6 @@ class Mix:
         if self.each is not None:
             return [self.each] * (self.nbytes // self.each)
         if self.model is None:
-            return _half_tiny(self.nbytes)
+            return half_tiny(self.nbytes)
         found = catalogue.scaled(self.model, self.nbytes, ranks=self.ranks)
         return [prod(shape) * itemsize(dtype) for dtype, shape in found.values()]
-
-
-def _half_tiny(nbytes: int) -> list[int]:
-    """300 tensors, half of them tiny (1 to 8 KiB), the others of two sizes: in all `nbytes`."""
-    tiny = [1024 * (1 + number % 8) for number in range(150)]
-    left = (nbytes - sum(tiny)) // 300
-    share = left // 4096 * 4096 or left // 4 * 4
-    if share <= 0:
-        raise ValueError("too few bytes for 300 tensors: give at least 1 MiB")
-    big = [share if number % 2 else 3 * share for number in range(150)]
-    big[-1] += nbytes - sum(tiny) - sum(big)
-    return [size for pair in zip(big, tiny, strict=True) for size in pair]

@@ -1,11 +1,10 @@
 """The processes of a benchmark: a coordinator, a publisher, receivers; each does what its pipe says and answers.
 
-Every process ends when its pipe does, so that none outlives the benchmark. Those without tensors do not wait for torch.
+Every process ends when its pipe does, so that none outlives the benchmark.
 """
 
 from __future__ import annotations
 
-import ctypes
 import hashlib
 import resource
 import time
@@ -13,18 +12,16 @@ from collections.abc import Callable, Mapping
 from contextlib import AsyncExitStack
 from functools import partial
 from multiprocessing.connection import Connection
-from typing import TYPE_CHECKING
 
 import anyio
 import anyio.to_thread
+import torch
 
 import tensorhub
-from benches import bare, bare_reads
+from benches import bare_reads
 from benches.mixes import Mix
 from benches.remotes import Command, Commands, obey
-
-if TYPE_CHECKING:
-    import torch
+from tensorhub.cli.bench import bare, memory
 
 Models = Mapping[str, tensorhub.Options]
 """All of them are of the same tensors, each published by a hub with its options."""
@@ -70,18 +67,16 @@ async def _sender(pipe: Connection, mix: Mix, transport: str) -> None:
 
 
 async def _worker(pipe: Connection, address: str, mix: Mix, name: str, models: Models, transport: str) -> None:
-    import torch
-
     torch.set_num_threads(1)
-    memory = Memory(mix, random=name == "publisher", shared=transport == "shm")
+    own = Memory(mix, random=name == "publisher", shared=transport == "shm")
     async with AsyncExitStack() as stack:
         handles: dict[str, tensorhub.Weights] = {}
         for model, options in models.items():
             connecting = tensorhub.connect(address, name=f"{name}-{model}", transports=(transport,), options=options)
             hub = await stack.enter_async_context(connecting)
-            handles[model] = await hub.register(model, memory.tensors)
-        pipe.send((True, len(memory.tensors)))
-        await obey(pipe, _commands(memory, handles))
+            handles[model] = await hub.register(model, own.tensors)
+        pipe.send((True, len(own.tensors)))
+        await obey(pipe, _commands(own, handles))
 
 
 async def _rank(pipe: Connection, address: str, rank: int, world_size: int) -> None:
@@ -115,7 +110,7 @@ async def _cpu() -> float:
     return used.ru_utime + used.ru_stime
 
 
-def _commands(memory: Memory, handles: dict[str, tensorhub.Weights]) -> Commands:
+def _commands(own: Memory, handles: dict[str, tensorhub.Weights]) -> Commands:
     async def publish(model: str, version: int) -> float:
         start = time.monotonic()
         await handles[model].publish(version)
@@ -129,7 +124,7 @@ def _commands(memory: Memory, handles: dict[str, tensorhub.Weights]) -> Commands
     async def unpublish(model: str) -> None:
         await handles[model].unpublish()
 
-    return {"publish": publish, "fetch": fetch, "unpublish": unpublish, **memory.commands()}
+    return {"publish": publish, "fetch": fetch, "unpublish": unpublish, **own.commands()}
 
 
 def call_in_thread(function: Callable[..., object]) -> Command:
@@ -139,21 +134,13 @@ def call_in_thread(function: Callable[..., object]) -> Command:
     return called
 
 
-class Memory:
-    """The tensors of one process, in pages that have been touched."""
+class Memory(memory.Memory):
+    """The tensors of one process, in pages that have been touched, and its part of a bare copy."""
 
     def __init__(self, mix: Mix, *, random: bool, shared: bool = False) -> None:
         """`shared`: others can map it."""
-        import torch
-
-        sizes = enumerate(mix.sizes())
-        tensors = {f"tensor.{number:03}": torch.empty(size // 4, dtype=torch.float32) for number, size in sizes}
-        self.tensors: dict[str, torch.Tensor] = tensorhub.shared_empty_like(tensors) if shared else tensors
-        for tensor in self.tensors.values():
-            words = tensor.view(torch.int32)
-            words.random_() if random else words.fill_(1)
-        self._bytes = [tensor.view(torch.uint8) for tensor in self.tensors.values()]
-        self._views = [_view(tensor) for tensor in self.tensors.values()]
+        tensors = memory.private(mix.sizes())
+        super().__init__(tensorhub.shared_empty_like(tensors) if shared else tensors, random=random)
         self._listener = bare.listen()
         self._readers: dict[bare_reads.Lie, bare_reads.Reader] = {}  # each keeps what it has mapped
 
@@ -173,22 +160,9 @@ class Memory:
         )
         return {"cpu": _cpu} | {method.__name__: call_in_thread(method) for method in own}
 
-    def change(self) -> None:
-        """Another content: one byte of every tensor is another."""
-        for raw in self._bytes:
-            raw[0] += 1
-
-    def clear(self) -> None:
-        for raw in self._bytes:
-            raw.zero_()
-
-    def sample(self) -> bytes:
-        """The byte of every tensor that `change` changes, and its last one."""
-        return bytes(view[at] for view in self._views for at in (0, -1))
-
     def sha256(self) -> str:
         total = hashlib.sha256()
-        for view in self._views:
+        for view in self.views:
             total.update(view)
         return total.hexdigest()
 
@@ -197,31 +171,26 @@ class Memory:
         return int(self._listener.getsockname()[1])
 
     def send(self, receivers: int, digests: bool) -> None:
-        bare.send_all(self._listener, receivers, self._views, digests)
+        bare.send_all(self._listener, receivers, self.views, digests)
 
     def receive(self, port: int, digests: bool) -> tuple[float, float]:
         start = time.monotonic()
-        bare.receive_all(port, self._views, digests)
+        bare.receive_all(port, self.views, digests)
         return start, time.monotonic()
 
     def lie(self) -> bare_reads.Lie:
         """Where it is, for a bare copy by one of `read`'s kinds."""
-        return bare_reads.Lie.of(self._views)
+        return bare_reads.Lie.of(self.views)
 
     def digests(self) -> list[int]:
-        return bare_reads.digests_of(self._views)
+        return bare_reads.digests_of(self.views)
 
     def read(
         self, kind: bare_reads.Kind, there: bare_reads.Lie, threads: int, digests: list[int] | None
     ) -> tuple[float, float]:
         """Copy that process' memory into this one's."""
         if there not in self._readers:
-            self._readers[there] = bare_reads.Reader(kind, there, self._views)
+            self._readers[there] = bare_reads.Reader(kind, there, self.views)
         start = time.monotonic()
         self._readers[there].read(threads, digests)
         return start, time.monotonic()
-
-
-def _view(tensor: torch.Tensor) -> memoryview:
-    """The tensor's own bytes; valid while the tensor lives."""
-    return memoryview((ctypes.c_char * tensor.nbytes).from_address(tensor.data_ptr())).cast("B")

@@ -42,6 +42,7 @@ def test_a_ratio_is_of_one_round() -> None:
     assert row["loop s lost per GiB, beside"] == [0.5625, 0.375, 0.75]
 
 
+@pytest.mark.slow
 def test_a_small_run(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "figures.json"
     assert busy.main(["--rounds", "1", "--mib", "4", "--transports", "tcp", "--json", str(file)]) == 0

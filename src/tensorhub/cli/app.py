@@ -5,6 +5,7 @@ from typing import Annotated
 import typer
 
 import tensorhub
+from tensorhub.cli.bench.command import bench
 from tensorhub.cli.common import EXIT_CODES
 from tensorhub.cli.demo import demo
 from tensorhub.cli.doctor import doctor
@@ -42,6 +43,6 @@ def _root(
     """Fetch model weights from the memory of the workers that hold them."""
 
 
-for _command in (serve, demo, status, publish, fetch, seed, simulate, doctor):
+for _command in (serve, demo, status, publish, fetch, seed, simulate, doctor, bench):
     app.command(epilog=EXIT_CODES)(_command)
 app.add_typer(token, name="token")

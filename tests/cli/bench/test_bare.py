@@ -5,7 +5,7 @@ import threading
 
 import pytest
 
-from benches import bare
+from tensorhub.cli.bench import bare
 
 
 def memory(sizes: list[int], seed: int | None = None) -> list[memoryview]:

@@ -1,0 +1,297 @@
+"""The run: rounds of visits, each of them a way, its processes, one copy that is checked whole and some that are timed.
+
+Every wait has a deadline. What goes wrong in a visit is its reason, and the run goes on.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shutil
+import subprocess
+import tempfile
+import time
+from collections.abc import AsyncIterator, Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import anyio
+import anyio.to_thread
+from anyio.abc import Process
+from anyio.streams.buffered import BufferedByteReceiveStream
+
+from tensorhub.cli.bench import environments, family
+from tensorhub.cli.bench.sizes import half_tiny
+from tensorhub.cli.bench.ways import Way
+from tensorhub.cli.common import leaf_of
+
+LINE_BYTES_MAX = 64 * 2**20
+LEAVE_S = 10.0  # for parties that were told to close; then they are killed
+SAMPLE_S = 0.1
+MEMORY = Path("/dev/shm")
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    ways: Sequence[Way]
+    rounds: int
+    copies: int
+    mib: int
+    fans: Sequence[int]  # numbers of receivers
+    timeout_s: float  # of each step: start, meeting, one copy
+    environments: Path
+
+    @property
+    def nbytes(self) -> int:
+        return self.mib * 2**20
+
+
+@dataclass(frozen=True, slots=True)
+class Copy:
+    """One timed copy to all receivers. `seconds` includes `offered_s`, which the source took before anybody could read."""
+
+    seconds: float
+    offered_s: float
+    cpu_s: float
+
+
+@dataclass(slots=True)
+class Visit:
+    """What came of one visit; of a visit that failed, `reason`, and no copies."""
+
+    way: str
+    fan: int
+    round: int
+    copies: list[Copy] = field(default_factory=list)
+    peak_bytes: int = 0
+    versions: dict[str, str] = field(default_factory=dict)  # of what it uses; none: it has not started
+    reason: str | None = None
+
+
+class VisitFailed(Exception):
+    """This way cannot be measured now; the text says why."""
+
+
+Show = Callable[[Visit], None]
+
+
+async def run(plan: Plan, show: Show) -> list[Visit]:
+    """All rounds, every other one backwards. What has failed is not tried again; a way that does not start, nowhere."""
+    visits: list[Visit] = []
+    broken = {(way.name, fan): reason for way in plan.ways if (reason := _lacking(plan, way)) for fan in plan.fans}
+    visits += [Visit(name, fan, 1, reason=reason) for (name, fan), reason in broken.items()]
+    steps = [(fan, way) for fan in plan.fans for way in plan.ways]
+    for number in range(1, plan.rounds + 1):
+        for fan, way in steps if number % 2 else reversed(steps):
+            if (way.name, fan) in broken:
+                continue
+            done = await visit(plan, way, fan, number)
+            if done.reason is not None:
+                broken |= {(way.name, each): done.reason for each in plan.fans if each == fan or not done.versions}
+            visits.append(done)
+            show(done)
+    return visits
+
+
+def _lacking(plan: Plan, way: Way) -> str | None:
+    return environments.lacking(plan.environments, way.environment, way.programs)
+
+
+async def visit(plan: Plan, way: Way, fan: int, number: int) -> Visit:
+    """New processes, one copy that is checked whole, and the timed ones."""
+    done = Visit(way.name, fan, number)
+    scratch = _scratch()
+    try:
+        settings = [_setting(plan, scratch, fan, who) for who in range(fan + 1)]
+        async with _parties(plan, way, scratch, settings) as parties:
+            await _measure(plan, parties, done, scratch)
+    except VisitFailed as error:
+        done.copies.clear()
+        done.reason = str(error)
+    finally:
+        shutil.rmtree(scratch, ignore_errors=True)
+    return done
+
+
+def _scratch() -> Path:
+    """In memory. (The name is short: some put sockets there, whose paths have 107 bytes at most.)"""
+    return Path(tempfile.mkdtemp(prefix=f"thb{os.getpid()}-", dir=MEMORY if MEMORY.is_dir() else None))
+
+
+def _setting(plan: Plan, scratch: Path, fan: int, number: int) -> str:
+    return json.dumps({"number": number, "receivers": fan, "sizes": half_tiny(plan.nbytes), "scratch": str(scratch)})
+
+
+async def _measure(plan: Plan, parties: Sequence[Party], done: Visit, scratch: Path) -> None:
+    source, *receivers = parties
+    greetings = await _within(plan, "start", _hear_all(parties))
+    done.versions, hellos = greetings[0]["versions"], [answer["value"] for answer in greetings]
+    await _within(plan, "meet", _ask(parties, "meet", hellos))
+    for number in range(plan.copies + 1):
+        if number == 0:
+            await _within(plan, "clear", _ask(receivers, "clear"))
+            copied, done.peak_bytes = await _watched(parties, scratch, _within(plan, "first copy", _copy(parties, 0)))
+        else:
+            copied = await _within(plan, f"copy {number}", _copy(parties, number))
+            done.copies.append(copied)
+        check = "sample" if number else "digest"
+        expected, *found = [answer["value"] for answer in await _within(plan, check, _ask(parties, check))]
+        wrong = [party.name for party, value in zip(receivers, found, strict=True) if value != expected]
+        if wrong:
+            raise VisitFailed(f"{', '.join(wrong)} got other bytes than {source.name} has, in copy {number}")
+    with contextlib.suppress(VisitFailed, TimeoutError):
+        with anyio.fail_after(LEAVE_S):
+            await _ask([*receivers, source], "close")
+
+
+async def _copy(parties: Sequence[Party], number: int) -> Copy:
+    """A new content, to all receivers. None of our own messages is in the time."""
+    source, *receivers = parties
+    retired = await source.ask("retire")
+    await source.ask("change")
+    before_s = await _cpu_s(parties)
+    offered = await source.ask("offer", number + 1)
+    for receiver in receivers:
+        await receiver.tell("take", offered["value"])
+    await source.tell("give")
+    given, *taken = await _hear_all(parties)
+    cpu_s = await _cpu_s(parties) - before_s
+    offered_s = sum(answer["end"] - answer["start"] for answer in (retired, offered))
+    moved_s = max(answer["end"] for answer in taken) - min(answer["start"] for answer in [given, *taken])
+    return Copy(offered_s + moved_s, offered_s, cpu_s)
+
+
+async def _cpu_s(parties: Sequence[Party]) -> float:
+    return float(sum(answer["value"] for answer in await _ask(parties, "cpu")))
+
+
+async def _watched(parties: Sequence[Party], scratch: Path, copying: Any) -> tuple[Copy, int]:
+    """The copy, and the most memory that the visit's processes had during it."""
+    most = 0
+
+    async def watch() -> None:
+        nonlocal most
+        while True:
+            pids = family.family([party.process.pid for party in parties])
+            most = max(most, await anyio.to_thread.run_sync(family.memory_bytes, pids, scratch))
+            await anyio.sleep(SAMPLE_S)
+
+    async with _leaves(), anyio.create_task_group() as tasks:
+        tasks.start_soon(watch)
+        copied = await copying
+        tasks.cancel_scope.cancel()
+    return copied, most
+
+
+# ------------------------------------------------------------------------------------------------------- the parties
+
+
+class Party:
+    """A process of a visit."""
+
+    def __init__(self, name: str, process: Process, log: Path) -> None:
+        self.name = name
+        self.process = process
+        self._log = log
+        self._lines = BufferedByteReceiveStream(process.stdout) if process.stdout else None
+
+    async def tell(self, do: str, *arguments: object) -> None:
+        with contextlib.suppress(anyio.BrokenResourceError, anyio.ClosedResourceError):  # its end is what we then hear
+            if self.process.stdin is not None:
+                await self.process.stdin.send(json.dumps({"do": do, "with": arguments}).encode() + b"\n")
+
+    async def hear(self) -> dict[str, Any]:
+        """The next answer; VisitFailed if it failed or is gone."""
+        try:
+            answer = json.loads(await self._lines.receive_until(b"\n", LINE_BYTES_MAX)) if self._lines else {}
+        except (anyio.IncompleteRead, anyio.EndOfStream, anyio.BrokenResourceError):
+            code = await self.process.wait()
+            raise VisitFailed(f"{self.name} ended with code {code}: {self._last_line()}") from None
+        if "failed" in answer:
+            raise VisitFailed(f"{self.name}: {' '.join(answer['failed'].split())[:500]}")
+        return dict(answer)
+
+    async def ask(self, do: str, *arguments: object) -> dict[str, Any]:
+        await self.tell(do, *arguments)
+        return await self.hear()
+
+    def _last_line(self) -> str:
+        lines = [line for line in self._log.read_text(errors="replace").splitlines() if line.strip()]
+        return lines[-1].strip()[:500] if lines else "it left no message"
+
+
+async def _ask(parties: Sequence[Party], do: str, *arguments: object) -> list[dict[str, Any]]:
+    for party in parties:
+        await party.tell(do, *arguments)
+    return await _hear_all(parties)
+
+
+async def _hear_all(parties: Sequence[Party]) -> list[dict[str, Any]]:
+    """An answer of each; the first failure of any at once, for the others may be waiting for that one."""
+    answers: dict[str, dict[str, Any]] = {}
+
+    async def hear(party: Party) -> None:
+        answers[party.name] = await party.hear()
+
+    async with _leaves(), anyio.create_task_group() as tasks:
+        for party in parties:
+            tasks.start_soon(hear, party)
+    return [answers[party.name] for party in parties]
+
+
+@contextlib.asynccontextmanager
+async def _leaves() -> AsyncIterator[None]:
+    """What went wrong in a task group is raised by itself."""
+    try:
+        yield
+    except BaseExceptionGroup as group:
+        raise leaf_of(group) from None
+
+
+async def _within(plan: Plan, step: str, doing: Any) -> Any:
+    try:
+        with anyio.fail_after(plan.timeout_s):
+            return await doing
+    except TimeoutError:
+        raise VisitFailed(f"no end of its {step} within {plan.timeout_s:g} s") from None
+
+
+@contextlib.asynccontextmanager
+async def _parties(plan: Plan, way: Way, scratch: Path, settings: Sequence[str]) -> AsyncIterator[list[Party]]:
+    """A process for each setting, the source first; all of them and whatever they have started are gone afterwards."""
+    variables = {"OMP_NUM_THREADS": "1", "UCX_POSIX_DIR": str(scratch), **way.variables}
+    python = str(environments.interpreter(plan.environments, way.environment))
+    parties: list[Party] = []
+    try:
+        with tempfile.TemporaryDirectory(prefix=f"thb{os.getpid()}-") as logs:
+            for number, setting in enumerate(settings):
+                name = f"receiver {number}" if number else "the source"
+                log = Path(logs) / str(number)
+                with log.open("wb") as errors:
+                    process = await anyio.open_process(
+                        [python, "-m", "tensorhub.cli.bench.party", way.name, setting],
+                        stdin=subprocess.PIPE,
+                        stdout=subprocess.PIPE,
+                        stderr=errors,
+                        env=os.environ | variables,
+                        start_new_session=True,
+                    )
+                parties.append(Party(name, process, log))
+            yield parties
+    finally:
+        with anyio.CancelScope(shield=True):
+            await _end(parties)
+
+
+async def _end(parties: Sequence[Party]) -> None:
+    """Kill whoever is left of the visit, until nobody is."""
+    roots = {party.process.pid for party in parties}
+    deadline = time.monotonic() + LEAVE_S
+    while (left := family.family(roots)) and time.monotonic() < deadline:
+        family.end(left)
+        await anyio.sleep(0.02)
+    for party in parties:
+        with anyio.move_on_after(LEAVE_S):
+            await party.process.aclose()

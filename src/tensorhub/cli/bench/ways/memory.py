@@ -1,0 +1,75 @@
+"""The ceilings within one host: memcpy out of a mapping of the source's memory, and bare process_vm_readv."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from tensorhub.cli.bench.memory import Memory, create, mapped, private
+from tensorhub.cli.bench.ways.base import Setting, Side
+from tensorhub.transport import cma
+from tensorhub.transport.cma import Piece
+
+
+def versions() -> dict[str, str]:
+    return {}
+
+
+class Source(Side):
+    @classmethod
+    def tensors(cls, setting: Setting) -> dict[str, torch.Tensor]:
+        if setting.options["copy"] == "mapped":
+            return create(str(setting.scratch / "weights"), setting.sizes)
+        return private(setting.sizes)
+
+    def hello(self) -> Any:
+        return {"pid": os.getpid(), "places": self.memory.places}
+
+
+class Receiver(Side):
+    def __init__(self, setting: Setting, memory: Memory) -> None:
+        super().__init__(setting, memory)
+        self._calls: list[list[Piece]] = []
+        self._copy: Callable[[Sequence[Piece]], None] = _memcpy
+        self._there: dict[str, torch.Tensor] = {}
+
+    def meet(self, hellos: Sequence[Any]) -> None:
+        if self.setting.options["copy"] == "mapped":
+            self._there = mapped(str(self.setting.scratch / "weights"), self.setting.sizes)
+            there = [tensor.data_ptr() for tensor in self._there.values()]
+            for tensor in self._there.values():  # pages are mapped before the time runs
+                tensor.view(torch.uint8)[::4096].sum()
+        else:
+            pid, there = hellos[0]["pid"], [address for address, _ in hellos[0]["places"]]
+            self._copy = lambda call: cma.copy(pid, call)
+        pieces = [Piece(here, at, size) for (here, size), at in zip(self.memory.places, there, strict=True)]
+        self._calls = list(cma.cut_up(pieces))
+
+    def take(self, offered: Any) -> None:
+        count, failures = self.setting.options["threads"], list[BaseException]()
+
+        def work(part: int) -> None:
+            try:
+                for call in self._calls[part::count]:
+                    self._copy(call)
+            except BaseException as error:
+                failures.append(error)
+
+        threads = [threading.Thread(target=work, args=(part,)) for part in range(1, count)]
+        for thread in threads:
+            thread.start()
+        work(0)
+        for thread in threads:
+            thread.join()
+        if failures:
+            raise failures[0]
+
+
+def _memcpy(call: Sequence[Piece]) -> None:
+    for piece in call:
+        ctypes.memmove(piece.here, piece.there, piece.nbytes)

@@ -1,0 +1,49 @@
+"""Ways that go wrong, each in its manner. Notes of what they started and where lie in the file that STANDIN_NOTES names."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from tensorhub.cli.bench.ways import Kind, Way
+
+
+def way(case: str) -> Way:
+    sleeping = [sys.executable, "-c", "import time; time.sleep(600)"]
+    if case in ("hangs", "dies") and "tensorhub.cli.bench.party" in " ".join(sys.orig_argv):  # in a party, before torch
+        child = subprocess.Popen(sleeping)
+        with open(os.environ["STANDIN_NOTES"], "a") as notes:
+            notes.write(f"{child.pid}\n")
+        if case == "hangs":
+            time.sleep(600)
+        sys.stderr.write("the last\nwords\n")
+        sys.stderr.flush()
+        os.abort()
+    return Way(f"{__name__}:{case}", case, Kind.PEER, __name__)
+
+
+def versions() -> dict[str, str]:
+    return {}
+
+
+def __getattr__(name: str) -> Any:
+    """The sides of the case `wrong`: only they need torch."""
+    if name not in ("Source", "Receiver"):
+        raise AttributeError(name)
+    from tensorhub.cli.bench.ways.base import Side
+    from tensorhub.cli.bench.ways.files import Receiver, Source
+
+    class WrongSource(Source):
+        def offer(self, number: int) -> Any:
+            path = Path(super().offer(number))
+            with path.open("r+b") as file:
+                file.seek(-70_000, os.SEEK_END)  # neither of the bytes of a tensor that are sampled
+                file.write(b"\xff\x00\xff\x00")
+            return str(path)
+
+    found: type[Side] = WrongSource if name == "Source" else Receiver
+    return found

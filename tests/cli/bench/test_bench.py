@@ -1,0 +1,184 @@
+"""`tensorhub bench` with real processes: what works, what goes wrong, and that nothing is left."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import anyio
+import pytest
+from typer.testing import CliRunner
+
+from tensorhub.cli.app import app
+from tensorhub.cli.bench import environments, family, suite
+from tensorhub.cli.bench.suite import Plan, Visit
+from tensorhub.cli.bench.ways import WAYS, Kind, Way
+from tests.cli.bench import standin
+from tests.cli.processes import alive, eventually, run
+
+ROOT = Path(__file__).parents[3]
+
+
+@pytest.fixture
+def notes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """Where stand-ins write whom they have started. Whoever of those is left after a test that failed is ended here."""
+    path = tmp_path / "notes"
+    path.touch()
+    monkeypatch.setenv("STANDIN_NOTES", str(path))
+    given = filter(None, [os.environ.get("PYTHONPATH")])
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(ROOT), str(ROOT / "src"), *given]))
+    yield path
+    family.end(alive([int(line) for line in path.read_text().split()]))
+
+
+@pytest.fixture(autouse=True)
+def _nothing_left() -> Iterator[None]:
+    yield
+    assert left(os.getpid()) == []
+
+
+def left(pid: int) -> list[Path]:
+    """Directories of a suite's."""
+    roots = (Path("/dev/shm"), Path(tempfile.gettempdir()))
+    return [place for root in roots for place in root.glob(f"thb{pid}-*")]
+
+
+def visits_of(*ways: Way, timeout_s: float = 60.0, directory: Path = Path("/none")) -> list[Visit]:
+    plan = Plan(ways, 1, 1, 4, [1], timeout_s, directory)
+    return anyio.run(suite.run, plan, lambda visit: None)
+
+
+def test_a_run(tmp_path: Path) -> None:
+    results, picture = tmp_path / "results.json", tmp_path / "picture.svg"
+    plan = "--mib 4 --rounds 1 --copies 1 --receivers 1 --only bare,tensorhub-tcp".split()
+    done = run("bench", *plan, "--results", str(results), "--picture", str(picture))
+    assert done.returncode == 0, done.stderr
+    found = json.loads(results.read_text())
+    assert [(row["way"], row["reason"]) for row in found["rows"]] == [("bare", None), ("tensorhub-tcp", None)]
+    assert all(row["seconds"]["median"] > 0 and row["peak_gib"] > 2 * 4 / 1024 for row in found["rows"])
+    assert found["rows"][1]["versions"]["tensorhub"]
+    assert found["rows"][1]["offered_s"]["median"] > 0
+    assert "TensorHub tcp" in picture.read_text()
+    assert "TensorHub tcp" in done.stdout
+
+
+def test_a_way_that_delivers_other_bytes_is_found_out(notes: Path) -> None:
+    (visit,) = visits_of(standin.way("wrong"))
+    assert visit.reason == "receiver 1 got other bytes than the source has, in copy 0"
+    assert not visit.copies
+
+
+@pytest.mark.parametrize(
+    ("case", "reason"),
+    [("hangs", "no end of its start within 2 s"), ("dies", "the source ended with code -6: words")],
+)
+def test_a_way_that_goes_wrong_is_a_row_and_leaves_no_process(notes: Path, case: str, reason: str) -> None:
+    found = visits_of(Way(f"{standin.__name__}:{case}", case, Kind.PEER, ""), timeout_s=2.0 if case == "hangs" else 60.0)
+    assert [visit.reason for visit in found] in ([reason], [reason.replace("the source", "receiver 1")])
+    started = [int(line) for line in notes.read_text().split()]
+    assert started
+    assert eventually(lambda: not alive(started), 5)
+
+
+def test_a_peer_that_is_not_there_is_a_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    ways = {way.name: way for way in WAYS}
+    monkeypatch.setattr(environments, "_path", lambda: str(tmp_path))
+    (tmp_path / "ray.failed").write_text("no wheel for this Python\n")
+    found = visits_of(ways["zmq"], ways["nginx"], ways["ray"], directory=tmp_path)
+    assert {visit.way: visit.reason for visit in found} == {
+        "zmq": "not installed: tensorhub bench --install",
+        "nginx": "not installed: apt install nginx",
+        "ray": "not installed: no wheel for this Python",
+    }
+
+
+PROGRAM = """
+import tensorhub.cli.bench.command as command
+from tensorhub.cli import main
+from tensorhub.cli.bench.ways import Kind, Way
+command.WAYS = [Way("tests.cli.bench.standin:hangs", "hangs", Kind.PEER, "")]
+main()
+"""
+
+
+def test_ctrl_c_leaves_nothing(notes: Path) -> None:
+    with subprocess.Popen([sys.executable, "-c", PROGRAM, "bench", "--mib", "4"], stderr=subprocess.PIPE) as process:
+        try:
+            assert eventually(lambda: len(notes.read_text().split()) >= 2)
+            process.send_signal(signal.SIGINT)
+            assert process.wait(30) == 130
+            assert left(process.pid) == []
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                process.kill()
+    started = [int(line) for line in notes.read_text().split()]
+    assert eventually(lambda: not alive(started), 5)
+
+
+NETWORK = """
+import os
+from pathlib import Path
+from tensorhub.cli.bench.network import own_network
+def here(): return os.readlink("/proc/thread-self/ns/net"), Path("/proc/sys/net/ipv4/tcp_congestion_control").read_text()
+before = here()
+with own_network() as network:
+    inside = here()
+    assert (network.fault is None) == (inside[0] != before[0]), network
+    assert network.fault or inside[1] == "reno\\n"
+assert here() == before
+"""
+
+
+def test_the_hosts_network_is_as_it_was() -> None:
+    subprocess.run([sys.executable, "-c", NETWORK], check=True, timeout=60)
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ("--only bare,nobody", "there is no way 'nobody'"),
+        ("--skip " + ",".join(way.name for way in WAYS), "no way is left"),
+        ("--receivers 1,x", "--receivers '1,x'"),
+        ("--receivers 0", "--receivers '0'"),
+        ("--results /nowhere/file", "/nowhere/file cannot be written"),
+    ],
+)
+def test_what_cannot_be_run_is_refused(given: str, said: str) -> None:
+    done = CliRunner().invoke(app, ["bench", *given.split()])
+    assert (done.exit_code, said in done.stderr) == (2, True), done.stderr
+
+
+def test_the_ways_are_listed() -> None:
+    done = CliRunner().invoke(app, ["bench", "--list"])
+    assert [line.split()[0] for line in done.stdout.splitlines()] == [way.name for way in WAYS]
+
+
+@pytest.mark.slow
+def test_an_environment_sees_our_packages_and_a_failure_is_its_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(environments, "PACKAGES", {"bad": ("/nowhere/peer.whl",), "good": ("--version",)})
+    assert "peer.whl" in (environments.install(tmp_path, "bad") or "")
+    assert "peer.whl" in (environments.lacking(tmp_path, "bad", ()) or "")
+    assert environments.install(tmp_path, "good") is None
+    program = "import tensorhub, torch, sys; print(sys.prefix)"
+    python = environments.interpreter(tmp_path, "good")
+    done = subprocess.run([python, "-c", program], capture_output=True, text=True, check=True, timeout=100)
+    assert done.stdout.strip() == str(tmp_path / "good")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("way", [way for way in WAYS if way.kind is Kind.PEER], ids=lambda way: way.name)
+def test_a_peer(way: Way) -> None:
+    """Whichever is installed where `tensorhub bench --install` puts it, or TENSORHUB_BENCH_ENVIRONMENTS says."""
+    directory = Path(os.environ.get("TENSORHUB_BENCH_ENVIRONMENTS") or environments.default_directory())
+    if (reason := environments.lacking(directory, way.environment, way.programs)) is not None:
+        pytest.skip(reason)
+    (visit,) = visits_of(way, directory=directory)
+    assert visit.reason is None
+    assert len(visit.copies) == 1
