@@ -16,7 +16,7 @@ from tensorhub.messages import ChunksFollow, ChunksLie, MemoryIs
 from tensorhub.protocol.blocking import BlockingConnection
 from tensorhub.protocol.codec import FROM_READER
 from tensorhub.protocol.handshake import NONCE_BYTES, ServerHandshake
-from tensorhub.runtime import lanes as lanes_module, one_sided
+from tensorhub.runtime import lanes as lanes_module
 from tensorhub.runtime.chunks import ChunkMemory
 from tensorhub.runtime.lanes import SourceFailed
 from tensorhub.transport import cma
@@ -114,7 +114,7 @@ async def test_a_source_with_several_threads_can_be_dropped(helped: None) -> Non
 
 
 async def test_digests_are_made_of_the_pieces_in_which_bytes_are_copied(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(one_sided, "HOT_BYTES", 1000)  # chunks end within a call, and calls within a chunk
+    monkeypatch.setattr(cma.Process, "hot_bytes", 1000)  # chunks end within a call, and calls within a chunk
     manifest = manifest_of()
     a, b = Node("a", manifest, filled=True).open(complete=True), Node("b", manifest, filled=False)
     for chunk in range(len(manifest.chunks)):

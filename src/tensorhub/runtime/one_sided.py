@@ -21,10 +21,11 @@ from tensorhub.errors import ProtocolError
 from tensorhub.messages import ChunksLie, Locate, StillWaiting
 from tensorhub.protocol.blocking import BlockingConnection
 from tensorhub.runtime.asking import Asking, Failures
-from tensorhub.runtime.hot import HOT_BYTES, SMALL_BYTES, Digests
+from tensorhub.runtime.hot import SMALL_BYTES, Digests
 from tensorhub.transport.base import Arrival, Cutter, Destination, Lacking, ReadFailure, ReadRight
 from tensorhub.transport.cma import CALL_BYTES, Piece, cut_up
 
+GROUP_BYTES = 16 * 2**20  # copied by one thread at a time, so that all threads end at about the same time
 LANES_MAX = 4  # of one source: more would take a trainer's cores for little more memory bandwidth
 
 
@@ -35,6 +36,8 @@ def lanes_here() -> int:
 
 class Source(Protocol):
     """The memory of another process, by its own addresses. For several threads."""
+
+    hot_bytes: int  # to copy by one call and digest then
 
     def copy(self, call: Sequence[Piece]) -> None:
         """Copy these pieces (see `cut_up`) into this process, without the GIL. OSError: not all could be read."""
@@ -78,6 +81,7 @@ class OneSidedChannel:
 
     def receive(self, bytes_max: int) -> Arrival | Lacking:
         started = time.perf_counter()
+        bytes_max = min(bytes_max, GROUP_BYTES)
         with self._turn:
             if not self._located:
                 if self._asking.is_answered:
@@ -126,7 +130,7 @@ class OneSidedChannel:
         places = zip(group, views, strict=True)
         pieces = [Piece(here(located.chunk), located.address, view.nbytes) for located, view in places]
         try:
-            for call in cut_up(pieces, CALL_BYTES if digests is None else HOT_BYTES):
+            for call in cut_up(pieces, CALL_BYTES if digests is None else self._source.hot_bytes):
                 if self._cutter.is_cut:
                     raise ReadFailure("lost", "the read was given up", bytes_discarded=copied)
                 self._source.copy(call)

@@ -229,6 +229,8 @@ class Words:
 class Process:
     """That process' memory, as `runtime.one_sided` reads it. For several threads."""
 
+    hot_bytes = 2**20  # what a core's own cache holds on a server
+
     def __init__(self, header: Header) -> None:
         self._header = header
 
