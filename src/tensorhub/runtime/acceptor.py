@@ -2,7 +2,7 @@
 
 Responsible for the life of these threads and sockets: none outlives `serve_readers`; and for how many there are: who has not
 proved itself is one of the `Strangers`, apart from the readers, none of whom takes more than half of the places. Not
-responsible for what may be read (`SharedOwner`).
+responsible for what may be read (`SharedOwner`), nor for what is said (`Answering`).
 """
 
 from __future__ import annotations
@@ -11,52 +11,28 @@ import errno
 import os
 import socket
 import threading
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import anyio
 import anyio.to_thread
 
-from tensorhub.errors import AuthenticationFailed, OperationTimeout, ProtocolError, TensorHubError
-from tensorhub.messages import (
-    HAS_RUNS_MAX,
-    SEGMENTS_MAX,
-    ChunkDigest,
-    ChunkFollows,
-    ChunksFollow,
-    ChunksLie,
-    FindMemory,
-    FindSegments,
-    FromReader,
-    Locate,
-    MemoryIs,
-    Read,
-    ReadRefused,
-    SegmentsAre,
-    StillWaiting,
-)
+from tensorhub.errors import AuthenticationFailed, OperationTimeout, TensorHubError
+from tensorhub.messages import FromReader, ReadRefused
 from tensorhub.protocol.blocking import BlockingConnection
 from tensorhub.protocol.codec import FROM_READER
 from tensorhub.protocol.handshake import NONCE_BYTES, ServerHandshake
 from tensorhub.protocol.lost import ConnectionLost
-from tensorhub.runtime.chunks import ChunkMemory, is_gil_contended
-from tensorhub.runtime.hot import HOT_BYTES, Digests, cut
+from tensorhub.runtime.answering import Answering
 from tensorhub.runtime.logs import Tally, get_logger
 from tensorhub.runtime.serving import Lane, SharedOwner
 from tensorhub.runtime.strangers import READING_STRANGERS_MAX, Strangers, origin_of
 from tensorhub.transport import tcp
-from tensorhub.types import ContentId, Incarnation, RegistrationId
-from tensorhub.worker.owner import CHUNKS_PER_ACCESS_MAX, Access, Refusal, Wait
+from tensorhub.types import Incarnation
 
-SEND_BYTES = 16 * 2**20  # of one send call whose digests are known; a fence may have to wait for it
-LOCAL_SEND_BYTES = 64 * 2**20  # the same within a host, in some 20 ms: beside a busy Python thread each call costs 5 ms more
-FIRST_SEND_BYTES = HOT_BYTES  # of one whose digests are made before
-LOCATE_BYTES = 2**40  # of one answer that says where chunks lie, and sends none
 PATIENCE_S = 0.25  # how long one request waits for chunks that its owner lacks; then the reader may ask elsewhere
 RETRY_S = 0.1  # after an accept that failed for want of descriptors or memory
 ROOM_S = 0.01  # the same, where a stranger goes for it
-NOT_ONE_SIDED = "this worker's memory is not to be read from here: its transports are others, or it is on another host"
 
 log = get_logger("tensorhub.owner")
 
@@ -196,19 +172,15 @@ def _serve_lane(lane: Lane, connection: BlockingConnection, acceptor: _Acceptor)
         handshake = ServerHandshake("owner", settings.incarnation, settings.secrets, os.urandom(NONCE_BYTES))
         connection.handshake(handshake, settings.handshake_timeout_s)
         refusal = acceptor.admitted(lane, Incarnation(handshake.client_incarnation))
-        while (read := _next_read(lane, connection)) is not None:
-            if handshake.secret not in settings.secrets:
-                raise AuthenticationFailed("its token is not accepted any more")
-            if refusal:
-                _unserved.count(reader=handshake.client_incarnation, reason=refusal)
-                connection.send(ReadRefused(read.request, refusal))
-                return
-            if isinstance(read, FindMemory):
-                _find(read, lane, connection, owner)
-            elif isinstance(read, FindSegments):
-                _share(read, connection, owner)
-            else:
-                _answer(read, lane, connection, owner, settings.patience_s)
+        with Answering(lane, connection, owner, settings.patience_s) as answering:
+            while (read := _next_read(lane, connection)) is not None:
+                if handshake.secret not in settings.secrets:
+                    raise AuthenticationFailed("its token is not accepted any more")
+                if refusal:
+                    _unserved.count(reader=handshake.client_incarnation, reason=refusal)
+                    connection.send(ReadRefused(read.request, refusal))
+                    return
+                answering.answer(read)
     except ConnectionLost:
         pass
     except TensorHubError as error:
@@ -230,95 +202,3 @@ def _next_read(lane: Lane, connection: BlockingConnection) -> FromReader | None:
             if connection.is_inside_message or lane.reader is None:
                 raise
     return None
-
-
-def _find(read: FindMemory, lane: Lane, connection: BlockingConnection, owner: SharedOwner) -> None:
-    """Say in which process this is, so that the reader can prove that it reads that one; or that it may not."""
-    header = owner.header
-    said = MemoryIs(read.request, *header) if header is not None and lane.is_local else MemoryIs(read.request, 0, 0, b"")
-    connection.send(said)
-
-
-def _share(read: FindSegments, connection: BlockingConnection, owner: SharedOwner) -> None:
-    """Hand over the descriptors of the memory in which a registration is, if that can be shared."""
-    found = owner.segments_of(RegistrationId(read.registration), read.generation) if connection.passes_descriptors else ()
-    if isinstance(found, Refusal):
-        connection.send(ReadRefused(read.request, found.reason))
-        return
-    found = found if len(found) <= SEGMENTS_MAX else ()
-    connection.send(SegmentsAre(read.request, tuple([(segment.address, segment.nbytes) for segment in found])))
-    if found:
-        connection.send_descriptors([segment.descriptor for segment in found])
-
-
-def _answer(read: Read | Locate, lane: Lane, connection: BlockingConnection, owner: SharedOwner, patience_s: float) -> None:
-    """Send what is asked for, or say where it is, as far as it is available and becomes so within `patience_s` of waiting;
-    or refuse it.
-    """
-    if isinstance(read, Locate) and (owner.header is None or not lane.is_local):
-        connection.send(ReadRefused(read.request, NOT_ONE_SIDED))
-        return
-    waited_until = time.monotonic() + patience_s
-    wanted: Sequence[int] = _chunks_of(read)
-    registration, content_id = RegistrationId(read.registration), ContentId(read.content_id)
-    send_bytes = LOCAL_SEND_BYTES if lane.is_local else SEND_BYTES
-    large_bytes, is_contended = (LOCATE_BYTES if isinstance(read, Locate) else send_bytes), False
-    while wanted:
-        bytes_max = large_bytes if lane.is_digested or is_contended else FIRST_SEND_BYTES
-        right = (lane, registration, read.generation, content_id)
-        with owner.access(*right, wanted, bytes_max, waited_until - time.monotonic()) as answer:
-            if isinstance(answer, tuple):
-                access, memory = answer
-                is_first = memory.is_digested and None in access.digests
-                is_hot = is_first and not is_contended and isinstance(read, Read) and len(access.chunks) == 1
-                digest_s = (_send_hot if is_hot else _send)(read, access, memory, connection, owner)
-                wanted = access.rest
-                is_contended = is_first and is_gil_contended(sum(memory.sizes[chunk] for chunk in access.chunks), digest_s)
-                lane.is_digested = not is_first
-        if isinstance(answer, Wait):
-            has = owner.has(registration, read.generation, HAS_RUNS_MAX)
-            connection.send(StillWaiting(read.request, has))
-            return
-        if isinstance(answer, Refusal):
-            connection.send(ReadRefused(read.request, answer.reason))
-            return
-
-
-def _send(
-    read: Read | Locate, access: Access, memory: ChunkMemory, connection: BlockingConnection, owner: SharedOwner
-) -> float:
-    """Send an access' chunks, or say where they are. Returns the seconds that missing digests took, made before."""
-    started = time.perf_counter()
-    chunks = tuple(owner.digests_of(access, memory))
-    digest_s = time.perf_counter() - started
-    if isinstance(read, Locate):
-        places = tuple([(chunk, digest, memory.address(chunk)) for chunk, digest in chunks])
-        connection.send(ChunksLie(read.request, places, owner.word_of(access)))
-    else:
-        buffers = [memory.buffer(chunk) for chunk in access.chunks]
-        connection.send_with_payload(ChunksFollow(read.request, chunks), buffers)
-    return digest_s
-
-
-def _send_hot(
-    read: Read | Locate, access: Access, memory: ChunkMemory, connection: BlockingConnection, owner: SharedOwner
-) -> float:
-    """Send an access' one chunk, and make its digest of each piece just before it is sent: it is read from memory once.
-    Returns the seconds that the digest took.
-    """
-    (chunk,) = access.chunks
-    digests = Digests([(chunk, memory.buffer(chunk))])
-    connection.send(ChunkFollows(read.request, chunk))
-    for call in cut([memory.buffer(chunk)]):
-        digests.go_on([view.nbytes for view in call])
-        connection.send_payload(call)
-    connection.send(ChunkDigest(read.request, owner.keep_digest(access, chunk, digests.made[chunk])))
-    return digests.seconds
-
-
-def _chunks_of(read: Read | Locate) -> list[int]:
-    if not 0 < sum(count for _, count in read.runs) <= CHUNKS_PER_ACCESS_MAX or any(
-        first < 0 or count < 1 for first, count in read.runs
-    ):
-        raise ProtocolError(f"a read names 1 to {CHUNKS_PER_ACCESS_MAX} chunks, in runs of one or more")
-    return [chunk for first, count in read.runs for chunk in range(first, first + count)]

@@ -38,14 +38,13 @@ class Endable(Protocol):
 class Lane:
     """One reader's connection at its owner, as others see it."""
 
-    __slots__ = ("connection", "is_digested", "is_local", "is_stopped", "reader")
+    __slots__ = ("connection", "is_local", "is_stopped", "reader")
 
     def __init__(self, connection: Endable, *, is_local: bool = False) -> None:
         self.connection = connection
         self.is_local = is_local  # it comes from this host: addresses here are of use there, and told nobody else
         self.reader: Incarnation | None = None  # known, and proved, after the handshake
         self.is_stopped = False  # it must begin nothing any more
-        self.is_digested = False  # what it got last needed no digest to be made: the next will need none either
 
     def __repr__(self) -> str:
         return f"<Lane to {self.reader or 'nobody yet'}{', stopped' if self.is_stopped else ''}>"

@@ -1,0 +1,164 @@
+"""What an owner answers one reader, in that lane's thread: the chunks themselves, or where they are.
+
+A digest that is not known yet is made while its chunk is sent, by a second thread, and said behind the bytes: the sender is
+what a read over tcp waits for. Responsible for which bytes go out under which access. Not responsible for who may read
+(`SharedOwner`), nor for the connection's life (`acceptor`).
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor, wait
+from types import TracebackType
+from typing import Self
+
+from tensorhub.errors import ProtocolError
+from tensorhub.messages import (
+    HAS_RUNS_MAX,
+    SEGMENTS_MAX,
+    ChunkDigest,
+    ChunkFollows,
+    ChunksFollow,
+    ChunksLie,
+    FindMemory,
+    FindSegments,
+    FromReader,
+    Locate,
+    MemoryIs,
+    Read,
+    ReadRefused,
+    SegmentsAre,
+    StillWaiting,
+)
+from tensorhub.protocol.blocking import BlockingConnection
+from tensorhub.runtime.chunks import ChunkMemory, is_gil_contended
+from tensorhub.runtime.serving import Lane, SharedOwner
+from tensorhub.types import ContentId, RegistrationId
+from tensorhub.worker.owner import CHUNKS_PER_ACCESS_MAX, Access, Refusal, Wait
+
+SEND_BYTES = 16 * 2**20  # of one send call whose digests are known; a fence may have to wait for it
+LOCAL_SEND_BYTES = 64 * 2**20  # the same within a host, in some 20 ms: beside a busy Python thread each call costs 5 ms more
+FIRST_SEND_BYTES = 2**20  # of one whose digests are made before; a larger chunk goes by itself, and its digest behind it
+LOCATE_BYTES = 2**40  # of one answer that says where chunks lie, and sends none
+NOT_ONE_SIDED = "this worker's memory is not to be read from here: its transports are others, or it is on another host"
+
+
+class Answering:
+    """One reader's answers. Use as `with`: the second thread ends with the block."""
+
+    def __init__(self, lane: Lane, connection: BlockingConnection, owner: SharedOwner, patience_s: float) -> None:
+        """`patience_s`: how long one request waits for chunks that the owner lacks."""
+        self._lane = lane
+        self._connection = connection
+        self._owner = owner
+        self._patience_s = patience_s
+        self._digester = ThreadPoolExecutor(1, "tensorhub-digests")  # its thread begins when it is needed
+        self._is_digested = False  # what was sent last had its digests: what is next has them, too
+        self._is_contended = False  # another thread keeps the GIL: few calls, and large ones
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self._digester.shutdown()
+
+    def answer(self, read: FromReader) -> None:
+        """Say and send all that this request asks for. Errors as of `BlockingConnection`; ProtocolError."""
+        match read:
+            case FindMemory():
+                self._find(read)
+            case FindSegments():
+                self._share(read)
+            case _:
+                self._serve(read)
+
+    def _find(self, read: FindMemory) -> None:
+        """Say in which process this is, so that the reader can prove that it reads that one; or that it may not."""
+        header = self._owner.header
+        may = header is not None and self._lane.is_local
+        self._connection.send(MemoryIs(read.request, *header) if header and may else MemoryIs(read.request, 0, 0, b""))
+
+    def _share(self, read: FindSegments) -> None:
+        """Hand over the descriptors of the memory in which a registration is, if that can be shared."""
+        can_share = self._connection.passes_descriptors
+        found = self._owner.segments_of(RegistrationId(read.registration), read.generation) if can_share else ()
+        if isinstance(found, Refusal):
+            self._connection.send(ReadRefused(read.request, found.reason))
+            return
+        found = found if len(found) <= SEGMENTS_MAX else ()
+        said = SegmentsAre(read.request, tuple([(segment.address, segment.nbytes) for segment in found]))
+        self._connection.send(said)
+        if found:
+            self._connection.send_descriptors([segment.descriptor for segment in found])
+
+    def _serve(self, read: Read | Locate) -> None:
+        """Send what is asked for, or say where it is, as far as it is available and becomes so within the patience; or
+        refuse it.
+        """
+        if isinstance(read, Locate) and (self._owner.header is None or not self._lane.is_local):
+            self._connection.send(ReadRefused(read.request, NOT_ONE_SIDED))
+            return
+        waited_until = time.monotonic() + self._patience_s
+        wanted: Sequence[int] = _chunks_of(read)
+        registration, content_id = RegistrationId(read.registration), ContentId(read.content_id)
+        right = (self._lane, registration, read.generation, content_id)
+        while wanted:
+            bytes_max = self._bytes_max(read)
+            with self._owner.access(*right, wanted, bytes_max, waited_until - time.monotonic()) as answer:
+                if isinstance(answer, tuple):
+                    self._send(read, *answer)
+                    wanted = answer[0].rest
+            if isinstance(answer, Wait):
+                has = self._owner.has(registration, read.generation, HAS_RUNS_MAX)
+                self._connection.send(StillWaiting(read.request, has))
+                return
+            if isinstance(answer, Refusal):
+                self._connection.send(ReadRefused(read.request, answer.reason))
+                return
+
+    def _bytes_max(self, read: Read | Locate) -> int:
+        """Of the next access."""
+        if not self._is_digested and not self._is_contended:
+            return FIRST_SEND_BYTES
+        if isinstance(read, Locate):
+            return LOCATE_BYTES
+        return LOCAL_SEND_BYTES if self._lane.is_local else SEND_BYTES
+
+    def _send(self, read: Read | Locate, access: Access, memory: ChunkMemory) -> None:
+        """Send an access' chunks, or say where they are."""
+        is_first = memory.is_digested and None in access.digests
+        nbytes = sum([memory.sizes[chunk] for chunk in access.chunks])
+        if is_first and isinstance(read, Read) and len(access.chunks) == 1 and nbytes > FIRST_SEND_BYTES:
+            self._send_one(read, access, memory)
+            return
+        started = time.perf_counter()
+        chunks = tuple(self._owner.digests_of(access, memory))
+        digest_s = time.perf_counter() - started
+        if isinstance(read, Locate):
+            places = tuple([(chunk, digest, memory.address(chunk)) for chunk, digest in chunks])
+            self._connection.send(ChunksLie(read.request, places, self._owner.word_of(access)))
+        else:
+            buffers = [memory.buffer(chunk) for chunk in access.chunks]
+            self._connection.send_with_payload(ChunksFollow(read.request, chunks), buffers)
+        self._is_digested = not is_first
+        self._is_contended = is_first and is_gil_contended(nbytes, digest_s)
+
+    def _send_one(self, read: Read, access: Access, memory: ChunkMemory) -> None:
+        """Send a large chunk while its digest is made."""
+        (chunk,) = access.chunks
+        making = self._digester.submit(memory.digest, chunk)
+        try:
+            self._connection.send_with_payload(ChunkFollows(read.request, chunk), [memory.buffer(chunk)])
+        finally:
+            wait([making])  # it reads the memory, too: the access ends behind it
+        self._connection.send(ChunkDigest(read.request, self._owner.keep_digest(access, chunk, making.result())))
+        self._is_digested = self._is_contended = False
+
+
+def _chunks_of(read: Read | Locate) -> list[int]:
+    if not 0 < sum(count for _, count in read.runs) <= CHUNKS_PER_ACCESS_MAX or any(
+        first < 0 or count < 1 for first, count in read.runs
+    ):
+        raise ProtocolError(f"a read names 1 to {CHUNKS_PER_ACCESS_MAX} chunks, in runs of one or more")
+    return [chunk for first, count in read.runs for chunk in range(first, first + count)]
