@@ -17,6 +17,7 @@ def test_a_call_is_compared_with_a_round_trip_of_its_own_round_and_process() -> 
     assert rows[LAST_OF_TWO]["of a round trip"] == [2.5, 2.0, 3.0]
 
 
+@pytest.mark.slow
 def test_it_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "figures.json"
     assert calls.main(["--rounds", "1", "--tensors", "10", "--json", str(path)]) == 0

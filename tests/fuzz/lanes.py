@@ -284,8 +284,8 @@ def _serve(
         if read is None:
             return False
         first_send_bytes = 8 if read.request % 2 else FIRST_SEND_BYTES  # so that some chunks go with their digest behind
-        with patch.object(answering, "FIRST_SEND_BYTES", first_send_bytes), Answering(lane, connection, owner, 0.0) as says:
-            says.answer(read)
+        with patch.object(answering, "FIRST_SEND_BYTES", first_send_bytes):
+            Answering(lane, connection, owner, 0.0).answer(read)
         if isinstance(read, FindMemory):
             return _is_found(read, lane, owner, theirs)
         if isinstance(read, FindSegments):

@@ -7,7 +7,6 @@ import socket
 import threading
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from typing import Any
 
 import anyio
 import anyio.to_thread
@@ -19,7 +18,6 @@ from tensorhub.protocol.blocking import BlockingConnection
 from tensorhub.protocol.codec import FROM_OWNER
 from tensorhub.protocol.handshake import NONCE_BYTES, ClientHandshake
 from tensorhub.protocol.lost import ConnectionLost
-from tensorhub.runtime.chunks import ChunkMemory
 from tensorhub.runtime.lanes import SourceFailed
 from tensorhub.runtime.serving import SharedOwner
 from tensorhub.types import ContentId, Incarnation
@@ -238,33 +236,3 @@ async def test_a_local_access_waits_no_longer_than_its_patience() -> None:
     with a.owner.access(None, a.registration, a.generation, CONTENT, [0], 1, 0.0) as answer:
         assert answer == Wait()
     a.listener.close()
-
-
-async def test_memory_is_not_fenced_while_a_digest_is_made_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its reader has gone in the midst of the chunk; the thread that makes the digest beside it still reads."""
-    a = Node("a", manifest_of((LARGE,), chunk_bytes=LARGE), filled=True).open(complete=True)
-    gone, go_on = threading.Event(), threading.Event()
-    sends, digest = BlockingConnection.send_with_payload, ChunkMemory.digest
-
-    def notes(connection: BlockingConnection, *said: Any) -> None:
-        try:
-            sends(connection, *said)
-        except ConnectionLost:
-            gone.set()
-            raise
-
-    def waits(memory: ChunkMemory, chunk: int) -> int:
-        go_on.wait(WAIT_S)
-        return digest(memory, chunk)
-
-    monkeypatch.setattr(BlockingConnection, "send_with_payload", notes)
-    monkeypatch.setattr(ChunkMemory, "digest", waits)
-    async with serving(a):
-        async with raw_reader(a) as connection:
-            connection.send(read(a, (0, 1)))
-            assert isinstance(await anyio.to_thread.run_sync(connection.receive, FROM_OWNER), ChunkFollows)
-        assert await anyio.to_thread.run_sync(gone.wait, WAIT_S)
-        with pytest.raises(DrainTimeout):
-            await a.owner.fence_async(a.registration, 0.1)
-        go_on.set()
-        await a.owner.fence_async(a.registration)

@@ -175,6 +175,10 @@ class BlockingConnection:
         body = codec.encode(message)
         self._send([memoryview(header(len(body), self._decoder.frame_bytes_max) + body), *buffers])
 
+    def send_payload(self, buffers: Sequence[memoryview]) -> None:
+        """Send more of the bytes that follow the last message. Errors as of `send_with_payload`."""
+        self._send(buffers)
+
     def _send(self, buffers: Sequence[memoryview]) -> None:
         left, pace = _Left(buffers), _Pace(self.stall_timeout_s)
         while left:

@@ -172,15 +172,15 @@ def _serve_lane(lane: Lane, connection: BlockingConnection, acceptor: _Acceptor)
         handshake = ServerHandshake("owner", settings.incarnation, settings.secrets, os.urandom(NONCE_BYTES))
         connection.handshake(handshake, settings.handshake_timeout_s)
         refusal = acceptor.admitted(lane, Incarnation(handshake.client_incarnation))
-        with Answering(lane, connection, owner, settings.patience_s) as answering:
-            while (read := _next_read(lane, connection)) is not None:
-                if handshake.secret not in settings.secrets:
-                    raise AuthenticationFailed("its token is not accepted any more")
-                if refusal:
-                    _unserved.count(reader=handshake.client_incarnation, reason=refusal)
-                    connection.send(ReadRefused(read.request, refusal))
-                    return
-                answering.answer(read)
+        answering = Answering(lane, connection, owner, settings.patience_s)
+        while (read := _next_read(lane, connection)) is not None:
+            if handshake.secret not in settings.secrets:
+                raise AuthenticationFailed("its token is not accepted any more")
+            if refusal:
+                _unserved.count(reader=handshake.client_incarnation, reason=refusal)
+                connection.send(ReadRefused(read.request, refusal))
+                return
+            answering.answer(read)
     except ConnectionLost:
         pass
     except TensorHubError as error:

@@ -1,7 +1,7 @@
 """What an owner answers one reader, in that lane's thread: the chunks themselves, or where they are.
 
-A digest that is not known yet is made while its chunk is sent, by a second thread, and said behind the bytes: the sender is
-what a read over tcp waits for. Responsible for which bytes go out under which access. Not responsible for who may read
+A large chunk whose digest is not known yet is sent in pieces, each digested just before, and its digest is said behind the
+bytes. Responsible for which bytes go out under which access. Not responsible for who may read
 (`SharedOwner`), nor for the connection's life (`acceptor`).
 """
 
@@ -9,9 +9,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor, wait
-from types import TracebackType
-from typing import Self
 
 from tensorhub.errors import ProtocolError
 from tensorhub.messages import (
@@ -33,19 +30,20 @@ from tensorhub.messages import (
 )
 from tensorhub.protocol.blocking import BlockingConnection
 from tensorhub.runtime.chunks import ChunkMemory, is_gil_contended
+from tensorhub.runtime.hot import HOT_BYTES, Digests, cut
 from tensorhub.runtime.serving import Lane, SharedOwner
 from tensorhub.types import ContentId, RegistrationId
 from tensorhub.worker.owner import CHUNKS_PER_ACCESS_MAX, Access, Refusal, Wait
 
 SEND_BYTES = 16 * 2**20  # of one send call whose digests are known; a fence may have to wait for it
 LOCAL_SEND_BYTES = 64 * 2**20  # the same within a host, in some 20 ms: beside a busy Python thread each call costs 5 ms more
-FIRST_SEND_BYTES = 2**20  # of one whose digests are made before; a larger chunk goes by itself, and its digest behind it
+FIRST_SEND_BYTES = HOT_BYTES  # of one whose digests are made before; a larger chunk goes by itself, and its digest behind it
 LOCATE_BYTES = 2**40  # of one answer that says where chunks lie, and sends none
 NOT_ONE_SIDED = "this worker's memory is not to be read from here: its transports are others, or it is on another host"
 
 
 class Answering:
-    """One reader's answers. Use as `with`: the second thread ends with the block."""
+    """One reader's answers."""
 
     def __init__(self, lane: Lane, connection: BlockingConnection, owner: SharedOwner, patience_s: float) -> None:
         """`patience_s`: how long one request waits for chunks that the owner lacks."""
@@ -53,15 +51,8 @@ class Answering:
         self._connection = connection
         self._owner = owner
         self._patience_s = patience_s
-        self._digester = ThreadPoolExecutor(1, "tensorhub-digests")  # its thread begins when it is needed
         self._is_digested = False  # what was sent last had its digests: what is next has them, too
         self._is_contended = False  # another thread keeps the GIL: few calls, and large ones
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        self._digester.shutdown()
 
     def answer(self, read: FromReader) -> None:
         """Say and send all that this request asks for. Errors as of `BlockingConnection`; ProtocolError."""
@@ -129,7 +120,8 @@ class Answering:
         """Send an access' chunks, or say where they are."""
         is_first = memory.is_digested and None in access.digests
         nbytes = sum([memory.sizes[chunk] for chunk in access.chunks])
-        if is_first and isinstance(read, Read) and len(access.chunks) == 1 and nbytes > FIRST_SEND_BYTES:
+        is_large = len(access.chunks) == 1 and nbytes > FIRST_SEND_BYTES
+        if is_first and is_large and isinstance(read, Read) and not self._is_contended:
             self._send_one(read, access, memory)
             return
         started = time.perf_counter()
@@ -145,15 +137,17 @@ class Answering:
         self._is_contended = is_first and is_gil_contended(nbytes, digest_s)
 
     def _send_one(self, read: Read, access: Access, memory: ChunkMemory) -> None:
-        """Send a large chunk while its digest is made."""
+        """Send a large chunk, and make its digest of each piece just before that is sent: it is read from memory once."""
         (chunk,) = access.chunks
-        making = self._digester.submit(memory.digest, chunk)
-        try:
-            self._connection.send_with_payload(ChunkFollows(read.request, chunk), [memory.buffer(chunk)])
-        finally:
-            wait([making])  # it reads the memory, too: the access ends behind it
-        self._connection.send(ChunkDigest(read.request, self._owner.keep_digest(access, chunk, making.result())))
-        self._is_digested = self._is_contended = False
+        view = memory.buffer(chunk)
+        digests = Digests([(chunk, view)])
+        self._connection.send(ChunkFollows(read.request, chunk))
+        for call in cut([view]):
+            digests.go_on([piece.nbytes for piece in call])
+            self._connection.send_payload(call)
+        digest = self._owner.keep_digest(access, chunk, digests.made[chunk])
+        self._connection.send(ChunkDigest(read.request, digest))
+        self._is_digested, self._is_contended = False, is_gil_contended(view.nbytes, digests.seconds)
 
 
 def _chunks_of(read: Read | Locate) -> list[int]:
