@@ -21,7 +21,9 @@ import numpy.typing as npt
 
 import tensorhub
 from tensorhub.hub import Coordinator, Hub
+from tensorhub.protocol.blocking import BlockingConnection
 from tensorhub.runtime import channels as channels_module
+from tensorhub.runtime.tcp_channel import TcpTransport
 from tensorhub.transport import cma
 from tensorhub.transport.base import Arrival, Channel, Cutter, Destination, Lacking, ReadFailure, ReadRight, Transport
 from tensorhub.transport.registry import Registry
@@ -229,3 +231,20 @@ def gated(arrivals: int, *, heeds_cuts: bool = True, transport: str = "tcp") -> 
     finally:
         gate.open()
         channels_module.TRANSPORTS = usual
+
+
+@contextlib.contextmanager
+def damaging() -> Iterator[None]:
+    """Workers that connect in this block read over tcp, where a byte of all that they receive is another one in the end."""
+    usual, registry, receives = channels_module.TRANSPORTS, Registry(), BlockingConnection.receive_into
+
+    def damages(connection: BlockingConnection, buffers: Sequence[memoryview]) -> None:
+        receives(connection, buffers)
+        buffers[0][0] ^= 1
+
+    registry.add("tcp", TcpTransport, 90)
+    channels_module.TRANSPORTS, BlockingConnection.receive_into = registry, damages  # type: ignore[method-assign, assignment]
+    try:
+        yield
+    finally:
+        channels_module.TRANSPORTS, BlockingConnection.receive_into = usual, receives  # type: ignore[method-assign]

@@ -10,7 +10,7 @@ import dataclasses
 import inspect
 import subprocess
 import sys
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator
 
 import anyio
 import pytest
@@ -19,13 +19,9 @@ import torch
 import tensorhub
 from tensorhub.errors import IntegrityError, ManifestMismatch, VersionUnavailable
 from tensorhub.hub import Hub
-from tensorhub.runtime import channels as channels_module
-from tensorhub.runtime.tcp_channel import TcpTransport
-from tensorhub.transport.base import Arrival, Channel, Cutter, Destination, Lacking, ReadRight
-from tensorhub.transport.registry import Registry
-from tensorhub.types import Endpoint, FetchReport, Location, VersionInfo
+from tensorhub.types import FetchReport, Location, VersionInfo
 from tests.processes.crew import Crew, Failed, crew
-from tests.rig import CHUNK_BYTES, CHUNKS, OPTIONS, Tensors, cluster, connect, gated, holds, tensors, until, write
+from tests.rig import CHUNK_BYTES, CHUNKS, OPTIONS, Tensors, cluster, connect, damaging, gated, holds, tensors, until, write
 
 MIB = 2**20
 NBYTES = CHUNKS * CHUNK_BYTES  # of `tensors()`
@@ -78,46 +74,15 @@ def test_01_a_sync_hangs_forever_when_a_peer_dies(processes: Crew) -> None:
 # ----------------------------------------------------------------------------- 2: wrong weights while success is reported
 
 
-class _Liar:
-    """A channel that damages the first byte of each chunk that it brings."""
-
-    def __init__(self, channel: Channel, destination: Destination) -> None:
-        self._channel = channel
-        self._destination = destination
-
-    def submit(self, chunks: Sequence[int]) -> None:
-        self._channel.submit(chunks)
-
-    def receive(self, bytes_max: int) -> Arrival | Lacking:
-        arrival = self._channel.receive(bytes_max)
-        for chunk, _ in arrival.chunks if isinstance(arrival, Arrival) else ():
-            self._destination.buffer(chunk)[0] ^= 0xFF
-        return arrival
-
-    def close(self) -> None:
-        self._channel.close()
-
-
-class _LyingTransport(TcpTransport):
-    def open(self, endpoint: Endpoint, right: ReadRight, destination: Destination, cutter: Cutter) -> Channel:
-        return _Liar(super().open(endpoint, right, destination, cutter), destination)
-
-
-@pytest.fixture
-def damaged(monkeypatch: pytest.MonkeyPatch) -> None:
-    registry = Registry()
-    registry.add("tcp", _LyingTransport, 90)
-    monkeypatch.setattr(channels_module, "TRANSPORTS", registry)
-
-
-async def test_02_wrong_weights_while_success_is_reported(damaged: None) -> None:
-    async with cluster("trainer", "reader") as c:
-        await published(c.hubs[0])
-        weights = await c.hubs[1].register("m", tensors())
-        with pytest.raises(IntegrityError) as caught:
-            await weights.replicate(timeout=1)
-        assert caught.value.memory == "torn"
-        assert (weights.state, weights.version) == ("torn", None)
+async def test_02_wrong_weights_while_success_is_reported() -> None:
+    with damaging():
+        async with cluster("trainer", "reader") as c:
+            await published(c.hubs[0])
+            weights = await c.hubs[1].register("m", tensors())
+            with pytest.raises(IntegrityError) as caught:
+                await weights.replicate(timeout=1)
+            assert caught.value.memory == "torn"
+            assert (weights.state, weights.version) == ("torn", None)
 
 
 # ------------------------------------------------------------------------- 3: join and leave without rebuilding a group

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -12,13 +10,8 @@ from safetensors.torch import save_file
 
 from tensorhub.errors import IntegrityError, MutabilityViolation, VersionUnavailable
 from tensorhub.hub import Hub, register_memory
-from tensorhub.runtime import channels as channels_module
-from tensorhub.runtime.tcp_channel import TcpTransport
-from tensorhub.transport.base import Arrival, Channel, Cutter, Destination, Lacking, ReadRight
 from tensorhub.transport.files import FileMemory
-from tensorhub.transport.registry import Registry
-from tensorhub.types import Endpoint
-from tests.rig import CHUNK_BYTES, cluster, connect, holds, tensors, until, write
+from tests.rig import CHUNK_BYTES, cluster, connect, damaging, holds, tensors, until, write
 
 pytestmark = pytest.mark.anyio
 
@@ -73,45 +66,6 @@ async def test_a_replica_that_was_written_is_given_up_and_its_reader_goes_on_els
             await other.update()
         assert (await other.update()).version == 1
         assert holds(others, 1)
-
-
-class _DamagingChannel:
-    """Flips a bit in everything that arrives."""
-
-    def __init__(self, channel: Channel, destination: Destination) -> None:
-        self._channel = channel
-        self._destination = destination
-
-    def submit(self, chunks: list[int]) -> None:
-        self._channel.submit(chunks)
-
-    def receive(self, bytes_max: int) -> Arrival | Lacking:
-        answer = self._channel.receive(bytes_max)
-        if not isinstance(answer, Arrival):
-            return answer
-        for chunk, _ in answer.chunks:
-            self._destination.buffer(chunk)[0] ^= 1
-        return answer._replace(made={})
-
-    def close(self) -> None:
-        self._channel.close()
-
-
-class _Damaging(TcpTransport):
-    def open(self, endpoint: Endpoint, right: ReadRight, destination: Destination, cutter: Cutter) -> Channel:
-        return _DamagingChannel(super().open(endpoint, right, destination, cutter), destination)  # type: ignore[return-value]
-
-
-@contextmanager
-def damaging() -> Iterator[None]:
-    """Workers that connect in this block get nothing whole."""
-    usual, registry = channels_module.TRANSPORTS, Registry()
-    registry.add("tcp", _Damaging, 90)
-    channels_module.TRANSPORTS = registry
-    try:
-        yield
-    finally:
-        channels_module.TRANSPORTS = usual
 
 
 async def test_a_reader_that_damages_bytes_is_the_guilty_one() -> None:

@@ -19,6 +19,7 @@ def keeps_an_operation_and_a_socket(hub: Hub) -> None:
     _sockets.append(socket.socket())
 
 
+@pytest.mark.slow
 def test_it_names_what_leaks(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "figures.json"
     small = "--cycles 32 --every 8 --fill 40 --deaths 0 --state without --without-fetch --json".split()
