@@ -46,6 +46,8 @@ class Restartable:
         await until(lambda: all("offline" in repr(hub) for hub in hubs))
         await self.start()
         await until(lambda: all("online" in repr(hub) for hub in hubs))
+        for hub in hubs:
+            await hub.describe()  # asked in its loop, hence after all that its welcome brought about
 
 
 @contextlib.asynccontextmanager
