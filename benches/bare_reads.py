@@ -7,7 +7,6 @@ compared with the source's digest, which was made before.
 
 import ctypes
 import os
-import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
@@ -15,6 +14,7 @@ from typing import Literal
 
 import xxhash
 
+from tensorhub.cli.bench.threads import in_threads
 from tensorhub.transport import cma, shm
 from tensorhub.transport.cma import Piece, cut_up
 from tensorhub.transport.memory import address_of, bytes_at
@@ -63,26 +63,15 @@ class Reader:
         """Copy all of it. `digests`: what `digests_of` gave there; ValueError if one differs."""
         calls = self._calls if digests is None else self._hot_calls
         ends = list(accumulate(len(call) for call in calls))
-        failures: list[BaseException] = []
 
         def work(part: int) -> None:
-            try:
-                for number in range(part, len(calls), threads):
-                    self._copy(calls[number])
-                    if digests is not None:
-                        expected = digests[ends[number] - len(calls[number]) : ends[number]]
-                        _compare(self._arrived[number], expected)
-            except BaseException as error:
-                failures.append(error)
+            for number in range(part, len(calls), threads):
+                self._copy(calls[number])
+                if digests is not None:
+                    expected = digests[ends[number] - len(calls[number]) : ends[number]]
+                    _compare(self._arrived[number], expected)
 
-        others = [threading.Thread(target=work, args=(part,)) for part in range(1, threads)]
-        for other in others:
-            other.start()
-        work(0)
-        for other in others:
-            other.join()
-        if failures:
-            raise failures[0]
+        in_threads(threads, work)
 
     def _by_cma(self, call: Sequence[Piece]) -> None:
         cma.copy(self._pid, call)

@@ -5,7 +5,8 @@ from __future__ import annotations
 import xxhash
 from hypothesis import given, strategies as st
 
-from tensorhub.runtime.hot import CALL_BUFFERS_MAX, Digests, cut
+from tensorhub.protocol.blocking import BUFFERS_MAX
+from tensorhub.runtime.hot import Digests, cut
 
 SIZES = st.lists(st.integers(0, 5000), max_size=30)
 
@@ -25,5 +26,5 @@ def test_pieces_are_all_bytes_in_order_and_digests_are_of_whole_chunks(sizes: li
 
 
 def test_a_call_takes_no_more_buffers_than_the_kernel_does() -> None:
-    calls = list(cut([memoryview(b"x")] * (2 * CALL_BUFFERS_MAX + 1)))
-    assert [len(call) for call in calls] == [CALL_BUFFERS_MAX, CALL_BUFFERS_MAX, 1]
+    calls = list(cut([memoryview(b"x")] * (2 * BUFFERS_MAX + 1)))
+    assert [len(call) for call in calls] == [BUFFERS_MAX, BUFFERS_MAX, 1]

@@ -1,4 +1,4 @@
-"""The handshake: the first three frames on every kind of connection, in each direction one proof."""
+"""The handshake: on every kind of connection, a hello from each side, and then a proof from each."""
 
 from __future__ import annotations
 

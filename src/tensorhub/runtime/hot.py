@@ -8,9 +8,10 @@ from collections.abc import Iterable, Iterator, Sequence
 
 import xxhash
 
+from tensorhub.protocol.blocking import BUFFERS_MAX
+
 HOT_BYTES = 2**20  # moved by one call and digested by one: what a core's own cache holds on a server
 SMALL_BYTES = 4 * 2**20  # whoever wants more at a time does not get along with many small calls
-CALL_BUFFERS_MAX = 1024  # Linux' IOV_MAX
 
 
 class Digests:
@@ -49,7 +50,7 @@ class Digests:
 
 
 def cut(views: Sequence[memoryview], call_bytes: int = HOT_BYTES) -> Iterator[list[memoryview]]:
-    """What one call each moves: at most `call_bytes`, of CALL_BUFFERS_MAX views, in their order; none is empty."""
+    """What one call each moves: at most `call_bytes`, of BUFFERS_MAX views, in their order; none is empty."""
     call: list[memoryview] = []
     room = call_bytes
     for view in views:
@@ -58,7 +59,7 @@ def cut(views: Sequence[memoryview], call_bytes: int = HOT_BYTES) -> Iterator[li
             taken = min(nbytes - at, room)
             call.append(view if taken == nbytes else view[at : at + taken])
             at, room = at + taken, room - taken
-            if not room or len(call) == CALL_BUFFERS_MAX:
+            if not room or len(call) == BUFFERS_MAX:
                 yield call
                 call, room = [], call_bytes
     if call:

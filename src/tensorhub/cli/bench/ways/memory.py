@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import ctypes
 import os
-import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
 from tensorhub.cli.bench.memory import Memory, create, mapped, private
+from tensorhub.cli.bench.threads import in_threads
 from tensorhub.cli.bench.ways.base import Setting, Side
 from tensorhub.transport import cma
 from tensorhub.transport.cma import Piece
@@ -51,23 +51,13 @@ class Receiver(Side):
         self._calls = list(cma.cut_up(pieces))
 
     def take(self, offered: Any) -> None:
-        count, failures = self.setting.options["threads"], list[BaseException]()
+        count = self.setting.options["threads"]
 
         def work(part: int) -> None:
-            try:
-                for call in self._calls[part::count]:
-                    self._copy(call)
-            except BaseException as error:
-                failures.append(error)
+            for call in self._calls[part::count]:
+                self._copy(call)
 
-        threads = [threading.Thread(target=work, args=(part,)) for part in range(1, count)]
-        for thread in threads:
-            thread.start()
-        work(0)
-        for thread in threads:
-            thread.join()
-        if failures:
-            raise failures[0]
+        in_threads(count, work)
 
 
 def _memcpy(call: Sequence[Piece]) -> None:
