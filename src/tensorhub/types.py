@@ -183,6 +183,9 @@ class Endpoint:
 # ---------------------------------------------------------------------------------------------------------- options
 
 
+_RDMA_PORTS: Final = re.compile(r"[\w.-]+(:\d{1,3}(:\d{1,4})?)?(,[\w.-]+(:\d{1,3}(:\d{1,4})?)?)*\Z")
+
+
 @dataclass(frozen=True, slots=True)
 class Options:
     """Settings of `serve` and `connect`; each says whose setting counts.
@@ -200,6 +203,7 @@ class Options:
     listen_host: str | None = None  # worker's: data listeners' address; None: that of the coordinator connection
     listen_port: int = 0  # worker's: the data listener's port; 0 takes a free one
     advertise: str | None = None  # worker's: "host:port" where readers reach the data listener, if not where it listens
+    rdma_ports: str | None = None  # worker's: "DEVICE[:PORT[:GID_INDEX]],..."; None: TENSORHUB_RDMA_PORTS, else all
     connect_timeout_s: float = 10.0  # caller's: connecting and authenticating, each attempt
     stall_timeout_s: float = 10.0  # reader's: a source that is silent for this long is given up
     readers_max: int = 64  # worker's: connections from readers that it serves at a time
@@ -234,6 +238,9 @@ class Options:
         if self.advertise is not None and not _can_be_reached(self.advertise):
             text = "give HOST:PORT, as readers reach the data listener, in at most 512 characters"
             raise StateError(f"Options.advertise = {self.advertise!r}: {text}")
+        if self.rdma_ports is not None and not _RDMA_PORTS.match(str(self.rdma_ports)):
+            text = "give DEVICE[:PORT[:GID_INDEX]], several with commas between them"
+            raise StateError(f"Options.rdma_ports = {self.rdma_ports!r}: {text}")
         for name in ("readers_max", "sessions_max"):
             if getattr(self, name) < 1:
                 raise StateError(f"Options.{name} = {getattr(self, name)!r}: give 1 or more")

@@ -18,16 +18,23 @@ from tensorhub.messages import (
     ChunkFollows,
     ChunksFollow,
     ChunksLie,
+    ChunksPinned,
     FindMemory,
+    FindPorts,
     FindSegments,
     FromReader,
     Grant,
     Locate,
     MemoryIs,
+    Pair,
+    Paired,
+    PortsAre,
     Read,
     ReadRefused,
+    Rest,
     SegmentsAre,
     StillWaiting,
+    Unpaired,
 )
 from tensorhub.protocol import codec
 from tensorhub.protocol.blocking import FRAME_BYTES_MAX, BlockingConnection
@@ -56,7 +63,7 @@ GRANT = Grant("lease", "source", "source.1", "theirs", 5, (), Location(host="h")
 STALL_S = 5.0
 ANSWERS: tuple[type[Any], ...] = (
     *(ChunksFollow, ChunkFollows, ChunkDigest, StillWaiting, ReadRefused),
-    *(ChunksLie, MemoryIs, SegmentsAre),
+    *(ChunksLie, ChunksPinned, MemoryIs, SegmentsAre, PortsAre, Paired, Unpaired),
 )
 ASKED_MAX = 12  # requests of one input
 
@@ -256,7 +263,8 @@ def _question(source: Source, kind: int) -> bytes:
         "content_id": [CONTENT, CONTENT, "other"],
         "runs": [((0, CHUNKS),), ((1, 2), (4, 1)), ((0, 1),) * 100, (), ((3, 9),), ((2**63, 1024),), ((0, 0),)],
     }
-    asked = FindMemory if kind < 40 else FindSegments if kind < 50 else Locate if kind > 200 else Read
+    few = {30: FindMemory, 40: FindSegments, 50: FindPorts, 55: Pair, 60: Rest}
+    asked = few[max(first for first in few if first <= kind)] if kind < 65 else Locate if kind > 200 else Read
     return frame(codec.encode(source.value(asked, pools)), FRAME_BYTES_MAX)
 
 
@@ -293,6 +301,13 @@ def _serve(
                 answer = hears.receive(codec.FROM_OWNER)
                 assert isinstance(answer, SegmentsAre | ReadRefused)
                 assert not isinstance(answer, SegmentsAre) or not answer.segments  # none of it is in shared memory
+            return True
+        if isinstance(read, FindPorts | Pair):
+            with BlockingConnection(theirs.dup(), stall_timeout_s=STALL_S) as hears:
+                said = hears.receive(codec.FROM_OWNER)
+                assert said == PortsAre(read.request, ()) or isinstance(said, Unpaired)  # it has none
+            return True
+        if isinstance(read, Rest):
             return True
     except (ProtocolError, ConnectionLost):
         return False

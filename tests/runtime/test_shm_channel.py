@@ -7,7 +7,7 @@ import gc
 import os
 import socket
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import anyio.to_thread
@@ -182,6 +182,10 @@ class Destination:
 
     def address(self, chunk: int) -> int:
         raise AssertionError("nothing is read")
+
+    @property
+    def spans(self) -> Sequence[tuple[int, int]]:
+        raise AssertionError("nothing is registered")
 
 
 @pytest.fixture

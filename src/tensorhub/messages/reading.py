@@ -10,6 +10,10 @@ from tensorhub.types import U64, Id, Length, Range, Text
 HAS_RUNS_MAX = 1024  # of one StillWaiting
 SEGMENTS_MAX = 64  # of one registration; the kernel passes 253 descriptors at a time
 
+Gid = Annotated[bytes, Length(16)]
+U32 = Annotated[int, Range(0, 2**32 - 1)]
+_U24 = Annotated[int, Range(0, 2**24 - 1)]
+
 
 @dataclass(frozen=True, slots=True)
 class _Wanted:
@@ -95,8 +99,87 @@ class SegmentsAre:
 
 
 @dataclass(frozen=True, slots=True)
+class RdmaPort:
+    """A port by which a worker's memory can be reached. `link`: "ethernet" or "infiniband"."""
+
+    link: Annotated[str, Length(16)]
+    gid: Gid
+    gbits: Annotated[float, Range(0, 10**6)]  # per second
+
+
+@dataclass(frozen=True, slots=True)
+class QueueCard:
+    """What one end of a queue pair must know of the other."""
+
+    number: _U24
+    sequence: _U24  # of its first packet
+    gid: Gid
+    lid: Annotated[int, Range(0, 2**16 - 1)]
+    mtu: Annotated[int, Range(1, 5)]  # 256 << mtu - 1 bytes
+    reads: Annotated[int, Range(1, 255)]  # that it answers, or makes, at a time
+
+
+@dataclass(frozen=True, slots=True)
+class FindPorts:
+    """Ask an owner for its RDMA ports. Answered by PortsAre."""
+
+    request: U64
+
+
+@dataclass(frozen=True, slots=True)
+class PortsAre:
+    """An owner's RDMA ports; none: it is not read by RDMA."""
+
+    request: U64
+    ports: Annotated[tuple[RdmaPort, ...], Length(16)]
+
+
+@dataclass(frozen=True, slots=True)
+class Pair:
+    """Ask an owner for a queue pair to this end, by one of its ports, to read a registration with; it lives as long as the
+    connection. Said again with the same card, another registration is asked about. Answered by Paired, Unpaired or
+    ReadRefused.
+    """
+
+    request: U64
+    registration: Id
+    generation: U64
+    port: Annotated[int, Range(0, 15)]
+    card: QueueCard
+
+
+@dataclass(frozen=True, slots=True)
+class Paired:
+    """The owner's end is ready; through it, the owner's nonce can be read at that address. What is located from now on is
+    said by ChunksPinned.
+    """
+
+    request: U64
+    card: QueueCard
+    address: U64
+    key: U32
+    nonce: Annotated[bytes, Length(16)]
+
+
+@dataclass(frozen=True, slots=True)
+class Unpaired:
+    """The owner cannot be read that way. `is_usual`: it concerns that registration only, and nothing is wrong."""
+
+    request: U64
+    reason: Text
+    is_usual: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Rest:
+    """The reader keeps the connection for later, and asks for nothing now: who needs the place may have it. No answer."""
+
+    request: U64
+
+
+@dataclass(frozen=True, slots=True)
 class Locate(_Wanted):
-    """As Read, but the bytes are not sent: ChunksLie says where they are."""
+    """As Read, but the bytes are not sent: ChunksLie, or ChunksPinned, says where they are."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,6 +191,16 @@ class ChunksLie:
     request: U64
     chunks: Annotated[tuple[tuple[int, int, int], ...], Length(1024)]
     word: U64
+
+
+@dataclass(frozen=True, slots=True)
+class ChunksPinned:
+    """As ChunksLie, for whoever reads by a queue pair: (index, digest, address, remote key), and the word's own key."""
+
+    request: U64
+    chunks: Annotated[tuple[tuple[int, int, int, int], ...], Length(1024)]
+    word: U64
+    key: U32
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,5 +222,18 @@ class ReadRefused:
     reason: Text
 
 
-FromReader = Read | Locate | FindMemory | FindSegments
-FromOwner = ChunksFollow | ChunkFollows | ChunkDigest | ChunksLie | MemoryIs | SegmentsAre | StillWaiting | ReadRefused
+FromReader = Read | Locate | FindMemory | FindSegments | FindPorts | Pair | Rest
+FromOwner = (
+    ChunksFollow
+    | ChunkFollows
+    | ChunkDigest
+    | ChunksLie
+    | ChunksPinned
+    | MemoryIs
+    | SegmentsAre
+    | PortsAre
+    | Paired
+    | Unpaired
+    | StillWaiting
+    | ReadRefused
+)

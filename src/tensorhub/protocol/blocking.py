@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import select
 import socket
 import struct
 import threading
@@ -61,6 +62,17 @@ class BlockingConnection:
     @property
     def passes_descriptors(self) -> bool:
         return self._socket.family == socket.AF_UNIX
+
+    @property
+    def descriptor(self) -> int:
+        """The socket's, to wait for together with others."""
+        return self._socket.fileno()
+
+    def is_readable(self) -> bool:
+        """Whether something has come, or the end, so that `receive` would not wait for its beginning."""
+        waiting = select.poll()
+        waiting.register(self._socket, select.POLLIN)
+        return bool(waiting.poll(0))
 
     # -------------------------------------------------------------------------------------------- handshake
 

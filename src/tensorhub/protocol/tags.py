@@ -74,6 +74,9 @@ TAGS: Final[Mapping[type, int]] = {
     m.Locate: 113,
     m.FindMemory: 114,
     m.FindSegments: 115,
+    m.FindPorts: 116,
+    m.Pair: 117,
+    m.Rest: 118,
     m.ChunksFollow: 120,
     m.StillWaiting: 121,
     m.ReadRefused: 122,
@@ -82,4 +85,8 @@ TAGS: Final[Mapping[type, int]] = {
     m.SegmentsAre: 125,
     m.ChunkFollows: 126,
     m.ChunkDigest: 127,
+    m.PortsAre: 128,
+    m.Paired: 129,
+    m.Unpaired: 130,
+    m.ChunksPinned: 131,
 }

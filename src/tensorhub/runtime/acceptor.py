@@ -7,6 +7,7 @@ responsible for what may be read (`SharedOwner`), nor for what is said (`Answeri
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import socket
@@ -18,7 +19,7 @@ import anyio
 import anyio.to_thread
 
 from tensorhub.errors import AuthenticationFailed, OperationTimeout, TensorHubError
-from tensorhub.messages import FromReader, ReadRefused
+from tensorhub.messages import FromReader, ReadRefused, Rest
 from tensorhub.protocol.blocking import BlockingConnection
 from tensorhub.protocol.codec import FROM_READER
 from tensorhub.protocol.handshake import NONCE_BYTES, ServerHandshake
@@ -172,15 +173,16 @@ def _serve_lane(lane: Lane, connection: BlockingConnection, acceptor: _Acceptor)
         handshake = ServerHandshake("owner", settings.incarnation, settings.secrets, os.urandom(NONCE_BYTES))
         connection.handshake(handshake, settings.handshake_timeout_s)
         refusal = acceptor.admitted(lane, Incarnation(handshake.client_incarnation))
-        answering = Answering(lane, connection, owner, settings.patience_s)
-        while (read := _next_read(lane, connection)) is not None:
-            if handshake.secret not in settings.secrets:
-                raise AuthenticationFailed("its token is not accepted any more")
-            if refusal:
-                _unserved.count(reader=handshake.client_incarnation, reason=refusal)
-                connection.send(ReadRefused(read.request, refusal))
-                return
-            answering.answer(read)
+        with contextlib.closing(Answering(lane, connection, owner, settings.patience_s)) as answering:
+            while (read := _next_read(lane, connection)) is not None:
+                if handshake.secret not in settings.secrets:
+                    raise AuthenticationFailed("its token is not accepted any more")
+                if refusal:
+                    _unserved.count(reader=handshake.client_incarnation, reason=refusal)
+                    connection.send(ReadRefused(read.request, refusal))
+                    return
+                lane.is_resting = isinstance(read, Rest)
+                answering.answer(read)
     except ConnectionLost:
         pass
     except TensorHubError as error:

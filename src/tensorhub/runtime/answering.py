@@ -18,19 +18,24 @@ from tensorhub.messages import (
     ChunkFollows,
     ChunksFollow,
     ChunksLie,
+    ChunksPinned,
     FindMemory,
+    FindPorts,
     FindSegments,
     FromReader,
     Locate,
     MemoryIs,
+    Pair,
     Read,
     ReadRefused,
+    Rest,
     SegmentsAre,
     StillWaiting,
 )
 from tensorhub.protocol.blocking import BlockingConnection
 from tensorhub.runtime.chunks import ChunkMemory, is_gil_contended
 from tensorhub.runtime.hot import HOT_BYTES, Digests, cut
+from tensorhub.runtime.pairing import Pairing
 from tensorhub.runtime.serving import Lane, SharedOwner
 from tensorhub.types import ContentId, RegistrationId
 from tensorhub.worker.owner import CHUNKS_PER_ACCESS_MAX, Access, Refusal, Wait
@@ -42,6 +47,10 @@ LOCATE_BYTES = 2**40  # of one answer that says where chunks lie, and sends none
 NOT_ONE_SIDED = "this worker's memory is not to be read from here: its transports are others, or it is on another host"
 
 
+class _CannotRegister(Exception):
+    """Memory that is to be read by RDMA."""
+
+
 class Answering:
     """One reader's answers."""
 
@@ -51,6 +60,7 @@ class Answering:
         self._connection = connection
         self._owner = owner
         self._patience_s = patience_s
+        self._pairing = Pairing(owner)
         self._is_digested = False  # what was sent last had its digests: what is next has them, too
         self._is_contended = False  # another thread keeps the GIL: few calls, and large ones
 
@@ -61,8 +71,18 @@ class Answering:
                 self._find(read)
             case FindSegments():
                 self._share(read)
+            case FindPorts():
+                self._connection.send(self._pairing.ports(read))
+            case Pair():
+                self._connection.send(self._pairing.pair(read))
+            case Rest():
+                pass
             case _:
                 self._serve(read)
+
+    def close(self) -> None:
+        """The reader is gone, or has to go."""
+        self._pairing.close()
 
     def _find(self, read: FindMemory) -> None:
         """Say in which process this is, so that the reader can prove that it reads that one; or that it may not."""
@@ -87,7 +107,13 @@ class Answering:
         """Send what is asked for, or say where it is, as far as it is available and becomes so within the patience; or
         refuse it.
         """
-        if isinstance(read, Locate) and (self._owner.header is None or not self._lane.is_local):
+        try:
+            self._serve_all(read)
+        except _CannotRegister as error:
+            self._connection.send(ReadRefused(read.request, str(error)))
+
+    def _serve_all(self, read: Read | Locate) -> None:
+        if isinstance(read, Locate) and not self._pairing.is_made and not (self._owner.header and self._lane.is_local):
             self._connection.send(ReadRefused(read.request, NOT_ONE_SIDED))
             return
         waited_until = time.monotonic() + self._patience_s
@@ -128,13 +154,23 @@ class Answering:
         chunks = tuple(self._owner.digests_of(access, memory))
         digest_s = time.perf_counter() - started
         if isinstance(read, Locate):
-            places = tuple([(chunk, digest, memory.address(chunk)) for chunk, digest in chunks])
-            self._connection.send(ChunksLie(read.request, places, self._owner.word_of(access)))
+            self._connection.send(self._located(read.request, chunks, access, memory))
         else:
             buffers = [memory.buffer(chunk) for chunk in access.chunks]
             self._connection.send_with_payload(ChunksFollow(read.request, chunks), buffers)
         self._is_digested = not is_first
         self._is_contended = is_first and is_gil_contended(nbytes, digest_s)
+
+    def _located(
+        self, request: int, chunks: tuple[tuple[int, int], ...], access: Access, memory: ChunkMemory
+    ) -> ChunksLie | ChunksPinned:
+        word = self._owner.word_of(access)
+        if not self._pairing.is_made:
+            return ChunksLie(request, tuple([(chunk, digest, memory.address(chunk)) for chunk, digest in chunks]), word)
+        try:
+            return ChunksPinned(request, self._pairing.places(memory, chunks), word, self._pairing.word_key(word))
+        except OSError as error:
+            raise _CannotRegister(error.strerror) from error
 
     def _send_one(self, read: Read, access: Access, memory: ChunkMemory) -> None:
         """Send a large chunk, and make its digest of each piece just before that is sent: it is read from memory once."""

@@ -16,12 +16,16 @@ from tensorhub.messages import (
     ChunkFollows,
     ChunksFollow,
     ChunksLie,
+    ChunksPinned,
     Locate,
     MemoryIs,
+    Paired,
+    PortsAre,
     Read,
     ReadRefused,
     SegmentsAre,
     StillWaiting,
+    Unpaired,
 )
 from tensorhub.protocol.blocking import BlockingConnection
 from tensorhub.protocol.codec import FROM_OWNER
@@ -31,7 +35,19 @@ from tensorhub.transport import tcp, unix
 from tensorhub.transport.base import Cutter, Lacking, ReadFailure, ReadRight
 from tensorhub.transport.registry import Local
 
-Answer = ChunksFollow | ChunkFollows | ChunkDigest | ChunksLie | MemoryIs | SegmentsAre | StillWaiting
+Answer = (
+    ChunksFollow
+    | ChunkFollows
+    | ChunkDigest
+    | ChunksLie
+    | ChunksPinned
+    | MemoryIs
+    | SegmentsAre
+    | PortsAre
+    | Paired
+    | Unpaired
+    | StillWaiting
+)
 
 
 def connect(local: Local, address: str, right: ReadRight, cutter: Cutter) -> tuple[BlockingConnection, bool]:

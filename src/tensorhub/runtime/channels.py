@@ -6,6 +6,7 @@ Responsible for which transports this worker has, as each of its incarnations. N
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import anyio
 
@@ -13,6 +14,7 @@ from tensorhub.messages import Grant
 from tensorhub.runtime.cma_channel import CmaTransport
 from tensorhub.runtime.lanes import ChannelOpener, Opened
 from tensorhub.runtime.logs import get_logger
+from tensorhub.runtime.rdma_channel import RdmaTransport
 from tensorhub.runtime.shm_channel import KEPT_S, ShmTransport
 from tensorhub.runtime.tcp_channel import TcpTransport
 from tensorhub.transport import cma
@@ -20,11 +22,13 @@ from tensorhub.transport.base import Cutter, Destination, NotShared, ReadFailure
 from tensorhub.transport.cma import Words
 from tensorhub.transport.registry import Local, Registry
 from tensorhub.transport.shm import Segment
+from tensorhub.transport.verbs import Fabric
 from tensorhub.types import ContentId, Endpoint, Incarnation, LeaseId, Location, Options, RegistrationId
 
 TRANSPORTS = Registry()
 TRANSPORTS.add("shm", ShmTransport, place=10)
 TRANSPORTS.add("cma", CmaTransport, place=20)
+TRANSPORTS.add("rdma", RdmaTransport, place=40)
 TRANSPORTS.add("tcp", TcpTransport, place=90)
 UNUSABLE_MAX = 4096  # peers that are remembered to be out of a transport's reach
 
@@ -40,6 +44,7 @@ class Channels:
         self._location = location
         self._wanted = wanted
         self._transports: tuple[Transport, ...] = ()
+        self._kept: dict[str, Any] = {}  # see `Local.kept`
         self._unusable: dict[tuple[str, str, str], str] = {}  # (transport, incarnation, registration or "")
 
     def __repr__(self) -> str:
@@ -50,8 +55,9 @@ class Channels:
 
     def become(self, incarnation: Incarnation) -> None:
         """Read as that one from now on. Raises TransportUnavailable for a transport that cannot be had."""
+        self._end_resting()
         self._transports = TRANSPORTS.make(
-            Local(incarnation, self._secrets, self._options),
+            Local(incarnation, self._secrets, self._options, self._kept),
             self._wanted,
             lambda name, reason: log.info("transport_unavailable", transport=name, reason=reason),
         )
@@ -62,7 +68,23 @@ class Channels:
         """Where those look who read this worker's memory without its help; None: nobody does."""
         if self.shares:
             return Words(lambda nbytes: Segment(nbytes).bytes_at(0, nbytes))
-        return Words() if self._has("cma") else None
+        return Words() if self._has("cma") or self._has("rdma") else None
+
+    @property
+    def fabric(self) -> Fabric | None:
+        """By which RDMA ports others may read this worker's memory; None: by none."""
+        return self._kept.get("rdma")
+
+    def close(self) -> None:
+        """Give back all that was kept for reads. No lane runs any more."""
+        self._end_resting()
+        for each in self._kept.values():
+            each.close()
+
+    def _end_resting(self) -> None:
+        for transport in self._transports:
+            if isinstance(transport, RdmaTransport):
+                transport.close()
 
     @property
     def shares(self) -> bool:
@@ -74,16 +96,16 @@ class Channels:
 
     def offers(self, address: str, unix_address: str | None) -> tuple[Endpoint, ...]:
         """How others may read from this worker, whose listeners they reach at these addresses; best first."""
-        addresses = {"shm": unix_address, "cma": address, "tcp": address}
+        addresses = {"shm": unix_address, "cma": address, "rdma": address, "tcp": address}
         offered = [(each.name, addresses.get(each.name)) for each in self._transports]
         return tuple([Endpoint(name, there) for name, there in offered if there is not None])
 
     async def keep_swept(self) -> None:
         """Let go, again and again, of what is kept for reads that do not come."""
-        while self.shares:
+        while self.shares or self.fabric is not None:
             await anyio.sleep(KEPT_S)
             for transport in self._transports:
-                if isinstance(transport, ShmTransport):
+                if isinstance(transport, ShmTransport | RdmaTransport):
                     transport.sweep()
 
     def opener(self, content_id: ContentId) -> ChannelOpener:

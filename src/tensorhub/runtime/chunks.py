@@ -8,6 +8,7 @@ import xxhash
 
 from tensorhub.manifest import Manifest
 from tensorhub.transport.memory import address_of
+from tensorhub.transport.verbs import SPAN_BYTES
 
 DIGEST_BYTES_PER_S = 4 * 2**30  # less than any CPU of the last ten years manages
 SLACK_S = 0.002
@@ -26,7 +27,7 @@ def is_gil_contended(digested_bytes: int, seconds: float) -> bool:
 class ChunkMemory:
     """Where each chunk of one content is: views into the regions, made on demand. Nothing is copied."""
 
-    __slots__ = ("_addresses", "_chunks", "_regions", "is_digested", "sizes", "unwanted")
+    __slots__ = ("__weakref__", "_addresses", "_chunks", "_regions", "_spans", "is_digested", "sizes", "unwanted")
 
     def __init__(self, manifest: Manifest, regions: Sequence[memoryview], unwanted: frozenset[int] = frozenset()) -> None:
         """`regions`: one contiguous view per region of the manifest, of its size; writable if chunks are to
@@ -41,6 +42,7 @@ class ChunkMemory:
         self.unwanted: tuple[int, ...] = tuple(c.index for c in manifest.chunks if c.region in unwanted) if unwanted else ()
         self.sizes: tuple[int, ...] = tuple(chunk.nbytes for chunk in manifest.chunks)
         self.is_digested: bool = manifest.digest != "none"
+        self._spans: tuple[tuple[int, int], ...] | None = None
 
     def buffer(self, chunk: int) -> memoryview:
         """The bytes of one chunk."""
@@ -57,6 +59,28 @@ class ChunkMemory:
         """Each region's (address, bytes) in this process; of those that have any."""
         sizes = [region.nbytes for region in self._regions]
         return [(address, nbytes) for address, nbytes in zip(self._addresses, sizes, strict=True) if nbytes]
+
+    @property
+    def spans(self) -> tuple[tuple[int, int], ...]:
+        """Its (address, bytes) as neighbouring chunks together, at most SPAN_BYTES where a chunk has no more; ascending."""
+        if self._spans is None:
+            found: list[tuple[int, int]] = []
+            last = -1
+            for chunk in self._chunks:
+                if not chunk.nbytes or not self._regions[chunk.region].nbytes:
+                    continue
+                if chunk.region == last and found[-1][1] + chunk.nbytes <= SPAN_BYTES:
+                    found[-1] = found[-1][0], found[-1][1] + chunk.nbytes
+                else:
+                    found.append((self.address(chunk.index), chunk.nbytes))
+                last = chunk.region
+            self._spans = tuple(sorted(found))
+        return self._spans
+
+    @property
+    def is_writable(self) -> bool:
+        """Whether this process may write to it; a file that is only read may change under whoever has it pinned."""
+        return not any(region.readonly for region in self._regions)
 
     def digest(self, chunk: int) -> int:
         """Make the chunk's digest from its bytes; the GIL is released meanwhile. 0 if the manifest wants

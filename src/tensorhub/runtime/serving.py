@@ -22,6 +22,7 @@ from tensorhub.machine import InvariantBroken
 from tensorhub.runtime.chunks import ChunkMemory
 from tensorhub.transport.cma import WORD_BYTES, Header, Words
 from tensorhub.transport.shm import Segment, segments_of
+from tensorhub.transport.verbs import Fabric
 from tensorhub.types import ContentId, Incarnation, RegistrationId
 from tensorhub.worker.owner import Access, Owner, Refusal, Wait
 
@@ -38,13 +39,14 @@ class Endable(Protocol):
 class Lane:
     """One reader's connection at its owner, as others see it."""
 
-    __slots__ = ("connection", "is_local", "is_stopped", "reader")
+    __slots__ = ("connection", "is_local", "is_resting", "is_stopped", "reader")
 
     def __init__(self, connection: Endable, *, is_local: bool = False) -> None:
         self.connection = connection
         self.is_local = is_local  # it comes from this host: addresses here are of use there, and told nobody else
         self.reader: Incarnation | None = None  # known, and proved, after the handshake
         self.is_stopped = False  # it must begin nothing any more
+        self.is_resting = False  # its reader asks for nothing now: another one may have the place
 
     def __repr__(self) -> str:
         return f"<Lane to {self.reader or 'nobody yet'}{', stopped' if self.is_stopped else ''}>"
@@ -55,8 +57,13 @@ class SharedOwner:
     any thread.
     """
 
-    def __init__(self, *, fence_grace_s: float = FENCE_GRACE_S, words: Words | None = None) -> None:
-        """`words`: where one-sided readers look; None: nobody reads this memory by himself."""
+    def __init__(
+        self, *, fence_grace_s: float = FENCE_GRACE_S, words: Words | None = None, fabric: Fabric | None = None
+    ) -> None:
+        """`words`: where one-sided readers look; None: nobody reads this memory by himself. `fabric`: by which RDMA ports;
+        None: by none.
+        """
+        self.fabric = fabric
         self._changed = threading.Condition()  # guards everything below; notified when any of it changes
         self._owner = Owner()
         self._memory: dict[RegistrationId, ChunkMemory] = {}
@@ -143,9 +150,11 @@ class SharedOwner:
         """Let go of fenced memory."""
         with self._changed:
             self._owner.forget(registration)
-            self._memory.pop(registration, None)
+            memory = self._memory.pop(registration, None)
             if self._words is not None:
                 self._words.forget(registration)
+        if memory is not None and self.fabric is not None:
+            self.fabric.release(memory)
 
     def check_invariants(self) -> None:
         with self._changed:
@@ -170,11 +179,22 @@ class SharedOwner:
         with self._changed:
             if self._words is None:
                 return ()
-            memory = self._memory.get(registration)
-            if memory is None or not generation or self._words.get(registration) != generation:
-                return Refusal("this memory is not open under that generation")
+            memory = self._open_memory(registration, generation)
+            if isinstance(memory, Refusal):
+                return memory
             word = (self._words.address(registration), WORD_BYTES)
         return segments_of([*memory.places, word]) or ()
+
+    def memory_of(self, registration: RegistrationId, generation: int) -> ChunkMemory | Refusal:
+        """What one-sided readers read there."""
+        with self._changed:
+            return self._open_memory(registration, generation)
+
+    def _open_memory(self, registration: RegistrationId, generation: int) -> ChunkMemory | Refusal:
+        memory = self._memory.get(registration)
+        if self._words is None or memory is None or not generation or self._words.get(registration) != generation:
+            return Refusal("this memory is not open under that generation")
+        return memory
 
     def end_reading(self) -> None:
         """This worker ends, and its memory is no concern of its any more: whoever reads it by himself discards that."""
@@ -296,7 +316,10 @@ class SharedOwner:
     def admit(self, lane: Lane, reader: Incarnation, readers_max: int, of_one_max: int) -> str:
         """This lane's peer has proved to be that reader: "", it is served from now on; else why not."""
         with self._changed:
-            served = [each.reader for each in self._lanes if each.reader is not None]
+            served = self._served()
+            if len(served) >= readers_max or served.count(reader) >= of_one_max:
+                self._end_resting()
+                served = self._served()
             if len(served) >= readers_max:
                 return f"{readers_max} connections are served here already (Options.readers_max): try again, or elsewhere"
             if served.count(reader) >= of_one_max:
@@ -306,6 +329,16 @@ class SharedOwner:
                 )
             lane.reader = reader
             return ""
+
+    def _served(self) -> list[Incarnation]:
+        """Whose connections have places, each as often as it has."""
+        return [each.reader for each in self._lanes if each.reader is not None and not (each.is_resting and each.is_stopped)]
+
+    def _end_resting(self) -> None:
+        """Places are short: the connections that readers only keep for later go."""
+        for lane in self._lanes:
+            if lane.is_resting:
+                self._stop(lane)
 
     def remove_lane(self, lane: Lane) -> None:
         """The lane's thread is done with it."""

@@ -78,6 +78,10 @@ class Target:
     def address(self, chunk: int) -> int:
         return address_of(self.buffer(chunk))
 
+    @property
+    def spans(self) -> Sequence[tuple[int, int]]:
+        return sorted((self.address(chunk), size) for chunk, size in enumerate(SIZES))
+
     def holds(self, chunk: int) -> bytes:
         return bytes(self.buffer(chunk))
 

@@ -89,6 +89,10 @@ class Destination(Protocol):
     def address(self, chunk: int) -> int:
         """Where they are in this process."""
 
+    @property
+    def spans(self) -> Sequence[tuple[int, int]]:
+        """All of it as ascending (address, bytes); no chunk lies in two of them. For those who register memory."""
+
 
 class Arrival(NamedTuple):
     """Chunks whose bytes are in the destination, each with the digest its source gave (None: the source has

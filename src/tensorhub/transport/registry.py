@@ -8,8 +8,9 @@ names and order; not responsible for which transport a given pair of workers can
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from importlib.metadata import EntryPoint, entry_points
+from typing import Any
 
 from tensorhub.errors import TransportUnavailable
 from tensorhub.transport.base import Transport
@@ -25,6 +26,7 @@ class Local:
     incarnation: Incarnation
     secrets: Sequence[bytes]  # the first is to be presented, as it is at each connection; empty: an open cluster
     options: Options
+    kept: dict[str, Any] = field(default_factory=dict)  # by transport: what outlives an incarnation; closed with the worker
 
     @property
     def secret(self) -> bytes:

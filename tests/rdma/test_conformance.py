@@ -1,0 +1,34 @@
+"""The rdma transport keeps the rules of every transport, over a real device."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from tensorhub.runtime.rdma_channel import RdmaTransport
+from tensorhub.testing.conformance import CHECKS
+from tensorhub.testing.serving import ServedSource
+from tensorhub.transport.rdma import usable_ports
+from tensorhub.transport.registry import Local
+from tensorhub.transport.verbs import Fabric
+from tensorhub.types import Incarnation, Options
+from tests.runtime.data_rig import busy_threads
+
+pytestmark = pytest.mark.rdma
+SECRET = b"a secret of the test"
+
+
+@pytest.fixture
+def transport() -> Iterator[RdmaTransport]:
+    made = RdmaTransport(Local(Incarnation("reader"), (SECRET,), Options(stall_timeout_s=1.0, connect_timeout_s=5.0)))
+    yield made
+    made.close()
+    made.fabric.close()
+
+
+@pytest.mark.parametrize("check", CHECKS)
+@pytest.mark.parametrize("backend", ["asyncio", "trio"])
+def test_the_transport_keeps_the_rule(transport: RdmaTransport, backend: str, check: str) -> None:
+    CHECKS[check](transport, lambda: ServedSource(SECRET, backend, fabric=Fabric(usable_ports())))
+    assert not busy_threads()
