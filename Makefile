@@ -7,7 +7,7 @@ STAMP := $(VENV)/.stamp
 PIP := $(BIN)/python -m pip --disable-pip-version-check --require-virtualenv install --quiet
 
 .DEFAULT_GOAL := help
-.PHONY: bugs help venv demo lint test test-slow simulate fuzz bench leaks chaos clean
+.PHONY: bugs help venv demo lint test test-slow simulate fuzz bench leaks chaos rdma clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "%-10s %s\n", $$1, $$2 }' Makefile
@@ -66,6 +66,9 @@ MINUTES ?= 10
 SEED ?= 1
 chaos: venv ## real processes are killed, stopped and cut off while versions advance, checked (MINUTES=, SEED=)
 	$(BIN)/python -m benches.chaos --minutes $(MINUTES) --seed $(SEED) --plot chaos.svg
+
+rdma: venv ## what needs an RDMA device, in a guest that has one, if this machine has none (root; the first time builds a kernel)
+	TENSORHUB_RDMA_GUEST=1 $(BIN)/pytest -q -rs -m rdma tests/rdma
 
 clean: ## remove everything that is not in the repository's history, .venv included
 	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache .coverage chaos.svg

@@ -22,9 +22,20 @@ def _lacks_gpu() -> str | None:
     return None if torch.cuda.is_available() else "no CUDA device"
 
 
-def _lacks_rdma() -> str | None:
+def has_rdma() -> bool:
+    """Whether this machine has an RDMA device."""
     devices = Path("/sys/class/infiniband")
-    return None if devices.is_dir() and any(devices.iterdir()) else "no RDMA device"
+    return devices.is_dir() and any(devices.iterdir())
+
+
+def _lacks_rdma() -> str | None:
+    if has_rdma():
+        return None
+    if "TENSORHUB_RDMA_GUEST" not in os.environ:
+        return "no RDMA device; `make rdma` runs it in a guest that has one"
+    from tests.rdma.guest import machine
+
+    return machine.why_not()  # see tests/rdma/conftest.py
 
 
 _LACKS: dict[str, Callable[[], str | None]] = {

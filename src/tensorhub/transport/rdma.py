@@ -29,6 +29,7 @@ from tensorhub.transport.base import ReadFailure, Reason
 PIECE_BYTES = 2**20  # of one work request
 PORTS_VARIABLE = "TENSORHUB_RDMA_PORTS"
 PORTS_MAX = 16  # of one worker
+EMPTY_MAX = 32  # entries of a GID table in a row, behind which no other one is looked for: tables have up to 1024
 SYSFS = Path("/sys/class/infiniband")
 NODES = Path("/dev/infiniband")
 _CAP_IPC_LOCK = 14
@@ -139,8 +140,8 @@ def _port(device: Path, number: int, nodes: Path, index: int | None) -> Port:
     rate = re.match(r"[\d.]+", _said(port / "rate"))
     gbits = float(rate[0]) if rate else 0.0
     chosen = _best_gid(port, link) if index is None else index
-    gid, kind = _gid(port, chosen)
-    fault = _port_fault(device, state, nodes) or _gid_fault(gid, kind, link, chosen)
+    gid = _as_gid(_said(port / "gids" / str(chosen)))
+    fault = _port_fault(device, state, nodes) or _gid_fault(gid, _kind(port, chosen), link, chosen)
     return Port(device.name, number, link, chosen, gid, gbits, state, fault)
 
 
@@ -161,28 +162,33 @@ def _is_of(device: Path, node: str) -> bool:
     return _said(device.parent.parent / "infiniband_verbs" / node / "ibdev") == device.name
 
 
-def _gid(port: Path, index: int) -> tuple[bytes, str]:
-    """An entry of the GID table and its type; zeros if it is empty."""
-    text, kind = _said(port / "gids" / str(index)), _said(port / "gid_attrs" / "types" / str(index))
-    try:
-        return ipaddress.IPv6Address(text).packed, kind
-    except ValueError:
-        return _NO_GID, kind
-
-
 def _best_gid(port: Path, link: Link) -> int:
     """The GID table's best entry: of RoCE v2 an IPv4 address, then a global one, then a link's; of InfiniBand the first."""
     if link == "infiniband":
         return 0
     best: tuple[int, int] | None = None
-    for name in _listed(port / "gids"):
-        gid, kind = _gid(port, int(name))
-        if kind != "RoCE v2" or gid == _NO_GID:
-            continue
-        address = ipaddress.IPv6Address(gid)
-        found = (0 if address.ipv4_mapped is not None else 2 if address.is_link_local else 1, int(name))
-        best = found if best is None else min(best, found)
+    index = empty = 0
+    while empty < EMPTY_MAX:
+        gid = _as_gid(_said(port / "gids" / str(index)))
+        empty = empty + 1 if gid == _NO_GID else 0
+        if gid != _NO_GID and _kind(port, index) == "RoCE v2":
+            address = ipaddress.IPv6Address(gid)
+            found = (0 if address.ipv4_mapped is not None else 2 if address.is_link_local else 1, index)
+            best = found if best is None else min(best, found)
+        index += 1
     return 0 if best is None else best[1]
+
+
+def _as_gid(text: str) -> bytes:
+    """An entry of the GID table; zeros if it is empty, or there is none."""
+    try:
+        return ipaddress.IPv6Address(text).packed
+    except ValueError:
+        return _NO_GID
+
+
+def _kind(port: Path, index: int) -> str:
+    return _said(port / "gid_attrs" / "types" / str(index))
 
 
 def _gid_fault(gid: bytes, kind: str, link: Link, index: int) -> str:
