@@ -1,7 +1,8 @@
-"""One reader, or several, of one source on one host, by cma or shm: the data plane against a bare copy.
+"""One reader, or several, of one source on one host, by cma, shm or rdma: the data plane against a bare copy.
 
 `bare 1` and `bare 2` copy the same bytes into the same memory by one and by two threads, in calls of 8 MiB, and do nothing
-else: by process_vm_readv (cma), or by memmove out of a mapping (shm). The better of the two in a round is what the others
+else: by process_vm_readv (cma), or by memmove out of a mapping (shm). By rdma they are plain loops of READs: `bare 1` looks
+for completions again and again, `bare 2` sleeps until there are some. The better of the two in a round is what the others
 are compared with. `first`: digests are made now; `again`: they are known; `none`: there are none. Memory is touched on both
 sides. All ways take turns, in another order each round; a ratio compares neighbours of one round (1 = as fast as the better
 bare copy). `CPU` is the same of the readers' CPU seconds, against those of `bare 1`: it says what the data plane adds to the
@@ -18,6 +19,7 @@ import multiprocessing
 import random
 import statistics
 import time
+from collections.abc import Callable
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -25,6 +27,7 @@ from typing import Any
 import anyio
 
 from benches.bare_reads import Lie, Reader
+from benches.bare_verbs import BareReader, BareSource
 from benches.pulls import HUB_MODES, Puller, cpu_s, memory_of, options_parser, serving, sizes_of, spoil
 from tensorhub.cli.bench.facts import facts
 
@@ -38,26 +41,37 @@ def source(pipe: Connection, args: argparse.Namespace) -> None:
 
 
 async def _serve(pipe: Connection, args: argparse.Namespace, regions: list[memoryview]) -> None:
+    bare = BareSource(regions) if args.transport == "rdma" else None
     async with serving(args.transport, args, regions) as offers:
         pipe.send((offers.address, Lie.of(regions), [bytes(region[-8:]) for region in regions]))
-        while (mode := await anyio.to_thread.run_sync(pipe.recv)) != "stop":
-            pipe.send(await offers.offer(mode))
+        while (order := await anyio.to_thread.run_sync(pipe.recv)) != "stop":
+            pipe.send(await offers.offer(order) if bare is None or isinstance(order, str) else bare.pair(order))
 
 
 def reader(pipe: Connection, args: argparse.Namespace, address: str, there: Lie, ends: list[bytes]) -> None:
     regions = memory_of(sizes_of(args), fill=False)
-    bare, puller = Reader(args.transport, there, regions), Puller(args.transport, address, args, regions)
-    pipe.send(None)
+    puller, read = Puller(args.transport, address, args, regions), _bare_read(pipe, args, there, regions)
     while (order := pipe.recv()) != "stop":
         mode, generation = order
         spoil(regions)
         if mode in BARE:
             started, before_s = time.monotonic(), cpu_s()
-            bare.read(int(mode[-1]))
+            read(int(mode[-1]))
             ended, used_s = time.monotonic(), cpu_s() - before_s
         else:
             started, ended, used_s, _ = puller.pull(mode, generation)
         pipe.send((started, ended, used_s, [bytes(region[-8:]) for region in regions] == ends))
+
+
+def _bare_read(pipe: Connection, args: argparse.Namespace, there: Lie, regions: list[memoryview]) -> Callable[[int], None]:
+    """What reads all of it in a bare loop: by so many threads, or (rdma) in that way."""
+    if args.transport != "rdma":
+        pipe.send(None)
+        return Reader(args.transport, there, regions).read
+    bare = BareReader(regions)
+    pipe.send(bare.card)
+    bare.pair(*pipe.recv())
+    return lambda way: bare.read(poll=way == 1)
 
 
 def measure(args: argparse.Namespace) -> tuple[dict[str, list[float]], dict[str, list[float]]]:
@@ -71,7 +85,9 @@ def measure(args: argparse.Namespace) -> tuple[dict[str, list[float]], dict[str,
         here, there = multiprocessing.Pipe()
         processes.append(context.Process(target=reader, args=(there, args, *known), daemon=True))
         processes[-1].start()
-        here.recv()
+        if (card := here.recv()) is not None:
+            mine.send(card)
+            here.send(mine.recv())
         pipes.append(here)
     seconds: dict[str, list[float]] = {mode: [] for mode in MODES}
     used_s: dict[str, list[float]] = {mode: [] for mode in MODES}
@@ -102,7 +118,7 @@ def measure(args: argparse.Namespace) -> tuple[dict[str, list[float]], dict[str,
 
 def main(arguments: list[str] | None = None) -> int:
     parser = options_parser("python -m benches one_sided", __doc__)
-    parser.add_argument("--transport", choices=("cma", "shm"), default="cma")
+    parser.add_argument("--transport", choices=("cma", "shm", "rdma"), default="cma")
     parser.add_argument("--readers", type=int, default=1)
     parser.add_argument("--json", type=Path, metavar="FILE")
     args = parser.parse_args(arguments)

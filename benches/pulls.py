@@ -20,20 +20,28 @@ from tensorhub.runtime.acceptor import ServeSettings, serve_readers
 from tensorhub.runtime.chunks import ChunkMemory
 from tensorhub.runtime.cma_channel import CmaTransport
 from tensorhub.runtime.lanes import AllVerified, Opened, PullRunner
+from tensorhub.runtime.rdma_channel import RdmaTransport
 from tensorhub.runtime.serving import SharedOwner
 from tensorhub.runtime.shm_channel import ShmTransport
 from tensorhub.runtime.tcp_channel import TcpTransport
 from tensorhub.transport import tcp, unix
 from tensorhub.transport.base import Cutter, Destination, ReadRight, Transport
 from tensorhub.transport.cma import Words
+from tensorhub.transport.rdma import usable_ports
 from tensorhub.transport.registry import Local
 from tensorhub.transport.shm import Segment
+from tensorhub.transport.verbs import Fabric
 from tensorhub.types import ContentId, Endpoint, Incarnation, LeaseId, Location, Options, RegistrationId
 
 REGISTRATION, SECRET = RegistrationId("registration"), b"bench"
 TINY_BYTES = 4096
 HUB_MODES = ("first", "again", "none")  # first: digests made now; again: digests known; none: no digests
-TRANSPORTS: dict[str, Callable[[Local], Transport]] = {"tcp": TcpTransport, "cma": CmaTransport, "shm": ShmTransport}
+TRANSPORTS: dict[str, Callable[[Local], Transport]] = {
+    "tcp": TcpTransport,
+    "cma": CmaTransport,
+    "shm": ShmTransport,
+    "rdma": RdmaTransport,
+}
 
 
 def options_parser(prog: str | None, text: str | None) -> argparse.ArgumentParser:
@@ -93,6 +101,21 @@ def _manifest_of(mode: str, args: argparse.Namespace) -> Manifest:
     return build_manifest(tensors, args.chunk, "none" if mode == "none" else "xxh3-64")
 
 
+class Memories:
+    """These regions, as each mode's manifest cuts them: the same from one pull to the next, as a registration's are."""
+
+    def __init__(self, args: argparse.Namespace, regions: list[memoryview]) -> None:
+        self._args = args
+        self._regions = regions
+        self._made: dict[bool, ChunkMemory] = {}
+
+    def of(self, mode: str) -> ChunkMemory:
+        has_digests = mode != "none"
+        if has_digests not in self._made:
+            self._made[has_digests] = ChunkMemory(_manifest_of(mode, self._args), self._regions)
+        return self._made[has_digests]
+
+
 def _shared(nbytes: int) -> memoryview:
     return Segment(nbytes).bytes_at(0, nbytes)
 
@@ -101,11 +124,12 @@ class Offers:
     """What a source serves, to whoever connects to `address`."""
 
     def __init__(self, transport: str, args: argparse.Namespace, regions: list[memoryview]) -> None:
-        self.owner = SharedOwner(words=Words(_shared) if transport == "shm" else Words())
+        fabric = Fabric(usable_ports()) if transport == "rdma" else None
+        self.owner = SharedOwner(words=Words(_shared) if transport == "shm" else Words(), fabric=fabric)
         self.listener: socket.socket = unix.listen() if transport == "shm" else tcp.listen("127.0.0.1")
         self.address = unix.address_of(self.listener) if transport == "shm" else tcp.address_of(self.listener)
         self._args = args
-        self._regions = regions
+        self._memories = Memories(args, regions)
         self._generation = 0
 
     async def offer(self, mode: str) -> int:
@@ -113,8 +137,8 @@ class Offers:
         if mode != "again":
             self._generation += 1
             await self.owner.fence_async(REGISTRATION)
-            memory = ChunkMemory(_manifest_of(mode, self._args), self._regions)
-            self.owner.open(REGISTRATION, self._generation, _content_of(self._generation), memory, complete=True)
+            memory, content = self._memories.of(mode), _content_of(self._generation)
+            self.owner.open(REGISTRATION, self._generation, content, memory, complete=True)
         return self._generation
 
 
@@ -145,14 +169,14 @@ class Puller:
         self._transport = TRANSPORTS[transport](Local(Incarnation("reader"), (SECRET,), Options()))
         self._endpoint = Endpoint(transport, address)
         self._args = args
-        self._regions = regions
+        self._memories = Memories(args, regions)
 
     def pull(self, mode: str, generation: int) -> Pulled:
         """One pull. SystemExit if it fails."""
         return anyio.run(self._pull, mode, generation)
 
     async def _pull(self, mode: str, generation: int) -> Pulled:
-        memory = ChunkMemory(_manifest_of(mode, self._args), self._regions)
+        memory = self._memories.of(mode)
         owner, content = SharedOwner(words=Words()), _content_of(generation)
         owner.open(REGISTRATION, 1, content, memory, complete=False)
 

@@ -23,6 +23,7 @@ import tensorhub
 from tensorhub.hub import Coordinator, Hub
 from tensorhub.protocol.blocking import BlockingConnection
 from tensorhub.runtime import channels as channels_module
+from tensorhub.runtime.rdma_channel import RdmaTransport
 from tensorhub.runtime.tcp_channel import TcpTransport
 from tensorhub.transport import cma
 from tensorhub.transport.base import Arrival, Channel, Cutter, Destination, Lacking, ReadFailure, ReadRight, Transport
@@ -222,9 +223,9 @@ def gated(arrivals: int, *, heeds_cuts: bool = True, transport: str = "tcp") -> 
     `heeds_cuts` False: a reader that is told to leave its source does not, as one whose process was stopped. They have that
     `transport` only.
     """
-    gate, usual = Gate(arrivals), channels_module.TRANSPORTS
+    gate, usual, kinds = Gate(arrivals), channels_module.TRANSPORTS, {**KINDS, "rdma": RdmaTransport}
     registry = Registry()
-    registry.add(transport, lambda local: _GatedTransport(KINDS[transport](local), gate, heeds_cuts), 90)
+    registry.add(transport, lambda local: _GatedTransport(kinds[transport](local), gate, heeds_cuts), 90)
     channels_module.TRANSPORTS = registry
     try:
         yield gate

@@ -1,5 +1,5 @@
-"""Where this machine has no RDMA device, and TENSORHUB_RDMA_GUEST is set (`make rdma`), what needs one runs in a guest that has:
-all that was chosen together, and each test with its own result, here.
+"""Where this machine has no RDMA device, and TENSORHUB_RDMA_GUEST is set (`make rdma`), what needs one runs in a guest that
+has: all that was chosen together, and each test with its own result, here.
 """
 
 from __future__ import annotations

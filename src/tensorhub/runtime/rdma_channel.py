@@ -324,12 +324,15 @@ class RdmaChannel:
         self._reads = Reads(link.queue, link.words, mmap.PAGESIZE, link.queue.device.depth)
         self._located: deque[_Located] = deque()  # and not read yet
         self._proved: deque[tuple[int, int, int]] = deque()  # (chunk, digest, bytes) that are there, and not named yet
-        self._has_failed = False
+        self._is_cuttable = True  # the cutter ends the link; not where nothing is under way, so that the link can rest
 
     def __repr__(self) -> str:
         return f"<RdmaChannel by {self._link!r}, {self._asking!r}, {self._reads!r}>"
 
     def submit(self, chunks: Sequence[int]) -> None:
+        if not self._is_cuttable:
+            self._cutter.attach(self._link.connection.shutdown)
+            self._is_cuttable = True
         self._asking.ask(Locate, chunks)
 
     def receive(self, bytes_max: int) -> Arrival | Lacking:
@@ -337,26 +340,29 @@ class RdmaChannel:
         try:
             with Failures(self._link.connection):
                 lacking, first_byte = self._read_some(started)
-        except ReadFailure as failure:
-            self._has_failed = True
-            failure.bytes_discarded += sum(nbytes for _, _, nbytes in self._proved)
-            raise
         except OSError as error:
-            self._has_failed = True
             raise ReadFailure("lost", f"the queue pair fails: {error.strerror or error}") from error
-        except BaseException:
-            self._has_failed = True
-            raise
         if lacking is not None:
             return lacking
         chunks = self._take(bytes_max)
+        if self._reads.is_idle and self._asking.is_answered and not self._located and self._is_cuttable:
+            self._cutter.detach()
+            self._is_cuttable = False
         return Arrival(chunks, first_byte - started, time.perf_counter() - first_byte)
 
     def _read_some(self, started: float) -> tuple[Lacking | None, float]:
         """Go on until chunks are proved, or some are lacking, or nothing is asked for; and since when bytes come."""
         first_byte, until, done = started, time.monotonic() + self._stall_timeout_s, -1
         while True:
-            self._proved.extend(chunk for group in self._reads.completed() for chunk in group.chunks)
+            if self._cutter.is_cut:
+                raise ReadFailure("lost", "the read was given up", bytes_discarded=self._proved_bytes())
+            if not self._is_cuttable:
+                return None, first_byte
+            try:
+                self._proved.extend(chunk for group in self._reads.completed() for chunk in group.chunks)
+            except ReadFailure as failure:
+                failure.bytes_discarded += self._proved_bytes()
+                raise
             while self._link.connection.is_readable():
                 if (lacking := self._hear()) is not None:
                     return lacking, first_byte
@@ -417,10 +423,11 @@ class RdmaChannel:
             taken.append((chunk, digest))
         return taken
 
+    def _proved_bytes(self) -> int:
+        return sum(nbytes for _, _, nbytes in self._proved)
+
     def close(self) -> None:
-        self._cutter.detach()
-        has_ended = self._reads.is_idle and self._asking.is_answered and not self._located
-        if has_ended and not self._has_failed and not self._cutter.is_cut:
-            self._transport.rest(self._address, self._right, self._link)
+        if self._is_cuttable:  # something is under way, or has failed
+            _end(self._link, self._cutter)
         else:
-            self._link.close()
+            self._transport.rest(self._address, self._right, self._link)

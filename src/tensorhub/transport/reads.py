@@ -7,8 +7,8 @@ begins when the reads before it have completed, so that the word is looked at wh
 which a queue pair answers reads would not be enough: a device may have several of them on its way to the memory at a time.
 A word that is as it must be proves the whole group; each group's lands in a slot of its own, zeroed before.
 
-Requests are posted as far as the queue takes them, the next group's behind the last one's, so that the wire never waits for
-this process; only every SIGNAL_EVERY-th and each group's last one are told of when they are done.
+Requests are posted as far as the queue takes them, WINDOW_BYTES at a time, the next group's behind the last one's, so that
+the wire never waits for this process; only every SIGNAL_EVERY-th and each group's last one are told of when they are done.
 
 Responsible for order, room and what a completion proves. Not responsible for waiting, nor for what is to be read.
 """
@@ -24,6 +24,7 @@ from tensorhub.transport.base import ReadFailure
 from tensorhub.transport.cma import WORD_BYTES
 from tensorhub.transport.rdma import Move, cut, failure_of
 
+WINDOW_BYTES = 16 * 2**20  # under way: what a fast network brings while a chunk is digested
 SIGNAL_EVERY = 8  # work requests: room in the queue comes back in such portions
 CALL_WORKS = 16  # posted by one call
 
@@ -67,6 +68,8 @@ class Reads:
         self._next_slot = 0
         self._todo: deque[tuple[Move, Group | None]] = deque()  # not posted yet; with the group whose last it is
         self._groups: deque[Group] = deque()  # that are not proved yet, in their order
+        self._under_way: deque[int] = deque()  # the bytes of each work request that is posted and not known to be done
+        self._bytes_under_way = 0
         self._posted = 0  # work requests, ever
         self._done = 0  # of them, up to the last one that was told of
 
@@ -111,18 +114,29 @@ class Reads:
             moves: list[Move] = []
             signaled, fenced = set[int](), set[int]()
             number = self._posted
-            while self._todo and len(moves) < min(room, CALL_WORKS):
+            while self._todo and len(moves) < min(room, CALL_WORKS) and self._has_room(self._todo[0][0]):
                 move, group = self._todo.popleft()
+                self._under_way.append(move.nbytes)
+                self._bytes_under_way += move.nbytes
                 if group is not None:
                     group.last = number
                     fenced.add(number)
                     signaled.add(number)
-                elif number % SIGNAL_EVERY == SIGNAL_EVERY - 1 or len(moves) + 1 == room:
+                elif (
+                    number % SIGNAL_EVERY == SIGNAL_EVERY - 1
+                    or len(moves) + 1 == room
+                    or not self._has_room(self._todo[0][0])
+                ):
                     signaled.add(number)
                 moves.append(move)
                 number += 1
+            if not moves:
+                return
             self._queue.post(moves, self._posted, frozenset(signaled), frozenset(fenced))
             self._posted = number
+
+    def _has_room(self, move: Move) -> bool:
+        return not self._under_way or self._bytes_under_way + move.nbytes <= WINDOW_BYTES
 
     def completed(self) -> list[Group]:
         """The groups that are proved by now, perhaps none. ReadFailure."""
@@ -130,7 +144,9 @@ class Reads:
         for number, status in self._queue.poll():
             if status:
                 raise failure_of(status)
-            self._done = max(self._done, number + 1)
+            while self._done <= number:
+                self._bytes_under_way -= self._under_way.popleft()
+                self._done += 1
         while self._groups and 0 <= self._groups[0].last < self._done:
             group = self._groups.popleft()
             if not group.generation or self._slots.word(group.slot).value != group.generation:
