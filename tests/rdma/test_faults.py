@@ -1,0 +1,320 @@
+"""What goes wrong between two workers that read by RDMA: each has its name, and the next read works where it can."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from tensorhub.errors import TransportUnavailable
+from tensorhub.runtime import rdma_channel
+from tensorhub.runtime.rdma_channel import RdmaChannel, RdmaTransport
+from tensorhub.runtime.serving import Lane
+from tensorhub.testing.conformance import SIZES, Target, content
+from tensorhub.testing.serving import ServedSource
+from tensorhub.transport.base import Arrival, Cutter, ReadFailure, Unusable
+from tensorhub.transport.rdma import Move, find_ports, usable_ports
+from tensorhub.transport.registry import Local
+from tensorhub.transport.verbs import Fabric, ReaderQueue, _event_descriptors
+from tensorhub.types import Incarnation, Options
+
+pytestmark = pytest.mark.rdma
+SECRET = b"a secret of the test"
+CHUNKS = range(len(SIZES))
+
+
+def transport_on(ports: str | None = None) -> RdmaTransport:
+    options = Options(stall_timeout_s=5.0, connect_timeout_s=5.0, rdma_ports=ports)
+    return RdmaTransport(Local(Incarnation("reader"), (SECRET,), options))
+
+
+@pytest.fixture
+def make_source() -> Iterator[Callable[..., ServedSource]]:
+    made: list[ServedSource] = []
+
+    def make(ports: str | None = None) -> ServedSource:
+        made.append(ServedSource(SECRET, fabric=Fabric(usable_ports(ports))))
+        for chunk in CHUNKS:
+            made[-1].fill(chunk, content(chunk))
+        return made[-1]
+
+    yield make
+    for source in made:
+        source.close()
+
+
+@pytest.fixture
+def transport() -> Iterator[RdmaTransport]:
+    made = transport_on()
+    yield made
+    made.close()
+    made.fabric.close()
+
+
+def opened(transport: RdmaTransport, source: ServedSource, target: Target | None = None) -> RdmaChannel:
+    channel = transport.open(source.endpoint, source.right, target or Target(), Cutter())
+    assert isinstance(channel, RdmaChannel)
+    return channel
+
+
+def read_all(transport: RdmaTransport, source: ServedSource) -> RdmaChannel:
+    target = Target()
+    channel = opened(transport, source, target)
+    channel.submit(CHUNKS)
+    take(channel, len(SIZES))
+    assert all(target.holds(chunk) == content(chunk) for chunk in CHUNKS)
+    target.check_edges()
+    channel.close()
+    return channel
+
+
+def take(channel: RdmaChannel, count: int) -> list[int]:
+    named: list[int] = []
+    while len(named) < count:
+        answer = channel.receive(1)
+        assert isinstance(answer, Arrival)
+        named += [chunk for chunk, _ in answer.chunks]
+    return named
+
+
+def in_mid_read(
+    transport: RdmaTransport, source: ServedSource, monkeypatch: pytest.MonkeyPatch
+) -> tuple[RdmaChannel, Target]:
+    """A channel that knows where all chunks lie, has read the first, and goes on one request at a time."""
+    monkeypatch.setattr(rdma_channel, "GROUP_BYTES", 1)
+    target = Target()
+    channel = opened(transport, source, target)
+    channel._reads._depth = 1
+    channel.submit(CHUNKS)
+    assert take(channel, 1) == [0]
+    return channel, target
+
+
+def failure(act: Callable[[], object]) -> ReadFailure:
+    with pytest.raises(ReadFailure) as caught:
+        act()
+    return caught.value
+
+
+def rest_of(channel: RdmaChannel) -> Callable[[], object]:
+    return lambda: take(channel, len(SIZES) - 1)
+
+
+# ------------------------------------------------------------------------------------------------------ in mid-read
+
+
+def test_a_generation_that_changes_in_mid_read_is_not_named(
+    transport: RdmaTransport, make_source: Callable[..., ServedSource], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = make_source()
+    channel, target = in_mid_read(transport, source, monkeypatch)
+    source.take_back()
+    found = failure(rest_of(channel))
+    assert (found.reason, found.detail) == ("refused", "the memory has changed its generation")
+    assert target.holds(0) == content(0)
+    channel.close()
+
+
+def test_a_region_that_is_deregistered_in_mid_read(
+    transport: RdmaTransport, make_source: Callable[..., ServedSource], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = make_source()
+    channel, _ = in_mid_read(transport, source, monkeypatch)
+    assert source.owner.fabric is not None
+    source.owner.fabric.release(source._memory)
+    found = failure(rest_of(channel))
+    assert found.reason == "refused"
+    assert "not registered (any more)" in found.detail
+    channel.close()
+    read_all(transport, source)  # it is registered again, and another queue pair is made
+
+
+def test_a_queue_pair_in_error_is_replaced(
+    transport: RdmaTransport, make_source: Callable[..., ServedSource], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = make_source()
+    channel, _ = in_mid_read(transport, source, monkeypatch)
+    channel._link.queue.fail()
+    found = failure(rest_of(channel))
+    assert found.reason == "lost"
+    assert "queue pair" in found.detail
+    channel.close()
+    assert read_all(transport, source)._link is not channel._link
+
+
+def test_a_reader_that_is_cut_off_reads_nothing_more_though_it_hears_nothing(
+    transport: RdmaTransport, make_source: Callable[..., ServedSource], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The source takes its end of the queue pair away; what was registered, and where, the reader still knows."""
+    source = make_source()
+    channel, _ = in_mid_read(transport, source, monkeypatch)
+    located, link = channel._located[-1], channel._link
+    there = Move(link.words.address, link.words.key, located.address, located.key, 8)
+
+    def status() -> int:
+        link.queue.post([there], number := channel._reads._posted, frozenset([number]), frozenset())
+        channel._reads._posted += 1
+        while not (done := link.queue.poll()):
+            link.queue.arm()
+        return done[-1][1]
+
+    assert status() == 0
+    source.owner.cut(Incarnation("reader"))
+    assert status() == 12
+    channel.close()
+
+
+# ------------------------------------------------------------------------------------------------------------ links
+
+
+def test_a_link_is_used_again_and_made_anew_when_its_source_has_ended_it(make_source: Callable[..., ServedSource]) -> None:
+    source, transport = make_source("rxe0"), transport_on("rxe0")
+    before = len(_event_descriptors())
+    first = read_all(transport, source)
+    link, opened_by_one = first._link, len(_event_descriptors())
+    assert all(read_all(transport, source)._link is link for _ in range(3))
+    assert len(_event_descriptors()) == opened_by_one > before
+    source.owner.cut(Incarnation("reader"))
+    assert read_all(transport, source)._link is not link
+    transport.close()
+    assert len(_event_descriptors()) == opened_by_one - 1  # the devices' own are open until the worker ends
+    transport.fabric.close()
+
+
+def test_a_resting_link_gives_its_place_to_who_needs_it(
+    transport: RdmaTransport, make_source: Callable[..., ServedSource]
+) -> None:
+    source = make_source()
+    link = read_all(transport, source)._link
+    lane = Lane(link.connection)
+    while not any(each.is_resting for each in source.owner._lanes):
+        pass  # its message is on its way
+    source.owner.add_lane(lane)
+    assert source.owner.admit(lane, Incarnation("another"), 1, 1) == ""
+    source.owner.remove_lane(lane)
+    assert read_all(transport, source)._link is not link
+
+
+def test_what_was_registered_is_not_registered_again(
+    transport: RdmaTransport, make_source: Callable[..., ServedSource]
+) -> None:
+    source, target = make_source(), Target()
+    keys: list[list[int]] = []
+    for _ in range(2):
+        channel = opened(transport, source, target)
+        channel.submit(CHUNKS)
+        take(channel, len(SIZES))
+        device = channel._link.queue.device
+        keys.append([device.keys(target, *span).local for span in target.spans])
+        channel.close()
+    assert keys[0] == keys[1]
+    assert len(set(keys[0])) == len(SIZES)
+    assert len(device._memories) == 1
+    del target, channel
+    assert not device._memories  # deregistered with the last reference
+
+
+# ------------------------------------------------------------------------------------------------- ports and limits
+
+
+def test_several_ports_take_turns(make_source: Callable[..., ServedSource]) -> None:
+    source = make_source()
+    used: set[str] = set()
+    for ports in ("rxe0", "rxe1", "rxe1:1:1,rxe0"):
+        transport = transport_on(ports)
+        used.add(read_all(transport, source)._link.queue.port.device)
+        transport.close()
+        transport.fabric.close()
+    assert used == {"rxe0", "rxe1"}
+
+
+def test_ports_that_do_not_reach_each_other(make_source: Callable[..., ServedSource]) -> None:
+    """One side has an address of IPv4, the other one of a link."""
+    source, transport = make_source("rxe0"), transport_on("rxe0:1:0")
+    with pytest.raises(Unusable, match=r"no RDMA port here \(rxe0:1:0 \(fe80::.*\) is on one network.*Options.rdma_ports"):
+        opened(transport, source)
+    transport.fabric.close()
+
+
+def test_a_way_that_leads_nowhere_is_found_before_anything_is_asked_for(
+    make_source: Callable[..., ServedSource], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As with a wrong GID, a filter, or an MTU that the network does not carry: both ends are set up, and nothing comes."""
+    source, transport = make_source("rxe0"), transport_on("rxe0")
+    connect = ReaderQueue.connect
+
+    def astray(queue: ReaderQueue, theirs: object) -> None:
+        connect(queue, dataclasses.replace(theirs, number=1))  # type: ignore[type-var]
+
+    monkeypatch.setattr(ReaderQueue, "connect", astray)
+    with pytest.raises(Unusable, match="does not answer over RDMA"):
+        opened(transport, source)
+    monkeypatch.undo()
+    read_all(transport, source)
+    transport.close()
+    transport.fabric.close()
+
+
+def test_a_port_that_is_down(make_source: Callable[..., ServedSource]) -> None:
+    source, transport = make_source("rxe1"), transport_on("rxe1")
+    subprocess.run(["ip", "link", "set", "rd1", "down"], check=True)
+    try:
+        assert ["DOWN" in port.fault for port in find_ports()] == [False, True]
+        with pytest.raises(TransportUnavailable, match="rxe1:1: the port is DOWN: check its cable"):
+            usable_ports("rxe1")
+        with pytest.raises(Unusable, match=r"the RDMA port rxe1:1.* is down"):
+            opened(transport, source)
+    finally:
+        subprocess.run(["ip", "link", "set", "rd1", "up"], check=True)
+    read_all(transport, source)
+    transport.close()
+    transport.fabric.close()
+
+
+def test_gids_that_cannot_be_used() -> None:
+    with pytest.raises(TransportUnavailable, match="entry 7 of its GID table is empty: give its interface an IP address"):
+        usable_ports("rxe0:1:7")
+    with pytest.raises(TransportUnavailable, match="mlx5_0:1: there is no such port here: rxe0, rxe1"):
+        usable_ports("mlx5_0")
+
+
+UNPRIVILEGED = """
+import json, os, resource, sys
+from tensorhub.testing.conformance import Target
+from tensorhub.transport import rdma, verbs
+from tensorhub.transport.rdma import usable_ports
+
+os.setgid(65534), os.setuid(65534)
+resource.setrlimit(resource.RLIMIT_MEMLOCK, (65536, 65536))
+fabric, target = verbs.Fabric(usable_ports("rxe0")), Target()
+device = fabric.device(fabric.ports[0])
+said = [rdma.memlock_fault(2**20)]
+try:
+    for span in target.spans:
+        device.keys(target, *span)
+except OSError as error:
+    said.append(error.strerror)
+print(json.dumps(said))
+"""
+
+
+def test_a_limit_that_is_too_small_is_named() -> None:
+    ran = subprocess.run([sys.executable, "-c", UNPRIVILEGED], capture_output=True, text=True)
+    assert ran.returncode == 0, ran.stderr
+    said = json.loads(ran.stdout)
+    assert len(said) == 2
+    assert all("RLIMIT_MEMLOCK, which is 65536 bytes: raise it by `ulimit -l unlimited`" in text for text in said)
+
+
+def test_nothing_is_left_when_all_is_closed(make_source: Callable[..., ServedSource]) -> None:
+    before = _event_descriptors()
+    source, transport = make_source(), transport_on()
+    read_all(transport, source)
+    source.die()
+    transport.close()
+    transport.fabric.close()
+    assert _event_descriptors() == before
