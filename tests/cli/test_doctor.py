@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import json
 import platform
+import resource
 
 import pytest
 from typer.testing import CliRunner
 
 from tensorhub.cli.app import app
-from tensorhub.transport import cma
+from tensorhub.transport import cma, rdma
+from tensorhub.transport.rdma import Port
 
+NO_RDMA = "not available: this machine has no RDMA device (nothing is in /sys/class/infiniband)"
 SHARED = "for tensors that tensorhub.shared_empty_like has made"
 
 
@@ -21,29 +24,53 @@ def run(*arguments: str) -> str:
 
 
 @pytest.fixture(autouse=True)
-def _no_yama(monkeypatch: pytest.MonkeyPatch) -> None:
+def _nothing_special(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cma, "restriction", lambda: None)
+    monkeypatch.setattr(rdma, "find_ports", lambda wanted=None, *_: [])
+    monkeypatch.setattr(resource, "getrlimit", lambda kind: (2**20, 2**20))
 
 
 @pytest.mark.skipif(cma.fault_here() is not None, reason=str(cma.fault_here()))
 def test_what_works() -> None:
-    assert run() == f"shm: available: {SHARED}\ncma: available\ntcp: available\n"
+    assert run() == f"shm: available: {SHARED}\ncma: available\nrdma: {NO_RDMA}\ntcp: available\n"
     assert json.loads(run("--json")) == {
         "transports": [
             {"name": "shm", "available": True, "reason": SHARED},
             {"name": "cma", "available": True, "reason": ""},
+            {"name": "rdma", "available": False, "reason": NO_RDMA.partition(": ")[2]},
             {"name": "tcp", "available": True, "reason": ""},
-        ]
+        ],
+        "rdma_ports": [],
+        "memlock_bytes": 2**20,
     }
 
 
 def test_what_does_not(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(platform, "machine", lambda: "riscv64")
     why = "not available: it is for Linux on x86-64, and this is linux on riscv64"
-    assert run() == f"shm: {why}\ncma: {why}\ntcp: available\n"
+    assert run() == f"shm: {why}\ncma: {why}\nrdma: {why}\ntcp: available\n"
 
 
 @pytest.mark.skipif(cma.fault_here() is not None, reason=str(cma.fault_here()))
 def test_what_works_for_some(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cma, "restriction", lambda: "kernel.yama.ptrace_scope is 1: ask")
     assert run().splitlines()[1] == "cma: available: kernel.yama.ptrace_scope is 1: ask"
+
+
+def test_rdma_ports_are_shown_also_if_they_cannot_be_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    gid = bytes(10) + b"\xff\xff\x0a\x00\x00\x01"
+    found = [
+        Port("mlx5_0", 1, "ethernet", 3, gid, 100.0, "ACTIVE"),
+        Port("mlx5_1", 1, "infiniband", 0, bytes(16), 400.0, "DOWN", "the port is DOWN: check its cable"),
+    ]
+    monkeypatch.setattr(rdma, "find_ports", lambda wanted=None, *_: found)
+    assert run().splitlines()[4:] == [
+        "RDMA port mlx5_0:1:3 (10.0.0.1): ethernet, ACTIVE, 100 Gb/s",
+        "RDMA port mlx5_1:1:0 (::): infiniband, DOWN, 400 Gb/s: the port is DOWN: check its cable",
+        "memory that may be registered: 1048576 bytes",
+    ]
+    shown = json.loads(run("--json"))["rdma_ports"]
+    assert [(port["device"], port["gid"], port["fault"]) for port in shown] == [
+        ("mlx5_0", "10.0.0.1", ""),
+        ("mlx5_1", "::", found[1].fault),
+    ]

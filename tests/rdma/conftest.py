@@ -53,6 +53,13 @@ def _is_for_guest(item: pytest.Item) -> bool:
     return is_wanted and not skipped and item.get_closest_marker("rdma") is not None
 
 
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtestloop(session: pytest.Session) -> None:
+    """The guest runs before the first test begins: it takes longer than a test may."""
+    if not session.config.option.collectonly and any(_is_for_guest(item) for item in session.items):
+        _results(session)
+
+
 def pytest_runtest_protocol(item: pytest.Item) -> bool | None:
     if not _is_for_guest(item):
         return None

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from tensorhub.errors import TransportUnavailable
+from tensorhub.messages import QueueCard
 from tensorhub.runtime import rdma_channel
 from tensorhub.runtime.rdma_channel import RdmaChannel, RdmaTransport
 from tensorhub.runtime.serving import Lane
@@ -247,8 +248,8 @@ def test_a_way_that_leads_nowhere_is_found_before_anything_is_asked_for(
     source, transport = make_source("rxe0"), transport_on("rxe0")
     connect = ReaderQueue.connect
 
-    def astray(queue: ReaderQueue, theirs: object) -> None:
-        connect(queue, dataclasses.replace(theirs, number=1))  # type: ignore[type-var]
+    def astray(queue: ReaderQueue, theirs: QueueCard) -> None:
+        connect(queue, dataclasses.replace(theirs, number=1))
 
     monkeypatch.setattr(ReaderQueue, "connect", astray)
     with pytest.raises(Unusable, match="does not answer over RDMA"):

@@ -278,7 +278,7 @@ async def test_a_machine_without_it_says_why_and_goes_on(
         with pytest.raises(TransportUnavailable, match="is forbidden here"):
             async with connect(c.address, transports=("cma",)):
                 pass
-    said = [record.getMessage() for record in caplog.records if "event='transport_unavailable'" in record.getMessage()]
+    said = [record.getMessage() for record in caplog.records if "unavailable' transport='cma'" in record.getMessage()]
     assert len(said) == 2
     assert all("transport='cma' reason='process_vm_readv is forbidden here'" in text for text in said)
 

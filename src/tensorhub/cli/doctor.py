@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import resource
+from dataclasses import asdict
 
 from tensorhub.cli.common import JsonOption
 from tensorhub.runtime.channels import TRANSPORTS
-from tensorhub.transport import cma
+from tensorhub.transport import cma, rdma
 from tensorhub.transport.registry import Local
 from tensorhub.types import Incarnation, Options
 
@@ -18,14 +20,26 @@ def doctor(as_json: JsonOption = False) -> None:
     (`report.sources`). See docs/transports.md.
     """
     faults = TRANSPORTS.probe(Local(Incarnation("doctor"), (b"",), Options()))
-    notes = {"shm": "for tensors that tensorhub.shared_empty_like has made", "cma": cma.restriction()}
+    ports = rdma.find_ports()
+    limit_bytes = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
+    memlock_bytes = None if limit_bytes == resource.RLIM_INFINITY else limit_bytes
+    notes = {
+        "shm": "for tensors that tensorhub.shared_empty_like has made",
+        "cma": cma.restriction(),
+        "rdma": rdma.memlock_note(),
+    }
     rows = [
         {"name": name, "available": fault is None, "reason": fault or notes.get(name) or ""}
         for name, fault in faults.items()
     ]
     if as_json:
-        print(json.dumps({"transports": rows}))
+        shown = [asdict(port) | {"gid": rdma.gid_text(port.gid)} for port in ports]
+        print(json.dumps({"transports": rows, "rdma_ports": shown, "memlock_bytes": memlock_bytes}))
         return
     for row in rows:
         verdict = "available" if row["available"] else "not available"
         print(f"{row['name']}: {verdict}{': ' if row['reason'] else ''}{row['reason']}")
+    for port in ports:
+        print(f"RDMA port {port}: {port.link}, {port.state}, {port.gbits:g} Gb/s{': ' if port.fault else ''}{port.fault}")
+    if ports:
+        print(f"memory that may be registered: {'unlimited' if memlock_bytes is None else f'{memlock_bytes} bytes'}")

@@ -85,8 +85,8 @@ TAGS: Final[Mapping[type, int]] = {
     m.SegmentsAre: 125,
     m.ChunkFollows: 126,
     m.ChunkDigest: 127,
-    m.PortsAre: 128,
-    m.Paired: 129,
-    m.Unpaired: 130,
-    m.ChunksPinned: 131,
+    m.PortsAre: 104,
+    m.Paired: 105,
+    m.Unpaired: 106,
+    m.ChunksPinned: 107,
 }

@@ -57,7 +57,7 @@ class Pairing:
         try:
             if self._queue is None or self._theirs != read.card:
                 self.close()
-                self._queue = Queue(fabric.device(port := fabric.ports[read.port]), port)
+                self._queue = fabric.source(fabric.ports[read.port])
                 self._queue.connect(read.card)
                 self._theirs = read.card
             key = self._queue.device.page_key(header.address)

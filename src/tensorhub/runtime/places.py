@@ -120,7 +120,9 @@ class Places:
 
     async def _unmap(self) -> None:
         """Let go of what was mapped before: host memory is back in the system before more of it is taken."""
-        self._mapped = None
+        if self._mapped is not None:
+            self._owner.release(self._mapped[2])
+            self._mapped = None
         if isinstance(self._memory, HostMemory):
             self._owner.forget(self._registration)
             await anyio.to_thread.run_sync(self._memory.free)

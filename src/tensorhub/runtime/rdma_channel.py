@@ -56,7 +56,7 @@ from tensorhub.transport.cma import NONCE_BYTES
 from tensorhub.transport.rdma import Move, Port
 from tensorhub.transport.reads import Reads
 from tensorhub.transport.registry import Local
-from tensorhub.transport.verbs import Fabric, Landing, ReaderQueue, verbs
+from tensorhub.transport.verbs import Fabric, ReaderQueue, verbs
 from tensorhub.types import Endpoint, Location
 
 GROUP_BYTES = 4 * 2**20  # of chunks that are named together, at least one
@@ -75,7 +75,7 @@ class _Link:
         self.place = place
         self.theirs: QueueCard | None = None  # once it is connected
         self.used = time.monotonic()
-        self.words = Landing(queue.device, 2 * mmap.PAGESIZE)  # of groups; and of the source's nonce
+        self.words = queue.device.landing(2 * mmap.PAGESIZE)  # of groups; and of the source's nonce
         self._is_armed = False
 
     def __repr__(self) -> str:
@@ -125,10 +125,14 @@ class _Link:
         if self.words.read(mmap.PAGESIZE, NONCE_BYTES) != paired.nonce:
             raise Unusable("another process is reached over RDMA")
 
-    def close(self) -> None:
-        """Nothing is written by it any more when this returns."""
+    def take_apart(self) -> None:
+        """Nothing is written by it any more when this returns. The connection stays."""
         self.queue.close()
         self.words.close()
+
+    def close(self) -> None:
+        """As `take_apart`; the connection goes, too."""
+        self.take_apart()
         self.connection.close()
 
 
@@ -139,10 +143,11 @@ class RdmaTransport:
     lanes = 1  # the device reads while the lane digests what has come
 
     def __init__(self, local: Local) -> None:
-        ports = rdma.usable_ports(local.options.rdma_ports)
-        verbs()
+        if self.name not in local.kept:
+            verbs()
+            local.kept[self.name] = Fabric(rdma.usable_ports(local.options.rdma_ports))
         self._local = local
-        self.fabric: Fabric = local.kept.setdefault(self.name, Fabric(ports))
+        self.fabric: Fabric = local.kept[self.name]
         self._turns = itertools.count()
         self._lock = threading.Lock()  # guards the links that rest
         self._resting: dict[tuple[str, str], _Link] = {}  # by (incarnation, address); the one that was used last at the end
@@ -252,15 +257,19 @@ class RdmaTransport:
             return message.ports
 
     def _pair(self, connection: BlockingConnection, right: ReadRight, port: Port, place: int) -> _Link:
-        queue = ReaderQueue(self.fabric.device(port), port)
+        queue = self.fabric.reader(port)
         try:
             link = _Link(connection, queue, place)
+        except BaseException:
+            queue.close()
+            raise
+        try:
             paired = link.ask(right)
             link.theirs = paired.card
             queue.connect(paired.card)
             link.prove(paired, self._local.options.connect_timeout_s)
         except BaseException:
-            queue.close()
+            link.take_apart()
             raise
         return link
 

@@ -153,7 +153,12 @@ class SharedOwner:
             memory = self._memory.pop(registration, None)
             if self._words is not None:
                 self._words.forget(registration)
-        if memory is not None and self.fabric is not None:
+        if memory is not None:
+            self.release(memory)
+
+    def release(self, memory: ChunkMemory) -> None:
+        """Nobody reads or fills it any more: what a device has registered of it is deregistered."""
+        if self.fabric is not None:
             self.fabric.release(memory)
 
     def check_invariants(self) -> None:

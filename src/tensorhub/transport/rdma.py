@@ -112,7 +112,7 @@ def _listed(directory: Path) -> list[str]:
         names = os.listdir(directory)
     except OSError:
         return []
-    return sorted(names, key=lambda name: [(int(part or 0), part) for part in re.split(r"\D+", name)] + [(0, name)])
+    return sorted(names, key=lambda name: [int(part) if part.isdigit() else part for part in re.split(r"(\d+)", name)])
 
 
 def _said(path: Path) -> str:
@@ -256,6 +256,14 @@ def memlock_fault(nbytes: int, status: Path = Path("/proc/self/status")) -> str 
     found = re.search(r"^VmPin:\s+(\d+) kB", said, re.MULTILINE)
     pinned = int(found[1]) * 1024 if found else 0
     return None if pinned + nbytes <= limit else memlock_text(nbytes, limit)
+
+
+def memlock_note() -> str | None:
+    """What is to be known of the limit beforehand; None if there is none for this process."""
+    limit = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
+    if memlock_fault(2**40) is None:
+        return None
+    return f"RLIMIT_MEMLOCK is {limit} bytes, and all memory that is read by RDMA counts: raise it (docs/transports.md)"
 
 
 def memlock_text(nbytes: int, limit: int) -> str:

@@ -208,6 +208,10 @@ class Device:
                 self._pages[page] = register(self.domain, page, mmap.PAGESIZE)
             return int(self._pages[page].rkey)
 
+    def landing(self, nbytes: int) -> Landing:
+        """See `Landing`. OSError."""
+        return Landing(self, nbytes)
+
     def release(self, memory: Spanned) -> None:
         """Deregister it. What is in flight into it or out of it must have ended, or does not count."""
         with self.lock:
@@ -244,6 +248,14 @@ class Fabric:
             if port.device not in self._devices:
                 self._devices[port.device] = Device(port.device)
             return self._devices[port.device]
+
+    def reader(self, port: Port) -> ReaderQueue:
+        """A queue pair's end that reads. OSError."""
+        return ReaderQueue(self.device(port), port)
+
+    def source(self, port: Port) -> Queue:
+        """A queue pair's end that is read through. OSError."""
+        return Queue(self.device(port), port)
 
     def release(self, memory: Spanned) -> None:
         """See `Device.release`."""

@@ -1,0 +1,276 @@
+"""Reading by RDMA as a conversation: over a fabric that copies within this process (see tests/rdma for the real one)."""
+
+from __future__ import annotations
+
+import os
+import socket
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+from tensorhub.messages import ChunksLie, ChunksPinned, FindPorts, Pair, Paired, PortsAre, QueueCard, RdmaPort, Unpaired
+from tensorhub.protocol.blocking import BlockingConnection
+from tensorhub.protocol.codec import FROM_READER
+from tensorhub.protocol.handshake import NONCE_BYTES, ServerHandshake
+from tensorhub.runtime import rdma_channel
+from tensorhub.runtime.rdma_channel import RdmaTransport
+from tensorhub.testing.conformance import CHECKS, SIZES, Target, content
+from tensorhub.testing.serving import ServedSource
+from tensorhub.transport import rdma, tcp
+from tensorhub.transport.base import Cutter, NotShared, ReadFailure, ReadRight, Unusable
+from tensorhub.transport.rdma import Port, said_of
+from tensorhub.transport.registry import Local
+from tensorhub.types import ContentId, Endpoint, Incarnation, LeaseId, Options, RegistrationId
+from tests.runtime.data_rig import busy_threads
+from tests.transport.fabric import GID, PORT, FakeFabric, open_queues
+
+SECRET = b"a secret of the test"
+RIGHT = ReadRight(LeaseId("l"), Incarnation("source"), RegistrationId("r"), 5, ContentId("c"))
+
+
+@pytest.fixture
+def fabric() -> Iterator[FakeFabric]:
+    made = FakeFabric()
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def transport(fabric: FakeFabric) -> Iterator[RdmaTransport]:
+    options = Options(stall_timeout_s=1.0, connect_timeout_s=5.0)
+    made = RdmaTransport(Local(Incarnation("reader"), (SECRET,), options, {"rdma": fabric}))
+    yield made
+    made.close()
+    assert open_queues() == 0
+    assert not busy_threads()
+
+
+@pytest.mark.parametrize("check", CHECKS)
+def test_the_conversation_keeps_the_rule(transport: RdmaTransport, check: str) -> None:
+    sources: list[ServedSource] = []
+
+    def make() -> ServedSource:
+        sources.append(ServedSource(SECRET, fabric=FakeFabric()))
+        return sources[-1]
+
+    CHECKS[check](transport, make)
+
+
+@pytest.fixture
+def source() -> Iterator[ServedSource]:
+    made = ServedSource(SECRET, fabric=FakeFabric())
+    for chunk in range(len(SIZES)):
+        made.fill(chunk, content(chunk))
+    yield made
+    made.close()
+
+
+def read_all(transport: RdmaTransport, source: ServedSource) -> Any:
+    target = Target()
+    channel = transport.open(source.endpoint, source.right, target, Cutter())
+    channel.submit(range(len(SIZES)))
+    named = 0
+    while named < len(SIZES):
+        named += len(channel.receive(2**20).chunks)
+    assert all(target.holds(chunk) == content(chunk) for chunk in range(len(SIZES)))
+    channel.close()
+    return channel
+
+
+def test_a_link_is_used_again_also_if_the_read_was_given_up_when_all_was_there(
+    transport: RdmaTransport, source: ServedSource
+) -> None:
+    link = read_all(transport, source)._link
+    cutter, target = Cutter(), Target()
+    channel = transport.open(source.endpoint, source.right, target, cutter)
+    channel.submit([0])
+    assert len(channel.receive(1).chunks) == 1
+    cutter.cut()  # as the end of a pull does
+    channel.close()
+    assert read_all(transport, source)._link is link
+
+
+def test_links_that_rest_for_long_are_closed(
+    transport: RdmaTransport, source: ServedSource, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read_all(transport, source)
+    transport.sweep()
+    assert "1 links rest" in repr(transport)
+    monkeypatch.setattr(rdma_channel, "KEPT_S", 0.0)
+    transport.sweep()
+    assert "0 links rest" in repr(transport)
+
+
+def test_few_links_rest(transport: RdmaTransport, source: ServedSource, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rdma_channel, "RESTING_MAX", 1)
+    read_all(transport, source)
+    other = ServedSource(SECRET, fabric=FakeFabric())
+    for chunk in range(len(SIZES)):
+        other.fill(chunk, content(chunk))
+    read_all(transport, other)
+    assert "1 links rest" in repr(transport)
+    other.close()
+
+
+def test_a_worker_that_is_not_read_by_rdma_says_so(transport: RdmaTransport) -> None:
+    source = ServedSource(SECRET)
+    with pytest.raises(Unusable, match="not to be read by RDMA"):
+        read_all(transport, source)
+    source.close()
+
+
+def test_memory_that_cannot_be_registered(transport: RdmaTransport, source: ServedSource, fabric: FakeFabric) -> None:
+    theirs = source.owner.fabric
+    assert isinstance(theirs, FakeFabric)
+    theirs.only.fault = OSError(12, "RLIMIT_MEMLOCK is too small")
+    with pytest.raises(NotShared, match="RLIMIT_MEMLOCK is too small"):
+        read_all(transport, source)
+    theirs.only.fault = None
+    fabric.only.fault = OSError(12, "RLIMIT_MEMLOCK is too small")
+    with pytest.raises(Unusable, match="the memory to read into: RLIMIT_MEMLOCK is too small"):
+        read_all(transport, source)
+    fabric.only.fault = None
+    channel = transport.open(source.endpoint, source.right, Target(), Cutter())
+    theirs.only.fault = OSError(12, "no room")  # once it is asked for
+    channel.submit([0])
+    with pytest.raises(ReadFailure, match="refused: no room"):
+        channel.receive(1)
+    channel.close()
+
+
+def test_the_limit_counts_all_of_the_memory(
+    transport: RdmaTransport, source: ServedSource, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    counted: list[int] = []
+
+    def fault(nbytes: int) -> str | None:
+        counted.append(nbytes)
+        return "too little" if len(counted) == 2 else None
+
+    monkeypatch.setattr(rdma, "memlock_fault", fault)
+    with pytest.raises(Unusable, match="the memory to read into: too little"):
+        read_all(transport, source)
+    assert all(0 < nbytes < sum(SIZES) for nbytes in counted)  # but for the first span, which is registered
+
+
+# ------------------------------------------------------------------------------------------------------ sources that lie
+
+CARD = QueueCard(5, 7, GID, 0, 5, 16)
+PORTS = PortsAre(0, said_of([PORT]))
+
+
+@pytest.fixture
+def listener() -> Iterator[socket.socket]:
+    made = tcp.listen("127.0.0.1")
+    made.setblocking(True)
+    yield made
+    made.close()
+
+
+def lies(listener: socket.socket, answers: list[Callable[[BlockingConnection, Any], object]]) -> None:
+    with BlockingConnection(listener.accept()[0], stall_timeout_s=5) as connection:
+        connection.handshake(ServerHandshake("owner", RIGHT.incarnation, [SECRET], os.urandom(NONCE_BYTES)), 5)
+        for answer in answers:
+            answer(connection, connection.receive(FROM_READER))
+
+
+def says(message: object) -> Callable[[BlockingConnection, Any], object]:
+    return lambda connection, _: connection.send(message)  # type: ignore[arg-type]
+
+
+def elsewhere(port: Port) -> PortsAre:
+    return PortsAre(0, said_of([port]))
+
+
+LIES: dict[str, tuple[list[Any], type[Exception], str]] = {
+    "no ports": ([says(PortsAre(0, ()))], Unusable, "not to be read by RDMA"),
+    "ports of nonsense": ([says(PortsAre(0, (RdmaPort("ethernet", b"", 1.0),)))], Unusable, "no RDMA port here"),
+    "another network": (
+        [says(elsewhere(Port("ib0", 1, "infiniband", 0, GID, 1.0, "ACTIVE")))],
+        Unusable,
+        "no RDMA port here",
+    ),
+    "something else": ([says(ChunksLie(0, ((0, 0, 0),), 0))], ReadFailure, "asked for its RDMA ports"),
+    "no queue pair": ([says(PORTS), says(Unpaired(0, "not today", is_usual=False))], Unusable, "not today"),
+    "a file": ([says(PORTS), says(Unpaired(0, "it is a file", is_usual=True))], NotShared, "it is a file"),
+    "a queue pair of nobody": (
+        [says(PORTS), says(Paired(0, CARD, 4096, 1, bytes(16)))],
+        Unusable,
+        "cannot be read over RDMA, fake0:1:1 .*does not answer",
+    ),
+    "a short nonce": ([says(PORTS), says(Paired(0, CARD, 4096, 1, b""))], ReadFailure, "asked for a queue pair"),
+    "chunks": (
+        [says(PORTS), says(ChunksPinned(0, ((0, 0, 0, 0),), 0, 0))],
+        ReadFailure,
+        "asked for a queue pair, and answers ChunksPinned",
+    ),
+    "the end": ([says(PORTS)], ReadFailure, "closed"),
+}
+
+
+@pytest.mark.parametrize("name", LIES)
+def test_a_source_that_lies_is_left_and_nothing_stays(transport: RdmaTransport, listener: socket.socket, name: str) -> None:
+    answers, kind, text = LIES[name]
+    thread = threading.Thread(target=lies, args=(listener, answers))
+    thread.start()
+    with pytest.raises(kind, match=text):
+        transport.open(Endpoint("rdma", tcp.address_of(listener)), RIGHT, Target(), Cutter())
+    thread.join()
+
+
+def test_what_a_source_says_of_its_memory_is_only_read_from(transport: RdmaTransport, source: ServedSource) -> None:
+    """Addresses and keys that are none give an error, and nothing is written."""
+    target = Target()
+    channel = transport.open(source.endpoint, source.right, target, Cutter())
+    pairing_places = "tensorhub.runtime.pairing.Pairing.places"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(pairing_places, lambda self, memory, chunks: ((0, 0, 2**63, 77),))
+        channel.submit([0])
+        with pytest.raises(ReadFailure, match="not registered"):
+            channel.receive(1)
+    assert target.is_untouched(0)
+    channel.close()
+
+
+# ------------------------------------------------------------------------------------------------------ readers that lie
+
+
+def asks(source: ServedSource, *messages: object) -> list[object]:
+    """What a source answers to a reader that says this."""
+    from tensorhub.protocol.codec import FROM_OWNER
+    from tensorhub.runtime.asking import connect
+
+    local = Local(Incarnation("reader"), (SECRET,), Options())
+    connection, _ = connect(local, source.endpoint.address, source.right, Cutter())
+    answers: list[object] = []
+    vocabulary: Any = FROM_OWNER
+    with connection:
+        for message in messages:
+            connection.send(message)  # type: ignore[arg-type]
+            answers.append(connection.receive(vocabulary))
+    return answers
+
+
+def test_a_source_makes_one_queue_pair_for_each_reader_and_none_for_what_is_not_there(source: ServedSource) -> None:
+    registration, generation = source.right.registration, source.right.generation
+    other = QueueCard(6, 7, GID, 0, 5, 16)
+    answers = asks(
+        source,
+        FindPorts(1),
+        Pair(2, registration, generation, 9, CARD),
+        Pair(3, registration, generation + 1, 0, CARD),
+        Pair(4, registration, generation, 0, CARD),
+        Pair(5, registration, generation, 0, CARD),
+        Pair(6, registration, generation, 0, other),
+    )
+    assert answers[0] == PortsAre(1, said_of([PORT]))
+    assert [type(answer).__name__ for answer in answers[1:]] == ["Unpaired", "ReadRefused", "Paired", "Paired", "Paired"]
+    fourth, fifth, sixth = answers[3:]
+    assert isinstance(fourth, Paired)
+    assert isinstance(fifth, Paired)
+    assert isinstance(sixth, Paired)
+    assert fourth.card == fifth.card
+    source.close()
+    assert open_queues() == 0
