@@ -16,6 +16,7 @@ from tensorhub.protocol.codec import FROM_READER
 from tensorhub.protocol.handshake import NONCE_BYTES, ServerHandshake
 from tensorhub.runtime import rdma_channel
 from tensorhub.runtime.rdma_channel import RdmaTransport
+from tensorhub.runtime.serving import SharedOwner
 from tensorhub.testing.conformance import CHECKS, SIZES, Target, content
 from tensorhub.testing.serving import ServedSource
 from tensorhub.transport import rdma, tcp
@@ -119,6 +120,16 @@ def test_a_worker_that_is_not_read_by_rdma_says_so(transport: RdmaTransport) -> 
     with pytest.raises(Unusable, match="not to be read by RDMA"):
         read_all(transport, source)
     source.close()
+
+
+def test_another_process_than_the_one_that_was_asked_is_found_out(
+    transport: RdmaTransport, source: ServedSource, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    header = source.owner.header
+    assert header is not None
+    monkeypatch.setattr(SharedOwner, "header", header._replace(nonce=bytes(16)))
+    with pytest.raises(Unusable, match="another process is reached over RDMA"):
+        read_all(transport, source)
 
 
 def test_memory_that_cannot_be_registered(transport: RdmaTransport, source: ServedSource, fabric: FakeFabric) -> None:

@@ -31,7 +31,7 @@ class Queue:
 
     def __init__(self, slots: Slots, generation: int, depth: int) -> None:
         self.posted: list[Move] = []
-        self.generation = generation
+        self.generation: int | None = generation  # None: it says that it has read the word, and has written nothing
         self._slots = slots
         self._depth = depth
         self._flags: list[tuple[bool, bool]] = []
@@ -54,7 +54,7 @@ class Queue:
             is_signaled, is_fenced = self._flags[number]
             assert is_fenced == self.is_word(number)
             assert is_signaled or not is_fenced
-            if is_fenced:
+            if is_fenced and self.generation is not None:
                 self._slots.word(self.posted[number].here - self._slots.address).value = self.generation
             if is_signaled or status:
                 self._told.append((number, status))
@@ -148,7 +148,7 @@ def test_a_word_that_has_not_come_is_not_the_last_one() -> None:
         add(reads, chunk, 1)
         reads.post()
         if chunk == SLOTS:
-            queue.generation = 0  # as if the device had not written it
+            queue.generation = None
         queue.complete(2)
         if chunk < SLOTS:
             assert proved(reads) == [chunk]
