@@ -6,6 +6,7 @@ import os
 import socket
 import threading
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -212,6 +213,11 @@ LIES: dict[str, tuple[list[Any], type[Exception], str]] = {
         "cannot be read over RDMA, fake0:1:1 .*does not answer",
     ),
     "a short nonce": ([says(PORTS), says(Paired(0, CARD, 4096, 1, b""))], ReadFailure, "asked for a queue pair"),
+    "a short GID": (
+        [says(PORTS), says(Paired(0, replace(CARD, gid=b"short"), 4096, 1, bytes(16)))],
+        ReadFailure,
+        "asked for a queue pair",
+    ),
     "chunks": (
         [says(PORTS), says(ChunksPinned(0, ((0, 0, 0, 0),), 0, 0))],
         ReadFailure,
@@ -283,5 +289,8 @@ def test_a_source_makes_one_queue_pair_for_each_reader_and_none_for_what_is_not_
     assert isinstance(fifth, Paired)
     assert isinstance(sixth, Paired)
     assert fourth.card == fifth.card
+    assert asks(source, Pair(7, registration, generation, 0, replace(CARD, gid=b"short"))) == [
+        None
+    ]  # it breaks the protocol
     source.close()
     assert open_queues() == 0

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from tensorhub.errors import ProtocolError
 from tensorhub.messages import FindPorts, Pair, Paired, PortsAre, QueueCard, ReadRefused, Unpaired
 from tensorhub.runtime.chunks import ChunkMemory
 from tensorhub.runtime.logs import get_logger
@@ -49,6 +50,8 @@ class Pairing:
         fabric, header = self._fabric, self._owner.header
         if fabric is None or header is None or read.port >= len(fabric.ports):
             return Unpaired(read.request, NOT_BY_RDMA, is_usual=False)
+        if len(read.card.gid) != rdma.GID_BYTES:
+            raise ProtocolError(f"a GID has {rdma.GID_BYTES} bytes")
         memory = self._owner.memory_of(RegistrationId(read.registration), read.generation)
         if isinstance(memory, Refusal):
             return ReadRefused(read.request, memory.reason)

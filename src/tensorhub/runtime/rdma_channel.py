@@ -53,7 +53,7 @@ from tensorhub.transport.base import (
     Unusable,
 )
 from tensorhub.transport.cma import NONCE_BYTES
-from tensorhub.transport.rdma import Move, Port
+from tensorhub.transport.rdma import GID_BYTES, Move, Port
 from tensorhub.transport.reads import Reads
 from tensorhub.transport.registry import Local
 from tensorhub.transport.verbs import Fabric, ReaderQueue, verbs
@@ -87,7 +87,7 @@ class _Link:
             self.connection.send(Pair(0, right.registration, right.generation, self.place, self.queue.card))
             message = Asking(self.connection, right).hear()
             match message:
-                case Paired() if message.card.mtu and len(message.nonce) == NONCE_BYTES:
+                case Paired() if len(message.card.gid) == GID_BYTES and len(message.nonce) == NONCE_BYTES:
                     return message
                 case Unpaired():
                     raise (NotShared if message.is_usual else Unusable)(message.reason)
@@ -110,11 +110,10 @@ class _Link:
         elif not ready:
             raise OperationTimeout("the source's memory brought nothing in that time")
 
-    def prove(self, paired: Paired, timeout_s: float) -> None:
+    def prove(self, paired: Paired, until: float) -> None:
         """Read the source's nonce. Unusable: it cannot be read, or is another one; OSError."""
         there = Move(self.words.address + mmap.PAGESIZE, self.words.key, paired.address, paired.key, mmap.PAGESIZE)
         self.queue.post([there], 0, frozenset([0]), frozenset())
-        until = time.monotonic() + timeout_s
         while not (done := self.queue.poll()):
             if self.connection.is_readable():
                 raise Unusable("the source left while it was looked for over RDMA")
@@ -156,8 +155,8 @@ class RdmaTransport:
         return f"<RdmaTransport, {self.fabric!r}, {len(self._resting)} links rest>"
 
     def reaches(self, here: Location, there: Location) -> bool:
-        """Always, as far as locations say."""
-        return True
+        """Within a site: between datacenters every pair of ports would be tried in vain."""
+        return here.site == there.site
 
     def open(self, endpoint: Endpoint, right: ReadRight, destination: Destination, cutter: Cutter) -> Channel:
         """Take up the link that there is, or connect, prove who is who, and set up a queue pair; see `Transport.open`."""
@@ -226,6 +225,7 @@ class RdmaTransport:
     def _linked(self, address: str, right: ReadRight, cutter: Cutter) -> _Link:
         """A new link. Unusable, which says of each pair of ports what is in the way."""
         connection, _ = connect(self._local, address, right, cutter)
+        until = time.monotonic() + self._local.options.connect_timeout_s
         try:
             ports = self._ports_of(connection, right)
             pairs = rdma.pairs(self.fabric.ports, ports, next(self._turns))
@@ -234,12 +234,12 @@ class RdmaTransport:
             faults: list[str] = []
             for here, there in pairs[:PAIRS_TRIED_MAX]:
                 try:
-                    return self._pair(connection, right, self.fabric.ports[here], there)
+                    return self._pair(connection, right, self.fabric.ports[here], there, until)
                 except NotShared:
                     raise
                 except (Unusable, OSError, OperationTimeout) as error:
                     faults.append(str(getattr(error, "strerror", None) or error))
-                    if connection.is_readable():  # its end: nothing was asked
+                    if connection.is_readable() or time.monotonic() > until:  # (its end: nothing was asked)
                         break
             raise Unusable("; ".join(faults))
         except BaseException:
@@ -256,7 +256,7 @@ class RdmaTransport:
                 raise ProtocolError(f"it is asked for its RDMA ports, and answers {type(message).__name__}")
             return message.ports
 
-    def _pair(self, connection: BlockingConnection, right: ReadRight, port: Port, place: int) -> _Link:
+    def _pair(self, connection: BlockingConnection, right: ReadRight, port: Port, place: int, until: float) -> _Link:
         queue = self.fabric.reader(port)
         try:
             link = _Link(connection, queue, place)
@@ -267,7 +267,7 @@ class RdmaTransport:
             paired = link.ask(right)
             link.theirs = paired.card
             queue.connect(paired.card)
-            link.prove(paired, self._local.options.connect_timeout_s)
+            link.prove(paired, until)
         except BaseException:
             link.take_apart()
             raise

@@ -33,7 +33,8 @@ EMPTY_MAX = 32  # entries of a GID table in a row, behind which no other one is 
 SYSFS = Path("/sys/class/infiniband")
 NODES = Path("/dev/infiniband")
 _CAP_IPC_LOCK = 14
-_NO_GID = bytes(16)
+GID_BYTES = 16
+_NO_GID = bytes(GID_BYTES)
 
 Link = Literal["ethernet", "infiniband"]
 
@@ -48,7 +49,7 @@ class Port:
     number: int
     link: Link
     gid_index: int
-    gid: bytes  # 16
+    gid: bytes  # GID_BYTES
     gbits: float  # per second
     state: str  # as the kernel says it, e.g. "ACTIVE"
     fault: str = ""

@@ -322,19 +322,19 @@ class Queue:
     def connect(self, theirs: QueueCard) -> None:
         """Make it one with the other end. The kernel may look for the way there for a second, and pyverbs keeps the GIL."""
         v = verbs()
-        attributes = v.qp.QPAttr(port_num=self.port.number)
-        attributes.path_mtu = min(self.card.mtu, theirs.mtu)
-        attributes.dest_qp_num = theirs.number
-        attributes.rq_psn = theirs.sequence
-        attributes.max_dest_rd_atomic = attributes.max_rd_atomic = min(self.card.reads, theirs.reads)
-        attributes.min_rnr_timer = 12
-        attributes.qp_access_flags = self._access()
-        gid = v.addr.GID(":".join(theirs.gid[at : at + 2].hex() for at in range(0, 16, 2)))
-        route = v.addr.GlobalRoute(dgid=gid, sgid_index=self.port.gid_index, hop_limit=HOPS)
-        attributes.ah_attr = v.addr.AHAttr(port_num=self.port.number, is_global=1, gr=route, dlid=theirs.lid)
-        attributes.sq_psn = self.card.sequence
-        attributes.timeout, attributes.retry_cnt, attributes.rnr_retry = TIMEOUT, RETRIES, RETRIES
         with _named(f"{self.port} does not get through to {gid_text(theirs.gid)}"):
+            attributes = v.qp.QPAttr(port_num=self.port.number)
+            attributes.path_mtu = min(self.card.mtu, theirs.mtu)
+            attributes.dest_qp_num = theirs.number
+            attributes.rq_psn = theirs.sequence
+            attributes.max_dest_rd_atomic = attributes.max_rd_atomic = min(self.card.reads, theirs.reads)
+            attributes.min_rnr_timer = 12
+            attributes.qp_access_flags = self._access()
+            gid = v.addr.GID(":".join(theirs.gid[at : at + 2].hex() for at in range(0, 16, 2)))
+            route = v.addr.GlobalRoute(dgid=gid, sgid_index=self.port.gid_index, hop_limit=HOPS)
+            attributes.ah_attr = v.addr.AHAttr(port_num=self.port.number, is_global=1, gr=route, dlid=theirs.lid)
+            attributes.sq_psn = self.card.sequence
+            attributes.timeout, attributes.retry_cnt, attributes.rnr_retry = TIMEOUT, RETRIES, RETRIES
             self._pair.to_rts(attributes)
 
     def fail(self) -> None:
