@@ -123,6 +123,22 @@ def test_a_worker_that_is_not_read_by_rdma_says_so(transport: RdmaTransport) -> 
     source.close()
 
 
+def test_no_more_is_read_ahead_than_the_lane_takes(
+    transport: RdmaTransport, source: ServedSource, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(rdma_channel, "GROUP_BYTES", 1)
+    monkeypatch.setattr(rdma_channel, "WINDOW_BYTES", 1)
+    target = Target()
+    channel = transport.open(source.endpoint, source.right, target, Cutter())
+    channel.submit(range(5))  # all are located by one answer
+    named = len(channel.receive(1).chunks)
+    assert target.is_untouched(4)
+    while named < 5:
+        named += len(channel.receive(1).chunks)
+    assert target.holds(4) == content(4)
+    channel.close()
+
+
 def test_another_process_than_the_one_that_was_asked_is_found_out(
     transport: RdmaTransport, source: ServedSource, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -54,7 +54,7 @@ from tensorhub.transport.base import (
 )
 from tensorhub.transport.cma import NONCE_BYTES
 from tensorhub.transport.rdma import GID_BYTES, Move, Port
-from tensorhub.transport.reads import Reads
+from tensorhub.transport.reads import WINDOW_BYTES, Reads
 from tensorhub.transport.registry import Local
 from tensorhub.transport.verbs import Fabric, ReaderQueue, verbs
 from tensorhub.types import Endpoint, Location
@@ -375,7 +375,7 @@ class RdmaChannel:
             while self._link.connection.is_readable():
                 if (lacking := self._hear()) is not None:
                     return lacking, first_byte
-            while self._located and self._reads.is_hungry:
+            while self._located and self._reads.is_hungry and self._proved_bytes() < WINDOW_BYTES:
                 self._add_group()
             self._reads.post()
             if self._proved or (self._reads.is_idle and self._asking.is_answered):
