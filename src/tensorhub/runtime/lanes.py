@@ -10,6 +10,7 @@ The loop hears only events: a source failed, everything is verified.
 Where the transport gains by it (`Transport.lanes`), and there is enough to read, more threads *help* the lane: they drive
 the same channel, and share its requests, so that a source still has one connection, one place in the books, and one end.
 The first thread that fails ends the others; the last one to leave closes the channel, and gives back what has not come.
+One that helps and does not get a core for itself retires: beside a trainer, or other readers, it would only push them aside.
 
 Nobody but a lane writes into the destination, and no lane outlives the runner's `async with` block.
 
@@ -32,7 +33,7 @@ import anyio.to_thread
 from anyio.abc import TaskGroup
 
 from tensorhub.messages import Grant
-from tensorhub.runtime.chunks import ChunkMemory, is_gil_contended
+from tensorhub.runtime.chunks import ChunkMemory, GilWatch
 from tensorhub.runtime.hot import SMALL_BYTES
 from tensorhub.runtime.serving import SharedOwner
 from tensorhub.runtime.wakeup import Wakeup
@@ -44,6 +45,8 @@ BATCH_BYTES = 64 * 2**20  # of one request
 CACHED_BYTES = SMALL_BYTES  # received by one call, in small pieces, while the source goes on sending
 BATCHES_OPEN = 2  # of one lane: the next is asked for before the last has arrived
 HELP_BYTES = 16 * 2**20  # left to read for each thread that helps: one takes a fraction of a millisecond to begin
+CORE_SHARE_MIN = 0.7  # of a thread that helps: with less, cores are taken, and it takes them from the others
+CORE_SHARE_AFTER_S = 0.02  # several of the kernel's turns
 LANES_MAX = 64
 
 
@@ -111,6 +114,7 @@ class _Lane:
     started: float = 0.0
     seconds: float = 0.0  # from `started` on, once it has ended
     receive_bytes: int = CACHED_BYTES  # BATCH_BYTES where small calls do not pay
+    gil: GilWatch = field(default_factory=GilWatch)
     transfer_s: float = 0.0
     verify_s: float = 0.0
     asked: list[set[int]] = field(default_factory=list)  # of each open batch, what has not arrived; none is empty
@@ -121,6 +125,19 @@ class _Lane:
 
     def threads_s_up_to(self, now: float) -> float:
         return self.threads_s + self.threads * now
+
+
+class CoreShare:
+    """How much of a core the thread that made this has got since."""
+
+    def __init__(self) -> None:
+        self._began, self._cpu_s = time.perf_counter(), time.thread_time()
+
+    @property
+    def is_small(self) -> bool:
+        """Whether cores are taken, by other threads or by what this one waits for: it brings little here."""
+        seconds = time.perf_counter() - self._began
+        return seconds > CORE_SHARE_AFTER_S and time.thread_time() - self._cpu_s < CORE_SHARE_MIN * seconds
 
 
 class PullRunner:
@@ -282,16 +299,27 @@ class PullRunner:
                 return
             self._enter(lane)
         failure: ReadFailure | None = None
+        is_retired = False
         try:
-            self._read(lane, channel)
+            is_retired = self._read(lane, channel, CoreShare())
         except ReadFailure as error:
             failure = error
         finally:
-            self._leave(lane, failure)
+            if not is_retired:
+                self._leave(lane, failure)
 
     def _enter(self, lane: _Lane) -> None:
         lane.threads += 1
         lane.threads_s -= time.perf_counter()
+
+    def _retire(self, lane: _Lane) -> bool:
+        """This thread helps no more, and others go on. False: there are none."""
+        with self._changed:
+            if lane.threads == 1:
+                return False
+            lane.threads -= 1
+            lane.threads_s += time.perf_counter()
+            return True
 
     def _leave(self, lane: _Lane, failure: ReadFailure | None) -> None:
         """This thread drives the lane no more. If it has failed, no other one shall; the last one closes the channel."""
@@ -331,8 +359,13 @@ class PullRunner:
             return "used"
         return "dropped" if lane.failure is None else lane.failure.reason
 
-    def _read(self, lane: _Lane, channel: Channel) -> None:
-        while (taken := self._take(lane)) is not None:
+    def _read(self, lane: _Lane, channel: Channel, share: CoreShare | None = None) -> bool:
+        """Drive the channel until there is nothing more to do. `share`: of this thread, which helps as long as it gets a
+        core; True: it has retired.
+        """
+        while share is None or not share.is_small or not self._retire(lane):
+            if (taken := self._take(lane)) is None:
+                return False
             batches, answers = taken
             for batch in batches:
                 channel.submit(batch)
@@ -342,7 +375,8 @@ class PullRunner:
             elif answer.chunks:
                 self._settle(lane, answer)
             elif not self._is_answered_by_others(lane, answers):
-                return
+                return False
+        return True
 
     def _take(self, lane: _Lane) -> tuple[list[tuple[int, ...]], int] | None:
         """Batches to ask for now: a second one before the first has arrived; and how much was dealt with before. Waits if
@@ -395,10 +429,10 @@ class PullRunner:
                 good.append((chunk, digest))
         seconds = time.perf_counter() - started + arrival.digest_s
         arrived = {chunk for chunk, _ in arrival.chunks}
-        is_large = not self._memory.is_digested or is_gil_contended(
-            sum(map(self._memory.sizes.__getitem__, arrived)), seconds
-        )
+        nbytes = sum([self._memory.sizes[chunk] for chunk in arrived])
         with self._changed:
+            lane.gil.digested(nbytes, seconds)
+            is_large = not self._memory.is_digested or lane.gil.is_contended
             lane.verify_s += seconds
             lane.transfer_s += arrival.transfer_s
             lane.receive_bytes = BATCH_BYTES if is_large else CACHED_BYTES
