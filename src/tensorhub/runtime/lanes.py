@@ -31,17 +31,21 @@ import anyio
 import anyio.to_thread
 from anyio.abc import TaskGroup
 
-from tensorhub.messages import Grant
+from tensorhub.messages import FLOWS_MAX, Flow, Grant
 from tensorhub.runtime.chunks import ChunkMemory, is_gil_contended
 from tensorhub.runtime.hot import SMALL_BYTES
 from tensorhub.runtime.serving import SharedOwner
 from tensorhub.runtime.wakeup import Wakeup
+from tensorhub.scheduler.links import SECONDS_MIN
 from tensorhub.scheduler.pull import Pull
 from tensorhub.transport.base import Arrival, Channel, Cutter, Destination, Lacking, ReadFailure, Reason
 from tensorhub.types import LeaseId, RegistrationId, SourceReport
 
 BATCH_BYTES = 64 * 2**20  # of one request
-CACHED_BYTES = SMALL_BYTES  # received by one call, in small pieces, while the source goes on sending
+FIRST_BYTES = 2**16  # received by a lane's first call
+CACHED_BYTES = SMALL_BYTES  # received by one call at the most, in small pieces, while the source goes on sending
+OFFER_S = 0.005  # what comes in so much time is received by one call: before that, nobody behind this reader can have it
+CONTENDED_S = 0.05  # the same, where each call costs a switch interval
 BATCHES_OPEN = 2  # of one lane: the next is asked for before the last has arrived
 HELP_BYTES = 16 * 2**20  # left to read for each thread that helps: one takes a fraction of a millisecond to begin
 LANES_MAX = 64
@@ -93,6 +97,15 @@ class PullReport:
     bytes_wanted: int  # that were not there at the start
     phases: dict[str, float]
     sources: tuple[SourceReport, ...]
+    flows: tuple[Flow, ...] = ()  # those of its sources that have lasted long enough to tell something
+
+
+def next_bytes(nbytes: int, seconds: float, is_large: bool, is_contended: bool) -> int:
+    """What the next call receives, after one that brought `nbytes` in so many seconds: so much that calls cost little, and
+    so little that nobody who reads from here waits for long.
+    """
+    in_time = nbytes * (CONTENDED_S if is_contended else OFFER_S) / max(seconds, 1e-6)
+    return min(BATCH_BYTES if is_large else CACHED_BYTES, 4 * max(nbytes, FIRST_BYTES), int(in_time))
 
 
 @dataclass(slots=True)
@@ -110,14 +123,23 @@ class _Lane:
     threads_s: float = 0.0  # that all its threads took, those included that run: as if they had begun at 0
     started: float = 0.0
     seconds: float = 0.0  # from `started` on, once it has ended
-    receive_bytes: int = CACHED_BYTES  # BATCH_BYTES where small calls do not pay
+    receive_bytes: int = FIRST_BYTES  # by the next call
     transfer_s: float = 0.0
     verify_s: float = 0.0
     asked: list[set[int]] = field(default_factory=list)  # of each open batch, what has not arrived; none is empty
     answers: int = 0  # that its threads have dealt with
+    flow_from: float = 0.0  # when its first bytes were there
+    flow_seconds: float = 0.0  # from then up to the last ones
+    flow_bytes: int = 0  # in that time
 
     def seconds_up_to(self, now: float) -> float:
         return self.seconds or (now - self.started if self.started else 0.0)
+
+    def note_flow(self, nbytes: int, now: float) -> None:
+        if self.flow_from:
+            self.flow_bytes, self.flow_seconds = self.flow_bytes + nbytes, max(self.flow_seconds, now - self.flow_from)
+        else:
+            self.flow_from = now
 
     def threads_s_up_to(self, now: float) -> float:
         return self.threads_s + self.threads * now
@@ -238,6 +260,11 @@ class PullRunner:
                     "verify": verify_s,
                 },
                 sources=tuple(self._source_report(lane, now) for lane in lanes),
+                flows=tuple(
+                    Flow(lane.lease, lane.flow_bytes, lane.flow_seconds)
+                    for lane in lanes
+                    if lane.flow_seconds >= SECONDS_MIN and lane.failure is None
+                )[-FLOWS_MAX:],
             )
 
     def _source_report(self, lane: _Lane, now: float) -> SourceReport:
@@ -395,13 +422,14 @@ class PullRunner:
                 good.append((chunk, digest))
         seconds = time.perf_counter() - started + arrival.digest_s
         arrived = {chunk for chunk, _ in arrival.chunks}
-        is_large = not self._memory.is_digested or is_gil_contended(
-            sum(map(self._memory.sizes.__getitem__, arrived)), seconds
-        )
+        nbytes = sum(map(self._memory.sizes.__getitem__, arrived))
+        is_contended = self._memory.is_digested and is_gil_contended(nbytes, seconds)
+        is_large = is_contended or not self._memory.is_digested
         with self._changed:
             lane.verify_s += seconds
             lane.transfer_s += arrival.transfer_s
-            lane.receive_bytes = BATCH_BYTES if is_large else CACHED_BYTES
+            lane.receive_bytes = next_bytes(nbytes, arrival.transfer_s, is_large, is_contended)
+            lane.note_flow(nbytes, started)
             self._dealt_with(lane, arrived)
             for chunk, _ in good:
                 self._pull.arrived(lane.lease, chunk, ok=True)
