@@ -47,12 +47,16 @@ def test_two_readers_are_believed() -> None:
 
 
 def test_nearer_links_are_never_slower() -> None:
-    """What two fast racks tell is bounded by what is known of hosts, until those have told, too."""
+    """What readers in a rack tell is bounded by what is known within hosts."""
     links = links_of(FAST, FAST)
-    assert links.rates(0.0)[RACK] == SUPPOSED_BYTES_PER_S[Distance.HOST]
-    for voter in "ab":
-        links.heard(voter, Distance.HOST, int(40e9), 1.0, 1, 0.0)
     assert links.rates(0.0)[RACK] == FAST
+    links.heard("a", Distance.HOST, int(5e9), 1.0, 1, 0.0)
+    assert links.rates(0.0)[:2] == (5e9, 5e9)
+
+
+def test_a_slow_host_says_nothing_of_the_network() -> None:
+    links = links_of(2e9, 2e9, apart=Distance.HOST)
+    assert links.rates(0.0) == (2e9, *SUPPOSED_BYTES_PER_S[1:])
 
 
 def test_what_is_farther_and_not_known_is_slower_in_proportion() -> None:

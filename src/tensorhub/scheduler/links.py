@@ -6,9 +6,10 @@ reader may have waited for something else.) A report moves its reader's *vote* j
 not taken for slow, nor slow ones for fast because nobody has had one to himself; and no average has to be tuned.
 
 A distance's rate is the lower median of the newest votes and of what is supposed, so that one reader alone cannot make it
-large, and a few that lie among many do nothing. The lower one, since errors are not alike: links that are taken for too slow
-make a longer chain than is best, which costs some latencies; taken for too fast, they make readers share a source, and all
-of them take several times as long. Therefore the supposed rates, too, are those of modest networks.
+large, and a few that lie among many do nothing. The lower one, since errors are not alike: links that are taken for too
+slow make a longer chain than is best, which costs some latencies; taken for too fast, they make readers share a source, and
+all of them take several times as long. Therefore the supposed rates, too, are those of modest networks. (Within a host there
+is no uplink: all share its memory and its cores, whoever reads from whom.)
 
 Rates are of distances, not of pairs or workers: a reader meets few sources, each perhaps once, and what it says of one would
 be believed of that one alone. A slow machine is thus one vote, and is not avoided.
@@ -24,7 +25,7 @@ from enum import IntEnum
 
 from tensorhub.types import Location
 
-SUPPOSED_BYTES_PER_S = (10e9, 1.25e9, 1e9, 0.1e9)  # by distance; a network of 10 Gbit/s
+SUPPOSED_BYTES_PER_S = (40e9, 1.25e9, 1e9, 0.1e9)  # by distance; a network of 10 Gbit/s
 LATENCY_S = (0.0005, 0.001, 0.002, 0.05)  # of a hop, by distance: until a chunk that is there is on its way to the next one
 VOTES_MAX = 16  # of one distance: so many are believed, the newest ones
 VOTE_S = 600.0  # how long one is
@@ -81,14 +82,14 @@ class Links:
     def rates(self, now: float) -> tuple[float, ...]:
         """Bytes per second that a link carries, by distance; never more over a larger one.
 
-        What is supposed of distances that nobody has told of is as much less as a nearer one turned out to be.
+        What is supposed of a network's larger distances is as much less as a smaller one turned out to be.
         """
         rates: list[float] = []
         nearer, scale = RATE_MAX, 1.0
-        for votes, supposed in zip(self._votes, SUPPOSED_BYTES_PER_S, strict=True):
+        for apart, votes, supposed in zip(Distance, self._votes, SUPPOSED_BYTES_PER_S, strict=True):
             fresh = [vote.bytes_per_s for vote in votes.values() if vote.said_at + VOTE_S > now]
             nearer = min(nearer, _lower_median([_bounded(supposed * scale), *fresh]))
-            scale = min(1.0, nearer / supposed)
+            scale = 1.0 if apart is Distance.HOST else min(1.0, nearer / supposed)
             rates.append(nearer)
         return tuple(rates)
 
