@@ -17,8 +17,8 @@ from tensorhub.messages import ChunkDigest, ChunkFollows, ChunksFollow, FromOwne
 from tensorhub.protocol.blocking import BlockingConnection
 from tensorhub.protocol.codec import FROM_READER
 from tensorhub.protocol.handshake import NONCE_BYTES, ServerHandshake
-from tensorhub.runtime import lanes as lanes_module
-from tensorhub.runtime.lanes import CACHED_BYTES, CONTENDED_S, FIRST_BYTES, OFFER_S, SourceFailed, next_bytes
+from tensorhub.runtime import inflow
+from tensorhub.runtime.lanes import SourceFailed
 from tensorhub.types import ContentId, Incarnation, LeaseId, RegistrationId
 from tests.runtime.data_rig import (
     CHUNKS,
@@ -49,31 +49,11 @@ def transport(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 
 
-@pytest.mark.parametrize(
-    ("bytes_per_s", "is_contended", "calls_s"), [(25e6, False, OFFER_S), (1e6, False, OFFER_S), (25e6, True, CONTENDED_S)]
-)
-def test_over_a_slow_link_a_call_ends_soon(bytes_per_s: float, is_contended: bool, calls_s: float) -> None:
-    """What has arrived is another reader's only when the call has returned."""
-    nbytes = FIRST_BYTES
-    for _ in range(10):
-        nbytes = next_bytes(nbytes, nbytes / bytes_per_s, is_contended, is_contended)
-    assert nbytes == pytest.approx(bytes_per_s * calls_s, rel=0.01)
-
-
-def test_over_a_fast_link_calls_are_soon_large_and_one_slow_call_does_not_count_for_long() -> None:
-    sizes = [FIRST_BYTES]
-    for seconds in (1e-5, 1e-4, 1e-4, 2e-4, 1.0, 1e-5, 1e-4, 1e-4, 1e-4):
-        sizes.append(next_bytes(sizes[-1], seconds, False, False))
-    assert sizes[4] == CACHED_BYTES
-    assert sizes[5] < FIRST_BYTES
-    assert sizes[-1] == CACHED_BYTES
-
-
 async def test_what_a_source_gave_is_told_without_the_time_before_its_first_bytes(
     monkeypatch: pytest.MonkeyPatch, transport: str
 ) -> None:
     """Neither the connection nor what came with the first answer says how fast the link is."""
-    monkeypatch.setattr(lanes_module, "SECONDS_MIN", 0.0)
+    monkeypatch.setattr(inflow, "SECONDS_MIN", 0.0)
     a, b = Node("a", manifest_of(), filled=True).open(complete=True), Node("b", manifest_of(), filled=False)
     b.open(complete=False)
     async with serving(a, b), b.runner(transport=transport, batch_bytes=1, lanes=1) as runner:

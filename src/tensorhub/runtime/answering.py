@@ -29,7 +29,7 @@ from tensorhub.messages import (
     StillWaiting,
 )
 from tensorhub.protocol.blocking import BlockingConnection
-from tensorhub.runtime.chunks import ChunkMemory, is_gil_contended
+from tensorhub.runtime.chunks import ChunkMemory, GilWatch
 from tensorhub.runtime.hot import HOT_BYTES, Digests, cut
 from tensorhub.runtime.serving import Lane, SharedOwner
 from tensorhub.types import ContentId, RegistrationId
@@ -52,7 +52,7 @@ class Answering:
         self._owner = owner
         self._patience_s = patience_s
         self._is_digested = False  # what was sent last had its digests: what is next has them, too
-        self._is_contended = False  # another thread keeps the GIL: few calls, and large ones
+        self._gil = GilWatch()  # where another thread keeps the GIL: few calls, and large ones
 
     def answer(self, read: FromReader) -> None:
         """Say and send all that this request asks for. Errors as of `BlockingConnection`; ProtocolError."""
@@ -110,7 +110,7 @@ class Answering:
 
     def _bytes_max(self, read: Read | Locate) -> int:
         """Of the next access."""
-        if not self._is_digested and not self._is_contended:
+        if not self._is_digested and not self._gil.is_contended:
             return FIRST_SEND_BYTES
         if isinstance(read, Locate):
             return LOCATE_BYTES
@@ -121,7 +121,7 @@ class Answering:
         is_first = memory.is_digested and None in access.digests
         nbytes = sum([memory.sizes[chunk] for chunk in access.chunks])
         is_large = len(access.chunks) == 1 and nbytes > FIRST_SEND_BYTES
-        if is_first and is_large and isinstance(read, Read) and not self._is_contended:
+        if is_first and is_large and isinstance(read, Read) and not self._gil.is_contended:
             self._send_one(read, access, memory)
             return
         started = time.perf_counter()
@@ -134,7 +134,8 @@ class Answering:
             buffers = [memory.buffer(chunk) for chunk in access.chunks]
             self._connection.send_with_payload(ChunksFollow(read.request, chunks), buffers)
         self._is_digested = not is_first
-        self._is_contended = is_first and is_gil_contended(nbytes, digest_s)
+        if is_first:
+            self._gil.digested(nbytes, digest_s)
 
     def _send_one(self, read: Read, access: Access, memory: ChunkMemory) -> None:
         """Send a large chunk, and make its digest of each piece just before that is sent: it is read from memory once."""
@@ -147,7 +148,8 @@ class Answering:
             self._connection.send_payload(call)
         digest = self._owner.keep_digest(access, chunk, digests.made[chunk])
         self._connection.send(ChunkDigest(read.request, digest))
-        self._is_digested, self._is_contended = False, is_gil_contended(view.nbytes, digests.seconds)
+        self._is_digested = False
+        self._gil.digested(view.nbytes, digests.seconds)
 
 
 def _chunks_of(read: Read | Locate) -> list[int]:

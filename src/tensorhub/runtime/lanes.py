@@ -10,6 +10,7 @@ The loop hears only events: a source failed, everything is verified.
 Where the transport gains by it (`Transport.lanes`), and there is enough to read, more threads *help* the lane: they drive
 the same channel, and share its requests, so that a source still has one connection, one place in the books, and one end.
 The first thread that fails ends the others; the last one to leave closes the channel, and gives back what has not come.
+One that helps and does not get a core for itself retires: beside a trainer, or other readers, it would only push them aside.
 
 Nobody but a lane writes into the destination, and no lane outlives the runner's `async with` block.
 
@@ -32,22 +33,19 @@ import anyio.to_thread
 from anyio.abc import TaskGroup
 
 from tensorhub.messages import FLOWS_MAX, Flow, Grant
-from tensorhub.runtime.chunks import ChunkMemory, is_gil_contended
-from tensorhub.runtime.hot import SMALL_BYTES
+from tensorhub.runtime.chunks import ChunkMemory
+from tensorhub.runtime.inflow import Inflow
 from tensorhub.runtime.serving import SharedOwner
 from tensorhub.runtime.wakeup import Wakeup
-from tensorhub.scheduler.links import SECONDS_MIN
 from tensorhub.scheduler.pull import Pull
 from tensorhub.transport.base import Arrival, Channel, Cutter, Destination, Lacking, ReadFailure, Reason
 from tensorhub.types import LeaseId, RegistrationId, SourceReport
 
 BATCH_BYTES = 64 * 2**20  # of one request
-FIRST_BYTES = 2**16  # received by a lane's first call
-CACHED_BYTES = SMALL_BYTES  # received by one call at the most, in small pieces, while the source goes on sending
-OFFER_S = 0.005  # what comes in so much time is received by one call: before that, nobody behind this reader can have it
-CONTENDED_S = 0.05  # the same, where each call costs a switch interval
 BATCHES_OPEN = 2  # of one lane: the next is asked for before the last has arrived
 HELP_BYTES = 16 * 2**20  # left to read for each thread that helps: one takes a fraction of a millisecond to begin
+CORE_SHARE_MIN = 0.7  # of a thread that helps: with less, cores are taken, and it takes them from the others
+CORE_SHARE_AFTER_S = 0.02  # several of the kernel's turns
 LANES_MAX = 64
 
 
@@ -100,14 +98,6 @@ class PullReport:
     flows: tuple[Flow, ...] = ()  # those of its sources that have lasted long enough to tell something
 
 
-def next_bytes(nbytes: int, seconds: float, is_large: bool, is_contended: bool) -> int:
-    """What the next call receives, after one that brought `nbytes` in so many seconds: so much that calls cost little, and
-    so little that nobody who reads from here waits for long.
-    """
-    in_time = nbytes * (CONTENDED_S if is_contended else OFFER_S) / max(seconds, 1e-6)
-    return min(BATCH_BYTES if is_large else CACHED_BYTES, 4 * max(nbytes, FIRST_BYTES), int(in_time))
-
-
 @dataclass(slots=True)
 class _Lane:
     """One source's lane. What its threads share is guarded as the pull is."""
@@ -123,26 +113,28 @@ class _Lane:
     threads_s: float = 0.0  # that all its threads took, those included that run: as if they had begun at 0
     started: float = 0.0
     seconds: float = 0.0  # from `started` on, once it has ended
-    receive_bytes: int = FIRST_BYTES  # by the next call
-    transfer_s: float = 0.0
-    verify_s: float = 0.0
+    inflow: Inflow = field(default_factory=Inflow)
     asked: list[set[int]] = field(default_factory=list)  # of each open batch, what has not arrived; none is empty
     answers: int = 0  # that its threads have dealt with
-    flow_from: float = 0.0  # when its first bytes were there
-    flow_seconds: float = 0.0  # from then up to the last ones
-    flow_bytes: int = 0  # in that time
 
     def seconds_up_to(self, now: float) -> float:
         return self.seconds or (now - self.started if self.started else 0.0)
 
-    def note_flow(self, nbytes: int, now: float) -> None:
-        if self.flow_from:
-            self.flow_bytes, self.flow_seconds = self.flow_bytes + nbytes, max(self.flow_seconds, now - self.flow_from)
-        else:
-            self.flow_from = now
-
     def threads_s_up_to(self, now: float) -> float:
         return self.threads_s + self.threads * now
+
+
+class CoreShare:
+    """How much of a core the thread that made this has got since."""
+
+    def __init__(self) -> None:
+        self._began, self._cpu_s = time.perf_counter(), time.thread_time()
+
+    @property
+    def is_small(self) -> bool:
+        """Whether cores are taken, by other threads or by what this one waits for: it brings little here."""
+        seconds = time.perf_counter() - self._began
+        return seconds > CORE_SHARE_AFTER_S and time.thread_time() - self._cpu_s < CORE_SHARE_MIN * seconds
 
 
 class PullRunner:
@@ -245,7 +237,7 @@ class PullRunner:
         """Counts and seconds up to now."""
         with self._changed:
             now, pull, lanes = time.perf_counter(), self._pull, list(self._lanes.values())
-            transfer_s, verify_s = sum(lane.transfer_s for lane in lanes), sum(lane.verify_s for lane in lanes)
+            transfer_s, verify_s = sum(lane.inflow.transfer_s for lane in lanes), sum(lane.inflow.verify_s for lane in lanes)
             lanes_s = sum(lane.threads_s_up_to(now) for lane in lanes)
             return PullReport(
                 bytes_read=pull.bytes_read,
@@ -260,12 +252,12 @@ class PullRunner:
                     "verify": verify_s,
                 },
                 sources=tuple(self._source_report(lane, now) for lane in lanes),
-                flows=tuple(
-                    Flow(lane.lease, lane.flow_bytes, lane.flow_seconds)
-                    for lane in lanes
-                    if lane.flow_seconds >= SECONDS_MIN and lane.failure is None
-                )[-FLOWS_MAX:],
+                flows=tuple(flow for lane in lanes if (flow := self._flow(lane)) is not None)[-FLOWS_MAX:],
             )
+
+    @staticmethod
+    def _flow(lane: _Lane) -> Flow | None:
+        return lane.inflow.flow(lane.lease) if lane.failure is None else None
 
     def _source_report(self, lane: _Lane, now: float) -> SourceReport:
         bytes_read, seconds = self._pull.source_bytes(lane.lease), lane.seconds_up_to(now)
@@ -309,16 +301,27 @@ class PullRunner:
                 return
             self._enter(lane)
         failure: ReadFailure | None = None
+        is_retired = False
         try:
-            self._read(lane, channel)
+            is_retired = self._read(lane, channel, CoreShare())
         except ReadFailure as error:
             failure = error
         finally:
-            self._leave(lane, failure)
+            if not is_retired:
+                self._leave(lane, failure)
 
     def _enter(self, lane: _Lane) -> None:
         lane.threads += 1
         lane.threads_s -= time.perf_counter()
+
+    def _retire(self, lane: _Lane) -> bool:
+        """This thread helps no more, and others go on. False: there are none."""
+        with self._changed:
+            if lane.threads == 1:
+                return False
+            lane.threads -= 1
+            lane.threads_s += time.perf_counter()
+            return True
 
     def _leave(self, lane: _Lane, failure: ReadFailure | None) -> None:
         """This thread drives the lane no more. If it has failed, no other one shall; the last one closes the channel."""
@@ -358,18 +361,24 @@ class PullRunner:
             return "used"
         return "dropped" if lane.failure is None else lane.failure.reason
 
-    def _read(self, lane: _Lane, channel: Channel) -> None:
-        while (taken := self._take(lane)) is not None:
+    def _read(self, lane: _Lane, channel: Channel, share: CoreShare | None = None) -> bool:
+        """Drive the channel until there is nothing more to do. `share`: of this thread, which helps as long as it gets a
+        core; True: it has retired.
+        """
+        while share is None or not share.is_small or not self._retire(lane):
+            if (taken := self._take(lane)) is None:
+                return False
             batches, answers = taken
             for batch in batches:
                 channel.submit(batch)
-            answer = channel.receive(lane.receive_bytes)
+            answer = channel.receive(lane.inflow.call_bytes)
             if isinstance(answer, Lacking):
                 self._look_elsewhere(lane, answer)
             elif answer.chunks:
                 self._settle(lane, answer)
             elif not self._is_answered_by_others(lane, answers):
-                return
+                return False
+        return True
 
     def _take(self, lane: _Lane) -> tuple[list[tuple[int, ...]], int] | None:
         """Batches to ask for now: a second one before the first has arrived; and how much was dealt with before. Waits if
@@ -422,14 +431,9 @@ class PullRunner:
                 good.append((chunk, digest))
         seconds = time.perf_counter() - started + arrival.digest_s
         arrived = {chunk for chunk, _ in arrival.chunks}
-        nbytes = sum(map(self._memory.sizes.__getitem__, arrived))
-        is_contended = self._memory.is_digested and is_gil_contended(nbytes, seconds)
-        is_large = is_contended or not self._memory.is_digested
+        nbytes = sum([self._memory.sizes[chunk] for chunk in arrived])
         with self._changed:
-            lane.verify_s += seconds
-            lane.transfer_s += arrival.transfer_s
-            lane.receive_bytes = next_bytes(nbytes, arrival.transfer_s, is_large, is_contended)
-            lane.note_flow(nbytes, started)
+            lane.inflow.arrived(nbytes, arrival.transfer_s, seconds, started, is_digested=self._memory.is_digested)
             self._dealt_with(lane, arrived)
             for chunk, _ in good:
                 self._pull.arrived(lane.lease, chunk, ok=True)
