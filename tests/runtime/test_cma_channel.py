@@ -16,7 +16,7 @@ from tensorhub.messages import ChunksFollow, ChunksLie, MemoryIs
 from tensorhub.protocol.blocking import BlockingConnection
 from tensorhub.protocol.codec import FROM_READER
 from tensorhub.protocol.handshake import NONCE_BYTES, ServerHandshake
-from tensorhub.runtime import lanes as lanes_module
+from tensorhub.runtime import inflow, lanes as lanes_module
 from tensorhub.runtime.chunks import ChunkMemory
 from tensorhub.runtime.lanes import PullRunner, SourceFailed
 from tensorhub.transport import cma
@@ -42,8 +42,8 @@ def anyio_backend(request: pytest.FixtureRequest) -> str:
 def helped(monkeypatch: pytest.MonkeyPatch) -> None:
     """Also small fills are helped, and each thread takes a little at a time."""
     monkeypatch.setattr(lanes_module, "HELP_BYTES", 1)
-    monkeypatch.setattr(lanes_module, "CACHED_BYTES", 8192)
-    monkeypatch.setattr(lanes_module, "BATCH_BYTES", 8192)
+    for most in ("FIRST_BYTES", "CACHED_BYTES", "LARGE_BYTES"):
+        monkeypatch.setattr(inflow, most, 8192)
 
 
 # ------------------------------------------------------------------------------------------------- several threads

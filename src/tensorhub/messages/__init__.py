@@ -96,9 +96,11 @@ from tensorhub.messages.reading import (
     StillWaiting as StillWaiting,
 )
 from tensorhub.messages.values import (
+    FLOWS_MAX as FLOWS_MAX,
     FORMER_KEYS_MAX as FORMER_KEYS_MAX,
     Begun as Begun,
     ErrorInfo as ErrorInfo,
+    Flow as Flow,
     Grant as Grant,
     Held as Held,
     ManifestBlob as ManifestBlob,

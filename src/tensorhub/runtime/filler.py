@@ -208,7 +208,10 @@ class Filler:
                             now, chunk = clock.now(), event.chunk
                             self._apply(self._member.source_failed(event.lease, event.reason, detail, now, chunk=chunk))
                         case AllVerified():
-                            self._show_progress(runner.report())
+                            report = runner.report()
+                            if report.flows:
+                                self._say_progress(report)
+                            self._show_progress(report)
                             break
         finally:
             self.times.pull, self.times.pulled = runner.report(), clock.now()
@@ -221,12 +224,16 @@ class Filler:
         """(It keeps no runner: the frame of a cancelled task may live until the next collection, and memory with it.)"""
         while True:
             await anyio.sleep(PROGRESS_S)
-            running = self._member.running
-            if pull.runner is not None and running is not None and running.key is not None:
+            if pull.runner is not None:
                 report = pull.runner.report()
-                rank = self._member.shard.rank
-                self._line.say(Progress(running.key, rank, report.chunks_verified, report.bytes_read))
+                self._say_progress(report)
                 self._show_progress(report)
+
+    def _say_progress(self, report: PullReport) -> None:
+        running = self._member.running
+        if running is not None and running.key is not None:
+            rank = self._member.shard.rank
+            self._line.say(Progress(running.key, rank, report.chunks_verified, report.bytes_read, report.flows))
 
     def _show_progress(self, report: PullReport) -> None:
         if self.progress is None:

@@ -32,9 +32,9 @@ import anyio
 import anyio.to_thread
 from anyio.abc import TaskGroup
 
-from tensorhub.messages import Grant
-from tensorhub.runtime.chunks import ChunkMemory, GilWatch
-from tensorhub.runtime.hot import SMALL_BYTES
+from tensorhub.messages import FLOWS_MAX, Flow, Grant
+from tensorhub.runtime.chunks import ChunkMemory
+from tensorhub.runtime.inflow import Inflow
 from tensorhub.runtime.serving import SharedOwner
 from tensorhub.runtime.wakeup import Wakeup
 from tensorhub.scheduler.pull import Pull
@@ -42,7 +42,6 @@ from tensorhub.transport.base import Arrival, Channel, Cutter, Destination, Lack
 from tensorhub.types import LeaseId, RegistrationId, SourceReport
 
 BATCH_BYTES = 64 * 2**20  # of one request
-CACHED_BYTES = SMALL_BYTES  # received by one call, in small pieces, while the source goes on sending
 BATCHES_OPEN = 2  # of one lane: the next is asked for before the last has arrived
 HELP_BYTES = 16 * 2**20  # left to read for each thread that helps: one takes a fraction of a millisecond to begin
 CORE_SHARE_MIN = 0.7  # of a thread that helps: with less, cores are taken, and it takes them from the others
@@ -96,6 +95,7 @@ class PullReport:
     bytes_wanted: int  # that were not there at the start
     phases: dict[str, float]
     sources: tuple[SourceReport, ...]
+    flows: tuple[Flow, ...] = ()  # those of its sources that have lasted long enough to tell something
 
 
 @dataclass(slots=True)
@@ -113,10 +113,7 @@ class _Lane:
     threads_s: float = 0.0  # that all its threads took, those included that run: as if they had begun at 0
     started: float = 0.0
     seconds: float = 0.0  # from `started` on, once it has ended
-    receive_bytes: int = CACHED_BYTES  # BATCH_BYTES where small calls do not pay
-    gil: GilWatch = field(default_factory=GilWatch)
-    transfer_s: float = 0.0
-    verify_s: float = 0.0
+    inflow: Inflow = field(default_factory=Inflow)
     asked: list[set[int]] = field(default_factory=list)  # of each open batch, what has not arrived; none is empty
     answers: int = 0  # that its threads have dealt with
 
@@ -240,7 +237,7 @@ class PullRunner:
         """Counts and seconds up to now."""
         with self._changed:
             now, pull, lanes = time.perf_counter(), self._pull, list(self._lanes.values())
-            transfer_s, verify_s = sum(lane.transfer_s for lane in lanes), sum(lane.verify_s for lane in lanes)
+            transfer_s, verify_s = sum(lane.inflow.transfer_s for lane in lanes), sum(lane.inflow.verify_s for lane in lanes)
             lanes_s = sum(lane.threads_s_up_to(now) for lane in lanes)
             return PullReport(
                 bytes_read=pull.bytes_read,
@@ -255,7 +252,12 @@ class PullRunner:
                     "verify": verify_s,
                 },
                 sources=tuple(self._source_report(lane, now) for lane in lanes),
+                flows=tuple(flow for lane in lanes if (flow := self._flow(lane)) is not None)[-FLOWS_MAX:],
             )
+
+    @staticmethod
+    def _flow(lane: _Lane) -> Flow | None:
+        return lane.inflow.flow(lane.lease) if lane.failure is None else None
 
     def _source_report(self, lane: _Lane, now: float) -> SourceReport:
         bytes_read, seconds = self._pull.source_bytes(lane.lease), lane.seconds_up_to(now)
@@ -369,7 +371,7 @@ class PullRunner:
             batches, answers = taken
             for batch in batches:
                 channel.submit(batch)
-            answer = channel.receive(lane.receive_bytes)
+            answer = channel.receive(lane.inflow.call_bytes)
             if isinstance(answer, Lacking):
                 self._look_elsewhere(lane, answer)
             elif answer.chunks:
@@ -431,11 +433,7 @@ class PullRunner:
         arrived = {chunk for chunk, _ in arrival.chunks}
         nbytes = sum([self._memory.sizes[chunk] for chunk in arrived])
         with self._changed:
-            lane.gil.digested(nbytes, seconds)
-            is_large = not self._memory.is_digested or lane.gil.is_contended
-            lane.verify_s += seconds
-            lane.transfer_s += arrival.transfer_s
-            lane.receive_bytes = BATCH_BYTES if is_large else CACHED_BYTES
+            lane.inflow.arrived(nbytes, arrival.transfer_s, seconds, started, is_digested=self._memory.is_digested)
             self._dealt_with(lane, arrived)
             for chunk, _ in good:
                 self._pull.arrived(lane.lease, chunk, ok=True)
