@@ -147,7 +147,7 @@ class Readers:
         sources = [h for h in version.holdings[part.shard] if h.is_source and h.member is not part.member]
         theirs = {endpoint.transport for h in sources for endpoint in h.member.worker.endpoints}
         holds = part.member.holding is not None and part.member.holding.version is version
-        has_way = any(_have_common(part.member.worker, h.member.worker) for h in sources)
+        has_way = any(_common(part.member.worker, h.member.worker) for h in sources)
         return sorted(theirs) if sources and not holds and not has_way else []
 
     def _readable(self, holding: Holding, part: RankPart) -> bool:
@@ -159,7 +159,7 @@ class Readers:
             return False
         if part.retry_at.get(holding.member.worker.incarnation, 0.0) > self._cluster.now:
             return False
-        return _have_common(part.member.worker, holding.member.worker)
+        return bool(_common(part.member.worker, holding.member.worker))
 
     @staticmethod
     def _candidate(holding: Holding, part: RankPart) -> Candidate:
@@ -168,10 +168,12 @@ class Readers:
         if not holding.complete:
             left = max(0, holding.member.chunks - holding.chunks_verified)
             missing = holding.member.nbytes * left // max(1, holding.member.chunks)
+        # Who copies out of its memory shares nothing of it with its other readers.
+        copies = not SAME_HOST_TRANSPORTS.isdisjoint(_common(part.member.worker, worker))
         return Candidate(
             ident=holding.member.registration,
             location=worker.location,
-            readers=holding.active_readers(),
+            readers=0 if copies else holding.active_readers(),
             depth=holding.depth,
             failures=part.failures.get(worker.incarnation, 0),
             bytes_missing=missing,
@@ -411,12 +413,12 @@ class Readers:
         self._cluster.note(lease.part.operation, lease.holding.member)
 
 
-def _have_common(reader: Worker, source: Worker) -> bool:
-    """Whether both have a transport that reaches from where one is to where the other is."""
+def _common(reader: Worker, source: Worker) -> set[str]:
+    """The transports of both that reach from where one is to where the other is."""
     mine = {endpoint.transport for endpoint in reader.endpoints}
     if reader.location.host != source.location.host:
         mine -= SAME_HOST_TRANSPORTS
-    return any(endpoint.transport in mine for endpoint in source.endpoints)
+    return mine.intersection(endpoint.transport for endpoint in source.endpoints)
 
 
 def _fillers(holding: Holding) -> list[ReadLease]:

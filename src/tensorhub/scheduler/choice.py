@@ -18,7 +18,9 @@ from tensorhub.types import Location
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """A source that may be read. `depth`: how many fills stand between it and a complete copy (0: is complete)."""
+    """A source that may be read. `readers`: who share its uplink. `depth`: how many fills stand between it and a complete
+    copy (0: is complete).
+    """
 
     ident: str
     location: Location
