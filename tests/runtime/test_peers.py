@@ -160,15 +160,18 @@ async def test_it_is_given_up_by_age_by_number_and_at_the_end(monkeypatch: pytes
         assert "0 kept" in repr(peers)
 
 
-@pytest.mark.parametrize("rest_s", [0.0, 1000.0])
+@pytest.mark.parametrize(("rest_s", "is_used"), [(0.0, True), (0.0, False), (1000.0, True)])
 async def test_an_owner_whose_places_are_taken_by_connections_that_rest(
-    monkeypatch: pytest.MonkeyPatch, rest_s: float
+    monkeypatch: pytest.MonkeyPatch, rest_s: float, is_used: bool
 ) -> None:
     monkeypatch.setattr(serving_module, "REST_S", rest_s)
     a = Node("a", manifest_of(), filled=True, readers_max=1).open(complete=True)
     b = Node("b", manifest_of(), filled=False).open(complete=False)
     async with reading(a, b) as peers:
-        await used(peers, a)
+        if is_used:
+            await used(peers, a)
+        else:
+            peers.give_back(await opened(peers, a), Cutter(), is_answered=True)
         async with b.runner() as runner:
             runner.add_source(a.grant())
             if rest_s:

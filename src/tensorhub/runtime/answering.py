@@ -53,7 +53,7 @@ class Answering:
         self._owner = owner
         self._patience_s = patience_s
         self._is_digested = False  # what was sent last had its digests: what is next has them, too
-        self._locate_bytes = FIRST_SEND_BYTES // 2  # of the last answer that had digests made: the first ones come soon
+        self._locate_bytes = FIRST_SEND_BYTES // 8  # of the last answer that had digests made: the first ones come soon
         self._is_contended = False  # another thread keeps the GIL: few calls, and large ones
 
     def answer(self, read: FromReader) -> None:

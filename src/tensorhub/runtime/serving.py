@@ -45,7 +45,7 @@ class Lane:
         self.connection = connection
         self.is_local = is_local  # it comes from this host: addresses here are of use there, and told nobody else
         self.reader: Incarnation | None = None  # known, and proved, after the handshake
-        self.rests_from: float | None = None  # when it had answered all that was asked, while nothing more comes
+        self.rests_from: float | None = None  # since when nothing is asked; None: something is
         self.is_stopped = False  # it must begin nothing any more
 
     def __repr__(self) -> str:
@@ -308,7 +308,7 @@ class SharedOwner:
                     )
             elif len(served) >= readers_max and not self._stop_resting(served):
                 return f"{readers_max} connections are served here already (Options.readers_max): try again, or elsewhere"
-            lane.reader = reader
+            lane.reader, lane.rests_from = reader, time.monotonic()
             return ""
 
     def _stop_resting(self, lanes: Sequence[Lane]) -> bool:
