@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
 
 import pytest
 
@@ -15,7 +16,17 @@ from tensorhub.testing.conformance import CHECKS, ConformanceBroken, Source, tra
 from tensorhub.testing.loopback import Loopback
 from tensorhub.testing.serving import ServedSource
 from tensorhub.transport import cma, shm
-from tensorhub.transport.base import Arrival, Channel, Cutter, Destination, Lacking, ReadFailure, ReadRight, Transport
+from tensorhub.transport.base import (
+    Arrival,
+    Channel,
+    Cutter,
+    Destination,
+    Keeping,
+    Lacking,
+    ReadFailure,
+    ReadRight,
+    Transport,
+)
 from tensorhub.transport.registry import Local
 from tensorhub.types import Endpoint, Incarnation, Location, Options
 from tests.runtime.data_rig import busy_threads
@@ -47,6 +58,15 @@ def ways(kind: str, backend: str) -> tuple[Transport, Callable[[], Source]]:
     return transports[kind](LOCAL), lambda: ServedSource(SECRET, backend, shares=kind == "shm")
 
 
+@contextlib.contextmanager
+def kept_until_the_end(transport: Transport) -> Iterator[None]:
+    try:
+        yield
+    finally:
+        if isinstance(transport, Keeping):
+            transport.close()
+
+
 @pytest.mark.parametrize("check", CHECKS)
 @pytest.mark.parametrize("backend", ["asyncio", "trio"])
 @pytest.mark.parametrize(
@@ -54,7 +74,8 @@ def ways(kind: str, backend: str) -> tuple[Transport, Callable[[], Source]]:
 )
 def test_a_transport_keeps_the_rule(kind: str, backend: str, check: str) -> None:
     transport, make = ways(kind, backend)
-    CHECKS[check](transport, make)
+    with kept_until_the_end(transport):
+        CHECKS[check](transport, make)
     assert not busy_threads()
 
 
@@ -184,7 +205,8 @@ def test_the_suite_finds(fault: type[_Passes], check: str, rule: int, monkeypatc
     if fault is _Deaf:
         monkeypatch.setattr(conformance, "SOON_S", 0.3)
     transport, make = ways("tcp", "asyncio")
-    with pytest.raises(ConformanceBroken, match=f"rule {rule} of"):
-        CHECKS[check](Faulty(transport, fault), make)
-    monkeypatch.undo()
-    CHECKS[check](Faulty(transport, _Passes), make)
+    with kept_until_the_end(transport):
+        with pytest.raises(ConformanceBroken, match=f"rule {rule} of"):
+            CHECKS[check](Faulty(transport, fault), make)
+        monkeypatch.undo()
+        CHECKS[check](Faulty(transport, _Passes), make)

@@ -62,6 +62,17 @@ class BlockingConnection:
     def passes_descriptors(self) -> bool:
         return self._socket.family == socket.AF_UNIX
 
+    @property
+    def is_quiet(self) -> bool:
+        """Whether the peer has neither closed the connection nor said anything that was not received."""
+        try:
+            self._socket.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT)
+        except BlockingIOError:
+            return not self.is_inside_message
+        except OSError:
+            return False
+        return False
+
     # -------------------------------------------------------------------------------------------- handshake
 
     def handshake(self, handshake: Handshake[PeerHello], timeout_s: float) -> PeerHello:

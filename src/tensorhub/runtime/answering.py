@@ -38,6 +38,7 @@ from tensorhub.worker.owner import CHUNKS_PER_ACCESS_MAX, Access, Refusal, Wait
 SEND_BYTES = 16 * 2**20  # of one send call whose digests are known; a fence may have to wait for it
 LOCAL_SEND_BYTES = 64 * 2**20  # the same within a host, in some 20 ms: beside a busy Python thread each call costs 5 ms more
 FIRST_SEND_BYTES = HOT_BYTES  # of one whose digests are made before; a larger chunk goes by itself, and its digest behind it
+FIRST_LOCATE_BYTES = 16 * 2**20  # of one answer without sending, at most: the reader copies while the next digests are made
 LOCATE_BYTES = 2**40  # of one answer that says where chunks lie, and sends none
 NOT_ONE_SIDED = "this worker's memory is not to be read from here: its transports are others, or it is on another host"
 
@@ -52,6 +53,7 @@ class Answering:
         self._owner = owner
         self._patience_s = patience_s
         self._is_digested = False  # what was sent last had its digests: what is next has them, too
+        self._locate_bytes = FIRST_SEND_BYTES // 8  # of the last answer that had digests made: the first ones come soon
         self._gil = GilWatch()  # where another thread keeps the GIL: few calls, and large ones
 
     def answer(self, read: FromReader) -> None:
@@ -111,6 +113,9 @@ class Answering:
     def _bytes_max(self, read: Read | Locate) -> int:
         """Of the next access."""
         if not self._is_digested and not self._gil.is_contended:
+            if isinstance(read, Locate):
+                self._locate_bytes = min(2 * self._locate_bytes, FIRST_LOCATE_BYTES)
+                return self._locate_bytes
             return FIRST_SEND_BYTES
         if isinstance(read, Locate):
             return LOCATE_BYTES

@@ -13,10 +13,11 @@ from tensorhub.messages import Grant
 from tensorhub.runtime.cma_channel import CmaTransport
 from tensorhub.runtime.lanes import ChannelOpener, Opened
 from tensorhub.runtime.logs import get_logger
-from tensorhub.runtime.shm_channel import KEPT_S, ShmTransport
+from tensorhub.runtime.peers import KEPT_S
+from tensorhub.runtime.shm_channel import ShmTransport
 from tensorhub.runtime.tcp_channel import TcpTransport
 from tensorhub.transport import cma
-from tensorhub.transport.base import Cutter, Destination, NotShared, ReadFailure, ReadRight, Transport, Unusable
+from tensorhub.transport.base import Cutter, Destination, Keeping, NotShared, ReadFailure, ReadRight, Transport, Unusable
 from tensorhub.transport.cma import Words
 from tensorhub.transport.registry import Local, Registry
 from tensorhub.transport.shm import Segment
@@ -50,6 +51,7 @@ class Channels:
 
     def become(self, incarnation: Incarnation) -> None:
         """Read as that one from now on. Raises TransportUnavailable for a transport that cannot be had."""
+        self.close()
         self._transports = TRANSPORTS.make(
             Local(incarnation, self._secrets, self._options),
             self._wanted,
@@ -80,11 +82,17 @@ class Channels:
 
     async def keep_swept(self) -> None:
         """Let go, again and again, of what is kept for reads that do not come."""
-        while self.shares:
+        while True:
             await anyio.sleep(KEPT_S)
             for transport in self._transports:
-                if isinstance(transport, ShmTransport):
+                if isinstance(transport, Keeping):
                     transport.sweep()
+
+    def close(self) -> None:
+        """Let go of all that is kept, and keep nothing any more."""
+        for transport in self._transports:
+            if isinstance(transport, Keeping):
+                transport.close()
 
     def opener(self, content_id: ContentId) -> ChannelOpener:
         """What opens the best transport to a granted source; for one content."""

@@ -117,6 +117,11 @@ class _Lane:
     asked: list[set[int]] = field(default_factory=list)  # of each open batch, what has not arrived; none is empty
     answers: int = 0  # that its threads have dealt with
 
+    @property
+    def ends_by_itself(self) -> bool:
+        """Whether it waits for nobody, once the pull is over: its connection is worth keeping."""
+        return not self.asked and (self.channel is not None or (self.started > 0 and not self.threads))
+
     def seconds_up_to(self, now: float) -> float:
         return self.seconds or (now - self.started if self.started else 0.0)
 
@@ -195,7 +200,8 @@ class PullRunner:
         with self._changed:
             self._is_over = True
             self._changed.notify_all()
-        for lane in self._lanes.values():
+            busy = [lane for lane in self._lanes.values() if not lane.ends_by_itself]
+        for lane in busy:
             lane.cutter.cut()
         return await self._tasks.__aexit__(kind, error, trace)
 
@@ -228,10 +234,6 @@ class PullRunner:
                 if self._events:
                     return self._events.popleft()
             await self._wakeup.wait()
-
-    def events(self) -> PullEvents:
-        """What happens, in order; ends after AllVerified."""
-        return PullEvents(self)
 
     def report(self) -> PullReport:
         """Counts and seconds up to now."""
@@ -276,8 +278,8 @@ class PullRunner:
     # ---------------------------------------------------------------------------------------- a lane's threads
 
     def _lane_thread(self, lane: _Lane) -> None:
-        lane.started = time.perf_counter()
         with self._changed:
+            lane.started = time.perf_counter()
             self._enter(lane)
         failure: ReadFailure | None = None
         try:
@@ -336,12 +338,15 @@ class PullRunner:
             if is_last:
                 lane.channel = None
             else:
-                lane.cutter.cut()  # it has failed, or there is nothing more to read
+                if failure is not None:
+                    lane.cutter.cut()
                 self._changed.notify_all()
         if is_last:
             if channel is not None:
                 channel.close()
             self._lane_ended(lane)
+        else:
+            self._wakeup.set()
 
     def _lane_ended(self, lane: _Lane) -> None:
         """Give back what the lane did not bring, now that it writes no more. A second call does nothing."""
@@ -447,30 +452,10 @@ class PullRunner:
             raise ReadFailure("corrupt", f"chunk {bad[0]} does not have its digest", bad[0])
 
     def _finish_if_done(self) -> None:
+        """(The loop is woken when this thread leaves, which it does next: one waking instead of two.)"""
         with self._changed:
             if not self._pull.done or self._is_over:
                 return
             self._is_over = True
             self._events.append(AllVerified())
             self._changed.notify_all()
-        self._wakeup.set()
-
-
-class PullEvents:
-    """Iterates over a runner's events; not a generator, so that leaving the loop early leaves nothing to be
-    closed.
-    """
-
-    def __init__(self, runner: PullRunner) -> None:
-        self._runner = runner
-        self._is_over = False
-
-    def __aiter__(self) -> Self:
-        return self
-
-    async def __anext__(self) -> PullEvent:
-        if self._is_over:
-            raise StopAsyncIteration
-        event = await self._runner.next_event()
-        self._is_over = isinstance(event, AllVerified)
-        return event

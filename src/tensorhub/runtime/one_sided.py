@@ -19,8 +19,7 @@ from typing import NamedTuple, Protocol
 
 from tensorhub.errors import ProtocolError
 from tensorhub.messages import ChunksLie, Locate, StillWaiting
-from tensorhub.protocol.blocking import BlockingConnection
-from tensorhub.runtime.asking import Asking, Failures
+from tensorhub.runtime.asking import Asking
 from tensorhub.runtime.hot import SMALL_BYTES, Digests
 from tensorhub.transport.base import Arrival, Cutter, Destination, Lacking, ReadFailure, ReadRight
 from tensorhub.transport.cma import CALL_BYTES, Piece, cut_up
@@ -58,16 +57,15 @@ class OneSidedChannel:
 
     def __init__(
         self,
-        connection: BlockingConnection,
+        asking: Asking,
         source: Source,
         right: ReadRight,
         destination: Destination,
         cutter: Cutter,
     ) -> None:
-        self._connection = connection
+        self._asking = asking
         self._source = source
         self._right = right
-        self._asking = Asking(connection, right)
         self._destination = destination
         self._cutter = cutter
         self._turn = threading.Lock()  # guards hearing and what was heard: one listens, the others wait for what it hears
@@ -86,7 +84,7 @@ class OneSidedChannel:
             if not self._located:
                 if self._asking.is_answered:
                     return Arrival((), time.perf_counter() - started, 0.0)
-                with Failures(self._connection):
+                with self._asking.failures():
                     message = self._asking.hear()
                     if isinstance(message, StillWaiting):
                         return self._asking.lacking(message)
@@ -145,5 +143,4 @@ class OneSidedChannel:
             raise ReadFailure("refused", "the memory has changed its generation", bytes_discarded=copied)
 
     def close(self) -> None:
-        self._cutter.detach()
-        self._connection.close()
+        self._asking.close()

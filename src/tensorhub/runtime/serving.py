@@ -27,6 +27,7 @@ from tensorhub.worker.owner import Access, Owner, Refusal, Wait
 
 FENCE_GRACE_S = 1.0  # how long a send call may go on before its reader is taken for stopped
 FENCE_TIMEOUT_S = 60.0
+REST_S = 0.25  # after which a lane that was asked nothing more is taken for kept, where places are short
 
 
 class Endable(Protocol):
@@ -38,12 +39,13 @@ class Endable(Protocol):
 class Lane:
     """One reader's connection at its owner, as others see it."""
 
-    __slots__ = ("connection", "is_local", "is_stopped", "reader")
+    __slots__ = ("connection", "is_local", "is_stopped", "reader", "rests_from")
 
     def __init__(self, connection: Endable, *, is_local: bool = False) -> None:
         self.connection = connection
         self.is_local = is_local  # it comes from this host: addresses here are of use there, and told nobody else
         self.reader: Incarnation | None = None  # known, and proved, after the handshake
+        self.rests_from: float | None = None  # since when nothing is asked; None: something is
         self.is_stopped = False  # it must begin nothing any more
 
     def __repr__(self) -> str:
@@ -296,16 +298,27 @@ class SharedOwner:
     def admit(self, lane: Lane, reader: Incarnation, readers_max: int, of_one_max: int) -> str:
         """This lane's peer has proved to be that reader: "", it is served from now on; else why not."""
         with self._changed:
-            served = [each.reader for each in self._lanes if each.reader is not None]
-            if len(served) >= readers_max:
+            served = [each for each in self._lanes if each.reader is not None and not each.is_stopped]
+            of_one = [each for each in served if each.reader == reader]
+            if len(of_one) >= of_one_max:
+                if not self._stop_resting(of_one):
+                    return (
+                        f"{of_one_max} connections of this reader are served here already (half of Options.readers_max): "
+                        "let some fetches end first"
+                    )
+            elif len(served) >= readers_max and not self._stop_resting(served):
                 return f"{readers_max} connections are served here already (Options.readers_max): try again, or elsewhere"
-            if served.count(reader) >= of_one_max:
-                return (
-                    f"{of_one_max} connections of this reader are served here already (half of Options.readers_max): "
-                    "let some fetches end first"
-                )
-            lane.reader = reader
+            lane.reader, lane.rests_from = reader, time.monotonic()
             return ""
+
+    def _stop_resting(self, lanes: Sequence[Lane]) -> bool:
+        """End the one whose reader keeps it for later, longest of all; False: each of them may be in use."""
+        resting = [(each.rests_from, each) for each in lanes if each.rests_from is not None]
+        since, lane = min(resting, key=lambda each: each[0], default=(0.0, None))
+        if lane is None or time.monotonic() - since < REST_S:
+            return False
+        self._stop(lane)
+        return True
 
     def remove_lane(self, lane: Lane) -> None:
         """The lane's thread is done with it."""

@@ -167,6 +167,7 @@ class Worker:
             await self._run(ready)
         finally:
             self._owner.end_reading()
+            self.channels.close()
 
     async def _run(self, ready: Callable[[], None]) -> None:
         messages = await self._link.connect()
