@@ -21,11 +21,13 @@ from tensorhub.messages import Grant
 from tensorhub.runtime.cma_channel import CmaTransport
 from tensorhub.runtime.lanes import ChannelOpener, Opened
 from tensorhub.runtime.logs import get_logger
+from tensorhub.runtime.nixl_channel import NixlTransport
 from tensorhub.runtime.shm_channel import KEPT_S, ShmTransport
 from tensorhub.runtime.tcp_channel import TcpTransport
 from tensorhub.transport import cma
-from tensorhub.transport.base import Cutter, Destination, NotShared, ReadFailure, ReadRight, Transport, Unusable
+from tensorhub.transport.base import Closable, Cutter, Destination, NotShared, ReadFailure, ReadRight, Transport, Unusable
 from tensorhub.transport.cma import Words
+from tensorhub.transport.nixl import Exposures
 from tensorhub.transport.registry import Local, Registry
 from tensorhub.transport.shm import Segment
 from tensorhub.types import ContentId, Endpoint, Incarnation, LeaseId, Location, Options, RegistrationId
@@ -33,6 +35,8 @@ from tensorhub.types import ContentId, Endpoint, Incarnation, LeaseId, Location,
 TRANSPORTS = Registry()
 TRANSPORTS.add("shm", ShmTransport, place=10)
 TRANSPORTS.add("cma", CmaTransport, place=20)
+# UCX lets whoever reaches its ports write memory, so nobody has it without having asked for it.
+TRANSPORTS.add("nixl", NixlTransport, place=50, only_by_name=True)
 TRANSPORTS.add("tcp", TcpTransport, place=90)
 PEERS_MAX = 4096  # that are remembered, of each kind of thing that is remembered of them
 FAILURES_MAX = 3  # of a transport with one source, one after the other; then the next one is taken
@@ -67,6 +71,7 @@ class Channels:
 
     def become(self, incarnation: Incarnation) -> None:
         """Read as that one from now on. Raises TransportUnavailable for a transport that cannot be had."""
+        self.close()
         self._transports = TRANSPORTS.make(
             Local(incarnation, self._secrets, self._options),
             self._wanted,
@@ -75,11 +80,22 @@ class Channels:
         if "cma" in (self._wanted or ()):
             cma.let_others_read()
 
+    def close(self) -> None:
+        """Nobody reads any more by the transports that there are; what they keep ends with their last channel."""
+        transports, self._transports = self._transports, ()
+        for transport in transports:
+            if isinstance(transport, Closable):
+                transport.close()
+
     def words(self) -> Words | None:
         """Where those look who read this worker's memory without its help; None: nobody does."""
         if self.shares:
             return Words(lambda nbytes: Segment(nbytes).bytes_at(0, nbytes))
-        return Words() if self._has("cma") else None
+        return Words() if self._has("cma") or self._has("nixl") else None
+
+    def exposures(self) -> Exposures | None:
+        """What NIXL reads of this worker's memory; None: nothing."""
+        return Exposures() if self._has("nixl") else None
 
     @property
     def shares(self) -> bool:
@@ -91,7 +107,7 @@ class Channels:
 
     def offers(self, address: str, unix_address: str | None) -> tuple[Endpoint, ...]:
         """How others may read from this worker, whose listeners they reach at these addresses; best first."""
-        addresses = {"shm": unix_address, "cma": address, "tcp": address}
+        addresses = {"shm": unix_address, "cma": address, "nixl": address, "tcp": address}
         offered = [(each.name, addresses.get(each.name)) for each in self._transports]
         return tuple([Endpoint(name, there) for name, there in offered if there is not None])
 

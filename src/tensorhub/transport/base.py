@@ -37,7 +37,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal, NamedTuple, Protocol
+from typing import Literal, NamedTuple, Protocol, runtime_checkable
 
 from tensorhub.types import ContentId, Endpoint, Incarnation, LeaseId, Location, RegistrationId
 
@@ -135,6 +135,14 @@ class Transport(Protocol):
 
     def open(self, endpoint: Endpoint, right: ReadRight, destination: Destination, cutter: Cutter) -> Channel:
         """Connect to the source, in the calling thread. Raises ReadFailure; Unusable, before anything was asked for."""
+
+
+@runtime_checkable
+class Closable(Protocol):
+    """What a transport may have besides: it keeps something that is to be let go."""
+
+    def close(self) -> None:
+        """No channel is opened any more; what channels use that are open ends with them."""
 
 
 class Cutter:
