@@ -258,17 +258,8 @@ def _question(source: Source, kind: int) -> bytes:
         "content_id": [CONTENT, CONTENT, "other"],
         "runs": [((0, CHUNKS),), ((1, 2), (4, 1)), ((0, 1),) * 100, (), ((3, 9),), ((2**63, 1024),), ((0, 0),)],
     }
-    asked = (
-        FindMemory
-        if kind < 40
-        else FindSegments
-        if kind < 50
-        else FindAgent
-        if kind < 60
-        else Locate
-        if kind > 200
-        else Read
-    )
+    finds = {3: FindMemory, 4: FindSegments, 5: FindAgent}
+    asked = finds.get(kind // 10, Locate if kind > 200 else Read)
     return frame(codec.encode(source.value(asked, pools)), FRAME_BYTES_MAX)
 
 

@@ -1,4 +1,4 @@
-"""One process reads another one's memory by NIXL: while that changes, dies, stands still or is let go; and processes end well.
+"""One process reads another one's memory by NIXL: while that changes, dies or stands still; and processes end well.
 
 UCX is held to TCP where the source has to do a part of each read, which is the hardest; else it chooses (cma, on one host).
 """

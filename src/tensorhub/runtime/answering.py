@@ -34,7 +34,7 @@ from tensorhub.protocol.blocking import BlockingConnection
 from tensorhub.runtime.chunks import ChunkMemory, is_gil_contended
 from tensorhub.runtime.hot import HOT_BYTES, Digests, cut
 from tensorhub.runtime.serving import Lane, SharedOwner
-from tensorhub.transport.nixl import Exposed
+from tensorhub.transport.nixl import Exposed, fault_with
 from tensorhub.types import READ_ONLY, ContentId, RegistrationId
 from tensorhub.worker.owner import CHUNKS_PER_ACCESS_MAX, Access, Refusal, Wait
 
@@ -94,6 +94,8 @@ class Answering:
         registration = RegistrationId(read.registration)
         if (self._lane.reader or "").startswith(READ_ONLY):  # whoever has an agent's metadata can write, too
             found: tuple[Exposed, int] | str | Refusal = "a token that is read-only gives no access to memory"
+        elif (fault := fault_with(is_local=self._lane.is_local)) is not None:
+            found = fault
         else:
             found = self._owner.agent_of(registration, read.generation)
         match found:

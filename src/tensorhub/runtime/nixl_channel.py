@@ -12,6 +12,7 @@ from tensorhub.protocol.blocking import BlockingConnection
 from tensorhub.runtime.asking import Asking, Failures, connect
 from tensorhub.runtime.one_sided import OneSidedChannel, lanes_here
 from tensorhub.transport.base import Channel, Cutter, Destination, NotShared, ReadFailure, ReadRight, Unusable
+from tensorhub.transport.nixl import fault_with
 from tensorhub.transport.nixl_reading import Agents, Remote
 from tensorhub.transport.registry import Local
 from tensorhub.types import Endpoint, Location
@@ -36,8 +37,10 @@ class NixlTransport:
 
     def open(self, endpoint: Endpoint, right: ReadRight, destination: Destination, cutter: Cutter) -> Channel:
         """Connect, prove who is who, and read the generation word. Unusable (NotShared); see `Transport.open`."""
-        connection, _ = connect(self._local, endpoint.address, right, cutter)
+        connection, is_local = connect(self._local, endpoint.address, right, cutter)
         try:
+            if (fault := fault_with(is_local=is_local)) is not None:
+                raise Unusable(fault)
             with Failures(connection):
                 found = _find(connection, right)
             remote = self._remote(connection, found)

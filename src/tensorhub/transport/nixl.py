@@ -14,8 +14,6 @@ Responsible for agents, and for what they expose. Not responsible for who is tol
 
 from __future__ import annotations
 
-import ctypes
-import errno
 import importlib
 import importlib.metadata
 import logging
@@ -95,12 +93,31 @@ def _bare_agent(api: Any, name: str) -> Any:
     return made
 
 
+def has_rdma(path: Path = Path("/sys/class/infiniband")) -> bool:
+    """Whether this machine has a device by which UCX can read without the source's help."""
+    return any(path.glob("*"))
+
+
+def fault_with(*, is_local: bool) -> str | None:
+    """Why memory is not to be read between here and a process on this host (`is_local`), or another one; None if it may.
+
+    Over TCP UCX has the source's process answer each read, and aborts that process when an answer cannot be sent at the
+    wrong time, because its reader has ended: nobody is to be exposed to that unasked.
+    """
+    if is_local or has_rdma() or "UCX_TLS" in os.environ:
+        return None
+    return (
+        "there is no RDMA device here, and over TCP, UCX can end a source's process with its reader's: use tcp, "
+        "or set UCX_TLS to have it all the same"
+    )
+
+
 @contextmanager
 def _ucx_settings() -> Iterator[None]:
     """Where there is no RDMA device, UCX is told to leave its module for them: at the exit of a process that has loaded it,
     the libraries that NIXL's wheels bring along for it end in a segmentation fault.
     """
-    if "UCX_MODULES" in os.environ or any(Path("/sys/class/infiniband").glob("*")):
+    if "UCX_MODULES" in os.environ or has_rdma():
         yield
         return
     os.environ["UCX_MODULES"] = "^ib"

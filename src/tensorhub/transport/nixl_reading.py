@@ -15,11 +15,12 @@ import mmap
 import sys
 import threading
 import time
+import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 from tensorhub.errors import TransportUnavailable
 from tensorhub.transport.cma import WORD_BYTES, Piece, cut_up
@@ -48,6 +49,9 @@ class Landing:
         agent.register_memory([(self.address, SLOTS * SLOT_BYTES, 0, "")], "DRAM")
 
 
+_unended: list[Landing] = []  # whose agents did not end when they were to: they may be written until the process ends
+
+
 @dataclass(slots=True)
 class _Loaded:
     """Another agent, as this one knows it."""
@@ -56,12 +60,17 @@ class _Loaded:
     users: int = 0
 
 
-class _Reading(NamedTuple):
-    """A read that was posted."""
+@dataclass(slots=True)
+class _Reading:
+    """A read that was posted. Nothing else refers to its handle, which keeps the agent: not even errors' frames do."""
 
     handle: Any
     slot: int
     pieces: Sequence[Piece]
+
+    def release(self) -> None:
+        self.handle.release()
+        self.handle = None
 
 
 Watch = Callable[[float], None]
@@ -77,7 +86,7 @@ class ReadingAgent:
         self._landings: list[Landing] = []  # that are free
         self._landings_made = 0
         self._loaded: dict[str, _Loaded] = {}
-        self._left: list[Any] = []  # reads that have not ended; their slots are used no more
+        self._left: list[tuple[_Reading, Landing]] = []  # reads whose end is not known, and where they may write until then
         self.users = 0  # belongs to `Agents`
         self.is_spent = False  # it is not to be used by anybody new
 
@@ -102,7 +111,7 @@ class ReadingAgent:
         except Exception as error:
             self.is_spent = True  # what it kept of that is not known
             text = f"NIXL cannot reach it ({name_of(error)}): their UCX needs a way in common (UCX_TLS, UCX_NET_DEVICES)"
-            raise OSError(errno.EHOSTUNREACH, text) from error
+            raise OSError(errno.EHOSTUNREACH, text) from error.with_traceback(None)
         if (found if isinstance(found, str) else found.decode(errors="replace")) != name:
             self.is_spent = True
             raise ValueError(f"it is said to be {name!r}, and is of another agent")
@@ -128,7 +137,7 @@ class ReadingAgent:
                     self._post(name, landing, free.popleft(), batch, posted)
                 if not posted:
                     break
-                self._wait(posted[0].handle, watch)
+                self._wait(posted[0], watch)
                 free.append(self._copy_out(landing, posted.popleft()))
         finally:
             self._give_back(landing, posted)
@@ -143,7 +152,7 @@ class ReadingAgent:
                 made = Landing(self._agent)
             except Exception as error:
                 text = f"NIXL has no memory to read into ({name_of(error)}): look at `ulimit -l`"
-                raise OSError(errno.ENOMEM, text) from error
+                raise OSError(errno.ENOMEM, text) from error.with_traceback(None)
             self._landings_made += 1
             return made
 
@@ -158,21 +167,23 @@ class ReadingAgent:
             posted.append(_Reading(agent.initialize_xfer("READ", mine, theirs, name), slot, pieces))
             agent.transfer(posted[-1].handle)  # a failure shows as its state, too
         except Exception as error:
-            raise OSError(errno.EIO, f"NIXL cannot read there ({name_of(error)})") from error
+            text = f"NIXL cannot read there ({name_of(error)})"
+            raise OSError(errno.EIO, text) from error.with_traceback(None)
 
-    def _wait(self, handle: Any, watch: Watch) -> None:
+    def _wait(self, reading: _Reading, watch: Watch) -> None:
         since, pause_s = time.monotonic(), PAUSE_LEAST_S
-        while not self._is_done(handle):
+        while not self._is_done(reading):
             watch(since)
             time.sleep(pause_s)
             pause_s = min(2 * pause_s, PAUSE_MOST_S)
 
-    def _is_done(self, handle: Any) -> bool:
+    def _is_done(self, reading: _Reading) -> bool:
         """Whether a read has ended well. OSError: it has failed."""
         try:
-            state = self._agent.check_xfer_state(handle)
+            state = self._agent.check_xfer_state(reading.handle)
         except Exception as error:
-            raise OSError(errno.EIO, f"NIXL's read has failed ({name_of(error)})") from error
+            text = f"NIXL's read has failed ({name_of(error)})"
+            raise OSError(errno.EIO, text) from error.with_traceback(None)
         if state not in ("DONE", "PROC"):
             raise OSError(errno.EIO, f"NIXL's read has ended as {state}")
         return bool(state == "DONE")
@@ -183,38 +194,41 @@ class ReadingAgent:
         for here, _, nbytes in reading.pieces:
             ctypes.memmove(here, at, nbytes)
             at += nbytes
-        reading.handle.release()
+        reading.release()
         return reading.slot
 
     def _give_back(self, landing: Landing, posted: Iterable[_Reading]) -> None:
         """A landing is used again only if all of its reads have ended well: any other may write there at any time."""
         until = time.monotonic() + GRACE_S
-        left = [reading.handle for reading in posted if not self._ends_well(reading.handle, until)]
+        left = [reading for reading in posted if not self._ends_well(reading, until)]
         with self._lock:
             if left:
                 self.is_spent = True
-                self._left += left
+                self._left += [(reading, landing) for reading in left]
             else:
                 self._landings.append(landing)
 
-    def _ends_well(self, handle: Any, until: float) -> bool:
+    def _ends_well(self, reading: _Reading, until: float) -> bool:
         """Whether this read does so in time; then it is released."""
         with suppress(OSError):
-            while not self._is_done(handle):
+            while not self._is_done(reading):
                 if time.monotonic() > until:
                     return False
                 time.sleep(PAUSE_MOST_S)
-            handle.release()
+            reading.release()
             return True
         return False
 
     def close(self) -> None:
         """End it, and whatever it still reads. Nobody may use it."""
-        for handle in self._left:
+        for reading, _ in self._left:
             with suppress(Exception):
-                handle.release()
+                reading.release()
+        inside = weakref.ref(self._agent.agent)
+        del self._agent  # ends it: from here on nothing writes into its landings
+        if inside() is not None:  # somebody refers to it all the same
+            _unended.extend(landing for _, landing in self._left)
         self._left.clear()
-        del self._agent
         self._landings.clear()
 
 
