@@ -28,7 +28,7 @@ from tensorhub.transport import nixl, tcp
 from tensorhub.transport.base import Cutter, NotShared, ReadFailure, ReadRight, Unusable
 from tensorhub.transport.registry import Local
 from tensorhub.types import ContentId, Endpoint, Incarnation, LeaseId, Options, RegistrationId
-from tests.rig import cluster, connect, holds, nothing_left, tensors, write
+from tests.rig import cluster, connect, holds, nothing_left, tensors, until, write
 from tests.runtime.fake_nixl import Fabric, fabric
 
 __all__ = ["fabric"]
@@ -119,7 +119,7 @@ async def test_what_was_filled_is_a_source_and_what_is_let_go_is_exposed_no_more
         exposures = trainer._worker._owner._exposures
         assert "1 registrations" in repr(exposures)
         await published.close()
-        assert "0 registrations" in repr(exposures)
+        await until(lambda: "0 registrations" in repr(exposures))
         report = await (await second.register("m", last)).replicate()
         assert [(each.name, each.transport) for each in report.sources] == [("first", "nixl")]
         assert holds(last, 1)
