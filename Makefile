@@ -62,7 +62,7 @@ leaks: venv ## join, publish, update and leave, thousands of times: nothing may 
 	$(BIN)/python -m benches.leaks --cycles $(CYCLES)
 	$(BIN)/python -m benches.leaks --cycles $(CYCLES) --backend trio
 
-nixl: venv ## NIXL, and the tests of the transport over it (it brings some 60 MB)
+nixl: venv ## NIXL, and the tests of the transport over it (it brings some 120 MB)
 	$(PIP) -e '.[nixl]'
 	$(BIN)/pytest -q -m "nixl and not slow"
 
