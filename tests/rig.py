@@ -23,6 +23,7 @@ import tensorhub
 from tensorhub.hub import Coordinator, Hub
 from tensorhub.protocol.blocking import BlockingConnection
 from tensorhub.runtime import channels as channels_module
+from tensorhub.runtime.nixl_channel import NixlTransport
 from tensorhub.runtime.tcp_channel import TcpTransport
 from tensorhub.transport import cma
 from tensorhub.transport.base import (
@@ -241,7 +242,8 @@ def gated(arrivals: int, *, heeds_cuts: bool = True, transport: str = "tcp") -> 
     """
     gate, usual = Gate(arrivals), channels_module.TRANSPORTS
     registry = Registry()
-    registry.add(transport, lambda local: _GatedTransport(KINDS[transport](local), gate, heeds_cuts), 90)
+    kind = NixlTransport if transport == "nixl" else KINDS[transport]
+    registry.add(transport, lambda local: _GatedTransport(kind(local), gate, heeds_cuts), 90)
     channels_module.TRANSPORTS = registry
     try:
         yield gate

@@ -14,10 +14,12 @@ import xxhash
 from tensorhub.errors import ProtocolError
 from tensorhub.manifest import Digest, TensorDescription, build_manifest
 from tensorhub.messages import (
+    AgentIs,
     ChunkDigest,
     ChunkFollows,
     ChunksFollow,
     ChunksLie,
+    FindAgent,
     FindMemory,
     FindSegments,
     FromReader,
@@ -59,7 +61,7 @@ GRANT = Grant("lease", "source", "source.1", "theirs", 5, (), Location(host="h")
 STALL_S = 5.0
 ANSWERS: tuple[type[Any], ...] = (
     *(ChunksFollow, ChunkFollows, ChunkDigest, StillWaiting, ReadRefused),
-    *(ChunksLie, MemoryIs, SegmentsAre),
+    *(ChunksLie, MemoryIs, SegmentsAre, AgentIs),
 )
 ASKED_MAX = 12  # requests of one input
 
@@ -266,7 +268,8 @@ def _question(source: Source, kind: int) -> bytes:
         "content_id": [CONTENT, CONTENT, "other"],
         "runs": [((0, CHUNKS),), ((1, 2), (4, 1)), ((0, 1),) * 100, (), ((3, 9),), ((2**63, 1024),), ((0, 0),)],
     }
-    asked = FindMemory if kind < 40 else FindSegments if kind < 50 else Locate if kind > 200 else Read
+    finds = {3: FindMemory, 4: FindSegments, 5: FindAgent}
+    asked = finds.get(kind // 10, Locate if kind > 200 else Read)
     return frame(codec.encode(source.value(asked, pools)), FRAME_BYTES_MAX)
 
 
@@ -298,6 +301,12 @@ def _serve(
             Answering(lane, connection, owner, 0.0).answer(read)
         if isinstance(read, FindMemory):
             return _is_found(read, lane, owner, theirs)
+        if isinstance(read, FindAgent):
+            with BlockingConnection(theirs.dup(), stall_timeout_s=STALL_S) as hears:
+                answer = hears.receive(codec.FROM_OWNER)
+                assert isinstance(answer, AgentIs)
+                assert not answer.metadata  # there is none
+            return True
         if isinstance(read, FindSegments):
             with BlockingConnection(theirs.dup(), stall_timeout_s=STALL_S) as hears:
                 answer = hears.receive(codec.FROM_OWNER)

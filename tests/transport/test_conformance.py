@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 import pytest
 
 from tensorhub.runtime.cma_channel import CmaTransport
+from tensorhub.runtime.nixl_channel import NixlTransport
 from tensorhub.runtime.serving import SharedOwner
 from tensorhub.runtime.shm_channel import ShmTransport
 from tensorhub.runtime.tcp_channel import TcpTransport
@@ -15,7 +16,7 @@ from tensorhub.testing import conformance
 from tensorhub.testing.conformance import CHECKS, ConformanceBroken, Source, transport_conformance
 from tensorhub.testing.loopback import Loopback
 from tensorhub.testing.serving import ServedSource
-from tensorhub.transport import cma, shm
+from tensorhub.transport import cma, nixl, shm
 from tensorhub.transport.base import (
     Arrival,
     Channel,
@@ -34,6 +35,7 @@ from tests.runtime.data_rig import busy_threads
 SECRET = b"a secret of the test"
 LOCAL = Local(Incarnation("reader"), (SECRET,), Options(stall_timeout_s=1.0, connect_timeout_s=5.0))
 needs_shm = pytest.mark.skipif(shm.fault_here() is not None, reason=str(shm.fault_here()))
+needs_nixl = pytest.mark.skipif(nixl.version() is None, reason=f"NIXL is not installed: {nixl.INSTALL}, or make nixl")
 needs_cma = pytest.mark.skipif(cma.fault_here() is not None, reason=str(cma.fault_here()))
 
 
@@ -54,8 +56,13 @@ def ways(kind: str, backend: str) -> tuple[Transport, Callable[[], Source]]:
             return made
 
         return Loopback(owners), make
-    transports: dict[str, Callable[[Local], Transport]] = {"tcp": TcpTransport, "cma": CmaTransport, "shm": ShmTransport}
-    return transports[kind](LOCAL), lambda: ServedSource(SECRET, backend, shares=kind == "shm")
+    transports: dict[str, Callable[[Local], Transport]] = {
+        "tcp": TcpTransport,
+        "cma": CmaTransport,
+        "shm": ShmTransport,
+        "nixl": NixlTransport,
+    }
+    return transports[kind](LOCAL), lambda: ServedSource(SECRET, backend, shares=kind == "shm", exposes=kind == "nixl")
 
 
 @contextlib.contextmanager
@@ -70,7 +77,14 @@ def kept_until_the_end(transport: Transport) -> Iterator[None]:
 @pytest.mark.parametrize("check", CHECKS)
 @pytest.mark.parametrize("backend", ["asyncio", "trio"])
 @pytest.mark.parametrize(
-    "kind", ["tcp", pytest.param("cma", marks=needs_cma), pytest.param("shm", marks=needs_shm), "loopback"]
+    "kind",
+    [
+        "tcp",
+        pytest.param("cma", marks=needs_cma),
+        pytest.param("shm", marks=needs_shm),
+        pytest.param("nixl", marks=[pytest.mark.nixl, needs_nixl]),
+        "loopback",
+    ],
 )
 def test_a_transport_keeps_the_rule(kind: str, backend: str, check: str) -> None:
     transport, make = ways(kind, backend)

@@ -6,7 +6,7 @@ import json
 
 from tensorhub.cli.common import JsonOption
 from tensorhub.runtime.channels import TRANSPORTS
-from tensorhub.transport import cma
+from tensorhub.transport import cma, nixl
 from tensorhub.transport.registry import Local
 from tensorhub.types import Incarnation, Options
 
@@ -18,7 +18,11 @@ def doctor(as_json: JsonOption = False) -> None:
     (`report.sources`). See docs/transports.md.
     """
     faults = TRANSPORTS.probe(Local(Incarnation("doctor"), (b"",), Options()))
-    notes = {"shm": "for tensors that tensorhub.shared_empty_like has made", "cma": cma.restriction()}
+    notes = {
+        "shm": "for tensors that tensorhub.shared_empty_like has made",
+        "cma": cma.restriction(),
+        "nixl": f"NIXL {nixl.version()}; used by workers that name it in transports= only",
+    }
     rows = [
         {"name": name, "available": fault is None, "reason": fault or notes.get(name) or ""}
         for name, fault in faults.items()

@@ -78,12 +78,15 @@ from tensorhub.messages.handshake import (
     ServerHello as ServerHello,
 )
 from tensorhub.messages.reading import (
+    AGENT_BYTES_MAX as AGENT_BYTES_MAX,
     HAS_RUNS_MAX as HAS_RUNS_MAX,
     SEGMENTS_MAX as SEGMENTS_MAX,
+    AgentIs as AgentIs,
     ChunkDigest as ChunkDigest,
     ChunkFollows as ChunkFollows,
     ChunksFollow as ChunksFollow,
     ChunksLie as ChunksLie,
+    FindAgent as FindAgent,
     FindMemory as FindMemory,
     FindSegments as FindSegments,
     FromOwner as FromOwner,

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import select
 import socket
 import struct
 import threading
@@ -225,6 +226,16 @@ class BlockingConnection:
         return descriptors
 
     # ----------------------------------------------------------------------------------------------- ending
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether `shutdown` was called, or the peer is gone, as far as can be seen without reading. Does not block."""
+        poll = select.poll()
+        with self._ending:
+            if self._socket.fileno() < 0:
+                return True
+            poll.register(self._socket, select.POLLRDHUP)
+            return bool(poll.poll(0))
 
     def shutdown(self) -> None:
         """End the connection, from any thread: calls fail then, or see the end of the stream."""

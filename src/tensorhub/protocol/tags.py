@@ -74,6 +74,8 @@ TAGS: Final[Mapping[type, int]] = {
     m.Locate: 113,
     m.FindMemory: 114,
     m.FindSegments: 115,
+    m.FindAgent: 118,
+    m.AgentIs: 119,
     m.ChunksFollow: 120,
     m.StillWaiting: 121,
     m.ReadRefused: 122,

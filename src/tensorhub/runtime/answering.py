@@ -14,10 +14,12 @@ from tensorhub.errors import ProtocolError
 from tensorhub.messages import (
     HAS_RUNS_MAX,
     SEGMENTS_MAX,
+    AgentIs,
     ChunkDigest,
     ChunkFollows,
     ChunksFollow,
     ChunksLie,
+    FindAgent,
     FindMemory,
     FindSegments,
     FromReader,
@@ -32,7 +34,8 @@ from tensorhub.protocol.blocking import BlockingConnection
 from tensorhub.runtime.chunks import ChunkMemory, GilWatch
 from tensorhub.runtime.hot import HOT_BYTES, Digests, cut
 from tensorhub.runtime.serving import Lane, SharedOwner
-from tensorhub.types import ContentId, RegistrationId
+from tensorhub.transport.nixl import Exposed, fault_with
+from tensorhub.types import READ_ONLY, ContentId, RegistrationId
 from tensorhub.worker.owner import CHUNKS_PER_ACCESS_MAX, Access, Refusal, Wait
 
 SEND_BYTES = 16 * 2**20  # of one send call whose digests are known; a fence may have to wait for it
@@ -55,6 +58,7 @@ class Answering:
         self._is_digested = False  # what was sent last had its digests: what is next has them, too
         self._locate_bytes = FIRST_SEND_BYTES // 8  # of the last answer that had digests made: the first ones come soon
         self._gil = GilWatch()  # where another thread keeps the GIL: few calls, and large ones
+        self._knows_agent = False  # the reader has been told of an agent, and so of addresses
 
     def answer(self, read: FromReader) -> None:
         """Say and send all that this request asks for. Errors as of `BlockingConnection`; ProtocolError."""
@@ -63,6 +67,8 @@ class Answering:
                 self._find(read)
             case FindSegments():
                 self._share(read)
+            case FindAgent():
+                self._expose(read)
             case _:
                 self._serve(read)
 
@@ -85,11 +91,30 @@ class Answering:
         if found:
             self._connection.send_descriptors([segment.descriptor for segment in found])
 
+    def _expose(self, read: FindAgent) -> None:
+        """Tell of the agent by which a registration is read, if there may be one."""
+        registration = RegistrationId(read.registration)
+        if (self._lane.reader or "").startswith(READ_ONLY):  # whoever has an agent's metadata can write, too
+            found: tuple[Exposed, int] | str | Refusal = "a token that is read-only gives no access to memory"
+        elif (fault := fault_with(is_local=self._lane.is_local)) is not None:
+            found = fault
+        else:
+            found = self._owner.agent_of(registration, read.generation)
+        match found:
+            case Refusal():
+                self._connection.send(ReadRefused(read.request, found.reason))
+            case str():
+                self._connection.send(AgentIs(read.request, "", b"", 0, found))
+            case _:
+                self._knows_agent = True
+                exposed, word = found
+                self._connection.send(AgentIs(read.request, exposed.name, exposed.metadata, word, ""))
+
     def _serve(self, read: Read | Locate) -> None:
         """Send what is asked for, or say where it is, as far as it is available and becomes so within the patience; or
         refuse it.
         """
-        if isinstance(read, Locate) and (self._owner.header is None or not self._lane.is_local):
+        if isinstance(read, Locate) and not self._knows_agent and (self._owner.header is None or not self._lane.is_local):
             self._connection.send(ReadRefused(read.request, NOT_ONE_SIDED))
             return
         waited_until = time.monotonic() + self._patience_s

@@ -12,6 +12,7 @@ from collections.abc import Iterable, Iterator, Sequence
 
 from tensorhub.errors import AuthenticationFailed, OperationTimeout, ProtocolError
 from tensorhub.messages import (
+    AgentIs,
     ChunkDigest,
     ChunkFollows,
     ChunksFollow,
@@ -28,7 +29,7 @@ from tensorhub.protocol.lost import ConnectionLost
 from tensorhub.runtime.peers import Peer, Peers
 from tensorhub.transport.base import Cutter, Lacking, ReadFailure, ReadRight
 
-Answer = ChunksFollow | ChunkFollows | ChunkDigest | ChunksLie | MemoryIs | SegmentsAre | StillWaiting
+Answer = ChunksFollow | ChunkFollows | ChunkDigest | ChunksLie | MemoryIs | SegmentsAre | AgentIs | StillWaiting
 
 
 class Asking:

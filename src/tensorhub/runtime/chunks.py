@@ -70,6 +70,11 @@ class ChunkMemory:
         sizes = [region.nbytes for region in self._regions]
         return [(address, nbytes) for address, nbytes in zip(self._addresses, sizes, strict=True) if nbytes]
 
+    @property
+    def is_read_only(self) -> bool:
+        """Whether any of it cannot be written: it is of a file, which somebody may truncate."""
+        return any(region.readonly for region in self._regions)
+
     def digest(self, chunk: int) -> int:
         """Make the chunk's digest from its bytes; the GIL is released meanwhile. 0 if the manifest wants
         none.

@@ -50,11 +50,14 @@ LANES_MAX = 64
 
 
 class Opened(NamedTuple):
-    """A channel, by which transport it is, and how many threads it is for."""
+    """A channel, by which transport it is, and how many threads it is for. `ended` hears, in a lane's thread, how reading by
+    it has ended: as a failure, or (None) with all that was wanted. It hears nothing of a source that was dropped.
+    """
 
     transport: str
     channel: Channel
     lanes: int = 1
+    ended: Callable[[ReadFailure | None], object] = lambda failure: None
 
 
 ChannelOpener = Callable[[Grant, Destination, Cutter], Opened]
@@ -107,6 +110,7 @@ class _Lane:
     cutter: Cutter = field(default_factory=Cutter)
     transport: str = ""
     channel: Channel | None = None  # from when it is open until the last thread leaves
+    ended: Callable[[ReadFailure | None], object] = lambda failure: None  # see `Opened`
     outcome: str = "reading"  # then "used", "dropped", or why it failed
     failure: ReadFailure | None = None  # the first of its threads', unless it was cut before
     threads: int = 0  # that drive it now
@@ -283,7 +287,7 @@ class PullRunner:
             self._enter(lane)
         failure: ReadFailure | None = None
         try:
-            lane.transport, channel, lanes = self._open_channel(lane.grant, self._memory, lane.cutter)
+            lane.transport, channel, lanes, lane.ended = self._open_channel(lane.grant, self._memory, lane.cutter)
             with self._changed:
                 lane.channel = channel
                 left = self._pull.bytes_wanted - self._pull.bytes_verified
@@ -351,7 +355,10 @@ class PullRunner:
     def _lane_ended(self, lane: _Lane) -> None:
         """Give back what the lane did not bring, now that it writes no more. A second call does nothing."""
         with self._changed:
-            if lane.outcome == "reading":
+            is_first = lane.outcome == "reading"
+            if is_first and (lane.failure is not None or self._pull.done):
+                lane.ended(lane.failure)  # before a next grant of this source can come
+            if is_first:
                 lane.seconds = time.perf_counter() - lane.started if lane.started else 0.0
                 lane.outcome = self._outcome(lane)
                 if lane.failure is not None:

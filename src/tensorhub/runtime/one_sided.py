@@ -39,7 +39,9 @@ class Source(Protocol):
     hot_bytes: int  # to copy by one call and digest then
 
     def copy(self, call: Sequence[Piece]) -> None:
-        """Copy these pieces (see `cut_up`) into this process, without the GIL. OSError: not all could be read."""
+        """Copy these pieces (see `cut_up`) into this process, without the GIL. OSError: not all could be read; nothing is
+        written there after that. TimeoutError: the source has stalled.
+        """
 
     def is_unchanged(self, word: int, generation: int) -> bool:
         """Whether its word at that address says that generation, and it is that process. OSError: it cannot be read."""
@@ -136,6 +138,8 @@ class OneSidedChannel:
                 if digests is not None:
                     digests.go_on([piece.nbytes for piece in call])
             is_valid = self._source.is_unchanged(group[0].word, self._right.generation)
+        except TimeoutError as error:
+            raise ReadFailure("stalled", str(error.strerror), bytes_discarded=copied) from error
         except OSError as error:
             text = f"the source's memory cannot be read (any more): {error.strerror}"
             raise ReadFailure("lost", text, bytes_discarded=copied) from error

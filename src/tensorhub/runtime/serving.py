@@ -17,10 +17,12 @@ from typing import Protocol
 import anyio
 import anyio.to_thread
 
-from tensorhub.errors import DrainTimeout
+from tensorhub.errors import DrainTimeout, TransportUnavailable
 from tensorhub.machine import InvariantBroken
 from tensorhub.runtime.chunks import ChunkMemory
+from tensorhub.transport.base import NotShared
 from tensorhub.transport.cma import WORD_BYTES, Header, Words
+from tensorhub.transport.nixl import Exposed, Exposures
 from tensorhub.transport.shm import Segment, segments_of
 from tensorhub.types import ContentId, Incarnation, RegistrationId
 from tensorhub.worker.owner import Access, Owner, Refusal, Wait
@@ -28,6 +30,7 @@ from tensorhub.worker.owner import Access, Owner, Refusal, Wait
 FENCE_GRACE_S = 1.0  # how long a send call may go on before its reader is taken for stopped
 FENCE_TIMEOUT_S = 60.0
 REST_S = 0.25  # after which a lane that was asked nothing more is taken for kept, where places are short
+NOT_OPEN = Refusal("this memory is not open under that generation")
 
 
 class Endable(Protocol):
@@ -57,14 +60,19 @@ class SharedOwner:
     any thread.
     """
 
-    def __init__(self, *, fence_grace_s: float = FENCE_GRACE_S, words: Words | None = None) -> None:
-        """`words`: where one-sided readers look; None: nobody reads this memory by himself."""
+    def __init__(
+        self, *, fence_grace_s: float = FENCE_GRACE_S, words: Words | None = None, exposures: Exposures | None = None
+    ) -> None:
+        """`words`: where one-sided readers look; None: nobody reads this memory by himself. `exposures`: by which NIXL
+        reads it; None: it does not.
+        """
         self._changed = threading.Condition()  # guards everything below; notified when any of it changes
         self._owner = Owner()
         self._memory: dict[RegistrationId, ChunkMemory] = {}
         self._lanes: set[Lane] = set()
         self._inside: dict[int, Lane | None] = {}  # access number -> its lane; None: a local copy
         self._fence_grace_s = fence_grace_s
+        self._exposures = exposures  # thread-safe itself: making one takes long
         self._words = words  # always a registration's open generation; 0, from before the fence, where it is closed
 
     def __repr__(self) -> str:
@@ -148,6 +156,8 @@ class SharedOwner:
             self._memory.pop(registration, None)
             if self._words is not None:
                 self._words.forget(registration)
+        if self._exposures is not None:
+            self._exposures.end(registration)
 
     def check_invariants(self) -> None:
         with self._changed:
@@ -172,11 +182,40 @@ class SharedOwner:
         with self._changed:
             if self._words is None:
                 return ()
-            memory = self._memory.get(registration)
-            if memory is None or not generation or self._words.get(registration) != generation:
-                return Refusal("this memory is not open under that generation")
+            memory = self._open_memory(registration, generation)
+            if memory is None:
+                return NOT_OPEN
             word = (self._words.address(registration), WORD_BYTES)
         return segments_of([*memory.places, word]) or ()
+
+    def agent_of(self, registration: RegistrationId, generation: int) -> tuple[Exposed, int] | str | Refusal:
+        """The agent by which NIXL reads all of it, and where its word is; or why there is none. May take long."""
+        exposures = self._exposures
+        with self._changed:
+            memory, words = self._open_memory(registration, generation), self._words
+            if exposures is None or words is None:
+                return "nixl is not among this worker's transports"
+            if memory is None:
+                return NOT_OPEN
+            word = words.address(registration)
+        if memory.is_read_only:
+            return "what is served from a file is not read by NIXL"
+        try:
+            found = exposures.of(registration, [*memory.places, (word, WORD_BYTES)], memory)
+        except (NotShared, TransportUnavailable) as error:
+            return str(error)
+        with self._changed:
+            is_still_held = self._memory.get(registration) is memory
+        if not is_still_held:  # it was let go while the agent was made: what it reads may be freed next
+            exposures.end(registration)
+            return NOT_OPEN
+        return found, word
+
+    def _open_memory(self, registration: RegistrationId, generation: int) -> ChunkMemory | None:
+        """What one-sided readers may read under that generation."""
+        if self._words is None or not generation or self._words.get(registration) != generation:
+            return None
+        return self._memory.get(registration)
 
     def end_reading(self) -> None:
         """This worker ends, and its memory is no concern of its any more: whoever reads it by himself discards that."""
@@ -184,6 +223,8 @@ class SharedOwner:
             if self._words is not None:
                 self._words.close()
                 self._words = None
+        if self._exposures is not None:
+            self._exposures.close()
 
     def _set_word(self, registration: RegistrationId, generation: int) -> None:
         if self._words is not None:

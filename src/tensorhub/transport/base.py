@@ -145,7 +145,7 @@ class Keeping(Protocol):
         """Let go of what was not used for a while. Called now and then."""
 
     def close(self) -> None:
-        """Let go of all that no channel uses, and keep nothing from now on."""
+        """Let go of all that no channel uses, and keep nothing from now on. No channel is opened any more."""
 
 
 class Cutter:
