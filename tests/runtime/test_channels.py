@@ -18,6 +18,7 @@ from tensorhub.transport.base import (
     Channel,
     Cutter,
     Destination,
+    Keeping,
     Lacking,
     ReadFailure,
     ReadRight,
@@ -57,6 +58,13 @@ class Faulty:
         self.opened += 1
         channel = self._inner.open(endpoint, right, destination, cutter)
         return channel if self.opened > self._times else _Failing(channel, self._reason, self._arrivals)
+
+    def sweep(self) -> None:
+        """Nothing is kept for so long here."""
+
+    def close(self) -> None:
+        if isinstance(self._inner, Keeping):
+            self._inner.close()
 
 
 class _Failing:

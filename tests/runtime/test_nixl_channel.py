@@ -258,7 +258,7 @@ def test_a_word_that_is_none(fabric: Fabric, at: int, kind: type[Exception], tex
         transport = NixlTransport(local())
         with pytest.raises(kind, match=text):
             transport.open(Endpoint("nixl", tcp.address_of(listener)), RIGHT, Nowhere(), Cutter())
+        transport.close()  # and so the connection, which is kept
         thread.join()
-    transport.close()
     exposures.close()
     assert not fabric.agents
