@@ -20,6 +20,7 @@ from tensorhub.runtime.acceptor import ServeSettings, serve_readers
 from tensorhub.runtime.chunks import ChunkMemory
 from tensorhub.runtime.cma_channel import CmaTransport
 from tensorhub.runtime.lanes import AllVerified, Opened, PullRunner
+from tensorhub.runtime.nixl_channel import NixlTransport
 from tensorhub.runtime.rdma_channel import RdmaTransport
 from tensorhub.runtime.serving import SharedOwner
 from tensorhub.runtime.shm_channel import ShmTransport
@@ -27,6 +28,7 @@ from tensorhub.runtime.tcp_channel import TcpTransport
 from tensorhub.transport import tcp, unix
 from tensorhub.transport.base import Cutter, Destination, ReadRight, Transport
 from tensorhub.transport.cma import Words
+from tensorhub.transport.nixl import Exposures
 from tensorhub.transport.rdma import usable_ports
 from tensorhub.transport.registry import Local
 from tensorhub.transport.shm import Segment
@@ -41,6 +43,7 @@ TRANSPORTS: dict[str, Callable[[Local], Transport]] = {
     "cma": CmaTransport,
     "shm": ShmTransport,
     "rdma": RdmaTransport,
+    "nixl": NixlTransport,
 }
 
 
@@ -125,7 +128,9 @@ class Offers:
 
     def __init__(self, transport: str, args: argparse.Namespace, regions: list[memoryview]) -> None:
         fabric = Fabric(usable_ports()) if transport == "rdma" else None
-        self.owner = SharedOwner(words=Words(_shared) if transport == "shm" else Words(), fabric=fabric)
+        self.exposures = Exposures() if transport == "nixl" else None
+        words = Words(_shared) if transport == "shm" else Words()
+        self.owner = SharedOwner(words=words, exposures=self.exposures, fabric=fabric)
         self.listener: socket.socket = unix.listen() if transport == "shm" else tcp.listen("127.0.0.1")
         self.address = unix.address_of(self.listener) if transport == "shm" else tcp.address_of(self.listener)
         self._args = args
@@ -151,6 +156,7 @@ async def serving(transport: str, args: argparse.Namespace, regions: list[memory
         yield offers
         tasks.cancel_scope.cancel()
     offers.listener.close()
+    offers.owner.end_reading()
 
 
 class Pulled(NamedTuple):

@@ -23,10 +23,21 @@ import tensorhub
 from tensorhub.hub import Coordinator, Hub
 from tensorhub.protocol.blocking import BlockingConnection
 from tensorhub.runtime import channels as channels_module
+from tensorhub.runtime.nixl_channel import NixlTransport
 from tensorhub.runtime.rdma_channel import RdmaTransport
 from tensorhub.runtime.tcp_channel import TcpTransport
 from tensorhub.transport import cma
-from tensorhub.transport.base import Arrival, Channel, Cutter, Destination, Lacking, ReadFailure, ReadRight, Transport
+from tensorhub.transport.base import (
+    Arrival,
+    Channel,
+    Cutter,
+    Destination,
+    Keeping,
+    Lacking,
+    ReadFailure,
+    ReadRight,
+    Transport,
+)
 from tensorhub.transport.registry import Registry
 from tensorhub.types import Endpoint, Location, Options
 from tests.runtime.data_rig import KINDS, busy_threads
@@ -89,7 +100,7 @@ async def nothing_left(wait_s: float = 2 * WAIT_S) -> AsyncIterator[None]:
     assert not library_threads()
     gc.collect()  # shared memory goes with its last tensor; of a socket that nobody closed it warns, which is an error
     left = [target for number, target in open_files().items() if files.get(number) != target]
-    assert not left
+    assert not left, left
 
 
 async def until(condition: Callable[[], bool]) -> None:
@@ -215,6 +226,13 @@ class _GatedTransport:
         heard = cutter if self._heeds_cuts else Cutter()
         return _GatedChannel(self._inner.open(endpoint, right, destination, heard), self._gate, heard)
 
+    def sweep(self) -> None:
+        """Nothing is kept for so long here."""
+
+    def close(self) -> None:
+        if isinstance(self._inner, Keeping):
+            self._inner.close()
+
 
 @contextlib.contextmanager
 def gated(arrivals: int, *, heeds_cuts: bool = True, transport: str = "tcp") -> Iterator[Gate]:
@@ -223,7 +241,7 @@ def gated(arrivals: int, *, heeds_cuts: bool = True, transport: str = "tcp") -> 
     `heeds_cuts` False: a reader that is told to leave its source does not, as one whose process was stopped. They have that
     `transport` only.
     """
-    gate, usual, kinds = Gate(arrivals), channels_module.TRANSPORTS, {**KINDS, "rdma": RdmaTransport}
+    gate, usual, kinds = Gate(arrivals), channels_module.TRANSPORTS, {**KINDS, "rdma": RdmaTransport, "nixl": NixlTransport}
     registry = Registry()
     registry.add(transport, lambda local: _GatedTransport(kinds[transport](local), gate, heeds_cuts), 90)
     channels_module.TRANSPORTS = registry

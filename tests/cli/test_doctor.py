@@ -5,15 +5,20 @@ from __future__ import annotations
 import json
 import platform
 import resource
+import sys
 
 import pytest
 from typer.testing import CliRunner
 
 from tensorhub.cli.app import app
-from tensorhub.transport import cma, rdma
+from tensorhub.transport import cma, nixl, rdma
 from tensorhub.transport.rdma import Port
 
 NO_RDMA = "not available: this machine has no RDMA device (nothing is in /sys/class/infiniband)"
+NO_NIXL = (
+    "nixl: not available: NIXL 1.1 or newer is needed (import of nixl._api halted; None in sys.modules): "
+    "pip install 'tensorhub[nixl]'"
+)
 SHARED = "for tensors that tensorhub.shared_empty_like has made"
 
 
@@ -30,14 +35,21 @@ def _nothing_special(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(resource, "getrlimit", lambda kind: (2**20, 2**20))
 
 
+@pytest.fixture(autouse=True)
+def _no_nixl(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "nixl", None)
+    monkeypatch.setitem(sys.modules, "nixl._api", None)
+
+
 @pytest.mark.skipif(cma.fault_here() is not None, reason=str(cma.fault_here()))
 def test_what_works() -> None:
-    assert run() == f"shm: available: {SHARED}\ncma: available\nrdma: {NO_RDMA}\ntcp: available\n"
+    assert run() == f"shm: available: {SHARED}\ncma: available\nrdma: {NO_RDMA}\n{NO_NIXL}\ntcp: available\n"
     assert json.loads(run("--json")) == {
         "transports": [
             {"name": "shm", "available": True, "reason": SHARED},
             {"name": "cma", "available": True, "reason": ""},
             {"name": "rdma", "available": False, "reason": NO_RDMA.partition(": ")[2]},
+            {"name": "nixl", "available": False, "reason": NO_NIXL.partition(": not available: ")[2]},
             {"name": "tcp", "available": True, "reason": ""},
         ],
         "rdma_ports": [],
@@ -48,7 +60,7 @@ def test_what_works() -> None:
 def test_what_does_not(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(platform, "machine", lambda: "riscv64")
     why = "not available: it is for Linux on x86-64, and this is linux on riscv64"
-    assert run() == f"shm: {why}\ncma: {why}\nrdma: {why}\ntcp: available\n"
+    assert run() == f"shm: {why}\ncma: {why}\nrdma: {why}\n{NO_NIXL}\ntcp: available\n"
 
 
 @pytest.mark.skipif(cma.fault_here() is not None, reason=str(cma.fault_here()))
@@ -64,7 +76,7 @@ def test_rdma_ports_are_shown_also_if_they_cannot_be_used(monkeypatch: pytest.Mo
         Port("mlx5_1", 1, "infiniband", 0, bytes(16), 400.0, "DOWN", "the port is DOWN: check its cable"),
     ]
     monkeypatch.setattr(rdma, "find_ports", lambda wanted=None, *_: found)
-    assert run().splitlines()[4:] == [
+    assert run().splitlines()[5:] == [
         "RDMA port mlx5_0:1:3 (10.0.0.1): ethernet, ACTIVE, 100 Gb/s",
         "RDMA port mlx5_1:1:0 (::): infiniband, DOWN, 400 Gb/s: the port is DOWN: check its cable",
         "memory that may be registered: 1048576 bytes",
@@ -74,3 +86,10 @@ def test_rdma_ports_are_shown_also_if_they_cannot_be_used(monkeypatch: pytest.Mo
         ("mlx5_0", "10.0.0.1", ""),
         ("mlx5_1", "::", found[1].fault),
     ]
+
+
+@pytest.mark.nixl
+@pytest.mark.skipif(nixl.version() is None, reason="NIXL is not installed")
+def test_nixl_is_shown_with_its_version(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.undo()
+    assert f"nixl: available: NIXL {nixl.version()}; used by workers that name it" in run()

@@ -16,7 +16,9 @@ def a_source_is_killed_in_mid_read(
     gate: int | Mapping[str, Any],
     options: Mapping[str, Any] | None = None,
 ) -> None:
-    """Two readers are held by `gate` in the midst of their reads from it; they finish from another, read nothing twice."""
+    """Two readers are held by `gate` in the midst of their reads from it; they finish from another, read nothing twice.
+    `options`: of all but the trainer.
+    """
     other = processes.worker(address, "other", nbytes, options=options or {})
     other.do("replicate")
     readers = [processes.worker(address, f"reader{number}", nbytes, gate=gate, options=options or {}) for number in range(2)]

@@ -12,7 +12,7 @@ import pytest
 
 from tensorhub.errors import TransportUnavailable
 from tensorhub.messages import QueueCard
-from tensorhub.runtime import rdma_channel
+from tensorhub.runtime import rdma_channel, serving as serving_module
 from tensorhub.runtime.rdma_channel import RdmaChannel, RdmaTransport
 from tensorhub.runtime.serving import Lane
 from tensorhub.testing.conformance import SIZES, Target, content
@@ -188,13 +188,14 @@ def test_a_link_is_used_again_and_made_anew_when_its_source_has_ended_it(make_so
 
 
 def test_a_resting_link_gives_its_place_to_who_needs_it(
-    transport: RdmaTransport, make_source: Callable[..., ServedSource]
+    transport: RdmaTransport, make_source: Callable[..., ServedSource], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(serving_module, "REST_S", 0.0)
     source = make_source()
-    link = read_all(transport, source)._link
-    lane = Lane(link.connection)
-    while not any(each.is_resting for each in source.owner._lanes):
-        pass  # its message is on its way
+    channel = read_all(transport, source)
+    link, lane = channel._link, Lane(channel._connection)
+    while any(each.rests_from is None for each in source.owner._lanes):
+        pass  # it has answered, and does not know yet that nothing else is asked
     source.owner.add_lane(lane)
     assert source.owner.admit(lane, Incarnation("another"), 1, 1) == ""
     source.owner.remove_lane(lane)

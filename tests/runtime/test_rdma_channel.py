@@ -15,17 +15,19 @@ from tensorhub.messages import ChunksLie, ChunksPinned, FindPorts, Pair, Paired,
 from tensorhub.protocol.blocking import BlockingConnection
 from tensorhub.protocol.codec import FROM_READER
 from tensorhub.protocol.handshake import NONCE_BYTES, ServerHandshake
-from tensorhub.runtime import rdma_channel
-from tensorhub.runtime.rdma_channel import RdmaTransport
+from tensorhub.runtime import peers as peers_module, rdma_channel
+from tensorhub.runtime.peers import Peers
+from tensorhub.runtime.rdma_channel import RdmaChannel, RdmaTransport
 from tensorhub.runtime.serving import SharedOwner
 from tensorhub.testing.conformance import CHECKS, SIZES, Target, content
 from tensorhub.testing.serving import ServedSource
 from tensorhub.transport import rdma, tcp
-from tensorhub.transport.base import Cutter, NotShared, ReadFailure, ReadRight, Unusable
+from tensorhub.transport.base import Arrival, Cutter, NotShared, ReadFailure, ReadRight, Unusable
 from tensorhub.transport.rdma import Port, said_of
 from tensorhub.transport.registry import Local
 from tensorhub.types import ContentId, Endpoint, Incarnation, LeaseId, Options, RegistrationId
 from tests.runtime.data_rig import busy_threads
+from tests.transport import fabric as fabric_module
 from tests.transport.fabric import GID, PORT, FakeFabric, open_queues
 
 SECRET = b"a secret of the test"
@@ -81,39 +83,73 @@ def read_all(transport: RdmaTransport, source: ServedSource) -> Any:
     return channel
 
 
-def test_a_link_is_used_again_also_if_the_read_was_given_up_when_all_was_there(
-    transport: RdmaTransport, source: ServedSource
-) -> None:
+def test_a_link_is_used_again(transport: RdmaTransport, source: ServedSource) -> None:
     link = read_all(transport, source)._link
-    cutter, target = Cutter(), Target()
-    channel = transport.open(source.endpoint, source.right, target, cutter)
-    channel.submit([0])
-    assert len(channel.receive(1).chunks) == 1
-    cutter.cut()  # as the end of a pull does
-    channel.close()
     assert read_all(transport, source)._link is link
+    assert "1 kept" in repr(transport)
 
 
-def test_links_that_rest_for_long_are_closed(
+def test_what_a_read_has_under_way_ends_with_it(
     transport: RdmaTransport, source: ServedSource, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    read_all(transport, source)
-    transport.sweep()
-    assert "1 links rest" in repr(transport)
-    monkeypatch.setattr(rdma_channel, "KEPT_S", 0.0)
-    transport.sweep()
-    assert "0 links rest" in repr(transport)
+    """All is answered, and the connection is sound; but requests are posted that nobody waits for."""
+    monkeypatch.setattr(rdma_channel, "GROUP_BYTES", 1)
+    channel = transport.open(source.endpoint, source.right, Target(), Cutter())
+    assert isinstance(channel, RdmaChannel)
+    channel.submit(range(5))
+    answer = channel.receive(1)
+    assert isinstance(answer, Arrival)
+    assert [chunk for chunk, _ in answer.chunks] == [0]
+    assert channel._asking.is_answered
+    assert not channel._reads.is_idle
+    channel.close()
+    assert channel._link.queue.card.number not in fabric_module._queues
+    assert "0 kept" in repr(transport)
 
 
-def test_few_links_rest(transport: RdmaTransport, source: ServedSource, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rdma_channel, "RESTING_MAX", 1)
-    read_all(transport, source)
-    other = ServedSource(SECRET, fabric=FakeFabric())
-    for chunk in range(len(SIZES)):
-        other.fill(chunk, content(chunk))
-    read_all(transport, other)
-    assert "1 links rest" in repr(transport)
-    other.close()
+def test_a_queue_pair_whose_other_end_is_a_new_one_is_made_anew(transport: RdmaTransport, source: ServedSource) -> None:
+    link, peer = read_all(transport, source)._link, transport._peers._kept[0]
+    link.theirs = replace(link.theirs, sequence=8)
+    assert read_all(transport, source)._link is not link
+    assert transport._peers._kept == [peer]  # over the same connection
+    assert open_queues() == 2
+
+
+@pytest.mark.parametrize("how", ["by age", "by number", "at the end", "the source has left"])
+def test_a_queue_pair_goes_before_its_connection(
+    transport: RdmaTransport, source: ServedSource, monkeypatch: pytest.MonkeyPatch, how: str
+) -> None:
+    link, peer = read_all(transport, source)._link, transport._peers._kept[0]
+    closed: list[str] = []
+    link_close, close = type(link).close, BlockingConnection.close
+
+    def close_link(it: Any) -> None:
+        closed.extend(["link"] if it is link else [])
+        link_close(it)
+
+    def close_connection(it: BlockingConnection) -> None:
+        closed.extend(["connection"] if it is peer.connection else [])
+        close(it)
+
+    monkeypatch.setattr(type(link), "close", close_link)
+    monkeypatch.setattr(BlockingConnection, "close", close_connection)
+    match how:
+        case "by age":
+            monkeypatch.setattr(peers_module, "KEPT_S", -1.0)
+            transport.sweep()
+        case "by number":
+            monkeypatch.setattr(peers_module, "KEPT_MAX", 1)
+            other = ServedSource(SECRET, fabric=FakeFabric())
+            for chunk in range(len(SIZES)):
+                other.fill(chunk, content(chunk))
+            read_all(transport, other)
+            other.close()
+        case "at the end":
+            transport.close()
+        case _:
+            source.owner.cut(Incarnation("reader"))
+            assert read_all(transport, source)._link is not link
+    assert closed == ["link", "connection"]
 
 
 def test_a_worker_that_is_not_read_by_rdma_says_so(transport: RdmaTransport) -> None:
@@ -239,7 +275,7 @@ LIES: dict[str, tuple[list[Any], type[Exception], str]] = {
         ReadFailure,
         "asked for a queue pair, and answers ChunksPinned",
     ),
-    "the end": ([says(PORTS)], ReadFailure, "closed"),
+    "the end": ([says(PORTS)], ReadFailure, "closed|gone"),
 }
 
 
@@ -273,10 +309,9 @@ def test_what_a_source_says_of_its_memory_is_only_read_from(transport: RdmaTrans
 def asks(source: ServedSource, *messages: object) -> list[object]:
     """What a source answers to a reader that says this."""
     from tensorhub.protocol.codec import FROM_OWNER
-    from tensorhub.runtime.asking import connect
 
-    local = Local(Incarnation("reader"), (SECRET,), Options())
-    connection, _ = connect(local, source.endpoint.address, source.right, Cutter())
+    peers = Peers(Local(Incarnation("reader"), (SECRET,), Options()))
+    connection = peers.open(source.endpoint.address, source.right, Cutter()).connection
     answers: list[object] = []
     vocabulary: Any = FROM_OWNER
     with connection:

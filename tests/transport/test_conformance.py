@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
 
 import pytest
 
 from tensorhub.runtime.cma_channel import CmaTransport
+from tensorhub.runtime.nixl_channel import NixlTransport
 from tensorhub.runtime.serving import SharedOwner
 from tensorhub.runtime.shm_channel import ShmTransport
 from tensorhub.runtime.tcp_channel import TcpTransport
@@ -14,8 +16,18 @@ from tensorhub.testing import conformance
 from tensorhub.testing.conformance import CHECKS, ConformanceBroken, Source, transport_conformance
 from tensorhub.testing.loopback import Loopback
 from tensorhub.testing.serving import ServedSource
-from tensorhub.transport import cma, shm
-from tensorhub.transport.base import Arrival, Channel, Cutter, Destination, Lacking, ReadFailure, ReadRight, Transport
+from tensorhub.transport import cma, nixl, shm
+from tensorhub.transport.base import (
+    Arrival,
+    Channel,
+    Cutter,
+    Destination,
+    Keeping,
+    Lacking,
+    ReadFailure,
+    ReadRight,
+    Transport,
+)
 from tensorhub.transport.registry import Local
 from tensorhub.types import Endpoint, Incarnation, Location, Options
 from tests.runtime.data_rig import busy_threads
@@ -23,6 +35,7 @@ from tests.runtime.data_rig import busy_threads
 SECRET = b"a secret of the test"
 LOCAL = Local(Incarnation("reader"), (SECRET,), Options(stall_timeout_s=1.0, connect_timeout_s=5.0))
 needs_shm = pytest.mark.skipif(shm.fault_here() is not None, reason=str(shm.fault_here()))
+needs_nixl = pytest.mark.skipif(nixl.version() is None, reason=f"NIXL is not installed: {nixl.INSTALL}, or make nixl")
 needs_cma = pytest.mark.skipif(cma.fault_here() is not None, reason=str(cma.fault_here()))
 
 
@@ -43,18 +56,40 @@ def ways(kind: str, backend: str) -> tuple[Transport, Callable[[], Source]]:
             return made
 
         return Loopback(owners), make
-    transports: dict[str, Callable[[Local], Transport]] = {"tcp": TcpTransport, "cma": CmaTransport, "shm": ShmTransport}
-    return transports[kind](LOCAL), lambda: ServedSource(SECRET, backend, shares=kind == "shm")
+    transports: dict[str, Callable[[Local], Transport]] = {
+        "tcp": TcpTransport,
+        "cma": CmaTransport,
+        "shm": ShmTransport,
+        "nixl": NixlTransport,
+    }
+    return transports[kind](LOCAL), lambda: ServedSource(SECRET, backend, shares=kind == "shm", exposes=kind == "nixl")
+
+
+@contextlib.contextmanager
+def kept_until_the_end(transport: Transport) -> Iterator[None]:
+    try:
+        yield
+    finally:
+        if isinstance(transport, Keeping):
+            transport.close()
 
 
 @pytest.mark.parametrize("check", CHECKS)
 @pytest.mark.parametrize("backend", ["asyncio", "trio"])
 @pytest.mark.parametrize(
-    "kind", ["tcp", pytest.param("cma", marks=needs_cma), pytest.param("shm", marks=needs_shm), "loopback"]
+    "kind",
+    [
+        "tcp",
+        pytest.param("cma", marks=needs_cma),
+        pytest.param("shm", marks=needs_shm),
+        pytest.param("nixl", marks=[pytest.mark.nixl, needs_nixl]),
+        "loopback",
+    ],
 )
 def test_a_transport_keeps_the_rule(kind: str, backend: str, check: str) -> None:
     transport, make = ways(kind, backend)
-    CHECKS[check](transport, make)
+    with kept_until_the_end(transport):
+        CHECKS[check](transport, make)
     assert not busy_threads()
 
 
@@ -184,7 +219,8 @@ def test_the_suite_finds(fault: type[_Passes], check: str, rule: int, monkeypatc
     if fault is _Deaf:
         monkeypatch.setattr(conformance, "SOON_S", 0.3)
     transport, make = ways("tcp", "asyncio")
-    with pytest.raises(ConformanceBroken, match=f"rule {rule} of"):
-        CHECKS[check](Faulty(transport, fault), make)
-    monkeypatch.undo()
-    CHECKS[check](Faulty(transport, _Passes), make)
+    with kept_until_the_end(transport):
+        with pytest.raises(ConformanceBroken, match=f"rule {rule} of"):
+            CHECKS[check](Faulty(transport, fault), make)
+        monkeypatch.undo()
+        CHECKS[check](Faulty(transport, _Passes), make)

@@ -8,7 +8,7 @@ from dataclasses import asdict
 
 from tensorhub.cli.common import JsonOption
 from tensorhub.runtime.channels import TRANSPORTS
-from tensorhub.transport import cma, rdma
+from tensorhub.transport import cma, nixl, rdma
 from tensorhub.transport.registry import Local
 from tensorhub.types import Incarnation, Options
 
@@ -27,6 +27,7 @@ def doctor(as_json: JsonOption = False) -> None:
         "shm": "for tensors that tensorhub.shared_empty_like has made",
         "cma": cma.restriction(),
         "rdma": rdma.memlock_note(),
+        "nixl": f"NIXL {nixl.version()}; used by workers that name it in transports= only",
     }
     rows = [
         {"name": name, "available": fault is None, "reason": fault or notes.get(name) or ""}

@@ -9,6 +9,7 @@ from tensorhub.types import U64, Id, Length, Range, Text
 
 HAS_RUNS_MAX = 1024  # of one StillWaiting
 SEGMENTS_MAX = 64  # of one registration; the kernel passes 253 descriptors at a time
+AGENT_BYTES_MAX = 2**19  # of a NIXL agent's metadata
 
 Gid = Annotated[bytes, Length(16)]
 U32 = Annotated[int, Range(0, 2**32 - 1)]
@@ -99,6 +100,28 @@ class SegmentsAre:
 
 
 @dataclass(frozen=True, slots=True)
+class FindAgent:
+    """Ask an owner for the NIXL agent by which a registration and its generation word are read. Answered by AgentIs or
+    ReadRefused.
+    """
+
+    request: U64
+    registration: Id
+    generation: U64
+
+
+@dataclass(frozen=True, slots=True)
+class AgentIs:
+    """The agent's name, its metadata as NIXL has made it, and where the word is. No metadata: there is no agent, and why."""
+
+    request: U64
+    name: Id
+    metadata: Annotated[bytes, Length(AGENT_BYTES_MAX)]
+    word: U64
+    why_not: Text
+
+
+@dataclass(frozen=True, slots=True)
 class RdmaPort:
     """A port by which a worker's memory can be reached. `link`: "ethernet" or "infiniband"."""
 
@@ -171,13 +194,6 @@ class Unpaired:
 
 
 @dataclass(frozen=True, slots=True)
-class Rest:
-    """The reader keeps the connection for later, and asks for nothing now: who needs the place may have it. No answer."""
-
-    request: U64
-
-
-@dataclass(frozen=True, slots=True)
 class Locate(_Wanted):
     """As Read, but the bytes are not sent: ChunksLie, or ChunksPinned, says where they are."""
 
@@ -222,7 +238,7 @@ class ReadRefused:
     reason: Text
 
 
-FromReader = Read | Locate | FindMemory | FindSegments | FindPorts | Pair | Rest
+FromReader = Read | Locate | FindMemory | FindSegments | FindAgent | FindPorts | Pair
 FromOwner = (
     ChunksFollow
     | ChunkFollows
@@ -231,6 +247,7 @@ FromOwner = (
     | ChunksPinned
     | MemoryIs
     | SegmentsAre
+    | AgentIs
     | PortsAre
     | Paired
     | Unpaired

@@ -12,6 +12,7 @@ import errno
 import os
 import socket
 import threading
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -19,7 +20,7 @@ import anyio
 import anyio.to_thread
 
 from tensorhub.errors import AuthenticationFailed, OperationTimeout, TensorHubError
-from tensorhub.messages import FromReader, ReadRefused, Rest
+from tensorhub.messages import FromReader, ReadRefused
 from tensorhub.protocol.blocking import BlockingConnection
 from tensorhub.protocol.codec import FROM_READER
 from tensorhub.protocol.handshake import NONCE_BYTES, ServerHandshake
@@ -181,8 +182,9 @@ def _serve_lane(lane: Lane, connection: BlockingConnection, acceptor: _Acceptor)
                     _unserved.count(reader=handshake.client_incarnation, reason=refusal)
                     connection.send(ReadRefused(read.request, refusal))
                     return
-                lane.is_resting = isinstance(read, Rest)
+                lane.rests_from = None
                 answering.answer(read)
+                lane.rests_from = time.monotonic()
     except ConnectionLost:
         pass
     except TensorHubError as error:

@@ -55,7 +55,7 @@ class Pairing:
         memory = self._owner.memory_of(RegistrationId(read.registration), read.generation)
         if isinstance(memory, Refusal):
             return ReadRefused(read.request, memory.reason)
-        if not memory.is_writable:
+        if memory.is_read_only:
             return Unpaired(read.request, "its memory is a file, which cannot be registered", is_usual=True)
         try:
             if self._queue is None or self._theirs != read.card:

@@ -5,8 +5,8 @@ connection, reads them, and names them if the generation word, read after them, 
 queue pair is set up over that connection too, and lives as long. Before anything is asked for, the reader reads the source's
 nonce through it, in a packet as large as any: that it is the right process, and that the way is whole.
 
-A *link* is such a connection with its queue pair. One whose read has ended in order is kept for the next version: it
-rests, and the source may end it where it needs the place. Another one is made then, as after any failure.
+Connection and queue pair are kept together for the next version after a read that ended in order (`peers`): the source is
+then asked for the new registration with the same end of the queue pair. After any failure, both go.
 
 Everything that the source says is hostile: its addresses and keys are only ever read from, into the destination's own
 registered memory, with the lengths of the reader's own manifest.
@@ -17,10 +17,9 @@ from __future__ import annotations
 import itertools
 import mmap
 import select
-import threading
 import time
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from tensorhub.errors import OperationTimeout, ProtocolError
@@ -33,13 +32,12 @@ from tensorhub.messages import (
     PortsAre,
     QueueCard,
     RdmaPort,
-    Rest,
     StillWaiting,
     Unpaired,
 )
 from tensorhub.protocol.blocking import BlockingConnection
-from tensorhub.protocol.lost import ConnectionLost
-from tensorhub.runtime.asking import Asking, Failures, connect
+from tensorhub.runtime.asking import Asking
+from tensorhub.runtime.peers import Peer, Peers
 from tensorhub.transport import rdma
 from tensorhub.transport.base import (
     Arrival,
@@ -60,41 +58,38 @@ from tensorhub.transport.verbs import Fabric, ReaderQueue, verbs
 from tensorhub.types import Endpoint, Location
 
 GROUP_BYTES = 4 * 2**20  # of chunks that are named together, at least one
-KEPT_S = 60.0  # of a link that rests
-RESTING_MAX = 16  # of one worker
 PAIRS_TRIED_MAX = 4  # of ports, for one link
 
 
 class _Link:
-    """A connection to one source, with a queue pair. For one thread."""
+    """A queue pair to one source; it is kept and closed with the connection over which it was made. For one thread."""
 
-    def __init__(self, connection: BlockingConnection, queue: ReaderQueue, place: int) -> None:
+    def __init__(self, queue: ReaderQueue, place: int) -> None:
         """`place`: of the source's port, among those that it named. OSError."""
-        self.connection = connection
         self.queue = queue
         self.place = place
         self.theirs: QueueCard | None = None  # once it is connected
-        self.used = time.monotonic()
         self.words = queue.device.landing(2 * mmap.PAGESIZE)  # of groups; and of the source's nonce
         self._is_armed = False
 
     def __repr__(self) -> str:
         return f"<_Link by {self.queue!r}>"
 
-    def ask(self, right: ReadRight) -> Paired:
+    def ask(self, asking: Asking, right: ReadRight) -> Paired:
         """Ask the source to read that registration through this queue pair. NotShared, Unusable; ReadFailure."""
-        with Failures(self.connection):
-            self.connection.send(Pair(0, right.registration, right.generation, self.place, self.queue.card))
-            message = Asking(self.connection, right).hear()
+        with asking.failures():
+            asking.connection.send(Pair(0, right.registration, right.generation, self.place, self.queue.card))
+            message = asking.hear()
             match message:
                 case Paired() if len(message.card.gid) == GID_BYTES and len(message.nonce) == NONCE_BYTES:
                     return message
                 case Unpaired():
-                    raise (NotShared if message.is_usual else Unusable)(message.reason)
+                    pass
                 case _:
                     raise ProtocolError(f"it is asked for a queue pair, and answers {type(message).__name__}")
+        raise (NotShared if message.is_usual else Unusable)(message.reason)
 
-    def wait(self, until: float) -> None:
+    def wait(self, connection: BlockingConnection, until: float) -> None:
         """Wait until there may be completions, or something to hear. OperationTimeout, OSError."""
         if not self._is_armed:
             self.queue.arm()  # what came before may have been missed: the caller looks first
@@ -102,7 +97,7 @@ class _Link:
             return
         waiting = select.poll()
         waiting.register(self.queue.descriptor, select.POLLIN)
-        waiting.register(self.connection.descriptor, select.POLLIN)
+        waiting.register(connection.descriptor, select.POLLIN)
         ready = waiting.poll(max(0.0, until - time.monotonic()) * 1000)
         if any(descriptor == self.queue.descriptor for descriptor, _ in ready):
             self.queue.take_event()
@@ -110,29 +105,24 @@ class _Link:
         elif not ready:
             raise OperationTimeout("the source's memory brought nothing in that time")
 
-    def prove(self, paired: Paired, until: float) -> None:
+    def prove(self, connection: BlockingConnection, paired: Paired, until: float) -> None:
         """Read the source's nonce. Unusable: it cannot be read, or is another one; OSError."""
         there = Move(self.words.address + mmap.PAGESIZE, self.words.key, paired.address, paired.key, mmap.PAGESIZE)
         self.queue.post([there], 0, frozenset([0]), frozenset())
         while not (done := self.queue.poll()):
-            if self.connection.is_readable():
+            if connection.is_readable():
                 raise Unusable("the source left while it was looked for over RDMA")
-            self.wait(until)
+            self.wait(connection, until)
         status = done[0][1]
         if status:
             raise Unusable(f"it cannot be read over RDMA, {self.queue.port}: {rdma.failure_of(status).detail}")
         if self.words.read(mmap.PAGESIZE, NONCE_BYTES) != paired.nonce:
             raise Unusable("another process is reached over RDMA")
 
-    def take_apart(self) -> None:
+    def close(self) -> None:
         """Nothing is written by it any more when this returns. The connection stays."""
         self.queue.close()
         self.words.close()
-
-    def close(self) -> None:
-        """As `take_apart`; the connection goes, too."""
-        self.take_apart()
-        self.connection.close()
 
 
 class RdmaTransport:
@@ -145,147 +135,97 @@ class RdmaTransport:
         if self.name not in local.kept:
             verbs()
             local.kept[self.name] = Fabric(rdma.usable_ports(local.options.rdma_ports))
-        self._local = local
+        self._options = local.options
+        self._peers = Peers(local)
         self.fabric: Fabric = local.kept[self.name]
         self._turns = itertools.count()
-        self._lock = threading.Lock()  # guards the links that rest
-        self._resting: dict[tuple[str, str], _Link] = {}  # by (incarnation, address); the one that was used last at the end
 
     def __repr__(self) -> str:
-        return f"<RdmaTransport, {self.fabric!r}, {len(self._resting)} links rest>"
+        return f"<RdmaTransport, {self.fabric!r}, {self._peers!r}>"
 
     def reaches(self, here: Location, there: Location) -> bool:
         """Within a site: between datacenters every pair of ports would be tried in vain."""
         return here.site == there.site
 
     def open(self, endpoint: Endpoint, right: ReadRight, destination: Destination, cutter: Cutter) -> Channel:
-        """Take up the link that there is, or connect, prove who is who, and set up a queue pair; see `Transport.open`."""
-        link = self._woken(endpoint.address, right, cutter) or self._linked(endpoint.address, right, cutter)
+        """Connect, prove who is who, and set up a queue pair, or take up what there is of it; see `Transport.open`."""
+        peer = self._peers.open(endpoint.address, right, cutter)
+        asking = Asking(self._peers, peer, right, cutter)
         try:
+            link = self._linked(peer, asking, right)
             _check_destination(link, destination)
         except BaseException:
-            cutter.detach()
-            link.close()
+            peer.is_sound = False  # a queue pair that is of no use goes, at both ends
+            asking.close()
             raise
-        return RdmaChannel(self, link, endpoint.address, right, destination, cutter, self._local.options.stall_timeout_s)
-
-    # ------------------------------------------------------------------------------------------------ links that rest
-
-    def _woken(self, address: str, right: ReadRight, cutter: Cutter) -> _Link | None:
-        """The link that rests, if its source has kept it, too. As of `_Link.ask`."""
-        with self._lock:
-            link = self._resting.pop((right.incarnation, address), None)
-        if link is None:
-            return None
-        try:
-            cutter.attach(link.connection.shutdown)
-            if link.ask(right).card == link.theirs:
-                return link
-        except ReadFailure as failure:
-            if failure.reason == "refused":
-                _end(link, cutter)
-                raise
-        except BaseException:
-            _end(link, cutter)
-            raise
-        _end(link, cutter)
-        return None
-
-    def rest(self, address: str, right: ReadRight, link: _Link) -> None:
-        """Keep a link that has nothing under way."""
-        try:
-            link.connection.send(Rest(0))
-        except (ConnectionLost, OperationTimeout):
-            link.close()
-            return
-        link.used = time.monotonic()
-        with self._lock:
-            gone = [self._resting.pop((right.incarnation, address), None)]
-            self._resting[right.incarnation, address] = link
-            if len(self._resting) > RESTING_MAX:
-                gone.append(self._resting.pop(next(iter(self._resting))))
-        _close(gone)
+        return RdmaChannel(asking, peer, link, right, destination, cutter, self._options.stall_timeout_s)
 
     def sweep(self) -> None:
-        """Close links that have rested for long. Called now and then."""
-        before = time.monotonic() - KEPT_S
-        with self._lock:
-            gone = [self._resting.pop(key) for key, link in list(self._resting.items()) if link.used < before]
-        _close(gone)
+        """See `Keeping`."""
+        self._peers.sweep()
 
     def close(self) -> None:
-        """Close all that rest: this incarnation reads no more."""
-        with self._lock:
-            gone = list(self._resting.values())
-            self._resting.clear()
-        _close(gone)
+        """See `Keeping`."""
+        self._peers.close()
 
-    # -------------------------------------------------------------------------------------------------- new ones
+    def _linked(self, peer: Peer, asking: Asking, right: ReadRight) -> _Link:
+        """The connection's queue pair, if its source has kept it, too; else a new one. As of `_Link.ask`."""
+        link = peer.link
+        if isinstance(link, _Link):
+            if link.ask(asking, right).card == link.theirs:
+                return link
+            peer.link = None
+            link.close()
+        peer.link = link = self._new_link(asking, right)
+        return link
 
-    def _linked(self, address: str, right: ReadRight, cutter: Cutter) -> _Link:
-        """A new link. Unusable, which says of each pair of ports what is in the way."""
-        connection, _ = connect(self._local, address, right, cutter)
-        until = time.monotonic() + self._local.options.connect_timeout_s
-        try:
-            ports = self._ports_of(connection, right)
-            pairs = rdma.pairs(self.fabric.ports, ports, next(self._turns))
-            if not pairs:
-                raise Unusable(rdma.apart(self.fabric.ports, ports) if ports else NOT_OFFERED)
-            faults: list[str] = []
-            for here, there in pairs[:PAIRS_TRIED_MAX]:
-                try:
-                    return self._pair(connection, right, self.fabric.ports[here], there, until)
-                except NotShared:
-                    raise
-                except (Unusable, OSError, OperationTimeout) as error:
-                    faults.append(str(getattr(error, "strerror", None) or error))
-                    if connection.is_readable() or time.monotonic() > until:  # (its end: nothing was asked)
-                        break
-            raise Unusable("; ".join(faults))
-        except BaseException:
-            cutter.detach()
-            connection.close()
-            raise
+    def _new_link(self, asking: Asking, right: ReadRight) -> _Link:
+        """By one of the pairs of ports. Unusable, which says of each what is in the way."""
+        until = time.monotonic() + self._options.connect_timeout_s
+        ports = self._ports_of(asking)
+        pairs = rdma.pairs(self.fabric.ports, ports, next(self._turns))
+        if not pairs:
+            raise Unusable(rdma.apart(self.fabric.ports, ports) if ports else NOT_OFFERED)
+        faults: list[str] = []
+        for here, there in pairs[:PAIRS_TRIED_MAX]:
+            try:
+                return self._pair(asking, right, self.fabric.ports[here], there, until)
+            except NotShared:
+                raise
+            except (Unusable, OSError, OperationTimeout) as error:
+                faults.append(str(getattr(error, "strerror", None) or error))
+                if asking.connection.is_readable() or time.monotonic() > until:  # (its end: nothing was asked)
+                    break
+        raise Unusable("; ".join(faults))
 
     @staticmethod
-    def _ports_of(connection: BlockingConnection, right: ReadRight) -> Sequence[RdmaPort]:
-        with Failures(connection):
-            connection.send(FindPorts(0))
-            message = Asking(connection, right).hear()
+    def _ports_of(asking: Asking) -> Sequence[RdmaPort]:
+        with asking.failures():
+            asking.connection.send(FindPorts(0))
+            message = asking.hear()
             if not isinstance(message, PortsAre):
                 raise ProtocolError(f"it is asked for its RDMA ports, and answers {type(message).__name__}")
             return message.ports
 
-    def _pair(self, connection: BlockingConnection, right: ReadRight, port: Port, place: int, until: float) -> _Link:
+    def _pair(self, asking: Asking, right: ReadRight, port: Port, place: int, until: float) -> _Link:
         queue = self.fabric.reader(port)
         try:
-            link = _Link(connection, queue, place)
+            link = _Link(queue, place)
         except BaseException:
             queue.close()
             raise
         try:
-            paired = link.ask(right)
+            paired = link.ask(asking, right)
             link.theirs = paired.card
             queue.connect(paired.card)
-            link.prove(paired, until)
+            link.prove(asking.connection, paired, until)
         except BaseException:
-            link.take_apart()
+            link.close()
             raise
         return link
 
 
 NOT_OFFERED = "its memory is not to be read by RDMA"
-
-
-def _end(link: _Link, cutter: Cutter) -> None:
-    cutter.detach()
-    link.close()
-
-
-def _close(links: Iterable[_Link | None]) -> None:
-    for link in links:
-        if link is not None:
-            link.close()
 
 
 def _check_destination(link: _Link, destination: Destination) -> None:
@@ -314,49 +254,42 @@ class RdmaChannel:
 
     def __init__(
         self,
-        transport: RdmaTransport,
+        asking: Asking,
+        peer: Peer,
         link: _Link,
-        address: str,
         right: ReadRight,
         destination: Destination,
         cutter: Cutter,
         stall_timeout_s: float,
     ) -> None:
-        self._transport = transport
+        self._asking = asking
+        self._connection = asking.connection
+        self._peer = peer
         self._link = link
-        self._address = address
         self._right = right
-        self._asking = Asking(link.connection, right)
         self._destination = destination
         self._cutter = cutter
         self._stall_timeout_s = stall_timeout_s
         self._reads = Reads(link.queue, link.words, mmap.PAGESIZE, link.queue.device.depth)
         self._located: deque[_Located] = deque()  # and not read yet
         self._proved: deque[tuple[int, int, int]] = deque()  # (chunk, digest, bytes) that are there, and not named yet
-        self._is_cuttable = True  # the cutter ends the link; not where nothing is under way, so that the link can rest
 
     def __repr__(self) -> str:
         return f"<RdmaChannel by {self._link!r}, {self._asking!r}, {self._reads!r}>"
 
     def submit(self, chunks: Sequence[int]) -> None:
-        if not self._is_cuttable:
-            self._cutter.attach(self._link.connection.shutdown)
-            self._is_cuttable = True
         self._asking.ask(Locate, chunks)
 
     def receive(self, bytes_max: int) -> Arrival | Lacking:
         started = time.perf_counter()
         try:
-            with Failures(self._link.connection):
+            with self._asking.failures():
                 lacking, first_byte = self._read_some(started)
         except OSError as error:
             raise ReadFailure("lost", f"the queue pair fails: {error.strerror or error}") from error
         if lacking is not None:
             return lacking
         chunks = self._take(bytes_max)
-        if self._reads.is_idle and self._asking.is_answered and not self._located and self._is_cuttable:
-            self._cutter.detach()
-            self._is_cuttable = False
         return Arrival(chunks, first_byte - started, time.perf_counter() - first_byte)
 
     def _read_some(self, started: float) -> tuple[Lacking | None, float]:
@@ -365,14 +298,12 @@ class RdmaChannel:
         while True:
             if self._cutter.is_cut:
                 raise ReadFailure("lost", "the read was given up", bytes_discarded=self._proved_bytes())
-            if not self._is_cuttable:
-                return None, first_byte
             try:
                 self._proved.extend(chunk for group in self._reads.completed() for chunk in group.chunks)
             except ReadFailure as failure:
                 failure.bytes_discarded += self._proved_bytes()
                 raise
-            while self._link.connection.is_readable():
+            while self._connection.is_readable():
                 if (lacking := self._hear()) is not None:
                     return lacking, first_byte
             while self._located and self._reads.is_hungry and self._proved_bytes() < WINDOW_BYTES:
@@ -387,7 +318,7 @@ class RdmaChannel:
                 continue
             if self._reads.done != done:
                 done, until = self._reads.done, time.monotonic() + self._stall_timeout_s
-            self._link.wait(until)
+            self._link.wait(self._connection, until)
 
     def _hear(self) -> Lacking | None:
         message = self._asking.hear()
@@ -436,7 +367,6 @@ class RdmaChannel:
         return sum(nbytes for _, _, nbytes in self._proved)
 
     def close(self) -> None:
-        if self._is_cuttable:  # something is under way, or has failed
-            _end(self._link, self._cutter)
-        else:
-            self._transport.rest(self._address, self._right, self._link)
+        if not self._reads.is_idle:
+            self._peer.is_sound = False  # the queue pair goes, and with it what is under way
+        self._asking.close()

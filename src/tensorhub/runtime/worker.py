@@ -129,7 +129,9 @@ class Worker:
         self.questions = Questions(self._link, self._numbers)
         self.pins = Pins(self.questions, options.op_timeout_s)
         self.news = News(self._link)
-        self._owner = SharedOwner(words=self.channels.words(), fabric=self.channels.fabric)
+        self._owner = SharedOwner(
+            words=self.channels.words(), exposures=self.channels.exposures(), fabric=self.channels.fabric
+        )
         self._handles: dict[str, Handle] = {}  # by registration
         self._by_rank: dict[tuple[str, str, int], Handle] = {}  # by (model, group, rank)
         self._asked: dict[int, Handle] = {}  # requests of handles that are not answered yet

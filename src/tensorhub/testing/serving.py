@@ -16,6 +16,7 @@ from tensorhub.testing.conformance import SIZES
 from tensorhub.transport import tcp, unix
 from tensorhub.transport.base import ReadRight
 from tensorhub.transport.cma import Words
+from tensorhub.transport.nixl import Exposures
 from tensorhub.transport.shm import Segment
 from tensorhub.transport.verbs import Fabric
 from tensorhub.types import ContentId, Endpoint, Incarnation, LeaseId, RegistrationId
@@ -31,16 +32,24 @@ def _shared(nbytes: int) -> memoryview:
 
 class ServedSource:
     """See `conformance.Source`. `secret`: what its readers present; `backend`: of anyio, on which it serves; `shares`: its
-    memory is shared, and it listens on a Unix socket; `fabric`: by which RDMA ports it can be read, closed with the source.
+    memory is shared, and it listens on a Unix socket; `exposes`: NIXL may read it; `fabric`: by which RDMA ports it can be
+    read, closed with the source.
     """
 
     def __init__(
-        self, secret: bytes = b"", backend: str = "asyncio", *, shares: bool = False, fabric: Fabric | None = None
+        self,
+        secret: bytes = b"",
+        backend: str = "asyncio",
+        *,
+        shares: bool = False,
+        exposes: bool = False,
+        fabric: Fabric | None = None,
     ) -> None:
         tensors = [TensorDescription(f"t{n}", "uint8", (size,), (n + 1) << 40, size) for n, size in enumerate(SIZES)]
         self._bytes = [_shared(size) if shares and size else memoryview(bytearray(size)) for size in SIZES]
         self._memory = ChunkMemory(build_manifest(tensors, CHUNK_BYTES, "xxh3-64"), self._bytes)
-        self.owner = SharedOwner(fence_grace_s=0.1, words=Words(_shared) if shares else Words(), fabric=fabric)
+        words, exposures = Words(_shared) if shares else Words(), Exposures() if exposes else None
+        self.owner = SharedOwner(fence_grace_s=0.1, words=words, exposures=exposures, fabric=fabric)
         self.right = ReadRight(LeaseId("lease"), Incarnation(os.urandom(8).hex()), REGISTRATION, 1, CONTENT)
         self._listener = unix.listen() if shares else tcp.listen("127.0.0.1")
         self.endpoint = Endpoint("any", unix.address_of(self._listener) if shares else tcp.address_of(self._listener))

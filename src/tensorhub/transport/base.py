@@ -37,7 +37,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal, NamedTuple, Protocol
+from typing import Literal, NamedTuple, Protocol, runtime_checkable
 
 from tensorhub.types import ContentId, Endpoint, Incarnation, LeaseId, Location, RegistrationId
 
@@ -139,6 +139,17 @@ class Transport(Protocol):
 
     def open(self, endpoint: Endpoint, right: ReadRight, destination: Destination, cutter: Cutter) -> Channel:
         """Connect to the source, in the calling thread. Raises ReadFailure; Unusable, before anything was asked for."""
+
+
+@runtime_checkable
+class Keeping(Protocol):
+    """What a transport also is that keeps something between reads: connections, mappings. For any thread."""
+
+    def sweep(self) -> None:
+        """Let go of what was not used for a while. Called now and then."""
+
+    def close(self) -> None:
+        """Let go of all that no channel uses, and keep nothing from now on. No channel is opened any more."""
 
 
 class Cutter:
