@@ -1,0 +1,246 @@
+"""CUDA devices, through cupy. See `device` for what each call means.
+
+cupy's current device is a thread's own, so each call sets it: a fraction of a microsecond. The caller's streams are torch's.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import importlib
+import sys
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from functools import lru_cache
+from typing import Any
+
+from tensorhub.cuda.device import DeviceBytes, Mark
+from tensorhub.cuda.kernels import SOURCE, THREADS, cut_rows
+from tensorhub.errors import StateError, TensorHubError
+
+INSTALL = "pip install 'tensorhub[cuda]' (cupy-cuda13x; with a driver for CUDA 12 only: cupy-cuda12x)"
+_TO_WHEREVER = 4  # cudaMemcpyDefault: both addresses say where they are
+_OUT_OF_MEMORY = ("MemoryAllocation", "OUT_OF_MEMORY", "out of memory")
+_PORTABLE = 1  # cudaHostRegisterPortable: page-locked for every device
+
+
+@lru_cache(maxsize=1)
+def fault_here() -> str | None:
+    """Why GPUs cannot be used here, and what to do; None if they can."""
+    try:
+        cupy = importlib.import_module("cupy")
+    except ImportError as error:
+        return f"cupy is not installed ({error}): {INSTALL}"
+    try:
+        count = cupy.cuda.runtime.getDeviceCount()
+    except Exception as error:  # cupy's own kinds, and what a missing library raises
+        return f"no CUDA device can be used: {error}; see `nvidia-smi`, and in a container its --gpus"
+    return None if count else "there is no CUDA device; see `nvidia-smi` and CUDA_VISIBLE_DEVICES"
+
+
+@lru_cache(maxsize=64)
+def cuda_device(index: int) -> CudaDevice:
+    """The one of that number, as torch and CUDA_VISIBLE_DEVICES number them. StateError: there is none."""
+    if (fault := fault_here()) is not None:
+        raise StateError(fault)
+    return CudaDevice(index)
+
+
+@contextlib.contextmanager
+def failures(what: str, nbytes: int = 0) -> Iterator[None]:
+    """Names what a CUDA call failed at."""
+    try:
+        yield
+    except TensorHubError:
+        raise
+    except Exception as error:  # cupy's and torch's own kinds: of the runtime, the driver, the compiler
+        if isinstance(error, MemoryError) or any(word in str(error) for word in _OUT_OF_MEMORY):
+            needed = f" ({nbytes} bytes)" if nbytes else ""
+            advice = "free some: torch.cuda.empty_cache(), a smaller Options.host_memory_bytes or pack_bytes"
+            raise StateError(f"{what}{needed}: out of memory: {advice} [{error}]", retryable=True) from error
+        after = "most CUDA errors leave a process of no use for its GPU: start it anew"
+        raise StateError(f"{what}: {error} ({after})") from error
+
+
+class CudaDevice:
+    """See `Device`."""
+
+    def __init__(self, index: int) -> None:
+        self._cupy: Any = importlib.import_module("cupy")
+        self._runtime = self._cupy.cuda.runtime
+        self._lock = threading.Lock()  # guards both below
+        self._module: Any = None
+        self._idle: list[Any] = []  # streams: cupy keeps memory for each, so they are used again
+        self.index = index
+        self.name = f"cuda:{index}"
+        self.use()
+
+    def __repr__(self) -> str:
+        return f"<CudaDevice {self.name}>"
+
+    def use(self) -> None:
+        """Have the calling thread's CUDA calls be about this device."""
+        with failures(f"using {self.name}"):
+            self._runtime.setDevice(self.index)
+
+    def queue(self) -> CudaQueue:
+        self.use()
+        with failures(f"making a stream on {self.name}"):
+            return CudaQueue(self, self._cupy.cuda.Stream(non_blocking=True))
+
+    def pinned(self, nbytes: int) -> memoryview:
+        self.use()
+        with failures("taking page-locked host memory", nbytes):
+            memory = self._cupy.cuda.alloc_pinned_memory(nbytes)  # of a pool: giving it back to the driver waits for the GPU
+        buffer = (ctypes.c_char * nbytes).from_address(memory.ptr)
+        buffer.memory = memory  # type: ignore[attr-defined]
+        return memoryview(buffer).cast("B")
+
+    def pin(self, view: memoryview) -> Callable[[], None]:
+        self.use()
+        address = ctypes.addressof(ctypes.c_char.from_buffer(view))
+        with failures("page-locking host memory", view.nbytes):
+            self._runtime.hostRegister(address, view.nbytes, _PORTABLE)
+        return lambda: self._unpin(address)
+
+    def _unpin(self, address: int) -> None:
+        with failures("giving page-locked host memory back"):
+            self._runtime.hostUnregister(address)
+
+    def allocate(self, nbytes: int) -> DeviceBytes:
+        self.use()
+        with failures(f"taking memory on {self.name}", nbytes):
+            memory = self._cupy.zeros(nbytes, self._cupy.uint8)
+            self._cupy.cuda.get_current_stream().synchronize()  # the zeros are there, whichever queue comes next
+        return DeviceBytes(self, memory.data.ptr, nbytes, memory)
+
+    def digests(self, places: Sequence[tuple[int, int]]) -> list[int]:
+        if not places:
+            return []
+        self.use()
+        with failures(f"making digests on {self.name}"), self._stream():
+            table = self.table(places)
+            made = self._cupy.empty(len(places), self._cupy.uint64)
+            self.launch("digest_chunks", len(places), table, made)
+            found: list[int] = made.get().tolist()  # waits for it
+        return found
+
+    def packing(self, region: DeviceBytes, pieces: Sequence[tuple[int, int, int]]) -> CudaPacking:
+        self.use()
+        with failures(f"packing on {self.name}"):
+            return CudaPacking(self, region, list(cut_rows(pieces)))
+
+    def callers_work(self) -> CudaMark:
+        torch = sys.modules["torch"]
+        event = torch.cuda.Event(blocking=True)
+        event.record(torch.cuda.current_stream(self.index))
+        return CudaMark(event)
+
+    # ------------------------------------------------------------------------------------------------- for queues, too
+
+    @contextlib.contextmanager
+    def _stream(self) -> Iterator[Any]:
+        """One for the block, which is cupy's current stream there."""
+        with self._lock:
+            stream = self._idle.pop() if self._idle else self._cupy.cuda.Stream(non_blocking=True)
+        try:
+            with stream:
+                yield stream
+        finally:
+            with self._lock:
+                self._idle.append(stream)
+
+    def table(self, rows: Sequence[Sequence[int]]) -> Any:
+        """These numbers on the device, in the order of the current stream."""
+        numpy = importlib.import_module("numpy")
+        return self._cupy.asarray(numpy.asarray(rows, numpy.uint64).reshape(-1))
+
+    def launch(self, kernel: str, blocks: int, *arguments: Any) -> None:
+        """On the current stream."""
+        with self._lock:
+            if self._module is None:
+                self._module = self._cupy.RawModule(code=SOURCE.read_text(encoding="utf-8"), options=("-std=c++17",))
+            function = self._module.get_function(kernel)
+        function((blocks,), (THREADS,), arguments)
+
+
+class CudaMark:
+    """See `Mark`."""
+
+    def __init__(self, event: Any) -> None:
+        """`event`: cupy's or torch's."""
+        self._event = event
+
+    @property
+    def is_reached(self) -> bool:
+        """See `Mark`. A device that has failed has reached nothing, and `wait` says so."""
+        return bool(self._event.done if hasattr(self._event, "done") else self._event.query())
+
+    def wait(self) -> None:
+        with failures("waiting for the GPU"):
+            self._event.synchronize()
+
+
+class CudaQueue:
+    """See `Queue`."""
+
+    def __init__(self, device: CudaDevice, stream: Any) -> None:
+        self._device = device
+        self._stream = stream
+        self._cupy: Any = sys.modules["cupy"]
+
+    def copy(self, to: int, source: int, nbytes: int) -> None:
+        self._device.use()
+        with failures(f"copying {nbytes} bytes"):
+            self._cupy.cuda.runtime.memcpyAsync(to, source, nbytes, _TO_WHEREVER, self._stream.ptr)
+
+    def copy_many(self, pieces: Sequence[tuple[int, int, int]]) -> None:
+        rows = list(cut_rows([(source, to, nbytes) for to, source, nbytes in pieces]))
+        if not rows:
+            return
+        self._device.use()
+        with failures(f"copying {len(rows)} pieces"), self._stream:
+            table = self._device.table(rows)
+            # Offsets from address 0 are addresses.
+            # (The table's memory may go at once: cupy gives it out again in the order of this stream.)
+            self._device.launch("pack_pieces", len(rows), table, self._cupy.uint64(0))
+
+    def mark(self) -> Mark:
+        self._device.use()
+        with failures("marking a stream"):
+            event = self._cupy.cuda.Event(block=True, disable_timing=True)
+            event.record(self._stream)
+        return CudaMark(event)
+
+
+class CudaPacking:
+    """See `Kernels`. The table stays on the device."""
+
+    def __init__(self, device: CudaDevice, region: DeviceBytes, rows: Sequence[tuple[int, int, int]]) -> None:
+        self._device = device
+        self._region = region
+        self._count = len(rows)
+        self._cupy: Any = sys.modules["cupy"]
+        self._stream = self._cupy.cuda.Stream(non_blocking=True)
+        with self._stream:
+            self._table = device.table(rows) if rows else None
+
+    def pack(self) -> None:
+        self.queue("pack_pieces")
+        self._wait()
+
+    def unpack(self) -> None:
+        self.queue("unpack_pieces")
+        self._wait()
+
+    def queue(self, kernel: str) -> None:
+        """Have it done, on a stream of its own."""
+        if self._table is None:
+            return
+        self._device.use()
+        with failures(f"{kernel} on {self._device.name}"), self._stream:
+            self._device.launch(kernel, self._count, self._table, self._cupy.uint64(self._region.address))
+
+    def _wait(self) -> None:
+        with failures(f"packing on {self._device.name}"):
+            self._stream.synchronize()
