@@ -26,6 +26,7 @@ class Double:
         self.copies = 0
         self.launches = 0
         self.is_busy = False  # with what its callers have queued
+        self.looks = 0  # whether it is
         self.pins: set[int] = set()
         self.fail_at = -1  # the copy that fails
 
@@ -68,6 +69,7 @@ class CallersWork:
 
     @property
     def is_reached(self) -> bool:
+        self._device.looks += 1
         return not self._device.is_busy
 
     def wait(self) -> None:

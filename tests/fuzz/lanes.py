@@ -341,8 +341,8 @@ def _serve(
 
 def _is_found(read: FindMemory, lane: Lane, owner: SharedOwner, theirs: socket.socket) -> bool:
     with BlockingConnection(theirs.dup(), stall_timeout_s=STALL_S) as hears:
-        said = MemoryIs(read.request, *owner.header) if owner.header and lane.is_local else MemoryIs(read.request, 0, 0, b"")
-        return hears.receive(codec.FROM_OWNER) == said
+        process = owner.header if owner.header and lane.is_local else (0, 0, b"")
+        return hears.receive(codec.FROM_OWNER) == MemoryIs(read.request, *process)
 
 
 @functools.cache

@@ -18,6 +18,7 @@ from tensorhub.transport import cma, shm
 from tensorhub.transport.base import Arrival, Channel, Cutter, Destination, Lacking, ReadFailure, ReadRight, Transport
 from tensorhub.transport.registry import Local
 from tensorhub.types import Endpoint, Incarnation, Location, Options
+from tests.cuda.double import Double
 from tests.runtime.data_rig import busy_threads
 
 SECRET = b"a secret of the test"
@@ -43,14 +44,22 @@ def ways(kind: str, backend: str) -> tuple[Transport, Callable[[], Source]]:
             return made
 
         return Loopback(owners), make
-    transports: dict[str, Callable[[Local], Transport]] = {"tcp": TcpTransport, "cma": CmaTransport, "shm": ShmTransport}
-    return transports[kind](LOCAL), lambda: ServedSource(SECRET, backend, shares=kind == "shm")
+    transports: dict[str, Callable[[Local], Transport]] = {
+        "tcp": TcpTransport,
+        "staged": TcpTransport,
+        "cma": CmaTransport,
+        "shm": ShmTransport,
+    }
+    device = Double() if kind == "staged" else None
+    return transports.get(kind, TcpTransport)(LOCAL), lambda: ServedSource(
+        SECRET, backend, shares=kind == "shm", device=device
+    )
 
 
 @pytest.mark.parametrize("check", CHECKS)
 @pytest.mark.parametrize("backend", ["asyncio", "trio"])
 @pytest.mark.parametrize(
-    "kind", ["tcp", pytest.param("cma", marks=needs_cma), pytest.param("shm", marks=needs_shm), "loopback"]
+    "kind", ["tcp", "staged", pytest.param("cma", marks=needs_cma), pytest.param("shm", marks=needs_shm), "loopback"]
 )
 def test_a_transport_keeps_the_rule(kind: str, backend: str, check: str) -> None:
     transport, make = ways(kind, backend)

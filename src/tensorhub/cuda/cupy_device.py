@@ -165,16 +165,18 @@ class CudaDevice:
 
 
 class CudaMark:
-    """See `Mark`."""
+    """See `Mark`. `event`: torch's, or cupy's."""
 
     def __init__(self, event: Any) -> None:
-        """`event`: cupy's or torch's."""
         self._event = event
 
     @property
     def is_reached(self) -> bool:
-        """See `Mark`. A device that has failed has reached nothing, and `wait` says so."""
-        return bool(self._event.done if hasattr(self._event, "done") else self._event.query())
+        with failures("looking at the GPU's work"):
+            if hasattr(self._event, "query"):
+                return bool(self._event.query())
+            status: int = sys.modules["cupy"].cuda.runtime.eventQuery(self._event.ptr)
+            return status == 0  # else it is not reached, or `wait` says what is wrong
 
     def wait(self) -> None:
         with failures("waiting for the GPU"):

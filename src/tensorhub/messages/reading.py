@@ -56,9 +56,10 @@ class ChunkDigest:
 
 @dataclass(frozen=True, slots=True)
 class FindMemory:
-    """Ask an owner in which process it is, to read its memory one-sidedly. Answered by MemoryIs."""
+    """Ask an owner in which process a registration is, to read its memory one-sidedly. Answered by MemoryIs."""
 
     request: U64
+    registration: Id
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,6 +72,7 @@ class MemoryIs:
     pid: Annotated[int, Range(0, 2**31 - 1)]
     address: U64
     nonce: Annotated[bytes, Length(16)]
+    on_device: bool = False  # the registration's bytes are on a GPU, where a process' addresses say nothing
 
 
 @dataclass(frozen=True, slots=True)

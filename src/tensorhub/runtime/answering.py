@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from contextlib import closing
 
+from tensorhub.cuda.device import Device
 from tensorhub.errors import ProtocolError
 from tensorhub.messages import (
     HAS_RUNS_MAX,
@@ -32,6 +34,7 @@ from tensorhub.protocol.blocking import BlockingConnection
 from tensorhub.runtime.chunks import ChunkMemory, is_gil_contended
 from tensorhub.runtime.hot import HOT_BYTES, Digests, cut
 from tensorhub.runtime.serving import Lane, SharedOwner
+from tensorhub.runtime.staging import Place, Staging
 from tensorhub.types import ContentId, RegistrationId
 from tensorhub.worker.owner import CHUNKS_PER_ACCESS_MAX, Access, Refusal, Wait
 
@@ -53,6 +56,7 @@ class Answering:
         self._patience_s = patience_s
         self._is_digested = False  # what was sent last had its digests: what is next has them, too
         self._is_contended = False  # another thread keeps the GIL: few calls, and large ones
+        self._staging: Staging | None = None  # for what is on a GPU
 
     def answer(self, read: FromReader) -> None:
         """Say and send all that this request asks for. Errors as of `BlockingConnection`; ProtocolError."""
@@ -66,9 +70,9 @@ class Answering:
 
     def _find(self, read: FindMemory) -> None:
         """Say in which process this is, so that the reader can prove that it reads that one; or that it may not."""
-        header = self._owner.header
-        may = header is not None and self._lane.is_local
-        self._connection.send(MemoryIs(read.request, *header) if header and may else MemoryIs(read.request, 0, 0, b""))
+        header, on_device = self._owner.header, self._owner.is_on_device(RegistrationId(read.registration))
+        process = header if header is not None and self._lane.is_local else (0, 0, b"")
+        self._connection.send(MemoryIs(read.request, *process, on_device))
 
     def _share(self, read: FindSegments) -> None:
         """Hand over the descriptors of the memory in which a registration is, if that can be shared."""
@@ -120,7 +124,7 @@ class Answering:
         """Send an access' chunks, or say where they are."""
         is_first = memory.is_digested and None in access.digests
         nbytes = sum([memory.sizes[chunk] for chunk in access.chunks])
-        is_large = len(access.chunks) == 1 and nbytes > FIRST_SEND_BYTES
+        is_large = len(access.chunks) == 1 and nbytes > FIRST_SEND_BYTES and memory.device is None
         if is_first and is_large and isinstance(read, Read) and not self._is_contended:
             self._send_one(read, access, memory)
             return
@@ -130,11 +134,22 @@ class Answering:
         if isinstance(read, Locate):
             places = tuple([(chunk, digest, memory.address(chunk)) for chunk, digest in chunks])
             self._connection.send(ChunksLie(read.request, places, self._owner.word_of(access)))
+        elif memory.device is not None:
+            self._connection.send(ChunksFollow(read.request, chunks))
+            self._send_staged([(memory.address(chunk), memory.sizes[chunk]) for chunk in access.chunks], memory.device)
         else:
             buffers = [memory.buffer(chunk) for chunk in access.chunks]
             self._connection.send_with_payload(ChunksFollow(read.request, chunks), buffers)
-        self._is_digested = not is_first
+        self._is_digested = not is_first or memory.device is not None  # a GPU digests as much as is sent at a time
         self._is_contended = is_first and is_gil_contended(nbytes, digest_s)
+
+    def _send_staged(self, places: Sequence[Place], device: Device) -> None:
+        """Send what is on a GPU: the next piece is copied to the host while one is sent."""
+        if self._staging is None or self._staging.device is not device:
+            self._staging = Staging(device)
+        with closing(self._staging.outgoing(places)) as pieces:
+            for piece in pieces:
+                self._connection.send_payload([piece])
 
     def _send_one(self, read: Read, access: Access, memory: ChunkMemory) -> None:
         """Send a large chunk, and make its digest of each piece just before that is sent: it is read from memory once."""

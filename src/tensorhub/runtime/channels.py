@@ -16,7 +16,16 @@ from tensorhub.runtime.logs import get_logger
 from tensorhub.runtime.shm_channel import KEPT_S, ShmTransport
 from tensorhub.runtime.tcp_channel import TcpTransport
 from tensorhub.transport import cma
-from tensorhub.transport.base import Cutter, Destination, NotShared, ReadFailure, ReadRight, Transport, Unusable
+from tensorhub.transport.base import (
+    Cutter,
+    Destination,
+    NotShared,
+    ReadFailure,
+    ReadRight,
+    Transport,
+    Unusable,
+    can_fill,
+)
 from tensorhub.transport.cma import Words
 from tensorhub.transport.registry import Local, Registry
 from tensorhub.transport.shm import Segment
@@ -97,7 +106,7 @@ class Channels:
                 grant.generation,
                 content_id,
             )
-            for transport, endpoint in self._common(grant):
+            for transport, endpoint in self._common(grant, destination):
                 try:
                     channel = transport.open(endpoint, right, destination, cutter)
                 except Unusable as error:
@@ -111,7 +120,7 @@ class Channels:
 
         return open_one
 
-    def _common(self, grant: Grant) -> list[tuple[Transport, Endpoint]]:
+    def _common(self, grant: Grant, destination: Destination) -> list[tuple[Transport, Endpoint]]:
         """The transports by which this source may be read, best first, each with its endpoint."""
         return [
             (transport, endpoint)
@@ -120,6 +129,7 @@ class Channels:
             if endpoint.transport == transport.name
             and not self._unusable.keys() & _keys(transport.name, grant)
             and transport.reaches(self._location, grant.location)
+            and can_fill(transport, destination)
         ]
 
     def _note_unusable(self, name: str, grant: Grant, reason: Unusable) -> None:

@@ -8,7 +8,7 @@ from tensorhub.protocol.blocking import BlockingConnection
 from tensorhub.runtime.asking import Asking, Failures, connect
 from tensorhub.runtime.one_sided import OneSidedChannel, lanes_here
 from tensorhub.transport import cma
-from tensorhub.transport.base import Channel, Cutter, Destination, ReadRight, Unusable
+from tensorhub.transport.base import Channel, Cutter, Destination, NotShared, ReadRight, Unusable
 from tensorhub.transport.registry import Local
 from tensorhub.types import Endpoint, Location
 
@@ -35,7 +35,7 @@ class CmaTransport:
             if not is_local:
                 raise Unusable("it is connected from another host: workers on different hosts need different Location.host")
             with Failures(connection):
-                header = _find(connection, Asking(connection, right))
+                header = _find(connection, right)
             try:
                 is_there = cma.Look(header).is_there()
             except OSError as error:
@@ -49,11 +49,13 @@ class CmaTransport:
         return OneSidedChannel(connection, cma.Process(header), right, destination, cutter)
 
 
-def _find(connection: BlockingConnection, asking: Asking) -> cma.Header:
-    connection.send(FindMemory(0))
-    message = asking.hear()
+def _find(connection: BlockingConnection, right: ReadRight) -> cma.Header:
+    connection.send(FindMemory(0, right.registration))
+    message = Asking(connection, right).hear()
     if not isinstance(message, MemoryIs):
         raise ProtocolError(f"it is asked for its memory, and answers {type(message).__name__}")
+    if message.on_device:
+        raise NotShared("its tensors are on a GPU, which is not read this way")
     if not message.pid or len(message.nonce) != cma.NONCE_BYTES:
         raise Unusable("it lets nobody read its memory from here: to it, this is another host")
     return cma.Header(message.pid, message.address, message.nonce)

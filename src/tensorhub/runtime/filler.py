@@ -19,6 +19,7 @@ import anyio.to_thread
 from tensorhub.errors import TensorHubError
 from tensorhub.messages import FromWorker, Progress
 from tensorhub.runtime import clock
+from tensorhub.runtime.callers_work import CallersWork
 from tensorhub.runtime.channels import Channels
 from tensorhub.runtime.chunks import ChunkMemory
 from tensorhub.runtime.copying import copy_chunks
@@ -69,6 +70,7 @@ class Filler:
         places: Places,
         line: Line,
         apply: Callable[[list[Action]], None],
+        callers_work: CallersWork,
     ) -> None:
         self.times = CallTimes()  # of the running call
         self.progress: ProgressListener | None = None
@@ -78,6 +80,7 @@ class Filler:
         self._places = places
         self._line = line
         self._apply = apply
+        self._callers_work = callers_work
         self._registration = RegistrationId(member.shard.registration)
         self._pull: _Pull | None = None
 
@@ -117,6 +120,7 @@ class Filler:
         try:
             with pull.scope:
                 self._memory.check_unreplaced()  # before_write may have moved them
+                await self._callers_work.done()
                 target, mapped, chunks = await self._places.destination(action)
                 kept = await self._verify_kept(target, action.generation)
                 async with anyio.create_task_group() as tasks:
@@ -151,6 +155,7 @@ class Filler:
         try:
             with pull.scope:
                 self._memory.check_unreplaced()
+                await self._callers_work.done()
                 target, mapped, chunks = await self._places.destination(action)
                 arrived = partial(self._owner.mark_available, target, action.generation)
                 content_id, check = ContentId(action.version.content_id), anyio.from_thread.check_cancelled

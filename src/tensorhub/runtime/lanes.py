@@ -22,7 +22,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from types import TracebackType
 from typing import NamedTuple, Self
@@ -387,16 +387,18 @@ class PullRunner:
         started = time.perf_counter()
         good: list[tuple[int, int | None]] = []
         bad: list[int] = []
+        digests = self._digests(arrival)
         for chunk, digest in arrival.chunks:
-            made = arrival.made.get(chunk)
-            if self._memory.is_digested and (self._memory.digest(chunk) if made is None else made) != digest:
+            if digests.get(chunk) != (digest if self._memory.is_digested else None):
                 bad.append(chunk)
             else:
                 good.append((chunk, digest))
         seconds = time.perf_counter() - started + arrival.digest_s
         arrived = {chunk for chunk, _ in arrival.chunks}
-        is_large = not self._memory.is_digested or is_gil_contended(
-            sum(map(self._memory.sizes.__getitem__, arrived)), seconds
+        is_large = (
+            not self._memory.is_digested
+            or self._memory.device is not None
+            or is_gil_contended(sum(map(self._memory.sizes.__getitem__, arrived)), seconds)
         )
         with self._changed:
             lane.verify_s += seconds
@@ -413,6 +415,13 @@ class PullRunner:
         self._finish_if_done()
         if bad:
             raise ReadFailure("corrupt", f"chunk {bad[0]} does not have its digest", bad[0])
+
+    def _digests(self, arrival: Arrival) -> Mapping[int, int]:
+        """Of what has arrived, as it is in the destination; none, where there are none to compare them with."""
+        if not self._memory.is_digested:
+            return {}
+        missing = [chunk for chunk, _ in arrival.chunks if chunk not in arrival.made]
+        return {**arrival.made, **dict(zip(missing, self._memory.digests(missing), strict=True))}
 
     def _finish_if_done(self) -> None:
         with self._changed:

@@ -165,6 +165,12 @@ class SharedOwner:
                 raise InvariantBroken("there are no words here")
             return self._words.address(access.registration)
 
+    def is_on_device(self, registration: RegistrationId) -> bool:
+        """Whether its bytes are where the CPU cannot address them."""
+        with self._changed:
+            memory = self._memory.get(registration)
+            return memory is not None and memory.device is not None
+
     def segments_of(self, registration: RegistrationId, generation: int) -> tuple[Segment, ...] | Refusal:
         """The shared memory in which all of it and its word are; none if they are not in such memory."""
         with self._changed:
@@ -243,10 +249,10 @@ class SharedOwner:
 
     def digests_of(self, access: Access, memory: ChunkMemory) -> list[tuple[int, int]]:
         """The access' chunks with their digests (0: there are none); missing ones are made and kept."""
-        named: list[tuple[int, int]] = []
-        for chunk, digest in zip(access.chunks, access.digests, strict=True):
-            named.append((chunk, self.keep_digest(access, chunk, memory.digest(chunk)) if digest is None else digest))
-        return named
+        missing = [chunk for chunk, digest in zip(access.chunks, access.digests, strict=True) if digest is None]
+        kept = {chunk: self.keep_digest(access, chunk, made) for chunk, made in _made(memory, missing)}
+        known = zip(access.chunks, access.digests, strict=True)
+        return [(chunk, kept[chunk] if digest is None else digest) for chunk, digest in known]
 
     def keep_digest(self, access: Access, chunk: int, made: int) -> int:
         """This digest was made of a chunk of the access. Returns the one that counts: the first."""
@@ -332,3 +338,12 @@ class SharedOwner:
         lane.is_stopped = True
         lane.connection.shutdown()
         self._changed.notify_all()
+
+
+def _made(memory: ChunkMemory, chunks: Sequence[int]) -> Iterator[tuple[int, int]]:
+    """Each chunk with its digest, made now: one after the other, as each is wanted, where it is the CPU that makes them."""
+    if memory.device is not None:
+        yield from zip(chunks, memory.digests(chunks), strict=True)
+        return
+    for chunk in chunks:
+        yield chunk, memory.digest(chunk)
