@@ -9,6 +9,7 @@ import pytest
 from typer.testing import CliRunner
 
 from tensorhub.cli.app import app
+from tensorhub.cuda import cupy_device
 from tensorhub.transport import cma
 
 SHARED = "for tensors that tensorhub.shared_empty_like has made"
@@ -21,15 +22,17 @@ def run(*arguments: str) -> str:
 
 
 @pytest.fixture(autouse=True)
-def _no_yama(monkeypatch: pytest.MonkeyPatch) -> None:
+def _no_yama_and_no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cma, "restriction", lambda: None)
+    monkeypatch.setattr(cupy_device, "missing", lambda: "no cupy")
 
 
 @pytest.mark.skipif(cma.fault_here() is not None, reason=str(cma.fault_here()))
 def test_what_works() -> None:
-    assert run() == f"shm: available: {SHARED}\ncma: available\ntcp: available\n"
+    assert run() == f"cuda_ipc: not available: no cupy\nshm: available: {SHARED}\ncma: available\ntcp: available\n"
     assert json.loads(run("--json")) == {
         "transports": [
+            {"name": "cuda_ipc", "available": False, "reason": "no cupy"},
             {"name": "shm", "available": True, "reason": SHARED},
             {"name": "cma", "available": True, "reason": ""},
             {"name": "tcp", "available": True, "reason": ""},
@@ -40,10 +43,17 @@ def test_what_works() -> None:
 def test_what_does_not(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(platform, "machine", lambda: "riscv64")
     why = "not available: it is for Linux on x86-64, and this is linux on riscv64"
-    assert run() == f"shm: {why}\ncma: {why}\ntcp: available\n"
+    assert run() == f"cuda_ipc: {why}\nshm: {why}\ncma: {why}\ntcp: available\n"
+
+
+def test_a_gpu_is_looked_at_closely(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cupy_device, "missing", lambda: None)
+    for fault, said in (("no driver", "not available: no driver"), (None, "available: for tensors on a GPU")):
+        monkeypatch.setattr(cupy_device, "fault_here", lambda fault=fault: fault)
+        assert run().splitlines()[0].startswith(f"cuda_ipc: {said}")
 
 
 @pytest.mark.skipif(cma.fault_here() is not None, reason=str(cma.fault_here()))
 def test_what_works_for_some(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cma, "restriction", lambda: "kernel.yama.ptrace_scope is 1: ask")
-    assert run().splitlines()[1] == "cma: available: kernel.yama.ptrace_scope is 1: ask"
+    assert run().splitlines()[2] == "cma: available: kernel.yama.ptrace_scope is 1: ask"

@@ -7,13 +7,13 @@ for a mark gets other bytes.
 from __future__ import annotations
 
 import ctypes
-import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import xxhash
 
-from tensorhub.cuda.device import DeviceBytes
+from tensorhub.cuda.device import HANDLE_BYTES, Allocation, DeviceBytes
+from tensorhub.errors import StateError
 
 
 class Double:
@@ -27,6 +27,9 @@ class Double:
         self.launches = 0
         self.is_busy = False  # with what its callers have queued
         self.looks = 0  # whether it is
+        self.opened: list[int] = []  # allocations, as another process opens them
+        self.unexported = ""  # why none can be
+        self._allocations: list[Any] = []
         self.pins: set[int] = set()
         self.fail_at = -1  # the copy that fails
 
@@ -48,6 +51,7 @@ class Double:
     def bytes_of(self, content: bytearray) -> DeviceBytes:
         """These, as memory of the device."""
         held: Any = (ctypes.c_char * len(content)).from_buffer(content)
+        self._allocations.append(held)
         return DeviceBytes(self, ctypes.addressof(held), len(content), held)
 
     def digests(self, places: Sequence[tuple[int, int]]) -> list[int]:
@@ -56,6 +60,23 @@ class Double:
 
     def packing(self, region: DeviceBytes, pieces: Sequence[tuple[int, int, int]]) -> Packing:
         return Packing(region.address, pieces)
+
+    def export(self, address: int) -> Allocation:
+        if self.unexported:
+            raise StateError(self.unexported)
+        found = next(each for each in self._allocations if 0 <= address - ctypes.addressof(each) < ctypes.sizeof(each))
+        base = ctypes.addressof(found)
+        return Allocation(base, ctypes.sizeof(found), base.to_bytes(HANDLE_BYTES, "little"))
+
+    def open(self, handle: bytes) -> int:
+        address = int.from_bytes(handle, "little")
+        if address not in map(ctypes.addressof, self._allocations):
+            raise StateError("its memory cannot be opened")
+        self.opened.append(address)
+        return address
+
+    def close(self, address: int) -> None:
+        self.opened.remove(address)
 
     def callers_work(self) -> CallersWork:
         return CallersWork(self)
@@ -97,12 +118,10 @@ class LateQueue:
 
     def __init__(self, device: Double) -> None:
         self._device = device
-        self._thread = threading.get_ident()
         self._copies: list[tuple[int, int, int]] = []
         self._done = 0
 
     def copy(self, to: int, source: int, nbytes: int) -> None:
-        assert threading.get_ident() == self._thread, "a queue is for one thread"
         self._copies.append((to, source, nbytes))
 
     def copy_many(self, pieces: Sequence[tuple[int, int, int]]) -> None:

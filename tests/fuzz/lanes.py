@@ -14,10 +14,12 @@ import xxhash
 from tensorhub.errors import ProtocolError
 from tensorhub.manifest import Digest, TensorDescription, build_manifest
 from tensorhub.messages import (
+    AllocationsAre,
     ChunkDigest,
     ChunkFollows,
     ChunksFollow,
     ChunksLie,
+    FindAllocations,
     FindMemory,
     FindSegments,
     FromReader,
@@ -56,7 +58,7 @@ GRANT = Grant("lease", "source", "source.1", "theirs", 5, (), Location(host="h")
 STALL_S = 5.0
 ANSWERS: tuple[type[Any], ...] = (
     *(ChunksFollow, ChunkFollows, ChunkDigest, StillWaiting, ReadRefused),
-    *(ChunksLie, MemoryIs, SegmentsAre),
+    *(ChunksLie, MemoryIs, SegmentsAre, AllocationsAre),
 )
 ASKED_MAX = 12  # requests of one input
 
@@ -133,7 +135,7 @@ def _read(
             memory.chunks, owner, REGISTRATION, GENERATION, open_channel, batch_bytes=source.choice((1, 20, 10**6))
         )
         runner._wakeup = _Nobody()  # type: ignore[assignment]  # no loop waits here
-        lane = _Lane(GRANT, LeaseId(GRANT.lease))
+        lane = _Lane(GRANT, LeaseId(GRANT.lease), batch_bytes=runner._batch_bytes)
         runner._pull.add_source(lane.lease, source.flag())
         runner._lanes[lane.lease] = lane
         theirs.sendall(answers())
@@ -256,7 +258,9 @@ def _question(source: Source, kind: int) -> bytes:
         "content_id": [CONTENT, CONTENT, "other"],
         "runs": [((0, CHUNKS),), ((1, 2), (4, 1)), ((0, 1),) * 100, (), ((3, 9),), ((2**63, 1024),), ((0, 0),)],
     }
-    asked = FindMemory if kind < 40 else FindSegments if kind < 50 else Locate if kind > 200 else Read
+    asked: type[FromReader] = FindMemory if kind < 40 else FindSegments if kind < 50 else Locate if kind > 200 else Read
+    if 50 <= kind < 60:
+        asked = FindAllocations
     return frame(codec.encode(source.value(asked, pools)), FRAME_BYTES_MAX)
 
 
@@ -293,6 +297,12 @@ def _serve(
                 answer = hears.receive(codec.FROM_OWNER)
                 assert isinstance(answer, SegmentsAre | ReadRefused)
                 assert not isinstance(answer, SegmentsAre) or not answer.segments  # none of it is in shared memory
+            return True
+        if isinstance(read, FindAllocations):
+            with BlockingConnection(theirs.dup(), stall_timeout_s=STALL_S) as hears:
+                answer = hears.receive(codec.FROM_OWNER)
+                assert isinstance(answer, AllocationsAre)
+                assert not answer.allocations  # these lanes pass no descriptors
             return True
     except (ProtocolError, ConnectionLost):
         return False

@@ -6,7 +6,10 @@ from collections.abc import Callable, Sequence
 
 import pytest
 
+from tensorhub.cuda import cupy_device
+from tensorhub.runtime import cuda_ipc_channel
 from tensorhub.runtime.cma_channel import CmaTransport
+from tensorhub.runtime.cuda_ipc_channel import CudaIpcTransport
 from tensorhub.runtime.serving import SharedOwner
 from tensorhub.runtime.shm_channel import ShmTransport
 from tensorhub.runtime.tcp_channel import TcpTransport
@@ -34,6 +37,13 @@ class LoopbackSource(ServedSource):
         return False
 
 
+@pytest.fixture(autouse=True)
+def _as_if_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A stand-in's memory is opened, as another process' is."""
+    monkeypatch.setattr(cupy_device, "missing", lambda: None)
+    monkeypatch.setattr(cuda_ipc_channel, "PROCESS", b"another process.")
+
+
 def ways(kind: str, backend: str) -> tuple[Transport, Callable[[], Source]]:
     owners: dict[Incarnation, SharedOwner] = {}
     if kind == "loopback":
@@ -49,17 +59,25 @@ def ways(kind: str, backend: str) -> tuple[Transport, Callable[[], Source]]:
         "staged": TcpTransport,
         "cma": CmaTransport,
         "shm": ShmTransport,
+        "cuda_ipc": CudaIpcTransport,
     }
-    device = Double() if kind == "staged" else None
-    return transports.get(kind, TcpTransport)(LOCAL), lambda: ServedSource(
-        SECRET, backend, shares=kind == "shm", device=device
-    )
+    device = Double() if kind in ("staged", "cuda_ipc") else None
+    shares = kind in ("shm", "cuda_ipc")
+    return transports[kind](LOCAL), lambda: ServedSource(SECRET, backend, shares=shares, device=device)
 
 
 @pytest.mark.parametrize("check", CHECKS)
 @pytest.mark.parametrize("backend", ["asyncio", "trio"])
 @pytest.mark.parametrize(
-    "kind", ["tcp", "staged", pytest.param("cma", marks=needs_cma), pytest.param("shm", marks=needs_shm), "loopback"]
+    "kind",
+    [
+        "tcp",
+        "staged",
+        pytest.param("cma", marks=needs_cma),
+        pytest.param("shm", marks=needs_shm),
+        pytest.param("cuda_ipc", marks=needs_shm),
+        "loopback",
+    ],
 )
 def test_a_transport_keeps_the_rule(kind: str, backend: str, check: str) -> None:
     transport, make = ways(kind, backend)

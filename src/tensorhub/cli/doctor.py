@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 
 from tensorhub.cli.common import JsonOption
+from tensorhub.cuda import cupy_device
 from tensorhub.runtime.channels import TRANSPORTS
 from tensorhub.transport import cma
 from tensorhub.transport.registry import Local
@@ -18,7 +19,13 @@ def doctor(as_json: JsonOption = False) -> None:
     (`report.sources`). See docs/transports.md.
     """
     faults = TRANSPORTS.probe(Local(Incarnation("doctor"), (b"",), Options()))
-    notes = {"shm": "for tensors that tensorhub.shared_empty_like has made", "cma": cma.restriction()}
+    if faults["cuda_ipc"] is None:  # workers look no closer before they have a GPU's tensor
+        faults["cuda_ipc"] = cupy_device.fault_here()
+    notes = {
+        "cuda_ipc": "for tensors on a GPU, outside of torch's expandable segments",
+        "shm": "for tensors that tensorhub.shared_empty_like has made",
+        "cma": cma.restriction(),
+    }
     rows = [
         {"name": name, "available": fault is None, "reason": fault or notes.get(name) or ""}
         for name, fault in faults.items()

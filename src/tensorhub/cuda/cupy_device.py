@@ -8,13 +8,16 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import importlib
+import importlib.util
+import os
 import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from functools import lru_cache
+from pathlib import Path
 from typing import Any
 
-from tensorhub.cuda.device import DeviceBytes, Mark
+from tensorhub.cuda.device import Allocation, DeviceBytes, Mark
 from tensorhub.cuda.kernels import SOURCE, THREADS, cut_rows
 from tensorhub.errors import StateError, TensorHubError
 
@@ -36,6 +39,31 @@ def fault_here() -> str | None:
     except Exception as error:  # cupy's own kinds, and what a missing library raises
         return f"no CUDA device can be used: {error}; see `nvidia-smi`, and in a container its --gpus"
     return None if count else "there is no CUDA device; see `nvidia-smi` and CUDA_VISIBLE_DEVICES"
+
+
+def missing() -> str | None:
+    """What of it can be told without importing anything: None, there may be a GPU."""
+    if importlib.util.find_spec("cupy") is None:
+        return f"cupy is not installed: {INSTALL}"
+    if not any(Path(device).exists() for device in ("/dev/nvidiactl", "/dev/dxg")):
+        return "there is no NVIDIA driver here (/dev/nvidiactl); in a container, see its --gpus"
+    return None
+
+
+@lru_cache(maxsize=1)
+def _driver() -> ctypes.CDLL:
+    return ctypes.CDLL("libcuda.so.1")
+
+
+def _why_not(error: Exception) -> str:
+    """What stands behind an allocation that has no handle."""
+    settings = " ".join(os.environ.get(name, "") for name in ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"))
+    if "expandable_segments:true" in settings.replace(" ", "").lower():
+        return "it is in an expandable segment of torch: leave expandable_segments out of PYTORCH_CUDA_ALLOC_CONF"
+    return (
+        f"{error}. Memory of expandable segments, of cudaMallocAsync and managed memory has no handle: allocate these "
+        "tensors by torch's usual allocator"
+    )
 
 
 @lru_cache(maxsize=64)
@@ -129,6 +157,37 @@ class CudaDevice:
         self.use()
         with failures(f"packing on {self.name}"):
             return CudaPacking(self, region, list(cut_rows(pieces)))
+
+    def export(self, address: int) -> Allocation:
+        self.use()
+        base, nbytes = self._range(address)
+        try:
+            handle: bytes = self._runtime.ipcGetMemHandle(base)
+        except self._runtime.CUDARuntimeError as error:
+            raise StateError(f"its memory on {self.name} cannot be opened by other processes: {_why_not(error)}") from error
+        return Allocation(base, nbytes, handle)
+
+    def _range(self, address: int) -> tuple[int, int]:
+        """The allocation there: torch hands out parts of it, and a handle is of all of it."""
+        base, nbytes = ctypes.c_uint64(), ctypes.c_size_t()
+        found = _driver().cuMemGetAddressRange_v2(ctypes.byref(base), ctypes.byref(nbytes), ctypes.c_uint64(address))
+        if found:
+            raise StateError(f"there is no allocation of {self.name} at {address:#x} (CUDA driver error {found})")
+        return base.value, nbytes.value
+
+    def open(self, handle: bytes) -> int:
+        self.use()
+        try:
+            address: int = self._runtime.ipcOpenMemHandle(handle)  # with access to a peer's memory, where that is needed
+        except self._runtime.CUDARuntimeError as error:
+            advice = "its process has ended, or that GPU is not visible here (CUDA_VISIBLE_DEVICES), or has no peer access"
+            raise StateError(f"its memory cannot be opened on {self.name}: {error}: {advice}") from error
+        return address
+
+    def close(self, address: int) -> None:
+        self.use()
+        with failures("closing another process' memory"):
+            self._runtime.ipcCloseMemHandle(address)
 
     def callers_work(self) -> CudaMark:
         torch = sys.modules["torch"]

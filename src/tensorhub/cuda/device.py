@@ -11,7 +11,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
+
+HANDLE_BYTES = 64  # of an IPC handle
 
 
 class Mark(Protocol):
@@ -51,6 +53,14 @@ class Kernels(Protocol):
         """Copy the region's bytes to the pieces, and wait for that."""
 
 
+class Allocation(NamedTuple):
+    """One of the device's own allocations, in which any number of tensors lie, as another process may open it."""
+
+    address: int
+    nbytes: int
+    handle: bytes
+
+
 class Device(Protocol):
     """One accelerator, as this process sees it. For all threads."""
 
@@ -73,6 +83,15 @@ class Device(Protocol):
 
     def packing(self, region: DeviceBytes, pieces: Sequence[tuple[int, int, int]]) -> Kernels:
         """Of these (address, offset in the region, bytes)."""
+
+    def export(self, address: int) -> Allocation:
+        """The allocation in which that address is. StateError: it cannot be opened elsewhere; what to do about it."""
+
+    def open(self, handle: bytes) -> int:
+        """Where another process' allocation is here, from now on. StateError: it cannot be opened."""
+
+    def close(self, address: int) -> None:
+        """Give up what was opened there."""
 
     def callers_work(self) -> Mark:
         """What the calling thread has queued so far, on its present stream."""

@@ -78,12 +78,15 @@ from tensorhub.messages.handshake import (
     ServerHello as ServerHello,
 )
 from tensorhub.messages.reading import (
+    ALLOCATIONS_MAX as ALLOCATIONS_MAX,
     HAS_RUNS_MAX as HAS_RUNS_MAX,
     SEGMENTS_MAX as SEGMENTS_MAX,
+    AllocationsAre as AllocationsAre,
     ChunkDigest as ChunkDigest,
     ChunkFollows as ChunkFollows,
     ChunksFollow as ChunksFollow,
     ChunksLie as ChunksLie,
+    FindAllocations as FindAllocations,
     FindMemory as FindMemory,
     FindSegments as FindSegments,
     FromOwner as FromOwner,

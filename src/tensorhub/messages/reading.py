@@ -8,6 +8,7 @@ from typing import Annotated
 from tensorhub.types import U64, Id, Length, Range, Text
 
 HAS_RUNS_MAX = 1024  # of one StillWaiting
+ALLOCATIONS_MAX = 4096  # of one registration: they fit a frame
 SEGMENTS_MAX = 64  # of one registration; the kernel passes 253 descriptors at a time
 
 
@@ -97,6 +98,33 @@ class SegmentsAre:
 
 
 @dataclass(frozen=True, slots=True)
+class FindAllocations:
+    """Ask an owner for the GPU's allocations in which a registration is. Answered by AllocationsAre or ReadRefused."""
+
+    request: U64
+    registration: Id
+    generation: U64
+
+
+@dataclass(frozen=True, slots=True)
+class AllocationsAre:
+    """Each allocation's (address, bytes, IPC handle) at the owner, and its process: addresses are as good as handles there.
+
+    `words`: (address, bytes) of the shared memory in which the registration's generation word is; its descriptor follows,
+    with one byte. No allocations, and no byte: they cannot be opened from there, for that reason.
+    """
+
+    request: U64
+    process: Annotated[bytes, Length(16)]
+    allocations: Annotated[
+        tuple[tuple[int, int, Annotated[bytes, Length(64)]], ...],
+        Length(ALLOCATIONS_MAX),
+    ]
+    words: tuple[int, int]
+    reason: Text
+
+
+@dataclass(frozen=True, slots=True)
 class Locate(_Wanted):
     """As Read, but the bytes are not sent: ChunksLie says where they are."""
 
@@ -131,5 +159,15 @@ class ReadRefused:
     reason: Text
 
 
-FromReader = Read | Locate | FindMemory | FindSegments
-FromOwner = ChunksFollow | ChunkFollows | ChunkDigest | ChunksLie | MemoryIs | SegmentsAre | StillWaiting | ReadRefused
+FromReader = Read | Locate | FindMemory | FindSegments | FindAllocations
+FromOwner = (
+    ChunksFollow
+    | ChunkFollows
+    | ChunkDigest
+    | ChunksLie
+    | MemoryIs
+    | SegmentsAre
+    | AllocationsAre
+    | StillWaiting
+    | ReadRefused
+)

@@ -11,15 +11,19 @@ import time
 from collections.abc import Sequence
 from contextlib import closing
 
-from tensorhub.cuda.device import Device
-from tensorhub.errors import ProtocolError
+from tensorhub.cuda import ipc
+from tensorhub.cuda.device import Allocation, Device
+from tensorhub.errors import ProtocolError, StateError
 from tensorhub.messages import (
+    ALLOCATIONS_MAX,
     HAS_RUNS_MAX,
     SEGMENTS_MAX,
+    AllocationsAre,
     ChunkDigest,
     ChunkFollows,
     ChunksFollow,
     ChunksLie,
+    FindAllocations,
     FindMemory,
     FindSegments,
     FromReader,
@@ -35,6 +39,7 @@ from tensorhub.runtime.chunks import ChunkMemory, is_gil_contended
 from tensorhub.runtime.hot import HOT_BYTES, Digests, cut
 from tensorhub.runtime.serving import Lane, SharedOwner
 from tensorhub.runtime.staging import Place, Staging
+from tensorhub.transport.shm import Segment, segments_of
 from tensorhub.types import ContentId, RegistrationId
 from tensorhub.worker.owner import CHUNKS_PER_ACCESS_MAX, Access, Refusal, Wait
 
@@ -65,6 +70,8 @@ class Answering:
                 self._find(read)
             case FindSegments():
                 self._share(read)
+            case FindAllocations():
+                self._export(read)
             case _:
                 self._serve(read)
 
@@ -86,6 +93,22 @@ class Answering:
         self._connection.send(said)
         if found:
             self._connection.send_descriptors([segment.descriptor for segment in found])
+
+    def _export(self, read: FindAllocations) -> None:
+        """Say how the GPU's memory in which a registration is may be opened, and hand over that of its generation word."""
+        registration = RegistrationId(read.registration)
+        found = self._owner.lies(registration, read.generation) if self._connection.passes_descriptors else None
+        if isinstance(found, Refusal):
+            self._connection.send(ReadRefused(read.request, found.reason))
+            return
+        try:
+            allocations, words = _exported(found)
+        except StateError as error:
+            self._connection.send(AllocationsAre(read.request, ipc.PROCESS, (), (0, 0), str(error)[:1000]))
+            return
+        said = AllocationsAre(read.request, ipc.PROCESS, tuple(allocations), (words.address, words.nbytes), "")
+        self._connection.send(said)
+        self._connection.send_descriptors([words.descriptor])
 
     def _serve(self, read: Read | Locate) -> None:
         """Send what is asked for, or say where it is, as far as it is available and becomes so within the patience; or
@@ -163,6 +186,21 @@ class Answering:
         digest = self._owner.keep_digest(access, chunk, digests.made[chunk])
         self._connection.send(ChunkDigest(read.request, digest))
         self._is_digested, self._is_contended = False, is_gil_contended(view.nbytes, digests.seconds)
+
+
+def _exported(found: tuple[ChunkMemory, tuple[int, int]] | None) -> tuple[list[Allocation], Segment]:
+    """StateError, with the reason, if it cannot be opened by others."""
+    if found is None:
+        raise StateError(NOT_ONE_SIDED)
+    memory, word = found
+    if memory.device is None:
+        raise StateError("its tensors are in host memory")
+    if not (segments := segments_of([word])):
+        raise StateError("its generation words are not in shared memory")
+    allocations = ipc.export(memory.device, memory.places)
+    if len(allocations) > ALLOCATIONS_MAX:
+        raise StateError(f"its tensors are in {len(allocations)} allocations, more than {ALLOCATIONS_MAX}")
+    return allocations, segments[0]
 
 
 def _chunks_of(read: Read | Locate) -> list[int]:

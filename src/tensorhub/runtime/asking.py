@@ -12,6 +12,7 @@ from collections.abc import Iterable, Iterator, Sequence
 
 from tensorhub.errors import AuthenticationFailed, OperationTimeout, ProtocolError, TensorHubError
 from tensorhub.messages import (
+    AllocationsAre,
     ChunkDigest,
     ChunkFollows,
     ChunksFollow,
@@ -31,7 +32,7 @@ from tensorhub.transport import tcp, unix
 from tensorhub.transport.base import Cutter, Lacking, ReadFailure, ReadRight
 from tensorhub.transport.registry import Local
 
-Answer = ChunksFollow | ChunkFollows | ChunkDigest | ChunksLie | MemoryIs | SegmentsAre | StillWaiting
+Answer = ChunksFollow | ChunkFollows | ChunkDigest | ChunksLie | MemoryIs | SegmentsAre | AllocationsAre | StillWaiting
 
 
 def connect(local: Local, address: str, right: ReadRight, cutter: Cutter) -> tuple[BlockingConnection, bool]:

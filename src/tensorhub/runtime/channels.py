@@ -11,7 +11,8 @@ import anyio
 
 from tensorhub.messages import Grant
 from tensorhub.runtime.cma_channel import CmaTransport
-from tensorhub.runtime.lanes import ChannelOpener, Opened
+from tensorhub.runtime.cuda_ipc_channel import CudaIpcTransport
+from tensorhub.runtime.lanes import BATCH_BYTES, ChannelOpener, Opened
 from tensorhub.runtime.logs import get_logger
 from tensorhub.runtime.shm_channel import KEPT_S, ShmTransport
 from tensorhub.runtime.tcp_channel import TcpTransport
@@ -32,6 +33,7 @@ from tensorhub.transport.shm import Segment
 from tensorhub.types import ContentId, Endpoint, Incarnation, LeaseId, Location, Options, RegistrationId
 
 TRANSPORTS = Registry()
+TRANSPORTS.add("cuda_ipc", CudaIpcTransport, place=5)
 TRANSPORTS.add("shm", ShmTransport, place=10)
 TRANSPORTS.add("cma", CmaTransport, place=20)
 TRANSPORTS.add("tcp", TcpTransport, place=90)
@@ -75,25 +77,30 @@ class Channels:
 
     @property
     def shares(self) -> bool:
-        """Whether others may map this worker's shared memory."""
-        return self._has("shm")
+        """Whether others may map this worker's shared memory: its tensors', or that of its generation words."""
+        return self._has("shm") or self._has("cuda_ipc")
 
     def _has(self, name: str) -> bool:
         return any(transport.name == name for transport in self._transports)
 
     def offers(self, address: str, unix_address: str | None) -> tuple[Endpoint, ...]:
         """How others may read from this worker, whose listeners they reach at these addresses; best first."""
-        addresses = {"shm": unix_address, "cma": address, "tcp": address}
+        addresses = {"cuda_ipc": unix_address, "shm": unix_address, "cma": address, "tcp": address}
         offered = [(each.name, addresses.get(each.name)) for each in self._transports]
         return tuple([Endpoint(name, there) for name, there in offered if there is not None])
 
     async def keep_swept(self) -> None:
-        """Let go, again and again, of what is kept for reads that do not come."""
-        while self.shares:
-            await anyio.sleep(KEPT_S)
+        """Let go, again and again, of what is kept for reads that do not come; at the end, of a GPU's memory at once."""
+        try:
+            while self.shares:
+                await anyio.sleep(KEPT_S)
+                for transport in self._transports:
+                    if isinstance(transport, ShmTransport | CudaIpcTransport):
+                        transport.sweep()
+        finally:
             for transport in self._transports:
-                if isinstance(transport, ShmTransport):
-                    transport.sweep()
+                if isinstance(transport, CudaIpcTransport):
+                    transport.close()
 
     def opener(self, content_id: ContentId) -> ChannelOpener:
         """What opens the best transport to a granted source; for one content."""
@@ -112,7 +119,7 @@ class Channels:
                 except Unusable as error:
                     self._note_unusable(transport.name, grant, error)
                 else:
-                    return Opened(transport.name, channel, transport.lanes)
+                    return Opened(transport.name, channel, transport.lanes, getattr(transport, "batch_bytes", BATCH_BYTES))
             offered = ", ".join(endpoint.transport for endpoint in grant.endpoints) or "none"
             text = f"no transport in common: {grant.source} offers {offered}, here are {self._names()}"
             found = [why for (_, peer, _), why in list(self._unusable.items()) if peer == grant.incarnation]

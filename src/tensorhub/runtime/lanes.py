@@ -53,6 +53,7 @@ class Opened(NamedTuple):
     transport: str
     channel: Channel
     lanes: int = 1
+    batch_bytes: int = BATCH_BYTES
 
 
 ChannelOpener = Callable[[Grant, Destination, Cutter], Opened]
@@ -110,7 +111,8 @@ class _Lane:
     threads_s: float = 0.0  # that all its threads took, those included that run: as if they had begun at 0
     started: float = 0.0
     seconds: float = 0.0  # from `started` on, once it has ended
-    receive_bytes: int = CACHED_BYTES  # BATCH_BYTES where small calls do not pay
+    batch_bytes: int = BATCH_BYTES  # of one request
+    receive_bytes: int = CACHED_BYTES  # `batch_bytes` where small calls do not pay
     transfer_s: float = 0.0
     verify_s: float = 0.0
     asked: list[set[int]] = field(default_factory=list)  # of each open batch, what has not arrived; none is empty
@@ -187,7 +189,7 @@ class PullRunner:
 
     def add_source(self, grant: Grant) -> None:
         """Read from this source as well, from now on; unless all is there, the block is being left, or it was one before."""
-        lane = _Lane(grant, LeaseId(grant.lease))
+        lane = _Lane(grant, LeaseId(grant.lease), batch_bytes=self._batch_bytes)
         with self._changed:
             if self._is_over or lane.lease in self._lanes:
                 return
@@ -262,7 +264,11 @@ class PullRunner:
             self._enter(lane)
         failure: ReadFailure | None = None
         try:
-            lane.transport, channel, lanes = self._open_channel(lane.grant, self._memory, lane.cutter)
+            lane.transport, channel, lanes, batch_bytes = self._open_channel(lane.grant, self._memory, lane.cutter)
+            if batch_bytes != BATCH_BYTES:
+                lane.batch_bytes = batch_bytes
+            if self._memory.device is not None:
+                lane.receive_bytes = lane.batch_bytes
             with self._changed:
                 lane.channel = channel
                 left = self._pull.bytes_wanted - self._pull.bytes_verified
@@ -352,7 +358,7 @@ class PullRunner:
         with self._changed:
             while not self._is_over and not lane.cutter.is_cut:
                 while len(lane.asked) < BATCHES_OPEN:
-                    batch = self._pull.next_batch(lane.lease, self._batch_bytes)
+                    batch = self._pull.next_batch(lane.lease, lane.batch_bytes)
                     if not batch:
                         break
                     lane.asked.append(set(batch))
@@ -403,7 +409,7 @@ class PullRunner:
         with self._changed:
             lane.verify_s += seconds
             lane.transfer_s += arrival.transfer_s
-            lane.receive_bytes = BATCH_BYTES if is_large else CACHED_BYTES
+            lane.receive_bytes = lane.batch_bytes if is_large else CACHED_BYTES
             self._dealt_with(lane, arrived)
             for chunk, _ in good:
                 self._pull.arrived(lane.lease, chunk, ok=True)

@@ -173,14 +173,20 @@ class SharedOwner:
 
     def segments_of(self, registration: RegistrationId, generation: int) -> tuple[Segment, ...] | Refusal:
         """The shared memory in which all of it and its word are; none if they are not in such memory."""
+        found = self.lies(registration, generation)
+        if isinstance(found, Refusal):
+            return found
+        return () if found is None else segments_of([*found[0].places, found[1]]) or ()
+
+    def lies(self, registration: RegistrationId, generation: int) -> tuple[ChunkMemory, tuple[int, int]] | Refusal | None:
+        """Its memory, and (address, bytes) of its word; None: nobody reads this worker's memory by himself."""
         with self._changed:
             if self._words is None:
-                return ()
+                return None
             memory = self._memory.get(registration)
             if memory is None or not generation or self._words.get(registration) != generation:
                 return Refusal("this memory is not open under that generation")
-            word = (self._words.address(registration), WORD_BYTES)
-        return segments_of([*memory.places, word]) or ()
+            return memory, (self._words.address(registration), WORD_BYTES)
 
     def end_reading(self) -> None:
         """This worker ends, and its memory is no concern of its any more: whoever reads it by himself discards that."""

@@ -138,6 +138,7 @@ class Transport(Protocol):
 
     name: str
     lanes: int  # how many threads of one reader get more out of one source than one does
+    # batch_bytes: int, what is asked for at a time, if not lanes.BATCH_BYTES
     # fills: frozenset[Place], what its channels' destinations may be; without it, "host" alone (see `fills_of`)
 
     def reaches(self, here: Location, there: Location) -> bool:
