@@ -282,8 +282,8 @@ class CudaPacking:
         self._region = region
         self._count = len(rows)
         self._cupy: Any = sys.modules["cupy"]
-        self._stream = self._cupy.cuda.Stream(non_blocking=True)
-        with self._stream:
+        self.stream = self._cupy.cuda.Stream(non_blocking=True)
+        with self.stream:
             self._table = device.table(rows) if rows else None
 
     def pack(self) -> None:
@@ -299,9 +299,9 @@ class CudaPacking:
         if self._table is None:
             return
         self._device.use()
-        with failures(f"{kernel} on {self._device.name}"), self._stream:
+        with failures(f"{kernel} on {self._device.name}"), self.stream:
             self._device.launch(kernel, self._count, self._table, self._cupy.uint64(self._region.address))
 
     def _wait(self) -> None:
         with failures(f"packing on {self._device.name}"):
-            self._stream.synchronize()
+            self.stream.synchronize()
