@@ -96,20 +96,11 @@ def _machine() -> dict[str, object]:
 def _run(step: str, options: argparse.Namespace, limit_s: float, figures: list[dict[str, Any]]) -> str:
     """Run one step in a process of its own, with all that it starts; collect its figures."""
     print(f"\n== {step}", flush=True)
-    command = [
-        sys.executable,
-        "-m",
-        "benches.gpu",
-        "--step",
-        step,
-        "--gib",
-        str(options.gib),
-        "--rounds",
-        str(options.rounds),
-    ]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT / "src"), os.environ.get("PYTHONPATH", "")])}
     environment["PYTHONUNBUFFERED"] = "1"
-    process = subprocess.Popen(command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, text=True, start_new_session=True)
+    process = subprocess.Popen(
+        _command(step, options), cwd=ROOT, env=environment, stdout=subprocess.PIPE, text=True, start_new_session=True
+    )
     is_late = threading.Event()
 
     def end() -> None:
@@ -132,9 +123,16 @@ def _run(step: str, options: argparse.Namespace, limit_s: float, figures: list[d
         end_is_late = is_late.is_set()
         end()
         process.wait()
+        if process.stdout is not None:
+            process.stdout.close()
     if end_is_late:
         return f"FAILED: not done after {limit_s:.0f} s"
     return "passed" if process.returncode == 0 else f"FAILED: exit status {process.returncode}"
+
+
+def _command(step: str, options: argparse.Namespace) -> list[str]:
+    settings = ["--gib", str(options.gib), "--rounds", str(options.rounds)]
+    return [sys.executable, "-m", "benches.gpu", "--step", step, *settings]
 
 
 def _line(figure: dict[str, Any]) -> str:

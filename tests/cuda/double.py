@@ -33,7 +33,7 @@ class Double:
         self.pins: set[int] = set()
         self.fail_at = -1  # the copy that fails
 
-    def queue(self) -> LateQueue:
+    def queue(self, *, spins: bool = False) -> LateQueue:
         return LateQueue(self)
 
     def pinned(self, nbytes: int) -> memoryview:

@@ -1,6 +1,7 @@
 """CUDA devices, through cupy. See `device` for what each call means.
 
-cupy's current device is a thread's own, so each call sets it: a fraction of a microsecond. The caller's streams are torch's.
+The current device is a thread's own, so each call sets it: a fraction of a microsecond. What may run in a caller's thread
+leaves it as it was. The caller's streams are torch's.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from tensorhub.cuda.kernels import SOURCE, THREADS, cut_rows
 from tensorhub.errors import StateError, TensorHubError
 
 INSTALL = "pip install 'tensorhub[cuda]' (cupy-cuda13x; with a driver for CUDA 12 only: cupy-cuda12x)"
+DRIVERS = ("/dev/nvidiactl", "/dev/dxg")
 _TO_WHEREVER = 4  # cudaMemcpyDefault: both addresses say where they are
 _OUT_OF_MEMORY = ("MemoryAllocation", "OUT_OF_MEMORY", "out of memory")
 _PORTABLE = 1  # cudaHostRegisterPortable: page-locked for every device
@@ -45,7 +47,7 @@ def missing() -> str | None:
     """What of it can be told without importing anything: None, there may be a GPU."""
     if importlib.util.find_spec("cupy") is None:
         return f"cupy is not installed: {INSTALL}"
-    if not any(Path(device).exists() for device in ("/dev/nvidiactl", "/dev/dxg")):
+    if not any(Path(device).exists() for device in DRIVERS):
         return "there is no NVIDIA driver here (/dev/nvidiactl); in a container, see its --gpus"
     return None
 
@@ -101,20 +103,19 @@ class CudaDevice:
         self._idle: list[Any] = []  # streams: cupy keeps memory for each, so they are used again
         self.index = index
         self.name = f"cuda:{index}"
-        self.use()
 
     def __repr__(self) -> str:
         return f"<CudaDevice {self.name}>"
 
     def use(self) -> None:
-        """Have the calling thread's CUDA calls be about this device."""
+        """Have the calling thread's CUDA calls be about this device. (Of the library's threads: a caller's is torch's.)"""
         with failures(f"using {self.name}"):
             self._runtime.setDevice(self.index)
 
-    def queue(self) -> CudaQueue:
+    def queue(self, *, spins: bool = False) -> CudaQueue:
         self.use()
         with failures(f"making a stream on {self.name}"):
-            return CudaQueue(self, self._cupy.cuda.Stream(non_blocking=True))
+            return CudaQueue(self, self._cupy.cuda.Stream(non_blocking=True), spins)
 
     def pinned(self, nbytes: int) -> memoryview:
         self.use()
@@ -185,9 +186,13 @@ class CudaDevice:
         return address
 
     def close(self, address: int) -> None:
-        self.use()
         with failures("closing another process' memory"):
-            self._runtime.ipcCloseMemHandle(address)
+            before = self._runtime.getDevice()  # this may be any thread, in the midst of anything: it was the last reference
+            self._runtime.setDevice(self.index)
+            try:
+                self._runtime.ipcCloseMemHandle(address)
+            finally:
+                self._runtime.setDevice(before)
 
     def callers_work(self) -> CudaMark:
         torch = sys.modules["torch"]
@@ -245,8 +250,9 @@ class CudaMark:
 class CudaQueue:
     """See `Queue`."""
 
-    def __init__(self, device: CudaDevice, stream: Any) -> None:
+    def __init__(self, device: CudaDevice, stream: Any, spins: bool) -> None:
         self._device = device
+        self._spins = spins
         self._stream = stream
         self._cupy: Any = sys.modules["cupy"]
 
@@ -269,7 +275,7 @@ class CudaQueue:
     def mark(self) -> Mark:
         self._device.use()
         with failures("marking a stream"):
-            event = self._cupy.cuda.Event(block=True, disable_timing=True)
+            event = self._cupy.cuda.Event(block=not self._spins, disable_timing=True)
             event.record(self._stream)
         return CudaMark(event)
 

@@ -66,8 +66,8 @@ class Device(Protocol):
 
     name: str  # as torch says it: "cuda:0"
 
-    def queue(self) -> Queue:
-        """A new one."""
+    def queue(self, *, spins: bool = False) -> Queue:
+        """A new one. `spins`: waits of its marks take a core, and end some 50 us earlier."""
 
     def pinned(self, nbytes: int) -> memoryview:
         """New host memory that copies go to and from at full speed. StateError: there is none."""
