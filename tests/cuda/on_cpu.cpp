@@ -6,7 +6,6 @@
 #include <ucontext.h>
 #include <vector>
 
-#define __align__(bytes) alignas(bytes)
 #define __constant__ static const
 #define __device__ static inline
 #define __global__
@@ -17,6 +16,15 @@ struct Index {
     unsigned x;
 };
 static Index threadIdx, blockIdx, blockDim;
+
+struct alignas(16) ulonglong2 {
+    unsigned long long x, y;
+};
+
+template <typename Word>
+static Word __ldg(const Word *at) {
+    return *at;
+}
 
 static unsigned long long __umul64hi(unsigned long long a, unsigned long long b) {
     return (unsigned __int128)a * b >> 64;

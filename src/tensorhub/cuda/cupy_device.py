@@ -161,7 +161,8 @@ class CudaDevice:
 
     def export(self, address: int) -> Allocation:
         self.use()
-        base, nbytes = self._range(address)
+        with failures(f"finding an allocation of {self.name}"):
+            base, nbytes = self._range(address)
         try:
             handle: bytes = self._runtime.ipcGetMemHandle(base)
         except self._runtime.CUDARuntimeError as error:

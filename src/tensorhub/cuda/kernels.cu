@@ -7,9 +7,7 @@ typedef unsigned char u8;
 typedef unsigned int u32;
 typedef unsigned long long u64;
 
-struct __align__(16) Pair {  // what one load of 16 bytes gives
-    u64 low, high;
-};
+typedef ulonglong2 Pair;  // what one load of 16 bytes gives: x is the lower address
 
 // ------------------------------------------------------------------------------------------------------------ digests
 //
@@ -58,11 +56,12 @@ __device__ u64 secret_at(u32 byte) {
     return shift ? SECRET[byte / 8] >> shift | SECRET[byte / 8 + 1] << (64 - shift) : SECRET[byte / 8];
 }
 
-// 8 bytes from any address, by aligned loads alone: both words have bytes of the input.
+// 8 bytes from any address, by aligned loads alone: both words have bytes of the input. (Nobody writes what is digested: so
+// these are loads that the compiler may move past all others.)
 __device__ u64 load(const u8 *at) {
     u32 shift = 8 * ((u64)at % 8);
     const u64 *words = (const u64 *)(at - (u64)at % 8);
-    return shift ? words[0] >> shift | words[1] << (64 - shift) : words[0];
+    return shift ? __ldg(words) >> shift | __ldg(words + 1) << (64 - shift) : __ldg(words);
 }
 
 __device__ u64 load_few(const u8 *at, u32 count) {
@@ -132,24 +131,30 @@ __device__ u64 product(u64 data, u64 secret) {
     return (key & 0xffffffffULL) * (key >> 32);
 }
 
-// What a block adds to two neighbouring accumulators, whose bytes of its first stripe are at `at`.
-template <bool ALIGNED>
+// What a block adds to two neighbouring accumulators, whose bytes of its first stripe are at `at`, of that alignment.
+template <int ALIGNMENT>
 __device__ Pair sum_block(const u8 *at, const u64 *secret) {
     Pair data[BLOCK_STRIPES], sum = {0, 0};
+    const u32 shift = 8 * ((u64)at % 8);  // of each stripe, and not 0 where it is used
 #pragma unroll
     for (u32 stripe = 0; stripe < BLOCK_STRIPES; stripe++) {  // all loads are on their way before the first is needed
         const u8 *its = at + stripe * STRIPE_BYTES;
-        if (ALIGNED) {
-            data[stripe] = *(const Pair *)its;
+        if (ALIGNMENT == 16) {
+            data[stripe] = __ldg((const Pair *)its);
+        } else if (ALIGNMENT == 8) {
+            data[stripe].x = __ldg((const u64 *)its);
+            data[stripe].y = __ldg((const u64 *)its + 1);
         } else {
-            data[stripe].low = load(its);
-            data[stripe].high = load(its + 8);
+            const u64 *words = (const u64 *)(its - shift / 8);
+            const u64 middle = __ldg(words + 1);
+            data[stripe].x = __ldg(words) >> shift | middle << (64 - shift);
+            data[stripe].y = middle >> shift | __ldg(words + 2) << (64 - shift);
         }
     }
 #pragma unroll
     for (u32 stripe = 0; stripe < BLOCK_STRIPES; stripe++) {
-        sum.low += product(data[stripe].low, secret[stripe]) + data[stripe].high;
-        sum.high += product(data[stripe].high, secret[stripe + 1]) + data[stripe].low;
+        sum.x += product(data[stripe].x, secret[stripe]) + data[stripe].y;
+        sum.y += product(data[stripe].y, secret[stripe + 1]) + data[stripe].x;
     }
     return sum;
 }
@@ -174,14 +179,15 @@ extern "C" __global__ void __launch_bounds__(THREADS_MAX) digest_chunks(const u6
     __syncthreads();
     const u64 blocks = (nbytes - 1) / BLOCK_BYTES;
     const u32 tile = blockDim.x / THREADS_PER_BLOCK, mine = thread / THREADS_PER_BLOCK, pair = thread % THREADS_PER_BLOCK;
-    const bool is_aligned = (u64)input % 16 == 0;
+    const u32 alignment = (u64)input % 16 == 0 ? 16 : (u64)input % 8 == 0 ? 8 : 1;
     u32 half = 0, turn = 0;
     for (u64 first = 0; first < blocks; first += tile) {
         if (first + mine < blocks) {
             const u8 *at = input + (first + mine) * BLOCK_BYTES + 16 * pair;
-            Pair sum = is_aligned ? sum_block<true>(at, secret + 2 * pair) : sum_block<false>(at, secret + 2 * pair);
-            sums[half][mine][2 * pair] = sum.low;
-            sums[half][mine][2 * pair + 1] = sum.high;
+            const u64 *words = secret + 2 * pair;
+            Pair sum = alignment == 16 ? sum_block<16>(at, words) : alignment == 8 ? sum_block<8>(at, words) : sum_block<1>(at, words);
+            sums[half][mine][2 * pair] = sum.x;
+            sums[half][mine][2 * pair + 1] = sum.y;
         }
         __syncthreads();  // the last fold is over, too: its warp has come here
         if (thread / 32 == turn && thread % 32 < 8) {
