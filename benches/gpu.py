@@ -19,9 +19,11 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import importlib.metadata
 import importlib.util
 import json
 import os
+import re
 import signal
 import statistics
 import subprocess
@@ -32,7 +34,14 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-PACKAGES = ("anyio", "cupy", "hypothesis", "msgpack", "numpy", "pytest", "rich", "structlog", "torch", "typer", "xxhash")
+PACKAGES = {  # each with the least version that will do
+    **dict.fromkeys(("cupy", "hypothesis", "msgpack", "numpy", "rich", "structlog", "typer"), (0,)),
+    "anyio": (4, 11),
+    "pytest": (8, 4),
+    "pytest_timeout": (0,),
+    "torch": (2, 11),
+    "xxhash": (3, 5),
+}
 TOTAL_S = 570.0
 LIMITS_S = {"ipc": 90, "tests": 240, "digest": 90, "packing": 90, "cuda_ipc": 120, "staging": 120, "stall": 120}
 LAUNCHES = 20  # of a short kernel, one behind the other, so that the time between two launches does not count
@@ -78,9 +87,22 @@ def _fault() -> str | None:
     lacking = [name for name in PACKAGES if importlib.util.find_spec(name) is None]
     if lacking:
         return f"{sys.executable} lacks {', '.join(lacking)} (cupy is the package cupy-cuda13x): give another one by PYTHON="
+    old = [
+        f"{name} {_version(name)}" for name, least in PACKAGES.items() if least > (0,) and _numbers(_version(name)) < least
+    ]
+    if old:
+        return f"{sys.executable} has {', '.join(old)}, which is too old: see pyproject.toml"
     import torch
 
     return None if torch.cuda.is_available() else "there is no CUDA device"
+
+
+def _version(package: str) -> str:
+    return importlib.metadata.version(package)
+
+
+def _numbers(version: str) -> tuple[int, ...]:
+    return tuple(int(part) for part in re.findall(r"\d+", version)[:2])
 
 
 def _machine() -> dict[str, object]:

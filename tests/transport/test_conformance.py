@@ -24,6 +24,7 @@ from tensorhub.types import Endpoint, Incarnation, Location, Options
 from tests.cuda.double import Double
 from tests.runtime.data_rig import busy_threads
 
+BACKENDS = ("asyncio", "trio")
 SECRET = b"a secret of the test"
 LOCAL = Local(Incarnation("reader"), (SECRET,), Options(stall_timeout_s=1.0, connect_timeout_s=5.0))
 needs_shm = pytest.mark.skipif(shm.fault_here() is not None, reason=str(shm.fault_here()))
@@ -67,16 +68,15 @@ def ways(kind: str, backend: str) -> tuple[Transport, Callable[[], Source]]:
 
 
 @pytest.mark.parametrize("check", CHECKS)
-@pytest.mark.parametrize("backend", ["asyncio", "trio"])
 @pytest.mark.parametrize(
-    "kind",
+    ("kind", "backend"),
     [
-        "tcp",
-        "staged",
-        pytest.param("cma", marks=needs_cma),
-        pytest.param("shm", marks=needs_shm),
-        pytest.param("cuda_ipc", marks=needs_shm),
-        "loopback",
+        *(pytest.param("tcp", backend) for backend in BACKENDS),
+        *(pytest.param("cma", backend, marks=needs_cma) for backend in BACKENDS),
+        *(pytest.param("shm", backend, marks=needs_shm) for backend in BACKENDS),
+        *(pytest.param("loopback", backend) for backend in BACKENDS),
+        ("staged", "asyncio"),
+        pytest.param("cuda_ipc", "asyncio", marks=needs_shm),
     ],
 )
 def test_a_transport_keeps_the_rule(kind: str, backend: str, check: str) -> None:
