@@ -114,7 +114,7 @@ async def test_within_a_process_nothing_is_opened(monkeypatch: pytest.MonkeyPatc
 
 
 @pytest.mark.parametrize("where", ["host source", "host reader", "expandable", "left out"])
-async def test_else_it_is_tcp(where: str) -> None:
+async def test_else_it_is_tcp(where: str, caplog: pytest.LogCaptureFixture) -> None:
     device = Double()
     source, target = Own(device, 1), Own(device, 0)
     if where == "expandable":
@@ -127,6 +127,9 @@ async def test_else_it_is_tcp(where: str) -> None:
             report = await (await target.register(hub, on_host=where == "host reader")).replicate()
     assert ([each.transport for each in report.sources], device.opened) == (["tcp"], [])
     assert target.holds(1)
+    said = [record.getMessage() for record in caplog.records if "transport_unusable" in record.getMessage()]
+    assert len(said) == (1 if where == "expandable" else 0)
+    assert all("leave expandable_segments out" in text for text in said)
 
 
 # ---------------------------------------------------------------------------------------------------------- allocations
@@ -214,6 +217,9 @@ async def test_what_cannot_be_opened_is_said_with_the_reason(listener: socket.so
     def refuses(connection: BlockingConnection) -> None:
         connection.send(allocations(reason="expandable"))
 
+    def has_none(connection: BlockingConnection) -> None:
+        connection.send(allocations())
+
     def lies(connection: BlockingConnection) -> None:
         connection.send(allocations((1, 2, HANDLE)))
         connection.send_descriptors([segment.descriptor])
@@ -230,7 +236,8 @@ async def test_what_cannot_be_opened_is_said_with_the_reason(listener: socket.so
         connection.send(ChunksLie(0, ((0, 0, 0),), 0))
 
     for say, error, text in (
-        (refuses, NotShared, "expandable"),
+        (refuses, Unusable, "expandable"),
+        (has_none, NotShared, "not on a GPU"),
         (lies, Unusable, "its memory cannot be opened"),
         (stretches, Unusable, "is said to have"),
         (cuts, ReadFailure, "a handle has 64 bytes"),

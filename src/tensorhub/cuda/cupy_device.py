@@ -197,8 +197,9 @@ class CudaDevice:
 
     def callers_work(self) -> CudaMark:
         torch = sys.modules["torch"]
-        event = torch.cuda.Event(blocking=True)
-        event.record(torch.cuda.current_stream(self.index))
+        with failures(f"marking the caller's stream on {self.name}"):
+            event = torch.cuda.Event(blocking=True)
+            event.record(torch.cuda.current_stream(self.index))
         return CudaMark(event)
 
     # ------------------------------------------------------------------------------------------------- for queues, too

@@ -111,7 +111,7 @@ class AllocationsAre:
     """Each allocation's (address, bytes, IPC handle) at the owner, and its process: addresses are as good as handles there.
 
     `words`: (address, bytes) of the shared memory in which the registration's generation word is; its descriptor follows,
-    with one byte. No allocations, and no byte: they cannot be opened from there, for that reason.
+    with one byte. No allocations, and no byte: they cannot be opened from there, for that reason ("": it is not on a GPU).
     """
 
     request: U64

@@ -101,11 +101,15 @@ class Answering:
         if isinstance(found, Refusal):
             self._connection.send(ReadRefused(read.request, found.reason))
             return
+        reason = ""
         try:
-            allocations, words = _exported(found)
+            exported = _exported(found)
         except StateError as error:
-            self._connection.send(AllocationsAre(read.request, ipc.PROCESS, (), (0, 0), str(error)[:1000]))
+            exported, reason = None, str(error)[:1000]
+        if exported is None:
+            self._connection.send(AllocationsAre(read.request, ipc.PROCESS, (), (0, 0), reason))
             return
+        allocations, words = exported
         said = AllocationsAre(read.request, ipc.PROCESS, tuple(allocations), (words.address, words.nbytes), "")
         self._connection.send(said)
         self._connection.send_descriptors([words.descriptor])
@@ -188,16 +192,16 @@ class Answering:
         self._is_digested, self._is_contended = False, is_gil_contended(view.nbytes, digests.seconds)
 
 
-def _exported(found: tuple[ChunkMemory, tuple[int, int]] | None) -> tuple[list[Allocation], Segment]:
-    """StateError, with the reason, if it cannot be opened by others."""
-    if found is None:
-        raise StateError(NOT_ONE_SIDED)
+def _exported(found: tuple[ChunkMemory, tuple[int, int]] | None) -> tuple[list[Allocation], Segment] | None:
+    """The GPU's allocations, and where the word is. None: it is in host memory, or nobody reads it by himself. StateError,
+    with the reason: it cannot be opened by others.
+    """
+    if found is None or found[0].device is None:
+        return None
     memory, word = found
-    if memory.device is None:
-        raise StateError("its tensors are in host memory")
     if not (segments := segments_of([word])):
         raise StateError("its generation words are not in shared memory")
-    allocations = ipc.export(memory.device, memory.places)
+    allocations = ipc.export(found[0].device, memory.places)
     if len(allocations) > ALLOCATIONS_MAX:
         raise StateError(f"its tensors are in {len(allocations)} allocations, more than {ALLOCATIONS_MAX}")
     return allocations, segments[0]

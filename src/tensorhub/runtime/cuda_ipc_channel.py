@@ -70,8 +70,10 @@ class CudaIpcTransport:
         message = Asking(connection, right).hear()
         if not isinstance(message, AllocationsAre):
             raise ProtocolError(f"it is asked for its allocations, and answers {type(message).__name__}")
+        if message.reason:
+            raise Unusable(message.reason)
         if not message.allocations:
-            raise NotShared(message.reason or "its tensors are not on a GPU")
+            raise NotShared("its tensors are not on a GPU")
         (descriptor,) = connection.receive_descriptors(1)
         try:
             words = shm.MappedSegment(descriptor, message.words[1])
