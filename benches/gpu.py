@@ -323,16 +323,16 @@ def staging(options: argparse.Namespace) -> None:
     from benches.remotes import Remote
 
     nbytes, each, started = 4 * 2**30, 256 * 2**20, list[Remote]()
-    pairs: dict[str, tuple[Remote, Remote]] = {}
+    devices = ("cpu", "cuda")
     try:
-        for device in ("cpu", "cuda"):
-            publisher = Remote(f"publisher on {device}", publisher_main, nbytes, each, device)
-            started.append(publisher)
-            address, _ = publisher.hear()
-            reader = Remote(f"reader on {device}", reader_main, address, nbytes, each, device, ("tcp",))
-            started.append(reader)
+        for device in devices:  # side by side: importing torch takes some seconds
+            started.append(Remote(f"publisher on {device}", publisher_main, nbytes, each, device))
+        addresses = [publisher.hear()[0] for publisher in started]
+        for device, address in zip(devices, addresses, strict=True):
+            started.append(Remote(f"reader on {device}", reader_main, address, nbytes, each, device, ("tcp",)))
+        for reader in started[2:]:
             reader.hear()
-            pairs[device] = publisher, reader
+        pairs = dict(zip(devices, zip(started[:2], started[2:], strict=True), strict=True))
         seconds: dict[tuple[str, str], list[float]] = {}
         for version in range(1, options.rounds + 2):
             for device in pairs if version % 2 else reversed(pairs):
@@ -365,21 +365,21 @@ def stall(options: argparse.Namespace) -> None:
     try:
         publisher = Remote("trainer", publisher_main, nbytes, each, "cuda")
         started.append(publisher)
-        address, _ = publisher.hear()
-        rollouts: dict[str, list[Remote]] = {}
-        for transport in ("cuda_ipc", "tcp"):
-            rollouts[transport] = []
-            for number in range(2):
-                name = len(started)
-                made = Remote(f"{transport} {number}", reader_main, address, nbytes, each, "cuda", (transport,), name)
-                started.append(made)
-                rollouts[transport].append(made)
-                made.hear()
         meeting = f"tcp://127.0.0.1:{_free_port()}"
         ranks = [Remote(f"gloo {rank}", gloo_main, rank, 3, meeting, nbytes, each) for rank in range(3)]
         started += ranks
-        for rank in ranks:
-            rank.hear()
+        address, _ = publisher.hear()
+        rollouts: dict[str, list[Remote]] = {}
+        for transport in ("cuda_ipc", "tcp"):
+            rollouts[transport] = [
+                Remote(
+                    f"{transport} {number}", reader_main, address, nbytes, each, "cuda", (transport,), len(started) + number
+                )
+                for number in range(2)
+            ]
+            started += rollouts[transport]
+        for remote in started[1:]:
+            remote.hear()
         stalls: dict[str, list[float]] = {}
         trainers: dict[str, list[float]] = {}
         version = 0
@@ -403,7 +403,7 @@ def stall(options: argparse.Namespace) -> None:
                 stalls.setdefault("gloo", []).append(max(taken[1:]))
                 trainers.setdefault("gloo", []).append(taken[0])
         for way, found in stalls.items():
-            note = f"s, {_spread(found)}; the trainer {statistics.median(trainers[way]):.3g} s"
+            note = f"{_spread(found)}; the trainer {statistics.median(trainers[way]):.3g} s"
             tell(f"stall of two rollouts, 8 GiB, {way}", statistics.median(found), "s", note=note)
     finally:
         for remote in reversed(started):
