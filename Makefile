@@ -7,7 +7,7 @@ STAMP := $(VENV)/.stamp
 PIP := $(BIN)/python -m pip --disable-pip-version-check --require-virtualenv install --quiet
 
 .DEFAULT_GOAL := help
-.PHONY: bugs gpu help venv demo lint test test-slow simulate fuzz bench leaks chaos clean
+.PHONY: bugs gpu help venv demo lint test test-slow simulate fuzz bench leaks nixl chaos clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "%-10s %s\n", $$1, $$2 }' Makefile
@@ -65,6 +65,10 @@ CYCLES ?= 3072
 leaks: venv ## join, publish, update and leave, thousands of times: nothing may pile up (CYCLES=)
 	$(BIN)/python -m benches.leaks --cycles $(CYCLES)
 	$(BIN)/python -m benches.leaks --cycles $(CYCLES) --backend trio
+
+nixl: venv ## NIXL, and the tests of the transport over it (it brings some 120 MB)
+	$(PIP) -e '.[nixl]'
+	$(BIN)/pytest -q -m "nixl and not slow"
 
 MINUTES ?= 10
 SEED ?= 1

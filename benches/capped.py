@@ -162,8 +162,8 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m benches capped", description=__doc__)
     parser.add_argument("--readers", type=int, nargs="+", default=[1, 2, 4, 8])
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--mbit", type=float, default=200, help="of each link, either way")
-    parser.add_argument("--mib", type=float, default=64, help=f"of the version, in {CHUNKS} chunks")
+    parser.add_argument("--mbit", type=float, default=40, help="of each link, either way")
+    parser.add_argument("--mib", type=float, default=24, help=f"of the version, in {CHUNKS} chunks")
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write facts, figures and rows")
     options = parser.parse_args(arguments)
     if min(*options.readers, options.rounds, options.mbit, options.mib) < 1:

@@ -1,7 +1,8 @@
-"""One reader, or several, of one source on one host, by cma or shm: the data plane against a bare copy.
+"""One reader, or several, of one source on one host, by cma, shm or nixl: the data plane against a bare copy.
 
 `bare 1` and `bare 2` copy the same bytes into the same memory by one and by two threads, in calls of 8 MiB, and do nothing
-else: by process_vm_readv (cma), or by memmove out of a mapping (shm). The better of the two in a round is what the others
+else: by process_vm_readv (cma), by memmove out of a mapping (shm), or by one READ of everything (nixl, where both are the
+same). The better of the two in a round is what the others
 are compared with. `first`: digests are made now; `again`: they are known; `none`: there are none. Memory is touched on both
 sides. All ways take turns, in another order each round; a ratio compares neighbours of one round (1 = as fast as the better
 bare copy). `CPU` is the same of the readers' CPU seconds, against those of `bare 1`: it says what the data plane adds to the
@@ -39,7 +40,7 @@ def source(pipe: Connection, args: argparse.Namespace) -> None:
 
 async def _serve(pipe: Connection, args: argparse.Namespace, regions: list[memoryview]) -> None:
     async with serving(args.transport, args, regions) as offers:
-        pipe.send((offers.address, Lie.of(regions), [bytes(region[-8:]) for region in regions]))
+        pipe.send((offers.address, Lie.of(regions, offers.exposures), [bytes(region[-8:]) for region in regions]))
         while (mode := await anyio.to_thread.run_sync(pipe.recv)) != "stop":
             pipe.send(await offers.offer(mode))
 
@@ -102,7 +103,7 @@ def measure(args: argparse.Namespace) -> tuple[dict[str, list[float]], dict[str,
 
 def main(arguments: list[str] | None = None) -> int:
     parser = options_parser("python -m benches one_sided", __doc__)
-    parser.add_argument("--transport", choices=("cma", "shm"), default="cma")
+    parser.add_argument("--transport", choices=("cma", "shm", "nixl"), default="cma")
     parser.add_argument("--readers", type=int, default=1)
     parser.add_argument("--json", type=Path, metavar="FILE")
     args = parser.parse_args(arguments)

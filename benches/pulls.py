@@ -20,12 +20,14 @@ from tensorhub.runtime.acceptor import ServeSettings, serve_readers
 from tensorhub.runtime.chunks import ChunkMemory
 from tensorhub.runtime.cma_channel import CmaTransport
 from tensorhub.runtime.lanes import AllVerified, Opened, PullRunner
+from tensorhub.runtime.nixl_channel import NixlTransport
 from tensorhub.runtime.serving import SharedOwner
 from tensorhub.runtime.shm_channel import ShmTransport
 from tensorhub.runtime.tcp_channel import TcpTransport
 from tensorhub.transport import tcp, unix
 from tensorhub.transport.base import Cutter, Destination, ReadRight, Transport
 from tensorhub.transport.cma import Words
+from tensorhub.transport.nixl import Exposures
 from tensorhub.transport.registry import Local
 from tensorhub.transport.shm import Segment
 from tensorhub.types import ContentId, Endpoint, Incarnation, LeaseId, Location, Options, RegistrationId
@@ -33,7 +35,12 @@ from tensorhub.types import ContentId, Endpoint, Incarnation, LeaseId, Location,
 REGISTRATION, SECRET = RegistrationId("registration"), b"bench"
 TINY_BYTES = 4096
 HUB_MODES = ("first", "again", "none")  # first: digests made now; again: digests known; none: no digests
-TRANSPORTS: dict[str, Callable[[Local], Transport]] = {"tcp": TcpTransport, "cma": CmaTransport, "shm": ShmTransport}
+TRANSPORTS: dict[str, Callable[[Local], Transport]] = {
+    "tcp": TcpTransport,
+    "cma": CmaTransport,
+    "shm": ShmTransport,
+    "nixl": NixlTransport,
+}
 
 
 def options_parser(prog: str | None, text: str | None) -> argparse.ArgumentParser:
@@ -101,7 +108,8 @@ class Offers:
     """What a source serves, to whoever connects to `address`."""
 
     def __init__(self, transport: str, args: argparse.Namespace, regions: list[memoryview]) -> None:
-        self.owner = SharedOwner(words=Words(_shared) if transport == "shm" else Words())
+        self.exposures = Exposures() if transport == "nixl" else None
+        self.owner = SharedOwner(words=Words(_shared) if transport == "shm" else Words(), exposures=self.exposures)
         self.listener: socket.socket = unix.listen() if transport == "shm" else tcp.listen("127.0.0.1")
         self.address = unix.address_of(self.listener) if transport == "shm" else tcp.address_of(self.listener)
         self._args = args
@@ -127,6 +135,7 @@ async def serving(transport: str, args: argparse.Namespace, regions: list[memory
         yield offers
         tasks.cancel_scope.cancel()
     offers.listener.close()
+    offers.owner.end_reading()
 
 
 class Pulled(NamedTuple):

@@ -9,6 +9,10 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
+from typer.testing import CliRunner
+
+from tensorhub.cli.app import app
+
 PROGRAM = (sys.executable, "-c", "from tensorhub.cli import main; main()")
 WAIT_S = 60.0
 
@@ -16,6 +20,14 @@ WAIT_S = 60.0
 def run(*arguments: str) -> subprocess.CompletedProcess[str]:
     """The finished command, without an address or a secret in its environment."""
     return subprocess.run([*PROGRAM, *arguments], capture_output=True, text=True, timeout=WAIT_S, env=environment())
+
+
+def run_here(*arguments: str) -> subprocess.CompletedProcess[str]:
+    """The same in this process, for what is refused at once: a process of its own would be a second of imports."""
+    done = CliRunner().invoke(app, arguments, env=dict.fromkeys(os.environ.keys() - environment().keys()))
+    if done.exception is not None and not isinstance(done.exception, SystemExit):
+        raise done.exception
+    return subprocess.CompletedProcess(arguments, done.exit_code, done.stdout, done.stderr)
 
 
 def environment() -> dict[str, str]:

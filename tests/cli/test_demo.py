@@ -9,7 +9,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from tests.cli.processes import alive, children, eventually, line_with, run, started
+from tests.cli.processes import alive, children, eventually, line_with, run, run_here, started
 
 ENDLESS = ("--versions", "10000")
 
@@ -25,7 +25,7 @@ def weights(tmp_path: Path) -> Path:
 
 @pytest.mark.parametrize("command", ["", "serve", "demo", "status"])
 def test_help(command: str) -> None:
-    done = run(*command.split(), "--help")
+    done = run_here(*command.split(), "--help")
     assert done.returncode == 0
     assert "Usage" in done.stdout
     assert "130 Ctrl-C" in " ".join(done.stdout.split())
@@ -36,7 +36,7 @@ def test_weights_that_are_none(tmp_path: Path, content: bytes | None) -> None:
     path = tmp_path / "bad.bin"
     if content is not None:
         path.write_bytes(content)
-    done = run("demo", "--weights", str(path))
+    done = run_here("demo", "--weights", str(path))
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr.startswith("error: usage: --weights")
     assert str(path) in done.stderr
@@ -84,9 +84,14 @@ class TestRun:
         assert "every byte and every output equal" in " ".join(done.stdout.split())
         assert "rollout-1: version 1 in " in done.stderr
 
-    @pytest.mark.parametrize("news", ["trainer: ready", "rollout-1: version 2"])
     @pytest.mark.parametrize(
-        ("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGKILL, -signal.SIGKILL)]
+        ("news", "number", "code"),
+        [
+            ("trainer: ready", signal.SIGINT, 130),
+            ("rollout-1: version 2", signal.SIGTERM, 143),
+            ("trainer: ready", signal.SIGKILL, -signal.SIGKILL),
+            ("rollout-1: version 2", signal.SIGKILL, -signal.SIGKILL),
+        ],
     )
     def test_no_process_is_left_behind(self, weights: Path, news: str, number: signal.Signals, code: int) -> None:
         with started("demo", "--weights", str(weights), "--rollouts", "2", *ENDLESS) as demo:

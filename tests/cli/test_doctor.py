@@ -4,14 +4,19 @@ from __future__ import annotations
 
 import json
 import platform
+import sys
 
 import pytest
 from typer.testing import CliRunner
 
 from tensorhub.cli.app import app
 from tensorhub.cuda import cupy_device
-from tensorhub.transport import cma
+from tensorhub.transport import cma, nixl
 
+NO_NIXL = (
+    "nixl: not available: NIXL 1.1 or newer is needed (import of nixl._api halted; None in sys.modules): "
+    "pip install 'tensorhub[nixl]'"
+)
 SHARED = "for tensors that tensorhub.shared_empty_like has made"
 
 
@@ -27,14 +32,23 @@ def _no_yama_and_no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cupy_device, "missing", lambda: "no cupy")
 
 
+@pytest.fixture(autouse=True)
+def _no_nixl(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "nixl", None)
+    monkeypatch.setitem(sys.modules, "nixl._api", None)
+
+
 @pytest.mark.skipif(cma.fault_here() is not None, reason=str(cma.fault_here()))
 def test_what_works() -> None:
-    assert run() == f"cuda_ipc: not available: no cupy\nshm: available: {SHARED}\ncma: available\ntcp: available\n"
+    assert (
+        run() == f"cuda_ipc: not available: no cupy\nshm: available: {SHARED}\ncma: available\n{NO_NIXL}\ntcp: available\n"
+    )
     assert json.loads(run("--json")) == {
         "transports": [
             {"name": "cuda_ipc", "available": False, "reason": "no cupy"},
             {"name": "shm", "available": True, "reason": SHARED},
             {"name": "cma", "available": True, "reason": ""},
+            {"name": "nixl", "available": False, "reason": NO_NIXL.partition(": not available: ")[2]},
             {"name": "tcp", "available": True, "reason": ""},
         ]
     }
@@ -43,7 +57,7 @@ def test_what_works() -> None:
 def test_what_does_not(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(platform, "machine", lambda: "riscv64")
     why = "not available: it is for Linux on x86-64, and this is linux on riscv64"
-    assert run() == f"cuda_ipc: {why}\nshm: {why}\ncma: {why}\ntcp: available\n"
+    assert run() == f"cuda_ipc: {why}\nshm: {why}\ncma: {why}\n{NO_NIXL}\ntcp: available\n"
 
 
 def test_a_gpu_is_looked_at_closely(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -57,3 +71,10 @@ def test_a_gpu_is_looked_at_closely(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_what_works_for_some(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cma, "restriction", lambda: "kernel.yama.ptrace_scope is 1: ask")
     assert run().splitlines()[2] == "cma: available: kernel.yama.ptrace_scope is 1: ask"
+
+
+@pytest.mark.nixl
+@pytest.mark.skipif(nixl.version() is None, reason="NIXL is not installed")
+def test_nixl_is_shown_with_its_version(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.undo()
+    assert f"nixl: available: NIXL {nixl.version()}; used by workers that name it" in run()

@@ -17,13 +17,17 @@ from safetensors.torch import load_file, save_file
 
 from examples.encoder import model_path
 from tensorhub import sync
-from tests.cli.processes import PROGRAM, WAIT_S, environment, eventually, run, started
+from tests.cli.processes import PROGRAM, WAIT_S, environment, eventually, run, run_here, started
 from tests.cli.test_publish import OPTIONS, large, published, zeros_like
 from tests.transport.test_files import listing, sharded, some
 
 
 def fetch(address: str, out: Path, *options: str) -> subprocess.CompletedProcess[str]:
     return run("fetch", "m", "--out", str(out), "--address", address, *options)
+
+
+def refused(address: str, out: Path, *options: str) -> subprocess.CompletedProcess[str]:
+    return run_here("fetch", "m", "--out", str(out), "--address", address, *options)
 
 
 @contextlib.contextmanager
@@ -104,15 +108,15 @@ def umask() -> int:
 def test_selectors(address: str, tmp_path: Path) -> None:
     with trainer(address, {"a": torch.ones(3)}) as weights:
         assert fetch(address, tmp_path / "1", "--version", "1").returncode == 0
-        done = fetch(address, tmp_path / "9", "--version", "9")
+        done = refused(address, tmp_path / "9", "--version", "9")
         assert done.stderr.startswith("error: VersionUnavailable: ")
         assert done.returncode == 1
-        done = fetch(address, tmp_path / "9", "--rank", "3")
+        done = refused(address, tmp_path / "9", "--rank", "3")
         assert done.stderr.startswith("error: ManifestMismatch: ")
         weights.unpublish()
-        done = fetch(address, tmp_path / "9", "--timeout", "0.2")
+        done = refused(address, tmp_path / "9", "--timeout", "0.2")
         assert done.returncode == 1
-    done = run("fetch", "unknown", "--out", str(tmp_path / "9"), "--address", address, "--timeout", "0.2")
+    done = run_here("fetch", "unknown", "--out", str(tmp_path / "9"), "--address", address, "--timeout", "0.2")
     assert done.returncode == 1
     assert os.listdir(tmp_path) == ["1"]
 
@@ -129,7 +133,7 @@ def test_selectors(address: str, tmp_path: Path) -> None:
 )
 def test_what_cannot_be_fetched(address: str, tmp_path: Path, options: Sequence[str], code: int, text: str) -> None:
     with trainer(address, {"a": torch.ones(3)}):
-        done = fetch(address, tmp_path / "out", *options)
+        done = refused(address, tmp_path / "out", *options)
     assert (done.returncode, done.stdout) == (code, "")
     assert text in done.stderr
     assert os.listdir(tmp_path) == []
@@ -145,11 +149,11 @@ def test_outputs_that_exist_are_refused_before_anything(tmp_path: Path) -> None:
         ("out", "out exists and is not empty: take another place"),
         ("none/out", "none: No such file or directory"),
     ):
-        done = fetch("tcp://127.0.0.1:1", tmp_path / out)
+        done = refused("tcp://127.0.0.1:1", tmp_path / out)
         assert (done.returncode, done.stdout) == (2, "")
         assert done.stderr.startswith("error: usage: ")
         assert text in done.stderr
-    done = fetch("tcp://127.0.0.1:1", tmp_path / "new")
+    done = refused("tcp://127.0.0.1:1", tmp_path / "new")
     assert done.stderr.startswith("error: CoordinatorUnavailable: ")
     assert set(listing(tmp_path)) == {"out.safetensors", "out/old"}
     assert len(os.listdir(tmp_path)) == 2
@@ -157,7 +161,7 @@ def test_outputs_that_exist_are_refused_before_anything(tmp_path: Path) -> None:
 
 def test_a_place_where_nobody_may_write() -> None:
     """Not even root."""
-    done = run("fetch", "m", "--out", "/proc/out.safetensors", "--address", "tcp://127.0.0.1:1")
+    done = refused("tcp://127.0.0.1:1", Path("/proc/out.safetensors"))
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr.startswith("error: usage: nothing can be written in /proc: ")
 

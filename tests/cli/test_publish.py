@@ -20,7 +20,7 @@ from examples.encoder import model_path
 from tensorhub import sync
 from tensorhub.errors import IntegrityError, TensorHubError
 from tensorhub.types import Options
-from tests.cli.processes import WAIT_S, eventually, line_with, run, started
+from tests.cli.processes import WAIT_S, eventually, line_with, run_here, started
 from tests.rig import gated
 
 OPTIONS = Options(op_timeout_s=WAIT_S)
@@ -69,7 +69,7 @@ def test_the_next_number(address: str, tmp_path: Path) -> None:
             assert said["version"] == number
             process.send_signal(signal.SIGINT)
             assert process.wait(WAIT_S) == 130
-    done = run("publish", str(path), "--model", "m", "--address", address, "--version", "8")
+    done = run_here("publish", str(path), "--model", "m", "--address", address, "--version", "8")
     assert (done.returncode, done.stdout) == (1, "")
     assert done.stderr.startswith("error: VersionConflict: 8 is not above 8")
 
@@ -102,7 +102,7 @@ def test_what_cannot_be_published(tmp_path: Path, name: str, text: str) -> None:
     (tmp_path / "empty").mkdir()
     (tmp_path / "escaping.index.json").write_text('{"weight_map": {"a": "../../x"}}')
     (tmp_path / "missing.index.json").write_text('{"weight_map": {"a": "b.safetensors"}}')
-    done = run("publish", str(tmp_path / name), "--model", "m", "--address", "tcp://127.0.0.1:1")
+    done = run_here("publish", str(tmp_path / name), "--model", "m", "--address", "tcp://127.0.0.1:1")
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr.startswith("error: usage: ")
     assert done.stderr.count("\n") == 1
@@ -112,10 +112,10 @@ def test_what_cannot_be_published(tmp_path: Path, name: str, text: str) -> None:
 def test_nobody_there(tmp_path: Path) -> None:
     save_file({"a": torch.zeros(3)}, tmp_path / "m.safetensors")
     arguments = ("publish", str(tmp_path / "m.safetensors"), "--model", "m")
-    done = run(*arguments, "--address", "tcp://127.0.0.1:1")
+    done = run_here(*arguments, "--address", "tcp://127.0.0.1:1")
     assert (done.returncode, done.stdout) == (1, "")
     assert done.stderr.startswith("error: CoordinatorUnavailable: ")
-    done = run(*arguments)
+    done = run_here(*arguments)
     assert (done.returncode, done.stdout) == (2, "")
     assert "give --address" in done.stderr
 

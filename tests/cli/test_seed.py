@@ -12,7 +12,7 @@ import pytest
 
 from tensorhub import sync
 from tensorhub.types import Options, parse_address
-from tests.cli.processes import WAIT_S, line_with, run, started
+from tests.cli.processes import WAIT_S, line_with, run_here, started
 from tests.rig import CHUNK_BYTES, CHUNKS, Tensors, holds, tensors, write
 
 OPTIONS = Options(op_timeout_s=WAIT_S, chunk_bytes=CHUNK_BYTES)
@@ -84,7 +84,7 @@ def test_all_ranks_and_some_of_them(address: str) -> None:
 def test_what_cannot_be_seeded(address: str, arguments: tuple[str, ...], code: int, text: str) -> None:
     with sync.connect(address, options=OPTIONS) as hub:
         hub.register("m", arrays(1)).publish(1)
-        ended = run("seed", "m", "--address", address, *arguments)
+        ended = run_here("seed", "m", "--address", address, *arguments)
         assert (ended.returncode, ended.stdout) == (code, "")
         assert text in " ".join(ended.stderr.split())
         assert "Traceback" not in ended.stderr

@@ -6,7 +6,7 @@ import socket
 
 import pytest
 
-from tests.cli.processes import children, line_with, run, started
+from tests.cli.processes import children, line_with, run_here, started
 
 pytest.importorskip("tensorhub.hub", exc_type=ImportError)
 
@@ -35,7 +35,7 @@ def test_the_address_is_the_first_line() -> None:
 def test_a_port_in_use() -> None:
     with socket.create_server(("127.0.0.1", 0)) as other:
         port = other.getsockname()[1]
-        done = run("serve", "--port", str(port))
+        done = run_here("serve", "--port", str(port))
     assert (done.returncode, done.stdout) == (1, "")
     assert done.stderr.startswith("error: StateError: ")
     assert done.stderr.count("\n") == 1
@@ -52,7 +52,7 @@ def test_a_port_in_use() -> None:
     ],
 )
 def test_what_cannot_be_served(arguments: tuple[str, ...], code: int, text: str) -> None:
-    done = run("serve", *arguments)
+    done = run_here("serve", *arguments)
     assert done.returncode == code, done.stderr
     assert text in done.stderr
     assert "Traceback" not in done.stderr

@@ -25,6 +25,7 @@ from tensorhub.messages import (
     DigestedAgain,
     Done,
     Fill,
+    Flow,
     FromCoordinator,
     FromWorker,
     GetManifest,
@@ -37,6 +38,7 @@ from tensorhub.messages import (
     Outcome,
     Pin,
     Prepared,
+    Progress,
     Publish,
     ReaderCut,
     ReadFailed,
@@ -125,6 +127,14 @@ def key(cluster: PureCluster, group: str = "trainer") -> OpKey:
 
 
 # ------------------------------------------------------------------------------------------- each message by itself
+
+
+def test_what_it_says_of_links_is_not_believed() -> None:
+    cluster, guest, _ = world()
+    (grant,) = guest.fetch().grants
+    before = cluster.coordinator.cluster.links.rates(cluster.now)
+    assert guest.say(Progress(guest.key, 0, 1, 10**6, (Flow(grant.lease, 10**6, 1.0),))) == []
+    assert cluster.coordinator.cluster.links.rates(cluster.now) == before
 
 
 def test_it_fetches_and_looks() -> None:

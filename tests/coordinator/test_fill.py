@@ -15,6 +15,7 @@ from tensorhub.errors import (
     VersionUnavailable,
 )
 from tensorhub.messages import Start, Write
+from tensorhub.scheduler import choice as source_choice
 from tensorhub.testing import Asked, BrokenHook, Choice, Handle, PureCluster
 from tensorhub.types import HandleState, Location
 
@@ -652,3 +653,26 @@ def test_a_rank_that_missed_more_operations_than_are_remembered_meets_the_others
     asked = [rank.replicate(timeout_s=5) for rank in (first, second)]
     cluster.advance(1)
     assert [each.number for each in asked] == [1, 1]
+
+
+@pytest.mark.parametrize(("transports", "sources"), [(("tcp",), 3), (("cma", "tcp"), 1)])
+def test_readers_that_copy_out_of_memory_need_no_chain(
+    monkeypatch: pytest.MonkeyPatch, transports: tuple[str, ...], sources: int
+) -> None:
+    """Over sockets the source's host would send the same bytes three times; who copies is in nobody's way."""
+    monkeypatch.setattr(source_choice, "LATENCY_S", (0.0, 0.0, 0.0, 0.0))
+    cluster = PureCluster()
+    for name in ("trainer", "a", "b", "c"):
+        cluster.worker(name, Location(host="one"), transports)
+    trainer, *readers = (cluster.handle(name) for name in ("trainer", "a", "b", "c"))
+    cluster.run()
+    trainer.publish(1)
+    cluster.run()
+    for reader in readers:
+        reader.replicate()
+        while steps := [step for step in cluster.choices() if step.kind != "read"]:
+            cluster.do(steps[0])
+    leases = cluster.coordinator.cluster.leases.values()
+    assert len({lease.holding.member.worker.name for lease in leases}) == sources
+    cluster.run()
+    assert all(reader.cells == trainer.cells for reader in readers)

@@ -14,11 +14,13 @@ import xxhash
 from tensorhub.errors import ProtocolError
 from tensorhub.manifest import Digest, TensorDescription, build_manifest
 from tensorhub.messages import (
+    AgentIs,
     AllocationsAre,
     ChunkDigest,
     ChunkFollows,
     ChunksFollow,
     ChunksLie,
+    FindAgent,
     FindAllocations,
     FindMemory,
     FindSegments,
@@ -38,15 +40,18 @@ from tensorhub.protocol.lost import ConnectionLost
 from tensorhub.runtime import answering
 from tensorhub.runtime.acceptor import _next_read
 from tensorhub.runtime.answering import FIRST_SEND_BYTES, Answering
+from tensorhub.runtime.asking import Asking
 from tensorhub.runtime.chunks import ChunkMemory
 from tensorhub.runtime.lanes import Opened, PullRunner, _Lane
 from tensorhub.runtime.one_sided import OneSidedChannel
+from tensorhub.runtime.peers import Peer, Peers
 from tensorhub.runtime.serving import Lane, SharedOwner
 from tensorhub.runtime.tcp_channel import TcpChannel
 from tensorhub.transport import cma
 from tensorhub.transport.base import Channel, Cutter, Destination, ReadRight
 from tensorhub.transport.cma import Words
-from tensorhub.types import ContentId, Incarnation, LeaseId, Location, RegistrationId
+from tensorhub.transport.registry import Local
+from tensorhub.types import ContentId, Incarnation, LeaseId, Location, Options, RegistrationId
 from tests.fuzz.source import Source
 
 SIZES = (10, 5, 0, 1, 300, 7)  # of tensors: five chunks
@@ -58,7 +63,7 @@ GRANT = Grant("lease", "source", "source.1", "theirs", 5, (), Location(host="h")
 STALL_S = 5.0
 ANSWERS: tuple[type[Any], ...] = (
     *(ChunksFollow, ChunkFollows, ChunkDigest, StillWaiting, ReadRefused),
-    *(ChunksLie, MemoryIs, SegmentsAre, AllocationsAre),
+    *(ChunksLie, MemoryIs, SegmentsAre, AllocationsAre, AgentIs),
 )
 ASKED_MAX = 12  # requests of one input
 
@@ -101,7 +106,11 @@ def readers(data: bytes) -> None:
     """
     source = Source(data)
     memory = _Memory(source.choice(("xxh3-64", "none")), filled=False)
-    _read(source, memory, TcpChannel, lambda: _answers(source, memory.chunks), len(data) + 2**17)
+
+    def make(asking: Asking, destination: Destination, cutter: Cutter) -> TcpChannel:
+        return TcpChannel(asking, destination)
+
+    _read(source, memory, make, lambda: _answers(source, memory.chunks), len(data) + 2**17)
 
 
 def locators(data: bytes) -> None:
@@ -111,8 +120,8 @@ def locators(data: bytes) -> None:
     words = Words()
     words.set(RIGHT.registration, RIGHT.generation)
 
-    def make(connection: BlockingConnection, right: ReadRight, destination: Destination, cutter: Cutter) -> OneSidedChannel:
-        return OneSidedChannel(connection, cma.Process(words.header), right, destination, cutter)
+    def make(asking: Asking, destination: Destination, cutter: Cutter) -> OneSidedChannel:
+        return OneSidedChannel(asking, cma.Process(words.header), RIGHT, destination, cutter)
 
     _read(source, memory, make, lambda: _places(source, theirs.chunks, words.address(RIGHT.registration)), 2**17)
 
@@ -120,16 +129,19 @@ def locators(data: bytes) -> None:
 def _read(
     source: Source,
     memory: _Memory,
-    make: Callable[[BlockingConnection, ReadRight, Destination, Cutter], Channel],
+    make: Callable[[Asking, Destination, Cutter], Channel],
     answers: Callable[[], bytes],
     bytes_max: int,
 ) -> None:
     owner = SharedOwner()
     owner.open(REGISTRATION, GENERATION, CONTENT, memory.chunks, complete=False)
+    peers = Peers(Local(Incarnation("reader"), (b"",), Options()))
+    peers.close()
     with _connected() as (connection, theirs):
 
         def open_channel(grant: Grant, destination: Destination, cutter: Cutter) -> Opened:
-            return Opened("any", make(connection, RIGHT, destination, cutter))
+            peer = Peer(connection, "", RIGHT.incarnation, b"", is_local=True)
+            return Opened("any", make(Asking(peers, peer, RIGHT, cutter), destination, cutter))
 
         runner = PullRunner(
             memory.chunks, owner, REGISTRATION, GENERATION, open_channel, batch_bytes=source.choice((1, 20, 10**6))
@@ -258,9 +270,8 @@ def _question(source: Source, kind: int) -> bytes:
         "content_id": [CONTENT, CONTENT, "other"],
         "runs": [((0, CHUNKS),), ((1, 2), (4, 1)), ((0, 1),) * 100, (), ((3, 9),), ((2**63, 1024),), ((0, 0),)],
     }
-    asked: type[FromReader] = FindMemory if kind < 40 else FindSegments if kind < 50 else Locate if kind > 200 else Read
-    if 50 <= kind < 60:
-        asked = FindAllocations
+    finds = {3: FindMemory, 4: FindSegments, 5: FindAgent, 6: FindAllocations}
+    asked: type[FromReader] = finds.get(kind // 10, Locate if kind > 200 else Read)
     return frame(codec.encode(source.value(asked, pools)), FRAME_BYTES_MAX)
 
 
@@ -292,6 +303,12 @@ def _serve(
             Answering(lane, connection, owner, 0.0).answer(read)
         if isinstance(read, FindMemory):
             return _is_found(read, lane, owner, theirs)
+        if isinstance(read, FindAgent):
+            with BlockingConnection(theirs.dup(), stall_timeout_s=STALL_S) as hears:
+                answer = hears.receive(codec.FROM_OWNER)
+                assert isinstance(answer, AgentIs)
+                assert not answer.metadata  # there is none
+            return True
         if isinstance(read, FindSegments):
             with BlockingConnection(theirs.dup(), stall_timeout_s=STALL_S) as hears:
                 answer = hears.receive(codec.FROM_OWNER)

@@ -58,8 +58,8 @@ class Actor:
     async def gate_open(self) -> None:
         self._gate.open()
 
-    async def connect(self, address: str, name: str, **options: Any) -> None:
-        connecting = tensorhub.connect(address, name=name, token="", options=Options(**options))
+    async def connect(self, address: str, name: str, transports: list[str] | None = None, **options: Any) -> None:
+        connecting = tensorhub.connect(address, name=name, token="", transports=transports, options=Options(**options))
         self._hub = await self._stack.enter_async_context(connecting)
 
     async def register(self, nbytes: int, name: str = "w", **settings: Any) -> None:

@@ -9,10 +9,17 @@ from tests.processes.crew import Crew, Process
 
 
 def a_source_is_killed_in_mid_read(
-    processes: Crew, address: str, trainer: Process, nbytes: int, gate: int | Mapping[str, Any]
+    processes: Crew,
+    address: str,
+    trainer: Process,
+    nbytes: int,
+    gate: int | Mapping[str, Any],
+    options: Mapping[str, Any] | None = None,
 ) -> None:
-    """Two readers are held by `gate` in the midst of their reads from it; they finish from another, read nothing twice."""
-    other = processes.worker(address, "other", nbytes)
+    """Two readers are held by `gate` in the midst of their reads from it; they finish from another, read nothing twice.
+    `options`: of the source.
+    """
+    other = processes.worker(address, "other", nbytes, options=options or {})
     other.do("replicate")
     readers = [processes.worker(address, f"reader{number}", nbytes, gate=gate) for number in range(2)]
     fills = [reader.begin("replicate") for reader in readers]

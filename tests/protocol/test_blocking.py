@@ -386,3 +386,16 @@ def test_a_message_that_breaks_its_bounds_sends_nothing(pair: Pair) -> None:
         pair.one.send_with_payload(StillWaiting(-1, ()), [memoryview(b"payload")])
     pair.one.send(READ)
     assert pair.two.receive(FROM_READER) == READ
+
+
+@pytest.mark.parametrize("how", ["the peer closes", "shutdown", "close"])
+def test_whether_it_has_ended_is_seen_without_reading(how: str) -> None:
+    here, there = socket.socketpair()
+    with there, BlockingConnection(here, stall_timeout_s=1) as connection:
+        there.send(b"something that nobody reads")
+        assert not connection.has_ended
+        if how == "the peer closes":
+            there.close()
+        else:
+            getattr(connection, how)()
+        assert connection.has_ended

@@ -24,7 +24,7 @@ from tensorhub.runtime.lanes import AllVerified, Opened, PullEvent, PullRunner
 from tensorhub.runtime.serving import SharedOwner
 from tensorhub.runtime.tcp_channel import TcpTransport
 from tensorhub.transport import cma, tcp
-from tensorhub.transport.base import Cutter, Destination, ReadRight, Transport
+from tensorhub.transport.base import Cutter, Destination, Keeping, ReadRight, Transport
 from tensorhub.transport.cma import Words
 from tensorhub.transport.registry import Local
 from tensorhub.types import (
@@ -78,6 +78,7 @@ class Node:
         self.memory = ChunkMemory(manifest, [memoryview(array) for array in self.arrays])
         self.owner = owner or SharedOwner(fence_grace_s=0.05, words=Words())
         self.listener = tcp.listen("127.0.0.1")
+        self.ways: list[Transport] = []  # by which it reads
         self.settings = ServeSettings(self.incarnation, [SECRET], patience_s=patience_s, **settings)  # type: ignore[arg-type]
 
     def open(self, *, complete: bool) -> Node:
@@ -118,6 +119,7 @@ class Node:
         """A pull into this node's memory."""
         options = Options(stall_timeout_s=stall_timeout_s, connect_timeout_s=WAIT_S)
         way = KINDS[transport](Local(self.incarnation, (secret,), options))
+        self.ways.append(way)
 
         def open_channel(grant: Grant, destination: Destination, cutter: Cutter) -> Opened:
             right = ReadRight(
@@ -151,6 +153,9 @@ async def serving(*nodes: Node) -> AsyncIterator[None]:
             yield
             tasks.cancel_scope.cancel()
     for node in nodes:
+        for way in node.ways:
+            if isinstance(way, Keeping):
+                way.close()
         node.owner.check_invariants()
         assert "0 lanes" in repr(node.owner)
         assert "0 accesses" in repr(node.owner)

@@ -16,9 +16,9 @@ from tensorhub.messages import ChunksFollow, ChunksLie, MemoryIs
 from tensorhub.protocol.blocking import BlockingConnection
 from tensorhub.protocol.codec import FROM_READER
 from tensorhub.protocol.handshake import NONCE_BYTES, ServerHandshake
-from tensorhub.runtime import lanes as lanes_module
+from tensorhub.runtime import inflow, lanes as lanes_module
 from tensorhub.runtime.chunks import ChunkMemory
-from tensorhub.runtime.lanes import SourceFailed
+from tensorhub.runtime.lanes import PullRunner, SourceFailed
 from tensorhub.transport import cma
 from tensorhub.transport.cma import Header, Words
 from tensorhub.types import LeaseId
@@ -42,8 +42,8 @@ def anyio_backend(request: pytest.FixtureRequest) -> str:
 def helped(monkeypatch: pytest.MonkeyPatch) -> None:
     """Also small fills are helped, and each thread takes a little at a time."""
     monkeypatch.setattr(lanes_module, "HELP_BYTES", 1)
-    monkeypatch.setattr(lanes_module, "CACHED_BYTES", 8192)
-    monkeypatch.setattr(lanes_module, "BATCH_BYTES", 8192)
+    for most in ("FIRST_BYTES", "CACHED_BYTES", "LARGE_BYTES"):
+        monkeypatch.setattr(inflow, most, 8192)
 
 
 # ------------------------------------------------------------------------------------------------- several threads
@@ -61,6 +61,52 @@ async def test_several_threads_read_from_one_source(helped: None, digest: str, b
     assert b.arrays == a.arrays
     assert (report.bytes_read, report.reread_bytes, report.retries) == (sum(MANY), 0, 0)
     assert [(source.bytes_read, source.outcome) for source in report.sources] == [(sum(MANY), "used")]
+
+
+@pytest.mark.parametrize("turns", [0, 1, 7])
+async def test_threads_that_get_no_core_stop_helping(helped: None, monkeypatch: pytest.MonkeyPatch, turns: int) -> None:
+    class Share:
+        def __init__(self) -> None:
+            self._turns = turns
+
+        @property
+        def is_small(self) -> bool:
+            self._turns -= 1
+            return self._turns < 0
+
+    retired: list[bool] = []
+    retire = PullRunner._retire
+
+    def told(self: PullRunner, lane: object) -> bool:
+        retired.append(retire(self, lane))  # type: ignore[arg-type]
+        return retired[-1]
+
+    monkeypatch.setattr(lanes_module, "CoreShare", Share)
+    monkeypatch.setattr(PullRunner, "_retire", told)
+    manifest = manifest_of(MANY)
+    a, b = Node("a", manifest, filled=True).open(complete=False), Node("b", manifest, filled=False)
+    a.make_available(*range(len(manifest.chunks) - 1))  # the end is kept back until those that helped are gone
+    async with serving(a, b.open(complete=False)), b.runner(transport="cma", lanes=4) as runner:
+        runner.add_source(a.grant(complete=False))
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(finish, runner)
+            await until(lambda: runner.report().chunks_verified == len(manifest.chunks) - 1)
+            await until(lambda: turns > 0 or retired.count(True) == 3)
+            a.make_available(len(manifest.chunks) - 1)
+    report = runner.report()
+    assert b.arrays == a.arrays
+    assert (report.bytes_read, report.reread_bytes, report.retries) == (sum(MANY), 0, 0)
+    assert [(source.bytes_read, source.outcome) for source in report.sources] == [(sum(MANY), "used")]
+
+
+def test_a_thread_has_a_share_of_its_core(monkeypatch: pytest.MonkeyPatch) -> None:
+    share = lanes_module.CoreShare()
+    assert not share.is_small  # it has only begun
+    monkeypatch.setattr(lanes_module, "CORE_SHARE_AFTER_S", 0.0)
+    monkeypatch.setattr(lanes_module, "CORE_SHARE_MIN", 0.0)
+    assert not share.is_small
+    monkeypatch.setattr(lanes_module, "CORE_SHARE_MIN", float("inf"))
+    assert share.is_small
 
 
 async def test_threads_that_share_a_source_wait_for_what_it_lacks(helped: None) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import socket
 import threading
@@ -22,7 +23,8 @@ from tensorhub.protocol.codec import FROM_READER
 from tensorhub.protocol.handshake import NONCE_BYTES, ServerHandshake
 from tensorhub.runtime import cuda_ipc_channel
 from tensorhub.runtime.cuda_ipc_channel import CudaIpcTransport, OnDevice, joined
-from tensorhub.transport import shm, unix
+from tensorhub.testing.serving import ServedSource
+from tensorhub.transport import cma, shm, unix
 from tensorhub.transport.base import Channel, Cutter, NotShared, ReadFailure, ReadRight, Unusable
 from tensorhub.transport.cma import Piece
 from tensorhub.transport.memory import RegisteredMemory
@@ -31,7 +33,7 @@ from tensorhub.transport.shm import Segment
 from tensorhub.types import ContentId, Endpoint, Incarnation, LeaseId, Options, RegistrationId
 from tensorhub.weights import Weights
 from tests.cuda.double import Double
-from tests.rig import cluster
+from tests.rig import cluster, tensors
 
 pytestmark = [
     pytest.mark.anyio,
@@ -130,6 +132,25 @@ async def test_else_it_is_tcp(where: str, caplog: pytest.LogCaptureFixture) -> N
     said = [record.getMessage() for record in caplog.records if "transport_unusable" in record.getMessage()]
     assert len(said) == (1 if where == "expandable" else 0)
     assert all("leave expandable_segments out" in text for text in said)
+
+
+@pytest.mark.skipif(cma.fault_here() is not None, reason=str(cma.fault_here()))
+async def test_a_process_that_is_read_by_cma_is_asked_about_each_registration() -> None:
+    source, target = Own(Double(), 1), Own(Double(), 0)
+    async with cluster("trainer", "reader") as made:
+        trainer, reader = made.hubs
+        await (await trainer.register("on the host", tensors(1))).publish(1)
+        await (await source.register(trainer)).publish(1)
+        report = await (await reader.register("on the host", tensors())).replicate()
+        assert [each.transport for each in report.sources] == ["cma"]
+        report = await (await target.register(reader, on_host=True)).replicate()  # over the same connection
+        assert [each.transport for each in report.sources] == ["tcp"]
+    assert target.holds(1)
+
+
+def test_nixl_is_given_no_address_of_a_gpu() -> None:
+    with contextlib.closing(ServedSource(device=Double(), exposes=True)) as source:
+        assert source.owner.agent_of(source.right.registration, 1) == "its tensors are on a GPU, which is not read this way"
 
 
 # ---------------------------------------------------------------------------------------------------------- allocations

@@ -17,6 +17,7 @@ from tensorhub.messages import ChunkDigest, ChunkFollows, ChunksFollow, FromOwne
 from tensorhub.protocol.blocking import BlockingConnection
 from tensorhub.protocol.codec import FROM_READER
 from tensorhub.protocol.handshake import NONCE_BYTES, ServerHandshake
+from tensorhub.runtime import inflow
 from tensorhub.runtime.lanes import SourceFailed
 from tensorhub.types import ContentId, Incarnation, LeaseId, RegistrationId
 from tests.runtime.data_rig import (
@@ -46,6 +47,23 @@ def anyio_backend(request: pytest.FixtureRequest) -> str:
 @pytest.fixture(params=list(KINDS))
 def transport(request: pytest.FixtureRequest) -> str:
     return str(request.param)
+
+
+async def test_what_a_source_gave_is_told_without_the_time_before_its_first_bytes(
+    monkeypatch: pytest.MonkeyPatch, transport: str
+) -> None:
+    """Neither the connection nor what came with the first answer says how fast the link is."""
+    monkeypatch.setattr(inflow, "SECONDS_MIN", 0.0)
+    a, b = Node("a", manifest_of(), filled=True).open(complete=True), Node("b", manifest_of(), filled=False)
+    b.open(complete=False)
+    async with serving(a, b), b.runner(transport=transport, batch_bytes=1, lanes=1) as runner:
+        assert runner.report().flows == ()
+        runner.add_source(a.grant())
+        await finish(runner)
+        (flow,) = runner.report().flows
+        (source,) = runner.report().sources
+    assert (flow.lease, flow.nbytes) == ("from-a", TOTAL - SIZES[0])
+    assert 0 < flow.seconds <= source.seconds
 
 
 @pytest.mark.parametrize("digest", ["xxh3-64", "none"])

@@ -193,7 +193,7 @@ async def test_a_malformed_peer_loses_its_connection_and_nobody_else_anything(da
             peer.shutdown(socket.SHUT_WR)
             runner.add_source(a.grant())
             await finish(runner)
-            await until(lambda: "0 lanes" in repr(a.owner))
+            await until(lambda: "1 lanes" in repr(a.owner))  # the reader's, which it keeps
 
 
 async def test_a_request_for_what_is_lacked_ends_in_time_and_tells_what_is_there() -> None:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
 
-from tensorhub.scheduler.choice import Candidate, Distance, choose, distance, estimate_finish_s
+from tensorhub.scheduler.choice import Candidate, Wanted, choose, estimate_finish_s
+from tensorhub.scheduler.links import LATENCY_S, RATE_MIN, SUPPOSED_BYTES_PER_S, Distance, distance
 from tensorhub.types import Location
 
 GB = 10**9
@@ -20,10 +23,21 @@ def at(where: Location, ident: str = "", *, readers: int = 0, depth: int = 0, fa
     return Candidate(ident or f"{where.host}@{where.site}", where, readers, depth, failures, left)
 
 
-def chosen(nbytes: int, *candidates: Candidate) -> str:
-    best = choose(HERE, candidates, nbytes)
+def chosen(nbytes: int, *candidates: Candidate, rates: Sequence[float] = SUPPOSED_BYTES_PER_S, chunks: int = 1000) -> str:
+    best = choose(HERE, candidates, Wanted(nbytes, nbytes / chunks), rates)
     assert best is not None
     return best.ident
+
+
+def joined(readers: int, nbytes: int, *, chunks: int, rates: Sequence[float] = SUPPOSED_BYTES_PER_S) -> Counter[str]:
+    """So many readers come at once, each in a rack's other host: how many read from whom."""
+    places = {"publisher": at(RACK, "publisher")}
+    for number in range(readers):
+        source = chosen(nbytes, *reversed(places.values()), rates=rates, chunks=chunks)
+        places[source] = replace(places[source], readers=places[source].readers + 1)
+        depth = places[source].depth + 1
+        places[f"reader {number}"] = at(RACK, f"reader {number}", depth=depth, left=nbytes)
+    return Counter({name: place.readers for name, place in places.items()})
 
 
 @pytest.mark.parametrize(
@@ -36,7 +50,7 @@ def test_distances(other: Location, apart: Distance) -> None:
 
 
 def test_nobody_is_chosen_from_nobody() -> None:
-    assert choose(HERE, [], GB) is None
+    assert choose(HERE, [], Wanted(GB, GB / 10), SUPPOSED_BYTES_PER_S) is None
 
 
 def test_of_equals_the_first() -> None:
@@ -80,13 +94,48 @@ def test_what_has_failed_comes_last() -> None:
     assert chosen(GB, at(RACK, "twice", failures=2), at(RACK, "once", failures=1)) == "once"
 
 
+def test_what_has_failed_comes_last_however_slow_links_are() -> None:
+    busy = at(RACK, "busy", readers=100)
+    assert chosen(100 * GB, at(RACK, "failed", failures=1), busy, rates=[RATE_MIN] * 4) == "busy"
+
+
+@pytest.mark.parametrize("readers", [2, 4, 8, 30])
+@pytest.mark.parametrize("rates", [SUPPOSED_BYTES_PER_S, (1e9, 25e6, 25e6, 25e6)], ids=["supposed", "slow"])
+def test_readers_that_come_at_once_form_one_chain(readers: int, rates: Sequence[float]) -> None:
+    """Also before anything is known of the links: a shared one would cost each of them its bytes again."""
+    assert max(joined(readers, 64 * 2**20, chunks=256, rates=rates).values()) == 1
+
+
+def test_readers_of_little_share_a_source() -> None:
+    assert joined(8, 10_000, chunks=10)["publisher"] == 8
+
+
+def test_fast_links_make_a_tree() -> None:
+    """A hundred hops would take longer than sending it some times."""
+    fast = [40e9, 20e9, 15e9, 1e9]
+    tree = joined(100, 64 * 2**20, chunks=256, rates=fast)
+    assert 2 <= max(tree.values()) <= 10
+
+
+def test_few_chunks_make_a_chain_no_faster_than_a_star() -> None:
+    """A chunk is passed on when it is whole: behind a source with one chunk, everything begins when that is done."""
+    slow = (1e9, 25e6, 25e6, 25e6)
+    assert max(joined(8, 64 * 2**20, chunks=1, rates=slow).values()) > 1
+    assert max(joined(8, 64 * 2**20, chunks=8, rates=slow).values()) == 1
+
+
 def test_more_of_anything_bad_is_never_sooner() -> None:
-    base = at(RACK, left=GB)
+    base, wanted = at(RACK, left=GB), Wanted(100 * GB, GB)
     for worse in (
         replace(base, readers=1),
         replace(base, depth=1),
-        replace(base, failures=1),
         replace(base, bytes_missing=200 * GB),
         replace(base, location=FAR),
     ):
-        assert estimate_finish_s(HERE, worse, 100 * GB) > estimate_finish_s(HERE, base, 100 * GB)
+        finish_s = estimate_finish_s(HERE, worse, wanted, SUPPOSED_BYTES_PER_S)
+        assert finish_s > estimate_finish_s(HERE, base, wanted, SUPPOSED_BYTES_PER_S)
+
+
+def test_a_source_alone_is_as_fast_as_its_link() -> None:
+    finish_s = estimate_finish_s(HERE, at(RACK), Wanted(10 * GB, GB), [1e9] * 4)
+    assert finish_s == pytest.approx(10 + 1 + LATENCY_S[Distance.RACK])

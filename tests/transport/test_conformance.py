@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
 
 import pytest
 
@@ -10,6 +11,7 @@ from tensorhub.cuda import cupy_device
 from tensorhub.runtime import cuda_ipc_channel
 from tensorhub.runtime.cma_channel import CmaTransport
 from tensorhub.runtime.cuda_ipc_channel import CudaIpcTransport
+from tensorhub.runtime.nixl_channel import NixlTransport
 from tensorhub.runtime.serving import SharedOwner
 from tensorhub.runtime.shm_channel import ShmTransport
 from tensorhub.runtime.tcp_channel import TcpTransport
@@ -17,8 +19,18 @@ from tensorhub.testing import conformance
 from tensorhub.testing.conformance import CHECKS, ConformanceBroken, Source, transport_conformance
 from tensorhub.testing.loopback import Loopback
 from tensorhub.testing.serving import ServedSource
-from tensorhub.transport import cma, shm
-from tensorhub.transport.base import Arrival, Channel, Cutter, Destination, Lacking, ReadFailure, ReadRight, Transport
+from tensorhub.transport import cma, nixl, shm
+from tensorhub.transport.base import (
+    Arrival,
+    Channel,
+    Cutter,
+    Destination,
+    Keeping,
+    Lacking,
+    ReadFailure,
+    ReadRight,
+    Transport,
+)
 from tensorhub.transport.registry import Local
 from tensorhub.types import Endpoint, Incarnation, Location, Options
 from tests.cuda.double import Double
@@ -28,6 +40,7 @@ BACKENDS = ("asyncio", "trio")
 SECRET = b"a secret of the test"
 LOCAL = Local(Incarnation("reader"), (SECRET,), Options(stall_timeout_s=1.0, connect_timeout_s=5.0))
 needs_shm = pytest.mark.skipif(shm.fault_here() is not None, reason=str(shm.fault_here()))
+needs_nixl = pytest.mark.skipif(nixl.version() is None, reason=f"NIXL is not installed: {nixl.INSTALL}, or make nixl")
 needs_cma = pytest.mark.skipif(cma.fault_here() is not None, reason=str(cma.fault_here()))
 
 
@@ -60,11 +73,23 @@ def ways(kind: str, backend: str) -> tuple[Transport, Callable[[], Source]]:
         "staged": TcpTransport,
         "cma": CmaTransport,
         "shm": ShmTransport,
+        "nixl": NixlTransport,
         "cuda_ipc": CudaIpcTransport,
     }
     device = Double() if kind in ("staged", "cuda_ipc") else None
     shares = kind in ("shm", "cuda_ipc")
-    return transports[kind](LOCAL), lambda: ServedSource(SECRET, backend, shares=shares, device=device)
+    return transports[kind](LOCAL), lambda: ServedSource(
+        SECRET, backend, shares=shares, exposes=kind == "nixl", device=device
+    )
+
+
+@contextlib.contextmanager
+def kept_until_the_end(transport: Transport) -> Iterator[None]:
+    try:
+        yield
+    finally:
+        if isinstance(transport, Keeping):
+            transport.close()
 
 
 @pytest.mark.parametrize("check", CHECKS)
@@ -74,6 +99,7 @@ def ways(kind: str, backend: str) -> tuple[Transport, Callable[[], Source]]:
         *(pytest.param("tcp", backend) for backend in BACKENDS),
         *(pytest.param("cma", backend, marks=needs_cma) for backend in BACKENDS),
         *(pytest.param("shm", backend, marks=needs_shm) for backend in BACKENDS),
+        *(pytest.param("nixl", backend, marks=[pytest.mark.nixl, needs_nixl]) for backend in BACKENDS),
         *(pytest.param("loopback", backend) for backend in BACKENDS),
         ("staged", "asyncio"),
         pytest.param("cuda_ipc", "asyncio", marks=needs_shm),
@@ -81,7 +107,8 @@ def ways(kind: str, backend: str) -> tuple[Transport, Callable[[], Source]]:
 )
 def test_a_transport_keeps_the_rule(kind: str, backend: str, check: str) -> None:
     transport, make = ways(kind, backend)
-    CHECKS[check](transport, make)
+    with kept_until_the_end(transport):
+        CHECKS[check](transport, make)
     assert not busy_threads()
 
 
@@ -211,7 +238,8 @@ def test_the_suite_finds(fault: type[_Passes], check: str, rule: int, monkeypatc
     if fault is _Deaf:
         monkeypatch.setattr(conformance, "SOON_S", 0.3)
     transport, make = ways("tcp", "asyncio")
-    with pytest.raises(ConformanceBroken, match=f"rule {rule} of"):
-        CHECKS[check](Faulty(transport, fault), make)
-    monkeypatch.undo()
-    CHECKS[check](Faulty(transport, _Passes), make)
+    with kept_until_the_end(transport):
+        with pytest.raises(ConformanceBroken, match=f"rule {rule} of"):
+            CHECKS[check](Faulty(transport, fault), make)
+        monkeypatch.undo()
+        CHECKS[check](Faulty(transport, _Passes), make)

@@ -64,6 +64,14 @@ def test_what_there_is_not(known: Registry, wanted: list[str], says: str) -> Non
         known.make(LOCAL, wanted)
 
 
+def test_what_is_only_used_by_name(known: Registry) -> None:
+    known.add("nixl", made("nixl"), 0, only_by_name=True)
+    assert known.names() == ("nixl", "rdma", "cma", "tcp")
+    assert named(known.make(LOCAL)) == ("cma", "tcp")
+    assert named(known.make(LOCAL, ["nixl", "tcp"])) == ("nixl", "tcp")
+    assert known.probe(LOCAL)["nixl"] is None
+
+
 def test_none_at_all() -> None:
     with pytest.raises(TransportUnavailable, match="none is known"):
         Registry().make(LOCAL)

@@ -7,7 +7,7 @@ import json
 from tensorhub.cli.common import JsonOption
 from tensorhub.cuda import cupy_device
 from tensorhub.runtime.channels import TRANSPORTS
-from tensorhub.transport import cma
+from tensorhub.transport import cma, nixl
 from tensorhub.transport.registry import Local
 from tensorhub.types import Incarnation, Options
 
@@ -25,6 +25,7 @@ def doctor(as_json: JsonOption = False) -> None:
         "cuda_ipc": "for tensors on a GPU, outside of torch's expandable segments",
         "shm": "for tensors that tensorhub.shared_empty_like has made",
         "cma": cma.restriction(),
+        "nixl": f"NIXL {nixl.version()}; used by workers that name it in transports= only",
     }
     rows = [
         {"name": name, "available": fault is None, "reason": fault or notes.get(name) or ""}

@@ -27,6 +27,7 @@ from tensorhub.coordinator.manifests import Manifests
 from tensorhub.errors import TensorHubError
 from tensorhub.machine import Timers
 from tensorhub.messages import NO_REQUEST, Done, ErrorInfo, FromCoordinator, Refused
+from tensorhub.scheduler.links import Links
 from tensorhub.types import OpKey, Options
 
 LOST_KEPT_MAX = 4096
@@ -53,6 +54,7 @@ class Cluster:
         self.records: dict[int, Operation] = {}  # whose entries are on their way to the store
         self.orders: dict[int, Order] = {}  # whose entries are on their way to the store
         self.decisions: dict[tuple[str, str], Decision] = {}  # each group's newest commit, by model and group
+        self.links = Links()  # what readers tell of them; nothing depends on it but which source is chosen
         self.manifests = Manifests()  # those of all members and versions
         self.manifest_bytes: Counter[str] = Counter()  # of each incarnation's members, each counted
         self.pins: Counter[str] = Counter()  # how many each incarnation has, in all models

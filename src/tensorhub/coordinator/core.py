@@ -361,7 +361,7 @@ class Coordinator(Stateful[CoordinatorState]):
             case ReadFailed():
                 self._operations.read_failed(member, message)
             case Progress():
-                self._operations.progress(member, message.key, message.chunks_verified)
+                self._operations.progress(member, message)
             case _:
                 assert_never(message)
 

@@ -21,7 +21,7 @@ from tensorhub.coordinator.entities import Group, Handover, Holding, Member, Mod
 from tensorhub.coordinator.retention import Retentions
 from tensorhub.coordinator.states import OperationState, VersionState, WorkerState
 from tensorhub.messages import DropCopy, MakeCopy
-from tensorhub.scheduler.choice import distance
+from tensorhub.scheduler.links import distance
 from tensorhub.types import OpKind, Purpose
 
 HANDOVERS_PER_MODEL_MAX = 256  # at a time

@@ -25,6 +25,7 @@ from tensorhub.messages import (
     Abandon,
     Begun,
     Fill,
+    Flow,
     Outcome,
     Pin,
     Publish,
@@ -232,6 +233,7 @@ class Holding:
     quarantined: bool = False  # its owner found its bytes changed: no source, and counted nowhere, until it is fenced
     inquiries: dict[str, Inquiry] = field(default_factory=dict)  # the newest of each reader, by its incarnation
     readers: dict[str, ReadLease] = field(default_factory=dict)  # ACTIVE and FENCING leases on it
+    readers_most: int = 0  # the most of them that were ACTIVE at a time, since there was none
 
     @property
     def version(self) -> Version:
@@ -277,7 +279,7 @@ class ReadLease(Stateful[LeaseState]):
 
     machine: ClassVar = "read lease"
     table: ClassVar = states.LEASE_TABLE
-    __slots__ = ("dropping", "holding", "id", "part", "patch")
+    __slots__ = ("dropping", "flow", "holding", "id", "is_of_whole", "part", "patch")
 
     def __init__(self, ident: str, part: RankPart, holding: Holding, *, patch: bool = False) -> None:
         super().__init__(LeaseState.ACTIVE)
@@ -286,6 +288,8 @@ class ReadLease(Stateful[LeaseState]):
         self.holding = holding  # the source
         self.patch = patch  # granted while nobody held all of it: the source may itself be filled from this reader
         self.dropping = False  # the reader was told to leave this source for another one
+        self.is_of_whole = holding.complete  # when it was granted: the reader has never waited for what the source lacked
+        self.flow = Flow(ident, 0, 0.0)  # what its reader has told last that counted
 
     def __repr__(self) -> str:
         reader, source = self.part.member.worker.name, self.holding.member.worker.name

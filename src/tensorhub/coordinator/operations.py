@@ -23,7 +23,7 @@ from tensorhub.coordinator.states import OperationState
 from tensorhub.coordinator.suspicions import Suspicions
 from tensorhub.coordinator.versions import Versions
 from tensorhub.errors import GroupAborted, StateError, VersionConflict, VersionUnavailable
-from tensorhub.messages import Abandon, DigestedAgain, EpochChanged, Fill, Publish, ReadFailed, Resolve
+from tensorhub.messages import Abandon, DigestedAgain, EpochChanged, Fill, Progress, Publish, ReadFailed, Resolve
 from tensorhub.types import OpKey, OpKind, Purpose
 
 LATER_PER_RANK_MAX = 4  # a rank's newest messages about later operations, which wait for one's decision
@@ -184,10 +184,14 @@ class Operations:
         """An owner has looked whether a chunk that a reader got without its digest has changed."""
         self._suspicions.answered(worker, answer)
 
-    def progress(self, member: Member, key: OpKey, chunks_verified: int) -> None:
-        part = self._part(member, key)
-        if part is not None and part.holding is not None and not part.holding.complete:
-            part.holding.chunks_verified = min(chunks_verified, member.chunks)
+    def progress(self, member: Member, progress: Progress) -> None:
+        """How far a rank is, and what its links have carried."""
+        part = self._part(member, progress.key)
+        if part is None:
+            return
+        if part.holding is not None and not part.holding.complete:
+            part.holding.chunks_verified = min(progress.chunks_verified, member.chunks)
+        self._readers.learn(part, progress.flows)
 
     def member_gone(self, member: Member, why: str) -> None:
         """A rank is lost, replaced or closed: before the decision, its group's operation is over."""

@@ -13,8 +13,9 @@ from tensorhub.coordinator import limits
 from tensorhub.coordinator.cluster import Cluster
 from tensorhub.coordinator.entities import Holding, Member, Model, Operation, RankPart, ReadLease, Replica, Version, Worker
 from tensorhub.coordinator.states import LeaseState, ReplicaState, WorkerState
-from tensorhub.messages import AddSource, CutReader, DropSource, Grant, OrderedOut
-from tensorhub.scheduler.choice import Candidate, choose
+from tensorhub.messages import AddSource, CutReader, DropSource, Flow, Grant, OrderedOut
+from tensorhub.scheduler.choice import Candidate, Wanted, choose
+from tensorhub.scheduler.links import SECONDS_MIN, distance
 from tensorhub.types import SAME_HOST_TRANSPORTS
 
 RETRY_S_FIRST = 0.05  # before a source that has failed is tried again; doubles each time
@@ -43,8 +44,26 @@ class Readers:
         lease = ReadLease(self._cluster.new_id(), part, holding, patch=patch)
         lease.story.note(self._cluster.cause, self._cluster.now, "granted")
         self._cluster.leases[lease.id] = holding.readers[lease.id] = part.leases[lease.id] = lease
+        readers = holding.active_readers()
+        holding.readers_most = max(readers, holding.readers_most if readers > 1 else 0)
         self._cluster.note(lease, part.member, part.operation, holding.member)
         return self.to_grant(lease)
+
+    def learn(self, part: RankPart, flows: Iterable[Flow]) -> None:
+        """What a reader says has come from its sources. What a read-only one says counts for nobody."""
+        reader = part.member.worker
+        for flow in flows:
+            lease = part.leases.get(flow.lease)
+            if lease is None or reader.read_only:
+                continue
+            nbytes, seconds = flow.nbytes - lease.flow.nbytes, flow.seconds - lease.flow.seconds
+            if nbytes < 0 or seconds < SECONDS_MIN:
+                continue  # or too little yet
+            apart = distance(reader.location, lease.holding.member.worker.location)
+            sharers = lease.holding.readers_most if lease.is_of_whole and len(part.leases) == 1 else None
+            self._cluster.links.heard(reader.incarnation, apart, nbytes, seconds, sharers, self._cluster.now)
+            lease.flow = flow
+            self._cluster.note(lease)
 
     def feed(self, part: RankPart) -> list[Grant]:
         """New leases for a reader that nothing it lacks may come to: on a source, or, while nobody holds all of it, on other
@@ -111,7 +130,10 @@ class Readers:
     def _best(self, part: RankPart, holdings: Iterable[Holding], version: Version) -> str:
         """The registration of that one of these, one at least, from which it would have everything first."""
         candidates = [self._candidate(h, part) for h in holdings]
-        best = choose(part.member.worker.location, candidates, version.info.nbytes // version.info.world_size)
+        nbytes = version.info.nbytes // version.info.world_size
+        # The grid is the publisher's; others count their own, under their options, and a copy none.
+        wanted = Wanted(nbytes, nbytes / max([1, *(h.member.chunks for h in version.holdings[part.shard])]))
+        best = choose(part.member.worker.location, candidates, wanted, self._cluster.links.rates(self._cluster.now))
         assert best is not None
         return best.ident
 
@@ -125,7 +147,7 @@ class Readers:
         sources = [h for h in version.holdings[part.shard] if h.is_source and h.member is not part.member]
         theirs = {endpoint.transport for h in sources for endpoint in h.member.worker.endpoints}
         holds = part.member.holding is not None and part.member.holding.version is version
-        has_way = any(_have_common(part.member.worker, h.member.worker) for h in sources)
+        has_way = any(_common(part.member.worker, h.member.worker) for h in sources)
         return sorted(theirs) if sources and not holds and not has_way else []
 
     def _readable(self, holding: Holding, part: RankPart) -> bool:
@@ -137,7 +159,7 @@ class Readers:
             return False
         if part.retry_at.get(holding.member.worker.incarnation, 0.0) > self._cluster.now:
             return False
-        return _have_common(part.member.worker, holding.member.worker)
+        return bool(_common(part.member.worker, holding.member.worker))
 
     @staticmethod
     def _candidate(holding: Holding, part: RankPart) -> Candidate:
@@ -146,10 +168,12 @@ class Readers:
         if not holding.complete:
             left = max(0, holding.member.chunks - holding.chunks_verified)
             missing = holding.member.nbytes * left // max(1, holding.member.chunks)
+        # Who copies out of its memory shares nothing of it with its other readers.
+        copies = not SAME_HOST_TRANSPORTS.isdisjoint(_common(part.member.worker, worker))
         return Candidate(
             ident=holding.member.registration,
             location=worker.location,
-            readers=holding.active_readers(),
+            readers=0 if copies else holding.active_readers(),
             depth=holding.depth,
             failures=part.failures.get(worker.incarnation, 0),
             bytes_missing=missing,
@@ -389,12 +413,12 @@ class Readers:
         self._cluster.note(lease.part.operation, lease.holding.member)
 
 
-def _have_common(reader: Worker, source: Worker) -> bool:
-    """Whether both have a transport that reaches from where one is to where the other is."""
+def _common(reader: Worker, source: Worker) -> set[str]:
+    """The transports of both that reach from where one is to where the other is."""
     mine = {endpoint.transport for endpoint in reader.endpoints}
     if reader.location.host != source.location.host:
         mine -= SAME_HOST_TRANSPORTS
-    return any(endpoint.transport in mine for endpoint in source.endpoints)
+    return mine.intersection(endpoint.transport for endpoint in source.endpoints)
 
 
 def _fillers(holding: Holding) -> list[ReadLease]:

@@ -78,14 +78,17 @@ from tensorhub.messages.handshake import (
     ServerHello as ServerHello,
 )
 from tensorhub.messages.reading import (
+    AGENT_BYTES_MAX as AGENT_BYTES_MAX,
     ALLOCATIONS_MAX as ALLOCATIONS_MAX,
     HAS_RUNS_MAX as HAS_RUNS_MAX,
     SEGMENTS_MAX as SEGMENTS_MAX,
+    AgentIs as AgentIs,
     AllocationsAre as AllocationsAre,
     ChunkDigest as ChunkDigest,
     ChunkFollows as ChunkFollows,
     ChunksFollow as ChunksFollow,
     ChunksLie as ChunksLie,
+    FindAgent as FindAgent,
     FindAllocations as FindAllocations,
     FindMemory as FindMemory,
     FindSegments as FindSegments,
@@ -99,9 +102,11 @@ from tensorhub.messages.reading import (
     StillWaiting as StillWaiting,
 )
 from tensorhub.messages.values import (
+    FLOWS_MAX as FLOWS_MAX,
     FORMER_KEYS_MAX as FORMER_KEYS_MAX,
     Begun as Begun,
     ErrorInfo as ErrorInfo,
+    Flow as Flow,
     Grant as Grant,
     Held as Held,
     ManifestBlob as ManifestBlob,

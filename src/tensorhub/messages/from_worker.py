@@ -5,7 +5,18 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Annotated
 
-from tensorhub.messages.values import FORMER_KEYS_MAX, Begun, ErrorInfo, Held, ManifestBlob, Number, Rank, WorldSize
+from tensorhub.messages.values import (
+    FLOWS_MAX,
+    FORMER_KEYS_MAX,
+    Begun,
+    ErrorInfo,
+    Flow,
+    Held,
+    ManifestBlob,
+    Number,
+    Rank,
+    WorldSize,
+)
 from tensorhub.types import U64, Endpoint, Id, Length, Location, Medium, Name, OpKey, OpKind, Purpose, Seconds, Text
 
 WATCHES_MAX = 4096  # models that one session follows
@@ -167,6 +178,7 @@ class Progress:
     rank: Rank
     chunks_verified: U64
     bytes_read: U64
+    flows: Annotated[tuple[Flow, ...], Length(FLOWS_MAX)] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,6 +10,7 @@ from tensorhub.types import U64, Id, Length, Range, Text
 HAS_RUNS_MAX = 1024  # of one StillWaiting
 ALLOCATIONS_MAX = 4096  # of one registration: they fit a frame
 SEGMENTS_MAX = 64  # of one registration; the kernel passes 253 descriptors at a time
+AGENT_BYTES_MAX = 2**19  # of a NIXL agent's metadata
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,6 +126,28 @@ class AllocationsAre:
 
 
 @dataclass(frozen=True, slots=True)
+class FindAgent:
+    """Ask an owner for the NIXL agent by which a registration and its generation word are read. Answered by AgentIs or
+    ReadRefused.
+    """
+
+    request: U64
+    registration: Id
+    generation: U64
+
+
+@dataclass(frozen=True, slots=True)
+class AgentIs:
+    """The agent's name, its metadata as NIXL has made it, and where the word is. No metadata: there is no agent, and why."""
+
+    request: U64
+    name: Id
+    metadata: Annotated[bytes, Length(AGENT_BYTES_MAX)]
+    word: U64
+    why_not: Text
+
+
+@dataclass(frozen=True, slots=True)
 class Locate(_Wanted):
     """As Read, but the bytes are not sent: ChunksLie says where they are."""
 
@@ -159,7 +182,7 @@ class ReadRefused:
     reason: Text
 
 
-FromReader = Read | Locate | FindMemory | FindSegments | FindAllocations
+FromReader = Read | Locate | FindMemory | FindSegments | FindAllocations | FindAgent
 FromOwner = (
     ChunksFollow
     | ChunkFollows
@@ -168,6 +191,7 @@ FromOwner = (
     | MemoryIs
     | SegmentsAre
     | AllocationsAre
+    | AgentIs
     | StillWaiting
     | ReadRefused
 )

@@ -6,13 +6,14 @@ from dataclasses import dataclass
 from typing import Annotated
 
 from tensorhub import errors
-from tensorhub.types import U64, VERSION_MAX, Endpoint, Id, Length, Location, Name, OpKey, Range, Text
+from tensorhub.types import U64, VERSION_MAX, Endpoint, Id, Length, Location, Name, OpKey, Range, Seconds, Text
 
 Rank = Annotated[int, Range(0, 2**20)]
 Number = Annotated[int, Range(0, VERSION_MAX)]
 WorldSize = Annotated[int, Range(1, 2**20)]
 ManifestBlob = Annotated[bytes, Length(48 * 2**20)]
 FORMER_KEYS_MAX = 16  # of one Fill
+FLOWS_MAX = 64  # of one Progress
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +61,15 @@ class Grant:
     endpoints: Annotated[tuple[Endpoint, ...], Length(16)]
     location: Location
     complete: bool  # False: the source is still filling; the reader waits there for what it lacks
+
+
+@dataclass(frozen=True, slots=True)
+class Flow:
+    """What has come under one lease since its first bytes were there, and in how much time up to the last ones."""
+
+    lease: Id
+    nbytes: U64
+    seconds: Seconds
 
 
 @dataclass(frozen=True, slots=True)

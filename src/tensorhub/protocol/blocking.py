@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import select
 import socket
 import struct
 import threading
@@ -61,6 +62,17 @@ class BlockingConnection:
     @property
     def passes_descriptors(self) -> bool:
         return self._socket.family == socket.AF_UNIX
+
+    @property
+    def is_quiet(self) -> bool:
+        """Whether the peer has neither closed the connection nor said anything that was not received."""
+        try:
+            self._socket.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT)
+        except BlockingIOError:
+            return not self.is_inside_message
+        except OSError:
+            return False
+        return False
 
     # -------------------------------------------------------------------------------------------- handshake
 
@@ -214,6 +226,16 @@ class BlockingConnection:
         return descriptors
 
     # ----------------------------------------------------------------------------------------------- ending
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether `shutdown` was called, or the peer is gone, as far as can be seen without reading. Does not block."""
+        poll = select.poll()
+        with self._ending:
+            if self._socket.fileno() < 0:
+                return True
+            poll.register(self._socket, select.POLLRDHUP)
+            return bool(poll.poll(0))
 
     def shutdown(self) -> None:
         """End the connection, from any thread: calls fail then, or see the end of the stream."""

@@ -74,7 +74,10 @@ TAGS: Final[Mapping[type, int]] = {
     m.Locate: 113,
     m.FindMemory: 114,
     m.FindSegments: 115,
-    m.FindAllocations: 118,
+    m.FindAllocations: 116,
+    m.AllocationsAre: 117,
+    m.FindAgent: 118,
+    m.AgentIs: 119,
     m.ChunksFollow: 120,
     m.StillWaiting: 121,
     m.ReadRefused: 122,
@@ -83,5 +86,4 @@ TAGS: Final[Mapping[type, int]] = {
     m.SegmentsAre: 125,
     m.ChunkFollows: 126,
     m.ChunkDigest: 127,
-    m.AllocationsAre: 119,
 }

@@ -11,6 +11,7 @@ import errno
 import os
 import socket
 import threading
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -180,7 +181,9 @@ def _serve_lane(lane: Lane, connection: BlockingConnection, acceptor: _Acceptor)
                 _unserved.count(reader=handshake.client_incarnation, reason=refusal)
                 connection.send(ReadRefused(read.request, refusal))
                 return
+            lane.rests_from = None
             answering.answer(read)
+            lane.rests_from = time.monotonic()
     except ConnectionLost:
         pass
     except TensorHubError as error:

@@ -18,11 +18,13 @@ from tensorhub.messages import (
     ALLOCATIONS_MAX,
     HAS_RUNS_MAX,
     SEGMENTS_MAX,
+    AgentIs,
     AllocationsAre,
     ChunkDigest,
     ChunkFollows,
     ChunksFollow,
     ChunksLie,
+    FindAgent,
     FindAllocations,
     FindMemory,
     FindSegments,
@@ -35,17 +37,19 @@ from tensorhub.messages import (
     StillWaiting,
 )
 from tensorhub.protocol.blocking import BlockingConnection
-from tensorhub.runtime.chunks import ChunkMemory, is_gil_contended
+from tensorhub.runtime.chunks import ChunkMemory, GilWatch
 from tensorhub.runtime.hot import HOT_BYTES, Digests, cut
 from tensorhub.runtime.serving import Lane, SharedOwner
 from tensorhub.runtime.staging import Place, Staging
+from tensorhub.transport.nixl import Exposed, fault_with
 from tensorhub.transport.shm import Segment, segments_of
-from tensorhub.types import ContentId, RegistrationId
+from tensorhub.types import READ_ONLY, ContentId, RegistrationId
 from tensorhub.worker.owner import CHUNKS_PER_ACCESS_MAX, Access, Refusal, Wait
 
 SEND_BYTES = 16 * 2**20  # of one send call whose digests are known; a fence may have to wait for it
 LOCAL_SEND_BYTES = 64 * 2**20  # the same within a host, in some 20 ms: beside a busy Python thread each call costs 5 ms more
 FIRST_SEND_BYTES = HOT_BYTES  # of one whose digests are made before; a larger chunk goes by itself, and its digest behind it
+FIRST_LOCATE_BYTES = 16 * 2**20  # of one answer without sending, at most: the reader copies while the next digests are made
 LOCATE_BYTES = 2**40  # of one answer that says where chunks lie, and sends none
 NOT_ONE_SIDED = "this worker's memory is not to be read from here: its transports are others, or it is on another host"
 
@@ -60,8 +64,10 @@ class Answering:
         self._owner = owner
         self._patience_s = patience_s
         self._is_digested = False  # what was sent last had its digests: what is next has them, too
-        self._is_contended = False  # another thread keeps the GIL: few calls, and large ones
         self._staging: Staging | None = None  # for what is on a GPU
+        self._locate_bytes = FIRST_SEND_BYTES // 8  # of the last answer that had digests made: the first ones come soon
+        self._gil = GilWatch()  # where another thread keeps the GIL: few calls, and large ones
+        self._knows_agent = False  # the reader has been told of an agent, and so of addresses
 
     def answer(self, read: FromReader) -> None:
         """Say and send all that this request asks for. Errors as of `BlockingConnection`; ProtocolError."""
@@ -72,6 +78,8 @@ class Answering:
                 self._share(read)
             case FindAllocations():
                 self._export(read)
+            case FindAgent():
+                self._expose(read)
             case _:
                 self._serve(read)
 
@@ -114,11 +122,30 @@ class Answering:
         self._connection.send(said)
         self._connection.send_descriptors([words.descriptor])
 
+    def _expose(self, read: FindAgent) -> None:
+        """Tell of the agent by which a registration is read, if there may be one."""
+        registration = RegistrationId(read.registration)
+        if (self._lane.reader or "").startswith(READ_ONLY):  # whoever has an agent's metadata can write, too
+            found: tuple[Exposed, int] | str | Refusal = "a token that is read-only gives no access to memory"
+        elif (fault := fault_with(is_local=self._lane.is_local)) is not None:
+            found = fault
+        else:
+            found = self._owner.agent_of(registration, read.generation)
+        match found:
+            case Refusal():
+                self._connection.send(ReadRefused(read.request, found.reason))
+            case str():
+                self._connection.send(AgentIs(read.request, "", b"", 0, found))
+            case _:
+                self._knows_agent = True
+                exposed, word = found
+                self._connection.send(AgentIs(read.request, exposed.name, exposed.metadata, word, ""))
+
     def _serve(self, read: Read | Locate) -> None:
         """Send what is asked for, or say where it is, as far as it is available and becomes so within the patience; or
         refuse it.
         """
-        if isinstance(read, Locate) and (self._owner.header is None or not self._lane.is_local):
+        if isinstance(read, Locate) and not self._knows_agent and (self._owner.header is None or not self._lane.is_local):
             self._connection.send(ReadRefused(read.request, NOT_ONE_SIDED))
             return
         waited_until = time.monotonic() + self._patience_s
@@ -141,7 +168,10 @@ class Answering:
 
     def _bytes_max(self, read: Read | Locate) -> int:
         """Of the next access."""
-        if not self._is_digested and not self._is_contended:
+        if not self._is_digested and not self._gil.is_contended:
+            if isinstance(read, Locate):
+                self._locate_bytes = min(2 * self._locate_bytes, FIRST_LOCATE_BYTES)
+                return self._locate_bytes
             return FIRST_SEND_BYTES
         if isinstance(read, Locate):
             return LOCATE_BYTES
@@ -152,7 +182,7 @@ class Answering:
         is_first = memory.is_digested and None in access.digests
         nbytes = sum([memory.sizes[chunk] for chunk in access.chunks])
         is_large = len(access.chunks) == 1 and nbytes > FIRST_SEND_BYTES and memory.device is None
-        if is_first and is_large and isinstance(read, Read) and not self._is_contended:
+        if is_first and is_large and isinstance(read, Read) and not self._gil.is_contended:
             self._send_one(read, access, memory)
             return
         started = time.perf_counter()
@@ -168,7 +198,8 @@ class Answering:
             buffers = [memory.buffer(chunk) for chunk in access.chunks]
             self._connection.send_with_payload(ChunksFollow(read.request, chunks), buffers)
         self._is_digested = not is_first or memory.device is not None  # a GPU digests as much as is sent at a time
-        self._is_contended = is_first and is_gil_contended(nbytes, digest_s)
+        if is_first and memory.device is None:
+            self._gil.digested(nbytes, digest_s)
 
     def _send_staged(self, places: Sequence[Place], device: Device) -> None:
         """Send what is on a GPU: the next piece is copied to the host while one is sent."""
@@ -189,7 +220,8 @@ class Answering:
             self._connection.send_payload(call)
         digest = self._owner.keep_digest(access, chunk, digests.made[chunk])
         self._connection.send(ChunkDigest(read.request, digest))
-        self._is_digested, self._is_contended = False, is_gil_contended(view.nbytes, digests.seconds)
+        self._is_digested = False
+        self._gil.digested(view.nbytes, digests.seconds)
 
 
 def _exported(found: tuple[ChunkMemory, tuple[int, int]] | None) -> tuple[list[Allocation], Segment] | None:

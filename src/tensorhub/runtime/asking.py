@@ -1,17 +1,18 @@
 """What a reader says to an owner over the two workers' own connection, whichever way the bytes then take.
 
-Responsible for connecting as who one is, for asking under the read right, for holding the owner to what it was asked, and
-for naming failures. Several threads may ask at a time while one listens. Not responsible for bytes, digests or books.
+Responsible for asking under the read right, for holding the owner to what it was asked, and for naming failures. Several
+threads may ask at a time while one listens. Not responsible for the connection's life (`peers`), nor for bytes, digests or
+books.
 """
 
 from __future__ import annotations
 
-import os
 import threading
 from collections.abc import Iterable, Iterator, Sequence
 
-from tensorhub.errors import AuthenticationFailed, OperationTimeout, ProtocolError, TensorHubError
+from tensorhub.errors import AuthenticationFailed, OperationTimeout, ProtocolError
 from tensorhub.messages import (
+    AgentIs,
     AllocationsAre,
     ChunkDigest,
     ChunkFollows,
@@ -24,53 +25,42 @@ from tensorhub.messages import (
     SegmentsAre,
     StillWaiting,
 )
-from tensorhub.protocol.blocking import BlockingConnection
 from tensorhub.protocol.codec import FROM_OWNER
-from tensorhub.protocol.handshake import NONCE_BYTES, ClientHandshake
 from tensorhub.protocol.lost import ConnectionLost
-from tensorhub.transport import tcp, unix
+from tensorhub.runtime.peers import Peer, Peers
 from tensorhub.transport.base import Cutter, Lacking, ReadFailure, ReadRight
-from tensorhub.transport.registry import Local
 
-Answer = ChunksFollow | ChunkFollows | ChunkDigest | ChunksLie | MemoryIs | SegmentsAre | AllocationsAre | StillWaiting
-
-
-def connect(local: Local, address: str, right: ReadRight, cutter: Cutter) -> tuple[BlockingConnection, bool]:
-    """A connection to the right's owner, both proved, which the cutter ends; and whether the owner is on this host.
-
-    ReadFailure("unreachable") if there is none. Whoever closes the connection detaches the cutter first.
-    """
-    options = local.options
-    kind = unix if address.startswith(unix.PREFIX) else tcp
-    sock = kind.connect(address, options.connect_timeout_s, cutter)
-    is_local = tcp.is_local(sock)
-    connection = BlockingConnection(sock, stall_timeout_s=options.stall_timeout_s)
-    try:
-        cutter.attach(connection.shutdown)
-        nonce = os.urandom(NONCE_BYTES)
-        handshake = ClientHandshake("reader", local.incarnation, local.secret, nonce, expected_incarnation=right.incarnation)
-        connection.handshake(handshake, options.connect_timeout_s)
-    except BaseException as error:
-        cutter.detach()
-        connection.close()
-        if isinstance(error, TensorHubError | ConnectionLost):
-            raise ReadFailure("unreachable", f"{address}: {error}") from error
-        raise
-    return connection, is_local
+Answer = (
+    ChunksFollow | ChunkFollows | ChunkDigest | ChunksLie | MemoryIs | SegmentsAre | AllocationsAre | AgentIs | StillWaiting
+)
 
 
 class Asking:
-    """One reader's requests to one owner."""
+    """One reader's requests to one owner, under one right. To be closed, which gives the connection back."""
 
-    def __init__(self, connection: BlockingConnection, right: ReadRight) -> None:
-        self._connection = connection
+    def __init__(self, peers: Peers, peer: Peer, right: ReadRight, cutter: Cutter) -> None:
+        self.connection = peer.connection
+        self._peers = peers
+        self._peer = peer
         self._right = right
+        self._cutter = cutter
+        self._is_closed = False
         self._sending = threading.Lock()  # guards the order of requests
         self._next_request = 0
         self._asked: dict[int, set[int]] = {}  # request -> its chunks that were not announced yet; never empty
 
     def __repr__(self) -> str:
         return f"<Asking {self._right.incarnation}, {len(self._asked)} requests open>"
+
+    def failures(self) -> Failures:
+        """What all that uses the connection is done within."""
+        return Failures(self._peer)
+
+    def close(self) -> None:
+        """Give the connection back. A second call does nothing."""
+        if not self._is_closed:
+            self._is_closed = True
+            self._peers.give_back(self._peer, self._cutter, is_answered=self.is_answered)
 
     @property
     def is_answered(self) -> bool:
@@ -80,16 +70,16 @@ class Asking:
     def ask(self, kind: type[Read | Locate], chunks: Sequence[int]) -> None:
         """Ask for these chunks."""
         right = self._right
-        with self._sending, Failures(self._connection):
+        with self._sending, self.failures():
             request = self._next_request
             self._next_request += 1
             self._asked[request] = set(chunks)
             runs = tuple(_runs(chunks))
-            self._connection.send(kind(request, right.lease, right.registration, right.generation, right.content_id, runs))
+            self.connection.send(kind(request, right.lease, right.registration, right.generation, right.content_id, runs))
 
     def hear(self) -> Answer:
-        """What the owner says next, within `Failures`. ReadFailure: "refused" if it serves no more, "lost" if it is gone."""
-        message = self._connection.receive(FROM_OWNER)
+        """What the owner says next, within `failures`. ReadFailure: "refused" if it serves no more, "lost" if it is gone."""
+        message = self.connection.receive(FROM_OWNER)
         match message:
             case ReadRefused():
                 raise ReadFailure("refused", message.reason)
@@ -132,16 +122,20 @@ def _runs(chunks: Sequence[int]) -> Iterator[tuple[int, int]]:
 
 
 class Failures:
-    """Turns what a connection raises into the reason that the coordinator hears, and counts what came in in vain."""
+    """Turns what a connection raises into the reason that the coordinator hears, and counts what came in in vain. After any
+    failure nobody knows what comes next on that connection.
+    """
 
-    def __init__(self, connection: BlockingConnection) -> None:
-        self._connection = connection
+    def __init__(self, peer: Peer) -> None:
+        self._peer = peer
 
     def __enter__(self) -> None:
-        self._before = self._connection.payload_bytes
+        self._before = self._peer.connection.payload_bytes
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        discarded = self._connection.payload_bytes - self._before
+        if error is not None:
+            self._peer.is_sound = False
+        discarded = self._peer.connection.payload_bytes - self._before
         match error:
             case OperationTimeout():
                 raise ReadFailure("stalled", str(error), bytes_discarded=discarded) from error

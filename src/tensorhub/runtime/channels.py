@@ -1,11 +1,19 @@
 """A reader's channels: each to a granted source, over the best transport that the two workers have in common.
 
+The best one is the first, in the order of preference, by which the source can be read: both have it, it reaches from one to
+the other, and nothing has shown otherwise. One that cannot be used between the two says so when it opens (`Unusable`). One
+that opens, and then fails again and again, is left as well, for a while: the fetch goes on by the next one.
+
 Responsible for which transports this worker has, as each of its incarnations. Not responsible for what is read (`lanes`).
 """
 
 from __future__ import annotations
 
+import threading
+import time
 from collections.abc import Sequence
+from functools import partial
+from typing import TypeVar
 
 import anyio
 
@@ -14,12 +22,15 @@ from tensorhub.runtime.cma_channel import CmaTransport
 from tensorhub.runtime.cuda_ipc_channel import CudaIpcTransport
 from tensorhub.runtime.lanes import BATCH_BYTES, ChannelOpener, Opened
 from tensorhub.runtime.logs import get_logger
-from tensorhub.runtime.shm_channel import KEPT_S, ShmTransport
+from tensorhub.runtime.nixl_channel import NixlTransport
+from tensorhub.runtime.peers import KEPT_S
+from tensorhub.runtime.shm_channel import ShmTransport
 from tensorhub.runtime.tcp_channel import TcpTransport
 from tensorhub.transport import cma
 from tensorhub.transport.base import (
     Cutter,
     Destination,
+    Keeping,
     NotShared,
     ReadFailure,
     ReadRight,
@@ -28,6 +39,7 @@ from tensorhub.transport.base import (
     can_fill,
 )
 from tensorhub.transport.cma import Words
+from tensorhub.transport.nixl import Exposures
 from tensorhub.transport.registry import Local, Registry
 from tensorhub.transport.shm import Segment
 from tensorhub.types import ContentId, Endpoint, Incarnation, LeaseId, Location, Options, RegistrationId
@@ -36,8 +48,15 @@ TRANSPORTS = Registry()
 TRANSPORTS.add("cuda_ipc", CudaIpcTransport, place=5)
 TRANSPORTS.add("shm", ShmTransport, place=10)
 TRANSPORTS.add("cma", CmaTransport, place=20)
+# UCX lets whoever reaches its ports write memory, so nobody has it without having asked for it.
+TRANSPORTS.add("nixl", NixlTransport, place=50, only_by_name=True)
 TRANSPORTS.add("tcp", TcpTransport, place=90)
-UNUSABLE_MAX = 4096  # peers that are remembered to be out of a transport's reach
+PEERS_MAX = 4096  # that are remembered, of each kind of thing that is remembered of them
+FAILURES_MAX = 3  # of a transport with one source, one after the other; then the next one is taken
+LEFT_S = 300.0  # for so long: what was in the way may be over
+
+K = TypeVar("K")
+V = TypeVar("V")
 
 log = get_logger("tensorhub.worker")
 
@@ -52,6 +71,10 @@ class Channels:
         self._wanted = wanted
         self._transports: tuple[Transport, ...] = ()
         self._unusable: dict[tuple[str, str, str], str] = {}  # (transport, incarnation, registration or "")
+        self._lock = threading.Lock()  # guards what is below
+        self._failures: dict[tuple[str, str], int] = {}  # by (transport, incarnation): since a read ended well
+        self._left: dict[tuple[str, str], tuple[float, str]] = {}  # of those that failed too often: until when, and why
+        self._chosen: dict[str, str] = {}  # the transport of each source that was logged last, by incarnation
 
     def __repr__(self) -> str:
         return f"<Channels over {self._names()}>"
@@ -61,6 +84,7 @@ class Channels:
 
     def become(self, incarnation: Incarnation) -> None:
         """Read as that one from now on. Raises TransportUnavailable for a transport that cannot be had."""
+        self.close()
         self._transports = TRANSPORTS.make(
             Local(incarnation, self._secrets, self._options),
             self._wanted,
@@ -73,7 +97,11 @@ class Channels:
         """Where those look who read this worker's memory without its help; None: nobody does."""
         if self.shares:
             return Words(lambda nbytes: Segment(nbytes).bytes_at(0, nbytes))
-        return Words() if self._has("cma") else None
+        return Words() if self._has("cma") or self._has("nixl") else None
+
+    def exposures(self) -> Exposures | None:
+        """What NIXL reads of this worker's memory; None: nothing."""
+        return Exposures() if self._has("nixl") else None
 
     @property
     def shares(self) -> bool:
@@ -85,22 +113,24 @@ class Channels:
 
     def offers(self, address: str, unix_address: str | None) -> tuple[Endpoint, ...]:
         """How others may read from this worker, whose listeners they reach at these addresses; best first."""
-        addresses = {"cuda_ipc": unix_address, "shm": unix_address, "cma": address, "tcp": address}
+        addresses = {"cuda_ipc": unix_address, "shm": unix_address, "cma": address, "nixl": address, "tcp": address}
         offered = [(each.name, addresses.get(each.name)) for each in self._transports]
         return tuple([Endpoint(name, there) for name, there in offered if there is not None])
 
     async def keep_swept(self) -> None:
-        """Let go, again and again, of what is kept for reads that do not come; at the end, of a GPU's memory at once."""
-        try:
-            while self.shares:
-                await anyio.sleep(KEPT_S)
-                for transport in self._transports:
-                    if isinstance(transport, ShmTransport | CudaIpcTransport):
-                        transport.sweep()
-        finally:
+        """Let go, again and again, of what is kept for reads that do not come."""
+        while True:
+            await anyio.sleep(KEPT_S)
             for transport in self._transports:
-                if isinstance(transport, CudaIpcTransport):
-                    transport.close()
+                if isinstance(transport, Keeping):
+                    transport.sweep()
+
+    def close(self) -> None:
+        """Nobody reads any more by the transports that there are; what they keep ends with their last channel."""
+        transports, self._transports = self._transports, ()
+        for transport in transports:
+            if isinstance(transport, Keeping):
+                transport.close()
 
     def opener(self, content_id: ContentId) -> ChannelOpener:
         """What opens the best transport to a granted source; for one content."""
@@ -118,18 +148,24 @@ class Channels:
                     channel = transport.open(endpoint, right, destination, cutter)
                 except Unusable as error:
                     self._note_unusable(transport.name, grant, error)
+                except ReadFailure as failure:
+                    if not cutter.is_cut:
+                        self._ended(transport.name, grant, destination, failure)
+                    raise
                 else:
-                    return Opened(transport.name, channel, transport.lanes, getattr(transport, "batch_bytes", BATCH_BYTES))
+                    self._note_chosen(transport.name, grant, destination)
+                    batch_bytes = getattr(transport, "batch_bytes", BATCH_BYTES)
+                    ended = partial(self._ended, transport.name, grant, destination)
+                    return Opened(transport.name, channel, transport.lanes, batch_bytes, ended)
             offered = ", ".join(endpoint.transport for endpoint in grant.endpoints) or "none"
             text = f"no transport in common: {grant.source} offers {offered}, here are {self._names()}"
-            found = [why for (_, peer, _), why in list(self._unusable.items()) if peer == grant.incarnation]
-            raise ReadFailure("unreachable", "; ".join([text, *found]))
+            raise ReadFailure("unreachable", "; ".join([text, *self._in_the_way(grant)]))
 
         return open_one
 
     def _common(self, grant: Grant, destination: Destination) -> list[tuple[Transport, Endpoint]]:
-        """The transports by which this source may be read, best first, each with its endpoint."""
-        return [
+        """The transports by which this source may be read, best first, each with its endpoint; those last that were left."""
+        found = [
             (transport, endpoint)
             for transport in self._transports
             for endpoint in grant.endpoints
@@ -138,6 +174,50 @@ class Channels:
             and transport.reaches(self._location, grant.location)
             and can_fill(transport, destination)
         ]
+        with self._lock:
+            found.sort(key=lambda each: self._left.get((each[0].name, grant.incarnation), (0.0, ""))[0] > time.monotonic())
+        return found
+
+    def _in_the_way(self, grant: Grant) -> list[str]:
+        """Why transports are not used with this source, of those that could have been."""
+        found = [why for key, why in list(self._unusable.items()) if key[1] == grant.incarnation]
+        with self._lock:
+            return found + [why for (_, peer), (_, why) in self._left.items() if peer == grant.incarnation]
+
+    def _note_chosen(self, name: str, grant: Grant, destination: Destination) -> None:
+        """Say once by which transport a source is read, and why by no better one."""
+        with self._lock:
+            if self._chosen.get(grant.incarnation) == name:
+                return
+            _remember(self._chosen, grant.incarnation, name)
+        offered = {endpoint.transport for endpoint in grant.endpoints}
+        better = [transport.name for transport in self._transports if can_fill(transport, destination)]
+        better = better[: better.index(name)]
+        known = dict(why.split(": ", 1) for why in self._in_the_way(grant))
+        reasons = [
+            f"{each}: {known.get(each, 'does not reach it') if each in offered else 'the source does not offer it'}"
+            for each in better
+        ]
+        log.info("transport_chosen", source=grant.source, transport=name, why="; ".join(reasons) or "the best one here")
+
+    def _ended(self, name: str, grant: Grant, destination: Destination, failure: ReadFailure | None) -> None:
+        """A read ended by itself, well or not: a transport that fails again and again with a source is left for the next."""
+        if failure is not None and failure.reason == "refused":  # the source's own word
+            return
+        key = name, grant.incarnation
+        with self._lock:
+            failures = 0 if failure is None else self._failures.pop(key, 0) + 1
+            if failure is None or failures >= FAILURES_MAX:
+                self._failures.pop(key, None)
+            else:
+                _remember(self._failures, key, failures)
+        if failure is None or failures < FAILURES_MAX:
+            return
+        reason = f"{FAILURES_MAX} reads failed, the last one as {failure}"
+        with self._lock:
+            _remember(self._left, key, (time.monotonic() + LEFT_S, f"{name}: {reason}"))
+        if any(transport.name != name for transport, _ in self._common(grant, destination)):
+            log.warning("transport_left", transport=name, source=grant.source, for_s=LEFT_S, reason=reason)
 
     def _note_unusable(self, name: str, grant: Grant, reason: Unusable) -> None:
         """Once for each peer, or registration: it is not tried again there."""
@@ -145,9 +225,16 @@ class Channels:
         is_usual = isinstance(reason, NotShared)
         say = log.debug if is_usual else log.warning
         say("transport_unusable", transport=name, source=grant.source, reason=str(reason))
-        while len(self._unusable) >= UNUSABLE_MAX:
-            self._unusable.pop(next(iter(self._unusable)), None)
-        self._unusable[of_registration if is_usual else of_peer] = f"{name}: {reason}"
+        with self._lock:
+            _remember(self._unusable, of_registration if is_usual else of_peer, f"{name}: {reason}")
+
+
+def _remember(what: dict[K, V], key: K, value: V) -> None:
+    """Keep the newest PEERS_MAX."""
+    what.pop(key, None)
+    while len(what) >= PEERS_MAX:
+        del what[next(iter(what))]
+    what[key] = value
 
 
 def _keys(name: str, grant: Grant) -> tuple[tuple[str, str, str], tuple[str, str, str]]:

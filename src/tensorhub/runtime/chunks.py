@@ -15,14 +15,26 @@ DIGEST_BYTES_PER_S = 4 * 2**30  # less than any CPU of the last ten years manage
 SLACK_S = 0.002
 
 
-def is_gil_contended(digested_bytes: int, seconds: float) -> bool:
-    """Whether digesting took so long that another thread must have kept the GIL from us meanwhile.
+class GilWatch:
+    """Whether another thread keeps the GIL from those that digest, by how long digests take.
 
     Beside a thread that spins in Python, each return from a blocking call costs a switch interval (5 ms):
     then few large calls are better than many that leave the bytes in the cache. Asking the interpreter would
-    cost another such wait.
+    cost another such wait. A thread that lost its core for a moment looks the same, but not twice running.
     """
-    return seconds > digested_bytes / DIGEST_BYTES_PER_S + SLACK_S
+
+    __slots__ = ("_slow",)
+
+    def __init__(self) -> None:
+        self._slow = 0  # digests in a row that took too long
+
+    def digested(self, nbytes: int, seconds: float) -> None:
+        """So many bytes took so long."""
+        self._slow = self._slow + 1 if seconds > nbytes / DIGEST_BYTES_PER_S + SLACK_S else 0
+
+    @property
+    def is_contended(self) -> bool:
+        return self._slow > 1
 
 
 class ChunkMemory:
@@ -66,6 +78,11 @@ class ChunkMemory:
         """Each region's (address, bytes) in this process; of those that have any."""
         sizes = [region.nbytes for region in self._regions]
         return [(address, nbytes) for address, nbytes in zip(self._addresses, sizes, strict=True) if nbytes]
+
+    @property
+    def is_read_only(self) -> bool:
+        """Whether any of it cannot be written: it is of a file, which somebody may truncate."""
+        return any(isinstance(region, memoryview) and region.readonly for region in self._regions)
 
     def digest(self, chunk: int) -> int:
         """Make the chunk's digest from its bytes; the GIL is released meanwhile. 0 if the manifest wants

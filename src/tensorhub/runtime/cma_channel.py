@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from tensorhub.errors import ProtocolError, TransportUnavailable
 from tensorhub.messages import FindMemory, MemoryIs
-from tensorhub.protocol.blocking import BlockingConnection
-from tensorhub.runtime.asking import Asking, Failures, connect
+from tensorhub.runtime.asking import Asking
 from tensorhub.runtime.one_sided import OneSidedChannel, lanes_here
+from tensorhub.runtime.peers import Peers
 from tensorhub.transport import cma
 from tensorhub.transport.base import Channel, Cutter, Destination, NotShared, ReadRight, Unusable
 from tensorhub.transport.registry import Local
@@ -21,7 +21,7 @@ class CmaTransport:
     def __init__(self, local: Local) -> None:
         if (fault := cma.fault_here()) is not None:
             raise TransportUnavailable(fault)
-        self._local = local
+        self._peers = Peers(local)
         self.lanes = lanes_here()
 
     def reaches(self, here: Location, there: Location) -> bool:
@@ -30,28 +30,43 @@ class CmaTransport:
 
     def open(self, endpoint: Endpoint, right: ReadRight, destination: Destination, cutter: Cutter) -> Channel:
         """Connect, prove who is who, and find the process. Unusable if it is out of reach; see `Transport.open`."""
-        connection, is_local = connect(self._local, endpoint.address, right, cutter)
+        peer = self._peers.open(endpoint.address, right, cutter)
+        asking = Asking(self._peers, peer, right, cutter)
         try:
-            if not is_local:
-                raise Unusable("it is connected from another host: workers on different hosts need different Location.host")
-            with Failures(connection):
-                header = _find(connection, right)
-            try:
-                is_there = cma.Look(header).is_there()
-            except OSError as error:
-                raise Unusable(cma.why_not(error)) from error
-            if not is_there:
-                raise Unusable("its process is another one here: workers in different pid namespaces need different hosts")
+            with asking.failures():
+                if peer.header is None or peer.registration != right.registration:
+                    peer.header, peer.registration = _find(peer.is_local, asking, right), right.registration
         except BaseException:
-            cutter.detach()
-            connection.close()
+            asking.close()
             raise
-        return OneSidedChannel(connection, cma.Process(header), right, destination, cutter)
+        return OneSidedChannel(asking, cma.Process(peer.header), right, destination, cutter)
+
+    def sweep(self) -> None:
+        """See `Keeping`."""
+        self._peers.sweep()
+
+    def close(self) -> None:
+        """See `Keeping`."""
+        self._peers.close()
 
 
-def _find(connection: BlockingConnection, right: ReadRight) -> cma.Header:
-    connection.send(FindMemory(0, right.registration))
-    message = Asking(connection, right).hear()
+def _find(is_local: bool, asking: Asking, right: ReadRight) -> cma.Header:
+    """What the owner says of its process, once that has proved to be that one here."""
+    if not is_local:
+        raise Unusable("it is connected from another host: workers on different hosts need different Location.host")
+    header = _ask(asking, right)
+    try:
+        is_there = cma.Look(header).is_there()
+    except OSError as error:
+        raise Unusable(cma.why_not(error)) from error
+    if not is_there:
+        raise Unusable("its process is another one here: workers in different pid namespaces need different hosts")
+    return header
+
+
+def _ask(asking: Asking, right: ReadRight) -> cma.Header:
+    asking.connection.send(FindMemory(0, right.registration))
+    message = asking.hear()
     if not isinstance(message, MemoryIs):
         raise ProtocolError(f"it is asked for its memory, and answers {type(message).__name__}")
     if message.on_device:

@@ -17,9 +17,9 @@ from tensorhub.cuda.device import HANDLE_BYTES, Allocation, Device
 from tensorhub.cuda.ipc import PROCESS, Imports, Opened
 from tensorhub.errors import ProtocolError, StateError, TransportUnavailable
 from tensorhub.messages import AllocationsAre, FindAllocations
-from tensorhub.protocol.blocking import BlockingConnection
-from tensorhub.runtime.asking import Asking, Failures, connect
+from tensorhub.runtime.asking import Asking
 from tensorhub.runtime.one_sided import OneSidedChannel
+from tensorhub.runtime.peers import Peers
 from tensorhub.transport import shm
 from tensorhub.transport.base import DEVICE, Channel, Cutter, Destination, NotShared, ReadRight, Unusable
 from tensorhub.transport.cma import WORD_BYTES, Piece
@@ -43,7 +43,7 @@ class CudaIpcTransport:
         """Nothing of CUDA is imported before a GPU's tensor is read."""
         if (fault := shm.fault_here() or cupy_device.missing()) is not None:
             raise TransportUnavailable(fault)
-        self._local = local
+        self._peers = Peers(local)
         self._imports = Imports()
 
     def reaches(self, here: Location, there: Location) -> bool:
@@ -55,26 +55,26 @@ class CudaIpcTransport:
         device = destination.device
         if device is None:
             raise NotShared("the destination is in host memory")
-        connection, _ = connect(self._local, endpoint.address, right, cutter)
+        peer = self._peers.open(endpoint.address, right, cutter)
+        asking = Asking(self._peers, peer, right, cutter)
         try:
-            with Failures(connection):
-                source = self._open(connection, right, device)
+            with asking.failures():
+                source = self._open(asking, right, device)
         except BaseException:
-            cutter.detach()
-            connection.close()
+            asking.close()
             raise
-        return OneSidedChannel(connection, source, right, destination, cutter)
+        return OneSidedChannel(asking, source, right, destination, cutter)
 
-    def _open(self, connection: BlockingConnection, right: ReadRight, device: Device) -> OnDevice:
-        connection.send(FindAllocations(0, right.registration, right.generation))
-        message = Asking(connection, right).hear()
+    def _open(self, asking: Asking, right: ReadRight, device: Device) -> OnDevice:
+        asking.connection.send(FindAllocations(0, right.registration, right.generation))
+        message = asking.hear()
         if not isinstance(message, AllocationsAre):
             raise ProtocolError(f"it is asked for its allocations, and answers {type(message).__name__}")
         if message.reason:
             raise Unusable(message.reason)
         if not message.allocations:
             raise NotShared("its tensors are not on a GPU")
-        (descriptor,) = connection.receive_descriptors(1)
+        (descriptor,) = asking.connection.receive_descriptors(1)
         try:
             words = shm.MappedSegment(descriptor, message.words[1])
             allocations = [Allocation(*each) for each in message.allocations]
@@ -93,12 +93,14 @@ class CudaIpcTransport:
         return OnDevice(device, places, words, message.words[0], opened)
 
     def sweep(self) -> None:
-        """Close allocations that were not read for a while. Called now and then."""
+        """See `Keeping`."""
         self._imports.sweep(KEPT_S)
+        self._peers.sweep()
 
     def close(self) -> None:
-        """Close them with the last channel that uses them: the worker ends."""
+        """See `Keeping`. A channel's allocations are closed with the last one that uses them."""
         self._imports.sweep(0.0)
+        self._peers.close()
 
 
 class OnDevice:

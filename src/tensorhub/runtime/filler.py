@@ -17,13 +17,14 @@ import anyio.from_thread
 import anyio.to_thread
 
 from tensorhub.errors import TensorHubError
+from tensorhub.manifest import Manifest
 from tensorhub.messages import FromWorker, Progress
 from tensorhub.runtime import clock
 from tensorhub.runtime.callers_work import CallersWork
 from tensorhub.runtime.channels import Channels
 from tensorhub.runtime.chunks import ChunkMemory
 from tensorhub.runtime.copying import copy_chunks
-from tensorhub.runtime.lanes import AllVerified, PullReport, PullRunner, SourceFailed
+from tensorhub.runtime.lanes import PullEvent, PullReport, PullRunner, SourceFailed
 from tensorhub.runtime.logs import get_logger
 from tensorhub.runtime.places import Places
 from tensorhub.runtime.reports import CallTimes
@@ -123,9 +124,7 @@ class Filler:
                 await self._callers_work.done()
                 target, mapped, chunks = await self._places.destination(action)
                 kept = await self._verify_kept(target, action.generation)
-                async with anyio.create_task_group() as tasks:
-                    await self._pull_chunks(action, pull, target, chunks, kept, tasks)
-                    tasks.cancel_scope.cancel()
+                await self._pull_chunks(action, pull, target, chunks, kept)
                 await self._unpack(mapped)
         except* TensorHubError as group:
             error = _first_of(group)
@@ -189,7 +188,6 @@ class Filler:
         target: RegistrationId,
         chunks: ChunkMemory,
         kept: list[int],
-        tasks: anyio.abc.TaskGroup,
     ) -> None:
         opener = self._line.channels.opener(ContentId(action.version.content_id))
         there = {*chunks.unwanted, *action.copied, *kept}
@@ -201,20 +199,12 @@ class Filler:
                     runner.add_source(grant)
                 while pull.early:
                     self.change_source(pull.early.pop(0))
-                tasks.start_soon(self._tell_progress, pull)
-                async for event in runner.events():
-                    match event:
-                        case SourceFailed():
-                            detail = event.detail
-                            if event.chunk is not None:
-                                names = action.manifest.tensors_in(event.chunk)[:TENSORS_NAMED_MAX]
-                                detail += f" (tensor {', '.join(map(repr, names))})"
-                            log.info("source_failed", lease=event.lease, reason=event.reason, detail=detail)
-                            now, chunk = clock.now(), event.chunk
-                            self._apply(self._member.source_failed(event.lease, event.reason, detail, now, chunk=chunk))
-                        case AllVerified():
-                            self._show_progress(runner.report())
-                            break
+                while isinstance(event := await self._next_event(runner), SourceFailed):
+                    self._source_failed(event, action.manifest)
+                report = runner.report()
+                if report.flows:
+                    self._say_progress(report)
+                self._show_progress(report)
         finally:
             self.times.pull, self.times.pulled = runner.report(), clock.now()
 
@@ -222,16 +212,30 @@ class Filler:
         if not mapped.is_in_place:
             await anyio.to_thread.run_sync(mapped.unpack)
 
-    async def _tell_progress(self, pull: _Pull) -> None:
-        """(It keeps no runner: the frame of a cancelled task may live until the next collection, and memory with it.)"""
+    async def _next_event(self, runner: PullRunner) -> PullEvent:
+        """What happens next; until then progress is told."""
+        told = clock.now()
         while True:
-            await anyio.sleep(PROGRESS_S)
-            running = self._member.running
-            if pull.runner is not None and running is not None and running.key is not None:
-                report = pull.runner.report()
-                rank = self._member.shard.rank
-                self._line.say(Progress(running.key, rank, report.chunks_verified, report.bytes_read))
-                self._show_progress(report)
+            with anyio.move_on_after(told + PROGRESS_S - clock.now()):
+                return await runner.next_event()
+            told = clock.now()
+            report = runner.report()
+            self._say_progress(report)
+            self._show_progress(report)
+
+    def _source_failed(self, event: SourceFailed, manifest: Manifest) -> None:
+        detail = event.detail
+        if event.chunk is not None:
+            names = manifest.tensors_in(event.chunk)[:TENSORS_NAMED_MAX]
+            detail += f" (tensor {', '.join(map(repr, names))})"
+        log.info("source_failed", lease=event.lease, reason=event.reason, detail=detail)
+        self._apply(self._member.source_failed(event.lease, event.reason, detail, clock.now(), chunk=event.chunk))
+
+    def _say_progress(self, report: PullReport) -> None:
+        running = self._member.running
+        if running is not None and running.key is not None:
+            rank = self._member.shard.rank
+            self._line.say(Progress(running.key, rank, report.chunks_verified, report.bytes_read, report.flows))
 
     def _show_progress(self, report: PullReport) -> None:
         if self.progress is None:

@@ -10,6 +10,7 @@ The loop hears only events: a source failed, everything is verified.
 Where the transport gains by it (`Transport.lanes`), and there is enough to read, more threads *help* the lane: they drive
 the same channel, and share its requests, so that a source still has one connection, one place in the books, and one end.
 The first thread that fails ends the others; the last one to leave closes the channel, and gives back what has not come.
+One that helps and does not get a core for itself retires: beside a trainer, or other readers, it would only push them aside.
 
 Nobody but a lane writes into the destination, and no lane outlives the runner's `async with` block.
 
@@ -31,9 +32,9 @@ import anyio
 import anyio.to_thread
 from anyio.abc import TaskGroup
 
-from tensorhub.messages import Grant
-from tensorhub.runtime.chunks import ChunkMemory, is_gil_contended
-from tensorhub.runtime.hot import SMALL_BYTES
+from tensorhub.messages import FLOWS_MAX, Flow, Grant
+from tensorhub.runtime.chunks import ChunkMemory
+from tensorhub.runtime.inflow import Inflow
 from tensorhub.runtime.serving import SharedOwner
 from tensorhub.runtime.wakeup import Wakeup
 from tensorhub.scheduler.pull import Pull
@@ -41,19 +42,23 @@ from tensorhub.transport.base import Arrival, Channel, Cutter, Destination, Lack
 from tensorhub.types import LeaseId, RegistrationId, SourceReport
 
 BATCH_BYTES = 64 * 2**20  # of one request
-CACHED_BYTES = SMALL_BYTES  # received by one call, in small pieces, while the source goes on sending
 BATCHES_OPEN = 2  # of one lane: the next is asked for before the last has arrived
 HELP_BYTES = 16 * 2**20  # left to read for each thread that helps: one takes a fraction of a millisecond to begin
+CORE_SHARE_MIN = 0.7  # of a thread that helps: with less, cores are taken, and it takes them from the others
+CORE_SHARE_AFTER_S = 0.02  # several of the kernel's turns
 LANES_MAX = 64
 
 
 class Opened(NamedTuple):
-    """A channel, by which transport it is, and how many threads it is for."""
+    """A channel, by which transport it is, and how many threads it is for. `ended` hears, in a lane's thread, how reading by
+    it has ended: as a failure, or (None) with all that was wanted. It hears nothing of a source that was dropped.
+    """
 
     transport: str
     channel: Channel
     lanes: int = 1
     batch_bytes: int = BATCH_BYTES
+    ended: Callable[[ReadFailure | None], object] = lambda failure: None
 
 
 ChannelOpener = Callable[[Grant, Destination, Cutter], Opened]
@@ -94,6 +99,7 @@ class PullReport:
     bytes_wanted: int  # that were not there at the start
     phases: dict[str, float]
     sources: tuple[SourceReport, ...]
+    flows: tuple[Flow, ...] = ()  # those of its sources that have lasted long enough to tell something
 
 
 @dataclass(slots=True)
@@ -105,6 +111,7 @@ class _Lane:
     cutter: Cutter = field(default_factory=Cutter)
     transport: str = ""
     channel: Channel | None = None  # from when it is open until the last thread leaves
+    ended: Callable[[ReadFailure | None], object] = lambda failure: None  # see `Opened`
     outcome: str = "reading"  # then "used", "dropped", or why it failed
     failure: ReadFailure | None = None  # the first of its threads', unless it was cut before
     threads: int = 0  # that drive it now
@@ -112,17 +119,33 @@ class _Lane:
     started: float = 0.0
     seconds: float = 0.0  # from `started` on, once it has ended
     batch_bytes: int = BATCH_BYTES  # of one request
-    receive_bytes: int = CACHED_BYTES  # `batch_bytes` where small calls do not pay
-    transfer_s: float = 0.0
-    verify_s: float = 0.0
+    inflow: Inflow = field(default_factory=Inflow)
     asked: list[set[int]] = field(default_factory=list)  # of each open batch, what has not arrived; none is empty
     answers: int = 0  # that its threads have dealt with
+
+    @property
+    def ends_by_itself(self) -> bool:
+        """Whether it waits for nobody, once the pull is over: its connection is worth keeping."""
+        return not self.asked and (self.channel is not None or (self.started > 0 and not self.threads))
 
     def seconds_up_to(self, now: float) -> float:
         return self.seconds or (now - self.started if self.started else 0.0)
 
     def threads_s_up_to(self, now: float) -> float:
         return self.threads_s + self.threads * now
+
+
+class CoreShare:
+    """How much of a core the thread that made this has got since."""
+
+    def __init__(self) -> None:
+        self._began, self._cpu_s = time.perf_counter(), time.thread_time()
+
+    @property
+    def is_small(self) -> bool:
+        """Whether cores are taken, by other threads or by what this one waits for: it brings little here."""
+        seconds = time.perf_counter() - self._began
+        return seconds > CORE_SHARE_AFTER_S and time.thread_time() - self._cpu_s < CORE_SHARE_MIN * seconds
 
 
 class PullRunner:
@@ -183,7 +206,8 @@ class PullRunner:
         with self._changed:
             self._is_over = True
             self._changed.notify_all()
-        for lane in self._lanes.values():
+            busy = [lane for lane in self._lanes.values() if not lane.ends_by_itself]
+        for lane in busy:
             lane.cutter.cut()
         return await self._tasks.__aexit__(kind, error, trace)
 
@@ -217,15 +241,11 @@ class PullRunner:
                     return self._events.popleft()
             await self._wakeup.wait()
 
-    def events(self) -> PullEvents:
-        """What happens, in order; ends after AllVerified."""
-        return PullEvents(self)
-
     def report(self) -> PullReport:
         """Counts and seconds up to now."""
         with self._changed:
             now, pull, lanes = time.perf_counter(), self._pull, list(self._lanes.values())
-            transfer_s, verify_s = sum(lane.transfer_s for lane in lanes), sum(lane.verify_s for lane in lanes)
+            transfer_s, verify_s = sum(lane.inflow.transfer_s for lane in lanes), sum(lane.inflow.verify_s for lane in lanes)
             lanes_s = sum(lane.threads_s_up_to(now) for lane in lanes)
             return PullReport(
                 bytes_read=pull.bytes_read,
@@ -240,7 +260,12 @@ class PullRunner:
                     "verify": verify_s,
                 },
                 sources=tuple(self._source_report(lane, now) for lane in lanes),
+                flows=tuple(flow for lane in lanes if (flow := self._flow(lane)) is not None)[-FLOWS_MAX:],
             )
+
+    @staticmethod
+    def _flow(lane: _Lane) -> Flow | None:
+        return lane.inflow.flow(lane.lease) if lane.failure is None else None
 
     def _source_report(self, lane: _Lane, now: float) -> SourceReport:
         bytes_read, seconds = self._pull.source_bytes(lane.lease), lane.seconds_up_to(now)
@@ -259,16 +284,16 @@ class PullRunner:
     # ---------------------------------------------------------------------------------------- a lane's threads
 
     def _lane_thread(self, lane: _Lane) -> None:
-        lane.started = time.perf_counter()
         with self._changed:
+            lane.started = time.perf_counter()
             self._enter(lane)
         failure: ReadFailure | None = None
         try:
-            lane.transport, channel, lanes, batch_bytes = self._open_channel(lane.grant, self._memory, lane.cutter)
+            lane.transport, channel, lanes, batch_bytes, lane.ended = self._open_channel(
+                lane.grant, self._memory, lane.cutter
+            )
             if batch_bytes != BATCH_BYTES:
                 lane.batch_bytes = batch_bytes
-            if self._memory.device is not None:
-                lane.receive_bytes = lane.batch_bytes
             with self._changed:
                 lane.channel = channel
                 left = self._pull.bytes_wanted - self._pull.bytes_verified
@@ -288,16 +313,27 @@ class PullRunner:
                 return
             self._enter(lane)
         failure: ReadFailure | None = None
+        is_retired = False
         try:
-            self._read(lane, channel)
+            is_retired = self._read(lane, channel, CoreShare())
         except ReadFailure as error:
             failure = error
         finally:
-            self._leave(lane, failure)
+            if not is_retired:
+                self._leave(lane, failure)
 
     def _enter(self, lane: _Lane) -> None:
         lane.threads += 1
         lane.threads_s -= time.perf_counter()
+
+    def _retire(self, lane: _Lane) -> bool:
+        """This thread helps no more, and others go on. False: there are none."""
+        with self._changed:
+            if lane.threads == 1:
+                return False
+            lane.threads -= 1
+            lane.threads_s += time.perf_counter()
+            return True
 
     def _leave(self, lane: _Lane, failure: ReadFailure | None) -> None:
         """This thread drives the lane no more. If it has failed, no other one shall; the last one closes the channel."""
@@ -312,17 +348,23 @@ class PullRunner:
             if is_last:
                 lane.channel = None
             else:
-                lane.cutter.cut()  # it has failed, or there is nothing more to read
+                if failure is not None:
+                    lane.cutter.cut()
                 self._changed.notify_all()
         if is_last:
             if channel is not None:
                 channel.close()
             self._lane_ended(lane)
+        else:
+            self._wakeup.set()
 
     def _lane_ended(self, lane: _Lane) -> None:
         """Give back what the lane did not bring, now that it writes no more. A second call does nothing."""
         with self._changed:
-            if lane.outcome == "reading":
+            is_first = lane.outcome == "reading"
+            if is_first and (lane.failure is not None or self._pull.done):
+                lane.ended(lane.failure)  # before a next grant of this source can come
+            if is_first:
                 lane.seconds = time.perf_counter() - lane.started if lane.started else 0.0
                 lane.outcome = self._outcome(lane)
                 if lane.failure is not None:
@@ -337,18 +379,25 @@ class PullRunner:
             return "used"
         return "dropped" if lane.failure is None else lane.failure.reason
 
-    def _read(self, lane: _Lane, channel: Channel) -> None:
-        while (taken := self._take(lane)) is not None:
+    def _read(self, lane: _Lane, channel: Channel, share: CoreShare | None = None) -> bool:
+        """Drive the channel until there is nothing more to do. `share`: of this thread, which helps as long as it gets a
+        core; True: it has retired.
+        """
+        while share is None or not share.is_small or not self._retire(lane):
+            if (taken := self._take(lane)) is None:
+                return False
             batches, answers = taken
             for batch in batches:
                 channel.submit(batch)
-            answer = channel.receive(lane.receive_bytes)
+            # A GPU's digests are made by one launch: small calls do not pay.
+            answer = channel.receive(lane.inflow.call_bytes if self._memory.device is None else lane.batch_bytes)
             if isinstance(answer, Lacking):
                 self._look_elsewhere(lane, answer)
             elif answer.chunks:
                 self._settle(lane, answer)
             elif not self._is_answered_by_others(lane, answers):
-                return
+                return False
+        return True
 
     def _take(self, lane: _Lane) -> tuple[list[tuple[int, ...]], int] | None:
         """Batches to ask for now: a second one before the first has arrived; and how much was dealt with before. Waits if
@@ -401,15 +450,9 @@ class PullRunner:
                 good.append((chunk, digest))
         seconds = time.perf_counter() - started + arrival.digest_s
         arrived = {chunk for chunk, _ in arrival.chunks}
-        is_large = (
-            not self._memory.is_digested
-            or self._memory.device is not None
-            or is_gil_contended(sum(map(self._memory.sizes.__getitem__, arrived)), seconds)
-        )
+        nbytes = sum([self._memory.sizes[chunk] for chunk in arrived])
         with self._changed:
-            lane.verify_s += seconds
-            lane.transfer_s += arrival.transfer_s
-            lane.receive_bytes = lane.batch_bytes if is_large else CACHED_BYTES
+            lane.inflow.arrived(nbytes, arrival.transfer_s, seconds, started, is_digested=self._memory.is_digested)
             self._dealt_with(lane, arrived)
             for chunk, _ in good:
                 self._pull.arrived(lane.lease, chunk, ok=True)
@@ -430,30 +473,10 @@ class PullRunner:
         return {**arrival.made, **dict(zip(missing, self._memory.digests(missing), strict=True))}
 
     def _finish_if_done(self) -> None:
+        """(The loop is woken when this thread leaves, which it does next: one waking instead of two.)"""
         with self._changed:
             if not self._pull.done or self._is_over:
                 return
             self._is_over = True
             self._events.append(AllVerified())
             self._changed.notify_all()
-        self._wakeup.set()
-
-
-class PullEvents:
-    """Iterates over a runner's events; not a generator, so that leaving the loop early leaves nothing to be
-    closed.
-    """
-
-    def __init__(self, runner: PullRunner) -> None:
-        self._runner = runner
-        self._is_over = False
-
-    def __aiter__(self) -> Self:
-        return self
-
-    async def __anext__(self) -> PullEvent:
-        if self._is_over:
-            raise StopAsyncIteration
-        event = await self._runner.next_event()
-        self._is_over = isinstance(event, AllVerified)
-        return event

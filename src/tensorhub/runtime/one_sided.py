@@ -19,8 +19,7 @@ from typing import NamedTuple, Protocol
 
 from tensorhub.errors import ProtocolError
 from tensorhub.messages import ChunksLie, Locate, StillWaiting
-from tensorhub.protocol.blocking import BlockingConnection
-from tensorhub.runtime.asking import Asking, Failures
+from tensorhub.runtime.asking import Asking
 from tensorhub.runtime.hot import SMALL_BYTES, Digests
 from tensorhub.transport.base import Arrival, Cutter, Destination, Lacking, ReadFailure, ReadRight
 from tensorhub.transport.cma import Piece, cut_up
@@ -41,7 +40,9 @@ class Source(Protocol):
     group_bytes: int  # to copy under one look at the word
 
     def copy(self, call: Sequence[Piece]) -> None:
-        """Copy these pieces (see `cut_up`) into this process, without the GIL. OSError: not all could be read."""
+        """Copy these pieces (see `cut_up`) into this process, without the GIL. OSError: not all could be read; nothing is
+        written there after that. TimeoutError: the source has stalled.
+        """
 
     def is_unchanged(self, word: int, generation: int) -> bool:
         """Whether its word at that address says that generation, and it is that process. OSError: it cannot be read."""
@@ -59,16 +60,15 @@ class OneSidedChannel:
 
     def __init__(
         self,
-        connection: BlockingConnection,
+        asking: Asking,
         source: Source,
         right: ReadRight,
         destination: Destination,
         cutter: Cutter,
     ) -> None:
-        self._connection = connection
+        self._asking = asking
         self._source = source
         self._right = right
-        self._asking = Asking(connection, right)
         self._destination = destination
         self._cutter = cutter
         self._turn = threading.Lock()  # guards hearing and what was heard: one listens, the others wait for what it hears
@@ -89,7 +89,7 @@ class OneSidedChannel:
             if not self._located:
                 if self._asking.is_answered:
                     return Arrival((), time.perf_counter() - started, 0.0)
-                with Failures(self._connection):
+                with self._asking.failures():
                     message = self._asking.hear()
                     if isinstance(message, StillWaiting):
                         return self._asking.lacking(message)
@@ -134,6 +134,8 @@ class OneSidedChannel:
                 if digests is not None:
                     digests.go_on([piece.nbytes for piece in call])
             is_valid = self._source.is_unchanged(group[0].word, self._right.generation)
+        except TimeoutError as error:
+            raise ReadFailure("stalled", str(error.strerror), bytes_discarded=copied) from error
         except OSError as error:
             text = f"the source's memory cannot be read (any more): {error.strerror}"
             raise ReadFailure("lost", text, bytes_discarded=copied) from error
@@ -141,5 +143,4 @@ class OneSidedChannel:
             raise ReadFailure("refused", "the memory has changed its generation", bytes_discarded=copied)
 
     def close(self) -> None:
-        self._cutter.detach()
-        self._connection.close()
+        self._asking.close()

@@ -166,6 +166,8 @@ class Places:
     async def destination(self, action: StartPull | CopyLocally) -> tuple[RegistrationId, MappedRegions, ChunkMemory]:
         """Where the chunks go, and under which id the owner knows it: the memory itself, or what is staged for it."""
         if not action.staged:
+            if self.unopened is None and self._is_mapped(action.manifest):
+                return self._registration, *self._map(action.manifest)
             # In a thread, for memory that is made only now: a file of its size.
             mapped, chunks = await anyio.to_thread.run_sync(self._map_safely, action.manifest)
             return self._registration, mapped, chunks

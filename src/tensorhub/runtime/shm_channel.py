@@ -16,15 +16,15 @@ from collections.abc import Sequence
 
 from tensorhub.errors import ProtocolError, StateError, TransportUnavailable
 from tensorhub.messages import FindSegments, SegmentsAre
-from tensorhub.protocol.blocking import BlockingConnection
-from tensorhub.runtime.asking import Asking, Failures, connect
+from tensorhub.runtime.asking import Asking
 from tensorhub.runtime.hot import HOT_BYTES
 from tensorhub.runtime.one_sided import OneSidedChannel, lanes_here
+from tensorhub.runtime.peers import Peers
 from tensorhub.transport import shm
 from tensorhub.transport.base import Channel, Cutter, Destination, NotShared, ReadRight, Unusable
 from tensorhub.transport.cma import CALL_BYTES, GROUP_BYTES, WORD_BYTES, Piece
 from tensorhub.transport.registry import Local
-from tensorhub.types import Endpoint, Location
+from tensorhub.types import Endpoint, Incarnation, Location, RegistrationId
 
 KEPT_S = 60.0  # of a mapping that nobody reads
 
@@ -37,10 +37,12 @@ class ShmTransport:
     def __init__(self, local: Local) -> None:
         if (fault := shm.fault_here()) is not None:
             raise TransportUnavailable(fault)
-        self._local = local
+        self._peers = Peers(local)
         self.lanes = lanes_here()
         self._lock = threading.Lock()
         self._mapped: dict[tuple[int, int], tuple[float, shm.MappedSegment]] = {}  # by memfd: when used last
+        # By address, incarnation and registration: when used last.
+        self._sources: dict[tuple[str, Incarnation, RegistrationId], tuple[float, Mapped]] = {}
 
     def reaches(self, here: Location, there: Location) -> bool:
         """Between equal hosts."""
@@ -48,25 +50,41 @@ class ShmTransport:
 
     def open(self, endpoint: Endpoint, right: ReadRight, destination: Destination, cutter: Cutter) -> Channel:
         """Connect, prove who is who, and map what is to be read. Unusable (NotShared); see `Transport.open`."""
-        connection, _ = connect(self._local, endpoint.address, right, cutter)
+        peer = self._peers.open(endpoint.address, right, cutter)
+        asking = Asking(self._peers, peer, right, cutter)
         try:
-            with Failures(connection):
-                source = Mapped(self._find(connection, right))
+            with asking.failures():
+                source = self._known(endpoint.address, right) or self._learn(endpoint.address, right, asking)
         except BaseException:
-            cutter.detach()
-            connection.close()
+            asking.close()
             raise
-        return OneSidedChannel(connection, source, right, destination, cutter)
+        return OneSidedChannel(asking, source, right, destination, cutter)
 
-    def _find(self, connection: BlockingConnection, right: ReadRight) -> list[tuple[int, shm.MappedSegment]]:
+    def _known(self, address: str, right: ReadRight) -> Mapped | None:
+        """What is mapped of this registration, if that has been all that was read: it stays where it is until its end."""
+        key = (address, right.incarnation, right.registration)
+        with self._lock:
+            _, source = self._sources.pop(key, (0.0, None))
+            if source is None or source.is_short:
+                return None
+            self._sources[key] = time.monotonic(), source
+        return source
+
+    def _learn(self, address: str, right: ReadRight, asking: Asking) -> Mapped:
+        source = Mapped(self._find(asking, right))
+        with self._lock:
+            self._sources[address, right.incarnation, right.registration] = time.monotonic(), source
+        return source
+
+    def _find(self, asking: Asking, right: ReadRight) -> list[tuple[int, shm.MappedSegment]]:
         """The source's segments, each with its address there."""
-        connection.send(FindSegments(0, right.registration, right.generation))
-        message = Asking(connection, right).hear()
+        asking.connection.send(FindSegments(0, right.registration, right.generation))
+        message = asking.hear()
         if not isinstance(message, SegmentsAre):
             raise ProtocolError(f"it is asked for its segments, and answers {type(message).__name__}")
         if not message.segments:
             raise NotShared("its tensors are not in shared memory: allocate them by tensorhub.shared_empty_like")
-        descriptors = connection.receive_descriptors(len(message.segments))
+        descriptors = asking.connection.receive_descriptors(len(message.segments))
         try:
             places = zip(descriptors, message.segments, strict=True)
             return [(address, self._map(descriptor, nbytes)) for descriptor, (address, nbytes) in places]
@@ -88,11 +106,18 @@ class ShmTransport:
         return mapped
 
     def sweep(self) -> None:
-        """Give up mappings that were not used for a while. Called now and then."""
+        """See `Keeping`."""
         before = time.monotonic() - KEPT_S
         with self._lock:
-            for key in [key for key, (used, _) in self._mapped.items() if used < before]:
-                del self._mapped[key]
+            self._mapped = {key: each for key, each in self._mapped.items() if each[0] >= before}
+            self._sources = {key: each for key, each in self._sources.items() if each[0] >= before}
+        self._peers.sweep()
+
+    def close(self) -> None:
+        """See `Keeping`."""
+        with self._lock:
+            self._mapped, self._sources = {}, {}
+        self._peers.close()
 
 
 class Mapped:
@@ -106,6 +131,7 @@ class Mapped:
         """Each with its address at the source."""
         self._segments = sorted(segments, key=lambda each: each[0])
         self._starts = [start for start, _ in self._segments]
+        self.is_short = False  # something was looked for that is in none of them
 
     def __repr__(self) -> str:
         return f"<Mapped, {len(self._segments)} segments>"
@@ -126,4 +152,5 @@ class Mapped:
             start, segment = self._segments[place]
             if there + nbytes <= start + segment.nbytes:
                 return segment.address + there - start
+        self.is_short = True
         raise OSError(errno.EFAULT, "it is in no segment that was shared")

@@ -13,9 +13,9 @@ from contextlib import closing
 from tensorhub.cuda.device import Device
 from tensorhub.errors import ProtocolError
 from tensorhub.messages import ChunkDigest, ChunkFollows, ChunksFollow, Read, StillWaiting
-from tensorhub.protocol.blocking import BlockingConnection
-from tensorhub.runtime.asking import Asking, Failures, connect
+from tensorhub.runtime.asking import Asking
 from tensorhub.runtime.hot import SMALL_BYTES, Digests, cut
+from tensorhub.runtime.peers import Peers
 from tensorhub.runtime.staging import Staging
 from tensorhub.transport.base import DEVICE, HOST, Arrival, Channel, Cutter, Destination, Lacking, ReadRight
 from tensorhub.transport.registry import Local
@@ -30,7 +30,7 @@ class TcpTransport:
     fills = HOST | DEVICE
 
     def __init__(self, local: Local) -> None:
-        self._local = local
+        self._peers = Peers(local)
 
     def reaches(self, here: Location, there: Location) -> bool:
         """Always, as far as locations say."""
@@ -38,18 +38,25 @@ class TcpTransport:
 
     def open(self, endpoint: Endpoint, right: ReadRight, destination: Destination, cutter: Cutter) -> Channel:
         """Connect and prove who is who; see `Transport.open`."""
-        connection, _ = connect(self._local, endpoint.address, right, cutter)
-        return TcpChannel(connection, right, destination, cutter)
+        peer = self._peers.open(endpoint.address, right, cutter)
+        return TcpChannel(Asking(self._peers, peer, right, cutter), destination)
+
+    def sweep(self) -> None:
+        """See `Keeping`."""
+        self._peers.sweep()
+
+    def close(self) -> None:
+        """See `Keeping`."""
+        self._peers.close()
 
 
 class TcpChannel:
     """See `transport.base.Channel`."""
 
-    def __init__(self, connection: BlockingConnection, right: ReadRight, destination: Destination, cutter: Cutter) -> None:
-        self._connection = connection
-        self._asking = Asking(connection, right)
+    def __init__(self, asking: Asking, destination: Destination) -> None:
+        self._asking = asking
+        self._connection = asking.connection
         self._destination = destination
-        self._cutter = cutter
         self._staging: Staging | None = None
         self._coming: deque[tuple[int, int | None]] = deque()  # of the present frame, not received yet; None: comes behind
 
@@ -61,7 +68,7 @@ class TcpChannel:
 
     def receive(self, bytes_max: int) -> Arrival | Lacking:
         started = time.perf_counter()
-        with Failures(self._connection):
+        with self._asking.failures():
             if not self._coming:
                 message = self._asking.hear()
                 match message:
@@ -121,5 +128,4 @@ class TcpChannel:
         return message.digest
 
     def close(self) -> None:
-        self._cutter.detach()
-        self._connection.close()
+        self._asking.close()

@@ -129,7 +129,7 @@ class Worker:
         self.questions = Questions(self._link, self._numbers)
         self.pins = Pins(self.questions, options.op_timeout_s)
         self.news = News(self._link)
-        self._owner = SharedOwner(words=self.channels.words())
+        self._owner = SharedOwner(words=self.channels.words(), exposures=self.channels.exposures())
         self._handles: dict[str, Handle] = {}  # by registration
         self._by_rank: dict[tuple[str, str, int], Handle] = {}  # by (model, group, rank)
         self._asked: dict[int, Handle] = {}  # requests of handles that are not answered yet
@@ -167,6 +167,7 @@ class Worker:
             await self._run(ready)
         finally:
             self._owner.end_reading()
+            self.channels.close()
 
     async def _run(self, ready: Callable[[], None]) -> None:
         messages = await self._link.connect()

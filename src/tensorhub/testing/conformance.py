@@ -217,6 +217,21 @@ def check_rights(transport: Transport, make_source: MakeSource) -> None:
             _demand(failure is not None and failure.reason in reasons, 4, f"{other} gave {failure}, not {reasons}")
 
 
+def check_again(transport: Transport, make_source: MakeSource) -> None:
+    """1: what a transport keeps from one channel for the next brings nothing that the next one has not asked for."""
+    with _made(make_source) as source:
+        for chunk in range(len(SIZES)):
+            source.fill(chunk, content(chunk))
+        for unread in ([], [0, 5], []):
+            with _opened(transport, source) as (channel, target, _):
+                channel.submit([2])
+                named = _receive_all(channel, 1)
+                _demand(list(named) == [2] and target.holds(2) == content(2), 1, f"2 was asked for, and {named} arrived")
+                if unread:
+                    channel.submit(unread)
+            _demand(target.is_untouched(0) and target.is_untouched(5), 1, "a chunk came that was not waited for")
+
+
 def check_lacking(transport: Transport, make_source: MakeSource) -> None:
     """7: a source that lacks chunks says so soon, and what it has; they can be asked for again."""
     with _made(make_source) as source, _opened(transport, source) as (channel, target, _):
@@ -346,6 +361,7 @@ CHECKS: Final[Mapping[str, Check]] = {
         check_spoilt,
         check_taken_back,
         check_rights,
+        check_again,
         check_lacking,
         check_cut,
         check_death,

@@ -12,8 +12,9 @@ from collections import deque
 from collections.abc import Callable
 from typing import TYPE_CHECKING, NamedTuple
 
-from tensorhub.messages import HAS_RUNS_MAX, Grant
+from tensorhub.messages import HAS_RUNS_MAX, Flow, Grant, Progress
 from tensorhub.runtime.lanes import BATCHES_OPEN
+from tensorhub.scheduler.links import SECONDS_MIN
 from tensorhub.scheduler.pull import Pull
 from tensorhub.testing.memory import digest_of, sent_digest
 from tensorhub.types import ContentId, LeaseId
@@ -90,6 +91,7 @@ class Lane:
             reading.books.lacks(self.lease, frame.lacking, frame.has)
             reader.cluster.lanes_wanted(reading)
             return
+        reading.note_flow(self.lease, [chunk for chunk, _, _ in frame.chunks])
         digested = reading.start.manifest.digest != "none"
         arrived = {chunk for chunk, _, _ in frame.chunks}
         self.asked = [left for batch in self.asked if (left := batch - arrived)]
@@ -188,6 +190,7 @@ class Reading:
         self.patched = False  # some source was granted while nobody held all of it
         self.resumed = False  # a source was added when something had been verified
         self._make_lane = make_lane
+        self._flows: dict[LeaseId, tuple[float, Flow]] = {}  # with when their first bytes were there
         for grant in start.grants:
             self.add(grant)
 
@@ -232,10 +235,27 @@ class Reading:
             self.over = self.stopped = True
             self._cut_all()
 
+    def note_flow(self, lease: LeaseId, chunks: list[int]) -> None:
+        """These have come under this lease."""
+        now = self.reader.cluster.now
+        begun, flow = self._flows.get(lease, (now, None))
+        nbytes = sum(self.start.manifest.chunks[chunk].nbytes for chunk in chunks)
+        self._flows[lease] = (begun, Flow(lease, flow.nbytes + nbytes if flow else 0, now - begun))
+
+    def _tell_flows(self) -> None:
+        """What links have carried, where that tells something."""
+        flows = tuple(flow for _, flow in self._flows.values() if flow.seconds >= SECONDS_MIN)
+        running = self.reader.member.running
+        if flows and running is not None and running.key is not None:
+            rank = self.reader.member.shard.rank
+            progress = Progress(running.key, rank, self.books.chunks_verified, self.books.bytes_read, flows)
+            self.reader.worker.say(progress)
+
     def settled(self, lane: Lane) -> None:
         """Something has arrived."""
         if self.books.done and not self.over:
             self.over = True
+            self._tell_flows()
             lane.end()
             self._cut_all()
         elif not self.over:

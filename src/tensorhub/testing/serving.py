@@ -18,6 +18,7 @@ from tensorhub.transport import tcp, unix
 from tensorhub.transport.base import ReadRight
 from tensorhub.transport.cma import Words
 from tensorhub.transport.memory import Bytes, copy_bytes
+from tensorhub.transport.nixl import Exposures
 from tensorhub.transport.shm import Segment
 from tensorhub.types import ContentId, Endpoint, Incarnation, LeaseId, RegistrationId
 
@@ -32,17 +33,25 @@ def _shared(nbytes: int) -> memoryview:
 
 class ServedSource:
     """See `conformance.Source`. `secret`: what its readers present; `backend`: of anyio, on which it serves; `shares`: its
-    memory is shared, and it listens on a Unix socket. `device`: on which its memory and its readers' destinations are.
+    memory is shared, and it listens on a Unix socket; `exposes`: NIXL may read it. `device`: on which its memory and its
+    readers' destinations are.
     """
 
     def __init__(
-        self, secret: bytes = b"", backend: str = "asyncio", *, shares: bool = False, device: Device | None = None
+        self,
+        secret: bytes = b"",
+        backend: str = "asyncio",
+        *,
+        shares: bool = False,
+        exposes: bool = False,
+        device: Device | None = None,
     ) -> None:
         self.device = device
         tensors = [TensorDescription(f"t{n}", "uint8", (size,), (n + 1) << 40, size) for n, size in enumerate(SIZES)]
         self._bytes = [self._allocate(size, shares) for size in SIZES]
         self._memory = ChunkMemory(build_manifest(tensors, CHUNK_BYTES, "xxh3-64"), self._bytes)
-        self.owner = SharedOwner(fence_grace_s=0.1, words=Words(_shared) if shares else Words())
+        words, exposures = Words(_shared) if shares else Words(), Exposures() if exposes else None
+        self.owner = SharedOwner(fence_grace_s=0.1, words=words, exposures=exposures)
         self.right = ReadRight(LeaseId("lease"), Incarnation(os.urandom(8).hex()), REGISTRATION, 1, CONTENT)
         self._listener = unix.listen() if shares else tcp.listen("127.0.0.1")
         self.endpoint = Endpoint("any", unix.address_of(self._listener) if shares else tcp.address_of(self._listener))

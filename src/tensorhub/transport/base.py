@@ -37,7 +37,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Final, Literal, NamedTuple, Protocol
+from typing import Final, Literal, NamedTuple, Protocol, runtime_checkable
 
 from tensorhub.cuda.device import Device
 from tensorhub.types import ContentId, Endpoint, Incarnation, LeaseId, Location, RegistrationId
@@ -161,6 +161,17 @@ def fills_of(transport: Transport) -> frozenset[Place]:
 
 def can_fill(transport: Transport, destination: Destination) -> bool:
     return ("host" if destination.device is None else "device") in fills_of(transport)
+
+
+@runtime_checkable
+class Keeping(Protocol):
+    """What a transport also is that keeps something between reads: connections, mappings. For any thread."""
+
+    def sweep(self) -> None:
+        """Let go of what was not used for a while. Called now and then."""
+
+    def close(self) -> None:
+        """Let go of all that no channel uses, and keep nothing from now on. No channel is opened any more."""
 
 
 class Cutter:

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from importlib.metadata import EntryPoint, entry_points
+from typing import NamedTuple
 
 from tensorhub.errors import TransportUnavailable
 from tensorhub.transport.base import Transport
@@ -35,22 +36,29 @@ class Local:
 TransportFactory = Callable[[Local], Transport]  # raises TransportUnavailable, saying what is missing
 
 
+class _BuiltIn(NamedTuple):
+    place: int
+    name: str
+    factory: TransportFactory
+    only_by_name: bool
+
+
 class Registry:
     """Names of transports, best first, each with what makes it."""
 
     def __init__(self) -> None:
-        self._factories: list[tuple[int, str, TransportFactory]] = []  # ascending by (place, name)
+        self._built_in: list[_BuiltIn] = []  # ascending by (place, name)
 
-    def add(self, name: str, factory: TransportFactory, place: int) -> None:
-        """Register a built-in transport; a lower `place` is preferred."""
-        if any(known == name for _, known, _ in self._factories):
+    def add(self, name: str, factory: TransportFactory, place: int, *, only_by_name: bool = False) -> None:
+        """Register a built-in transport; a lower `place` is preferred. `only_by_name`: it is left out unless wanted."""
+        if any(known.name == name for known in self._built_in):
             raise ValueError(f"transport {name!r} is registered already")
-        self._factories.append((place, name, factory))
-        self._factories.sort(key=lambda entry: entry[:2])
+        self._built_in.append(_BuiltIn(place, name, factory, only_by_name))
+        self._built_in.sort(key=lambda entry: entry[:2])
 
     def names(self) -> tuple[str, ...]:
         """Every name that can be asked for, built-in ones first, best first."""
-        built_in = tuple(name for _, name, _ in self._factories)
+        built_in = tuple(each.name for each in self._built_in)
         return built_in + tuple(sorted(set(_entry_points()) - set(built_in)))
 
     def make(
@@ -60,7 +68,7 @@ class Registry:
         missing: Callable[[str, str], object] = lambda name, reason: None,
     ) -> tuple[Transport, ...]:
         """The `wanted` transports in that order, or (None) all built-in ones that work here, best first; `missing` hears of
-        the others, with the reason.
+        the others, with the reason. Those that are `only_by_name` have to be wanted.
 
         Raises TransportUnavailable if a wanted one is unknown or does not work here, or if none does.
         """
@@ -70,12 +78,14 @@ class Registry:
             return tuple(self._make_one(name, local) for name in dict.fromkeys(wanted))
         made: list[Transport] = []
         reasons: list[str] = []
-        for _, name, factory in self._factories:
+        for each in self._built_in:
+            if each.only_by_name:
+                continue
             try:
-                made.append(factory(local))
+                made.append(each.factory(local))
             except TransportUnavailable as reason:
-                reasons.append(f"{name}: {reason}")
-                missing(name, str(reason))
+                reasons.append(f"{each.name}: {reason}")
+                missing(each.name, str(reason))
         if not made:
             raise TransportUnavailable(f"no transport works here ({'; '.join(reasons) or 'none is known'})")
         return tuple(made)
@@ -93,7 +103,7 @@ class Registry:
         return found
 
     def _make_one(self, name: str, local: Local) -> Transport:
-        factory = next((factory for _, known, factory in self._factories if known == name), None)
+        factory = next((each.factory for each in self._built_in if each.name == name), None)
         if factory is None:
             point = _entry_points().get(name)
             if point is None:

@@ -116,13 +116,37 @@ def _install(directory: Path, ways: Sequence[Way]) -> None:
 async def _bench(
     plan: Plan, known: dict[str, object], network: Network, results: Path | None, picture: Path | None, quiet: bool
 ) -> int:
-    visits = await suite.run(plan, (lambda visit: None) if quiet else _show)
+    visits: list[Visit] = []
+
+    def tell(visit: Visit) -> None:
+        visits.append(visit)
+        if not quiet:
+            _show(visit)
+
+    try:
+        await suite.run(plan, tell)
+    except anyio.get_cancelled_exc_class():
+        if visits:
+            _report(plan, known, network, results, picture, visits)
+        raise
+    return _report(plan, known, network, results, picture, visits)
+
+
+def _report(
+    plan: Plan,
+    known: dict[str, object],
+    network: Network,
+    results: Path | None,
+    picture: Path | None,
+    visits: Sequence[Visit],
+) -> int:
+    """Print and write what is known, also of a run that was broken off; the exit code."""
     found = report.rows(plan, visits, network)
     conditions = _conditions(plan, known, network)
     if results is not None:
-        await anyio.Path(results).write_text(json.dumps(_document(plan, known, network, found, visits), indent=1) + "\n")
+        results.write_text(json.dumps(_document(plan, known, network, found, visits), indent=1) + "\n")
     if picture is not None:
-        await anyio.Path(picture).write_text(draw(found, "From one source into each receiver's own tensors", conditions))
+        picture.write_text(draw(found, "From one source into each receiver's own tensors", conditions))
     console = Console(width=None if Console().is_terminal else WIDTH)
     console.print(report.table(found))
     for line in (*conditions, *report.complaints(found)):

@@ -74,14 +74,14 @@ class VisitFailed(Exception):
     """This way cannot be measured now; the text says why."""
 
 
-Show = Callable[[Visit], None]
+Tell = Callable[[Visit], None]  # of each visit, as soon as it is over
 
 
-async def run(plan: Plan, show: Show) -> list[Visit]:
+async def run(plan: Plan, tell: Tell) -> None:
     """All rounds, every other one backwards. What has failed is not tried again; a way that does not start, nowhere."""
-    visits: list[Visit] = []
     broken = {(way.name, fan): reason for way in plan.ways if (reason := _lacking(plan, way)) for fan in plan.fans}
-    visits += [Visit(name, fan, 1, reason=reason) for (name, fan), reason in broken.items()]
+    for (name, fan), reason in broken.items():
+        tell(Visit(name, fan, 1, reason=reason))
     steps = [(fan, way) for fan in plan.fans for way in plan.ways]
     for number in range(1, plan.rounds + 1):
         for fan, way in steps if number % 2 else reversed(steps):
@@ -90,9 +90,7 @@ async def run(plan: Plan, show: Show) -> list[Visit]:
             done = await visit(plan, way, fan, number)
             if done.reason is not None:
                 broken |= {(way.name, each): done.reason for each in plan.fans if each == fan or not done.versions}
-            visits.append(done)
-            show(done)
-    return visits
+            tell(done)
 
 
 def _lacking(plan: Plan, way: Way) -> str | None:

@@ -1,0 +1,105 @@
+"""What links carry, by how far they lead: what is supposed, and what transfers have told since.
+
+A reader knows how many bytes came in how many seconds. The link carries that at the least, and at the most so many times
+that as readers shared it. (Nothing bounds it from above where the source was still filling or there was another source: the
+reader may have waited for something else.) A report moves its reader's *vote* just into these bounds. So shared links are
+not taken for slow, nor slow ones for fast because nobody has had one to himself; and no average has to be tuned.
+
+A distance's rate is the lower median of the newest votes and of what is supposed, so that one reader alone cannot make it
+large, and a few that lie among many do nothing. The lower one, since errors are not alike: links that are taken for too
+slow make a longer chain than is best, which costs some latencies; taken for too fast, they make readers share a source, and
+all of them take several times as long. Therefore the supposed rates, too, are those of modest networks. (Within a host there
+is no uplink: all share its memory and its cores, whoever reads from whom.)
+
+Rates are of distances, not of pairs or workers: a reader meets few sources, each perhaps once, and what it says of one would
+be believed of that one alone. A slow machine is thus one vote, and is not avoided.
+
+Responsible for what is believed. Not responsible for what follows from it (`choice`), nor for who may speak (the caller).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import IntEnum
+
+from tensorhub.types import Location
+
+SUPPOSED_BYTES_PER_S = (40e9, 1.25e9, 1e9, 0.1e9)  # by distance; a network of 10 Gbit/s
+LATENCY_S = (0.0005, 0.001, 0.002, 0.05)  # of a hop, by distance: until a chunk that is there is on its way to the next one
+VOTES_MAX = 16  # of one distance: so many are believed, the newest ones
+VOTE_S = 600.0  # how long one is
+SECONDS_MIN = 0.02  # what took less time tells nothing
+RATE_MIN, RATE_MAX = 1e5, 1e12  # bytes per second; whatever is said, no link is taken for slower or faster
+
+
+class Distance(IntEnum):
+    HOST = 0
+    RACK = 1
+    SITE = 2
+    FAR = 3
+
+
+def distance(a: Location, b: Location) -> Distance:
+    """How far apart two locations are in the tree site / rack / host."""
+    if a.site != b.site:
+        return Distance.FAR
+    if a.host == b.host:
+        return Distance.HOST
+    return Distance.RACK if a.rack == b.rack else Distance.SITE
+
+
+@dataclass(frozen=True, slots=True)
+class _Vote:
+    bytes_per_s: float
+    said_at: float
+
+
+class Links:
+    """What is known of a cluster's links."""
+
+    def __init__(self) -> None:
+        self._votes: tuple[dict[str, _Vote], ...] = tuple({} for _ in Distance)  # by voter, the oldest first; VOTES_MAX each
+
+    def heard(self, voter: str, apart: Distance, nbytes: int, seconds: float, sharers: int | None, now: float) -> None:
+        """So many bytes came to `voter` in so many seconds, over a link that `sharers` readers shared, at the most; None: it
+        may have waited for something else.
+        """
+        if seconds < SECONDS_MIN:
+            return
+        votes = self._votes[apart]
+        least = _bounded(nbytes / seconds)
+        most = RATE_MAX if sharers is None else _bounded(least * max(1, sharers))
+        vote = votes.get(voter)
+        before = self.rates(now)[apart] if vote is None or vote.said_at + VOTE_S <= now else vote.bytes_per_s
+        if sharers is None and least <= before:
+            return  # this says nothing new, and must not keep an old vote alive
+        votes.pop(voter, None)
+        votes[voter] = _Vote(min(max(before, least), most), now)
+        if len(votes) > VOTES_MAX:
+            del votes[next(iter(votes))]
+
+    def rates(self, now: float) -> tuple[float, ...]:
+        """Bytes per second that a link carries, by distance; never more over a larger one.
+
+        What is supposed of a network's larger distances is as much less as a smaller one turned out to be.
+        """
+        rates: list[float] = []
+        nearer, scale = RATE_MAX, 1.0
+        for apart, votes, supposed in zip(Distance, self._votes, SUPPOSED_BYTES_PER_S, strict=True):
+            fresh = [vote.bytes_per_s for vote in votes.values() if vote.said_at + VOTE_S > now]
+            nearer = min(nearer, _lower_median([_bounded(supposed * scale), *fresh]))
+            scale = 1.0 if apart is Distance.HOST else min(1.0, nearer / supposed)
+            rates.append(nearer)
+        return tuple(rates)
+
+    def __repr__(self) -> str:
+        return f"<Links {', '.join(f'{d.name} {len(votes)} votes' for d, votes in zip(Distance, self._votes, strict=True))}>"
+
+
+def _bounded(bytes_per_s: float) -> float:
+    return min(max(bytes_per_s, RATE_MIN), RATE_MAX)
+
+
+def _lower_median(values: Sequence[float]) -> float:
+    return sorted(values)[(len(values) - 1) // 2]

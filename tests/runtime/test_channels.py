@@ -1,0 +1,236 @@
+"""Which transport reads a source: the choice, its log, and, where one fails again and again, the next one in mid-fetch."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable, Iterator, Sequence
+
+import pytest
+
+import tensorhub
+from tensorhub.messages import Grant
+from tensorhub.runtime import channels as channels_module
+from tensorhub.runtime.channels import FAILURES_MAX, Channels
+from tensorhub.runtime.tcp_channel import TcpTransport
+from tensorhub.transport.base import (
+    Arrival,
+    Channel,
+    Cutter,
+    Destination,
+    Keeping,
+    Lacking,
+    ReadFailure,
+    ReadRight,
+    Reason,
+    Transport,
+    Unusable,
+)
+from tensorhub.transport.registry import Local, Registry
+from tensorhub.types import ContentId, Endpoint, Incarnation, Location, Options
+from tests.rig import CHUNK_BYTES, CHUNKS, Cluster, cluster, holds, tensors
+
+pytestmark = pytest.mark.anyio
+
+
+@pytest.fixture(params=["asyncio", "trio"])
+def anyio_backend(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+class Faulty:
+    """A transport by which some arrivals come, and then none, `times` times; from then on it is as the inner one."""
+
+    lanes = 1
+
+    def __init__(self, name: str, inner: Transport, reason: Reason, arrivals: int, times: int = 10**9) -> None:
+        self.name = name
+        self._inner = inner
+        self._reason: Reason = reason
+        self._arrivals = arrivals
+        self._times = times
+        self.opened = 0
+
+    def reaches(self, here: Location, there: Location) -> bool:
+        return True
+
+    def open(self, endpoint: Endpoint, right: ReadRight, destination: Destination, cutter: Cutter) -> Channel:
+        self.opened += 1
+        channel = self._inner.open(endpoint, right, destination, cutter)
+        return channel if self.opened > self._times else _Failing(channel, self._reason, self._arrivals)
+
+    def sweep(self) -> None:
+        """Nothing is kept for so long here."""
+
+    def close(self) -> None:
+        if isinstance(self._inner, Keeping):
+            self._inner.close()
+
+
+class _Failing:
+    def __init__(self, inner: Channel, reason: Reason, arrivals: int) -> None:
+        self._inner = inner
+        self._reason: Reason = reason
+        self._left = arrivals
+
+    def submit(self, chunks: Sequence[int]) -> None:
+        self._inner.submit(chunks)
+
+    def receive(self, bytes_max: int) -> Arrival | Lacking:
+        if not self._left:
+            raise ReadFailure(self._reason, "on purpose")
+        self._left -= 1
+        return self._inner.receive(CHUNK_BYTES)
+
+    def close(self) -> None:
+        self._inner.close()
+
+
+@contextlib.contextmanager
+def having(**factories: Callable[[Local], Transport]) -> Iterator[None]:
+    """Workers that connect in this block have these, best first."""
+    usual, channels_module.TRANSPORTS = channels_module.TRANSPORTS, Registry()
+    for place, (name, factory) in enumerate(factories.items()):
+        channels_module.TRANSPORTS.add(name, factory, place)
+    try:
+        yield
+    finally:
+        channels_module.TRANSPORTS = usual
+
+
+async def fetched(c: Cluster, *, timeout: float = 30) -> tensorhub.FetchReport:
+    source = await c.hubs[0].register("m", tensors(1))
+    await source.publish(1)
+    memory = tensors()
+    report = await (await c.hubs[1].register("m", memory)).replicate(timeout=timeout)
+    assert holds(memory, 1)
+    return report
+
+
+def said(caplog: pytest.LogCaptureFixture, event: str) -> list[str]:
+    return [record.getMessage() for record in caplog.records if f"event='{event}'" in record.getMessage()]
+
+
+@pytest.mark.parametrize("reason", ["lost", "stalled", "corrupt"])
+async def test_a_fetch_goes_on_by_the_next_transport(reason: Reason, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO", "tensorhub.worker")
+    with having(cma=lambda local: Faulty("cma", TcpTransport(local), reason, 2), tcp=TcpTransport):
+        async with cluster("trainer", "reader") as c:
+            report = await fetched(c)
+    used = [(source.transport, source.outcome) for source in report.sources]
+    assert used == [("cma", reason)] * FAILURES_MAX + [("tcp", "used")]
+    assert report.reread_bytes == 0  # what came by the first one stays
+    assert [source.bytes_read for source in report.sources] == [2 * CHUNK_BYTES] * 3 + [(CHUNKS - 6) * CHUNK_BYTES]
+    (left,) = said(caplog, "transport_left")
+    assert "transport='cma' source='trainer'" in left
+    assert f"{FAILURES_MAX} reads failed, the last one as {reason}: on purpose" in left
+    first, then = said(caplog, "transport_chosen")  # once each
+    assert "transport='cma' why='the best one here'" in first
+    assert f"transport='tcp' why='cma: {FAILURES_MAX} reads failed" in then
+
+
+async def test_failures_count_one_after_the_other() -> None:
+    made: list[Faulty] = []
+
+    def make(local: Local) -> Transport:
+        made.append(Faulty("cma", TcpTransport(local), "lost", 0, FAILURES_MAX - 1))
+        return made[-1]
+
+    with having(cma=make, tcp=TcpTransport):
+        async with cluster("trainer", "reader") as c:
+            report = await fetched(c)
+            assert [source.transport for source in report.sources] == ["cma"] * FAILURES_MAX
+            made[1].opened = 0  # it fails twice again, after a read that ended well
+            memory = tensors()
+            report = await (await c.hubs[1].register("m", memory)).replicate()
+            assert [source.transport for source in report.sources] == ["cma"] * FAILURES_MAX
+
+
+# ---------------------------------------------------------------------------------------------------- the choice by itself
+
+
+class Way:
+    """A transport that only says why not, if it does."""
+
+    lanes = 1
+
+    def __init__(self, name: str, says: Exception | None = None) -> None:
+        self.name = name
+        self._says = says
+
+    def reaches(self, here: Location, there: Location) -> bool:
+        return self.name != "shm" or here.host == there.host
+
+    def open(self, endpoint: Endpoint, right: ReadRight, destination: Destination, cutter: Cutter) -> Channel:
+        if self._says is not None:
+            raise self._says
+        return _Nothing()
+
+
+class _Nothing:
+    def submit(self, chunks: Sequence[int]) -> None: ...
+
+    def receive(self, bytes_max: int) -> Arrival | Lacking:
+        return Arrival((), 0.0, 0.0)
+
+    def close(self) -> None: ...
+
+
+class Nowhere:
+    is_digested = False
+    sizes = (8,)
+    device = None
+
+    def buffer(self, chunk: int) -> memoryview:
+        return memoryview(b"")
+
+    def address(self, chunk: int) -> int:
+        return 0
+
+
+def grant(*offered: str, host: str = "there") -> Grant:
+    endpoints = tuple(Endpoint(name, "somewhere") for name in offered)
+    return Grant("l", "source", "i", "r", 1, endpoints, Location(host=host), True)
+
+
+def chosen(channels: Channels, granted: Grant) -> str:
+    return channels.opener(ContentId("c"))(granted, Nowhere(), Cutter()).transport
+
+
+def channels_of(*ways: Way) -> Channels:
+    """Of a worker that has these, in this order."""
+    with having(**{way.name: lambda local, way=way: way for way in ways}):
+        made = Channels([b""], Options(), Location(host="here"), None)
+        made.become(Incarnation("reader"))
+        return made
+
+
+def test_the_reason_of_each_choice_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO", "tensorhub.worker")
+    channels = channels_of(Way("shm"), Way("rdma"), Way("nixl", Unusable("no way: but")), Way("tcp"))
+    for _ in range(2):
+        assert chosen(channels, grant("tcp", "nixl", "shm")) == "tcp"
+    (text,) = said(caplog, "transport_chosen")
+    assert "why='shm: does not reach it; rdma: the source does not offer it; nixl: no way: but'" in text
+    assert chosen(channels, grant("tcp", "nixl", "shm", host="here")) == "shm"
+
+
+def test_what_was_left_comes_last_and_is_tried_again_later(monkeypatch: pytest.MonkeyPatch) -> None:
+    failing = Way("nixl", ReadFailure("lost", "always"))
+    channels = channels_of(failing, Way("tcp"))
+    for _ in range(FAILURES_MAX):
+        with pytest.raises(ReadFailure, match="always"):
+            chosen(channels, grant("nixl", "tcp"))
+    assert chosen(channels, grant("nixl", "tcp")) == "tcp"
+    with pytest.raises(ReadFailure, match="always"):  # there is no other one
+        chosen(channels, grant("nixl"))
+    monkeypatch.setattr(time, "monotonic", lambda: 2.0**62)
+    with pytest.raises(ReadFailure, match="always"):
+        chosen(channels, grant("nixl", "tcp"))
+
+
+def test_what_a_source_refuses_is_no_fault_of_the_transport() -> None:
+    channels = channels_of(Way("nixl", ReadFailure("refused", "not now")), Way("tcp"))
+    for _ in range(2 * FAILURES_MAX):
+        with pytest.raises(ReadFailure, match="not now"):
+            chosen(channels, grant("nixl", "tcp"))

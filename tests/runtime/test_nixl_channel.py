@@ -1,0 +1,266 @@
+"""Reading by NIXL between workers: when it is used, what a source that lies gets for it, and that nothing stays.
+
+Without NIXL, by a stand-in within the process; with it (marked) the same stories by the real one.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import anyio.to_thread
+import numpy as np
+import pytest
+
+import tensorhub
+from tensorhub.messages import AGENT_BYTES_MAX, AgentIs, ChunksLie, ReadRefused
+from tensorhub.protocol.blocking import BlockingConnection
+from tensorhub.protocol.codec import FROM_READER
+from tensorhub.protocol.handshake import NONCE_BYTES, ServerHandshake
+from tensorhub.runtime.nixl_channel import NixlTransport
+from tensorhub.testing.conformance import CHECKS
+from tensorhub.testing.serving import ServedSource
+from tensorhub.transport import nixl, tcp
+from tensorhub.transport.base import Cutter, NotShared, ReadFailure, ReadRight, Unusable
+from tensorhub.transport.registry import Local
+from tensorhub.types import ContentId, Endpoint, Incarnation, LeaseId, Options, RegistrationId
+from tests.rig import cluster, connect, holds, nothing_left, tensors, until, write
+from tests.runtime.fake_nixl import Fabric, fabric
+
+__all__ = ["fabric"]
+
+SECRET = b"secret"
+RIGHT = ReadRight(LeaseId("l"), Incarnation("source"), RegistrationId("r"), 5, ContentId("c"))
+REAL = pytest.param(
+    "real",
+    marks=[
+        pytest.mark.nixl,
+        pytest.mark.skipif(nixl.version() is None, reason=f"NIXL is not installed: {nixl.INSTALL}, or make nixl"),
+    ],
+)
+
+
+@pytest.fixture(params=["asyncio", "trio"])
+def anyio_backend(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+@pytest.fixture(params=["a stand-in", REAL])
+def library(request: pytest.FixtureRequest) -> Iterator[None]:
+    """NIXL, or what stands in for it; no agent of it stays."""
+    if request.param == "real":
+        yield
+        return
+    made: Fabric = request.getfixturevalue("fabric")
+    yield
+    assert not made.agents
+
+
+def local() -> Local:
+    return Local(Incarnation("reader"), (SECRET,), Options(connect_timeout_s=5, stall_timeout_s=1))
+
+
+@pytest.mark.parametrize("check", [name for name in CHECKS if name != "silence"])  # that is the connection's
+def test_a_stand_in_keeps_the_rules(fabric: Fabric, check: str) -> None:
+    transport = NixlTransport(local())
+    CHECKS[check](transport, lambda: ServedSource(SECRET, exposes=True))
+    transport.close()
+    assert not fabric.agents
+
+
+# ---------------------------------------------------------------------------------------------------- when it is chosen
+
+
+@pytest.mark.anyio
+@pytest.mark.usefixtures("library")
+async def test_it_is_used_where_both_name_it() -> None:
+    async with nothing_left(), cluster() as c:
+        for theirs, mine, used in (
+            (["nixl"], ["nixl", "tcp"], "nixl"),
+            (["nixl", "tcp"], None, "tcp"),
+            (None, ["nixl", "tcp"], "tcp"),
+        ):
+            async with (
+                connect(c.address, "trainer", transports=theirs) as trainer,
+                connect(c.address, "reader", transports=mine) as reader,
+            ):
+                source, memory = tensors(1), tensors()
+                published = await trainer.register("m", source)
+                await published.publish(1 if used == "nixl" else 10 if mine is None else 20)
+                weights = await reader.register("m", memory)
+                report = await weights.replicate()
+                assert [each.transport for each in report.sources] == [used]
+                assert holds(memory, 1)
+                async with published.mutate(report.version + 1):
+                    write(source, 2)
+                assert [each.transport for each in (await weights.update()).sources] == [used]
+                assert holds(memory, 2)
+                await published.close()
+
+
+@pytest.mark.anyio
+@pytest.mark.usefixtures("library")
+async def test_what_was_filled_is_a_source_and_what_is_let_go_is_exposed_no_more() -> None:
+    async with (
+        nothing_left(),
+        cluster() as c,
+        connect(c.address, "trainer", transports=["nixl"]) as trainer,
+        connect(c.address, "first", transports=["nixl"]) as first,
+        connect(c.address, "second", transports=["nixl"]) as second,
+    ):
+        published = await trainer.register("m", tensors(1))
+        await published.publish(1)
+        middle, last = tensors(), tensors()
+        await (await first.register("m", middle)).replicate()
+        exposures = trainer._worker._owner._exposures
+        assert "1 registrations" in repr(exposures)
+        await published.close()
+        await until(lambda: "0 registrations" in repr(exposures))
+        report = await (await second.register("m", last)).replicate()
+        assert [(each.name, each.transport) for each in report.sources] == [("first", "nixl")]
+        assert holds(last, 1)
+
+
+@pytest.mark.anyio
+async def test_a_read_only_token_is_told_of_no_agent(fabric: Fabric) -> None:
+    token = "a token of the test"
+    async with (
+        cluster(token=token) as c,
+        connect(c.address, "trainer", token=token, transports=["nixl", "tcp"]) as trainer,
+        connect(c.address, "reader", token=tensorhub.read_only_token(token), transports=["nixl", "tcp"]) as reader,
+    ):
+        await (await trainer.register("m", {"t": np.ones(100, np.float32)})).publish(1)
+        await reader.fetch("m")
+        assert "0 registrations" in repr(trainer._worker._owner._exposures)
+
+
+@pytest.mark.anyio
+async def test_without_rdma_another_host_is_not_read_unless_somebody_asks_for_it(
+    fabric: Fabric, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("UCX_TLS", raising=False)
+    monkeypatch.setattr(nixl, "has_rdma", lambda: False)
+    monkeypatch.setattr("tensorhub.runtime.acceptor.tcp.is_local", lambda connection: False)
+    for settings, used in (({}, "tcp"), ({"UCX_TLS": "tcp"}, "nixl")):
+        for name, value in settings.items():
+            monkeypatch.setenv(name, value)
+        async with (
+            cluster() as c,
+            connect(c.address, "trainer", transports=["nixl", "tcp"]) as trainer,
+            connect(c.address, "reader", transports=["nixl", "tcp"]) as reader,
+        ):
+            await (await trainer.register("m", tensors(1))).publish(1)
+            report = await (await reader.register("m", tensors())).replicate()
+            assert [each.transport for each in report.sources] == [used]
+
+
+def test_what_a_machine_has(tmp_path: Path) -> None:
+    assert not nixl.has_rdma(tmp_path / "nothing")
+    assert not nixl.has_rdma(tmp_path)
+    (tmp_path / "mlx5_0").mkdir()
+    assert nixl.has_rdma(tmp_path)
+
+
+@pytest.mark.anyio
+async def test_who_names_it_and_lacks_it_hears_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "nixl._api", None)
+    async with cluster() as c:
+        with pytest.raises(tensorhub.TransportUnavailable, match=r"pip install 'tensorhub\[nixl\]'"):
+            async with connect(c.address, transports=("nixl",)):
+                pass
+
+
+def test_a_source_without_it_says_so(fabric: Fabric) -> None:
+    source, transport = ServedSource(SECRET), NixlTransport(local())
+    with pytest.raises(NotShared, match="not among this worker's transports"):
+        transport.open(source.endpoint, source.right, Nowhere(), Cutter())
+    transport.close()
+    source.close()
+
+
+# ------------------------------------------------------------------------------------------------------ sources that lie
+
+
+class Nowhere:
+    is_digested = False
+    sizes = (8,)
+    device = None
+
+    def buffer(self, chunk: int) -> memoryview:
+        return memoryview(bytearray(8))
+
+    def address(self, chunk: int) -> int:
+        raise AssertionError("nothing is read")
+
+
+def metadata(name: str, places: int = 1) -> bytes:
+    return b"nixlSerDes|Agent" + len(name).to_bytes(8, sys.byteorder) + name.encode() + b"|Conns" + b"x" * places
+
+
+LIES: dict[str, tuple[object, type[Exception], str]] = {
+    "no agent": (AgentIs(0, "", b"", 0, "there is none"), NotShared, "there is none"),
+    "another name": (AgentIs(0, "other", metadata("agent"), 0, ""), Unusable, "none of that agent"),
+    "nonsense": (AgentIs(0, "agent", b"\xff" * AGENT_BYTES_MAX, 0, ""), Unusable, "none of that agent"),
+    "nobody": (AgentIs(0, "agent", metadata("agent"), 0, ""), Unusable, "NIXL cannot reach it"),
+    "something else": (ChunksLie(0, ((0, 0, 0),), 0), ReadFailure, "asked for its agent"),
+    "refused": (ReadRefused(0, "not now"), ReadFailure, "not now"),
+    "the end": (None, ReadFailure, "closed"),
+}
+
+
+def says(listener: socket.socket, say: Callable[[BlockingConnection], object]) -> threading.Thread:
+    def run() -> None:
+        with BlockingConnection(listener.accept()[0], stall_timeout_s=5) as connection:
+            connection.handshake(ServerHandshake("owner", RIGHT.incarnation, [SECRET], os.urandom(NONCE_BYTES)), 5)
+            connection.receive(FROM_READER)
+            say(connection)
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    return thread
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize("name", LIES)
+async def test_a_source_that_lies_is_left_and_nothing_stays(fabric: Fabric, name: str) -> None:
+    message, kind, text = LIES[name]
+    async with nothing_left():
+        with tcp.listen("127.0.0.1") as listener:
+            listener.setblocking(True)
+            thread = says(listener, lambda connection: connection.send(message) if message is not None else None)  # type: ignore[arg-type]
+            transport, endpoint = NixlTransport(local()), Endpoint("nixl", tcp.address_of(listener))
+            with pytest.raises(kind, match=text):
+                await anyio.to_thread.run_sync(transport.open, endpoint, RIGHT, Nowhere(), Cutter())
+            await anyio.to_thread.run_sync(thread.join)
+            transport.close()
+    assert not fabric.agents
+
+
+@pytest.mark.parametrize(
+    ("at", "kind", "text"), [(0, ReadFailure, "generation"), (2**40, Unusable, "UCX does not reach it")]
+)
+def test_a_word_that_is_none(fabric: Fabric, at: int, kind: type[Exception], text: str) -> None:
+    """It is read before anything is asked for."""
+    memory = np.zeros(8, np.uint64)
+    exposures = nixl.Exposures()
+    exposed = exposures.of(RIGHT.registration, [(memory.ctypes.data, memory.nbytes)], memory)
+
+    def say(connection: BlockingConnection) -> None:
+        connection.send(said)
+        connection.receive(FROM_READER)  # until it goes
+
+    with tcp.listen("127.0.0.1") as listener:
+        listener.setblocking(True)
+        said = AgentIs(0, exposed.name, exposed.metadata, memory.ctypes.data + at, "")
+        thread = says(listener, say)
+        transport = NixlTransport(local())
+        with pytest.raises(kind, match=text):
+            transport.open(Endpoint("nixl", tcp.address_of(listener)), RIGHT, Nowhere(), Cutter())
+        transport.close()  # and so the connection, which is kept
+        thread.join()
+    exposures.close()
+    assert not fabric.agents

@@ -1,0 +1,266 @@
+"""Agents: what they expose and for how long, and reads that nobody waits for any more. Without NIXL."""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import os
+import sys
+import time
+
+import pytest
+
+from tensorhub.errors import TransportUnavailable
+from tensorhub.transport import nixl, nixl_reading
+from tensorhub.transport.base import NotShared
+from tensorhub.transport.cma import Piece
+from tensorhub.transport.nixl import Exposures, join
+from tensorhub.transport.nixl_reading import LANDINGS_MAX, SLOT_BYTES, Agents, Remote, check_metadata
+from tensorhub.types import RegistrationId
+from tests.runtime.fake_nixl import Fabric, fabric
+
+__all__ = ["fabric"]
+
+Array = ctypes.Array[ctypes.c_char]
+R = RegistrationId("r")
+
+
+def place_of(array: Array) -> tuple[int, int]:
+    return ctypes.addressof(array), ctypes.sizeof(array)
+
+
+class Rig:
+    """Bytes that are exposed, and where they are read to."""
+
+    def __init__(self, nbytes: int = 5 * SLOT_BYTES + 7) -> None:
+        self.there = ctypes.create_string_buffer(os.urandom(nbytes), nbytes)
+        self.here = ctypes.create_string_buffer(nbytes)
+        self.exposures, self.agents = Exposures(), Agents()
+        self.exposed = self.exposures.of(R, [place_of(self.there)], self)
+        self.is_over = False
+
+    def remote(self, stall_timeout_s: float = 5.0) -> Remote:
+        return Remote(self.agents, self.exposed.name, self.exposed.metadata, lambda: self.is_over, stall_timeout_s)
+
+    def whole(self) -> list[Piece]:
+        return [Piece(place_of(self.here)[0], *place_of(self.there))]
+
+    def close(self) -> None:
+        self.agents.close()
+        self.exposures.close()
+
+
+# ------------------------------------------------------------------------------------------------------------- sources
+
+
+def test_places_that_touch_are_one() -> None:
+    page = mmap.PAGESIZE
+    assert join([]) == []
+    assert join([(page, 10), (3 * page, 5)]) == [(page, 10), (3 * page, 5)]
+    assert join([(page + 100, 10), (page, 10)]) == [(page, 110)]
+    assert join([(page, page), (2 * page, 1)]) == [(page, page + 1)]
+    assert join([(page, 3 * page), (2 * page, 1)]) == [(page, 3 * page)]
+    assert join([(page, page + 1), (3 * page + 1, 1)]) == [(page, page + 1), (3 * page + 1, 1)]
+
+
+def test_memory_is_kept_and_read_until_its_exposure_ends(fabric: Fabric) -> None:
+    rig = Rig()
+    places = [place_of(rig.there)]
+    assert rig.exposures.of(R, places, rig) is rig.exposed
+    other = rig.exposures.of(R, [place_of(rig.here)], rig)  # it is elsewhere now
+    assert other is not rig.exposed
+    assert rig.exposed.memory is None
+    assert rig.exposed.name not in fabric.agents
+    rig.exposures.end(R)
+    rig.exposures.end(R)
+    assert other.name not in fabric.agents
+    rig.close()
+    assert not fabric.agents
+    with pytest.raises(TransportUnavailable, match="about to end"):
+        rig.exposures.of(R, places, rig)
+
+
+def test_what_is_too_much_for_an_agent_is_read_otherwise(fabric: Fabric, monkeypatch: pytest.MonkeyPatch) -> None:
+    page, exposures = mmap.PAGESIZE, Exposures()
+    with pytest.raises(NotShared, match="pack_bytes"):
+        exposures.of(R, [(2 * page * n, 1) for n in range(nixl.PLACES_MAX + 1)], None)
+    monkeypatch.setattr(nixl, "AGENT_BYTES_MAX", 64)
+    with pytest.raises(NotShared, match="pack_bytes"):
+        exposures.of(R, [(4096, 1)], None)
+    assert not fabric.agents
+
+
+def test_without_nixl_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "nixl._api", None)
+    with pytest.raises(TransportUnavailable, match=r"pip install 'tensorhub\[nixl\]'"):
+        Agents()
+
+
+def test_an_environment_without_rdma_is_left_as_it_was(fabric: Fabric, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("UCX_MODULES", raising=False)
+    Agents().close()
+    assert "UCX_MODULES" not in os.environ
+
+
+# ------------------------------------------------------------------------------------------------------------- readers
+
+
+def test_what_is_read_is_copied_whole(fabric: Fabric) -> None:
+    rig = Rig()
+    remote = rig.remote()
+    for _ in range(3):
+        remote.copy(rig.whole())
+        assert rig.here.raw == rig.there.raw
+        ctypes.memset(rig.here, 0, ctypes.sizeof(rig.here))
+    assert "1 landings, 0 reads left" in repr(remote)
+    start = place_of(rig.there)[0]
+    at = -start % 8
+    word = int.from_bytes(rig.there.raw[at : at + 8], sys.byteorder)
+    assert remote.is_unchanged(start + at, word)
+    assert not remote.is_unchanged(start + at, word ^ 1)
+    remote.close()
+    rig.close()
+    assert not fabric.agents
+
+
+def test_what_is_not_exposed_is_not_read(fabric: Fabric) -> None:
+    rig = Rig()
+    remote = rig.remote()
+    for wrong in (Piece(place_of(rig.here)[0], place_of(rig.there)[0] - 1, 8), Piece(place_of(rig.here)[0], 0, 8)):
+        with pytest.raises(OSError, match="cannot read there"):
+            remote.copy([wrong])
+    remote.copy(rig.whole())
+    remote.close()
+    rig.close()
+
+
+def test_a_read_that_was_given_up_writes_nowhere_and_its_agent_is_replaced(
+    fabric: Fabric, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(nixl_reading, "GRACE_S", 0.0)
+    rig = Rig()
+    first, second = rig.remote(), rig.remote()
+    fabric.holds = rig.is_over = True
+    with pytest.raises(OSError, match="has ended"):
+        first.copy(rig.whole())
+    spent = set(fabric.agents)
+    fabric.let_go()  # what it had asked for comes now
+    assert not any(rig.here.raw)
+    rig.is_over = False
+    third = rig.remote()  # by a new agent, beside those that still use the old one
+    (fresh,) = set(fabric.agents) - spent
+    second.copy(rig.whole())
+    assert rig.here.raw == rig.there.raw
+    first.close()
+    assert set(fabric.agents) > spent
+    second.close()
+    assert set(fabric.agents) == {rig.exposed.name, fresh}
+    third.copy(rig.whole())
+    third.close()
+    rig.close()
+    assert not fabric.agents
+
+
+def test_a_read_that_brings_nothing_has_stalled(fabric: Fabric, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(nixl_reading, "GRACE_S", 0.0)
+    rig = Rig()
+    remote = rig.remote(stall_timeout_s=0.01)
+    fabric.holds = True
+    with pytest.raises(TimeoutError, match=r"brought nothing for 0\.01 s"):
+        remote.copy(rig.whole())
+    remote.close()
+    rig.close()
+    assert not fabric.agents
+
+
+def test_reads_that_end_in_time_cost_no_agent(fabric: Fabric) -> None:
+    """A reader is cut off while its reads run, and they are done in the grace."""
+    rig = Rig()
+    remote = rig.remote()
+    fabric.holds = True
+    watched = []
+
+    def watch(since: float) -> None:
+        watched.append(since)
+        fabric.let_go()
+        raise OSError(0, "enough")
+
+    before = set(fabric.agents)
+    with pytest.raises(OSError, match="enough"):
+        remote._agent.read(rig.exposed.name, rig.whole(), watch)
+    assert len(watched) == 1
+    assert not any(rig.here.raw)
+    assert "0 reads left" in repr(remote)
+    rig.remote().close()
+    assert set(fabric.agents) == before
+    remote.close()
+    rig.close()
+
+
+def test_a_read_that_fails_ends_its_agent(fabric: Fabric) -> None:
+    rig = Rig()
+    remote = rig.remote()
+    fabric.fails = True
+    with pytest.raises(OSError, match="has ended as ERR"):
+        remote.copy(rig.whole())
+    remote.close()
+    assert set(fabric.agents) == {rig.exposed.name}
+    rig.close()
+
+
+def test_memory_to_read_into_is_bounded(fabric: Fabric) -> None:
+    rig = Rig()
+    remote = rig.remote()
+    remote._agent._landings_made = LANDINGS_MAX
+    with pytest.raises(OSError, match="threads read by NIXL already"):
+        remote.copy(rig.whole())
+    remote.close()
+    rig.close()
+
+
+def test_metadata_is_that_of_the_agent_that_it_is_said_to_be_of(fabric: Fabric) -> None:
+    rig = Rig()
+    metadata = rig.exposed.metadata
+    check_metadata(rig.exposed.name, metadata)
+    for name, wrong in (
+        ("", metadata),
+        ("source", metadata),
+        (rig.exposed.name + "x", metadata),
+        (rig.exposed.name, metadata[:-20]),
+        (rig.exposed.name, b""),
+        (rig.exposed.name, b"nixlSerDes|Agent" + b"\xff" * 8),
+    ):
+        with pytest.raises(ValueError, match="none of that agent"):
+            check_metadata(name, wrong)
+    remote = rig.remote()
+    with pytest.raises(ValueError, match="another agent has that name"):
+        Remote(rig.agents, rig.exposed.name, metadata + b"more", lambda: False, 1.0)
+    rig.exposures.end(R)
+    other = Rig()
+    other.exposures.end(R)
+    with pytest.raises(OSError, match="NIXL cannot reach it"):
+        other.remote()
+    remote.close()
+    for each in (rig, other):
+        each.close()
+    assert not fabric.agents
+
+
+def test_who_waits_makes_pauses(fabric: Fabric, monkeypatch: pytest.MonkeyPatch) -> None:
+    rig = Rig(10)
+    remote = rig.remote()
+    fabric.holds = True
+    pauses: list[float] = []
+
+    def pause(seconds: float) -> None:
+        pauses.append(seconds)
+        if len(pauses) == 10:
+            fabric.let_go()
+
+    monkeypatch.setattr(time, "sleep", pause)
+    remote.copy(rig.whole())
+    monkeypatch.undo()
+    assert pauses == sorted(pauses)
+    assert pauses[-1] == nixl_reading.PAUSE_MOST_S
+    remote.close()
+    rig.close()
