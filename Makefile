@@ -7,7 +7,7 @@ STAMP := $(VENV)/.stamp
 PIP := $(BIN)/python -m pip --disable-pip-version-check --require-virtualenv install --quiet
 
 .DEFAULT_GOAL := help
-.PHONY: bugs help venv demo lint test test-slow simulate fuzz bench leaks nixl chaos rdma clean
+.PHONY: bugs gpu help venv demo lint test test-slow simulate fuzz bench leaks nixl chaos rdma clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "%-10s %s\n", $$1, $$2 }' Makefile
@@ -56,6 +56,10 @@ fuzz: venv ## 1,000,000 inputs of a coverage-guided fuzzer for all that reads wh
 
 bench: venv ## the benchmarks
 	$(BIN)/python -m benches
+
+# With the Python that has torch and cupy-cuda13x; nothing is installed, and what that one lacks is said.
+gpu: ## all tests and benchmarks that need a GPU, on this machine's (PYTHON=)
+	PYTHONPATH=src:$$PYTHONPATH $(PYTHON) -m benches.gpu
 
 CYCLES ?= 3072
 leaks: venv ## join, publish, update and leave, thousands of times: nothing may pile up (CYCLES=)

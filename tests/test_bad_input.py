@@ -175,7 +175,8 @@ async def test_open_data_listeners_beyond_loopback() -> None:
 async def test_an_unknown_transport() -> None:
     async with cluster() as c:
         with pytest.raises(
-            TransportUnavailable, match="there is no transport 'carrier pigeon'; there are shm, cma, rdma, nixl, tcp"
+            TransportUnavailable,
+            match="there is no transport 'carrier pigeon'; there are cuda_ipc, shm, cma, rdma, nixl, tcp",
         ) as caught:
             async with tensorhub.connect(c.address, token="", transports=["carrier pigeon"]):
                 pass

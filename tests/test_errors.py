@@ -745,11 +745,15 @@ async def test_a_server_that_is_no_coordinator() -> None:
 async def test_a_transport_that_there_is_not() -> None:
     async with cluster() as c:
         with raises(
-            TransportUnavailable, "there is no transport 'carrier pigeon'; there are shm, cma, nixl, tcp", retryable=False
+            TransportUnavailable,
+            "there is no transport 'carrier pigeon'; there are cuda_ipc, shm, cma, rdma, nixl, tcp",
+            retryable=False,
         ):
             async with tensorhub.connect(c.address, token="", transports=["carrier pigeon"]):
                 pass
-        with raises(TransportUnavailable, "no transport is allowed; there are shm, cma, nixl, tcp", retryable=False):
+        with raises(
+            TransportUnavailable, "no transport is allowed; there are cuda_ipc, shm, cma, rdma, nixl, tcp", retryable=False
+        ):
             async with tensorhub.connect(c.address, token="", transports=[]):
                 pass
 

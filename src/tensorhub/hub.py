@@ -222,7 +222,8 @@ class Hub:
         world_size: int = 1,
         spot: bool = False,
     ) -> Weights:
-        """Register `tensors` (contiguous CPU tensors by name), used in place and never copied, as one rank's weights.
+        """Register `tensors` (contiguous ones by name, on the CPU or on one CUDA device), used in place and never copied, as
+        one rank's weights. On a GPU, what the calling thread has queued on its present stream before a call comes first.
 
         `group`: one string for all ranks of a replica, unique per replica within the model; required if `world_size` > 1;
         None makes a fresh one. Does not wait for other ranks.

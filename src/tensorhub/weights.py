@@ -61,6 +61,7 @@ class Weights:
         LeaseLost (once, where the coordinator has come back without its state).
         """
         check_version(version)
+        self._handle.callers_work.note()
         return await self._thread.call(self._handle.publish, version, self._worker.timeout_s(timeout))
 
     async def unpublish(self, timeout: float | None = None) -> None:
@@ -107,6 +108,7 @@ class Weights:
         digests), StateError, OperationTimeout, GroupAborted, TransportUnavailable, LeaseLost (as `publish`).
         """
         call = FillCall(OpKind.REPLICATE, check_selector(selector))
+        self._handle.callers_work.note()
         return await self._thread.call(self._handle.fill, call, self._worker.timeout_s(timeout))
 
     async def update(
@@ -139,6 +141,7 @@ class Weights:
         def ask(info: VersionInfo) -> None:
             job.ask_caller(partial(self._run_hook, before_write, info))
 
+        self._handle.callers_work.note()
         job = self._thread.job(self._handle.fill, call, self._worker.timeout_s(timeout), ask)
         return await self._thread.run_job(job)
 
@@ -147,6 +150,7 @@ class Weights:
         try:
             if before_write is not None:
                 await before_write(info)
+                self._handle.callers_work.note()
         except Exception as error:
             problem = error
         self._thread.post(partial(self._handle.hook_returned, problem))

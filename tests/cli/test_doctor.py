@@ -11,6 +11,7 @@ import pytest
 from typer.testing import CliRunner
 
 from tensorhub.cli.app import app
+from tensorhub.cuda import cupy_device
 from tensorhub.transport import cma, nixl, rdma
 from tensorhub.transport.rdma import Port
 
@@ -33,6 +34,7 @@ def _nothing_special(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cma, "restriction", lambda: None)
     monkeypatch.setattr(rdma, "find_ports", lambda wanted=None, *_: [])
     monkeypatch.setattr(resource, "getrlimit", lambda kind: (2**20, 2**20))
+    monkeypatch.setattr(cupy_device, "missing", lambda: "no cupy")
 
 
 @pytest.fixture(autouse=True)
@@ -43,9 +45,17 @@ def _no_nixl(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.skipif(cma.fault_here() is not None, reason=str(cma.fault_here()))
 def test_what_works() -> None:
-    assert run() == f"shm: available: {SHARED}\ncma: available\nrdma: {NO_RDMA}\n{NO_NIXL}\ntcp: available\n"
+    assert run().splitlines() == [
+        "cuda_ipc: not available: no cupy",
+        f"shm: available: {SHARED}",
+        "cma: available",
+        f"rdma: {NO_RDMA}",
+        NO_NIXL,
+        "tcp: available",
+    ]
     assert json.loads(run("--json")) == {
         "transports": [
+            {"name": "cuda_ipc", "available": False, "reason": "no cupy"},
             {"name": "shm", "available": True, "reason": SHARED},
             {"name": "cma", "available": True, "reason": ""},
             {"name": "rdma", "available": False, "reason": NO_RDMA.partition(": ")[2]},
@@ -60,13 +70,20 @@ def test_what_works() -> None:
 def test_what_does_not(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(platform, "machine", lambda: "riscv64")
     why = "not available: it is for Linux on x86-64, and this is linux on riscv64"
-    assert run() == f"shm: {why}\ncma: {why}\nrdma: {why}\n{NO_NIXL}\ntcp: available\n"
+    assert run() == f"cuda_ipc: {why}\nshm: {why}\ncma: {why}\nrdma: {why}\n{NO_NIXL}\ntcp: available\n"
+
+
+def test_a_gpu_is_looked_at_closely(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cupy_device, "missing", lambda: None)
+    for fault, said in (("no driver", "not available: no driver"), (None, "available: for tensors on a GPU")):
+        monkeypatch.setattr(cupy_device, "fault_here", lambda fault=fault: fault)
+        assert run().splitlines()[0].startswith(f"cuda_ipc: {said}")
 
 
 @pytest.mark.skipif(cma.fault_here() is not None, reason=str(cma.fault_here()))
 def test_what_works_for_some(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cma, "restriction", lambda: "kernel.yama.ptrace_scope is 1: ask")
-    assert run().splitlines()[1] == "cma: available: kernel.yama.ptrace_scope is 1: ask"
+    assert run().splitlines()[2] == "cma: available: kernel.yama.ptrace_scope is 1: ask"
 
 
 def test_rdma_ports_are_shown_also_if_they_cannot_be_used(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -76,7 +93,7 @@ def test_rdma_ports_are_shown_also_if_they_cannot_be_used(monkeypatch: pytest.Mo
         Port("mlx5_1", 1, "infiniband", 0, bytes(16), 400.0, "DOWN", "the port is DOWN: check its cable"),
     ]
     monkeypatch.setattr(rdma, "find_ports", lambda wanted=None, *_: found)
-    assert run().splitlines()[5:] == [
+    assert run().splitlines()[6:] == [
         "RDMA port mlx5_0:1:3 (10.0.0.1): ethernet, ACTIVE, 100 Gb/s",
         "RDMA port mlx5_1:1:0 (::): infiniband, DOWN, 400 Gb/s: the port is DOWN: check its cable",
         "memory that may be registered: 1048576 bytes",

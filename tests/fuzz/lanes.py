@@ -15,12 +15,14 @@ from tensorhub.errors import ProtocolError
 from tensorhub.manifest import Digest, TensorDescription, build_manifest
 from tensorhub.messages import (
     AgentIs,
+    AllocationsAre,
     ChunkDigest,
     ChunkFollows,
     ChunksFollow,
     ChunksLie,
     ChunksPinned,
     FindAgent,
+    FindAllocations,
     FindMemory,
     FindPorts,
     FindSegments,
@@ -67,7 +69,7 @@ GRANT = Grant("lease", "source", "source.1", "theirs", 5, (), Location(host="h")
 STALL_S = 5.0
 ANSWERS: tuple[type[Any], ...] = (
     *(ChunksFollow, ChunkFollows, ChunkDigest, StillWaiting, ReadRefused),
-    *(ChunksLie, ChunksPinned, MemoryIs, SegmentsAre, AgentIs, PortsAre, Paired, Unpaired),
+    *(ChunksLie, ChunksPinned, MemoryIs, SegmentsAre, AllocationsAre, AgentIs, PortsAre, Paired, Unpaired),
 )
 ASKED_MAX = 12  # requests of one input
 
@@ -151,7 +153,7 @@ def _read(
             memory.chunks, owner, REGISTRATION, GENERATION, open_channel, batch_bytes=source.choice((1, 20, 10**6))
         )
         runner._wakeup = _Nobody()  # type: ignore[assignment]  # no loop waits here
-        lane = _Lane(GRANT, LeaseId(GRANT.lease))
+        lane = _Lane(GRANT, LeaseId(GRANT.lease), batch_bytes=runner._batch_bytes)
         runner._pull.add_source(lane.lease, source.flag())
         runner._lanes[lane.lease] = lane
         theirs.sendall(answers())
@@ -274,8 +276,8 @@ def _question(source: Source, kind: int) -> bytes:
         "content_id": [CONTENT, CONTENT, "other"],
         "runs": [((0, CHUNKS),), ((1, 2), (4, 1)), ((0, 1),) * 100, (), ((3, 9),), ((2**63, 1024),), ((0, 0),)],
     }
-    finds = {3: FindMemory, 4: FindSegments, 5: FindAgent, 6: FindPorts, 7: Pair}
-    asked = finds.get(kind // 10, Locate if kind > 200 else Read)
+    finds = {3: FindMemory, 4: FindSegments, 5: FindAgent, 6: FindAllocations, 7: FindPorts, 8: Pair}
+    asked: type[FromReader] = finds.get(kind // 10, Locate if kind > 200 else Read)
     return frame(codec.encode(source.value(asked, pools)), FRAME_BYTES_MAX)
 
 
@@ -318,6 +320,12 @@ def _serve(
                 answer = hears.receive(codec.FROM_OWNER)
                 assert isinstance(answer, SegmentsAre | ReadRefused)
                 assert not isinstance(answer, SegmentsAre) or not answer.segments  # none of it is in shared memory
+            return True
+        if isinstance(read, FindAllocations):
+            with BlockingConnection(theirs.dup(), stall_timeout_s=STALL_S) as hears:
+                answer = hears.receive(codec.FROM_OWNER)
+                assert isinstance(answer, AllocationsAre | ReadRefused)
+                assert not isinstance(answer, AllocationsAre) or not answer.allocations  # none of it is on a GPU
             return True
         if isinstance(read, FindPorts | Pair):
             with BlockingConnection(theirs.dup(), stall_timeout_s=STALL_S) as hears:
@@ -371,8 +379,8 @@ def _serve(
 
 def _is_found(read: FindMemory, lane: Lane, owner: SharedOwner, theirs: socket.socket) -> bool:
     with BlockingConnection(theirs.dup(), stall_timeout_s=STALL_S) as hears:
-        said = MemoryIs(read.request, *owner.header) if owner.header and lane.is_local else MemoryIs(read.request, 0, 0, b"")
-        return hears.receive(codec.FROM_OWNER) == said
+        process = owner.header if owner.header and lane.is_local else (0, 0, b"")
+        return hears.receive(codec.FROM_OWNER) == MemoryIs(read.request, *process)
 
 
 @functools.cache

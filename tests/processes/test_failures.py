@@ -124,7 +124,8 @@ def test_a_slow_source_that_fills_itself_is_not_taken_for_a_stalled_one(processe
     slow = processes.worker(address, "slow", NBYTES, gate=5)
     filling = slow.begin("replicate")
     slow.do("gate_holds")
-    reader = processes.worker(address, "reader", NBYTES, options={"stall_timeout_s": 1.0})
+    over_sockets = {"stall_timeout_s": 1.0, "transports": ["tcp"]}  # else it would copy from the trainer, too
+    reader = processes.worker(address, "reader", NBYTES, options=over_sockets)
     fill = reader.begin("replicate")
     while reader.do("sources") != ["slow"]:
         pass

@@ -6,8 +6,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.processes.crew import Crew, Failed, Process, crew
-from tests.processes.stories import a_source_is_killed_in_mid_read
+from tests.processes.crew import Crew, Process, crew
+from tests.processes.stories import a_source_is_killed_in_mid_read, memory_is_taken_back_in_mid_read
 
 pytestmark = [pytest.mark.rdma, pytest.mark.timeout(300)]
 
@@ -62,18 +62,6 @@ def test_a_source_that_is_killed_in_mid_read_is_left_for_another(processes: Crew
 
 
 def test_memory_that_is_taken_back_is_not_committed_though_its_reader_goes_on(processes: Crew) -> None:
-    """With nobody to tell the reader, and no digests: the word alone is in the way (G1, G2)."""
     coordinator, address, trainer = cluster(processes, integrity=False)
     reader = processes.worker(address, "reader", NBYTES, gate=GATE | {"heeds_cuts": False}, options=OPTIONS)
-    fill = reader.begin("replicate", selector=1, timeout=20.0)
-    reader.do("gate_holds")
-    coordinator.stop()
-    trainer.do("unpublish", timeout=1.0)  # waits for nobody
-    trainer.do("write", content=2)
-    reader.do("gate_open")
-    assert reader.do("outcome") == "refused"
-    coordinator.go_on()
-    with pytest.raises(Failed) as caught:
-        fill.result()
-    assert caught.value.kind == "VersionUnavailable"
-    assert reader.do("state") == ["torn", None]
+    memory_is_taken_back_in_mid_read(coordinator, trainer, reader, timeout_s=20.0)

@@ -178,6 +178,8 @@ class _Nothing:
 
 class Nowhere:
     is_digested = False
+    sizes = (8,)
+    device = None
 
     def buffer(self, chunk: int) -> memoryview:
         return memoryview(b"")

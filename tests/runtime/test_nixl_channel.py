@@ -187,6 +187,8 @@ def test_a_source_without_it_says_so(fabric: Fabric) -> None:
 
 class Nowhere:
     is_digested = False
+    sizes = (8,)
+    device = None
 
     def buffer(self, chunk: int) -> memoryview:
         return memoryview(bytearray(8))

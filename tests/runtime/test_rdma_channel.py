@@ -6,26 +6,42 @@ import os
 import socket
 import threading
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from dataclasses import replace
 from typing import Any
 
 import pytest
 
-from tensorhub.messages import ChunksLie, ChunksPinned, FindPorts, Pair, Paired, PortsAre, QueueCard, RdmaPort, Unpaired
+from tensorhub.manifest import TensorDescription, build_manifest
+from tensorhub.messages import (
+    ChunksLie,
+    ChunksPinned,
+    FindPorts,
+    Locate,
+    Pair,
+    Paired,
+    PortsAre,
+    QueueCard,
+    RdmaPort,
+    ReadRefused,
+    Unpaired,
+)
 from tensorhub.protocol.blocking import BlockingConnection
 from tensorhub.protocol.codec import FROM_READER
 from tensorhub.protocol.handshake import NONCE_BYTES, ServerHandshake
 from tensorhub.runtime import peers as peers_module, rdma_channel
+from tensorhub.runtime.chunks import ChunkMemory
 from tensorhub.runtime.peers import Peers
 from tensorhub.runtime.rdma_channel import RdmaChannel, RdmaTransport
 from tensorhub.runtime.serving import SharedOwner
 from tensorhub.testing.conformance import CHECKS, SIZES, Target, content
 from tensorhub.testing.serving import ServedSource
 from tensorhub.transport import rdma, tcp
-from tensorhub.transport.base import Arrival, Cutter, NotShared, ReadFailure, ReadRight, Unusable
+from tensorhub.transport.base import Arrival, Cutter, NotShared, ReadFailure, ReadRight, Unusable, can_fill
 from tensorhub.transport.rdma import Port, said_of
 from tensorhub.transport.registry import Local
 from tensorhub.types import ContentId, Endpoint, Incarnation, LeaseId, Options, RegistrationId
+from tests.cuda.double import Double
 from tests.runtime.data_rig import busy_threads
 from tests.transport import fabric as fabric_module
 from tests.transport.fabric import GID, PORT, FakeFabric, open_queues
@@ -157,6 +173,15 @@ def test_a_worker_that_is_not_read_by_rdma_says_so(transport: RdmaTransport) -> 
     with pytest.raises(Unusable, match="not to be read by RDMA"):
         read_all(transport, source)
     source.close()
+
+
+def test_what_is_on_a_gpu_is_neither_read_nor_filled(transport: RdmaTransport) -> None:
+    with closing(ServedSource(SECRET, fabric=FakeFabric(), device=Double())) as source:
+        source.fill(0, content(0))
+        with pytest.raises(NotShared, match="its tensors are on a GPU"):
+            read_all(transport, source)
+        assert source._memory.spans == tuple(sorted(source._memory.places))  # one chunk each
+    assert not can_fill(transport, Target(Double()))
 
 
 def test_no_more_is_read_ahead_than_the_lane_takes(
@@ -345,3 +370,20 @@ def test_a_source_makes_one_queue_pair_for_each_reader_and_none_for_what_is_not_
     ]  # it breaks the protocol
     source.close()
     assert open_queues() == 0
+
+
+def test_a_queue_pair_for_what_is_in_host_memory_reads_nothing_on_a_gpu(source: ServedSource) -> None:
+    """Its addresses would be registered, were it asked for them by the same queue pair."""
+    tensor = TensorDescription("t", "uint8", (8,), 1 << 40, 8)
+    on_gpu = ChunkMemory(build_manifest([tensor], 4096, "xxh3-64"), [Double().allocate(8)])
+    other, right = RegistrationId("on a GPU"), source.right
+    source.owner.open(other, 1, right.content_id, on_gpu, complete=True)
+    locates = [
+        Locate(number, right.lease, registration, 1, right.content_id, ((0, 1),))
+        for number, registration in ((2, right.registration), (3, other))
+    ]
+    answers = asks(source, Pair(1, right.registration, right.generation, 0, CARD), *locates)
+    assert [type(answer).__name__ for answer in answers[:2]] == ["Paired", "ChunksPinned"]
+    assert answers[2] == ReadRefused(3, "its tensors are on a GPU, which is not read this way")
+    assert isinstance(source.owner.fabric, FakeFabric)
+    assert list(source.owner.fabric.only._memories) == [source._memory]

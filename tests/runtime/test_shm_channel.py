@@ -176,6 +176,8 @@ def local() -> Local:
 
 class Destination:
     is_digested = False
+    sizes = (8,)
+    device = None
 
     def buffer(self, chunk: int) -> memoryview:
         return memoryview(bytearray(8))

@@ -7,7 +7,10 @@ from collections.abc import Callable, Iterator, Sequence
 
 import pytest
 
+from tensorhub.cuda import cupy_device
+from tensorhub.runtime import cuda_ipc_channel
 from tensorhub.runtime.cma_channel import CmaTransport
+from tensorhub.runtime.cuda_ipc_channel import CudaIpcTransport
 from tensorhub.runtime.nixl_channel import NixlTransport
 from tensorhub.runtime.serving import SharedOwner
 from tensorhub.runtime.shm_channel import ShmTransport
@@ -30,8 +33,10 @@ from tensorhub.transport.base import (
 )
 from tensorhub.transport.registry import Local
 from tensorhub.types import Endpoint, Incarnation, Location, Options
+from tests.cuda.double import Double
 from tests.runtime.data_rig import busy_threads
 
+BACKENDS = ("asyncio", "trio")
 SECRET = b"a secret of the test"
 LOCAL = Local(Incarnation("reader"), (SECRET,), Options(stall_timeout_s=1.0, connect_timeout_s=5.0))
 needs_shm = pytest.mark.skipif(shm.fault_here() is not None, reason=str(shm.fault_here()))
@@ -46,6 +51,13 @@ class LoopbackSource(ServedSource):
         return False
 
 
+@pytest.fixture(autouse=True)
+def _as_if_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A stand-in's memory is opened, as another process' is."""
+    monkeypatch.setattr(cupy_device, "missing", lambda: None)
+    monkeypatch.setattr(cuda_ipc_channel, "PROCESS", b"another process.")
+
+
 def ways(kind: str, backend: str) -> tuple[Transport, Callable[[], Source]]:
     owners: dict[Incarnation, SharedOwner] = {}
     if kind == "loopback":
@@ -58,11 +70,17 @@ def ways(kind: str, backend: str) -> tuple[Transport, Callable[[], Source]]:
         return Loopback(owners), make
     transports: dict[str, Callable[[Local], Transport]] = {
         "tcp": TcpTransport,
+        "staged": TcpTransport,
         "cma": CmaTransport,
         "shm": ShmTransport,
         "nixl": NixlTransport,
+        "cuda_ipc": CudaIpcTransport,
     }
-    return transports[kind](LOCAL), lambda: ServedSource(SECRET, backend, shares=kind == "shm", exposes=kind == "nixl")
+    device = Double() if kind in ("staged", "cuda_ipc") else None
+    shares = kind in ("shm", "cuda_ipc")
+    return transports[kind](LOCAL), lambda: ServedSource(
+        SECRET, backend, shares=shares, exposes=kind == "nixl", device=device
+    )
 
 
 @contextlib.contextmanager
@@ -75,15 +93,16 @@ def kept_until_the_end(transport: Transport) -> Iterator[None]:
 
 
 @pytest.mark.parametrize("check", CHECKS)
-@pytest.mark.parametrize("backend", ["asyncio", "trio"])
 @pytest.mark.parametrize(
-    "kind",
+    ("kind", "backend"),
     [
-        "tcp",
-        pytest.param("cma", marks=needs_cma),
-        pytest.param("shm", marks=needs_shm),
-        pytest.param("nixl", marks=[pytest.mark.nixl, needs_nixl]),
-        "loopback",
+        *(pytest.param("tcp", backend) for backend in BACKENDS),
+        *(pytest.param("cma", backend, marks=needs_cma) for backend in BACKENDS),
+        *(pytest.param("shm", backend, marks=needs_shm) for backend in BACKENDS),
+        *(pytest.param("nixl", backend, marks=[pytest.mark.nixl, needs_nixl]) for backend in BACKENDS),
+        *(pytest.param("loopback", backend) for backend in BACKENDS),
+        ("staged", "asyncio"),
+        pytest.param("cuda_ipc", "asyncio", marks=needs_shm),
     ],
 )
 def test_a_transport_keeps_the_rule(kind: str, backend: str, check: str) -> None:

@@ -23,6 +23,7 @@ from tensorhub.transport.file_target import FileTarget, plan
 from tensorhub.transport.files import READ_BYTES, FileMemory
 from tensorhub.transport.memory import MappedRegions, RegisteredMemory
 from tensorhub.transport.safetensors import make_header, read_header
+from tests.transport.views import views
 
 CHUNK_BYTES = 4096
 Tensors = Mapping[str, torch.Tensor]
@@ -61,7 +62,7 @@ def never() -> None:
 
 def move(manifest: Manifest, source: MappedRegions, target: MappedRegions) -> None:
     """What a reader does, without the way between."""
-    for index, (here, there) in enumerate(zip(source.regions, target.regions, strict=True)):
+    for index, (here, there) in enumerate(zip(views(source), views(target), strict=True)):
         if index not in target.unwanted:
             there[:] = here
     target.unpack()
@@ -97,7 +98,7 @@ def test_every_chunk_is_the_files_and_has_its_digest(tmp_path: Path) -> None:
             told.clear()
             assert memory.digests(manifest, never) is digests
             assert not told
-        regions = memory.map(manifest).regions
+        regions = views(memory.map(manifest))
         assert all(region.readonly for region in regions)
     loaded = load_file(tmp_path / "m.safetensors")
     for tensor in manifest.tensors:

@@ -17,7 +17,9 @@ from torch import nn
 
 from tensorhub.errors import ManifestMismatch, RegistrationError
 from tensorhub.manifest import ITEMSIZE, Manifest, RegionSpec, TensorSpec, build_manifest
+from tensorhub.transport import memory as memory_module
 from tensorhub.transport.memory import RegisteredMemory, describe, view
+from tests.transport.views import views
 
 
 def manifest_of(tensors: Mapping[str, Any]) -> Manifest:
@@ -138,13 +140,24 @@ def test_a_bad_tensor_is_named_with_the_reason(kind: str) -> None:
         describe({"good": torch.zeros(1), "layer.w": tensor})
 
 
-def test_a_tensor_on_another_device_is_named() -> None:
+def test_a_tensor_on_another_device_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     class Elsewhere(torch.Tensor):
         is_meta = False
         device = torch.device("cuda", 1)
 
-    with pytest.raises(RegistrationError, match=r"'w': it is on cuda:1; only CPU tensors .* 'cuda' extra"):
-        describe({"w": torch.zeros(1).as_subclass(Elsewhere)})
+    class Further(Elsewhere):
+        device = torch.device("xpu", 0)
+
+    there, further = torch.zeros(1).as_subclass(Elsewhere), torch.zeros(1).as_subclass(Further)
+    monkeypatch.setattr(memory_module, "fault_here", lambda: "cupy is not installed")
+    with pytest.raises(RegistrationError, match=r"'w': it is on cuda:1, and cupy is not installed"):
+        describe({"w": there})
+    with pytest.raises(RegistrationError, match=r"'w': it is on xpu:0; tensors on the CPU and on CUDA"):
+        describe({"w": further})
+    monkeypatch.setattr(memory_module, "fault_here", lambda: None)
+    assert describe({"w": there})[0].name == "w"
+    with pytest.raises(RegistrationError, match=r"2 memories: 'v' is on cpu, 'w' is on cuda:1. Register those of each"):
+        describe({"v": torch.zeros(1), "w": there})
 
 
 def test_every_bad_tensor_is_in_the_one_error() -> None:
@@ -244,7 +257,7 @@ def test_each_region_of_its_own_manifest_is_mapped() -> None:
     mapped = RegisteredMemory(tensors).map(manifest_of(tensors))
     assert [region.nbytes for region in mapped.regions] == [8, 0, 12]
     assert mapped.copies == ()
-    mapped.regions[2][:4] = np.float32(5).tobytes()
+    views(mapped)[2][:4] = np.float32(5).tobytes()
     assert tensors["b"].tolist() == [5, 0, 0]
 
 
@@ -255,7 +268,7 @@ def test_the_bytes_of_a_tied_source_reach_every_tensor_of_the_reader() -> None:
     reader = {"embedding": torch.zeros(2, 3), "head": one, "third": one, "body": torch.zeros(2)}
     mapped = RegisteredMemory(reader).map(manifest_of(source))
     assert (len(mapped.regions), len(mapped.copies)) == (2, 1)
-    for target, data in zip(mapped.regions, RegisteredMemory(source).map(manifest_of(source)).regions, strict=True):
+    for target, data in zip(views(mapped), views(RegisteredMemory(source).map(manifest_of(source))), strict=True):
         target[:] = data
     assert not reader["embedding"].any()
     mapped.unpack()
@@ -375,7 +388,7 @@ def test_a_mapping_may_make_its_tensors_when_asked() -> None:
 def test_replaced_memory_can_still_be_read() -> None:
     tensors = {"w": nn.Parameter(torch.arange(100_000.0))}
     memory = RegisteredMemory(tensors)
-    (region,) = memory.map(manifest_of(tensors)).regions
+    (region,) = views(memory.map(manifest_of(tensors)))
     expected = bytes(region)
     storage = weakref.ref(tensors["w"].untyped_storage())
     tensors["w"].data = torch.zeros(1)

@@ -7,6 +7,7 @@ import resource
 from dataclasses import asdict
 
 from tensorhub.cli.common import JsonOption
+from tensorhub.cuda import cupy_device
 from tensorhub.runtime.channels import TRANSPORTS
 from tensorhub.transport import cma, nixl, rdma
 from tensorhub.transport.registry import Local
@@ -20,10 +21,13 @@ def doctor(as_json: JsonOption = False) -> None:
     (`report.sources`). See docs/transports.md.
     """
     faults = TRANSPORTS.probe(Local(Incarnation("doctor"), (b"",), Options()))
+    if faults["cuda_ipc"] is None:  # workers look no closer before they have a GPU's tensor
+        faults["cuda_ipc"] = cupy_device.fault_here()
     ports = rdma.find_ports()
     limit_bytes = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
     memlock_bytes = None if limit_bytes == resource.RLIM_INFINITY else limit_bytes
     notes = {
+        "cuda_ipc": "for tensors on a GPU, outside of torch's expandable segments",
         "shm": "for tensors that tensorhub.shared_empty_like has made",
         "cma": cma.restriction(),
         "rdma": rdma.memlock_note(),

@@ -10,6 +10,27 @@ Responsible for the bytes of one region. Not responsible for when they are copie
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import Protocol, TypeVar
+
+
+class Sized(Protocol):
+    """A tensor's bytes, wherever they are."""
+
+    @property
+    def nbytes(self) -> int: ...
+
+
+Bytes = TypeVar("Bytes", bound=Sized)
+
+
+def checked(nbytes: int, pieces: Iterable[tuple[int, Bytes]]) -> list[tuple[int, Bytes]]:
+    """Those that are not empty, in order. ValueError for pieces that overlap, or are not within so many bytes."""
+    found, end = sorted(((at, piece) for at, piece in pieces if piece.nbytes), key=lambda each: each[0]), 0
+    for offset, piece in found:
+        if offset < end or offset + piece.nbytes > nbytes:
+            raise ValueError(f"a tensor of {piece.nbytes} bytes at {offset} overlaps another, or the end of {nbytes} bytes")
+        end = offset + piece.nbytes
+    return found
 
 
 class Packed:
@@ -24,18 +45,9 @@ class Packed:
     def __init__(self, nbytes: int, pieces: Iterable[tuple[int, memoryview]]) -> None:
         """Raises ValueError for pieces that overlap, or are not within the region."""
         self.buffer = memoryview(bytearray(nbytes))
-        self._parts: list[slice] = []
-        self._tensors: list[memoryview] = []
-        end = 0
-        for offset, piece in sorted(((at, piece) for at, piece in pieces if piece.nbytes), key=lambda each: each[0]):
-            its = piece.cast("B")
-            if offset < end or offset + its.nbytes > nbytes:
-                raise ValueError(
-                    f"a tensor of {its.nbytes} bytes at {offset} overlaps another, or the end of {nbytes} bytes"
-                )
-            end = offset + its.nbytes
-            self._parts.append(slice(offset, end))
-            self._tensors.append(its)
+        found = checked(nbytes, pieces)
+        self._parts = [slice(offset, offset + piece.nbytes) for offset, piece in found]
+        self._tensors = [piece.cast("B") for _, piece in found]
 
     def __repr__(self) -> str:
         return f"<Packed: {len(self._tensors)} tensors in {self.buffer.nbytes} bytes>"

@@ -79,15 +79,18 @@ from tensorhub.messages.handshake import (
 )
 from tensorhub.messages.reading import (
     AGENT_BYTES_MAX as AGENT_BYTES_MAX,
+    ALLOCATIONS_MAX as ALLOCATIONS_MAX,
     HAS_RUNS_MAX as HAS_RUNS_MAX,
     SEGMENTS_MAX as SEGMENTS_MAX,
     AgentIs as AgentIs,
+    AllocationsAre as AllocationsAre,
     ChunkDigest as ChunkDigest,
     ChunkFollows as ChunkFollows,
     ChunksFollow as ChunksFollow,
     ChunksLie as ChunksLie,
     ChunksPinned as ChunksPinned,
     FindAgent as FindAgent,
+    FindAllocations as FindAllocations,
     FindMemory as FindMemory,
     FindPorts as FindPorts,
     FindSegments as FindSegments,

@@ -8,6 +8,7 @@ from typing import Annotated
 from tensorhub.types import U64, Id, Length, Range, Text
 
 HAS_RUNS_MAX = 1024  # of one StillWaiting
+ALLOCATIONS_MAX = 4096  # of one registration: they fit a frame
 SEGMENTS_MAX = 64  # of one registration; the kernel passes 253 descriptors at a time
 AGENT_BYTES_MAX = 2**19  # of a NIXL agent's metadata
 
@@ -61,9 +62,10 @@ class ChunkDigest:
 
 @dataclass(frozen=True, slots=True)
 class FindMemory:
-    """Ask an owner in which process it is, to read its memory one-sidedly. Answered by MemoryIs."""
+    """Ask an owner in which process a registration is, to read its memory one-sidedly. Answered by MemoryIs."""
 
     request: U64
+    registration: Id
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,6 +78,7 @@ class MemoryIs:
     pid: Annotated[int, Range(0, 2**31 - 1)]
     address: U64
     nonce: Annotated[bytes, Length(16)]
+    on_device: bool = False  # the registration's bytes are on a GPU, where a process' addresses say nothing
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,6 +100,33 @@ class SegmentsAre:
 
     request: U64
     segments: Annotated[tuple[tuple[int, int], ...], Length(SEGMENTS_MAX)]
+
+
+@dataclass(frozen=True, slots=True)
+class FindAllocations:
+    """Ask an owner for the GPU's allocations in which a registration is. Answered by AllocationsAre or ReadRefused."""
+
+    request: U64
+    registration: Id
+    generation: U64
+
+
+@dataclass(frozen=True, slots=True)
+class AllocationsAre:
+    """Each allocation's (address, bytes, IPC handle) at the owner, and its process: addresses are as good as handles there.
+
+    `words`: (address, bytes) of the shared memory in which the registration's generation word is; its descriptor follows,
+    with one byte. No allocations, and no byte: they cannot be opened from there, for that reason ("": it is not on a GPU).
+    """
+
+    request: U64
+    process: Annotated[bytes, Length(16)]
+    allocations: Annotated[
+        tuple[tuple[int, int, Annotated[bytes, Length(64)]], ...],
+        Length(ALLOCATIONS_MAX),
+    ]
+    words: tuple[int, int]
+    reason: Text
 
 
 @dataclass(frozen=True, slots=True)
@@ -238,7 +268,7 @@ class ReadRefused:
     reason: Text
 
 
-FromReader = Read | Locate | FindMemory | FindSegments | FindAgent | FindPorts | Pair
+FromReader = Read | Locate | FindMemory | FindSegments | FindAllocations | FindAgent | FindPorts | Pair
 FromOwner = (
     ChunksFollow
     | ChunkFollows
@@ -247,6 +277,7 @@ FromOwner = (
     | ChunksPinned
     | MemoryIs
     | SegmentsAre
+    | AllocationsAre
     | AgentIs
     | PortsAre
     | Paired

@@ -9,18 +9,24 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from contextlib import closing
 
-from tensorhub.errors import ProtocolError
+from tensorhub.cuda import ipc
+from tensorhub.cuda.device import Allocation, Device
+from tensorhub.errors import ProtocolError, StateError
 from tensorhub.messages import (
+    ALLOCATIONS_MAX,
     HAS_RUNS_MAX,
     SEGMENTS_MAX,
     AgentIs,
+    AllocationsAre,
     ChunkDigest,
     ChunkFollows,
     ChunksFollow,
     ChunksLie,
     ChunksPinned,
     FindAgent,
+    FindAllocations,
     FindMemory,
     FindPorts,
     FindSegments,
@@ -38,7 +44,9 @@ from tensorhub.runtime.chunks import ChunkMemory, GilWatch
 from tensorhub.runtime.hot import HOT_BYTES, Digests, cut
 from tensorhub.runtime.pairing import Pairing
 from tensorhub.runtime.serving import Lane, SharedOwner
+from tensorhub.runtime.staging import Place, Staging
 from tensorhub.transport.nixl import Exposed, fault_with
+from tensorhub.transport.shm import Segment, segments_of
 from tensorhub.types import READ_ONLY, ContentId, RegistrationId
 from tensorhub.worker.owner import CHUNKS_PER_ACCESS_MAX, Access, Refusal, Wait
 
@@ -65,6 +73,7 @@ class Answering:
         self._patience_s = patience_s
         self._pairing = Pairing(owner)
         self._is_digested = False  # what was sent last had its digests: what is next has them, too
+        self._staging: Staging | None = None  # for what is on a GPU
         self._locate_bytes = FIRST_SEND_BYTES // 8  # of the last answer that had digests made: the first ones come soon
         self._gil = GilWatch()  # where another thread keeps the GIL: few calls, and large ones
         self._knows_agent = False  # the reader has been told of an agent, and so of addresses
@@ -76,6 +85,8 @@ class Answering:
                 self._find(read)
             case FindSegments():
                 self._share(read)
+            case FindAllocations():
+                self._export(read)
             case FindAgent():
                 self._expose(read)
             case FindPorts():
@@ -91,9 +102,9 @@ class Answering:
 
     def _find(self, read: FindMemory) -> None:
         """Say in which process this is, so that the reader can prove that it reads that one; or that it may not."""
-        header = self._owner.header
-        may = header is not None and self._lane.is_local
-        self._connection.send(MemoryIs(read.request, *header) if header and may else MemoryIs(read.request, 0, 0, b""))
+        header, on_device = self._owner.header, self._owner.is_on_device(RegistrationId(read.registration))
+        process = header if header is not None and self._lane.is_local else (0, 0, b"")
+        self._connection.send(MemoryIs(read.request, *process, on_device))
 
     def _share(self, read: FindSegments) -> None:
         """Hand over the descriptors of the memory in which a registration is, if that can be shared."""
@@ -107,6 +118,26 @@ class Answering:
         self._connection.send(said)
         if found:
             self._connection.send_descriptors([segment.descriptor for segment in found])
+
+    def _export(self, read: FindAllocations) -> None:
+        """Say how the GPU's memory in which a registration is may be opened, and hand over that of its generation word."""
+        registration = RegistrationId(read.registration)
+        found = self._owner.lies(registration, read.generation) if self._connection.passes_descriptors else None
+        if isinstance(found, Refusal):
+            self._connection.send(ReadRefused(read.request, found.reason))
+            return
+        reason = ""
+        try:
+            exported = _exported(found)
+        except StateError as error:
+            exported, reason = None, str(error)[:1000]
+        if exported is None:
+            self._connection.send(AllocationsAre(read.request, ipc.PROCESS, (), (0, 0), reason))
+            return
+        allocations, words = exported
+        said = AllocationsAre(read.request, ipc.PROCESS, tuple(allocations), (words.address, words.nbytes), "")
+        self._connection.send(said)
+        self._connection.send_descriptors([words.descriptor])
 
     def _expose(self, read: FindAgent) -> None:
         """Tell of the agent by which a registration is read, if there may be one."""
@@ -174,7 +205,7 @@ class Answering:
         """Send an access' chunks, or say where they are."""
         is_first = memory.is_digested and None in access.digests
         nbytes = sum([memory.sizes[chunk] for chunk in access.chunks])
-        is_large = len(access.chunks) == 1 and nbytes > FIRST_SEND_BYTES
+        is_large = len(access.chunks) == 1 and nbytes > FIRST_SEND_BYTES and memory.device is None
         if is_first and is_large and isinstance(read, Read) and not self._gil.is_contended:
             self._send_one(read, access, memory)
             return
@@ -183,11 +214,14 @@ class Answering:
         digest_s = time.perf_counter() - started
         if isinstance(read, Locate):
             self._connection.send(self._located(read.request, chunks, access, memory))
+        elif memory.device is not None:
+            self._connection.send(ChunksFollow(read.request, chunks))
+            self._send_staged([(memory.address(chunk), memory.sizes[chunk]) for chunk in access.chunks], memory.device)
         else:
             buffers = [memory.buffer(chunk) for chunk in access.chunks]
             self._connection.send_with_payload(ChunksFollow(read.request, chunks), buffers)
-        self._is_digested = not is_first
-        if is_first:
+        self._is_digested = not is_first or memory.device is not None  # a GPU digests as much as is sent at a time
+        if is_first and memory.device is None:
             self._gil.digested(nbytes, digest_s)
 
     def _located(
@@ -200,6 +234,14 @@ class Answering:
             return ChunksPinned(request, self._pairing.places(memory, chunks), word, self._pairing.word_key(word))
         except OSError as error:
             raise _CannotRegister(error.strerror) from error
+
+    def _send_staged(self, places: Sequence[Place], device: Device) -> None:
+        """Send what is on a GPU: the next piece is copied to the host while one is sent."""
+        if self._staging is None or self._staging.device is not device:
+            self._staging = Staging(device)
+        with closing(self._staging.outgoing(places)) as pieces:
+            for piece in pieces:
+                self._connection.send_payload([piece])
 
     def _send_one(self, read: Read, access: Access, memory: ChunkMemory) -> None:
         """Send a large chunk, and make its digest of each piece just before that is sent: it is read from memory once."""
@@ -214,6 +256,21 @@ class Answering:
         self._connection.send(ChunkDigest(read.request, digest))
         self._is_digested = False
         self._gil.digested(view.nbytes, digests.seconds)
+
+
+def _exported(found: tuple[ChunkMemory, tuple[int, int]] | None) -> tuple[list[Allocation], Segment] | None:
+    """The GPU's allocations, and where the word is. None: it is in host memory, or nobody reads it by himself. StateError,
+    with the reason: it cannot be opened by others.
+    """
+    if found is None or found[0].device is None:
+        return None
+    memory, word = found
+    if not (segments := segments_of([word])):
+        raise StateError("its generation words are not in shared memory")
+    allocations = ipc.export(found[0].device, memory.places)
+    if len(allocations) > ALLOCATIONS_MAX:
+        raise StateError(f"its tensors are in {len(allocations)} allocations, more than {ALLOCATIONS_MAX}")
+    return allocations, segments[0]
 
 
 def _chunks_of(read: Read | Locate) -> list[int]:

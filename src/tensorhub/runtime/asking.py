@@ -13,6 +13,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from tensorhub.errors import AuthenticationFailed, OperationTimeout, ProtocolError
 from tensorhub.messages import (
     AgentIs,
+    AllocationsAre,
     ChunkDigest,
     ChunkFollows,
     ChunksFollow,
@@ -41,6 +42,7 @@ Answer = (
     | ChunksPinned
     | MemoryIs
     | SegmentsAre
+    | AllocationsAre
     | AgentIs
     | PortsAre
     | Paired

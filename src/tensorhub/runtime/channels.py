@@ -19,7 +19,8 @@ import anyio
 
 from tensorhub.messages import Grant
 from tensorhub.runtime.cma_channel import CmaTransport
-from tensorhub.runtime.lanes import ChannelOpener, Opened
+from tensorhub.runtime.cuda_ipc_channel import CudaIpcTransport
+from tensorhub.runtime.lanes import BATCH_BYTES, ChannelOpener, Opened
 from tensorhub.runtime.logs import get_logger
 from tensorhub.runtime.nixl_channel import NixlTransport
 from tensorhub.runtime.peers import KEPT_S
@@ -27,7 +28,17 @@ from tensorhub.runtime.rdma_channel import RdmaTransport
 from tensorhub.runtime.shm_channel import ShmTransport
 from tensorhub.runtime.tcp_channel import TcpTransport
 from tensorhub.transport import cma
-from tensorhub.transport.base import Cutter, Destination, Keeping, NotShared, ReadFailure, ReadRight, Transport, Unusable
+from tensorhub.transport.base import (
+    Cutter,
+    Destination,
+    Keeping,
+    NotShared,
+    ReadFailure,
+    ReadRight,
+    Transport,
+    Unusable,
+    can_fill,
+)
 from tensorhub.transport.cma import Words
 from tensorhub.transport.nixl import Exposures
 from tensorhub.transport.registry import Local, Registry
@@ -36,6 +47,7 @@ from tensorhub.transport.verbs import Fabric
 from tensorhub.types import ContentId, Endpoint, Incarnation, LeaseId, Location, Options, RegistrationId
 
 TRANSPORTS = Registry()
+TRANSPORTS.add("cuda_ipc", CudaIpcTransport, place=5)
 TRANSPORTS.add("shm", ShmTransport, place=10)
 TRANSPORTS.add("cma", CmaTransport, place=20)
 TRANSPORTS.add("rdma", RdmaTransport, place=40)
@@ -102,15 +114,15 @@ class Channels:
 
     @property
     def shares(self) -> bool:
-        """Whether others may map this worker's shared memory."""
-        return self._has("shm")
+        """Whether others may map this worker's shared memory: its tensors', or that of its generation words."""
+        return self._has("shm") or self._has("cuda_ipc")
 
     def _has(self, name: str) -> bool:
         return any(transport.name == name for transport in self._transports)
 
     def offers(self, address: str, unix_address: str | None) -> tuple[Endpoint, ...]:
         """How others may read from this worker, whose listeners they reach at these addresses; best first."""
-        addresses = {"shm": unix_address, "cma": address, "rdma": address, "nixl": address, "tcp": address}
+        addresses = dict.fromkeys(("cma", "rdma", "nixl", "tcp"), address) | dict.fromkeys(("cuda_ipc", "shm"), unix_address)
         offered = [(each.name, addresses.get(each.name)) for each in self._transports]
         return tuple([Endpoint(name, there) for name, there in offered if there is not None])
 
@@ -146,25 +158,27 @@ class Channels:
                 grant.generation,
                 content_id,
             )
-            for transport, endpoint in self._common(grant):
+            for transport, endpoint in self._common(grant, destination):
                 try:
                     channel = transport.open(endpoint, right, destination, cutter)
                 except Unusable as error:
                     self._note_unusable(transport.name, grant, error)
                 except ReadFailure as failure:
                     if not cutter.is_cut:
-                        self._ended(transport.name, grant, failure)
+                        self._ended(transport.name, grant, destination, failure)
                     raise
                 else:
-                    self._note_chosen(transport.name, grant)
-                    return Opened(transport.name, channel, transport.lanes, partial(self._ended, transport.name, grant))
+                    self._note_chosen(transport.name, grant, destination)
+                    batch_bytes = getattr(transport, "batch_bytes", BATCH_BYTES)
+                    ended = partial(self._ended, transport.name, grant, destination)
+                    return Opened(transport.name, channel, transport.lanes, batch_bytes, ended)
             offered = ", ".join(endpoint.transport for endpoint in grant.endpoints) or "none"
             text = f"no transport in common: {grant.source} offers {offered}, here are {self._names()}"
             raise ReadFailure("unreachable", "; ".join([text, *self._in_the_way(grant)]))
 
         return open_one
 
-    def _common(self, grant: Grant) -> list[tuple[Transport, Endpoint]]:
+    def _common(self, grant: Grant, destination: Destination) -> list[tuple[Transport, Endpoint]]:
         """The transports by which this source may be read, best first, each with its endpoint; those last that were left."""
         found = [
             (transport, endpoint)
@@ -173,6 +187,7 @@ class Channels:
             if endpoint.transport == transport.name
             and not self._unusable.keys() & _keys(transport.name, grant)
             and transport.reaches(self._location, grant.location)
+            and can_fill(transport, destination)
         ]
         with self._lock:
             found.sort(key=lambda each: self._left.get((each[0].name, grant.incarnation), (0.0, ""))[0] > time.monotonic())
@@ -184,14 +199,14 @@ class Channels:
         with self._lock:
             return found + [why for (_, peer), (_, why) in self._left.items() if peer == grant.incarnation]
 
-    def _note_chosen(self, name: str, grant: Grant) -> None:
+    def _note_chosen(self, name: str, grant: Grant, destination: Destination) -> None:
         """Say once by which transport a source is read, and why by no better one."""
         with self._lock:
             if self._chosen.get(grant.incarnation) == name:
                 return
             _remember(self._chosen, grant.incarnation, name)
         offered = {endpoint.transport for endpoint in grant.endpoints}
-        better = [transport.name for transport in self._transports]
+        better = [transport.name for transport in self._transports if can_fill(transport, destination)]
         better = better[: better.index(name)]
         known = dict(why.split(": ", 1) for why in self._in_the_way(grant))
         reasons = [
@@ -200,7 +215,7 @@ class Channels:
         ]
         log.info("transport_chosen", source=grant.source, transport=name, why="; ".join(reasons) or "the best one here")
 
-    def _ended(self, name: str, grant: Grant, failure: ReadFailure | None) -> None:
+    def _ended(self, name: str, grant: Grant, destination: Destination, failure: ReadFailure | None) -> None:
         """A read ended by itself, well or not: a transport that fails again and again with a source is left for the next."""
         if failure is not None and failure.reason == "refused":  # the source's own word
             return
@@ -216,7 +231,7 @@ class Channels:
         reason = f"{FAILURES_MAX} reads failed, the last one as {failure}"
         with self._lock:
             _remember(self._left, key, (time.monotonic() + LEFT_S, f"{name}: {reason}"))
-        if any(transport.name != name for transport, _ in self._common(grant)):
+        if any(transport.name != name for transport, _ in self._common(grant, destination)):
             log.warning("transport_left", transport=name, source=grant.source, for_s=LEFT_S, reason=reason)
 
     def _note_unusable(self, name: str, grant: Grant, reason: Unusable) -> None:

@@ -6,8 +6,10 @@ from collections.abc import Sequence
 
 import xxhash
 
+from tensorhub.cuda.device import DeviceBytes
+from tensorhub.errors import StateError
 from tensorhub.manifest import Manifest
-from tensorhub.transport.memory import address_of
+from tensorhub.transport.memory import Bytes, address_of, copy_bytes
 from tensorhub.transport.verbs import SPAN_BYTES
 
 DIGEST_BYTES_PER_S = 4 * 2**30  # less than any CPU of the last ten years manages
@@ -37,11 +39,14 @@ class GilWatch:
 
 
 class ChunkMemory:
-    """Where each chunk of one content is: views into the regions, made on demand. Nothing is copied."""
+    """Where each chunk of one content is: views into the regions, made on demand. Nothing is copied.
 
-    __slots__ = ("__weakref__", "_addresses", "_chunks", "_regions", "_spans", "is_digested", "sizes", "unwanted")
+    On a GPU the CPU has no views of them: what it sends or receives goes through `staging`.
+    """
 
-    def __init__(self, manifest: Manifest, regions: Sequence[memoryview], unwanted: frozenset[int] = frozenset()) -> None:
+    __slots__ = ("__weakref__", "_addresses", "_chunks", "_regions", "_spans", "device", "is_digested", "sizes", "unwanted")
+
+    def __init__(self, manifest: Manifest, regions: Sequence[Bytes], unwanted: frozenset[int] = frozenset()) -> None:
         """`regions`: one contiguous view per region of the manifest, of its size; writable if chunks are to
         be filled. `unwanted`: regions that are not read here, and may be empty.
         """
@@ -49,17 +54,21 @@ class ChunkMemory:
             if region.nbytes != spec.nbytes and index not in unwanted:
                 raise ValueError(f"region {index} has {region.nbytes} bytes, not {spec.nbytes}")
         self._chunks = manifest.chunks
-        self._regions = tuple(region.cast("B") if region.nbytes else region for region in regions)
+        self._regions = tuple([_flat(region) for region in regions])
         self._addresses = tuple([address_of(region) for region in self._regions])
+        self.device = next((region.device for region in self._regions if isinstance(region, DeviceBytes)), None)
         self.unwanted: tuple[int, ...] = tuple(c.index for c in manifest.chunks if c.region in unwanted) if unwanted else ()
         self.sizes: tuple[int, ...] = tuple(chunk.nbytes for chunk in manifest.chunks)
         self.is_digested: bool = manifest.digest != "none"
         self._spans: tuple[tuple[int, int], ...] | None = None
 
     def buffer(self, chunk: int) -> memoryview:
-        """The bytes of one chunk."""
+        """The bytes of one chunk, which must not be on a device."""
         place = self._chunks[chunk]
-        return self._regions[place.region][place.offset : place.offset + place.nbytes]
+        region = self._regions[place.region]
+        if isinstance(region, DeviceBytes):
+            raise StateError(f"chunk {chunk} is on {region.device.name}, where the CPU has no view of it")
+        return region[place.offset : place.offset + place.nbytes]
 
     def address(self, chunk: int) -> int:
         """Where the bytes of one chunk are in this process."""
@@ -92,13 +101,40 @@ class ChunkMemory:
     @property
     def is_read_only(self) -> bool:
         """Whether any of it cannot be written: it is of a file, which somebody may truncate."""
-        return any(region.readonly for region in self._regions)
+        return any(isinstance(region, memoryview) and region.readonly for region in self._regions)
 
     def digest(self, chunk: int) -> int:
         """Make the chunk's digest from its bytes; the GIL is released meanwhile. 0 if the manifest wants
         none.
         """
-        return xxhash.xxh3_64_intdigest(self.buffer(chunk)) if self.is_digested else 0
+        return self.digests([chunk])[0]
+
+    def digests(self, chunks: Sequence[int]) -> list[int]:
+        """Those of several chunks: by one launch, on a GPU."""
+        if not self.is_digested:
+            return [0] * len(chunks)
+        if self.device is not None:
+            return self.device.digests([(self.address(chunk), self.sizes[chunk]) for chunk in chunks])
+        return [xxhash.xxh3_64_intdigest(self.buffer(chunk)) for chunk in chunks]
 
     def __repr__(self) -> str:
-        return f"<ChunkMemory of {len(self.sizes)} chunks, {sum(self.sizes)} bytes>"
+        where = "" if self.device is None else f" on {self.device.name}"
+        return f"<ChunkMemory of {len(self.sizes)} chunks, {sum(self.sizes)} bytes{where}>"
+
+
+def _flat(region: Bytes) -> Bytes:
+    return region if isinstance(region, DeviceBytes) or not region.nbytes else region.cast("B")
+
+
+def move_chunks(source: ChunkMemory, destination: ChunkMemory, chunks: Sequence[int]) -> None:
+    """Copy these chunks between two memories of this process; blocks, without the GIL."""
+    device = source.device or destination.device
+    if device is None:
+        for chunk in chunks:
+            copy_bytes(source.buffer(chunk), destination.buffer(chunk))
+        return
+    queue = device.queue()
+    for chunk in chunks:
+        if source.sizes[chunk]:
+            queue.copy(destination.address(chunk), source.address(chunk), source.sizes[chunk])
+    queue.mark().wait()

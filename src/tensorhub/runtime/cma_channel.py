@@ -8,7 +8,7 @@ from tensorhub.runtime.asking import Asking
 from tensorhub.runtime.one_sided import OneSidedChannel, lanes_here
 from tensorhub.runtime.peers import Peers
 from tensorhub.transport import cma
-from tensorhub.transport.base import Channel, Cutter, Destination, ReadRight, Unusable
+from tensorhub.transport.base import Channel, Cutter, Destination, NotShared, ReadRight, Unusable
 from tensorhub.transport.registry import Local
 from tensorhub.types import Endpoint, Location
 
@@ -34,8 +34,8 @@ class CmaTransport:
         asking = Asking(self._peers, peer, right, cutter)
         try:
             with asking.failures():
-                if peer.header is None:
-                    peer.header = _find(peer.is_local, asking)
+                if peer.header is None or peer.registration != right.registration:
+                    peer.header, peer.registration = _find(peer.is_local, asking, right), right.registration
         except BaseException:
             asking.close()
             raise
@@ -50,11 +50,11 @@ class CmaTransport:
         self._peers.close()
 
 
-def _find(is_local: bool, asking: Asking) -> cma.Header:
+def _find(is_local: bool, asking: Asking, right: ReadRight) -> cma.Header:
     """What the owner says of its process, once that has proved to be that one here."""
     if not is_local:
         raise Unusable("it is connected from another host: workers on different hosts need different Location.host")
-    header = _ask(asking)
+    header = _ask(asking, right)
     try:
         is_there = cma.Look(header).is_there()
     except OSError as error:
@@ -64,11 +64,13 @@ def _find(is_local: bool, asking: Asking) -> cma.Header:
     return header
 
 
-def _ask(asking: Asking) -> cma.Header:
-    asking.connection.send(FindMemory(0))
+def _ask(asking: Asking, right: ReadRight) -> cma.Header:
+    asking.connection.send(FindMemory(0, right.registration))
     message = asking.hear()
     if not isinstance(message, MemoryIs):
         raise ProtocolError(f"it is asked for its memory, and answers {type(message).__name__}")
+    if message.on_device:
+        raise NotShared("its tensors are on a GPU, which is not read this way")
     if not message.pid or len(message.nonce) != cma.NONCE_BYTES:
         raise Unusable("it lets nobody read its memory from here: to it, this is another host")
     return cma.Header(message.pid, message.address, message.nonce)

@@ -9,9 +9,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
-from tensorhub.runtime.chunks import ChunkMemory
+from tensorhub.runtime.chunks import ChunkMemory, move_chunks
 from tensorhub.runtime.serving import SharedOwner
-from tensorhub.transport.memory import copy_bytes
 from tensorhub.types import ContentId, RegistrationId
 from tensorhub.worker.calls import LocalCopy
 from tensorhub.worker.owner import CHUNKS_PER_ACCESS_MAX, Access
@@ -79,10 +78,14 @@ def _copy_from(
 def _copy_some(
     owner: SharedOwner, access: Access, memory: ChunkMemory, destination: ChunkMemory, check: Callable[[], object]
 ) -> dict[int, int | None]:
+    """Chunk by chunk, so that each is digested where it is still in the cache; on a GPU by one launch for all of them."""
     good: dict[int, int | None] = {}
-    for chunk, digest in owner.digests_of(access, memory):
+    chunks = owner.digests_of(access, memory)
+    for group in [chunks] if memory.device or destination.device else [[each] for each in chunks]:
         check()
-        copy_bytes(memory.buffer(chunk), destination.buffer(chunk))
-        if not destination.is_digested or destination.digest(chunk) == digest:
-            good[chunk] = digest
+        named = [chunk for chunk, _ in group]
+        move_chunks(memory, destination, named)
+        for (chunk, digest), made in zip(group, destination.digests(named), strict=True):
+            if not destination.is_digested or made == digest:
+                good[chunk] = digest
     return good

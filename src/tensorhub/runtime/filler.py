@@ -20,6 +20,7 @@ from tensorhub.errors import TensorHubError
 from tensorhub.manifest import Manifest
 from tensorhub.messages import FromWorker, Progress
 from tensorhub.runtime import clock
+from tensorhub.runtime.callers_work import CallersWork
 from tensorhub.runtime.channels import Channels
 from tensorhub.runtime.chunks import ChunkMemory
 from tensorhub.runtime.copying import copy_chunks
@@ -70,6 +71,7 @@ class Filler:
         places: Places,
         line: Line,
         apply: Callable[[list[Action]], None],
+        callers_work: CallersWork,
     ) -> None:
         self.times = CallTimes()  # of the running call
         self.progress: ProgressListener | None = None
@@ -79,6 +81,7 @@ class Filler:
         self._places = places
         self._line = line
         self._apply = apply
+        self._callers_work = callers_work
         self._registration = RegistrationId(member.shard.registration)
         self._pull: _Pull | None = None
 
@@ -118,6 +121,7 @@ class Filler:
         try:
             with pull.scope:
                 self._memory.check_unreplaced()  # before_write may have moved them
+                await self._callers_work.done()
                 target, mapped, chunks = await self._places.destination(action)
                 kept = await self._verify_kept(target, action.generation)
                 await self._pull_chunks(action, pull, target, chunks, kept)
@@ -150,6 +154,7 @@ class Filler:
         try:
             with pull.scope:
                 self._memory.check_unreplaced()
+                await self._callers_work.done()
                 target, mapped, chunks = await self._places.destination(action)
                 arrived = partial(self._owner.mark_available, target, action.generation)
                 content_id, check = ContentId(action.version.content_id), anyio.from_thread.check_cancelled

@@ -22,6 +22,7 @@ import anyio.to_thread
 from tensorhub.errors import DrainTimeout, Memory as TensorState, StateError, TensorHubError
 from tensorhub.messages import DigestAgain, ErrorInfo
 from tensorhub.runtime import clock
+from tensorhub.runtime.callers_work import CallersWork
 from tensorhub.runtime.filler import Filler, Line, ProgressListener
 from tensorhub.runtime.logs import get_logger
 from tensorhub.runtime.places import HostRoom, Places
@@ -99,7 +100,8 @@ class Handle:
         self._line = line
         self._room = room
         self._places = Places(memory, self._registration, owner, room)
-        self._filler = Filler(member, memory, owner, self._places, line, self.apply)
+        self.callers_work = CallersWork(memory.device)
+        self._filler = Filler(member, memory, owner, self._places, line, self.apply, self.callers_work)
         self._todo: deque[Action] = deque()
         self._todo_wanted = anyio.Event()
         self._call: _Call | None = None
@@ -122,6 +124,7 @@ class Handle:
         if self.member.state is HandleState.READY:
             self._promise.raise_spoiled()
         self.memory.check_unreplaced()
+        await self.callers_work.done(timeout_s)
         manifest = self.member.shard.manifest
         if manifest is not None and self.memory.digests_first:
             make = partial(self.memory.digests, manifest, anyio.from_thread.check_cancelled)

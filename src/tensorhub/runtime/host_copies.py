@@ -30,6 +30,7 @@ from tensorhub.messages import CopyRefused, DropCopy, FromWorker, MakeCopy
 from tensorhub.runtime import clock
 from tensorhub.runtime.handle import Handle
 from tensorhub.runtime.logs import get_logger
+from tensorhub.runtime.places import pinning
 from tensorhub.runtime.questions import Questions
 from tensorhub.transport.host import HostMemory
 from tensorhub.transport.memory import Memory
@@ -170,7 +171,8 @@ class HostCopies:
 
     def _start(self, shard: Shard) -> _Copy:
         ident = shard.registration
-        memory = HostMemory(partial(self._reserve, ident, shard.purpose))
+        devices = [handle.memory.device for handle in self._desk.callers() if handle.memory.device is not None]
+        memory = HostMemory(partial(self._reserve, ident, shard.purpose), pinning(devices[0] if devices else None))
         copy = _Copy(ident, shard, self._desk.start_handle(shard, memory), memory)
         self._copies[ident] = copy
         return copy

@@ -23,7 +23,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from types import TracebackType
 from typing import NamedTuple, Self
@@ -57,6 +57,7 @@ class Opened(NamedTuple):
     transport: str
     channel: Channel
     lanes: int = 1
+    batch_bytes: int = BATCH_BYTES
     ended: Callable[[ReadFailure | None], object] = lambda failure: None
 
 
@@ -117,6 +118,7 @@ class _Lane:
     threads_s: float = 0.0  # that all its threads took, those included that run: as if they had begun at 0
     started: float = 0.0
     seconds: float = 0.0  # from `started` on, once it has ended
+    batch_bytes: int = BATCH_BYTES  # of one request
     inflow: Inflow = field(default_factory=Inflow)
     asked: list[set[int]] = field(default_factory=list)  # of each open batch, what has not arrived; none is empty
     answers: int = 0  # that its threads have dealt with
@@ -211,7 +213,7 @@ class PullRunner:
 
     def add_source(self, grant: Grant) -> None:
         """Read from this source as well, from now on; unless all is there, the block is being left, or it was one before."""
-        lane = _Lane(grant, LeaseId(grant.lease))
+        lane = _Lane(grant, LeaseId(grant.lease), batch_bytes=self._batch_bytes)
         with self._changed:
             if self._is_over or lane.lease in self._lanes:
                 return
@@ -287,7 +289,11 @@ class PullRunner:
             self._enter(lane)
         failure: ReadFailure | None = None
         try:
-            lane.transport, channel, lanes, lane.ended = self._open_channel(lane.grant, self._memory, lane.cutter)
+            lane.transport, channel, lanes, batch_bytes, lane.ended = self._open_channel(
+                lane.grant, self._memory, lane.cutter
+            )
+            if batch_bytes != BATCH_BYTES:
+                lane.batch_bytes = batch_bytes
             with self._changed:
                 lane.channel = channel
                 left = self._pull.bytes_wanted - self._pull.bytes_verified
@@ -383,7 +389,8 @@ class PullRunner:
             batches, answers = taken
             for batch in batches:
                 channel.submit(batch)
-            answer = channel.receive(lane.inflow.call_bytes)
+            # A GPU's digests are made by one launch: small calls do not pay.
+            answer = channel.receive(lane.inflow.call_bytes if self._memory.device is None else lane.batch_bytes)
             if isinstance(answer, Lacking):
                 self._look_elsewhere(lane, answer)
             elif answer.chunks:
@@ -400,7 +407,7 @@ class PullRunner:
         with self._changed:
             while not self._is_over and not lane.cutter.is_cut:
                 while len(lane.asked) < BATCHES_OPEN:
-                    batch = self._pull.next_batch(lane.lease, self._batch_bytes)
+                    batch = self._pull.next_batch(lane.lease, lane.batch_bytes)
                     if not batch:
                         break
                     lane.asked.append(set(batch))
@@ -435,9 +442,9 @@ class PullRunner:
         started = time.perf_counter()
         good: list[tuple[int, int | None]] = []
         bad: list[int] = []
+        digests = self._digests(arrival)
         for chunk, digest in arrival.chunks:
-            made = arrival.made.get(chunk)
-            if self._memory.is_digested and (self._memory.digest(chunk) if made is None else made) != digest:
+            if digests.get(chunk) != (digest if self._memory.is_digested else None):
                 bad.append(chunk)
             else:
                 good.append((chunk, digest))
@@ -457,6 +464,13 @@ class PullRunner:
         self._finish_if_done()
         if bad:
             raise ReadFailure("corrupt", f"chunk {bad[0]} does not have its digest", bad[0])
+
+    def _digests(self, arrival: Arrival) -> Mapping[int, int]:
+        """Of what has arrived, as it is in the destination; none, where there are none to compare them with."""
+        if not self._memory.is_digested:
+            return {}
+        missing = [chunk for chunk, _ in arrival.chunks if chunk not in arrival.made]
+        return {**arrival.made, **dict(zip(missing, self._memory.digests(missing), strict=True))}
 
     def _finish_if_done(self) -> None:
         """(The loop is woken when this thread leaves, which it does next: one waking instead of two.)"""

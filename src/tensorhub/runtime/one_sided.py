@@ -22,9 +22,8 @@ from tensorhub.messages import ChunksLie, Locate, StillWaiting
 from tensorhub.runtime.asking import Asking
 from tensorhub.runtime.hot import SMALL_BYTES, Digests
 from tensorhub.transport.base import Arrival, Cutter, Destination, Lacking, ReadFailure, ReadRight
-from tensorhub.transport.cma import CALL_BYTES, Piece, cut_up
+from tensorhub.transport.cma import Piece, cut_up
 
-GROUP_BYTES = 16 * 2**20  # copied by one thread at a time, so that all threads end at about the same time
 LANES_MAX = 4  # of one source: more would take a trainer's cores for little more memory bandwidth
 
 
@@ -37,6 +36,8 @@ class Source(Protocol):
     """The memory of another process, by its own addresses. For several threads."""
 
     hot_bytes: int  # to copy by one call and digest then
+    call_bytes: int  # to copy by one call
+    group_bytes: int  # to copy under one look at the word
 
     def copy(self, call: Sequence[Piece]) -> None:
         """Copy these pieces (see `cut_up`) into this process, without the GIL. OSError: not all could be read; nothing is
@@ -81,7 +82,9 @@ class OneSidedChannel:
 
     def receive(self, bytes_max: int) -> Arrival | Lacking:
         started = time.perf_counter()
-        bytes_max = min(bytes_max, GROUP_BYTES)
+        # A GPU's are made when all of it is there.
+        is_small = self._destination.is_digested and bytes_max <= SMALL_BYTES and self._destination.device is None
+        bytes_max = min(bytes_max, self._source.group_bytes)
         with self._turn:
             if not self._located:
                 if self._asking.is_answered:
@@ -91,14 +94,11 @@ class OneSidedChannel:
                     if isinstance(message, StillWaiting):
                         return self._asking.lacking(message)
                     self._enter(message)
-            group, views = self._next_group(bytes_max)
+            group = self._next_group(bytes_max)
         first_byte = time.perf_counter()
-        digests = (
-            Digests(zip([located.chunk for located in group], views, strict=True))
-            if self._destination.is_digested and bytes_max <= SMALL_BYTES
-            else None
-        )
-        self._copy(group, views, digests)
+        views = [(located.chunk, self._destination.buffer(located.chunk)) for located in group] if is_small else []
+        digests = Digests(views) if is_small else None
+        self._copy(group, digests)
         seconds = time.perf_counter() - first_byte
         chunks = [(located.chunk, located.digest) for located in group]
         if digests is None:
@@ -111,26 +111,22 @@ class OneSidedChannel:
         self._asking.announced(message.request, [chunk for chunk, _, _ in message.chunks])
         self._located.extend([_Located(*chunk, message.word) for chunk in message.chunks])
 
-    def _next_group(self, bytes_max: int) -> tuple[list[_Located], list[memoryview]]:
-        """Take what is copied next, under one word, and where to: one chunk at least, then up to `bytes_max`."""
+    def _next_group(self, bytes_max: int) -> list[_Located]:
+        """Take what is copied next, under one word: one chunk at least, then up to `bytes_max`."""
         group: list[_Located] = []
-        views: list[memoryview] = []
         while self._located and self._located[0].word == (group or self._located)[0].word:
-            view = self._destination.buffer(self._located[0].chunk)
-            bytes_max -= view.nbytes
+            bytes_max -= self._destination.sizes[self._located[0].chunk]
             if group and bytes_max < 0:
                 break
             group.append(self._located.popleft())
-            views.append(view)
-        return group, views
+        return group
 
-    def _copy(self, group: list[_Located], views: list[memoryview], digests: Digests | None) -> None:
+    def _copy(self, group: list[_Located], digests: Digests | None) -> None:
         copied = 0
-        here = self._destination.address
-        places = zip(group, views, strict=True)
-        pieces = [Piece(here(located.chunk), located.address, view.nbytes) for located, view in places]
+        here, sizes = self._destination.address, self._destination.sizes
+        pieces = [Piece(here(located.chunk), located.address, sizes[located.chunk]) for located in group]
         try:
-            for call in cut_up(pieces, CALL_BYTES if digests is None else self._source.hot_bytes):
+            for call in cut_up(pieces, self._source.call_bytes if digests is None else self._source.hot_bytes):
                 if self._cutter.is_cut:
                     raise ReadFailure("lost", "the read was given up", bytes_discarded=copied)
                 self._source.copy(call)

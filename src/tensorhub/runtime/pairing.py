@@ -7,6 +7,7 @@ Responsible for what a reader is told. Not responsible for who may read (`Shared
 
 from __future__ import annotations
 
+import errno
 from collections.abc import Sequence
 
 from tensorhub.errors import ProtocolError
@@ -20,6 +21,7 @@ from tensorhub.types import RegistrationId
 from tensorhub.worker.owner import Refusal
 
 NOT_BY_RDMA = "this worker's memory is not to be read by RDMA: its transports are others"
+ON_GPU = "its tensors are on a GPU, which is not read this way"
 
 log = get_logger("tensorhub.owner")
 
@@ -55,6 +57,8 @@ class Pairing:
         memory = self._owner.memory_of(RegistrationId(read.registration), read.generation)
         if isinstance(memory, Refusal):
             return ReadRefused(read.request, memory.reason)
+        if memory.device is not None:
+            return Unpaired(read.request, ON_GPU, is_usual=True)
         if memory.is_read_only:
             return Unpaired(read.request, "its memory is a file, which cannot be registered", is_usual=True)
         try:
@@ -87,6 +91,8 @@ class Pairing:
     def places(self, memory: ChunkMemory, chunks: Sequence[tuple[int, int]]) -> tuple[tuple[int, int, int, int], ...]:
         """Each chunk with its digest, its address and its remote key. OSError: it cannot be registered."""
         assert self._queue is not None
+        if memory.device is not None:  # a queue pair for one registration can be asked about another
+            raise OSError(errno.EOPNOTSUPP, ON_GPU)
         found: list[tuple[int, int, int, int]] = []
         for chunk, digest in chunks:
             address = memory.address(chunk)

@@ -20,7 +20,7 @@ from tensorhub.transport import tcp, unix
 from tensorhub.transport.base import Cutter, ReadFailure, ReadRight
 from tensorhub.transport.cma import Header
 from tensorhub.transport.registry import Local
-from tensorhub.types import Incarnation
+from tensorhub.types import Incarnation, RegistrationId
 
 KEPT_MAX = 32  # of one worker's, for each transport: beyond it the one that was used longest ago goes
 KEPT_S = 60.0  # of one that is not used; an owner that needs its place takes it earlier
@@ -44,6 +44,7 @@ class Peer:
     is_sound: bool = True  # no call on it has failed
     used: float = 0.0  # when it was given back
     header: Header | None = None  # of the owner's process, once it was found (cma)
+    registration: RegistrationId | None = None  # for which it was: what is on a GPU is not read by it
     link: Closable | None = None  # the queue pair that was made over it (rdma): it goes first
 
     def __repr__(self) -> str:

@@ -6,6 +6,7 @@ the budget. Not responsible for who may read or write them, nor when.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Protocol
 
@@ -13,13 +14,15 @@ import anyio
 import anyio.to_thread
 
 from tensorhub.compaction.cpu import Packed
+from tensorhub.compaction.gpu import PackedOnDevice
+from tensorhub.cuda.device import Device, DeviceBytes
 from tensorhub.errors import StateError, TensorHubError, text_of
 from tensorhub.manifest import Manifest
 from tensorhub.runtime.chunks import ChunkMemory
 from tensorhub.runtime.logs import get_logger
 from tensorhub.runtime.serving import SharedOwner
-from tensorhub.transport.host import HostMemory
-from tensorhub.transport.memory import MappedRegions, Memory
+from tensorhub.transport.host import HostMemory, Pin
+from tensorhub.transport.memory import MappedRegions, Memory, Pieces
 from tensorhub.types import ContentId, Purpose, RegistrationId
 from tensorhub.worker.calls import CopyLocally, StartPull, staging_of
 
@@ -54,11 +57,34 @@ class _Staging:
 
 def with_packs(mapped: MappedRegions, manifest: Manifest) -> MappedRegions:
     """The same, where each packed region has bytes of its own beside those of its tensors."""
-    packs = {index: Packed(manifest.regions[index].nbytes, pieces) for index, pieces in mapped.scattered.items()}
+    packs = {index: _pack(manifest.regions[index].nbytes, pieces) for index, pieces in mapped.scattered.items()}
     if not packs:
         return mapped
     regions = [packs[index].buffer if index in packs else region for index, region in enumerate(mapped.regions)]
     return replace(mapped, regions=tuple(regions), scattered={}, packs=tuple(packs.values()))
+
+
+def _pack(nbytes: int, pieces: Pieces) -> Packed | PackedOnDevice:
+    """Where the tensors are. (Those of one registration are all in one memory, but for those without bytes.)"""
+    on_device = [(offset, piece) for offset, piece in pieces if isinstance(piece, DeviceBytes)]
+    if on_device:
+        return PackedOnDevice(on_device[0][1].device, nbytes, on_device)
+    return Packed(nbytes, [(offset, piece) for offset, piece in pieces if isinstance(piece, memoryview)])
+
+
+def pinning(device: Device | None) -> Pin | None:
+    """What page-locks host memory for that device, where it can be: else copies are slower, and that is all."""
+    if device is None:
+        return None
+
+    def pin(view: memoryview) -> Callable[[], None]:
+        try:
+            return device.pin(view)
+        except StateError as error:
+            log.warning("memory_not_pinned", nbytes=view.nbytes, reason=str(error))
+            return lambda: None
+
+    return pin
 
 
 class Places:
@@ -157,8 +183,8 @@ class Places:
         await self.free_staging()
         manifest = action.manifest
         await self._room.make_room(self._staging_id, Purpose.USE, manifest.nbytes)
-        memory = HostMemory()
-        mapped = memory.map(manifest)
+        memory = HostMemory(pin=pinning(self._memory.device))
+        mapped = await anyio.to_thread.run_sync(memory.map, manifest)
         chunks = ChunkMemory(manifest, mapped.regions)
         self._staging = _Staging(memory, action.generation, mapped, chunks)
         content_id = ContentId(action.version.content_id)

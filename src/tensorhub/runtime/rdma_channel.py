@@ -341,7 +341,7 @@ class RdmaChannel:
         room = GROUP_BYTES
         while self._located and self._located[0].word == word:
             chunk, digest, there, key, _ = self._located[0]
-            nbytes = destination.buffer(chunk).nbytes
+            nbytes = destination.sizes[chunk]
             room -= nbytes
             if chunks and room < 0:
                 break

@@ -191,16 +191,28 @@ class SharedOwner:
                 raise InvariantBroken("there are no words here")
             return self._words.address(access.registration)
 
+    def is_on_device(self, registration: RegistrationId) -> bool:
+        """Whether its bytes are where the CPU cannot address them."""
+        with self._changed:
+            memory = self._memory.get(registration)
+            return memory is not None and memory.device is not None
+
     def segments_of(self, registration: RegistrationId, generation: int) -> tuple[Segment, ...] | Refusal:
         """The shared memory in which all of it and its word are; none if they are not in such memory."""
+        found = self.lies(registration, generation)
+        if isinstance(found, Refusal):
+            return found
+        return () if found is None else segments_of([*found[0].places, found[1]]) or ()
+
+    def lies(self, registration: RegistrationId, generation: int) -> tuple[ChunkMemory, tuple[int, int]] | Refusal | None:
+        """Its memory, and (address, bytes) of its word; None: nobody reads this worker's memory by himself."""
         with self._changed:
             if self._words is None:
-                return ()
+                return None
             memory = self._open_memory(registration, generation)
             if memory is None:
                 return NOT_OPEN
-            word = (self._words.address(registration), WORD_BYTES)
-        return segments_of([*memory.places, word]) or ()
+            return memory, (self._words.address(registration), WORD_BYTES)
 
     def agent_of(self, registration: RegistrationId, generation: int) -> tuple[Exposed, int] | str | Refusal:
         """The agent by which NIXL reads all of it, and where its word is; or why there is none. May take long."""
@@ -212,6 +224,8 @@ class SharedOwner:
             if memory is None:
                 return NOT_OPEN
             word = words.address(registration)
+        if memory.device is not None:
+            return "its tensors are on a GPU, which is not read this way"
         if memory.is_read_only:
             return "what is served from a file is not read by NIXL"
         try:
@@ -305,10 +319,10 @@ class SharedOwner:
 
     def digests_of(self, access: Access, memory: ChunkMemory) -> list[tuple[int, int]]:
         """The access' chunks with their digests (0: there are none); missing ones are made and kept."""
-        named: list[tuple[int, int]] = []
-        for chunk, digest in zip(access.chunks, access.digests, strict=True):
-            named.append((chunk, self.keep_digest(access, chunk, memory.digest(chunk)) if digest is None else digest))
-        return named
+        missing = [chunk for chunk, digest in zip(access.chunks, access.digests, strict=True) if digest is None]
+        kept = {chunk: self.keep_digest(access, chunk, made) for chunk, made in _made(memory, missing)}
+        known = zip(access.chunks, access.digests, strict=True)
+        return [(chunk, kept[chunk] if digest is None else digest) for chunk, digest in known]
 
     def keep_digest(self, access: Access, chunk: int, made: int) -> int:
         """This digest was made of a chunk of the access. Returns the one that counts: the first."""
@@ -405,3 +419,12 @@ class SharedOwner:
         lane.is_stopped = True
         lane.connection.shutdown()
         self._changed.notify_all()
+
+
+def _made(memory: ChunkMemory, chunks: Sequence[int]) -> Iterator[tuple[int, int]]:
+    """Each chunk with its digest, made now: one after the other, as each is wanted, where it is the CPU that makes them."""
+    if memory.device is not None:
+        yield from zip(chunks, memory.digests(chunks), strict=True)
+        return
+    for chunk in chunks:
+        yield chunk, memory.digest(chunk)

@@ -22,7 +22,7 @@ from tensorhub.runtime.one_sided import OneSidedChannel, lanes_here
 from tensorhub.runtime.peers import Peers
 from tensorhub.transport import shm
 from tensorhub.transport.base import Channel, Cutter, Destination, NotShared, ReadRight, Unusable
-from tensorhub.transport.cma import WORD_BYTES, Piece
+from tensorhub.transport.cma import CALL_BYTES, GROUP_BYTES, WORD_BYTES, Piece
 from tensorhub.transport.registry import Local
 from tensorhub.types import Endpoint, Incarnation, Location, RegistrationId
 
@@ -124,6 +124,8 @@ class Mapped:
     """See `one_sided.Source`."""
 
     hot_bytes = 2 * HOT_BYTES  # a copy takes half as long as by cma, and what Python does between two as long
+    call_bytes = CALL_BYTES
+    group_bytes = GROUP_BYTES
 
     def __init__(self, segments: Sequence[tuple[int, shm.MappedSegment]]) -> None:
         """Each with its address at the source."""

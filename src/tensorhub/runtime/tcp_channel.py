@@ -8,13 +8,16 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Sequence
+from contextlib import closing
 
+from tensorhub.cuda.device import Device
 from tensorhub.errors import ProtocolError
 from tensorhub.messages import ChunkDigest, ChunkFollows, ChunksFollow, Read, StillWaiting
 from tensorhub.runtime.asking import Asking
 from tensorhub.runtime.hot import SMALL_BYTES, Digests, cut
 from tensorhub.runtime.peers import Peers
-from tensorhub.transport.base import Arrival, Channel, Cutter, Destination, Lacking, ReadRight
+from tensorhub.runtime.staging import Staging
+from tensorhub.transport.base import DEVICE, HOST, Arrival, Channel, Cutter, Destination, Lacking, ReadRight
 from tensorhub.transport.registry import Local
 from tensorhub.types import Endpoint, Location
 
@@ -24,6 +27,7 @@ class TcpTransport:
 
     name = "tcp"
     lanes = 1
+    fills = HOST | DEVICE
 
     def __init__(self, local: Local) -> None:
         self._peers = Peers(local)
@@ -53,6 +57,7 @@ class TcpChannel:
         self._asking = asking
         self._connection = asking.connection
         self._destination = destination
+        self._staging: Staging | None = None
         self._coming: deque[tuple[int, int | None]] = deque()  # of the present frame, not received yet; None: comes behind
 
     def __repr__(self) -> str:
@@ -78,9 +83,13 @@ class TcpChannel:
                     case _:
                         raise ProtocolError(f"a read is answered with {type(message).__name__}")
             first_byte = time.perf_counter()
-            group, views = self._next_group(bytes_max)
-            digests = Digests(zip([chunk for chunk, _ in group], views, strict=True))
-            if self._destination.is_digested and bytes_max <= SMALL_BYTES:
+            group = self._next_group(bytes_max)
+            is_on_host = self._destination.device is None
+            views = [self._destination.buffer(chunk) for chunk, _ in group] if is_on_host else []
+            digests = Digests(zip([chunk for chunk, _ in group], views, strict=is_on_host))
+            if self._destination.device is not None:
+                self._receive_staged(group, self._destination.device)
+            elif self._destination.is_digested and bytes_max <= SMALL_BYTES:
                 for call in cut(views):
                     self._connection.receive_into(call)
                     digests.go_on([view.nbytes for view in call])
@@ -92,18 +101,25 @@ class TcpChannel:
         seconds = time.perf_counter() - first_byte - digests.seconds
         return Arrival(group, first_byte - started, seconds, digests.made, digests.seconds)
 
-    def _next_group(self, bytes_max: int) -> tuple[list[tuple[int, int | None]], list[memoryview]]:
-        """Take the next chunks of the present frame, and where they go: one at least, then up to `bytes_max`."""
+    def _receive_staged(self, group: Sequence[tuple[int, int | None]], device: Device) -> None:
+        """Receive what goes to a GPU: one piece is copied there while the next is received."""
+        if self._staging is None:
+            self._staging = Staging(device)
+        destination = self._destination
+        places = [(destination.address(chunk), destination.sizes[chunk]) for chunk, _ in group]
+        with closing(self._staging.incoming(places)) as pieces:
+            for piece in pieces:
+                self._connection.receive_into([piece])
+
+    def _next_group(self, bytes_max: int) -> list[tuple[int, int | None]]:
+        """Take the next chunks of the present frame: one at least, then up to `bytes_max`."""
         group: list[tuple[int, int | None]] = []
-        views: list[memoryview] = []
         while self._coming:
-            view = self._destination.buffer(self._coming[0][0])
-            bytes_max -= view.nbytes
+            bytes_max -= self._destination.sizes[self._coming[0][0]]
             if group and bytes_max < 0:
                 break
             group.append(self._coming.popleft())
-            views.append(view)
-        return group, views
+        return group
 
     def _digest_behind(self) -> int:
         message = self._asking.hear()

@@ -24,6 +24,7 @@ from tensorhub.errors import (
 )
 from tensorhub.manifest import Digest, Manifest, build_manifest
 from tensorhub.messages import CopyRefused, ErrorInfo, FromWorker, Leave, MakeCopy
+from tensorhub.runtime.callers_work import CallersWork
 from tensorhub.runtime.filler import ProgressListener
 from tensorhub.runtime.loop_thread import Job
 from tensorhub.runtime.news import News
@@ -162,6 +163,7 @@ class Caller:
     def __init__(self, simulated: EmbeddedHandle) -> None:
         self.simulated = simulated
         self.member: Member = simulated.member
+        self.callers_work = CallersWork(None)  # the simulator has no GPUs
 
     @property
     def was_filled(self) -> bool:

@@ -23,8 +23,9 @@ from typing import Final, Protocol
 
 import xxhash
 
+from tensorhub.cuda.device import Device, DeviceBytes
 from tensorhub.transport.base import Arrival, Channel, Cutter, Lacking, ReadFailure, ReadRight, Transport, Unusable
-from tensorhub.transport.memory import address_of
+from tensorhub.transport.memory import Bytes, address_of, copy_bytes
 from tensorhub.types import ContentId, Endpoint, Incarnation, RegistrationId
 
 SIZES: Final = (1, 4096, 70_000, 3, 4096, 2**20, 5, 4096)  # bytes of each chunk of a source
@@ -41,6 +42,7 @@ class Source(Protocol):
 
     endpoint: Endpoint
     right: ReadRight  # under which it may be read now
+    # device: Device, on which destinations are to be; without it, or None, they are in host memory
 
     def fill(self, chunk: int, content: bytes) -> None:
         """Have these bytes there, and let them be read, with their XXH3-64 as the digest."""
@@ -68,29 +70,52 @@ Check = Callable[[Transport, MakeSource], None]
 class Target:
     """Where a check's chunks go: memory full of CANARY, with more of it around each chunk."""
 
-    def __init__(self) -> None:
+    def __init__(self, device: Device | None = None) -> None:
         self.is_digested = True
-        self._buffers = [bytearray([CANARY]) * (size + 2) for size in SIZES]
+        self.sizes: Sequence[int] = SIZES
+        self.device = device
+        self._buffers = [_new(device, size + 2) for size in SIZES]
 
     def buffer(self, chunk: int) -> memoryview:
-        return memoryview(self._buffers[chunk])[1:-1]
+        part = self._buffers[chunk][1:-1]
+        if isinstance(part, DeviceBytes):
+            raise ConformanceBroken("a destination on a device has no views")
+        return part
 
     def address(self, chunk: int) -> int:
-        return address_of(self.buffer(chunk))
+        return address_of(self._buffers[chunk]) + 1
 
     @property
     def spans(self) -> Sequence[tuple[int, int]]:
         return sorted((self.address(chunk), size) for chunk, size in enumerate(SIZES))
 
     def holds(self, chunk: int) -> bytes:
-        return bytes(self.buffer(chunk))
+        return bytes_of(self._buffers[chunk])[1:-1]
 
     def is_untouched(self, chunk: int) -> bool:
-        return set(self._buffers[chunk]) == {CANARY}
+        return set(bytes_of(self._buffers[chunk])) == {CANARY}
 
     def check_edges(self) -> None:
         for chunk, buffer in enumerate(self._buffers):
-            _demand(buffer[0] == buffer[-1] == CANARY, 1, f"bytes beside chunk {chunk} were written")
+            found = bytes_of(buffer)
+            _demand(found[0] == found[-1] == CANARY, 1, f"bytes beside chunk {chunk} were written")
+
+
+def _new(device: Device | None, nbytes: int) -> Bytes:
+    canaries = memoryview(bytearray([CANARY]) * nbytes)
+    if device is None:
+        return canaries
+    made = device.allocate(nbytes)
+    copy_bytes(canaries, made)
+    return made
+
+
+def bytes_of(memory: Bytes) -> bytes:
+    """A copy of them, wherever they are."""
+    found = memoryview(bytearray(memory.nbytes))
+    if memory.nbytes:
+        copy_bytes(memory, found)
+    return bytes(found)
 
 
 def content(chunk: int, salt: int = 0) -> bytes:
@@ -371,7 +396,7 @@ def _made(make_source: MakeSource) -> Iterator[Source]:
 def _opened(
     transport: Transport, source: Source, right: ReadRight | None = None, cutter: Cutter | None = None
 ) -> Iterator[tuple[Channel, Target, Cutter]]:
-    target, cutter = Target(), cutter or Cutter()
+    target, cutter = Target(_device_of(source)), cutter or Cutter()
     channel = transport.open(source.endpoint, right or source.right, target, cutter)
     try:
         yield channel, target, cutter
@@ -379,8 +404,13 @@ def _opened(
         channel.close()
 
 
+def _device_of(source: Source) -> Device | None:
+    device: Device | None = getattr(source, "device", None)
+    return device
+
+
 def _read_one(transport: Transport, source: Source, right: ReadRight, cutter: Cutter | None = None) -> None:
-    target = Target()
+    target = Target(_device_of(source))
     try:
         with _opened(transport, source, right, cutter) as (channel, target, _):
             channel.submit([0])

@@ -8,14 +8,16 @@ import threading
 import anyio
 import anyio.from_thread
 
+from tensorhub.cuda.device import Device
 from tensorhub.manifest import TensorDescription, build_manifest
 from tensorhub.runtime.acceptor import ServeSettings, serve_readers
 from tensorhub.runtime.chunks import ChunkMemory
 from tensorhub.runtime.serving import SharedOwner
-from tensorhub.testing.conformance import SIZES
+from tensorhub.testing.conformance import SIZES, bytes_of
 from tensorhub.transport import tcp, unix
 from tensorhub.transport.base import ReadRight
 from tensorhub.transport.cma import Words
+from tensorhub.transport.memory import Bytes, copy_bytes
 from tensorhub.transport.nixl import Exposures
 from tensorhub.transport.shm import Segment
 from tensorhub.transport.verbs import Fabric
@@ -33,7 +35,7 @@ def _shared(nbytes: int) -> memoryview:
 class ServedSource:
     """See `conformance.Source`. `secret`: what its readers present; `backend`: of anyio, on which it serves; `shares`: its
     memory is shared, and it listens on a Unix socket; `exposes`: NIXL may read it; `fabric`: by which RDMA ports it can be
-    read, closed with the source.
+    read, closed with the source. `device`: on which its memory and its readers' destinations are.
     """
 
     def __init__(
@@ -44,9 +46,11 @@ class ServedSource:
         shares: bool = False,
         exposes: bool = False,
         fabric: Fabric | None = None,
+        device: Device | None = None,
     ) -> None:
+        self.device = device
         tensors = [TensorDescription(f"t{n}", "uint8", (size,), (n + 1) << 40, size) for n, size in enumerate(SIZES)]
-        self._bytes = [_shared(size) if shares and size else memoryview(bytearray(size)) for size in SIZES]
+        self._bytes = [self._allocate(size, shares) for size in SIZES]
         self._memory = ChunkMemory(build_manifest(tensors, CHUNK_BYTES, "xxh3-64"), self._bytes)
         words, exposures = Words(_shared) if shares else Words(), Exposures() if exposes else None
         self.owner = SharedOwner(fence_grace_s=0.1, words=words, exposures=exposures, fabric=fabric)
@@ -67,6 +71,14 @@ class ServedSource:
     def __repr__(self) -> str:
         return f"<ServedSource {self.owner!r}>"
 
+    def _allocate(self, nbytes: int, shares: bool) -> Bytes:
+        if self.device is not None:
+            return self.device.allocate(nbytes)
+        return _shared(nbytes) if shares and nbytes else memoryview(bytearray(nbytes))
+
+    def _write(self, chunk: int, content: bytes) -> None:
+        copy_bytes(memoryview(bytearray(content)), self._bytes[chunk])
+
     def _run(self) -> None:
         anyio.run(self._serve, backend=self._backend)
 
@@ -81,19 +93,20 @@ class ServedSource:
 
     def fill(self, chunk: int, content: bytes) -> None:
         """See `Source.fill`."""
-        self._bytes[chunk][:] = content
+        self._write(chunk, content)
         named = [(chunk, self._memory.digest(chunk))]
         self.owner.mark_available(REGISTRATION, self.right.generation, named)
 
     def spoil(self, chunk: int) -> None:
         """See `Source.spoil`."""
-        self._bytes[chunk][0] ^= 0xFF
+        held = bytes_of(self._bytes[chunk])
+        self._write(chunk, bytes([held[0] ^ 0xFF]) + held[1:])
 
     def take_back(self) -> None:
         """See `Source.take_back`."""
         self.owner.fence(REGISTRATION)
-        for each in self._bytes:
-            each[:] = b"\xee" * len(each)
+        for chunk, size in enumerate(SIZES):
+            self._write(chunk, b"\xee" * size)
 
     def freeze(self) -> bool:
         """See `Source.freeze`: whoever asks the owner for anything waits."""

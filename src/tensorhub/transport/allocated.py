@@ -13,14 +13,17 @@ from fnmatch import fnmatchcase
 from itertools import islice
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from tensorhub.cuda.cupy_device import cuda_device, fault_here
+from tensorhub.cuda.device import Device, DeviceBytes
 from tensorhub.errors import ManifestMismatch, StateError
 from tensorhub.manifest import Manifest, TensorDescription, TensorSpec
-from tensorhub.transport.memory import MappedRegions, check_padding, is_packed, view
+from tensorhub.transport.memory import Bytes, MappedRegions, check_padding, is_packed, view
 
 if TYPE_CHECKING:
     import torch
 
 NAMES_SHOWN_MAX = 5
+EMPTY: Bytes = memoryview(b"")
 
 
 class _Place(NamedTuple):
@@ -39,7 +42,8 @@ class AllocatedMemory:
     """See `Memory`; for one fetch. It is never published.
 
     `names`: a tensor's name or a glob over names (`layers.0.*`), or several; None: all tensors. `device`: where the
-    tensors are in the end; bytes arrive, and are verified, in host memory.
+    tensors are in the end. Bytes arrive, and are verified, there, if it is a CUDA device and there is cupy; else in host
+    memory, from which they are moved.
 
     Raises StateError (names that are none, no torch, a device that cannot be used).
     """
@@ -47,11 +51,14 @@ class AllocatedMemory:
     descriptions: tuple[TensorDescription, ...] = ()
     metadata = b""
     digests_first = False
+    device: Device | None = None
 
     def __init__(self, names: str | Sequence[str] | None = None, device: object = "cpu") -> None:
         self._patterns = patterns(names)
         self._torch = _import_torch()
         self._device = self._usable(device)
+        is_cuda = self._device.type == "cuda" and fault_here() is None
+        self._gpu: Device | None = cuda_device(self._device.index) if is_cuda else None
         self._chosen: tuple[TensorSpec, ...] = ()
         self._bytes: dict[_Place, torch.Tensor] = {}
 
@@ -91,24 +98,33 @@ class AllocatedMemory:
         nbytes = sum(place.nbytes for place in places)
         try:
             self._bytes = {place: self._allocate(place.nbytes) for place in places}
+            if self._gpu is not None:  # torch gives memory out again before it is quiet, in the order of this stream
+                self._torch.cuda.current_stream(self._device).synchronize()
         except (RuntimeError, MemoryError) as error:
             text = (
-                f"{nbytes} bytes of host memory cannot be allocated ({_first_line(error)}): free some, or fetch fewer names"
+                f"{nbytes} bytes of {'host memory' if self._gpu is None else self._gpu.name} cannot be allocated "
+                f"({_first_line(error)}): free some, or fetch fewer names"
             )
             raise StateError(text) from error
-        regions, pieces = [memoryview(b"")] * len(manifest.regions), dict[int, list[tuple[int, memoryview]]]()
+        regions, pieces = [EMPTY] * len(manifest.regions), dict[int, list[tuple[int, Bytes]]]()
         for place, its in self._bytes.items():
-            pieces.setdefault(place.region, []).append((place.offset, view(its)))
+            pieces.setdefault(place.region, []).append((place.offset, self._view(its)))
         scattered = {region: tuple(found) for region, found in pieces.items() if is_packed(manifest, region)}
         for region in pieces.keys() - scattered.keys():
             ((_, regions[region]),) = pieces[region]
         unwanted = frozenset(range(len(manifest.regions))) - wanted
-        then = None if self._device.type == "cpu" else self._move
+        then = None if self._device.type == "cpu" or self._gpu is not None else self._move
         return MappedRegions(tuple(regions), (), unwanted, then, scattered)
 
     def _allocate(self, nbytes: int) -> torch.Tensor:
-        made: torch.Tensor = self._torch.empty(nbytes, dtype=self._torch.uint8)
+        device = None if self._gpu is None else self._device
+        made: torch.Tensor = self._torch.empty(nbytes, dtype=self._torch.uint8, device=device)
         return made
+
+    def _view(self, tensor: torch.Tensor) -> Bytes:
+        if self._gpu is None or not tensor.numel():
+            return view(tensor)
+        return DeviceBytes(self._gpu, tensor.data_ptr(), tensor.numel(), tensor.untyped_storage())
 
     def _check_supported(self, tensor: TensorSpec) -> None:
         if not isinstance(getattr(self._torch, tensor.dtype, None), self._torch.dtype):

@@ -37,8 +37,9 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal, NamedTuple, Protocol, runtime_checkable
+from typing import Final, Literal, NamedTuple, Protocol, runtime_checkable
 
+from tensorhub.cuda.device import Device
 from tensorhub.types import ContentId, Endpoint, Incarnation, LeaseId, Location, RegistrationId
 
 Reason = Literal["lost", "stalled", "refused", "corrupt", "unreachable"]
@@ -82,6 +83,14 @@ class Destination(Protocol):
     """Where chunks go."""
 
     is_digested: bool  # their digests are XXH3-64, and will be compared
+
+    @property
+    def sizes(self) -> Sequence[int]:
+        """Of each chunk, in bytes."""
+
+    @property
+    def device(self) -> Device | None:
+        """On which they are: only a transport that `fills` devices is opened then. None: on none."""
 
     def buffer(self, chunk: int) -> memoryview:
         """The writable bytes of one chunk, exactly its size."""
@@ -133,12 +142,29 @@ class Transport(Protocol):
 
     name: str
     lanes: int  # how many threads of one reader get more out of one source than one does
+    # batch_bytes: int, what is asked for at a time, if not lanes.BATCH_BYTES
+    # fills: frozenset[Place], what its channels' destinations may be; without it, "host" alone (see `fills_of`)
 
     def reaches(self, here: Location, there: Location) -> bool:
         """Whether a worker at `here` can read one at `there` this way, as far as their locations say."""
 
     def open(self, endpoint: Endpoint, right: ReadRight, destination: Destination, cutter: Cutter) -> Channel:
         """Connect to the source, in the calling thread. Raises ReadFailure; Unusable, before anything was asked for."""
+
+
+Place = Literal["host", "device"]
+HOST: Final[frozenset[Place]] = frozenset({"host"})
+DEVICE: Final[frozenset[Place]] = frozenset({"device"})
+
+
+def fills_of(transport: Transport) -> frozenset[Place]:
+    """What destinations of this transport's channels may be."""
+    fills: frozenset[Place] = getattr(transport, "fills", HOST)
+    return fills
+
+
+def can_fill(transport: Transport, destination: Destination) -> bool:
+    return ("host" if destination.device is None else "device") in fills_of(transport)
 
 
 @runtime_checkable

@@ -28,6 +28,7 @@ from typing import NamedTuple
 
 from tensorhub.types import RegistrationId
 
+GROUP_BYTES = 16 * 2**20  # copied by one thread at a time, so that all threads end at about the same time
 CALL_BYTES = 8 * 2**20  # of one system call: a millisecond or so, after which a reader that is cut off notices
 CALL_PIECES_MAX = 1024  # Linux' IOV_MAX
 NONCE_BYTES = 16
@@ -230,6 +231,8 @@ class Process:
     """That process' memory, as `runtime.one_sided` reads it. For several threads."""
 
     hot_bytes = 2**20  # what a core's own cache holds on a server
+    call_bytes = CALL_BYTES
+    group_bytes = GROUP_BYTES
 
     def __init__(self, header: Header) -> None:
         self._header = header

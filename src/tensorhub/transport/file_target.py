@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Self
 
+from tensorhub.cuda.device import Device
 from tensorhub.errors import ManifestMismatch, StateError
 from tensorhub.manifest import Manifest, TensorDescription, TensorSpec
 from tensorhub.transport.allocated import choose, patterns
@@ -113,6 +114,7 @@ class FileTarget:
     descriptions: tuple[TensorDescription, ...] = ()
     metadata = b""
     digests_first = False
+    device: Device | None = None
 
     def __init__(self, out: Path, names: str | Sequence[str] | None = None, *, force: bool = False) -> None:
         self._is_file = out.name.endswith(SUFFIX)

@@ -19,6 +19,7 @@ from typing import Self
 
 import xxhash
 
+from tensorhub.cuda.device import Device
 from tensorhub.errors import ManifestMismatch, RegistrationError
 from tensorhub.manifest import Chunk, Manifest, TensorDescription
 from tensorhub.transport.checkpoint import Checkpoint, find_files
@@ -69,6 +70,7 @@ class FileMemory:
     """
 
     digests_first = True
+    device: Device | None = None
 
     def __init__(self, path: Path) -> None:
         self.progress: Progress = lambda done, total: None  # told of the digests, by the thread that makes them

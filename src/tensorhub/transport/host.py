@@ -12,9 +12,13 @@ import mmap
 from collections.abc import Callable
 from itertools import accumulate
 
+from tensorhub.cuda.device import Device
 from tensorhub.errors import StateError
 from tensorhub.manifest import Manifest, TensorDescription
 from tensorhub.transport.memory import MappedRegions
+
+Pin = Callable[[memoryview], Callable[[], None]]
+"""Page-locks this memory; what comes back undoes that."""
 
 
 class HostMemory:
@@ -23,10 +27,14 @@ class HostMemory:
     descriptions: tuple[TensorDescription, ...] = ()
     metadata = b""
     digests_first = False
+    device: Device | None = None
 
-    def __init__(self, reserve: Callable[[int], None] | None = None) -> None:
+    def __init__(self, reserve: Callable[[int], None] | None = None, pin: Pin | None = None) -> None:
+        """`pin`: for memory that a GPU copies from and to."""
         self.nbytes = 0  # allocated now
         self._reserve = reserve
+        self._pin = pin
+        self._unpin: Callable[[], None] | None = None
         self._bytes: mmap.mmap | None = None
 
     def __repr__(self) -> str:
@@ -55,6 +63,8 @@ class HostMemory:
                 raise StateError(f"{nbytes} bytes of host memory cannot be allocated ({error}): free some") from error
         self.nbytes = nbytes
         whole = memoryview(self._bytes if self._bytes is not None else bytearray())
+        if nbytes and self._pin is not None:
+            self._unpin = self._pin(whole)
         return MappedRegions(tuple(whole[end - size : end] for size, end in zip(sizes, ends, strict=True)), ())
 
     def free(self) -> None:
@@ -63,6 +73,9 @@ class HostMemory:
         Blocks: for a fraction of a second per GB that was written to; other threads run meanwhile.
         """
         mapping, self._bytes, self.nbytes = self._bytes, None, 0
+        if self._unpin is not None:
+            self._unpin()
+            self._unpin = None
         if mapping is not None:
             with contextlib.suppress(BufferError):
                 mapping.close()  # it lets go of the GIL, which the end of the last reference would not

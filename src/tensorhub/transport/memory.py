@@ -1,5 +1,7 @@
 """The caller's tensors as bytes: described when they are registered, viewed in place, checked before use.
 
+A GPU's tensors are bytes, too, which only the device can address (`DeviceBytes`). All of one registration are in one memory.
+
 Responsible for what a tensor must be so that its memory can be lent out, for writable views of that memory,
 and for noticing that it was replaced (R15). Not responsible for who may read or write when: the worker's
 Owner decides that.
@@ -18,6 +20,8 @@ from math import prod
 from operator import eq, is_
 from typing import Any, Protocol
 
+from tensorhub.cuda.cupy_device import cuda_device, fault_here
+from tensorhub.cuda.device import Device, DeviceBytes
 from tensorhub.errors import ManifestMismatch, RegistrationError
 from tensorhub.manifest import (
     ITEMSIZE,
@@ -48,20 +52,38 @@ def _is_numpy(value: object) -> bool:
 
 
 def describe(tensors: Mapping[str, Any]) -> tuple[TensorDescription, ...]:
-    """What is registered, in the mapping's order: CPU tensors of torch, or numpy arrays, used in place.
+    """What is registered, in the mapping's order: torch's tensors, on the CPU or on one GPU, or numpy arrays, in place.
 
     One RegistrationError names every tensor that cannot be used, why, and what to do about it.
     """
     found, faults = [], []
+    places = dict[str, str]()  # each device, with the first tensor's name there
     for name, tensor in _snapshot(tensors).items():
         fault = name_fault(name) or _fault(tensor)
         if fault:
             faults.append(f"{name!r}: {fault}")
         else:
             found.append(_describe(name, tensor))
+            places.setdefault(_place(tensor), name)
     if faults:
         raise RegistrationError(f"{len(faults)} tensor(s) cannot be registered:\n  " + "\n  ".join(faults))
+    if len(places) > 1:
+        where = ", ".join(f"{name!r} is on {place}" for place, name in places.items())
+        raise RegistrationError(
+            f"the tensors are in {len(places)} memories: {where}. Register those of each device by themselves, as a model "
+            "name of their own, or move them to one device before"
+        )
     return tuple(found)
+
+
+def _place(tensor: Any) -> str:
+    return str(tensor.device) if _is_torch(tensor) else "cpu"
+
+
+def device_of(tensors: Mapping[str, Any]) -> Device | None:
+    """The GPU that tensors which `describe` accepts are on; None: the CPU can address them."""
+    device = next((tensor.device for tensor in tensors.values() if _place(tensor) != "cpu"), None)
+    return None if device is None else cuda_device(device.index)
 
 
 def _snapshot(tensors: object) -> dict[str, Any]:
@@ -111,8 +133,10 @@ def _fault(tensor: Any) -> str | None:
 def _torch_fault(tensor: Any) -> str | None:
     if tensor.is_meta:
         return "it is on the meta device and has no bytes; materialize it first (`.to_empty(device='cpu')`)"
-    if tensor.device.type != "cpu":
-        return f"it is on {tensor.device}; only CPU tensors can be registered without the 'cuda' extra"
+    if tensor.device.type == "cuda" and (fault := fault_here()) is not None:
+        return f"it is on {tensor.device}, and {fault}"
+    if tensor.device.type not in ("cpu", "cuda"):
+        return f"it is on {tensor.device}; tensors on the CPU and on CUDA devices can be registered"
     if str(tensor.layout) != "torch.strided" or tensor.is_nested:
         return "it is sparse, nested or of another special layout; register `.to_dense()` or its parts"
     if tensor.is_conj():
@@ -184,6 +208,10 @@ def bytes_at(address: int, nbytes: int, storage: object) -> memoryview:
     return memoryview(buffer).cast("B")
 
 
+Bytes = memoryview | DeviceBytes
+"""Of a region or a tensor, in place."""
+
+
 class Pack(Protocol):
     """A packed region's bytes, beside the tensors that they belong to."""
 
@@ -194,7 +222,7 @@ class Pack(Protocol):
         """Copy the region's bytes into the tensors."""
 
 
-Pieces = tuple[tuple[int, memoryview], ...]
+Pieces = tuple[tuple[int, Bytes], ...]
 """What is where in a region: (offset, a tensor's bytes)."""
 
 
@@ -208,8 +236,8 @@ class MappedRegions:
     `scattered`: packed regions, whose tensors are apart here; their views are empty until somebody has made `packs` of them.
     """
 
-    regions: tuple[memoryview, ...]
-    copies: tuple[tuple[memoryview, memoryview], ...]
+    regions: tuple[Bytes, ...]
+    copies: tuple[tuple[Bytes, Bytes], ...]
     unwanted: frozenset[int] = frozenset()
     then: Callable[[], None] | None = None
     scattered: Mapping[int, Pieces] = field(default_factory=dict)
@@ -235,8 +263,14 @@ class MappedRegions:
             self.then()
 
 
-def copy_bytes(source: memoryview, target: memoryview) -> None:
-    """Copy all bytes of one writable view to another of its size."""
+def copy_bytes(source: Bytes, target: Bytes) -> None:
+    """Copy all bytes of one writable view to another of its size, on whichever devices they are."""
+    for each in source, target:
+        if isinstance(each, DeviceBytes):
+            queue = each.device.queue()
+            queue.copy(_pointer(target), _pointer(source), source.nbytes)
+            queue.mark().wait()
+            return
     # ctypes lets go of the GIL meanwhile; a slice assignment of gigabytes would stop the heartbeats.
     ctypes.memmove(_pointer(target), _pointer(source), source.nbytes)
 
@@ -255,8 +289,10 @@ class _Buffer(ctypes.Structure):
     )
 
 
-def address_of(view: memoryview) -> int:
+def address_of(view: Bytes) -> int:
     """Where the bytes of a contiguous view are, also of one that cannot be written."""
+    if isinstance(view, DeviceBytes):
+        return view.address
     buffer = _Buffer()
     ctypes.pythonapi.PyObject_GetBuffer(ctypes.py_object(view), ctypes.byref(buffer), 0)
     address: int = buffer.address or 0
@@ -264,8 +300,8 @@ def address_of(view: memoryview) -> int:
     return address
 
 
-def _pointer(view: memoryview) -> int:
-    return ctypes.addressof(ctypes.c_char.from_buffer(view))
+def _pointer(view: Bytes) -> int:
+    return view.address if isinstance(view, DeviceBytes) else ctypes.addressof(ctypes.c_char.from_buffer(view))
 
 
 # ------------------------------------------------------------------------------------------------ registering
@@ -277,6 +313,7 @@ class Memory(Protocol):
     descriptions: tuple[TensorDescription, ...]  # as this memory would be published; empty where it never is
     metadata: bytes  # see `Manifest.metadata`
     digests_first: bool  # `digests` makes every chunk's digest, before anything is promised
+    device: Device | None  # whose memory it is; None: the CPU can address it
 
     def check_unreplaced(self) -> None:
         """RegistrationError if this is not the memory that was registered any more."""
@@ -310,6 +347,7 @@ class RegisteredMemory:
         self._mapping = tensors  # the caller's own, to see when an entry becomes another tensor
         self._tensors = _snapshot(tensors)
         self.descriptions = describe(self._tensors)
+        self.device = device_of(self._tensors)
         self._by_name = {description.name: description for description in self.descriptions}
         # Lanes may still read the old bytes when the caller has replaced them, so what holds them is kept.
         self._storages: dict[str, Any] = {name: _storage(tensor) for name, tensor in self._tensors.items()}
@@ -373,7 +411,8 @@ class RegisteredMemory:
 
     def map(self, manifest: Manifest) -> MappedRegions:
         """See `Memory.map`."""
-        regions, copies, scattered = [], [], dict[int, Pieces]()
+        regions, scattered = list[Bytes](), dict[int, Pieces]()
+        copies: list[tuple[Bytes, Bytes]] = []
         # By address: a tied reader of an untied source would overwrite itself (R13).
         taken: dict[int, str] = {}
         for index in range(len(manifest.regions)):
@@ -388,7 +427,7 @@ class RegisteredMemory:
             regions.append(memoryview(b"") if index in scattered else pieces[0][1])
         return MappedRegions(tuple(regions), tuple(copies), scattered=scattered)
 
-    def _views(self, tensors: Sequence[TensorSpec], taken: dict[int, str]) -> list[memoryview]:
+    def _views(self, tensors: Sequence[TensorSpec], taken: dict[int, str]) -> list[Bytes]:
         """The bytes of one alias class, once for each place that they have here; enters these in `taken`."""
         nbytes = tensors[0].nbytes
         names: dict[int, str] = {}  # by address, the first tensor's there
@@ -399,7 +438,12 @@ class RegisteredMemory:
                 raise _mismatch(f"tensors {taken[address]!r} and {tensor.name!r} share memory here only")
         if nbytes:
             taken.update(names)
-        return [bytes_at(address, nbytes, self._storages[name]) for address, name in names.items()]
+        return [self._bytes_at(address, nbytes, self._storages[name]) for address, name in names.items()]
+
+    def _bytes_at(self, address: int, nbytes: int, storage: object) -> Bytes:
+        if self.device is None or not nbytes:
+            return bytes_at(address, nbytes, storage)
+        return DeviceBytes(self.device, address, nbytes, storage)
 
     def _find(self, tensor: TensorSpec) -> TensorDescription:
         mine = self._by_name.get(tensor.name)

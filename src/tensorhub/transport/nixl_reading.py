@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from tensorhub.errors import TransportUnavailable
-from tensorhub.transport.cma import WORD_BYTES, Piece, cut_up
+from tensorhub.transport.cma import CALL_BYTES, GROUP_BYTES, WORD_BYTES, Piece, cut_up
 from tensorhub.transport.nixl import make_agent, name_of
 
 SLOT_BYTES = 2 * 2**20  # of one read: where UCX copies by itself (cma), nothing cuts it short
@@ -280,6 +280,8 @@ class Remote:
     """One source's agent, as `runtime.one_sided` reads it. For several threads; `close` is for the last one."""
 
     hot_bytes = SLOTS * SLOT_BYTES  # smaller calls would leave the wire idle between them
+    call_bytes = CALL_BYTES
+    group_bytes = GROUP_BYTES
 
     def __init__(
         self, agents: Agents, name: str, metadata: bytes, is_over: Callable[[], bool], stall_timeout_s: float

@@ -1,0 +1,113 @@
+"""What TensorHub needs of an accelerator: queues of copies, page-locked host memory, kernels. And a name for bytes that the
+CPU cannot address.
+
+Ordering. Each `Queue` is a stream of its own, that waits for no other one, the caller's included. So whoever may touch
+memory waits, on the host, for all that was queued on it before: a publish and the first byte of a fill for the caller's
+own work (`Device.callers_work`), the end of an access or of a fill for our own copies. What the caller queues after his call
+has returned therefore finds its bytes in place, on whatever stream.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol
+
+HANDLE_BYTES = 64  # of an IPC handle
+
+
+class Mark(Protocol):
+    """A point in a queue."""
+
+    @property
+    def is_reached(self) -> bool:
+        """Whether all that was queued before it is done. StateError: the device has failed."""
+
+    def wait(self) -> None:
+        """Block until it is, without the GIL. What is waited for here is our own, and bounded by its size: a device that
+        does not get through it fails, which is a StateError.
+        """
+
+
+class Queue(Protocol):
+    """Work for the device, done in its order. For one thread at a time."""
+
+    def copy(self, to: int, source: int, nbytes: int) -> None:
+        """Copy between addresses of this process, on the device or page-locked on the host. Both must stay as they are
+        until a later mark is reached.
+        """
+
+    def copy_many(self, pieces: Sequence[tuple[int, int, int]]) -> None:
+        """Copy (to, source, bytes), all of them on devices, by one kernel."""
+
+    def mark(self) -> Mark: ...
+
+
+class Kernels(Protocol):
+    """A table of pieces, resident on the device, for a region packed from them; see `kernels.cu`."""
+
+    def pack(self) -> None:
+        """Copy the pieces into the region, and wait for that."""
+
+    def unpack(self) -> None:
+        """Copy the region's bytes to the pieces, and wait for that."""
+
+
+class Allocation(NamedTuple):
+    """One of the device's own allocations, in which any number of tensors lie, as another process may open it."""
+
+    address: int
+    nbytes: int
+    handle: bytes
+
+
+class Device(Protocol):
+    """One accelerator, as this process sees it. For all threads."""
+
+    name: str  # as torch says it: "cuda:0"
+
+    def queue(self, *, spins: bool = False) -> Queue:
+        """A new one. `spins`: waits of its marks take a core, and end some 50 us earlier."""
+
+    def pinned(self, nbytes: int) -> memoryview:
+        """New host memory that copies go to and from at full speed. StateError: there is none."""
+
+    def pin(self, view: memoryview) -> Callable[[], None]:
+        """Page-lock memory that there is; what comes back undoes that. StateError: it cannot be."""
+
+    def allocate(self, nbytes: int) -> DeviceBytes:
+        """New memory, of zeros. StateError: there is none."""
+
+    def digests(self, places: Sequence[tuple[int, int]]) -> list[int]:
+        """XXH3-64 of these (address, bytes) on the device, all by one launch; waits for it."""
+
+    def packing(self, region: DeviceBytes, pieces: Sequence[tuple[int, int, int]]) -> Kernels:
+        """Of these (address, offset in the region, bytes)."""
+
+    def export(self, address: int) -> Allocation:
+        """The allocation in which that address is. StateError: it cannot be opened elsewhere; what to do about it."""
+
+    def open(self, handle: bytes) -> int:
+        """Where another process' allocation is here, from now on. StateError: it cannot be opened."""
+
+    def close(self, address: int) -> None:
+        """Give up what was opened there."""
+
+    def callers_work(self) -> Mark:
+        """What the calling thread has queued so far, on its present stream."""
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceBytes:
+    """Bytes at an address of a device, as a memoryview is of those that the CPU can address. `storage` keeps them."""
+
+    device: Device
+    address: int
+    nbytes: int
+    storage: object
+
+    def __getitem__(self, part: slice) -> DeviceBytes:
+        start, end, step = part.indices(self.nbytes)
+        if step != 1:
+            raise ValueError("bytes on a device are sliced without a step")
+        return DeviceBytes(self.device, self.address + start, max(0, end - start), self.storage)

@@ -1,0 +1,73 @@
+"""A GPU's memory of other processes: which allocations a registration is in, and those that are open here.
+
+A handle is of a whole allocation; torch hands out parts of them, so one is opened once and used for all tensors in it.
+Memory that is mapped here outlives its process, so whoever reads it looks at the generation word, in memory that both share.
+
+Not responsible for who may open what.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+import weakref
+from collections.abc import Iterable, Sequence
+
+from tensorhub.cuda.device import Allocation, Device
+
+PROCESS = os.urandom(16)  # no other process has it
+
+
+def export(device: Device, places: Iterable[tuple[int, int]]) -> list[Allocation]:
+    """The allocations in which these (address, bytes) are, each once, ascending. StateError: one of them has no handle."""
+    found: list[Allocation] = []
+    for address, nbytes in sorted(places):
+        if not found or address + nbytes > found[-1].address + found[-1].nbytes:
+            found.append(device.export(address))
+    return found
+
+
+class Opened:
+    """Another process' allocation, open here as long as anybody refers to it."""
+
+    def __init__(self, device: Device, allocation: Allocation) -> None:
+        """StateError: it cannot be opened."""
+        self.address = device.open(allocation.handle)
+        self.nbytes = allocation.nbytes
+        weakref.finalize(self, device.close, self.address)
+
+    def __repr__(self) -> str:
+        return f"<Opened, {self.nbytes} bytes at {self.address:#x}>"
+
+
+class Imports:
+    """Those of one worker. One that is not in use is kept for the next version, for a while. For all threads."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._opened: dict[tuple[str, bytes], tuple[float, Opened]] = {}  # by device and handle: when used last
+
+    def __repr__(self) -> str:
+        return f"<Imports: {len(self._opened)} allocations>"
+
+    def open(self, device: Device, allocations: Sequence[Allocation]) -> list[Opened]:
+        """Each of them, in their order. StateError: one cannot be opened."""
+        now = time.monotonic()
+        with self._lock:  # a handle is opened by one thread
+            found = []
+            for allocation in allocations:
+                key = device.name, allocation.handle
+                _, opened = self._opened.get(key, (now, None))
+                if opened is None or opened.nbytes != allocation.nbytes:
+                    opened = Opened(device, allocation)
+                self._opened[key] = now, opened
+                found.append(opened)
+            return found
+
+    def sweep(self, kept_s: float) -> None:
+        """Close what was not used for so long. (What a channel still uses stays open until that is closed.)"""
+        before = time.monotonic() - kept_s
+        with self._lock:
+            for key in [key for key, (used, _) in self._opened.items() if used <= before]:
+                del self._opened[key]

@@ -1,0 +1,47 @@
+"""What a caller has queued on his GPU, on whatever stream: memory is shown to others, or written, only behind it (R14).
+
+A caller's thread notes what is queued when he calls; the library's waits until that is done. Not responsible for the
+library's own copies, which are waited for where they are made.
+"""
+
+from __future__ import annotations
+
+import anyio
+
+from tensorhub.cuda.device import Device, Mark
+from tensorhub.errors import OperationTimeout
+
+PAUSE_S = (0.0001, 0.005)  # between two looks, first and last
+
+
+class CallersWork:
+    """Of one handle. `note` is called by its caller's threads, the rest in the library's."""
+
+    def __init__(self, device: Device | None) -> None:
+        self._device = device
+        self._mark: Mark | None = None
+
+    def __repr__(self) -> str:
+        return f"<CallersWork on {self._device.name if self._device is not None else 'no device'}>"
+
+    def note(self) -> None:
+        """All that the calling thread has queued so far comes before what the library does next."""
+        if self._device is not None:
+            self._mark = self._device.callers_work()
+
+    async def done(self, timeout_s: float | None = None) -> None:
+        """Return when it is. OperationTimeout; None: whoever calls has a deadline. StateError: the device has failed."""
+        mark, pause_s = self._mark, PAUSE_S[0]
+        if mark is None:
+            return
+        with anyio.move_on_after(timeout_s):
+            while not mark.is_reached:
+                await anyio.sleep(pause_s)
+                pause_s = min(2 * pause_s, PAUSE_S[1])
+            self._mark = None if self._mark is mark else self._mark
+            return
+        device = self._device.name if self._device is not None else ""
+        raise OperationTimeout(
+            f"what was queued on {device} before this call is not done after {timeout_s:g} s: it comes first, since it may "
+            "write these tensors"
+        )

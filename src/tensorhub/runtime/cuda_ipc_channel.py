@@ -1,0 +1,168 @@
+"""The cuda_ipc transport: a reader on the same host opens the source's GPU memory, and has its own GPU copy out of it.
+
+Asking and waiting are as over tcp, on a Unix socket; the generation word is in shared memory, and is looked at when the GPU
+is done (`runtime.one_sided`). A source in this very process is read by its own addresses.
+"""
+
+from __future__ import annotations
+
+import bisect
+import ctypes
+import errno
+import os
+from collections.abc import Iterator, Sequence
+
+from tensorhub.cuda import cupy_device
+from tensorhub.cuda.device import HANDLE_BYTES, Allocation, Device
+from tensorhub.cuda.ipc import PROCESS, Imports, Opened
+from tensorhub.errors import ProtocolError, StateError, TransportUnavailable
+from tensorhub.messages import AllocationsAre, FindAllocations
+from tensorhub.runtime.asking import Asking
+from tensorhub.runtime.one_sided import OneSidedChannel
+from tensorhub.runtime.peers import Peers
+from tensorhub.transport import shm
+from tensorhub.transport.base import DEVICE, Channel, Cutter, Destination, NotShared, ReadRight, Unusable
+from tensorhub.transport.cma import WORD_BYTES, Piece
+from tensorhub.transport.registry import Local
+from tensorhub.types import Endpoint, Location
+
+KEPT_S = 60.0  # of an allocation that nobody reads
+GROUP_BYTES = 4 * 2**30  # copied before the GPU is waited for: some 2 ms within one; a wait costs some 0.03 ms
+PIECES_COPIED_APART = 8  # of one call: more go by one kernel, since starting a copy takes some microseconds
+
+
+class CudaIpcTransport:
+    """CUDA IPC; between GPU tensors of processes on one host."""
+
+    name = "cuda_ipc"
+    lanes = 1  # the GPU does the work
+    fills = DEVICE
+    batch_bytes = GROUP_BYTES
+
+    def __init__(self, local: Local) -> None:
+        """Nothing of CUDA is imported before a GPU's tensor is read."""
+        if (fault := shm.fault_here() or cupy_device.missing()) is not None:
+            raise TransportUnavailable(fault)
+        self._peers = Peers(local)
+        self._imports = Imports()
+
+    def reaches(self, here: Location, there: Location) -> bool:
+        """Between equal hosts."""
+        return here.host == there.host
+
+    def open(self, endpoint: Endpoint, right: ReadRight, destination: Destination, cutter: Cutter) -> Channel:
+        """Connect, prove who is who, and open what is to be read. Unusable (NotShared); see `Transport.open`."""
+        device = destination.device
+        if device is None:
+            raise NotShared("the destination is in host memory")
+        peer = self._peers.open(endpoint.address, right, cutter)
+        asking = Asking(self._peers, peer, right, cutter)
+        try:
+            with asking.failures():
+                source = self._open(asking, right, device)
+        except BaseException:
+            asking.close()
+            raise
+        return OneSidedChannel(asking, source, right, destination, cutter)
+
+    def _open(self, asking: Asking, right: ReadRight, device: Device) -> OnDevice:
+        asking.connection.send(FindAllocations(0, right.registration, right.generation))
+        message = asking.hear()
+        if not isinstance(message, AllocationsAre):
+            raise ProtocolError(f"it is asked for its allocations, and answers {type(message).__name__}")
+        if message.reason:
+            raise Unusable(message.reason)
+        if not message.allocations:
+            raise NotShared("its tensors are not on a GPU")
+        (descriptor,) = asking.connection.receive_descriptors(1)
+        try:
+            words = shm.MappedSegment(descriptor, message.words[1])
+            allocations = [Allocation(*each) for each in message.allocations]
+            if any(len(each.handle) != HANDLE_BYTES for each in allocations):
+                raise ProtocolError(f"a handle has {HANDLE_BYTES} bytes")
+            if message.process == PROCESS:
+                return OnDevice(
+                    device, [(each.address, each.nbytes, each.address) for each in allocations], words, message.words[0]
+                )
+            opened = self._imports.open(device, allocations)
+        except StateError as error:
+            raise Unusable(str(error)) from error
+        finally:
+            os.close(descriptor)
+        places = [(each.address, each.nbytes, its.address) for each, its in zip(allocations, opened, strict=True)]
+        return OnDevice(device, places, words, message.words[0], opened)
+
+    def sweep(self) -> None:
+        """See `Keeping`."""
+        self._imports.sweep(KEPT_S)
+        self._peers.sweep()
+
+    def close(self) -> None:
+        """See `Keeping`. A channel's allocations are closed with the last one that uses them."""
+        self._imports.sweep(0.0)
+        self._peers.close()
+
+
+class OnDevice:
+    """See `one_sided.Source`."""
+
+    hot_bytes = call_bytes = group_bytes = GROUP_BYTES
+
+    def __init__(
+        self,
+        device: Device,
+        places: Sequence[tuple[int, int, int]],
+        words: shm.MappedSegment,
+        words_there: int,
+        opened: Sequence[Opened] = (),
+    ) -> None:
+        """`places`: each allocation's address at the source, bytes, and address here; `opened`: kept open."""
+        self._places = sorted(places)
+        self._starts = [start for start, _, _ in self._places]
+        self._words = words
+        self._words_there = words_there
+        self._opened = opened
+        self._queue = device.queue(spins=True)
+
+    def __repr__(self) -> str:
+        return f"<OnDevice, {len(self._places)} allocations>"
+
+    def copy(self, call: Sequence[Piece]) -> None:
+        """See `Source.copy`. StateError: the GPU has failed."""
+        pieces = list(joined((here, self._here(there, nbytes), nbytes) for here, there, nbytes in call))
+        if len(pieces) > PIECES_COPIED_APART:
+            self._queue.copy_many(pieces)
+        else:
+            for piece in pieces:
+                self._queue.copy(*piece)
+        self._queue.mark().wait()
+
+    def is_unchanged(self, word: int, generation: int) -> bool:
+        """See `Source.is_unchanged`. A process that has died has not written since."""
+        at = word - self._words_there
+        if not 0 <= at <= self._words.nbytes - WORD_BYTES:
+            raise OSError(errno.EFAULT, "its word is not in the memory that was shared")
+        return generation != 0 and ctypes.c_uint64.from_address(self._words.address + at).value == generation
+
+    def _here(self, there: int, nbytes: int) -> int:
+        """Where that is in this process. OSError: nowhere."""
+        number = bisect.bisect_right(self._starts, there) - 1
+        if number >= 0:
+            start, size, here = self._places[number]
+            if there + nbytes <= start + size:
+                return here + there - start
+        raise OSError(errno.EFAULT, "it is in no allocation that was opened")
+
+
+def joined(pieces: Iterator[tuple[int, int, int]]) -> Iterator[tuple[int, int, int]]:
+    """The same (to, source, bytes), with what is adjacent at both ends as one piece; none is empty."""
+    last: tuple[int, int, int] | None = None
+    for to, source, nbytes in pieces:
+        if last is not None and (last[0] + last[2], last[1] + last[2]) == (to, source):
+            last = last[0], last[1], last[2] + nbytes
+        else:
+            if last is not None and last[2]:
+                yield last
+            last = to, source, nbytes
+    if last is not None and last[2]:
+        yield last

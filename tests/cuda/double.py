@@ -1,0 +1,154 @@
+"""A stand-in for a GPU: its memory is this process', and a copy is done when the test, or another thread's wait, lets it be.
+
+What is read before its copy is done is not there yet, and what is overwritten before is copied wrong: whoever does not wait
+for a mark gets other bytes.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import xxhash
+
+from tensorhub.cuda.device import HANDLE_BYTES, Allocation, DeviceBytes
+from tensorhub.errors import StateError
+
+
+class Double:
+    """See `Device`. Copies happen as late as they may: when a mark behind them is waited for."""
+
+    name = "double:0"
+
+    def __init__(self) -> None:
+        self.pinned_bytes = 0  # of all host memory that was taken
+        self.copies = 0
+        self.launches = 0
+        self.is_busy = False  # with what its callers have queued
+        self.looks = 0  # whether it is
+        self.opened: list[int] = []  # allocations, as another process opens them
+        self.unexported = ""  # why none can be
+        self._allocations: list[Any] = []
+        self.pins: set[int] = set()
+        self.fail_at = -1  # the copy that fails
+
+    def queue(self, *, spins: bool = False) -> LateQueue:
+        return LateQueue(self)
+
+    def pinned(self, nbytes: int) -> memoryview:
+        self.pinned_bytes += nbytes
+        return memoryview(bytearray(nbytes))
+
+    def pin(self, view: memoryview) -> Callable[[], None]:
+        address = ctypes.addressof(ctypes.c_char.from_buffer(view))
+        self.pins.add(address)
+        return lambda: self.pins.remove(address)
+
+    def allocate(self, nbytes: int) -> DeviceBytes:
+        return self.bytes_of(bytearray(nbytes))
+
+    def bytes_of(self, content: bytearray) -> DeviceBytes:
+        """These, as memory of the device."""
+        held: Any = (ctypes.c_char * len(content)).from_buffer(content)
+        self._allocations.append(held)
+        return DeviceBytes(self, ctypes.addressof(held), len(content), held)
+
+    def digests(self, places: Sequence[tuple[int, int]]) -> list[int]:
+        self.launches += 1
+        return [xxhash.xxh3_64_intdigest(ctypes.string_at(address, nbytes)) for address, nbytes in places]
+
+    def packing(self, region: DeviceBytes, pieces: Sequence[tuple[int, int, int]]) -> Packing:
+        return Packing(region.address, pieces)
+
+    def export(self, address: int) -> Allocation:
+        if self.unexported:
+            raise StateError(self.unexported)
+        found = next(each for each in self._allocations if 0 <= address - ctypes.addressof(each) < ctypes.sizeof(each))
+        base = ctypes.addressof(found)
+        return Allocation(base, ctypes.sizeof(found), base.to_bytes(HANDLE_BYTES, "little"))
+
+    def open(self, handle: bytes) -> int:
+        address = int.from_bytes(handle, "little")
+        if address not in map(ctypes.addressof, self._allocations):
+            raise StateError("its memory cannot be opened")
+        self.opened.append(address)
+        return address
+
+    def close(self, address: int) -> None:
+        self.opened.remove(address)
+
+    def callers_work(self) -> CallersWork:
+        return CallersWork(self)
+
+
+class CallersWork:
+    """See `Mark`."""
+
+    def __init__(self, device: Double) -> None:
+        self._device = device
+
+    @property
+    def is_reached(self) -> bool:
+        self._device.looks += 1
+        return not self._device.is_busy
+
+    def wait(self) -> None:
+        raise NotImplementedError("what may take long is looked at, again and again")
+
+
+class Packing:
+    """See `Kernels`."""
+
+    def __init__(self, region: int, pieces: Sequence[tuple[int, int, int]]) -> None:
+        self._region = region
+        self._pieces = pieces
+
+    def pack(self) -> None:
+        for address, offset, nbytes in self._pieces:
+            ctypes.memmove(self._region + offset, address, nbytes)
+
+    def unpack(self) -> None:
+        for address, offset, nbytes in self._pieces:
+            ctypes.memmove(address, self._region + offset, nbytes)
+
+
+class LateQueue:
+    """See `Queue`."""
+
+    def __init__(self, device: Double) -> None:
+        self._device = device
+        self._copies: list[tuple[int, int, int]] = []
+        self._done = 0
+
+    def copy(self, to: int, source: int, nbytes: int) -> None:
+        self._copies.append((to, source, nbytes))
+
+    def copy_many(self, pieces: Sequence[tuple[int, int, int]]) -> None:
+        self._copies.extend(pieces)
+
+    def mark(self) -> LateMark:
+        return LateMark(self, len(self._copies))
+
+    def reach(self, count: int) -> None:
+        for piece in self._copies[self._done : count]:
+            if self._device.copies == self._device.fail_at:
+                raise AssertionError("the copy fails")
+            self._device.copies += 1
+            ctypes.memmove(*piece)
+        self._done = max(self._done, count)
+
+
+class LateMark:
+    """See `Mark`."""
+
+    def __init__(self, queue: LateQueue, count: int) -> None:
+        self._queue = queue
+        self._count = count
+
+    @property
+    def is_reached(self) -> bool:
+        return self._queue._done >= self._count
+
+    def wait(self) -> None:
+        self._queue.reach(self._count)

@@ -1,0 +1,295 @@
+"""Reading out of another process' GPU memory: with a stand-in for the device (tests/cuda/double.py), within one process."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import socket
+import threading
+from collections.abc import Callable, Iterator, Sequence
+
+import anyio.to_thread
+import pytest
+import torch
+
+import tensorhub
+from tensorhub.cuda import cupy_device, ipc
+from tensorhub.cuda.device import HANDLE_BYTES, Allocation
+from tensorhub.cuda.ipc import Imports
+from tensorhub.hub import Hub, register_memory
+from tensorhub.messages import ALLOCATIONS_MAX, AllocationsAre, ChunksLie
+from tensorhub.protocol.blocking import BlockingConnection
+from tensorhub.protocol.codec import FROM_READER
+from tensorhub.protocol.handshake import NONCE_BYTES, ServerHandshake
+from tensorhub.runtime import cuda_ipc_channel
+from tensorhub.runtime.cuda_ipc_channel import CudaIpcTransport, OnDevice, joined
+from tensorhub.testing.serving import ServedSource
+from tensorhub.transport import cma, shm, unix
+from tensorhub.transport.base import Channel, Cutter, NotShared, ReadFailure, ReadRight, Unusable
+from tensorhub.transport.cma import Piece
+from tensorhub.transport.memory import RegisteredMemory
+from tensorhub.transport.registry import Local
+from tensorhub.transport.shm import Segment
+from tensorhub.types import ContentId, Endpoint, Incarnation, LeaseId, Options, RegistrationId
+from tensorhub.weights import Weights
+from tests.cuda.double import Double
+from tests.rig import cluster, tensors
+
+pytestmark = [
+    pytest.mark.anyio,
+    pytest.mark.skipif(shm.fault_here() is not None, reason=str(shm.fault_here())),
+]
+SECRET = b"secret"
+RIGHT = ReadRight(LeaseId("l"), Incarnation("source"), RegistrationId("r"), 5, ContentId("c"))
+SIZES = {"large": 150_000, "small": 3, "none": 0, **{f"tiny.{number}": 40 for number in range(20)}}
+
+
+@pytest.fixture
+def anyio_backend() -> str:
+    return "asyncio"
+
+
+@pytest.fixture(autouse=True)
+def _as_if_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cupy_device, "missing", lambda: None)
+    monkeypatch.setattr(cuda_ipc_channel, "PROCESS", b"another process.")
+
+
+class Own:
+    """Tensors in one allocation of a device, as torch's allocator gives them out."""
+
+    def __init__(self, device: Double, value: int) -> None:
+        self.device = device
+        self._bytes = bytearray(sum(SIZES.values()) + 64 * len(SIZES))
+        device.bytes_of(self._bytes)
+        whole, at = torch.frombuffer(self._bytes, dtype=torch.uint8), 0
+        self.tensors: dict[str, torch.Tensor] = {}
+        for name, size in SIZES.items():
+            self.tensors[name] = whole[at : at + size]
+            at += -(-size // 64) * 64
+        self.fill(value)
+
+    def fill(self, value: int) -> None:
+        for tensor in self.tensors.values():
+            tensor.fill_(value)
+
+    def holds(self, value: int) -> bool:
+        return all(bool(tensor.eq(value).all()) for tensor in self.tensors.values())
+
+    async def register(self, hub: Hub, *, on_host: bool = False) -> Weights:
+        memory = RegisteredMemory(self.tensors)
+        memory.device = None if on_host else self.device
+        return await register_memory(hub, "m", memory)
+
+
+# ---------------------------------------------------------------------------------------------------- when it is chosen
+
+
+async def test_a_gpu_reads_a_gpu_and_its_handle_is_opened_once() -> None:
+    theirs, mine = Double(), Double()
+    mine._allocations = theirs._allocations  # one GPU, two processes
+    source, target = Own(theirs, 1), Own(mine, 0)
+    async with cluster("trainer", "reader") as made:
+        published, weights = await source.register(made.hubs[0]), await target.register(made.hubs[1])
+        for version in (1, 2, 3):
+            source.fill(version)
+            await published.publish(version)
+            report = await weights.update()
+            assert [(each.transport, each.outcome) for each in report.sources] == [("cuda_ipc", "used")]
+            assert target.holds(version)
+            assert len(mine.opened) == 1
+            await published.unpublish()
+        assert theirs.opened == []
+    gc.collect()
+    assert mine.opened == []
+
+
+async def test_within_a_process_nothing_is_opened(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cuda_ipc_channel, "PROCESS", ipc.PROCESS)
+    device = Double()
+    source, target = Own(device, 1), Own(device, 0)
+    async with cluster("trainer", "reader") as made:
+        await (await source.register(made.hubs[0])).publish(1)
+        report = await (await target.register(made.hubs[1])).replicate()
+        assert ([each.transport for each in report.sources], device.opened) == (["cuda_ipc"], [])
+    assert target.holds(1)
+
+
+@pytest.mark.parametrize("where", ["host source", "host reader", "expandable", "left out"])
+async def test_else_it_is_tcp(where: str, caplog: pytest.LogCaptureFixture) -> None:
+    device = Double()
+    source, target = Own(device, 1), Own(device, 0)
+    if where == "expandable":
+        device.unexported = "it is in an expandable segment of torch: leave expandable_segments out"
+    transports = ("tcp",) if where == "left out" else None
+    async with cluster("trainer") as made:
+        await (await source.register(made.hubs[0], on_host=where == "host source")).publish(1)
+        connecting = tensorhub.connect(made.coordinator.address, name="reader", token="", transports=transports)
+        async with connecting as hub:
+            report = await (await target.register(hub, on_host=where == "host reader")).replicate()
+    assert ([each.transport for each in report.sources], device.opened) == (["tcp"], [])
+    assert target.holds(1)
+    said = [record.getMessage() for record in caplog.records if "transport_unusable" in record.getMessage()]
+    assert len(said) == (1 if where == "expandable" else 0)
+    assert all("leave expandable_segments out" in text for text in said)
+
+
+@pytest.mark.skipif(cma.fault_here() is not None, reason=str(cma.fault_here()))
+async def test_a_process_that_is_read_by_cma_is_asked_about_each_registration() -> None:
+    source, target = Own(Double(), 1), Own(Double(), 0)
+    async with cluster("trainer", "reader") as made:
+        trainer, reader = made.hubs
+        await (await trainer.register("on the host", tensors(1))).publish(1)
+        await (await source.register(trainer)).publish(1)
+        report = await (await reader.register("on the host", tensors())).replicate()
+        assert [each.transport for each in report.sources] == ["cma"]
+        report = await (await target.register(reader, on_host=True)).replicate()  # over the same connection
+        assert [each.transport for each in report.sources] == ["tcp"]
+    assert target.holds(1)
+
+
+def test_nixl_is_given_no_address_of_a_gpu() -> None:
+    with contextlib.closing(ServedSource(device=Double(), exposes=True)) as source:
+        assert source.owner.agent_of(source.right.registration, 1) == "its tensors are on a GPU, which is not read this way"
+
+
+# ---------------------------------------------------------------------------------------------------------- allocations
+
+
+def test_allocations_are_named_once_and_closed_with_their_last_use() -> None:
+    device = Double()
+    first, second = device.bytes_of(bytearray(100)), device.bytes_of(bytearray(50))
+    places = [(second.address, 50), (first.address + 90, 10), (first.address, 10), (first.address + 40, 20)]
+    found = ipc.export(device, places)
+    assert sorted((each.address, each.nbytes) for each in found) == sorted([(first.address, 100), (second.address, 50)])
+    imports = Imports()
+    opened = imports.open(device, found)
+    assert imports.open(device, found[:1]) == opened[:1]
+    assert sorted(device.opened) == sorted([first.address, second.address])
+    imports.sweep(kept_s=0)  # a channel uses them still
+    assert (repr(imports), len(device.opened)) == ("<Imports: 0 allocations>", 2)
+    del opened
+    gc.collect()
+    assert device.opened == []
+
+
+def test_neighbours_are_copied_as_one() -> None:
+    pieces = iter([(0, 100, 5), (5, 105, 5), (10, 110, 0), (10, 200, 1), (11, 201, 2), (90, 0, 0)])
+    assert list(joined(pieces)) == [(0, 100, 10), (10, 200, 3)]
+
+
+# ------------------------------------------------------------------------------------------------------ sources that lie
+
+
+class Target:
+    is_digested = False
+    sizes = (8,)
+
+    def __init__(self, device: Double) -> None:
+        self.device = device
+        self._bytes = device.allocate(8)
+
+    def buffer(self, chunk: int) -> memoryview:
+        raise AssertionError("the CPU has no view of it")
+
+    def address(self, chunk: int) -> int:
+        return self._bytes.address
+
+    @property
+    def spans(self) -> Sequence[tuple[int, int]]:
+        return ((self._bytes.address, self._bytes.nbytes),)
+
+
+@pytest.fixture
+def listener() -> Iterator[socket.socket]:
+    made = unix.listen()
+    made.setblocking(True)
+    yield made
+    made.close()
+
+
+def said_by(listener: socket.socket, device: Double, say: Callable[[BlockingConnection], object]) -> Channel:
+    """A channel to a source that answers so to the question for its allocations."""
+
+    def serve() -> None:
+        accepted, _ = listener.accept()
+        with BlockingConnection(accepted, stall_timeout_s=5) as connection:
+            connection.handshake(ServerHandshake("owner", Incarnation("source"), [SECRET], bytes(NONCE_BYTES)), 5)
+            connection.receive(FROM_READER)
+            say(connection)
+            connection.receive(FROM_READER)
+
+    thread = threading.Thread(target=serve)
+    thread.start()
+    endpoint = Endpoint("cuda_ipc", unix.address_of(listener))
+    transport = CudaIpcTransport(Local(Incarnation("reader"), (SECRET,), Options(connect_timeout_s=5, stall_timeout_s=1)))
+    try:
+        return transport.open(endpoint, RIGHT, Target(device), Cutter())
+    finally:
+        thread.join(10)
+
+
+HANDLE = bytes(HANDLE_BYTES)
+
+
+def allocations(*named: tuple[int, int, bytes], words: tuple[int, int] = (0, 4096), reason: str = "") -> AllocationsAre:
+    return AllocationsAre(0, b"p" * 16, named, words, reason)
+
+
+async def test_what_cannot_be_opened_is_said_with_the_reason(listener: socket.socket) -> None:
+    device, segment = Double(), Segment(4096)
+
+    def refuses(connection: BlockingConnection) -> None:
+        connection.send(allocations(reason="expandable"))
+
+    def has_none(connection: BlockingConnection) -> None:
+        connection.send(allocations())
+
+    def lies(connection: BlockingConnection) -> None:
+        connection.send(allocations((1, 2, HANDLE)))
+        connection.send_descriptors([segment.descriptor])
+
+    def stretches(connection: BlockingConnection) -> None:
+        connection.send(allocations((1, 2, HANDLE), words=(0, 2**40)))
+        connection.send_descriptors([segment.descriptor])
+
+    def cuts(connection: BlockingConnection) -> None:
+        connection.send(allocations((1, 2, b"short")))
+        connection.send_descriptors([segment.descriptor])
+
+    def strays(connection: BlockingConnection) -> None:
+        connection.send(ChunksLie(0, ((0, 0, 0),), 0))
+
+    for say, error, text in (
+        (refuses, Unusable, "expandable"),
+        (has_none, NotShared, "not on a GPU"),
+        (lies, Unusable, "its memory cannot be opened"),
+        (stretches, Unusable, "is said to have"),
+        (cuts, ReadFailure, "a handle has 64 bytes"),
+        (strays, ReadFailure, "answers ChunksLie"),
+    ):
+        with pytest.raises(error, match=text):
+            await anyio.to_thread.run_sync(said_by, listener, device, say)
+    assert device.opened == []
+
+
+def test_only_what_was_opened_is_read() -> None:
+    device, segment = Double(), Segment(4096)
+    theirs, mine = device.bytes_of(bytearray(b"12345678")), device.allocate(8)
+    source = OnDevice(device, [(1000, 8, theirs.address)], shm.MappedSegment(segment.descriptor, 4096), 50_000)
+
+    def read(there: int, word: int) -> bool:
+        source.copy([Piece(mine.address, there, 8)])
+        return source.is_unchanged(word, 5)
+
+    for there, word in ((999, 50_000), (1001, 50_000), (1000, 49_999), (1000, 50_000 + 4089)):
+        with pytest.raises(OSError, match=r"it is in no allocation|its word is not"):
+            read(there, word)
+    segment.bytes_at(8, 8)[:] = (5).to_bytes(8, "little")
+    assert not read(1000, 50_000)
+    assert read(1000, 50_008)
+    assert bytes(mine.storage) == b"12345678"  # type: ignore[call-overload]
+    assert not source.is_unchanged(50_000, 0)
+    handle = theirs.address.to_bytes(HANDLE_BYTES, "little")
+    assert ipc.export(device, [(theirs.address, 8)]) == [Allocation(theirs.address, 8, handle)]
+    assert ALLOCATIONS_MAX * (HANDLE_BYTES + 20) < 2**20  # they fit a frame
