@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from tests.processes.crew import Crew, Process
+import pytest
+
+from tests.processes.crew import Crew, Failed, Process
 
 
 def a_source_is_killed_in_mid_read(
@@ -17,11 +19,11 @@ def a_source_is_killed_in_mid_read(
     options: Mapping[str, Any] | None = None,
 ) -> None:
     """Two readers are held by `gate` in the midst of their reads from it; they finish from another, read nothing twice.
-    `options`: of the source.
+    `options`: of all but the trainer.
     """
     other = processes.worker(address, "other", nbytes, options=options or {})
     other.do("replicate")
-    readers = [processes.worker(address, f"reader{number}", nbytes, gate=gate) for number in range(2)]
+    readers = [processes.worker(address, f"reader{number}", nbytes, gate=gate, options=options or {}) for number in range(2)]
     fills = [reader.begin("replicate") for reader in readers]
     for reader in readers:
         reader.do("gate_holds")
@@ -33,3 +35,23 @@ def a_source_is_killed_in_mid_read(
     for report, reader in zip(reports, readers, strict=True):
         assert (report["reread_bytes"], report["version"]) == (0, 1)
         assert reader.do("sha") == trainer.do("sha")
+
+
+def memory_is_taken_back_in_mid_read(
+    coordinator: Process, trainer: Process, reader: Process, timeout_s: float = 5.0
+) -> None:
+    """It is not committed, though its reader goes on: with nobody to tell it (its gate heeds no cuts, and the coordinator
+    stands still), and no digests (the trainer makes none): the word alone is in the way (G1, G2).
+    """
+    fill = reader.begin("replicate", selector=1, timeout=timeout_s)
+    reader.do("gate_holds")
+    coordinator.stop()
+    trainer.do("unpublish", timeout=1.0)  # waits for nobody
+    trainer.do("write", content=2)
+    reader.do("gate_open")
+    assert reader.do("outcome") == "refused"
+    coordinator.go_on()
+    with pytest.raises(Failed) as caught:
+        fill.result()
+    assert caught.value.kind == "VersionUnavailable"
+    assert reader.do("state") == ["torn", None]

@@ -7,8 +7,8 @@ import os
 import pytest
 
 from tensorhub.transport import cma
-from tests.processes.crew import Crew, Failed, Process
-from tests.processes.stories import a_source_is_killed_in_mid_read
+from tests.processes.crew import Crew, Process
+from tests.processes.stories import a_source_is_killed_in_mid_read, memory_is_taken_back_in_mid_read
 
 pytestmark = pytest.mark.skipif(cma.fault_here() is not None, reason=str(cma.fault_here()))
 
@@ -41,21 +41,9 @@ def test_it_is_chosen_between_processes_of_one_host(processes: Crew, integrity: 
 
 
 def test_memory_that_is_taken_back_is_not_committed_though_its_reader_goes_on(processes: Crew) -> None:
-    """With nobody to tell the reader, and no digests: the word alone is in the way (G1, G2)."""
     coordinator, address, trainer = cluster(processes, integrity=False)
     reader = processes.worker(address, "reader", NBYTES, gate=GATE | {"heeds_cuts": False})
-    fill = reader.begin("replicate", selector=1, timeout=5.0)
-    reader.do("gate_holds")
-    coordinator.stop()
-    trainer.do("unpublish", timeout=1.0)  # waits for nobody
-    trainer.do("write", content=2)
-    reader.do("gate_open")
-    assert reader.do("outcome") == "refused"
-    coordinator.go_on()
-    with pytest.raises(Failed) as caught:
-        fill.result()
-    assert caught.value.kind == "VersionUnavailable"
-    assert reader.do("state") == ["torn", None]
+    memory_is_taken_back_in_mid_read(coordinator, trainer, reader)
 
 
 @pytest.mark.slow

@@ -9,7 +9,7 @@ import pytest
 
 from tensorhub.transport import nixl
 from tests.processes.crew import Crew, Failed, Process
-from tests.processes.stories import a_source_is_killed_in_mid_read
+from tests.processes.stories import a_source_is_killed_in_mid_read, memory_is_taken_back_in_mid_read
 
 pytestmark = [
     pytest.mark.nixl,
@@ -54,21 +54,9 @@ def test_two_readers_one_after_the_other_and_each_version(processes: Crew, wires
 
 
 def test_memory_that_is_taken_back_is_not_committed_though_its_reader_goes_on(processes: Crew, wires: str) -> None:
-    """With nobody to tell the reader, and no digests: the word alone is in the way (G1, G2)."""
     coordinator, address, trainer = cluster(processes, integrity=False)
     reader = processes.worker(address, "reader", NBYTES, gate=GATE | {"heeds_cuts": False}, options={"chunk_bytes": MIB})
-    fill = reader.begin("replicate", selector=1, timeout=5.0)
-    reader.do("gate_holds")
-    coordinator.stop()
-    trainer.do("unpublish", timeout=1.0)  # waits for nobody
-    trainer.do("write", content=2)
-    reader.do("gate_open")
-    assert reader.do("outcome") == "refused"
-    coordinator.go_on()
-    with pytest.raises(Failed) as caught:
-        fill.result()
-    assert caught.value.kind == "VersionUnavailable"
-    assert reader.do("state") == ["torn", None]
+    memory_is_taken_back_in_mid_read(coordinator, trainer, reader)
 
 
 def test_a_source_that_is_killed_in_mid_read_is_left_for_another(processes: Crew, wires: str) -> None:
