@@ -124,11 +124,14 @@ class Cluster:
 
 
 @contextlib.asynccontextmanager
-async def cluster(*names: str, options: Options = OPTIONS, token: str = "", **serving: Any) -> AsyncIterator[Cluster]:
+async def cluster(
+    *names: str, options: Options = OPTIONS, token: str = "", transports: Sequence[str] | None = None, **serving: Any
+) -> AsyncIterator[Cluster]:
     """A coordinator and one hub per name; all of it closed, and nothing left, at the end."""
     async with nothing_left(), contextlib.AsyncExitStack() as stack:
         coordinator = await stack.enter_async_context(tensorhub.serve(token=token, options=options, **serving))
-        hubs = [await stack.enter_async_context(connect(coordinator.address, name, options, token)) for name in names]
+        joining = [connect(coordinator.address, name, options, token, transports) for name in names]
+        hubs = [await stack.enter_async_context(each) for each in joining]
         yield Cluster(coordinator, hubs)
 
 

@@ -32,6 +32,8 @@ class Double:
         self._allocations: list[Any] = []
         self.pins: set[int] = set()
         self.fail_at = -1  # the copy that fails
+        self.unreachable = ""  # why other devices do not get at its memory
+        self.settled = 0
 
     def queue(self, *, spins: bool = False) -> LateQueue:
         return LateQueue(self)
@@ -77,6 +79,12 @@ class Double:
 
     def close(self, address: int) -> None:
         self.opened.remove(address)
+
+    def dma_buf(self, address: int, nbytes: int) -> tuple[int, int]:
+        raise StateError(self.unreachable or "it is no GPU")
+
+    def settle(self) -> None:
+        self.settled += 1
 
     def callers_work(self) -> CallersWork:
         return CallersWork(self)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ctypes
 import importlib.util
+import mmap
 import sys
 from collections.abc import Iterator
 from types import SimpleNamespace
@@ -134,3 +136,64 @@ def test_a_mark_is_reached_when_its_event_is(runtime: Runtime) -> None:
 
     with pytest.raises(StateError, match="cudaErrorLaunchFailure"):
         assert CudaMark(SimpleNamespace(query=fail)).is_reached
+
+
+class Driver:
+    """libcuda, as far as other devices reach a GPU's memory through it."""
+
+    def __init__(self, **attributes: int) -> None:
+        self.attributes = {118: 0, 124: 1} | {int(name[1:]): value for name, value in attributes.items()}
+        self.ranges: list[tuple[int, int]] = []
+        self.flushed = 0
+        self.refusal = 0
+
+    def cuDeviceGet(self, device: Any, index: int) -> int:  # noqa: N802
+        ctypes.cast(device, ctypes.POINTER(ctypes.c_int))[0] = index
+        return 0
+
+    def cuDeviceGetAttribute(self, value: Any, number: int, device: Any) -> int:  # noqa: N802
+        if number not in self.attributes:
+            return 1
+        ctypes.cast(value, ctypes.POINTER(ctypes.c_int))[0] = self.attributes[number]
+        return 0
+
+    def cuMemGetHandleForAddressRange(self, found: Any, start: Any, size: Any, kind: int, flags: Any) -> int:  # noqa: N802
+        assert (kind, flags.value) == (1, 0)
+        self.ranges.append((start.value, size.value))
+        ctypes.cast(found, ctypes.POINTER(ctypes.c_int))[0] = 77
+        return self.refusal
+
+    def cuFlushGPUDirectRDMAWrites(self, target: int, scope: int) -> int:  # noqa: N802
+        assert (target, scope) == (0, 100)
+        self.flushed += 1
+        return self.refusal
+
+
+def test_a_dma_buf_is_of_whole_pages(runtime: Runtime, monkeypatch: pytest.MonkeyPatch) -> None:
+    driver, page = Driver(), mmap.PAGESIZE
+    monkeypatch.setattr(cupy_device, "_driver", lambda: driver)
+    device = cuda_device(0)
+    assert device.dma_buf(5 * page + 512, page) == (77, 5 * page)
+    assert device.dma_buf(5 * page, page) == (77, 5 * page)
+    assert driver.ranges == [(5 * page, 2 * page), (5 * page, page)]
+    driver.refusal = 801
+    with pytest.raises(StateError, match=r"cuda:0 gives no dma-buf of this memory \(CUDA driver error 801\)"):
+        device.dma_buf(page, page)
+    del driver.attributes[124]  # an older driver
+    cuda_device.cache_clear()
+    with pytest.raises(StateError, match="cuda:0 or its driver knows no dma-buf"):
+        cuda_device(0).dma_buf(page, page)
+
+
+@pytest.mark.parametrize(("ordering", "flushes"), [(0, 1), (100, 0), (200, 0)])
+def test_others_writes_are_waited_for_where_the_gpu_does_not_order_them(
+    runtime: Runtime, monkeypatch: pytest.MonkeyPatch, ordering: int, flushes: int
+) -> None:
+    driver = Driver(_118=ordering)
+    monkeypatch.setattr(cupy_device, "_driver", lambda: driver)
+    cuda_device(0).settle()
+    assert driver.flushed == flushes
+    if flushes:
+        driver.refusal = 1
+        with pytest.raises(StateError, match="does not say when others' writes are there"):
+            cuda_device(0).settle()

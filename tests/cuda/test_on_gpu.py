@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import random
 from collections.abc import Iterator
@@ -112,6 +113,16 @@ def test_bytes_go_through_staging(device: CudaDevice) -> None:
         for room, piece in zip(incoming, outgoing, strict=True):
             room[:] = piece
     assert [bytes_of(each) for each in targets] == contents
+
+
+def test_other_devices_get_a_dma_buf_or_a_reason(device: CudaDevice) -> None:
+    source = on_gpu(device, bytes(3_000_001))
+    with contextlib.suppress(StateError):  # a driver or a kernel without them
+        descriptor, start = device.dma_buf(source.address, source.nbytes)
+        assert "dmabuf" in os.readlink(f"/proc/self/fd/{descriptor}")
+        assert start <= source.address
+        os.close(descriptor)
+    device.settle()
 
 
 def test_many_pieces_are_copied_by_one_kernel(device: CudaDevice) -> None:

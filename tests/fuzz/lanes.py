@@ -32,6 +32,8 @@ from tensorhub.messages import (
     MemoryIs,
     Pair,
     Paired,
+    PieceStaged,
+    PieceTaken,
     PortsAre,
     Read,
     ReadRefused,
@@ -69,7 +71,7 @@ GRANT = Grant("lease", "source", "source.1", "theirs", 5, (), Location(host="h")
 STALL_S = 5.0
 ANSWERS: tuple[type[Any], ...] = (
     *(ChunksFollow, ChunkFollows, ChunkDigest, StillWaiting, ReadRefused),
-    *(ChunksLie, ChunksPinned, MemoryIs, SegmentsAre, AllocationsAre, AgentIs, PortsAre, Paired, Unpaired),
+    *(ChunksLie, ChunksPinned, PieceStaged, MemoryIs, SegmentsAre, AllocationsAre, AgentIs, PortsAre, Paired, Unpaired),
 )
 ASKED_MAX = 12  # requests of one input
 
@@ -327,6 +329,8 @@ def _serve(
                 assert isinstance(answer, AllocationsAre | ReadRefused)
                 assert not isinstance(answer, AllocationsAre) or not answer.allocations  # none of it is on a GPU
             return True
+        if isinstance(read, PieceTaken):
+            raise AssertionError("nothing is staged, and a piece can be taken")
         if isinstance(read, FindPorts | Pair):
             with BlockingConnection(theirs.dup(), stall_timeout_s=STALL_S) as hears:
                 said = hears.receive(codec.FROM_OWNER)

@@ -155,7 +155,7 @@ def test_a_reader_that_is_cut_off_reads_nothing_more_though_it_hears_nothing(
     source = make_source()
     channel, _ = in_mid_read(transport, source, monkeypatch)
     located, link = channel._located[-1], channel._link
-    there = Move(link.words.address, link.words.key, located.address, located.key, 8)
+    there = Move(link.words.address, link.words.key, located.there, located.key, 8)
 
     def status() -> int:
         link.queue.post([there], number := channel._reads._posted, frozenset([number]), frozenset())

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from tensorhub.errors import StateError
 from tensorhub.manifest import TensorDescription, build_manifest
 from tensorhub.messages import (
     ChunksLie,
@@ -20,6 +21,8 @@ from tensorhub.messages import (
     Locate,
     Pair,
     Paired,
+    PieceStaged,
+    PieceTaken,
     PortsAre,
     QueueCard,
     RdmaPort,
@@ -29,7 +32,7 @@ from tensorhub.messages import (
 from tensorhub.protocol.blocking import BlockingConnection
 from tensorhub.protocol.codec import FROM_READER
 from tensorhub.protocol.handshake import NONCE_BYTES, ServerHandshake
-from tensorhub.runtime import peers as peers_module, rdma_channel
+from tensorhub.runtime import answering, peers as peers_module, rdma_channel, staging
 from tensorhub.runtime.chunks import ChunkMemory
 from tensorhub.runtime.peers import Peers
 from tensorhub.runtime.rdma_channel import RdmaChannel, RdmaTransport
@@ -37,7 +40,7 @@ from tensorhub.runtime.serving import SharedOwner
 from tensorhub.testing.conformance import CHECKS, SIZES, Target, content
 from tensorhub.testing.serving import ServedSource
 from tensorhub.transport import rdma, tcp
-from tensorhub.transport.base import Arrival, Cutter, NotShared, ReadFailure, ReadRight, Unusable, can_fill
+from tensorhub.transport.base import Arrival, Cutter, NotShared, ReadFailure, ReadRight, Unusable
 from tensorhub.transport.rdma import Port, said_of
 from tensorhub.transport.registry import Local
 from tensorhub.types import ContentId, Endpoint, Incarnation, LeaseId, Options, RegistrationId
@@ -47,6 +50,7 @@ from tests.transport import fabric as fabric_module
 from tests.transport.fabric import GID, PORT, FakeFabric, open_queues
 
 SECRET = b"a secret of the test"
+LARGEST = max(range(len(SIZES)), key=lambda chunk: SIZES[chunk])
 RIGHT = ReadRight(LeaseId("l"), Incarnation("source"), RegistrationId("r"), 5, ContentId("c"))
 
 
@@ -175,13 +179,90 @@ def test_a_worker_that_is_not_read_by_rdma_says_so(transport: RdmaTransport) -> 
     source.close()
 
 
-def test_what_is_on_a_gpu_is_neither_read_nor_filled(transport: RdmaTransport) -> None:
-    with closing(ServedSource(SECRET, fabric=FakeFabric(), device=Double())) as source:
-        source.fill(0, content(0))
-        with pytest.raises(NotShared, match="its tensors are on a GPU"):
-            read_all(transport, source)
-        assert source._memory.spans == tuple(sorted(source._memory.places))  # one chunk each
-    assert not can_fill(transport, Target(Double()))
+# -------------------------------------------------------------------------------------------------------------- GPUs
+
+
+def gpu(*, is_reached: bool) -> Double:
+    made = Double()
+    made.unreachable = "" if is_reached else "there is no peer memory"
+    return made
+
+
+@pytest.fixture
+def small_pieces(monkeypatch: pytest.MonkeyPatch) -> int:
+    monkeypatch.setattr(staging, "PIECE_BYTES", 1000)
+    return 1000
+
+
+@pytest.mark.parametrize("is_reached", [True, False])
+@pytest.mark.parametrize("check", CHECKS)
+def test_between_gpus_the_conversation_keeps_the_rule(
+    transport: RdmaTransport, check: str, is_reached: bool, small_pieces: int
+) -> None:
+    """Whether the device reads their memory, or they copy what it reads through the host."""
+    device = gpu(is_reached=is_reached)
+    CHECKS[check](transport, lambda: ServedSource(SECRET, fabric=FakeFabric(), device=device))
+    assert (device.pinned_bytes if is_reached else device.settled) == 0
+
+
+@pytest.mark.parametrize("there", [None, True, False])
+@pytest.mark.parametrize("here", [None, True, False])
+def test_every_way_between_host_and_gpu(
+    transport: RdmaTransport, here: bool | None, there: bool | None, small_pieces: int
+) -> None:
+    """`here`, `there`: a GPU that the device reaches, or does not; None: host memory."""
+    mine, theirs = (None if each is None else gpu(is_reached=each) for each in (here, there))
+    with closing(ServedSource(SECRET, fabric=FakeFabric(), device=theirs)) as source:
+        for chunk in range(len(SIZES)):
+            source.fill(chunk, content(chunk))
+        for _ in range(2):  # the second one by what is kept
+            target = Target(mine)
+            channel = transport.open(source.endpoint, source.right, target, Cutter())
+            channel.submit(range(len(SIZES)))
+            named = 0
+            while named < len(SIZES):
+                named += len(channel.receive(2**20).chunks)
+            assert [target.holds(chunk) for chunk in range(len(SIZES))] == [content(chunk) for chunk in range(len(SIZES))]
+            target.check_edges()
+            channel.close()
+        assert "1 kept" in repr(transport)
+    assert mine is None or (mine.settled > 0) is here  # what the device has written is there for the GPU, too
+    for device, is_reached in ((mine, here), (theirs, there)):
+        assert device is None or device.pinned_bytes == (0 if is_reached else 4 * small_pieces)
+
+
+def test_a_piece_stays_until_it_is_taken(monkeypatch: pytest.MonkeyPatch, small_pieces: int) -> None:
+    """All are announced that have a buffer, but for one, which the GPU fills meanwhile."""
+    device, buffers = gpu(is_reached=False), list[bytearray]()
+
+    def pinned(self: Double, nbytes: int) -> memoryview:
+        buffers.append(bytearray(nbytes))
+        return memoryview(buffers[-1])
+
+    monkeypatch.setattr(Double, "pinned", pinned)
+    with closing(ServedSource(SECRET, fabric=FakeFabric(), device=device)) as source:
+        source.fill(LARGEST, content(LARGEST))
+        answers = asks(source, Pair(1, source.right.registration, 1, 0, CARD), locate(source, 2, LARGEST), count=5)
+        pieces = [answer for answer in answers if isinstance(answer, PieceStaged)]
+        assert [type(answer).__name__ for answer in answers] == ["Paired", "ChunksFollow", *["PieceStaged"] * 3]
+        assert [bytes(each) for each in buffers[:3]] == [content(LARGEST)[at : at + 1000] for at in (0, 1000, 2000)]
+        assert len({piece.address for piece in pieces}) == 3
+
+
+def test_a_gpu_without_pinned_memory_is_read_in_another_way(
+    transport: RdmaTransport, monkeypatch: pytest.MonkeyPatch, small_pieces: int
+) -> None:
+    def none(self: Double, nbytes: int) -> memoryview:
+        raise StateError("out of memory")
+
+    device = gpu(is_reached=False)
+    with closing(ServedSource(SECRET, fabric=FakeFabric(), device=device)) as source:
+        monkeypatch.setattr(Double, "pinned", none)
+        with pytest.raises(NotShared, match="out of memory"):
+            transport.open(source.endpoint, source.right, Target(), Cutter())
+        device.unreachable = ""
+        with pytest.raises(Unusable, match="the memory to read into: out of memory"):
+            transport.open(source.endpoint, source.right, Target(gpu(is_reached=False)), Cutter())
 
 
 def test_no_more_is_read_ahead_than_the_lane_takes(
@@ -331,8 +412,13 @@ def test_what_a_source_says_of_its_memory_is_only_read_from(transport: RdmaTrans
 # ------------------------------------------------------------------------------------------------------ readers that lie
 
 
-def asks(source: ServedSource, *messages: object) -> list[object]:
-    """What a source answers to a reader that says this."""
+def locate(source: ServedSource, request: int, chunk: int) -> Locate:
+    right = source.right
+    return Locate(request, right.lease, right.registration, right.generation, right.content_id, ((chunk, 1),))
+
+
+def asks(source: ServedSource, *messages: object, count: int = 0) -> list[object]:
+    """What a source answers to a reader that says this; `count`: so many answers, if not one for each."""
     from tensorhub.protocol.codec import FROM_OWNER
 
     peers = Peers(Local(Incarnation("reader"), (SECRET,), Options()))
@@ -342,6 +428,8 @@ def asks(source: ServedSource, *messages: object) -> list[object]:
     with connection:
         for message in messages:
             connection.send(message)  # type: ignore[arg-type]
+            answers.append(connection.receive(vocabulary))
+        while len(answers) < count:
             answers.append(connection.receive(vocabulary))
     return answers
 
@@ -375,7 +463,7 @@ def test_a_source_makes_one_queue_pair_for_each_reader_and_none_for_what_is_not_
 def test_a_queue_pair_for_what_is_in_host_memory_reads_nothing_on_a_gpu(source: ServedSource) -> None:
     """Its addresses would be registered, were it asked for them by the same queue pair."""
     tensor = TensorDescription("t", "uint8", (8,), 1 << 40, 8)
-    on_gpu = ChunkMemory(build_manifest([tensor], 4096, "xxh3-64"), [Double().allocate(8)])
+    on_gpu = ChunkMemory(build_manifest([tensor], 4096, "xxh3-64"), [gpu(is_reached=False).allocate(8)])
     other, right = RegistrationId("on a GPU"), source.right
     source.owner.open(other, 1, right.content_id, on_gpu, complete=True)
     locates = [
@@ -384,6 +472,23 @@ def test_a_queue_pair_for_what_is_in_host_memory_reads_nothing_on_a_gpu(source: 
     ]
     answers = asks(source, Pair(1, right.registration, right.generation, 0, CARD), *locates)
     assert [type(answer).__name__ for answer in answers[:2]] == ["Paired", "ChunksPinned"]
-    assert answers[2] == ReadRefused(3, "its tensors are on a GPU, which is not read this way")
+    assert answers[2] == ReadRefused(3, "its tensors are on a GPU, and the queue pair was made to read others")
     assert isinstance(source.owner.fabric, FakeFabric)
-    assert list(source.owner.fabric.only._memories) == [source._memory]
+    registered = source.owner.fabric.only._memories
+    assert [memory for memory, found in registered.items() if found._regions] == [source._memory]
+
+
+def test_a_reader_that_takes_nothing_is_given_up(monkeypatch: pytest.MonkeyPatch, small_pieces: int) -> None:
+    """It neither has buffers overwritten, nor requests piled up, nor its source wait for ever."""
+    device = gpu(is_reached=False)
+    monkeypatch.setattr(answering, "PENDING_MAX", 2)
+    with closing(ServedSource(SECRET, fabric=FakeFabric(), device=device)) as source:
+        source.fill(LARGEST, content(LARGEST))
+        pair = Pair(1, source.right.registration, 1, 0, CARD)
+        assert asks(source, pair, PieceTaken(2))[1] is None  # none is staged
+        more = [locate(source, number, LARGEST) for number in range(3, 7)]
+        answers = asks(source, pair, locate(source, 2, LARGEST), *more, count=12)
+        staged = [answer for answer in answers if isinstance(answer, PieceStaged)]
+        assert len({piece.address for piece in staged}) == len(staged)
+        assert answers[-1] is None
+    assert open_queues() == 0

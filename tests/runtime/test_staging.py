@@ -98,7 +98,7 @@ async def register(hub: Hub, those: Tensors, device: Double | None) -> Weights:
 @pytest.fixture
 def small_pieces(monkeypatch: pytest.MonkeyPatch) -> int:
     nbytes = 256 * 1024
-    monkeypatch.setattr(staging_module.Staging.__init__, "__defaults__", (nbytes,))
+    monkeypatch.setattr(staging_module, "PIECE_BYTES", nbytes)
     return nbytes
 
 

@@ -20,31 +20,34 @@ FLUSHED, ACCESS_ERROR, NO_ANSWER = 5, 10, 12
 class _Region:
     """Registered memory. Keys are numbers that are never used twice."""
 
-    known: dict[int, tuple[int, int]] = {}  # noqa: RUF012 - (address, bytes) by key, of all devices: it is one process
+    known: dict[int, tuple[int, int, int]] = {}  # noqa: RUF012 - (address, bytes, shift) by key: it is all one process
     last = 1000
 
-    def __init__(self, address: int, nbytes: int) -> None:
+    def __init__(self, address: int, nbytes: int, shift: int = 0) -> None:
         _Region.last += 1
         self.lkey = self.rkey = _Region.last
-        self.known[self.lkey] = address, nbytes
+        self.known[self.lkey] = address, nbytes, shift
 
     @classmethod
-    def holds(cls, key: int, address: int, nbytes: int) -> bool:
-        start, size = cls.known.get(key, (0, 0))
-        return start <= address and address + nbytes <= start + size
+    def find(cls, key: int, address: int, nbytes: int) -> int | None:
+        """Where that is; None: not in what is registered under that key."""
+        start, size, shift = cls.known.get(key, (0, 0, 0))
+        found = address - shift
+        return found if start <= found and found + nbytes <= start + size else None
 
     def close(self) -> None:
         self.known.pop(self.lkey, None)
 
 
 class _Registered(Registered):
-    def keys(self, address: int, nbytes: int) -> Keys:
-        for place, (start, size) in enumerate(self._spans):
-            if start <= address and address + nbytes <= start + size:
-                region = self._regions.setdefault(place, None) or _Region(start, size)
-                self._regions[place] = region
-                return Keys(region.lkey, region.rkey)
-        raise OSError(14, "it is outside of the memory that it is said to be in")
+    def _registered(self, start: int, size: int) -> tuple[Any, Keys]:
+        shift = 0
+        if self._device is not None:
+            if getattr(self._device, "unreachable", ""):
+                raise OSError(14, f"{self._device.name} and this device do not reach each other")
+            shift = 100 - start  # as if it began within a dma-buf
+        region = _Region(start, size, shift)
+        return region, Keys(region.lkey, region.rkey, shift)
 
 
 class _Landing(Landing):
@@ -69,7 +72,7 @@ class _Device(Device):
     def keys(self, memory: Spanned, address: int, nbytes: int) -> Keys:
         if self.fault is not None:
             raise self.fault
-        return self._memories.setdefault(memory, _Registered(None, memory.spans)).keys(address, nbytes)
+        return self._memories.setdefault(memory, _Registered(None, memory)).keys(address, nbytes)
 
     def page_key(self, address: int) -> int:
         page = address - address % mmap.PAGESIZE
@@ -130,10 +133,12 @@ class _ReaderQueue(_Queue, ReaderQueue):
             return FLUSHED
         if not isinstance(theirs, _Queue) or getattr(theirs, "theirs", None) != self.card.number:
             return NO_ANSWER
-        if not _Region.holds(move.there_key, move.there, move.nbytes):
+        there = _Region.find(move.there_key, move.there, move.nbytes)
+        if there is None:
             return ACCESS_ERROR
-        assert _Region.holds(move.here_key, move.here, move.nbytes)
-        ctypes.memmove(move.here, move.there, move.nbytes)
+        here = _Region.find(move.here_key, move.here, move.nbytes)
+        assert here is not None
+        ctypes.memmove(here, there, move.nbytes)
         return 0
 
     def fail(self) -> None:

@@ -10,6 +10,7 @@ import contextlib
 import ctypes
 import importlib
 import importlib.util
+import mmap
 import os
 import sys
 import threading
@@ -27,6 +28,10 @@ DRIVERS = ("/dev/nvidiactl", "/dev/dxg")
 _TO_WHEREVER = 4  # cudaMemcpyDefault: both addresses say where they are
 _OUT_OF_MEMORY = ("MemoryAllocation", "OUT_OF_MEMORY", "out of memory")
 _PORTABLE = 1  # cudaHostRegisterPortable: page-locked for every device
+# Of cuda.h (13.0): CU_DEVICE_ATTRIBUTE_..., CU_MEM_RANGE_HANDLE_TYPE_DMA_BUF_FD, CU_FLUSH_GPU_DIRECT_RDMA_WRITES_TO_OWNER
+_RDMA_WRITES_ORDERING, _DMA_BUF_SUPPORTED = 118, 124
+_DMA_BUF_FD = 1
+_TO_OWNER = 100
 
 
 @lru_cache(maxsize=1)
@@ -98,6 +103,7 @@ class CudaDevice:
     def __init__(self, index: int) -> None:
         self._cupy: Any = importlib.import_module("cupy")
         self._runtime = self._cupy.cuda.runtime
+        self._attributes: dict[int, int] = {}
         self._lock = threading.Lock()  # guards both below
         self._module: Any = None
         self._idle: list[Any] = []  # streams: cupy keeps memory for each, so they are used again
@@ -194,6 +200,37 @@ class CudaDevice:
                 self._runtime.ipcCloseMemHandle(address)
             finally:
                 self._runtime.setDevice(before)
+
+    def dma_buf(self, address: int, nbytes: int) -> tuple[int, int]:
+        self.use()
+        if not self._attribute(_DMA_BUF_SUPPORTED):
+            raise StateError(f"{self.name} or its driver knows no dma-buf")
+        start = address - address % mmap.PAGESIZE  # whole pages of the host: an allocation begins and ends with one
+        size = -(-(address + nbytes - start) // mmap.PAGESIZE) * mmap.PAGESIZE
+        descriptor = ctypes.c_int(-1)
+        failed = _driver().cuMemGetHandleForAddressRange(
+            ctypes.byref(descriptor), ctypes.c_uint64(start), ctypes.c_size_t(size), _DMA_BUF_FD, ctypes.c_uint64(0)
+        )
+        if failed:
+            raise StateError(f"{self.name} gives no dma-buf of this memory (CUDA driver error {failed})")
+        return descriptor.value, start
+
+    def settle(self) -> None:
+        self.use()
+        if self._attribute(_RDMA_WRITES_ORDERING) >= _TO_OWNER:
+            return
+        if failed := _driver().cuFlushGPUDirectRDMAWrites(0, _TO_OWNER):
+            raise StateError(f"{self.name} does not say when others' writes are there (CUDA driver error {failed})")
+
+    def _attribute(self, number: int) -> int:
+        if number not in self._attributes:
+            with failures(f"asking what {self.name} can do"):
+                value, device = ctypes.c_int(), ctypes.c_int()
+                driver = _driver()
+                failed = driver.cuDeviceGet(ctypes.byref(device), self.index)
+                failed = failed or driver.cuDeviceGetAttribute(ctypes.byref(value), number, device)
+            self._attributes[number] = 0 if failed else value.value  # (a driver that does not know it)
+        return self._attributes[number]
 
     def callers_work(self) -> CudaMark:
         torch = sys.modules["torch"]

@@ -93,6 +93,14 @@ class Device(Protocol):
     def close(self, address: int) -> None:
         """Give up what was opened there."""
 
+    def dma_buf(self, address: int, nbytes: int) -> tuple[int, int]:
+        """A descriptor of these bytes, to be closed, for other devices to reach them by; and the address at which what it
+        stands for begins. StateError: there is none.
+        """
+
+    def settle(self) -> None:
+        """What other devices have written into its memory so far is seen by whatever is queued from now on. StateError."""
+
     def callers_work(self) -> Mark:
         """What the calling thread has queued so far, on its present stream."""
 

@@ -100,6 +100,8 @@ from tensorhub.messages.reading import (
     MemoryIs as MemoryIs,
     Pair as Pair,
     Paired as Paired,
+    PieceStaged as PieceStaged,
+    PieceTaken as PieceTaken,
     PortsAre as PortsAre,
     QueueCard as QueueCard,
     RdmaPort as RdmaPort,

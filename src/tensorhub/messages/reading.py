@@ -204,7 +204,7 @@ class Pair:
 @dataclass(frozen=True, slots=True)
 class Paired:
     """The owner's end is ready; through it, the owner's nonce can be read at that address. What is located from now on is
-    said by ChunksPinned.
+    said by ChunksPinned; or, where it has to be copied to the host first, by ChunksFollow and PieceStaged.
     """
 
     request: U64
@@ -250,6 +250,27 @@ class ChunksPinned:
 
 
 @dataclass(frozen=True, slots=True)
+class PieceStaged:
+    """The next bytes of the chunks that follow (ChunksFollow) are at that address, to be read there under the rule of
+    ChunksPinned; they stay until PieceTaken.
+    """
+
+    request: U64
+    address: U64
+    nbytes: Annotated[int, Range(1, 2**32)]
+    key: U32
+    word: U64
+    word_key: U32
+
+
+@dataclass(frozen=True, slots=True)
+class PieceTaken:
+    """The piece that was staged for longest is read: its room can have other bytes."""
+
+    request: U64
+
+
+@dataclass(frozen=True, slots=True)
 class StillWaiting:
     """The owner lives, and has none of what is left of this request, which is over: ask again, here or elsewhere.
 
@@ -268,13 +289,14 @@ class ReadRefused:
     reason: Text
 
 
-FromReader = Read | Locate | FindMemory | FindSegments | FindAllocations | FindAgent | FindPorts | Pair
+FromReader = Read | Locate | FindMemory | FindSegments | FindAllocations | FindAgent | FindPorts | Pair | PieceTaken
 FromOwner = (
     ChunksFollow
     | ChunkFollows
     | ChunkDigest
     | ChunksLie
     | ChunksPinned
+    | PieceStaged
     | MemoryIs
     | SegmentsAre
     | AllocationsAre

@@ -92,4 +92,6 @@ TAGS: Final[Mapping[type, int]] = {
     m.Paired: 105,
     m.Unpaired: 106,
     m.ChunksPinned: 107,
+    m.PieceStaged: 110,
+    m.PieceTaken: 111,
 }

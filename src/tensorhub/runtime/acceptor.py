@@ -175,7 +175,7 @@ def _serve_lane(lane: Lane, connection: BlockingConnection, acceptor: _Acceptor)
         connection.handshake(handshake, settings.handshake_timeout_s)
         refusal = acceptor.admitted(lane, Incarnation(handshake.client_incarnation))
         with contextlib.closing(Answering(lane, connection, owner, settings.patience_s)) as answering:
-            while (read := _next_read(lane, connection)) is not None:
+            while (read := answering.pending() or _next_read(lane, connection)) is not None:
                 if handshake.secret not in settings.secrets:
                     raise AuthenticationFailed("its token is not accepted any more")
                 if refusal:

@@ -8,6 +8,7 @@ bytes. Responsible for which bytes go out under which access. Not responsible fo
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Sequence
 from contextlib import closing
 
@@ -34,12 +35,15 @@ from tensorhub.messages import (
     Locate,
     MemoryIs,
     Pair,
+    PieceTaken,
     Read,
     ReadRefused,
     SegmentsAre,
     StillWaiting,
 )
 from tensorhub.protocol.blocking import BlockingConnection
+from tensorhub.protocol.codec import FROM_READER
+from tensorhub.protocol.lost import ConnectionLost
 from tensorhub.runtime.chunks import ChunkMemory, GilWatch
 from tensorhub.runtime.hot import HOT_BYTES, Digests, cut
 from tensorhub.runtime.pairing import Pairing
@@ -55,6 +59,7 @@ LOCAL_SEND_BYTES = 64 * 2**20  # the same within a host, in some 20 ms: beside a
 FIRST_SEND_BYTES = HOT_BYTES  # of one whose digests are made before; a larger chunk goes by itself, and its digest behind it
 FIRST_LOCATE_BYTES = 16 * 2**20  # of one answer without sending, at most: the reader copies while the next digests are made
 LOCATE_BYTES = 2**40  # of one answer that says where chunks lie, and sends none
+PENDING_MAX = 16  # requests that come while a reader is waited for
 NOT_ONE_SIDED = "this worker's memory is not to be read from here: its transports are others, or it is on another host"
 
 
@@ -76,6 +81,7 @@ class Answering:
         self._staging: Staging | None = None  # for what is on a GPU
         self._locate_bytes = FIRST_SEND_BYTES // 8  # of the last answer that had digests made: the first ones come soon
         self._gil = GilWatch()  # where another thread keeps the GIL: few calls, and large ones
+        self._pending: deque[FromReader] = deque()  # what has come meanwhile
         self._knows_agent = False  # the reader has been told of an agent, and so of addresses
 
     def answer(self, read: FromReader) -> None:
@@ -93,8 +99,14 @@ class Answering:
                 self._connection.send(self._pairing.ports(read))
             case Pair():
                 self._connection.send(self._pairing.pair(read))
+            case PieceTaken():
+                self._pairing.taken()
             case _:
                 self._serve(read)
+
+    def pending(self) -> FromReader | None:
+        """What the reader has asked for while something else was answered."""
+        return self._pending.popleft() if self._pending else None
 
     def close(self) -> None:
         """The reader is gone, or has to go."""
@@ -197,7 +209,7 @@ class Answering:
                 self._locate_bytes = min(2 * self._locate_bytes, FIRST_LOCATE_BYTES)
                 return self._locate_bytes
             return FIRST_SEND_BYTES
-        if isinstance(read, Locate):
+        if isinstance(read, Locate) and not self._pairing.has_buffers:
             return LOCATE_BYTES
         return LOCAL_SEND_BYTES if self._lane.is_local else SEND_BYTES
 
@@ -212,7 +224,9 @@ class Answering:
         started = time.perf_counter()
         chunks = tuple(self._owner.digests_of(access, memory))
         digest_s = time.perf_counter() - started
-        if isinstance(read, Locate):
+        if isinstance(read, Locate) and self._pairing.stages(memory):
+            self._stage(read.request, chunks, access, memory)
+        elif isinstance(read, Locate):
             self._connection.send(self._located(read.request, chunks, access, memory))
         elif memory.device is not None:
             self._connection.send(ChunksFollow(read.request, chunks))
@@ -234,6 +248,33 @@ class Answering:
             return ChunksPinned(request, self._pairing.places(memory, chunks), word, self._pairing.word_key(word))
         except OSError as error:
             raise _CannotRegister(error.strerror) from error
+
+    def _stage(self, request: int, chunks: Sequence[tuple[int, int]], access: Access, memory: ChunkMemory) -> None:
+        """Have a reader by RDMA read what is on a GPU out of buffers: the next piece is copied there while one is read."""
+        places = [(memory.address(chunk), memory.sizes[chunk]) for chunk in access.chunks]
+        word = self._owner.word_of(access)
+        try:
+            staging = self._pairing.staging(memory)
+            self._connection.send(ChunksFollow(request, tuple(chunks)))
+            with closing(staging.outgoing(places)) as pieces:
+                for piece in pieces:
+                    self._connection.send(self._pairing.staged(request, piece, word))
+                    while not self._pairing.has_room:
+                        self._hear_meanwhile()
+        except OSError as error:
+            raise _CannotRegister(error.strerror) from error
+
+    def _hear_meanwhile(self) -> None:
+        """Wait for the reader to take a piece; what else it says is answered later. OperationTimeout."""
+        match read := self._connection.receive(FROM_READER):
+            case PieceTaken():
+                self._pairing.taken()
+            case None:
+                raise ConnectionLost("the reader has left while pieces were staged for it")
+            case _ if len(self._pending) < PENDING_MAX:
+                self._pending.append(read)
+            case _:
+                raise ProtocolError(f"more than {PENDING_MAX} requests are waiting, and no piece is taken")
 
     def _send_staged(self, places: Sequence[Place], device: Device) -> None:
         """Send what is on a GPU: the next piece is copied to the host while one is sent."""

@@ -22,6 +22,8 @@ from tensorhub.messages import (
     Locate,
     MemoryIs,
     Paired,
+    PieceStaged,
+    PieceTaken,
     PortsAre,
     Read,
     ReadRefused,
@@ -40,6 +42,7 @@ Answer = (
     | ChunkDigest
     | ChunksLie
     | ChunksPinned
+    | PieceStaged
     | MemoryIs
     | SegmentsAre
     | AllocationsAre
@@ -92,6 +95,11 @@ class Asking:
             self._asked[request] = set(chunks)
             runs = tuple(_runs(chunks))
             self.connection.send(kind(request, right.lease, right.registration, right.generation, right.content_id, runs))
+
+    def say_taken(self, request: int) -> None:
+        """A piece that was staged for this request is read."""
+        with self._sending, self.failures():
+            self.connection.send(PieceTaken(request))
 
     def hear(self) -> Answer:
         """What the owner says next, within `failures`. ReadFailure: "refused" if it serves no more, "lost" if it is gone."""

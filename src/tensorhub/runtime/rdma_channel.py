@@ -8,6 +8,10 @@ nonce through it, in a packet as large as any: that it is the right process, and
 Connection and queue pair are kept together for the next version after a read that ended in order (`peers`): the source is
 then asked for the new registration with the same end of the queue pair. After any failure, both go.
 
+A destination on a GPU is written by the device itself where that reaches it, and through a few registered buffers on the
+host where it does not: the GPU copies what is proved out of one while the others are filled. So may a source's bytes be
+(`pairing`), which then come in pieces that follow one another, as over tcp.
+
 Everything that the source says is hostile: its addresses and keys are only ever read from, into the destination's own
 registered memory, with the lengths of the reader's own manifest.
 """
@@ -16,7 +20,6 @@ from __future__ import annotations
 
 import itertools
 import mmap
-import select
 import time
 from collections import deque
 from collections.abc import Sequence
@@ -24,22 +27,23 @@ from typing import NamedTuple
 
 from tensorhub.errors import OperationTimeout, ProtocolError
 from tensorhub.messages import (
+    ChunksFollow,
     ChunksPinned,
     FindPorts,
     Locate,
-    Pair,
-    Paired,
+    PieceStaged,
     PortsAre,
-    QueueCard,
     RdmaPort,
     StillWaiting,
-    Unpaired,
 )
-from tensorhub.protocol.blocking import BlockingConnection
 from tensorhub.runtime.asking import Asking
 from tensorhub.runtime.peers import Peer, Peers
+from tensorhub.runtime.rdma_link import Link, prepare_destination
+from tensorhub.runtime.staging import Pinned
 from tensorhub.transport import rdma
 from tensorhub.transport.base import (
+    DEVICE,
+    HOST,
     Arrival,
     Channel,
     Cutter,
@@ -50,79 +54,16 @@ from tensorhub.transport.base import (
     ReadRight,
     Unusable,
 )
-from tensorhub.transport.cma import NONCE_BYTES
-from tensorhub.transport.rdma import GID_BYTES, Move, Port
-from tensorhub.transport.reads import WINDOW_BYTES, Reads
+from tensorhub.transport.memory import address_of
+from tensorhub.transport.rdma import Move, Port
+from tensorhub.transport.reads import WINDOW_BYTES, Group, Reads
 from tensorhub.transport.registry import Local
-from tensorhub.transport.verbs import Fabric, ReaderQueue, verbs
+from tensorhub.transport.verbs import Fabric, verbs
 from tensorhub.types import Endpoint, Location
 
 GROUP_BYTES = 4 * 2**20  # of chunks that are named together, at least one
 PAIRS_TRIED_MAX = 4  # of ports, for one link
-
-
-class _Link:
-    """A queue pair to one source; it is kept and closed with the connection over which it was made. For one thread."""
-
-    def __init__(self, queue: ReaderQueue, place: int) -> None:
-        """`place`: of the source's port, among those that it named. OSError."""
-        self.queue = queue
-        self.place = place
-        self.theirs: QueueCard | None = None  # once it is connected
-        self.words = queue.device.landing(2 * mmap.PAGESIZE)  # of groups; and of the source's nonce
-        self._is_armed = False
-
-    def __repr__(self) -> str:
-        return f"<_Link by {self.queue!r}>"
-
-    def ask(self, asking: Asking, right: ReadRight) -> Paired:
-        """Ask the source to read that registration through this queue pair. NotShared, Unusable; ReadFailure."""
-        with asking.failures():
-            asking.connection.send(Pair(0, right.registration, right.generation, self.place, self.queue.card))
-            message = asking.hear()
-            match message:
-                case Paired() if len(message.card.gid) == GID_BYTES and len(message.nonce) == NONCE_BYTES:
-                    return message
-                case Unpaired():
-                    pass
-                case _:
-                    raise ProtocolError(f"it is asked for a queue pair, and answers {type(message).__name__}")
-        raise (NotShared if message.is_usual else Unusable)(message.reason)
-
-    def wait(self, connection: BlockingConnection, until: float) -> None:
-        """Wait until there may be completions, or something to hear. OperationTimeout, OSError."""
-        if not self._is_armed:
-            self.queue.arm()  # what came before may have been missed: the caller looks first
-            self._is_armed = True
-            return
-        waiting = select.poll()
-        waiting.register(self.queue.descriptor, select.POLLIN)
-        waiting.register(connection.descriptor, select.POLLIN)
-        ready = waiting.poll(max(0.0, until - time.monotonic()) * 1000)
-        if any(descriptor == self.queue.descriptor for descriptor, _ in ready):
-            self.queue.take_event()
-            self._is_armed = False
-        elif not ready:
-            raise OperationTimeout("the source's memory brought nothing in that time")
-
-    def prove(self, connection: BlockingConnection, paired: Paired, until: float) -> None:
-        """Read the source's nonce. Unusable: it cannot be read, or is another one; OSError."""
-        there = Move(self.words.address + mmap.PAGESIZE, self.words.key, paired.address, paired.key, mmap.PAGESIZE)
-        self.queue.post([there], 0, frozenset([0]), frozenset())
-        while not (done := self.queue.poll()):
-            if connection.is_readable():
-                raise Unusable("the source left while it was looked for over RDMA")
-            self.wait(connection, until)
-        status = done[0][1]
-        if status:
-            raise Unusable(f"it cannot be read over RDMA, {self.queue.port}: {rdma.failure_of(status).detail}")
-        if self.words.read(mmap.PAGESIZE, NONCE_BYTES) != paired.nonce:
-            raise Unusable("another process is reached over RDMA")
-
-    def close(self) -> None:
-        """Nothing is written by it any more when this returns. The connection stays."""
-        self.queue.close()
-        self.words.close()
+PIECES_MAX = 64  # that a source has staged, and that are not read yet
 
 
 class RdmaTransport:
@@ -130,6 +71,7 @@ class RdmaTransport:
 
     name = "rdma"
     lanes = 1  # the device reads while the lane digests what has come
+    fills = HOST | DEVICE
 
     def __init__(self, local: Local) -> None:
         if self.name not in local.kept:
@@ -153,12 +95,12 @@ class RdmaTransport:
         asking = Asking(self._peers, peer, right, cutter)
         try:
             link = self._linked(peer, asking, right)
-            _check_destination(link, destination)
+            pinned = prepare_destination(link, destination)
         except BaseException:
             peer.is_sound = False  # a queue pair that is of no use goes, at both ends
             asking.close()
             raise
-        return RdmaChannel(asking, peer, link, right, destination, cutter, self._options.stall_timeout_s)
+        return RdmaChannel(asking, peer, link, right, destination, cutter, self._options.stall_timeout_s, pinned)
 
     def sweep(self) -> None:
         """See `Keeping`."""
@@ -168,10 +110,10 @@ class RdmaTransport:
         """See `Keeping`."""
         self._peers.close()
 
-    def _linked(self, peer: Peer, asking: Asking, right: ReadRight) -> _Link:
-        """The connection's queue pair, if its source has kept it, too; else a new one. As of `_Link.ask`."""
+    def _linked(self, peer: Peer, asking: Asking, right: ReadRight) -> Link:
+        """The connection's queue pair, if its source has kept it, too; else a new one. As of `Link.ask`."""
         link = peer.link
-        if isinstance(link, _Link):
+        if isinstance(link, Link):
             if link.ask(asking, right).card == link.theirs:
                 return link
             peer.link = None
@@ -179,7 +121,7 @@ class RdmaTransport:
         peer.link = link = self._new_link(asking, right)
         return link
 
-    def _new_link(self, asking: Asking, right: ReadRight) -> _Link:
+    def _new_link(self, asking: Asking, right: ReadRight) -> Link:
         """By one of the pairs of ports. Unusable, which says of each what is in the way."""
         until = time.monotonic() + self._options.connect_timeout_s
         ports = self._ports_of(asking)
@@ -207,10 +149,10 @@ class RdmaTransport:
                 raise ProtocolError(f"it is asked for its RDMA ports, and answers {type(message).__name__}")
             return message.ports
 
-    def _pair(self, asking: Asking, right: ReadRight, port: Port, place: int, until: float) -> _Link:
+    def _pair(self, asking: Asking, right: ReadRight, port: Port, place: int, until: float) -> Link:
         queue = self.fabric.reader(port)
         try:
-            link = _Link(queue, place)
+            link = Link(queue, place)
         except BaseException:
             queue.close()
             raise
@@ -228,25 +170,25 @@ class RdmaTransport:
 NOT_OFFERED = "its memory is not to be read by RDMA"
 
 
-def _check_destination(link: _Link, destination: Destination) -> None:
-    """Unusable: the memory to read into cannot be registered, as far as its first span and the limit tell."""
-    spans = destination.spans
-    try:
-        if spans:
-            link.queue.device.keys(destination, *spans[0])
-    except OSError as error:
-        raise Unusable(f"the memory to read into: {error.strerror}") from error
-    fault = rdma.memlock_fault(sum(nbytes for _, nbytes in spans[1:])) if len(spans) > 1 else None
-    if fault is not None:
-        raise Unusable(f"the memory to read into: {fault}")
+class _Part(NamedTuple):
+    """Of one chunk, as much as is read at a time: all of it, unless one end is staged."""
 
-
-class _Located(NamedTuple):
     chunk: int
     digest: int
-    address: int
+    offset: int
+    nbytes: int
+    there: int  # address
     key: int
     word: tuple[int, int]  # (address, key)
+    staged_for: int | None = None  # the request whose piece is taken with this part
+
+
+class _Landed(NamedTuple):
+    """What is to be done when a group is proved."""
+
+    buffer: int | None  # it is in that one
+    copies: Sequence[tuple[int, int, int]]  # (to, source, bytes), out of it
+    taken: Sequence[int]  # requests of pieces that are read
 
 
 class RdmaChannel:
@@ -256,12 +198,14 @@ class RdmaChannel:
         self,
         asking: Asking,
         peer: Peer,
-        link: _Link,
+        link: Link,
         right: ReadRight,
         destination: Destination,
         cutter: Cutter,
         stall_timeout_s: float,
+        pinned: Pinned | None = None,
     ) -> None:
+        """`pinned`: what is read lands there first."""
         self._asking = asking
         self._connection = asking.connection
         self._peer = peer
@@ -270,9 +214,15 @@ class RdmaChannel:
         self._destination = destination
         self._cutter = cutter
         self._stall_timeout_s = stall_timeout_s
+        self._pinned = pinned
+        self._buffers = deque(range(len(pinned.staging.buffers) if pinned is not None else 0))  # that are free
         self._reads = Reads(link.queue, link.words, mmap.PAGESIZE, link.queue.device.depth)
-        self._located: deque[_Located] = deque()  # and not read yet
+        self._coming: deque[tuple[int, int]] = deque()  # (chunk, digest) whose pieces follow
+        self._come_bytes = 0  # of the first of them
+        self._pieces = 0  # that are staged for this reader
+        self._located: deque[_Part] = deque()  # and not read yet
         self._proved: deque[tuple[int, int, int]] = deque()  # (chunk, digest, bytes) that are there, and not named yet
+        self._unnamed_bytes = 0  # that are there, those of chunks of which parts are lacking included
 
     def __repr__(self) -> str:
         return f"<RdmaChannel by {self._link!r}, {self._asking!r}, {self._reads!r}>"
@@ -297,19 +247,19 @@ class RdmaChannel:
         first_byte, until, done = started, time.monotonic() + self._stall_timeout_s, -1
         while True:
             if self._cutter.is_cut:
-                raise ReadFailure("lost", "the read was given up", bytes_discarded=self._proved_bytes())
+                raise ReadFailure("lost", "the read was given up", bytes_discarded=self._unnamed_bytes)
             try:
-                self._proved.extend(chunk for group in self._reads.completed() for chunk in group.chunks)
+                self._land(self._reads.completed())
             except ReadFailure as failure:
-                failure.bytes_discarded += self._proved_bytes()
+                failure.bytes_discarded += self._unnamed_bytes
                 raise
             while self._connection.is_readable():
                 if (lacking := self._hear()) is not None:
                     return lacking, first_byte
-            while self._located and self._reads.is_hungry and self._proved_bytes() < WINDOW_BYTES:
+            while self._located and self._reads.is_hungry and self._has_room():
                 self._add_group()
             self._reads.post()
-            if self._proved or (self._reads.is_idle and self._asking.is_answered):
+            if self._proved or (self._reads.is_idle and self._asking.is_answered and not self._coming):
                 return None, first_byte
             if self._reads.is_idle:
                 if (lacking := self._hear()) is not None:
@@ -328,29 +278,106 @@ class RdmaChannel:
             case ChunksPinned():
                 self._asking.announced(message.request, [chunk for chunk, *_ in message.chunks])
                 word = message.word, message.key
-                self._located.extend([_Located(*chunk, word) for chunk in message.chunks])
+                for chunk, digest, there, key in message.chunks:
+                    self._locate(_Part(chunk, digest, 0, self._destination.sizes[chunk], there, key, word))
+                return None
+            case ChunksFollow():
+                self._asking.announced(message.request, [chunk for chunk, _ in message.chunks])
+                self._coming.extend(message.chunks)
+                self._name_empty()
+                return None
+            case PieceStaged():
+                self._locate_piece(message)
                 return None
             case _:
                 raise ProtocolError(f"a Locate is answered with {type(message).__name__}")
 
+    def _locate(self, part: _Part) -> None:
+        """Have that read, in parts that have room where they land."""
+        room = part.nbytes if self._pinned is None else self._pinned.staging.piece_bytes
+        for start in range(0, part.nbytes, room) if part.nbytes else (0,):
+            size, offset, there = min(room, part.nbytes - start), part.offset + start, part.there + start
+            self._located.append(part._replace(offset=offset, nbytes=size, there=there))
+
+    def _locate_piece(self, piece: PieceStaged) -> None:
+        """The next bytes of what is coming are there."""
+        self._pieces += 1
+        if self._pieces > PIECES_MAX:
+            raise ProtocolError(f"more than {PIECES_MAX} pieces are staged, and not taken")
+        there, left, word = piece.address, piece.nbytes, (piece.word, piece.word_key)
+        while left:
+            if not self._coming:
+                raise ProtocolError("a piece is staged, of no chunk that is to follow")
+            chunk, digest = self._coming[0]
+            nbytes = min(left, self._destination.sizes[chunk] - self._come_bytes)
+            self._locate(_Part(chunk, digest, self._come_bytes, nbytes, there, piece.key, word))
+            self._come_bytes, there, left = self._come_bytes + nbytes, there + nbytes, left - nbytes
+            if self._come_bytes == self._destination.sizes[chunk]:
+                self._coming.popleft()
+                self._come_bytes = 0
+                self._name_empty()
+        self._located[-1] = self._located[-1]._replace(staged_for=piece.request)
+
+    def _name_empty(self) -> None:
+        """Chunks without bytes need no piece."""
+        while self._coming and not self._come_bytes and not self._destination.sizes[self._coming[0][0]]:
+            self._proved.append((*self._coming.popleft(), 0))
+
+    def _has_room(self) -> bool:
+        """Whether more can be read before some of what is there is taken."""
+        return bool(self._buffers) if self._pinned is not None else self._proved_bytes() < WINDOW_BYTES
+
     def _add_group(self) -> None:
-        """Have the next chunks read, under one word: one at least, then up to GROUP_BYTES."""
-        device, destination, word = self._link.queue.device, self._destination, self._located[0].word
-        chunks: list[tuple[int, int, int]] = []
-        moves: list[Move] = []
-        room = GROUP_BYTES
+        """Have the next parts read, under one word: one at least, then up to GROUP_BYTES."""
+        word, room = self._located[0].word, GROUP_BYTES
+        if self._pinned is not None:
+            room = min(room, self._pinned.staging.piece_bytes)
+        parts: list[_Part] = []
         while self._located and self._located[0].word == word:
-            chunk, digest, there, key, _ = self._located[0]
-            nbytes = destination.sizes[chunk]
-            room -= nbytes
-            if chunks and room < 0:
+            room -= self._located[0].nbytes
+            if parts and room < 0:
                 break
-            self._located.popleft()
-            chunks.append((chunk, digest, nbytes))
-            if nbytes:
-                here = destination.address(chunk)
-                moves.append(Move(here, device.keys(destination, here, nbytes).local, there, key, nbytes))
-        self._reads.add(chunks, moves, word, self._right.generation)
+            parts.append(self._located.popleft())
+        sizes = self._destination.sizes
+        ends = [part for part in parts if part.offset + part.nbytes == sizes[part.chunk]]
+        chunks = [(part.chunk, part.digest, sizes[part.chunk]) for part in ends]
+        moves, landed = self._moves([part for part in parts if part.nbytes])
+        taken = [part.staged_for for part in parts if part.staged_for is not None]
+        self._reads.add(chunks, moves, word, self._right.generation, landed._replace(taken=taken))
+
+    def _moves(self, parts: Sequence[_Part]) -> tuple[list[Move], _Landed]:
+        """What reads these parts, and what is to be done then."""
+        device, destination = self._link.queue.device, self._destination
+        moves: list[Move] = []
+        if self._pinned is None:
+            for part in parts:
+                here = destination.address(part.chunk) + part.offset
+                keys = device.keys(destination, here, part.nbytes)
+                moves.append(Move(here + keys.shift, keys.local, part.there, part.key, part.nbytes))
+            return moves, _Landed(None, (), ())
+        buffer, copies = self._buffers.popleft(), list[tuple[int, int, int]]()
+        here = address_of(self._pinned.staging.buffers[buffer])
+        for part in parts:
+            keys = device.keys(self._pinned, here, part.nbytes)
+            moves.append(Move(here, keys.local, part.there, part.key, part.nbytes))
+            copies.append((destination.address(part.chunk) + part.offset, here, part.nbytes))
+            here += part.nbytes
+        return moves, _Landed(buffer, copies, ())
+
+    def _land(self, groups: Sequence[Group]) -> None:
+        """These are proved: their chunks can be named when they are where they belong. StateError: the GPU has failed."""
+        for group in groups:
+            landed: _Landed = group.tag
+            for request in landed.taken:
+                self._pieces -= 1
+                self._asking.say_taken(request)
+            if self._pinned is not None and landed.buffer is not None:
+                self._pinned.staging.scatter(landed.copies)
+                self._buffers.append(landed.buffer)
+            self._unnamed_bytes += group.nbytes
+            self._proved.extend(group.chunks)
+        if groups and self._pinned is None and self._destination.device is not None:
+            self._destination.device.settle()
 
     def _take(self, bytes_max: int) -> list[tuple[int, int]]:
         """Proved chunks: one, and then up to `bytes_max`."""
@@ -359,7 +386,8 @@ class RdmaChannel:
             bytes_max -= self._proved[0][2]
             if taken and bytes_max < 0:
                 break
-            chunk, digest, _ = self._proved.popleft()
+            chunk, digest, nbytes = self._proved.popleft()
+            self._unnamed_bytes -= nbytes
             taken.append((chunk, digest))
         return taken
 
@@ -367,6 +395,6 @@ class RdmaChannel:
         return sum(nbytes for _, _, nbytes in self._proved)
 
     def close(self) -> None:
-        if not self._reads.is_idle:
+        if not self._reads.is_idle or self._coming:
             self._peer.is_sound = False  # the queue pair goes, and with it what is under way
         self._asking.close()

@@ -1,5 +1,5 @@
-"""Bytes on a GPU on their way to or from a socket: through two page-locked buffers, one of which the GPU copies while the
-wire has the other.
+"""Bytes on a GPU on their way to or from a socket, or a device that cannot reach that GPU: through page-locked buffers, one
+of which the GPU copies while the wire has another.
 
 So a few MiB of host memory are in use for each connection, however much is sent. Responsible for buffers and for waiting
 until a copy is done before its bytes are used, or its buffer again. Not responsible for what is sent, nor for digests: the
@@ -22,39 +22,41 @@ Place = tuple[int, int]
 class Staging:
     """Of one connection, for its thread."""
 
-    def __init__(self, device: Device, piece_bytes: int = PIECE_BYTES) -> None:
+    def __init__(self, device: Device, piece_bytes: int = 0, buffers: int = 2) -> None:
+        """`piece_bytes`: of a buffer, if not PIECE_BYTES. StateError: there is no such memory."""
         self.device = device
+        self.piece_bytes = piece_bytes or PIECE_BYTES
+        self.buffers = tuple([device.pinned(self.piece_bytes) for _ in range(buffers)])
         self._queue = device.queue()
-        self._buffers = (device.pinned(piece_bytes), device.pinned(piece_bytes))
-        self._piece_bytes = piece_bytes
+        self._next = 0  # the buffer for the next piece that goes out
 
     def __repr__(self) -> str:
-        return f"<Staging for {self.device.name}: 2 x {self._piece_bytes} bytes>"
+        return f"<Staging for {self.device.name}: {len(self.buffers)} x {self.piece_bytes} bytes>"
 
     def outgoing(self, places: Sequence[Place]) -> Generator[memoryview]:
-        """The bytes there, in order, in pieces, each of which is whole until the next is asked for. Close it, and none of
-        them is read any more.
+        """The bytes there, in order, in pieces. When the next one is asked for, those of all buffers but two may still be in
+        use. Close it, and none of them is read any more.
         """
-        pieces = cut_up(places, self._piece_bytes)
-        half, ahead = 0, self._fetch(next(pieces, None), 0)
+        pieces = cut_up(places, self.piece_bytes)
+        ahead = self._fetch(next(pieces, None))
         try:
             while ahead is not None:
                 view, mark = ahead
-                half ^= 1
-                ahead = self._fetch(next(pieces, None), half)  # whoever had that buffer has asked for more
+                ahead = self._fetch(next(pieces, None))
                 mark.wait()
                 yield view
         finally:
             if ahead is not None:
                 ahead[1].wait()
 
-    def _fetch(self, piece: Sequence[Place] | None, half: int) -> tuple[memoryview, Mark] | None:
-        """Begin to copy a piece into that buffer."""
+    def _fetch(self, piece: Sequence[Place] | None) -> tuple[memoryview, Mark] | None:
+        """Begin to copy a piece into the next buffer."""
         if piece is None:
             return None
-        for here, (address, nbytes) in self._parts(piece, half):
+        buffer, self._next = self._next, (self._next + 1) % len(self.buffers)
+        for here, (address, nbytes) in self._parts(piece, buffer):
             self._queue.copy(here, address, nbytes)
-        return self._buffers[half][: _bytes_of(piece)], self._queue.mark()
+        return self.buffers[buffer][: _bytes_of(piece)], self._queue.mark()
 
     def incoming(self, places: Sequence[Place]) -> Generator[memoryview]:
         """Room for the bytes that come next, piece by piece, to be filled before the next is asked for. When it ends, all of
@@ -63,10 +65,10 @@ class Staging:
         marks: list[Mark | None] = [None, None]
         half = 0
         try:
-            for piece in cut_up(places, self._piece_bytes):
+            for piece in cut_up(places, self.piece_bytes):
                 if (mark := marks[half]) is not None:
                     mark.wait()
-                yield self._buffers[half][: _bytes_of(piece)]
+                yield self.buffers[half][: _bytes_of(piece)]
                 for here, (address, nbytes) in self._parts(piece, half):
                     self._queue.copy(address, here, nbytes)
                 marks[half] = self._queue.mark()
@@ -76,12 +78,33 @@ class Staging:
                 if mark is not None:
                     mark.wait()
 
-    def _parts(self, piece: Sequence[Place], half: int) -> Iterator[tuple[int, Place]]:
+    def scatter(self, pieces: Sequence[tuple[int, int, int]]) -> None:
+        """Copy these (to, source, bytes), from the buffers to the device, and wait for that."""
+        try:
+            for piece in pieces:
+                self._queue.copy(*piece)
+        finally:
+            self._queue.mark().wait()
+
+    def _parts(self, piece: Sequence[Place], buffer: int) -> Iterator[tuple[int, Place]]:
         """Each part of a piece, with its address in that buffer."""
-        here = address_of(self._buffers[half])
+        here = address_of(self.buffers[buffer])
         for place in piece:
             yield here, place
             here += place[1]
+
+
+class Pinned:
+    """A staging's buffers, as memory that can be registered (`verbs.Spanned`)."""
+
+    device = None  # they are in host memory
+
+    def __init__(self, staging: Staging) -> None:
+        self.staging = staging
+        self.spans = sorted([(address_of(buffer), buffer.nbytes) for buffer in staging.buffers])
+
+    def __repr__(self) -> str:
+        return f"<Pinned: {self.staging!r}>"
 
 
 def _bytes_of(piece: Sequence[Place]) -> int:

@@ -16,7 +16,7 @@ Responsible for order, room and what a completion proves. Not responsible for wa
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -49,10 +49,11 @@ class Slots(Protocol):
 class Group:
     """Chunks that are named together, or not at all."""
 
-    chunks: Sequence[tuple[int, int, int]]  # (number, digest, bytes)
+    chunks: Sequence[tuple[int, int, int]]  # (number, digest, bytes); of the last one, if it is read in parts, the last part
     nbytes: int
     generation: int
     slot: int
+    tag: Any  # whatever the caller wants to know of it
     last: int = -1  # the number of its last work request, once that is posted
 
 
@@ -96,14 +97,15 @@ class Reads:
     def add(
         self,
         chunks: Sequence[tuple[int, int, int]],
-        moves: Iterable[Move],
+        moves: Sequence[Move],
         word: tuple[int, int],
         generation: int,
+        tag: Any = None,
     ) -> None:
-        """Read these chunks by these moves, and the word at that (address, key) behind them."""
+        """Read what of these chunks is left by these moves, and the word at that (address, key) behind them."""
         slot, self._next_slot = self._next_slot, (self._next_slot + WORD_BYTES) % self._slots_bytes
         self._slots.word(slot).value = 0
-        group = Group(chunks, sum(nbytes for _, _, nbytes in chunks), generation, slot)
+        group = Group(chunks, sum(move.nbytes for move in moves), generation, slot, tag)
         self._groups.append(group)
         self._todo.extend((move, None) for move in cut(moves))
         self._todo.append((Move(self._slots.address + slot, self._slots.key, *word, WORD_BYTES), group))

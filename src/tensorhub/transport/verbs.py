@@ -4,7 +4,8 @@ A worker's `Fabric` opens each device when it is first needed, and keeps it unti
 domain, and the memory that was registered with it. Memory is registered once, a span of at most SPAN_BYTES at a time, when
 it is first read from or into: pyverbs keeps the GIL meanwhile (some 0.2 ms a MiB), so that spans are short. It is known by
 the object that says where it is, never by its address, since an address may come to be other memory's; it is deregistered
-when it is released, or with the last reference to that object.
+when it is released, or with the last reference to that object. A GPU's memory is registered as a dma-buf, or by its address,
+which is for drivers that know a GPU's addresses (peer memory).
 
 A reader's queue pair lets nobody in; a source's can only be read through, and only where memory is registered. Nothing of a
 source runs while it is read.
@@ -32,7 +33,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
-from tensorhub.errors import TransportUnavailable
+from tensorhub.cuda.device import Device as Accelerator
+from tensorhub.errors import StateError, TransportUnavailable
 from tensorhub.messages import QueueCard
 from tensorhub.transport.rdma import Move, Port, gid_text, registration_fault
 
@@ -124,22 +126,29 @@ class Spanned(Protocol):
     def spans(self) -> Sequence[tuple[int, int]]:
         """Ascending (address, bytes): together all of it, without overlaps. What is read at a time lies in one of them."""
 
+    @property
+    def device(self) -> Accelerator | None:
+        """On which it is; None: in host memory."""
+
 
 class Keys(NamedTuple):
-    """Of a registered span: for this process' own requests, and for others'."""
+    """Of a registered span: for this process' own requests, and for others'. `shift`: what is added to its addresses."""
 
     local: int
     remote: int
+    shift: int = 0
 
 
 class Registered:
     """What is registered of one memory with one device."""
 
-    def __init__(self, domain: Any, spans: Sequence[tuple[int, int]]) -> None:
+    def __init__(self, domain: Any, memory: Spanned) -> None:
         self._domain = domain
-        self._spans = spans
-        self._starts = [address for address, _ in spans]
-        self._regions: dict[int, Any] = {}  # by the span's place
+        self._spans = memory.spans
+        self._device = memory.device
+        self._starts = [address for address, _ in self._spans]
+        self._regions: dict[int, tuple[Any, Keys]] = {}  # by the span's place
+        self._fault: OSError | None = None  # why a GPU's memory cannot be: it is looked at again and again
 
     def keys(self, address: int, nbytes: int) -> Keys:
         """Of the span in which that lies, which is registered if it is not yet. OSError."""
@@ -148,13 +157,25 @@ class Registered:
         if address + nbytes > start + size:
             raise OSError(errno.EFAULT, "it is outside of the memory that it is said to be in")
         if place not in self._regions:
-            self._regions[place] = register(self._domain, start, size)
-        region = self._regions[place]
-        return Keys(region.lkey, region.rkey)
+            self._regions[place] = self._registered(start, size)
+        return self._regions[place][1]
+
+    def _registered(self, start: int, size: int) -> tuple[Any, Keys]:
+        if self._fault is not None:
+            raise self._fault
+        if self._device is None:
+            region, shift = register(self._domain, start, size), 0
+        else:
+            try:
+                region, shift = register_on(self._device, self._domain, start, size)
+            except OSError as error:
+                self._fault = error
+                raise
+        return region, Keys(region.lkey, region.rkey, shift)
 
     def close(self) -> None:
         """Deregister it: reads of it fail from now on."""
-        for region in self._regions.values():
+        for region, _ in self._regions.values():
             region.close()
         self._regions.clear()
 
@@ -172,6 +193,34 @@ def register(domain: Any, address: int, nbytes: int) -> Any:
             return verbs().mr.MR(domain, nbytes, access, address=address)
     except OSError as error:
         raise OSError(error.errno, registration_fault(error, nbytes)) from error
+
+
+def register_on(device: Accelerator, domain: Any, address: int, nbytes: int) -> tuple[Any, int]:
+    """The same with a GPU's memory, and the shift of its keys (see `Keys`). OSError: it is not to be reached from outside.
+
+    As NCCL and UCX do, by a dma-buf where the GPU gives one, else by its address (nvidia-peermem).
+    """
+    faults: list[str] = []
+    try:
+        descriptor, start = device.dma_buf(address, nbytes)
+    except StateError as error:
+        faults.append(str(error))
+    else:
+        enums = verbs().enums
+        access = enums.IBV_ACCESS_LOCAL_WRITE | enums.IBV_ACCESS_REMOTE_READ
+        try:
+            with _named("ibv_reg_dmabuf_mr"):  # its addresses begin with the dma-buf
+                region = verbs().mr.DmaBufMR(domain, nbytes, access, dmabuf=descriptor, offset=address - start)
+            return region, -start
+        except OSError as error:
+            faults.append(str(error.strerror))
+        finally:
+            os.close(descriptor)  # the region keeps what it stands for
+    try:
+        return register(domain, address, nbytes), 0
+    except OSError as error:
+        text = f"{device.name} and this device do not reach each other (dma-buf: {faults[0]}; peer memory: {error.strerror})"
+        raise OSError(error.errno, text) from error
 
 
 class Device:
@@ -197,7 +246,7 @@ class Device:
         """Those of a part of that memory. OSError: it cannot be registered."""
         with self.lock:
             if memory not in self._memories:
-                self._memories[memory] = Registered(self.domain, memory.spans)
+                self._memories[memory] = Registered(self.domain, memory)
             return self._memories[memory].keys(address, nbytes)
 
     def page_key(self, address: int) -> int:

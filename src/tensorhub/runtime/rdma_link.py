@@ -1,0 +1,131 @@
+"""A reader's queue pair to one source, and where what is read lands.
+
+Responsible for setting it up over the two workers' own connection, for proving whose memory is at its other end, and for
+waiting. Not responsible for what is read (`rdma_channel`).
+"""
+
+from __future__ import annotations
+
+import mmap
+import select
+import time
+
+from tensorhub.cuda.device import Device
+from tensorhub.errors import OperationTimeout, ProtocolError, StateError
+from tensorhub.messages import Pair, Paired, QueueCard, Unpaired
+from tensorhub.protocol.blocking import BlockingConnection
+from tensorhub.runtime.asking import Asking
+from tensorhub.runtime.logs import Tally, get_logger
+from tensorhub.runtime.staging import Pinned, Staging
+from tensorhub.transport import rdma
+from tensorhub.transport.base import Destination, NotShared, ReadRight, Unusable
+from tensorhub.transport.cma import NONCE_BYTES
+from tensorhub.transport.rdma import GID_BYTES, Move
+from tensorhub.transport.verbs import ReaderQueue
+
+LANDING_BUFFERS = 4  # what they hold is about what is under way for host memory
+
+_staged = Tally(get_logger("tensorhub.worker").info, "rdma_staged")
+
+
+class Link:
+    """A queue pair to one source; it is kept and closed with the connection over which it was made. For one thread."""
+
+    def __init__(self, queue: ReaderQueue, place: int) -> None:
+        """`place`: of the source's port, among those that it named. OSError."""
+        self.queue = queue
+        self.place = place
+        self.theirs: QueueCard | None = None  # once it is connected
+        self.words = queue.device.landing(2 * mmap.PAGESIZE)  # of groups; and of the source's nonce
+        self.pinned: Pinned | None = None  # what is read for a GPU lands there first
+        self._is_armed = False
+
+    def __repr__(self) -> str:
+        return f"<Link by {self.queue!r}>"
+
+    def ask(self, asking: Asking, right: ReadRight) -> Paired:
+        """Ask the source to read that registration through this queue pair. NotShared, Unusable; ReadFailure."""
+        with asking.failures():
+            asking.connection.send(Pair(0, right.registration, right.generation, self.place, self.queue.card))
+            message = asking.hear()
+            match message:
+                case Paired() if len(message.card.gid) == GID_BYTES and len(message.nonce) == NONCE_BYTES:
+                    return message
+                case Unpaired():
+                    pass
+                case _:
+                    raise ProtocolError(f"it is asked for a queue pair, and answers {type(message).__name__}")
+        raise (NotShared if message.is_usual else Unusable)(message.reason)
+
+    def wait(self, connection: BlockingConnection, until: float) -> None:
+        """Wait until there may be completions, or something to hear. OperationTimeout, OSError."""
+        if not self._is_armed:
+            self.queue.arm()  # what came before may have been missed: the caller looks first
+            self._is_armed = True
+            return
+        waiting = select.poll()
+        waiting.register(self.queue.descriptor, select.POLLIN)
+        waiting.register(connection.descriptor, select.POLLIN)
+        ready = waiting.poll(max(0.0, until - time.monotonic()) * 1000)
+        if any(descriptor == self.queue.descriptor for descriptor, _ in ready):
+            self.queue.take_event()
+            self._is_armed = False
+        elif not ready:
+            raise OperationTimeout("the source's memory brought nothing in that time")
+
+    def prove(self, connection: BlockingConnection, paired: Paired, until: float) -> None:
+        """Read the source's nonce. Unusable: it cannot be read, or is another one; OSError."""
+        there = Move(self.words.address + mmap.PAGESIZE, self.words.key, paired.address, paired.key, mmap.PAGESIZE)
+        self.queue.post([there], 0, frozenset([0]), frozenset())
+        while not (done := self.queue.poll()):
+            if connection.is_readable():
+                raise Unusable("the source left while it was looked for over RDMA")
+            self.wait(connection, until)
+        status = done[0][1]
+        if status:
+            raise Unusable(f"it cannot be read over RDMA, {self.queue.port}: {rdma.failure_of(status).detail}")
+        if self.words.read(mmap.PAGESIZE, NONCE_BYTES) != paired.nonce:
+            raise Unusable("another process is reached over RDMA")
+
+    def prepare(self, gpu: Device) -> Pinned:
+        """Have buffers for what goes to that GPU. StateError: there are none; OSError: they cannot be registered."""
+        if self.pinned is None or self.pinned.staging.device is not gpu:
+            pinned = Pinned(Staging(gpu, buffers=LANDING_BUFFERS))
+            for span in pinned.spans:
+                self.queue.device.keys(pinned, *span)
+            self._release()
+            self.pinned = pinned
+        return self.pinned
+
+    def close(self) -> None:
+        """Nothing is written by it any more when this returns. The connection stays."""
+        self.queue.close()
+        self.words.close()
+        self._release()
+
+    def _release(self) -> None:
+        pinned, self.pinned = self.pinned, None
+        if pinned is not None:
+            self.queue.device.release(pinned)
+
+
+def prepare_destination(link: Link, destination: Destination) -> Pinned | None:
+    """What is to be read lands there first; None: it is read to where it belongs. Unusable: the memory to read into cannot
+    be registered, as far as its first span and the limit tell.
+    """
+    spans, gpu = destination.spans, destination.device
+    try:
+        if spans:
+            link.queue.device.keys(destination, *spans[0])
+    except OSError as error:
+        if gpu is None:
+            raise Unusable(f"the memory to read into: {error.strerror}") from error
+        _staged.count(reason=error.strerror)
+        try:
+            return link.prepare(gpu)
+        except (OSError, StateError) as fault:
+            raise Unusable(f"the memory to read into: {getattr(fault, 'strerror', None) or fault}") from fault
+    fault_text = rdma.memlock_fault(sum(nbytes for _, nbytes in spans[1:])) if len(spans) > 1 and gpu is None else None
+    if fault_text is not None:
+        raise Unusable(f"the memory to read into: {fault_text}")
+    return None

@@ -1,0 +1,108 @@
+"""How memory is registered, with a stand-in for pyverbs. Whether a device understands: tests/rdma."""
+
+from __future__ import annotations
+
+import errno
+import os
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from tensorhub.errors import StateError
+from tensorhub.transport import verbs
+from tests.cuda.double import Double
+
+NBYTES = 5000
+
+
+class VerbsFault(Exception):
+    """pyverbs' PyverbsError."""
+
+    def __init__(self, code: int) -> None:
+        super().__init__("it fails")
+        self.error_code = code
+
+
+class WithDmaBuf(Double):
+    """Its memory begins 512 bytes into what each descriptor stands for."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.given: list[int] = []
+
+    def dma_buf(self, address: int, nbytes: int) -> tuple[int, int]:
+        self.given.append(os.memfd_create("dma-buf"))
+        return self.given[-1], address - 512
+
+
+@pytest.fixture
+def made(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
+    """What is registered. A key "refused" of the first: which of both kinds are refused."""
+    found: list[dict[str, Any]] = [{"refused": ()}]
+
+    def registers(kind: str) -> Any:
+        def register(domain: Any, nbytes: int, access: int, **named: Any) -> Any:
+            if kind in found[0]["refused"]:
+                raise VerbsFault(errno.EFAULT)
+            if "dmabuf" in named:
+                os.fstat(named["dmabuf"])  # it is open
+            found.append({"kind": kind, "nbytes": nbytes, "access": access, **named})
+            return SimpleNamespace(lkey=1, rkey=2, close=lambda: found.append({"kind": "close"}))
+
+        return register
+
+    stand_in = SimpleNamespace(
+        mr=SimpleNamespace(MR=registers("address"), DmaBufMR=registers("dma-buf")),
+        enums=SimpleNamespace(IBV_ACCESS_LOCAL_WRITE=1, IBV_ACCESS_REMOTE_READ=4),
+        errors=SimpleNamespace(PyverbsError=VerbsFault),
+    )
+    monkeypatch.setattr(verbs, "verbs", lambda: stand_in)
+    return found
+
+
+class Memory:
+    """See `verbs.Spanned`."""
+
+    def __init__(self, device: Double) -> None:
+        self.device = device
+        self.spans = [(8192, NBYTES)]
+
+
+def test_gpu_memory_is_registered_as_a_dma_buf(made: list[dict[str, Any]]) -> None:
+    device = WithDmaBuf()
+    keys = verbs.Registered("domain", Memory(device)).keys(9000, 10)
+    assert made[1:] == [{"kind": "dma-buf", "nbytes": NBYTES, "access": 5, "dmabuf": device.given[0], "offset": 512}]
+    assert keys == verbs.Keys(1, 2, 512 - 8192)  # addresses begin with the dma-buf
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        os.fstat(device.given[0])
+
+
+def test_gpu_memory_is_registered_by_its_address_where_that_is_known(made: list[dict[str, Any]]) -> None:
+    made[0]["refused"] = ("dma-buf",)
+    for device in (Double(), WithDmaBuf()):
+        assert verbs.Registered("domain", Memory(device)).keys(8192, NBYTES) == verbs.Keys(1, 2)
+        assert made.pop() == {"kind": "address", "nbytes": NBYTES, "access": 5, "address": 8192}
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        os.fstat(device.given[0])  # type: ignore[attr-defined]
+
+
+def test_gpu_memory_that_cannot_be_reached_is_tried_once(made: list[dict[str, Any]]) -> None:
+    made[0]["refused"] = ("dma-buf", "address")
+    registered = verbs.Registered("domain", Memory(WithDmaBuf()))
+    with pytest.raises(OSError, match=r"double:0 and this device do not reach each other \(dma-buf: .*; peer memory: .*\)"):
+        registered.keys(8192, 1)
+    made[0]["refused"] = ()
+    with pytest.raises(OSError, match="do not reach each other"):
+        registered.keys(8192, 1)
+    assert made[1:] == []
+
+
+def test_a_gpu_without_dma_bufs_says_why(made: list[dict[str, Any]]) -> None:
+    made[0]["refused"] = ("address",)
+    device = Double()
+    device.unreachable = "the driver knows no dma-buf"
+    with pytest.raises(StateError):
+        device.dma_buf(0, 1)
+    with pytest.raises(OSError, match="the driver knows no dma-buf; peer memory"):
+        verbs.Registered("domain", Memory(device)).keys(8192, 1)
