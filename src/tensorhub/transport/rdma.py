@@ -264,7 +264,7 @@ def memlock_note() -> str | None:
     limit = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
     if memlock_fault(2**40) is None:
         return None
-    return f"RLIMIT_MEMLOCK is {limit} bytes, and all memory that is read by RDMA counts: raise it (docs/transports.md)"
+    return f"RLIMIT_MEMLOCK is {limit} bytes, and all memory that is read by RDMA counts: raise it (docs/transports/rdma.md)"
 
 
 def memlock_text(nbytes: int, limit: int) -> str:
