@@ -87,7 +87,7 @@ class _Link:
                     pass
                 case _:
                     raise ProtocolError(f"it is asked for a queue pair, and answers {type(message).__name__}")
-        raise (NotShared if message.is_usual else Unusable)(message.reason)
+        raise (NotShared if message.is_usual else Unusable)(f"at the source: {message.reason}")
 
     def wait(self, connection: BlockingConnection, until: float) -> None:
         """Wait until there may be completions, or something to hear. OperationTimeout, OSError."""
@@ -115,7 +115,8 @@ class _Link:
             self.wait(connection, until)
         status = done[0][1]
         if status:
-            raise Unusable(f"it cannot be read over RDMA, {self.queue.port}: {rdma.failure_of(status).detail}")
+            way = f"{self.queue.port} to {rdma.gid_text(paired.card.gid)}"
+            raise Unusable(f"it cannot be read over RDMA from {way}: {rdma.failure_of(status).detail}")
         if self.words.read(mmap.PAGESIZE, NONCE_BYTES) != paired.nonce:
             raise Unusable("another process is reached over RDMA")
 
@@ -133,8 +134,9 @@ class RdmaTransport:
 
     def __init__(self, local: Local) -> None:
         if self.name not in local.kept:
+            ports = rdma.usable_ports(local.options.rdma_ports)  # first: without a device nothing need be installed
             verbs()
-            local.kept[self.name] = Fabric(rdma.usable_ports(local.options.rdma_ports))
+            local.kept[self.name] = Fabric(ports)
         self._options = local.options
         self._peers = Peers(local)
         self.fabric: Fabric = local.kept[self.name]
@@ -196,7 +198,7 @@ class RdmaTransport:
                 faults.append(str(getattr(error, "strerror", None) or error))
                 if asking.connection.is_readable() or time.monotonic() > until:  # (its end: nothing was asked)
                     break
-        raise Unusable("; ".join(faults))
+        raise Unusable("; ".join(dict.fromkeys(faults)))
 
     @staticmethod
     def _ports_of(asking: Asking) -> Sequence[RdmaPort]:
