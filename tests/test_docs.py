@@ -1,13 +1,23 @@
-"""The generated pages of docs/ are what the code says."""
+"""The generated pages of docs/ are what the code says, each transport has its page, and links lead somewhere."""
 
 from __future__ import annotations
 
 import importlib.util
+import re
 from pathlib import Path
 
 import pytest
 
+from tensorhub.runtime.channels import TRANSPORTS
+
 DOCS = Path(__file__).parent.parent / "docs"
+TRANSPORT_HEADINGS = [
+    "Requirements",
+    "Set-up",
+    "How to see that it is used",
+    "When it is not used",
+    "What is trusted, and limits",
+]
 
 
 def _generator() -> dict[str, str]:
@@ -23,3 +33,33 @@ def _generator() -> dict[str, str]:
 def test_generated_pages_are_current(name: str) -> None:
     page = (DOCS / name).read_text(encoding="utf-8")
     assert page == _generator()[name], "run: python docs/generate.py"
+
+
+def test_each_transport_has_its_page_and_a_row_in_the_overview() -> None:
+    built_in = [each.name for each in TRANSPORTS._built_in]
+    overview = (DOCS / "transports.md").read_text(encoding="utf-8")
+    assert re.findall(r"^\| \[`(\w+)`\]\(transports/\1\.md\)", overview, re.MULTILINE) == built_in
+    assert {page.stem for page in (DOCS / "transports").iterdir()} == set(built_in)
+
+
+@pytest.mark.parametrize("page", sorted((DOCS / "transports").iterdir()), ids=lambda page: page.stem)
+def test_a_transports_page_says_what_each_says(page: Path) -> None:
+    headings = re.findall(r"^## (.+)$", page.read_text(encoding="utf-8"), re.MULTILINE)
+    assert headings[: len(TRANSPORT_HEADINGS)] == TRANSPORT_HEADINGS
+
+
+def test_links_between_pages_lead_somewhere() -> None:
+    lost: list[str] = []
+    for page in [*DOCS.rglob("*.md"), *DOCS.parent.glob("*.md")]:
+        for target in re.findall(r"\]\((?!https?:)([^)#\s]+)", page.read_text(encoding="utf-8")):
+            if not (page.parent / target).exists():
+                lost.append(f"{page.relative_to(DOCS.parent)}: {target}")
+    assert not lost
+
+
+def test_pages_that_the_code_names_are_there() -> None:
+    root = DOCS.parent
+    sources = [*root.glob("*.md"), *(path for name in ("src", "tests", "benches") for path in (root / name).rglob("*.py"))]
+    named = {name for path in sources for name in re.findall(r"docs/[\w/]+\.md", path.read_text(encoding="utf-8"))}
+    assert named
+    assert [name for name in sorted(named) if not (root / name).exists()] == []

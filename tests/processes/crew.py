@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from benches.processes import WAIT_S, Aborted, Failed, Pending, Process, children
@@ -19,8 +20,9 @@ class Crew:
         self._backend = backend
         self._processes: list[Process] = []
 
-    def process(self, name: str, prefix: Sequence[str] = ()) -> Process:
-        made = Process(name, "tests.processes.actor", self._backend, prefix=prefix)
+    def process(self, name: str, prefix: Sequence[str] = (), errors: Path | None = None) -> Process:
+        """`prefix`: a command that runs it; `errors`: a file for what it logs."""
+        made = Process(name, "tests.processes.actor", self._backend, prefix=prefix, errors=errors)
         self._processes.append(made)
         return made
 

@@ -5,13 +5,15 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 
 import pytest
 
 import tensorhub
+from tensorhub.errors import TransportUnavailable
 from tensorhub.messages import Grant
 from tensorhub.runtime import channels as channels_module
-from tensorhub.runtime.channels import FAILURES_MAX, Channels
+from tensorhub.runtime.channels import FAILURES_MAX, LEFT_S, Channels
 from tensorhub.runtime.tcp_channel import TcpTransport
 from tensorhub.transport.base import (
     Arrival,
@@ -20,6 +22,7 @@ from tensorhub.transport.base import (
     Destination,
     Keeping,
     Lacking,
+    NotShared,
     ReadFailure,
     ReadRight,
     Reason,
@@ -28,7 +31,8 @@ from tensorhub.transport.base import (
 )
 from tensorhub.transport.registry import Local, Registry
 from tensorhub.types import ContentId, Endpoint, Incarnation, Location, Options
-from tests.rig import CHUNK_BYTES, CHUNKS, Cluster, cluster, holds, tensors
+from tests.conftest import has_rdma
+from tests.rig import CHUNK_BYTES, CHUNKS, Cluster, cluster, connect, holds, tensors
 
 pytestmark = pytest.mark.anyio
 
@@ -156,14 +160,16 @@ class Way:
 
     def __init__(self, name: str, says: Exception | None = None) -> None:
         self.name = name
-        self._says = says
+        self.says = says
+        self.opened = 0
 
     def reaches(self, here: Location, there: Location) -> bool:
         return self.name != "shm" or here.host == there.host
 
     def open(self, endpoint: Endpoint, right: ReadRight, destination: Destination, cutter: Cutter) -> Channel:
-        if self._says is not None:
-            raise self._says
+        self.opened += 1
+        if self.says is not None:
+            raise self.says
         return _Nothing()
 
 
@@ -231,6 +237,54 @@ def test_what_was_left_comes_last_and_is_tried_again_later(monkeypatch: pytest.M
     monkeypatch.setattr(time, "monotonic", lambda: 2.0**62)
     with pytest.raises(ReadFailure, match="always"):
         chosen(channels, grant("nixl", "tcp"))
+
+
+def test_what_cannot_be_used_is_tried_again_later_and_each_time_twice_as_late(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    now = [1000.0]
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
+    way = Way("rdma", Unusable("the port is down"))
+    channels = channels_of(way, Way("tcp"))
+    for waited_s in (0.0, LEFT_S, 2 * LEFT_S):
+        now[0] += waited_s
+        assert chosen(channels, grant("rdma", "tcp")) == "tcp"
+        opened = way.opened
+        now[0] += 0.9 * LEFT_S
+        assert chosen(channels, grant("rdma", "tcp")) == "tcp"
+        assert way.opened == opened  # it was not tried
+        now[0] -= 0.9 * LEFT_S
+    assert (way.opened, len(said(caplog, "transport_unusable"))) == (3, 1)  # the same reason is no news
+    way.says = Unusable("another reason")
+    with pytest.raises(ReadFailure, match=r"none of the transports can be used: .*; rdma: another reason"):
+        chosen(channels, grant("rdma"))  # there is no other one: it is tried all the same
+    assert len(said(caplog, "transport_unusable")) == 2
+    way.says = None
+    assert chosen(channels, grant("rdma")) == "rdma"
+    assert chosen(channels, grant("rdma", "tcp")) == "tcp"  # that it opens is not all: a read has to end well
+    channels.opener(ContentId("c"))(grant("rdma"), Nowhere(), Cutter()).ended(None)
+    assert chosen(channels, grant("rdma", "tcp")) == "rdma"
+
+
+def test_what_is_about_one_registration_is_said_of_no_other_one(caplog: pytest.LogCaptureFixture) -> None:
+    way = Way("shm", NotShared("its tensors are not in shared memory"))
+    channels = channels_of(way, Way("tcp"))
+    granted = grant("shm", "tcp", host="here")
+    assert [chosen(channels, granted) for _ in range(2)] == ["tcp", "tcp"]
+    assert way.opened == 1
+    way.says = None
+    assert chosen(channels, granted) == "tcp"
+    assert chosen(channels, replace(granted, registration="another")) == "shm"
+    assert not caplog.records
+
+
+@pytest.mark.skipif(has_rdma(), reason="this machine has an RDMA device")
+async def test_a_transport_that_is_named_and_not_there_ends_connect_with_the_reason() -> None:
+    async with cluster() as c:
+        for transports in (("rdma",), ("tcp", "rdma")):
+            with pytest.raises(TransportUnavailable, match="this machine has no RDMA device"):
+                async with connect(c.address, transports=transports):
+                    pass
 
 
 def test_what_a_source_refuses_is_no_fault_of_the_transport() -> None:

@@ -258,7 +258,7 @@ def test_a_gpu_without_pinned_memory_is_read_in_another_way(
     device = gpu(is_reached=False)
     with closing(ServedSource(SECRET, fabric=FakeFabric(), device=device)) as source:
         monkeypatch.setattr(Double, "pinned", none)
-        with pytest.raises(NotShared, match="out of memory"):
+        with pytest.raises(Unusable, match="at the source: out of memory"):
             transport.open(source.endpoint, source.right, Target(), Cutter())
         device.unreachable = ""
         with pytest.raises(Unusable, match="the memory to read into: out of memory"):
@@ -294,9 +294,13 @@ def test_another_process_than_the_one_that_was_asked_is_found_out(
 def test_memory_that_cannot_be_registered(transport: RdmaTransport, source: ServedSource, fabric: FakeFabric) -> None:
     theirs = source.owner.fabric
     assert isinstance(theirs, FakeFabric)
-    theirs.only.fault = OSError(12, "RLIMIT_MEMLOCK is too small")
-    with pytest.raises(NotShared, match="RLIMIT_MEMLOCK is too small"):
+    theirs.only.fault = OSError(14, "it is a file's mapping")
+    with pytest.raises(NotShared, match="at the source: it is a file's mapping"):
         read_all(transport, source)
+    theirs.only.fault = OSError(12, "RLIMIT_MEMLOCK is too small")
+    with pytest.raises(Unusable, match="at the source: RLIMIT_MEMLOCK is too small") as caught:
+        read_all(transport, source)
+    assert not isinstance(caught.value, NotShared)  # it is warned of
     theirs.only.fault = None
     fabric.only.fault = OSError(12, "RLIMIT_MEMLOCK is too small")
     with pytest.raises(Unusable, match="the memory to read into: RLIMIT_MEMLOCK is too small"):
@@ -368,7 +372,7 @@ LIES: dict[str, tuple[list[Any], type[Exception], str]] = {
     "a queue pair of nobody": (
         [says(PORTS), says(Paired(0, CARD, 4096, 1, bytes(16)))],
         Unusable,
-        "cannot be read over RDMA, fake0:1:1 .*does not answer",
+        "cannot be read over RDMA from fake0:1:1 .* to 10.0.0.1: .*does not answer",
     ),
     "a short nonce": ([says(PORTS), says(Paired(0, CARD, 4096, 1, b""))], ReadFailure, "asked for a queue pair"),
     "a short GID": (

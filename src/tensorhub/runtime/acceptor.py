@@ -19,7 +19,7 @@ from dataclasses import dataclass
 import anyio
 import anyio.to_thread
 
-from tensorhub.errors import AuthenticationFailed, OperationTimeout, TensorHubError
+from tensorhub.errors import AuthenticationFailed, OperationTimeout, StateError, TensorHubError
 from tensorhub.messages import FromReader, ReadRefused
 from tensorhub.protocol.blocking import BlockingConnection
 from tensorhub.protocol.codec import FROM_READER
@@ -162,6 +162,7 @@ def _is_shortage(error: OSError) -> bool:
 
 _unserved = Tally(log.warning, "reader_refused")
 _ended = Tally(log.info, "lane_ended")
+_failed = Tally(log.warning, "read_not_served")
 
 
 def _serve_lane(lane: Lane, connection: BlockingConnection, acceptor: _Acceptor) -> None:
@@ -187,6 +188,8 @@ def _serve_lane(lane: Lane, connection: BlockingConnection, acceptor: _Acceptor)
                 lane.rests_from = time.monotonic()
     except ConnectionLost:
         pass
+    except StateError as error:  # this process' own: a GPU that has failed, or a lack of memory
+        _failed.count(reader=lane.reader, reason=str(error))
     except TensorHubError as error:
         _ended.count(reader=lane.reader, reason=str(error))
     except Exception:  # a defect: it costs this reader its connection, and nobody else anything (G11)

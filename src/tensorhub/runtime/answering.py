@@ -46,6 +46,7 @@ from tensorhub.protocol.codec import FROM_READER
 from tensorhub.protocol.lost import ConnectionLost
 from tensorhub.runtime.chunks import ChunkMemory, GilWatch
 from tensorhub.runtime.hot import HOT_BYTES, Digests, cut
+from tensorhub.runtime.logs import Tally, get_logger
 from tensorhub.runtime.pairing import Pairing
 from tensorhub.runtime.serving import Lane, SharedOwner
 from tensorhub.runtime.staging import Place, Staging
@@ -63,8 +64,12 @@ PENDING_MAX = 16  # requests that come while a reader is waited for
 NOT_ONE_SIDED = "this worker's memory is not to be read from here: its transports are others, or it is on another host"
 
 
+log = get_logger("tensorhub.owner")
+_not_served = Tally(log.warning, "read_not_served")
+
+
 class _CannotRegister(Exception):
-    """Memory that is to be read by RDMA."""
+    """Memory that is to be read by RDMA; or buffers for a GPU's cannot be had."""
 
 
 class Answering:
@@ -177,6 +182,7 @@ class Answering:
         try:
             self._serve_all(read)
         except _CannotRegister as error:
+            _not_served.count(reader=self._lane.reader, reason=str(error))
             self._connection.send(ReadRefused(read.request, str(error)))
 
     def _serve_all(self, read: Read | Locate) -> None:
@@ -222,7 +228,12 @@ class Answering:
             self._send_one(read, access, memory)
             return
         started = time.perf_counter()
-        chunks = tuple(self._owner.digests_of(access, memory))
+        try:
+            chunks = tuple(self._owner.digests_of(access, memory))
+            if memory.device is not None and isinstance(read, Read):
+                self._prepare_staging(memory.device)
+        except StateError as error:  # a GPU's; nothing is announced yet, so that its reader can be told
+            raise _CannotRegister(str(error)[:1000]) from error
         digest_s = time.perf_counter() - started
         if isinstance(read, Locate) and self._pairing.stages(memory):
             self._stage(read.request, chunks, access, memory)
@@ -230,7 +241,7 @@ class Answering:
             self._connection.send(self._located(read.request, chunks, access, memory))
         elif memory.device is not None:
             self._connection.send(ChunksFollow(read.request, chunks))
-            self._send_staged([(memory.address(chunk), memory.sizes[chunk]) for chunk in access.chunks], memory.device)
+            self._send_staged([(memory.address(chunk), memory.sizes[chunk]) for chunk in access.chunks])
         else:
             buffers = [memory.buffer(chunk) for chunk in access.chunks]
             self._connection.send_with_payload(ChunksFollow(read.request, chunks), buffers)
@@ -276,10 +287,14 @@ class Answering:
             case _:
                 raise ProtocolError(f"more than {PENDING_MAX} requests are waiting, and no piece is taken")
 
-    def _send_staged(self, places: Sequence[Place], device: Device) -> None:
-        """Send what is on a GPU: the next piece is copied to the host while one is sent."""
+    def _prepare_staging(self, device: Device) -> None:
+        """Have buffers for what is on that GPU. StateError: no memory."""
         if self._staging is None or self._staging.device is not device:
             self._staging = Staging(device)
+
+    def _send_staged(self, places: Sequence[Place]) -> None:
+        """Send what is on a GPU: the next piece is copied to the host while one is sent."""
+        assert self._staging is not None
         with closing(self._staging.outgoing(places)) as pieces:
             for piece in pieces:
                 self._connection.send_payload([piece])

@@ -1,8 +1,9 @@
 """A reader's channels: each to a granted source, over the best transport that the two workers have in common.
 
 The best one is the first, in the order of preference, by which the source can be read: both have it, it reaches from one to
-the other, and nothing has shown otherwise. One that cannot be used between the two says so when it opens (`Unusable`). One
-that opens, and then fails again and again, is left as well, for a while: the fetch goes on by the next one.
+the other, and nothing has shown otherwise. One that cannot be used between the two says so when it opens (`Unusable`), and
+is left for a while: a port that was down may be up again. So is one that opens, and then fails again and again: the fetch
+goes on by the next one. What is left comes last, so it is tried all the same where there is no other.
 
 Responsible for which transports this worker has, as each of its incarnations. Not responsible for what is read (`lanes`).
 """
@@ -13,7 +14,7 @@ import threading
 import time
 from collections.abc import Sequence
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import anyio
 
@@ -56,12 +57,21 @@ TRANSPORTS.add("nixl", NixlTransport, place=50, only_by_name=True)
 TRANSPORTS.add("tcp", TcpTransport, place=90)
 PEERS_MAX = 4096  # that are remembered, of each kind of thing that is remembered of them
 FAILURES_MAX = 3  # of a transport with one source, one after the other; then the next one is taken
-LEFT_S = 300.0  # for so long: what was in the way may be over
+LEFT_S = 300.0  # for so long, and twice as long each time that this was in vain: what was in the way may be over
+LEFT_S_MAX = 86_400.0
 
 K = TypeVar("K")
 V = TypeVar("V")
 
 log = get_logger("tensorhub.worker")
+
+
+class _Left(NamedTuple):
+    """Why a transport is not used with a source for so long, and until when."""
+
+    until: float
+    for_s: float
+    why: str
 
 
 class Channels:
@@ -74,10 +84,10 @@ class Channels:
         self._wanted = wanted
         self._transports: tuple[Transport, ...] = ()
         self._kept: dict[str, Any] = {}  # see `Local.kept`
-        self._unusable: dict[tuple[str, str, str], str] = {}  # (transport, incarnation, registration or "")
         self._lock = threading.Lock()  # guards what is below
+        self._not_shared: dict[tuple[str, str, str], str] = {}  # why, by (transport, incarnation, registration)
         self._failures: dict[tuple[str, str], int] = {}  # by (transport, incarnation): since a read ended well
-        self._left: dict[tuple[str, str], tuple[float, str]] = {}  # of those that failed too often: until when, and why
+        self._left: dict[tuple[str, str], _Left] = {}  # by (transport, incarnation)
         self._chosen: dict[str, str] = {}  # the transport of each source that was logged last, by incarnation
 
     def __repr__(self) -> str:
@@ -173,31 +183,34 @@ class Channels:
                     ended = partial(self._ended, transport.name, grant, destination)
                     return Opened(transport.name, channel, transport.lanes, batch_bytes, ended)
             offered = ", ".join(endpoint.transport for endpoint in grant.endpoints) or "none"
-            text = f"no transport in common: {grant.source} offers {offered}, here are {self._names()}"
-            raise ReadFailure("unreachable", "; ".join([text, *self._in_the_way(grant)]))
+            reasons = self._in_the_way(grant)
+            what = "none of the transports can be used" if reasons else "no transport in common"
+            text = f"{what}: {grant.source} offers {offered}, here are {self._names()}"
+            raise ReadFailure("unreachable", "; ".join([text, *reasons]))
 
         return open_one
 
     def _common(self, grant: Grant, destination: Destination) -> list[tuple[Transport, Endpoint]]:
         """The transports by which this source may be read, best first, each with its endpoint; those last that were left."""
+        now, peer = time.monotonic(), grant.incarnation
         found = [
             (transport, endpoint)
             for transport in self._transports
             for endpoint in grant.endpoints
             if endpoint.transport == transport.name
-            and not self._unusable.keys() & _keys(transport.name, grant)
             and transport.reaches(self._location, grant.location)
             and can_fill(transport, destination)
         ]
         with self._lock:
-            found.sort(key=lambda each: self._left.get((each[0].name, grant.incarnation), (0.0, ""))[0] > time.monotonic())
+            found = [each for each in found if (each[0].name, peer, grant.registration) not in self._not_shared]
+            found.sort(key=lambda each: (left := self._left.get((each[0].name, peer))) is not None and left.until > now)
         return found
 
     def _in_the_way(self, grant: Grant) -> list[str]:
         """Why transports are not used with this source, of those that could have been."""
-        found = [why for key, why in list(self._unusable.items()) if key[1] == grant.incarnation]
         with self._lock:
-            return found + [why for (_, peer), (_, why) in self._left.items() if peer == grant.incarnation]
+            found = [why for (_, peer, _), why in self._not_shared.items() if peer == grant.incarnation]
+            return found + [left.why for (_, peer), left in self._left.items() if peer == grant.incarnation]
 
     def _note_chosen(self, name: str, grant: Grant, destination: Destination) -> None:
         """Say once by which transport a source is read, and why by no better one."""
@@ -221,27 +234,37 @@ class Channels:
             return
         key = name, grant.incarnation
         with self._lock:
-            failures = 0 if failure is None else self._failures.pop(key, 0) + 1
-            if failure is None or failures >= FAILURES_MAX:
-                self._failures.pop(key, None)
-            else:
+            failures = self._failures.pop(key, 0) + 1
+            if failure is None:
+                self._left.pop(key, None)
+                return
+            if failures < FAILURES_MAX:
                 _remember(self._failures, key, failures)
-        if failure is None or failures < FAILURES_MAX:
-            return
+                return
         reason = f"{FAILURES_MAX} reads failed, the last one as {failure}"
-        with self._lock:
-            _remember(self._left, key, (time.monotonic() + LEFT_S, f"{name}: {reason}"))
+        for_s, _ = self._leave(key, f"{name}: {reason}")
         if any(transport.name != name for transport, _ in self._common(grant, destination)):
-            log.warning("transport_left", transport=name, source=grant.source, for_s=LEFT_S, reason=reason)
+            log.warning("transport_left", transport=name, source=grant.source, for_s=for_s, reason=reason)
+
+    def _leave(self, key: tuple[str, str], why: str) -> tuple[float, bool]:
+        """Leave that transport with that source for a while: for how long, and whether the reason is a new one."""
+        with self._lock:
+            last = self._left.get(key)
+            for_s = LEFT_S if last is None else min(2 * last.for_s, LEFT_S_MAX)
+            _remember(self._left, key, _Left(time.monotonic() + for_s, for_s, why))
+        return for_s, last is None or last.why != why
 
     def _note_unusable(self, name: str, grant: Grant, reason: Unusable) -> None:
-        """Once for each peer, or registration: it is not tried again there."""
-        of_peer, of_registration = _keys(name, grant)
-        is_usual = isinstance(reason, NotShared)
-        say = log.debug if is_usual else log.warning
+        """It is left for a while; or, for one registration only, for good, which is nothing to warn of."""
+        text = f"{name}: {reason}"
+        if isinstance(reason, NotShared):
+            with self._lock:
+                _remember(self._not_shared, (name, grant.incarnation, grant.registration), text)
+            is_news = False
+        else:
+            _, is_news = self._leave((name, grant.incarnation), text)
+        say = log.warning if is_news else log.debug
         say("transport_unusable", transport=name, source=grant.source, reason=str(reason))
-        with self._lock:
-            _remember(self._unusable, of_registration if is_usual else of_peer, f"{name}: {reason}")
 
 
 def _remember(what: dict[K, V], key: K, value: V) -> None:
@@ -250,7 +273,3 @@ def _remember(what: dict[K, V], key: K, value: V) -> None:
     while len(what) >= PEERS_MAX:
         del what[next(iter(what))]
     what[key] = value
-
-
-def _keys(name: str, grant: Grant) -> tuple[tuple[str, str, str], tuple[str, str, str]]:
-    return (name, grant.incarnation, ""), (name, grant.incarnation, grant.registration)

@@ -126,6 +126,9 @@ class Handle:
         self.memory.check_unreplaced()
         await self.callers_work.done(timeout_s)
         manifest = self.member.shard.manifest
+        holds_nothing = self.member.running is None and self.member.state in (HandleState.EMPTY, HandleState.TORN)
+        if manifest is not None and holds_nothing:
+            self._places.map_to_publish(manifest)
         if manifest is not None and self.memory.digests_first:
             make = partial(self.memory.digests, manifest, anyio.from_thread.check_cancelled)
             self._digests = await anyio.to_thread.run_sync(make)

@@ -85,7 +85,7 @@ class Pairing:
             log.warning("rdma_unpaired", reason=error.strerror)
             return Unpaired(read.request, error.strerror or str(error), is_usual=False)
         if fault is not None:
-            return Unpaired(read.request, fault, is_usual=True)
+            return Unpaired(read.request, fault, is_usual=memory.device is None and not rdma.is_of_limit(fault))
         return Paired(read.request, self._queue.card, header.address, key, header.nonce)
 
     def _first_fault(self, memory: ChunkMemory) -> str | None:

@@ -104,17 +104,20 @@ class Places:
         return f"<Places of {self._memory!r}{' and what is staged' if self._staging is not None else ''}>"
 
     async def prepare(self, manifest: Manifest) -> ChunkMemory | None:
-        """Find the manifest's chunks, which are about to be opened. None: there is no host memory for them (`unopened`)."""
+        """Find the manifest's chunks, which are about to be opened. None: there is no memory for them (`unopened`)."""
         self.unopened = None
-        if isinstance(self._memory, HostMemory):  # it is made now, and there may be none
-            if not self._is_mapped(manifest):
-                await self._unmap()
-            try:
-                self._map_safely(manifest)
-            except TensorHubError as error:
-                self.unopened = error
-                return None
-        return self._map(manifest)[1]
+        if isinstance(self._memory, HostMemory) and not self._is_mapped(manifest):  # it is made now
+            await self._unmap()
+        try:
+            return self._map_safely(manifest)[1]
+        except TensorHubError as error:
+            self.unopened = error
+            return None
+
+    def map_to_publish(self, manifest: Manifest) -> None:
+        """Take what memory it needs beside the tensors, before anybody hears of it. TensorHubError: there is none."""
+        self.unopened = None
+        self._map_safely(manifest)
 
     def _map(self, manifest: Manifest) -> tuple[MappedRegions, ChunkMemory]:
         """Where the manifest's regions and chunks are; kept, because the next version most likely has the same manifest."""

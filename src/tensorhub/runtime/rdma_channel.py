@@ -75,8 +75,9 @@ class RdmaTransport:
 
     def __init__(self, local: Local) -> None:
         if self.name not in local.kept:
+            ports = rdma.usable_ports(local.options.rdma_ports)  # first: without a device nothing need be installed
             verbs()
-            local.kept[self.name] = Fabric(rdma.usable_ports(local.options.rdma_ports))
+            local.kept[self.name] = Fabric(ports)
         self._options = local.options
         self._peers = Peers(local)
         self.fabric: Fabric = local.kept[self.name]
@@ -138,7 +139,7 @@ class RdmaTransport:
                 faults.append(str(getattr(error, "strerror", None) or error))
                 if asking.connection.is_readable() or time.monotonic() > until:  # (its end: nothing was asked)
                     break
-        raise Unusable("; ".join(faults))
+        raise Unusable("; ".join(dict.fromkeys(faults)))
 
     @staticmethod
     def _ports_of(asking: Asking) -> Sequence[RdmaPort]:

@@ -55,7 +55,7 @@ class Link:
                     pass
                 case _:
                     raise ProtocolError(f"it is asked for a queue pair, and answers {type(message).__name__}")
-        raise (NotShared if message.is_usual else Unusable)(message.reason)
+        raise (NotShared if message.is_usual else Unusable)(f"at the source: {message.reason}")
 
     def wait(self, connection: BlockingConnection, until: float) -> None:
         """Wait until there may be completions, or something to hear. OperationTimeout, OSError."""
@@ -83,7 +83,8 @@ class Link:
             self.wait(connection, until)
         status = done[0][1]
         if status:
-            raise Unusable(f"it cannot be read over RDMA, {self.queue.port}: {rdma.failure_of(status).detail}")
+            way = f"{self.queue.port} to {rdma.gid_text(paired.card.gid)}"
+            raise Unusable(f"it cannot be read over RDMA from {way}: {rdma.failure_of(status).detail}")
         if self.words.read(mmap.PAGESIZE, NONCE_BYTES) != paired.nonce:
             raise Unusable("another process is reached over RDMA")
 

@@ -105,7 +105,7 @@ class AllocatedMemory:
                 f"{nbytes} bytes of {'host memory' if self._gpu is None else self._gpu.name} cannot be allocated "
                 f"({_first_line(error)}): free some, or fetch fewer names"
             )
-            raise StateError(text) from error
+            raise StateError(text, retryable=self._gpu is not None) from error
         regions, pieces = [EMPTY] * len(manifest.regions), dict[int, list[tuple[int, Bytes]]]()
         for place, its in self._bytes.items():
             pieces.setdefault(place.region, []).append((place.offset, self._view(its)))

@@ -7,7 +7,7 @@ may be freed (`Exposures`): UCX emulates reads over TCP in the source's process,
 and nothing but the end of the agent takes that away. How a reader reads is in `nixl_reading`.
 
 What is trusted: metadata goes into a C++ library that believes it, and whoever can talk to an agent's ports, or has its
-metadata, can write the memory as well as read it. See docs/transports.md.
+metadata, can write the memory as well as read it. See docs/transports/nixl.md.
 
 Responsible for agents, and for what they expose. Not responsible for who is told of an agent: `runtime.nixl_channel`.
 """

@@ -264,13 +264,20 @@ def memlock_note() -> str | None:
     limit = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
     if memlock_fault(2**40) is None:
         return None
-    return f"RLIMIT_MEMLOCK is {limit} bytes, and all memory that is read by RDMA counts: raise it (docs/transports.md)"
+    return f"RLIMIT_MEMLOCK is {limit} bytes, and all memory that is published or filled counts: raise it by {_RAISING}"
+
+
+_RAISING = "`ulimit -l unlimited`, LimitMEMLOCK=infinity (systemd) or --ulimit memlock=-1 (containers)"
 
 
 def memlock_text(nbytes: int, limit: int) -> str:
     """What to say where memory cannot be registered for want of a limit."""
-    advice = "`ulimit -l unlimited`, LimitMEMLOCK=infinity (systemd) or --ulimit memlock=-1 (containers)"
-    return f"{nbytes} bytes cannot be registered under RLIMIT_MEMLOCK, which is {limit} bytes: raise it by {advice}"
+    return f"{nbytes} bytes cannot be registered under RLIMIT_MEMLOCK, which is {limit} bytes: raise it by {_RAISING}"
+
+
+def is_of_limit(fault: str) -> bool:
+    """Whether that is what `memlock_text` says: a mistake of set-up, to be warned of."""
+    return "RLIMIT_MEMLOCK" in fault
 
 
 def registration_fault(error: OSError, nbytes: int) -> str:
@@ -327,6 +334,10 @@ def _joined(moves: Iterable[Move]) -> Iterator[Move]:
         yield last
 
 
+_SILENT = (
+    "the source does not answer over RDMA: its process or its port is gone, or there is no way to it (routing between the "
+    "two networks, a firewall for UDP 4791, MTU); Options.rdma_ports chooses other ports"
+)
 _MEANINGS: dict[int, tuple[Reason, str]] = {
     # ibv_wc_status: (reason, what it means)
     4: ("lost", "this process' own memory is not registered for it (any more)"),
@@ -334,7 +345,7 @@ _MEANINGS: dict[int, tuple[Reason, str]] = {
     9: ("lost", "the source's device refuses the request"),
     10: ("refused", "the source's memory is not registered (any more) where it was said to be"),
     11: ("lost", "the source's device failed"),
-    12: ("lost", "the source does not answer over RDMA: its process, its port or the way there is gone (GID, MTU, routing)"),
+    12: ("lost", _SILENT),
     13: ("lost", "the source's queue pair is not ready"),
 }
 

@@ -347,7 +347,7 @@ class Queue:
         v, enums = verbs(), verbs().enums
         at = self.device.context.query_port(self.port.number)
         if at.state != enums.IBV_PORT_ACTIVE:
-            raise OSError(errno.ENETDOWN, f"the RDMA port {self.port} is down")
+            raise OSError(errno.ENETDOWN, f"the RDMA port {self.port} is down: check cable, switch and interface")
         self._completions = self._made_completions()
         depth = self.device.depth if self.is_reader else 1
         cap = v.qp.QPCap(max_send_wr=depth, max_recv_wr=1, max_send_sge=1, max_recv_sge=1)
