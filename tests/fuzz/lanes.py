@@ -303,7 +303,7 @@ def _serve(
 ) -> bool:
     """Let the lane answer one question, and check the answer. `held`: None once it is fenced. False: it is over."""
     try:
-        read = _next_read(lane, connection)
+        read = _next_read(lane, connection, lambda: None)
         if read is None:
             return False
         first_send_bytes = 8 if read.request % 2 else FIRST_SEND_BYTES  # so that some chunks go with their digest behind

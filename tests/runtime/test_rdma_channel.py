@@ -8,6 +8,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import closing
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -33,10 +34,12 @@ from tensorhub.protocol.blocking import BlockingConnection
 from tensorhub.protocol.codec import FROM_READER
 from tensorhub.protocol.handshake import NONCE_BYTES, ServerHandshake
 from tensorhub.runtime import answering, peers as peers_module, rdma_channel, staging
+from tensorhub.runtime.acceptor import ServeSettings
 from tensorhub.runtime.chunks import ChunkMemory
 from tensorhub.runtime.peers import Peers
 from tensorhub.runtime.rdma_channel import RdmaChannel, RdmaTransport
 from tensorhub.runtime.serving import SharedOwner
+from tensorhub.testing import serving as serving_module
 from tensorhub.testing.conformance import CHECKS, SIZES, Target, content
 from tensorhub.testing.serving import ServedSource
 from tensorhub.transport import rdma, tcp
@@ -177,6 +180,25 @@ def test_a_worker_that_is_not_read_by_rdma_says_so(transport: RdmaTransport) -> 
     with pytest.raises(Unusable, match="not to be read by RDMA"):
         read_all(transport, source)
     source.close()
+
+
+def test_whose_token_is_revoked_is_cut_off_though_he_asks_for_nothing(
+    transport: RdmaTransport, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """He could read by himself what is registered, also later versions."""
+    monkeypatch.setattr(serving_module, "ServeSettings", partial(ServeSettings, stall_timeout_s=0.1))
+    with closing(ServedSource(SECRET, fabric=FakeFabric())) as source:
+        for chunk in range(len(SIZES)):
+            source.fill(chunk, content(chunk))
+        read_all(transport, source)
+        (lane,) = source.owner._lanes
+        assert isinstance(source._settings.secrets, list)
+        source._settings.secrets[:] = [b"another"]
+        with source.owner._changed:
+            assert source.owner._changed.wait_for(lambda: lane not in source.owner._lanes, 30)
+        assert not transport._peers._kept[0].connection.is_quiet
+        transport.close()
+    assert open_queues() == 0
 
 
 # -------------------------------------------------------------------------------------------------------------- GPUs

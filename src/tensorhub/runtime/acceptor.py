@@ -13,7 +13,7 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import anyio
@@ -176,9 +176,13 @@ def _serve_lane(lane: Lane, connection: BlockingConnection, acceptor: _Acceptor)
         connection.handshake(handshake, settings.handshake_timeout_s)
         refusal = acceptor.admitted(lane, Incarnation(handshake.client_incarnation))
         with contextlib.closing(Answering(lane, connection, owner, settings.patience_s)) as answering:
-            while (read := answering.pending() or _next_read(lane, connection)) is not None:
+
+            def check_token() -> None:
                 if handshake.secret not in settings.secrets:
                     raise AuthenticationFailed("its token is not accepted any more")
+
+            while (read := answering.pending() or _next_read(lane, connection, check_token)) is not None:
+                check_token()
                 if refusal:
                     _unserved.count(reader=handshake.client_incarnation, reason=refusal)
                     connection.send(ReadRefused(read.request, refusal))
@@ -199,7 +203,10 @@ def _serve_lane(lane: Lane, connection: BlockingConnection, acceptor: _Acceptor)
         connection.shutdown()
 
 
-def _next_read(lane: Lane, connection: BlockingConnection) -> FromReader | None:
+def _next_read(lane: Lane, connection: BlockingConnection, check_token: Callable[[], object]) -> FromReader | None:
+    """What the reader wants next; None: the lane is over. One that asks for nothing may read by itself, so its token is
+    looked at now and then.
+    """
     while not lane.is_stopped:
         try:
             return connection.receive(FROM_READER)
@@ -208,4 +215,5 @@ def _next_read(lane: Lane, connection: BlockingConnection) -> FromReader | None:
             # not served, is given up.
             if connection.is_inside_message or lane.reader is None:
                 raise
+            check_token()
     return None
