@@ -57,6 +57,9 @@ def _is_for_guest(item: pytest.Item) -> bool:
 def pytest_runtestloop(session: pytest.Session) -> None:
     """The guest runs before the first test begins: it takes longer than a test may."""
     if not session.config.option.collectonly and any(_is_for_guest(item) for item in session.items):
+        reporter = session.config.pluginmanager.get_plugin("terminalreporter")
+        if reporter is not None and not machine.is_built():
+            reporter.write_line("the guest's kernel is built first, once: some minutes of CPU")
         _results(session)
 
 

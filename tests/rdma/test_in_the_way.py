@@ -6,6 +6,7 @@ import contextlib
 import json
 import re
 import subprocess
+import sys
 from collections.abc import AsyncIterator, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -34,6 +35,7 @@ NO_WAY = (
     r".*routing between the two networks, a firewall .*Options.rdma_ports"
 )
 DOWN = r"the RDMA port rxe0:1:1 \(10.99.0.1\) is down: check cable, switch and interface"
+DOWN_THERE = r"the RDMA port rxe1:1:1 \(10.99.1.1\) is down: check cable, switch and interface"
 
 
 @pytest.fixture
@@ -86,7 +88,7 @@ def down(link: str) -> Iterator[None]:
 # ------------------------------------------------------------------------------------------------------ on this machine
 
 
-async def test_without_a_usable_port_connect_says_why_and_the_others_are_used() -> None:
+async def test_without_a_usable_port_connect_says_why_or_the_others_are_used(caplog: pytest.LogCaptureFixture) -> None:
     async with cluster(options=HASTY) as made:
         with down("rd0"):
             for transports in (RDMA, BOTH):
@@ -95,6 +97,8 @@ async def test_without_a_usable_port_connect_says_why_and_the_others_are_used() 
                         pass
             async with reader(made, "rxe0", None) as hub:
                 assert "rdma" not in repr(hub._worker.channels)
+        (text,) = warned(caplog)
+        assert "event='transport_unavailable' transport='rdma' reason='rxe0:1: the port is DOWN" in text
         wrong = {
             "rxe0:1:7": "entry 7 of its GID table is empty: give its interface an IP address",
             "rxe7": "there is no such port here: rxe0, rxe1",
@@ -149,13 +153,14 @@ async def test_where_only_rdma_is_allowed_the_error_says_why(caplog: pytest.LogC
         assert holds(memory, 1)
 
 
-async def test_a_port_that_goes_down_before_a_read(caplog: pytest.LogCaptureFixture) -> None:
-    async with published("rxe0", BOTH) as made, reader(made, "rxe0", BOTH) as hub:
-        with down("rd0"):
+@pytest.mark.parametrize(("link", "why"), [("rd0", DOWN), ("rd1", rf"at the source: {DOWN_THERE}")], ids=["here", "there"])
+async def test_a_port_that_goes_down_before_a_read(link: str, why: str, caplog: pytest.LogCaptureFixture) -> None:
+    async with published("rxe1", BOTH) as made, reader(made, "rxe0", BOTH) as hub:
+        with down(link):
             assert await read(hub) == [("tcp", "used")]
-    (text,) = warned(caplog)
-    assert "event='transport_unusable' transport='rdma' source='trainer'" in text
-    assert re.search(DOWN, text)
+    *at_source, text = warned(caplog)
+    assert re.search(f"event='transport_unusable' transport='rdma' source='trainer' reason='{why}", text)
+    assert ["rdma_unpaired" in each for each in at_source] == [True] * (link == "rd1")  # it warns of itself
 
 
 @pytest.mark.parametrize("comes_back", [True, False])
@@ -227,3 +232,11 @@ def test_a_limit_of_locked_memory_that_is_too_small(who: str, tmp_path: Path) ->
     warned = [line for line in (tmp_path / "reader").read_text().splitlines() if "transport_unusable" in line]
     assert len(warned) == 2  # one of each hub
     assert all(re.search(whose + LIMIT, line) for line in warned)
+
+
+def test_doctor_says_how_much_may_be_locked() -> None:
+    command = [*LIMITED, sys.executable, "-m", "tensorhub", "doctor"]
+    said = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    assert f"rdma: available: RLIMIT_MEMLOCK is {4 * MIB} bytes, and all memory that is published or filled counts" in said
+    assert "raise it by `ulimit -l unlimited`, LimitMEMLOCK=infinity (systemd)" in said
+    assert f"memory that may be registered: {4 * MIB} bytes" in said

@@ -32,7 +32,7 @@ from tensorhub.transport.base import (
 from tensorhub.transport.registry import Local, Registry
 from tensorhub.types import ContentId, Endpoint, Incarnation, Location, Options
 from tests.conftest import has_rdma
-from tests.rig import CHUNK_BYTES, CHUNKS, Cluster, cluster, connect, holds, tensors
+from tests.rig import CHUNK_BYTES, CHUNKS, OPTIONS, Cluster, cluster, connect, holds, tensors
 
 pytestmark = pytest.mark.anyio
 
@@ -279,12 +279,19 @@ def test_what_is_about_one_registration_is_said_of_no_other_one(caplog: pytest.L
 
 
 @pytest.mark.skipif(has_rdma(), reason="this machine has an RDMA device")
-async def test_a_transport_that_is_named_and_not_there_ends_connect_with_the_reason() -> None:
+async def test_a_transport_that_is_named_and_not_there_ends_connect_with_the_reason(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     async with cluster() as c:
         for transports in (("rdma",), ("tcp", "rdma")):
             with pytest.raises(TransportUnavailable, match="this machine has no RDMA device"):
                 async with connect(c.address, transports=transports):
                     pass
+        assert not said(caplog, "transport_unavailable")
+        async with connect(c.address, options=replace(OPTIONS, rdma_ports="mlx5_0")):
+            pass  # by the others
+    (text,) = said(caplog, "transport_unavailable")
+    assert "transport='rdma'" in text
 
 
 def test_what_a_source_refuses_is_no_fault_of_the_transport() -> None:

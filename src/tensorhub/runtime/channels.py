@@ -10,6 +10,7 @@ Responsible for which transports this worker has, as each of its incarnations. N
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 from collections.abc import Sequence
@@ -42,6 +43,7 @@ from tensorhub.transport.base import (
 )
 from tensorhub.transport.cma import Words
 from tensorhub.transport.nixl import Exposures
+from tensorhub.transport.rdma import PORTS_VARIABLE
 from tensorhub.transport.registry import Local, Registry
 from tensorhub.transport.shm import Segment
 from tensorhub.transport.verbs import Fabric
@@ -102,10 +104,16 @@ class Channels:
         self._transports = TRANSPORTS.make(
             Local(incarnation, self._secrets, self._options, self._kept),
             self._wanted,
-            lambda name, reason: log.info("transport_unavailable", transport=name, reason=reason),
+            self._note_missing,
         )
         if "cma" in (self._wanted or ()):
             cma.let_others_read()
+
+    def _note_missing(self, name: str, reason: str) -> None:
+        """It cannot be had on this machine: worth a warning, if somebody has named its ports."""
+        is_meant = name == "rdma" and bool(self._options.rdma_ports or os.environ.get(PORTS_VARIABLE))
+        say = log.warning if is_meant else log.info
+        say("transport_unavailable", transport=name, reason=reason)
 
     def words(self) -> Words | None:
         """Where those look who read this worker's memory without its help; None: nobody does."""
