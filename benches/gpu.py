@@ -189,7 +189,7 @@ def prove_ipc(options: argparse.Namespace) -> None:
     try:
         handle, offset, count = exporter.hear()
         device = cuda_device(0)
-        base = device.open(handle)
+        base = device.open(handle, offset + 4 * count)
         found = numpy.frombuffer(bytes_of(DeviceBytes(device, base + offset, 4 * count, None)), numpy.float32)
         device.close(base)
         if found.tolist() != list(range(count)):

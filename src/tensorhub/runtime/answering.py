@@ -132,10 +132,10 @@ class Answering:
         except StateError as error:
             exported, reason = None, str(error)[:1000]
         if exported is None:
-            self._connection.send(AllocationsAre(read.request, ipc.PROCESS, (), (0, 0), reason))
+            self._connection.send(AllocationsAre(read.request, ipc.this_process(), (), (0, 0), reason))
             return
         allocations, words = exported
-        said = AllocationsAre(read.request, ipc.PROCESS, tuple(allocations), (words.address, words.nbytes), "")
+        said = AllocationsAre(read.request, ipc.this_process(), tuple(allocations), (words.address, words.nbytes), "")
         self._connection.send(said)
         self._connection.send_descriptors([words.descriptor])
 

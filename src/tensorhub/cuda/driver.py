@@ -1,0 +1,72 @@
+"""The few calls of CUDA's driver that cupy lacks, or makes with the GIL: these may wait for the GPU, and that perhaps for a
+host function that needs the GIL. They are about the calling thread's present context.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from functools import lru_cache
+
+from tensorhub.cuda.device import HANDLE_BYTES
+
+RELAXED = 2  # CU_STREAM_CAPTURE_MODE_RELAXED
+_WITH_PEERS = 1  # CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS: of another GPU's memory, by the kernels of this one
+
+
+class DriverError(Exception):
+    """A call has failed; named as in the driver's documentation."""
+
+
+class _Handle(ctypes.Structure):
+    """CUipcMemHandle, which is passed by value."""
+
+    _fields_ = (("reserved", ctypes.c_ubyte * HANDLE_BYTES),)
+
+
+@lru_cache(maxsize=1)
+def _library() -> ctypes.CDLL:
+    return ctypes.CDLL("libcuda.so.1")
+
+
+def _call(name: str, *arguments: object) -> None:
+    status = getattr(_library(), name)(*arguments)
+    if status:
+        text = ctypes.c_char_p()
+        _library().cuGetErrorName(status, ctypes.byref(text))
+        raise DriverError(f"{name}: {(text.value or b'').decode() or status}")
+
+
+def range_of(address: int) -> tuple[int, int]:
+    """The (address, bytes) of the allocation in which that address is."""
+    base, nbytes = ctypes.c_uint64(), ctypes.c_size_t()
+    _call("cuMemGetAddressRange_v2", ctypes.byref(base), ctypes.byref(nbytes), ctypes.c_uint64(address))
+    return base.value, nbytes.value
+
+
+def open_handle(handle: bytes) -> int:
+    """Where another process' allocation is here. One that is open already is where it was, and is closed as often."""
+    address = ctypes.c_uint64()
+    _call("cuIpcOpenMemHandle_v2", ctypes.byref(address), _Handle.from_buffer_copy(handle), ctypes.c_uint(_WITH_PEERS))
+    return address.value
+
+
+def close_handle(address: int) -> None:
+    _call("cuIpcCloseMemHandle", ctypes.c_uint64(address))
+
+
+def exchange_capture_mode(mode: int) -> int:
+    """The calling thread's from now on; returns what it was."""
+    found = ctypes.c_int(mode)
+    _call("cuThreadExchangeStreamCaptureMode", ctypes.byref(found))
+    return found.value
+
+
+def context() -> int | None:
+    """The calling thread's present one; None: it has none yet."""
+    found = ctypes.c_void_p()
+    _call("cuCtxGetCurrent", ctypes.byref(found))
+    return found.value
+
+
+def set_context(context: int | None) -> None:
+    _call("cuCtxSetCurrent", ctypes.c_void_p(context))
