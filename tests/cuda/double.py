@@ -21,11 +21,13 @@ class Double:
 
     name = "double:0"
 
-    def __init__(self) -> None:
+    def __init__(self, index: int = 0) -> None:
+        self.index = index
         self.pinned_bytes = 0  # of all host memory that was taken
         self.copies = 0
         self.launches = 0
         self.is_busy = False  # with what its callers have queued
+        self.settled = 0  # so often
         self.looks = 0  # whether it is
         self.opened: list[int] = []  # allocations, as another process opens them
         self.unexported = ""  # why none can be
@@ -82,6 +84,9 @@ class Double:
 
     def close(self, address: int) -> None:
         self.opened.remove(address)
+
+    def settle(self) -> None:
+        self.settled += 1
 
     def owns(self, address: int) -> bool:
         return not self.is_beside

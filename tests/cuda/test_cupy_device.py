@@ -108,7 +108,7 @@ class Library:
 @pytest.fixture
 def library(runtime: Runtime, monkeypatch: pytest.MonkeyPatch) -> Library:
     made = Library(runtime)
-    monkeypatch.setattr(driver, "_library", lambda: made)
+    monkeypatch.setattr(driver, "library", lambda: made)
     monkeypatch.setattr(cupy_device, "_thread", threading.local())
     return made
 

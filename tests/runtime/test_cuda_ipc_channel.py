@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import gc
 import socket
 import subprocess
@@ -12,30 +11,27 @@ from collections.abc import Callable, Iterator, Sequence
 
 import anyio.to_thread
 import pytest
-import torch
 
 import tensorhub
 from tensorhub.cuda import cupy_device, ipc
+from tensorhub.cuda.copies import joined
 from tensorhub.cuda.device import HANDLE_BYTES, Allocation
 from tensorhub.cuda.ipc import Imports
 from tensorhub.errors import StateError
-from tensorhub.hub import Hub, register_memory
 from tensorhub.messages import ALLOCATIONS_MAX, AllocationsAre, ChunksLie
 from tensorhub.protocol.blocking import BlockingConnection
 from tensorhub.protocol.codec import FROM_READER
 from tensorhub.protocol.handshake import NONCE_BYTES, ServerHandshake
 from tensorhub.runtime import cuda_ipc_channel
-from tensorhub.runtime.cuda_ipc_channel import CudaIpcTransport, OnDevice, joined
-from tensorhub.testing.serving import ServedSource
+from tensorhub.runtime.cuda_ipc_channel import CudaIpcTransport, OnDevice
 from tensorhub.transport import cma, shm, unix
 from tensorhub.transport.base import Channel, Cutter, NotShared, ReadFailure, ReadRight, Unusable
 from tensorhub.transport.cma import Piece
-from tensorhub.transport.memory import RegisteredMemory
 from tensorhub.transport.registry import Local
 from tensorhub.transport.shm import Segment
 from tensorhub.types import ContentId, Endpoint, Incarnation, LeaseId, Options, RegistrationId
-from tensorhub.weights import Weights
 from tests.cuda.double import Double
+from tests.cuda.own import Own
 from tests.rig import cluster, tensors
 
 pytestmark = [
@@ -44,7 +40,6 @@ pytestmark = [
 ]
 SECRET = b"secret"
 RIGHT = ReadRight(LeaseId("l"), Incarnation("source"), RegistrationId("r"), 5, ContentId("c"))
-SIZES = {"large": 150_000, "small": 3, "none": 0, **{f"tiny.{number}": 40 for number in range(20)}}
 
 
 @pytest.fixture
@@ -56,33 +51,6 @@ def anyio_backend() -> str:
 def _as_if_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cupy_device, "missing", lambda: None)
     monkeypatch.setattr(cuda_ipc_channel, "this_process", lambda: b"another process.")
-
-
-class Own:
-    """Tensors in one allocation of a device, as torch's allocator gives them out."""
-
-    def __init__(self, device: Double, value: int) -> None:
-        self.device = device
-        self._bytes = bytearray(sum(SIZES.values()) + 64 * len(SIZES))
-        device.bytes_of(self._bytes)
-        whole, at = torch.frombuffer(self._bytes, dtype=torch.uint8), 0
-        self.tensors: dict[str, torch.Tensor] = {}
-        for name, size in SIZES.items():
-            self.tensors[name] = whole[at : at + size]
-            at += -(-size // 64) * 64
-        self.fill(value)
-
-    def fill(self, value: int) -> None:
-        for tensor in self.tensors.values():
-            tensor.fill_(value)
-
-    def holds(self, value: int) -> bool:
-        return all(bool(tensor.eq(value).all()) for tensor in self.tensors.values())
-
-    async def register(self, hub: Hub, *, on_host: bool = False) -> Weights:
-        memory = RegisteredMemory(self.tensors)
-        memory.device = None if on_host else self.device
-        return await register_memory(hub, "m", memory)
 
 
 # ---------------------------------------------------------------------------------------------------- when it is chosen
@@ -170,11 +138,6 @@ async def test_a_process_that_is_read_by_cma_is_asked_about_each_registration() 
         report = await (await target.register(reader, on_host=True)).replicate()  # over the same connection
         assert [each.transport for each in report.sources] == ["tcp"]
     assert target.holds(1)
-
-
-def test_nixl_is_given_no_address_of_a_gpu() -> None:
-    with contextlib.closing(ServedSource(device=Double(), exposes=True)) as source:
-        assert source.owner.agent_of(source.right.registration, 1) == "its tensors are on a GPU, which is not read this way"
 
 
 # ---------------------------------------------------------------------------------------------------------- allocations

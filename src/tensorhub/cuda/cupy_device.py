@@ -209,6 +209,11 @@ class CudaDevice:
         with failures("closing another process' memory"), self._borrowed():  # it was the last reference, in any thread
             driver.close_handle(address)
 
+    def settle(self) -> None:
+        self.use()
+        with failures(f"waiting for others' writes on {self.name}"):
+            driver.flush_writes()
+
     def owns(self, address: int) -> bool:
         self.use()
         with failures("finding whose memory it is"):

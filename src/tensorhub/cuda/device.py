@@ -65,6 +65,7 @@ class Device(Protocol):
     """One accelerator, as this process sees it. For all threads."""
 
     name: str  # as torch says it: "cuda:0"
+    index: int  # its number there
 
     def queue(self, *, spins: bool = False) -> Queue:
         """A new one. `spins`: waits of its marks take a core, and end some 50 us earlier."""
@@ -92,6 +93,9 @@ class Device(Protocol):
 
     def close(self, address: int) -> None:
         """Give up what was opened there."""
+
+    def settle(self) -> None:
+        """What other devices have written into its memory so far is seen by whatever is queued from now on. StateError."""
 
     def owns(self, address: int) -> bool:
         """Whether that address of this process is in this device's own memory."""

@@ -10,6 +10,7 @@ from functools import lru_cache
 from tensorhub.cuda.device import HANDLE_BYTES
 
 RELAXED = 2  # CU_STREAM_CAPTURE_MODE_RELAXED
+_TO_OWNER = 100  # CU_FLUSH_GPU_DIRECT_RDMA_WRITES_TO_OWNER
 _WITH_PEERS = 1  # CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS: of another GPU's memory, by the kernels of this one
 
 
@@ -24,15 +25,15 @@ class _Handle(ctypes.Structure):
 
 
 @lru_cache(maxsize=1)
-def _library() -> ctypes.CDLL:
+def library() -> ctypes.CDLL:
     return ctypes.CDLL("libcuda.so.1")
 
 
 def _call(name: str, *arguments: object) -> None:
-    status = getattr(_library(), name)(*arguments)
+    status = getattr(library(), name)(*arguments)
     if status:
         text = ctypes.c_char_p()
-        _library().cuGetErrorName(status, ctypes.byref(text))
+        library().cuGetErrorName(status, ctypes.byref(text))
         raise DriverError(f"{name}: {(text.value or b'').decode() or status}")
 
 
@@ -59,6 +60,11 @@ def exchange_capture_mode(mode: int) -> int:
     found = ctypes.c_int(mode)
     _call("cuThreadExchangeStreamCaptureMode", ctypes.byref(found))
     return found.value
+
+
+def flush_writes() -> None:
+    """What other devices have written into the present GPU's memory is there for it; nothing to do where it always is."""
+    _call("cuFlushGPUDirectRDMAWrites", ctypes.c_int(0), ctypes.c_int(_TO_OWNER))
 
 
 def context() -> int | None:

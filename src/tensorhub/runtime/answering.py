@@ -144,7 +144,7 @@ class Answering:
         registration = RegistrationId(read.registration)
         if (self._lane.reader or "").startswith(READ_ONLY):  # whoever has an agent's metadata can write, too
             found: tuple[Exposed, int] | str | Refusal = "a token that is read-only gives no access to memory"
-        elif (fault := fault_with(is_local=self._lane.is_local)) is not None:
+        elif (fault := fault_with(is_near=self._lane.is_local and not self._owner.is_on_device(registration))) is not None:
             found = fault
         else:
             found = self._owner.agent_of(registration, read.generation)
@@ -156,7 +156,7 @@ class Answering:
             case _:
                 self._knows_agent = True
                 exposed, word = found
-                self._connection.send(AgentIs(read.request, exposed.name, exposed.metadata, word, ""))
+                self._connection.send(AgentIs(read.request, exposed.name, exposed.metadata, word, "", exposed.device))
 
     def _serve(self, read: Read | Locate) -> None:
         """Send what is asked for, or say where it is, as far as it is available and becomes so within the patience; or

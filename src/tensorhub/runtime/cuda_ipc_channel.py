@@ -10,9 +10,10 @@ import bisect
 import ctypes
 import errno
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 from tensorhub.cuda import cupy_device
+from tensorhub.cuda.copies import copy_pieces
 from tensorhub.cuda.device import HANDLE_BYTES, Allocation, Device
 from tensorhub.cuda.ipc import Imports, Opened, this_process
 from tensorhub.errors import ProtocolError, StateError, TransportUnavailable
@@ -28,7 +29,6 @@ from tensorhub.types import Endpoint, Location
 
 KEPT_S = 60.0  # of an allocation that nobody reads
 GROUP_BYTES = 4 * 2**30  # copied before the GPU is waited for: some 2 ms within one; a wait costs some 0.03 ms
-PIECES_COPIED_APART = 8  # of one call: more go by one kernel, since starting a copy takes some microseconds
 
 
 class CudaIpcTransport:
@@ -134,12 +134,8 @@ class OnDevice:
 
     def copy(self, call: Sequence[Piece]) -> None:
         """See `Source.copy`. StateError: the GPU has failed."""
-        pieces = list(joined((here, self._here(there, nbytes), nbytes) for here, there, nbytes in call))
-        if self._by_kernel and len(pieces) > PIECES_COPIED_APART:
-            self._queue.copy_many(pieces)
-        else:
-            for piece in pieces:
-                self._queue.copy(*piece)
+        pieces = [(here, self._here(there, nbytes), nbytes) for here, there, nbytes in call]
+        copy_pieces(self._queue, pieces, by_kernel=self._by_kernel)
         self._queue.mark().wait()
 
     def is_unchanged(self, word: int, generation: int) -> bool:
@@ -157,17 +153,3 @@ class OnDevice:
             if there + nbytes <= start + size:
                 return here + there - start
         raise OSError(errno.EFAULT, "it is in no allocation that was opened")
-
-
-def joined(pieces: Iterator[tuple[int, int, int]]) -> Iterator[tuple[int, int, int]]:
-    """The same (to, source, bytes), with what is adjacent at both ends as one piece; none is empty."""
-    last: tuple[int, int, int] | None = None
-    for to, source, nbytes in pieces:
-        if last is not None and (last[0] + last[2], last[1] + last[2]) == (to, source):
-            last = last[0], last[1], last[2] + nbytes
-        else:
-            if last is not None and last[2]:
-                yield last
-            last = to, source, nbytes
-    if last is not None and last[2]:
-        yield last
