@@ -260,13 +260,14 @@ def expandable_publisher() -> Iterator[Remote]:
 
 def _publisher(setting: str) -> Iterator[Remote]:
     before = os.environ.pop("PYTORCH_CUDA_ALLOC_CONF", None)
-    os.environ["PYTORCH_CUDA_ALLOC_CONF"] = setting
+    if setting:
+        os.environ["PYTORCH_CUDA_ALLOC_CONF"] = setting
     remote = Remote("publisher", publisher_main, 64 * 2**20, 2**20, "cuda")
     try:
         yield remote
     finally:
         remote.end()
-        os.environ.pop("PYTORCH_CUDA_ALLOC_CONF")
+        os.environ.pop("PYTORCH_CUDA_ALLOC_CONF", None)
         if before is not None:
             os.environ["PYTORCH_CUDA_ALLOC_CONF"] = before
 

@@ -67,9 +67,9 @@ _thread = threading.local()  # `is_relaxed`: its capture mode was set
 
 def _why_not(error: Exception) -> str:
     """What stands behind an allocation that has no handle."""
-    settings = " ".join(os.environ.get(name, "") for name in ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"))
-    if "expandable_segments:true" in settings.replace(" ", "").lower():
-        return "it is in an expandable segment of torch: leave expandable_segments out of PYTORCH_CUDA_ALLOC_CONF"
+    for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
+        if "expandable_segments:true" in os.environ.get(name, "").replace(" ", "").lower():
+            return f"it is in an expandable segment of torch: leave expandable_segments out of {name}"
     return (
         f"{error}. Memory of expandable segments, of cudaMallocAsync and managed memory has no handle: allocate these "
         "tensors by torch's usual allocator"
