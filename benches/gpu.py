@@ -94,7 +94,9 @@ def _fault() -> str | None:
         return f"{sys.executable} has {', '.join(old)}, which is too old: see pyproject.toml"
     import torch
 
-    return None if torch.cuda.is_available() else "there is no CUDA device"
+    from tensorhub.cuda.cupy_device import fault_here
+
+    return fault_here() if torch.cuda.is_available() else "torch finds no CUDA device"
 
 
 def _version(package: str) -> str:
@@ -189,7 +191,7 @@ def prove_ipc(options: argparse.Namespace) -> None:
     try:
         handle, offset, count = exporter.hear()
         device = cuda_device(0)
-        base = device.open(handle)
+        base = device.open(handle, offset + 4 * count)
         found = numpy.frombuffer(bytes_of(DeviceBytes(device, base + offset, 4 * count, None)), numpy.float32)
         device.close(base)
         if found.tolist() != list(range(count)):
@@ -322,7 +324,7 @@ def staging(options: argparse.Namespace) -> None:
     from benches.gpu_parties import publisher_main, reader_main
     from benches.remotes import Remote
 
-    nbytes, each, started = 4 * 2**30, 256 * 2**20, list[Remote]()
+    nbytes, each, started = 2 * 2**30, 256 * 2**20, list[Remote]()
     devices = ("cpu", "cuda")
     try:
         for device in devices:  # side by side: importing torch takes some seconds
@@ -361,7 +363,8 @@ def stall(options: argparse.Namespace) -> None:
     from benches.gpu_parties import gloo_main, publisher_main, reader_main
     from benches.remotes import Remote
 
-    nbytes, each, started = 8 * 2**30, 64 * 2**20, list[Remote]()
+    # Less of it than of the others: gloo moves some GB/s at the best, and starting its eight processes takes a while.
+    nbytes, each, started = 4 * 2**30, 64 * 2**20, list[Remote]()
     try:
         publisher = Remote("trainer", publisher_main, nbytes, each, "cuda")
         started.append(publisher)
@@ -383,7 +386,7 @@ def stall(options: argparse.Namespace) -> None:
         stalls: dict[str, list[float]] = {}
         trainers: dict[str, list[float]] = {}
         version = 0
-        for number in range(options.rounds + 1):
+        for number in range(min(options.rounds, 3) + 1):
             for transport, readers in rollouts.items():
                 version += 1
                 trainer_s = publisher.ask("publish", version)
@@ -404,7 +407,7 @@ def stall(options: argparse.Namespace) -> None:
                 trainers.setdefault("gloo", []).append(taken[0])
         for way, found in stalls.items():
             note = f"{_spread(found)}; the trainer {statistics.median(trainers[way]):.3g} s"
-            tell(f"stall of two rollouts, 8 GiB, {way}", statistics.median(found), "s", note=note)
+            tell(f"stall of two rollouts, {nbytes // 2**30} GiB, {way}", statistics.median(found), "s", note=note)
     finally:
         for remote in reversed(started):
             remote.end()

@@ -21,19 +21,22 @@ class Double:
 
     name = "double:0"
 
-    def __init__(self) -> None:
+    def __init__(self, index: int = 0) -> None:
+        self.index = index
         self.pinned_bytes = 0  # of all host memory that was taken
         self.copies = 0
         self.launches = 0
         self.is_busy = False  # with what its callers have queued
+        self.settled = 0  # so often
         self.looks = 0  # whether it is
         self.opened: list[int] = []  # allocations, as another process opens them
         self.unexported = ""  # why none can be
+        self.in_the_way: list[int] = []  # nothing more can be opened while one of these is
+        self.is_beside = False  # all memory is another device's, which its kernels do not reach
         self._allocations: list[Any] = []
         self.pins: set[int] = set()
         self.fail_at = -1  # the copy that fails
         self.unreachable = ""  # why other devices do not get at its memory
-        self.settled = 0
 
     def queue(self, *, spins: bool = False) -> LateQueue:
         return LateQueue(self)
@@ -70,10 +73,13 @@ class Double:
         base = ctypes.addressof(found)
         return Allocation(base, ctypes.sizeof(found), base.to_bytes(HANDLE_BYTES, "little"))
 
-    def open(self, handle: bytes) -> int:
+    def open(self, handle: bytes, nbytes: int) -> int:
         address = int.from_bytes(handle, "little")
-        if address not in map(ctypes.addressof, self._allocations):
+        found = next((each for each in self._allocations if ctypes.addressof(each) == address), None)
+        if found is None or any(each in self.opened for each in self.in_the_way):
             raise StateError("its memory cannot be opened")
+        if nbytes > ctypes.sizeof(found):
+            raise StateError(f"its memory is said to have {nbytes} bytes, and has {ctypes.sizeof(found)}")
         self.opened.append(address)
         return address
 
@@ -85,6 +91,9 @@ class Double:
 
     def settle(self) -> None:
         self.settled += 1
+
+    def owns(self, address: int) -> bool:
+        return not self.is_beside
 
     def callers_work(self) -> CallersWork:
         return CallersWork(self)
@@ -133,6 +142,7 @@ class LateQueue:
         self._copies.append((to, source, nbytes))
 
     def copy_many(self, pieces: Sequence[tuple[int, int, int]]) -> None:
+        assert not self._device.is_beside, "an illegal address: this process' GPU is of no use any more"
         self._copies.extend(pieces)
 
     def mark(self) -> LateMark:

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-import ctypes
+import contextlib
 import importlib.util
 import mmap
 import sys
+import threading
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from tensorhub.cuda import cupy_device
-from tensorhub.cuda.cupy_device import CudaDevice, CudaMark, cuda_device, failures, fault_here, missing
+from tensorhub.cuda import cupy_device, driver
+from tensorhub.cuda.cupy_device import CudaMark, cuda_device, failures, fault_here, missing
 from tensorhub.errors import StateError
 
 
@@ -28,6 +29,12 @@ class Runtime:
         self.devices = 1
         self.current = 3
         self.closed: list[tuple[int, int]] = []
+        self.has_nvrtc = True
+
+    def getVersion(self) -> tuple[int, int]:  # noqa: N802 - their name
+        if not self.has_nvrtc:
+            raise OSError("No such file: libnvrtc.so.13\nor another")
+        return 13, 0
 
     def getDeviceCount(self) -> int:  # noqa: N802 - their name
         if self.devices < 0:
@@ -43,20 +50,98 @@ class Runtime:
     def ipcGetMemHandle(self, address: int) -> bytes:  # noqa: N802
         raise RuntimeFault("cudaErrorInvalidValue: invalid argument")
 
-    def ipcOpenMemHandle(self, handle: bytes) -> int:  # noqa: N802
-        raise RuntimeFault("cudaErrorMapBufferObjectFailed")
-
-    def ipcCloseMemHandle(self, address: int) -> None:  # noqa: N802
+    def hostUnregister(self, address: int) -> None:  # noqa: N802
         self.closed.append((self.current, address))
+
+    def pointerGetAttributes(self, address: int) -> Any:  # noqa: N802
+        return SimpleNamespace(device=address % 2)
 
     def eventQuery(self, event: int) -> int:  # noqa: N802
         return 600 if event else 0  # cudaErrorNotReady
 
 
+class Library:
+    """libcuda.so.1, as far as it is called directly."""
+
+    def __init__(self, runtime: Runtime) -> None:
+        self.runtime = runtime
+        self.status = 0
+        self.sizes = {4096: 1024}  # of allocations, by their address
+        self.modes: dict[int, int] = {}  # capture modes, by thread
+        self.opened: list[int] = []
+        self.attributes = {driver.WRITES_ORDERING: 0, driver.DMA_BUF_SUPPORTED: 1}
+        self.ranges: list[tuple[int, int]] = []  # that were asked for as dma-bufs
+        self.flushed = 0
+
+    def cuDeviceGet(self, device: Any, index: Any) -> int:  # noqa: N802
+        device._obj.value = index.value
+        return 0
+
+    def cuDeviceGetAttribute(self, value: Any, number: Any, device: Any) -> int:  # noqa: N802
+        found = self.attributes.get(number.value)
+        value._obj.value = found or 0
+        return 0 if found is not None else 1
+
+    def cuMemGetHandleForAddressRange(self, found: Any, start: Any, size: Any, kind: Any, flags: Any) -> int:  # noqa: N802
+        assert (kind.value, flags.value) == (1, 0)
+        self.ranges.append((start.value, size.value))
+        found._obj.value = 77
+        return self.status
+
+    def cuFlushGPUDirectRDMAWrites(self, target: Any, scope: Any) -> int:  # noqa: N802
+        assert (target.value, scope.value) == (0, 100)
+        self.flushed += 1
+        return self.status
+
+    def cuGetErrorName(self, status: int, text: Any) -> None:  # noqa: N802
+        text._obj.value = b"CUDA_ERROR_NUMBER_%d" % status
+
+    def cuMemGetAddressRange_v2(self, base: Any, nbytes: Any, address: Any) -> int:  # noqa: N802
+        found = [start for start, size in self.sizes.items() if start <= address.value < start + size]
+        if found:
+            base._obj.value, nbytes._obj.value = found[0], self.sizes[found[0]]
+        return 0 if found else 400
+
+    def cuIpcOpenMemHandle_v2(self, address: Any, handle: Any, flags: Any) -> int:  # noqa: N802
+        assert flags.value == 1
+        if not self.status:
+            address._obj.value = int.from_bytes(handle.reserved, "little")
+            self.opened.append(address._obj.value)
+        return self.status
+
+    def cuIpcCloseMemHandle(self, address: Any) -> int:  # noqa: N802
+        assert self.modes[threading.get_ident()] == driver.RELAXED
+        self.opened.remove(address.value)
+        self.runtime.closed.append((self.runtime.current, address.value))
+        return 0
+
+    def cuThreadExchangeStreamCaptureMode(self, mode: Any) -> int:  # noqa: N802
+        before = self.modes.get(threading.get_ident(), 0)
+        self.modes[threading.get_ident()], mode._obj.value = mode._obj.value, before
+        return 0
+
+    def cuCtxGetCurrent(self, context: Any) -> int:  # noqa: N802 - as if each device had its number's context
+        context._obj.value = self.runtime.current
+        return 0
+
+    def cuCtxSetCurrent(self, context: Any) -> int:  # noqa: N802
+        self.runtime.current = context.value
+        return 0
+
+
+@pytest.fixture
+def library(runtime: Runtime, monkeypatch: pytest.MonkeyPatch) -> Library:
+    made = Library(runtime)
+    monkeypatch.setattr(driver, "library", lambda: made)
+    monkeypatch.setattr(cupy_device, "_thread", threading.local())
+    return made
+
+
 @pytest.fixture
 def runtime(monkeypatch: pytest.MonkeyPatch) -> Iterator[Runtime]:
     made = Runtime()
-    monkeypatch.setitem(sys.modules, "cupy", SimpleNamespace(cuda=SimpleNamespace(runtime=made)))
+    nvrtc = SimpleNamespace(getVersion=made.getVersion)
+    monkeypatch.setitem(sys.modules, "cupy", SimpleNamespace(cuda=SimpleNamespace(runtime=made, nvrtc=nvrtc)))
     caches: tuple[Any, ...] = (fault_here, cuda_device)
     for each in caches:
         each.cache_clear()
@@ -73,6 +158,12 @@ def test_why_there_is_none(runtime: Runtime, monkeypatch: pytest.MonkeyPatch) ->
         assert why in str(fault_here())
         with pytest.raises(StateError, match="nvidia-smi"):
             cuda_device(0)
+    runtime.devices, runtime.has_nvrtc = 1, False
+    fault_here.cache_clear()
+    assert str(fault_here()).startswith(
+        "NVRTC, by which cupy compiles kernels, is not to be had (OSError: No such file: libnv"
+    )
+    assert "libnvrtc.so.13): pip install nvidia-cuda-nvrtc" in str(fault_here())
     monkeypatch.setitem(sys.modules, "cupy", None)
     fault_here.cache_clear()
     assert "cupy is not installed" in str(fault_here())
@@ -104,96 +195,133 @@ def test_failures_are_named_with_what_to_do() -> None:
         raise StateError("mine")
 
 
-def test_memory_without_a_handle_is_refused_with_advice(runtime: Runtime, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_memory_without_a_handle_is_refused_with_advice(library: Library, monkeypatch: pytest.MonkeyPatch) -> None:
     device = cuda_device(0)
-    monkeypatch.setattr(CudaDevice, "_range", lambda self, address: (address - 512, 1024))
     with pytest.raises(StateError, match=r"on cuda:0 cannot be opened by other processes: cudaErrorInv.*Memory of exp"):
-        device.export(4096)
+        device.export(4100)
     monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "max_split_size_mb:64, Expandable_Segments: True")
     with pytest.raises(StateError, match="leave expandable_segments out of PYTORCH_CUDA_ALLOC_CONF"):
-        device.export(4096)
+        device.export(4100)
+    with pytest.raises(StateError, match="finding an allocation of cuda:0: cuMemGetAddressRange_v2: CUDA_ERROR_NUMBER_400"):
+        device.export(1)
 
 
-def test_memory_of_a_dead_process_is_refused_with_advice(runtime: Runtime) -> None:
-    with pytest.raises(StateError, match=r"cannot be opened on cuda:0: .*its process has ended, or that GPU is not visible"):
-        cuda_device(0).open(bytes(64))
+def test_memory_of_a_dead_process_is_refused_with_advice(library: Library) -> None:
+    library.status = 205
+    with pytest.raises(
+        StateError, match=r"cannot be opened on cuda:0: .*NUMBER_205: its process has ended, or that GPU is not"
+    ):
+        cuda_device(0).open(bytes(64), 1)
 
 
-def test_closing_leaves_the_threads_device_as_it_was(runtime: Runtime) -> None:
-    device = cuda_device(0)
+def test_memory_that_is_smaller_than_it_is_said_to_be_is_closed_again(library: Library) -> None:
+    device, handle = cuda_device(0), (4096).to_bytes(64, "little")
+    assert device.open(handle, 1024) == 4096
+    with pytest.raises(StateError, match="said to have 1025 bytes, and has 1024"):
+        device.open(handle, 1025)
+    assert library.opened == [4096]
+    library.sizes.clear()  # the driver does not say
+    assert device.open(handle, 1025) == 4096
+
+
+def test_what_may_run_in_any_thread_leaves_it_as_it_was(library: Library, runtime: Runtime) -> None:
+    device, me = cuda_device(0), threading.get_ident()
     assert runtime.current == 3  # making it, too
+    library.opened.append(99)
     device.close(99)
-    assert (runtime.closed, runtime.current) == ([(0, 99)], 3)
+    device._unpin(98)
+    assert (runtime.closed, runtime.current, library.modes[me]) == ([(0, 99), (0, 98)], 3, 0)
+    device.use()
+    assert (runtime.current, library.modes[me]) == (0, driver.RELAXED)
+    library.opened.append(97)
+    device.close(97)
+    assert library.modes[me] == driver.RELAXED
 
 
-def test_a_mark_is_reached_when_its_event_is(runtime: Runtime) -> None:
-    assert CudaMark(SimpleNamespace(ptr=0)).is_reached
-    assert not CudaMark(SimpleNamespace(ptr=1)).is_reached
-    assert CudaMark(SimpleNamespace(query=lambda: True)).is_reached
+def test_memory_is_its_own_or_another_devices(library: Library) -> None:
+    assert cuda_device(0).owns(2)
+    assert not cuda_device(0).owns(3)
+
+
+class Torch:
+    """torch.cuda, as far as a caller's stream goes."""
+
+    def __init__(self) -> None:
+        self.cuda = self
+        self.is_capturing = False
+        self.recorded: list[object] = []
+
+    @contextlib.contextmanager
+    def device(self, index: int) -> Iterator[None]:
+        yield
+
+    def is_current_stream_capturing(self) -> bool:
+        return self.is_capturing
+
+    def current_stream(self, index: int) -> str:
+        return f"stream of {index}"
+
+    def Event(self, *, blocking: bool) -> Any:  # noqa: N802
+        assert blocking
+        return SimpleNamespace(record=self.recorded.append)
+
+
+def test_what_is_captured_is_not_waited_for(library: Library, monkeypatch: pytest.MonkeyPatch) -> None:
+    torch = Torch()
+    monkeypatch.setitem(sys.modules, "torch", torch)
+    cuda_device(1).callers_work()
+    torch.is_capturing = True
+    with pytest.raises(StateError, match="a CUDA graph is being captured on cuda:1's present stream"):
+        cuda_device(1).callers_work()
+    assert torch.recorded == ["stream of 1"]
+    assert threading.get_ident() not in library.modes  # a caller's thread stays as it is
+
+
+def test_a_cache_that_cannot_be_written_is_named_with_what_to_do(library: Library) -> None:
+    def compiles(name: str) -> None:
+        raise PermissionError(13, "Permission denied", "/.cupy")
+
+    device = cuda_device(0)
+    device._module = SimpleNamespace(get_function=compiles)
+    with pytest.raises(StateError, match=r"cannot keep compiled kernels: .*'/.cupy': set CUPY_CACHE_DIR"):
+        device.launch("digest_chunks", 1)
+
+
+def test_a_mark_is_reached_when_its_event_is(library: Library, runtime: Runtime) -> None:
+    device = cuda_device(0)
+    assert CudaMark(device, SimpleNamespace(ptr=0)).is_reached
+    assert not CudaMark(device, SimpleNamespace(ptr=1)).is_reached
+    assert runtime.current == 0  # a thread in which no device was set would make a context on the first one
+    assert CudaMark(device, SimpleNamespace(query=lambda: True)).is_reached
 
     def fail() -> bool:
         raise RuntimeFault("cudaErrorLaunchFailure")
 
     with pytest.raises(StateError, match="cudaErrorLaunchFailure"):
-        assert CudaMark(SimpleNamespace(query=fail)).is_reached
+        assert CudaMark(device, SimpleNamespace(query=fail)).is_reached
 
 
-class Driver:
-    """libcuda, as far as other devices reach a GPU's memory through it."""
-
-    def __init__(self, **attributes: int) -> None:
-        self.attributes = {118: 0, 124: 1} | {int(name[1:]): value for name, value in attributes.items()}
-        self.ranges: list[tuple[int, int]] = []
-        self.flushed = 0
-        self.refusal = 0
-
-    def cuDeviceGet(self, device: Any, index: int) -> int:  # noqa: N802
-        ctypes.cast(device, ctypes.POINTER(ctypes.c_int))[0] = index
-        return 0
-
-    def cuDeviceGetAttribute(self, value: Any, number: int, device: Any) -> int:  # noqa: N802
-        if number not in self.attributes:
-            return 1
-        ctypes.cast(value, ctypes.POINTER(ctypes.c_int))[0] = self.attributes[number]
-        return 0
-
-    def cuMemGetHandleForAddressRange(self, found: Any, start: Any, size: Any, kind: int, flags: Any) -> int:  # noqa: N802
-        assert (kind, flags.value) == (1, 0)
-        self.ranges.append((start.value, size.value))
-        ctypes.cast(found, ctypes.POINTER(ctypes.c_int))[0] = 77
-        return self.refusal
-
-    def cuFlushGPUDirectRDMAWrites(self, target: int, scope: int) -> int:  # noqa: N802
-        assert (target, scope) == (0, 100)
-        self.flushed += 1
-        return self.refusal
-
-
-def test_a_dma_buf_is_of_whole_pages(runtime: Runtime, monkeypatch: pytest.MonkeyPatch) -> None:
-    driver, page = Driver(), mmap.PAGESIZE
-    monkeypatch.setattr(cupy_device, "_driver", lambda: driver)
-    device = cuda_device(0)
+def test_a_dma_buf_is_of_whole_pages(library: Library) -> None:
+    device, page = cuda_device(0), mmap.PAGESIZE
     assert device.dma_buf(5 * page + 512, page) == (77, 5 * page)
     assert device.dma_buf(5 * page, page) == (77, 5 * page)
-    assert driver.ranges == [(5 * page, 2 * page), (5 * page, page)]
-    driver.refusal = 801
-    with pytest.raises(StateError, match=r"cuda:0 gives no dma-buf of this memory \(CUDA driver error 801\)"):
+    assert library.ranges == [(5 * page, 2 * page), (5 * page, page)]
+    library.status = 801
+    with pytest.raises(StateError, match=r"gives no dma-buf of this memory: cuMemGetHandleForAddressRange: .*_801"):
         device.dma_buf(page, page)
-    del driver.attributes[124]  # an older driver
-    cuda_device.cache_clear()
+    library.attributes = {}  # an older driver
     with pytest.raises(StateError, match="cuda:0 or its driver knows no dma-buf"):
-        cuda_device(0).dma_buf(page, page)
+        device.dma_buf(page, page)
 
 
 @pytest.mark.parametrize(("ordering", "flushes"), [(0, 1), (100, 0), (200, 0)])
 def test_others_writes_are_waited_for_where_the_gpu_does_not_order_them(
-    runtime: Runtime, monkeypatch: pytest.MonkeyPatch, ordering: int, flushes: int
+    library: Library, ordering: int, flushes: int
 ) -> None:
-    driver = Driver(_118=ordering)
-    monkeypatch.setattr(cupy_device, "_driver", lambda: driver)
+    library.attributes[driver.WRITES_ORDERING] = ordering
     cuda_device(0).settle()
-    assert driver.flushed == flushes
+    assert library.flushed == flushes
     if flushes:
-        driver.refusal = 1
-        with pytest.raises(StateError, match="does not say when others' writes are there"):
+        library.status = 1
+        with pytest.raises(StateError, match="waiting for others' writes on cuda:0: cuFlushGPUDirectRDMAWrites"):
             cuda_device(0).settle()

@@ -146,12 +146,12 @@ async def test_gpu_memory_of_a_process_that_has_ended_is_left_with_one_warning(
     """As the driver says it of a handle whose process is gone; here its tensors can still be read by tcp."""
 
     class Gone(Double):
-        def open(self, handle: bytes) -> int:
+        def open(self, handle: bytes, nbytes: int) -> int:
             advice = "its process has ended, or that GPU is not visible here"
             raise StateError(f"its memory cannot be opened on {self.name}: cudaErrorMapBufferObjectFailed: {advice}")
 
     monkeypatch.setattr(cupy_device, "missing", lambda: None)
-    monkeypatch.setattr(cuda_ipc_channel, "PROCESS", b"another process.")
+    monkeypatch.setattr(cuda_ipc_channel, "this_process", lambda: b"another process.")
     source = Double()
     block = bytearray(2 * MIB)
     source.bytes_of(block)

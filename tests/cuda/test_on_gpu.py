@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import random
+import threading
 from collections.abc import Iterator
 from contextlib import closing
 from itertools import pairwise
@@ -19,6 +20,7 @@ import tensorhub
 from benches.gpu_parties import publisher_main
 from benches.remotes import Remote
 from tensorhub.compaction.gpu import PackedOnDevice
+from tensorhub.cuda.copies import copy_pieces
 from tensorhub.cuda.cupy_device import CudaDevice, cuda_device
 from tensorhub.cuda.device import DeviceBytes
 from tensorhub.errors import RegistrationError, StateError, TensorHubError
@@ -141,6 +143,51 @@ def test_a_lack_of_memory_says_what_to_do(device: CudaDevice) -> None:
     assert device.digests([(on_gpu(device, b"x").address, 1)])  # and nothing else is wrong
 
 
+def test_what_is_only_asked_of_it_is_answered(device: CudaDevice) -> None:
+    held = torch.arange(1000, device="cuda")
+    found = device.export(held.data_ptr())
+    assert found.address <= held.data_ptr() < held.data_ptr() + held.nbytes <= found.address + found.nbytes
+    assert device.owns(held.data_ptr())
+    device.settle()
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="there is one GPU only")
+def test_many_pieces_of_another_gpu_are_copied_without_a_kernel(device: CudaDevice) -> None:
+    content, other = random.Random(6).randbytes(100_000), cuda_device(1)
+    source, target, queue = on_gpu(other, content), device.allocate(100_000), device.queue()
+    assert not device.owns(source.address)
+    pieces = [(target.address + at, source.address + at + 1, 99) for at in range(0, 100_000, 100)]
+    copy_pieces(queue, pieces, by_kernel=False)
+    queue.mark().wait()
+    assert bytes_of(target[:99]) == content[1:100]
+
+
+def test_a_capture_goes_on_while_other_threads_use_the_gpu(device: CudaDevice) -> None:
+    held, graph, failures = torch.zeros(1000, device="cuda"), torch.cuda.CUDAGraph(), list[BaseException]()
+
+    def work() -> None:
+        try:
+            other = on_gpu(device, b"another thread's" * 4096)
+            assert len(device.digests([(other.address, other.nbytes)])) == 1
+            assert bytes_of(other)[:7] == b"another"
+            device.allocate(300 * 2**20)
+        except BaseException as error:
+            failures.append(error)
+
+    work()  # kernels are compiled by now
+    thread = threading.Thread(target=work)
+    with torch.cuda.graph(graph):  # in the mode that forbids it to other threads
+        held += 1
+        thread.start()
+        thread.join()
+        with pytest.raises(StateError, match="a CUDA graph is being captured"):
+            device.callers_work()
+        held += 1
+    assert not failures
+    graph.replay()
+    assert held.tolist() == [2] * 1000
+
+
 @pytest.mark.parametrize("check", CHECKS)
 @pytest.mark.parametrize("kind", [TcpTransport, CudaIpcTransport])
 def test_a_transport_keeps_the_rule(device: CudaDevice, kind: type[TcpTransport | CudaIpcTransport], check: str) -> None:
@@ -224,13 +271,14 @@ def expandable_publisher() -> Iterator[Remote]:
 
 def _publisher(setting: str) -> Iterator[Remote]:
     before = os.environ.pop("PYTORCH_CUDA_ALLOC_CONF", None)
-    os.environ["PYTORCH_CUDA_ALLOC_CONF"] = setting
+    if setting:
+        os.environ["PYTORCH_CUDA_ALLOC_CONF"] = setting
     remote = Remote("publisher", publisher_main, 64 * 2**20, 2**20, "cuda")
     try:
         yield remote
     finally:
         remote.end()
-        os.environ.pop("PYTORCH_CUDA_ALLOC_CONF")
+        os.environ.pop("PYTORCH_CUDA_ALLOC_CONF", None)
         if before is not None:
             os.environ["PYTORCH_CUDA_ALLOC_CONF"] = before
 

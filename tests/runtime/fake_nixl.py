@@ -16,7 +16,8 @@ from typing import Any
 
 import pytest
 
-Descs = Sequence[tuple[int, int, int]]
+Descs = list[tuple[int, int, str, int]]
+"""(address, bytes, kind of memory, number of the device)."""
 
 
 class Fabric:
@@ -26,6 +27,8 @@ class Fabric:
         self.agents: dict[str, Shown] = {}
         self.holds = False  # reads that are posted stay under way
         self.fails = False  # they end as errors
+        self.knows_gpus = True  # its UCX has CUDA
+        self.kinds: list[tuple[str, int, str, int]] = []  # of each read: what it went to, and what it came from
         self.held: list[Handle] = []
         self.lock = threading.Lock()
 
@@ -61,7 +64,7 @@ class Handle:
         self.is_released = False
 
     def run(self) -> None:
-        for (here, nbytes, _), (there, _, _) in zip(self.mine, self.theirs, strict=True):
+        for (here, nbytes, _, _), (there, _, _, _) in zip(self.mine, self.theirs, strict=True):
             ctypes.memmove(here, there, nbytes)
         self.state = "DONE"
 
@@ -73,7 +76,7 @@ class Agent:
     def __init__(self, fabric: Fabric, name: str) -> None:
         self.name = name
         self.agent: object = None
-        self.places: list[tuple[int, int]] = []
+        self.places: Descs = []
         self.known: set[str] = set()
         self._fabric = fabric
 
@@ -85,11 +88,16 @@ class Agent:
         self._fabric.agents[self.name] = Shown(self)  # which does not keep the agent
 
     def register_memory(self, places: Sequence[tuple[int, int, int, str]], kind: str) -> object:
-        assert kind == "DRAM"
-        self.places += [(address, nbytes) for address, nbytes, _, _ in places]
-        return places
+        assert kind in ("DRAM", "VRAM")
+        if kind == "VRAM" and not self._fabric.knows_gpus:
+            raise RuntimeError("NIXL_ERR_BACKEND")
+        made = [(address, nbytes, kind, number) for address, nbytes, number, _ in places]
+        self.places += made
+        return made
 
-    def deregister_memory(self, registered: object) -> None: ...
+    def deregister_memory(self, registered: Descs) -> None:
+        for each in registered:
+            self.places.remove(each)
 
     def get_agent_metadata(self) -> bytes:
         named = self.name.encode()
@@ -105,15 +113,18 @@ class Agent:
     def remove_remote_agent(self, name: str) -> None:
         self.known.remove(name)
 
-    def get_xfer_descs(self, places: Descs, kind: str) -> Descs:
-        return places
+    def get_xfer_descs(self, places: Sequence[tuple[int, int, int]], kind: str) -> Descs:
+        return [(address, nbytes, kind, number) for address, nbytes, number in places]
 
     def initialize_xfer(self, way: str, mine: Descs, theirs: Descs, name: str) -> Handle:
         assert (way, name in self.known) == ("READ", True)
         for descs, places in ((mine, self.places), (theirs, self._fabric.agents[name].places)):
-            for address, nbytes, _ in descs:
-                if not any(start <= address and address + nbytes <= start + size for start, size in places):
+            for address, nbytes, *memory in descs:
+                if not any(
+                    start <= address and address + nbytes <= start + size and memory == held for start, size, *held in places
+                ):
                     raise RuntimeError("NIXL_ERR_NOT_FOUND")
+        self._fabric.kinds.append((*mine[0][2:], *theirs[0][2:]))
         return Handle(mine, theirs)
 
     def transfer(self, handle: Handle) -> str:

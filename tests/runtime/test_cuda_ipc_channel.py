@@ -2,37 +2,36 @@
 
 from __future__ import annotations
 
-import contextlib
 import gc
 import socket
+import subprocess
+import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
 
 import anyio.to_thread
 import pytest
-import torch
 
 import tensorhub
 from tensorhub.cuda import cupy_device, ipc
+from tensorhub.cuda.copies import joined
 from tensorhub.cuda.device import HANDLE_BYTES, Allocation
 from tensorhub.cuda.ipc import Imports
-from tensorhub.hub import Hub, register_memory
+from tensorhub.errors import StateError
 from tensorhub.messages import ALLOCATIONS_MAX, AllocationsAre, ChunksLie
 from tensorhub.protocol.blocking import BlockingConnection
 from tensorhub.protocol.codec import FROM_READER
 from tensorhub.protocol.handshake import NONCE_BYTES, ServerHandshake
 from tensorhub.runtime import cuda_ipc_channel
-from tensorhub.runtime.cuda_ipc_channel import CudaIpcTransport, OnDevice, joined
-from tensorhub.testing.serving import ServedSource
+from tensorhub.runtime.cuda_ipc_channel import CudaIpcTransport, OnDevice
 from tensorhub.transport import cma, shm, unix
 from tensorhub.transport.base import Channel, Cutter, NotShared, ReadFailure, ReadRight, Unusable
 from tensorhub.transport.cma import Piece
-from tensorhub.transport.memory import RegisteredMemory
 from tensorhub.transport.registry import Local
 from tensorhub.transport.shm import Segment
 from tensorhub.types import ContentId, Endpoint, Incarnation, LeaseId, Options, RegistrationId
-from tensorhub.weights import Weights
 from tests.cuda.double import Double
+from tests.cuda.own import Own
 from tests.rig import cluster, tensors
 
 pytestmark = [
@@ -41,7 +40,6 @@ pytestmark = [
 ]
 SECRET = b"secret"
 RIGHT = ReadRight(LeaseId("l"), Incarnation("source"), RegistrationId("r"), 5, ContentId("c"))
-SIZES = {"large": 150_000, "small": 3, "none": 0, **{f"tiny.{number}": 40 for number in range(20)}}
 
 
 @pytest.fixture
@@ -52,34 +50,7 @@ def anyio_backend() -> str:
 @pytest.fixture(autouse=True)
 def _as_if_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cupy_device, "missing", lambda: None)
-    monkeypatch.setattr(cuda_ipc_channel, "PROCESS", b"another process.")
-
-
-class Own:
-    """Tensors in one allocation of a device, as torch's allocator gives them out."""
-
-    def __init__(self, device: Double, value: int) -> None:
-        self.device = device
-        self._bytes = bytearray(sum(SIZES.values()) + 64 * len(SIZES))
-        device.bytes_of(self._bytes)
-        whole, at = torch.frombuffer(self._bytes, dtype=torch.uint8), 0
-        self.tensors: dict[str, torch.Tensor] = {}
-        for name, size in SIZES.items():
-            self.tensors[name] = whole[at : at + size]
-            at += -(-size // 64) * 64
-        self.fill(value)
-
-    def fill(self, value: int) -> None:
-        for tensor in self.tensors.values():
-            tensor.fill_(value)
-
-    def holds(self, value: int) -> bool:
-        return all(bool(tensor.eq(value).all()) for tensor in self.tensors.values())
-
-    async def register(self, hub: Hub, *, on_host: bool = False) -> Weights:
-        memory = RegisteredMemory(self.tensors)
-        memory.device = None if on_host else self.device
-        return await register_memory(hub, "m", memory)
+    monkeypatch.setattr(cuda_ipc_channel, "this_process", lambda: b"another process.")
 
 
 # ---------------------------------------------------------------------------------------------------- when it is chosen
@@ -105,7 +76,7 @@ async def test_a_gpu_reads_a_gpu_and_its_handle_is_opened_once() -> None:
 
 
 async def test_within_a_process_nothing_is_opened(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cuda_ipc_channel, "PROCESS", ipc.PROCESS)
+    monkeypatch.setattr(cuda_ipc_channel, "this_process", ipc.this_process)
     device = Double()
     source, target = Own(device, 1), Own(device, 0)
     async with cluster("trainer", "reader") as made:
@@ -113,6 +84,27 @@ async def test_within_a_process_nothing_is_opened(monkeypatch: pytest.MonkeyPatc
         report = await (await target.register(made.hubs[1])).replicate()
         assert ([each.transport for each in report.sources], device.opened) == (["cuda_ipc"], [])
     assert target.holds(1)
+
+
+async def test_another_gpu_of_this_process_is_read_by_no_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cuda_ipc_channel, "this_process", ipc.this_process)
+    device = Double()
+    device.is_beside = True
+    source, target = Own(device, 1), Own(device, 0)
+    async with cluster("trainer", "reader") as made:
+        await (await source.register(made.hubs[0])).publish(1)
+        report = await (await target.register(made.hubs[1])).replicate()
+        assert [(each.transport, each.outcome) for each in report.sources] == [("cuda_ipc", "used")]
+    assert target.holds(1)
+
+
+def test_a_forked_child_is_another_process() -> None:
+    program = """import os; from tensorhub.cuda.ipc import this_process
+before = this_process(); assert len(before) == 16
+child = os.fork()
+assert (this_process() == before) == bool(child)
+if child: raise SystemExit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))"""
+    assert subprocess.run([sys.executable, "-c", program], timeout=60).returncode == 0
 
 
 @pytest.mark.parametrize("where", ["host source", "host reader", "expandable", "left out"])
@@ -148,11 +140,6 @@ async def test_a_process_that_is_read_by_cma_is_asked_about_each_registration() 
     assert target.holds(1)
 
 
-def test_nixl_is_given_no_address_of_a_gpu() -> None:
-    with contextlib.closing(ServedSource(device=Double(), exposes=True)) as source:
-        assert source.owner.agent_of(source.right.registration, 1) == "its tensors are on a GPU, which is not read this way"
-
-
 # ---------------------------------------------------------------------------------------------------------- allocations
 
 
@@ -170,6 +157,29 @@ def test_allocations_are_named_once_and_closed_with_their_last_use() -> None:
     assert (repr(imports), len(device.opened)) == ("<Imports: 0 allocations>", 2)
     del opened
     gc.collect()
+    assert device.opened == []
+
+
+def test_what_its_process_has_freed_is_in_the_way_of_nothing_new() -> None:
+    device = Double()
+    freed, used, new = [device.bytes_of(bytearray(size)) for size in (100, 70, 50)]
+    imports = Imports()
+    imports.open(device, ipc.export(device, [(freed.address, 1)]))
+    held = imports.open(device, ipc.export(device, [(used.address, 1)]))  # by a channel
+    device.in_the_way = [freed.address]
+    (opened,) = imports.open(device, ipc.export(device, [(new.address, 1)]))
+    assert sorted(device.opened) == sorted([used.address, new.address])
+    device.in_the_way = [used.address]
+    with pytest.raises(StateError, match="cannot be opened"):
+        imports.open(device, ipc.export(device, [(freed.address, 1)]))
+    assert (held[0].nbytes, opened.nbytes) == (70, 50)
+
+
+def test_an_allocation_has_the_bytes_that_it_is_said_to_have() -> None:
+    device = Double()
+    (found,) = ipc.export(device, [(device.bytes_of(bytearray(100)).address, 1)])
+    with pytest.raises(StateError, match="said to have 101 bytes, and has 100"):
+        Imports().open(device, [found._replace(nbytes=101)])
     assert device.opened == []
 
 

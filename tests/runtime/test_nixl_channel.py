@@ -28,6 +28,8 @@ from tensorhub.transport import nixl, tcp
 from tensorhub.transport.base import Cutter, NotShared, ReadFailure, ReadRight, Unusable
 from tensorhub.transport.registry import Local
 from tensorhub.types import ContentId, Endpoint, Incarnation, LeaseId, Options, RegistrationId
+from tests.cuda.double import Double
+from tests.cuda.own import Own
 from tests.rig import cluster, connect, holds, nothing_left, tensors, until, write
 from tests.runtime.fake_nixl import Fabric, fabric
 
@@ -65,9 +67,11 @@ def local() -> Local:
 
 
 @pytest.mark.parametrize("check", [name for name in CHECKS if name != "silence"])  # that is the connection's
-def test_a_stand_in_keeps_the_rules(fabric: Fabric, check: str) -> None:
-    transport = NixlTransport(local())
-    CHECKS[check](transport, lambda: ServedSource(SECRET, exposes=True))
+@pytest.mark.parametrize("on_gpu", [False, True])
+def test_a_stand_in_keeps_the_rules(fabric: Fabric, check: str, on_gpu: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("UCX_TLS", "all")
+    transport, device = NixlTransport(local()), Double() if on_gpu else None
+    CHECKS[check](transport, lambda: ServedSource(SECRET, exposes=True, device=device))
     transport.close()
     assert not fabric.agents
 
@@ -123,6 +127,65 @@ async def test_what_was_filled_is_a_source_and_what_is_let_go_is_exposed_no_more
         report = await (await second.register("m", last)).replicate()
         assert [(each.name, each.transport) for each in report.sources] == [("first", "nixl")]
         assert holds(last, 1)
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize("anyio_backend", ["asyncio"])
+@pytest.mark.parametrize("on_host", ["neither", "source", "reader"])
+async def test_gpus_are_read(fabric: Fabric, on_host: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("UCX_TLS", "all")
+    source, target = Own(Double(3), 1), Own(Double(1), 0)
+    async with (
+        nothing_left(),
+        cluster() as c,
+        connect(c.address, "trainer", transports=["nixl", "tcp"]) as trainer,
+        connect(c.address, "reader", transports=["nixl", "tcp"]) as reader,
+    ):
+        published = await source.register(trainer, on_host=on_host == "source")
+        weights = await target.register(reader, on_host=on_host == "reader")
+        for version in (1, 2):
+            source.fill(version)
+            await published.publish(version)
+            report = await weights.update()
+            assert [each.transport for each in report.sources] == ["nixl"]
+            assert target.holds(version)
+            await published.unpublish()
+    kinds = ("DRAM", 0) if on_host == "reader" else ("VRAM", 1), ("DRAM", 0) if on_host == "source" else ("VRAM", 3)
+    assert set(fabric.kinds) == {(*kinds[0], *kinds[1]), ("DRAM", 0, "DRAM", 0)}
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize("anyio_backend", ["asyncio"])
+@pytest.mark.parametrize("on_host", ["neither", "source", "reader"])
+@pytest.mark.usefixtures("library")
+async def test_where_ucx_cannot_read_gpus_they_are_read_by_tcp(
+    on_host: str, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The real one takes a stand-in's memory for what it is: for its UCX, there is no GPU there."""
+    if "fabric" in request.fixturenames:
+        request.getfixturevalue("fabric").knows_gpus = False
+    caplog.set_level("INFO")
+    source, target = Own(Double(), 1), Own(Double(), 0)
+    async with cluster() as c:
+        for settings in ("all", None):
+            if settings is None:
+                monkeypatch.delenv("UCX_TLS", raising=False)
+                monkeypatch.setattr(nixl, "has_rdma", lambda: False)
+            else:
+                monkeypatch.setenv("UCX_TLS", settings)
+            caplog.clear()
+            async with (
+                connect(c.address, "trainer", transports=["nixl", "tcp"]) as trainer,
+                connect(c.address, "reader", transports=["nixl", "tcp"]) as reader,
+            ):
+                published = await source.register(trainer, on_host=on_host == "source")
+                await published.publish(1 if settings else 2)
+                report = await (await target.register(reader, on_host=on_host == "reader")).replicate()
+                assert [each.transport for each in report.sources] == ["tcp"]
+                assert target.holds(1)
+                await published.close()
+            (chosen,) = [each.getMessage() for each in caplog.records if "transport_chosen" in each.getMessage()]
+            assert ("must know CUDA" if settings else "there is no RDMA device here") in chosen
 
 
 @pytest.mark.anyio

@@ -55,7 +55,7 @@ class LoopbackSource(ServedSource):
 def _as_if_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
     """A stand-in's memory is opened, as another process' is."""
     monkeypatch.setattr(cupy_device, "missing", lambda: None)
-    monkeypatch.setattr(cuda_ipc_channel, "PROCESS", b"another process.")
+    monkeypatch.setattr(cuda_ipc_channel, "this_process", lambda: b"another process.")
 
 
 def ways(kind: str, backend: str) -> tuple[Transport, Callable[[], Source]]:

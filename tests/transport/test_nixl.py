@@ -14,9 +14,10 @@ from tensorhub.errors import TransportUnavailable
 from tensorhub.transport import nixl, nixl_reading
 from tensorhub.transport.base import NotShared
 from tensorhub.transport.cma import Piece
-from tensorhub.transport.nixl import Exposures, join
+from tensorhub.transport.nixl import Exposures, OnGpu, join
 from tensorhub.transport.nixl_reading import LANDINGS_MAX, SLOT_BYTES, Agents, Remote, check_metadata
 from tensorhub.types import RegistrationId
+from tests.cuda.double import Double
 from tests.runtime.fake_nixl import Fabric, fabric
 
 __all__ = ["fabric"]
@@ -264,3 +265,124 @@ def test_who_waits_makes_pauses(fabric: Fabric, monkeypatch: pytest.MonkeyPatch)
     assert pauses[-1] == nixl_reading.PAUSE_MOST_S
     remote.close()
     rig.close()
+
+
+# -------------------------------------------------------------------------------------------------------- GPUs' memory
+
+
+class GpuRig(Rig):
+    """The same on GPUs, one at each end; beside it, a word in host memory."""
+
+    def __init__(self) -> None:
+        self.word = ctypes.c_uint64(7)
+        super().__init__()
+        self.gpu = OnGpu(3, (place_of(self.there),))
+        self.exposed = self.exposures.of(R, [(ctypes.addressof(self.word), 8)], self, self.gpu)
+        self.device = Double(index=1)
+
+    def reading(self, there: int = 3, here: Double | None = None) -> Remote:
+        is_over, known = (lambda: self.is_over), (self.exposed.name, self.exposed.metadata)
+        return Remote(self.agents, *known, is_over, 5.0, there, here)
+
+
+def test_a_gpu_is_read_into_a_gpu_and_the_word_in_host_memory(fabric: Fabric) -> None:
+    rig = GpuRig()
+    assert rig.exposures.of(R, [(ctypes.addressof(rig.word), 8)], rig, rig.gpu) is rig.exposed
+    remote = rig.reading(here=rig.device)
+    for _ in range(2):  # more than there are slots: none is read into before the device has copied it out
+        remote.copy(rig.whole())
+        assert rig.here.raw == rig.there.raw
+        ctypes.memset(rig.here, 0, ctypes.sizeof(rig.here))
+    assert (remote.is_unchanged(ctypes.addressof(rig.word), 7), set(fabric.kinds[:-1])) == (True, {("VRAM", 1, "VRAM", 3)})
+    assert fabric.kinds[-1] == ("DRAM", 0, "DRAM", 0)
+    assert rig.device.settled == 12  # what the network card has written is seen by each copy
+    assert "2 landings, 0 reads left" in repr(remote)
+    remote.close()
+    rig.close()
+    assert not fabric.agents
+
+
+@pytest.mark.parametrize("is_at_source", [True, False])
+def test_one_end_is_on_a_gpu(fabric: Fabric, is_at_source: bool) -> None:
+    rig = GpuRig()
+    if not is_at_source:
+        rig.exposed = rig.exposures.of(R, [place_of(rig.there)], rig)
+    remote = rig.reading(3, None) if is_at_source else rig.reading(-1, rig.device)
+    remote.copy(rig.whole())
+    assert rig.here.raw == rig.there.raw
+    assert set(fabric.kinds) == {("DRAM", 0, "VRAM", 3) if is_at_source else ("VRAM", 1, "DRAM", 0)}
+    remote.close()
+    rig.close()
+
+
+def test_many_small_pieces_on_a_gpu_are_copied_out(fabric: Fabric) -> None:
+    rig = GpuRig()
+    remote = rig.reading(here=rig.device)
+    (here, nbytes), (there, _) = place_of(rig.here), place_of(rig.there)
+    remote.copy([Piece(here + nbytes - 40 - at, there + at, 40) for at in range(0, 40 * 3000, 40)])
+    assert rig.here.raw[-40:] == rig.there.raw[:40]
+    assert rig.here.raw[-40 * 3000 : -40 * 2999] == rig.there.raw[40 * 2999 : 40 * 3000]
+    remote.close()
+    rig.close()
+
+
+def test_nothing_is_copied_on_a_gpu_after_a_read_was_given_up(fabric: Fabric) -> None:
+    rig = GpuRig()
+    remote = rig.reading(here=rig.device)
+    looks = []
+
+    def watch(since: float) -> None:
+        looks.append(since)
+        if len(looks) == 1:
+            fabric.let_go()
+            fabric.holds = True
+            return
+        fabric.let_go()
+        raise OSError(0, "enough")
+
+    fabric.holds = True
+    with pytest.raises(OSError, match="enough"):
+        remote._agent.read(rig.exposed.name, rig.whole(), watch, 3, rig.device)
+    (landing,) = remote._agent._landings
+    held = rig.here.raw
+    assert any(held)  # what had come by then
+    ctypes.memset(landing.address, 0xEE, SLOT_BYTES)
+    landing._queue.mark().wait()
+    assert rig.here.raw == held
+    remote.close()
+    rig.close()
+
+
+def test_another_gpus_number_reads_nothing(fabric: Fabric) -> None:
+    rig = GpuRig()
+    for wrong in (2, -1):
+        remote = rig.reading(wrong, rig.device)
+        with pytest.raises(OSError, match="cannot read there"):
+            remote.copy(rig.whole())
+        remote.close()
+    rig.close()
+
+
+def test_without_cuda_in_ucx_both_ends_say_what_it_needs(fabric: Fabric) -> None:
+    rig = GpuRig()
+    fabric.knows_gpus = False
+    with pytest.raises(NotShared, match=r"no memory to read into .*BACKEND.*must know CUDA .*UCX_TLS.*nvidia-peermem"):
+        rig.reading(here=rig.device)
+    rig.reading(3, None).close()
+    rig.exposures.end(R)
+    with pytest.raises(TransportUnavailable, match=r"cannot register 1 places in a GPU's memory .*must know CUDA"):
+        rig.exposures.of(R, [(ctypes.addressof(rig.word), 8)], rig, rig.gpu)
+    rig.close()
+    assert not fabric.agents
+
+
+def test_a_gpus_places_are_not_joined_and_are_bounded(fabric: Fabric, monkeypatch: pytest.MonkeyPatch) -> None:
+    exposures, page = Exposures(), mmap.PAGESIZE
+    touching = tuple((page * n, page) for n in range(1, 4))
+    exposures.of(R, [], None, OnGpu(0, touching))
+    (agent,) = fabric.agents.values()
+    assert [place[:2] for place in agent.places] == list(touching)
+    monkeypatch.setattr(nixl, "PLACES_MAX", 2)
+    with pytest.raises(NotShared, match=r"3 places.*pack_bytes"):
+        exposures.of(R, [], None, OnGpu(1, touching))
+    exposures.close()

@@ -1,7 +1,9 @@
 """CUDA devices, through cupy. See `device` for what each call means.
 
-The current device is a thread's own, so each call sets it: a fraction of a microsecond. What may run in a caller's thread
-leaves it as it was. The caller's streams are torch's.
+The current device is a thread's own, so each call sets it: a fraction of a microsecond. (A thread in which nobody has is
+about device 0, and would make a context there, of half a GB.) The library's threads are in relaxed capture mode: while a
+caller captures a CUDA graph, the usual mode forbids all threads to look at events or to allocate, and breaks the capture
+where one does. What may run in a caller's thread leaves both as they were. The caller's streams are torch's.
 """
 
 from __future__ import annotations
@@ -19,19 +21,17 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
+from tensorhub.cuda import driver
 from tensorhub.cuda.device import Allocation, DeviceBytes, Mark
 from tensorhub.cuda.kernels import SOURCE, THREADS, cut_rows
-from tensorhub.errors import StateError, TensorHubError
+from tensorhub.errors import StateError, TensorHubError, text_of
 
 INSTALL = "pip install 'tensorhub[cuda]' (cupy-cuda13x; with a driver for CUDA 12 only: cupy-cuda12x)"
+INSTALL_NVRTC = "pip install nvidia-cuda-nvrtc (nvidia-cuda-nvrtc-cu12 for cupy-cuda12x), or set CUDA_PATH to a CUDA toolkit"
 DRIVERS = ("/dev/nvidiactl", "/dev/dxg")
 _TO_WHEREVER = 4  # cudaMemcpyDefault: both addresses say where they are
 _OUT_OF_MEMORY = ("MemoryAllocation", "OUT_OF_MEMORY", "out of memory")
 _PORTABLE = 1  # cudaHostRegisterPortable: page-locked for every device
-# Of cuda.h (13.0): CU_DEVICE_ATTRIBUTE_..., CU_MEM_RANGE_HANDLE_TYPE_DMA_BUF_FD, CU_FLUSH_GPU_DIRECT_RDMA_WRITES_TO_OWNER
-_RDMA_WRITES_ORDERING, _DMA_BUF_SUPPORTED = 118, 124
-_DMA_BUF_FD = 1
-_TO_OWNER = 100
 
 
 @lru_cache(maxsize=1)
@@ -45,7 +45,13 @@ def fault_here() -> str | None:
         count = cupy.cuda.runtime.getDeviceCount()
     except Exception as error:  # cupy's own kinds, and what a missing library raises
         return f"no CUDA device can be used: {error}; see `nvidia-smi`, and in a container its --gpus"
-    return None if count else "there is no CUDA device; see `nvidia-smi` and CUDA_VISIBLE_DEVICES"
+    if not count:
+        return "there is no CUDA device; see `nvidia-smi` and CUDA_VISIBLE_DEVICES"
+    try:
+        cupy.cuda.nvrtc.getVersion()
+    except Exception as error:
+        return f"NVRTC, by which cupy compiles kernels, is not to be had ({text_of(error).splitlines()[0]}): {INSTALL_NVRTC}"
+    return None
 
 
 def missing() -> str | None:
@@ -57,16 +63,14 @@ def missing() -> str | None:
     return None
 
 
-@lru_cache(maxsize=1)
-def _driver() -> ctypes.CDLL:
-    return ctypes.CDLL("libcuda.so.1")
+_thread = threading.local()  # `is_relaxed`: its capture mode was set
 
 
 def _why_not(error: Exception) -> str:
     """What stands behind an allocation that has no handle."""
-    settings = " ".join(os.environ.get(name, "") for name in ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"))
-    if "expandable_segments:true" in settings.replace(" ", "").lower():
-        return "it is in an expandable segment of torch: leave expandable_segments out of PYTORCH_CUDA_ALLOC_CONF"
+    for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
+        if "expandable_segments:true" in os.environ.get(name, "").replace(" ", "").lower():
+            return f"it is in an expandable segment of torch: leave expandable_segments out of {name}"
     return (
         f"{error}. Memory of expandable segments, of cudaMallocAsync and managed memory has no handle: allocate these "
         "tensors by torch's usual allocator"
@@ -103,7 +107,6 @@ class CudaDevice:
     def __init__(self, index: int) -> None:
         self._cupy: Any = importlib.import_module("cupy")
         self._runtime = self._cupy.cuda.runtime
-        self._attributes: dict[int, int] = {}
         self._lock = threading.Lock()  # guards both below
         self._module: Any = None
         self._idle: list[Any] = []  # streams: cupy keeps memory for each, so they are used again
@@ -117,6 +120,20 @@ class CudaDevice:
         """Have the calling thread's CUDA calls be about this device. (Of the library's threads: a caller's is torch's.)"""
         with failures(f"using {self.name}"):
             self._runtime.setDevice(self.index)
+            if not getattr(_thread, "is_relaxed", False):
+                driver.exchange_capture_mode(driver.RELAXED)
+                _thread.is_relaxed = True
+
+    @contextlib.contextmanager
+    def _borrowed(self) -> Iterator[None]:
+        """As `use`, for the block, in any thread, in the midst of anything."""
+        before, mode = driver.context(), driver.exchange_capture_mode(driver.RELAXED)
+        try:
+            self._runtime.setDevice(self.index)
+            yield
+        finally:
+            driver.set_context(before)
+            driver.exchange_capture_mode(mode)
 
     def queue(self, *, spins: bool = False) -> CudaQueue:
         self.use()
@@ -139,14 +156,14 @@ class CudaDevice:
         return lambda: self._unpin(address)
 
     def _unpin(self, address: int) -> None:
-        with failures("giving page-locked host memory back"):
+        with failures("giving page-locked host memory back"), self._borrowed():
             self._runtime.hostUnregister(address)
 
     def allocate(self, nbytes: int) -> DeviceBytes:
         self.use()
-        with failures(f"taking memory on {self.name}", nbytes):
+        with failures(f"taking memory on {self.name}", nbytes), self._stream() as stream:  # not behind the caller's work
             memory = self._cupy.zeros(nbytes, self._cupy.uint8)
-            self._cupy.cuda.get_current_stream().synchronize()  # the zeros are there, whichever queue comes next
+            stream.synchronize()  # the zeros are there, whichever queue comes next
         return DeviceBytes(self, memory.data.ptr, nbytes, memory)
 
     def digests(self, places: Sequence[tuple[int, int]]) -> list[int]:
@@ -168,76 +185,66 @@ class CudaDevice:
     def export(self, address: int) -> Allocation:
         self.use()
         with failures(f"finding an allocation of {self.name}"):
-            base, nbytes = self._range(address)
+            base, nbytes = driver.range_of(address)  # torch hands out parts of it, and a handle is of all of it
         try:
             handle: bytes = self._runtime.ipcGetMemHandle(base)
         except self._runtime.CUDARuntimeError as error:
             raise StateError(f"its memory on {self.name} cannot be opened by other processes: {_why_not(error)}") from error
         return Allocation(base, nbytes, handle)
 
-    def _range(self, address: int) -> tuple[int, int]:
-        """The allocation there: torch hands out parts of it, and a handle is of all of it."""
-        base, nbytes = ctypes.c_uint64(), ctypes.c_size_t()
-        found = _driver().cuMemGetAddressRange_v2(ctypes.byref(base), ctypes.byref(nbytes), ctypes.c_uint64(address))
-        if found:
-            raise StateError(f"there is no allocation of {self.name} at {address:#x} (CUDA driver error {found})")
-        return base.value, nbytes.value
-
-    def open(self, handle: bytes) -> int:
+    def open(self, handle: bytes, nbytes: int) -> int:
         self.use()
         try:
-            address: int = self._runtime.ipcOpenMemHandle(handle)  # with access to a peer's memory, where that is needed
-        except self._runtime.CUDARuntimeError as error:
+            address = driver.open_handle(handle)
+        except driver.DriverError as error:
             advice = "its process has ended, or that GPU is not visible here (CUDA_VISIBLE_DEVICES), or has no peer access"
             raise StateError(f"its memory cannot be opened on {self.name}: {error}: {advice}") from error
+        with contextlib.suppress(driver.DriverError):  # where that is not known, the source is believed
+            base, size = driver.range_of(address)
+            if address + nbytes > base + size:
+                driver.close_handle(address)
+                raise StateError(f"its memory is said to have {nbytes} bytes, and has {base + size - address}")
         return address
 
     def close(self, address: int) -> None:
-        with failures("closing another process' memory"):
-            before = self._runtime.getDevice()  # this may be any thread, in the midst of anything: it was the last reference
-            self._runtime.setDevice(self.index)
-            try:
-                self._runtime.ipcCloseMemHandle(address)
-            finally:
-                self._runtime.setDevice(before)
-
-    def dma_buf(self, address: int, nbytes: int) -> tuple[int, int]:
-        self.use()
-        if not self._attribute(_DMA_BUF_SUPPORTED):
-            raise StateError(f"{self.name} or its driver knows no dma-buf")
-        start = address - address % mmap.PAGESIZE  # whole pages of the host: an allocation begins and ends with one
-        size = -(-(address + nbytes - start) // mmap.PAGESIZE) * mmap.PAGESIZE
-        descriptor = ctypes.c_int(-1)
-        failed = _driver().cuMemGetHandleForAddressRange(
-            ctypes.byref(descriptor), ctypes.c_uint64(start), ctypes.c_size_t(size), _DMA_BUF_FD, ctypes.c_uint64(0)
-        )
-        if failed:
-            raise StateError(f"{self.name} gives no dma-buf of this memory (CUDA driver error {failed})")
-        return descriptor.value, start
+        with failures("closing another process' memory"), self._borrowed():  # it was the last reference, in any thread
+            driver.close_handle(address)
 
     def settle(self) -> None:
         self.use()
-        if self._attribute(_RDMA_WRITES_ORDERING) >= _TO_OWNER:
-            return
-        if failed := _driver().cuFlushGPUDirectRDMAWrites(0, _TO_OWNER):
-            raise StateError(f"{self.name} does not say when others' writes are there (CUDA driver error {failed})")
+        with failures(f"waiting for others' writes on {self.name}"):
+            if driver.attribute(self.index, driver.WRITES_ORDERING) < driver.TO_OWNER:
+                driver.flush_writes()
 
-    def _attribute(self, number: int) -> int:
-        if number not in self._attributes:
-            with failures(f"asking what {self.name} can do"):
-                value, device = ctypes.c_int(), ctypes.c_int()
-                driver = _driver()
-                failed = driver.cuDeviceGet(ctypes.byref(device), self.index)
-                failed = failed or driver.cuDeviceGetAttribute(ctypes.byref(value), number, device)
-            self._attributes[number] = 0 if failed else value.value  # (a driver that does not know it)
-        return self._attributes[number]
+    def owns(self, address: int) -> bool:
+        self.use()
+        with failures("finding whose memory it is"):
+            return bool(self._runtime.pointerGetAttributes(address).device == self.index)
+
+    def dma_buf(self, address: int, nbytes: int) -> tuple[int, int]:
+        self.use()
+        if not driver.attribute(self.index, driver.DMA_BUF_SUPPORTED):
+            raise StateError(f"{self.name} or its driver knows no dma-buf")
+        start = address - address % mmap.PAGESIZE  # whole pages of the host: an allocation begins and ends with one
+        size = -(-(address + nbytes - start) // mmap.PAGESIZE) * mmap.PAGESIZE
+        try:
+            return driver.dma_buf(start, size), start
+        except driver.DriverError as error:
+            raise StateError(f"{self.name} gives no dma-buf of this memory: {error}") from error
 
     def callers_work(self) -> CudaMark:
         torch = sys.modules["torch"]
         with failures(f"marking the caller's stream on {self.name}"):
+            with torch.cuda.device(self.index):
+                is_capturing = torch.cuda.is_current_stream_capturing()
+            if is_capturing:
+                advice = "call this before it begins, or when it is over"
+                raise StateError(
+                    f"a CUDA graph is being captured on {self.name}'s present stream, and is not done: {advice}"
+                )
             event = torch.cuda.Event(blocking=True)
             event.record(torch.cuda.current_stream(self.index))
-        return CudaMark(event)
+        return CudaMark(self, event)
 
     # ------------------------------------------------------------------------------------------------- for queues, too
 
@@ -263,18 +270,24 @@ class CudaDevice:
         with self._lock:
             if self._module is None:
                 self._module = self._cupy.RawModule(code=SOURCE.read_text(encoding="utf-8"), options=("-std=c++17",))
-            function = self._module.get_function(kernel)
+            try:
+                function = self._module.get_function(kernel)  # compiles it, or finds it in cupy's cache
+            except OSError as error:
+                advice = "set CUPY_CACHE_DIR to a directory that can be written, or CUPY_CACHE_IN_MEMORY=1"
+                raise StateError(f"cupy cannot keep compiled kernels: {error}: {advice}") from error
         function((blocks,), (THREADS,), arguments)
 
 
 class CudaMark:
     """See `Mark`. `event`: torch's, or cupy's."""
 
-    def __init__(self, event: Any) -> None:
+    def __init__(self, device: CudaDevice, event: Any) -> None:
+        self._device = device
         self._event = event
 
     @property
     def is_reached(self) -> bool:
+        self._device.use()
         with failures("looking at the GPU's work"):
             if hasattr(self._event, "query"):
                 return bool(self._event.query())
@@ -282,6 +295,7 @@ class CudaMark:
             return status == 0  # else it is not reached, or `wait` says what is wrong
 
     def wait(self) -> None:
+        self._device.use()
         with failures("waiting for the GPU"):
             self._event.synchronize()
 
@@ -316,7 +330,7 @@ class CudaQueue:
         with failures("marking a stream"):
             event = self._cupy.cuda.Event(block=not self._spins, disable_timing=True)
             event.record(self._stream)
-        return CudaMark(event)
+        return CudaMark(self._device, event)
 
 
 class CudaPacking:
@@ -348,5 +362,6 @@ class CudaPacking:
             self._device.launch(kernel, self._count, self._table, self._cupy.uint64(self._region.address))
 
     def _wait(self) -> None:
+        self._device.use()
         with failures(f"packing on {self._device.name}"):
             self.stream.synchronize()

@@ -38,7 +38,7 @@ class Queue(Protocol):
         """
 
     def copy_many(self, pieces: Sequence[tuple[int, int, int]]) -> None:
-        """Copy (to, source, bytes), all of them on devices, by one kernel."""
+        """Copy (to, source, bytes) by one kernel: all of them in this device's own memory, or opened on it."""
 
     def mark(self) -> Mark: ...
 
@@ -65,6 +65,7 @@ class Device(Protocol):
     """One accelerator, as this process sees it. For all threads."""
 
     name: str  # as torch says it: "cuda:0"
+    index: int  # its number there
 
     def queue(self, *, spins: bool = False) -> Queue:
         """A new one. `spins`: waits of its marks take a core, and end some 50 us earlier."""
@@ -87,8 +88,8 @@ class Device(Protocol):
     def export(self, address: int) -> Allocation:
         """The allocation in which that address is. StateError: it cannot be opened elsewhere; what to do about it."""
 
-    def open(self, handle: bytes) -> int:
-        """Where another process' allocation is here, from now on. StateError: it cannot be opened."""
+    def open(self, handle: bytes, nbytes: int) -> int:
+        """Where another process' allocation is here, from now on. StateError: it cannot be opened, or has fewer bytes."""
 
     def close(self, address: int) -> None:
         """Give up what was opened there."""
@@ -101,8 +102,11 @@ class Device(Protocol):
     def settle(self) -> None:
         """What other devices have written into its memory so far is seen by whatever is queued from now on. StateError."""
 
+    def owns(self, address: int) -> bool:
+        """Whether that address of this process is in this device's own memory."""
+
     def callers_work(self) -> Mark:
-        """What the calling thread has queued so far, on its present stream."""
+        """What the calling thread has queued so far, on its present stream. StateError: that stream is being captured."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,10 +13,19 @@ import threading
 import time
 import weakref
 from collections.abc import Iterable, Sequence
+from functools import lru_cache
 
 from tensorhub.cuda.device import Allocation, Device
+from tensorhub.errors import StateError
 
-PROCESS = os.urandom(16)  # no other process has it
+
+@lru_cache(maxsize=1)
+def this_process() -> bytes:
+    """By what it is known: no other process has that, and a child that is forked gets one of its own."""
+    return os.urandom(16)
+
+
+os.register_at_fork(after_in_child=this_process.cache_clear)
 
 
 def export(device: Device, places: Iterable[tuple[int, int]]) -> list[Allocation]:
@@ -33,9 +42,9 @@ class Opened:
 
     def __init__(self, device: Device, allocation: Allocation) -> None:
         """StateError: it cannot be opened."""
-        self.address = device.open(allocation.handle)
+        self.address = device.open(allocation.handle, allocation.nbytes)
         self.nbytes = allocation.nbytes
-        weakref.finalize(self, device.close, self.address)
+        weakref.finalize(self, device.close, self.address).atexit = False  # the end of the process closes it, too
 
     def __repr__(self) -> str:
         return f"<Opened, {self.nbytes} bytes at {self.address:#x}>"
@@ -60,10 +69,20 @@ class Imports:
                 key = device.name, allocation.handle
                 _, opened = self._opened.get(key, (now, None))
                 if opened is None or opened.nbytes != allocation.nbytes:
-                    opened = Opened(device, allocation)
+                    opened = self._open(device, allocation)
                 self._opened[key] = now, opened
                 found.append(opened)
             return found
+
+    def _open(self, device: Device, allocation: Allocation) -> Opened:
+        try:
+            return Opened(device, allocation)
+        except StateError:
+            # CUDA opens nothing where that process had other memory, which it has freed, and which is open here still.
+            if not self._opened:
+                raise
+            self._opened.clear()
+        return Opened(device, allocation)
 
     def sweep(self, kept_s: float) -> None:
         """Close what was not used for so long. (What a channel still uses stays open until that is closed.)"""

@@ -81,6 +81,7 @@ from tensorhub.messages.reading import (
     AGENT_BYTES_MAX as AGENT_BYTES_MAX,
     ALLOCATIONS_MAX as ALLOCATIONS_MAX,
     HAS_RUNS_MAX as HAS_RUNS_MAX,
+    ON_HOST as ON_HOST,
     SEGMENTS_MAX as SEGMENTS_MAX,
     AgentIs as AgentIs,
     AllocationsAre as AllocationsAre,

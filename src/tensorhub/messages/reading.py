@@ -13,6 +13,7 @@ SEGMENTS_MAX = 64  # of one registration; the kernel passes 253 descriptors at a
 AGENT_BYTES_MAX = 2**19  # of a NIXL agent's metadata
 
 Gid = Annotated[bytes, Length(16)]
+ON_HOST = -1  # in place of a GPU's number
 U32 = Annotated[int, Range(0, 2**32 - 1)]
 _U24 = Annotated[int, Range(0, 2**24 - 1)]
 
@@ -142,13 +143,16 @@ class FindAgent:
 
 @dataclass(frozen=True, slots=True)
 class AgentIs:
-    """The agent's name, its metadata as NIXL has made it, and where the word is. No metadata: there is no agent, and why."""
+    """The agent's name, its metadata as NIXL has made it, and where the word is. No metadata: there is no agent, and why.
+    `device`: the number of the source's GPU on which the chunks are; ON_HOST: they are in host memory. The word always is.
+    """
 
     request: U64
     name: Id
     metadata: Annotated[bytes, Length(AGENT_BYTES_MAX)]
     word: U64
     why_not: Text
+    device: Annotated[int, Range(ON_HOST, 2**16)] = ON_HOST
 
 
 @dataclass(frozen=True, slots=True)

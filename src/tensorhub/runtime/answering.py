@@ -149,10 +149,10 @@ class Answering:
         except StateError as error:
             exported, reason = None, str(error)[:1000]
         if exported is None:
-            self._connection.send(AllocationsAre(read.request, ipc.PROCESS, (), (0, 0), reason))
+            self._connection.send(AllocationsAre(read.request, ipc.this_process(), (), (0, 0), reason))
             return
         allocations, words = exported
-        said = AllocationsAre(read.request, ipc.PROCESS, tuple(allocations), (words.address, words.nbytes), "")
+        said = AllocationsAre(read.request, ipc.this_process(), tuple(allocations), (words.address, words.nbytes), "")
         self._connection.send(said)
         self._connection.send_descriptors([words.descriptor])
 
@@ -161,7 +161,7 @@ class Answering:
         registration = RegistrationId(read.registration)
         if (self._lane.reader or "").startswith(READ_ONLY):  # whoever has an agent's metadata can write, too
             found: tuple[Exposed, int] | str | Refusal = "a token that is read-only gives no access to memory"
-        elif (fault := fault_with(is_local=self._lane.is_local)) is not None:
+        elif (fault := fault_with(is_near=self._lane.is_local and not self._owner.is_on_device(registration))) is not None:
             found = fault
         else:
             found = self._owner.agent_of(registration, read.generation)
@@ -173,7 +173,7 @@ class Answering:
             case _:
                 self._knows_agent = True
                 exposed, word = found
-                self._connection.send(AgentIs(read.request, exposed.name, exposed.metadata, word, ""))
+                self._connection.send(AgentIs(read.request, exposed.name, exposed.metadata, word, "", exposed.device))
 
     def _serve(self, read: Read | Locate) -> None:
         """Send what is asked for, or say where it is, as far as it is available and becomes so within the patience; or

@@ -18,6 +18,7 @@ from functools import partial
 from typing import Any, NamedTuple, TypeVar
 
 import anyio
+import anyio.to_thread
 
 from tensorhub.messages import Grant
 from tensorhub.runtime.cma_channel import CmaTransport
@@ -150,7 +151,7 @@ class Channels:
             await anyio.sleep(KEPT_S)
             for transport in self._transports:
                 if isinstance(transport, Keeping):
-                    transport.sweep()
+                    await anyio.to_thread.run_sync(transport.sweep)  # a GPU's memory may wait for the GPU
 
     def close(self) -> None:
         """Give back all that was kept for reads. No lane runs any more."""

@@ -10,11 +10,12 @@ import bisect
 import ctypes
 import errno
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 from tensorhub.cuda import cupy_device
+from tensorhub.cuda.copies import copy_pieces
 from tensorhub.cuda.device import HANDLE_BYTES, Allocation, Device
-from tensorhub.cuda.ipc import PROCESS, Imports, Opened
+from tensorhub.cuda.ipc import Imports, Opened, this_process
 from tensorhub.errors import ProtocolError, StateError, TransportUnavailable
 from tensorhub.messages import AllocationsAre, FindAllocations
 from tensorhub.runtime.asking import Asking
@@ -28,7 +29,6 @@ from tensorhub.types import Endpoint, Location
 
 KEPT_S = 60.0  # of an allocation that nobody reads
 GROUP_BYTES = 4 * 2**30  # copied before the GPU is waited for: some 2 ms within one; a wait costs some 0.03 ms
-PIECES_COPIED_APART = 8  # of one call: more go by one kernel, since starting a copy takes some microseconds
 
 
 class CudaIpcTransport:
@@ -80,17 +80,17 @@ class CudaIpcTransport:
             allocations = [Allocation(*each) for each in message.allocations]
             if any(len(each.handle) != HANDLE_BYTES for each in allocations):
                 raise ProtocolError(f"a handle has {HANDLE_BYTES} bytes")
-            if message.process == PROCESS:
-                return OnDevice(
-                    device, [(each.address, each.nbytes, each.address) for each in allocations], words, message.words[0]
-                )
-            opened = self._imports.open(device, allocations)
+            is_here = message.process == this_process()
+            opened = [] if is_here else self._imports.open(device, allocations)
+            # A kernel reads another GPU's memory only once it was opened for that; a copy is made by the driver.
+            by_kernel = not is_here or all(device.owns(each.address) for each in allocations)
         except StateError as error:
             raise Unusable(str(error)) from error
         finally:
             os.close(descriptor)
-        places = [(each.address, each.nbytes, its.address) for each, its in zip(allocations, opened, strict=True)]
-        return OnDevice(device, places, words, message.words[0], opened)
+        addresses = [each.address for each in opened or allocations]
+        places = [(each.address, each.nbytes, here) for each, here in zip(allocations, addresses, strict=True)]
+        return OnDevice(device, places, words, message.words[0], opened, by_kernel=by_kernel)
 
     def sweep(self) -> None:
         """See `Keeping`."""
@@ -115,13 +115,18 @@ class OnDevice:
         words: shm.MappedSegment,
         words_there: int,
         opened: Sequence[Opened] = (),
+        *,
+        by_kernel: bool = True,
     ) -> None:
-        """`places`: each allocation's address at the source, bytes, and address here; `opened`: kept open."""
+        """`places`: each allocation's address at the source, bytes, and address here; `opened`: kept open. `by_kernel`:
+        this device's kernels can read there.
+        """
         self._places = sorted(places)
         self._starts = [start for start, _, _ in self._places]
         self._words = words
         self._words_there = words_there
         self._opened = opened
+        self._by_kernel = by_kernel
         self._queue = device.queue(spins=True)
 
     def __repr__(self) -> str:
@@ -129,12 +134,8 @@ class OnDevice:
 
     def copy(self, call: Sequence[Piece]) -> None:
         """See `Source.copy`. StateError: the GPU has failed."""
-        pieces = list(joined((here, self._here(there, nbytes), nbytes) for here, there, nbytes in call))
-        if len(pieces) > PIECES_COPIED_APART:
-            self._queue.copy_many(pieces)
-        else:
-            for piece in pieces:
-                self._queue.copy(*piece)
+        pieces = [(here, self._here(there, nbytes), nbytes) for here, there, nbytes in call]
+        copy_pieces(self._queue, pieces, by_kernel=self._by_kernel)
         self._queue.mark().wait()
 
     def is_unchanged(self, word: int, generation: int) -> bool:
@@ -152,17 +153,3 @@ class OnDevice:
             if there + nbytes <= start + size:
                 return here + there - start
         raise OSError(errno.EFAULT, "it is in no allocation that was opened")
-
-
-def joined(pieces: Iterator[tuple[int, int, int]]) -> Iterator[tuple[int, int, int]]:
-    """The same (to, source, bytes), with what is adjacent at both ends as one piece; none is empty."""
-    last: tuple[int, int, int] | None = None
-    for to, source, nbytes in pieces:
-        if last is not None and (last[0] + last[2], last[1] + last[2]) == (to, source):
-            last = last[0], last[1], last[2] + nbytes
-        else:
-            if last is not None and last[2]:
-                yield last
-            last = to, source, nbytes
-    if last is not None and last[2]:
-        yield last

@@ -6,13 +6,14 @@ decided as in every one-sided transport: by the generation word, read after the 
 
 from __future__ import annotations
 
+from tensorhub.cuda.device import Device
 from tensorhub.errors import ProtocolError, TransportUnavailable
 from tensorhub.messages import AgentIs, FindAgent
 from tensorhub.protocol.blocking import BlockingConnection
 from tensorhub.runtime.asking import Asking
 from tensorhub.runtime.one_sided import OneSidedChannel, lanes_here
 from tensorhub.runtime.peers import Peers
-from tensorhub.transport.base import Channel, Cutter, Destination, NotShared, ReadFailure, ReadRight, Unusable
+from tensorhub.transport.base import DEVICE, HOST, Channel, Cutter, Destination, NotShared, ReadFailure, ReadRight, Unusable
 from tensorhub.transport.nixl import fault_with
 from tensorhub.transport.nixl_reading import Agents, Remote
 from tensorhub.transport.registry import Local
@@ -23,6 +24,7 @@ class NixlTransport:
     """NIXL's UCX backend; between processes whose UCX have a way in common."""
 
     name = "nixl"
+    fills = HOST | DEVICE
 
     def __init__(self, local: Local) -> None:
         self._local = local
@@ -42,11 +44,11 @@ class NixlTransport:
         peer = self._peers.open(endpoint.address, right, cutter)
         asking = Asking(self._peers, peer, right, cutter)
         try:
-            if (fault := fault_with(is_local=peer.is_local)) is not None:
-                raise Unusable(fault)
+            if (fault := fault_with(is_near=peer.is_local and destination.device is None)) is not None:
+                raise Unusable(fault) if destination.device is None else NotShared(fault)
             with asking.failures():
                 found = _find(asking, right)
-            remote = self._remote(peer.connection, found)
+            remote = self._remote(peer.connection, found, destination.device)
         except BaseException:
             asking.close()
             raise
@@ -58,10 +60,10 @@ class NixlTransport:
             raise
         return channel
 
-    def _remote(self, connection: BlockingConnection, found: AgentIs) -> Remote:
-        stall_timeout_s = self._local.options.stall_timeout_s
+    def _remote(self, connection: BlockingConnection, found: AgentIs, device: Device | None) -> Remote:
+        wait = (lambda: connection.has_ended), self._local.options.stall_timeout_s
         try:
-            return Remote(self._agents, found.name, found.metadata, lambda: connection.has_ended, stall_timeout_s)
+            return Remote(self._agents, found.name, found.metadata, *wait, found.device, device)
         except (OSError, ValueError, TransportUnavailable) as error:
             raise Unusable(f"its NIXL agent cannot be used: {error}") from error
 

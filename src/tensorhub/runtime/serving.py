@@ -22,7 +22,7 @@ from tensorhub.machine import InvariantBroken
 from tensorhub.runtime.chunks import ChunkMemory
 from tensorhub.transport.base import NotShared
 from tensorhub.transport.cma import WORD_BYTES, Header, Words
-from tensorhub.transport.nixl import Exposed, Exposures
+from tensorhub.transport.nixl import Exposed, Exposures, OnGpu
 from tensorhub.transport.shm import Segment, segments_of
 from tensorhub.transport.verbs import Fabric
 from tensorhub.types import ContentId, Incarnation, RegistrationId
@@ -224,12 +224,12 @@ class SharedOwner:
             if memory is None:
                 return NOT_OPEN
             word = words.address(registration)
-        if memory.device is not None:
-            return "its tensors are on a GPU, which is not read this way"
         if memory.is_read_only:
             return "what is served from a file is not read by NIXL"
+        places = tuple(memory.places)
+        gpu = OnGpu(memory.device.index, places) if memory.device is not None else None
         try:
-            found = exposures.of(registration, [*memory.places, (word, WORD_BYTES)], memory)
+            found = exposures.of(registration, [*(places if gpu is None else ()), (word, WORD_BYTES)], memory, gpu)
         except (NotShared, TransportUnavailable) as error:
             return str(error)
         with self._changed:

@@ -25,10 +25,10 @@ import threading
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from tensorhub.errors import TransportUnavailable
-from tensorhub.messages import AGENT_BYTES_MAX
+from tensorhub.messages import AGENT_BYTES_MAX, ON_HOST
 from tensorhub.transport.base import NotShared
 from tensorhub.types import RegistrationId
 
@@ -36,7 +36,20 @@ PLACES_MAX = 4096  # of one agent, after those that touch were joined
 PROGRESS_US = 10_000  # at the least, an agent's own thread looks at its work so often; what comes wakes it
 INSTALL = "pip install 'tensorhub[nixl]'"
 
+GPU_ADVICE = (
+    "its UCX must know CUDA (where UCX_TLS is set, it has to name `cuda`, and UCX_MODULES must not leave it out), and RDMA "
+    "devices reach GPUs by the kernel's nvidia-peermem or by dma-buf only"
+)
+WORDS = {"DRAM": "host memory", "VRAM": "a GPU's memory"}
+
 Place = tuple[int, int]  # address, bytes
+
+
+class OnGpu(NamedTuple):
+    """What is in the memory of the GPU with that number."""
+
+    device: int
+    places: tuple[Place, ...]
 
 
 # ------------------------------------------------------------------------------------------------------------ library
@@ -98,13 +111,13 @@ def has_rdma(path: Path = Path("/sys/class/infiniband")) -> bool:
     return any(path.glob("*"))
 
 
-def fault_with(*, is_local: bool) -> str | None:
-    """Why memory is not to be read between here and a process on this host (`is_local`), or another one; None if it may.
+def fault_with(*, is_near: bool) -> str | None:
+    """Why memory is not to be read between two processes; None if it may be. `is_near`: it is host memory, of this host.
 
-    Over TCP UCX has the source's process answer each read, and aborts that process when an answer cannot be sent at the
-    wrong time, because its reader has ended: nobody is to be exposed to that unasked.
+    Where no device reads, and the kernel does not, UCX has the source's process answer each read, and aborts that process
+    when an answer cannot be sent at the wrong time, because its reader has ended: nobody is to be exposed to that unasked.
     """
-    if is_local or has_rdma() or "UCX_TLS" in os.environ:
+    if is_near or has_rdma() or "UCX_TLS" in os.environ:
         return None
     return (
         "there is no RDMA device here, and over TCP, UCX can end a source's process with its reader's: use tcp, "
@@ -140,34 +153,50 @@ class Exposed:
     Raises NotShared: there are too many places. TransportUnavailable.
     """
 
-    def __init__(self, places: Sequence[Place], memory: object) -> None:
-        """`memory`: what keeps the places' bytes."""
+    def __init__(self, places: Sequence[Place], memory: object, gpu: OnGpu | None = None) -> None:
+        """`places`: in host memory; `gpu`: what else there is. `memory`: what keeps the bytes of both."""
         self.places = tuple(places)
+        self.gpu = gpu
         self.memory: object = memory
         joined = join(places)
-        if len(joined) > PLACES_MAX:
-            raise NotShared(f"its memory is in {len(joined)} places, and NIXL is given {PLACES_MAX}: use Options.pack_bytes")
+        count = len(joined) + (len(gpu.places) if gpu is not None else 0)
+        if count > PLACES_MAX:
+            raise NotShared(f"its memory is in {count} places, and NIXL is given {PLACES_MAX}: use Options.pack_bytes")
         self._agent = make_agent("source")
+        self._registered: list[object] = []
         try:
-            regions = [(address, nbytes, 0, "") for address, nbytes in joined]
-            self._registered = self._agent.register_memory(regions, "DRAM")
+            self._register([(address, nbytes, 0, "") for address, nbytes in joined], "DRAM", "look at `ulimit -l`")
+            if gpu is not None:  # each by itself: what touches may be in two allocations
+                self._register([(address, nbytes, gpu.device, "") for address, nbytes in gpu.places], "VRAM", GPU_ADVICE)
             self.metadata: bytes = self._agent.get_agent_metadata()
-        except Exception as error:
-            del self._agent
-            text = f"NIXL cannot register {len(joined)} places ({name_of(error)}): look at `ulimit -l`"
-            raise TransportUnavailable(text) from error
+        except BaseException:
+            self.close()
+            raise
         self.name: str = self._agent.name
         if len(self.metadata) > AGENT_BYTES_MAX:
             self.close()
-            raise NotShared(f"NIXL's metadata of {len(joined)} places is too large: use Options.pack_bytes")
+            raise NotShared(f"NIXL's metadata of {count} places is too large: use Options.pack_bytes")
+
+    @property
+    def device(self) -> int:
+        """The number of the GPU on which what is read is, or ON_HOST."""
+        return ON_HOST if self.gpu is None else self.gpu.device
+
+    def _register(self, regions: Sequence[tuple[int, int, int, str]], kind: str, advice: str) -> None:
+        try:
+            self._registered.append(self._agent.register_memory(regions, kind))
+        except Exception as error:
+            text = f"NIXL cannot register {len(regions)} places in {WORDS[kind]} ({name_of(error)}): {advice}"
+            raise TransportUnavailable(text) from error
 
     def __repr__(self) -> str:
-        return f"<Exposed {self.name}: {len(self.places)} places>"
+        return f"<Exposed: {len(self.places)} places, and {self.gpu}>"
 
     def close(self) -> None:
         """Nobody reads it any more when this returns, whatever is on its way. To be called once."""
-        with suppress(Exception):
-            self._agent.deregister_memory(self._registered)
+        for registered in self._registered:
+            with suppress(Exception):
+                self._agent.deregister_memory(registered)
         del self._agent  # ends it
         self.memory = None
 
@@ -196,15 +225,15 @@ class Exposures:
     def __repr__(self) -> str:
         return f"<Exposures of {len(self._made)} registrations>"
 
-    def of(self, registration: RegistrationId, places: Sequence[Place], memory: object) -> Exposed:
-        """What others read of these places; made anew if they are others than before. Raises as `Exposed`."""
+    def of(self, registration: RegistrationId, places: Sequence[Place], memory: object, gpu: OnGpu | None = None) -> Exposed:
+        """What others read of these places; made anew if they are others than before. Raises, as all else, as `Exposed`."""
         with self._lock:
             if self._is_closed:
                 raise TransportUnavailable("this worker is about to end")
             found = self._made.get(registration)
-            if found is None or found.places != tuple(places):
+            if found is None or (found.places, found.gpu) != (tuple(places), gpu):
                 self._end(registration)
-                found = self._made[registration] = Exposed(places, memory)
+                found = self._made[registration] = Exposed(places, memory, gpu)
             return found
 
     def end(self, registration: RegistrationId) -> None:

@@ -1,8 +1,9 @@
 """Reading by NIXL: one agent of a worker does all its reads, and they land in memory of its own.
 
 UCX has no way to take a read back: one that was given up may still write when its reader has long gone on. So reads land
-where nobody else looks, and what has come is copied from there to where it is wanted. An agent that is left with a read
-whose end is not known takes no new readers, and ends with its last one, which ends its reads, too (`Agents`).
+where nobody else looks, and what has come is copied from there to where it is wanted: on a GPU, what goes to its memory. An
+agent that is left with a read whose end is not known takes no new readers, and ends with its last one, which ends its
+reads, too (`Agents`).
 
 Responsible for reading, and for its end. Not responsible for what counts as read: `runtime.nixl_channel`.
 """
@@ -22,9 +23,13 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
+from tensorhub.cuda.copies import copy_pieces
+from tensorhub.cuda.device import Device, Mark
 from tensorhub.errors import TransportUnavailable
+from tensorhub.messages import ON_HOST
+from tensorhub.transport.base import NotShared
 from tensorhub.transport.cma import CALL_BYTES, GROUP_BYTES, WORD_BYTES, Piece, cut_up
-from tensorhub.transport.nixl import make_agent, name_of
+from tensorhub.transport.nixl import GPU_ADVICE, make_agent, name_of
 
 SLOT_BYTES = 2 * 2**20  # of one read: where UCX copies by itself (cma), nothing cuts it short
 SLOTS = 4  # of one landing: reads in flight, of one thread
@@ -40,13 +45,50 @@ def check_metadata(name: str, metadata: bytes) -> None:
         raise ValueError("it is none of that agent: other versions of NIXL may have another form")
 
 
-class Landing:
-    """Memory in which reads land, one in each of its slots; for one thread at a time."""
+def _kind(device: int) -> tuple[str, int]:
+    """How NIXL names that memory: its kind, and which of it."""
+    return ("DRAM", 0) if device == ON_HOST else ("VRAM", device)
 
-    def __init__(self, agent: Any) -> None:
-        self._mapping = mmap.mmap(-1, SLOTS * SLOT_BYTES)
-        self.address = ctypes.addressof(ctypes.c_char.from_buffer(self._mapping))
-        agent.register_memory([(self.address, SLOTS * SLOT_BYTES, 0, "")], "DRAM")
+
+class Landing:
+    """Memory in which reads land, one in each of its slots: on that device, or the host. For one thread at a time."""
+
+    def __init__(self, agent: Any, device: Device | None = None) -> None:
+        nbytes = SLOTS * SLOT_BYTES
+        self.device = device
+        self.kind, self.number = _kind(ON_HOST if device is None else device.index)
+        self._copying: dict[int, Mark] = {}  # by slot: what the device copies out of it
+        if device is None:
+            self._bytes: object = (mapping := mmap.mmap(-1, nbytes))
+            self.address = ctypes.addressof(ctypes.c_char.from_buffer(mapping))
+        else:
+            self._bytes = taken = device.allocate(nbytes)
+            self._queue, self.address = device.queue(), taken.address
+        agent.register_memory([(self.address, nbytes, self.number, "")], self.kind)
+
+    def copy_out(self, slot: int, pieces: Sequence[Piece]) -> None:
+        """Bring what has landed there to where it is wanted; a device has only begun to."""
+        at, moves = self.address + slot * SLOT_BYTES, list[tuple[int, int, int]]()
+        for here, _, nbytes in pieces:
+            moves.append((here, at, nbytes))
+            at += nbytes
+        if self.device is None:
+            for move in moves:
+                ctypes.memmove(*move)
+            return
+        self.device.settle()
+        copy_pieces(self._queue, moves)
+        self._copying[slot] = self._queue.mark()
+
+    def empty(self, slot: int) -> None:
+        """Wait until what has landed there is where it is wanted."""
+        if (mark := self._copying.pop(slot, None)) is not None:
+            mark.wait()
+
+    def settle(self) -> None:
+        """The same of all slots."""
+        for slot in list(self._copying):
+            self.empty(slot)
 
 
 _unended: list[Landing] = []  # whose agents did not end when they were to: they may be written until the process ends
@@ -127,43 +169,68 @@ class ReadingAgent:
                     with suppress(Exception):  # it is forgotten already where a read has failed
                         self._agent.remove_remote_agent(name)
 
-    def read(self, name: str, pieces: Sequence[Piece], watch: Watch) -> None:
-        """Copy these pieces out of that agent's memory. OSError: not all could be read; nothing is written after that."""
-        landing, batches, free = self._take(), cut_up(pieces, SLOT_BYTES), deque(range(SLOTS))
+    def prepare(self, device: Device) -> None:
+        """Make sure that reads can land there. NotShared: they cannot."""
+        try:
+            landing = self._take(device)
+        except OSError as error:
+            raise NotShared(str(error.strerror)) from error
+        with self._lock:
+            self._landings.append(landing)
+
+    def read(
+        self, name: str, pieces: Sequence[Piece], watch: Watch, there: int = ON_HOST, here: Device | None = None
+    ) -> None:
+        """Copy these pieces out of that agent's memory (`there`: of the GPU with that number) into that device's. OSError:
+        not all could be read; nothing is written after that.
+        """
+        landing, batches, free = self._take(here), cut_up(pieces, SLOT_BYTES), deque(range(SLOTS))
         posted: deque[_Reading] = deque()
         try:
             while True:
                 while free and (batch := next(batches, None)) is not None:
-                    self._post(name, landing, free.popleft(), batch, posted)
+                    landing.empty(slot := free.popleft())
+                    self._post(name, there, landing, slot, batch, posted)
                 if not posted:
                     break
                 self._wait(posted[0], watch)
-                free.append(self._copy_out(landing, posted.popleft()))
+                landing.copy_out(posted[0].slot, posted[0].pieces)
+                posted[0].release()
+                free.append(posted.popleft().slot)
         finally:
-            self._give_back(landing, posted)
+            try:
+                landing.settle()
+            finally:
+                self._give_back(landing, posted)
 
-    def _take(self) -> Landing:
+    def _take(self, device: Device | None) -> Landing:
         with self._lock:
-            if self._landings:
-                return self._landings.pop()
+            for landing in self._landings:
+                if landing.device is device:
+                    self._landings.remove(landing)
+                    return landing
             if self._landings_made >= LANDINGS_MAX:
                 raise OSError(errno.ENOBUFS, f"{LANDINGS_MAX} threads read by NIXL already")
             try:
-                made = Landing(self._agent)
+                made = Landing(self._agent, device)
             except Exception as error:
-                text = f"NIXL has no memory to read into ({name_of(error)}): look at `ulimit -l`"
+                advice = "look at `ulimit -l`" if device is None else GPU_ADVICE
+                text = f"NIXL has no memory to read into ({name_of(error)}): {advice}"
                 raise OSError(errno.ENOMEM, text) from error.with_traceback(None)
             self._landings_made += 1
             return made
 
-    def _post(self, name: str, landing: Landing, slot: int, pieces: Sequence[Piece], posted: deque[_Reading]) -> None:
+    def _post(
+        self, name: str, device: int, landing: Landing, slot: int, pieces: Sequence[Piece], posted: deque[_Reading]
+    ) -> None:
         agent, here, at = self._agent, [], landing.address + slot * SLOT_BYTES
         for piece in pieces:
-            here.append((at, piece.nbytes, 0))
+            here.append((at, piece.nbytes, landing.number))
             at += piece.nbytes
-        there = [(piece.there, piece.nbytes, 0) for piece in pieces]
+        kind, number = _kind(device)
+        there = [(piece.there, piece.nbytes, number) for piece in pieces]
         try:
-            mine, theirs = agent.get_xfer_descs(here, "DRAM"), agent.get_xfer_descs(there, "DRAM")
+            mine, theirs = agent.get_xfer_descs(here, landing.kind), agent.get_xfer_descs(there, kind)
             posted.append(_Reading(agent.initialize_xfer("READ", mine, theirs, name), slot, pieces))
             agent.transfer(posted[-1].handle)  # a failure shows as its state, too
         except Exception as error:
@@ -187,15 +254,6 @@ class ReadingAgent:
         if state not in ("DONE", "PROC"):
             raise OSError(errno.EIO, f"NIXL's read has ended as {state}")
         return bool(state == "DONE")
-
-    @staticmethod
-    def _copy_out(landing: Landing, reading: _Reading) -> int:
-        at = landing.address + reading.slot * SLOT_BYTES
-        for here, _, nbytes in reading.pieces:
-            ctypes.memmove(here, at, nbytes)
-            at += nbytes
-        reading.release()
-        return reading.slot
 
     def _give_back(self, landing: Landing, posted: Iterable[_Reading]) -> None:
         """A landing is used again only if all of its reads have ended well: any other may write there at any time."""
@@ -284,15 +342,28 @@ class Remote:
     group_bytes = GROUP_BYTES
 
     def __init__(
-        self, agents: Agents, name: str, metadata: bytes, is_over: Callable[[], bool], stall_timeout_s: float
+        self,
+        agents: Agents,
+        name: str,
+        metadata: bytes,
+        is_over: Callable[[], bool],
+        stall_timeout_s: float,
+        there: int = ON_HOST,
+        here: Device | None = None,
     ) -> None:
-        """`is_over`: nobody waits for a read any more. Raises OSError, ValueError, TransportUnavailable; see `load`."""
+        """`is_over`: nobody waits for a read any more. `there`: the number of the source's GPU; `here`: the destination's.
+        Raises OSError, ValueError, TransportUnavailable (see `load`); NotShared: nothing can be read to there.
+        """
         self._agents = agents
         self._name = name
         self._is_over = is_over
         self._stall_timeout_s = stall_timeout_s
+        self._there = there
+        self._here = here
         self._agent = agents.enter()
         try:
+            if here is not None:
+                self._agent.prepare(here)
             self._agent.load(name, metadata)
         except BaseException:
             agents.leave(self._agent)
@@ -309,10 +380,12 @@ class Remote:
 
     def copy(self, call: Sequence[Piece]) -> None:
         """See `Source.copy`."""
-        self._agent.read(self._name, call, self._watch)
+        self._agent.read(self._name, call, self._watch, self._there, self._here)
 
     def is_unchanged(self, word: int, generation: int) -> bool:
-        """See `Source.is_unchanged`. The agent is the one process' that told of it: no other one answers."""
+        """See `Source.is_unchanged`. The agent is the one process' that told of it: no other one answers. The word is in
+        host memory, wherever the bytes are.
+        """
         seen = ctypes.c_uint64()
         self._agent.read(self._name, [Piece(ctypes.addressof(seen), word, WORD_BYTES)], self._watch)
         return generation != 0 and seen.value == generation
