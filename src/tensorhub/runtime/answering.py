@@ -58,7 +58,6 @@ FIRST_LOCATE_BYTES = 16 * 2**20  # of one answer without sending, at most: the r
 LOCATE_BYTES = 2**40  # of one answer that says where chunks lie, and sends none
 NOT_ONE_SIDED = "this worker's memory is not to be read from here: its transports are others, or it is on another host"
 
-
 log = get_logger("tensorhub.owner")
 _not_served = Tally(log.warning, "read_not_served")
 
