@@ -32,7 +32,9 @@ def _results(session: pytest.Session) -> dict[str, ElementTree.Element] | str:
         command = [sys.executable, "-m", "pytest", *options, f"--junitxml={out}/junit.xml", f"@{out}/wanted"]
         passed_on = {name: os.environ[name] for name in _LIBRARY if name in os.environ}
         try:
-            machine.run(command, out, LIMIT_S, passed_on | {"PYTHONDONTWRITEBYTECODE": "1"})
+            status = machine.run(command, out, LIMIT_S, passed_on | {"PYTHONDONTWRITEBYTECODE": "1"})
+            if status not in (0, 1):  # 1: some have failed
+                raise machine.GuestFailed(f"pytest ended with {status} in the guest")
             found = ElementTree.parse(out / "junit.xml").iter("testcase")
         except (machine.GuestFailed, OSError) as error:
             console = out / "console"

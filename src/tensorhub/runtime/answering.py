@@ -63,7 +63,6 @@ LOCATE_BYTES = 2**40  # of one answer that says where chunks lie, and sends none
 PENDING_MAX = 16  # requests that come while a reader is waited for
 NOT_ONE_SIDED = "this worker's memory is not to be read from here: its transports are others, or it is on another host"
 
-
 log = get_logger("tensorhub.owner")
 _not_served = Tally(log.warning, "read_not_served")
 
