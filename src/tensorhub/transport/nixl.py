@@ -190,7 +190,8 @@ class Exposed:
             raise TransportUnavailable(text) from error
 
     def __repr__(self) -> str:
-        return f"<Exposed: {len(self.places)} places, and {self.gpu}>"
+        on_gpu = f", {len(self.gpu.places)} on GPU {self.gpu.device}" if self.gpu is not None else ""
+        return f"<Exposed: {len(self.places)} places{on_gpu}>"
 
     def close(self) -> None:
         """Nobody reads it any more when this returns, whatever is on its way. To be called once."""
