@@ -76,7 +76,7 @@ chaos: venv ## real processes are killed, stopped and cut off while versions adv
 	$(BIN)/python -m benches.chaos --minutes $(MINUTES) --seed $(SEED) --plot chaos.svg
 
 rdma: venv ## what needs an RDMA device, in a guest that has one, if this machine has none (root; the first time builds a kernel)
-	TENSORHUB_RDMA_GUEST=1 $(BIN)/pytest -q -rs -m rdma tests/rdma
+	TENSORHUB_RDMA_GUEST=$${TENSORHUB_RDMA_GUEST:-1} $(BIN)/pytest -q -rs -m rdma tests/rdma
 
 clean: ## remove everything that is not in the repository's history, .venv included
 	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache .coverage chaos.svg

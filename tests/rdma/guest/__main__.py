@@ -1,4 +1,6 @@
-"""`python -m tests.rdma.guest COMMAND [ARGUMENT...]`: run a command in a guest that has RDMA devices, in this directory."""
+"""`python -m tests.rdma.guest COMMAND [ARGUMENT...]`: run a command in a guest that has RDMA devices, in this directory.
+With TENSORHUB_RDMA_GUEST=built only if its kernel is there already.
+"""
 
 from __future__ import annotations
 

@@ -36,6 +36,8 @@ def why_not() -> str | None:
         return f"the guest is for Linux on x86-64, and this is {sys.platform} on {platform.machine()}"
     if os.geteuid() != 0:
         return "the guest needs root, for a pid namespace"
+    if os.environ.get("TENSORHUB_RDMA_GUEST") == "built" and not _kernel().exists():
+        return "the guest's kernel is not built yet: `make rdma` does so"
     wanted = RUNNERS if _kernel().exists() else RUNNERS + BUILDERS
     if lacking := [name for name in wanted if shutil.which(name) is None]:
         return f"the guest needs {', '.join(lacking)}: apt-get install {PACKAGES}"
