@@ -216,12 +216,12 @@ def _places(source: Source, memory: ChunkMemory, word: int) -> bytes:
     while source and len(said) < 2**14:
         kind = source.byte()
         if kind < 230:
-            shift = source.choice((0, 0, 0, 1, 2**63, -1))
+            shift = source.choice((0, 0, 0, 1, 2**61, -1))
             places = [
                 (chunk, _digest(chunk), max(0, memory.address(chunk) + shift))
                 for chunk in [source.below(CHUNKS) for _ in range(1 + source.below(3))]
             ]
-            at = word if source.byte() < 240 else source.choice((0, 1, word + 1, memory.address(0), 2**64 - 8))
+            at = word if source.byte() < 240 else source.choice((0, 1, word + 1, memory.address(0), 2**62))
             said += frame(codec.encode(ChunksLie(source.below(4), tuple(places), at)), FRAME_BYTES_MAX)
         else:
             pools: dict[str, list[Any]] = {"request": [0, 1, 2, 3], "reason": ["gone"]}
@@ -303,7 +303,7 @@ def _serve(
 ) -> bool:
     """Let the lane answer one question, and check the answer. `held`: None once it is fenced. False: it is over."""
     try:
-        read = _next_read(lane, connection, lambda: None)
+        read = _next_read(lane, connection)
         if read is None:
             return False
         first_send_bytes = 8 if read.request % 2 else FIRST_SEND_BYTES  # so that some chunks go with their digest behind

@@ -8,12 +8,11 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import closing
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import pytest
 
-from tensorhub.errors import StateError
+from tensorhub.errors import ProtocolError, StateError
 from tensorhub.manifest import TensorDescription, build_manifest
 from tensorhub.messages import (
     ChunksLie,
@@ -33,13 +32,11 @@ from tensorhub.messages import (
 from tensorhub.protocol.blocking import BlockingConnection
 from tensorhub.protocol.codec import FROM_READER
 from tensorhub.protocol.handshake import NONCE_BYTES, ServerHandshake
-from tensorhub.runtime import answering, peers as peers_module, rdma_channel, staging
-from tensorhub.runtime.acceptor import ServeSettings
+from tensorhub.runtime import acceptor, answering, peers as peers_module, rdma_channel, staging
 from tensorhub.runtime.chunks import ChunkMemory
 from tensorhub.runtime.peers import Peers
 from tensorhub.runtime.rdma_channel import RdmaChannel, RdmaTransport
 from tensorhub.runtime.serving import SharedOwner
-from tensorhub.testing import serving as serving_module
 from tensorhub.testing.conformance import CHECKS, SIZES, Target, content
 from tensorhub.testing.serving import ServedSource
 from tensorhub.transport import rdma, tcp
@@ -94,13 +91,17 @@ def source() -> Iterator[ServedSource]:
     made.close()
 
 
+def receive_all(channel: Any) -> None:
+    named = 0
+    while named < len(SIZES):
+        named += len(channel.receive(2**20).chunks)
+
+
 def read_all(transport: RdmaTransport, source: ServedSource) -> Any:
     target = Target()
     channel = transport.open(source.endpoint, source.right, target, Cutter())
     channel.submit(range(len(SIZES)))
-    named = 0
-    while named < len(SIZES):
-        named += len(channel.receive(2**20).chunks)
+    receive_all(channel)
     assert all(target.holds(chunk) == content(chunk) for chunk in range(len(SIZES)))
     channel.close()
     return channel
@@ -186,7 +187,7 @@ def test_whose_token_is_revoked_is_cut_off_though_he_asks_for_nothing(
     transport: RdmaTransport, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """He could read by himself what is registered, also later versions."""
-    monkeypatch.setattr(serving_module, "ServeSettings", partial(ServeSettings, stall_timeout_s=0.1))
+    monkeypatch.setattr(acceptor, "REVOKED_S", 0.01)
     with closing(ServedSource(SECRET, fabric=FakeFabric())) as source:
         for chunk in range(len(SIZES)):
             source.fill(chunk, content(chunk))
@@ -213,6 +214,7 @@ def gpu(*, is_reached: bool) -> Double:
 @pytest.fixture
 def small_pieces(monkeypatch: pytest.MonkeyPatch) -> int:
     monkeypatch.setattr(staging, "PIECE_BYTES", 1000)
+    monkeypatch.setattr(rdma_channel, "PIECE_BYTES_MIN", 1000)
     return 1000
 
 
@@ -241,9 +243,7 @@ def test_every_way_between_host_and_gpu(
             target = Target(mine)
             channel = transport.open(source.endpoint, source.right, target, Cutter())
             channel.submit(range(len(SIZES)))
-            named = 0
-            while named < len(SIZES):
-                named += len(channel.receive(2**20).chunks)
+            receive_all(channel)
             assert [target.holds(chunk) for chunk in range(len(SIZES))] == [content(chunk) for chunk in range(len(SIZES))]
             target.check_edges()
             channel.close()
@@ -282,9 +282,11 @@ def test_a_gpu_without_pinned_memory_is_read_in_another_way(
         monkeypatch.setattr(Double, "pinned", none)
         with pytest.raises(Unusable, match="at the source: out of memory"):
             transport.open(source.endpoint, source.right, Target(), Cutter())
-        device.unreachable = ""
-        with pytest.raises(Unusable, match="the memory to read into: out of memory"):
-            transport.open(source.endpoint, source.right, Target(gpu(is_reached=False)), Cutter())
+    with (
+        closing(ServedSource(SECRET, fabric=FakeFabric())) as source,
+        pytest.raises(Unusable, match="the memory to read into: out of memory"),
+    ):
+        transport.open(source.endpoint, source.right, Target(gpu(is_reached=False)), Cutter())
 
 
 def test_no_more_is_read_ahead_than_the_lane_takes(
@@ -427,7 +429,7 @@ def test_what_a_source_says_of_its_memory_is_only_read_from(transport: RdmaTrans
     channel = transport.open(source.endpoint, source.right, target, Cutter())
     pairing_places = "tensorhub.runtime.pairing.Pairing.places"
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(pairing_places, lambda self, memory, chunks: ((0, 0, 2**63, 77),))
+        patch.setattr(pairing_places, lambda self, memory, chunks: ((0, 0, 2**61, 77),))
         channel.submit([0])
         with pytest.raises(ReadFailure, match="not registered"):
             channel.receive(1)
@@ -502,6 +504,101 @@ def test_a_queue_pair_for_what_is_in_host_memory_reads_nothing_on_a_gpu(source: 
     assert isinstance(source.owner.fabric, FakeFabric)
     registered = source.owner.fabric.only._memories
     assert [memory for memory, found in registered.items() if found._regions] == [source._memory]
+
+
+@pytest.mark.parametrize("is_gpu", [True, False])
+def test_what_can_be_registered_in_part_only_is_staged_or_left(
+    transport: RdmaTransport, fabric: FakeFabric, monkeypatch: pytest.MonkeyPatch, is_gpu: bool
+) -> None:
+    """A first span could be, a later one not: one read fails, and the next one knows."""
+    device = gpu(is_reached=True) if is_gpu else None
+    target, real = Target(device), fabric_module.FakeRegistered._registered
+
+    def some(self: Any, start: int, size: int) -> Any:
+        if self._memory() is target and start != target.spans[0][0]:
+            raise OSError(12, "there is no room for more")
+        return real(self, start, size)
+
+    monkeypatch.setattr(fabric_module.FakeRegistered, "_registered", some)
+    with closing(ServedSource(SECRET, fabric=FakeFabric())) as source:
+        for chunk in range(len(SIZES)):
+            source.fill(chunk, content(chunk))
+        channel = transport.open(source.endpoint, source.right, target, Cutter())
+        channel.submit(range(len(SIZES)))
+        with pytest.raises(ReadFailure, match="lost: the memory to read into: there is no room for more"):
+            receive_all(channel)
+        channel.close()
+        if not is_gpu:
+            with pytest.raises(Unusable, match="the memory to read into: there is no room for more"):
+                transport.open(source.endpoint, source.right, target, Cutter())
+            return
+        channel = transport.open(source.endpoint, source.right, target, Cutter())
+        channel.submit(range(len(SIZES)))
+        receive_all(channel)
+        assert [target.holds(chunk) for chunk in range(len(SIZES))] == [content(chunk) for chunk in range(len(SIZES))]
+        channel.close()
+
+
+def test_a_gpu_that_does_not_say_when_others_writes_are_there_is_filled_through_the_host(
+    transport: RdmaTransport, source: ServedSource, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(self: Double) -> None:
+        raise StateError("the driver knows no flush")
+
+    monkeypatch.setattr(Double, "settle", refuse)
+    device = gpu(is_reached=True)
+    target = Target(device)
+    channel = transport.open(source.endpoint, source.right, target, Cutter())
+    channel.submit(range(len(SIZES)))
+    receive_all(channel)
+    assert [target.holds(chunk) for chunk in range(len(SIZES))] == [content(chunk) for chunk in range(len(SIZES))]
+    channel.close()
+    assert device.pinned_bytes
+
+
+def test_a_link_is_not_kept_with_pieces_that_nobody_takes(
+    transport: RdmaTransport, monkeypatch: pytest.MonkeyPatch, small_pieces: int
+) -> None:
+    device = gpu(is_reached=False)
+    monkeypatch.setattr(rdma_channel, "GROUP_BYTES", 1)
+    monkeypatch.setattr(RdmaChannel, "_has_room", lambda self: self._reads.is_idle and not self._proved)
+    with closing(ServedSource(SECRET, fabric=FakeFabric(), device=device)) as source:
+        source.fill(0, content(0))
+        source.fill(LARGEST, content(LARGEST))
+        channel = transport.open(source.endpoint, source.right, Target(), Cutter())
+        assert isinstance(channel, RdmaChannel)
+        channel.submit([LARGEST])
+        channel.submit([0])
+        while not channel.receive(1).chunks:
+            pass
+        while not channel._located:
+            channel._hear()
+        assert channel._reads.is_idle
+        channel.close()
+        assert "0 kept" in repr(transport)
+
+
+LOW: dict[str, Any] = {
+    "ChunksPinned": ChunksPinned(0, ((0, 0, 2**62, 7),), 0, 7),
+    "PieceStaged": PieceStaged(0, 2**62, 2**32, 7, 2**62, 7),
+}
+
+
+@pytest.mark.parametrize("name", LOW)
+def test_no_address_leaves_the_range_of_an_address(name: str) -> None:
+    """Whatever is added to it within a chunk: no request could be made of it, and no error is to come of that."""
+    from tensorhub.protocol import codec
+
+    body = codec.encode(LOW[name])
+    assert codec.decode(body, codec.FROM_OWNER) == LOW[name]
+    for field in ("address", "word") if name == "PieceStaged" else ("word",):
+        for wrong in (-1, 2**62 + 1):
+            with pytest.raises(ProtocolError, match="is not from 0 to"):
+                codec.encode(replace(LOW[name], **{field: wrong}))
+    with pytest.raises(ProtocolError, match="is not from 0 to"):
+        codec.encode(ChunksPinned(0, ((0, 0, -1, 7),), 0, 7))
+    with pytest.raises(ProtocolError, match="is not from 0 to"):
+        codec.encode(ChunksPinned(0, ((0, 0, 0, 2**32),), 0, 7))
 
 
 def test_a_reader_that_takes_nothing_is_given_up(monkeypatch: pytest.MonkeyPatch, small_pieces: int) -> None:

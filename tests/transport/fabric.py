@@ -5,6 +5,8 @@ from __future__ import annotations
 import ctypes
 import mmap
 import os
+import threading
+import weakref
 from collections.abc import Sequence
 from typing import Any
 
@@ -39,7 +41,11 @@ class _Region:
         self.known.pop(self.lkey, None)
 
 
-class _Registered(Registered):
+class FakeRegistered(Registered):
+    def __init__(self, memory: Spanned) -> None:
+        super().__init__(None, memory)
+        self._memory = weakref.ref(memory)
+
     def _registered(self, start: int, size: int) -> tuple[Any, Keys]:
         shift = 0
         if self._device is not None:
@@ -60,9 +66,6 @@ class _Landing(Landing):
 
 class _Device(Device):
     def __init__(self) -> None:
-        import threading
-        import weakref
-
         self.name, self.lock = "fake0", threading.RLock()
         self.reads_made = self.reads_answered = self.depth = 16
         self._memories = weakref.WeakKeyDictionary()
@@ -72,7 +75,7 @@ class _Device(Device):
     def keys(self, memory: Spanned, address: int, nbytes: int) -> Keys:
         if self.fault is not None:
             raise self.fault
-        return self._memories.setdefault(memory, _Registered(None, memory)).keys(address, nbytes)
+        return self._memories.setdefault(memory, FakeRegistered(memory)).keys(address, nbytes)
 
     def page_key(self, address: int) -> int:
         page = address - address % mmap.PAGESIZE

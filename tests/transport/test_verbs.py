@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import weakref
 from types import SimpleNamespace
 from typing import Any
 
@@ -89,13 +90,16 @@ def test_gpu_memory_is_registered_by_its_address_where_that_is_known(made: list[
 
 def test_gpu_memory_that_cannot_be_reached_is_tried_once(made: list[dict[str, Any]]) -> None:
     made[0]["refused"] = ("dma-buf", "address")
-    registered = verbs.Registered("domain", Memory(WithDmaBuf()))
+    memory = Memory(WithDmaBuf())
+    registered, gone = verbs.Registered("domain", memory), weakref.ref(memory)
     with pytest.raises(OSError, match=r"double:0 and this device do not reach each other \(dma-buf: .*; peer memory: .*\)"):
         registered.keys(8192, 1)
     made[0]["refused"] = ()
     with pytest.raises(OSError, match="do not reach each other"):
         registered.keys(8192, 1)
     assert made[1:] == []
+    del memory
+    assert gone() is None  # no error keeps it
 
 
 def test_a_gpu_without_dma_bufs_says_why(made: list[dict[str, Any]]) -> None:

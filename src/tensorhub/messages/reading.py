@@ -15,6 +15,7 @@ AGENT_BYTES_MAX = 2**19  # of a NIXL agent's metadata
 Gid = Annotated[bytes, Length(16)]
 ON_HOST = -1  # in place of a GPU's number
 U32 = Annotated[int, Range(0, 2**32 - 1)]
+Address = Annotated[int, Range(0, 2**62)]  # or a size: what is added to it stays within 64 bits
 _U24 = Annotated[int, Range(0, 2**24 - 1)]
 
 
@@ -77,7 +78,7 @@ class MemoryIs:
 
     request: U64
     pid: Annotated[int, Range(0, 2**31 - 1)]
-    address: U64
+    address: Address
     nonce: Annotated[bytes, Length(16)]
     on_device: bool = False  # the registration's bytes are on a GPU, where a process' addresses say nothing
 
@@ -100,7 +101,7 @@ class SegmentsAre:
     """
 
     request: U64
-    segments: Annotated[tuple[tuple[int, int], ...], Length(SEGMENTS_MAX)]
+    segments: Annotated[tuple[tuple[Address, Address], ...], Length(SEGMENTS_MAX)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,10 +124,10 @@ class AllocationsAre:
     request: U64
     process: Annotated[bytes, Length(16)]
     allocations: Annotated[
-        tuple[tuple[int, int, Annotated[bytes, Length(64)]], ...],
+        tuple[tuple[Address, Address, Annotated[bytes, Length(64)]], ...],
         Length(ALLOCATIONS_MAX),
     ]
-    words: tuple[int, int]
+    words: tuple[Address, Address]
     reason: Text
 
 
@@ -150,7 +151,7 @@ class AgentIs:
     request: U64
     name: Id
     metadata: Annotated[bytes, Length(AGENT_BYTES_MAX)]
-    word: U64
+    word: Address
     why_not: Text
     device: Annotated[int, Range(ON_HOST, 2**16)] = ON_HOST
 
@@ -213,7 +214,7 @@ class Paired:
 
     request: U64
     card: QueueCard
-    address: U64
+    address: Address
     key: U32
     nonce: Annotated[bytes, Length(16)]
 
@@ -239,8 +240,8 @@ class ChunksLie:
     """
 
     request: U64
-    chunks: Annotated[tuple[tuple[int, int, int], ...], Length(1024)]
-    word: U64
+    chunks: Annotated[tuple[tuple[int, int, Address], ...], Length(1024)]
+    word: Address
 
 
 @dataclass(frozen=True, slots=True)
@@ -248,8 +249,8 @@ class ChunksPinned:
     """As ChunksLie, for whoever reads by a queue pair: (index, digest, address, remote key), and the word's own key."""
 
     request: U64
-    chunks: Annotated[tuple[tuple[int, int, int, int], ...], Length(1024)]
-    word: U64
+    chunks: Annotated[tuple[tuple[int, int, Address, U32], ...], Length(1024)]
+    word: Address
     key: U32
 
 
@@ -260,10 +261,10 @@ class PieceStaged:
     """
 
     request: U64
-    address: U64
+    address: Address
     nbytes: Annotated[int, Range(1, 2**32)]
     key: U32
-    word: U64
+    word: Address
     word_key: U32
 
 

@@ -13,7 +13,7 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import anyio
@@ -33,6 +33,7 @@ from tensorhub.transport import tcp
 from tensorhub.types import Incarnation
 
 PATIENCE_S = 0.25  # how long one request waits for chunks that its owner lacks; then the reader may ask elsewhere
+REVOKED_S = 1.0  # between two looks at whose token is accepted no more
 RETRY_S = 0.1  # after an accept that failed for want of descriptors or memory
 ROOM_S = 0.01  # the same, where a stranger goes for it
 
@@ -113,6 +114,8 @@ async def serve_readers(listener: socket.socket, owner: SharedOwner, settings: S
             acceptor.places.release_on_behalf_of(lane)
 
     async with anyio.create_task_group() as tasks:
+        if not isinstance(settings.secrets, tuple):  # else they never change
+            tasks.start_soon(_end_revoked, acceptor)
         try:
             while True:
                 accepted, origin = await _accept(listener, acceptor)
@@ -128,6 +131,18 @@ async def serve_readers(listener: socket.socket, owner: SharedOwner, settings: S
         finally:
             for lane in acceptor.lanes:
                 owner.stop(lane)
+
+
+async def _end_revoked(acceptor: _Acceptor) -> None:
+    """End the lanes of readers whose token is not accepted any more, again and again: one that has a queue pair reads by
+    itself, whether it asks for anything or not.
+    """
+    while True:
+        await anyio.sleep(REVOKED_S)
+        accepted = tuple(acceptor.settings.secrets)
+        for lane in [lane for lane in acceptor.lanes if lane.secret is not None and lane.secret not in accepted]:
+            _ended.count(reader=lane.reader, reason="its token is not accepted any more")
+            acceptor.owner.stop(lane)
 
 
 async def _accept(listener: socket.socket, acceptor: _Acceptor) -> tuple[socket.socket, str]:
@@ -174,15 +189,12 @@ def _serve_lane(lane: Lane, connection: BlockingConnection, acceptor: _Acceptor)
             return
         handshake = ServerHandshake("owner", settings.incarnation, settings.secrets, os.urandom(NONCE_BYTES))
         connection.handshake(handshake, settings.handshake_timeout_s)
+        lane.secret = handshake.secret
         refusal = acceptor.admitted(lane, Incarnation(handshake.client_incarnation))
         with contextlib.closing(Answering(lane, connection, owner, settings.patience_s)) as answering:
-
-            def check_token() -> None:
+            while (read := answering.pending() or _next_read(lane, connection)) is not None:
                 if handshake.secret not in settings.secrets:
                     raise AuthenticationFailed("its token is not accepted any more")
-
-            while (read := answering.pending() or _next_read(lane, connection, check_token)) is not None:
-                check_token()
                 if refusal:
                     _unserved.count(reader=handshake.client_incarnation, reason=refusal)
                     connection.send(ReadRefused(read.request, refusal))
@@ -203,10 +215,7 @@ def _serve_lane(lane: Lane, connection: BlockingConnection, acceptor: _Acceptor)
         connection.shutdown()
 
 
-def _next_read(lane: Lane, connection: BlockingConnection, check_token: Callable[[], object]) -> FromReader | None:
-    """What the reader wants next; None: the lane is over. One that asks for nothing may read by itself, so its token is
-    looked at now and then.
-    """
+def _next_read(lane: Lane, connection: BlockingConnection) -> FromReader | None:
     while not lane.is_stopped:
         try:
             return connection.receive(FROM_READER)
@@ -215,5 +224,4 @@ def _next_read(lane: Lane, connection: BlockingConnection, check_token: Callable
             # not served, is given up.
             if connection.is_inside_message or lane.reader is None:
                 raise
-            check_token()
     return None

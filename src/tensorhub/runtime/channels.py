@@ -181,6 +181,8 @@ class Channels:
                 try:
                     channel = transport.open(endpoint, right, destination, cutter)
                 except Unusable as error:
+                    if cutter.is_cut:  # which looks like this, too
+                        raise ReadFailure("lost", "the read was given up") from error
                     self._note_unusable(transport.name, grant, error)
                 except ReadFailure as failure:
                     if not cutter.is_cut:

@@ -32,6 +32,7 @@ UNTAKEN_MAX = STAGED_BUFFERS - 2  # when another piece is to be staged (see `Sta
 
 log = get_logger("tensorhub.owner")
 _staged = Tally(log.info, "rdma_staged")
+_unpaired = Tally(log.warning, "rdma_unpaired")
 
 
 class Pairing:
@@ -82,7 +83,7 @@ class Pairing:
                 fault = self._prepare(self._queue.device, memory.device)
         except OSError as error:
             self.close()
-            log.warning("rdma_unpaired", reason=error.strerror)
+            _unpaired.count(reason=error.strerror)
             return Unpaired(read.request, error.strerror or str(error), is_usual=False)
         if fault is not None:
             return Unpaired(read.request, fault, is_usual=memory.device is None and not rdma.is_of_limit(fault))
@@ -168,9 +169,11 @@ class Pairing:
     def close(self) -> None:
         """Take the queue pair apart: this reader reads nothing more."""
         queue, self._queue, self._theirs = self._queue, None, None
-        if queue is not None:
-            queue.close()
-        self._release()
+        try:
+            if queue is not None:
+                queue.close()
+        finally:
+            self._release()
 
     def _release(self) -> None:
         pinned, self._pinned, self._untaken = self._pinned, None, 0

@@ -36,6 +36,7 @@ from tensorhub.messages import (
     RdmaPort,
     StillWaiting,
 )
+from tensorhub.protocol.blocking import PACE_BYTES
 from tensorhub.runtime.asking import Asking
 from tensorhub.runtime.peers import Peer, Peers
 from tensorhub.runtime.rdma_link import Link, prepare_destination
@@ -58,12 +59,13 @@ from tensorhub.transport.memory import address_of
 from tensorhub.transport.rdma import Move, Port
 from tensorhub.transport.reads import WINDOW_BYTES, Group, Reads
 from tensorhub.transport.registry import Local
-from tensorhub.transport.verbs import Fabric, verbs
+from tensorhub.transport.verbs import Fabric, Keys, verbs
 from tensorhub.types import Endpoint, Location
 
 GROUP_BYTES = 4 * 2**20  # of chunks that are named together, at least one
 PAIRS_TRIED_MAX = 4  # of ports, for one link
 PIECES_MAX = 64  # that a source has staged, and that are not read yet
+PIECE_BYTES_MIN = PACE_BYTES  # of one, unless it is the last one: less, now and then, would hold a chunk for days
 
 
 class RdmaTransport:
@@ -237,7 +239,11 @@ class RdmaChannel:
             with self._asking.failures():
                 lacking, first_byte = self._read_some(started)
         except OSError as error:
-            raise ReadFailure("lost", f"the queue pair fails: {error.strerror or error}") from error
+            text = f"the queue pair fails: {error.strerror or error}"
+            raise ReadFailure("lost", text, bytes_discarded=self._unnamed_bytes) from error
+        except ReadFailure as failure:
+            failure.bytes_discarded += self._unnamed_bytes
+            raise
         if lacking is not None:
             return lacking
         chunks = self._take(bytes_max)
@@ -248,12 +254,8 @@ class RdmaChannel:
         first_byte, until, done = started, time.monotonic() + self._stall_timeout_s, -1
         while True:
             if self._cutter.is_cut:
-                raise ReadFailure("lost", "the read was given up", bytes_discarded=self._unnamed_bytes)
-            try:
-                self._land(self._reads.completed())
-            except ReadFailure as failure:
-                failure.bytes_discarded += self._unnamed_bytes
-                raise
+                raise ReadFailure("lost", "the read was given up")
+            self._land(self._reads.completed())
             while self._connection.is_readable():
                 if (lacking := self._hear()) is not None:
                     return lacking, first_byte
@@ -317,6 +319,8 @@ class RdmaChannel:
                 self._coming.popleft()
                 self._come_bytes = 0
                 self._name_empty()
+        if self._coming and piece.nbytes < PIECE_BYTES_MIN:
+            raise ProtocolError(f"a piece of {piece.nbytes} bytes is staged, and more is to follow")
         self._located[-1] = self._located[-1]._replace(staged_for=piece.request)
 
     def _name_empty(self) -> None:
@@ -353,7 +357,7 @@ class RdmaChannel:
         if self._pinned is None:
             for part in parts:
                 here = destination.address(part.chunk) + part.offset
-                keys = device.keys(destination, here, part.nbytes)
+                keys = self._keys_of(here, part.nbytes)
                 moves.append(Move(here + keys.shift, keys.local, part.there, part.key, part.nbytes))
             return moves, _Landed(None, (), ())
         buffer, copies = self._buffers.popleft(), list[tuple[int, int, int]]()
@@ -364,6 +368,13 @@ class RdmaChannel:
             copies.append((destination.address(part.chunk) + part.offset, here, part.nbytes))
             here += part.nbytes
         return moves, _Landed(buffer, copies, ())
+
+    def _keys_of(self, address: int, nbytes: int) -> Keys:
+        """Of the destination. ReadFailure: that part of it cannot be registered, of which a first one could be."""
+        try:
+            return self._link.queue.device.keys(self._destination, address, nbytes)
+        except OSError as error:
+            raise ReadFailure("lost", f"the memory to read into: {error.strerror}") from error
 
     def _land(self, groups: Sequence[Group]) -> None:
         """These are proved: their chunks can be named when they are where they belong. StateError: the GPU has failed."""
@@ -396,6 +407,6 @@ class RdmaChannel:
         return sum(nbytes for _, _, nbytes in self._proved)
 
     def close(self) -> None:
-        if not self._reads.is_idle or self._coming:
+        if not self._reads.is_idle or self._located or self._coming:
             self._peer.is_sound = False  # the queue pair goes, and with it what is under way
         self._asking.close()

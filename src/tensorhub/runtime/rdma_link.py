@@ -18,7 +18,7 @@ from tensorhub.runtime.asking import Asking
 from tensorhub.runtime.logs import Tally, get_logger
 from tensorhub.runtime.staging import Pinned, Staging
 from tensorhub.transport import rdma
-from tensorhub.transport.base import Destination, NotShared, ReadRight, Unusable
+from tensorhub.transport.base import Destination, NotShared, ReadFailure, ReadRight, Unusable
 from tensorhub.transport.cma import NONCE_BYTES
 from tensorhub.transport.rdma import GID_BYTES, Move
 from tensorhub.transport.verbs import ReaderQueue
@@ -74,12 +74,12 @@ class Link:
             raise OperationTimeout("the source's memory brought nothing in that time")
 
     def prove(self, connection: BlockingConnection, paired: Paired, until: float) -> None:
-        """Read the source's nonce. Unusable: it cannot be read, or is another one; OSError."""
+        """Read the source's nonce. Unusable: it cannot be read, or is another one; ReadFailure, OSError."""
         there = Move(self.words.address + mmap.PAGESIZE, self.words.key, paired.address, paired.key, mmap.PAGESIZE)
         self.queue.post([there], 0, frozenset([0]), frozenset())
         while not (done := self.queue.poll()):
             if connection.is_readable():
-                raise Unusable("the source left while it was looked for over RDMA")
+                raise ReadFailure("lost", "the source left while it was looked for over RDMA")
             self.wait(connection, until)
         status = done[0][1]
         if status:
@@ -100,9 +100,11 @@ class Link:
 
     def close(self) -> None:
         """Nothing is written by it any more when this returns. The connection stays."""
-        self.queue.close()
-        self.words.close()
-        self._release()
+        try:
+            self.queue.close()
+        finally:
+            self.words.close()
+            self._release()
 
     def _release(self) -> None:
         pinned, self.pinned = self.pinned, None
@@ -118,15 +120,21 @@ def prepare_destination(link: Link, destination: Destination) -> Pinned | None:
     try:
         if spans:
             link.queue.device.keys(destination, *spans[0])
-    except OSError as error:
+        if gpu is not None:
+            gpu.settle()  # one that cannot is not written from outside
+    except (OSError, StateError) as error:
+        fault = _reason(error)
         if gpu is None:
-            raise Unusable(f"the memory to read into: {error.strerror}") from error
-        _staged.count(reason=error.strerror)
+            raise Unusable(f"the memory to read into: {fault}") from error
+        _staged.count(reason=fault)
         try:
             return link.prepare(gpu)
-        except (OSError, StateError) as fault:
-            raise Unusable(f"the memory to read into: {getattr(fault, 'strerror', None) or fault}") from fault
-    fault_text = rdma.memlock_fault(sum(nbytes for _, nbytes in spans[1:])) if len(spans) > 1 and gpu is None else None
-    if fault_text is not None:
-        raise Unusable(f"the memory to read into: {fault_text}")
+        except (OSError, StateError) as lack:
+            raise Unusable(f"the memory to read into: {_reason(lack)}") from lack
+    if gpu is None and len(spans) > 1 and (short := rdma.memlock_fault(sum(nbytes for _, nbytes in spans[1:]))) is not None:
+        raise Unusable(f"the memory to read into: {short}")
     return None
+
+
+def _reason(error: Exception) -> str:
+    return str(getattr(error, "strerror", None) or error)

@@ -43,12 +43,13 @@ class Endable(Protocol):
 class Lane:
     """One reader's connection at its owner, as others see it."""
 
-    __slots__ = ("connection", "is_local", "is_stopped", "reader", "rests_from")
+    __slots__ = ("connection", "is_local", "is_stopped", "reader", "rests_from", "secret")
 
     def __init__(self, connection: Endable, *, is_local: bool = False) -> None:
         self.connection = connection
         self.is_local = is_local  # it comes from this host: addresses here are of use there, and told nobody else
         self.reader: Incarnation | None = None  # known, and proved, after the handshake
+        self.secret: bytes | None = None  # by which it has proved that
         self.rests_from: float | None = None  # since when nothing is asked; None: something is
         self.is_stopped = False  # it must begin nothing any more
 

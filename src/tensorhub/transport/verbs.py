@@ -110,6 +110,8 @@ def _named(what: str) -> Iterator[None]:
     """Turn pyverbs' errors into an OSError that says what was tried."""
     try:
         yield
+    except OverflowError as error:
+        raise OSError(errno.EINVAL, f"{what}: {error}") from error
     except verbs().errors.PyverbsError as error:
         code = getattr(error, "error_code", 0)
         code = code if isinstance(code, int) and code > 0 else errno.EIO
@@ -148,29 +150,29 @@ class Registered:
         self._device = memory.device
         self._starts = [address for address, _ in self._spans]
         self._regions: dict[int, tuple[Any, Keys]] = {}  # by the span's place
-        self._fault: OSError | None = None  # why a GPU's memory cannot be: it is looked at again and again
+        self._fault: tuple[int, str] | None = None  # why some of it cannot be: then none is to be counted on
 
     def keys(self, address: int, nbytes: int) -> Keys:
         """Of the span in which that lies, which is registered if it is not yet. OSError."""
+        if self._fault is not None:
+            raise OSError(*self._fault)
         place = bisect.bisect_right(self._starts, address) - 1
         start, size = self._spans[place] if place >= 0 else (0, 0)
         if address + nbytes > start + size:
             raise OSError(errno.EFAULT, "it is outside of the memory that it is said to be in")
         if place not in self._regions:
-            self._regions[place] = self._registered(start, size)
+            try:
+                self._regions[place] = self._registered(start, size)
+            except OSError as error:
+                self._fault = error.errno or errno.EIO, error.strerror or str(error)
+                raise
         return self._regions[place][1]
 
     def _registered(self, start: int, size: int) -> tuple[Any, Keys]:
-        if self._fault is not None:
-            raise self._fault
         if self._device is None:
             region, shift = register(self._domain, start, size), 0
         else:
-            try:
-                region, shift = register_on(self._device, self._domain, start, size)
-            except OSError as error:
-                self._fault = error
-                raise
+            region, shift = register_on(self._device, self._domain, start, size)
         return region, Keys(region.lkey, region.rkey, shift)
 
     def close(self) -> None:
@@ -228,7 +230,7 @@ class Device:
 
     def __init__(self, name: str) -> None:
         self.name = name
-        self.lock = threading.RLock()  # guards what is registered, and descriptors that are told apart by their number
+        self.lock = threading.RLock()  # guards what is registered
         with _named(f"the RDMA device {name} cannot be opened"):
             self.context = verbs().device.Context(name=name)
             self.domain = verbs().pd.PD(self.context)
@@ -324,6 +326,10 @@ class Fabric:
 # ------------------------------------------------------------------------------------------------------- queue pairs
 
 
+_channels = threading.Lock()  # guards completion channels' descriptors, which are told apart by their number
+CHANNELS_TRIED_MAX = 3
+
+
 class Queue:
     """One end of a queue pair, which is read through. OSError: it cannot be had, or not connected."""
 
@@ -408,17 +414,26 @@ class ReaderQueue(Queue):
 
     def _made_completions(self) -> Any:
         v = verbs()
-        with self.device.lock:
-            before = _event_descriptors()
-            self._channel = v.cq.CompChannel(self.device.context)
-            self._open.append(self._channel)
-            found = _event_descriptors() - before
-        if len(found) != 1:  # somebody else has made one at this very moment, and pyverbs does not say which is whose
+        for _ in range(CHANNELS_TRIED_MAX):
+            with _channels:
+                before = _event_descriptors()
+                channel = v.cq.CompChannel(self.device.context)
+                found = _event_descriptors() - before
+            if len(found) == 1:
+                break
+            channel.close()  # somebody else has made or closed one at this very moment: pyverbs does not say which is whose
+        else:
             raise OSError(errno.EAGAIN, "the completion channel's descriptor cannot be told")
+        self._channel = channel
+        self._open.append(channel)
         self.descriptor = found.pop()  # readable when there are completions, once `arm` was called
         made = v.cq.CQ(self.device.context, self.device.depth + 1, None, self._channel)
         self._open.append(made)
         return made
+
+    def close(self) -> None:
+        with _channels:
+            super().close()
 
     def post(self, moves: Sequence[Move], first: int, signaled: frozenset[int], fenced: frozenset[int]) -> None:
         """Have these read, numbered from `first`. Those that are `signaled` are told of when they are done, and with them
@@ -435,10 +450,10 @@ class ReaderQueue(Queue):
                     )
                     work = v.wr.SendWR(number, v.enums.IBV_WR_RDMA_READ, num_sge=1, sg=[part], send_flags=flags)
                     part.close()
-                    work.set_wr_rdma(move.there_key, move.there)
                     if opened:
                         opened[-1].next_wr = work
                     opened.append(work)
+                    work.set_wr_rdma(move.there_key, move.there)
                 if opened:
                     self._pair.post_send(opened[0])
         finally:
