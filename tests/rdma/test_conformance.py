@@ -21,7 +21,7 @@ SECRET = b"a secret of the test"
 
 @pytest.fixture
 def transport() -> Iterator[RdmaTransport]:
-    made = RdmaTransport(Local(Incarnation("reader"), (SECRET,), Options(stall_timeout_s=1.0, connect_timeout_s=5.0)))
+    made = RdmaTransport(Local(Incarnation("reader"), (SECRET,), Options(stall_timeout_s=2.0, connect_timeout_s=15.0)))
     yield made
     made.close()
     made.fabric.close()

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from tensorhub.hub import register_memory
+from tensorhub.runtime import staging
 from tensorhub.runtime.rdma_channel import RdmaTransport
 from tensorhub.runtime.staging import PIECE_BYTES
 from tensorhub.testing.conformance import CHECKS
@@ -54,9 +55,10 @@ def gpu(is_reached: bool) -> Double:
 
 @pytest.mark.parametrize("is_reached", [True, False])
 @pytest.mark.parametrize("check", CHECKS)
-def test_the_transport_keeps_the_rule(check: str, is_reached: bool) -> None:
+def test_the_transport_keeps_the_rule(check: str, is_reached: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(staging, "PIECE_BYTES", 2**16)  # a guest takes a second to register 32 MiB
     device = gpu(is_reached)
-    transport = RdmaTransport(Local(Incarnation("reader"), (SECRET,), Options(stall_timeout_s=1.0, connect_timeout_s=5.0)))
+    transport = RdmaTransport(Local(Incarnation("reader"), (SECRET,), Options(stall_timeout_s=2.0, connect_timeout_s=15.0)))
     CHECKS[check](transport, lambda: ServedSource(SECRET, fabric=Fabric(usable_ports()), device=device))
     transport.close()
     transport.fabric.close()
