@@ -221,7 +221,7 @@ def lie(
         (lambda a: [lambda words: ChunksFollow(0, ((0, 0),))], "lost"),
         (lambda a: [header], "lost"),
         (lambda a: [lie(a, 0, address=1)], "lost"),
-        (lambda a: [lie(a, 0, address=2**64 - 1)], "lost"),
+        (lambda a: [lie(a, 0, address=2**62)], "lost"),
         (lambda a: [lie(a, 0, word=1)], "lost"),
         (lambda a: [lie(a, 0, word=a.memory.address(4))], "refused"),
     ],

@@ -172,6 +172,7 @@ async def test_an_owner_whose_places_are_taken_by_connections_that_rest(
             await used(peers, a)
         else:
             peers.give_back(await opened(peers, a), Cutter(), is_answered=True)
+        await until(lambda: all(lane.rests_from is not None for lane in a.owner._lanes))  # after the answer has come here
         async with b.runner() as runner:
             runner.add_source(a.grant())
             if rest_s:

@@ -397,6 +397,7 @@ class Handle:
         except DrainTimeout as error:
             log.error("memory_still_read", registration=self._registration, reason=str(error))
         else:
-            self._owner.forget(self._registration)
+            # Of many gigabytes, what RDMA devices have registered takes long to be given back.
+            await anyio.to_thread.run_sync(self._owner.forget, self._registration)
             await self._places.free()
         await self._places.free_staging()
