@@ -97,12 +97,13 @@ def receive_all(channel: Any) -> None:
         named += len(channel.receive(2**20).chunks)
 
 
-def read_all(transport: RdmaTransport, source: ServedSource) -> Any:
-    target = Target()
+def read_all(transport: RdmaTransport, source: ServedSource, target: Target | None = None) -> Any:
+    target = target or Target()
     channel = transport.open(source.endpoint, source.right, target, Cutter())
     channel.submit(range(len(SIZES)))
     receive_all(channel)
-    assert all(target.holds(chunk) == content(chunk) for chunk in range(len(SIZES)))
+    assert [target.holds(chunk) for chunk in range(len(SIZES))] == [content(chunk) for chunk in range(len(SIZES))]
+    target.check_edges()
     channel.close()
     return channel
 
@@ -240,13 +241,7 @@ def test_every_way_between_host_and_gpu(
         for chunk in range(len(SIZES)):
             source.fill(chunk, content(chunk))
         for _ in range(2):  # the second one by what is kept
-            target = Target(mine)
-            channel = transport.open(source.endpoint, source.right, target, Cutter())
-            channel.submit(range(len(SIZES)))
-            receive_all(channel)
-            assert [target.holds(chunk) for chunk in range(len(SIZES))] == [content(chunk) for chunk in range(len(SIZES))]
-            target.check_edges()
-            channel.close()
+            read_all(transport, source, Target(mine))
         assert "1 kept" in repr(transport)
     assert mine is None or (mine.settled > 0) is here  # what the device has written is there for the GPU, too
     for device, is_reached in ((mine, here), (theirs, there)):
@@ -532,11 +527,7 @@ def test_what_can_be_registered_in_part_only_is_staged_or_left(
             with pytest.raises(Unusable, match="the memory to read into: there is no room for more"):
                 transport.open(source.endpoint, source.right, target, Cutter())
             return
-        channel = transport.open(source.endpoint, source.right, target, Cutter())
-        channel.submit(range(len(SIZES)))
-        receive_all(channel)
-        assert [target.holds(chunk) for chunk in range(len(SIZES))] == [content(chunk) for chunk in range(len(SIZES))]
-        channel.close()
+        read_all(transport, source, target)
 
 
 def test_a_gpu_that_does_not_say_when_others_writes_are_there_is_filled_through_the_host(
@@ -547,12 +538,7 @@ def test_a_gpu_that_does_not_say_when_others_writes_are_there_is_filled_through_
 
     monkeypatch.setattr(Double, "settle", refuse)
     device = gpu(is_reached=True)
-    target = Target(device)
-    channel = transport.open(source.endpoint, source.right, target, Cutter())
-    channel.submit(range(len(SIZES)))
-    receive_all(channel)
-    assert [target.holds(chunk) for chunk in range(len(SIZES))] == [content(chunk) for chunk in range(len(SIZES))]
-    channel.close()
+    read_all(transport, source, Target(device))
     assert device.pinned_bytes
 
 

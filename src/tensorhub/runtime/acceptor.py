@@ -25,7 +25,7 @@ from tensorhub.protocol.blocking import BlockingConnection
 from tensorhub.protocol.codec import FROM_READER
 from tensorhub.protocol.handshake import NONCE_BYTES, ServerHandshake
 from tensorhub.protocol.lost import ConnectionLost
-from tensorhub.runtime.answering import Answering
+from tensorhub.runtime.answering import Answering, not_served
 from tensorhub.runtime.logs import Tally, get_logger
 from tensorhub.runtime.serving import Lane, SharedOwner
 from tensorhub.runtime.strangers import READING_STRANGERS_MAX, Strangers, origin_of
@@ -177,7 +177,6 @@ def _is_shortage(error: OSError) -> bool:
 
 _unserved = Tally(log.warning, "reader_refused")
 _ended = Tally(log.info, "lane_ended")
-_failed = Tally(log.warning, "read_not_served")
 
 
 def _serve_lane(lane: Lane, connection: BlockingConnection, acceptor: _Acceptor) -> None:
@@ -205,7 +204,7 @@ def _serve_lane(lane: Lane, connection: BlockingConnection, acceptor: _Acceptor)
     except ConnectionLost:
         pass
     except StateError as error:  # this process' own: a GPU that has failed, or a lack of memory
-        _failed.count(reader=lane.reader, reason=str(error))
+        not_served.count(reader=lane.reader, reason=str(error))
     except TensorHubError as error:
         _ended.count(reader=lane.reader, reason=str(error))
     except Exception:  # a defect: it costs this reader its connection, and nobody else anything (G11)

@@ -64,7 +64,7 @@ PENDING_MAX = 16  # requests that come while a reader is waited for
 NOT_ONE_SIDED = "this worker's memory is not to be read from here: its transports are others, or it is on another host"
 
 log = get_logger("tensorhub.owner")
-_not_served = Tally(log.warning, "read_not_served")
+not_served = Tally(log.warning, "read_not_served")
 
 
 class _CannotRegister(Exception):
@@ -181,7 +181,7 @@ class Answering:
         try:
             self._serve_all(read)
         except _CannotRegister as error:
-            _not_served.count(reader=self._lane.reader, reason=str(error))
+            not_served.count(reader=self._lane.reader, reason=str(error))
             self._connection.send(ReadRefused(read.request, str(error)))
 
     def _serve_all(self, read: Read | Locate) -> None:

@@ -12,46 +12,17 @@ from collections.abc import Iterable, Iterator, Sequence
 
 from tensorhub.errors import AuthenticationFailed, OperationTimeout, ProtocolError
 from tensorhub.messages import (
-    AgentIs,
-    AllocationsAre,
-    ChunkDigest,
-    ChunkFollows,
-    ChunksFollow,
-    ChunksLie,
-    ChunksPinned,
+    FromOwner,
     Locate,
-    MemoryIs,
-    Paired,
-    PieceStaged,
     PieceTaken,
-    PortsAre,
     Read,
     ReadRefused,
-    SegmentsAre,
     StillWaiting,
-    Unpaired,
 )
 from tensorhub.protocol.codec import FROM_OWNER
 from tensorhub.protocol.lost import ConnectionLost
 from tensorhub.runtime.peers import Peer, Peers
 from tensorhub.transport.base import Cutter, Lacking, ReadFailure, ReadRight
-
-Answer = (
-    ChunksFollow
-    | ChunkFollows
-    | ChunkDigest
-    | ChunksLie
-    | ChunksPinned
-    | PieceStaged
-    | MemoryIs
-    | SegmentsAre
-    | AllocationsAre
-    | AgentIs
-    | PortsAre
-    | Paired
-    | Unpaired
-    | StillWaiting
-)
 
 
 class Asking:
@@ -101,7 +72,7 @@ class Asking:
         with self._sending, self.failures():
             self.connection.send(PieceTaken(request))
 
-    def hear(self) -> Answer:
+    def hear(self) -> FromOwner:
         """What the owner says next, within `failures`. ReadFailure: "refused" if it serves no more, "lost" if it is gone."""
         message = self.connection.receive(FROM_OWNER)
         match message:
