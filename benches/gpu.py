@@ -385,6 +385,7 @@ def stall(options: argparse.Namespace) -> None:
             remote.hear()
         stalls: dict[str, list[float]] = {}
         trainers: dict[str, list[float]] = {}
+        phases: dict[str, list[dict[str, float]]] = {}
         version = 0
         for number in range(min(options.rounds, 3) + 1):
             for transport, readers in rollouts.items():
@@ -398,6 +399,7 @@ def stall(options: argparse.Namespace) -> None:
                     reader.ask("unpublish", "digested")
                 if number:
                     stalls.setdefault(transport, []).append(max(report["stall"] for report in reports))
+                    phases.setdefault(transport, []).append(max(reports, key=lambda report: report["stall"])["phases"])
                     trainers.setdefault(transport, []).append(trainer_s)
             for rank in ranks:
                 rank.tell("broadcast")
@@ -406,7 +408,12 @@ def stall(options: argparse.Namespace) -> None:
                 stalls.setdefault("gloo", []).append(max(taken[1:]))
                 trainers.setdefault("gloo", []).append(taken[0])
         for way, found in stalls.items():
-            note = f"{_spread(found)}; the trainer {statistics.median(trainers[way]):.3g} s"
+            last = (
+                ", ".join(f"{name} {taken_s * 1e3:.1f}" for name, taken_s in phases[way][-1].items())
+                if way in phases
+                else ""
+            )
+            note = f"{_spread(found)}; the trainer {statistics.median(trainers[way]):.3g} s; phases in ms: {last or 'none'}"
             tell(f"stall of two rollouts, {nbytes // 2**30} GiB, {way}", statistics.median(found), "s", note=note)
     finally:
         for remote in reversed(started):

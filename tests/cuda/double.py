@@ -7,6 +7,7 @@ for a mark gets other bytes.
 from __future__ import annotations
 
 import ctypes
+import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -58,6 +59,22 @@ class Double:
         held: Any = (ctypes.c_char * len(content)).from_buffer(content)
         self._allocations.append(held)
         return DeviceBytes(self, ctypes.addressof(held), len(content), held)
+
+    def side_by_side(self, content: bytes, sizes: Sequence[int]) -> list[DeviceBytes]:
+        """These bytes as allocations of so many bytes each, one right behind the other."""
+        whole, found = bytearray(content), list[DeviceBytes]()
+        for number, size in enumerate(sizes):
+            held: Any = (ctypes.c_char * size).from_buffer(whole, sum(sizes[:number]))
+            self._allocations.append(held)
+            found.append(DeviceBytes(self, ctypes.addressof(held), size, held))
+        return found
+
+    def room(self, address: int) -> int:
+        """See `Queue.room`."""
+        ends = [
+            ctypes.addressof(each) + ctypes.sizeof(each) for each in self._allocations if ctypes.addressof(each) <= address
+        ]
+        return min([end - address for end in ends if end > address], default=sys.maxsize)
 
     def digests(self, places: Sequence[tuple[int, int]]) -> list[int]:
         self.launches += 1
@@ -139,7 +156,11 @@ class LateQueue:
         self._done = 0
 
     def copy(self, to: int, source: int, nbytes: int) -> None:
+        assert nbytes <= min(self.room(to), self.room(source)), "cudaErrorInvalidValue: a copy that is in two allocations"
         self._copies.append((to, source, nbytes))
+
+    def room(self, address: int) -> int:
+        return self._device.room(address)
 
     def copy_many(self, pieces: Sequence[tuple[int, int, int]]) -> None:
         assert not self._device.is_beside, "an illegal address: this process' GPU is of no use any more"

@@ -29,7 +29,6 @@ from tensorhub.runtime.staging import Staging
 from tensorhub.runtime.tcp_channel import TcpTransport
 from tensorhub.testing.conformance import CHECKS, bytes_of
 from tensorhub.testing.serving import ServedSource
-from tensorhub.transport.base import Transport
 from tensorhub.transport.memory import copy_bytes
 from tensorhub.transport.registry import Local
 from tensorhub.types import Incarnation, Options
@@ -151,6 +150,31 @@ def test_what_is_only_asked_of_it_is_answered(device: CudaDevice) -> None:
     device.settle()
 
 
+def test_a_copy_may_cross_from_one_allocation_to_the_next(device: CudaDevice) -> None:
+    import cupy
+
+    size, runtime = 2 * 2**20, cupy.cuda.runtime
+    taken = sorted(runtime.malloc(size) for _ in range(64))
+    try:
+        adjacent = [each for each in taken if each + size in taken]
+        if not adjacent:
+            pytest.skip("no two allocations are adjacent here")
+        content = random.Random(8).randbytes(2 * size)
+        source, queue = on_gpu(device, content), device.queue()
+        assert queue.room(adjacent[0] + 5) == size - 5
+        for by_kernel in (False, True):
+            pieces = [(adjacent[0] + at, source.address + at, size // 4) for at in range(0, 2 * size, size // 4)]
+            copy_pieces(queue, pieces, by_kernel=by_kernel)
+            queue.mark().wait()
+            back = device.allocate(2 * size)
+            copy_pieces(queue, [(back.address, adjacent[0], 2 * size)])
+            queue.mark().wait()
+            assert bytes_of(back) == content
+    finally:
+        for each in taken:
+            runtime.free(each)
+
+
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="there is one GPU only")
 def test_many_pieces_of_another_gpu_are_copied_without_a_kernel(device: CudaDevice) -> None:
     content, other = random.Random(6).randbytes(100_000), cuda_device(1)
@@ -191,8 +215,11 @@ def test_a_capture_goes_on_while_other_threads_use_the_gpu(device: CudaDevice) -
 @pytest.mark.parametrize("check", CHECKS)
 @pytest.mark.parametrize("kind", [TcpTransport, CudaIpcTransport])
 def test_a_transport_keeps_the_rule(device: CudaDevice, kind: type[TcpTransport | CudaIpcTransport], check: str) -> None:
-    transport: Transport = kind(Local(Incarnation("reader"), (SECRET,), Options(stall_timeout_s=1.0, connect_timeout_s=5.0)))
-    CHECKS[check](transport, lambda: ServedSource(SECRET, shares=kind is CudaIpcTransport, device=device))
+    transport = kind(Local(Incarnation("reader"), (SECRET,), Options(stall_timeout_s=1.0, connect_timeout_s=5.0)))
+    try:
+        CHECKS[check](transport, lambda: ServedSource(SECRET, shares=kind is CudaIpcTransport, device=device))
+    finally:
+        transport.close()
 
 
 # ------------------------------------------------------------------------------------------------------- whole clusters

@@ -19,7 +19,17 @@ def copy_pieces(queue: Queue, pieces: Iterable[Piece], *, by_kernel: bool = True
         queue.copy_many(found)
     else:
         for piece in found:
-            queue.copy(*piece)
+            copy(queue, *piece)
+
+
+def copy(queue: Queue, to: int, source: int, nbytes: int) -> None:
+    """Queue one copy, in parts where it crosses from one allocation to the next: those of several tensors may be adjacent,
+    and CUDA refuses a copy that is in two of them ("invalid argument").
+    """
+    while nbytes:
+        part = min(nbytes, queue.room(to), queue.room(source))
+        queue.copy(to, source, part)
+        to, source, nbytes = to + part, source + part, nbytes - part
 
 
 def joined(pieces: Iterable[Piece]) -> Iterator[Piece]:

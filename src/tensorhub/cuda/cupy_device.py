@@ -314,6 +314,14 @@ class CudaQueue:
         with failures(f"copying {nbytes} bytes"):
             self._cupy.cuda.runtime.memcpyAsync(to, source, nbytes, _TO_WHEREVER, self._stream.ptr)
 
+    def room(self, address: int) -> int:
+        self._device.use()
+        try:
+            base, nbytes = driver.range_of(address)
+        except driver.DriverError:  # of host memory
+            return sys.maxsize
+        return max(1, base + nbytes - address)
+
     def copy_many(self, pieces: Sequence[tuple[int, int, int]]) -> None:
         rows = list(cut_rows([(source, to, nbytes) for to, source, nbytes in pieces]))
         if not rows:

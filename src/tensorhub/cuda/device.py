@@ -33,9 +33,12 @@ class Queue(Protocol):
     """Work for the device, done in its order. For one thread at a time."""
 
     def copy(self, to: int, source: int, nbytes: int) -> None:
-        """Copy between addresses of this process, on the device or page-locked on the host. Both must stay as they are
-        until a later mark is reached.
+        """Copy between addresses of this process, on the device or page-locked on the host, each end within one allocation
+        (`copies.copy` sees to that). Both must stay as they are until a later mark is reached.
         """
+
+    def room(self, address: int) -> int:
+        """Bytes from there to the end of its allocation; sys.maxsize where the device knows of none, as on the host."""
 
     def copy_many(self, pieces: Sequence[tuple[int, int, int]]) -> None:
         """Copy (to, source, bytes) by one kernel: all of them in this device's own memory, or opened on it."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Generator, Iterator, Sequence
 
+from tensorhub.cuda.copies import copy
 from tensorhub.cuda.device import Device, Mark
 from tensorhub.transport.memory import address_of
 
@@ -55,7 +56,7 @@ class Staging:
             return None
         buffer, self._next = self._next, (self._next + 1) % len(self.buffers)
         for here, (address, nbytes) in self._parts(piece, buffer):
-            self._queue.copy(here, address, nbytes)
+            copy(self._queue, here, address, nbytes)
         return self.buffers[buffer][: _bytes_of(piece)], self._queue.mark()
 
     def incoming(self, places: Sequence[Place]) -> Generator[memoryview]:
@@ -70,7 +71,7 @@ class Staging:
                     mark.wait()
                 yield self.buffers[half][: _bytes_of(piece)]
                 for here, (address, nbytes) in self._parts(piece, half):
-                    self._queue.copy(address, here, nbytes)
+                    copy(self._queue, address, here, nbytes)
                 marks[half] = self._queue.mark()
                 half ^= 1
         finally:
@@ -82,7 +83,7 @@ class Staging:
         """Copy these (to, source, bytes), from the buffers to the device, and wait for that."""
         try:
             for piece in pieces:
-                self._queue.copy(*piece)
+                copy(self._queue, *piece)
         finally:
             self._queue.mark().wait()
 
