@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import socket
 import threading
@@ -40,7 +41,7 @@ from tensorhub.runtime.serving import SharedOwner
 from tensorhub.testing.conformance import CHECKS, SIZES, Target, content
 from tensorhub.testing.serving import ServedSource
 from tensorhub.transport import rdma, tcp
-from tensorhub.transport.base import Arrival, Cutter, NotShared, ReadFailure, ReadRight, Unusable
+from tensorhub.transport.base import Arrival, Channel, Cutter, NotShared, ReadFailure, ReadRight, Unusable
 from tensorhub.transport.rdma import Port, said_of
 from tensorhub.transport.registry import Local
 from tensorhub.types import ContentId, Endpoint, Incarnation, LeaseId, Options, RegistrationId
@@ -80,6 +81,29 @@ def test_the_conversation_keeps_the_rule(transport: RdmaTransport, check: str) -
         return sources[-1]
 
     CHECKS[check](transport, make)
+
+
+def _receive_until_it_fails(channel: Channel, named: list[int]) -> None:
+    while isinstance(answer := channel.receive(2**30), Arrival):
+        named.extend(chunk for chunk, _ in answer.chunks)
+
+
+@pytest.mark.parametrize("point", range(1, len(SIZES) + 1))
+def test_what_is_overwritten_between_two_reads_is_not_named(
+    transport: RdmaTransport, fabric: FakeFabric, source: ServedSource, point: int
+) -> None:
+    reads, target = itertools.count(), Target()
+    channel = transport.open(source.endpoint, source.right, target, Cutter())
+    try:
+        fabric.only.before_read = lambda: source.take_back() if next(reads) == point else None
+        channel.submit(range(len(SIZES)))
+        named = list[int]()
+        with pytest.raises(ReadFailure):
+            _receive_until_it_fails(channel, named)
+        assert all(target.holds(chunk) == content(chunk) for chunk in named)
+        assert next(reads) > point
+    finally:
+        channel.close()
 
 
 @pytest.fixture

@@ -7,7 +7,7 @@ import mmap
 import os
 import threading
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from tensorhub.messages import QueueCard
@@ -71,6 +71,7 @@ class _Device(Device):
         self._memories = weakref.WeakKeyDictionary()
         self._pages: dict[int, Any] = {}
         self.fault: OSError | None = None  # of each registration from now on
+        self.before_read: Callable[[], object] = lambda: None  # each work request
 
     def keys(self, memory: Spanned, address: int, nbytes: int) -> Keys:
         if self.fault is not None:
@@ -123,6 +124,8 @@ class _ReaderQueue(_Queue, ReaderQueue):
 
     def post(self, moves: Sequence[Move], first: int, signaled: frozenset[int], fenced: frozenset[int]) -> None:
         for number, move in enumerate(moves, first):
+            assert isinstance(self.device, _Device)
+            self.device.before_read()
             status = self._read(move)
             self._has_failed = self._has_failed or status != 0
             if status or number in signaled:

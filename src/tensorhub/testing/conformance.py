@@ -30,6 +30,8 @@ from tensorhub.types import ContentId, Endpoint, Incarnation, RegistrationId
 
 SIZES: Final = (1, 4096, 70_000, 3, 4096, 2**20, 5, 4096)  # bytes of each chunk of a source
 SOON_S: Final = 3.0  # what must be soon takes less, on any machine
+TEARS_MAX: Final = 32  # points of one read at which it is torn
+HELD_UP_S: Final = 0.2  # for what is taken back there: an owner that copies by itself does so first
 CANARY: Final = 0xA5  # what a destination holds before anything arrives
 
 
@@ -206,6 +208,93 @@ def check_taken_back(transport: Transport, make_source: MakeSource) -> None:
         )
 
 
+def check_torn(transport: Transport, make_source: MakeSource) -> None:
+    """2: nothing is named that was overwritten while it was copied. The source takes everything back at the n-th point at
+    which the read asks for something of the reader's (where a chunk goes, whether it was cut): before, between and after the
+    calls that copy. A reader that looks at the generation before it copies, and not afterwards, names torn bytes.
+    """
+    for bytes_max in (SIZES[5], 2**30):  # digested in the cache, and not
+        for point in range(TEARS_MAX):
+            with _made(make_source) as source:
+                for chunk in range(len(SIZES)):
+                    source.fill(chunk, content(chunk))
+                tear = _Tear(source, point)
+                target = _TearingTarget(_device_of(source), tear)
+                channel = transport.open(source.endpoint, source.right, target, _TearingCutter(tear))
+                try:
+                    _check_torn(channel, target, tear, bytes_max)
+                finally:
+                    channel.close()
+                    tear.end()
+            if tear.left >= 0:  # the read has no more points than that
+                break
+
+
+def _check_torn(channel: Channel, target: Target, tear: _Tear, bytes_max: int) -> None:
+    channel.submit(range(len(SIZES)))
+    named: dict[int, int | None] = {}
+    tear.is_armed = True
+
+    def go_on() -> None:
+        while len(named) < len(SIZES):
+            _take(channel.receive(bytes_max), named)
+
+    failure = _failure(go_on)
+    tear.is_armed = False
+    _demand(failure is None or failure.reason in ("refused", "lost"), 4, f"it failed as {failure}")
+    for chunk in named:
+        _demand(target.holds(chunk) == content(chunk), 2, f"chunk {chunk} was overwritten while it was copied, and named")
+
+
+class _Tear:
+    """Has the source take everything back at one of the read's points."""
+
+    def __init__(self, source: Source, point: int) -> None:
+        self.left = point  # points until then; -1: it has been taken back
+        self.is_armed = False
+        self._thread = threading.Thread(target=source.take_back)
+
+    def pass_point(self) -> None:
+        if not self.is_armed or self.left < 0:
+            return
+        self.left -= 1
+        if self.left < 0:
+            self._thread.start()
+            self._thread.join(HELD_UP_S)
+
+    def end(self) -> None:
+        """Wait until the source has it back, if it was taken."""
+        if self.left < 0:
+            self._thread.join()
+
+
+class _TearingTarget(Target):
+    def __init__(self, device: Device | None, tear: _Tear) -> None:
+        super().__init__(device)
+        self._tear = tear
+
+    def buffer(self, chunk: int) -> memoryview:
+        self._tear.pass_point()
+        return super().buffer(chunk)
+
+    def address(self, chunk: int) -> int:
+        self._tear.pass_point()
+        return super().address(chunk)
+
+
+class _TearingCutter(Cutter):
+    __slots__ = ("_tear",)
+
+    def __init__(self, tear: _Tear) -> None:
+        super().__init__()
+        self._tear = tear
+
+    @property
+    def is_cut(self) -> bool:
+        self._tear.pass_point()
+        return super().is_cut
+
+
 def check_rights(transport: Transport, make_source: MakeSource) -> None:
     """4: another registration, generation, content or incarnation is not read, and nothing is written."""
     with _made(make_source) as source:
@@ -364,6 +453,7 @@ CHECKS: Final[Mapping[str, Check]] = {
         check_bytes_max,
         check_spoilt,
         check_taken_back,
+        check_torn,
         check_rights,
         check_again,
         check_lacking,
