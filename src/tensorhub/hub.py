@@ -273,7 +273,10 @@ class Hub:
     @overload
     async def describe(self, model: None = None, timeout: float | None = None) -> tuple[ModelInfo, ...]: ...
     async def describe(self, model: str | None = None, timeout: float | None = None) -> ModelInfo | tuple[ModelInfo, ...]:
-        """What the coordinator knows of one model, or (None) of all. Raises VersionUnavailable for an unknown model."""
+        """What the coordinator knows of one model, or (None) of all, by name; what was done before the call is in it.
+
+        Of all, each model is as it is at some time during the call. Raises VersionUnavailable for an unknown model.
+        """
         if model is not None:
             check_name("model", model)
         found = await self._thread.call(self._worker.questions.describe, model, self._worker.timeout_s(timeout))

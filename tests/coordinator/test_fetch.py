@@ -35,7 +35,7 @@ def in_mid_read(cluster: PureCluster, fetcher: Handle) -> Asked:
 
 
 def described(cluster: PureCluster) -> ModelInfo:
-    return views.describe(cluster.coordinator.cluster, cluster.coordinator.cluster.models["actor"])
+    return views.describe(cluster.coordinator.cluster.models["actor"])
 
 
 def assert_nothing_is_left(cluster: PureCluster, groups: list[list[Handle]]) -> None:

@@ -29,7 +29,7 @@ def holders(*names: str) -> tuple[PureCluster, list[Handle]]:
 
 
 def shard_states(cluster: PureCluster) -> dict[str, str]:
-    info = describe(cluster.coordinator.cluster, cluster.coordinator.cluster.models["actor"])
+    info = describe(cluster.coordinator.cluster.models["actor"])
     return {shard.worker: shard.state for replica in info.replicas for shard in replica.shards}
 
 

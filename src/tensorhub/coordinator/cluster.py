@@ -6,6 +6,7 @@ departments'; nor for what there is: see `entities`.
 
 from __future__ import annotations
 
+from bisect import bisect_left, bisect_right, insort
 from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -50,6 +51,7 @@ class Cluster:
         self.lost: dict[str, None] = {}  # incarnations that must not come back; the newest LOST_KEPT_MAX
         self.members: dict[str, Member] = {}  # by registration id
         self.models: dict[str, Model] = {}
+        self.model_names: list[str] = []  # theirs, sorted
         self.leases: dict[str, ReadLease] = {}  # ACTIVE and FENCING ones
         self.records: dict[int, Operation] = {}  # whose entries are on their way to the store
         self.orders: dict[int, Order] = {}  # whose entries are on their way to the store
@@ -168,14 +170,21 @@ class Cluster:
         model = self.models.get(name)
         if model is None:
             model = self.models[name] = Model(name)
+            insort(self.model_names, name)
             self.note(model)
         return model
+
+    def models_after(self, name: str | None) -> Iterator[Model]:
+        """All models, or those whose names come after that one, by name."""
+        start = 0 if name is None else bisect_right(self.model_names, name)
+        return (self.models[self.model_names[place]] for place in range(start, len(self.model_names)))
 
     def forget_if_unused(self, model: Model) -> None:
         """A name that was only watched, waited for or fetched in vain is not known for good."""
         ordered = any(order.model is model for order in self.orders.values())
         if not model.is_used and not ordered:
             del self.models[model.name]
+            del self.model_names[bisect_left(self.model_names, model.name)]
 
     def operations(self) -> Iterator[Operation]:
         for model in self.models.values():

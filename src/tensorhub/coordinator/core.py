@@ -431,16 +431,15 @@ class Coordinator(Stateful[CoordinatorState]):
     def _describe(self, session: Session, message: Describe) -> None:
         cluster = self.cluster
         if message.model is None:
-            chosen = [cluster.models[name] for name in sorted(cluster.models)]
+            models, more = views.page(cluster, message.after)
         elif message.model in cluster.models:
-            chosen = [cluster.models[message.model]]
+            models, more = (views.describe(cluster.models[message.model]),), False
         else:
-            known = ", ".join(sorted(cluster.models)[:20]) or "none yet"
+            known = ", ".join(cluster.model_names[:20]) or "none yet"
             error = VersionUnavailable(f"no model {message.model!r} is known here; known models: {known}")
             cluster.send(session.number, Refused(message.request, ErrorInfo.of(error)))
             return
-        models = tuple(views.describe(cluster, model) for model in chosen)
-        cluster.send(session.number, Description(message.request, models))
+        cluster.send(session.number, Description(message.request, models, more))
 
     # ------------------------------------------------------------------------------------------------ consequences
 

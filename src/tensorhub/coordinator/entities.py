@@ -106,6 +106,7 @@ class Member:
     holding: Holding | None = None  # what its memory holds or is filled with; None while its own to write
     tellings: int = 0  # how often what its owner is told of being kept has changed
     leaving: list[Holding] = field(default_factory=list)  # withdrawn holdings whose fence is not confirmed yet
+    reads: dict[str, ReadLease] = field(default_factory=dict)  # by id; the ACTIVE and FENCING leases of this reader
 
     @property
     def fits_any_layout(self) -> bool:
@@ -453,6 +454,7 @@ class Model:
     withdrawals: dict[str, Withdrawal] = field(default_factory=dict)  # by registration; those not granted
     handovers: dict[str, Handover] = field(default_factory=dict)  # by the copy's id; those under way
     copies: dict[str, Member] = field(default_factory=dict)  # by registration; those in host memory that retain a version
+    leases: dict[str, ReadLease] = field(default_factory=dict)  # by id; the ACTIVE and FENCING ones on its holdings
     watchers: set[int] = field(default_factory=set)  # sessions
     announced: VersionInfo | None = None  # what the watchers were told last
     rollbacks: deque[Order] = field(default_factory=deque)  # not decided; the first may be on its way to the store

@@ -69,6 +69,7 @@ def check_counts(cluster: Cluster) -> None:
         nbytes = sum(len(member.manifest) for member in worker.members.values())
         _demand(cluster.manifest_bytes[worker.incarnation] == nbytes, "a worker's manifests are counted", worker)
     _demand(cluster.manifest_bytes.keys() <= cluster.workers.keys(), "only of those who are there", cluster.manifest_bytes)
+    _demand(cluster.model_names == sorted(cluster.models), "models are known by name", cluster.model_names)
     pins = Counter(pin.incarnation for model in cluster.models.values() for pin in model.pins.values())
     _demand(cluster.pins == pins, "pins are counted", cluster.pins)
     waiting = [*cluster.orders.values(), *(order for model in cluster.models.values() for order in model.unanswered)]
@@ -163,6 +164,8 @@ def _member(cluster: Cluster, member: Member) -> None:
         _demand(holding.leaving, "what is withdrawn takes no readers", holding)
         _demand(holding not in holding.version.holdings[member.shard], "a leaving holding is no candidate", holding)
         _held(member, holding)
+    for ident, lease in member.reads.items():
+        _demand(cluster.leases.get(ident) is lease, "ended leases are forgotten", lease)
     is_copy = group.model.copies.get(registration) is member
     _demand(is_copy == (member.purpose is Purpose.RETENTION), "copies that retain a version are known", member)
     withdrawal = group.model.withdrawals.get(registration)
@@ -366,13 +369,16 @@ def _lease(cluster: Cluster, lease: ReadLease) -> None:
         _withdrawal(cluster, model, withdrawal)
     if cluster.leases.get(lease.id) is not lease:
         _demand(lease.state in (LeaseState.FENCED, LeaseState.RELEASED), "only ended leases are forgotten", lease)
-        _demand(lease.id not in holding.readers and lease.id not in part.leases, "ended leases are forgotten", lease)
+        indexes = (holding.readers, holding.member.group.model.leases, part.leases, part.member.reads)
+        _demand(not any(lease.id in each for each in indexes), "ended leases are forgotten", lease)
         return
     _demand(lease.state in (LeaseState.ACTIVE, LeaseState.FENCING), "ended leases are forgotten", lease)
     _demand(holding.readers.get(lease.id) is lease, "a source knows its leases", lease)
+    _demand(holding.member.group.model.leases.get(lease.id) is lease, "a model knows its leases", lease)
     if lease.state is LeaseState.ACTIVE:
         operation = part.operation
-        _demand(part.leases.get(lease.id) is lease, "a reader knows its leases", lease)
+        known = part.leases.get(lease.id) is lease and part.member.reads.get(lease.id) is lease
+        _demand(known, "a reader knows its leases", lease)
         _demand(operation.state is OperationState.RUNNING, "only running operations read", lease)
         _demand(holding.version is operation.version, "a lease is of the bound version (G4)", lease)
         _demand(not _cyclic(holding), "nobody counts on itself (R9)", lease)

@@ -17,4 +17,5 @@ ORDERS_OF_SESSION_MAX = 4096  # retain, pin and unpin: what is not answered yet
 LEAVING_OF_RANK_MAX = 16  # generations that a rank took back without saying that its fence stands
 DECISIONS_MAX = 4096  # groups whose newest commit is remembered; those of groups that are there stay in any case
 INQUIRIES_MAX = 64  # readers of one holding of which it is remembered when they last got a bad chunk
+DESCRIBED_MAX = 256  # models, versions, replicas, shards, leases and workers of one answer; one model is never cut
 ERROR_CHARS_MAX = 2000  # of an error that one rank passes on to others

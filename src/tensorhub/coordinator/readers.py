@@ -44,9 +44,11 @@ class Readers:
         lease = ReadLease(self._cluster.new_id(), part, holding, patch=patch)
         lease.story.note(self._cluster.cause, self._cluster.now, "granted")
         self._cluster.leases[lease.id] = holding.readers[lease.id] = part.leases[lease.id] = lease
+        model = holding.member.group.model
+        model.leases[lease.id] = part.member.reads[lease.id] = lease
         readers = holding.active_readers()
         holding.readers_most = max(readers, holding.readers_most if readers > 1 else 0)
-        self._cluster.note(lease, part.member, part.operation, holding.member)
+        self._cluster.note(lease, part.member, part.operation, holding.member, model)
         return self.to_grant(lease)
 
     def learn(self, part: RankPart, flows: Iterable[Flow]) -> None:
@@ -244,7 +246,7 @@ class Readers:
 
     def reader_lost(self, member: Member) -> None:
         """The reader is gone: its sources are told to cut it off, also where it was told already to stop by itself."""
-        for lease in [lease for lease in self._cluster.leases.values() if lease.part.member is member]:
+        for lease in list(member.reads.values()):
             self.fence(lease, "reader lost")
             owner = lease.holding.member
             if self._cluster.members.get(owner.registration) is owner:
@@ -256,9 +258,11 @@ class Readers:
         self._cluster.tell(lease.holding.member, CutReader(lease.id, lease.part.member.worker.incarnation))
 
     def _forget(self, lease: ReadLease) -> None:
-        self._cluster.leases.pop(lease.id, None)
-        lease.part.leases.pop(lease.id, None)
-        lease.holding.readers.pop(lease.id, None)
+        holding, part = lease.holding, lease.part
+        model = holding.member.group.model
+        for known in (self._cluster.leases, model.leases, holding.readers, part.leases, part.member.reads):
+            known.pop(lease.id, None)
+        self._cluster.note(model, part.member)
         self._reader_less(lease.holding)
         if lease.part.wants_source:
             self._cluster.changed(lease.part.operation)

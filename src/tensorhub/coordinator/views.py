@@ -2,12 +2,30 @@
 
 from __future__ import annotations
 
+from tensorhub.coordinator import limits
 from tensorhub.coordinator.cluster import Cluster
 from tensorhub.coordinator.entities import Model, Replica
 from tensorhub.types import LeaseView, ModelInfo, ReplicaView, ShardView, VersionView, WorkerView
 
 
-def describe(cluster: Cluster, model: Model) -> ModelInfo:
+def page(cluster: Cluster, after: str | None) -> tuple[tuple[ModelInfo, ...], bool]:
+    """The models after that name, as many as one answer has room for but one at least; and whether there are more."""
+    models, entries = list[ModelInfo](), 0
+    for model in cluster.models_after(after):
+        if entries >= limits.DESCRIBED_MAX:
+            return tuple(models), True
+        models.append(describe(model))
+        entries += _entries(models[-1])
+    return tuple(models), False
+
+
+def _entries(model: ModelInfo) -> int:
+    """What describing it has cost."""
+    shards = sum(len(replica.shards) for replica in model.replicas)
+    return 1 + len(model.versions) + len(model.replicas) + shards + len(model.leases) + len(model.workers)
+
+
+def describe(model: Model) -> ModelInfo:
     """Versions, replicas, leases and workers of one model, each in a stable order."""
     retained = model.retained()
     versions = tuple(
@@ -34,8 +52,7 @@ def describe(cluster: Cluster, model: Model) -> ModelInfo:
             rank=lease.part.shard,
             state=lease.state.value,
         )
-        for lease in cluster.leases.values()
-        if lease.holding.member.group.model is model
+        for lease in model.leases.values()
     )
     mine = {m.worker.incarnation: m.worker for g in model.groups.values() for m in g.members.values()}
     workers = tuple(

@@ -214,8 +214,11 @@ class Announce:
 
 @dataclass(frozen=True, slots=True)
 class Description:
+    """Answer to Describe. Each model is as it is now; `more`: there are further ones, after the last of these."""
+
     request: U64
     models: Annotated[tuple[ModelInfo, ...], Length(2**16)]
+    more: bool = False
 
 
 FromCoordinator = (

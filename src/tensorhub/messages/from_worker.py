@@ -265,10 +265,11 @@ class Check:
 
 @dataclass(frozen=True, slots=True)
 class Describe:
-    """Ask for one model, or all of them (None)."""
+    """Ask for one model, or all of them (None), a page at a time, by name: those after `after`."""
 
     request: U64
     model: Name | None
+    after: Name | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Protocol
 
 import anyio
@@ -67,7 +68,11 @@ class Questions:
 
     async def ask(self, make: Callable[[int], FromWorker], what: str, timeout_s: float) -> Answer:
         """Raises what the coordinator refuses with, CoordinatorUnavailable, OperationTimeout."""
-        with anyio.move_on_after(timeout_s):
+        return await self._ask(make, what, timeout_s, anyio.current_time() + timeout_s)
+
+    async def _ask(self, make: Callable[[int], FromWorker], what: str, timeout_s: float, deadline: float) -> Answer:
+        """The same, of `timeout_s` seconds for several questions, which end at `deadline`."""
+        with anyio.CancelScope(deadline=deadline):
             while True:
                 request = next(self._numbers)
                 event, answers = anyio.Event(), list[Answer]()
@@ -89,10 +94,19 @@ class Questions:
         raise OperationTimeout(f"{what}: the coordinator did not answer within {timeout_s:g} s")
 
     async def describe(self, model: str | None, timeout_s: float) -> tuple[ModelInfo, ...]:
-        """What the coordinator knows of one model, or of all."""
-        answer = await self.ask(lambda request: Describe(request, model), "describe", timeout_s)
-        assert isinstance(answer, Description)
-        return answer.models
+        """What the coordinator knows of one model, or of all: each as it is during this call, which asks for a page at a
+        time.
+        """
+        deadline = anyio.current_time() + timeout_s
+        found: list[ModelInfo] = []
+        is_last = False
+        while not is_last:
+            after = found[-1].model if found else None
+            answer = await self._ask(partial(Describe, model=model, after=after), "describe", timeout_s, deadline)
+            assert isinstance(answer, Description)
+            found += answer.models
+            is_last = not (answer.more and answer.models)
+        return tuple(found)
 
     async def manifest(self, info: VersionInfo, shard: int, timeout_s: float) -> bytes:
         """The encoded manifest of one shard of a version. VersionUnavailable if it has no such shard, or is no more."""

@@ -69,14 +69,23 @@ class _Session:
     outbox: MemoryObjectSendStream[FromCoordinator | None]
     secret: bytes  # by which its peer has proved itself, or to which its read-only one belongs
     scope: anyio.CancelScope = field(default_factory=anyio.CancelScope)
-    taken: anyio.Event = field(default_factory=anyio.Event)  # set when the peer takes something
+    moved: anyio.Event = field(default_factory=anyio.Event)  # see `wait_moved`
     is_ending: bool = False  # its last words are being said
+    is_saying: bool = False  # a message is on its way to the peer
+
+    def unread(self) -> int:
+        """How many messages the peer has not taken."""
+        return self.outbox.statistics().current_buffer_used + self.is_saying
 
     async def wait_taken(self, unread_max: int) -> None:
-        """Until at most so many messages wait to be taken."""
-        while self.outbox.statistics().current_buffer_used > unread_max:
-            self.taken = anyio.Event()
-            await self.taken.wait()
+        """Until there are at most so many of those."""
+        while self.unread() > unread_max:
+            await self.wait_moved()
+
+    async def wait_moved(self) -> None:
+        """Until another one is made ready for the peer, or is taken."""
+        self.moved = anyio.Event()
+        await self.moved.wait()
 
 
 class CoordinatorServer:
@@ -98,6 +107,7 @@ class CoordinatorServer:
         self._crowding = Tally(log.warning, "stranger_thrown_out")
         self._refusals = Tally(log.warning, "peer_refused")
         self._shortages = Tally(log.warning, "accept_failed")
+        self._turns = {False: anyio.Lock(), True: anyio.Lock()}  # of those that ask at length: read-only ones among them
         self._core: Coordinator
 
     def __repr__(self) -> str:
@@ -297,7 +307,7 @@ class CoordinatorServer:
             with session.scope, outbox, to_say:
                 async with anyio.create_task_group() as tasks:
                     tasks.start_soon(self._talk, messages, to_say, session, tasks.cancel_scope)
-                    await self._hear(messages, number, session)
+                    await self._hear(messages, number, session, self._turns[handshake.read_only])
                     tasks.cancel_scope.cancel()
         except* (ConnectionLost, TensorHubError) as group:
             raise group.exceptions[0] from None
@@ -305,19 +315,36 @@ class CoordinatorServer:
             del self._sessions[number]
             self._step(Disconnected(number))
 
-    async def _hear(self, messages: MessageStream[FromWorker], number: int, session: _Session) -> None:
+    async def _hear(self, messages: MessageStream[FromWorker], number: int, session: _Session, turn: anyio.Lock) -> None:
         """Pass on what the peer says, in turns, for as long as it takes what it is told."""
         heard = 0
         async for message in messages:
             if isinstance(message, Join) and not session.is_ending:
                 session.scope.deadline = math.inf
                 messages.limit_received(self._options.frame_bytes_max)
-            # Large answers one by one: nobody has many of them made, and leaves them here.
-            await session.wait_taken(0 if isinstance(message, Describe | GetManifest) else ANSWERS_UNREAD_MAX)
-            self._step(Received(number, message))
+            if isinstance(message, Describe | GetManifest):
+                await self._answer_at_length(number, session, message, turn)
+            else:
+                await session.wait_taken(ANSWERS_UNREAD_MAX)
+                self._step(Received(number, message))
             heard += 1
             if heard % MESSAGES_PER_TURN == 0:
                 await anyio.lowlevel.checkpoint()
+
+    async def _answer_at_length(
+        self, number: int, session: _Session, message: Describe | GetManifest, turn: anyio.Lock
+    ) -> None:
+        """What takes time to work out and to encode is done for one session at a time, and everybody else has a turn before
+        the next; nobody has many of them made, and leaves them here.
+        """
+        while True:
+            await session.wait_taken(0)
+            async with turn:
+                if not session.unread():  # nothing is in the way: the answer is encoded at once
+                    self._step(Received(number, message))
+                    if session.unread():
+                        await session.wait_moved()
+                    return
 
     @staticmethod
     async def _talk(
@@ -330,8 +357,11 @@ class CoordinatorServer:
         async for message in to_say:
             if message is None:
                 break
-            session.taken.set()
+            session.is_saying = True
+            session.moved.set()
             await messages.send(message)
+            session.is_saying = False
+            session.moved.set()
         scope.cancel()
 
 

@@ -1,0 +1,216 @@
+"""`describe` of everything: a page at a time, so that nobody else waits for it; and never older than what the asker did."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any, NoReturn
+
+import anyio
+import anyio.lowlevel
+import pytest
+
+from tensorhub.coordinator import Connected, Coordinator, Received, Send, limits, views
+from tensorhub.coordinator.entities import Session
+from tensorhub.messages import Describe, Description, Heartbeat, HeartbeatAck, Leave
+from tensorhub.runtime.server import CoordinatorServer
+from tensorhub.testing import PureCluster
+from tests.rig import OPTIONS, WAIT_S, connect, nothing_left, until
+from tests.runtime.test_server import JOIN, serving, talk
+
+MODELS = 2000
+OBSERVER = 1000
+DEAF = 2**40  # a request's number
+
+
+def crowd(coordinator: Coordinator, models: int = MODELS, prefix: str = "model") -> list[str]:
+    """So many models are known; returns their names."""
+    names = [f"{prefix}-{number:05d}" for number in range(models)]
+    for name in reversed(names):
+        coordinator.cluster.model(name).retain = 1
+    return names
+
+
+async def test_everything_is_described_a_page_at_a_time_while_heartbeats_are_answered(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Eight sessions ask for everything at once. Counted are models that are described between two turns of the others."""
+    described, askers, beats, runs = 0, 8, 0, [0]
+    left = askers
+    describe = views.describe
+
+    def counting(*args: Any) -> Any:
+        nonlocal described
+        described += 1
+        return describe(*args)
+
+    async def others_turn() -> None:
+        while True:
+            before = described
+            await anyio.lowlevel.checkpoint()
+            runs.append(described - before)
+
+    async def ask(server: CoordinatorServer, names: list[str]) -> None:
+        nonlocal left
+        async with connect(server.address) as hub:
+            found = await hub.describe()
+        assert [model.model for model in found] == names
+        left -= 1
+
+    async def beat(server: CoordinatorServer) -> None:
+        nonlocal beats
+        async with await talk(server, JOIN) as messages:
+            await messages.receive()  # Welcome
+            sequence = 0
+            while left:
+                sequence += 1
+                await messages.send(Heartbeat(sequence))
+                assert await messages.receive() == HeartbeatAck(sequence)
+                beats += 1
+
+    monkeypatch.setattr(views, "describe", counting)
+    async with nothing_left(), serving(OPTIONS) as server:
+        names = crowd(server._core)
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(others_turn)
+            tasks.start_soon(beat, server)
+            for _ in range(askers):
+                tasks.start_soon(ask, server, names)
+            await until(lambda: not left)
+            tasks.cancel_scope.cancel()
+    assert described == askers * MODELS
+    assert max(runs) <= 2 * limits.DESCRIBED_MAX
+    assert beats > MODELS // limits.DESCRIBED_MAX
+
+
+async def test_a_description_that_no_frame_could_carry_arrives_whole() -> None:
+    async with nothing_left(), serving(replace(OPTIONS, frame_bytes_max=65_536)) as server, connect(server.address) as hub:
+        names = crowd(server._core, prefix="m" * 100)
+        assert [model.model for model in await hub.describe()] == names
+
+
+async def test_who_asks_for_pages_and_takes_none_holds_nobody_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It has the turn only while nothing is in the way of its answer."""
+    asked: list[int] = []
+    describe = Coordinator._describe
+
+    def counting(self: Coordinator, session: Session, message: Describe) -> None:
+        asked.append(message.request)
+        describe(self, session, message)
+
+    monkeypatch.setattr(Coordinator, "_describe", counting)
+    async with nothing_left(), serving(OPTIONS) as server, connect(server.address) as hub:
+        names = crowd(server._core)
+        async with await talk(server, JOIN) as deaf:
+            for _ in range(5000):  # far more than the kernel holds the answers to
+                await deaf.send(Describe(DEAF, None))
+            answered = -1
+            with anyio.fail_after(WAIT_S):
+                while asked.count(DEAF) > answered:
+                    answered = asked.count(DEAF)
+                    assert [model.model for model in await hub.describe()] == names
+            assert answered < 5000
+
+
+# ---------------------------------------------------------------------------------------------------- what it shows
+
+
+def ask(cluster: PureCluster, message: Describe) -> Description:
+    (answer,) = cluster.coordinator.step(Received(OBSERVER, message), cluster.now)
+    assert isinstance(answer, Send)
+    assert isinstance(answer.message, Description)
+    return answer.message
+
+
+def pages(cluster: PureCluster) -> Iterator[Description]:
+    after: str | None = None
+    while True:
+        page = ask(cluster, Describe(1, None, after))
+        yield page
+        if not page.more:
+            return
+        after = page.models[-1].model
+
+
+def test_pages_have_every_model_once_and_no_page_is_large(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(limits, "DESCRIBED_MAX", 7)
+    cluster = PureCluster()
+    names = crowd(cluster.coordinator, 30)
+    trainer, _ = cluster.handle("trainer"), cluster.handle("reader")
+    cluster.run()
+    trainer.publish(1)
+    cluster.run()
+    cluster.coordinator.step(Connected(OBSERVER, "observer.1", "observer"), 0.0)
+    found = list(pages(cluster))
+    assert [model.model for page in found for model in page.models] == ["actor", *names]
+    # "actor" has two workers, a version, a replica and its shard: with it the page has room for one more.
+    assert [len(page.models) for page in found] == [2, 7, 7, 7, 7, 1]
+
+
+def test_what_was_acknowledged_before_the_question_is_in_its_answer() -> None:
+    cluster = PureCluster()
+    crowd(cluster.coordinator, 300)
+    trainer = cluster.handle("trainer")
+    cluster.run()
+    cluster.coordinator.step(Connected(OBSERVER, "observer.1", "observer"), 0.0)
+    for number in range(1, 5):
+        assert [model.mark for page in pages(cluster) for model in page.models if model.model == "actor"] == [
+            number - 1 or None
+        ]
+        call = trainer.publish(number)
+        cluster.run()
+        assert call.version is not None
+        assert call.version.version == number
+        trainer.unpublish()
+        cluster.run()
+
+
+def test_a_name_that_is_forgotten_leaves_no_gap() -> None:
+    """Between two pages the last model of the first one goes, and others come."""
+    cluster = PureCluster()
+    names = crowd(cluster.coordinator, 600)
+    cluster.coordinator.step(Connected(OBSERVER, "observer.1", "observer"), 0.0)
+    first = ask(cluster, Describe(1, None))
+    last = first.models[-1].model
+    core = cluster.coordinator.cluster
+    core.models[last].retain = 0
+    core.forget_if_unused(core.models[last])
+    core.model("a-new-one")
+    second = ask(cluster, Describe(2, None, last))
+    place = names.index(last) + 1
+    assert [model.model for model in second.models] == names[place : place + limits.DESCRIBED_MAX]
+
+
+class Unlooked(dict[str, Any]):
+    """What nobody walks through."""
+
+    def _walked(self) -> NoReturn:
+        raise AssertionError("all leases of the cluster are looked through for one model")
+
+    def values(self) -> Any:
+        self._walked()
+
+    def items(self) -> Any:
+        self._walked()
+
+    def __iter__(self) -> Any:
+        self._walked()
+
+
+def test_one_models_leases_are_found_without_looking_at_the_others() -> None:
+    cluster = PureCluster()
+    trainer, reader = cluster.handle("trainer"), cluster.handle("reader")
+    cluster.run()
+    trainer.publish(1)
+    cluster.run()
+    reader.replicate()
+    while reader.pull is None:
+        cluster.do(cluster.choices()[0])
+    core = cluster.coordinator.cluster
+    core.leases = Unlooked(core.leases)
+    cluster.coordinator.step(Connected(OBSERVER, "observer.1", "observer"), 0.0)
+    (model,) = ask(cluster, Describe(1, "actor")).models
+    assert [(lease.reader, lease.source) for lease in model.leases] == [("reader", "trainer")]
+    lost = core.members[reader.shard.registration].worker  # also what a lost reader reads is found without
+    cluster.coordinator.step(Received(lost.session or 0, Leave("")), cluster.now)
+    assert {lease.state.value for lease in dict.values(core.leases)} <= {"fencing"}
