@@ -16,6 +16,7 @@ import anyio.to_thread
 import pytest
 
 from tensorhub.messages import (
+    PROTOCOL_VERSION,
     ChunksFollow,
     ClientHello,
     Heartbeat,
@@ -29,7 +30,7 @@ from tensorhub.messages import (
     Welcome,
 )
 from tensorhub.protocol import codec
-from tensorhub.protocol.frames import PREFACE, frame
+from tensorhub.protocol.frames import PREFACE, FrameEncoder, FrameMac, frame
 from tensorhub.protocol.handshake import NONCE_BYTES, ClientHandshake
 from tensorhub.types import Location, Medium, Purpose, parse_address
 from tests.rig import CHUNK_BYTES, CHUNKS, WAIT_S, cluster, gated, holds, tensors, until
@@ -52,7 +53,7 @@ def register(manifest: bytes) -> Register:
     return Register(1, "r", "m", "g", 0, 0, 1, True, False, Medium.DEVICE, Purpose.USE, "", 1, 1, manifest, None)
 
 
-HELLO = ClientHello(1, "worker", "intruder", NONCE)
+HELLO = ClientHello(PROTOCOL_VERSION, "worker", "intruder", NONCE)
 UNPROVED = {
     "http": b"GET / HTTP/1.1\r\nHost: x\r\n\r\n",
     "noise": bytes(range(256)) * 64,
@@ -66,8 +67,8 @@ UNPROVED = {
     "an endless array": PREFACE + body(0xDD, 0xFF, 0xFF, 0xFF, 0xFF),
     "the proof first": PREFACE + said(Proof(NONCE), HELLO),
     "two hellos": PREFACE + said(HELLO, HELLO),
-    "the server's words": PREFACE + said(ServerHello(1, "coordinator", "x", NONCE)),
-    "a wrong role": PREFACE + said(ClientHello(1, "owner", "x", NONCE)),
+    "the server's words": PREFACE + said(ServerHello(PROTOCOL_VERSION, "coordinator", "x", NONCE)),
+    "a wrong role": PREFACE + said(ClientHello(PROTOCOL_VERSION, "owner", "x", NONCE)),
     "a reflected proof": PREFACE + said(HELLO, Proof(b"")),
     "no handshake at all": PREFACE + said(Join("w", Location(), (), 1, 0), Heartbeat(1)),
 }
@@ -105,8 +106,8 @@ def insult(address: Address, words: bytes) -> None:
         say(peer, words)
 
 
-def prove(peer: socket.socket, role: str) -> bytes:
-    """Go through the handshake; returns all that this side said."""
+def prove(peer: socket.socket, role: str) -> tuple[bytes, FrameMac]:
+    """Go through the handshake; returns all that this side said, and by what it goes on."""
     handshake = ClientHandshake(role, os.urandom(8).hex(), b"secret", os.urandom(NONCE_BYTES))
     words = b""
     while True:
@@ -114,20 +115,31 @@ def prove(peer: socket.socket, role: str) -> bytes:
         words += data
         peer.sendall(data)
         if handshake.done:
-            return words
+            return words, FrameMac(handshake.frame_keys[0])
         handshake.receive_data(peer.recv(handshake.bytes_wanted))
 
 
+def authentic(words: bytes, mac: FrameMac) -> bytes:
+    """The same, each frame with its mac; what is no frame stays as it is."""
+    encoder = FrameEncoder(2**27)
+    encoder.mac = mac
+    done = b""
+    while (end := 4 + int.from_bytes(words[:4], "big")) <= len(words) and end > 4:
+        done += encoder.frame(words[4:end])
+        words = words[end:]
+    return done + words
+
+
 def insult_proved(address: Address, role: str, words: bytes) -> None:
+    """By whoever has the token."""
     with connect(address) as peer:
-        prove(peer, role)
-        say(peer, words)
+        say(peer, authentic(words, prove(peer, role)[1]))
 
 
 def replay(address: Address, role: str) -> None:
     """What an honest peer has said on the way in lets nobody in again."""
     with connect(address) as peer:
-        words = prove(peer, role)
+        words, _ = prove(peer, role)
     with connect(address) as peer:
         peer.sendall(words)
         answer = b""

@@ -5,6 +5,7 @@ inputs of `corpus/`; `make fuzz` runs the same ones under a coverage-guided fuzz
 
     what comes from outside                                                                     target
     a connection's first bytes, frames           protocol.frames check_preface, FrameDecoder    frames
+    frames that passed through others' hands     protocol.frames FrameMac, FrameDecoder         relays
     a frame's body, for each kind of peer        protocol.codec.decode (forms)                  bodies, messages
     a handshake, of either side                  protocol.handshake                             handshakes
     another process' error                       messages.ErrorInfo.error                       errors

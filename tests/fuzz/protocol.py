@@ -11,7 +11,17 @@ from typing import Any
 from tensorhub.errors import AuthenticationFailed, ProtocolError, TensorHubError
 from tensorhub.messages import ErrorInfo, Heartbeat, Proof, Refused
 from tensorhub.protocol import codec
-from tensorhub.protocol.frames import HEADER_BYTES, MAGIC, PREFACE, FrameDecoder, check_preface, frame
+from tensorhub.protocol.frames import (
+    HEADER_BYTES,
+    MAC_BYTES,
+    MAGIC,
+    PREFACE,
+    FrameDecoder,
+    FrameEncoder,
+    FrameMac,
+    check_preface,
+    frame,
+)
 from tensorhub.protocol.handshake import FRAME_BYTES_MAX, NONCE_BYTES, ClientHandshake, Handshake, ServerHandshake
 from tests.fuzz.source import Source
 
@@ -61,16 +71,18 @@ def _check_prefaces(stream: bytes) -> None:
     assert refused or stream[:known] == PREFACE[: min(known, len(stream))]
 
 
-def _decode(stream: bytes, frame_bytes_max: int, piece_bytes: int) -> tuple[list[bytes], bool]:
+def _decode(stream: bytes, frame_bytes_max: int, piece_bytes: int, key: bytes = b"") -> tuple[list[bytes], bool]:
     """The frames, and whether the rest of the stream was refused, at its end as well."""
     decoder, found = FrameDecoder(frame_bytes_max), list[bytes]()
+    decoder.mac = FrameMac(key) if key else None
+    most = HEADER_BYTES + frame_bytes_max + (MAC_BYTES if key else 0)
     try:
         for at in range(0, len(stream), piece_bytes):
             decoder.receive_data(stream[at : at + piece_bytes])
             while (body := decoder.next_frame()) is not None:
                 found.append(body)
-            assert len(decoder._buffer) < HEADER_BYTES + frame_bytes_max
-            assert 0 < decoder.bytes_wanted <= HEADER_BYTES + frame_bytes_max
+            assert len(decoder._buffer) < most
+            assert 0 < decoder.bytes_wanted <= most
         decoder.receive_eof()
     except ProtocolError as error:
         assert len(str(error)) < ERROR_CHARS_MAX
@@ -88,6 +100,48 @@ def _plainly(stream: bytes, frame_bytes_max: int) -> tuple[list[bytes], bool]:
         found.append(body[:size])
         stream = body[size:]
     return found, False
+
+
+KEYS = (b"k" * 32, b"l" * 32)  # of each direction
+
+
+def relays(data: bytes) -> None:
+    """Whatever somebody without the key does to frames with macs: what is taken is their beginning, as they were sent, and
+    whatever else comes is refused, however the stream is cut into pieces.
+    """
+    source = Source(data)
+    sent = [bytes([n]) * (1 + source.byte() % 40) for n in range(source.below(6))]
+    mine, theirs = (_sealed(sent, key) for key in KEYS)  # the other direction says the same
+    passed = list(mine)
+    for _ in range(source.below(4)):
+        kind, at = source.below(6), source.below(len(passed) + 1)
+        known = source.choice([b"", *mine, *theirs])
+        if kind == 0:
+            passed.insert(at, known)
+        elif kind == 1:
+            passed.insert(at, source.blob(60))
+        elif at < len(passed):
+            piece = passed.pop(at)
+            if kind == 2 and piece:
+                place = source.below(len(piece))
+                passed.insert(at, piece[:place] + bytes([piece[place] ^ source.byte()]) + piece[place + 1 :])
+            elif kind == 3:
+                passed.insert(source.below(len(passed) + 1), piece)
+            elif kind == 4:
+                passed.insert(at, piece[: source.below(len(piece) + 1)])
+    stream = b"".join(passed)
+    with bounded(data, per_byte=200):
+        found, refused = _decode(stream, 60, 1 + source.byte(), KEYS[0])
+    assert found == sent[: len(found)]
+    known_bytes = sum(map(len, mine[: len(found)]))
+    assert stream[:known_bytes] == b"".join(mine)[:known_bytes]
+    assert refused == (len(stream) > known_bytes)
+
+
+def _sealed(bodies: list[bytes], key: bytes) -> list[bytes]:
+    encoder = FrameEncoder(60)
+    encoder.mac = FrameMac(key)
+    return [encoder.frame(body) for body in bodies]
 
 
 # -------------------------------------------------------------------------------------------------------------- codec

@@ -21,7 +21,8 @@ class Target:
 
 
 TARGETS: Mapping[str, Target] = {
-    "frames": Target(protocol.frames, 150, 600),
+    "frames": Target(protocol.frames, 120, 600),
+    "relays": Target(protocol.relays, 30, 300),
     "bodies": Target(protocol.bodies, 250, 1000),
     "messages": Target(protocol.messages, 110, 300),
     "handshakes": Target(protocol.handshakes, 100, 300),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import tracemalloc
 
 import pytest
@@ -10,7 +11,18 @@ from hypothesis import given, strategies as st
 
 from tensorhub.errors import ProtocolError
 from tensorhub.messages import PROTOCOL_VERSION
-from tensorhub.protocol.frames import PREFACE, FrameDecoder, WrongVersion, check_preface, frame, header
+from tensorhub.protocol.frames import (
+    HEADER_BYTES,
+    MAC_BYTES,
+    PREFACE,
+    FrameDecoder,
+    FrameEncoder,
+    FrameMac,
+    NotAuthentic,
+    WrongVersion,
+    check_preface,
+    frame,
+)
 
 MOST = 100
 
@@ -105,17 +117,142 @@ def test_frames_that_nobody_takes_do_not_pile_up() -> None:
 @pytest.mark.parametrize("size", [0, MOST + 1])
 def test_a_frame_that_the_peer_would_refuse_is_not_made(size: int) -> None:
     with pytest.raises(ProtocolError, match="frame_bytes_max"):
-        header(size, MOST)
+        frame(bytes(size), MOST)
+
+
+# ------------------------------------------------------------------------------------------- frames after the handshake
+
+KEY = b"k" * 32
+BODIES = [b"one", b"two", b"two", b"\0" * MOST, b"five"]
+
+
+def sealed(*bodies: bytes, key: bytes = KEY, at: int = 0) -> list[bytes]:
+    """Frames of these bodies, each with its mac, the first of them with the number `at`."""
+    encoder = FrameEncoder(MOST)
+    encoder.mac = FrameMac(key)
+    for _ in range(at):
+        encoder.frame(b"before")
+    return [encoder.frame(body) for body in bodies]
+
+
+def opened(pieces: list[bytes], key: bytes = KEY) -> list[bytes]:
+    """The bodies that a receiver takes; NotAuthentic is raised."""
+    decoder = FrameDecoder(MOST)
+    decoder.mac = FrameMac(key)
+    found = []
+    for piece in pieces:
+        decoder.receive_data(piece)
+        found += drain(decoder)
+    return found
+
+
+def test_a_frame_after_the_handshake_is_what_it_was() -> None:
+    assert [each.hex() for each in sealed(b"hello", b"hello")] == [
+        "0000000568656c6c6f" + "c8b1172eef86f6c1698a2a5eec872d81",
+        "0000000568656c6c6f" + "a82451f6011390c6cd4bbe5a202f9ef6",
+    ]
+    assert HEADER_BYTES + len(b"hello") + MAC_BYTES == len(sealed(b"hello")[0])
+
+
+@given(st.lists(st.binary(min_size=1, max_size=MOST), max_size=5), st.data())
+def test_authentic_frames_come_out_whichever_way_they_arrive(bodies: list[bytes], data: st.DataObject) -> None:
+    stream, pieces = b"".join(sealed(*bodies)), []
+    while stream:
+        cut = data.draw(st.integers(1, len(stream)))
+        pieces.append(stream[:cut])
+        stream = stream[cut:]
+    assert opened(pieces) == bodies
+
+
+def test_reading_what_is_wanted_never_reads_beyond_an_authentic_frame() -> None:
+    stream = b"".join(sealed(*BODIES)) + b"payload"
+    decoder = FrameDecoder(MOST)
+    decoder.mac = FrameMac(KEY)
+    for body in BODIES:
+        while (found := decoder.next_frame()) is None:
+            wanted = decoder.bytes_wanted
+            assert 0 < wanted <= MOST + MAC_BYTES
+            decoder.receive_data(stream[:wanted])
+            stream = stream[wanted:]
+        assert found == body
+    assert (decoder.take_rest(), stream) == (b"", b"payload")
+
+
+def test_whatever_is_changed_in_a_frame_is_noticed() -> None:
+    (whole,) = sealed(b"body")
+    for place, bit in itertools.product(range(HEADER_BYTES, len(whole)), range(8)):
+        spoilt = bytearray(whole)
+        spoilt[place] ^= 1 << bit
+        with pytest.raises(NotAuthentic, match=r"not the next frame.*SECURITY\.md"):
+            opened([bytes(spoilt)])
+
+
+def test_a_frame_that_is_cut_or_stretched_is_noticed() -> None:
+    (whole,) = sealed(b"body")
+    for size in range(1, 12):
+        if size != 4:
+            with pytest.raises(NotAuthentic):
+                opened([size.to_bytes(4, "big") + whole[HEADER_BYTES:] + bytes(MOST)])
+
+
+@pytest.mark.parametrize(
+    "order",
+    [[1], [0, 2], [0, 0], [0, 1, 0], [1, 0], [0, 2, 1], [0, 1, 2, 2]],
+    ids=lambda order: "".join(map(str, order)),
+)
+def test_frames_that_are_lost_repeated_or_reordered_are_noticed(order: list[int]) -> None:
+    frames = sealed(*BODIES)
+    with pytest.raises(NotAuthentic):  # also where two bodies are equal
+        opened([frames[number] for number in order])
+
+
+def test_frames_of_another_key_or_of_none_are_noticed() -> None:
+    for stranger in (
+        sealed(b"body", key=b"o" * 32),
+        [frame(b"body", MOST) + bytes(MAC_BYTES)],
+        [frame(b"b" * 40, MOST)] * 2,
+    ):
+        with pytest.raises(NotAuthentic):
+            opened(stranger)
+
+
+def test_after_a_frame_that_is_not_authentic_nothing_is_taken() -> None:
+    good, after = sealed(b"good", b"after")
+    decoder = FrameDecoder(MOST)
+    decoder.mac = FrameMac(KEY)
+    decoder.receive_data(good + frame(b"bad", MOST) + bytes(MAC_BYTES))
+    assert decoder.next_frame() == b"good"
+    for again in (decoder.next_frame, lambda: decoder.receive_data(after), decoder.next_frame, decoder.receive_eof):
+        with pytest.raises(NotAuthentic):
+            again()
+    assert not decoder.take_rest()
+
+
+def test_a_bad_length_is_refused_before_its_mac_arrives() -> None:
+    for size in (0, MOST + 1, 2**32 - 1):
+        with pytest.raises(ProtocolError, match=f"frame of {size} bytes"):
+            opened([size.to_bytes(4, "big")])
+
+
+def test_a_frame_that_is_too_large_to_send_takes_no_number() -> None:
+    encoder = FrameEncoder(MOST)
+    encoder.mac = FrameMac(KEY)
+    with pytest.raises(ProtocolError):
+        encoder.frame(bytes(MOST + 1))
+    assert [encoder.frame(b"one")] == sealed(b"one")
+
+
+# ------------------------------------------------------------------------------------------------------------ preface
 
 
 def test_the_preface_is_what_it_was() -> None:
-    assert PREFACE == b"TENSRHUB\x00\x01"
+    assert PREFACE == b"TENSRHUB\x00\x02"
     for size in range(len(PREFACE) + 1):
         check_preface(PREFACE[:size])
     check_preface(PREFACE + b"more")
 
 
-@pytest.mark.parametrize("start", [b"G", b"GET / HTTP/1.1\r\n", b"TENSORHUB", b"\x00", b"TENSRHUb\x00\x01"])
+@pytest.mark.parametrize("start", [b"G", b"GET / HTTP/1.1\r\n", b"TENSORHUB", b"\x00", b"TENSRHUb\x00\x02"])
 def test_a_stranger_is_recognised_by_its_first_bytes(start: bytes) -> None:
     with pytest.raises(ProtocolError, match="not a TensorHub peer") as caught:
         check_preface(start)

@@ -11,10 +11,10 @@ import pytest
 from hypothesis import given, strategies as st
 
 from tensorhub.errors import AuthenticationFailed, ProtocolError
-from tensorhub.messages import ClientHello, Message, Proof, ServerHello
+from tensorhub.messages import PROTOCOL_VERSION, ClientHello, Message, Proof, ServerHello
 from tensorhub.protocol import codec
 from tensorhub.protocol.frames import PREFACE, FrameDecoder, frame
-from tensorhub.protocol.handshake import FRAME_BYTES_MAX, ClientHandshake, Handshake, ServerHandshake, proof
+from tensorhub.protocol.handshake import FRAME_BYTES_MAX, ClientHandshake, Handshake, ServerHandshake, frame_key, proof
 from tensorhub.protocol.secret import READ_ONLY_LABEL, read_only_secret
 
 SECRET = b"tell nobody"
@@ -197,7 +197,7 @@ def test_different_secrets_fail_on_both_sides(mine: bytes, theirs: bytes) -> Non
 def test_a_server_that_cannot_prove_itself_is_refused() -> None:
     a = client()
     a.data_to_send()
-    a.receive_data(PREFACE + wire(ServerHello(1, "coordinator", "impostor", b"s" * 32)))
+    a.receive_data(PREFACE + wire(ServerHello(PROTOCOL_VERSION, "coordinator", "impostor", b"s" * 32)))
     with pytest.raises(AuthenticationFailed, match="did not prove itself"):
         a.receive_data(wire(Proof(b"m" * 32)))
     assert not a.done
@@ -214,7 +214,7 @@ def test_a_connection_closed_upon_the_proof_is_a_matter_of_secrets() -> None:
 
 def test_a_client_cannot_get_in_by_sending_the_servers_own_words_back() -> None:
     b = server()
-    b.receive_data(PREFACE + wire(ClientHello(1, "worker", "server-1", b"s" * 32)))  # the server's own nonce
+    b.receive_data(PREFACE + wire(ClientHello(PROTOCOL_VERSION, "worker", "server-1", b"s" * 32)))  # the server's own nonce
     _, theirs = hello(b)
     assert isinstance(theirs, ServerHello)
     with pytest.raises(ProtocolError, match="ServerHello is not for"):
@@ -223,7 +223,10 @@ def test_a_client_cannot_get_in_by_sending_the_servers_own_words_back() -> None:
 
 
 def test_a_proof_of_one_side_is_not_one_of_the_other() -> None:
-    mine, theirs = ClientHello(1, "worker", "c", b"n" * 32), ServerHello(1, "coordinator", "s", b"n" * 32)
+    mine, theirs = (
+        ClientHello(PROTOCOL_VERSION, "worker", "c", b"n" * 32),
+        ServerHello(PROTOCOL_VERSION, "coordinator", "s", b"n" * 32),
+    )
     assert proof(SECRET, "client", mine, theirs) != proof(SECRET, "server", mine, theirs)
     a = client()
     a.data_to_send()
@@ -249,23 +252,23 @@ def test_a_proof_cannot_be_replayed() -> None:
 
 def test_a_server_says_nothing_under_the_secret_before_the_client_has_proved_itself() -> None:
     b = server()
-    b.receive_data(PREFACE + wire(ClientHello(1, "worker", "c", b"c" * 32)))
+    b.receive_data(PREFACE + wire(ClientHello(PROTOCOL_VERSION, "worker", "c", b"c" * 32)))
     sent = b.data_to_send()
     other = server(b"another secret")
-    other.receive_data(PREFACE + wire(ClientHello(1, "worker", "c", b"c" * 32)))
+    other.receive_data(PREFACE + wire(ClientHello(PROTOCOL_VERSION, "worker", "c", b"c" * 32)))
     assert sent == other.data_to_send()  # the same bytes whatever the secret
 
 
 @pytest.mark.parametrize(
     "change",
-    [{"role": "observer"}, {"incarnation": "other"}, {"nonce": b"d" * 32}, {"protocol": 2}],
+    [{"role": "observer"}, {"incarnation": "other"}, {"nonce": b"d" * 32}, {"protocol": 9}],
     ids=lambda change: str(next(iter(change))),
 )
 @pytest.mark.parametrize("side", [0, 1], ids=["client", "server"])
 def test_a_proof_covers_every_field_of_both_hellos(change: dict[str, Any], side: int) -> None:
     hellos: list[Any] = [
-        ClientHello(1, "worker", "c", b"c" * 32),
-        ServerHello(1, "coordinator", "s", b"s" * 32),
+        ClientHello(PROTOCOL_VERSION, "worker", "c", b"c" * 32),
+        ServerHello(PROTOCOL_VERSION, "coordinator", "s", b"s" * 32),
     ]
     before = proof(SECRET, "client", *hellos)
     hellos[side] = dataclasses.replace(hellos[side], **change)
@@ -273,9 +276,49 @@ def test_a_proof_covers_every_field_of_both_hellos(change: dict[str, Any], side:
 
 
 def test_fields_cannot_be_shifted_into_each_other() -> None:
-    theirs = ServerHello(1, "coordinator", "s", b"s" * 32)
-    one, two = ClientHello(1, "ab", "c", b"c" * 32), ClientHello(1, "a", "bc", b"c" * 32)
+    theirs = ServerHello(PROTOCOL_VERSION, "coordinator", "s", b"s" * 32)
+    one, two = ClientHello(PROTOCOL_VERSION, "ab", "c", b"c" * 32), ClientHello(PROTOCOL_VERSION, "a", "bc", b"c" * 32)
     assert proof(SECRET, "client", one, theirs) != proof(SECRET, "client", two, theirs)
+
+
+# ------------------------------------------------------------------------------------------ the keys of what follows
+
+
+def keys_after(one: Handshake[Any], other: Handshake[Any]) -> tuple[bytes, bytes]:
+    """Of what `one` sends and of what it receives, once both agree on them."""
+    for each in (one, other):
+        with pytest.raises(RuntimeError):
+            _ = each.frame_keys
+    deliver(one, other)
+    assert one.frame_keys == other.frame_keys[::-1]
+    return one.frame_keys
+
+
+def test_each_direction_of_each_connection_under_each_secret_has_a_key_of_its_own() -> None:
+    other = ClientHandshake("worker", "client-1", SECRET, b"d" * 32)
+    keys = [
+        *keys_after(client(), server()),
+        *keys_after(client(), server(nonce=b"t" * 32)),
+        *keys_after(other, server()),
+        *keys_after(client(role="observer"), server()),
+        *keys_after(client(b"new"), server(b"old", b"new")),
+        *keys_after(client(read_only_secret(SECRET)), server()),
+        *keys_after(client(b""), server(b"")),
+    ]
+    assert len(set(keys)) == len(keys)
+    assert all(len(key) == 32 for key in keys)
+
+
+def test_the_keys_are_none_of_the_proofs() -> None:
+    mine = ClientHello(PROTOCOL_VERSION, "worker", "c", b"c" * 32)
+    theirs = ServerHello(PROTOCOL_VERSION, "coordinator", "s", b"s" * 32)
+    sides = ("client", "server")
+    made = [make(SECRET, side, mine, theirs) for make in (proof, frame_key) for side in sides]
+    assert len(set(made)) == len(made)
+    for field, value in (("role", "observer"), ("incarnation", "d"), ("nonce", b"d" * 32), ("protocol", 9)):
+        change: dict[str, Any] = {field: value}
+        assert frame_key(SECRET, "client", dataclasses.replace(mine, **change), theirs) not in made
+        assert frame_key(SECRET, "client", mine, dataclasses.replace(theirs, **change)) not in made
 
 
 # ------------------------------------------------------------------------------------ not the right peer
@@ -294,7 +337,7 @@ def test_a_stranger_is_refused_and_told_nothing(make: Any) -> None:
 def test_another_version_is_refused_on_both_sides(make: Any) -> None:
     one = make()
     sent = one.data_to_send()
-    with pytest.raises(ProtocolError, match=r"version 9 .* version 1: upgrade"):
+    with pytest.raises(ProtocolError, match=r"version 9 .* version 2: upgrade"):
         one.receive_data(PREFACE[:8] + b"\x00\x09" + b"whatever comes then")
     sent += one.data_to_send()
     assert sent.startswith(PREFACE)  # so that the other side can say the same
@@ -324,9 +367,9 @@ def test_a_reader_notices_that_the_address_belongs_to_another_worker() -> None:
     ("data", "says"),
     [
         (wire(Proof(b"m" * 32)), "Proof is not for a client"),
-        (wire(ClientHello(2, "worker", "c", b"c" * 32)), "hello says version 2"),
-        (wire(ClientHello(1, "worker", "c", b"c" * 31)), "31 bytes"),
-        (wire(ClientHello(1, "worker", "c", b"")), "0 bytes"),
+        (wire(ClientHello(9, "worker", "c", b"c" * 32)), "hello says version 9"),
+        (wire(ClientHello(PROTOCOL_VERSION, "worker", "c", b"c" * 31)), "31 bytes"),
+        (wire(ClientHello(PROTOCOL_VERSION, "worker", "c", b"")), "0 bytes"),
         ((FRAME_BYTES_MAX + 1).to_bytes(4, "big"), "4097 bytes"),
         (b"\x00\x00\x00\x01\xc1", "frame without a message"),
     ],

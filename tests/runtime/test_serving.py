@@ -16,6 +16,7 @@ from tensorhub.errors import DrainTimeout
 from tensorhub.messages import ChunkFollows, ChunksFollow, Read, ReadRefused, StillWaiting
 from tensorhub.protocol.blocking import BlockingConnection
 from tensorhub.protocol.codec import FROM_OWNER
+from tensorhub.protocol.frames import PREFACE
 from tensorhub.protocol.handshake import NONCE_BYTES, ClientHandshake
 from tensorhub.protocol.lost import ConnectionLost
 from tensorhub.runtime.lanes import SourceFailed
@@ -182,7 +183,7 @@ async def test_more_readers_than_allowed_are_turned_away() -> None:
         await finish(to_b)
 
 
-@pytest.mark.parametrize("data", [b"", b"GET / HTTP/1.1\r\n\r\n", b"TENSRHUB\0\1\xff\xff\xff\xff"])
+@pytest.mark.parametrize("data", [b"", b"GET / HTTP/1.1\r\n\r\n", PREFACE + b"\xff\xff\xff\xff"])
 async def test_a_malformed_peer_loses_its_connection_and_nobody_else_anything(data: bytes) -> None:
     manifest = manifest_of()
     a = Node("a", manifest, filled=True).open(complete=True)

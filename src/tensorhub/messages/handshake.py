@@ -7,7 +7,7 @@ from typing import Annotated
 
 from tensorhub.types import U64, Id, Length, Name
 
-PROTOCOL_VERSION = 1
+PROTOCOL_VERSION = 2
 
 Nonce = Annotated[bytes, Length(32)]
 

@@ -26,7 +26,7 @@ from tensorhub.errors import OperationTimeout, ProtocolError, TensorHubError
 from tensorhub.messages import ClientHello, Message, ServerHello
 from tensorhub.protocol import codec
 from tensorhub.protocol.codec import Vocabulary
-from tensorhub.protocol.frames import FrameDecoder, header
+from tensorhub.protocol.frames import FrameDecoder, FrameEncoder, FrameMac
 from tensorhub.protocol.handshake import Handshake
 from tensorhub.protocol.lost import ConnectionLost
 
@@ -44,7 +44,7 @@ class BlockingConnection:
     def __init__(self, sock: socket.socket, *, stall_timeout_s: float, frame_bytes_max: int = FRAME_BYTES_MAX) -> None:
         self.stall_timeout_s = stall_timeout_s
         self._socket = sock
-        self._decoder = FrameDecoder(frame_bytes_max)
+        self._encoder, self._decoder = FrameEncoder(frame_bytes_max), FrameDecoder(frame_bytes_max)
         self.payload_bytes = 0  # that `receive_into` has taken in, also where it failed in the midst of it
         self._ending = threading.Lock()  # so that `shutdown` never meets a descriptor that `close` gave back
         sock.settimeout(None)
@@ -99,6 +99,7 @@ class BlockingConnection:
                 self._step(handshake, deadline)
         except OperationTimeout as error:
             raise OperationTimeout(f"the handshake took longer than {timeout_s:g} s") from error
+        self._encoder.mac, self._decoder.mac = map(FrameMac, handshake.frame_keys)
         self._decoder.receive_data(handshake.take_rest())
         self._limit_waits(self.stall_timeout_s)
         return handshake.peer
@@ -136,7 +137,7 @@ class BlockingConnection:
         """The next message, or None if the peer closed, or `shutdown` was called, between two messages.
 
         Raises OperationTimeout if nothing came for `stall_timeout_s`, or a message took longer than twice
-        that; the call can be repeated then. ProtocolError also if the stream ended inside a message.
+        that; the call can be repeated then. ProtocolError also if the stream ended inside a message; NotAuthentic.
         """
         deadline = time.monotonic() + self.stall_timeout_s
         while (body := self._decoder.next_frame()) is None:
@@ -195,8 +196,7 @@ class BlockingConnection:
         OperationTimeout if the peer took less than PACE_BYTES in `stall_timeout_s`, ConnectionLost if it is gone;
         the connection is of no more use then.
         """
-        body = codec.encode(message)
-        self._send([memoryview(header(len(body), self._decoder.frame_bytes_max) + body), *buffers])
+        self._send([memoryview(self._encoder.frame(codec.encode(message))), *buffers])
 
     def send_payload(self, buffers: Sequence[memoryview]) -> None:
         """Send more of the bytes that follow the last message. Errors as of `send_with_payload`."""

@@ -1,16 +1,23 @@
 """The preface of a connection, and the frames that follow it; no I/O.
 
 Responsible for cutting a stream of bytes into bodies, whichever way the stream arrives in pieces, and for
-refusing what is not a TensorHub peer, another version, an oversized frame and a truncated one: always
-`ProtocolError`, and before anything is allocated for the length that a peer claims. Not responsible for
-what a body says.
+refusing what is not a TensorHub peer, another version, an oversized frame, a truncated one, and one that is not
+the peer's next: always `ProtocolError`, and before anything is allocated for the length that a peer claims. Not
+responsible for what a body says, nor for what follows a frame as payload.
 
-    preface   "TENSRHUB"  u16 version                 once, from each side, before anything else
-    frame     u32 length  body of so many bytes       numbers are big-endian
+    preface   "TENSRHUB"  u16 version                           once, from each side, before anything else
+    frame     u32 length  body of so many bytes                 in the handshake; numbers are big-endian
+    frame     u32 length  body of so many bytes  mac (16)       after it
+
+A mac is keyed BLAKE2b over the frame's number (u64, from 0; it is not sent), its length and its body, under a key
+that one direction of one connection has. So nothing but the peer's next frame is taken: nothing that somebody else
+made, changed, kept back, sent twice, in another order, back to its sender, or on another connection.
 """
 
 from __future__ import annotations
 
+import hashlib
+import hmac
 from typing import Final
 
 from tensorhub.errors import ProtocolError
@@ -19,11 +26,20 @@ from tensorhub.messages import PROTOCOL_VERSION
 MAGIC: Final = b"TENSRHUB"
 PREFACE: Final = MAGIC + PROTOCOL_VERSION.to_bytes(2, "big")
 HEADER_BYTES: Final = 4
+MAC_BYTES: Final = 16
+_NOT_AUTHENTIC: Final = (
+    "what came is not the next frame that this peer sent: on the way, a relay without the token (or a defect) has changed, "
+    "kept back, repeated or put in a frame; see SECURITY.md"
+)
 READ_BYTES_MAX: Final = 64 * 2**10  # what a driver reads at a time where it may read ahead
 
 
 class WrongVersion(ProtocolError):
     """The peer is a TensorHub peer, of another version of the protocol."""
+
+
+class NotAuthentic(ProtocolError):
+    """What has come is not the peer's next frame: somebody is in the way, or the way is defective."""
 
 
 def check_preface(data: bytes) -> None:
@@ -44,8 +60,47 @@ def check_preface(data: bytes) -> None:
         )
 
 
-def header(body_bytes: int, frame_bytes_max: int) -> bytes:
-    """The header of a frame around a body of so many bytes; ProtocolError if the peer would refuse it."""
+class FrameMac:
+    """The macs of one direction's frames, one after the other."""
+
+    __slots__ = ("_keyed", "_number")
+
+    def __init__(self, key: bytes) -> None:
+        self._keyed = hashlib.blake2b(key=key, digest_size=MAC_BYTES)
+        self._number = 0  # of the next frame
+
+    def __repr__(self) -> str:
+        return f"<FrameMac of frame {self._number}>"
+
+    def next(self, *parts: bytes | memoryview) -> bytes:
+        """The mac of the next frame, if its header and body are these, one after the other."""
+        mac = self._keyed.copy()
+        mac.update(self._number.to_bytes(8, "big"))
+        for part in parts:
+            mac.update(part)
+        self._number += 1
+        return mac.digest()
+
+
+class FrameEncoder:
+    """Makes frames of bodies; `mac`: of those after the handshake. ProtocolError for a body that the peer would refuse."""
+
+    __slots__ = ("_frame_bytes_max", "mac")
+
+    def __init__(self, frame_bytes_max: int) -> None:
+        self._frame_bytes_max = frame_bytes_max
+        self.mac: FrameMac | None = None
+
+    def __repr__(self) -> str:
+        return f"<FrameEncoder of at most {self._frame_bytes_max} bytes, {self.mac!r}>"
+
+    def frame(self, body: bytes) -> bytes:
+        """The frame that is sent next."""
+        head = _header(len(body), self._frame_bytes_max)
+        return head + body if self.mac is None else b"".join((head, body, self.mac.next(head, body)))
+
+
+def _header(body_bytes: int, frame_bytes_max: int) -> bytes:
     if not 0 < body_bytes <= frame_bytes_max:
         raise ProtocolError(
             f"a frame of {body_bytes} bytes cannot be sent, the most is {frame_bytes_max}; "
@@ -55,22 +110,23 @@ def header(body_bytes: int, frame_bytes_max: int) -> bytes:
 
 
 def frame(body: bytes, frame_bytes_max: int) -> bytes:
-    """A body with its header; ProtocolError if the peer would refuse it."""
-    return header(len(body), frame_bytes_max) + body
+    """A frame of the handshake; ProtocolError if the peer would refuse it."""
+    return FrameEncoder(frame_bytes_max).frame(body)
 
 
 class FrameDecoder:
-    """Cuts received bytes into the bodies of frames.
+    """Cuts received bytes into the bodies of frames; `mac`: of those after the handshake, which are checked.
 
     Feed it with `receive_data`, then take frames with `next_frame` until it gives None. It never holds more
     than one frame of the largest size and the bytes of one `receive_data`. After it raised, every further
     call raises the same.
     """
 
-    __slots__ = ("_buffer", "_error", "frame_bytes_max")
+    __slots__ = ("_buffer", "_error", "frame_bytes_max", "mac")
 
     def __init__(self, frame_bytes_max: int) -> None:
         self.frame_bytes_max = frame_bytes_max
+        self.mac: FrameMac | None = None
         self._buffer = bytearray()  # what was received and not taken yet; begins at a frame's header
         self._error: ProtocolError | None = None
 
@@ -79,20 +135,25 @@ class FrameDecoder:
 
     def receive_data(self, data: bytes) -> None:
         """Take what arrived. Raises ProtocolError if frames pile up that nobody takes."""
-        if len(self._buffer) > HEADER_BYTES + self.frame_bytes_max:
-            self._fail("more bytes than one frame are waiting to be taken")
+        if len(self._buffer) > self._around + self.frame_bytes_max:
+            self._fail(ProtocolError("more bytes than one frame are waiting to be taken"))
         self._raise_again()
         self._buffer += data
 
     def next_frame(self) -> bytes | None:
-        """The body of the next frame, None while it is incomplete; ProtocolError if its length is refused."""
+        """The body of the next frame, None while it is incomplete. ProtocolError if its length is refused, NotAuthentic."""
         self._raise_again()
         size = self._size()
-        if size is None or len(self._buffer) < HEADER_BYTES + size:
+        if size is None or len(self._buffer) < (whole := self._around + size):
             return None
+        end = HEADER_BYTES + size
         with memoryview(self._buffer) as view:
-            body = bytes(view[HEADER_BYTES : HEADER_BYTES + size])
-        del self._buffer[: HEADER_BYTES + size]
+            body = bytes(view[HEADER_BYTES:end])
+            is_authentic = self.mac is None or hmac.compare_digest(self.mac.next(view[:end]), view[end:whole])
+        if not is_authentic:
+            self._fail(NotAuthentic(_NOT_AUTHENTIC))
+            self._raise_again()
+        del self._buffer[:whole]
         return body
 
     @property
@@ -108,14 +169,14 @@ class FrameDecoder:
         """
         self._raise_again()
         size = self._size()
-        whole = HEADER_BYTES if size is None else HEADER_BYTES + size
+        whole = HEADER_BYTES if size is None else self._around + size
         return max(0, whole - len(self._buffer))
 
     def receive_eof(self) -> None:
         """The stream ended: ProtocolError if it did so inside a frame."""
         self._raise_again()
         if self._buffer:
-            self._fail(f"the connection ended inside a frame, after {len(self._buffer)} bytes of it")
+            self._fail(ProtocolError(f"the connection ended inside a frame, after {len(self._buffer)} bytes of it"))
             self._raise_again()
 
     def take_rest(self) -> bytes:
@@ -124,18 +185,23 @@ class FrameDecoder:
         self._buffer.clear()
         return rest
 
+    @property
+    def _around(self) -> int:
+        """Bytes of a frame that are not its body."""
+        return HEADER_BYTES if self.mac is None else HEADER_BYTES + MAC_BYTES
+
     def _size(self) -> int | None:
         """The length of the next frame's body, None while its header is incomplete."""
         if len(self._buffer) < HEADER_BYTES:
             return None
         size = int.from_bytes(self._buffer[:HEADER_BYTES], "big")
         if not 0 < size <= self.frame_bytes_max:
-            self._fail(f"a frame of {size} bytes is refused, frames here have 1 to {self.frame_bytes_max}")
+            self._fail(ProtocolError(f"a frame of {size} bytes is refused, frames here have 1 to {self.frame_bytes_max}"))
             self._raise_again()
         return size
 
-    def _fail(self, reason: str) -> None:
-        self._error = ProtocolError(reason)
+    def _fail(self, error: ProtocolError) -> None:
+        self._error = error
         self._buffer.clear()
 
     def _raise_again(self) -> None:

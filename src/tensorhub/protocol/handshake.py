@@ -9,7 +9,9 @@
 A mac is HMAC-SHA256 under the secret over who makes it and both hellos: versions, roles, incarnations,
 nonces. So a proof fits one handshake and one side; it cannot be replayed, nor reflected. The client proves
 itself first: a server says nothing under the secret to whoever does not know it. Open access is the same
-with an empty secret. Without TLS an active man in the middle is out of scope.
+with an empty secret. The keys of the frames that follow (`frames.FrameMac`), one for each direction, are made in the
+same way: whoever has heard the hellos, and knows the secret that the client has proved (the read-only one, where
+it was that), can make them.
 
 A server also accepts the read-only secret that belongs to each of its own, and knows that it was that one.
 
@@ -47,7 +49,17 @@ PeerHello = TypeVar("PeerHello", ClientHello, ServerHello)
 
 def proof(secret: bytes, side: str, client: ClientHello, server: ServerHello) -> bytes:
     """The mac by which `side` ("client" or "server") shows, after these hellos, that it knows `secret`."""
-    fields = [f"tensorhub/1 {side}".encode()]
+    return _derived(secret, side, client, server)
+
+
+def frame_key(secret: bytes, side: str, client: ClientHello, server: ServerHello) -> bytes:
+    """The key of the frames that `side` ("client" or "server") sends after this handshake; 32 bytes."""
+    return _derived(secret, f"frames of the {side}", client, server)
+
+
+def _derived(secret: bytes, what: str, client: ClientHello, server: ServerHello) -> bytes:
+    """32 bytes that only who knows `secret` can make, for that use after these hellos only."""
+    fields = [f"tensorhub/1 {what}".encode()]
     for hello in (client, server):
         fields += [
             hello.protocol.to_bytes(8, "big"),
@@ -56,7 +68,7 @@ def proof(secret: bytes, side: str, client: ClientHello, server: ServerHello) ->
             hello.nonce,
         ]
     transcript = b"".join(len(field).to_bytes(4, "big") + field for field in fields)
-    return hmac.new(secret, transcript, hashlib.sha256).digest()
+    return hmac.digest(secret, transcript, hashlib.sha256)
 
 
 class Handshake(abc.ABC, Generic[PeerHello]):
@@ -74,6 +86,7 @@ class Handshake(abc.ABC, Generic[PeerHello]):
         self._decoder = FrameDecoder(FRAME_BYTES_MAX)
         self._outgoing = bytearray()  # what `data_to_send` gives next
         self._error: TensorHubError | None = None  # what the handshake failed with
+        self._frame_keys = (b"", b"")  # of what this side sends, and receives; once `done`
 
     def __repr__(self) -> str:
         state = "done" if self.done else "failed" if self._error else "in progress"
@@ -85,6 +98,13 @@ class Handshake(abc.ABC, Generic[PeerHello]):
         if not self.done or self._peer is None:
             raise RuntimeError("the peer has not proved itself yet")
         return self._peer
+
+    @property
+    def frame_keys(self) -> tuple[bytes, bytes]:
+        """Of the frames that this side sends from now on, and of those that it receives; RuntimeError before `done`."""
+        if not self.done:
+            raise RuntimeError("the peer has not proved itself yet")
+        return self._frame_keys
 
     @property
     def bytes_wanted(self) -> int:
@@ -188,7 +208,8 @@ class ClientHandshake(Handshake[ServerHello]):
             raise self._secrets_differ("refused this side's proof")
         if not hmac.compare_digest(mac, proof(self._secret, "server", self._hello, self._peer)):
             raise self._secrets_differ("did not prove itself")
-        self.done = True
+        mine, theirs = (frame_key(self._secret, side, self._hello, self._peer) for side in ("client", "server"))
+        self._frame_keys, self.done = (mine, theirs), True
 
     def _check_hello(self, hello: ServerHello) -> None:
         super()._check_hello(hello)
@@ -281,7 +302,8 @@ class ServerHandshake(Handshake[ClientHello]):
                 f"this {self.role}: set the same {TOKEN_VARIABLE} (or token file) on both sides"
             )
         self._send(Proof(proof(found, "server", self._peer, self._hello)))
-        self.done = True
+        theirs, mine = (frame_key(found, side, self._peer, self._hello) for side in ("client", "server"))
+        self._frame_keys, self.done = (mine, theirs), True
 
     def _closed(self) -> TensorHubError:
         return ProtocolError("the client closed the connection during the handshake", retryable=True)

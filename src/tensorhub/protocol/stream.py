@@ -20,7 +20,7 @@ from tensorhub.errors import OperationTimeout, TensorHubError
 from tensorhub.messages import ClientHello, Message, ServerHello
 from tensorhub.protocol import codec
 from tensorhub.protocol.codec import Vocabulary
-from tensorhub.protocol.frames import READ_BYTES_MAX, FrameDecoder, frame
+from tensorhub.protocol.frames import READ_BYTES_MAX, FrameDecoder, FrameEncoder, FrameMac
 from tensorhub.protocol.handshake import Handshake
 from tensorhub.protocol.lost import ConnectionLost
 
@@ -41,7 +41,7 @@ class MessageStream(Generic[M]):
         self._stream = stream
         self._incoming = incoming
         self._decoder = FrameDecoder(frame_bytes_max)
-        self._frame_bytes_max = frame_bytes_max  # of what is sent
+        self._encoder = FrameEncoder(frame_bytes_max)
         self._sending = anyio.Lock()
         self._torn = False  # True while, and after, a frame is sent in part
 
@@ -68,6 +68,7 @@ class MessageStream(Generic[M]):
                 await self._step(handshake)
         if scope.cancelled_caught:
             raise OperationTimeout(f"the handshake took longer than {timeout_s:g} s")
+        self._encoder.mac, self._decoder.mac = map(FrameMac, handshake.frame_keys)
         self._decoder.receive_data(handshake.take_rest())
         return handshake.peer
 
@@ -92,16 +93,16 @@ class MessageStream(Generic[M]):
 
         Raises ProtocolError, with nothing sent, for a message that breaks its own bounds or is too large.
         """
-        data = frame(codec.encode(message), self._frame_bytes_max)
+        body = codec.encode(message)
         async with self._sending:
-            await self._send_bytes(data)
+            await self._send_bytes(self._encoder.frame(body))
 
     def limit_received(self, frame_bytes_max: int) -> None:
         """From now on, refuse a larger frame unread; what is sent has the limit that it had."""
         self._decoder.frame_bytes_max = frame_bytes_max
 
     async def receive(self) -> M | None:
-        """The next message, None if the peer closed between two; ProtocolError if it did so inside one."""
+        """The next message, None if the peer closed between two. ProtocolError if it did so inside one, NotAuthentic."""
         while (body := self._decoder.next_frame()) is None:
             data = await self._receive_bytes()
             if not data:

@@ -23,6 +23,7 @@ from tensorhub.errors import AuthenticationFailed, OperationTimeout, StateError,
 from tensorhub.messages import FromReader, ReadRefused
 from tensorhub.protocol.blocking import BlockingConnection
 from tensorhub.protocol.codec import FROM_READER
+from tensorhub.protocol.frames import NotAuthentic
 from tensorhub.protocol.handshake import NONCE_BYTES, ServerHandshake
 from tensorhub.protocol.lost import ConnectionLost
 from tensorhub.runtime.answering import Answering, not_served
@@ -177,6 +178,7 @@ def _is_shortage(error: OSError) -> bool:
 
 _unserved = Tally(log.warning, "reader_refused")
 _ended = Tally(log.info, "lane_ended")
+_meddled = Tally(log.warning, "frame_not_authentic")
 
 
 def _serve_lane(lane: Lane, connection: BlockingConnection, acceptor: _Acceptor) -> None:
@@ -206,7 +208,7 @@ def _serve_lane(lane: Lane, connection: BlockingConnection, acceptor: _Acceptor)
     except StateError as error:  # this process' own: a GPU that has failed, or a lack of memory
         not_served.count(reader=lane.reader, reason=str(error))
     except TensorHubError as error:
-        _ended.count(reader=lane.reader, reason=str(error))
+        (_meddled if isinstance(error, NotAuthentic) else _ended).count(reader=lane.reader, reason=str(error))
     except Exception:  # a defect: it costs this reader its connection, and nobody else anything (G11)
         log.exception("lane_failed", reader=lane.reader)
     finally:

@@ -20,9 +20,13 @@ from tensorhub.messages import (
     StillWaiting,
 )
 from tensorhub.protocol.codec import FROM_OWNER
+from tensorhub.protocol.frames import NotAuthentic
 from tensorhub.protocol.lost import ConnectionLost
+from tensorhub.runtime.logs import Tally, get_logger
 from tensorhub.runtime.peers import Peer, Peers
 from tensorhub.transport.base import Cutter, Lacking, ReadFailure, ReadRight
+
+_meddled = Tally(get_logger("tensorhub.worker").warning, "frame_not_authentic")
 
 
 class Asking:
@@ -131,6 +135,8 @@ class Failures:
         if error is not None:
             self._peer.is_sound = False
         discarded = self._peer.connection.payload_bytes - self._before
+        if isinstance(error, NotAuthentic):
+            _meddled.count(source=self._peer.incarnation, address=self._peer.address, reason=str(error))
         match error:
             case OperationTimeout():
                 raise ReadFailure("stalled", str(error), bytes_discarded=discarded) from error
