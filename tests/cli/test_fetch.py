@@ -72,7 +72,7 @@ def test_a_real_model_after_its_publisher_has_gone(address: str, tmp_path: Path)
 
 def test_a_sharded_model(address: str, tmp_path: Path) -> None:
     tensors = some()
-    index = sharded(tmp_path / "in", {"one": {"mask": tensors.pop("mask")}, "two.safetensors": tensors})
+    index = sharded(tmp_path / "in", {"one.safetensors": {"mask": tensors.pop("mask")}, "two.safetensors": tensors})
     with published(index, address):
         assert fetch(address, tmp_path / "out").returncode == 0
         assert listing(tmp_path / "out") == listing(tmp_path / "in")
@@ -81,7 +81,7 @@ def test_a_sharded_model(address: str, tmp_path: Path) -> None:
         assert (tmp_path / "one.safetensors").read_bytes() == (tmp_path / "theirs").read_bytes()
         done = fetch(address, tmp_path / "some", "--names", "layers.0.*", "--names", "mask", "--json")
         assert json.loads(done.stdout)["bytes"] == 40 * 70 * 4 + 2
-        assert {name for file in ("one", "two.safetensors") for name in load_file(tmp_path / "some" / file)} == {
+        assert {name for file in ("one.safetensors", "two.safetensors") for name in load_file(tmp_path / "some" / file)} == {
             "layers.0.w",
             "mask",
         }

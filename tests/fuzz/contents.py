@@ -37,7 +37,7 @@ from tensorhub.manifest import (
 )
 from tensorhub.protocol.secret import TOKEN_BYTES_MAX, TOKENS_MAX, is_loopback, read_token_file
 from tensorhub.runtime.store import SqliteStore
-from tensorhub.transport.checkpoint import Checkpoint, Index, file_name_fault, find_files
+from tensorhub.transport.checkpoint import FORMAT, SUFFIX, Checkpoint, Index, file_name_fault, find_files
 from tensorhub.transport.file_target import FileTarget, plan
 from tensorhub.transport.safetensors import METADATA, TORCH_NAMES, Header, make_header, parse_header, read_from
 from tensorhub.types import OpKey, Options, check_name, check_selector, format_address, parse_address
@@ -258,26 +258,33 @@ def checkpoints(data: bytes) -> None:
                 files, _ = find_files(given)
                 assert all(file.parent == place for file in files)
     name = source.text(300)
-    assert file_name_fault(name) is not None or _is_plain(name)
+    assert file_name_fault(name, SUFFIX) is not None or _is_plain(name)
 
 
 def _files_said(source: Source) -> bytes:
-    files = []
+    files: list[Any] = []
     weight_map: dict[str, Any] = {}
     for _ in range(source.below(3)):
         said = _header_said(source)
-        name: Any = source.choice(("model.safetensors", "other.safetensors", "../up", "/etc/passwd", ".hidden", "a\0b", 5))
-        files.append({"name": name, "header": json.dumps(said) if source.byte() < 240 else _json(source, 2)})
+        name: Any = source.choice(
+            ("model.safetensors", "other.safetensors", "config.json", "../up", "/etc/passwd", ".hidden", "a\0b", 5)
+        )
+        files += [name, json.dumps(said).encode() if source.byte() < 240 else _packable(source)]
         weight_map |= dict.fromkeys([key for key in said if key != METADATA], name)
-    said = {"format": "safetensors/1", "files": files if source.byte() < 240 else _json(source, 3)}
+    index: list[Any] = ["", b""]
     if source.flag():
         text = json.dumps({"metadata": {"x": _json(source, 3)}, "weight_map": weight_map})
         depth = source.below(1200) if source.byte() > 200 else 0
         text = text.replace('"x": ', '"x": ' + "[" * depth).replace('}, "weight', "]" * depth + '}, "weight')
-        said["index"] = {"name": source.choice(("i.json", "../i.json", "model.safetensors", 7)), "text": text}
+        index = [source.choice(("i.index.json", "i.json", "../i.index.json", "model.safetensors", 7)), text.encode()]
     if source.byte() > 240:
-        said = {"weight_map": weight_map, "metadata": _json(source, 3)}
-    return json.dumps(said).encode()
+        return json.dumps({"weight_map": weight_map, "metadata": _json(source, 3)}).encode()
+    said = [*index, *files] if source.byte() < 240 else [_packable(source)]
+    return FORMAT + b"".join(map(msgpack.packb, said))
+
+
+def _packable(source: Source) -> Any:
+    return source.choice((None, [], {}, [[]], 5, "text", b"{}", msgpack.ExtType(1, b"x")))
 
 
 # -------------------------------------------------------------------------------------------------------------- texts

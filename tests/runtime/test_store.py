@@ -3,6 +3,7 @@
 import os
 import signal
 import sqlite3
+import stat
 import subprocess
 import sys
 from pathlib import Path
@@ -249,3 +250,80 @@ def test_without_a_directory_each_coordinator_is_a_new_cluster() -> None:
     assert one.epoch != other.epoch  # so that no key of the one's operations means something to the other
     one.write([publication(1)])
     assert one.read() == Durable()
+
+
+# ------------------------------------------------------------------------------------------------- who else may write
+
+
+def modes(place: Path) -> set[tuple[str, int]]:
+    return {(file.name, stat.S_IMODE(file.stat().st_mode)) for file in place.iterdir()}
+
+
+def test_the_files_are_their_owners_only(tmp_path: Path) -> None:
+    place, before = tmp_path / "new" / "state", os.umask(0)
+    try:
+        store = SqliteStore(place)
+        store.write([publication(1)])
+        private = {(name, 0o600) for name in ("lock", "state.sqlite3", "state.sqlite3-wal", "state.sqlite3-shm")}
+        assert modes(place) == private
+        assert stat.S_IMODE(place.stat().st_mode) == 0o700
+        store.close()
+        for file in place.iterdir():
+            file.chmod(0o666)  # as an older version left them
+        store = SqliteStore(place)
+        assert modes(place) == private
+        store.close()
+    finally:
+        os.umask(before)
+
+
+def test_a_directory_that_all_may_write_is_refused(tmp_path: Path) -> None:
+    for mode in (0o777, 0o1777, 0o702):
+        tmp_path.chmod(mode)
+        with pytest.raises(StateError, match="can be written by everybody on this machine: chmod o-w it"):
+            SqliteStore(tmp_path)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_directory_of_another_user_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    if os.geteuid() == 0:
+        os.chown(tmp_path, 12_345, -1)
+    else:
+        another = os.geteuid() + 1
+        monkeypatch.setattr("os.geteuid", lambda: another)
+    with pytest.raises(StateError, match=r"belongs to user \d+, not to this process' user \d+: give a directory of its own"):
+        SqliteStore(tmp_path)
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("target", [".", "there", "nowhere"])
+def test_a_symbolic_link_is_refused(tmp_path: Path, target: str) -> None:
+    (tmp_path / "there").mkdir()
+    (tmp_path / "link").symlink_to(target)
+    with pytest.raises(StateError, match=r"cannot be used|is a symbolic link: give the directory itself"):
+        SqliteStore(tmp_path / "link")
+    assert not (tmp_path / "nowhere").exists()
+    assert list((tmp_path / "there").iterdir()) == []
+    (tmp_path / "above").symlink_to(".")
+    SqliteStore(tmp_path / "above" / "there").close()  # only the last component says whose state it is
+
+
+@pytest.mark.parametrize("name", ["lock", "state.sqlite3", "state.sqlite3-wal"])
+def test_a_file_that_is_a_symbolic_link_is_refused(tmp_path: Path, name: str) -> None:
+    (tmp_path / "state").mkdir()
+    (tmp_path / "state" / name).symlink_to(tmp_path / "victim")
+    with pytest.raises(StateError, match=r"cannot be used: .*symbolic links"):
+        SqliteStore(tmp_path / "state")
+    assert not (tmp_path / "victim").exists()
+
+
+def test_a_directory_that_a_group_may_write_is_warned_of(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Kubernetes' fsGroup makes a volume so, and nobody can change it."""
+    tmp_path.chmod(0o2770)
+    SqliteStore(tmp_path).close()
+    assert [record.levelname for record in caplog.records] == ["WARNING"]
+    assert "state_dir_writable_by_group" in caplog.text
+    caplog.clear()
+    tmp_path.chmod(0o755)
+    SqliteStore(tmp_path).close()
+    assert caplog.records == []

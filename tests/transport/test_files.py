@@ -6,10 +6,12 @@ import json
 import os
 import subprocess
 import sys
+import tracemalloc
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+import msgpack
 import pytest
 import torch
 import xxhash
@@ -18,7 +20,7 @@ from safetensors.torch import load_file, save_file
 from tensorhub.errors import ManifestMismatch, RegistrationError, StateError
 from tensorhub.manifest import Manifest, build_manifest
 from tensorhub.runtime.chunks import ChunkMemory
-from tensorhub.transport.checkpoint import Checkpoint, Index, find_files
+from tensorhub.transport.checkpoint import FORMAT, Checkpoint, Index, find_files
 from tensorhub.transport.file_target import FileTarget, plan
 from tensorhub.transport.files import READ_BYTES, FileMemory
 from tensorhub.transport.memory import MappedRegions, RegisteredMemory
@@ -193,9 +195,9 @@ def test_what_a_directory_holds(tmp_path: Path) -> None:
         (tmp_path / "m" / name).touch()
     (tmp_path / "m" / "pytorch_model.bin.index.json").write_text("{}")
     assert find_files(tmp_path / "m") == ([tmp_path / "m" / "a.safetensors", tmp_path / "m" / "b.safetensors"], None)
-    index = sharded(tmp_path / "m", {"x": {"a": torch.zeros(1)}, "b.safetensors": {"b": torch.zeros(1)}})
+    index = sharded(tmp_path / "m", {"x.safetensors": {"a": torch.zeros(1)}, "b.safetensors": {"b": torch.zeros(1)}})
     files, found = find_files(tmp_path / "m")
-    assert ([file.name for file in files], found) == (["b.safetensors", "x"], find_files(index)[1])
+    assert ([file.name for file in files], found) == (["b.safetensors", "x.safetensors"], find_files(index)[1])
     index.with_name("other.safetensors.index.json").write_text("{}")
     with pytest.raises(ValueError, match="has several indexes"):
         find_files(tmp_path / "m")
@@ -204,11 +206,20 @@ def test_what_a_directory_holds(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "reason"),
     [
-        ("[", "is not JSON"),
-        ("[]", "no weight_map"),
+        ("[", "not a JSON object"),
+        ("[]", "not a JSON object"),
+        ('{"weight_map": {"a": "m.safetensors"}', "is not JSON"),
+        ('{"weight_map": {"a": "m.safetensors"}} {', "is not JSON"),
+        ('{"weight_map": []}', "it says 'weight_map'"),
+        ('{"weight_map": {"a": "m.safetensors"}, "metadata": 3}', "it says 'metadata'"),
+        ('{"weight_map": {"a": "m.safetensors"}, "auto_map": {}}', "it says 'auto_map': an index has .* nothing else"),
+        ('{"weight_map": {"a": "m.safetensors", "a": "n.safetensors"}}', "it says 'a' twice"),
+        ('{"weight_map": {"a": "m.safetensors"}, "weight_map": {"a": "m.safetensors"}}', "it says 'weight_map' twice"),
+        ('{"weight_map": {"a": "m.safetensors"}, "metadata": {"x": ' + "[" * 100_000, "is not JSON"),
+        ('{"weight_map": {"a": "config.json"}}', r"it names 'config\.json': give a name that ends in \.safetensors"),
         ("{}", "no weight_map"),
         ('{"weight_map": {}}', "no weight_map"),
-        ('{"weight_map": {"a": 3}}', "it names '3'"),
+        ('{"weight_map": {"a": 3}}', "it names ''"),
         ('{"weight_map": {"a": "../../x"}}', r"it names '\.\./\.\./x': only a plain file name"),
         ('{"weight_map": {"a": "/etc/passwd"}}', "only a plain file name"),
         ('{"weight_map": {"a": ".."}}', "only a plain file name"),
@@ -228,10 +239,10 @@ def test_an_index_that_is_none(tmp_path: Path, text: str, reason: str) -> None:
         FileMemory(tmp_path / "x.index.json")
 
 
-@pytest.mark.parametrize("name", ["pipe.json", "folder", "pipe.safetensors"])
+@pytest.mark.parametrize("name", ["pipe.index.json", "folder", "pipe.safetensors"])
 def test_a_pipe_is_not_waited_for(tmp_path: Path, name: str) -> None:
     (tmp_path / "folder").mkdir()
-    for pipe in ("pipe.json", "pipe.safetensors", "folder/m.safetensors.index.json"):
+    for pipe in ("pipe.index.json", "pipe.safetensors", "folder/m.safetensors.index.json"):
         os.mkfifo(tmp_path / pipe)
     with pytest.raises(ValueError, match="it is not a file at all"):
         FileMemory(tmp_path / name)
@@ -243,13 +254,17 @@ def test_files_that_are_not_one_model(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"tensor 'a' is in m\.safetensors and in n\.safetensors"):
         FileMemory(tmp_path)
     header = make_header([], {})
-    (tmp_path / "empty").write_bytes(header.encode())
-    with pytest.raises(ValueError, match="empty holds no tensor"):
-        FileMemory(tmp_path / "empty")
-    odd = tmp_path / "odd\nname"
-    save_file({"a": torch.zeros(1)}, odd)
-    with pytest.raises(ValueError, match="a file cannot be called"):
-        FileMemory(odd)
+    (tmp_path / "empty.safetensors").write_bytes(header.encode())
+    with pytest.raises(ValueError, match=r"empty\.safetensors holds no tensor"):
+        FileMemory(tmp_path / "empty.safetensors")
+    for name in ("odd\nname.safetensors", "config.json.bin"):
+        save_file({"a": torch.zeros(1)}, tmp_path / name)
+        with pytest.raises(ValueError, match="a file cannot be called"):
+            FileMemory(tmp_path / name)
+    index = sharded(tmp_path / "in", {"a.safetensors": {"a": torch.zeros(1)}})
+    index.rename(index.with_name("config.json"))
+    with pytest.raises(ValueError, match=r"a file cannot be called 'config\.json': give a name that ends in \.index\.json"):
+        FileMemory(index.with_name("config.json"))
 
 
 # ------------------------------------------------------------------------------------------------------- round trip
@@ -257,7 +272,7 @@ def test_files_that_are_not_one_model(tmp_path: Path) -> None:
 
 def test_a_merged_file_is_what_the_library_would_write(tmp_path: Path) -> None:
     tensors = some()
-    sharded(tmp_path / "in", {"a": {"layers.0.w": tensors.pop("layers.0.w")}, "b": tensors})
+    sharded(tmp_path / "in", {"a.safetensors": {"layers.0.w": tensors.pop("layers.0.w")}, "b.safetensors": tensors})
     copy(tmp_path / "in", tmp_path / "out.safetensors")
     save_file(some(), tmp_path / "theirs", metadata={"format": "pt"})
     assert (tmp_path / "out.safetensors").read_bytes() == (tmp_path / "theirs").read_bytes()
@@ -329,29 +344,54 @@ def test_dtypes_without_a_name_in_files(tmp_path: Path) -> None:
 # --------------------------------------------------------------------------------------------------- hostile metadata
 
 
-def encoded(**changes: object) -> bytes:
-    header = make_header([("a", "uint8", (3,))], {}).text.decode()
-    return json.dumps({"format": "safetensors/1", "files": [{"name": "m", "header": header}], **changes}).encode()
+M, HEADER = "m.safetensors", make_header([("a", "uint8", (3,))], {}).text
+
+
+def packed(*said: object) -> bytes:
+    return FORMAT + b"".join(map(msgpack.packb, said))
+
+
+def indexed(name: object, text: object) -> bytes:
+    return packed(name, text, M, HEADER)
+
+
+def unindexed(*files: object) -> bytes:
+    return packed("", b"", *files)
 
 
 @pytest.mark.parametrize(
     ("metadata", "reason"),
     [
-        (encoded(files=[{"name": "../x", "header": "{}"}]), "a file cannot be called '../x'"),
-        (encoded(files=[{"name": 3, "header": "{}"}]), "without a name"),
-        (encoded(files=[{"name": [], "header": "{}"}]), "without a name"),
-        (encoded(files=3), "does not tell of files"),
-        (encoded(files=[{}]), "does not tell of files"),
-        (encoded(files=[]), "is not true of tensor 'a'"),
-        (encoded(files=[{"name": "m", "header": "{"}]), "is not JSON"),
-        (encoded(files=[{"name": "m", "header": "{}"}]), "is not true of tensor 'a'"),
-        (encoded(files=[{"name": "m", "header": "{}"}] * 2), "twice"),
-        (encoded(files=[{"name": "m", "header": make_header([("a", "int8", (3,))], {}).text.decode()}]), "tensor 'a'"),
-        (encoded(index={"name": "../i", "text": '{"weight_map": {"a": "m"}}'}), "a file cannot be called '../i'"),
-        (encoded(index={"name": 5, "text": '{"weight_map": {"a": "m"}}'}), "a file cannot be called '5'"),
-        (encoded(index={"name": "m", "text": '{"weight_map": {"a": "m"}}'}), "is the index and a file"),
-        (encoded(index={"name": "i", "text": '{"weight_map": {"a": "n"}}'}), "tensor 'a' is in n, but it is in m"),
-        (encoded(index={"name": "i"}), "does not tell of files"),
+        (unindexed("../x.safetensors", b"{}"), r"a file cannot be called '\.\./x\.safetensors'"),
+        (unindexed("config.json", b"{}"), r"a file cannot be called 'config\.json': give a name that ends in \.safetensors"),
+        (unindexed("model.safetensors.index.json", b"{}"), "a file cannot be called"),
+        (unindexed(3, b"{}"), "without a name"),
+        (unindexed([], b"{}"), "does not tell of files"),
+        (unindexed(M, "{}"), "without a name or a header"),
+        (unindexed(M), "does not tell of files"),
+        (packed(), "does not tell of files"),
+        (packed(""), "does not tell of files"),
+        (FORMAT + b"\xc1", "does not tell of files"),
+        (FORMAT + b"\xdd\xff\xff\xff\xff", "does not tell of files"),
+        (unindexed(M, [[]]), "does not tell of files"),
+        (unindexed(M, {"a": 1}), "does not tell of files"),
+        (unindexed(M, msgpack.ExtType(1, b"x")), "does not tell of files"),
+        (unindexed(), "is not true of tensor 'a'"),
+        (unindexed(M, b"{"), "is not JSON"),
+        (unindexed(M, b"{}"), "is not true of tensor 'a'"),
+        (unindexed(M, b"{}", M, b"{}"), "twice"),
+        (unindexed(M, make_header([("a", "int8", (3,))], {}).text), "tensor 'a'"),
+        (unindexed(*(part for at in range(4097) for part in (f"{at}.safetensors", b"{}"))), "more than 4096 files"),
+        (indexed("../i.index.json", b'{"weight_map": {"a": "m.safetensors"}}'), "a file cannot be called"),
+        (indexed("tokenizer.json", b'{"weight_map": {"a": "m.safetensors"}}'), "a file cannot be called 'tokenizer"),
+        (indexed("m.safetensors", b'{"weight_map": {"a": "m.safetensors"}}'), "a file cannot be called"),
+        (indexed(5, b'{"weight_map": {"a": "m.safetensors"}}'), "a file cannot be called '5'"),
+        (
+            indexed("i.index.json", b'{"weight_map": {"a": "n.safetensors"}}'),
+            r"tensor 'a' is in n\.safetensors, but it is in m",
+        ),
+        (indexed("i.index.json", b'{"weight_map": {"a": "m.safetensors"}, "auto_map": {}}'), "nothing else"),
+        (indexed("i.index.json", "{}"), "without a name or a header"),
     ],
 )
 def test_hostile_metadata(tmp_path: Path, metadata: bytes, reason: str) -> None:
@@ -362,7 +402,39 @@ def test_hostile_metadata(tmp_path: Path, metadata: bytes, reason: str) -> None:
     assert os.listdir(tmp_path) == []
 
 
-@pytest.mark.parametrize("metadata", [b"", b"\xff", b"[1]", b'{"format": "gguf"}'])
+@pytest.mark.parametrize(
+    "name", ["config.json", "tokenizer.model", "m.safetensors.index.json", "m.safetensors.py", "m.SAFETENSORS"]
+)
+def test_a_publisher_names_files_of_weights_only(name: str) -> None:
+    header = make_header([("a", "uint8", (3,))], {})
+    with pytest.raises(ValueError, match="a file cannot be called"):
+        Checkpoint({name: header})
+    text = json.dumps({"weight_map": {"a": "m.safetensors"}}).encode()
+    for index in ("config.json", "m.safetensors", "tokenizer.model"):
+        with pytest.raises(ValueError, match="a file cannot be called"):
+            Checkpoint({"m.safetensors": header}, Index.parse(index, text))
+
+
+@pytest.mark.parametrize(
+    "bomb",
+    [
+        b'{"weight_map":{' + b'"":{},' * 2**20 + b'"":{}}}',
+        b'{"weight_map":{"a":"m.safetensors"},"metadata":{"a":[' + b"[]," * 2**21 + b"[]]}}",
+        b'{"weight_map":{' + b",".join(b'"%x":"%x.safetensors"' % (at, at) for at in range(250_000)) + b"}}",
+    ],
+)
+def test_an_index_costs_what_it_holds(bomb: bytes) -> None:
+    tracemalloc.start()
+    try:
+        with pytest.raises(ValueError, match=r"names|is not JSON"):
+            Index.parse("m.index.json", bomb)
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert peak < 2 * len(bomb)
+
+
+@pytest.mark.parametrize("metadata", [b"", b"\xff", b"[1]", b'{"format": "safetensors/1"}', FORMAT[:-1]])
 def test_metadata_of_others_is_none_of_ours(metadata: bytes) -> None:
     assert Checkpoint.decode(metadata) is None
 

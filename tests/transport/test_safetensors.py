@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import tracemalloc
 from pathlib import Path
 from typing import Any
 
@@ -99,15 +100,28 @@ def test_bad_headers(tmp_path: Path, header: object, reason: str) -> None:
         read_header(path)
 
 
+EMPTY = b'{"dtype":"U8","shape":[0],"data_offsets":[0,0]}'
+
+
 @pytest.mark.parametrize(
     ("text", "reason"),
     [
         (b'{"a":NaN}', "NaN is no number"),
-        (b'{"a":1,"a":1}', "says 'a' twice"),
+        (b'{"a":%b,"a":%b}' % (EMPTY, EMPTY), "says 'a' twice"),
         (b'{"a":{"dtype":"U8","dtype":"U8","shape":[],"data_offsets":[0,1]}}', "says 'dtype' twice"),
         (b'{"__metadata__":{"k":"","k":""}}', "says 'k' twice"),
-        (b"\xff{}", "is not JSON"),
-        (b"[" * 100_000, "is not JSON"),
+        (b"\xff{}", "is not a JSON object"),
+        (b"[" * 100_000, "is not a JSON object"),
+        (b'{"a":' + b"[" * 100_000, "is not JSON"),
+        (b'{"a":%b' % EMPTY, "is not JSON"),
+        (b'{"a":%b,}' % EMPTY, "is not JSON"),
+        (b'{"a":%b "b":%b}' % (EMPTY, EMPTY), "is not JSON"),
+        (b'{"a":%b}}' % EMPTY, "is not JSON"),
+        (b'{"a" %b}' % EMPTY, "is not JSON"),
+        (b'{"\xff":%b}' % EMPTY, "is not JSON"),
+        (b'{"a\n":%b}' % EMPTY, "is not JSON"),
+        (b'{"a\\x":%b}' % EMPTY, "is not JSON"),
+        (b'{"a":{"dtype":"\xff"}}', "is not JSON"),
         (b' {"a":{}}', "is not a JSON object"),
         (b'{"a":{"shape":[' + b"9" * 5000 + b"]}}", "is not JSON"),
     ],
@@ -119,9 +133,47 @@ def test_bad_texts(text: bytes, reason: str) -> None:
 
 def test_a_name_that_is_there_twice_among_very_many() -> None:
     """Found without comparing each with each: that would take hours."""
-    names = ",".join(f'"{number}":0' for number in range(300_000))
-    with pytest.raises(ValueError, match="says '299999' twice"):
-        parse_header(f'{{{names},"299999":0}}'.encode())
+    names = b",".join(b'"%d":%b' % (number, EMPTY) for number in range(50_000))
+    with pytest.raises(ValueError, match="says '49999' twice"):
+        parse_header(b'{%b,"49999":%b}' % (names, EMPTY))
+
+
+def test_space_escapes_and_order_are_the_writers_affair() -> None:
+    text = b"""{ "__metadata__" : { "k\\u00e9\\n" : "\\ud83d\\ude00" , "l" : "\xc3\xa9" } ,
+        "\\"a\\\\" :\t{ "shape" : [ 1 , 2 ] , "data_offsets" : [ 0 , 2 ] , "dtype" : "U8" }\r} """
+    header = parse_header(text)
+    assert header.metadata == {"k\u00e9\n": "\U0001f600", "l": "\u00e9"}
+    assert header.entries == (Entry('"a\\', "uint8", (1, 2), 0, 2),)
+    assert json.loads(text)["__metadata__"] == header.metadata
+
+
+MANY = 100_000
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        (b"{" + b'"":{},' * 2**20 + b'"":{}}', "a name is a string"),
+        (b'{"a":{},' + b'"":{},' * 2**20 + b'"":{}}', "has not exactly"),
+        (b'{"a":[' + b"[]," * 2**21 + b"[]]}", "is not JSON"),
+        (b'{"a":{"shape":[' + b"0," * 2**21 + b"0]}}", "is not JSON"),
+        (b'{"__metadata__":{' + b",".join(b'"%x":""' % at for at in range(600_000)) + b"}}", "says more than 65536 things"),
+        (b"{" + b",".join(b'"%x":%b' % (at, EMPTY) for at in range(MANY)) + b"}", ""),
+    ],
+)
+def test_a_header_costs_what_it_holds(text: bytes, reason: str) -> None:
+    """Six megabytes of which a careless reader would make two hundred."""
+    tracemalloc.start()
+    try:
+        if reason:
+            with pytest.raises(ValueError, match=reason):
+                parse_header(text)
+        else:
+            assert len(parse_header(text).entries) == MANY
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert peak < (4.5 if not reason else 2) * len(text)
 
 
 @pytest.mark.parametrize("content", [b"", b"short", b"\xff" * 64, b"\3\0\0\0\0\0\0\0{}", b"\1\0\0\0\0\0\0\0{"])

@@ -36,7 +36,9 @@ POLL_S = 0.25  # how often the files are looked at
 
 
 def publish(
-    path: Annotated[Path, typer.Argument(help="A .safetensors file, a directory of them, or a sharded model's index.json.")],
+    path: Annotated[
+        Path, typer.Argument(help="A .safetensors file, a directory of them, or a sharded model's .index.json.")
+    ],
     model: Annotated[str, typer.Option("--model", "-m", help="The name to publish under.")],
     version: Annotated[
         int | None,

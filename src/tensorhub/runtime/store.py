@@ -11,6 +11,7 @@ import fcntl
 import os
 import secrets
 import sqlite3
+import stat
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Protocol, assert_never
@@ -30,6 +31,7 @@ from tensorhub.coordinator import (
 from tensorhub.coordinator.actions import IDENTS_CHARS_MAX
 from tensorhub.errors import StateError
 from tensorhub.protocol.forms import Violation, brief, record_of
+from tensorhub.runtime.logs import get_logger
 from tensorhub.types import OpKey
 
 PUBLICATIONS_READ_MAX = 64  # newest of each model, at the start, besides retained and pinned ones
@@ -57,6 +59,7 @@ CREATE TABLE IF NOT EXISTS pins (
 CREATE TABLE IF NOT EXISTS pruned (model TEXT NOT NULL PRIMARY KEY, up_to INTEGER NOT NULL);
 """
 FORMAT = 2
+_DATABASE = "state.sqlite3"
 _RECORDS: tuple[tuple[type, Callable[[Durable], Sequence[object]]], ...] = (
     (Publication, lambda durable: durable.publications),
     (Decision, lambda durable: durable.decisions),
@@ -64,6 +67,9 @@ _RECORDS: tuple[tuple[type, Callable[[Durable], Sequence[object]]], ...] = (
     (Pinned, lambda durable: durable.pins),
 )
 _UNREADABLE = (sqlite3.Error, UnicodeDecodeError)  # the latter where SQLite's own words repeat what it has read
+
+
+log = get_logger("tensorhub.coordinator")
 
 
 class Store(Protocol):
@@ -109,11 +115,16 @@ class SqliteStore:
     blocks = True
 
     def __init__(self, state_dir: str | os.PathLike[str]) -> None:
-        """Raises StateError if the directory cannot be used, or another coordinator has it open."""
+        """Raises StateError if the directory cannot be used, or another coordinator has it open.
+
+        Whoever can write there says what `latest` means: so it is not others' directory, nor one that all may write, nor a
+        symbolic link, which could come to lead elsewhere. The files are this user's only.
+        """
         path = self._path = Path(state_dir)
         try:
             path.mkdir(parents=True, exist_ok=True, mode=0o700)
-            self._lock = os.open(path / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+            _check_directory(path)
+            self._lock = _private(path / "lock")
         except OSError as error:
             raise StateError(f"the state_dir {path} cannot be used: {error.strerror}") from error
         try:
@@ -123,13 +134,16 @@ class SqliteStore:
             text = f"the state_dir {path} is in use by another coordinator: give each its own"
             raise StateError(text, retryable=True) from error
         try:
+            for name in (_DATABASE, f"{_DATABASE}-wal", f"{_DATABASE}-shm"):  # SQLite gives new ones the mode of the first
+                if name == _DATABASE or os.path.lexists(path / name):
+                    os.close(_private(path / name))
             self._open(path)
-        except (*_UNREADABLE, StateError) as error:
+        except (*_UNREADABLE, StateError, OSError) as error:
             os.close(self._lock)
             raise StateError(f"the state_dir {path} cannot be used: {error}") from error
 
     def _open(self, path: Path) -> None:
-        self._db = sqlite3.connect(path / "state.sqlite3", check_same_thread=False, isolation_level=None)
+        self._db = sqlite3.connect(path / _DATABASE, check_same_thread=False, isolation_level=None)
         try:
             self._db.execute("PRAGMA journal_mode=WAL")
             self._db.execute("PRAGMA synchronous=FULL")
@@ -291,3 +305,35 @@ class SqliteStore:
 
 def _key(key: OpKey) -> tuple[str, int, int]:
     return key.group, key.epoch, key.sequence
+
+
+def _check_directory(path: Path) -> None:
+    """Raise StateError if people who are nobody here may write the state, OSError if it is no directory."""
+    if path.is_symlink():
+        raise StateError(f"the state_dir {path} is a symbolic link: give the directory itself, {os.path.realpath(path)!r}")
+    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    try:
+        status = os.fstat(descriptor)
+    finally:
+        os.close(descriptor)
+    if status.st_uid not in (0, os.geteuid()):
+        whose = f"belongs to user {status.st_uid}, not to this process' user {os.geteuid()}"
+        raise StateError(f"the state_dir {path} {whose}: give a directory of its own (chown it, or another one)")
+    if status.st_mode & stat.S_IWOTH:
+        raise StateError(
+            f"the state_dir {path} can be written by everybody on this machine: chmod o-w it, or give another one"
+        )
+    if status.st_mode & stat.S_IWGRP:  # as Kubernetes' fsGroup makes its volumes
+        why = "who is in the group may change what is the newest version; chmod g-w it, unless it has to be so"
+        log.warning("state_dir_writable_by_group", state_dir=str(path), group=status.st_gid, hint=why)
+
+
+def _private(path: Path) -> int:
+    """A file of the state, made if it is not there, that this user only may read and write."""
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+    try:
+        os.fchmod(descriptor, 0o600)  # an older version, or fsGroup, has made it as others may read
+    except BaseException:
+        os.close(descriptor)
+        raise
+    return descriptor

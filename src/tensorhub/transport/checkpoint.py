@@ -7,6 +7,7 @@ plain names of files, and headers are read as headers of files are.
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import stat
@@ -15,12 +16,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import msgpack
+from msgpack.exceptions import UnpackException
+
+from tensorhub.manifest import TENSORS_MAX
+from tensorhub.transport.json_pieces import Pieces
 from tensorhub.transport.safetensors import Header, open_file, parse_header
 
-FORMAT = "safetensors/1"
+FORMAT = b"safetensors/2\n"  # what the metadata of a version that was published from files begins with
 SUFFIX = ".safetensors"
 INDEX_SUFFIX = ".index.json"
 INDEX_BYTES_MAX = 32 * 2**20
+INDEX_METADATA_BYTES_MAX = 2**18  # what an index says beside its weight_map
 FILES_MAX = 4096
 FILE_NAME_BYTES_MAX = 255  # what the usual filesystems take
 
@@ -36,18 +43,24 @@ class Index:
 
     @classmethod
     def parse(cls, name: str, text: bytes) -> Index:
-        """ValueError, with the reason, if it is not an index of safetensors files, or names a file elsewhere."""
-        try:
-            said = json.loads(text.decode())
-        except (ValueError, RecursionError) as error:
-            raise ValueError(f"it is not JSON ({str(error)[:200]})") from error
-        weight_map = said.get("weight_map") if isinstance(said, dict) else None
-        metadata = said.get("metadata", {}) if isinstance(said, dict) else None
-        if not isinstance(weight_map, dict) or not weight_map or not isinstance(metadata, dict):
+        """ValueError, with the reason, if it is not an index of safetensors files, names a file elsewhere, or says more."""
+        if len(text) > INDEX_BYTES_MAX:
+            raise ValueError(f"it has more than {INDEX_BYTES_MAX} bytes")
+        if not text.lstrip().startswith(b"{"):
+            raise ValueError("it is not a JSON object")
+        pieces, weight_map, metadata = Pieces(text, "it"), dict[str, str](), dict[str, Any]()
+        for said in pieces.members():
+            if said == "weight_map" and pieces.next_is(b"{"):
+                weight_map = _weight_map(pieces)
+            elif said == "metadata" and pieces.next_is(b"{"):
+                metadata = pieces.value(INDEX_METADATA_BYTES_MAX)
+            else:
+                raise ValueError(
+                    f"it says {said[:64]!r}: an index has a weight_map and metadata, both objects, and nothing else"
+                )
+        pieces.end()
+        if not weight_map:
             raise ValueError("it has no weight_map of tensors to files")
-        for file in weight_map.values():
-            if fault := file_name_fault(file):
-                raise ValueError(f"it names {str(file)[:64]!r}: {fault}")
         return cls(name, text, metadata, weight_map)
 
     def check(self, headers: Mapping[str, Header]) -> None:
@@ -71,8 +84,9 @@ class Checkpoint:
 
     def __post_init__(self) -> None:
         """ValueError for what is not one model."""
-        for name in (*self.headers, *([self.index.name] if self.index else ())):
-            if fault := file_name_fault(name):
+        indexes = [(self.index.name, INDEX_SUFFIX)] if self.index else []
+        for name, suffix in [*((name, SUFFIX) for name in self.headers), *indexes]:
+            if fault := file_name_fault(name, suffix):
                 raise ValueError(f"a file cannot be called {str(name)[:64]!r}: {fault}")
         if len(self.headers) > FILES_MAX:
             raise ValueError(f"there are more than {FILES_MAX} files")
@@ -88,40 +102,58 @@ class Checkpoint:
             self.index.check(self.headers)
 
     def encode(self) -> bytes:
-        """As a manifest's metadata: JSON, with each text as it is in its file."""
-        files = [{"name": name, "header": header.text.decode()} for name, header in self.headers.items()]
-        said: dict[str, object] = {"format": FORMAT, "files": files}
-        if self.index is not None:
-            said["index"] = {"name": self.index.name, "text": self.index.text.decode()}
-        return json.dumps(said, ensure_ascii=False, separators=(",", ":")).encode()
+        """As a manifest's metadata: MessagePack texts one after the other, each as it is in its file."""
+        said = [self.index.name, self.index.text] if self.index is not None else ["", b""]
+        for name, header in self.headers.items():
+            said += [name, header.text]
+        return FORMAT + b"".join(map(msgpack.packb, said))
 
     @classmethod
     def decode(cls, metadata: bytes) -> Checkpoint | None:
         """What the publisher's files were; None if it had none. ValueError, with the reason, for what no publisher says."""
-        try:
-            said = json.loads(metadata.decode())
-        except (ValueError, RecursionError):
+        if not metadata.startswith(FORMAT):
             return None
-        if not isinstance(said, dict) or said.get("format") != FORMAT:
-            return None
+        unpacker = msgpack.Unpacker(max_buffer_size=len(metadata), max_array_len=0, max_map_len=0, max_ext_len=0)
+        unpacker.feed(metadata[len(FORMAT) :])
         try:
-            files = [(file["name"], file["header"].encode()) for file in said["files"]]
-            index = said.get("index")
-            named = None if index is None else (index["name"], index["text"].encode())
-        except (KeyError, TypeError, AttributeError, UnicodeEncodeError) as error:
+            index_name, index_text, *said = itertools.islice(unpacker, 2 + 2 * (FILES_MAX + 1))
+            files = dict(zip(said[::2], said[1::2], strict=True))
+        except (ValueError, TypeError, UnpackException) as error:
             raise ValueError("it does not tell of files as it should") from error
-        if not all(isinstance(name, str) for name, _ in files) or len(dict(files)) != len(files):
-            raise ValueError("it tells of a file twice, or of one without a name")
-        headers = {name: parse_header(header) for name, header in files}
-        return cls(headers, None if named is None else Index.parse(*named))
+        are_texts = all(isinstance(name, str) and isinstance(text, bytes) for name, text in files.items())
+        if len(files) != len(said) // 2 or not are_texts or not isinstance(index_text, bytes):
+            raise ValueError("it tells of a file twice, or of one without a name or a header")
+        headers = {name: parse_header(text) for name, text in files.items()}
+        return cls(headers, Index.parse(index_name, index_text) if index_name != "" else None)
 
 
-def file_name_fault(name: object) -> str | None:
-    """Why this is not the plain name of a file in a directory; None if it is."""
+def _weight_map(pieces: Pieces) -> dict[str, str]:
+    found: dict[str, str] = {}
+    files: dict[str, str] = {}  # one text for each name, however often it is there
+    for tensor in pieces.members():
+        file = pieces.string() if pieces.next_is(b'"') else ""
+        if file not in files:
+            if fault := file_name_fault(file, SUFFIX):
+                raise ValueError(f"it names {file[:64]!r}: {fault}")
+            if len(files) == FILES_MAX:
+                raise ValueError(f"it names more than {FILES_MAX} files")
+        if len(found) == TENSORS_MAX:
+            raise ValueError(f"it has more than {TENSORS_MAX} tensors")
+        found[tensor] = files.setdefault(file, file)
+    return found
+
+
+def file_name_fault(name: object, suffix: str) -> str | None:
+    """Why a publisher's file cannot have this name in a reader's directory; None if it can.
+
+    What else is there, as a model's config or tokenizer, is not for a publisher of weights to say: only this suffix will do.
+    """
     if not isinstance(name, str) or not name or name in (".", "..") or "/" in name or "\\" in name:
         return "only a plain file name, without a directory, will do"
     if not name.isprintable() or len(name.encode()) > FILE_NAME_BYTES_MAX or name.startswith("."):
         return f"give 1 to {FILE_NAME_BYTES_MAX} bytes of printable text that does not begin with a dot"
+    if not name.endswith(suffix):
+        return f"give a name that ends in {suffix}"
     return None
 
 
@@ -160,8 +192,6 @@ def _indexed(path: Path) -> tuple[Sequence[Path], Index]:
     finally:
         os.close(descriptor)
     try:
-        if len(text) > INDEX_BYTES_MAX:
-            raise ValueError(f"it has more than {INDEX_BYTES_MAX} bytes")
         index = Index.parse(path.name, text)
     except ValueError as error:
         raise ValueError(f"{path} is not an index of safetensors files: {error}") from error

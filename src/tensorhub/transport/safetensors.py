@@ -10,16 +10,18 @@ from __future__ import annotations
 import json
 import os
 import stat
-from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from math import prod
+from operator import attrgetter
 from pathlib import Path
-from typing import Any, NoReturn
 
 from tensorhub.manifest import DIMENSIONS_MAX, INT_MAX, ITEMSIZE, TENSORS_MAX, name_fault, shape_fault
+from tensorhub.transport.json_pieces import Pieces
 
 HEADER_BYTES_MAX = 100_000_000  # the format's own limit
+ENTRY_BYTES_MAX = 8192  # of what it says of one tensor, with whatever space is in it
+METADATA_MAX = 2**16  # things that `__metadata__` says
 LENGTH_BYTES = 8
 METADATA = "__metadata__"
 
@@ -120,19 +122,20 @@ def read_from(descriptor: int, path: Path) -> Header:
 
 
 def parse_header(text: bytes) -> Header:
-    """What a header says. ValueError, with the reason, for any text that is not one."""
-    try:
-        # An object is a list of pairs here: a name that is there twice would silently count once.
-        pairs = json.loads(text.decode(), object_pairs_hook=_Pairs, parse_constant=_no_number)
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"its header is not JSON ({str(error)[:200]})") from error
-    if not isinstance(pairs, _Pairs) or not text.startswith(b"{"):
+    """What a header says. ValueError, with the reason, for any text that is not one; it costs what it truly holds."""
+    if not text.startswith(b"{"):
         raise ValueError("its header is not a JSON object")
-    objects = pairs.unique()
-    metadata = _metadata(objects.pop(METADATA, _Pairs()))
-    if len(objects) > TENSORS_MAX:
-        raise ValueError(f"it has more than {TENSORS_MAX} tensors")
-    entries = sorted((_entry(name, value) for name, value in objects.items()), key=lambda e: (e.offset, e.nbytes))
+    pieces, metadata, entries = Pieces(text, "its header"), dict[str, str](), list[Entry]()
+    for name in pieces.members():
+        if name == METADATA:
+            metadata = _metadata(pieces)
+        elif len(entries) == TENSORS_MAX:
+            raise ValueError(f"it has more than {TENSORS_MAX} tensors")
+        else:
+            entries.append(_entry(name, pieces.value(ENTRY_BYTES_MAX)))
+    pieces.end()
+    entries.sort(key=attrgetter("nbytes"))
+    entries.sort(key=attrgetter("offset"))  # and by size where that is equal
     end = 0
     for entry in entries:
         if entry.offset != end:
@@ -141,28 +144,16 @@ def parse_header(text: bytes) -> Header:
     return Header(text, metadata, tuple(entries))
 
 
-class _Pairs(list[tuple[str, Any]]):
-    """A JSON object."""
-
-    def unique(self) -> dict[str, Any]:
-        found = dict(self)
-        if len(found) != len(self):
-            counts = Counter(name for name, _ in self)
-            twice = next(name for name, count in counts.items() if count > 1)
-            raise ValueError(f"its header says {twice[:64]!r} twice")
-        return found
-
-
-def _no_number(text: str) -> NoReturn:
-    raise ValueError(f"{text} is no number")
-
-
-def _metadata(value: object) -> dict[str, str]:
-    if not isinstance(value, _Pairs):
+def _metadata(pieces: Pieces) -> dict[str, str]:
+    if not pieces.next_is(b"{"):
         raise ValueError(f"{METADATA} is not an object")
-    found = value.unique()
-    if not all(isinstance(text, str) and _is_text(text) and _is_text(key) for key, text in found.items()):
-        raise ValueError(f"{METADATA} holds what is not text")
+    found: dict[str, str] = {}
+    for key in pieces.members():
+        if len(found) == METADATA_MAX:
+            raise ValueError(f"{METADATA} says more than {METADATA_MAX} things")
+        found[key] = pieces.string() if pieces.next_is(b'"') else "\ud800"
+        if not (_is_text(key) and _is_text(found[key])):
+            raise ValueError(f"{METADATA} holds what is not text")
     return found
 
 
@@ -178,7 +169,7 @@ def _entry(name: str, value: object) -> Entry:
     if fault := name_fault(name):
         raise ValueError(f"tensor {name[:64]!r}: {fault}")
     what = f"tensor {name!r}"
-    fields = value.unique() if isinstance(value, _Pairs) else {}
+    fields = value if isinstance(value, dict) else {}
     if set(fields) != {"dtype", "shape", "data_offsets"}:
         raise ValueError(f"{what} has not exactly a dtype, a shape and data_offsets")
     dtype, shape, offsets = fields["dtype"], fields["shape"], fields["data_offsets"]
