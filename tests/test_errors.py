@@ -34,6 +34,7 @@ from tensorhub.errors import (
     VersionUnavailable,
 )
 from tensorhub.hub import Hub
+from tensorhub.messages import ErrorInfo
 from tensorhub.transport.memory import RegisteredMemory
 from tensorhub.types import ContentId, Options, VersionInfo, parse_address
 from tensorhub.weights import Weights
@@ -818,3 +819,14 @@ async def test_a_before_write_that_is_late() -> None:
             await until(lambda: weights._handle.member.running is None)
             passed.set()
         assert (weights.state, weights.version) == ("ready", 1)
+
+
+def test_what_another_process_says_of_its_error_is_no_command_to_a_terminal() -> None:
+    hostile, shown = "a\x1b[2J\x9b1m\nb\rc\u202e", "a\\x1b[2J\\x9b1m\nb\\rc\\u202e"
+    info = ErrorInfo("GroupAborted", hostile, False, ((1, hostile),))
+    error = info.error()
+    assert isinstance(error, GroupAborted)
+    assert (str(error), error.causes) == (shown, {1: shown})
+    differ = ErrorInfo("ManifestMismatch", hostile, False, (), (hostile,)).error()
+    assert isinstance(differ, ManifestMismatch)
+    assert (str(differ), differ.differences) == (shown, (shown,))

@@ -35,10 +35,15 @@ class Range:
     most: float
 
 
+@dataclass(frozen=True, slots=True)
+class Printable:
+    """A text received from a socket has no character that a terminal would take for a command, or that shows nothing."""
+
+
 U64 = Annotated[int, Range(0, 2**64 - 1)]
 Seconds = Annotated[float, Range(0, 10**9)]
-Name = Annotated[str, Length(512)]  # models, groups, workers, sites, hosts
-Id = Annotated[str, Length(64)]  # ids that a party of the cluster minted
+Name = Annotated[str, Length(512), Printable()]  # models, groups, workers, sites, hosts, addresses
+Id = Annotated[str, Length(64), Printable()]  # ids that a party of the cluster minted
 Text = Annotated[str, Length(16_384)]  # what a person reads
 
 # ------------------------------------------------------------------------------------------------------ identifiers
@@ -80,6 +85,13 @@ def check_name(what: str, name: object) -> str:
     if isinstance(name, str) and 0 < len(name) <= 512 and name.isprintable():
         return name
     raise StateError(f"{name!r} cannot name a {what}: give 1 to 512 printable characters")
+
+
+def printable(text: str) -> str:
+    """What others have said, for a person to read: lines as they are, and whatever else is not printable as in a `repr`."""
+    if text.isprintable():
+        return text
+    return "".join(c if c.isprintable() or c == "\n" else c.encode("unicode_escape").decode() for c in text)
 
 
 def as_seconds(value: object) -> float | None:

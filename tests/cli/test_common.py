@@ -55,6 +55,11 @@ def test_an_expected_error_in_a_group_is_one_line(capfd: pytest.CaptureFixture[s
     assert capfd.readouterr().err == "error: CoordinatorUnavailable: nobody there\n"
 
 
+def test_what_others_have_said_is_no_command_to_the_terminal(capfd: pytest.CaptureFixture[str]) -> None:
+    report(CoordinatorUnavailable("it is \x1b[2J\x9b31mfine\x07\u202e, größe 📏"))
+    assert capfd.readouterr().err == "error: CoordinatorUnavailable: it is \\x1b[2J\\x9b31mfine\\x07\\u202e, größe 📏\n"
+
+
 def test_a_bug_keeps_its_traceback() -> None:
     with pytest.raises(ZeroDivisionError):
         report(ZeroDivisionError())

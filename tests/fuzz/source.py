@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from enum import StrEnum
 from typing import Annotated, Any, TypeVar, Union
 
-from tensorhub.types import Length, Range
+from tensorhub.types import Length, Printable, Range, printable
 
 T = TypeVar("T")
 
@@ -119,13 +119,16 @@ def _drawer(annotation: Any) -> Drawer:
         annotation, extras = annotation.__origin__, annotation.__metadata__
     most = next((extra.most for extra in extras if isinstance(extra, Length)), 0)
     bounds = next((extra for extra in extras if isinstance(extra, Range)), None)
+    is_printable = Printable() in extras
     least, top = (int(bounds.least), int(bounds.most)) if bounds else (-(2**63), 2**64 - 1)
     scalars: dict[Any, Drawer] = {
         bool: lambda source, pools, name: source.flag(),
         types.NoneType: lambda source, pools, name: None,
         int: lambda source, pools, name: source.number(least, top),
         float: lambda source, pools, name: (0.0, 0.5, 60.0, float(top))[source.below(4)],
-        str: lambda source, pools, name: source.text(most),
+        str: lambda source, pools, name: (
+            printable(source.text(most)).replace("\n", " ")[:most] if is_printable else source.text(most)
+        ),
         bytes: lambda source, pools, name: source.blob(most),
     }
     if annotation in scalars:

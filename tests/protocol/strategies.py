@@ -12,12 +12,12 @@ from typing import Annotated, Any, Union
 from hypothesis import strategies as st
 
 from tensorhub import messages
-from tensorhub.types import Length, Range
+from tensorhub.types import Length, Printable, Range
 
 MESSAGES: tuple[type, ...] = typing.get_args(messages.Message)
 
 
-def _scalar(kind: Any, length: int, bounds: Range | None) -> st.SearchStrategy[Any] | None:
+def _scalar(kind: Any, length: int, bounds: Range | None, is_printable: bool) -> st.SearchStrategy[Any] | None:
     if kind is bool:
         return st.booleans()
     if kind is types.NoneType:
@@ -29,7 +29,8 @@ def _scalar(kind: Any, length: int, bounds: Range | None) -> st.SearchStrategy[A
         assert bounds is not None
         return st.floats(bounds.least, bounds.most)
     if kind is str:
-        return st.text(st.characters(exclude_categories=["Cs"]), max_size=min(length, 20))
+        printable = st.characters(exclude_categories=["C", "Z"], include_characters=" ")
+        return st.text(printable if is_printable else st.characters(exclude_categories=["Cs"]), max_size=min(length, 20))
     if kind is bytes:
         return st.binary(max_size=min(length, 40))
     return None
@@ -43,7 +44,7 @@ def values(annotation: Any) -> st.SearchStrategy[Any]:
         annotation, extras = annotation.__origin__, annotation.__metadata__
     length = next((extra.most for extra in extras if isinstance(extra, Length)), 0)
     bounds = next((extra for extra in extras if isinstance(extra, Range)), None)
-    scalar = _scalar(annotation, length, bounds)
+    scalar = _scalar(annotation, length, bounds, Printable() in extras)
     if scalar is not None:
         return scalar
     origin, arguments = typing.get_origin(annotation), typing.get_args(annotation)

@@ -177,6 +177,34 @@ def test_a_value_of_another_type_is_refused_on_both_sides(message: m.Message) ->
     assert refused(body).startswith(type(message).__name__ + ".")
 
 
+LONG = "seven77"
+
+
+@pytest.mark.parametrize(
+    "strange", ["\x1b[2Jxyz", "ab\rcdef", "abc\nxyz", "ab\x7fcdef", "\x9b2Jxy", "x\u202eabc", "a\u2028xyz"]
+)
+@pytest.mark.parametrize(
+    "message",
+    [
+        m.Join(LONG, Location(), (), 1, 0),
+        m.Join("a", Location(site=LONG), (), 1, 0),
+        m.Join("a", Location(rack=LONG), (), 1, 0),
+        m.Join("a", Location(host=LONG), (), 1, 0),
+        m.Join("a", Location(), (Endpoint(LONG, "tcp://1.2.3.4:5"),), 1, 0),
+        m.Join("a", Location(), (Endpoint("tcp", LONG),), 1, 0),
+        m.Watch(LONG),
+        m.Describe(1, LONG),
+        m.GetManifest(1, "a", LONG, 0),
+        m.Resolve(OpKey("a", LONG, 1, 1), 0),
+    ],
+)
+def test_what_a_terminal_would_obey_is_refused(message: m.Message, strange: str) -> None:
+    """Names, addresses and ids come to an operator's terminal: on both sides, as they are sent and as they come."""
+    packed = encode(message).replace(msgpack.packb(LONG), msgpack.packb(strange))
+    assert "not printable" in refused(packed)
+    assert "\x1b" not in refused(packed)
+
+
 def test_what_is_not_a_message_cannot_be_sent() -> None:
     assert "OpKey" in unsendable(KEY)
 

@@ -23,7 +23,7 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeR
 
 from tensorhub.errors import AuthenticationFailed, StateError, TensorHubError
 from tensorhub.protocol.secret import read_token_file
-from tensorhub.types import check_name, parse_address
+from tensorhub.types import check_name, parse_address, printable
 
 FAILED = 1
 USAGE = 2
@@ -117,7 +117,7 @@ def report(error: BaseException) -> int:
             kind, code = type(leaf).__name__, FAILED
         case _:
             raise error
-    print(f"error: {kind}: {' '.join(str(leaf).split())}", file=sys.stderr, flush=True)
+    print(f"error: {kind}: {printable(' '.join(str(leaf).split()))}", file=sys.stderr, flush=True)
     return code
 
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Annotated
 
 from tensorhub import errors
-from tensorhub.types import U64, VERSION_MAX, Endpoint, Id, Length, Location, Name, OpKey, Range, Seconds, Text
+from tensorhub.types import U64, VERSION_MAX, Endpoint, Id, Length, Location, Name, OpKey, Range, Seconds, Text, printable
 
 Rank = Annotated[int, Range(0, 2**20)]
 Number = Annotated[int, Range(0, VERSION_MAX)]
@@ -40,13 +40,15 @@ class ErrorInfo:
         return ErrorInfo(self.kind, self.message[:chars_max], self.retryable, causes)
 
     def error(self, memory: errors.Memory = "intact") -> errors.TensorHubError:
-        """The exception that this describes; an unknown kind becomes a ProtocolError."""
-        kind = errors.BY_NAME.get(self.kind, errors.ProtocolError)
+        """The exception that this describes, in printable words; an unknown kind becomes a ProtocolError."""
+        kind, message = errors.BY_NAME.get(self.kind, errors.ProtocolError), printable(self.message)
         if issubclass(kind, errors.GroupAborted):
-            return kind(self.message, causes=dict(self.causes), retryable=self.retryable, memory=memory)
+            causes = {rank: printable(text) for rank, text in self.causes}
+            return kind(message, causes=causes, retryable=self.retryable, memory=memory)
         if issubclass(kind, errors.ManifestMismatch):
-            return kind(self.message, differences=self.differences, retryable=self.retryable, memory=memory)
-        return kind(self.message, retryable=self.retryable, memory=memory)
+            differences = tuple(map(printable, self.differences))
+            return kind(message, differences=differences, retryable=self.retryable, memory=memory)
+        return kind(message, retryable=self.retryable, memory=memory)
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,6 +1,6 @@
 """How an annotated type is written and read: one `Form` per type, made once, when the codec is imported.
 
-Responsible for turning annotations into checks: `Length` and `Range` where they are given, 64 bits for a
+Responsible for turning annotations into checks: `Length`, `Range` and `Printable` where they are given, 64 bits for a
 plain int, finite floats, and the exact shape of tuples and records. Writing checks the same as reading, so
 that a mistake shows where it was made and not as a connection that the peer closed.
 
@@ -27,7 +27,7 @@ from typing import Annotated, Any, Union, cast
 from msgpack import Unpacker
 from msgpack.exceptions import OutOfData, UnpackException
 
-from tensorhub.types import Length, Range
+from tensorhub.types import Length, Printable, Range
 
 Check = Callable[[object], Any]  # returns the value, or raises Violation
 
@@ -116,7 +116,7 @@ def _float_check(bounds: Range | None) -> Check:
     return check
 
 
-def _str_check(bounds: Length | None) -> Check:
+def _str_check(bounds: Length | None, is_printable: bool) -> Check:
     most = _needed(bounds, "str").most
 
     def check(value: object) -> str:
@@ -129,6 +129,8 @@ def _str_check(bounds: Length | None) -> Check:
                 value.encode()
             except UnicodeEncodeError:
                 raise Violation("text with a lone surrogate, which UTF-8 cannot say") from None
+        if is_printable and not value.isprintable():
+            raise Violation(f"{brief(value)} has characters that are not printable")
         return value
 
     return check
@@ -166,7 +168,7 @@ def _scalar_check(kind: Any, extras: tuple[object, ...]) -> tuple[type, Check] |
     if kind is float:
         return float, _float_check(bounds)
     if kind is str:
-        return str, _str_check(length)
+        return str, _str_check(length, Printable() in extras)
     if kind is bytes:
         return bytes, _bytes_check(length)
     return None

@@ -202,8 +202,9 @@ class CoordinatorLink:
                             self._ears.dismissed()
                         break
                     elif isinstance(message, Refused) and message.request == NO_REQUEST:
-                        self.refusal = message.error.message
-                        raise message.error.error()
+                        refusal = message.error.error()
+                        self.refusal = str(refusal)
+                        raise refusal
                     else:
                         self._ears.received(message)
                 tasks.cancel_scope.cancel()
