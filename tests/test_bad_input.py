@@ -309,7 +309,7 @@ async def test_unknown_models_and_versions() -> None:
         other = await c.hubs[1].register("other", tensors())
         for selector, text, retryable in [
             (4, r"version 4 of 'm' is not published yet \(the newest is 3\); wait_for\(\) waits", True),
-            (2, "version 2 of 'm' does not exist any more; available: 3", False),
+            (2, "version 2 of 'm' does not exist any more; held now: version 3 by 1 replica", False),
         ]:
             with pytest.raises(VersionUnavailable, match=text) as caught:
                 await weights.replicate(selector)

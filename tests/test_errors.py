@@ -132,7 +132,7 @@ async def test_a_version_that_there_is_not() -> None:
         weights = await c.hubs[1].register("m", tensors())
         with raises(VersionUnavailable, "version 4 of 'm' is not published yet", "wait_for()", retryable=True):
             await weights.replicate(4)
-        with raises(VersionUnavailable, "version 2 of 'm' does not exist any more; available: 1, 3", retryable=False):
+        with raises(VersionUnavailable, "version 2 of 'm' does not exist any more; held now: version 3", retryable=False):
             await weights.replicate(2)
         with raises(VersionUnavailable, "'m' (the newest version is 3)", "no live worker holds 'latest-1'", retryable=True):
             await weights.replicate("latest-1", timeout=0.05)

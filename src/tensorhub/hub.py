@@ -343,7 +343,7 @@ class Hub:
         device: object = "cpu",
         timeout: float | None = None,
     ) -> Fetched:
-        """Allocate the tensors of a version (a number, "latest" or "latest-1") and fill them; nobody reads them from here.
+        """Allocate the tensors of a version and fill them; nobody reads them from here. `selector`: as `Weights.replicate`.
 
         `rank`: which shard of a version of several ranks. `names`: only these tensors, by name or glob ("layers.0.*"),
         one or several; what is not wanted is not read. `device`: a torch device, for the tensors in the end; they arrive,

@@ -53,19 +53,23 @@ ContentId = NewType("ContentId", str)  # minted by a publication (R1); two publi
 RegistrationId = NewType("RegistrationId", str)  # one rank's registered memory, of one incarnation
 LeaseId = NewType("LeaseId", str)  # one read lease; names one attempt of one reader to read one source
 
-Selector = int | str  # a version number, "latest" or "latest-1"
+Selector = int | str  # a version number, "latest", "latest-1" or "available"
 LATEST: Literal["latest"] = "latest"
 PREVIOUS: Literal["latest-1"] = "latest-1"
+AVAILABLE: Literal["available"] = "available"
 VERSION_MAX = 2**63 - 1
 
 
 def check_selector(selector: object) -> Selector:
-    """Return `selector` if it is a version number (0 to 2**63-1), "latest" or "latest-1"; else raise StateError."""
+    """Return `selector` if it is a version number (0 to 2**63-1), "latest", "latest-1" or "available".
+
+    Raises StateError for anything else.
+    """
     if isinstance(selector, int) and not isinstance(selector, bool) and 0 <= selector <= VERSION_MAX:
         return selector
-    if isinstance(selector, str) and selector in (LATEST, PREVIOUS):
+    if isinstance(selector, str) and selector in (LATEST, PREVIOUS, AVAILABLE):
         return selector
-    raise StateError(f"{selector!r} is not a version selector: give a number from 0, 'latest' or 'latest-1'")
+    raise StateError(f"{selector!r} is not a version selector: give a number from 0, 'latest', 'latest-1' or 'available'")
 
 
 def check_version(version: object) -> None:

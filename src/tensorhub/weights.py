@@ -102,7 +102,13 @@ class Weights:
         await self.publish(version, timeout)
 
     async def replicate(self, selector: Selector = LATEST, timeout: float | None = None) -> FetchReport:
-        """Fill the memory, which must hold no version, with a version: a number, "latest" or "latest-1".
+        """Fill the memory, which must hold no version, with a version.
+
+        `selector`: a number; "latest", the newest that was ever published, which is waited for where nobody holds it now;
+        "latest-1", the one before; or "available", the newest that can be fetched now. "available" waits while nothing
+        was published; where nobody holds what was published it raises VersionUnavailable at once. It counts complete
+        copies of workers that the coordinator hears of, the caller's own, and partial copies that together are whole. It
+        never replaces what a rank of the group holds by an older version.
 
         Raises VersionUnavailable, ManifestMismatch (each difference named), IntegrityError (no source's bytes have their
         digests), StateError, OperationTimeout, GroupAborted, TransportUnavailable, LeaseLost (as `publish`).
@@ -122,13 +128,14 @@ class Weights:
     ) -> FetchReport:
         """Replace what the memory holds by a version; `report.changed` is False if it holds that content already.
 
-        `at_least` waits for that number. `before_write` is awaited here, in the caller's task, once version and source are
-        certain and before the first byte changes. Up to then an error leaves the old version published; after it the
-        memory is torn. `staged`: the new version is filled into host memory first (`Options.host_memory_bytes`, else
-        StateError), then `before_write` is awaited, and the memory is only overwritten once all ranks have all of it: an
-        error leaves the old version published. What was prefetched is copied, not read. Raises as `replicate`,
-        RetentionError (a retained version would be lost), DrainTimeout (the old version is still being read), both with it
-        still published, MutabilityViolation (it was written; unpublish() first), and whatever `before_write` raises.
+        `selector`: as `replicate`. `at_least` waits for that number. `before_write` is awaited here, in the caller's task,
+        once version and source are certain and before the first byte changes. Up to then an error leaves the old version
+        published; after it the memory is torn. `staged`: the new version is filled into host memory first
+        (`Options.host_memory_bytes`, else StateError), then `before_write` is awaited, and the memory is only overwritten
+        once all ranks have all of it: an error leaves the old version published. What was prefetched is copied, not read.
+        Raises as `replicate`, RetentionError (a retained version would be lost), DrainTimeout (the old version is still
+        being read), both with it still published, MutabilityViolation (it was written; unpublish() first), and whatever
+        `before_write` raises.
         """
         check_selector(selector)
         if at_least is not None:
@@ -156,7 +163,7 @@ class Weights:
         self._thread.post(partial(self._handle.hook_returned, problem))
 
     async def prefetch(self, selector: Selector = LATEST, timeout: float | None = None) -> FetchReport:
-        """Fill host memory with a version (a number, "latest" or "latest-1"), while the current one stays in use.
+        """Fill host memory with a version (`selector`: as `replicate`), while the current one stays in use.
 
         All ranks of the group call it. It may run beside one other call of this handle. The copy serves other readers; the
         next `update` to that version copies from it what it has, even if it is not complete, and frees it, as an update to

@@ -239,3 +239,22 @@ def test_progress_is_shown_on_a_terminal_and_to_nobody_who_wants_quiet(
     assert done.stdout.startswith(b"fetched m version 1: ")
     assert (b"fetching m" in shown) == (not options)
     assert bool(shown) == (not options)
+
+
+def test_the_newest_that_is_held_where_the_trainer_has_left(address: str, tmp_path: Path) -> None:
+    mine = some(3)
+    with sync.connect(address, options=OPTIONS) as hub:
+        kept = {name: tensor.clone() for name, tensor in mine.items()}
+        keeper = hub.register("m", {name: torch.zeros_like(tensor) for name, tensor in mine.items()})
+        with trainer(address, mine) as weights:
+            keeper.replicate()
+            with weights.mutate(2):
+                next(iter(mine.values())).add_(1)
+        done = fetch(address, tmp_path / "out.safetensors", "--version", "available", "--json")
+        assert (done.returncode, done.stderr) == (0, "")
+        assert json.loads(done.stdout)["version"] == 1
+        got = load_file(tmp_path / "out.safetensors")
+        assert all(torch.equal(got[name], tensor) for name, tensor in kept.items())
+        late = fetch(address, tmp_path / "late.safetensors", "--timeout", "0.1")
+        assert late.returncode == 1
+        assert "held now: version 1 by 1 replica; the selector 'available' gets 1" in late.stderr

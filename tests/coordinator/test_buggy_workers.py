@@ -162,7 +162,7 @@ class Babbler:
             "generation": [holding.generation for holding in holdings],
             "key": [OpKey(g.model.name, g.name, g.epoch, max(0, g.sequence + shift)) for g in groups],
             "version": [version.number for version in versions],
-            "selector": [*(version.number for version in versions), "latest", "latest-1", "junk"],
+            "selector": [*(version.number for version in versions), "latest", "latest-1", "available", "junk"],
         }
 
     def value(self, name: str, annotation: Any, pools: dict[str, list[Any]]) -> Any:

@@ -22,9 +22,12 @@ def sources_of(cluster: PureCluster, reader: Handle) -> list[str]:
 
 
 def readers_of_a_trainer(
-    *backwards: bool, fetch: bool = False, far: str = ""
+    *backwards: bool, fetch: bool = False, far: str = "", keeper: bool = False
 ) -> tuple[PureCluster, Handle, list[Handle], list[Asked]]:
-    """Readers on the trainer's host, all bound, each with one chunk: the first one, or the last one of `backwards`."""
+    """Readers on the trainer's host, all bound, each with one chunk: the first one, or the last one of `backwards`.
+
+    `keeper`: somebody holds version 0.
+    """
     cluster = PureCluster()
     here, there = Location(host="here"), Location(site="there")
     names = [f"r{number}" for number in range(len(backwards))]
@@ -34,6 +37,9 @@ def readers_of_a_trainer(
     if fetch:
         readers[-1] = cluster.fetcher(names[-1])
     cluster.run()
+    if keeper:
+        cluster.handle("keeper").publish(0)
+        cluster.run()
     trainer.publish(1)
     cluster.run()
     asked = []

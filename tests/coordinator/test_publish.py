@@ -398,7 +398,7 @@ def test_an_integer_that_is_not_visible_fails_at_once_and_says_what_to_do() -> N
     assert caught.value.retryable
     never = reader.replicate(1)
     cluster.run()
-    with pytest.raises(VersionUnavailable, match="does not exist any more; available: 3") as caught:
+    with pytest.raises(VersionUnavailable, match="does not exist any more; held now: version 3 by 1 replica") as caught:
         _ = never.number
     assert not caught.value.retryable
 

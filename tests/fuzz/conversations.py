@@ -55,7 +55,7 @@ def pools_of(coordinator: Coordinator, registrations: tuple[str, ...]) -> dict[s
         "key": keys,
         "version": [1, 2, 3, *[version.number for version in versions]],
         "to": [1, *[version.number for version in versions]],
-        "selector": ["latest", "latest-1", 1, *[version.number for version in versions]],
+        "selector": ["latest", "latest-1", "available", 1, *[version.number for version in versions]],
         "manifest": [BLOB, BLOB, b"junk"],
         "copy": [*cluster.members],
         "medium": [DEVICE[0]],

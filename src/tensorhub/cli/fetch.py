@@ -40,7 +40,9 @@ def fetch(
     names: Annotated[
         list[str] | None, typer.Option("--names", metavar="GLOB", help="Only these tensors ('layers.0.*'); may be repeated.")
     ] = None,
-    version: Annotated[str, typer.Option(metavar="SELECTOR", help="A number, latest or latest-1.")] = "latest",
+    version: Annotated[
+        str, typer.Option(metavar="SELECTOR", help="A number, latest, latest-1, or available: the newest held now.")
+    ] = "latest",
     rank: Annotated[int, typer.Option(min=0, max=2**20 - 1, help="Which shard of a version of several ranks.")] = 0,
     timeout: Annotated[
         float | None, typer.Option(metavar="S", min=0, max=1e9, help="Give up after so many seconds; default 60.")

@@ -16,6 +16,7 @@ from tensorhub.errors import read_only_refusal
 from tensorhub.messages import (
     Abandon,
     Check,
+    ChunksThere,
     CopyRefused,
     Deregister,
     Describe,
@@ -71,7 +72,7 @@ def admits(cluster: Cluster, session: Session, message: FromWorker) -> bool:
             return _refuse(cluster, session, message.request, type(message).__name__.lower())
         case Withdraw():
             return _refuse(cluster, session, message.request, "unpublish")
-        case Withdrawn() | CopyRefused() | Kept() | ReaderCut() | DigestedAgain():
+        case Withdrawn() | CopyRefused() | Kept() | ReaderCut() | DigestedAgain() | ChunksThere():
             return False  # those are about memory that others read; nobody waits for an answer
         case _:
             assert_never(message)

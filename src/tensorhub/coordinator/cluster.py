@@ -145,7 +145,9 @@ class Cluster:
             self.note(version)
 
     def unlearn(self, version: Version) -> None:
-        """The version is no more."""
+        """The version is no more, or nobody holds any of it."""
+        if version.manifests:
+            self.note(version)
         for manifest in version.manifests.values():
             self.manifests.release(manifest)
         version.manifests.clear()

@@ -42,6 +42,7 @@ from tensorhub.messages import (
     Abandon,
     Announce,
     Check,
+    ChunksThere,
     CopyRefused,
     Deregister,
     Describe,
@@ -292,7 +293,8 @@ class Coordinator(Stateful[CoordinatorState]):
         | Unpin
         | CopyRefused
         | Kept
-        | DigestedAgain,
+        | DigestedAgain
+        | ChunksThere,
     ) -> None:
         match message:
             case Heartbeat():
@@ -326,6 +328,8 @@ class Coordinator(Stateful[CoordinatorState]):
                 self._retentions.unpin(worker, message)
             case DigestedAgain():
                 self._operations.digested_again(worker, message)
+            case ChunksThere():
+                self._operations.chunks_there(worker, message)
             case CopyRefused():
                 self._custody.refused(worker, message.copy)
             case Kept():

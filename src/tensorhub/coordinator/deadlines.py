@@ -5,6 +5,7 @@ Not responsible for ending it: `operations` asks what is to blame, and `decision
 
 from __future__ import annotations
 
+from tensorhub.coordinator.availability import held_text
 from tensorhub.coordinator.cluster import Cluster
 from tensorhub.coordinator.entities import Blame, Operation, RankPart, Version
 from tensorhub.coordinator.fills import Fills, damaged, is_staged
@@ -62,7 +63,10 @@ class Deadlines:
     def _not_begun(self, operation: Operation, call: Fill, what: str) -> Blame | None:
         """Nothing was overwritten: because what the ranks hold had to stay, or there was no source to begin with."""
         bound = operation.version
-        target = bound or self._fills.target(operation)
+        try:
+            target = bound or self._fills.target(operation)
+        except VersionUnavailable as unavailable:
+            return Blame(unavailable)
         if target is not None and target.has_live_source():
             staying = self._fills.staying(operation, target)
             if staying:
@@ -72,6 +76,7 @@ class Deadlines:
             why = self._versions.waiting_text(operation.group.model, call.selector, call.at_least)
             if operation.resumes is not None and target is not None:
                 why = f"version {target.number} has lost its last source, none came back in time"
+                why += f"; {held_text(operation.group.model)}"
             return Blame(VersionUnavailable(f"{what}: {why}; waited {call.timeout_s:g} s"))
         return self._sourceless(operation, bound, what)
 
@@ -82,7 +87,7 @@ class Deadlines:
             text = f"{what}: no holder of version {version.number} can be reached now (suspected, or it has just failed)"
         else:
             return None  # a rank's hook takes its time
-        return Blame(VersionUnavailable(text))
+        return Blame(VersionUnavailable(f"{text}; {held_text(operation.group.model)}"))
 
     @staticmethod
     def _not_verified(operation: Operation, late: RankPart, what: str) -> Blame:
@@ -94,7 +99,7 @@ class Deadlines:
         starving = [part for part in parts if part.starves]
         if starving:
             text = f"{what} has lost its last source (rank {starving[0].rank}), none came back in time"
-            return Blame(VersionUnavailable(text + _faults(starving)))
+            return Blame(VersionUnavailable(f"{text}{_faults(starving)}; {held_text(operation.group.model)}"))
         slow = sorted((part for part in parts if not part.voted), key=lambda part: part.rank)
         text = f"{what} was not complete after {late.call.timeout_s:g} s on rank(s) {[part.rank for part in slow]}"
         return Blame(OperationTimeout(text + _faults(slow)))

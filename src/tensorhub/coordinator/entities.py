@@ -186,6 +186,15 @@ class Version(Stateful[VersionState]):
         """Whether every shard is held, complete and committed, by a replica that takes readers."""
         return all(any(h.is_source for h in holdings) for holdings in self.holdings.values())
 
+    def can_be_read(self) -> bool:
+        """The same, of workers that are heard of now."""
+        return self.copies() > 0
+
+    def copies(self) -> int:
+        """How many complete copies of it can be read now: of each shard so many at least."""
+        sources = [sum(h.is_source and h.member.worker.state is WorkerState.LIVE for h in s) for s in self.holdings.values()]
+        return min(sources, default=0)
+
     def __repr__(self) -> str:
         holders = sum(len(h) for h in self.holdings.values())
         return f"<Version {self.info.model}:{self.number} {self.state} holdings={holders}>"
@@ -234,6 +243,7 @@ class Holding:
     quarantined: bool = False  # its owner found its bytes changed: no source, and counted nowhere, until it is fenced
     inquiries: dict[str, Inquiry] = field(default_factory=dict)  # the newest of each reader, by its incarnation
     readers: dict[str, ReadLease] = field(default_factory=dict)  # ACTIVE and FENCING leases on it
+    share: Share | None = None  # which chunks are there, as its owner was asked last: only while it is filled
     readers_most: int = 0  # the most of them that were ACTIVE at a time, since there was none
 
     @property
@@ -264,6 +274,16 @@ class Holding:
 
     def active_readers(self) -> int:
         return sum(lease.state is LeaseState.ACTIVE for lease in self.readers.values())
+
+
+@dataclass(slots=True, eq=False)
+class Share:
+    """Which chunks a partial copy had when its owner was asked: one question."""
+
+    session: int | None  # over which it was asked
+    asked_at: float
+    chunks: int | None = None  # of the whole shard; None: not answered yet; 0: its owner does not say
+    there: int = 0  # one bit for each, the lowest for the first
 
 
 @dataclass(slots=True, eq=False)

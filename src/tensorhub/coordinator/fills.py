@@ -11,6 +11,7 @@ from __future__ import annotations
 import hashlib
 
 from tensorhub.coordinator.actions import Decision
+from tensorhub.coordinator.availability import Availability, held_text
 from tensorhub.coordinator.cluster import Cluster
 from tensorhub.coordinator.entities import Blame, Holding, Member, Operation, RankPart, Replica, Version
 from tensorhub.coordinator.readers import Readers
@@ -19,7 +20,7 @@ from tensorhub.coordinator.states import OperationState, ReplicaState
 from tensorhub.coordinator.versions import Versions
 from tensorhub.errors import GroupAborted, IntegrityError, ManifestMismatch, TransportUnavailable, VersionUnavailable
 from tensorhub.messages import AddSource, DropSource, Fill, Grant, Start, Write
-from tensorhub.types import OpKind, host_group
+from tensorhub.types import AVAILABLE, OpKind, host_group
 
 _BEGUN = "this call was begun under a former coordinator"
 
@@ -36,16 +37,20 @@ class Fills:
         self._versions = versions
         self._readers = readers
         self._retentions = retentions
+        self.availability = Availability(cluster)
 
     # -- questions
 
     def target(self, operation: Operation) -> Version | None:
-        """The visible version that its ranks ask for, or None while there is none. Raises as `Versions.resolve`."""
+        """The visible version that its ranks ask for, or None while there is none. Raises VersionUnavailable."""
         begun, call = operation.resumes, first_call(operation)
         if begun is not None:
             return self._versions.resumed(operation.group.model, begun.content)
-        at_least = [p.call.at_least for p in operation.parts.values() if isinstance(p.call, Fill) and p.call.at_least]
-        return self._versions.resolve(operation.group.model, call.selector, max(at_least, default=None))
+        numbers = [p.call.at_least for p in operation.parts.values() if isinstance(p.call, Fill) and p.call.at_least]
+        at_least = max(numbers, default=None)
+        if call.selector == AVAILABLE:
+            return self.availability.resolve(operation, at_least)
+        return self._versions.resolve(operation.group.model, call.selector, at_least)
 
     def staying(self, operation: Operation, version: Version) -> list[Holding]:
         """What its ranks hold and must not overwrite with `version` now: a retained version would be lost (G5)."""
@@ -262,7 +267,7 @@ class Fills:
         version = operation.version
         assert version is not None
         if version.abandoned and not version.has_live_source():
-            return _abandoned(version)
+            return _abandoned(operation)
         ready = all(part.ready for part in operation.parts.values())
         if ready and self.all_find_a_source(operation) and not self._must_wait(operation, version):
             self._begin_write(operation)
@@ -313,7 +318,7 @@ class Fills:
                 self._cluster.tell(part.member, AddSource(operation.key, part.rank, grant))
             alone = part.wants_source and all(lease.dropping for lease in part.leases.values())
             if alone and version.abandoned and not version.has_live_source():
-                return _abandoned(version)
+                return _abandoned(operation)
         return None
 
 
@@ -340,10 +345,12 @@ def is_staged(operation: Operation) -> bool:
     return first_call(operation).staged
 
 
-def _abandoned(version: Version) -> Blame:
+def _abandoned(operation: Operation) -> Blame:
+    model, version = operation.group.model, operation.version
+    assert version is not None
     text = (
-        f"version {version.number} of {version.info.model!r}: {LEFT}; "
-        "ask again for a newer version, or retain versions that late readers need"
+        f"version {version.number} of {model.name!r}: {LEFT}; "
+        f"ask again for a newer version, or retain versions that late readers need; {held_text(model)}"
     )
     return Blame(VersionUnavailable(text))
 

@@ -124,6 +124,7 @@ class Membership:
         worker.session = None
         if worker.state is WorkerState.LIVE:
             self._become(worker, WorkerState.SUSPECT, "disconnected")
+            self._touch_models(worker)
         cluster.timers.set("worker", worker.incarnation, worker.heard_at + cluster.options.lease_s)
 
     def lease_due(self, incarnation: str) -> None:
@@ -142,6 +143,7 @@ class Membership:
             return
         if cluster.now >= suspect_at and worker.state is WorkerState.LIVE:
             self._become(worker, WorkerState.SUSPECT, "silent")
+            self._touch_models(worker)
         suspect = worker.state is WorkerState.SUSPECT
         cluster.timers.set("worker", incarnation, lost_at if suspect else suspect_at)
 

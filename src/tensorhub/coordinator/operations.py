@@ -10,6 +10,7 @@ from __future__ import annotations
 from typing import assert_never
 
 from tensorhub.coordinator import limits
+from tensorhub.coordinator.availability import held_text
 from tensorhub.coordinator.cluster import Cluster
 from tensorhub.coordinator.deadlines import Deadlines
 from tensorhub.coordinator.decisions import Decisions
@@ -23,7 +24,17 @@ from tensorhub.coordinator.states import OperationState
 from tensorhub.coordinator.suspicions import Suspicions
 from tensorhub.coordinator.versions import Versions
 from tensorhub.errors import GroupAborted, StateError, VersionConflict, VersionUnavailable
-from tensorhub.messages import Abandon, DigestedAgain, EpochChanged, Fill, Progress, Publish, ReadFailed, Resolve
+from tensorhub.messages import (
+    Abandon,
+    ChunksThere,
+    DigestedAgain,
+    EpochChanged,
+    Fill,
+    Progress,
+    Publish,
+    ReadFailed,
+    Resolve,
+)
 from tensorhub.types import OpKey, OpKind, Purpose
 
 LATER_PER_RANK_MAX = 4  # a rank's newest messages about later operations, which wait for one's decision
@@ -184,6 +195,10 @@ class Operations:
         """An owner has looked whether a chunk that a reader got without its digest has changed."""
         self._suspicions.answered(worker, answer)
 
+    def chunks_there(self, worker: Worker, answer: ChunksThere) -> None:
+        """An owner has said what a partial copy has."""
+        self._fills.availability.heard(worker, answer)
+
     def progress(self, member: Member, progress: Progress) -> None:
         """How far a rank is, and what its links have carried."""
         part = self._part(member, progress.key)
@@ -210,7 +225,8 @@ class Operations:
                 text = f"{what} cannot be published: {model.name!r} was rolled back to {to} meanwhile; take its next number"
                 self._decisions.abort(operation, Blame(VersionConflict(text)))
             else:
-                text = f"{what} is no more: {model.name!r} was rolled back to {to}; ask again for a version that is left"
+                text = f"{what} is no more: {model.name!r} was rolled back to {to}; ask again for a version that is left; "
+                text += held_text(model)
                 self._decisions.abort(operation, Blame(VersionUnavailable(text)))
 
     def reconsider(self, model: Model) -> None:

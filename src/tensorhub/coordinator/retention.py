@@ -10,6 +10,7 @@ from collections.abc import Iterable, Iterator
 
 from tensorhub.coordinator import limits
 from tensorhub.coordinator.actions import Pinned, Retention, Unpinned
+from tensorhub.coordinator.availability import held_text
 from tensorhub.coordinator.cluster import Cluster
 from tensorhub.coordinator.entities import Group, Holding, Member, Model, Order, Version, Worker
 from tensorhub.coordinator.states import WorkerState
@@ -203,7 +204,8 @@ class Retentions:
                 retryable=model is None or model.mark is None or message.version > model.mark,
             )
         if not version.has_live_source():
-            return VersionUnavailable(f"version {message.version} of {model.name!r} cannot be pinned: nobody holds it now")
+            text = f"version {message.version} of {model.name!r} cannot be pinned: nobody holds it now; {held_text(model)}"
+            return VersionUnavailable(text)
         if self._cluster.pins[worker.incarnation] >= limits.PINS_OF_WORKER_MAX:
             text = f"worker {worker.name!r} has {limits.PINS_OF_WORKER_MAX} pins already (PINS_OF_WORKER_MAX)"
             return StateError(f"{text}: end some first")

@@ -6,6 +6,7 @@ a number counts as used once its publication is on its way to the store.
 
 from __future__ import annotations
 
+from tensorhub.coordinator.availability import held_text
 from tensorhub.coordinator.cluster import Cluster
 from tensorhub.coordinator.entities import Model, Operation, Version
 from tensorhub.coordinator.states import OperationState, VersionState
@@ -134,24 +135,26 @@ class Versions:
         if model.mark is not None and number > model.mark:
             return (
                 f"version {number} of {model.name!r} is not published yet (the newest is {model.mark}); "
-                "wait_for() waits for a version"
+                f"wait_for() waits for a version; {held_text(model)}"
             )
-        shown = ", ".join(map(str, visible[-5:]))
-        return f"version {number} of {model.name!r} does not exist any more; available: {shown}"
+        return f"version {number} of {model.name!r} does not exist any more; {held_text(model)}"
 
     @staticmethod
     def waiting_text(model: Model, selector: Selector, at_least: int | None) -> str:
         """Why nothing is bound yet, for the error at the deadline."""
         newest = model.newest_visible()
         if newest is None and model.is_newest_lost:
-            return f"nobody holds the version of {model.name!r} that a rollback has made the newest again"
+            lost = f"nobody holds the version of {model.name!r} that a rollback has made the newest again"
+            return f"{lost}; {held_text(model)}"
         if newest is None:
             return f"nothing was published under the model {model.name!r} (is the name right?)"
         if at_least is not None and newest.number < at_least:
-            return f"version {at_least} of {model.name!r} was not published; the newest is {newest.number}"
+            what = f"version {at_least} of {model.name!r} was not published; the newest is {newest.number}"
+            return f"{what}; {held_text(model)}"
         if selector == PREVIOUS and model.newest_visible(skip=1) is None:
-            return f"{model.name!r} has one version only; there is no 'latest-1'"
-        return f"no live worker holds {selector!r} of {model.name!r} (the newest version is {newest.number})"
+            return f"{model.name!r} has one version only; there is no 'latest-1'; {held_text(model)}"
+        what = f"no live worker holds {selector!r} of {model.name!r} (the newest version is {newest.number})"
+        return f"{what}; {held_text(model)}"
 
     # -- consequences
 

@@ -32,15 +32,18 @@ from tensorhub.messages.from_coordinator import (
     Refused as Refused,
     Registered as Registered,
     Start as Start,
+    TellChunks as TellChunks,
     ToRank as ToRank,
     Welcome as Welcome,
     Withdrawable as Withdrawable,
     Write as Write,
 )
 from tensorhub.messages.from_worker import (
+    THERE_BYTES_MAX as THERE_BYTES_MAX,
     WATCHES_MAX as WATCHES_MAX,
     Abandon as Abandon,
     Check as Check,
+    ChunksThere as ChunksThere,
     CopyRefused as CopyRefused,
     Deregister as Deregister,
     Describe as Describe,

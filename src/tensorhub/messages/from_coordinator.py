@@ -191,6 +191,16 @@ class DigestAgain:
 
 
 @dataclass(frozen=True, slots=True)
+class TellChunks:
+    """Which chunks can be read under this generation now? Asked of partial copies while nobody holds the whole of their
+    shard. Answered by ChunksThere.
+    """
+
+    registration: Id
+    generation: U64
+
+
+@dataclass(frozen=True, slots=True)
 class CutReader:
     """This lease's reader is lost: close its connections, and say so."""
 
@@ -237,6 +247,7 @@ FromCoordinator = (
     | Withdrawable
     | CutReader
     | DigestAgain
+    | TellChunks
     | ManifestReply
     | Announce
     | Description

@@ -17,9 +17,10 @@ from tensorhub.messages.values import (
     Rank,
     WorldSize,
 )
-from tensorhub.types import U64, Endpoint, Id, Length, Location, Medium, Name, OpKey, OpKind, Purpose, Seconds, Text
+from tensorhub.types import U64, Endpoint, Id, Length, Location, Medium, Name, OpKey, OpKind, Purpose, Range, Seconds, Text
 
 WATCHES_MAX = 4096  # models that one session follows
+THERE_BYTES_MAX = 2**15  # of what a partial copy is said to have: of so many times 8 chunks
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,6 +169,18 @@ class DigestedAgain:
     inquiry: Id
     registration: Id
     changed: bool | None
+
+
+@dataclass(frozen=True, slots=True)
+class ChunksThere:
+    """Answer to TellChunks. `there`: one bit for each of `chunks`, the lowest of the first byte first: whether it can be
+    read. `chunks` 0: nothing can be read under that generation, or there are too many to say.
+    """
+
+    registration: Id
+    generation: U64
+    chunks: Annotated[int, Range(0, 8 * THERE_BYTES_MAX)]
+    there: Annotated[bytes, Length(THERE_BYTES_MAX)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -328,6 +341,7 @@ FromWorker = (
     | Resolve
     | ReadFailed
     | DigestedAgain
+    | ChunksThere
     | Progress
     | Withdraw
     | Withdrawn

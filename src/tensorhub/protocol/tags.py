@@ -46,6 +46,7 @@ TAGS: Final[Mapping[type, int]] = {
     m.Kept: 45,
     m.DigestedAgain: 46,
     m.Unwatch: 47,
+    m.ChunksThere: 55,
     # From the coordinator to a worker.
     m.Welcome: 64,
     m.Dismissed: 65,
@@ -69,6 +70,7 @@ TAGS: Final[Mapping[type, int]] = {
     m.DropCopy: 87,
     m.Keep: 88,
     m.DigestAgain: 89,
+    m.TellChunks: 95,
     # From a reader to an owner, and back.
     m.Read: 112,
     m.Locate: 113,

@@ -133,6 +133,11 @@ class SharedOwner:
         with self._changed:
             return self._owner.has(registration, generation, runs_max)
 
+    def there(self, registration: RegistrationId, generation: int, chunks_max: int) -> tuple[int, bytes]:
+        """See `Owner.there`."""
+        with self._changed:
+            return self._owner.there(registration, generation, chunks_max)
+
     def kept(self, registration: RegistrationId, generation: int) -> list[tuple[int, int]]:
         """See `Owner.kept`; nothing, where there are no digests to tell by."""
         with self._changed:

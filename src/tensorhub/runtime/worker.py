@@ -28,8 +28,10 @@ from tensorhub.errors import (
 )
 from tensorhub.manifest import Digest, Manifest, build_manifest
 from tensorhub.messages import (
+    THERE_BYTES_MAX,
     AddSource,
     Announce,
+    ChunksThere,
     CutReader,
     Deregister,
     Description,
@@ -54,6 +56,7 @@ from tensorhub.messages import (
     Refused,
     Registered,
     Start,
+    TellChunks,
     ToRank,
     Welcome,
     Withdrawable,
@@ -85,6 +88,7 @@ from tensorhub.types import (
     OpKind,
     Options,
     Purpose,
+    RegistrationId,
     Selector,
     VersionInfo,
     as_timeout_s,
@@ -302,6 +306,9 @@ class Worker:
                 self._tasks.start_soon(self._cut, message)
             case DigestAgain():
                 self._look_again(message)
+            case TellChunks():
+                place = RegistrationId(message.registration), message.generation
+                self.say(ChunksThere(*place, *self._owner.there(*place, 8 * THERE_BYTES_MAX)))
             case Registered() | Withdrawable():
                 self._tell(self._asked.pop(message.request, None), message)
             case Done() | Refused() | ManifestReply():

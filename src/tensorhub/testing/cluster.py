@@ -26,7 +26,18 @@ from tensorhub.coordinator import (
     Tick,
 )
 from tensorhub.manifest import Manifest
-from tensorhub.messages import Done, FromCoordinator, Grant, Registered, Resolve, Start, Welcome, Withdrawable, Write
+from tensorhub.messages import (
+    Done,
+    FromCoordinator,
+    Grant,
+    Outcome,
+    Registered,
+    Resolve,
+    Start,
+    Welcome,
+    Withdrawable,
+    Write,
+)
 from tensorhub.testing.demands import GuaranteeBroken, demand
 from tensorhub.testing.guarantees import Guarantees
 from tensorhub.testing.handle import Asked, BrokenHook, Handle
@@ -171,11 +182,14 @@ class Cluster:
         message, (worker, _) = said.message, self.links.get(said.session, (None, None))
         if isinstance(message, Done):
             self.guarantees.retained.check_told(message)
-        elif worker is not None and isinstance(message, Start | Write):
-            said_again = isinstance(event, Received) and isinstance(event.message, Resolve)
-            if not said_again and (isinstance(message, Write) or message.write):
-                handle = worker.rank_at(message.key.model, message.key.group, message.rank)
+        elif worker is not None and isinstance(message, Start | Write | Outcome):
+            if isinstance(event, Received) and isinstance(event.message, Resolve):
+                return  # it is said again
+            handle = worker.rank_at(message.key.model, message.key.group, message.rank)
+            if isinstance(message, Write) or (isinstance(message, Start) and message.write):
                 self.guarantees.told_to_write(handle, message)
+            if handle is not None and not isinstance(message, Write):
+                self.guarantees.available.told(handle, message)
 
     def _is_former(self, session: int) -> bool:
         """Whether the worker at its other end was welcomed over a newer connection, which is up."""

@@ -15,6 +15,7 @@ from tensorhub.coordinator import Decision, Entry, Publication, Rollback
 from tensorhub.coordinator.fills import LEFT, UNCHANGED
 from tensorhub.errors import DrainTimeout, IntegrityError, LeaseLost, TensorHubError, VersionConflict, VersionUnavailable
 from tensorhub.messages import FromWorker, Outcome, Register, Registered, Start, Withdraw, Withdrawn, Write
+from tensorhub.testing.available import Available
 from tensorhub.testing.contents import Contents
 from tensorhub.testing.demands import HOLDING, demand
 from tensorhub.testing.rendering import show_error
@@ -42,6 +43,7 @@ class Guarantees:
         self._cluster = cluster
         self.contents = Contents()
         self.retained = Retained(cluster, self.contents)
+        self.available = Available(cluster, self.contents)
         self.outcomes: dict[OpKey, dict[int, tuple[bool, str]]] = {}  # by rank: committed, and how it was learnt
         self.bound: dict[OpKey, int] = {}  # of each group call: the version that a rank returned
         self.returned: dict[str, int] = {}  # by model: the newest number of its lineage whose publish has returned

@@ -7,6 +7,7 @@ from typing import Final
 from tensorhub.messages import (
     Abandon,
     AddSource,
+    ChunksThere,
     CopyRefused,
     CutReader,
     DigestedAgain,
@@ -32,6 +33,7 @@ from tensorhub.messages import (
 
 PATHS: dict[type, str] = {
     AddSource: "another source granted",
+    ChunksThere: "partial copy asked what it has",
     CutReader: "lost reader cut off",
     Dismissed: "dismissed, comes back as a new incarnation",
     DropSource: "reader moved",

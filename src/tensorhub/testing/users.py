@@ -165,7 +165,7 @@ class Users:
             if random.random() < 0.05:
                 number = random.randint(0, self.next_version)
         recent = max(0, self.next_version - random.randint(1, 2))
-        selector: Selector = random.choice(("latest", "latest", "latest", "latest-1", recent))
+        selector: Selector = random.choice(("latest", "latest", "latest", "available", "latest-1", recent))
         hold = random.random() < 0.3
         timeout_s = random.choice(NO_TIME_S if self._cluster.now < self.hasty_until else TIMEOUTS_S)
         differs, team.differs = team.differs, False
@@ -212,7 +212,7 @@ class Users:
         random = self._random
         workers = [handle.worker for handle in team.ranks if handle.worker.alive and not handle.worker.stopped_until]
         if workers:
-            selector: Selector = random.choice(("latest", "latest", "latest-1", max(0, self.next_version - 1)))
+            selector: Selector = random.choice(("latest", "latest", "available", "latest-1", max(0, self.next_version - 1)))
             fetcher = random.choice(workers).fetcher(random.randrange(team.world_size))
             fetcher.fetch(selector, random.choice(TIMEOUTS_S))
 

@@ -12,8 +12,10 @@ from tensorhub.coordinator import Retention
 from tensorhub.errors import TensorHubError
 from tensorhub.manifest import Manifest
 from tensorhub.messages import (
+    THERE_BYTES_MAX,
     AddSource,
     Announce,
+    ChunksThere,
     CopyRefused,
     CutReader,
     Description,
@@ -41,6 +43,7 @@ from tensorhub.messages import (
     Retain,
     Rollback,
     Start,
+    TellChunks,
     ToRank,
     Unpin,
     Welcome,
@@ -49,7 +52,7 @@ from tensorhub.messages import (
 )
 from tensorhub.testing.handle import Asked, Handle
 from tensorhub.testing.network import Link
-from tensorhub.types import Endpoint, HandleState, Location, Medium, Purpose
+from tensorhub.types import Endpoint, HandleState, Location, Medium, Purpose, RegistrationId
 from tensorhub.worker.calls import CopyCall, FillCall, LocalCopy, UnpublishCall
 from tensorhub.worker.copies import Copies
 from tensorhub.worker.enrolment import Shard
@@ -350,6 +353,9 @@ class SimWorker:
                 handle = self.cluster.by_registration.get(message.registration)
                 if handle is not None and handle.worker is self:
                     handle.digest_again(message)
+            case TellChunks():
+                place = RegistrationId(message.registration), message.generation
+                self.say(ChunksThere(*place, *self.owner.there(*place, 8 * THERE_BYTES_MAX)))
             case OrderedOut() | Keep():
                 self._tell(self.cluster.by_registration.get(message.registration), message)
             case Start() | Write() | AddSource() | DropSource() | Outcome():

@@ -70,6 +70,7 @@ class _Holding:
 
 
 _WAIT = Wait()
+_DIGITS = bytes.maketrans(b"\0\1", b"01")
 
 
 class Owner:
@@ -205,6 +206,17 @@ class Owner:
             runs.append((first, end - first))
             first = holding.available.find(1, end)
         return tuple(runs)
+
+    def there(self, registration: RegistrationId, generation: int, chunks_max: int) -> tuple[int, bytes]:
+        """How many chunks there are, and one bit for each, the lowest of the first byte first: whether it may be read under
+        this generation. (0, b"") for an older one, and of more chunks than `chunks_max`. One pass over the chunks.
+        """
+        holding = self._at(registration, generation)
+        count = len(holding.sizes) if holding is not None else 0
+        if holding is None or not 0 < count <= chunks_max:
+            return 0, b""
+        bits = int(bytes(holding.available).translate(_DIGITS)[::-1], 2)
+        return count, bits.to_bytes((count + 7) // 8, "little")
 
     def digest(self, registration: RegistrationId, generation: int, chunk: int) -> int | None:
         """The digest of a chunk, None if it is not known (or the generation is an older one)."""

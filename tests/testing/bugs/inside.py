@@ -8,6 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 from tensorhub.coordinator import Coordinator, fills
+from tensorhub.coordinator.availability import Availability, HowHeld
 from tensorhub.coordinator.custody import Custody
 from tensorhub.coordinator.decisions import Decisions
 from tensorhub.coordinator.entities import (
@@ -143,6 +144,32 @@ def latest_falls_back() -> Iterator[None]:
         return self.versions[numbers[skip]] if len(numbers) > skip else None
 
     with replaced(Model, "newest_visible", newest):
+        yield
+
+
+@bug("R12: `available` replaces what a rank holds by an older version", faults=(Fault.CRASH, Fault.RESTART, Fault.PREEMPT))
+def available_goes_below() -> Iterator[None]:
+    def resolve(before: Callable[..., Any], self: Any, operation: Operation, at_least: int | None) -> Version | None:
+        model = operation.group.model
+        readable = sorted((v.number for v in model.versions.values() if v.visible and v.can_be_read()), reverse=True)
+        return model.versions[readable[-1]] if readable else before(self, operation, at_least)
+
+    with around(Availability, "resolve", resolve):
+        yield
+
+
+@bug("R12: `available` is an older version where the newest is held once only")
+def available_skips_what_is_held_once() -> Iterator[None]:
+    def held(before: Callable[..., HowHeld], self: Any, version: Version) -> HowHeld:
+        return HowHeld.NOT if version.copies() == 1 else before(self, version)
+
+    with around(Availability, "_held", held):
+        yield
+
+
+@bug("R12: after a restart `available` waits for nobody who is recorded to hold a newer one", faults=(Fault.COORDINATOR,))
+def available_before_holders_are_back() -> Iterator[None]:
+    with replaced(Availability, "_may_come_back", lambda self, version: False):
         yield
 
 

@@ -1,0 +1,157 @@
+"""What can be fetched now: the selector "available" (R12), and what an error says of what is held.
+
+A version counts where each of its shards is held by workers that are heard of: complete, or by partial copies that have all
+of it together (G6). How many chunks a partial copy has is known from its progress, but not which: its owner is asked, and
+what waits for the answer is bound no sooner. Not responsible for binding (`fills`), nor for `latest` (`versions`).
+"""
+
+from __future__ import annotations
+
+from enum import Enum
+
+from tensorhub.coordinator.actions import Decision
+from tensorhub.coordinator.cluster import Cluster
+from tensorhub.coordinator.entities import Holding, Model, Operation, Share, Version, Worker
+from tensorhub.coordinator.states import WorkerState
+from tensorhub.errors import VersionUnavailable
+from tensorhub.messages import ChunksThere, TellChunks
+
+SHARE_FRESH_S = 1.0  # how long what a partial copy was said to have counts; so often it is asked at most
+HELD_TOLD_MAX = 3  # versions that an error names
+NOBODY = "and 'available' waits for nobody"
+
+
+class HowHeld(Enum):
+    WHOLE = "complete copies can be read now"
+    TOGETHER = "partial copies that are read now have all of it"
+    UNKNOWN = "a partial copy was asked what it has"
+    DOUBTFUL = "a worker that has fallen silent has it, or the rest of it"
+    NOT = "nobody has it"
+
+
+class Availability:
+    """Asks partial copies what they have, and resolves "available"."""
+
+    def __init__(self, cluster: Cluster) -> None:
+        self._cluster = cluster
+
+    # -- the selector
+
+    def resolve(self, operation: Operation, at_least: int | None) -> Version | None:
+        """The newest version that all ranks can have now, and that is not below what one of them holds; None while that has
+        to be waited for: nothing was published yet, it is about to be complete, or who may have it may come back.
+
+        Raises VersionUnavailable at once where nobody has what was published.
+        """
+        model, parts = operation.group.model, operation.parts.values()
+        held = [part.member.holding.version.number for part in parts if part.member.holding is not None]
+        least, waits = max([at_least or 0, *held]), ("recovery", "") in self._cluster.timers
+        numbers = sorted((n for n, v in model.versions.items() if v.visible and n >= least), reverse=True)
+        for version in map(model.versions.__getitem__, numbers):
+            if all(p.member.holding is not None and p.member.holding.version is version for p in parts):
+                return version
+            how = self._held(version)
+            if how is HowHeld.WHOLE:
+                return version
+            if how in (HowHeld.TOGETHER, HowHeld.UNKNOWN) or self._may_come_back(version):
+                return None
+            waits = waits or how is HowHeld.DOUBTFUL
+        if waits or not (numbers or any(number >= least for number in model.lost)):
+            return None
+        raise VersionUnavailable(self._nothing(model, least, max(held, default=None)))
+
+    @staticmethod
+    def _nothing(model: Model, least: int, held: int | None) -> str:
+        what = f"version {least} of {model.name!r} or a newer one" if least else f"a version of {model.name!r}"
+        text = f"nobody holds {what} as a whole, {NOBODY}"
+        if held is None or held < least:
+            return f"{text}; {held_text(model)}"
+        mine = f"a rank of this group holds version {held}, which 'available' never replaces by an older one"
+        return f"{text}; {_told(model)}; {mine}: call unpublish() on it first, or give the number of that version"
+
+    def _held(self, version: Version) -> HowHeld:
+        """How all of it is held: as its least held shard is."""
+        if version.can_be_read():
+            return HowHeld.WHOLE
+        if not all(version.holdings.values()) or (version.abandoned and not version.has_live_source()):
+            return HowHeld.NOT  # who reads what was left on purpose ends
+        shards = [self._shard(holdings) for holdings in version.holdings.values()]
+        return next(how for how in (HowHeld.NOT, HowHeld.DOUBTFUL, HowHeld.UNKNOWN, HowHeld.TOGETHER) if how in shards)
+
+    def _shard(self, holdings: list[Holding]) -> HowHeld:
+        here = [h for h in holdings if h.takes_readers and h.member.worker.state is WorkerState.LIVE]
+        partial = [holding for holding in here if not holding.complete]
+        if len(partial) < len(here):
+            return HowHeld.TOGETHER
+        asked = [self._ask(holding) for holding in partial]
+        if any(share.chunks is None for share in asked):
+            return HowHeld.UNKNOWN
+        chunks, there = max((share.chunks or 0 for share in asked), default=0), 0
+        for share in asked:
+            there |= share.there
+        if chunks and there & (1 << chunks) - 1 == (1 << chunks) - 1:
+            return HowHeld.TOGETHER
+        return HowHeld.DOUBTFUL if len(here) < len(holdings) else HowHeld.NOT
+
+    def _may_come_back(self, version: Version) -> bool:
+        """After a restart: whether a group that is recorded to have committed to it last is not back with every rank."""
+        if ("recovery", "") not in self._cluster.timers:
+            return False
+        decisions = self._cluster.decisions.values()
+        return any(d.content_id == version.info.content_id and not self._is_back(d) for d in decisions)
+
+    def _is_back(self, decision: Decision) -> bool:
+        group = self._cluster.models[decision.model].groups.get(decision.key.group)
+        return group is not None and len(group.members) == group.world_size
+
+    # -- partial copies
+
+    def _ask(self, holding: Holding) -> Share:
+        """What it has, as its owner has said just now; else the owner is asked."""
+        share, member = holding.share, holding.member
+        old = share is None or self._cluster.now > share.asked_at + SHARE_FRESH_S
+        if share is None or old or share.session != member.worker.session:
+            share = holding.share = Share(member.worker.session, self._cluster.now)
+            self._cluster.tell(member, TellChunks(member.registration, holding.generation))
+        return share
+
+    def heard(self, worker: Worker, message: ChunksThere) -> None:
+        """An owner has said what a partial copy has. What was not asked, or of another generation, changes nothing (G9)."""
+        member = worker.members.get(message.registration)
+        holding = member.holding if member is not None else None
+        if member is None or holding is None or holding.share is None or holding.generation != message.generation:
+            return
+        if holding.share.chunks is None and holding.share.session == worker.session:
+            holding.share.chunks, holding.share.there = message.chunks, int.from_bytes(message.there, "little")
+            self._cluster.note(member)
+            shares = [each.share for each in holding.version.holdings[holding.shard]]
+            if not any(share is not None and share.chunks is None for share in shares):
+                self._cluster.touch(member.group.model)
+
+
+def held_text(model: Model) -> str:
+    """What of a model is held, by how many, and which selector gets it: for an error."""
+    held = _readable(model)
+    return f"{_told(model)}; the selector 'available' gets {held[0].number}" if held else _told(model)
+
+
+def _told(model: Model) -> str:
+    held = _readable(model)
+    if not held:
+        silent = any(v.visible and v.has_live_source() for v in model.versions.values())
+        what = "workers that are not heard of now hold" if silent else "nobody holds"
+        return f"{what} a version of it"
+    told = ", ".join(f"version {v.number} by {_replicas(v.copies())}" for v in held[:HELD_TOLD_MAX])
+    more = f" and {len(held) - HELD_TOLD_MAX} older" if len(held) > HELD_TOLD_MAX else ""
+    return f"held now: {told}{more}"
+
+
+def _readable(model: Model) -> list[Version]:
+    """Those that can be read now, the newest first; none that a rollback is about to retire."""
+    mark = -1 if model.mark is None else model.mark
+    found = [v for v in model.versions.values() if v.visible and v.number <= mark and v.can_be_read()]
+    return sorted(found, key=lambda version: -version.number)
+
+
+def _replicas(count: int) -> str:
+    return "1 replica" if count == 1 else f"{count} replicas"

@@ -1,0 +1,104 @@
+"""R12 of the selector "available", judged at the moment at which the coordinator says what it has decided.
+
+What can be read is judged by what memory holds; the coordinator's books are asked only whether it has heard of a holder, and
+hears of its worker now. Partial copies are not judged here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from tensorhub.coordinator import Decision, Publication
+from tensorhub.coordinator.availability import NOBODY
+from tensorhub.coordinator.states import WorkerState
+from tensorhub.messages import Outcome, Start
+from tensorhub.testing.contents import Contents
+from tensorhub.testing.demands import HOLDING, demand
+from tensorhub.types import AVAILABLE
+from tensorhub.worker.calls import FillCall
+
+if TYPE_CHECKING:
+    from tensorhub.testing.cluster import Cluster
+    from tensorhub.testing.handle import Handle
+
+
+class Available:
+    """Whether "available" is the newest version that can be read."""
+
+    def __init__(self, cluster: Cluster, contents: Contents) -> None:
+        self._cluster = cluster
+        self._contents = contents
+
+    def told(self, handle: Handle, message: Start | Outcome) -> None:
+        """The coordinator is about to say to a rank what its call is bound to, or that it has ended."""
+        asked = handle.asked
+        if asked is None or asked.key != message.key or not isinstance(asked.what, FillCall) or self._contents.strangers:
+            return
+        if asked.what.selector != AVAILABLE:
+            return
+        ranks = [h for h in (handle, *self._cluster.mates(handle)) if h.asked is not None and h.asked.key == message.key]
+        held = [n for rank in ranks if (n := self._held(rank)) is not None]
+        if isinstance(message, Start):
+            self._bound(handle, message, held)
+        elif message.error is not None and NOBODY in message.error.message:
+            self._failed(handle, max([asked.what.at_least or 0, *held]))
+
+    def _bound(self, handle: Handle, message: Start, held: list[int]) -> None:
+        model = self._cluster.coordinator.cluster.models[handle.shard.model]
+        group = model.groups[handle.shard.group]
+        if group.operation is not None and group.operation.resumes is not None:
+            return  # it goes on with what it was bound to
+        number, what = message.version.version, f"{handle} asked for {AVAILABLE}, and got {message.version}"
+        demand(not held or max(held) <= number, f"R12: {what}: its ranks hold {held}")
+        for newer, content_id in self._published(handle.shard.model, number + 1):
+            demand(not self._can_be_read(content_id), f"R12: {what}: {newer} can be read")
+            if self._recovers():
+                away = self._away(handle.shard.model, content_id)
+                demand(not away, f"R12: {what}: {away} of {newer} may come back")
+
+    def _failed(self, handle: Handle, least: int) -> None:
+        what = f"{handle} was told that nobody holds what was published"
+        demand(not self._recovers(), f"R12: {what}, before all had time to come back")
+        for number, content_id in self._published(handle.shard.model, least):
+            demand(not self._can_be_read(content_id), f"R12: {what}, and {number} can be read")
+
+    def _recovers(self) -> bool:
+        return ("recovery", "") in self._cluster.coordinator.cluster.timers
+
+    def _published(self, model: str, least: int) -> Iterator[tuple[int, str]]:
+        """The numbers from `least` on, and what was published under them."""
+        numbers = self._contents.numbers.get(model, {})
+        return ((n, c) for n, c in numbers.items() if n >= least and c not in self._contents.retired)
+
+    def _held(self, handle: Handle) -> int | None:
+        """The version that a rank holds, as the coordinator knows."""
+        content, known = handle.member.content, self._cluster.coordinator.cluster.members.get(handle.id)
+        if content is None or handle.member.state not in HOLDING or known is None or known.holding is None:
+            return None
+        return None if content.version.content_id in self._contents.retired else content.version.version
+
+    def _can_be_read(self, content_id: str) -> bool:
+        """Whether every shard of it is held by somebody of whom the coordinator hears."""
+        shards = self._contents.truth.get(content_id, {})
+        return bool(shards) and all(any(self._offers(h, content_id) for h in self._holders(shard)) for shard in shards)
+
+    def _holders(self, shard: int) -> Iterator[Handle]:
+        return (h for h in self._cluster.live_handles() if h.shard.number == shard and h.shard.serves)
+
+    def _offers(self, handle: Handle, content_id: str) -> bool:
+        content, known = handle.member.content, self._cluster.coordinator.cluster.members.get(handle.id)
+        if content is None or content.version.content_id != content_id or known is None or known.holding is None:
+            return False
+        is_known = known.holding.is_source and known.holding.generation == content.generation
+        return is_known and handle.member.state in HOLDING and known.worker.state is WorkerState.LIVE
+
+    def _away(self, model: str, content_id: str) -> str:
+        """A group that was recorded to hold that last, and of which not every rank is back."""
+        last = {e.key.group: e for e in self._cluster.store if isinstance(e, Decision | Publication) and e.model == model}
+        ranks = [m for m in self._cluster.coordinator.cluster.members.values() if m.group.model.name == model]
+        for name, entry in last.items():
+            here = {member.rank for member in ranks if member.group.name == name}
+            if entry.content_id == content_id and len(here) < entry.world_size:
+                return f"group {name}"
+        return ""

@@ -1,0 +1,490 @@
+"""The selector "available": the newest version that can be fetched now (R12, G6), and what errors say of what is held."""
+
+from __future__ import annotations
+
+import pytest
+
+from tensorhub.coordinator.availability import SHARE_FRESH_S
+from tensorhub.coordinator.entities import Share
+from tensorhub.errors import VersionUnavailable
+from tensorhub.messages import ChunksThere
+from tensorhub.testing import Asked, Choice, Handle, PureCluster
+from tensorhub.types import HandleState
+from tests.coordinator.test_partial import (
+    let_all_but_reads_happen,
+    lose,
+    readers_of_a_trainer,
+)
+from tests.coordinator.test_recovery import reconnect
+
+
+def publish(cluster: PureCluster, *trainers: Handle, number: int) -> None:
+    for handle in trainers:
+        if handle.member.state is HandleState.READY:
+            handle.unpublish()
+    cluster.run()
+    for handle in trainers:
+        handle.publish(number)
+    cluster.run()
+
+
+def replicate(cluster: PureCluster, *handles: Handle) -> None:
+    asked = [handle.update("latest") for handle in handles]
+    cluster.run()
+    assert all(each.error is None for each in asked)
+
+
+def newest_left() -> tuple[PureCluster, Handle, Handle, Handle]:
+    """Version 1 is held by a keeper; version 2, the newest, by nobody: its trainer has left."""
+    cluster = PureCluster()
+    trainer, keeper, reader = cluster.handle("trainer"), cluster.handle("keeper"), cluster.handle("reader")
+    cluster.run()
+    publish(cluster, trainer, number=1)
+    replicate(cluster, keeper)
+    publish(cluster, trainer, number=2)
+    trainer.unpublish()
+    cluster.run()
+    return cluster, trainer, keeper, reader
+
+
+def error_of(asked: Asked) -> VersionUnavailable:
+    assert asked.done
+    assert isinstance(asked.error, VersionUnavailable), asked.error
+    return asked.error
+
+
+# ---------------------------------------------------------------------------------------------------- what it resolves to
+
+
+@pytest.mark.parametrize("call", ["replicate", "update", "stage", "prefetch", "fetch"])
+def test_it_is_the_newest_that_is_held_where_latest_waits_for_one_that_nobody_holds(call: str) -> None:
+    cluster, _, _, reader = newest_left()
+    cluster.host_bytes = 10**9
+    if call in ("stage", "prefetch"):
+        reader = cluster.handle("rich")
+        cluster.run()
+    waits = reader if call != "fetch" else cluster.fetcher("reader")
+    asked = getattr(waits, call)("available")
+    cluster.run()
+    assert (asked.number, asked.changed) == (1, True)
+    late = cluster.handle("late")
+    cluster.run()
+    latest = late.replicate("latest")
+    cluster.run()
+    assert not latest.has_ended()
+
+
+def test_it_is_latest_where_somebody_holds_that() -> None:
+    cluster, trainer, _, reader = newest_left()
+    publish(cluster, trainer, number=3)
+    asked = reader.replicate("available")
+    cluster.run()
+    assert asked.number == 3
+
+
+def test_it_waits_while_nothing_was_ever_published() -> None:
+    cluster = PureCluster()
+    trainer, reader = cluster.handle("trainer"), cluster.handle("reader")
+    cluster.run()
+    asked = reader.replicate("available")
+    cluster.advance(30)
+    assert not asked.has_ended()
+    trainer.publish(7)
+    cluster.run()
+    assert asked.number == 7
+
+
+def test_it_fails_at_once_where_nobody_holds_what_was_published() -> None:
+    cluster, _, keeper, reader = newest_left()
+    keeper.unpublish()
+    cluster.run()
+    asked = reader.replicate("available")
+    cluster.run()
+    error = error_of(asked)
+    assert str(error) == (
+        "nobody holds a version of 'actor' as a whole, and 'available' waits for nobody; nobody holds a version of it"
+    )
+    assert (error.retryable, error.memory) == (True, "intact")
+
+
+def test_what_waits_for_a_first_version_fails_when_it_is_given_up_before_it_could_be_bound() -> None:
+    """A group whose second rank comes late: it binds when it has gathered, to what is there then."""
+    cluster = PureCluster()
+    trainers, readers = cluster.group("trainer", 2), cluster.group("reader", 2)
+    cluster.run()
+    first = readers[0].replicate("available")
+    publish(cluster, *trainers, number=1)
+    for handle in trainers:
+        handle.unpublish()
+    cluster.run()
+    assert not first.has_ended()
+    second = readers[1].replicate("available")
+    cluster.run()
+    for asked in (first, second):
+        error_of(asked)
+
+
+def test_a_group_is_bound_in_one_step_to_one_version() -> None:
+    cluster = PureCluster()
+    trainers, keepers, readers = cluster.group("trainer", 2), cluster.group("keeper", 2), cluster.group("reader", 2)
+    cluster.run()
+    publish(cluster, *trainers, number=1)
+    replicate(cluster, *keepers)
+    publish(cluster, *trainers, number=2)
+    first = readers[0].replicate("available")  # when 2 is held
+    cluster.run()
+    trainers[1].unpublish()  # with one rank, version 2 is not whole any more
+    cluster.run()
+    second = readers[1].replicate("available")
+    cluster.run()
+    assert [first.number, second.number] == [1, 1]
+    cluster.check_agreement()
+
+
+def test_every_shard_must_be_held_by_somebody_who_is_heard_of() -> None:
+    """A holder that has just died is not waited for, although its lease still runs; if there is no other, it is."""
+    cluster, trainer, keeper, reader = newest_left()
+    publish(cluster, trainer, number=3)
+    trainer.worker.crash()
+    cluster.run()
+    asked = reader.replicate("available")
+    cluster.run()
+    assert asked.number == 1
+    keeper.worker.crash()
+    reader.unpublish()
+    cluster.run()
+    again = reader.replicate("available")
+    cluster.run()
+    assert not again.has_ended()  # they may be back in time
+    cluster.advance(cluster.options.lease_s + 1)
+    assert "nobody holds a version of it" in str(error_of(again))
+
+
+def test_a_silent_holder_that_is_heard_again_is_read() -> None:
+    cluster = PureCluster()
+    trainer, reader = cluster.handle("trainer"), cluster.handle("reader")
+    cluster.run()
+    publish(cluster, trainer, number=1)
+    trainer.worker.disconnect()
+    cluster.run()
+    asked = reader.replicate("available", timeout_s=30)
+    cluster.run()
+    assert not asked.has_ended()
+    trainer.worker.connect()
+    cluster.run()
+    assert asked.number == 1
+
+
+# ----------------------------------------------------------------------------------------------- what the caller holds
+
+
+def test_the_callers_own_copy_counts() -> None:
+    cluster, trainer, _, reader = newest_left()
+    publish(cluster, trainer, number=3)
+    replicate(cluster, reader)
+    trainer.unpublish()
+    cluster.run()
+    asked = reader.update("available")
+    cluster.run()
+    assert (asked.number, asked.changed) == (3, False)
+
+
+def test_what_a_rank_holds_is_never_replaced_by_an_older_one() -> None:
+    """Rank 1 of a reader is a new process, and nobody else holds its shard of version 2: version 1 can be fetched."""
+    cluster = PureCluster()
+    trainers, keepers, readers = cluster.group("trainer", 2), cluster.group("keeper", 2), cluster.group("reader", 2)
+    cluster.run()
+    publish(cluster, *trainers, number=1)
+    replicate(cluster, *keepers)
+    publish(cluster, *trainers, number=2)
+    replicate(cluster, *readers)
+    for handle in trainers:
+        handle.unpublish()
+    cluster.run()
+    readers[1].worker.crash()
+    cluster.advance(cluster.options.lease_s + 1)
+    newcomer = cluster.handle("newcomer", "reader", 1, 2)
+    cluster.run()
+    calls = [readers[0].update("available"), newcomer.update("available")]
+    cluster.run()
+    for asked in calls:
+        assert str(error_of(asked)) == (
+            "nobody holds version 2 of 'actor' or a newer one as a whole, and 'available' waits for nobody; held now: "
+            "version 1 by 1 replica; a rank of this group holds version 2, which 'available' never replaces by an older "
+            "one: call unpublish() on it first, or give the number of that version"
+        )
+    assert readers[0].member.version == 2
+    named = [readers[0].update(1), newcomer.update(1)]
+    cluster.run()
+    assert [asked.number for asked in named] == [1, 1]
+
+
+def test_after_a_rollback_an_older_version_of_the_new_lineage_may_replace_what_was_held() -> None:
+    cluster, trainer, _, reader = newest_left()
+    publish(cluster, trainer, number=3)
+    replicate(cluster, reader)
+    trainer.worker.rollback(1)
+    cluster.run()
+    asked = reader.update("available")
+    cluster.run()
+    assert asked.number == 1
+
+
+# ------------------------------------------------------------------------------------------------------------ at_least
+
+
+def test_at_least_waits_for_that_number_and_fails_at_once_where_nobody_holds_it() -> None:
+    cluster, trainer, _, reader = newest_left()
+    gone = reader.update("available", at_least=2)
+    cluster.run()
+    assert "nobody holds version 2 of 'actor' or a newer one" in str(error_of(gone))
+    asked = reader.update("available", at_least=3)
+    cluster.run()
+    assert not asked.has_ended()
+    publish(cluster, trainer, number=3)
+    assert asked.number == 3
+
+
+def test_at_least_that_never_comes_says_so() -> None:
+    cluster, _, _, reader = newest_left()
+    asked = reader.update("available", at_least=5, timeout_s=2)
+    cluster.advance(3)
+    text = str(error_of(asked))
+    assert "version 5 of 'actor' was not published; the newest is 2; held now: version 1 by 1 replica" in text
+
+
+# ------------------------------------------------------------------------------------------------- partial copies (G6)
+
+
+def left_in_parts(*backwards: bool, keeper: bool = True) -> tuple[PureCluster, list[Handle], list[Asked], Handle]:
+    """Version 1 is left in partial copies of these readers; version 0 is held by a keeper."""
+    cluster, trainer, readers, asked = readers_of_a_trainer(*backwards, keeper=keeper)
+    late = cluster.handle("late")
+    let_all_but_reads_happen(cluster)
+    lose(cluster, trainer, readers)
+    return cluster, readers, asked, late
+
+
+def test_partial_copies_that_together_are_whole_count() -> None:
+    cluster, _, asked, late = left_in_parts(False, True)
+    mine = late.replicate("available")
+    let_all_but_reads_happen(cluster)
+    assert not mine.has_ended()
+    assert late.member.state is HandleState.EMPTY  # nothing is bound before one of them is complete
+    cluster.run()
+    assert [each.number for each in (*asked, mine)] == [1, 1, 1]
+
+
+def test_partial_copies_that_together_lack_something_do_not_count() -> None:
+    cluster, readers, asked, late = left_in_parts(False, False)
+    mine = late.replicate("available")
+    cluster.run()
+    assert mine.number == 0
+    assert [reader.member.state for reader in readers] == [HandleState.FILLING] * 2
+    assert not any(each.has_ended() for each in asked)
+
+
+def test_partial_copies_that_lack_something_and_nothing_else_is_nothing() -> None:
+    cluster, _, _, late = left_in_parts(False, False, keeper=False)
+    mine = late.replicate("available")
+    cluster.run()
+    assert "nobody holds a version of it" in str(error_of(mine))
+
+
+def test_nothing_is_bound_before_partial_copies_have_said_what_they_have() -> None:
+    cluster, _, _, late = left_in_parts(False, True)
+    mine = late.replicate("available")
+    slow = Choice("up", "r1")
+    while choices := [c for c in cluster.choices() if c.kind != "read" and c != slow]:
+        cluster.do(choices[0])
+    assert not mine.has_ended()
+    assert any("r1 <- TellChunks" in line for line in cluster.log)
+    cluster.run()
+    assert mine.number == 1
+
+
+def test_when_one_of_them_dies_what_is_left_counts() -> None:
+    cluster, readers, _, late = left_in_parts(False, True)
+    mine = late.replicate("available")
+    let_all_but_reads_happen(cluster)
+    readers[1].worker.crash()
+    cluster.run()
+    assert mine.number == 0
+
+
+def share_of(cluster: PureCluster, reader: Handle) -> Share:
+    holding = cluster.coordinator.cluster.members[reader.id].holding
+    assert holding is not None
+    assert holding.share is not None
+    return holding.share
+
+
+def test_what_was_not_asked_changes_nothing() -> None:
+    """G9: an answer of another generation, of another worker, or to no question."""
+    cluster, readers, _, late = left_in_parts(False, False)
+    first, second = readers
+    late.replicate("available")
+    slow = Choice("up", "r1")
+    while choices := [c for c in cluster.choices() if c.kind != "read" and c != slow]:
+        cluster.do(choices[0])
+    share = share_of(cluster, second)
+    for worker, generation in ((first.worker, second.generation), (second.worker, second.generation + 1)):
+        worker.say(ChunksThere(second.id, generation, 2, b"\3"))
+        worker.say(ChunksThere("nobody", generation, 2, b"\3"))
+    while choices := [c for c in cluster.choices() if c.kind != "read" and c != slow]:
+        cluster.do(choices[0])
+    assert share.chunks is None
+    let_all_but_reads_happen(cluster)
+    assert share_of(cluster, second).chunks == 2
+    assert share.there == 1
+    second.worker.say(ChunksThere(second.id, second.generation, 2, b"\3"))
+    let_all_but_reads_happen(cluster)
+    assert share.there == 1
+
+
+def test_a_partial_copy_is_asked_again_after_a_while_and_not_before() -> None:
+    cluster, _, _, _ = left_in_parts(False, False)
+
+    def asks() -> int:
+        cluster.fetcher("late").fetch("available")
+        let_all_but_reads_happen(cluster)
+        return sum("<- TellChunks" in line for line in cluster.log)
+
+    assert asks() == 2
+    assert asks() == 2
+    cluster.advance(SHARE_FRESH_S + 0.1, run=False)
+    assert asks() == 4
+
+
+def test_a_question_that_was_lost_with_its_connection_is_asked_again() -> None:
+    cluster, readers, _, late = left_in_parts(False, True, keeper=False)
+    mine = late.replicate("available")
+    deaf = Choice("down", "r1")
+    while choices := [c for c in cluster.choices() if c.kind != "read" and c != deaf]:
+        cluster.do(choices[0])
+    readers[1].worker.disconnect()
+    let_all_but_reads_happen(cluster)
+    readers[1].worker.connect()
+    cluster.run()
+    assert mine.number == 1
+
+
+# ------------------------------------------------------------------------------------------------------- after a restart
+
+
+def restarted(*, but: str) -> tuple[PureCluster, Handle, Handle]:
+    """Version 2 is held by the trainer only, version 1 by a keeper; the coordinator has restarted, and one is not back."""
+    cluster = PureCluster()
+    trainer, keeper, reader = cluster.handle("trainer"), cluster.handle("keeper"), cluster.handle("reader")
+    cluster.run()
+    publish(cluster, trainer, number=1)
+    replicate(cluster, keeper)
+    publish(cluster, trainer, number=2)
+    cluster.restart()
+    reconnect(cluster, but=but)
+    cluster.run()
+    return cluster, trainer, reader
+
+
+def test_after_a_restart_the_recorded_holder_of_a_newer_version_is_waited_for() -> None:
+    cluster, trainer, reader = restarted(but="trainer")
+    asked = reader.replicate("available")
+    cluster.advance(cluster.options.lease_s / 4)
+    assert not asked.has_ended()
+    trainer.worker.connect()
+    cluster.run()
+    assert asked.number == 2
+
+
+def test_after_a_restart_it_is_waited_for_until_the_recovery_lease_is_over() -> None:
+    cluster, trainer, reader = restarted(but="trainer")
+    trainer.worker.crash()
+    asked = reader.replicate("available")
+    cluster.advance(cluster.options.lease_s * 0.9)
+    assert not asked.has_ended()
+    cluster.advance(cluster.options.lease_s * 0.2)
+    assert asked.number == 1
+
+
+def test_once_every_recorded_holder_is_back_what_is_held_counts() -> None:
+    """The trainer is back, and has taken version 2 back meanwhile: nothing is waited for."""
+    cluster, trainer, reader = restarted(but="trainer")
+    asked = reader.replicate("available")
+    cluster.run()
+    trainer.unpublish()
+    cluster.run()
+    assert not asked.has_ended()
+    trainer.worker.connect()
+    cluster.run()
+    assert asked.number == 1
+
+
+def test_a_recorded_group_is_back_with_its_last_rank() -> None:
+    cluster = PureCluster()
+    trainers, keepers, readers = cluster.group("trainer", 2), cluster.group("keeper", 2), cluster.group("reader", 2)
+    cluster.run()
+    publish(cluster, *trainers, number=1)
+    replicate(cluster, *keepers)
+    publish(cluster, *trainers, number=2)
+    cluster.restart()
+    reconnect(cluster, but="trainer1")
+    cluster.run()
+    calls = [handle.replicate("available") for handle in readers]
+    cluster.run()
+    assert not any(call.has_ended() for call in calls)
+    trainers[1].worker.connect()
+    cluster.run()
+    assert [call.number for call in calls] == [2, 2]
+
+
+def test_after_a_restart_nothing_fails_before_all_had_time_to_come_back() -> None:
+    cluster, trainer, reader = restarted(but="keeper")
+    trainer.unpublish()
+    cluster.run()
+    asked = reader.replicate("available")
+    cluster.run()
+    assert not asked.has_ended()
+    cluster.workers["keeper"].connect()
+    cluster.run()
+    assert asked.number == 1
+
+
+# --------------------------------------------------------------------------------------------------------------- errors
+
+
+def test_latest_that_ends_says_what_is_held_by_how_many_and_which_selector_gets_it() -> None:
+    cluster, _, _, reader = newest_left()
+    other = cluster.handle("other")
+    cluster.run()
+    other.replicate(1)
+    cluster.run()
+    asked = reader.replicate("latest", timeout_s=5)
+    cluster.advance(6)
+    assert str(error_of(asked)) == (
+        "replicate of 'actor': no live worker holds 'latest' of 'actor' (the newest version is 2); held now: version 1 by 2 "
+        "replicas; the selector 'available' gets 1; waited 5 s"
+    )
+
+
+def test_a_number_that_does_not_exist_says_what_is_held() -> None:
+    cluster, _, _, reader = newest_left()
+    asked = reader.replicate(9)
+    cluster.run()
+    assert "wait_for() waits for a version; held now: version 1 by 1 replica; the selector 'available'" in str(asked.error)
+
+
+def test_only_the_newest_few_are_named() -> None:
+    cluster = PureCluster()
+    trainer = cluster.handle("trainer")
+    keepers = [cluster.handle(f"keeper{number}") for number in range(5)]
+    reader = cluster.handle("reader")
+    cluster.run()
+    for number, keeper in enumerate(keepers):
+        publish(cluster, trainer, number=number)
+        replicate(cluster, keeper)
+    trainer.unpublish()
+    cluster.run()
+    asked = reader.replicate(9)
+    cluster.run()
+    told = "held now: version 4 by 1 replica, version 3 by 1 replica, version 2 by 1 replica and 2 older; the selector"
+    assert f"{told} 'available' gets 4" in str(asked.error)

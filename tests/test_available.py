@@ -1,0 +1,119 @@
+"""The selector "available" through the public API: the trainer has published, and left."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import replace
+from unittest.mock import patch
+
+import anyio
+import pytest
+
+from tensorhub import sync
+from tensorhub.errors import VersionUnavailable
+from tensorhub.messages import ChunksThere, FromWorker, TellChunks
+from tests.rig import CHUNK_BYTES, CHUNKS, OPTIONS, WAIT_S, Cluster, cluster, gated, holds, tensors, until, write
+
+HELD = "held now: version 1 by 1 replica; the selector 'available' gets 1"
+
+
+@asynccontextmanager
+async def trainer_left(*names: str) -> AsyncIterator[Cluster]:
+    """Version 1 is held by a keeper. Version 2 was published, and its trainer has gone before anybody has fetched it."""
+    options = replace(OPTIONS, host_memory_bytes=2 * CHUNKS * CHUNK_BYTES)
+    async with cluster("trainer", "keeper", *names, options=options) as c:
+        memory = tensors(1)
+        source = await c.hubs[0].register("m", memory)
+        await source.publish(1)
+        await (await c.hubs[1].register("m", tensors())).replicate()
+        async with source.mutate(2):
+            write(memory, 2)
+        await source.close()
+        yield c
+
+
+async def test_elastic_workers_get_the_newest_that_is_held() -> None:
+    async with trainer_left("reader") as c:
+        memory = tensors()
+        weights = await c.hubs[2].register("m", memory)
+        assert (await weights.prefetch("available")).version == 1
+        report = await weights.update("available")
+        assert (report.version, report.changed, report.bytes_read) == (1, True, 0)
+        assert holds(memory, 1)
+        assert (await weights.update("available")).changed is False
+        await weights.unpublish()
+        assert (await weights.replicate("available")).version == 1
+        assert (await c.hubs[2].fetch("m", "available")).info.version == 1
+
+
+async def test_a_staged_update_takes_it_too() -> None:
+    async with trainer_left("reader") as c:
+        weights = await c.hubs[2].register("m", tensors(7))
+        await weights.publish(3)
+        await weights.unpublish()
+        assert (await weights.update("available", staged=True)).version == 1
+
+
+async def test_latest_says_what_is_held_and_how_to_get_it() -> None:
+    async with trainer_left("reader") as c:
+        weights = await c.hubs[2].register("m", tensors())
+        with pytest.raises(VersionUnavailable) as caught:
+            await weights.replicate(timeout=0.05)
+        assert HELD in str(caught.value)
+        with pytest.raises(VersionUnavailable, match=HELD):
+            await c.hubs[2].fetch("m", 2, timeout=0.05)
+
+
+async def test_at_least_is_waited_for() -> None:
+    async with trainer_left("reader") as c:
+        weights = await c.hubs[2].register("m", tensors())
+        with pytest.raises(VersionUnavailable, match="version 3 of 'm' was not published"):
+            await weights.update("available", at_least=3, timeout=0.05)
+        with pytest.raises(VersionUnavailable, match="nobody holds version 2 of 'm' or a newer one"):
+            await weights.update("available", at_least=2, timeout=WAIT_S)
+        assert weights.state == "empty"
+
+
+def test_without_an_event_loop() -> None:
+    with sync.serve() as coordinator, sync.connect(coordinator.address, options=OPTIONS) as hub:
+        with sync.connect(coordinator.address, options=OPTIONS) as other:
+            source = other.register("m", tensors(1))
+            source.publish(1)
+            weights = hub.register("m", tensors())
+            weights.replicate()
+            with source.mutate(2):
+                pass
+        fresh = hub.register("m", tensors())
+        assert fresh.replicate("available").version == 1
+        assert hub.fetch("m", "available").info.version == 1
+
+
+async def test_a_worker_says_which_chunks_a_partial_copy_has() -> None:
+    said: list[FromWorker] = []
+    with gated(2) as gate:
+        async with cluster("trainer", "reader") as c:
+            await (await c.hubs[0].register("m", tensors(1))).publish(1)
+            worker, thread = c.hubs[1]._worker, c.hubs[1]._thread
+            weights = await c.hubs[1].register("m", tensors())
+
+            async def ask(generation: int) -> ChunksThere:
+                with patch.object(worker, "say", said.append):
+                    worker.received(TellChunks(weights._handle.member.shard.registration, generation))
+                answer = said.pop()
+                assert isinstance(answer, ChunksThere)
+                return answer
+
+            async with anyio.create_task_group() as tasks:
+                tasks.start_soon(weights.replicate)
+                await until(lambda: gate.holds)
+                held = weights._handle.member.content
+                assert held is not None
+                some = await thread.call(ask, held.generation)
+                assert some.chunks == CHUNKS
+                assert int.from_bytes(some.there, "little").bit_count() < CHUNKS
+                assert (await thread.call(ask, held.generation + 1)).chunks == 0
+                gate.open()
+            assert held is not None
+            all_of_it = await thread.call(ask, held.generation)
+            assert int.from_bytes(all_of_it.there, "little") == (1 << CHUNKS) - 1
