@@ -199,6 +199,7 @@ class Endpoint:
 # ---------------------------------------------------------------------------------------------------------- options
 
 
+UNMAPPED_UID: Final = 65534  # what the kernel says of every user whom a user namespace does not know
 _RDMA_PORTS: Final = re.compile(r"[\w.-]+(:\d{1,3}(:\d{1,4})?)?(,[\w.-]+(:\d{1,3}(:\d{1,4})?)?)*\Z")
 
 
@@ -220,6 +221,7 @@ class Options:
     listen_port: int = 0  # worker's: the data listener's port; 0 takes a free one
     advertise: str | None = None  # worker's: "host:port" where readers reach the data listener, if not where it listens
     rdma_ports: str | None = None  # worker's: "DEVICE[:PORT[:GID_INDEX]],..."; None: TENSORHUB_RDMA_PORTS, else all
+    shared_memory_uids: tuple[int, ...] = ()  # worker's: users, besides its own and root, whose processes may map its memory
     connect_timeout_s: float = 10.0  # caller's: connecting and authenticating, each attempt
     stall_timeout_s: float = 10.0  # reader's: a source that is silent for this long is given up
     readers_max: int = 64  # worker's: connections from readers that it serves at a time
@@ -257,6 +259,12 @@ class Options:
         if self.rdma_ports is not None and not _RDMA_PORTS.match(str(self.rdma_ports)):
             text = "give DEVICE[:PORT[:GID_INDEX]], several with commas between them"
             raise StateError(f"Options.rdma_ports = {self.rdma_ports!r}: {text}")
+        uids: object = self.shared_memory_uids
+        if not isinstance(uids, tuple) or any(type(uid) is not int or not 0 <= uid < 2**32 - 1 for uid in uids):
+            raise StateError(f"Options.shared_memory_uids = {uids!r}: give a tuple of user ids, such as (1000,)")
+        if UNMAPPED_UID in uids:
+            text = "that id stands for every user whom a user namespace does not know; give the process a user of its own"
+            raise StateError(f"Options.shared_memory_uids = {uids!r}: {UNMAPPED_UID} cannot be named: {text}")
         for name in ("readers_max", "sessions_max"):
             if getattr(self, name) < 1:
                 raise StateError(f"Options.{name} = {getattr(self, name)!r}: give 1 or more")

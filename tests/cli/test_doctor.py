@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 
 from tensorhub.cli.app import app
 from tensorhub.cuda import cupy_device
-from tensorhub.transport import cma, nixl, rdma
+from tensorhub.transport import cma, nixl, rdma, unix
 from tensorhub.transport.rdma import Port
 
 NO_RDMA = "not available: this machine has no RDMA device (nothing is in /sys/class/infiniband)"
@@ -20,7 +20,7 @@ NO_NIXL = (
     "nixl: not available: NIXL 1.1 or newer is needed (import of nixl._api halted; None in sys.modules): "
     "pip install 'tensorhub[nixl]'"
 )
-SHARED = "for tensors that tensorhub.shared_empty_like has made"
+SHARED = f"for tensors that tensorhub.shared_empty_like has made; {unix.given_to()}"
 
 
 def run(*arguments: str) -> str:

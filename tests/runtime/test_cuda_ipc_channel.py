@@ -242,8 +242,10 @@ def said_by(listener: socket.socket, device: Double, say: Callable[[BlockingConn
 HANDLE = bytes(HANDLE_BYTES)
 
 
-def allocations(*named: tuple[int, int, bytes], words: tuple[int, int] = (0, 4096), reason: str = "") -> AllocationsAre:
-    return AllocationsAre(0, b"p" * 16, named, words, reason)
+def allocations(
+    *named: tuple[int, int, bytes], words: tuple[int, int] = (0, 4096), reason: str = "", is_usual: bool = False
+) -> AllocationsAre:
+    return AllocationsAre(0, b"p" * 16, named, words, reason, is_usual)
 
 
 async def test_what_cannot_be_opened_is_said_with_the_reason(listener: socket.socket) -> None:
@@ -251,6 +253,9 @@ async def test_what_cannot_be_opened_is_said_with_the_reason(listener: socket.so
 
     def refuses(connection: BlockingConnection) -> None:
         connection.send(allocations(reason="expandable"))
+
+    def withholds(connection: BlockingConnection) -> None:
+        connection.send(allocations(reason="read-only", is_usual=True))
 
     def has_none(connection: BlockingConnection) -> None:
         connection.send(allocations())
@@ -272,6 +277,7 @@ async def test_what_cannot_be_opened_is_said_with_the_reason(listener: socket.so
 
     for say, error, text in (
         (refuses, Unusable, "expandable"),
+        (withholds, NotShared, "read-only"),
         (has_none, NotShared, "not on a GPU"),
         (lies, Unusable, "its memory cannot be opened"),
         (stretches, Unusable, "is said to have"),

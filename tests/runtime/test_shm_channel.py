@@ -209,7 +209,7 @@ def unsealed(connection: BlockingConnection) -> None:
     descriptor = os.memfd_create("theirs", os.MFD_ALLOW_SEALING)
     try:
         os.ftruncate(descriptor, 4096)
-        connection.send(SegmentsAre(0, ((4096, 4096),)))
+        connection.send(SegmentsAre(0, ((4096, 4096),), "", False))
         connection.send_descriptors([descriptor])
     finally:
         os.close(descriptor)
@@ -217,19 +217,19 @@ def unsealed(connection: BlockingConnection) -> None:
 
 def too_many(connection: BlockingConnection) -> None:
     segment = Segment(4096)
-    connection.send(SegmentsAre(0, ((4096, 4096),)))
+    connection.send(SegmentsAre(0, ((4096, 4096),), "", False))
     connection.send_descriptors([segment.descriptor] * 3)
 
 
 def too_few(connection: BlockingConnection) -> None:
     segment = Segment(4096)
-    connection.send(SegmentsAre(0, ((4096, 4096),) * SEGMENTS_MAX))
+    connection.send(SegmentsAre(0, ((4096, 4096),) * SEGMENTS_MAX, "", False))
     connection.send_descriptors([segment.descriptor])
 
 
 def other_size(connection: BlockingConnection) -> None:
     segment = Segment(4096)
-    connection.send(SegmentsAre(0, ((4096, 8192),)))
+    connection.send(SegmentsAre(0, ((4096, 8192),), "", False))
     connection.send_descriptors([segment.descriptor])
 
 
@@ -238,8 +238,10 @@ LIES: dict[str, tuple[Callable[[BlockingConnection], object], type[Exception], s
     "another size": (other_size, Unusable, "said to have 8192 bytes"),
     "too many": (too_many, ReadFailure, "descriptors are said to follow"),
     "too few": (too_few, ReadFailure, "descriptors are said to follow"),
-    "none": (lambda c: c.send(SegmentsAre(0, ((4096, 4096),))), ReadFailure, "descriptors are said to follow"),
-    "nothing shared": (lambda c: c.send(SegmentsAre(0, ())), NotShared, "shared_empty_like"),
+    "none": (lambda c: c.send(SegmentsAre(0, ((4096, 4096),), "", False)), ReadFailure, "descriptors are said to follow"),
+    "nothing shared": (lambda c: c.send(SegmentsAre(0, (), "", False)), NotShared, "shared_empty_like"),
+    "withheld": (lambda c: c.send(SegmentsAre(0, (), "user 7", False)), Unusable, "user 7"),
+    "withheld as usual": (lambda c: c.send(SegmentsAre(0, (), "read-only", True)), NotShared, "read-only"),
     "something else": (lambda c: c.send(ChunksLie(0, ((0, 0, 0),), 0)), ReadFailure, "asked for its segments"),
     "the end": (lambda c: None, ReadFailure, "closed"),
 }

@@ -9,7 +9,7 @@ from dataclasses import asdict
 from tensorhub.cli.common import JsonOption
 from tensorhub.cuda import cupy_device
 from tensorhub.runtime.channels import TRANSPORTS
-from tensorhub.transport import cma, nixl, rdma
+from tensorhub.transport import cma, nixl, rdma, unix
 from tensorhub.transport.registry import Local
 from tensorhub.types import Incarnation, Options
 
@@ -27,8 +27,8 @@ def doctor(as_json: JsonOption = False) -> None:
     limit_bytes = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
     memlock_bytes = None if limit_bytes == resource.RLIM_INFINITY else limit_bytes
     notes = {
-        "cuda_ipc": "for tensors on a GPU, outside of torch's expandable segments",
-        "shm": "for tensors that tensorhub.shared_empty_like has made",
+        "cuda_ipc": f"for tensors on a GPU, outside of torch's expandable segments; {unix.given_to()}",
+        "shm": f"for tensors that tensorhub.shared_empty_like has made; {unix.given_to()}",
         "cma": cma.restriction(),
         "rdma": rdma.memlock_note(),
         "nixl": f"NIXL {nixl.version()}; used by workers that name it in transports= only",

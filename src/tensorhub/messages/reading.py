@@ -97,11 +97,13 @@ class FindSegments:
 @dataclass(frozen=True, slots=True)
 class SegmentsAre:
     """Where they are at the owner: (address, bytes). One byte with their descriptors follows, in this order. None, and no
-    byte: not all of it is in shared memory.
+    byte: this reader is given none, for that reason; "": not all of it is in shared memory. `is_usual`: as of Unpaired.
     """
 
     request: U64
     segments: Annotated[tuple[tuple[Address, Address], ...], Length(SEGMENTS_MAX)]
+    reason: Text
+    is_usual: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,6 +121,7 @@ class AllocationsAre:
 
     `words`: (address, bytes) of the shared memory in which the registration's generation word is; its descriptor follows,
     with one byte. No allocations, and no byte: they cannot be opened from there, for that reason ("": it is not on a GPU).
+    `is_usual`: as of Unpaired.
     """
 
     request: U64
@@ -129,6 +132,7 @@ class AllocationsAre:
     ]
     words: tuple[Address, Address]
     reason: Text
+    is_usual: bool
 
 
 @dataclass(frozen=True, slots=True)

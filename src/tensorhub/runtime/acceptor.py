@@ -13,7 +13,7 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 import anyio
@@ -30,7 +30,7 @@ from tensorhub.runtime.answering import Answering, not_served
 from tensorhub.runtime.logs import Tally, get_logger
 from tensorhub.runtime.serving import Lane, SharedOwner
 from tensorhub.runtime.strangers import READING_STRANGERS_MAX, Strangers, origin_of
-from tensorhub.transport import tcp
+from tensorhub.transport import tcp, unix
 from tensorhub.types import Incarnation
 
 PATIENCE_S = 0.25  # how long one request waits for chunks that its owner lacks; then the reader may ask elsewhere
@@ -43,10 +43,13 @@ log = get_logger("tensorhub.owner")
 
 @dataclass(frozen=True, slots=True)
 class ServeSettings:
-    """How readers are served. `secrets`: each is accepted, as they are now; b"" is open access."""
+    """How readers are served. `secrets`: each is accepted, as they are now; b"" is open access. `shared_memory_uids`: see
+    `Options`.
+    """
 
     incarnation: Incarnation
     secrets: Sequence[bytes]
+    shared_memory_uids: Collection[int] = ()
     readers_max: int = 64
     handshake_timeout_s: float = 10.0
     stall_timeout_s: float = 10.0  # a reader that takes nothing for so long is given up
@@ -121,7 +124,8 @@ async def serve_readers(listener: socket.socket, owner: SharedOwner, settings: S
             while True:
                 accepted, origin = await _accept(listener, acceptor)
                 connection = BlockingConnection(accepted, stall_timeout_s=settings.stall_timeout_s)
-                lane = Lane(connection, is_local=tcp.is_local(accepted))
+                not_given = _why_not_given(accepted, settings)
+                lane = Lane(connection, is_local=tcp.is_local(accepted), not_given=not_given)
                 try:
                     await acceptor.places.acquire_on_behalf_of(lane)
                 except BaseException:
@@ -167,6 +171,13 @@ async def _accept(listener: socket.socket, acceptor: _Acceptor) -> tuple[socket.
             accepted.close()
             continue
         return accepted, origin_of(address[0])
+
+
+def _why_not_given(accepted: socket.socket, settings: ServeSettings) -> str:
+    """Why this connection's process may not map this one's memory; "": it may."""
+    if accepted.family != socket.AF_UNIX:
+        return "it is not connected by a Unix socket"
+    return unix.why_not_given(unix.peer_uid(accepted), settings.shared_memory_uids)
 
 
 def _is_shortage(error: OSError) -> bool:

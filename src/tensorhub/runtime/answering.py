@@ -122,6 +122,16 @@ class Answering:
         process = header if header is not None and self._lane.is_local else (0, 0, b"")
         self._connection.send(MemoryIs(read.request, *process, on_device))
 
+    @property
+    def _withheld(self) -> tuple[str, bool]:
+        """Why this reader is given no memory to map or to open ("": it is), and whether nothing is wrong with that.
+
+        What it once has it keeps: what is written there later it sees, whatever becomes of its token.
+        """
+        if (self._lane.reader or "").startswith(READ_ONLY):
+            return "a read-only token gives no memory to map", True
+        return self._lane.not_given, False
+
     def _share(self, read: FindSegments) -> None:
         """Hand over the descriptors of the memory in which a registration is, if that can be shared."""
         can_share = self._connection.passes_descriptors
@@ -130,7 +140,9 @@ class Answering:
             self._connection.send(ReadRefused(read.request, found.reason))
             return
         found = found if len(found) <= SEGMENTS_MAX else ()
-        said = SegmentsAre(read.request, tuple([(segment.address, segment.nbytes) for segment in found]))
+        reason, is_usual = self._withheld if found else ("", False)
+        found = () if reason else found
+        said = SegmentsAre(read.request, tuple([(each.address, each.nbytes) for each in found]), reason, is_usual)
         self._connection.send(said)
         if found:
             self._connection.send_descriptors([segment.descriptor for segment in found])
@@ -142,16 +154,18 @@ class Answering:
         if isinstance(found, Refusal):
             self._connection.send(ReadRefused(read.request, found.reason))
             return
-        reason = ""
+        is_on_gpu = found is not None and found[0].device is not None
+        reason, is_usual = self._withheld if is_on_gpu else ("", False)
         try:
-            exported = _exported(found)
+            exported = None if reason else _exported(found)
         except StateError as error:
             exported, reason = None, str(error)[:1000]
         if exported is None:
-            self._connection.send(AllocationsAre(read.request, ipc.this_process(), (), (0, 0), reason))
+            self._connection.send(AllocationsAre(read.request, ipc.this_process(), (), (0, 0), reason, is_usual))
             return
         allocations, words = exported
-        said = AllocationsAre(read.request, ipc.this_process(), tuple(allocations), (words.address, words.nbytes), "")
+        place = (words.address, words.nbytes)
+        said = AllocationsAre(read.request, ipc.this_process(), tuple(allocations), place, "", is_usual)
         self._connection.send(said)
         self._connection.send_descriptors([words.descriptor])
 

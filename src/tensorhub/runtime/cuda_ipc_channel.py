@@ -71,7 +71,7 @@ class CudaIpcTransport:
         if not isinstance(message, AllocationsAre):
             raise ProtocolError(f"it is asked for its allocations, and answers {type(message).__name__}")
         if message.reason:
-            raise Unusable(message.reason)
+            raise (NotShared if message.is_usual else Unusable)(message.reason)
         if not message.allocations:
             raise NotShared("its tensors are not on a GPU")
         (descriptor,) = asking.connection.receive_descriptors(1)

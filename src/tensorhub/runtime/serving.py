@@ -43,10 +43,11 @@ class Endable(Protocol):
 class Lane:
     """One reader's connection at its owner, as others see it."""
 
-    __slots__ = ("connection", "is_local", "is_stopped", "reader", "rests_from", "secret")
+    __slots__ = ("connection", "is_local", "is_stopped", "not_given", "reader", "rests_from", "secret")
 
-    def __init__(self, connection: Endable, *, is_local: bool = False) -> None:
+    def __init__(self, connection: Endable, *, is_local: bool = False, not_given: str = "") -> None:
         self.connection = connection
+        self.not_given = not_given  # why its process may not map this one's memory; "": it may, if its token says so, too
         self.is_local = is_local  # it comes from this host: addresses here are of use there, and told nobody else
         self.reader: Incarnation | None = None  # known, and proved, after the handshake
         self.secret: bytes | None = None  # by which it has proved that

@@ -82,6 +82,8 @@ class ShmTransport:
         message = asking.hear()
         if not isinstance(message, SegmentsAre):
             raise ProtocolError(f"it is asked for its segments, and answers {type(message).__name__}")
+        if message.reason:
+            raise (NotShared if message.is_usual else Unusable)(message.reason)
         if not message.segments:
             raise NotShared("its tensors are not in shared memory: allocate them by tensorhub.shared_empty_like")
         descriptors = asking.connection.receive_descriptors(len(message.segments))

@@ -237,6 +237,7 @@ class Worker:
             settings = ServeSettings(
                 incarnation=self.incarnation,
                 secrets=self._secrets,
+                shared_memory_uids=self.options.shared_memory_uids,
                 readers_max=self.options.readers_max,
                 handshake_timeout_s=self.options.connect_timeout_s,
                 stall_timeout_s=self.options.stall_timeout_s,

@@ -1,17 +1,20 @@
-"""Unix sockets for the data plane: connections within a host, over which descriptors can be passed.
+"""Unix sockets for the data plane: connections within a host, over which descriptors can be passed; and to whose processes.
 
 Their names are of Linux' abstract kind: no file is left behind, and only the same network namespace sees them.
 """
 
 from __future__ import annotations
 
+import os
 import secrets
 import socket
 import struct
 import time
+from collections.abc import Collection
 
 from tensorhub.transport.base import Cutter, ReadFailure, Unusable
 from tensorhub.transport.tcp import listen_at, shutdown
+from tensorhub.types import UNMAPPED_UID
 
 PREFIX = "unix:"
 
@@ -25,6 +28,34 @@ def address_of(listener: socket.socket) -> str:
     """The "unix:name" that reaches a listener, from the same network namespace."""
     name: bytes = listener.getsockname()
     return PREFIX + name[1:].decode()
+
+
+def peer_uid(connection: socket.socket) -> int:
+    """The effective user of the process at the other end, when it connected, as the kernel says it."""
+    _, uid, _ = struct.unpack("=iII", connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("=iII")))
+    return int(uid)
+
+
+def why_not_given(uid: int, named: Collection[int]) -> str:
+    """Why a process of that user may not map memory of this one; "": it may. `named`: whose may, besides this user's and
+    root's. Whoever the kernel cannot name may be anybody: he is another user, also than one who is called so here.
+    """
+    mine = os.geteuid()
+    if uid == UNMAPPED_UID:
+        return (
+            f"user {uid} stands for all users whom the source's user namespace does not know, and is given no memory to "
+            "map: run both in one user namespace, as one user that it knows"
+        )
+    if uid in (mine, 0) or uid in named:
+        return ""
+    return f"user {uid} is given no memory of user {mine} to map: name {uid} in the source's Options.shared_memory_uids"
+
+
+def given_to() -> str:
+    """To whose processes memory of this one is given, as `why_not_given` has it; for people."""
+    mine = os.geteuid()
+    users = "root" if mine in (0, UNMAPPED_UID) else f"user {mine} and root"
+    return f"for processes of {users} (others: Options.shared_memory_uids at the source) that have the full token"
 
 
 def connect(address: str, timeout_s: float, cutter: Cutter) -> socket.socket:
