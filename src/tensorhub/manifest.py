@@ -214,7 +214,7 @@ class Manifest:
     @cached_property
     def manifest_id(self) -> str:
         """32 hex digits that name the encoding."""
-        return hashlib.blake2b(self._encoded, digest_size=16).hexdigest()
+        return id_of(self._encoded)
 
     @classmethod
     def decode(cls, blob: bytes) -> Manifest:
@@ -225,6 +225,11 @@ class Manifest:
         if manifest.encode() != blob:
             raise ProtocolError("bad manifest: this is not the one encoding of what it says")
         return manifest
+
+
+def id_of(encoded: bytes) -> str:
+    """32 hex digits that name the manifest of this encoding."""
+    return hashlib.blake2b(encoded, digest_size=16).hexdigest()
 
 
 def _grid(nbytes: int, tensors: tuple[TensorSpec, ...], chunk_bytes: int) -> _Grid:

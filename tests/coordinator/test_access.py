@@ -14,9 +14,12 @@ from tensorhub.coordinator import CloseSession, Connected, Disconnected, Receive
 from tensorhub.coordinator.suspicions import INQUIRY_S
 from tensorhub.coordinator.views import describe
 from tensorhub.errors import AuthenticationFailed
+from tensorhub.manifest import id_of
 from tensorhub.messages import (
+    Abandon,
     Announce,
     Begun,
+    BegunWith,
     Check,
     CopyRefused,
     Describe,
@@ -24,6 +27,7 @@ from tensorhub.messages import (
     DigestAgain,
     DigestedAgain,
     Done,
+    ErrorInfo,
     Fill,
     Flow,
     FromCoordinator,
@@ -298,9 +302,34 @@ def test_a_manifest_that_a_guest_claims_to_have_begun_with_is_its_own() -> None:
     (registered,) = guest.say(registers(MINE, MINE, serves=False, manifest=b""))
     assert isinstance(registered, Registered)
     operation = OpKey("actor", MINE, registered.epoch, registered.sequence)
-    begun = Begun(operation, Held(1, content_id, 9, 1, 1, b"forged"), written=True)
-    assert isinstance(guest.say(fills(operation, OpKind.FETCH, resume=begun))[0], Start)
+    begun = Begun(operation, 1, content_id, id_of(b"forged"), written=True)
+    assert guest.say(BegunWith(MINE, b"forged")) == []
+    (start,) = guest.say(fills(operation, OpKind.FETCH, resume=begun))
+    assert isinstance(start, Start)
+    assert start.manifest_id == id_of(b"forged")
     assert cluster.coordinator.cluster.models["actor"].versions[1].manifests == {}
+    assert cluster.coordinator.cluster.manifests.nbytes == 0
+
+
+def test_what_a_guest_registers_for_a_fetch_holds_nothing() -> None:
+    cluster, guest, _ = world()
+    guest.say(JOIN)
+    held = Held(1, "content", 9, 1, 1, b"x" * 1000)
+    (refused,) = guest.say(registers(MINE, MINE, serves=False, manifest=b"", held=held))
+    assert isinstance(refused, Refused)
+    assert MINE not in cluster.coordinator.cluster.members
+
+
+def test_a_guests_calls_that_are_over_are_not_piled_up() -> None:
+    """It ends each before it calls the next, with as long an error as it likes."""
+    cluster, guest, _ = world()
+    guest.say(JOIN)
+    guest.fetch()
+    for sequence in range(20):
+        key = dataclasses.replace(guest.key, sequence=sequence)
+        guest.say(Abandon(key, 0, ErrorInfo("StateError", "x" * 16_000, False)))
+    (group,) = (g for g in cluster.coordinator.cluster.models["actor"].groups.values() if g.name == MINE)
+    assert len(group.decided) == 1
 
 
 # ------------------------------------------------------------------------------------------------ whatever it may say

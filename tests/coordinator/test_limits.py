@@ -24,6 +24,7 @@ from tensorhub.messages import (
     NO_REQUEST,
     WATCHES_MAX,
     Abandon,
+    BegunWith,
     Deregister,
     Done,
     ErrorInfo,
@@ -45,6 +46,7 @@ from tensorhub.messages import (
     Withdraw,
     Withdrawable,
 )
+from tensorhub.testing import CHUNKS, MANIFEST, PureCluster
 from tensorhub.types import Endpoint, Location, Medium, OpKey, Options, Purpose
 
 
@@ -144,6 +146,45 @@ def test_manifests_of_one_worker_and_of_all(desk: Desk, monkeypatch: pytest.Monk
     desk.say(1, Leave("enough"))
     desk.say(3, Leave("enough"))
     assert desk.core.cluster.manifests.nbytes == 0
+
+
+def test_what_ranks_go_on_with_is_counted_with_their_manifests(desk: Desk, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(real, "MANIFEST_BYTES_OF_WORKER_MAX", 100)
+    monkeypatch.setattr(real, "MANIFEST_BYTES_MAX", 150)
+    for session in (1, 2):
+        desk.connect(session)
+        assert isinstance(desk.register(session, f"r{session}", b"x" * 40), Registered)
+    for manifest, kept in ((b"a" * 61, b""), (b"b" * 60, b"b" * 60), (b"c" * 50, b"c" * 50), (b"d" * 99, b"c" * 50)):
+        assert desk.say(1, BegunWith("r1", manifest)) is None
+        assert desk.core.cluster.members["r1"].begun == kept
+    desk.say(2, BegunWith("r2", b"e" * 60))
+    desk.say(2, BegunWith("r2", b"f" * 61))  # beyond what there is room for in all, or of this worker
+    desk.say(2, BegunWith("r1", b"g"))  # of another worker
+    assert desk.core.cluster.manifests.nbytes == 150
+    desk.say(1, Deregister(99, "r1", True))
+    assert desk.core.cluster.manifests.nbytes == 100
+    desk.say(2, Leave("enough"))
+    assert desk.core.cluster.manifests.nbytes == 0
+
+
+def test_who_goes_on_with_what_there_is_no_room_for_hears_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody could be told the manifest of what it would serve; its memory is torn, and its next call begins anew."""
+    cluster = PureCluster()
+    trainer, reader = cluster.handle("trainer"), cluster.handle("reader")
+    cluster.run()
+    trainer.publish(1)
+    cluster.run()
+    call = reader.replicate()
+    while reader.pull is None or len(reader.pull.missing) == CHUNKS:
+        cluster.do(cluster.choices()[0])
+    trainer.worker.crash()
+    cluster.restart()
+    monkeypatch.setattr(real, "MANIFEST_BYTES_OF_WORKER_MAX", len(MANIFEST.encode()) * 3 // 2)
+    reader.worker.connect()
+    cluster.run()
+    assert isinstance(call.error, CoordinatorUnavailable)
+    assert "no room for its manifest" in str(call.error)
+    assert (call.error.retryable, call.error.memory) == (True, "torn")
 
 
 def test_equal_manifests_are_one_object() -> None:

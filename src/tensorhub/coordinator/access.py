@@ -3,7 +3,7 @@
 Responsible for refusing the rest, with an answer where its sender waits for one; the session goes on. What it fetches into
 is named apart (`READ_ONLY`), as its incarnation is by the handshake, so that no name of it is ever in a full worker's way.
 Elsewhere the same is seen to where it belongs: its host memory counts as none (`membership`), its doubts share one question
-a second (`suspicions`), and what it says of a version's manifest is believed for itself only (`fills`).
+a second (`suspicions`), and what it says of a version's manifest is an id, believed for itself only (`fills`).
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from tensorhub.coordinator.entities import Session
 from tensorhub.errors import read_only_refusal
 from tensorhub.messages import (
     Abandon,
+    BegunWith,
     Check,
     ChunksThere,
     CopyRefused,
@@ -72,7 +73,7 @@ def admits(cluster: Cluster, session: Session, message: FromWorker) -> bool:
             return _refuse(cluster, session, message.request, type(message).__name__.lower())
         case Withdraw():
             return _refuse(cluster, session, message.request, "unpublish")
-        case Withdrawn() | CopyRefused() | Kept() | ReaderCut() | DigestedAgain() | ChunksThere():
+        case BegunWith() | Withdrawn() | CopyRefused() | Kept() | ReaderCut() | DigestedAgain() | ChunksThere():
             return False  # those are about memory that others read; nobody waits for an answer
         case _:
             assert_never(message)
@@ -89,4 +90,5 @@ def _fetches(cluster: Cluster, session: Session, message: Register) -> bool:
     group = model.groups.get(message.group) if model is not None else None
     others = group is not None and any(member.worker is not session.worker for member in group.members.values())
     named_apart = message.group.startswith(READ_ONLY) and message.registration.startswith(READ_ONLY)
-    return not message.serves and message.purpose is Purpose.USE and not message.manifest and named_apart and not others
+    bare = not message.manifest and message.held is None
+    return not message.serves and message.purpose is Purpose.USE and bare and named_apart and not others

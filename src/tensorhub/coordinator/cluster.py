@@ -27,6 +27,7 @@ from tensorhub.coordinator.entities import (
 from tensorhub.coordinator.manifests import Manifests
 from tensorhub.errors import TensorHubError
 from tensorhub.machine import Timers
+from tensorhub.manifest import id_of
 from tensorhub.messages import NO_REQUEST, Done, ErrorInfo, FromCoordinator, Refused
 from tensorhub.scheduler.links import Links
 from tensorhub.types import OpKey, Options
@@ -151,6 +152,14 @@ class Cluster:
         for manifest in version.manifests.values():
             self.manifests.release(manifest)
         version.manifests.clear()
+
+    def keep_begun(self, member: Member, manifest: bytes) -> None:
+        """The manifest of what that rank goes on with, counted as its worker's; empty: it is needed no more."""
+        self.manifests.release(member.begun)
+        self.manifest_bytes[member.worker.incarnation] += len(manifest) - len(member.begun)
+        member.begun = self.manifests.keep(manifest)
+        member.begun_id = id_of(manifest)
+        self.note(member)
 
     def add_pin(self, model: Model, pin: Pinned) -> None:
         self.remove_pin(model, pin.pin)

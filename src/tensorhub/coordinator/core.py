@@ -41,6 +41,7 @@ from tensorhub.messages import (
     WATCHES_MAX,
     Abandon,
     Announce,
+    BegunWith,
     Check,
     ChunksThere,
     CopyRefused,
@@ -278,6 +279,7 @@ class Coordinator(Stateful[CoordinatorState]):
         | Deregister
         | Publish
         | Fill
+        | BegunWith
         | ReadyToWrite
         | Prepared
         | Abandon
@@ -332,6 +334,10 @@ class Coordinator(Stateful[CoordinatorState]):
                 self._operations.chunks_there(worker, message)
             case CopyRefused():
                 self._custody.refused(worker, message.copy)
+            case BegunWith():
+                member = worker.members.get(message.registration)
+                if member is not None:
+                    self._membership.begun_with(member, message.manifest)
             case Kept():
                 member = worker.members.get(message.registration)
                 if member is not None:

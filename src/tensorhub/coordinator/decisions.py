@@ -130,7 +130,8 @@ class Decisions:
         if operation.key.epoch == group.epoch:
             group.sequence = operation.key.sequence + 1
         group.decided[operation.key] = outcomes
-        while len(group.decided) > DECIDED_KEPT_MAX:
+        serves = any(member.serves for member in group.members.values())
+        while len(group.decided) > (DECIDED_KEPT_MAX if serves else 1):  # memory that is fetched into has one call
             group.decided.pop(next(iter(group.decided)))
         self._cluster.touch(group.model)
 

@@ -106,6 +106,8 @@ class Member:
     holding: Holding | None = None  # what its memory holds or is filled with; None while its own to write
     tellings: int = 0  # how often what its owner is told of being kept has changed
     leaving: list[Holding] = field(default_factory=list)  # withdrawn holdings whose fence is not confirmed yet
+    begun: bytes = b""  # the manifest of what it had begun under a former coordinator, until that is bound again
+    begun_id: str = ""  # names that
     reads: dict[str, ReadLease] = field(default_factory=dict)  # by id; the ACTIVE and FENCING leases of this reader
 
     @property
@@ -332,7 +334,7 @@ class RankPart:
     holding: Holding | None = None  # what it fills, from Write on; None for a fetch
     leases: dict[str, ReadLease] = field(default_factory=dict)  # its ACTIVE leases
     failures: dict[str, int] = field(default_factory=dict)  # failed reads by source incarnation
-    faults: dict[str, tuple[str, str]] = field(default_factory=dict)  # the last one's reason, and what is told of it
+    faults: dict[str, tuple[str, str]] = field(default_factory=dict)  # the newest's reasons, and what is told of them
     retry_at: dict[str, float] = field(default_factory=dict)  # by source incarnation: not tried again before
     cleared: set[str] = field(
         default_factory=set

@@ -8,8 +8,6 @@ ends (`decisions`).
 
 from __future__ import annotations
 
-import hashlib
-
 from tensorhub.coordinator.actions import Decision
 from tensorhub.coordinator.availability import Availability, held_text
 from tensorhub.coordinator.cluster import Cluster
@@ -18,7 +16,15 @@ from tensorhub.coordinator.readers import Readers
 from tensorhub.coordinator.retention import Retentions
 from tensorhub.coordinator.states import OperationState, ReplicaState
 from tensorhub.coordinator.versions import Versions
-from tensorhub.errors import GroupAborted, IntegrityError, ManifestMismatch, TransportUnavailable, VersionUnavailable
+from tensorhub.errors import (
+    CoordinatorUnavailable,
+    GroupAborted,
+    IntegrityError,
+    ManifestMismatch,
+    TransportUnavailable,
+    VersionUnavailable,
+)
+from tensorhub.manifest import id_of
 from tensorhub.messages import AddSource, DropSource, Fill, Grant, Start, Write
 from tensorhub.types import AVAILABLE, OpKind, host_group
 
@@ -45,7 +51,7 @@ class Fills:
         """The visible version that its ranks ask for, or None while there is none. Raises VersionUnavailable."""
         begun, call = operation.resumes, first_call(operation)
         if begun is not None:
-            return self._versions.resumed(operation.group.model, begun.content)
+            return self._versions.resumed(operation.group.model, begun)
         numbers = [p.call.at_least for p in operation.parts.values() if isinstance(p.call, Fill) and p.call.at_least]
         at_least = max(numbers, default=None)
         if call.selector == AVAILABLE:
@@ -82,7 +88,7 @@ class Fills:
         """
         operation = part.operation
         begun = {p.rank: p.begun for p in operation.parts.values() if p.begun is not None}
-        if len({each.content.content_id for each in begun.values()}) > 1:
+        if len({each.content_id for each in begun.values()}) > 1:
             return Blame(GroupAborted(f"{_BEGUN} with different versions on the ranks {sorted(begun)}; call again"))
         for rank, each in begun.items():
             for other in operation.parts.values():
@@ -172,7 +178,7 @@ class Fills:
             return Blame(error)
         if version is None:
             return None
-        misfit = self._misfit(operation, version) or self._no_way(operation, version)
+        misfit = self._misfit(operation, version) or self._no_way(operation, version) or self._unnamed(operation, version)
         if misfit is not None:
             return misfit
         may_be_in_use = operation.kind is OpKind.PREFETCH and operation.resumes is None  # what was begun is gone on with
@@ -188,8 +194,9 @@ class Fills:
             part.needs_bytes = not holders[rank]
             part.voted = holders[rank]
             part.ready = holders[rank] or part.has_written
-            if part.begun is not None and not part.member.worker.read_only:
-                self._cluster.learn(version, part.shard, part.begun.content.manifest)
+            if part.begun is not None and (manifest := _named(part)):
+                self._cluster.learn(version, part.shard, manifest)
+                self._cluster.keep_begun(part.member, b"")
         if not operation.unchanged:
             self._start(operation)
         return None
@@ -226,6 +233,16 @@ class Fills:
                 return Blame(TransportUnavailable(text))
         return None
 
+    @staticmethod
+    def _unnamed(operation: Operation, version: Version) -> Blame | None:
+        """Which rank goes on with what nobody could be told the manifest of: there was no room for it."""
+        for part in operation.parts.values():
+            known = version.manifests.get(part.shard) or _named(part)
+            if part.has_written and part.member.serves and not known:
+                text = f"{_BEGUN}, which has no room for its manifest (MANIFEST_BYTES_MAX); close handles and call again"
+                return Blame(CoordinatorUnavailable(text), part.rank)
+        return None
+
     # -- writing
 
     def _start(self, operation: Operation) -> None:
@@ -255,10 +272,11 @@ class Fills:
         operation, version = part.operation, part.operation.version
         assert version is not None
         manifest = version.manifests.get(part.shard)
-        if manifest is None:  # nobody whose word counts for others has said it yet
+        if manifest is not None:
+            manifest_id = id_of(manifest)
+        else:  # it is a fetch, and nobody whose word counts for others has said it yet
             assert part.begun is not None
-            manifest = part.begun.content.manifest
-        manifest_id = hashlib.blake2b(manifest, digest_size=16).hexdigest()
+            manifest_id = part.begun.manifest_id
         start = Start(operation.key, part.rank, version.info, manifest_id, operation.writing, grants)
         self._cluster.tell(part.member, start)
 
@@ -338,6 +356,12 @@ def _uses(part: RankPart, version: Version) -> bool:
     others = part.member.worker.members.values()
     mine = (m for m in others if m.rank == part.rank and host_group(m.group.name) == part.member.group.name)
     return any(_holds(member, version) for member in mine)
+
+
+def _named(part: RankPart) -> bytes:
+    """The manifest that this rank's `resume` names, if it has said that; else empty."""
+    named = part.begun is not None and part.begun.manifest_id == part.member.begun_id
+    return part.member.begun if named else b""
 
 
 def is_staged(operation: Operation) -> bool:

@@ -62,11 +62,11 @@ def check_counts(cluster: Cluster) -> None:
     """What is counted, so that it can be bounded (`limits`), is what there is. It is about everything at once, so it is not
     a part of `check`, of which `check_noted` finds all.
     """
-    kept = [member.manifest for member in cluster.members.values()]
+    kept = [blob for member in cluster.members.values() for blob in (member.manifest, member.begun)]
     kept += [blob for model in cluster.models.values() for v in model.versions.values() for blob in v.manifests.values()]
     _demand(cluster.manifests.nbytes == sum(map(len, set(kept))), "manifests are counted", cluster.manifests)
     for worker in cluster.workers.values():
-        nbytes = sum(len(member.manifest) for member in worker.members.values())
+        nbytes = sum(len(member.manifest) + len(member.begun) for member in worker.members.values())
         _demand(cluster.manifest_bytes[worker.incarnation] == nbytes, "a worker's manifests are counted", worker)
     _demand(cluster.manifest_bytes.keys() <= cluster.workers.keys(), "only of those who are there", cluster.manifest_bytes)
     _demand(cluster.model_names == sorted(cluster.models), "models are known by name", cluster.model_names)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 REGISTRATIONS_OF_WORKER_MAX = 8192
 REGISTRATIONS_MAX = 2**18
-MANIFEST_BYTES_OF_WORKER_MAX = 2**30  # of its registrations together; one of 10,000 tensors has about 1.5 MB
+MANIFEST_BYTES_OF_WORKER_MAX = 2**30  # of its registrations together, as counted; one of 10,000 tensors has about 1.5 MB
 MANIFEST_BYTES_MAX = 4 * 2**30  # of all registrations and versions; equal ones count once
 MODELS_MAX = 2**16  # names, also of models that are only watched
 RETAINED_MAX = 1024  # versions of one model
@@ -18,4 +18,5 @@ LEAVING_OF_RANK_MAX = 16  # generations that a rank took back without saying tha
 DECISIONS_MAX = 4096  # groups whose newest commit is remembered; those of groups that are there stay in any case
 INQUIRIES_MAX = 64  # readers of one holding of which it is remembered when they last got a bad chunk
 DESCRIBED_MAX = 256  # models, versions, replicas, shards, leases and workers of one answer; one model is never cut
+FAULTS_MAX = 64  # sources of one reader of which it is remembered how they failed last
 ERROR_CHARS_MAX = 2000  # of an error that one rank passes on to others

@@ -316,6 +316,13 @@ class Membership:
             return None
         return RegistrationError(f"worker {worker.name!r} cannot register: {what}; close handles first", retryable=in_all)
 
+    def begun_with(self, member: Member, manifest: bytes) -> None:
+        """What its memory is being filled with. Beyond the bounds it is not kept: the Fill that names it says so."""
+        cluster = self._cluster
+        others = cluster.manifest_bytes[member.worker.incarnation] - len(member.begun)
+        if others + len(manifest) <= limits.MANIFEST_BYTES_OF_WORKER_MAX and self._has_room(manifest):
+            cluster.keep_begun(member, manifest)
+
     def _has_room(self, *manifests: bytes) -> bool:
         kept = self._cluster.manifests
         return kept.nbytes + kept.new_bytes(*manifests) <= limits.MANIFEST_BYTES_MAX
@@ -370,6 +377,7 @@ class Membership:
                 self._readers.lose(holding)
         cluster.note(member, group, member.worker)
         if cluster.members.pop(member.registration, None) is not None:
+            cluster.keep_begun(member, b"")
             cluster.manifests.release(member.manifest)
             cluster.manifest_bytes[member.worker.incarnation] -= len(member.manifest)
         if group.model.copies.pop(member.registration, None) is not None:

@@ -218,7 +218,10 @@ class Readers:
             source = lease.holding.member.worker
             incarnation = source.incarnation
             text = f"worker {source.name!r}: {detail or reason}"
+            part.faults.pop(incarnation, None)
             part.faults[incarnation] = (reason, text[: limits.ERROR_CHARS_MAX])
+            if len(part.faults) > limits.FAULTS_MAX:
+                del part.faults[next(iter(part.faults))]
             failures = part.failures[incarnation] = part.failures.get(incarnation, 0) + 1
             wait_s = min(RETRY_S_FIRST * 2 ** min(failures - 1, 16), RETRY_S_MAX)
             part.retry_at[incarnation] = self._cluster.now + wait_s

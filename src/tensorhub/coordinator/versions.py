@@ -11,7 +11,7 @@ from tensorhub.coordinator.cluster import Cluster
 from tensorhub.coordinator.entities import Model, Operation, Version
 from tensorhub.coordinator.states import OperationState, VersionState
 from tensorhub.errors import VersionConflict, VersionUnavailable
-from tensorhub.messages import Announce, Held
+from tensorhub.messages import Announce, Begun
 from tensorhub.types import LATEST, PREVIOUS, OpKind, Selector, VersionInfo
 
 
@@ -118,12 +118,12 @@ class Versions:
         return version
 
     @staticmethod
-    def resumed(model: Model, info: Held) -> Version:
+    def resumed(model: Model, begun: Begun) -> Version:
         """The very content that a fill had begun with. Raises VersionUnavailable if it is not known any more."""
-        version = model.versions.get(info.version)
-        if version is None or not version.visible or version.info.content_id != info.content_id:
+        version = model.versions.get(begun.version)
+        if version is None or not version.visible or version.info.content_id != begun.content_id:
             raise VersionUnavailable(
-                f"version {info.version} of {model.name!r}, which this call had begun to fetch when its coordinator "
+                f"version {begun.version} of {model.name!r}, which this call had begun to fetch when its coordinator "
                 "restarted, is not known any more: it was rolled back, or is old; call again"
             )
         return version

@@ -42,6 +42,7 @@ from tensorhub.messages.from_worker import (
     THERE_BYTES_MAX as THERE_BYTES_MAX,
     WATCHES_MAX as WATCHES_MAX,
     Abandon as Abandon,
+    BegunWith as BegunWith,
     Check as Check,
     ChunksThere as ChunksThere,
     CopyRefused as CopyRefused,

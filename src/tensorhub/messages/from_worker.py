@@ -116,6 +116,14 @@ class Fill:
 
 
 @dataclass(frozen=True, slots=True)
+class BegunWith:
+    """The manifest that this rank's next Fill names in `resume`. One that the coordinator has no room for ends that Fill."""
+
+    registration: Id
+    manifest: ManifestBlob
+
+
+@dataclass(frozen=True, slots=True)
 class ReadyToWrite:
     """This rank's manifest fits and its before_write has returned."""
 
@@ -335,6 +343,7 @@ FromWorker = (
     | Deregister
     | Publish
     | Fill
+    | BegunWith
     | ReadyToWrite
     | Prepared
     | Abandon

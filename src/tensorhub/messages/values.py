@@ -94,10 +94,13 @@ class Held:
 class Begun:
     """How far a rank came with a fill whose operation its coordinator has no record of (it is a new one).
 
-    `key`: the operation in which all ranks were bound to `content`. `written`: its memory is being filled with that, or is
-    complete, under the content's generation; else not a byte of it has changed yet.
+    `key`: the operation in which all ranks were bound to that content. `manifest_id`: of its manifest, which a rank that
+    serves others has said before (BegunWith). `written`: its memory is being filled with that, or is complete; else not a
+    byte of it has changed yet.
     """
 
     key: OpKey
-    content: Held
+    version: Number
+    content_id: Id
+    manifest_id: Id
     written: bool

@@ -162,6 +162,12 @@ class FrameDecoder:
         return bool(self._buffer)
 
     @property
+    def bytes_announced(self) -> int:
+        """The length of the next frame's body; 0 while its header is incomplete, ProtocolError if it is refused."""
+        self._raise_again()
+        return self._size() or 0
+
+    @property
     def bytes_wanted(self) -> int:
         """How many bytes to receive next without a chance of taking any that lie beyond the next frame.
 

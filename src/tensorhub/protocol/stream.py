@@ -23,6 +23,7 @@ from tensorhub.protocol.codec import Vocabulary
 from tensorhub.protocol.frames import READ_BYTES_MAX, FrameDecoder, FrameEncoder, FrameMac
 from tensorhub.protocol.handshake import Handshake
 from tensorhub.protocol.lost import ConnectionLost
+from tensorhub.protocol.pot import Pot
 
 M = TypeVar("M")
 PeerHello = TypeVar("PeerHello", ClientHello, ServerHello)
@@ -43,6 +44,8 @@ class MessageStream(Generic[M]):
         self._decoder = FrameDecoder(frame_bytes_max)
         self._encoder = FrameEncoder(frame_bytes_max)
         self._sending = anyio.Lock()
+        self._pot: Pot | None = None  # for frames that are larger than what one read brings
+        self._taken = 0  # bytes from there: for the frame that is received, or was received last
         self._torn = False  # True while, and after, a frame is sent in part
 
     def __repr__(self) -> str:
@@ -97,13 +100,19 @@ class MessageStream(Generic[M]):
         async with self._sending:
             await self._send_bytes(self._encoder.frame(body))
 
-    def limit_received(self, frame_bytes_max: int) -> None:
-        """From now on, refuse a larger frame unread; what is sent has the limit that it had."""
+    def limit_received(self, frame_bytes_max: int, pot: Pot | None = None) -> None:
+        """From now on, refuse a larger frame unread; what is sent has the limit that it had. `pot`: the bytes of a frame
+        that is larger than one read (`READ_BYTES_MAX`) are taken from there once its header has come, before it is
+        received, and given back when the next message is asked for, or at the end.
+        """
         self._decoder.frame_bytes_max = frame_bytes_max
+        self._pot = pot
 
     async def receive(self) -> M | None:
         """The next message, None if the peer closed between two. ProtocolError if it did so inside one, NotAuthentic."""
+        self._give_back()
         while (body := self._decoder.next_frame()) is None:
+            await self._take_room()
             data = await self._receive_bytes()
             if not data:
                 self._decoder.receive_eof()
@@ -122,7 +131,21 @@ class MessageStream(Generic[M]):
 
     async def aclose(self) -> None:
         """Close the stream; a second call does nothing."""
+        self._give_back()
         await self._stream.aclose()
+
+    async def _take_room(self) -> None:
+        """For the frame that has begun, if it is a large one."""
+        if self._pot is not None and not self._taken:
+            nbytes = self._decoder.bytes_announced
+            if nbytes > READ_BYTES_MAX:
+                await self._pot.take(nbytes)
+                self._taken = nbytes
+
+    def _give_back(self) -> None:
+        if self._pot is not None and self._taken:
+            self._pot.give_back(self._taken)
+            self._taken = 0
 
     async def _receive_bytes(self) -> bytes:
         """Some bytes, none at the end of the stream."""

@@ -46,6 +46,7 @@ TAGS: Final[Mapping[type, int]] = {
     m.Kept: 45,
     m.DigestedAgain: 46,
     m.Unwatch: 47,
+    m.BegunWith: 48,
     m.ChunksThere: 55,
     # From the coordinator to a worker.
     m.Welcome: 64,

@@ -42,6 +42,7 @@ from tensorhub.messages import Describe, FromCoordinator, FromWorker, GetManifes
 from tensorhub.protocol.codec import FROM_WORKER
 from tensorhub.protocol.handshake import NONCE_BYTES, ServerHandshake
 from tensorhub.protocol.lost import ConnectionLost
+from tensorhub.protocol.pot import Pot
 from tensorhub.protocol.secret import check_open_access
 from tensorhub.protocol.stream import MessageStream
 from tensorhub.runtime import clock
@@ -56,6 +57,9 @@ LAST_WORDS_S = 5.0  # for what a session that is to be closed still has to hear
 ANSWERS_UNREAD_MAX = 64  # that a peer has not taken; until it does, it is not heard
 MESSAGES_PER_TURN = 16  # of one session; then everybody else has a turn
 FIRST_FRAME_BYTES_MAX = 65_536  # of a session that has not said Join
+READ_ONLY_FRAME_BYTES_MAX = 2**20  # of a read-only one that has; who publishes nothing says nothing long
+UNDECODED_BYTES_MAX = 2**30  # of all sessions' frames that are large, and not whole or not heard yet; one frame at least
+READ_ONLY_UNDECODED_BYTES_MAX = 2**26  # the same of all read-only sessions, which are not counted there
 RETRY_S = 0.1  # after a connection that could not be accepted
 ROOM_S = 0.01  # the same, where a stranger goes for it
 
@@ -88,6 +92,15 @@ class _Session:
         await self.moved.wait()
 
 
+@dataclass(slots=True)
+class _Kind:
+    """What the full sessions share, or the read-only ones: so these never keep those waiting."""
+
+    frame_bytes_max: int
+    pot: Pot  # for their frames that are not whole or not heard yet
+    turn: anyio.Lock = field(default_factory=anyio.Lock)  # to be answered at length
+
+
 class CoordinatorServer:
     """One coordinator on one listening address. `await run(...)` serves until cancelled."""
 
@@ -107,7 +120,9 @@ class CoordinatorServer:
         self._crowding = Tally(log.warning, "stranger_thrown_out")
         self._refusals = Tally(log.warning, "peer_refused")
         self._shortages = Tally(log.warning, "accept_failed")
-        self._turns = {False: anyio.Lock(), True: anyio.Lock()}  # of those that ask at length: read-only ones among them
+        frame_bytes_max = options.frame_bytes_max
+        self._full = _Kind(frame_bytes_max, Pot(max(UNDECODED_BYTES_MAX, frame_bytes_max)))
+        self._read_only = _Kind(min(READ_ONLY_FRAME_BYTES_MAX, frame_bytes_max), Pot(READ_ONLY_UNDECODED_BYTES_MAX))
         self._core: Coordinator
 
     def __repr__(self) -> str:
@@ -307,7 +322,7 @@ class CoordinatorServer:
             with session.scope, outbox, to_say:
                 async with anyio.create_task_group() as tasks:
                     tasks.start_soon(self._talk, messages, to_say, session, tasks.cancel_scope)
-                    await self._hear(messages, number, session, self._turns[handshake.read_only])
+                    await self._hear(messages, number, session, self._read_only if handshake.read_only else self._full)
                     tasks.cancel_scope.cancel()
         except* (ConnectionLost, TensorHubError) as group:
             raise group.exceptions[0] from None
@@ -315,15 +330,15 @@ class CoordinatorServer:
             del self._sessions[number]
             self._step(Disconnected(number))
 
-    async def _hear(self, messages: MessageStream[FromWorker], number: int, session: _Session, turn: anyio.Lock) -> None:
+    async def _hear(self, messages: MessageStream[FromWorker], number: int, session: _Session, kind: _Kind) -> None:
         """Pass on what the peer says, in turns, for as long as it takes what it is told."""
         heard = 0
         async for message in messages:
             if isinstance(message, Join) and not session.is_ending:
                 session.scope.deadline = math.inf
-                messages.limit_received(self._options.frame_bytes_max)
+                messages.limit_received(kind.frame_bytes_max, kind.pot)
             if isinstance(message, Describe | GetManifest):
-                await self._answer_at_length(number, session, message, turn)
+                await self._answer_at_length(number, session, message, kind.turn)
             else:
                 await session.wait_taken(ANSWERS_UNREAD_MAX)
                 self._step(Received(number, message))

@@ -137,7 +137,7 @@ class Healing:
         model = self._cluster.coordinator.cluster.models[shard.model]
         wanted = operation.version if operation is not None else None
         if wanted is None and operation is not None and operation.resumes is not None:
-            wanted = model.versions.get(operation.resumes.content.version)
+            wanted = model.versions.get(operation.resumes.version)
         wanted = wanted or model.newest_visible()
         if wanted is None or wanted.abandoned or (operation is not None and operation.staying):
             return False

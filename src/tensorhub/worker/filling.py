@@ -21,6 +21,7 @@ from tensorhub.manifest import Manifest
 from tensorhub.messages import (
     AddSource,
     Begun,
+    BegunWith,
     DropSource,
     Fill,
     GetManifest,
@@ -91,7 +92,9 @@ class Filling(GroupCall):
         self._say_call()
 
     def _say_call(self) -> None:
-        call, shard = self._call, self._rank.shard
+        call, shard, begun = self._call, self._rank.shard, self._begun()
+        if begun is not None and self._manifest is not None and shard.serves:
+            self._rank.say(BegunWith(shard.registration, self._manifest.encode()))
         self._may_hold = self._may_hold or self._holding.state is HandleState.READY
         self._rank.say(
             Fill(
@@ -106,7 +109,7 @@ class Filling(GroupCall):
                 staged=call.staged,
                 timeout_s=max(0.0, self.deadline - self._rank.now),
                 former=self.former,
-                resume=self._begun(),
+                resume=begun,
             )
         )
 
@@ -115,7 +118,8 @@ class Filling(GroupCall):
         if self._bound_as is None or self._version is None or self._manifest is None:
             return None
         written = self._has_staging or self.phase in (Phase.FENCING, Phase.COPYING, Phase.PULLING, Phase.VOTED)
-        return Begun(self._bound_as, Content(self._version, self._manifest, self.generation).held(), written)
+        version = self._version
+        return Begun(self._bound_as, version.version, version.content_id, self._manifest.manifest_id, written)
 
     def unheard_of(self, error: Exception) -> None:
         """Say the call again under a new key, and go on with what was begun: the pull does not stop for that (G8).

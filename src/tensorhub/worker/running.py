@@ -32,6 +32,7 @@ from tensorhub.worker.states import Phase
 
 # The coordinator ends calls at their deadline and knows why; a rank that does not hear of it ends them by itself later.
 DEADLINE_SLACK_S = 2.0
+ERROR_CHARS_MAX = 2000  # of what other ranks are told: a coordinator passes no more on
 
 
 class Running(ABC):
@@ -227,7 +228,7 @@ def set_memory(error: Exception, memory: TensorState) -> None:
 def _to_others(error: Exception) -> ErrorInfo:
     """As the other ranks hear it: that this one was cancelled or closed does not keep them from trying again."""
     if isinstance(error, StateError):
-        return ErrorInfo.of(StateError(str(error), retryable=True))
-    if isinstance(error, TensorHubError):
-        return ErrorInfo.of(error)
-    return ErrorInfo.of(GroupAborted(text_of(error)[:2000]))
+        error = StateError(str(error), retryable=True)
+    elif not isinstance(error, TensorHubError):
+        error = GroupAborted(text_of(error))
+    return ErrorInfo.of(error).brief(ERROR_CHARS_MAX)

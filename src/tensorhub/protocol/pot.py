@@ -1,0 +1,51 @@
+"""Room for frames that are not whole: so many bytes for all connections that share it. Single loop; no I/O.
+
+Whoever is about to receive a large frame takes its bytes here first, and is not received from until they are free, in the
+order of asking. Not responsible for how long a frame may take: its receiver's deadline is.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+
+import anyio
+
+
+class Pot:
+    """At most `nbytes` are taken at a time; nobody may ask for more."""
+
+    def __init__(self, nbytes: int) -> None:
+        self.nbytes = nbytes
+        self.free = nbytes
+        self._waiting: deque[tuple[int, anyio.Event]] = deque()
+
+    def __repr__(self) -> str:
+        return f"<Pot: {self.free} of {self.nbytes} bytes free, {len(self._waiting)} waiting>"
+
+    async def take(self, nbytes: int) -> None:
+        """Wait until so many are free for this one, and take them. Cancelled: nothing is taken."""
+        if not self._waiting and nbytes <= self.free:
+            self.free -= nbytes
+            return
+        turn = nbytes, anyio.Event()
+        self._waiting.append(turn)
+        try:
+            await turn[1].wait()
+        except BaseException:
+            if turn[1].is_set():
+                self.give_back(nbytes)
+            else:
+                self._waiting.remove(turn)
+                self._serve()
+            raise
+
+    def give_back(self, nbytes: int) -> None:
+        """They are free again."""
+        self.free += nbytes
+        self._serve()
+
+    def _serve(self) -> None:
+        while self._waiting and self._waiting[0][0] <= self.free:
+            nbytes, turn = self._waiting.popleft()
+            self.free -= nbytes
+            turn.set()

@@ -1,0 +1,147 @@
+"""Sessions that send large frames, and do not finish them: what the coordinator holds of those is bounded, and nobody whose
+token is another one waits for that.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import AsyncIterator
+from typing import Any
+
+import anyio
+import pytest
+
+import tensorhub
+from tensorhub.hub import Hub
+from tensorhub.messages import Heartbeat, HeartbeatAck, Join, Register, Registered
+from tensorhub.protocol.codec import FROM_COORDINATOR
+from tensorhub.protocol.frames import HEADER_BYTES, READ_BYTES_MAX
+from tensorhub.protocol.handshake import NONCE_BYTES, ClientHandshake
+from tensorhub.protocol.secret import read_only_secret
+from tensorhub.protocol.stream import MessageStream
+from tensorhub.runtime import server as server_module
+from tensorhub.runtime.server import CoordinatorServer
+from tensorhub.runtime.store import MemoryStore
+from tensorhub.types import Location, Medium, Options, Purpose, parse_address
+from tests.rig import CHUNK_BYTES, WAIT_S, nothing_left, tensors, until
+
+SECRET = "the cluster's own"
+READ_ONLY = tensorhub.read_only_token(SECRET)
+PATIENT = Options(op_timeout_s=WAIT_S, lease_s=4 * WAIT_S, chunk_bytes=CHUNK_BYTES)  # nothing but the bounds helps
+FRAME_BYTES = 2**18
+SESSIONS = 12
+
+
+class Watched(MessageStream[Any]):
+    """What a server receives by."""
+
+    all: list[Watched] = []  # noqa: RUF012 - of one test
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self.all.append(self)
+
+
+def undecoded() -> int:
+    """The bytes of frames that the server holds, and that are not whole."""
+    return sum(len(stream._decoder._buffer) for stream in Watched.all)
+
+
+@pytest.fixture(autouse=True)
+def watched(monkeypatch: pytest.MonkeyPatch) -> None:
+    Watched.all.clear()
+    monkeypatch.setattr(server_module, "MessageStream", Watched)
+
+
+@contextlib.asynccontextmanager
+async def serving(options: Options = PATIENT) -> AsyncIterator[CoordinatorServer]:
+    server = CoordinatorServer(options=options, secrets_accepted=(SECRET.encode(),), store=MemoryStore())
+    listening = anyio.Event()
+    async with nothing_left(), anyio.create_task_group() as tasks:
+        tasks.start_soon(server.run, "127.0.0.1", 0, listening.set)
+        await listening.wait()
+        yield server
+        tasks.cancel_scope.cancel()
+
+
+async def joined(server: CoordinatorServer, number: int, *, read_only: bool) -> MessageStream[Any]:
+    """A worker by hand, that has joined."""
+    messages = MessageStream(await anyio.connect_tcp(*parse_address(server.address)), FROM_COORDINATOR, 2**26)
+    secret = read_only_secret(SECRET.encode()) if read_only else SECRET.encode()
+    await messages.handshake(ClientHandshake("worker", f"by-hand-{number}", secret, bytes(NONCE_BYTES)), WAIT_S)
+    await messages.send(Join(f"w{number}", Location(), (), 1, 0))
+    await messages.receive()
+    return messages
+
+
+def unfinished(nbytes: int, sent: int) -> bytes:
+    """The header of a frame with so many bytes, and some of these."""
+    return nbytes.to_bytes(HEADER_BYTES, "big") + bytes(sent)
+
+
+def connect(server: CoordinatorServer, token: str) -> contextlib.AbstractAsyncContextManager[Hub]:
+    return tensorhub.connect(server.address, token=token, options=PATIENT)
+
+
+def registers(name: str, nbytes: int) -> Register:
+    """With a manifest of so many bytes."""
+    use = (True, False, Medium.DEVICE, Purpose.USE, "", 1, 1, bytes(nbytes), None)
+    return Register(1, name, "m", name, 0, 0, 1, *use)
+
+
+async def test_what_read_only_sessions_have_begun_to_send_is_bounded_and_keeps_no_full_one_waiting(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(server_module, "READ_ONLY_FRAME_BYTES_MAX", FRAME_BYTES, raising=False)
+    monkeypatch.setattr(server_module, "READ_ONLY_UNDECODED_BYTES_MAX", 4 * FRAME_BYTES, raising=False)
+    async with serving() as server, contextlib.AsyncExitStack() as stack:
+        greedy = [
+            await stack.enter_async_context(await joined(server, number, read_only=True)) for number in range(SESSIONS)
+        ]
+        for messages in greedy:
+            await messages._stream.send(unfinished(FRAME_BYTES, FRAME_BYTES - 1))
+        await until(lambda: undecoded() > 4 * (FRAME_BYTES - 1))
+        async with connect(server, SECRET) as trainer, connect(server, READ_ONLY) as reader:
+            source = await trainer.register("m", tensors(1))
+            await source.publish(1)
+            mine = await joined(server, 1000, read_only=False)
+            async with mine:  # also what is large
+                await mine.send(registers("large", 8 * FRAME_BYTES))
+                assert isinstance(await mine.receive(), Registered)
+            for _ in range(20):  # and what is small, of other read-only ones
+                assert (await reader.describe("m")).mark == 1
+        assert undecoded() <= 4 * FRAME_BYTES + SESSIONS * (READ_BYTES_MAX + 4)
+        first = [stream for stream in Watched.all if len(stream._decoder._buffer) >= FRAME_BYTES]
+        assert len(first) == 4
+        for stream in first:
+            await stream.aclose()  # now it is the turn of four others
+        await until(lambda: sum(len(stream._decoder._buffer) >= FRAME_BYTES for stream in Watched.all) == 4 + len(first))
+
+
+async def test_a_read_only_session_that_begins_a_large_frame_is_closed_at_once() -> None:
+    """Nothing that it may say is so long."""
+    async with serving() as server, await joined(server, 1, read_only=True) as greedy:
+        await greedy._stream.send(unfinished(48 * 2**20, 1000))
+        with anyio.fail_after(WAIT_S), contextlib.suppress(anyio.EndOfStream, anyio.BrokenResourceError):
+            while await greedy._stream.receive():
+                pass
+
+
+async def test_full_sessions_frames_are_bounded_together_and_small_ones_do_not_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(server_module, "UNDECODED_BYTES_MAX", 1, raising=False)  # one frame
+    options = Options(lease_s=4 * WAIT_S, frame_bytes_max=FRAME_BYTES)
+    async with serving(options) as server, contextlib.AsyncExitStack() as stack:
+        half, second, third = [
+            await stack.enter_async_context(await joined(server, number, read_only=False)) for number in range(3)
+        ]
+        await half._stream.send(unfinished(FRAME_BYTES, FRAME_BYTES - 1))
+        await until(lambda: undecoded() >= FRAME_BYTES)
+        await second.send(registers("second", FRAME_BYTES // 2))
+        await until(lambda: undecoded() > FRAME_BYTES + READ_BYTES_MAX // 2)
+        for number in range(20):
+            await third.send(Heartbeat(number))
+            assert await third.receive() == HeartbeatAck(number)
+        assert "second" not in server._core.cluster.members
+        await half.aclose()
+        assert isinstance(await second.receive(), Registered)
+        await until(lambda: server._full.pot.free == FRAME_BYTES)
