@@ -44,6 +44,7 @@ def page() -> str:
     for name in VALUES:
         parts += _value(name, getattr(types, name))
     parts += _errors()
+    parts += _warnings()
     parts += _sync()
     parts += _testing()
     return "\n".join(parts)
@@ -147,6 +148,13 @@ def _errors() -> Iterator[str]:
         yield f"{inspect.getdoc(kind)} ({retryable})\n"
         if name in EXAMPLES:
             yield f"```python\n{_code(EXAMPLES[name])}```\n"
+
+
+def _warnings() -> Iterator[str]:
+    yield "## Warnings\n"
+    yield "### `StaleWeightsWarning`\n"
+    yield (inspect.getdoc(errors.StaleWeightsWarning) or "") + "\n"
+    yield f"```python\n{_code(EXAMPLES['StaleWeightsWarning'])}```\n"
 
 
 def _sync() -> Iterator[str]:

@@ -4,7 +4,8 @@
 `build(tensors)` makes the same over tensors that are there already, *without copying them*, so that a rollout
 worker sees at once what is fetched into them. Both kinds of model have:
 
-    model.tensors()  dict[str, Tensor]: all tensors under the file's names, in place, for `hub.register`
+    model.registered()  what `hub.register` gets: the module itself, or (of any file) its tensors
+    model.tensors()  dict[str, Tensor]: all tensors under the file's names, in place
     model.probe()    float32 [n]: what a rollout worker computes with its weights
     model.loss()     a scalar to train on, with a gradient
 
@@ -197,6 +198,10 @@ class Encoder(nn.Module):
         embeddings: Tensor = self(ids, mask)
         return embeddings
 
+    def registered(self) -> nn.Module:
+        """The module itself: its parameters and buffers have the file's names."""
+        return self
+
     def tensors(self) -> dict[str, Tensor]:
         """The 104 tensors under the file's names, in place."""
         return dict(self.state_dict())
@@ -233,6 +238,10 @@ class AnyModel(nn.Module):
         """The root mean square of each trained tensor, float32 [n]."""
         wide = (p.to(torch.promote_types(p.dtype, torch.float32)) for p in self._trained)
         return torch.stack([p.square().mean().sqrt().float().cpu() for p in wide])
+
+    def registered(self) -> dict[str, Tensor]:
+        """Its tensors: a module's names cannot be any file's."""
+        return self.tensors()
 
     def tensors(self) -> dict[str, Tensor]:
         """All tensors under the names that they came with, in place."""

@@ -5,6 +5,7 @@
 
 import socket
 import threading
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -72,8 +73,13 @@ async def close_hub(address: str) -> None:
 @shows("Hub.register", "Weights", "Weights.model", "Weights.state", "Weights.version")
 async def register(trainer: tensorhub.Hub) -> None:
     layer = torch.nn.Linear(8, 4)
-    weights = await trainer.register("actor", dict(layer.named_parameters()))  # in place
+    weights = await trainer.register("actor", layer)  # its parameters and buffers, in place
     assert (weights.model, weights.state, weights.version) == ("actor", "empty", None)
+    layer.half()  # replaces the parameters: their new memory is not what was registered
+    try:
+        await weights.publish(1)
+    except tensorhub.RegistrationError as error:
+        assert "'weight': its dtype is torch.float16, not torch.float32" in str(error)  # noqa: PT017
 
 
 @shows("shared_empty_like")
@@ -111,6 +117,18 @@ async def mutate(trainer: tensorhub.Hub) -> None:
         async with weights.mutate(version):
             tensor.add_(1)
     assert weights.version == 3
+
+
+@shows("StaleWeightsWarning")
+async def stale_weights(trainer: tensorhub.Hub) -> None:
+    layer = torch.nn.Linear(8, 4)
+    weights = await trainer.register("actor", layer.state_dict())  # aliases: they do not follow the module
+    layer.load_state_dict(torch.nn.Linear(8, 4).state_dict(), assign=True)
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        async with weights.mutate(1):
+            layer.weight.data.zero_()  # of the new parameter; register(layer) would have refused to go on
+    assert told[0].category is tensorhub.StaleWeightsWarning
 
 
 @shows("Weights.replicate", "FetchReport", "SourceReport")
@@ -206,10 +224,11 @@ async def pin(trainer: tensorhub.Hub, rollout: tensorhub.Hub) -> None:
 
 @shows("Hub.rollback")
 async def rollback(trainer: tensorhub.Hub) -> None:
-    weights = await trainer.register("actor", {"w": torch.ones(4)})
+    tensor = torch.ones(4)
+    weights = await trainer.register("actor", {"w": tensor})
     for version in (90, 95):
         async with weights.mutate(version):
-            pass
+            tensor.add_(1)
     await trainer.rollback("actor", to=90)
     assert (weights.state, weights.version) == ("empty", None)  # 95 is retired
     await weights.publish(91)
@@ -272,9 +291,10 @@ async def retry(trainer: tensorhub.Hub, rollout: tensorhub.Hub) -> None:
 
 @shows("VersionConflict", raises=tensorhub.VersionConflict)
 async def conflict(trainer: tensorhub.Hub) -> None:
-    weights = await trainer.register("actor", {"w": torch.ones(4)})
+    tensor = torch.zeros(4)
+    weights = await trainer.register("actor", {"w": tensor})
     async with weights.mutate(5):
-        pass
+        tensor.fill_(5)
     async with weights.mutate(5):  # used; the body does not run
         raise AssertionError
 

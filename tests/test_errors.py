@@ -230,7 +230,9 @@ async def test_tensors_that_cannot_be_registered_are_all_named() -> None:
             assert any(line.strip().startswith(f"{name!r}: ") and says in line for line in lines), name
         with raises(RegistrationError, "'x' and 'y'", "Register the larger one alone, or copy", retryable=False):
             await hub.register("m", {"x": big[:5], "y": big[3:]})
-        with raises(RegistrationError, "give a mapping of names to tensors, not builtins.list", retryable=False):
+        with raises(
+            RegistrationError, "give an nn.Module or a mapping of names to tensors, not builtins.list", retryable=False
+        ):
             await hub.register("m", [big])  # type: ignore[arg-type]
         with raises(RegistrationError, "there are none; give at least one", retryable=False):
             await hub.register("m", {})
@@ -340,7 +342,7 @@ async def test_memory_that_is_written_after_an_update_of_it_was_given_up() -> No
         weights = await c.hubs[1].register("m", mine)
         await weights.replicate()
         async with source.mutate(2):
-            pass
+            memory_of(source)["a"].add_(1)
         generation, scope = generation_of(weights), anyio.CancelScope()
 
         async def update() -> None:
@@ -375,7 +377,7 @@ async def test_a_rank_whose_memory_was_written_ends_its_groups_mutate() -> None:
             says = ("rank 1: unpublish() in mutate(2) raised MutabilityViolation", "'b'")
             with raises(GroupAborted, *says, retryable=True):
                 async with ranks[0].mutate(2):
-                    pass
+                    sets[0]["b"].add_(1)
 
         async def bad() -> None:
             with raises(MutabilityViolation, "rank 1)", retryable=False, memory="torn"):
@@ -481,7 +483,7 @@ def memory_of(weights: Weights) -> Any:
     """The very tensors that were registered."""
     memory = weights._handle.memory
     assert isinstance(memory, RegisteredMemory)
-    return memory._mapping
+    return memory._given
 
 
 # ------------------------------------------------------------------------------------------------------------------ calls

@@ -95,7 +95,7 @@ def memory_of(weights: Weights):  # type: ignore[no-untyped-def]
     """The very tensors that were registered."""
     memory = weights._handle.memory
     assert isinstance(memory, RegisteredMemory)
-    return memory._mapping
+    return memory._given
 
 
 # ------------------------------------------------------------------------------------------------------ the happy path

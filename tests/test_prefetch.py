@@ -36,7 +36,7 @@ def reserved(hub: Hub) -> int:
 
 
 def memory_of(weights: Weights):  # type: ignore[no-untyped-def]
-    return weights._handle.memory._mapping  # type: ignore[attr-defined]
+    return weights._handle.memory._given  # type: ignore[attr-defined]
 
 
 async def publish(source: Weights, version: int) -> None:

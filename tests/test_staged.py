@@ -17,7 +17,7 @@ HOSTED = replace(OPTIONS, host_memory_bytes=NBYTES)
 
 
 def memory_of(weights: Weights):  # type: ignore[no-untyped-def]
-    return weights._handle.memory._mapping  # type: ignore[attr-defined]
+    return weights._handle.memory._given  # type: ignore[attr-defined]
 
 
 def reserved(weights: Weights) -> int:

@@ -18,7 +18,9 @@
     ├── CoordinatorUnavailable  the coordinator cannot be reached
     └── TransportUnavailable    a transport is unknown, not installed, or not shared with the peer
 
-Each carries `retryable` (whether the same call may succeed later without a change by the caller) and `memory`, the
+A Python warning, no error: StaleWeightsWarning (a `mutate` that has written nothing).
+
+Each error carries `retryable` (whether the same call may succeed later without a change by the caller) and `memory`, the
 state of the caller's tensors: "intact" (what they were before the call), "torn" (no version as it was published: parts
 of several, or written while published) or "in_doubt" (the call's outcome is not known here; do not write them; the next
 call on the handle resolves it).
@@ -161,6 +163,16 @@ class CoordinatorUnavailable(TensorHubError):
 
 class TransportUnavailable(TensorHubError):
     """A transport is unknown, not installed, or not shared with the peer."""
+
+
+class StaleWeightsWarning(UserWarning):
+    """The body of `mutate` has written none of the registered tensors, as far as can be seen: a version with the same bytes.
+
+    Given where torch's count of writes stands still for every tensor *and* sampled bytes of all are what they were. A
+    registration with a tensor that has no count of its own (a numpy array, a view of a larger storage, an inference
+    tensor) never gives it. `Options.stale_weights`: "error" raises a StateError instead, with nothing published; "ignore"
+    does not look.
+    """
 
 
 def read_only_refusal(call: str) -> AuthenticationFailed:

@@ -12,7 +12,7 @@ import weakref
 from collections.abc import AsyncIterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, overload
+from typing import TYPE_CHECKING, Any, overload
 
 from tensorhub.errors import StateError, TensorHubError, read_only_refusal
 from tensorhub.fetched import Fetched
@@ -24,7 +24,7 @@ from tensorhub.runtime.server import CoordinatorServer
 from tensorhub.runtime.store import MemoryStore, SqliteStore, Store
 from tensorhub.runtime.worker import Worker
 from tensorhub.transport.allocated import AllocatedMemory
-from tensorhub.transport.memory import Memory, RegisteredMemory
+from tensorhub.transport.memory import CallersMemory, Memory, RegisteredMemory
 from tensorhub.types import (
     LATEST,
     VERSION_MAX,
@@ -41,6 +41,9 @@ from tensorhub.types import (
 )
 from tensorhub.watcher import Watcher
 from tensorhub.weights import Weights
+
+if TYPE_CHECKING:
+    from torch import nn
 
 
 def refuse_unbuilt(**settings: object) -> None:
@@ -215,15 +218,27 @@ class Hub:
     async def register(
         self,
         model: str,
-        tensors: Mapping[str, Any],
+        tensors: nn.Module | Mapping[str, Any],
         *,
         group: str | None = None,
         rank: int = 0,
         world_size: int = 1,
         spot: bool = False,
     ) -> Weights:
-        """Register `tensors` (contiguous ones by name, on the CPU or on one CUDA device), used in place and never copied, as
-        one rank's weights. On a GPU, what the calling thread has queued on its present stream before a call comes first.
+        """Register contiguous tensors, on the CPU or on one CUDA device, as one rank's weights: used in place, never copied.
+        On a GPU, what the calling thread has queued on its present stream before a call comes first.
+
+        `tensors`: a module, or a mapping of names to torch tensors and numpy arrays (what is in a mapping within it gets a
+        dotted name). Of a module they are its parameters and persistent buffers under the names of its `state_dict()`, which
+        is not called; the prefixes of `torch.compile`, `DistributedDataParallel` and activation checkpointing are left out.
+
+        The module or mapping is kept. `publish`, `mutate`, `replicate`, `update` and `prefetch` compare it with what was
+        registered, in the caller's thread: when they are called, after `mutate`'s body, and after `before_write`.
+        RegistrationError then names each tensor whose memory, shape, stride or dtype is another one. Of a module that is
+        whatever replaces or resizes a tensor (`load_state_dict(assign=True)`, `m.weight = Parameter(...)`, `p.data = ...`,
+        `m.half()`, `m.to_empty()`, `resize_`), removes one or adds one. Of a mapping it is what is done to its very tensors,
+        and other tensors under their names. So a dict of parameters does not show that the module has got others, and a
+        `state_dict()`, whose tensors are aliases, does not show `p.data = ...` and `m.half()` either: register the module.
 
         `group`: one string for all ranks of a replica, unique per replica within the model; required if `world_size` > 1;
         None makes a fresh one. Does not wait for other ranks.
@@ -373,7 +388,7 @@ class Hub:
 async def register_memory(
     hub: Hub,
     model: str,
-    memory: Memory,
+    memory: CallersMemory,
     *,
     group: str | None = None,
     rank: int = 0,
@@ -401,7 +416,7 @@ async def register_memory(
         timeout_s=hub._worker.timeout_s(None),
     )
     handle = await hub._thread.call(make, undo=hub._worker.drop_handle)
-    return Weights(handle, hub._worker, hub._thread)
+    return Weights(handle, memory, hub._worker, hub._thread)
 
 
 async def fetch_into(

@@ -34,6 +34,7 @@ CHUNKS_MAX = 2**24
 TENSORS_MAX = 2**20
 DIMENSIONS_MAX = 64  # what torch itself can iterate over
 NAME_MAX = 512
+WRAPPERS_PREFIXES = ("_orig_mod.", "module.", "_fsdp_wrapped_module.")  # torch.compile's, DDP's, FSDP's
 ENCODED_BYTES_MAX = 48 * 2**20  # what a message can carry
 
 # Bytes per element, by torch's names, counted as torch counts those with several values per byte ("bits4x2").
@@ -350,7 +351,20 @@ def _tie_differences(source: Mapping[str, TensorSpec], reader: Manifest) -> list
 def check_compatible(source: Manifest, reader: Manifest) -> None:
     """Raise ManifestMismatch, with every difference, unless the reader can hold the source's version."""
     if found := differences(source, reader):
-        raise ManifestMismatch(f"{len(found)} difference(s): {_some(found, '; ')}", differences=found)
+        text = f"{len(found)} difference(s): {_some(found, '; ')}{_prefix_advice(source, reader)}"
+        raise ManifestMismatch(text, differences=found)
+
+
+def _prefix_advice(source: Manifest, reader: Manifest) -> str:
+    """What to do where one side's names are the other's behind a wrapper's prefix."""
+    theirs, mine = ({tensor.name for tensor in manifest.tensors} for manifest in (source, reader))
+    for prefix in WRAPPERS_PREFIXES:
+        for side, names, others in (("source", theirs, mine), ("reader", mine, theirs)):
+            if names == {prefix + name for name in others}:
+                return (
+                    f". All names begin with {prefix!r} at the {side}, as a wrapper's do: register the module that it wraps"
+                )
+    return ""
 
 
 def _some(sentences: list[str] | tuple[str, ...], separator: str) -> str:

@@ -14,7 +14,7 @@ import contextlib
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import TracebackType
-from typing import Any, Generic, Self, TypeVar, overload
+from typing import TYPE_CHECKING, Any, Generic, Self, TypeVar, overload
 
 from tensorhub import hub as _async
 from tensorhub.fetched import Fetched
@@ -23,6 +23,9 @@ from tensorhub.runtime.loop_thread import BlockingSide, finish_blocking as _fini
 from tensorhub.types import LATEST, FetchReport, HandleState, Location, ModelInfo, Options, Selector, VersionInfo
 from tensorhub.watcher import Watcher as AsyncWatcher
 from tensorhub.weights import BeforeWrite, Weights as AsyncWeights
+
+if TYPE_CHECKING:
+    from torch import nn
 
 __all__ = ["Coordinator", "Hub", "Watcher", "Weights", "connect", "serve"]
 
@@ -111,7 +114,7 @@ class Hub:
     def register(
         self,
         model: str,
-        tensors: Mapping[str, Any],
+        tensors: nn.Module | Mapping[str, Any],
         *,
         group: str | None = None,
         rank: int = 0,

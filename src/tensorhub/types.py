@@ -220,6 +220,7 @@ class Options:
     listen_host: str | None = None  # worker's: data listeners' address; None: that of the coordinator connection
     listen_port: int = 0  # worker's: the data listener's port; 0 takes a free one
     advertise: str | None = None  # worker's: "host:port" where readers reach the data listener, if not where it listens
+    stale_weights: Literal["warn", "error", "ignore"] = "warn"  # caller's: of a `mutate` that writes nothing
     rdma_ports: str | None = None  # worker's: "DEVICE[:PORT[:GID_INDEX]],..."; None: TENSORHUB_RDMA_PORTS, else all
     shared_memory_uids: tuple[int, ...] = ()  # worker's: users, besides its own and root, whose processes may map its memory
     connect_timeout_s: float = 10.0  # caller's: connecting and authenticating, each attempt
@@ -265,6 +266,8 @@ class Options:
         if UNMAPPED_UID in uids:
             text = "that id stands for every user whom a user namespace does not know; give the process a user of its own"
             raise StateError(f"Options.shared_memory_uids = {uids!r}: {UNMAPPED_UID} cannot be named: {text}")
+        if self.stale_weights not in ("warn", "error", "ignore"):
+            raise StateError(f"Options.stale_weights = {self.stale_weights!r}: give 'warn', 'error' or 'ignore'")
         for name in ("readers_max", "sessions_max"):
             if getattr(self, name) < 1:
                 raise StateError(f"Options.{name} = {getattr(self, name)!r}: give 1 or more")

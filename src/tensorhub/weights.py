@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import contextlib
+import sys
+import warnings
 from collections.abc import AsyncIterator, Awaitable, Callable
 from functools import partial
 
-from tensorhub.errors import GroupAborted, StateError, text_of
+from tensorhub.errors import GroupAborted, StaleWeightsWarning, StateError, text_of
 from tensorhub.runtime.handle import Handle
 from tensorhub.runtime.loop_thread import LoopThread
 from tensorhub.runtime.worker import Worker
+from tensorhub.transport.memory import CallersMemory
 from tensorhub.types import (
     LATEST,
     FetchReport,
@@ -27,10 +30,15 @@ BeforeWrite = Callable[[VersionInfo], Awaitable[None]]
 
 
 class Weights:
-    """One rank's registered memory. Made by `Hub.register`."""
+    """One rank's registered memory. Made by `Hub.register`.
 
-    def __init__(self, handle: Handle, worker: Worker, thread: LoopThread) -> None:
+    `publish`, `mutate`, `replicate`, `update` and `prefetch` raise RegistrationError, before they do anything, if the module
+    or mapping has other tensors by now: see `Hub.register`.
+    """
+
+    def __init__(self, handle: Handle, memory: CallersMemory, worker: Worker, thread: LoopThread) -> None:
         self._handle = handle
+        self._memory = memory
         self._worker = worker
         self._thread = thread
 
@@ -57,10 +65,14 @@ class Weights:
         """Promise that the memory is immutable, as `version`; returns when it is visible (all ranks have called).
 
         Raises VersionConflict (the number was used, or is not above the mark), StateError (published already),
-        RegistrationError (a tensor's storage was replaced), OperationTimeout, GroupAborted, CoordinatorUnavailable,
-        LeaseLost (once, where the coordinator has come back without its state).
+        RegistrationError (a tensor was replaced or resized since it was registered), OperationTimeout, GroupAborted,
+        CoordinatorUnavailable, LeaseLost (once, where the coordinator has come back without its state).
         """
         check_version(version)
+        self._memory.check_current()
+        return await self._publish(version, timeout)
+
+    async def _publish(self, version: int, timeout: float | None) -> VersionInfo:
         self._handle.callers_work.note()
         return await self._thread.call(self._handle.publish, version, self._worker.timeout_s(timeout))
 
@@ -79,11 +91,15 @@ class Weights:
     async def mutate(self, version: int, timeout: float | None = None) -> AsyncIterator[None]:
         """Unpublish if published, run the body, publish as `version`. If the body raises, nothing is published.
 
-        The number is checked first (VersionConflict, with the memory as it was). Raises as `unpublish`, before the body
-        (LeaseLost also where nothing is published), and as `publish`. If one rank's body raises, the other ranks' publish
-        ends with GroupAborted, and the number stays unused.
+        The tensors and the number are checked first (RegistrationError, VersionConflict, with the memory as it was). Raises
+        as `unpublish`, before the body (LeaseLost also where nothing is published), and as `publish`. If one rank's body
+        raises, the other ranks' publish ends with GroupAborted, and the number stays unused.
+
+        StaleWeightsWarning: the body has written none of the registered tensors, as far as can be seen; the version is
+        published all the same. `Options.stale_weights="error"` makes it a StateError, as if the body had raised it.
         """
         check_version(version)
+        self._memory.check_current()
         timeout_s = self._worker.timeout_s(timeout)
         await self._thread.call(self._handle.check_idle)
         await self._thread.call(self._worker.questions.check_number, self.model, version, timeout_s)
@@ -92,14 +108,31 @@ class Weights:
         try:
             await self._thread.call(self._handle.unpublish_if_published, timeout_s)
             where = "the body of"
+            is_unwritten = self._memory.watch() if self._worker.options.stale_weights != "ignore" else None
             yield
+            where = "after its body,"
+            self._memory.check_current()
+            if is_unwritten is not None and is_unwritten():
+                self._tell_stale()
         except BaseException as error:
             if self._handle.member.shard.world_size > 1:
                 with self._thread.side.shield():
                     reason = f"{where} mutate({version}) raised {text_of(error)}"
                     await self._thread.call(self._handle.refuse, GroupAborted(reason[:1000]), timeout_s)
             raise
-        await self.publish(version, timeout)
+        await self._publish(version, timeout)
+
+    def _tell_stale(self) -> None:
+        # Without the number: Python says an equal warning once for each place.
+        title = self._handle.member.shard.title
+        text = (
+            f"mutate() of {title}: its body has written no registered tensor, so readers get the bytes that were there "
+            "before. Write into the registered ones. Register the module itself, so that a replaced tensor is named: a "
+            "state_dict() keeps the old one. Options.stale_weights turns this off, or into an error"
+        )
+        if self._worker.options.stale_weights == "error":
+            raise StateError(text)
+        warnings.warn(text, StaleWeightsWarning, stacklevel=_callers_level())
 
     async def replicate(self, selector: Selector = LATEST, timeout: float | None = None) -> FetchReport:
         """Fill the memory, which must hold no version, with a version.
@@ -111,9 +144,11 @@ class Weights:
         never replaces what a rank of the group holds by an older version.
 
         Raises VersionUnavailable, ManifestMismatch (each difference named), IntegrityError (no source's bytes have their
-        digests), StateError, OperationTimeout, GroupAborted, TransportUnavailable, LeaseLost (as `publish`).
+        digests), StateError, OperationTimeout, GroupAborted, TransportUnavailable, RegistrationError, LeaseLost (both as
+        `publish`).
         """
         call = FillCall(OpKind.REPLICATE, check_selector(selector))
+        self._memory.check_current()
         self._handle.callers_work.note()
         return await self._thread.call(self._handle.fill, call, self._worker.timeout_s(timeout))
 
@@ -148,6 +183,7 @@ class Weights:
         def ask(info: VersionInfo) -> None:
             job.ask_caller(partial(self._run_hook, before_write, info))
 
+        self._memory.check_current()
         self._handle.callers_work.note()
         job = self._thread.job(self._handle.fill, call, self._worker.timeout_s(timeout), ask)
         return await self._thread.run_job(job)
@@ -157,6 +193,7 @@ class Weights:
         try:
             if before_write is not None:
                 await before_write(info)
+                self._memory.check_current()
                 self._handle.callers_work.note()
         except Exception as error:
             problem = error
@@ -172,7 +209,9 @@ class Weights:
         GroupAborted), and as `replicate`; the tensors stay as they are.
         """
         prefetch, timeout_s = self._worker.copies.prefetch, self._worker.timeout_s(timeout)
-        return await self._thread.call(prefetch, self._handle, check_selector(selector), timeout_s)
+        check_selector(selector)
+        self._memory.check_current()
+        return await self._thread.call(prefetch, self._handle, selector, timeout_s)
 
     async def close(self, abandon: bool = False) -> None:
         """Withdraw what is published, as `unpublish` does, and give the registration up.
@@ -186,3 +225,11 @@ class Weights:
         check_flag("abandon", abandon)
         close = partial(self._worker.copies.close, abandon=abandon)
         await self._thread.call(close, self._handle, self._worker.timeout_s(None))
+
+
+def _callers_level() -> int:
+    """How far up the stack, from whoever called this, the caller's own code is: for `warnings.warn`."""
+    level, frame = 1, sys._getframe(1)
+    while frame.f_back is not None and frame.f_globals.get("__name__", "").partition(".")[0] in ("tensorhub", "contextlib"):
+        level, frame = level + 1, frame.f_back
+    return level

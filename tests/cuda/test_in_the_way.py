@@ -16,7 +16,7 @@ from tensorhub.cuda.device import DeviceBytes
 from tensorhub.errors import RegistrationError, StateError, VersionUnavailable
 from tensorhub.hub import Hub, register_memory
 from tensorhub.runtime import cuda_ipc_channel
-from tensorhub.transport import memory as memory_module, shm
+from tensorhub.transport import describing, shm
 from tensorhub.transport.memory import RegisteredMemory
 from tensorhub.weights import Weights
 from tests.cuda.double import Double
@@ -180,7 +180,7 @@ async def test_cpu_and_gpu_tensors_in_one_registration_are_refused_by_name(monke
         is_meta = False
         device = torch.device("cuda", 0)
 
-    monkeypatch.setattr(memory_module, "fault_here", lambda: None)
+    monkeypatch.setattr(describing, "fault_here", lambda: None)
     mixed = {"embed": torch.zeros(1), "head": torch.zeros(1).as_subclass(OnGpu)}
     async with cluster("trainer") as made:
         with pytest.raises(

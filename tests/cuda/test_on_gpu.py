@@ -23,13 +23,13 @@ from tensorhub.compaction.gpu import PackedOnDevice
 from tensorhub.cuda.copies import copy_pieces
 from tensorhub.cuda.cupy_device import CudaDevice, cuda_device
 from tensorhub.cuda.device import DeviceBytes
-from tensorhub.errors import RegistrationError, StateError, TensorHubError
+from tensorhub.errors import RegistrationError, StaleWeightsWarning, StateError, TensorHubError
 from tensorhub.runtime.cuda_ipc_channel import CudaIpcTransport
 from tensorhub.runtime.staging import Staging
 from tensorhub.runtime.tcp_channel import TcpTransport
 from tensorhub.testing.conformance import CHECKS, bytes_of
 from tensorhub.testing.serving import ServedSource
-from tensorhub.transport.memory import copy_bytes
+from tensorhub.transport.memory import RegisteredMemory, copy_bytes
 from tensorhub.transport.registry import Local
 from tensorhub.types import Incarnation, Options
 from tests.rig import cluster
@@ -275,6 +275,44 @@ async def test_a_publish_waits_for_the_callers_stream() -> None:
             await published.publish(1)
         await weights.replicate()
         assert bool(memory["w"].eq(7).all())
+
+
+async def test_a_module_is_never_stale_and_autograd_sees_an_update() -> None:
+    async with cluster("trainer", "reader", options=OPTIONS) as made:
+        policy, mine = (torch.nn.Linear(1024, 1024, device="cuda") for _ in range(2))
+        source, weights = await made.hubs[0].register("m", policy), await made.hubs[1].register("m", mine)
+        with torch.no_grad():
+            async with source.mutate(1):
+                policy.weight.add_(1)
+        async with source.mutate(2):
+            policy.weight.data.add_(1)  # moves no count: its bytes are sampled
+        loss = mine(torch.ones(2, 1024, device="cuda", requires_grad=True)).sum()
+        assert (await weights.replicate()).version == 2
+        assert torch.equal(mine.weight, policy.weight)
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            torch.autograd.backward(loss)
+        with pytest.warns(StaleWeightsWarning, match="written no registered tensor"):
+            async with source.mutate(3):
+                pass
+        policy.half()
+        with pytest.raises(RegistrationError, match=r"'weight': its dtype is torch\.float16"):
+            await source.publish(4)
+
+
+def test_a_sample_waits_for_nothing_before_it_is_compared(device: CudaDevice) -> None:
+    memory = RegisteredMemory(torch.nn.Linear(4096, 4096, device="cuda"))
+    assert memory.watch() is not None  # what is made once
+    torch.cuda.synchronize()
+    cuda: Any = torch.cuda
+    cuda._sleep(2_000_000_000)  # about a second
+    busy = cuda.Event()
+    busy.record()
+    is_unwritten = memory.watch()
+    memory.count_write()
+    assert is_unwritten is not None
+    assert not is_unwritten()
+    assert not busy.query()
+    torch.cuda.synchronize()
 
 
 async def test_two_memories_in_one_registration_are_refused() -> None:

@@ -17,8 +17,9 @@ from torch import nn
 
 from tensorhub.errors import ManifestMismatch, RegistrationError
 from tensorhub.manifest import ITEMSIZE, Manifest, RegionSpec, TensorSpec, build_manifest
-from tensorhub.transport import memory as memory_module
-from tensorhub.transport.memory import RegisteredMemory, describe, view
+from tensorhub.transport import describing
+from tensorhub.transport.describing import describe
+from tensorhub.transport.memory import RegisteredMemory, view
 from tests.transport.views import views
 
 
@@ -44,10 +45,10 @@ def test_a_scale_and_a_zero_point_are_a_part_of_a_quantized_tensor(dtype: torch.
     memory = RegisteredMemory({"w": tensor})
     (description,) = memory.descriptions
     assert (description.quantization, description.nbytes) == ((0.25, 7), 8 * ITEMSIZE[description.dtype])
-    memory.check_unreplaced()
-    memory._mapping = {"w": quantized(dtype, 0.25, 8).set_(tensor.untyped_storage(), 0, (2, 4), (4, 1))}
+    memory.check_current()
+    memory._given = {"w": quantized(dtype, 0.25, 8).set_(tensor.untyped_storage(), 0, (2, 4), (4, 1))}
     with pytest.raises(RegistrationError, match=r"'w': its quantization is \(0.25, 8\), not \(0.25, 7\)"):
-        memory.check_unreplaced()
+        memory.check_current()
 
 
 def test_views_into_a_larger_storage_are_fine() -> None:
@@ -149,12 +150,12 @@ def test_a_tensor_on_another_device_is_named(monkeypatch: pytest.MonkeyPatch) ->
         device = torch.device("xpu", 0)
 
     there, further = torch.zeros(1).as_subclass(Elsewhere), torch.zeros(1).as_subclass(Further)
-    monkeypatch.setattr(memory_module, "fault_here", lambda: "cupy is not installed")
+    monkeypatch.setattr(describing, "fault_here", lambda: "cupy is not installed")
     with pytest.raises(RegistrationError, match=r"'w': it is on cuda:1, and cupy is not installed"):
         describe({"w": there})
     with pytest.raises(RegistrationError, match=r"'w': it is on xpu:0; tensors on the CPU and on CUDA"):
         describe({"w": further})
-    monkeypatch.setattr(memory_module, "fault_here", lambda: None)
+    monkeypatch.setattr(describing, "fault_here", lambda: None)
     assert describe({"w": there})[0].name == "w"
     with pytest.raises(RegistrationError, match=r"2 memories: 'v' is on cpu, 'w' is on cuda:1. Register those of each"):
         describe({"v": torch.zeros(1), "w": there})
@@ -184,7 +185,7 @@ def test_neither_torch_nor_numpy_is_imported() -> None:
     script = (
         "import sys\n"
         "from tensorhub.errors import RegistrationError\n"
-        "from tensorhub.transport.memory import describe\n"
+        "from tensorhub.transport.describing import describe\n"
         "try: describe({'w': object()})\n"
         "except RegistrationError as error: assert 'neither' in str(error)\n"
         "sys.exit('torch' in sys.modules or 'numpy' in sys.modules)\n"
@@ -304,7 +305,7 @@ def test_writes_in_place_replace_nothing() -> None:
         tensors["p"].copy_(torch.ones(4))
     tensors["n"][:] = 1
     tensors["p"].grad = torch.ones(4)
-    memory.check_unreplaced()
+    memory.check_current()
 
 
 def test_every_replaced_tensor_is_named() -> None:
@@ -321,7 +322,7 @@ def test_every_replaced_tensor_is_named() -> None:
         warnings.simplefilter("ignore")  # numpy means to give it up
         arrays["array"].shape = (3, 2)
     with pytest.raises(RegistrationError) as caught:
-        memory.check_unreplaced()
+        memory.check_current()
     message = str(caught.value)
     assert message.startswith("6 tensor(s) were replaced")
     assert "'same'" not in message
@@ -342,20 +343,20 @@ def test_a_grown_tensor_is_noticed() -> None:
     memory = RegisteredMemory({"w": tensor})
     tensor.resize_(100_000)
     with pytest.raises(RegistrationError, match="'w': its shape is"):
-        memory.check_unreplaced()
+        memory.check_current()
 
 
 def test_an_entry_that_becomes_another_tensor_is_noticed() -> None:
     tensors: dict[str, Any] = {"a": torch.zeros(2), "b": torch.zeros(2), "c": torch.zeros(2)}
     memory = RegisteredMemory(tensors)
     tensors["b"] = tensors["b"].detach()
-    memory.check_unreplaced()
+    memory.check_current()
     tensors["a"] = torch.zeros(2)
     tensors["c"] = None
     with pytest.raises(RegistrationError, match=r"(?s)2 tensor.*'a': its storage.*'c': a builtins.NoneType"):
-        memory.check_unreplaced()
+        memory.check_current()
     tensors.clear()
-    memory.check_unreplaced()
+    memory.check_current()
 
 
 class Fresh(Mapping[str, torch.Tensor]):
@@ -379,10 +380,10 @@ class Fresh(Mapping[str, torch.Tensor]):
 def test_a_mapping_may_make_its_tensors_when_asked() -> None:
     tensors = Fresh()
     memory = RegisteredMemory(tensors)
-    memory.check_unreplaced()
+    memory.check_current()
     tensors.storage = torch.arange(4)
     with pytest.raises(RegistrationError, match="'w': its storage is another one"):
-        memory.check_unreplaced()
+        memory.check_current()
 
 
 def test_replaced_memory_can_still_be_read() -> None:

@@ -19,7 +19,8 @@ import torch
 
 from tensorhub import shared_empty_like
 from tensorhub.errors import StateError
-from tensorhub.transport.memory import describe, view
+from tensorhub.transport.describing import describe
+from tensorhub.transport.memory import view
 from tensorhub.transport.shm import ALIGNMENT, MappedSegment, Segment, segments_of
 from tests.transport.test_memory import quantized
 

@@ -47,6 +47,8 @@ ATTEMPTS_MAX = 50  # of one fetch; each begins with the version that is the newe
 class Model(Protocol):
     """What the demo needs of a model (see examples/encoder.py)."""
 
+    def registered(self) -> torch.nn.Module | dict[str, torch.Tensor]: ...
+
     def tensors(self) -> dict[str, torch.Tensor]: ...
 
     def probe(self) -> torch.Tensor: ...
@@ -175,7 +177,7 @@ def _ready(wire: Wire, model: Model) -> dict[str, torch.Tensor]:
 async def train(settings: Settings, wire: Wire, model: Model, trainer: Trainer) -> None:
     """Make one optimizer step, and one version, for each order."""
     async with settings.connect() as hub:
-        weights = await hub.register(MODEL, model.tensors())
+        weights = await hub.register(MODEL, model.registered())
         tensors = _ready(wire, model)
         while (order := await wire.order())["do"] == "step":
             start = time.monotonic()
@@ -201,7 +203,7 @@ async def train(settings: Settings, wire: Wire, model: Model, trainer: Trainer) 
 async def roll_out(settings: Settings, wire: Wire, model: Model) -> None:
     """Follow the newest version until told to stop."""
     async with settings.connect() as hub:
-        weights = await hub.register(MODEL, model.tensors(), spot=True)
+        weights = await hub.register(MODEL, model.registered(), spot=True)
         tensors = _ready(wire, model)
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(_follow, hub, weights, model, tensors, wire)

@@ -6,7 +6,8 @@ Not responsible for where the bytes go (`places`), nor for reading them (`lanes`
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Protocol
@@ -27,6 +28,7 @@ from tensorhub.runtime.copying import copy_chunks
 from tensorhub.runtime.lanes import PullEvent, PullReport, PullRunner, SourceFailed
 from tensorhub.runtime.logs import get_logger
 from tensorhub.runtime.places import Places
+from tensorhub.runtime.promise import Promise
 from tensorhub.runtime.reports import CallTimes
 from tensorhub.runtime.serving import SharedOwner
 from tensorhub.transport.memory import MappedRegions, Memory
@@ -72,6 +74,7 @@ class Filler:
         line: Line,
         apply: Callable[[list[Action]], None],
         callers_work: CallersWork,
+        promise: Promise,
     ) -> None:
         self.times = CallTimes()  # of the running call
         self.progress: ProgressListener | None = None
@@ -82,6 +85,7 @@ class Filler:
         self._line = line
         self._apply = apply
         self._callers_work = callers_work
+        self._promise = promise
         self._registration = RegistrationId(member.shard.registration)
         self._pull: _Pull | None = None
 
@@ -120,12 +124,13 @@ class Filler:
         """Pull every chunk into the caller's tensors, with whatever sources there are and come."""
         try:
             with pull.scope:
-                self._memory.check_unreplaced()  # before_write may have moved them
+                self._memory.check_unreplaced()  # its bytes may have been freed meanwhile
                 await self._callers_work.done()
                 target, mapped, chunks = await self._places.destination(action)
                 kept = await self._verify_kept(target, action.generation)
-                await self._pull_chunks(action, pull, target, chunks, kept)
-                await self._unpack(mapped)
+                with self._counted(staged=action.staged):
+                    await self._pull_chunks(action, pull, target, chunks, kept)
+                    await self._unpack(mapped)
         except* TensorHubError as group:
             error = _first_of(group)
             log.warning("fill_failed", registration=self._registration, reason=str(error))
@@ -159,9 +164,10 @@ class Filler:
                 arrived = partial(self._owner.mark_available, target, action.generation)
                 content_id, check = ContentId(action.version.content_id), anyio.from_thread.check_cancelled
                 work = partial(copy_chunks, self._owner, action.sources, content_id, chunks, action.copied, arrived, check)
-                copied = await anyio.to_thread.run_sync(work)
-                if action.last:
-                    await self._unpack(mapped)
+                with self._counted(staged=action.staged):
+                    copied = await anyio.to_thread.run_sync(work)
+                    if action.last:
+                        await self._unpack(mapped)
         except TensorHubError as error:
             log.warning("copy_failed", registration=self._registration, reason=str(error))
             if self._member.is_letting_go:  # it is committed: what does not arrive is torn
@@ -174,6 +180,15 @@ class Filler:
                 self._apply(self._member.copied(copied, clock.now()))
         finally:
             pull.ended.set()
+
+    @contextlib.contextmanager
+    def _counted(self, *, staged: bool) -> Iterator[None]:
+        """The block writes the caller's tensors, if not what is staged for them; autograd may have read them meanwhile."""
+        try:
+            yield
+        finally:
+            if not staged:
+                self._promise.library_wrote()
 
     def _note_copying(self, seconds: float) -> None:
         if self.times.prepared:

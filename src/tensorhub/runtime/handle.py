@@ -101,12 +101,12 @@ class Handle:
         self._room = room
         self._places = Places(memory, self._registration, owner, room)
         self.callers_work = CallersWork(memory.device)
-        self._filler = Filler(member, memory, owner, self._places, line, self.apply, self.callers_work)
+        self._promise = Promise(member, memory, owner)
+        self._filler = Filler(member, memory, owner, self._places, line, self.apply, self.callers_work, self._promise)
         self._todo: deque[Action] = deque()
         self._todo_wanted = anyio.Event()
         self._call: _Call | None = None
         self._digests: Sequence[int] | None = None  # of memory whose own they must be, made before a publish
-        self._promise = Promise(member, memory, owner)
         self._tasks: anyio.abc.TaskGroup
         self._scope = anyio.CancelScope()  # of `run`
         self._has_ended = False  # nobody carries out what a call would want
@@ -123,7 +123,6 @@ class Handle:
         """`timeout_s` does not count the digests that this memory needs beforehand: their time grows with its bytes."""
         if self.member.state is HandleState.READY:
             self._promise.raise_spoiled()
-        self.memory.check_unreplaced()
         await self.callers_work.done(timeout_s)
         manifest = self.member.shard.manifest
         holds_nothing = self.member.running is None and self.member.state in (HandleState.EMPTY, HandleState.TORN)
@@ -186,7 +185,6 @@ class Handle:
         progress: ProgressListener | None = None,
     ) -> tuple[VersionInfo, FetchReport]:
         """As `fill`; says which version it was, too."""
-        self.memory.check_unreplaced()
         self._promise.raise_spoiled()
         if call.kind is OpKind.UPDATE:
             self._promise.check_kept()
@@ -360,6 +358,8 @@ class Handle:
         if chunks is None:
             return
         content_id, digests = ContentId(action.content_id), self._digests if action.complete else None
+        if not action.complete:
+            self.memory.count_write()  # before the first byte, for what autograd has kept of those that go
         self._promise.made()
         if action.complete:  # behind `made`: what is written while it is packed breaks the promise, too
             await self._places.pack(action.manifest)

@@ -47,6 +47,14 @@ class Promise:
         """From now on others may read the memory."""
         self._versions, self._spoiled = self._memory.versions(), None
 
+    def library_wrote(self) -> None:
+        """So torch counts it: autograd kept nothing of what is there now. What the owner himself has written still shows."""
+        before = self._memory.versions()
+        self._memory.count_write()
+        if self._versions is not None:
+            counts = zip(self._versions, before, self._memory.versions(), strict=True)
+            self._versions = tuple([known + now - was for known, was, now in counts])
+
     def call_begins(self) -> None:
         """What the last call has found was said."""
         self._violation = None

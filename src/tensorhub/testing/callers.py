@@ -177,8 +177,6 @@ class Caller:
     async def publish(self, version: int, timeout_s: float) -> VersionInfo:
         if self.member.state is HandleState.READY:
             self._raise_violation(self.member.content)
-        assert self.simulated.memory is not None
-        self.simulated.memory.check_unreplaced()
         self._check_last_ended()
         asked = await self.simulated.run(PublishCall(version), timeout_s)
         assert asked.version is not None
@@ -214,8 +212,6 @@ class Caller:
         self, call: FillCall, timeout_s: float, hook: Callable[[VersionInfo], None] | None = None
     ) -> tuple[VersionInfo, FetchReport]:
         handle = self.simulated
-        assert handle.memory is not None
-        handle.memory.check_unreplaced()
         self._check_last_ended()
         if call.kind is OpKind.UPDATE and self.member.state is HandleState.READY:
             self._raise_violation(self.member.content)

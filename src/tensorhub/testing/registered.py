@@ -26,6 +26,8 @@ from tensorhub.worker.calls import (
     Action,
     Call,
     CopyLocally,
+    Finish,
+    OpenMemory,
     Registered,
     RegistrationFailed,
     Say,
@@ -88,6 +90,8 @@ class EmbeddedHandle(Handle):
         match action:
             case Say() if isinstance(action.message, Publish) and self._cells_of_tensors is not None:
                 self._cells_of_tensors.look()
+            case OpenMemory(complete=False) | Finish(changed=True) if self.memory is not None:
+                self.memory.count_write()
             case StartPull() | CopyLocally():
                 self.pulled_from = self.embedded.now
                 if not action.staged and not self._could_lay_out(action.manifest):

@@ -173,6 +173,9 @@ class FileTarget:
     def versions(self) -> tuple[int, ...]:
         return ()
 
+    def count_write(self) -> None:
+        """Nobody else has it."""
+
     def digests(self, manifest: Manifest, check: Callable[[], object]) -> None:
         """It is never published."""
 

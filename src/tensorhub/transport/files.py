@@ -136,6 +136,16 @@ class FileMemory:
         times = {file.path: _stamp(file.descriptor)[1] for file in self._files}
         return tuple([times[file.path] for file, _ in self._places.values()])
 
+    def check_current(self) -> None:
+        """As `check_unreplaced`."""
+        self.check_unreplaced()
+
+    def count_write(self) -> None:
+        """It is never filled."""
+
+    def watch(self) -> None:
+        """It stays as it is."""
+
     # ----------------------------------------------------------------------------------------------------- digests
 
     def digests(self, manifest: Manifest, check: Callable[[], object]) -> Sequence[int] | None:

@@ -46,6 +46,9 @@ class HostMemory:
     def versions(self) -> tuple[int, ...]:
         return ()
 
+    def count_write(self) -> None:
+        """Nobody else has it."""
+
     def digests(self, manifest: Manifest, check: Callable[[], object]) -> None:
         """What is filled from elsewhere has come with its digests."""
 

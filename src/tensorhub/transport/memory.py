@@ -1,10 +1,9 @@
-"""The caller's tensors as bytes: described when they are registered, viewed in place, checked before use.
+"""The caller's tensors as bytes: viewed in place, and compared with what the caller has before use.
 
 A GPU's tensors are bytes, too, which only the device can address (`DeviceBytes`). All of one registration are in one memory.
 
-Responsible for what a tensor must be so that its memory can be lent out, for writable views of that memory,
-and for noticing that it was replaced (R15). Not responsible for who may read or write when: the worker's
-Owner decides that.
+Responsible for writable views of that memory, and for noticing that it was replaced (R15), or not written. Not responsible
+for what a tensor must be (`describing`), nor for who may read or write when: the worker's Owner decides that.
 
 torch and numpy are never imported here. Whoever hands over a tensor has imported its library already.
 """
@@ -15,174 +14,23 @@ import ctypes
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import starmap
+from itertools import compress, starmap
 from math import prod
 from operator import eq, is_
 from typing import Any, Protocol
 
-from tensorhub.cuda.cupy_device import cuda_device, fault_here
 from tensorhub.cuda.device import Device, DeviceBytes
 from tensorhub.errors import ManifestMismatch, RegistrationError
-from tensorhub.manifest import (
-    ITEMSIZE,
-    QUANTIZED,
-    Manifest,
-    Quantization,
-    TensorDescription,
-    TensorSpec,
-    name_fault,
-    quantization_fault,
-)
+from tensorhub.manifest import ITEMSIZE, Manifest, Quantization, TensorDescription, TensorSpec
+from tensorhub.transport.describing import describe, device_of, dtype_of, fault_of, is_torch, place_of, quantization_of
+from tensorhub.transport.resolving import is_module, resolve
+from tensorhub.transport.sampling import Sample
 
 PADDING_MAX = 256  # bytes beside each tensor of a packed region; publishers take less
+CHANGES_NAMED_MAX = 20  # tensors, in an error
 
 # Address, shape, strides, dtype, quantization.
 Fingerprint = tuple[int, tuple[int, ...], tuple[int, ...], object, Quantization | None]
-
-
-def _is_torch(value: object) -> bool:
-    return isinstance(value, getattr(sys.modules.get("torch"), "Tensor", ()))
-
-
-def _is_numpy(value: object) -> bool:
-    return isinstance(value, getattr(sys.modules.get("numpy"), "ndarray", ()))
-
-
-# ------------------------------------------------------------------------------------------------- describing
-
-
-def describe(tensors: Mapping[str, Any]) -> tuple[TensorDescription, ...]:
-    """What is registered, in the mapping's order: torch's tensors, on the CPU or on one GPU, or numpy arrays, in place.
-
-    One RegistrationError names every tensor that cannot be used, why, and what to do about it.
-    """
-    found, faults = [], []
-    places = dict[str, str]()  # each device, with the first tensor's name there
-    for name, tensor in _snapshot(tensors).items():
-        fault = name_fault(name) or _fault(tensor)
-        if fault:
-            faults.append(f"{name!r}: {fault}")
-        else:
-            found.append(_describe(name, tensor))
-            places.setdefault(_place(tensor), name)
-    if faults:
-        raise RegistrationError(f"{len(faults)} tensor(s) cannot be registered:\n  " + "\n  ".join(faults))
-    if len(places) > 1:
-        where = ", ".join(f"{name!r} is on {place}" for place, name in places.items())
-        raise RegistrationError(
-            f"the tensors are in {len(places)} memories: {where}. Register those of each device by themselves, as a model "
-            "name of their own, or move them to one device before"
-        )
-    return tuple(found)
-
-
-def _place(tensor: Any) -> str:
-    return str(tensor.device) if _is_torch(tensor) else "cpu"
-
-
-def device_of(tensors: Mapping[str, Any]) -> Device | None:
-    """The GPU that tensors which `describe` accepts are on; None: the CPU can address them."""
-    device = next((tensor.device for tensor in tensors.values() if _place(tensor) != "cpu"), None)
-    return None if device is None else cuda_device(device.index)
-
-
-def _snapshot(tensors: object) -> dict[str, Any]:
-    if not isinstance(tensors, Mapping):
-        raise RegistrationError(f"tensors: give a mapping of names to tensors, not {_kind(tensors)}")
-    if not tensors:
-        raise RegistrationError("tensors: there are none; give at least one")
-    return dict(tensors)
-
-
-def _describe(name: str, tensor: Any) -> TensorDescription:
-    dtype, shape = _dtype(tensor), tuple(tensor.shape)
-    quantization = _quantization(tensor) if _is_torch(tensor) else None
-    return TensorDescription(name, dtype, shape, _address(tensor), prod(shape) * ITEMSIZE[dtype], quantization)
-
-
-def _quantization(tensor: Any) -> Quantization | None:
-    return (tensor.q_scale(), tensor.q_zero_point()) if tensor.is_quantized else None
-
-
-def _dtype(tensor: Any) -> str:
-    return str(tensor.dtype).removeprefix("torch.") if _is_torch(tensor) else str(tensor.dtype.name)
-
-
-def _address(tensor: Any) -> int:
-    address: int = tensor.data_ptr() if _is_torch(tensor) else tensor.__array_interface__["data"][0]
-    return address
-
-
-def _kind(value: object) -> str:
-    return f"{type(value).__module__}.{type(value).__qualname__}"
-
-
-def _fault(tensor: Any) -> str | None:
-    """Why this tensor's memory cannot be lent out, and what to do; None if it can."""
-    if _is_torch(tensor):
-        try:
-            return _torch_fault(tensor)
-        except (RuntimeError, ValueError, TypeError, NotImplementedError) as error:
-            # Lazy, functional and wrapper tensors refuse the questions themselves.
-            return f"a {_kind(tensor)} has no memory to look at ({str(error).splitlines()[0]:.200})"
-    if _is_numpy(tensor):
-        return _numpy_fault(tensor)
-    return f"a {_kind(tensor)} is neither a torch.Tensor nor a numpy.ndarray"
-
-
-def _torch_fault(tensor: Any) -> str | None:
-    if tensor.is_meta:
-        return "it is on the meta device and has no bytes; materialize it first (`.to_empty(device='cpu')`)"
-    if tensor.device.type == "cuda" and (fault := fault_here()) is not None:
-        return f"it is on {tensor.device}, and {fault}"
-    if tensor.device.type not in ("cpu", "cuda"):
-        return f"it is on {tensor.device}; tensors on the CPU and on CUDA devices can be registered"
-    if str(tensor.layout) != "torch.strided" or tensor.is_nested:
-        return "it is sparse, nested or of another special layout; register `.to_dense()` or its parts"
-    if tensor.is_conj():
-        return "its conjugation is still to be done; register `.resolve_conj()`"
-    if tensor.is_neg():
-        return "its negation is still to be done; register `.resolve_neg()`"
-    if _dtype(tensor) not in ITEMSIZE:
-        return f"{tensor.dtype} is unknown to this version of TensorHub"
-    if tensor.is_quantized and (fault := _quantized_fault(tensor)):
-        return fault
-    if not tensor.is_contiguous():
-        shape = f"shape {tuple(tensor.shape)}, stride {tensor.stride()}"
-        return f"it is not contiguous ({shape}); register `.contiguous()`"
-    nbytes = tensor.numel() * tensor.element_size()
-    if tensor.untyped_storage().nbytes() < tensor.storage_offset() * tensor.element_size() + nbytes:
-        return "its storage was freed or is smaller than its shape; register it while it has its memory"
-    if nbytes and not tensor.data_ptr():
-        return f"a {_kind(tensor)} has no memory of its own; register the tensors that it wraps"
-    return None
-
-
-def _quantized_fault(tensor: Any) -> str | None:
-    """Only one scale and one zero point, of all elements, are carried along with the bytes."""
-    dtype = _dtype(tensor)
-    if dtype not in QUANTIZED:
-        return f"{dtype} packs several elements into a byte in torch's own way; register `.int_repr()`"
-    try:
-        scheme = str(tensor.qscheme())
-    except RuntimeError:
-        return "it is quantized and has no scale; make it with `torch.quantize_per_tensor`"
-    if scheme != "torch.per_tensor_affine":
-        parts = "`.int_repr()`, `.q_per_channel_scales()` and `.q_per_channel_zero_points()`"
-        return f"its scheme is {scheme}, and only per_tensor_affine is carried along; register {parts} as tensors"
-    return quantization_fault(dtype, _quantization(tensor))
-
-
-def _numpy_fault(array: Any) -> str | None:
-    if hasattr(array, "mask"):
-        return "it is masked, and its mask would stay behind; register `.data` and `.mask`"
-    if array.dtype.name not in ITEMSIZE or not array.dtype.isnative:
-        return f"dtype {array.dtype} is not one of torch's; convert it (`.astype(...)`)"
-    if not array.flags.c_contiguous:
-        return f"it is not C-contiguous (shape {array.shape}); use `numpy.ascontiguousarray(...)`"
-    if not array.flags.writeable:
-        return "it cannot be written to; register a copy (`.copy()`)"
-    return None
 
 
 # ---------------------------------------------------------------------------------------------------- viewing
@@ -190,13 +38,13 @@ def _numpy_fault(array: Any) -> str | None:
 
 def view(tensor: Any) -> memoryview:
     """The writable bytes of a tensor that `describe` accepts, in place. The view keeps the memory alive."""
-    nbytes = prod(tensor.shape) * ITEMSIZE[_dtype(tensor)]
-    return bytes_at(_address(tensor), nbytes, _storage(tensor))
+    nbytes = prod(tensor.shape) * ITEMSIZE[dtype_of(tensor)]
+    return bytes_at(place_of(tensor), nbytes, _storage(tensor))
 
 
 def _storage(tensor: Any) -> object:
     """What keeps the tensor's present bytes alive, even after `tensor.data = ...`."""
-    return tensor.untyped_storage() if _is_torch(tensor) else tensor
+    return tensor.untyped_storage() if is_torch(tensor) else tensor
 
 
 def bytes_at(address: int, nbytes: int, storage: object) -> memoryview:
@@ -321,6 +169,9 @@ class Memory(Protocol):
     def versions(self) -> tuple[int, ...]:
         """Counts of writes: equal before and after, the owner has not written, as far as can be seen."""
 
+    def count_write(self) -> None:
+        """Count one that the library makes, as if the owner had made it."""
+
     def digests(self, manifest: Manifest, check: Callable[[], object]) -> Sequence[int] | None:
         """Every chunk's digest; None: each is made when it is first sent.
 
@@ -332,65 +183,104 @@ class Memory(Protocol):
         """Find the regions of a manifest, its own or a compatible source's. ManifestMismatch if they are not here."""
 
 
-class RegisteredMemory:
-    """The caller's tensors, as they were when they were registered.
+class CallersMemory(Memory, Protocol):
+    """What a caller has registered. He may replace it, and write it: these are asked in his own thread."""
 
-    RegistrationError as for `describe`. Replaced storage is noticed for the mapping's very tensors. Those of
-    a `state_dict()` are aliases, which `parameter.data = ...` leaves as they are; `dict(named_parameters())`
-    holds the parameters themselves.
+    def check_current(self) -> None:
+        """RegistrationError, naming each tensor, if what he has under these names is not the memory that was registered."""
+
+    def watch(self) -> Callable[[], bool] | None:
+        """A question for later: has nobody written it since now, as far as can be seen? None: nothing could tell.
+
+        Both are for memory that is `check_current` at that time.
+        """
+
+
+class RegisteredMemory:
+    """The caller's tensors, as they were when they were registered: those of a module or of a mapping (see `resolve`).
+
+    RegistrationError as for `resolve` and `describe`. The module or mapping is kept, to be compared, never to be adopted.
     """
 
     metadata = b""
     digests_first = False
 
-    def __init__(self, tensors: Mapping[str, Any]) -> None:
-        self._mapping = tensors  # the caller's own, to see when an entry becomes another tensor
-        self._tensors = _snapshot(tensors)
+    def __init__(self, given: Any) -> None:
+        self._tensors = resolve(given)
+        if not self._tensors:
+            raise RegistrationError("tensors: there are none; give at least one")
+        self._given = given  # the caller's own, to see when it has other tensors
+        self._is_module = is_module(given)
+        self._is_flat = not self._is_module and all(map(self._tensors.__contains__, self._given))
         self.descriptions = describe(self._tensors)
         self.device = device_of(self._tensors)
         self._by_name = {description.name: description for description in self.descriptions}
         # Lanes may still read the old bytes when the caller has replaced them, so what holds them is kept.
         self._storages: dict[str, Any] = {name: _storage(tensor) for name, tensor in self._tensors.items()}
         self._storage_addresses = list(self._storage_addresses_now())
-        self._of_torch = [_is_torch(tensor) for tensor in self._tensors.values()]
+        self._of_torch = [is_torch(tensor) for tensor in self._tensors.values()]
+        with_counts = [is_torch(tensor) and not tensor.is_inference() for tensor in self._tensors.values()]
+        self._with_counts = list(compress(self._tensors.values(), with_counts))
         # The views of one storage share one count: a write elsewhere in it would look like one to its tensors here.
         self._counted = [
-            of_torch and tensor.untyped_storage().nbytes() == description.nbytes and not tensor.is_inference()
-            for tensor, of_torch, description in zip(self._tensors.values(), self._of_torch, self.descriptions, strict=True)
+            counts and tensor.untyped_storage().nbytes() == description.nbytes
+            for tensor, counts, description in zip(self._tensors.values(), with_counts, self.descriptions, strict=True)
         ]
         self._fingerprints = list(self._fingerprints_now())
+        self._sample: Sample | None = None  # made when it is first needed
 
     def __repr__(self) -> str:
         nbytes = sum(description.nbytes for description in self.descriptions)
         return f"<RegisteredMemory of {len(self.descriptions)} tensors, {nbytes} bytes>"
 
+    # -- replaced?
+
     def check_unreplaced(self) -> None:
-        """RegistrationError, naming each tensor whose memory is not the registered one. Writes are fine."""
-        entries = map(self._mapping.get, self._tensors)
-        same_objects = all(starmap(is_, zip(entries, self._tensors.values(), strict=True)))
+        """RegistrationError, naming each tensor that was registered and has other memory. Writes are fine."""
+        self._compare(self._tensors)
+
+    def check_current(self) -> None:
+        """As `check_unreplaced`, for what the caller's module or mapping has by now. In his thread: it may run his code.
+
+        A module's tensors must be those that were registered, no more and no less. A mapping may lose and gain entries: the
+        caller may let go of it.
+        """
+        self._compare(self._given if self._is_flat else resolve(self._given))
+
+    def _compare(self, now: Mapping[str, Any]) -> None:
+        same_objects = all(starmap(is_, zip(map(now.get, self._tensors), self._tensors.values(), strict=True)))
+        is_complete = not self._is_module or len(now) == len(self._tensors)
         # One at a time: a list of them all, each time, would have Python's collector walk the whole process now and then.
-        if same_objects and all(map(eq, self._fingerprints_now(), self._fingerprints)):
+        if same_objects and is_complete and all(map(eq, self._fingerprints_now(), self._fingerprints)):
             return
-        if changed := list(self._changes()):
+        if changed := list(self._changes(now)):
+            more = f"\n  and {len(changed) - CHANGES_NAMED_MAX} more" if len(changed) > CHANGES_NAMED_MAX else ""
             raise RegistrationError(
                 f"{len(changed)} tensor(s) were replaced since they were registered:\n  "
-                + "\n  ".join(changed)
-                + "\nWrite into the registered ones (`copy_`), or close this handle and register these."
+                + "\n  ".join(changed[:CHANGES_NAMED_MAX])
+                + f"{more}\nReaders would get what is in the registered ones. Write into these (`copy_`, `load_state_dict` "
+                "without `assign=True`; no `.data =`, `.to()` or `.half()` since), or close this handle and register anew."
             )
 
     def _fingerprints_now(self) -> Iterator[Fingerprint]:
         return map(_fingerprint, self._tensors.values(), self._of_torch)
 
-    def _changes(self) -> Iterator[str]:
+    def _changes(self, now: Mapping[str, Any]) -> Iterator[str]:
         for (name, tensor), was in zip(self._tensors.items(), self._fingerprints, strict=True):
-            # An entry that is gone is no change: the caller may let go of the mapping. Another object is none
-            # either if it is the same memory, as from a mapping that makes its tensors when asked.
-            for entry in (tensor, self._mapping.get(name, tensor)):
-                fault = None if entry is tensor else _fault(entry)
-                what = [fault] if fault else _compare(_fingerprint(entry, _is_torch(entry)), was)
+            if self._is_module and name not in now:
+                yield f"{name!r}: the module has it no more"
+                continue
+            # Another object is no change if it is the same memory, as from a mapping that makes its tensors when asked.
+            for entry in (tensor, now.get(name, tensor)):
+                fault = None if entry is tensor else fault_of(entry)
+                what = [fault] if fault else _differences(_fingerprint(entry, is_torch(entry)), was)
                 if what:
                     yield f"{name!r}: {', '.join(what)}"
                     break
+        if self._is_module:
+            yield from (f"{name!r}: the module did not have it" for name in now if name not in self._tensors)
+
+    # -- written?
 
     def versions(self) -> tuple[int, ...]:
         """torch's count of writes, per tensor: equal before and after, no torch operation has written.
@@ -401,6 +291,25 @@ class RegisteredMemory:
         there = map(eq, self._storage_addresses_now(), self._storage_addresses)
         counted = zip(self._tensors.values(), self._counted, there, strict=True)
         return tuple([(tensor._version if counts else 0) if is_there else -1 for tensor, counts, is_there in counted])
+
+    def count_write(self) -> None:
+        """Have torch count a write to each tensor, so that autograd refuses what it has kept of the bytes before.
+
+        (Inference tensors have no count.)
+        """
+        if self._with_counts:
+            sys.modules["torch"].autograd.graph.increment_version(self._with_counts)
+
+    def watch(self) -> Callable[[], bool] | None:
+        """See `CallersMemory.watch`: no count has moved, and sampled bytes are equal.
+
+        None if a tensor has no count of its own: a write may be anywhere in it.
+        """
+        if not all(self._counted):
+            return None
+        sample = self._sample = self._sample or Sample(list(self._tensors.values()))
+        versions, taken = self.versions(), sample.take()
+        return lambda: self.versions() == versions and sample.is_still(taken)
 
     def _storage_addresses_now(self) -> Iterator[int]:
         """Where torch has the bytes that were registered: a tensor may have others by now, and these may be freed."""
@@ -484,11 +393,11 @@ def _mismatch(difference: str) -> ManifestMismatch:
 
 def _fingerprint(tensor: Any, of_torch: bool) -> Fingerprint:
     if of_torch:
-        return tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype, _quantization(tensor)
+        return tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype, quantization_of(tensor)
     return tensor.__array_interface__["data"][0], tensor.shape, tensor.strides, tensor.dtype, None
 
 
-def _compare(now: Fingerprint, was: Fingerprint) -> list[str]:
+def _differences(now: Fingerprint, was: Fingerprint) -> list[str]:
     what = [
         f"its {word} is {new}, not {old}"
         for word, new, old in zip(("shape", "stride", "dtype", "quantization"), now[1:], was[1:], strict=True)

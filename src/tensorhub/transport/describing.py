@@ -1,0 +1,155 @@
+"""What a tensor must be so that its memory can be lent out, and how it is described.
+
+Responsible for saying what is in the way, and what to do about it. Not responsible for whose tensors they are (`resolving`),
+nor for their bytes (`memory`).
+
+torch and numpy are never imported here. Whoever hands over a tensor has imported its library already.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+from math import prod
+from typing import Any
+
+from tensorhub.cuda.cupy_device import cuda_device, fault_here
+from tensorhub.cuda.device import Device
+from tensorhub.errors import RegistrationError
+from tensorhub.manifest import ITEMSIZE, QUANTIZED, Quantization, TensorDescription, name_fault, quantization_fault
+
+
+def is_torch(value: object) -> bool:
+    return isinstance(value, getattr(sys.modules.get("torch"), "Tensor", ()))
+
+
+def is_numpy(value: object) -> bool:
+    return isinstance(value, getattr(sys.modules.get("numpy"), "ndarray", ()))
+
+
+def describe(tensors: Mapping[str, Any]) -> tuple[TensorDescription, ...]:
+    """These, in the mapping's order: torch's tensors, on the CPU or on one GPU, or numpy arrays, in place.
+
+    One RegistrationError names every tensor that cannot be used, why, and what to do about it.
+    """
+    found, faults = [], []
+    places = dict[str, str]()  # each device, with the first tensor's name there
+    for name, tensor in tensors.items():
+        fault = name_fault(name) or fault_of(tensor)
+        if fault:
+            faults.append(f"{name!r}: {fault}")
+        else:
+            found.append(_describe(name, tensor))
+            places.setdefault(_place(tensor), name)
+    if faults:
+        raise RegistrationError(f"{len(faults)} tensor(s) cannot be registered:\n  " + "\n  ".join(faults))
+    if len(places) > 1:
+        where = ", ".join(f"{name!r} is on {place}" for place, name in places.items())
+        raise RegistrationError(
+            f"the tensors are in {len(places)} memories: {where}. Register those of each device by themselves, as a model "
+            "name of their own, or move them to one device before"
+        )
+    return tuple(found)
+
+
+def _place(tensor: Any) -> str:
+    return str(tensor.device) if is_torch(tensor) else "cpu"
+
+
+def device_of(tensors: Mapping[str, Any]) -> Device | None:
+    """The GPU that tensors which `describe` accepts are on; None: the CPU can address them."""
+    device = next((tensor.device for tensor in tensors.values() if _place(tensor) != "cpu"), None)
+    return None if device is None else cuda_device(device.index)
+
+
+def _describe(name: str, tensor: Any) -> TensorDescription:
+    dtype, shape = dtype_of(tensor), tuple(tensor.shape)
+    quantization = quantization_of(tensor) if is_torch(tensor) else None
+    return TensorDescription(name, dtype, shape, place_of(tensor), prod(shape) * ITEMSIZE[dtype], quantization)
+
+
+def quantization_of(tensor: Any) -> Quantization | None:
+    return (tensor.q_scale(), tensor.q_zero_point()) if tensor.is_quantized else None
+
+
+def dtype_of(tensor: Any) -> str:
+    return str(tensor.dtype).removeprefix("torch.") if is_torch(tensor) else str(tensor.dtype.name)
+
+
+def place_of(tensor: Any) -> int:
+    address: int = tensor.data_ptr() if is_torch(tensor) else tensor.__array_interface__["data"][0]
+    return address
+
+
+def kind_of(value: object) -> str:
+    return f"{type(value).__module__}.{type(value).__qualname__}"
+
+
+def fault_of(tensor: Any) -> str | None:
+    """Why this tensor's memory cannot be lent out, and what to do; None if it can."""
+    if is_torch(tensor):
+        try:
+            return _torch_fault(tensor)
+        except (RuntimeError, ValueError, TypeError, NotImplementedError) as error:
+            # Lazy, functional and wrapper tensors refuse the questions themselves.
+            return f"a {kind_of(tensor)} has no memory to look at ({str(error).splitlines()[0]:.200})"
+    if is_numpy(tensor):
+        return _numpy_fault(tensor)
+    return f"a {kind_of(tensor)} is neither a torch.Tensor nor a numpy.ndarray"
+
+
+def _torch_fault(tensor: Any) -> str | None:
+    if hasattr(tensor, "to_local"):
+        return "it is a DTensor, and its bytes are those of its local part; register `.to_local()` of it on each rank"
+    if tensor.is_meta:
+        return "it is on the meta device and has no bytes; materialize it first (`.to_empty(device='cpu')`)"
+    if tensor.device.type == "cuda" and (fault := fault_here()) is not None:
+        return f"it is on {tensor.device}, and {fault}"
+    if tensor.device.type not in ("cpu", "cuda"):
+        return f"it is on {tensor.device}; tensors on the CPU and on CUDA devices can be registered"
+    if str(tensor.layout) != "torch.strided" or tensor.is_nested:
+        return "it is sparse, nested or of another special layout; register `.to_dense()` or its parts"
+    if tensor.is_conj():
+        return "its conjugation is still to be done; register `.resolve_conj()`"
+    if tensor.is_neg():
+        return "its negation is still to be done; register `.resolve_neg()`"
+    if dtype_of(tensor) not in ITEMSIZE:
+        return f"{tensor.dtype} is unknown to this version of TensorHub"
+    if tensor.is_quantized and (fault := _quantized_fault(tensor)):
+        return fault
+    if not tensor.is_contiguous():
+        shape = f"shape {tuple(tensor.shape)}, stride {tensor.stride()}"
+        return f"it is not contiguous ({shape}); register `.contiguous()`"
+    nbytes = tensor.numel() * tensor.element_size()
+    if tensor.untyped_storage().nbytes() < tensor.storage_offset() * tensor.element_size() + nbytes:
+        return "its storage was freed or is smaller than its shape; register it while it has its memory"
+    if nbytes and not tensor.data_ptr():
+        return f"a {kind_of(tensor)} has no memory of its own; register the tensors that it wraps"
+    return None
+
+
+def _quantized_fault(tensor: Any) -> str | None:
+    """Only one scale and one zero point, of all elements, are carried along with the bytes."""
+    dtype = dtype_of(tensor)
+    if dtype not in QUANTIZED:
+        return f"{dtype} packs several elements into a byte in torch's own way; register `.int_repr()`"
+    try:
+        scheme = str(tensor.qscheme())
+    except RuntimeError:
+        return "it is quantized and has no scale; make it with `torch.quantize_per_tensor`"
+    if scheme != "torch.per_tensor_affine":
+        parts = "`.int_repr()`, `.q_per_channel_scales()` and `.q_per_channel_zero_points()`"
+        return f"its scheme is {scheme}, and only per_tensor_affine is carried along; register {parts} as tensors"
+    return quantization_fault(dtype, quantization_of(tensor))
+
+
+def _numpy_fault(array: Any) -> str | None:
+    if hasattr(array, "mask"):
+        return "it is masked, and its mask would stay behind; register `.data` and `.mask`"
+    if array.dtype.name not in ITEMSIZE or not array.dtype.isnative:
+        return f"dtype {array.dtype} is not one of torch's; convert it (`.astype(...)`)"
+    if not array.flags.c_contiguous:
+        return f"it is not C-contiguous (shape {array.shape}); use `numpy.ascontiguousarray(...)`"
+    if not array.flags.writeable:
+        return "it cannot be written to; register a copy (`.copy()`)"
+    return None

@@ -1,0 +1,113 @@
+"""What a caller registers, as tensors by name: of an nn.Module, of a mapping, or of a nested one; looked up anew each time.
+
+A module's are its named parameters and its persistent buffers, tied ones under each of their names, in the order of its
+`state_dict()`. That is never called: it runs hooks, and FSDP's gathers. The prefixes of torch's own wrappers are left out.
+Not responsible for whether a tensor can be registered (`describing`).
+
+torch is never imported here. Whoever hands over a module has imported it already.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+from typing import Any
+
+from tensorhub.errors import RegistrationError
+
+# Where torch defines a wrapper, its class, and the name under which it keeps the module that it wraps.
+_WRAPPERS = (
+    ("torch._dynamo.eval_frame", "OptimizedModule", "_orig_mod"),
+    ("torch.nn.parallel.distributed", "DistributedDataParallel", "module"),
+    ("torch.nn.parallel.data_parallel", "DataParallel", "module"),
+    ("torch.distributed.algorithms._checkpoint.checkpoint_wrapper", "ActivationWrapper", "_checkpoint_wrapped_module"),
+)
+NAMES_MAX = 5  # in an error
+_FSDP = "torch.distributed.fsdp.fully_sharded_data_parallel", "FullyShardedDataParallel"
+
+
+def is_module(value: object) -> bool:
+    """Whether it is a torch.nn.Module."""
+    nn = getattr(sys.modules.get("torch"), "nn", None)
+    return isinstance(value, getattr(nn, "Module", ()))
+
+
+def resolve(given: object) -> dict[str, Any]:
+    """The present tensors of a module or of a mapping; what is in a mapping within it gets a dotted name.
+
+    RegistrationError: it is neither, two entries have one name, or a module is flattened by FSDP.
+    """
+    found = _Found()
+    try:
+        if is_module(given):
+            found.enter_module(given, "")
+        elif isinstance(given, Mapping):
+            found.enter_mapping(given, "")
+        else:
+            what = f"{type(given).__module__}.{type(given).__qualname__}"
+            raise RegistrationError(f"tensors: give an nn.Module or a mapping of names to tensors, not {what}")
+    except RecursionError:
+        raise RegistrationError("tensors: they are nested too deeply; nothing can hold itself") from None
+    if found.twice:
+        names = ", ".join(map(repr, list(found.twice)[:NAMES_MAX]))
+        raise RegistrationError(
+            f"tensors: two entries have one name ({names}), since nested names are joined by dots: rename one"
+        )
+    return found.tensors
+
+
+class _Found:
+    """What has been found so far."""
+
+    def __init__(self) -> None:
+        self.tensors: dict[str, Any] = {}
+        self.twice: dict[str, None] = {}  # names of more than one entry
+        defined = [(_defined(where, kind), inner) for where, kind, inner in _WRAPPERS]
+        self._wrappers = [(kind, inner) for kind, inner in defined if kind is not None]
+        self._fsdp = _defined(*_FSDP)
+        self._inner: dict[type, str | None] = {}  # what a kind of module calls the one that it wraps, if it does
+
+    def enter_mapping(self, given: Mapping[Any, Any], prefix: str) -> None:
+        for name, value in given.items():
+            whole = prefix + name if isinstance(name, str) else name  # a name that is none is refused with its tensor
+            if isinstance(value, Mapping) and isinstance(name, str):
+                self.enter_mapping(value, f"{whole}.")
+            else:
+                self._enter_tensor(whole, value)
+
+    def _enter_tensor(self, name: str, tensor: Any) -> None:
+        if name in self.tensors:
+            self.twice[name] = None
+        self.tensors[name] = tensor
+
+    def enter_module(self, module: Any, prefix: str) -> None:
+        """As `named_parameters(remove_duplicate=False)` and `named_buffers` do, which take their own pass each."""
+        for name, tensor in module._parameters.items():
+            if tensor is not None:
+                self._enter_tensor(prefix + name, tensor)
+        for name, tensor in module._buffers.items():
+            if tensor is not None and name not in module._non_persistent_buffers_set:
+                self._enter_tensor(prefix + name, tensor)
+        kind = type(module)
+        if kind not in self._inner:
+            self._inner[kind] = self._inner_of(module, prefix)
+        inner = self._inner[kind]
+        for name, child in module._modules.items():
+            if child is not None:
+                self.enter_module(child, prefix if name == inner else f"{prefix}{name}.")
+
+    def _inner_of(self, module: Any, prefix: str) -> str | None:
+        if self._fsdp is not None and isinstance(module, self._fsdp):
+            where = f" {prefix[:-1]!r}" if prefix else ""
+            raise RegistrationError(
+                f"the module{where} is wrapped in FullyShardedDataParallel, which flattens its parameters and frees them "
+                "between steps: register tensors of your own, and in mutate() copy into them what "
+                "`FullyShardedDataParallel.summon_full_params(module)` shows"
+            )
+        return next((inner for wrapper, inner in self._wrappers if isinstance(module, wrapper)), None)
+
+
+def _defined(where: str, name: str) -> type | None:
+    """A class of torch's, if the module that defines it was imported: else there can be no instance of it."""
+    kind: type | None = getattr(sys.modules.get(where), name, None)
+    return kind
