@@ -100,7 +100,7 @@ async def test_who_asks_for_pages_and_takes_none_holds_nobody_up(monkeypatch: py
 
     monkeypatch.setattr(Coordinator, "_describe", counting)
     async with nothing_left(), serving(OPTIONS) as server, connect(server.address) as hub:
-        names = crowd(server._core)
+        names = crowd(server._core, prefix="m" * 200)
         async with await talk(server, JOIN) as deaf:
             for _ in range(5000):  # far more than the kernel holds the answers to
                 await deaf.send(Describe(DEAF, None))

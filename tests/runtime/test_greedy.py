@@ -6,23 +6,28 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import AsyncIterator
+from dataclasses import replace
 from typing import Any
 
 import anyio
 import pytest
 
 import tensorhub
+from tensorhub.coordinator.entities import Version
+from tensorhub.errors import StateError
 from tensorhub.hub import Hub
-from tensorhub.messages import Heartbeat, HeartbeatAck, Join, Register, Registered
+from tensorhub.messages import GetManifest, Heartbeat, HeartbeatAck, Join, ManifestReply, Register, Registered
+from tensorhub.protocol import codec
 from tensorhub.protocol.codec import FROM_COORDINATOR
 from tensorhub.protocol.frames import HEADER_BYTES, READ_BYTES_MAX
 from tensorhub.protocol.handshake import NONCE_BYTES, ClientHandshake
+from tensorhub.protocol.lost import ConnectionLost
 from tensorhub.protocol.secret import read_only_secret
 from tensorhub.protocol.stream import MessageStream
 from tensorhub.runtime import server as server_module
 from tensorhub.runtime.server import CoordinatorServer
 from tensorhub.runtime.store import MemoryStore
-from tensorhub.types import Location, Medium, Options, Purpose, parse_address
+from tensorhub.types import Location, Medium, OpKey, Options, Purpose, VersionInfo, parse_address
 from tests.rig import CHUNK_BYTES, WAIT_S, nothing_left, tensors, until
 
 SECRET = "the cluster's own"
@@ -145,3 +150,69 @@ async def test_full_sessions_frames_are_bounded_together_and_small_ones_do_not_w
         await half.aclose()
         assert isinstance(await second.receive(), Registered)
         await until(lambda: server._full.pot.free == FRAME_BYTES)
+
+
+async def test_long_answers_that_read_only_sessions_do_not_take_are_bounded_together(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Each is more than the kernel holds for a peer that does not read."""
+    made, manifest, encode = 0, bytes(15 * 2**20), codec.encode
+
+    def counted_encode(message: Any) -> bytes:
+        nonlocal made
+        made += isinstance(message, ManifestReply)
+        return encode(message)
+
+    monkeypatch.setattr(server_module, "READ_ONLY_ANSWERS_BYTES_MAX", 1, raising=False)  # one frame
+    options = replace(PATIENT, frame_bytes_max=2**24)
+    async with serving(options) as server, contextlib.AsyncExitStack() as stack:
+        trainer = await stack.enter_async_context(await joined(server, 1000, read_only=False))
+        await trainer.send(registers("trainer", 1))
+        await trainer.receive()
+        version = Version(VersionInfo("m", 1, "content", 1, 1), 0, "", OpKey("m", "trainer", 1, 1))
+        core = server._core.cluster
+        core.model("m").versions[1] = version
+        core.learn(version, 0, manifest)
+        greedy = [await stack.enter_async_context(await joined(server, number, read_only=True)) for number in range(4)]
+        monkeypatch.setattr(codec, "encode", counted_encode)
+        for messages in greedy:
+            await messages.send(GetManifest(1, "m", "content", 0))
+        await until(lambda: made == 2)  # one that there is room for, and one that waits for room
+        for number in range(5):  # a full one is answered meanwhile, also at length
+            await trainer.send(GetManifest(number, "m", "content", 0))
+            assert isinstance(await trainer.receive(), ManifestReply)
+        assert made == 2 + 5
+        for messages in greedy:  # who takes them makes room for the others
+            with anyio.fail_after(WAIT_S):
+                assert isinstance(await messages.receive(), ManifestReply)
+
+
+async def test_who_does_not_take_a_long_answer_within_a_lease_is_cut_off() -> None:
+    async with serving(Options(lease_s=0.5)) as server, await joined(server, 1, read_only=True) as deaf:
+        version = Version(VersionInfo("m", 1, "content", 1, 1), 0, "", OpKey("m", "trainer", 1, 1))
+        core = server._core.cluster
+        core.model("m").versions[1] = version
+        core.learn(version, 0, bytes(15 * 2**20))
+        await deaf.send(GetManifest(1, "m", "content", 0))
+        number = 0
+        while server._sessions:
+            number += 1
+            with contextlib.suppress(ConnectionLost):
+                await deaf.send(Heartbeat(number))
+            await anyio.sleep(0.01)
+        assert server._read_only.answers.free == server._read_only.answers.nbytes
+
+
+async def test_an_answer_that_no_frame_can_carry_is_refused_and_the_session_goes_on() -> None:
+    async with serving(replace(PATIENT, frame_bytes_max=65_536)) as server, connect(server, SECRET) as hub:
+        await hub.register("m", tensors(1))
+        core = server._core
+        model = core.cluster.models["m"]
+        for number in range(3000):
+            info = VersionInfo("m", number, f"content-{number}", 1, 1)
+            core._versions.recover(Version(info, 0, "", OpKey("m", "trainer", 1, number)), model)
+        with pytest.raises(StateError, match=r"the answer cannot be sent: it has \d+ bytes, frames have 65536 at most"):
+            await hub.describe("m")
+        assert server._sessions_minted == 1
+        model.versions.clear()
+        assert (await hub.describe("m")).model == "m"

@@ -96,7 +96,10 @@ class MessageStream(Generic[M]):
 
         Raises ProtocolError, with nothing sent, for a message that breaks its own bounds or is too large.
         """
-        body = codec.encode(message)
+        await self.send_encoded(codec.encode(message))
+
+    async def send_encoded(self, body: bytes) -> None:
+        """The same of a message that is encoded already."""
         async with self._sending:
             await self._send_bytes(self._encoder.frame(body))
 

@@ -37,8 +37,19 @@ from tensorhub.coordinator import (
     Send,
     Tick,
 )
-from tensorhub.errors import StateError, TensorHubError
-from tensorhub.messages import Describe, FromCoordinator, FromWorker, GetManifest, Join
+from tensorhub.errors import ProtocolError, StateError, TensorHubError
+from tensorhub.messages import (
+    Describe,
+    Description,
+    ErrorInfo,
+    FromCoordinator,
+    FromWorker,
+    GetManifest,
+    Join,
+    ManifestReply,
+    Refused,
+)
+from tensorhub.protocol import codec
 from tensorhub.protocol.codec import FROM_WORKER
 from tensorhub.protocol.handshake import NONCE_BYTES, ServerHandshake
 from tensorhub.protocol.lost import ConnectionLost
@@ -60,6 +71,8 @@ FIRST_FRAME_BYTES_MAX = 65_536  # of a session that has not said Join
 READ_ONLY_FRAME_BYTES_MAX = 2**20  # of a read-only one that has; who publishes nothing says nothing long
 UNDECODED_BYTES_MAX = 2**30  # of all sessions' frames that are large, and not whole or not heard yet; one frame at least
 READ_ONLY_UNDECODED_BYTES_MAX = 2**26  # the same of all read-only sessions, which are not counted there
+ANSWERS_BYTES_MAX = 2**30  # of long answers, to all full sessions together, that are on their way; one frame at least
+READ_ONLY_ANSWERS_BYTES_MAX = 2**26  # the same of all read-only sessions
 RETRY_S = 0.1  # after a connection that could not be accepted
 ROOM_S = 0.01  # the same, where a stranger goes for it
 
@@ -75,15 +88,11 @@ class _Session:
     scope: anyio.CancelScope = field(default_factory=anyio.CancelScope)
     moved: anyio.Event = field(default_factory=anyio.Event)  # see `wait_moved`
     is_ending: bool = False  # its last words are being said
-    is_saying: bool = False  # a message is on its way to the peer
-
-    def unread(self) -> int:
-        """How many messages the peer has not taken."""
-        return self.outbox.statistics().current_buffer_used + self.is_saying
+    unread: int = 0  # messages that the peer has not taken, the one that is on its way included
 
     async def wait_taken(self, unread_max: int) -> None:
         """Until there are at most so many of those."""
-        while self.unread() > unread_max:
+        while self.unread > unread_max:
             await self.wait_moved()
 
     async def wait_moved(self) -> None:
@@ -98,6 +107,7 @@ class _Kind:
 
     frame_bytes_max: int
     pot: Pot  # for their frames that are not whole or not heard yet
+    answers: Pot  # for what is long, and on its way to them
     turn: anyio.Lock = field(default_factory=anyio.Lock)  # to be answered at length
 
 
@@ -121,8 +131,14 @@ class CoordinatorServer:
         self._refusals = Tally(log.warning, "peer_refused")
         self._shortages = Tally(log.warning, "accept_failed")
         frame_bytes_max = options.frame_bytes_max
-        self._full = _Kind(frame_bytes_max, Pot(max(UNDECODED_BYTES_MAX, frame_bytes_max)))
-        self._read_only = _Kind(min(READ_ONLY_FRAME_BYTES_MAX, frame_bytes_max), Pot(READ_ONLY_UNDECODED_BYTES_MAX))
+        self._full = _Kind(
+            frame_bytes_max, Pot(max(UNDECODED_BYTES_MAX, frame_bytes_max)), Pot(max(ANSWERS_BYTES_MAX, frame_bytes_max))
+        )
+        self._read_only = _Kind(
+            min(READ_ONLY_FRAME_BYTES_MAX, frame_bytes_max),
+            Pot(max(READ_ONLY_UNDECODED_BYTES_MAX, READ_ONLY_FRAME_BYTES_MAX)),
+            Pot(max(READ_ONLY_ANSWERS_BYTES_MAX, frame_bytes_max)),
+        )
         self._core: Coordinator
 
     def __repr__(self) -> str:
@@ -204,6 +220,7 @@ class CoordinatorServer:
             return
         try:
             session.outbox.send_nowait(message)
+            session.unread += 1
         except anyio.WouldBlock:
             log.warning("session_too_slow", session=number, messages=OUTBOX_MESSAGES_MAX)
             session.scope.cancel()
@@ -321,8 +338,9 @@ class CoordinatorServer:
         try:
             with session.scope, outbox, to_say:
                 async with anyio.create_task_group() as tasks:
-                    tasks.start_soon(self._talk, messages, to_say, session, tasks.cancel_scope)
-                    await self._hear(messages, number, session, self._read_only if handshake.read_only else self._full)
+                    kind = self._read_only if handshake.read_only else self._full
+                    tasks.start_soon(self._talk, messages, to_say, session, kind, tasks.cancel_scope)
+                    await self._hear(messages, number, session, kind)
                     tasks.cancel_scope.cancel()
         except* (ConnectionLost, TensorHubError) as group:
             raise group.exceptions[0] from None
@@ -355,29 +373,61 @@ class CoordinatorServer:
         while True:
             await session.wait_taken(0)
             async with turn:
-                if not session.unread():  # nothing is in the way: the answer is encoded at once
+                if session.unread == 0:  # nothing is in the way: the answer is encoded at once
                     self._step(Received(number, message))
-                    if session.unread():
+                    if session.unread:
                         await session.wait_moved()
                     return
 
-    @staticmethod
     async def _talk(
+        self,
         messages: MessageStream[FromWorker],
         to_say: MemoryObjectReceiveStream[FromCoordinator | None],
         session: _Session,
+        kind: _Kind,
         scope: anyio.CancelScope,
     ) -> None:
         """Say what the core wants said, until it wants the session closed."""
         async for message in to_say:
             if message is None:
                 break
-            session.is_saying = True
-            session.moved.set()
-            await messages.send(message)
-            session.is_saying = False
+            if isinstance(message, Description | ManifestReply):
+                await self._say_at_length(messages, message, session, kind)
+            else:
+                session.moved.set()
+                await messages.send(message)
+            session.unread -= 1
             session.moved.set()
         scope.cancel()
+
+    async def _say_at_length(
+        self, messages: MessageStream[FromWorker], message: Description | ManifestReply, session: _Session, kind: _Kind
+    ) -> None:
+        """It is this session's turn until there is room for its answer, so that no other one is made meanwhile. Nothing else
+        can be said while that is on its way, so it must be taken within a lease.
+        """
+        body = _encoded(message, self._options.frame_bytes_max)
+        await kind.answers.take(len(body))
+        try:
+            session.moved.set()
+            with anyio.move_on_after(self._options.lease_s) as sending:
+                await messages.send_encoded(body)
+            if sending.cancelled_caught:
+                raise ConnectionLost(f"an answer of {len(body)} bytes was not taken within {self._options.lease_s:g} s")
+        finally:
+            kind.answers.give_back(len(body))
+
+
+def _encoded(message: Description | ManifestReply, bytes_max: int) -> bytes:
+    """Its body; if no frame can carry that, a refusal's."""
+    try:
+        body = codec.encode(message)
+        if len(body) <= bytes_max:
+            return body
+        what = f"it has {len(body)} bytes, frames have {bytes_max} at most (Options.frame_bytes_max)"
+    except ProtocolError as error:
+        what = str(error)
+    return codec.encode(Refused(message.request, ErrorInfo.of(StateError(f"the answer cannot be sent: {what}"))))
 
 
 def _origin(stream: anyio.abc.ByteStream) -> str:
