@@ -30,7 +30,7 @@ from tensorhub.messages import (
     Welcome,
 )
 from tensorhub.protocol import codec
-from tensorhub.protocol.frames import PREFACE, FrameEncoder, FrameMac, frame
+from tensorhub.protocol.frames import PREFACE, FrameEncoder, frame
 from tensorhub.protocol.handshake import NONCE_BYTES, ClientHandshake
 from tensorhub.types import Location, Medium, Purpose, parse_address
 from tests.rig import CHUNK_BYTES, CHUNKS, WAIT_S, cluster, gated, holds, tensors, until
@@ -106,8 +106,8 @@ def insult(address: Address, words: bytes) -> None:
         say(peer, words)
 
 
-def prove(peer: socket.socket, role: str) -> tuple[bytes, FrameMac]:
-    """Go through the handshake; returns all that this side said, and by what it goes on."""
+def prove(peer: socket.socket, role: str) -> tuple[bytes, bytes]:
+    """Go through the handshake; returns all that this side said, and the key by which it goes on."""
     handshake = ClientHandshake(role, os.urandom(8).hex(), b"secret", os.urandom(NONCE_BYTES))
     words = b""
     while True:
@@ -115,14 +115,14 @@ def prove(peer: socket.socket, role: str) -> tuple[bytes, FrameMac]:
         words += data
         peer.sendall(data)
         if handshake.done:
-            return words, FrameMac(handshake.frame_keys[0])
+            return words, handshake.frame_keys[0]
         handshake.receive_data(peer.recv(handshake.bytes_wanted))
 
 
-def authentic(words: bytes, mac: FrameMac) -> bytes:
+def authentic(words: bytes, key: bytes) -> bytes:
     """The same, each frame with its mac; what is no frame stays as it is."""
     encoder = FrameEncoder(2**27)
-    encoder.mac = mac
+    encoder.authenticate(key)
     done = b""
     while (end := 4 + int.from_bytes(words[:4], "big")) <= len(words) and end > 4:
         done += encoder.frame(words[4:end])

@@ -18,7 +18,6 @@ from tensorhub.protocol.frames import (
     PREFACE,
     FrameDecoder,
     FrameEncoder,
-    FrameMac,
     check_preface,
     frame,
 )
@@ -74,7 +73,8 @@ def _check_prefaces(stream: bytes) -> None:
 def _decode(stream: bytes, frame_bytes_max: int, piece_bytes: int, key: bytes = b"") -> tuple[list[bytes], bool]:
     """The frames, and whether the rest of the stream was refused, at its end as well."""
     decoder, found = FrameDecoder(frame_bytes_max), list[bytes]()
-    decoder.mac = FrameMac(key) if key else None
+    if key:
+        decoder.authenticate(key)
     most = HEADER_BYTES + frame_bytes_max + (MAC_BYTES if key else 0)
     try:
         for at in range(0, len(stream), piece_bytes):
@@ -140,7 +140,7 @@ def relays(data: bytes) -> None:
 
 def _sealed(bodies: list[bytes], key: bytes) -> list[bytes]:
     encoder = FrameEncoder(60)
-    encoder.mac = FrameMac(key)
+    encoder.authenticate(key)
     return [encoder.frame(body) for body in bodies]
 
 

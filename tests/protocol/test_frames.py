@@ -17,7 +17,6 @@ from tensorhub.protocol.frames import (
     PREFACE,
     FrameDecoder,
     FrameEncoder,
-    FrameMac,
     NotAuthentic,
     WrongVersion,
     check_preface,
@@ -129,7 +128,7 @@ BODIES = [b"one", b"two", b"two", b"\0" * MOST, b"five"]
 def sealed(*bodies: bytes, key: bytes = KEY, at: int = 0) -> list[bytes]:
     """Frames of these bodies, each with its mac, the first of them with the number `at`."""
     encoder = FrameEncoder(MOST)
-    encoder.mac = FrameMac(key)
+    encoder.authenticate(key)
     for _ in range(at):
         encoder.frame(b"before")
     return [encoder.frame(body) for body in bodies]
@@ -138,7 +137,7 @@ def sealed(*bodies: bytes, key: bytes = KEY, at: int = 0) -> list[bytes]:
 def opened(pieces: list[bytes], key: bytes = KEY) -> list[bytes]:
     """The bodies that a receiver takes; NotAuthentic is raised."""
     decoder = FrameDecoder(MOST)
-    decoder.mac = FrameMac(key)
+    decoder.authenticate(key)
     found = []
     for piece in pieces:
         decoder.receive_data(piece)
@@ -167,7 +166,7 @@ def test_authentic_frames_come_out_whichever_way_they_arrive(bodies: list[bytes]
 def test_reading_what_is_wanted_never_reads_beyond_an_authentic_frame() -> None:
     stream = b"".join(sealed(*BODIES)) + b"payload"
     decoder = FrameDecoder(MOST)
-    decoder.mac = FrameMac(KEY)
+    decoder.authenticate(KEY)
     for body in BODIES:
         while (found := decoder.next_frame()) is None:
             wanted = decoder.bytes_wanted
@@ -219,7 +218,7 @@ def test_frames_of_another_key_or_of_none_are_noticed() -> None:
 def test_after_a_frame_that_is_not_authentic_nothing_is_taken() -> None:
     good, after = sealed(b"good", b"after")
     decoder = FrameDecoder(MOST)
-    decoder.mac = FrameMac(KEY)
+    decoder.authenticate(KEY)
     decoder.receive_data(good + frame(b"bad", MOST) + bytes(MAC_BYTES))
     assert decoder.next_frame() == b"good"
     for again in (decoder.next_frame, lambda: decoder.receive_data(after), decoder.next_frame, decoder.receive_eof):
@@ -236,7 +235,7 @@ def test_a_bad_length_is_refused_before_its_mac_arrives() -> None:
 
 def test_a_frame_that_is_too_large_to_send_takes_no_number() -> None:
     encoder = FrameEncoder(MOST)
-    encoder.mac = FrameMac(KEY)
+    encoder.authenticate(KEY)
     with pytest.raises(ProtocolError):
         encoder.frame(bytes(MOST + 1))
     assert [encoder.frame(b"one")] == sealed(b"one")

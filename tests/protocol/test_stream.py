@@ -15,7 +15,7 @@ from tensorhub import messages as m
 from tensorhub.errors import AuthenticationFailed, OperationTimeout, ProtocolError
 from tensorhub.protocol import codec
 from tensorhub.protocol.codec import FROM_COORDINATOR, FROM_WORKER
-from tensorhub.protocol.frames import PREFACE, FrameEncoder, FrameMac, frame
+from tensorhub.protocol.frames import PREFACE, FrameEncoder, frame
 from tensorhub.protocol.handshake import ClientHandshake, ServerHandshake
 from tensorhub.protocol.lost import ConnectionLost
 from tensorhub.protocol.stream import MessageStream
@@ -206,7 +206,7 @@ async def test_frames_that_come_with_the_last_proof_are_kept(ends: Ends) -> None
                 theirs.receive_data(await ends[1].receive())
                 last = theirs.data_to_send()
             encoder = FrameEncoder(MOST)
-            encoder.mac = FrameMac(theirs.frame_keys[0])
+            encoder.authenticate(theirs.frame_keys[0])
             await ends[1].send(last + encoder.frame(codec.encode(m.HeartbeatAck(1))))
         assert await worker.receive() == m.HeartbeatAck(1)
 

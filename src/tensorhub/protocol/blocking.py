@@ -26,7 +26,7 @@ from tensorhub.errors import OperationTimeout, ProtocolError, TensorHubError
 from tensorhub.messages import ClientHello, Message, ServerHello
 from tensorhub.protocol import codec
 from tensorhub.protocol.codec import Vocabulary
-from tensorhub.protocol.frames import FrameDecoder, FrameEncoder, FrameMac
+from tensorhub.protocol.frames import FrameDecoder, FrameEncoder
 from tensorhub.protocol.handshake import Handshake
 from tensorhub.protocol.lost import ConnectionLost
 
@@ -99,7 +99,9 @@ class BlockingConnection:
                 self._step(handshake, deadline)
         except OperationTimeout as error:
             raise OperationTimeout(f"the handshake took longer than {timeout_s:g} s") from error
-        self._encoder.mac, self._decoder.mac = map(FrameMac, handshake.frame_keys)
+        mine, theirs = handshake.frame_keys
+        self._encoder.authenticate(mine)
+        self._decoder.authenticate(theirs)
         self._decoder.receive_data(handshake.take_rest())
         self._limit_waits(self.stall_timeout_s)
         return handshake.peer

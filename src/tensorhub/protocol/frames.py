@@ -83,21 +83,25 @@ class FrameMac:
 
 
 class FrameEncoder:
-    """Makes frames of bodies; `mac`: of those after the handshake. ProtocolError for a body that the peer would refuse."""
+    """Makes frames of bodies, one after the other. ProtocolError for a body that the peer would refuse."""
 
-    __slots__ = ("_frame_bytes_max", "mac")
+    __slots__ = ("_frame_bytes_max", "_mac")
 
     def __init__(self, frame_bytes_max: int) -> None:
         self._frame_bytes_max = frame_bytes_max
-        self.mac: FrameMac | None = None
+        self._mac: FrameMac | None = None
 
     def __repr__(self) -> str:
-        return f"<FrameEncoder of at most {self._frame_bytes_max} bytes, {self.mac!r}>"
+        return f"<FrameEncoder of at most {self._frame_bytes_max} bytes, {self._mac!r}>"
+
+    def authenticate(self, key: bytes) -> None:
+        """The handshake is over: from now on frames carry macs under this key."""
+        self._mac = FrameMac(key)
 
     def frame(self, body: bytes) -> bytes:
         """The frame that is sent next."""
         head = _header(len(body), self._frame_bytes_max)
-        return head + body if self.mac is None else b"".join((head, body, self.mac.next(head, body)))
+        return head + body if self._mac is None else b"".join((head, body, self._mac.next(head, body)))
 
 
 def _header(body_bytes: int, frame_bytes_max: int) -> bytes:
@@ -115,23 +119,28 @@ def frame(body: bytes, frame_bytes_max: int) -> bytes:
 
 
 class FrameDecoder:
-    """Cuts received bytes into the bodies of frames; `mac`: of those after the handshake, which are checked.
+    """Cuts received bytes into the bodies of frames, and checks their macs once they have some.
 
     Feed it with `receive_data`, then take frames with `next_frame` until it gives None. It never holds more
     than one frame of the largest size and the bytes of one `receive_data`. After it raised, every further
     call raises the same.
     """
 
-    __slots__ = ("_buffer", "_error", "frame_bytes_max", "mac")
+    __slots__ = ("_around", "_buffer", "_error", "_mac", "frame_bytes_max")
 
     def __init__(self, frame_bytes_max: int) -> None:
         self.frame_bytes_max = frame_bytes_max
-        self.mac: FrameMac | None = None
+        self._mac: FrameMac | None = None
+        self._around = HEADER_BYTES  # bytes of a frame that are not its body
         self._buffer = bytearray()  # what was received and not taken yet; begins at a frame's header
         self._error: ProtocolError | None = None
 
     def __repr__(self) -> str:
         return f"<FrameDecoder: {len(self._buffer)} bytes held, frames of at most {self.frame_bytes_max}>"
+
+    def authenticate(self, key: bytes) -> None:
+        """The handshake is over: from now on frames must have macs under this key."""
+        self._mac, self._around = FrameMac(key), HEADER_BYTES + MAC_BYTES
 
     def receive_data(self, data: bytes) -> None:
         """Take what arrived. Raises ProtocolError if frames pile up that nobody takes."""
@@ -149,7 +158,7 @@ class FrameDecoder:
         end = HEADER_BYTES + size
         with memoryview(self._buffer) as view:
             body = bytes(view[HEADER_BYTES:end])
-            is_authentic = self.mac is None or hmac.compare_digest(self.mac.next(view[:end]), view[end:whole])
+            is_authentic = self._mac is None or hmac.compare_digest(self._mac.next(view[:end]), view[end:whole])
         if not is_authentic:
             self._fail(NotAuthentic(_NOT_AUTHENTIC))
             self._raise_again()
@@ -190,11 +199,6 @@ class FrameDecoder:
         rest = bytes(self._buffer)
         self._buffer.clear()
         return rest
-
-    @property
-    def _around(self) -> int:
-        """Bytes of a frame that are not its body."""
-        return HEADER_BYTES if self.mac is None else HEADER_BYTES + MAC_BYTES
 
     def _size(self) -> int | None:
         """The length of the next frame's body, None while its header is incomplete."""

@@ -20,7 +20,7 @@ from tensorhub.errors import OperationTimeout, TensorHubError
 from tensorhub.messages import ClientHello, Message, ServerHello
 from tensorhub.protocol import codec
 from tensorhub.protocol.codec import Vocabulary
-from tensorhub.protocol.frames import READ_BYTES_MAX, FrameDecoder, FrameEncoder, FrameMac
+from tensorhub.protocol.frames import READ_BYTES_MAX, FrameDecoder, FrameEncoder
 from tensorhub.protocol.handshake import Handshake
 from tensorhub.protocol.lost import ConnectionLost
 from tensorhub.protocol.pot import Pot
@@ -71,7 +71,9 @@ class MessageStream(Generic[M]):
                 await self._step(handshake)
         if scope.cancelled_caught:
             raise OperationTimeout(f"the handshake took longer than {timeout_s:g} s")
-        self._encoder.mac, self._decoder.mac = map(FrameMac, handshake.frame_keys)
+        mine, theirs = handshake.frame_keys
+        self._encoder.authenticate(mine)
+        self._decoder.authenticate(theirs)
         self._decoder.receive_data(handshake.take_rest())
         return handshake.peer
 
