@@ -73,6 +73,23 @@ def test_publish_replicate_mutate_update(hubs: Pair) -> None:
     assert weights.state == "closed"
 
 
+def test_at_least_waits_for_that_number(hubs: Pair) -> None:
+    """What is held already, and what is newest meanwhile, is not enough."""
+    trainer, reader = hubs
+    published, weights = trainer.register("m", tensors(1)), reader.register("m", tensors())
+    published.publish(1)
+    weights.replicate()
+    with ThreadPoolExecutor(1) as pool:
+        waits = pool.submit(weights.update, at_least=3)
+        for number in (2, 3):
+            assert not waits.done()
+            with published.mutate(number):
+                pass
+        assert waits.result(WAIT_S).version == 3
+    with pytest.raises(errors.VersionUnavailable, match="version 4 of 'm' was not published; the newest is 3"):
+        weights.update(at_least=4, timeout=0.05)
+
+
 def test_mutate_whose_body_raises_publishes_nothing(hubs: Pair) -> None:
     weights = hubs[0].register("m", tensors(1))
     with pytest.raises(ValueError, match="diverged"), weights.mutate(1):

@@ -102,6 +102,40 @@ def test_latest_1_is_the_one_before_and_does_not_fall_back() -> None:
     assert asked.number == 1
 
 
+def test_latest_1_waits_for_the_one_before_where_nobody_holds_that() -> None:
+    """R12: it does not fall back to an older one that somebody holds."""
+    cluster, trainer, keeper = trainer_and_reader()
+    reader = cluster.handle("late")
+    keeper.replicate()
+    for number in (2, 3):
+        cluster.run()
+        trainer.unpublish()
+        cluster.run()
+        trainer.publish(number)
+    cluster.run()
+    asked = reader.replicate("latest-1", timeout_s=5)
+    cluster.advance(6)
+    with pytest.raises(VersionUnavailable, match="no live worker holds 'latest-1'"):
+        _ = asked.number
+    asked = reader.replicate("latest-1")
+    cluster.run()
+    assert not asked.has_ended()
+    trainer.unpublish()
+    cluster.run()
+    trainer.publish(4)  # 3 is the one before now, and nobody holds that, either
+    cluster.run()
+    assert not asked.has_ended()
+    other = cluster.handle("other")
+    cluster.run()
+    other.replicate("latest")
+    cluster.run()
+    trainer.unpublish()
+    cluster.run()
+    trainer.publish(5)
+    cluster.run()
+    assert asked.number == 4
+
+
 def test_a_newer_publication_replaces_an_unbound_target() -> None:
     """Version 1 is visible and held by nobody: nothing is bound, and 2 is what `latest` becomes."""
     cluster, trainer, reader = trainer_and_reader()
@@ -123,6 +157,73 @@ def test_at_least_waits_for_that_number() -> None:
     trainer.unpublish()
     cluster.run()
     trainer.publish(3)
+    cluster.run()
+    assert asked.number == 3
+
+
+def test_at_least_is_waited_for_by_who_holds_an_older_version_and_by_its_whole_group() -> None:
+    """What is held, and any newer version below that number, is not enough."""
+    cluster = PureCluster()
+    trainers, readers = cluster.group("trainer", 2), cluster.group("reader", 2)
+    cluster.run()
+    calls: list[Asked] = []
+    for number in range(1, 5):
+        for handle in trainers:
+            if handle.member.state is HandleState.READY:
+                handle.unpublish()
+        cluster.run()
+        for handle in trainers:
+            handle.publish(number)
+        cluster.run()
+        if number == 1:
+            for handle in readers:
+                handle.replicate()
+            cluster.run()
+            calls = [handle.update("latest", at_least=4) for handle in readers]
+            cluster.run()
+        assert [call.has_ended() for call in calls] == [number == 4] * 2
+        assert [handle.member.version for handle in readers] == [4 if number == 4 else 1] * 2
+    assert [(call.number, call.changed) for call in calls] == [(4, True), (4, True)]
+
+
+@pytest.mark.parametrize("what", ["connection", "coordinator"])
+def test_at_least_is_not_forgotten_with_a_connection_or_a_coordinator(what: str) -> None:
+    cluster, trainer, reader = trainer_and_reader()
+    reader.replicate()
+    cluster.run()
+    asked = reader.update("latest", at_least=3)
+    cluster.run()
+    if what == "coordinator":
+        cluster.restart()
+    for worker in (reader.worker, trainer.worker):
+        worker.disconnect()
+        worker.connect()
+    cluster.run()
+    for number in (2, 3):
+        trainer.unpublish()
+        cluster.run()
+        assert not asked.has_ended()
+        trainer.publish(number)
+        cluster.run()
+    assert asked.number == 3
+
+
+@pytest.mark.parametrize("selector", ["latest-1", "available"])
+def test_at_least_holds_for_every_selector(selector: str) -> None:
+    cluster, trainer, reader = trainer_and_reader()
+    keeper = cluster.handle("keeper")
+    cluster.run()
+    asked = reader.update(selector, at_least=3)
+    for number in (2, 3, 4):
+        cluster.run()
+        assert not asked.has_ended()
+        keeper.update("latest")
+        cluster.run()
+        trainer.unpublish()
+        cluster.run()
+        trainer.publish(number)
+        if selector == "available" and number == 3:
+            break
     cluster.run()
     assert asked.number == 3
 

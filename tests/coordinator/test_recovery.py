@@ -301,6 +301,73 @@ def test_a_publisher_in_doubt_whose_publication_failed_is_empty() -> None:
     assert trainer.member.state is HandleState.EMPTY
 
 
+@pytest.mark.parametrize("publishes", [False, True])
+def test_whoever_comes_back_before_the_recovery_lease_is_over_keeps_what_it_holds(publishes: bool) -> None:
+    """However old it is, and whoever came first: nobody can know yet that nobody holds it."""
+    cluster = PureCluster()
+    trainer, keepers = cluster.handle("trainer"), [cluster.handle(f"keeper{number}") for number in range(4)]
+    pair = cluster.group("pair", 2)
+    cluster.run()
+    for number, keeper in enumerate(keepers):
+        if number:
+            trainer.unpublish()
+            cluster.run()
+        trainer.publish(number)
+        cluster.run()
+        keeper.replicate()
+        cluster.run()
+    cluster.restart()
+    for worker in [trainer.worker, *(handle.worker for handle in pair)]:
+        worker.connect()
+    cluster.run()
+    if publishes:
+        trainer.unpublish()
+        cluster.run()
+        trainer.publish(4)
+        cluster.run()
+    cluster.advance(cluster.options.lease_s * 0.95)
+    for keeper in reversed(keepers):
+        keeper.worker.connect()
+        cluster.run()
+    cluster.advance(cluster.options.lease_s)
+    assert [keeper.member.version for keeper in keepers] == [0, 1, 2, 3]
+    assert not any("OrderedOut" in line or "keep=False" in line for line in cluster.log)
+    cluster.check_agreement()
+    late = [cluster.handle(f"late{number}") for number in range(4)]
+    cluster.run()
+    calls = [handle.replicate(number) for number, handle in enumerate(late)]
+    cluster.run()
+    assert [call.number for call in calls] == [0, 1, 2, 3]
+
+
+def test_a_rank_that_comes_back_late_is_kept_with_its_group() -> None:
+    """One rank is back at once, the other one at the end of the recovery lease: neither is ordered out meanwhile."""
+    cluster = PureCluster()
+    trainers, keepers = cluster.group("trainer", 2), cluster.group("keeper", 2)
+    cluster.run()
+    for number in range(4):
+        for handle in trainers:
+            if number:
+                handle.unpublish()
+        cluster.run()
+        for handle in trainers:
+            handle.publish(number)
+        cluster.run()
+        if number == 0:
+            for handle in keepers:
+                handle.replicate()
+            cluster.run()
+    cluster.restart()
+    reconnect(cluster, but=keepers[1].worker.name)
+    cluster.advance(cluster.options.lease_s * 0.95)
+    assert keepers[0].member.version == 0
+    reconnect(cluster)
+    cluster.run()
+    cluster.advance(cluster.options.lease_s)
+    assert [handle.member.version for handle in keepers] == [0, 0]
+    cluster.check_agreement()
+
+
 def test_only_the_newest_versions_are_recovered() -> None:
     cluster = PureCluster()
     trainer = cluster.handle("trainer")

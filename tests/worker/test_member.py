@@ -15,7 +15,18 @@ from tensorhub.errors import (
     VersionUnavailable,
 )
 from tensorhub.manifest import TensorDescription, build_manifest
-from tensorhub.messages import AddSource, ErrorInfo, ManifestReply, OrderedOut, Progress, Refused, Start, Write
+from tensorhub.messages import (
+    AddSource,
+    ErrorInfo,
+    FromWorker,
+    ManifestReply,
+    OrderedOut,
+    Progress,
+    Refused,
+    Register,
+    Start,
+    Write,
+)
 from tensorhub.testing import CHUNK_BYTES, Asked, Handle, PureCluster
 from tensorhub.types import HandleState
 from tensorhub.worker.running import DEADLINE_SLACK_S
@@ -357,6 +368,65 @@ def test_memory_that_is_read_beyond_the_deadline_stays_published(what: str, onli
     assert again.done
     assert again.error is None
     cluster.check_agreement()
+
+
+def announced_open(handle: Handle) -> list[int]:
+    """Have it checked that whenever it says what it holds, that can be read: the generations under which it has said so."""
+    worker, say, said = handle.worker, handle.worker.say, list[int]()
+
+    def listening(message: FromWorker) -> None:
+        if isinstance(message, Register) and message.registration == handle.id and message.held is not None:
+            held = worker.owner._holdings[handle.id]
+            assert held.is_open, f"{message} is said of memory that is closed"
+            assert held.generation == message.held.generation
+            said.append(held.generation)
+        say(message)
+
+    worker.say = listening  # type: ignore[method-assign]
+    return said
+
+
+@pytest.mark.parametrize("when", ["online", "offline", "back while it is fenced", "back at its deadline", "restarted"])
+@pytest.mark.parametrize("what", ["unpublish", "close", "update"])
+def test_memory_that_could_not_be_fenced_is_announced_again_once_it_is_open(what: str, when: str) -> None:
+    cluster, _, (reader, other) = published("reader", "other")
+    reader.replicate()
+    cluster.run()
+    other.publish(2)
+    cluster.run()
+    reader.hold_access()
+    said, worker = announced_open(reader), reader.worker
+    assert reader.member.content is not None
+    before = reader.member.content.generation
+    asked = getattr(reader, what)(timeout_s=8)
+    cluster.run()
+    if when != "online":
+        worker.disconnect()
+    if when == "restarted":
+        cluster.restart()
+        cluster.run()
+    if when in ("back while it is fenced", "restarted"):
+        cluster.advance(1)
+        for each in cluster.workers.values():
+            if each.link is None:
+                each.connect()
+        cluster.run()
+        assert not asked.has_ended()
+        assert said == []  # closed memory is not said to be held
+    cluster.advance(8.1, run=when != "back at its deadline")
+    if worker.link is None:
+        worker.connect()
+    cluster.run()
+    assert isinstance(asked.error, DrainTimeout)
+    assert reader.member.content is not None
+    assert before != reader.member.content.generation == said[-1]
+    cluster.workers["trainer"].crash()
+    late = cluster.handle("late")
+    cluster.advance(cluster.options.lease_s + 1)
+    got = late.replicate(1)
+    cluster.run()
+    assert got.number == 1
+    reader.end_access()
 
 
 @pytest.mark.parametrize("online", [True, False])

@@ -1,0 +1,234 @@
+"""What is said while an entry is on its way to the store: lower numbers, other models, and calls that come after it."""
+
+from __future__ import annotations
+
+import pytest
+
+from tensorhub.coordinator import Publication
+from tensorhub.errors import CoordinatorUnavailable, GroupAborted, VersionConflict
+from tensorhub.testing import Asked, Handle, PureCluster
+from tests.coordinator.test_publish import unstored
+
+
+def handles(cluster: PureCluster, *names: str) -> list[Handle]:
+    found = [cluster.handle(name) for name in names]
+    cluster.run()
+    return found
+
+
+def register_under(cluster: PureCluster, name: str, model: str) -> Handle:
+    """A worker with one registration of another model than everybody else's."""
+    worker = cluster.worker(name)
+    handle = worker.register(name, 0, 1, model=model)
+    cluster.run()
+    return handle
+
+
+def numbers(cluster: PureCluster, model: str = "actor") -> list[int]:
+    """What is durable, in the order in which it was stored: a store whose mark goes back cannot be opened again."""
+    return [entry.number for entry in cluster.store if isinstance(entry, Publication) and entry.model == model]
+
+
+def is_overtaken(asked: Asked, by: int) -> bool:
+    assert isinstance(asked.error, VersionConflict), asked.error
+    assert asked.error.retryable
+    return f"{by} is being recorded" in str(asked.error)
+
+
+# ------------------------------------------------------------------------------------------------------- lower numbers
+
+
+def test_a_lower_number_is_refused_while_a_higher_one_is_being_recorded() -> None:
+    cluster = PureCluster()
+    first, second = handles(cluster, "first", "second")
+    higher = first.publish(5)
+    unstored(cluster)
+    lower = second.publish(3)
+    unstored(cluster)
+    assert is_overtaken(lower, by=5)
+    cluster.run()
+    assert higher.number == 5
+    assert numbers(cluster) == [5]
+    again = second.publish(6)
+    cluster.run()
+    assert again.number == 6
+
+
+def test_a_lower_number_that_was_staged_before_is_refused_when_its_last_rank_calls() -> None:
+    cluster = PureCluster()
+    pair, (other,) = cluster.group("pair", 2), handles(cluster, "other")
+    calls = [pair[0].publish(3)]
+    unstored(cluster)
+    higher = other.publish(5)
+    unstored(cluster)
+    calls.append(pair[1].publish(3))
+    unstored(cluster)
+    assert [is_overtaken(call, by=5) for call in calls] == [True, True]
+    cluster.run()
+    assert higher.number == 5
+    assert numbers(cluster) == [5]
+
+
+@pytest.mark.parametrize("before", [True, False])
+def test_another_model_that_is_being_recorded_beside_it_hides_nothing_and_is_in_nobodys_way(before: bool) -> None:
+    cluster = PureCluster()
+    first, second, third = handles(cluster, "first", "second", "third")
+    critic = register_under(cluster, "critic", "critic")
+    calls = []
+    for trainer, number in ((critic, 9), (first, 5)) if before else ((first, 5), (critic, 9)):
+        calls.append(trainer.publish(number))
+        unstored(cluster)
+    assert len(cluster.unstored) == 2
+    lower, higher = second.publish(3), third.publish(7)
+    unstored(cluster)
+    assert is_overtaken(lower, by=5)
+    assert len(cluster.unstored) == 3
+    cluster.run()
+    assert sorted(call.number for call in calls) == [5, 9]
+    assert higher.number == 7
+    assert numbers(cluster) == [5, 7]
+    assert numbers(cluster, "critic") == [9]
+
+
+def test_a_lower_number_may_be_tried_again_where_the_higher_one_was_not_recorded() -> None:
+    cluster = PureCluster()
+    first, second = handles(cluster, "first", "second")
+    first.publish(5)
+    unstored(cluster)
+    lower = second.publish(3)
+    unstored(cluster)
+    assert is_overtaken(lower, by=5)
+    cluster.fail_store()
+    cluster.run()
+    again = second.publish(3)
+    cluster.run()
+    assert again.number == 3
+    assert numbers(cluster) == [3]
+
+
+# ------------------------------------------------------------------------------------------- behind a write that fails
+
+
+def not_recorded(asked: Asked) -> bool:
+    return isinstance(asked.error, CoordinatorUnavailable) and "disk full" in str(asked.error)
+
+
+def replaced_while_recording(cluster: PureCluster) -> tuple[Handle, Asked, Handle]:
+    """A group's publish is being recorded; one of its processes was lost meanwhile, and another one is in its place."""
+    first, second = cluster.group("trainer", 2)
+    cluster.run()
+    asked = first.publish(1)
+    second.publish(1)
+    unstored(cluster)
+    second.worker.crash()
+    unstored(cluster)
+    newcomer = cluster.handle("spare", "trainer", 1, 2)
+    unstored(cluster)
+    return first, asked, newcomer
+
+
+@pytest.mark.parametrize("breaks", [False, True])
+def test_a_call_that_waits_for_a_decision_goes_on_when_its_write_fails(breaks: bool) -> None:
+    cluster = PureCluster()
+    first, asked, newcomer = replaced_while_recording(cluster)
+    theirs = newcomer.publish(2)
+    unstored(cluster)
+    if breaks:  # it asks again what has become of its call
+        newcomer.worker.disconnect()
+        unstored(cluster)
+        newcomer.worker.connect()
+        unstored(cluster)
+    cluster.fail_store()
+    cluster.run()
+    assert not_recorded(asked)
+    assert not theirs.has_ended()
+    ours = first.publish(2)
+    cluster.run()
+    assert (ours.number, theirs.number) == (2, 2)
+    assert numbers(cluster) == [2]
+
+
+def test_a_call_that_is_given_up_meanwhile_ends_on_all_ranks_when_the_write_fails() -> None:
+    cluster = PureCluster()
+    first, asked, newcomer = replaced_while_recording(cluster)
+    theirs = newcomer.publish(2)
+    unstored(cluster)
+    newcomer.cancel("enough")
+    unstored(cluster)
+    cluster.fail_store()
+    cluster.run()
+    assert not_recorded(asked)
+    assert theirs.has_ended()
+    late = first.publish(2)
+    cluster.run()
+    assert isinstance(late.error, GroupAborted)
+    assert "enough" in str(late.error)
+    calls = [first.publish(3), newcomer.publish(3)]
+    cluster.run()
+    assert [call.number for call in calls] == [3, 3]
+
+
+def test_a_fill_that_waits_for_a_barriers_decision_goes_on_when_its_write_fails() -> None:
+    cluster = PureCluster()
+    first, second = cluster.group("trainer", 2)
+    cluster.run()
+    for handle in (first, second):
+        handle.publish(1)
+    cluster.run()
+    ours, theirs = first.update("latest"), second.update("latest", timeout_s=1)
+    unstored(cluster)
+    second.worker.disconnect()
+    unstored(cluster)
+    cluster.advance(6, run=False)
+    unstored(cluster)
+    assert isinstance(theirs.error, CoordinatorUnavailable)
+    second.worker.connect()
+    unstored(cluster)
+    again = second.update("latest")
+    unstored(cluster)
+    cluster.fail_store()
+    cluster.run()
+    assert not_recorded(ours)
+    assert not again.has_ended()
+    ours = first.update("latest")
+    cluster.run()
+    assert (ours.number, again.number) == (1, 1)
+    cluster.check_agreement()
+
+
+def test_a_rollback_that_waits_for_a_publication_goes_on_when_its_write_fails() -> None:
+    cluster = PureCluster()
+    first, second = handles(cluster, "first", "second")
+    first.publish(1)
+    cluster.run()
+    asked = second.publish(2)
+    unstored(cluster)
+    request = first.worker.rollback(0)
+    unstored(cluster)
+    assert len(cluster.unstored) == 1
+    cluster.fail_store()
+    cluster.run()
+    assert not_recorded(asked)
+    assert first.worker.answers[request] is None
+    again = second.publish(1)
+    cluster.run()
+    assert again.number == 1
+
+
+def test_a_groups_fill_that_waits_for_a_rollback_goes_on_when_its_write_fails() -> None:
+    cluster = PureCluster()
+    trainers, readers, (other,) = cluster.group("trainer", 2), cluster.group("reader", 2), handles(cluster, "other")
+    for handle in trainers:
+        handle.publish(1)
+    cluster.run()
+    calls = [handle.replicate() for handle in readers]
+    while choices := [choice for choice in cluster.choices() if choice.kind != "read"]:
+        cluster.do(choices[0])
+    request = other.worker.rollback(1)
+    unstored(cluster)
+    assert not any(call.has_ended() for call in calls)
+    assert len(cluster.unstored) == 1
+    cluster.fail_store()
+    cluster.run()
+    assert isinstance(other.worker.answers[request], CoordinatorUnavailable)
+    assert [call.number for call in calls] == [1, 1]
