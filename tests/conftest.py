@@ -9,6 +9,8 @@ from pathlib import Path
 import pytest
 from hypothesis import settings
 
+from tensorhub.runtime.logs import repeats
+
 # How long an example takes says more of the machine than of the code.
 settings.register_profile("tensorhub", deadline=None)
 settings.load_profile("tensorhub")
@@ -60,6 +62,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def logging_as_it_was() -> Iterator[None]:
     """A command run within the tests' process sets up logging as for a process of its own; no later test is to see that."""
     level, handlers = logging.root.level, logging.root.handlers[:]
+    repeats.forget()
     yield
     logging.root.setLevel(level)
     for handler in [each for each in logging.root.handlers if each not in handlers]:

@@ -359,8 +359,8 @@ async def test_14_nobody_sees_which_phase_costs_what() -> None:
 # ------------------------------------------------------------------------------------------------------ 15: packaging
 
 SIGNATURES = {
-    "serve": "(host, port, *, token, state_dir, ha, tls, options)",
-    "connect": "(address, *, name, location, token, transports, tls, prefetch, options)",
+    "serve": "(host, port, *, token, state_dir, options)",
+    "connect": "(address, *, name, location, token, transports, prefetch, options)",
     "Hub.register": "(self, model, tensors, *, group, rank, world_size, spot)",
     "Hub.retain": "(self, model, *, latest, timeout)",
     "Hub.pin": "(self, model, version, timeout)",

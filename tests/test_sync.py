@@ -159,8 +159,6 @@ def test_errors_are_the_async_ones(hubs: Pair) -> None:
         reader.wait_for("m", at_least=9, timeout=0.01)
     with pytest.raises(errors.VersionUnavailable, match=r"does not exist|not published yet"):
         reader.register("m", tensors()).replicate(7)
-    with pytest.raises(NotImplementedError, match="tls"):
-        sync.connect("tcp://127.0.0.1:1", tls=object())
     with pytest.raises(errors.CoordinatorUnavailable, match="is one running there"), connect("tcp://127.0.0.1:1", "x"):
         pass
 

@@ -9,6 +9,8 @@ from tensorhub.errors import (
     DrainTimeout,
     GroupAborted,
     IntegrityError,
+    InvalidType,
+    InvalidValue,
     LeaseLost,
     ManifestMismatch,
     MutabilityViolation,
@@ -26,6 +28,7 @@ from tensorhub.errors import (
 from tensorhub.fetched import Fetched
 from tensorhub.hub import Coordinator, Hub, connect, serve
 from tensorhub.protocol.secret import read_only_token
+from tensorhub.runtime.sigterm import leave_on_sigterm
 from tensorhub.transport.shm import shared_empty_like
 from tensorhub.types import FetchReport, Location, ModelInfo, Options, SourceReport, VersionInfo
 from tensorhub.weights import Weights
@@ -42,6 +45,8 @@ __all__ = [
     "GroupAborted",
     "Hub",
     "IntegrityError",
+    "InvalidType",
+    "InvalidValue",
     "LeaseLost",
     "Location",
     "ManifestMismatch",
@@ -62,6 +67,7 @@ __all__ = [
     "VersionUnavailable",
     "Weights",
     "connect",
+    "leave_on_sigterm",
     "read_only_token",
     "serve",
     "shared_empty_like",

@@ -7,6 +7,8 @@
     ├── RegistrationError       these tensors, or this (model, group, rank), cannot be registered
     ├── MutabilityViolation     published memory was written by its owner
     ├── StateError              the call, or one of its arguments, is not allowed in this state
+    │   ├── InvalidType         an argument is of a kind that cannot be used (also a TypeError)
+    │   └── InvalidValue        an argument is out of range, or says nothing that is known (also a ValueError)
     ├── OperationTimeout        a deadline passed (also a TimeoutError)
     │   └── DrainTimeout        memory could not be taken back in time; it stays published
     ├── RetentionError          leaving would lose a retained version
@@ -32,6 +34,7 @@ other calls ask again; LeaseLost is raised where something cannot go on, because
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from typing import ClassVar, Literal
 
@@ -44,7 +47,7 @@ class TensorHubError(Exception):
     retryable_by_default: ClassVar[bool] = False
 
     def __init__(self, message: str, *, retryable: bool | None = None, memory: Memory = "intact") -> None:
-        super().__init__(message)
+        super().__init__(_cut(message))
         self.retryable = self.retryable_by_default if retryable is None else retryable
         self.memory: Memory = memory
 
@@ -89,6 +92,14 @@ class MutabilityViolation(TensorHubError):
 
 class StateError(TensorHubError):
     """The call, or one of its arguments, is not allowed in this state."""
+
+
+class InvalidType(StateError, TypeError):
+    """An argument is of a kind that cannot be used; the error says what to give."""
+
+
+class InvalidValue(StateError, ValueError):
+    """An argument is out of range, or says nothing that is known; the error says what to give."""
 
 
 class OperationTimeout(TensorHubError, TimeoutError):
@@ -189,6 +200,23 @@ def text_of(error: BaseException) -> str:
         return f"{type(error).__name__}: {error}"
     except Exception:
         return type(error).__name__
+
+
+_RUN = re.compile(r"\S{161,}")
+
+
+def _cut(message: str) -> str:
+    """The middle of words that are longer than anybody reads is left out: names have up to 512 characters, tensors' more."""
+    return _RUN.sub(lambda found: f"{found[0][:100]}...{found[0][-40:]}", message) if len(message) > 160 else message
+
+
+def shown(value: object, chars: int = 80) -> str:
+    """The `repr` of what somebody has given, for a message: its middle is cut out where it is long."""
+    try:
+        text = repr(value[: 2 * chars]) if isinstance(value, (str, bytes)) and len(value) > 2 * chars else repr(value)
+    except Exception:
+        return f"<{type(value).__name__}>"
+    return text if len(text) <= chars else f"{text[: chars // 2]}...{text[-chars // 4 :]}"
 
 
 def _family(base: type[TensorHubError]) -> dict[str, type[TensorHubError]]:

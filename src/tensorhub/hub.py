@@ -9,14 +9,17 @@ from __future__ import annotations
 import contextlib
 import os
 import weakref
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, overload
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Self, overload
 
-from tensorhub.errors import StateError, TensorHubError, read_only_refusal
+from tensorhub.errors import InvalidType, InvalidValue, TensorHubError, read_only_refusal, shown
 from tensorhub.fetched import Fetched
-from tensorhub.protocol.secret import Secret, check_open_access, resolve_token
+from tensorhub.opening import Block, Opening, Unpicklable, close_after
+from tensorhub.protocol.secret import Secret, Token, check_open_access, resolve_token
+from tensorhub.runtime.ending import CLOSE_S, Parting
 from tensorhub.runtime.filler import ProgressListener
 from tensorhub.runtime.keyring import open_keyring
 from tensorhub.runtime.loop_thread import AsyncSide, LoopThread, Side
@@ -38,6 +41,8 @@ from tensorhub.types import (
     check_name,
     check_selector,
     check_version,
+    invalid,
+    parse_address,
 )
 from tensorhub.watcher import Watcher
 from tensorhub.weights import Weights
@@ -46,20 +51,15 @@ if TYPE_CHECKING:
     from torch import nn
 
 
-def refuse_unbuilt(**settings: object) -> None:
-    for name, value in settings.items():
-        if value not in (None, False):
-            raise NotImplementedError(f"{name}={value!r} is not built yet: leave it out")
-
-
 # ------------------------------------------------------------------------------------------------------ coordinator
 
 
-class Coordinator:
-    """A coordinator embedded in this process, on a thread and loop of its own."""
+class Coordinator(Unpicklable):
+    """A coordinator embedded in this process, on a thread and loop of its own. Made by `serve`."""
 
-    def __init__(self, server: CoordinatorServer) -> None:
+    def __init__(self, server: CoordinatorServer, thread: LoopThread) -> None:
         self._server = server
+        self._thread = thread
 
     @property
     def address(self) -> str:
@@ -69,6 +69,11 @@ class Coordinator:
     def __repr__(self) -> str:
         return f"<Coordinator at {self.address}>"
 
+    async def close(self) -> None:
+        """End it; the end of its block does that too, and so does the interpreter's exit."""
+        self._thread.end_soon(Parting(CLOSE_S, "the coordinator was closed"))
+        await self._thread.ended()
+
 
 def serve(
     host: str = "127.0.0.1",
@@ -76,11 +81,10 @@ def serve(
     *,
     token: str | bytes | os.PathLike[str] | None = None,
     state_dir: str | os.PathLike[str] | None = None,
-    ha: object = None,
-    tls: object = None,
     options: Options | None = None,
-) -> contextlib.AbstractAsyncContextManager[Coordinator]:
-    """Run a coordinator for the length of the block.
+) -> Opening[Coordinator]:
+    """Run a coordinator: `async with tensorhub.serve() as coordinator`, for the length of the block, or
+    `coordinator = await tensorhub.serve()`, until its `close()` or the interpreter's exit.
 
     `port` 0 takes a free one. `token`: the cluster's secret, or the path of a token file (one token a line: each is
     accepted, and the file is read again when it changes); None takes TENSORHUB_TOKEN, then a token file, else access is
@@ -90,34 +94,59 @@ def serve(
     Raises StateError (port in use, state_dir in use or unusable), AuthenticationFailed (open access beyond loopback, a token
     file that cannot be used).
     """
-    refuse_unbuilt(ha=ha, tls=tls)
-    return serve_on(AsyncSide(), host, port, resolve_token(token), state_dir, options or Options())
+    serves = serving(host, port, token, state_dir, options)
+    return Opening(lambda: serves(AsyncSide()), "serve")
 
 
-@contextlib.asynccontextmanager
-async def serve_on(
+def serving(
+    host: str,
+    port: int,
+    token: Token | None,
+    state_dir: str | os.PathLike[str] | None,
+    options: Options | None,
+) -> Callable[[Side], Coroutine[Any, Any, Coordinator]]:
+    """What `serve` is, for either kind of caller, with its arguments checked."""
+    if not isinstance(host, str):
+        raise InvalidType(f"host={shown(host)}: give a name or an address to listen on, as text")
+    if type(port) is not int or not 0 <= port <= 65_535:
+        raise invalid(port, int, f"port={shown(port)}: give a port, 0 (any free one) to 65535")
+    if not isinstance(state_dir, str | os.PathLike | None):
+        raise InvalidType(f"state_dir={shown(state_dir)}: give the path of a directory, or None")
+    return partial(_serve, host=host, port=port, token=resolve_token(token), state_dir=state_dir, options=_checked(options))
+
+
+def _checked(options: Options | None) -> Options:
+    if not isinstance(options, Options | None):
+        raise InvalidType(f"options={shown(options)}: give tensorhub.Options(...), or None")
+    return options or Options()
+
+
+async def _serve(
     side: Side,
+    *,
     host: str,
     port: int,
     token: Secret | Path,
     state_dir: str | os.PathLike[str] | None,
     options: Options,
-) -> AsyncIterator[Coordinator]:
-    """What `serve` is, for either kind of caller."""
+) -> Coordinator:
     secrets = open_keyring(token)
     check_open_access(secrets[0], host)
     store: Store = MemoryStore() if state_dir is None else SqliteStore(state_dir)
-    try:
-        server: list[CoordinatorServer] = []
+    server: list[CoordinatorServer] = []
 
-        async def main(thread: LoopThread) -> None:
+    async def main(thread: LoopThread) -> None:
+        with contextlib.closing(store):
             server.append(CoordinatorServer(options=options, secrets_accepted=secrets, store=store))
             await server[0].run(host, port, thread.ready)
 
-        async with LoopThread("tensorhub-coordinator", main, side):
-            yield Coordinator(server[0])
-    finally:
+    thread = LoopThread("tensorhub-coordinator", main, side, exit_s=options.exit_timeout_s, ends_last=True)
+    try:
+        await thread.start()
+    except BaseException:
         store.close()
+        raise
+    return Coordinator(server[0], thread)
 
 
 # -------------------------------------------------------------------------------------------------------------- hub
@@ -130,11 +159,15 @@ def connect(
     location: Location | None = None,
     token: str | bytes | os.PathLike[str] | None = None,
     transports: Sequence[str] | None = None,
-    tls: object = None,
     prefetch: bool = False,
     options: Options | None = None,
-) -> contextlib.AbstractAsyncContextManager[Hub]:
-    """Join a cluster as a worker for the length of the block; leaving closes every handle.
+) -> Opening[Hub]:
+    """Join a cluster as a worker; leaving it closes every handle.
+
+    `async with tensorhub.connect(...) as hub` leaves at the end of the block. `hub = await tensorhub.connect(...)` leaves by
+    `hub.close()`, also in another event loop, or when nobody holds the hub any more, nor a `Weights` or watcher of it. What
+    is open when the interpreter exits, on whatever way, leaves then, within `Options.exit_timeout_s`; threads that are not
+    daemons keep the process as long as they run, and may use the hub.
 
     `address`: a coordinator's "tcp://host:port", or several. `name`: for people; default: host and process id. `token`: as
     for `serve`; a token file's first is presented. With a read-only one (`read_only_token`) `fetch`, `newest`, `wait_for`,
@@ -147,32 +180,62 @@ def connect(
     (not a TensorHub coordinator, or of another version), TransportUnavailable, StateError (an address that is none,
     `prefetch` without host memory).
     """
-    refuse_unbuilt(tls=tls)
-    side, here = AsyncSide(), location or Location()
-    return connect_on(side, address, name, here, resolve_token(token), transports, options or Options(), prefetch)
+    joins = joining(address, name, location, token, transports, options, prefetch)
+    return Opening(lambda: joins(AsyncSide()), "connect")
 
 
-@contextlib.asynccontextmanager
-async def connect_on(
-    side: Side,
+def joining(
     address: str | Sequence[str],
     name: str | None,
+    location: Location | None,
+    token: Token | None,
+    transports: Sequence[str] | None,
+    options: Options | None,
+    prefetch: bool,
+) -> Callable[[Side], Coroutine[Any, Any, Hub]]:
+    """What `connect` is, for either kind of caller, with its arguments checked."""
+    if not isinstance(address, str | Sequence):
+        raise InvalidType(f'address={shown(address)}: give a coordinator\'s "tcp://HOST:PORT", or a list of them')
+    addresses = [address] if isinstance(address, str) else list(address)
+    for each in addresses:
+        parse_address(each)
+    if not addresses:
+        raise InvalidValue('no coordinator address is given: give "tcp://HOST:PORT", or a list of them')
+    if not isinstance(location, Location | None):
+        raise InvalidType(f"location={shown(location)}: give tensorhub.Location(site=..., rack=..., host=...), or None")
+    here = location or Location()
+    for part, place in (("site", here.site), ("rack", here.rack), ("host", here.host)):
+        if place != "":
+            check_name(part, place)
+    if isinstance(transports, str) or not isinstance(transports, Sequence | None):
+        raise InvalidType(f'transports={shown(transports)}: give a list of names, as ["tcp"], or None for the best')
+    check_flag("prefetch", prefetch)
+    if prefetch and not _checked(options).host_memory_bytes:
+        raise InvalidValue("prefetch=True needs host memory: set Options.host_memory_bytes")
+    return partial(
+        _join,
+        addresses=addresses,
+        called=check_name("worker", name) if name is not None else f"{here.host}-{os.getpid()}",
+        location=here,
+        token=resolve_token(token),
+        transports=transports,
+        options=_checked(options),
+        prefetch=prefetch,
+    )
+
+
+async def _join(
+    side: Side,
+    *,
+    addresses: Sequence[str],
+    called: str,
     location: Location,
     token: Secret | Path,
     transports: Sequence[str] | None,
     options: Options,
     prefetch: bool,
-) -> AsyncIterator[Hub]:
-    """What `connect` is, for either kind of caller."""
-    check_flag("prefetch", prefetch)
-    if prefetch and not options.host_memory_bytes:
-        raise StateError("prefetch=True needs host memory: set Options.host_memory_bytes")
-    for part, place in (("site", location.site), ("rack", location.rack), ("host", location.host)):
-        if place != "":
-            check_name(part, place)
-    called = check_name("worker", name) if name is not None else f"{location.host}-{os.getpid()}"
+) -> Hub:
     secrets = open_keyring(token)
-    addresses = [address] if isinstance(address, str) else list(address)
     worker: list[Worker] = []
 
     async def main(thread: LoopThread) -> None:
@@ -189,26 +252,33 @@ async def connect_on(
         )
         await worker[0].run(thread.ready)
 
-    async with LoopThread(f"tensorhub-{called}", main, side) as thread:
-        hub = Hub(worker[0], thread)
-        try:
-            yield hub
-        finally:
-            with side.shield():
-                await hub.close()
+    async def farewell(parting: Parting) -> None:
+        for each in worker:
+            await each.close(parting)
+
+    thread = LoopThread(f"tensorhub-{called}", main, side, farewell=farewell, exit_s=options.exit_timeout_s)
+    await thread.start()
+    return Hub(worker[0], thread)
 
 
-class Hub:
-    """A worker's view of its cluster. Made by `connect`."""
+class Hub(Unpicklable):
+    """A worker's view of its cluster. Made by `connect`. `async with hub:` closes it at the end."""
 
     def __init__(self, worker: Worker, thread: LoopThread) -> None:
         self._worker = worker
         self._thread = thread
-        self._watchers: weakref.WeakSet[Watcher] = weakref.WeakSet()
-        self._is_closed = False
+        weakref.finalize(self, thread.dropped).atexit = False
 
     def __repr__(self) -> str:
         return f"<Hub of {self._worker!r}>"
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await close_after(self, error)
 
     @property
     def name(self) -> str:
@@ -279,9 +349,7 @@ class Hub:
         check_name("model", model)
         self._thread.check_usable()
         self._worker.news.tell_loss(model)
-        watcher = Watcher(self._worker, self._thread, model)
-        self._watchers.add(watcher)
-        return watcher
+        return Watcher(self._worker, self._thread, model, keeps=self)
 
     @overload
     async def describe(self, model: str, timeout: float | None = None) -> ModelInfo: ...
@@ -312,8 +380,7 @@ class Hub:
         _check_latest(latest)
         await self._thread.call(self._worker.questions.retain, model, latest, self._worker.timeout_s(timeout))
 
-    @contextlib.asynccontextmanager
-    async def pin(self, model: str, version: int, timeout: float | None = None) -> AsyncIterator[None]:
+    def pin(self, model: str, version: int, timeout: float | None = None) -> contextlib.AbstractAsyncContextManager[None]:
         """Keep one version fetchable for the length of the block, whatever `retain` says; pins of one version count.
 
         It outlives a coordinator with a `state_dir`, and ends with this worker; a rollback ends it too. Once the block
@@ -322,6 +389,10 @@ class Hub:
         CoordinatorUnavailable; at the end of the block LeaseLost, if this worker was taken for dead and the version could
         not be pinned again.
         """
+        return Block(self._pin(model, version, timeout), "hub.pin")
+
+    @contextlib.asynccontextmanager
+    async def _pin(self, model: str, version: int, timeout: float | None) -> AsyncIterator[None]:
         _check_full(self._worker, "pin")
         check_name("model", model)
         check_version(version)
@@ -373,13 +444,9 @@ class Hub:
         return Fetched(memory.tensors(), info, report)
 
     async def close(self) -> None:
-        """Close every handle and leave the cluster; `connect` does it at the end of its block."""
-        if not self._is_closed:
-            self._is_closed = True
-            for watcher in list(self._watchers):
-                watcher.end()
-            with contextlib.suppress(StateError):
-                await self._thread.call(self._worker.close)
+        """Close every handle and leave the cluster; returns when that is done. The end of a block does it too."""
+        self._thread.end_soon(Parting(CLOSE_S))
+        await self._thread.ended()
 
 
 # ------------------------------------------------- for the library's own tools: memory that is not a caller's tensors
@@ -401,9 +468,11 @@ async def register_memory(
     if group is not None:
         check_name("group", group)
     elif world_size != 1:
-        raise StateError("world_size > 1 needs group=: one string on all ranks, unique per replica within the model")
-    if type(rank) is not int or type(world_size) is not int or not 0 <= rank < world_size <= 2**20:
-        raise StateError(f"rank={rank!r}, world_size={world_size!r}: ranks are integers from 0 to world_size - 1")
+        raise InvalidValue("world_size > 1 needs group=: one string on all ranks, unique per replica within the model")
+    for each in (rank, world_size):
+        if type(each) is not int or not 0 <= rank < world_size <= 2**20:
+            text = f"rank={shown(rank)}, world_size={shown(world_size)}: ranks are integers from 0 to world_size - 1"
+            raise invalid(each, int, text)
     check_flag("spot", spot)
     make = partial(
         hub._worker.register,
@@ -416,7 +485,7 @@ async def register_memory(
         timeout_s=hub._worker.timeout_s(None),
     )
     handle = await hub._thread.call(make, undo=hub._worker.drop_handle)
-    return Weights(handle, memory, hub._worker, hub._thread)
+    return Weights(handle, memory, hub._worker, hub._thread, keeps=hub)
 
 
 async def fetch_into(
@@ -438,7 +507,7 @@ async def fetch_into(
     check_name("model", model)
     check_selector(selector)
     if type(rank) is not int or not 0 <= rank < 2**20:
-        raise StateError(f"rank={rank!r}: ranks are integers from 0 to world_size - 1")
+        raise invalid(rank, int, f"rank={shown(rank)}: ranks are integers from 0 to world_size - 1")
     timeout_s = hub._worker.timeout_s(timeout)
     fetch = partial(hub._worker.fetch, model, selector, memory, rank=rank, timeout_s=timeout_s, progress=progress)
     return await hub._thread.call(fetch)
@@ -463,4 +532,4 @@ def _check_full(worker: Worker, call: str) -> None:
 
 def _check_latest(latest: object) -> None:
     if not isinstance(latest, int) or isinstance(latest, bool) or not 0 <= latest <= VERSION_MAX:
-        raise StateError(f"latest={latest!r}: give the number of versions to keep, 0 or more")
+        raise invalid(latest, int, f"latest={shown(latest)}: give the number of versions to keep, 0 or more")

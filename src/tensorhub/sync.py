@@ -11,14 +11,15 @@ Responsible for blocking instead of suspending; there is no second implementatio
 from __future__ import annotations
 
 import contextlib
+import inspect
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Generic, Self, TypeVar, overload
+from typing import TYPE_CHECKING, Any, Self, overload
 
 from tensorhub import hub as _async
 from tensorhub.fetched import Fetched
-from tensorhub.protocol.secret import resolve_token
+from tensorhub.opening import Unpicklable, close_after, wrong_use
 from tensorhub.runtime.loop_thread import BlockingSide, finish_blocking as _finish
 from tensorhub.types import LATEST, FetchReport, HandleState, Location, ModelInfo, Options, Selector, VersionInfo
 from tensorhub.watcher import Watcher as AsyncWatcher
@@ -29,38 +30,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Coordinator", "Hub", "Watcher", "Weights", "connect", "serve"]
 
-Coordinator = _async.Coordinator
-A = TypeVar("A")
-T = TypeVar("T")
-
-
-class _Block(Generic[A, T]):
-    """An async context manager as a plain one."""
-
-    def __init__(self, block: contextlib.AbstractAsyncContextManager[A], wrap: Callable[[A], T]) -> None:
-        self._block = block
-        self._wrap = wrap
-
-    def __enter__(self) -> T:
-        return self._wrap(_finish(_enter(self._block)))
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> bool | None:
-        return _finish(_leave(self._block, kind, error, trace))
-
-
-async def _enter(block: contextlib.AbstractAsyncContextManager[A]) -> A:
-    return await block.__aenter__()
-
-
-async def _leave(
-    block: contextlib.AbstractAsyncContextManager[A],
-    kind: type[BaseException] | None,
-    error: BaseException | None,
-    trace: TracebackType | None,
-) -> bool | None:
-    return await block.__aexit__(kind, error, trace)
+_NOT_ASYNC = "tensorhub.sync has no event loop: write `{0} = sync.{1}(...)`, or `{0} = await tensorhub.{1}(...)`"
 
 
 def serve(
@@ -69,14 +39,12 @@ def serve(
     *,
     token: str | bytes | os.PathLike[str] | None = None,
     state_dir: str | os.PathLike[str] | None = None,
-    ha: object = None,
-    tls: object = None,
     options: Options | None = None,
-) -> contextlib.AbstractContextManager[Coordinator]:
-    """Run a coordinator for the length of the block; see `tensorhub.serve`."""
-    _async.refuse_unbuilt(ha=ha, tls=tls)
-    block = _async.serve_on(BlockingSide(), host, port, resolve_token(token), state_dir, options or Options())
-    return _Block(block, lambda coordinator: coordinator)
+) -> Coordinator:
+    """Run a coordinator until its `close()`, the end of its `with` block, or the interpreter's exit; see
+    `tensorhub.serve`.
+    """
+    return Coordinator(_finish(_async.serving(host, port, token, state_dir, options)(BlockingSide())))
 
 
 def connect(
@@ -86,25 +54,63 @@ def connect(
     location: Location | None = None,
     token: str | bytes | os.PathLike[str] | None = None,
     transports: Sequence[str] | None = None,
-    tls: object = None,
     prefetch: bool = False,
     options: Options | None = None,
-) -> contextlib.AbstractContextManager[Hub]:
-    """Join a cluster as a worker for the length of the block; see `tensorhub.connect`."""
-    _async.refuse_unbuilt(tls=tls)
-    side, here = BlockingSide(), location or Location()
-    block = _async.connect_on(side, address, name, here, resolve_token(token), transports, options or Options(), prefetch)
-    return _Block(block, Hub)
+) -> Hub:
+    """Join a cluster as a worker until the hub's `close()`, the end of its `with` block, or the interpreter's exit; see
+    `tensorhub.connect`.
+    """
+    joins = _async.joining(address, name, location, token, transports, options, prefetch)
+    return Hub(_finish(joins(BlockingSide())))
 
 
-class Hub:
-    """A worker's view of its cluster; see `tensorhub.Hub`. Made by `connect`."""
+class Coordinator(Unpicklable):
+    """A coordinator embedded in this process; see `tensorhub.Coordinator`. Made by `serve`. `with` closes it at the end."""
+
+    def __init__(self, coordinator: _async.Coordinator) -> None:
+        self._coordinator = coordinator
+
+    def __repr__(self) -> str:
+        return f"<sync {self._coordinator!r}>"
+
+    @property
+    def address(self) -> str:
+        """What `connect` takes: "tcp://host:port"."""
+        return self._coordinator.address
+
+    def close(self) -> None:
+        """End it."""
+        _finish(self._coordinator.close())
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        _finish(close_after(self._coordinator, error))
+
+    if not TYPE_CHECKING:
+        __await__ = __aenter__ = wrong_use(_NOT_ASYNC.format("coordinator", "serve"))
+        __aexit__ = None
+
+
+class Hub(Unpicklable):
+    """A worker's view of its cluster; see `tensorhub.Hub`. Made by `connect`. `with hub:` closes it at the end."""
 
     def __init__(self, hub: _async.Hub) -> None:
         self._hub = hub
 
     def __repr__(self) -> str:
         return f"<sync {self._hub!r}>"
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        _finish(close_after(self._hub, error))
+
+    if not TYPE_CHECKING:
+        __await__ = __aenter__ = wrong_use(_NOT_ASYNC.format("hub", "connect"))
+        __aexit__ = None
 
     @property
     def name(self) -> str:
@@ -141,11 +147,9 @@ class Hub:
         """Keep the newest `latest` versions of a model fetchable; see `tensorhub.Hub.retain`."""
         _finish(self._hub.retain(model, latest=latest, timeout=timeout))
 
-    @contextlib.contextmanager
-    def pin(self, model: str, version: int, timeout: float | None = None) -> Iterator[None]:
+    def pin(self, model: str, version: int, timeout: float | None = None) -> contextlib.AbstractContextManager[None]:
         """Keep one version fetchable for the length of the block; see `tensorhub.Hub.pin`."""
-        with _Block(self._hub.pin(model, version, timeout), lambda nothing: nothing):
-            yield
+        return _Block(self._hub.pin(model, version, timeout))
 
     def rollback(self, model: str, *, to: int, timeout: float | None = None) -> None:
         """Begin a new lineage of a model after version `to`; see `tensorhub.Hub.rollback`."""
@@ -176,11 +180,11 @@ class Hub:
         return _finish(fetch)
 
     def close(self) -> None:
-        """Close every handle and leave the cluster; the end of the block does it too."""
+        """Close every handle and leave the cluster; returns when that is done. The end of a block does it too."""
         _finish(self._hub.close())
 
 
-class Watcher:
+class Watcher(Unpicklable):
     """Newest versions of one model, conflated. Iterate with `for`; ends when the hub is closed."""
 
     def __init__(self, watcher: AsyncWatcher) -> None:
@@ -196,7 +200,7 @@ class Watcher:
             raise StopIteration from None
 
 
-class Weights:
+class Weights(Unpicklable):
     """One rank's registered memory; see `tensorhub.Weights`. Made by `Hub.register`."""
 
     def __init__(self, weights: AsyncWeights) -> None:
@@ -227,11 +231,9 @@ class Weights:
         """Take the promise back; see `tensorhub.Weights.unpublish`."""
         _finish(self._weights.unpublish(timeout))
 
-    @contextlib.contextmanager
-    def mutate(self, version: int, timeout: float | None = None) -> Iterator[None]:
+    def mutate(self, version: int, timeout: float | None = None) -> contextlib.AbstractContextManager[None]:
         """Unpublish if published, run the body, publish as `version`; see `tensorhub.Weights.mutate`."""
-        with _Block(self._weights.mutate(version, timeout), lambda nothing: nothing):
-            yield
+        return _Block(self._weights.mutate(version, timeout))
 
     def replicate(self, selector: Selector = LATEST, timeout: float | None = None) -> FetchReport:
         """Fill the memory with a version; see `tensorhub.Weights.replicate`."""
@@ -249,7 +251,7 @@ class Weights:
         """Replace what the memory holds by a version; see `tensorhub.Weights.update`. `before_write` is a plain function,
         called in this thread.
         """
-        hook = None if before_write is None else _as_async(before_write)
+        hook = _as_async(before_write) if callable(before_write) else before_write
         update = self._weights.update(selector, at_least=at_least, before_write=hook, staged=staged, timeout=timeout)
         return _finish(update)
 
@@ -262,8 +264,40 @@ class Weights:
         _finish(self._weights.close(abandon))
 
 
+class _Block:
+    """A block of the async API as a plain one."""
+
+    def __init__(self, block: contextlib.AbstractAsyncContextManager[None]) -> None:
+        self._block = block
+
+    def __enter__(self) -> None:
+        _finish(self._enter())
+
+    async def _enter(self) -> None:
+        await self._block.__aenter__()
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> bool | None:
+        return _finish(self._leave(kind, error, trace))
+
+    async def _leave(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> bool | None:
+        return await self._block.__aexit__(kind, error, trace)
+
+
 def _as_async(function: Callable[[VersionInfo], object]) -> BeforeWrite:
+    text = (
+        "before_write of tensorhub.sync is a plain function, and nobody would await this one: write `def`, not `async def`"
+    )
+    if inspect.iscoroutinefunction(function):
+        raise TypeError(text)
+
     async def before_write(info: VersionInfo) -> None:
-        function(info)
+        made = function(info)
+        if inspect.iscoroutine(made):
+            made.close()
+            raise TypeError(text)
 
     return before_write

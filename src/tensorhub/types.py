@@ -7,15 +7,16 @@ behaviour: nothing here does I/O, knows a clock or keeps state.
 from __future__ import annotations
 
 import hashlib
+import math
 import re
 import socket
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 from numbers import Real
-from typing import Annotated, Final, Literal, NewType
+from typing import Annotated, Final, Literal, NewType, NoReturn
 
-from tensorhub.errors import StateError
+from tensorhub.errors import InvalidType, InvalidValue, StateError, shown
 
 # --------------------------------------------------------------------------------------------- bounds of wire fields
 
@@ -60,35 +61,47 @@ AVAILABLE: Literal["available"] = "available"
 VERSION_MAX = 2**63 - 1
 
 
+def invalid(value: object, kinds: type | tuple[type, ...], text: str) -> InvalidType | InvalidValue:
+    """The error for an argument that is of another kind than these, or out of range."""
+    fits = isinstance(value, kinds) and not _is_bool(value)
+    return InvalidValue(text) if fits else InvalidType(text)
+
+
 def check_selector(selector: object) -> Selector:
     """Return `selector` if it is a version number (0 to 2**63-1), "latest", "latest-1" or "available".
 
-    Raises StateError for anything else.
+    Raises InvalidValue or InvalidType for anything else.
     """
     if isinstance(selector, int) and not isinstance(selector, bool) and 0 <= selector <= VERSION_MAX:
         return selector
     if isinstance(selector, str) and selector in (LATEST, PREVIOUS, AVAILABLE):
         return selector
-    raise StateError(f"{selector!r} is not a version selector: give a number from 0, 'latest', 'latest-1' or 'available'")
+    text = f"{shown(selector)} is not a version selector: give a number from 0, 'latest', 'latest-1' or 'available'"
+    raise invalid(selector, (int, str), text)
 
 
 def check_version(version: object) -> None:
-    """Raise StateError unless `version` is a version number (0 to 2**63-1)."""
+    """Raise InvalidValue or InvalidType unless `version` is a version number (0 to 2**63-1)."""
     if not isinstance(version, int) or isinstance(version, bool) or not 0 <= version <= VERSION_MAX:
-        raise StateError(f"{version!r} is not a version: give an integer from 0 to 2**63 - 1")
+        raise invalid(version, int, f"{shown(version)} is not a version: give an integer from 0 to 2**63 - 1")
 
 
 def check_flag(name: str, value: object) -> None:
-    """Raise StateError unless `value`, an argument called `name`, is True or False."""
+    """Raise InvalidType unless `value`, an argument called `name`, is True or False."""
     if not isinstance(value, bool):
-        raise StateError(f"{name}={value!r}: give True or False")
+        raise InvalidType(f"{name}={shown(value)}: give True or False")
 
 
 def check_name(what: str, name: object) -> str:
-    """Return `name` if it can name a `what` (1 to 512 printable characters); else raise StateError."""
+    """Return `name` if it can name a `what` (1 to 512 printable characters); else raise InvalidValue, InvalidType."""
     if isinstance(name, str) and 0 < len(name) <= 512 and name.isprintable():
         return name
-    raise StateError(f"{name!r} cannot name a {what}: give 1 to 512 printable characters")
+    more = f" (of {len(name)} characters)" if isinstance(name, str) and len(name) > 512 else ""
+    raise invalid(name, str, f"{shown(name)}{more} cannot name a {what}: give text, of 1 to 512 printable characters")
+
+
+def _is_bool(value: object) -> bool:
+    return isinstance(value, bool)
 
 
 def printable(text: str) -> str:
@@ -100,17 +113,18 @@ def printable(text: str) -> str:
 
 def as_seconds(value: object) -> float | None:
     """A time of 0 to 10**9 seconds, given as any number (numpy's are not for the wire); None if it is none."""
-    seconds = float(value) if isinstance(value, Real) else -1.0
+    seconds = float(value) if isinstance(value, Real) and not _is_bool(value) else -1.0
     return seconds if 0 <= seconds < 10**9 else None
 
 
 def as_timeout_s(timeout: float | None, default_s: float) -> float:
-    """The seconds that a call has: those given, or the default. Raises StateError."""
+    """The seconds that a call has: those given, or the default. Raises InvalidValue, InvalidType."""
     if timeout is None:
         return default_s
     seconds = as_seconds(timeout)
     if seconds is None:
-        raise StateError(f"timeout={timeout!r}: give seconds, 0 or more, or None for the default")
+        text = f"timeout={shown(timeout)}: give seconds, 0 or more, or None for the default"
+        raise invalid(timeout, Real, text)
     return seconds
 
 
@@ -207,7 +221,7 @@ _RDMA_PORTS: Final = re.compile(r"[\w.-]+(:\d{1,3}(:\d{1,4})?)?(,[\w.-]+(:\d{1,3
 class Options:
     """Settings of `serve` and `connect`; each says whose setting counts.
 
-    Raises `StateError` for a value out of range, naming it.
+    Raises `InvalidValue` or `InvalidType` (each a `StateError`) for a value out of range, naming it.
     """
 
     op_timeout_s: float = 60.0  # caller's: the deadline of a call that is given none
@@ -224,55 +238,48 @@ class Options:
     rdma_ports: str | None = None  # worker's: "DEVICE[:PORT[:GID_INDEX]],..."; None: TENSORHUB_RDMA_PORTS, else all
     shared_memory_uids: tuple[int, ...] = ()  # worker's: users, besides its own and root, whose processes may map its memory
     connect_timeout_s: float = 10.0  # caller's: connecting and authenticating, each attempt
+    exit_timeout_s: float = 5.0  # caller's: the interpreter's exit waits so long for what is still open; 0: not at all
     stall_timeout_s: float = 10.0  # reader's: a source that is silent for this long is given up
     readers_max: int = 64  # worker's: connections from readers that it serves at a time
     sessions_max: int = 16_384  # coordinator's: connections of workers at a time, and workers; fewer if `ulimit -n` is low
     frame_bytes_max: int = 64 * 2**20  # everyone's: a larger control frame is refused unread
 
     def __post_init__(self) -> None:
-        for name in ("op_timeout_s", "lease_s", "connect_timeout_s", "stall_timeout_s", "drain_grace_s"):
-            seconds, may_be_0 = as_seconds(getattr(self, name)), name == "drain_grace_s"
+        for name in ("op_timeout_s", "lease_s", "connect_timeout_s", "stall_timeout_s", "drain_grace_s", "exit_timeout_s"):
+            seconds, may_be_0 = as_seconds(getattr(self, name)), name in ("drain_grace_s", "exit_timeout_s")
             if seconds is None or (seconds == 0 and not may_be_0):
-                least = "0 or more" if may_be_0 else "more than 0"
-                raise StateError(f"Options.{name} = {getattr(self, name)!r}: give a number of seconds, {least}")
+                self._refuse(name, Real, f"give a number of seconds, {'0 or more' if may_be_0 else 'more than 0'}")
             object.__setattr__(self, name, seconds)
-        for name in (
-            "chunk_bytes",
-            "pack_bytes",
-            "host_memory_bytes",
-            "listen_port",
-            "readers_max",
-            "sessions_max",
-            "frame_bytes_max",
+        for name, least, most, advice in (
+            ("chunk_bytes", 4096, 2**30, "give 4096 to 2**30 bytes"),
+            ("pack_bytes", 0, math.inf, "give bytes, 0 or more"),
+            ("host_memory_bytes", 0, math.inf, "give bytes, 0 or more"),
+            ("listen_port", 0, 65_535, "give a port, 0 (any free one) to 65535"),
+            ("readers_max", 1, math.inf, "give 1 or more"),
+            ("sessions_max", 1, math.inf, "give 1 or more"),
+            ("frame_bytes_max", 65_536, 2**31, "give 65536 to 2**31 bytes"),
         ):
-            if type(getattr(self, name)) is not int:
-                raise StateError(f"Options.{name} = {getattr(self, name)!r}: give an integer")
-        if not 4096 <= self.chunk_bytes <= 2**30:
-            raise StateError(f"Options.chunk_bytes = {self.chunk_bytes!r}: give 4096 to 2**30 bytes")
-        for name in ("host_memory_bytes", "pack_bytes"):
-            if getattr(self, name) < 0:
-                raise StateError(f"Options.{name} = {getattr(self, name)!r}: give bytes, 0 or more")
-        if not 0 <= self.listen_port <= 65_535:
-            raise StateError(f"Options.listen_port = {self.listen_port!r}: give a port, 0 (any free one) to 65535")
+            if type(getattr(self, name)) is not int or not least <= getattr(self, name) <= most:
+                self._refuse(name, int, f"give an integer: {advice.removeprefix('give ')}")
+        check_flag("Options.integrity", self.integrity)
+        if not isinstance(self.listen_host, str | None):
+            self._refuse("listen_host", str, "give the address of the data listener, as text, or None")
         if self.advertise is not None and not _can_be_reached(self.advertise):
-            text = "give HOST:PORT, as readers reach the data listener, in at most 512 characters"
-            raise StateError(f"Options.advertise = {self.advertise!r}: {text}")
+            self._refuse("advertise", str, "give HOST:PORT, as readers reach the data listener, in at most 512 characters")
         if self.rdma_ports is not None and not _RDMA_PORTS.match(str(self.rdma_ports)):
-            text = "give DEVICE[:PORT[:GID_INDEX]], several with commas between them"
-            raise StateError(f"Options.rdma_ports = {self.rdma_ports!r}: {text}")
+            self._refuse("rdma_ports", str, "give DEVICE[:PORT[:GID_INDEX]], several with commas between them")
         uids: object = self.shared_memory_uids
         if not isinstance(uids, tuple) or any(type(uid) is not int or not 0 <= uid < 2**32 - 1 for uid in uids):
-            raise StateError(f"Options.shared_memory_uids = {uids!r}: give a tuple of user ids, such as (1000,)")
+            self._refuse("shared_memory_uids", tuple, "give a tuple of user ids, such as (1000,)")
         if UNMAPPED_UID in uids:
             text = "that id stands for every user whom a user namespace does not know; give the process a user of its own"
-            raise StateError(f"Options.shared_memory_uids = {uids!r}: {UNMAPPED_UID} cannot be named: {text}")
+            self._refuse("shared_memory_uids", tuple, f"{UNMAPPED_UID} cannot be named: {text}")
         if self.stale_weights not in ("warn", "error", "ignore"):
-            raise StateError(f"Options.stale_weights = {self.stale_weights!r}: give 'warn', 'error' or 'ignore'")
-        for name in ("readers_max", "sessions_max"):
-            if getattr(self, name) < 1:
-                raise StateError(f"Options.{name} = {getattr(self, name)!r}: give 1 or more")
-        if not 65_536 <= self.frame_bytes_max <= 2**31:
-            raise StateError(f"Options.frame_bytes_max = {self.frame_bytes_max!r}: give 65536 to 2**31 bytes")
+            self._refuse("stale_weights", str, "give 'warn', 'error' or 'ignore'")
+
+    def _refuse(self, name: str, kinds: type, advice: str) -> NoReturn:
+        value = getattr(self, name)
+        raise invalid(value, kinds, f"Options.{name} = {shown(value)}: {advice}")
 
 
 # ---------------------------------------------------------------------------------------------- what callers receive
@@ -405,10 +412,10 @@ _ADDRESS = re.compile(r"tcp://(?P<host>\[[0-9a-fA-F:.%]+\]|[^:/\[\]]+):(?P<port>
 
 
 def parse_address(address: object) -> tuple[str, int]:
-    """Split "tcp://host:port" (IPv6 hosts in brackets) into host and port; raise StateError if it is not one."""
+    """Split "tcp://host:port" (IPv6 hosts in brackets) into host and port; else raise InvalidValue or InvalidType."""
     match = _ADDRESS.match(address) if isinstance(address, str) else None
     if match is None or int(match["port"]) > 65_535:
-        raise StateError(f"{address!r} is not a TensorHub address: give tcp://HOST:PORT")
+        raise invalid(address, str, f'{shown(address)} is not a TensorHub address: give "tcp://HOST:PORT"')
     return match["host"].strip("[]"), int(match["port"])
 
 

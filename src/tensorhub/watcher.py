@@ -4,21 +4,24 @@ from __future__ import annotations
 
 import weakref
 from functools import partial
-from typing import Self
+from typing import TYPE_CHECKING, Self
 
 from tensorhub.errors import LeaseLost
+from tensorhub.opening import Unpicklable, wrong_use
 from tensorhub.runtime.loop_thread import LoopThread, Waiter
 from tensorhub.runtime.worker import Worker
 from tensorhub.types import VersionInfo
 
 
-class Watcher:
+class Watcher(Unpicklable):
     """Newest versions of one model, conflated. Iterate with `async for`; ends when the hub is closed.
 
     Raises LeaseLost once if the coordinator loses its state; iterate again for what the new cluster has.
     """
 
-    def __init__(self, worker: Worker, thread: LoopThread, model: str) -> None:
+    def __init__(self, worker: Worker, thread: LoopThread, model: str, keeps: object) -> None:
+        """`keeps`: stays open as long as somebody holds this."""
+        self._keeps = keeps
         self._wakeup = thread.side.waiter()
         self._box: list[VersionInfo | None] = [None]
         self._last: VersionInfo | None = None
@@ -28,6 +31,13 @@ class Watcher:
         worker.news.check_room(model)
         thread.post(partial(worker.news.listen, model, listener, listener.lost))
         weakref.finalize(self, thread.post, partial(worker.news.unlisten, model, listener, listener.lost))
+        thread.tell_end(self)
+
+    if not TYPE_CHECKING:
+        __iter__ = wrong_use("write `async for info in hub.watch(...)`; without an event loop: tensorhub.sync")
+        __await__ = wrong_use(
+            "hub.watch() is iterated: write `async for info in hub.watch(...)`, or await hub.wait_for(...)"
+        )
 
     def __aiter__(self) -> Self:
         return self

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import inspect
 import sys
 import warnings
 from collections.abc import AsyncIterator, Awaitable, Callable
 from functools import partial
 
-from tensorhub.errors import GroupAborted, StaleWeightsWarning, StateError, text_of
+from tensorhub.errors import GroupAborted, InvalidType, StaleWeightsWarning, StateError, TensorHubError, shown, text_of
+from tensorhub.opening import Block, Unpicklable
 from tensorhub.runtime.handle import Handle
 from tensorhub.runtime.loop_thread import LoopThread
 from tensorhub.runtime.worker import Worker
@@ -29,14 +31,18 @@ from tensorhub.worker.calls import FillCall
 BeforeWrite = Callable[[VersionInfo], Awaitable[None]]
 
 
-class Weights:
+class Weights(Unpicklable):
     """One rank's registered memory. Made by `Hub.register`.
 
     `publish`, `mutate`, `replicate`, `update` and `prefetch` raise RegistrationError, before they do anything, if the module
     or mapping has other tensors by now: see `Hub.register`.
     """
 
-    def __init__(self, handle: Handle, memory: CallersMemory, worker: Worker, thread: LoopThread) -> None:
+    def __init__(
+        self, handle: Handle, memory: CallersMemory, worker: Worker, thread: LoopThread, *, keeps: object
+    ) -> None:
+        """`keeps`: stays open as long as somebody holds this."""
+        self._keeps = keeps
         self._handle = handle
         self._memory = memory
         self._worker = worker
@@ -87,8 +93,7 @@ class Weights:
         """
         await self._thread.call(self._handle.unpublish, self._worker.timeout_s(timeout))
 
-    @contextlib.asynccontextmanager
-    async def mutate(self, version: int, timeout: float | None = None) -> AsyncIterator[None]:
+    def mutate(self, version: int, timeout: float | None = None) -> contextlib.AbstractAsyncContextManager[None]:
         """Unpublish if published, run the body, publish as `version`. If the body raises, nothing is published.
 
         The tensors and the number are checked first (RegistrationError, VersionConflict, with the memory as it was). Raises
@@ -98,6 +103,10 @@ class Weights:
         StaleWeightsWarning: the body has written none of the registered tensors, as far as can be seen; the version is
         published all the same. `Options.stale_weights="error"` makes it a StateError, as if the body had raised it.
         """
+        return Block(self._mutate(version, timeout), "weights.mutate")
+
+    @contextlib.asynccontextmanager
+    async def _mutate(self, version: int, timeout: float | None) -> AsyncIterator[None]:
         check_version(version)
         self._memory.check_current()
         timeout_s = self._worker.timeout_s(timeout)
@@ -116,7 +125,7 @@ class Weights:
                 self._tell_stale()
         except BaseException as error:
             if self._handle.member.shard.world_size > 1:
-                with self._thread.side.shield():
+                with self._thread.side.shield(), contextlib.suppress(TensorHubError):
                     reason = f"{where} mutate({version}) raised {text_of(error)}"
                     await self._thread.call(self._handle.refuse, GroupAborted(reason[:1000]), timeout_s)
             raise
@@ -175,6 +184,8 @@ class Weights:
         check_selector(selector)
         if at_least is not None:
             check_version(at_least)
+        if before_write is not None and not callable(before_write):
+            raise InvalidType(f"before_write={shown(before_write)}: give a function that takes the VersionInfo, or None")
         check_flag("staged", staged)
         if staged and not self._worker.options.host_memory_bytes:
             raise StateError("update(staged=True) needs host memory: set Options.host_memory_bytes")
@@ -192,7 +203,13 @@ class Weights:
         problem: Exception | None = None
         try:
             if before_write is not None:
-                await before_write(info)
+                made: object = before_write(info)
+                if not inspect.isawaitable(made):
+                    raise TypeError(
+                        f"before_write is to be an async function, and this one returned {shown(made)}: write `async def`, "
+                        "and `await anyio.to_thread.run_sync(...)` for what blocks; without an event loop: tensorhub.sync"
+                    )
+                await made
                 self._memory.check_current()
                 self._handle.callers_work.note()
         except Exception as error:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import gc
 import threading
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 
 import anyio
 import anyio.lowlevel
@@ -13,6 +14,7 @@ import anyio.to_thread
 import pytest
 
 from tensorhub.errors import StateError
+from tensorhub.runtime.ending import Parting
 from tensorhub.runtime.loop_thread import AsyncSide, LoopThread, running_backend
 from tests.rig import WAIT_S, nothing_left, until
 
@@ -32,6 +34,17 @@ async def idle(thread: LoopThread) -> None:
     await anyio.sleep_forever()
 
 
+@contextlib.asynccontextmanager
+async def running(main: Callable[[LoopThread], Awaitable[None]], side: AsyncSide) -> AsyncIterator[LoopThread]:
+    thread = LoopThread("tensorhub-test", main, side)
+    await thread.start()
+    try:
+        yield thread
+    finally:
+        thread.end_soon(Parting(1.0))
+        await thread.ended()
+
+
 @pytest.fixture(params=[None, "asyncio", "trio"], ids=["own kind", "asyncio inside", "trio inside"])
 def backend(request: pytest.FixtureRequest) -> str | None:
     found: str | None = request.param
@@ -44,7 +57,7 @@ async def test_results_and_errors_come_back(backend: str | None) -> None:
             raise LookupError(what)
         return what, running_backend(), threading.get_ident()
 
-    async with nothing_left(), LoopThread("tensorhub-test", idle, Inside(backend)) as thread:
+    async with nothing_left(), running(idle, Inside(backend)) as thread:
         what, kind, ident = await thread.call(who, "good")
         assert (what, kind) == ("good", backend or running_backend())
         assert ident != threading.get_ident()
@@ -65,7 +78,7 @@ async def test_cancelling_ends_the_call_over_there_first(backend: str | None) ->
                 await anyio.lowlevel.checkpoint()
             events.append("ended")
 
-    async with nothing_left(), LoopThread("tensorhub-test", idle, Inside(backend)) as thread:
+    async with nothing_left(), running(idle, Inside(backend)) as thread:
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(thread.call, work)
             await until(lambda: events == ["begun"])
@@ -77,7 +90,7 @@ async def test_a_call_cancelled_before_it_begins() -> None:
     async def never() -> None:
         await anyio.sleep_forever()
 
-    async with nothing_left(), LoopThread("tensorhub-test", idle, AsyncSide()) as thread:
+    async with nothing_left(), running(idle, AsyncSide()) as thread:
         with anyio.CancelScope() as scope:
             scope.cancel()
             await thread.call(never)
@@ -101,7 +114,7 @@ async def test_a_result_that_comes_when_its_caller_is_cancelled_is_given_back() 
             cancels.append(task.cancel)
         seen.append(await thread.call(work, undo=given_back.append))
 
-    async with nothing_left(), LoopThread("tensorhub-test", idle, AsyncSide()) as thread:
+    async with nothing_left(), running(idle, AsyncSide()) as thread:
         async with anyio.create_task_group() as tasks:
             cancels.append(tasks.cancel_scope.cancel)
             tasks.start_soon(call)
@@ -123,7 +136,7 @@ async def test_a_call_may_ask_its_caller_back(backend: str | None) -> None:
         asked.append(threading.get_ident())
         thread.post(answered.append)
 
-    async with nothing_left(), LoopThread("tensorhub-test", idle, Inside(backend)) as thread:
+    async with nothing_left(), running(idle, Inside(backend)) as thread:
         answered = _Flag()
 
         async def work() -> str:
@@ -158,7 +171,7 @@ async def test_an_error_in_what_the_caller_was_asked_ends_the_call() -> None:
         finally:
             ended.set()
 
-    async with nothing_left(), LoopThread("tensorhub-test", idle, AsyncSide()) as thread:
+    async with nothing_left(), running(idle, AsyncSide()) as thread:
         job = thread.job(work)
         with pytest.raises(LookupError, match="mine"):
             await thread.run_job(job)
@@ -172,7 +185,7 @@ async def test_what_cannot_start_raises_from_enter() -> None:
 
     async with nothing_left():
         with pytest.raises(StateError, match="the port is taken"):
-            async with LoopThread("tensorhub-test", fails, AsyncSide()):
+            async with running(fails, AsyncSide()):
                 raise AssertionError("not entered")
 
 
@@ -190,7 +203,7 @@ async def test_what_breaks_later_raises_from_exit_and_ends_calls() -> None:
 
     async with nothing_left():
         with pytest.raises(LookupError, match="broken"):  # noqa: PT012
-            async with LoopThread("tensorhub-test", breaks, AsyncSide()) as thread:
+            async with running(breaks, AsyncSide()) as thread:
                 async with anyio.create_task_group() as tasks:
 
                     async def call() -> None:
@@ -216,7 +229,7 @@ async def test_a_call_that_comes_too_late_to_be_started_is_told_so() -> None:
     async def never() -> None:
         raise AssertionError("it must not be started")
 
-    async with nothing_left(), LoopThread("tensorhub-test", ends, AsyncSide()) as thread:
+    async with nothing_left(), running(ends, AsyncSide()) as thread:
         await anyio.to_thread.run_sync(blocks.wait, 30)
         async with anyio.create_task_group() as tasks:
 
@@ -239,7 +252,7 @@ async def test_cancelled_while_it_starts() -> None:
     async with nothing_left(), anyio.create_task_group() as tasks:
 
         async def enter() -> None:
-            async with LoopThread("tensorhub-test", starts, AsyncSide()):
+            async with running(starts, AsyncSide()):
                 raise AssertionError("not entered")
 
         tasks.start_soon(enter)
@@ -252,7 +265,7 @@ async def test_many_calls_from_many_loops() -> None:
         await anyio.lowlevel.checkpoint()
         return 2 * number
 
-    async with nothing_left(), LoopThread("tensorhub-test", idle, AsyncSide()) as thread:
+    async with nothing_left(), running(idle, AsyncSide()) as thread:
         found: list[int] = []
 
         async def several(first: int) -> None:
@@ -283,7 +296,7 @@ async def test_posting_from_a_finalizer_within_posting() -> None:
     async def flush() -> None:
         await anyio.lowlevel.checkpoint()
 
-    async with nothing_left(), LoopThread("tensorhub-test", idle, AsyncSide()) as thread:
+    async with nothing_left(), running(idle, AsyncSide()) as thread:
         Collected(lambda: thread.post(lambda: done.append("inner")))
         with thread._lock:
             gc.collect()

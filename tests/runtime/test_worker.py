@@ -13,6 +13,7 @@ import pytest
 import trio.testing
 
 from tensorhub.errors import CoordinatorUnavailable, OperationTimeout, TensorHubError, VersionUnavailable
+from tensorhub.runtime.ending import CLOSE_S, Parting
 from tensorhub.runtime.handle import Handle
 from tensorhub.runtime.server import CoordinatorServer
 from tensorhub.runtime.store import MemoryStore, SqliteStore, Store
@@ -104,7 +105,7 @@ async def joined(options: Options = OPTIONS) -> AsyncIterator[tuple[Worker, Wire
         yield far, way, near
         way.heal()
         for worker in (far, near):
-            await worker.close()
+            await worker.close(Parting(CLOSE_S))
 
 
 async def registered(worker: Worker, group: str | None = None, content: int | None = 1) -> Handle:
@@ -259,7 +260,7 @@ def test_a_coordinator_that_restarts_on_its_state_finds_everything_again(tmp_pat
             assert (report.version, other.member.version, handle.member.version) == (1, 1, 1)
             assert await reader.news.wait_for("m", 1, 60) == info
             for worker in (trainer, reader):
-                await worker.close()
+                await worker.close(Parting(CLOSE_S))
         store.close()
 
     in_no_time(main)

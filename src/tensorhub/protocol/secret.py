@@ -16,7 +16,7 @@ import stat
 from pathlib import Path
 from typing import Final, NoReturn
 
-from tensorhub.errors import AuthenticationFailed, StateError
+from tensorhub.errors import AuthenticationFailed, InvalidType
 
 TOKEN_VARIABLE: Final = "TENSORHUB_TOKEN"
 TOKEN_FILE_VARIABLE: Final = "TENSORHUB_TOKEN_FILE"
@@ -57,7 +57,7 @@ def resolve_token(token: Token | None) -> Secret | Path:
     if isinstance(token, os.PathLike):
         return Path(token)
     if token is not None:
-        raise StateError(f"token is text, bytes, or the path of a token file, not {type(token).__name__}")
+        raise InvalidType(f"token is text, bytes, or the path of a token file, not {type(token).__name__}")
     from_environment = os.environ.get(TOKEN_VARIABLE, "").strip()
     if from_environment:
         return Secret(os.fsencode(from_environment))
@@ -136,7 +136,7 @@ def read_only_token(token: str | bytes) -> str:
     """
     secret = resolve_token(token)
     if isinstance(secret, Path):
-        raise StateError("read_only_token takes the token itself: for a token file, `tensorhub token read-only`")
+        raise InvalidType("read_only_token takes the token itself: for a token file, `tensorhub token read-only`")
     return read_only_secret(secret).decode()
 
 

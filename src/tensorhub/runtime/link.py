@@ -172,7 +172,7 @@ class CoordinatorLink:
             try:
                 messages = await self.connect()
             except TensorHubError as error:
-                log.warning("coordinator_unreachable", reason=str(error))
+                log.warning("coordinator_unreachable", coordinator=self.addresses, reason=str(error))
 
     # --------------------------------------------------------------------------------------------- one session
 
@@ -209,7 +209,7 @@ class CoordinatorLink:
                         self._ears.received(message)
                 tasks.cancel_scope.cancel()
         except* (ConnectionLost, TensorHubError) as group:
-            log.warning("coordinator_lost", reason=str(group.exceptions[0]))
+            log.warning("coordinator_lost", coordinator=self.addresses, reason=str(group.exceptions[0]))
         finally:
             self._outbox_done.set()
             if self._outbox is outbox:

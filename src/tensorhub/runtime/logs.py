@@ -11,14 +11,67 @@ import math
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, cast
 
 import structlog
+from structlog.typing import EventDict
 
 TALLY_S = 1.0  # between two lines of one event that is counted
 
+AGAIN_S, AGAIN_S_MAX = 10.0, 600.0  # between two lines of one warning that repeats: twice as long each time
+REMEMBERED = 1024  # warnings that may repeat
+IDENTITY = ("model", "registration", "transport", "source", "coordinator", "path")  # fields of what a warning is about
+
+
+class Repeats:
+    """A warning that was said already is counted, and said again from time to time, with `times`, how often it has happened
+    since. Any thread.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._said: dict[tuple[object, ...], _Said] = {}  # the one said longest ago first
+
+    def __call__(self, logger: logging.Logger, method: str, fields: EventDict) -> EventDict:
+        """A processor of structlog's."""
+        if method != "warning" or "times" in fields:
+            return fields
+        key = (logger.name, fields["event"], *[str(fields.get(name)) for name in IDENTITY])
+        with self._lock:
+            now, said = self._clock(), self._said.get(key)
+            if said is None or now >= said.until + said.pause_s:
+                said = _Said(now, AGAIN_S / 2)
+            said.times += 1
+            if now < said.until:
+                raise structlog.DropEvent
+            if said.times > 1:
+                fields["times"] = said.times
+            said.times, said.pause_s = 0, min(2 * said.pause_s, AGAIN_S_MAX)
+            said.until = now + said.pause_s
+            self._said.pop(key, None)
+            self._said[key] = said
+            if len(self._said) > REMEMBERED:
+                del self._said[next(iter(self._said))]
+        return fields
+
+    def forget(self) -> None:
+        """What has been said."""
+        self._said.clear()
+
+
+@dataclass(slots=True)
+class _Said:
+    until: float  # nothing is said before
+    pause_s: float
+    times: int = 0  # since it was said last
+
+
+repeats = Repeats()
 PROCESSORS = (
     structlog.stdlib.filter_by_level,
+    repeats,
     structlog.processors.format_exc_info,
     structlog.processors.KeyValueRenderer(key_order=["event"]),
 )

@@ -6,24 +6,35 @@ crossing: results, exceptions, cancellation, and requests back to the caller's o
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import os
+import socket
+import sys
 import threading
+import time
+import weakref
 from collections import deque
 from collections.abc import Awaitable, Callable, Coroutine
+from contextvars import ContextVar
 from functools import partial
-from types import TracebackType
-from typing import Any, Generic, Protocol, Self, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
 
 import anyio
+import anyio.to_thread
 from anyio.lowlevel import current_token
 
 from tensorhub.errors import StateError
 from tensorhub.machine import InvariantBroken
+from tensorhub.runtime import ending
+from tensorhub.runtime.ending import CLOSE_S, Parting
 from tensorhub.runtime.wakeup import Wakeup
 
 T = TypeVar("T")
 Upcall = Callable[[], Awaitable[None]]
+Farewell = Callable[[Parting], Awaitable[None]]
+
+_inside: ContextVar[bool] = ContextVar("inside a library thread", default=False)  # its loop, and what that runs in threads
 
 
 def running_backend() -> str:
@@ -90,6 +101,8 @@ class _ThreadWaiter:
         self._event.set()
 
     async def wait(self) -> None:
+        if sys.is_finalizing():
+            raise StateError("the interpreter is being taken apart: nothing can be waited for any more")
         self._event.wait()
         self._event.clear()
 
@@ -189,25 +202,49 @@ class Job(Generic[T]):
         return self._result
 
 
-class LoopThread:
-    """Runs `main(thread)` in a loop of its own kind, in a thread of its own, until stopped; then cancels what is left.
+class Watching(Protocol):
+    """Somebody who waits for what comes from a library thread."""
 
-    `main` is awaited first; it calls `ready()` once calls may come. Use as an async context manager, from any loop, or,
-    on a `BlockingSide`, from a thread without one.
+    def end(self) -> None:
+        """Nothing comes any more. From any thread; returns at once."""
+
+
+class LoopThread:
+    """Runs `main(thread)` in a loop of its own kind, in a thread of its own, until it is ended; then cancels what is left.
+
+    `main` is awaited first; it calls `ready()` once calls may come. `farewell(parting)` is awaited there, beside it, before
+    it is ended. `start` and `ended` are awaited in any loop, or, on a `BlockingSide`, in a thread without one. What is still
+    open when the process ends is ended then, within `exit_s`; `ends_last`: after the others.
     """
 
-    def __init__(self, name: str, main: Callable[[LoopThread], Awaitable[None]], side: Side) -> None:
+    def __init__(
+        self,
+        name: str,
+        main: Callable[[LoopThread], Awaitable[None]],
+        side: Side,
+        *,
+        farewell: Farewell | None = None,
+        exit_s: float = CLOSE_S,
+        ends_last: bool = False,
+    ) -> None:
         self.side = side  # how its owner waits
+        self.exit_s = exit_s
+        self.ends_last = ends_last
+        self.ends_until = 0.0
         self._name = name
         self._main = main
+        self._farewell = farewell
         self._pid = os.getpid()
         self._lock = threading.RLock()  # a finalizer may call `post` within `post`
         self._posted: deque[Callable[[], None]] = deque()
         self._jobs: set[Job[Any]] = set()  # on their way or running; written by the owner's side under the lock
         self._wakeup: Wakeup | None = None  # of the library's loop, while it runs
+        self._parting: Parting | None = None  # how it ends, once that has begun
         self._ended = False
+        self._given_up = False
+        self._waiters: list[Waiter] = []  # for its end
+        self._watching: weakref.WeakSet[Watching] = weakref.WeakSet()
         self._started: Waiter  # of the side that starts it
-        self._stopped: Waiter
         self._error: BaseException | None = None
         self._ready = False
         self._backend: str
@@ -216,34 +253,83 @@ class LoopThread:
 
     # -- the owner's side
 
-    async def __aenter__(self) -> Self:
+    async def start(self) -> None:
+        """Returns when `main` is ready; raises what it raises before."""
         self._backend = self.side.backend()
-        self._started, self._stopped = self.side.waiter(), self.side.waiter()
-        self._thread.start()
+        self._started = self.side.waiter()
+        try:
+            if sys.is_finalizing():
+                raise RuntimeError("the interpreter is being taken apart")  # no thread would ever run
+            self._thread.start()
+        except RuntimeError as error:
+            raise StateError(f"{self._name} cannot be opened: {error}") from error
+        ending.opened(self)
         try:
             await self._started.wait()
         except BaseException:
-            await self._stop()
+            self.end_soon(Parting(0.0))
+            await self._wait_ended()
             raise
         if not self._ready:
-            await self._stop()
-            assert self._error is not None
-            raise self._error
-        return self
+            await self.ended()
+            raise StateError(f"{self._name} was closed before it was open")
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        await self._stop()
-        if self._error is not None and error is None:
-            raise self._error
+    def end_soon(self, parting: Parting) -> None:
+        """Begin to end it: from now on no call comes through. The first parting counts. From any thread, also in a
+        finalizer; returns at once.
+        """
+        with self._lock:
+            if self._parting is not None or self._ended:
+                return
+            self._parting, self.ends_until = parting, time.monotonic() + parting.within_s
+            watching = list(self._watching)
+        for each in watching:
+            each.end()
+        self.post(partial(self._part, parting))
 
-    async def _stop(self) -> None:
-        self.post(lambda: self._tasks.cancel_scope.cancel())
+    def dropped(self) -> None:
+        """Nobody can call it, or end it, any more."""
+        self.end_soon(Parting(CLOSE_S, "nobody held the hub any more"))
+
+    async def ended(self) -> None:
+        """Wait until nothing of it runs any more. Raises, once, what it has died of.
+
+        Returns at once where that cannot be waited for: in a library thread (a finalizer may run anywhere), in a forked
+        child, and while the interpreter is being taken apart.
+        """
+        if not (_inside.get() or sys.is_finalizing() or os.getpid() != self._pid):
+            await self._wait_ended()
+            error, self._error = self._error, None
+            if error is not None:
+                raise error
+
+    async def _wait_ended(self) -> None:
+        waiter = self.side.waiter()
+        with self._lock:
+            self._waiters.append(waiter)
         with self.side.shield():
-            while self._thread.is_alive() and not self._ended:
-                await self._stopped.wait()
-            self._thread.join()
+            while not self._ended:
+                await waiter.wait()
+            if not self._given_up:
+                self._thread.join()
+
+    def join(self, timeout_s: float) -> bool:
+        """See `Ending`."""
+        self._thread.join(timeout_s)
+        return not self._thread.is_alive()
+
+    def give_up(self) -> None:
+        """See `Ending`."""
+        self._given_up = True
+        self._tell_ended()
+
+    def tell_end(self, watching: Watching) -> None:
+        """Call its `end` when this ends, if somebody still holds it then."""
+        with self._lock:
+            self._watching.add(watching)
+            has_ended = self._parting is not None or self._ended
+        if has_ended:
+            watching.end()
 
     async def call(
         self, function: Callable[..., Awaitable[T]], *arguments: Any, undo: Callable[[T], object] | None = None
@@ -283,8 +369,12 @@ class LoopThread:
         """Raise StateError if no call can come through any more."""
         if os.getpid() != self._pid:
             raise StateError(f"{self._name} was opened before this process was forked: connect in the child instead")
+        if self._parting is not None:
+            raise StateError(f"{self._name} is closed: {self._parting.reason}")
         if self._ended:
             raise StateError(f"{self._name} is closed")
+        if _inside.get():
+            raise StateError("a thread of the library cannot wait for the library: call from a thread of your own")
 
     def post(self, callback: Callable[[], None]) -> bool:
         """Have `callback` run over there, soon. From any thread; never blocks. False: the loop has ended, or is not ours."""
@@ -308,20 +398,36 @@ class LoopThread:
         self._ready = True
         self._started.set()
 
+    def _part(self, parting: Parting) -> None:
+        self._tasks.start_soon(self._leave, parting)
+
+    async def _leave(self, parting: Parting) -> None:
+        if self._farewell is not None:
+            await self._farewell(parting)
+        self._tasks.cancel_scope.cancel()
+
     def _run(self) -> None:
+        _inside.set(True)
+        options = {"loop_factory": _Loop} if self._backend == "asyncio" else {}
         try:
-            anyio.run(self._loop, backend=self._backend)
+            anyio.run(self._loop, backend=self._backend, backend_options=options)
         except BaseException as error:
             self._error = _only(error)
         finally:
-            with self._lock:
-                self._ended = True
-                jobs = list(self._jobs)
-            for job in jobs:
-                if not job.finished:  # it was posted too late to be started
-                    job.fail(StateError(f"{self._name} is closed"))
-            self._started.set()
-            self._stopped.set()
+            ending.ended(self)
+            self._tell_ended()
+
+    def _tell_ended(self) -> None:
+        with self._lock:
+            self._ended = True
+            jobs, watching, waiters = list(self._jobs), list(self._watching), [self._started, *self._waiters]
+        for job in jobs:
+            if not job.finished:  # it was posted too late to be started, or the thread was given up
+                job.fail(StateError(f"{self._name} is closed"))
+        for each in watching:
+            each.end()
+        for waiter in waiters:
+            waiter.set()
 
     async def _loop(self) -> None:
         async with anyio.create_task_group() as self._tasks:
@@ -338,6 +444,16 @@ class LoopThread:
             await self._wakeup.wait()
             while self._posted:
                 self._posted.popleft()()
+
+
+class _Loop(asyncio.SelectorEventLoop):
+    """Looks names up in threads that nobody has to wait for: a resolver may take longer than the end of a process has."""
+
+    async def getaddrinfo(
+        self, host: Any, port: Any, *, family: int = 0, type: int = 0, proto: int = 0, flags: int = 0
+    ) -> Any:
+        look = partial(socket.getaddrinfo, host, port, family, type, proto, flags)
+        return await anyio.to_thread.run_sync(look, abandon_on_cancel=True)
 
 
 def _only(error: BaseException) -> BaseException:

@@ -66,6 +66,7 @@ from tensorhub.protocol.secret import check_open_access
 from tensorhub.runtime import clock
 from tensorhub.runtime.acceptor import ServeSettings, serve_readers
 from tensorhub.runtime.channels import Channels
+from tensorhub.runtime.ending import Parting
 from tensorhub.runtime.filler import ProgressListener
 from tensorhub.runtime.handle import Handle
 from tensorhub.runtime.host_copies import HostCopies
@@ -98,8 +99,6 @@ from tensorhub.worker.calls import FillCall
 from tensorhub.worker.copies import Copies
 from tensorhub.worker.enrolment import Shard
 from tensorhub.worker.member import Member
-
-CLOSE_S = 5.0  # for the last words of a worker that closes
 
 log = get_logger("tensorhub.worker")
 
@@ -202,12 +201,15 @@ class Worker:
             for listener in listeners:
                 listener.close()
 
-    async def close(self) -> None:
-        """Close every handle, say goodbye, and let `run` return. Bounded in time."""
+    async def close(self, parting: Parting) -> None:
+        """Close every handle, say goodbye, and let `run` return. Within that time."""
         self._link.begin_closing()
         self.copies.tasks = None  # nothing new is begun
-        with anyio.move_on_after(CLOSE_S, shield=True):
-            await self._leave()
+        with anyio.move_on_after(parting.within_s * 0.9, shield=True):
+            if parting.hand_over:
+                with anyio.move_on_after(parting.within_s * 0.7):
+                    await self._hand_over(parting)
+            await self._leave(parting)
         self.pins.tasks = None
         self._closed.set()
 
@@ -247,16 +249,34 @@ class Worker:
                     for listener in listeners:
                         tasks.start_soon(serve_readers, listener, self._owner, settings)
 
-    async def _leave(self) -> None:
+    async def _hand_over(self, parting: Parting) -> None:
+        """Close every handle as its caller would: readers go elsewhere, and what is retained goes to other workers."""
+        callers, until = self.callers(), clock.now() + parting.within_s * 0.6
+
+        async def close(handle: Handle) -> None:
+            await handle.end_call(StateError(f"{parting.reason} while the call was running"))
+            with contextlib.suppress(TensorHubError):
+                left_s = max(0.0, until - clock.now())
+                if handle in callers:
+                    await self.copies.close(handle, left_s, abandon=False)
+                else:
+                    await handle.close(left_s)
+
+        for handles in (callers, [each for each in self._handles.values() if each not in callers]):
+            async with anyio.create_task_group() as tasks:
+                for handle in handles:
+                    tasks.start_soon(close, handle)
+
+    async def _leave(self, parting: Parting) -> None:
         async with anyio.create_task_group() as tasks:
             for handle in list(self._handles.values()):
-                tasks.start_soon(self._close_quietly, handle)
+                tasks.start_soon(self._close_quietly, handle, parting)
         await self._link.close(Leave("closed"))
 
-    async def _close_quietly(self, handle: Handle) -> None:
-        await handle.end_call(StateError("the hub was closed while the call was running"))
+    async def _close_quietly(self, handle: Handle, parting: Parting) -> None:
+        await handle.end_call(StateError(f"{parting.reason} while the call was running"))
         with contextlib.suppress(TensorHubError):
-            await handle.close(CLOSE_S / 2, abandon=True)
+            await handle.close(parting.within_s / 5 if parting.hand_over else parting.within_s / 2, abandon=True)
 
     # --------------------------------------------------------------------------------------------- the link
 

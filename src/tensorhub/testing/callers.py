@@ -8,6 +8,7 @@ differ; so are the runtime's questions, pins, news and prefetcher, which only wa
 from __future__ import annotations
 
 import contextlib
+import weakref
 from collections.abc import Awaitable, Callable
 from functools import partial
 from itertools import count
@@ -25,13 +26,13 @@ from tensorhub.errors import (
 from tensorhub.manifest import Digest, Manifest, build_manifest
 from tensorhub.messages import CopyRefused, ErrorInfo, FromWorker, Leave, MakeCopy
 from tensorhub.runtime.callers_work import CallersWork
+from tensorhub.runtime.ending import CLOSE_S, Parting
 from tensorhub.runtime.filler import ProgressListener
-from tensorhub.runtime.loop_thread import Job
+from tensorhub.runtime.loop_thread import Job, Watching
 from tensorhub.runtime.news import News
 from tensorhub.runtime.pins import Pins
 from tensorhub.runtime.prefetcher import Prefetcher
 from tensorhub.runtime.questions import Questions
-from tensorhub.runtime.worker import CLOSE_S
 from tensorhub.testing.network import TimedLink
 from tensorhub.testing.registered import EmbeddedHandle
 from tensorhub.transport.memory import Memory
@@ -95,6 +96,22 @@ class NoThread:
         self._cluster = cluster
         self._worker = worker
         self.has_ended = False
+        self._watching: weakref.WeakSet[Watching] = weakref.WeakSet()
+
+    def end_soon(self, parting: Parting) -> None:
+        for each in list(self._watching):
+            each.end()
+
+    def dropped(self) -> None:
+        """When garbage is collected decides nothing here: a process that nobody holds goes on."""
+
+    def tell_end(self, watching: Watching) -> None:
+        self._watching.add(watching)
+
+    async def ended(self) -> None:
+        if not self.has_ended:
+            with contextlib.suppress(StateError):
+                await self.call(self._worker.shell.close)
 
     async def call(self, function: Callable[..., Awaitable[T]], *arguments: Any, undo: object = None) -> T:
         await self._enter()

@@ -10,17 +10,20 @@ import contextlib
 import importlib
 import os
 import sys
-from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Coroutine, Iterable, Sequence
+from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
 from functools import partial
 from random import Random
+from types import TracebackType
 from typing import Any, TypeVar, cast
 
 import anyio
 import anyio.abc
 
 from tensorhub.errors import CoordinatorUnavailable, StateError
-from tensorhub.hub import Hub, refuse_unbuilt
+from tensorhub.hub import Hub
+from tensorhub.opening import Opening
 from tensorhub.testing.clock import Party
 from tensorhub.testing.demands import GuaranteeBroken
 from tensorhub.testing.embedded import OVER, USERS_OWN, EmbeddedCluster, EmbeddedWorker, WorkerCrashed
@@ -47,6 +50,22 @@ class _Process:
     replaced: anyio.Event = field(default_factory=anyio.Event)  # it was started again
     has_died: bool = False
     is_restarting: bool = False
+
+
+class _Opening(Opening[Hub]):
+    """Its block is cancelled where the process crashes."""
+
+    def __init__(self, opens: Callable[[], Coroutine[Any, Any, Hub]], block: AbstractAsyncContextManager[Hub]) -> None:
+        super().__init__(opens, "connect")
+        self._block = block
+
+    async def __aenter__(self) -> Hub:
+        return await self._block.__aenter__()
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self._block.__aexit__(kind, error, trace)
 
 
 class RunningCluster:
@@ -105,8 +124,7 @@ class RunningCluster:
 
     # -- the caller's code
 
-    @contextlib.asynccontextmanager
-    async def connect(
+    def connect(
         self,
         address: str | Sequence[str] = "",
         *,
@@ -114,19 +132,17 @@ class RunningCluster:
         location: Location | None = None,
         token: str | bytes | os.PathLike[str] | None = None,
         transports: Sequence[str] | None = None,
-        tls: object = None,
         prefetch: bool = False,
         options: Options | None = None,
-    ) -> AsyncIterator[Hub]:
+    ) -> Opening[Hub]:
         """As `tensorhub.connect`, as a simulated process of its own: the same `Hub`, the same errors.
 
         `address`, `token` and `transports` are not looked at. `name`: one at a time of each. `location`: default: a host of
         its own. Of `options`, `op_timeout_s`, `chunk_bytes`, `integrity` and `host_memory_bytes` count.
 
         Raises as `tensorhub.connect`, and WorkerCrashed out of the block when the process crashes, or is preempted: what
-        runs in the block is cancelled.
+        runs in the block is cancelled. Without a block it is raised by each call of the hub and its handles then.
         """
-        refuse_unbuilt(tls=tls)
         check_flag("prefetch", prefetch)
         options = options or Options()
         if prefetch and not options.host_memory_bytes:
@@ -134,11 +150,28 @@ class RunningCluster:
         if name is None:
             self._names += 1
             name = f"worker-{self._names}"
-        simulation = self._simulation
-        simulation.check_over()
-        simulation.sync()
         place = location or Location(host=name)
-        worker = simulation.join(check_name("worker", name), place, options, prefetch=prefetch)
+        join = partial(self._simulation.join, check_name("worker", name), place, options, prefetch=prefetch)
+        return _Opening(partial(self._hub, join), self._block(join))
+
+    def _join(self, join: Callable[[], EmbeddedWorker]) -> EmbeddedWorker:
+        self._simulation.check_over()
+        self._simulation.sync()
+        return join()
+
+    async def _hub(self, join: Callable[[], EmbeddedWorker]) -> Hub:
+        worker = self._join(join)
+        try:
+            await self._welcomed(worker)
+        except BaseException:
+            if worker.alive and not self._simulation.is_over:
+                worker.leave()
+            raise
+        return Hub(cast(Any, worker.shell), cast(Any, worker.thread))
+
+    @contextlib.asynccontextmanager
+    async def _block(self, join: Callable[[], EmbeddedWorker]) -> AsyncIterator[Hub]:
+        worker, simulation = self._join(join), self._simulation
         try:
             await self._welcomed(worker)
             with worker.scope:
@@ -150,14 +183,14 @@ class RunningCluster:
                         await hub.close()
         except Exception as error:
             if worker.is_gone:
-                raise WorkerCrashed(f"{name} has crashed") from error
+                raise WorkerCrashed(f"{worker.name} has crashed") from error
             raise
         finally:
             if worker.alive and not simulation.is_over:
                 simulation.sync()
                 worker.leave()
         if worker.is_gone:
-            raise WorkerCrashed(f"{name} has crashed")
+            raise WorkerCrashed(f"{worker.name} has crashed")
 
     async def _welcomed(self, worker: EmbeddedWorker) -> None:
         simulation = self._simulation

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from tensorhub.cuda.cupy_device import cuda_device, fault_here
 from tensorhub.cuda.device import Device, DeviceBytes
-from tensorhub.errors import ManifestMismatch, StateError
+from tensorhub.errors import InvalidType, InvalidValue, ManifestMismatch, StateError, shown
 from tensorhub.manifest import Manifest, TensorDescription, TensorSpec
 from tensorhub.transport.memory import Bytes, MappedRegions, check_padding, is_packed, view
 
@@ -69,9 +69,9 @@ class AllocatedMemory:
         try:
             made: torch.device = self._torch.empty(1, dtype=self._torch.uint8, device=device).device
         except Exception as error:  # each backend has its own way of saying no
-            raise StateError(f"device={device!r} cannot be used: {_first_line(error)}") from error
+            raise InvalidValue(f"device={shown(device)} cannot be used: {_first_line(error)}") from error
         if made.type == "meta":
-            raise StateError("device='meta': there are no bytes there; take 'cpu' or an accelerator")
+            raise InvalidValue("device='meta': there are no bytes there; take 'cpu' or an accelerator")
         return made
 
     def check_unreplaced(self) -> None:
@@ -171,7 +171,7 @@ def patterns(names: object) -> tuple[str, ...] | None:
         return None
     found = (names,) if isinstance(names, str) else tuple(names) if isinstance(names, Iterable) else ()
     if not found or not all(isinstance(pattern, str) for pattern in found):
-        raise StateError(f"names={names!r}: give a name, a glob, several of them, or None for all tensors")
+        raise InvalidType(f"names={shown(names)}: give a name, a glob, several of them, or None for all tensors")
     return found
 
 

@@ -1,0 +1,80 @@
+"""SIGTERM, on which a process leaves its clusters before it ends: what a preempted machine has time for.
+
+The handler only passes it on, since Python runs it in the midst of whatever the main thread does; a thread of its own waits
+for the hubs, and then lets SIGTERM do what it did before.
+"""
+
+from __future__ import annotations
+
+import os
+import queue
+import signal
+import threading
+from typing import Any
+
+from tensorhub.errors import InvalidValue, StateError, shown
+from tensorhub.runtime import ending
+from tensorhub.runtime.ending import Parting
+from tensorhub.types import as_seconds
+
+LEAVE_S = 25.0
+
+
+def leave_on_sigterm(within_s: float = LEAVE_S) -> None:
+    """From now on SIGTERM lets every hub of this process leave its cluster, and then does what it did before.
+
+    Call it once, in the main thread, before or after `connect`, in programs with and without an event loop; after other
+    handlers of SIGTERM are set. When the signal comes, each hub ends its running calls, takes no new ones (StateError),
+    moves its readers to other sources, hands over what is retained, as `Weights.close` does, and says goodbye: at once where
+    nothing is read or retained, and in `within_s` seconds at most; what could not be handed over by then is given up. The
+    process goes on meanwhile. Then SIGTERM acts: by default it ends the process (exit status 143 in a shell), and a handler
+    that was set before, as `lambda *_: sys.exit(143)`, is called. A second SIGTERM in between changes nothing.
+
+    Give less than whoever preempts the process does: Kubernetes waits 30 s, and so does Google's preemption, before SIGKILL.
+    Python calls handlers in the main thread: if that is in the midst of a long call of C code, the leave begins after it.
+    Raises StateError (not the main thread; a handler of SIGTERM that was not set by Python; `within_s` is no time).
+    """
+    seconds = as_seconds(within_s)
+    if seconds is None:
+        raise InvalidValue(f"within_s={shown(within_s)}: give the seconds that leaving may take, 0 or more")
+    if threading.current_thread() is not threading.main_thread():
+        raise StateError(
+            "leave_on_sigterm() is to be called in the main thread: only that one can set a handler of a signal"
+        )
+    before = signal.getsignal(signal.SIGTERM)
+    if isinstance(before, _Leave):
+        before.within_s = seconds
+    elif before is None:
+        raise StateError("SIGTERM has a handler that was not set by Python, which could not be called afterwards: remove it")
+    else:
+        signal.signal(signal.SIGTERM, _Leave(seconds, before))
+
+
+class _Leave:
+    """The handler, and the thread that waits."""
+
+    def __init__(self, within_s: float, before: Any) -> None:
+        self.within_s = within_s
+        self._before = before
+        self._pid = os.getpid()
+        self._has_left = False
+        self._wanted: queue.SimpleQueue[None] = queue.SimpleQueue()  # of the kind that a handler may put something into
+        threading.Thread(target=self._run, name="tensorhub-sigterm", daemon=True).start()
+
+    def __call__(self, number: int, frame: object) -> None:
+        if not self._has_left and os.getpid() == self._pid:
+            self._wanted.put(None)
+            return
+        signal.signal(signal.SIGTERM, self._before)  # in a forked child at once: its parent leaves
+        if callable(self._before):
+            self._before(number, frame)
+        else:
+            signal.raise_signal(number)
+
+    def _run(self) -> None:
+        self._wanted.get()
+        ending.hubs_leave(Parting(self.within_s, "the process was told to end (SIGTERM)", hand_over=True))
+        self._has_left = True
+        main = threading.main_thread().ident
+        assert main is not None
+        signal.pthread_kill(main, signal.SIGTERM)  # it may wait in the system, where a signal to this thread is not noticed

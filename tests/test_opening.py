@@ -1,0 +1,389 @@
+"""Hubs and coordinators as objects, without blocks; and what is said where the API is used as what it is not."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import copy
+import gc
+import logging
+import pickle
+from collections.abc import Callable
+from typing import Any, NoReturn
+
+import anyio
+import pytest
+import structlog
+
+import tensorhub
+from tensorhub import sync
+from tensorhub.errors import CoordinatorUnavailable, InvalidType, InvalidValue, StateError, TensorHubError, shown
+from tensorhub.runtime.logs import Repeats
+from tensorhub.types import VersionInfo
+from tests.rig import OPTIONS, cluster, holds, library_threads, nothing_left, tensors, until
+
+NOBODY = "tcp://127.0.0.1:1"
+
+
+async def join(address: str, name: str = "worker") -> tensorhub.Hub:
+    return await tensorhub.connect(address, name=name, token="", options=OPTIONS)
+
+
+# ------------------------------------------------------------------------------------------------------ without blocks
+
+
+async def test_hubs_and_coordinators_are_objects() -> None:
+    async with nothing_left():
+        coordinator = await tensorhub.serve(token="", options=OPTIONS)
+        trainer, reader = await join(coordinator.address, "trainer"), await join(coordinator.address, "reader")
+        await (await trainer.register("m", tensors(1))).publish(1)
+        memory = tensors()
+        weights = await reader.register("m", memory)
+        await weights.replicate()
+        assert holds(memory, 1)
+        for each in (trainer, reader, coordinator):
+            await each.close()
+            await each.close()
+        assert weights.state == "closed"
+        with pytest.raises(StateError, match="closed"):
+            await reader.describe()
+
+
+async def test_an_object_may_end_a_block_too() -> None:
+    async with cluster() as c:
+        async with await join(c.address) as hub:
+            await hub.describe()
+        with pytest.raises(StateError, match="closed"):
+            await hub.describe()
+
+
+def test_the_blocking_ones_are_too() -> None:
+    coordinator = sync.serve(token="", options=OPTIONS)
+    hub = sync.connect(coordinator.address, token="", options=OPTIONS)
+    assert hub.register("m", tensors(1)).publish(1).version == 1
+    hub.close()
+    hub.close()
+    with pytest.raises(StateError, match="closed"):
+        hub.describe()
+    coordinator.close()
+    assert not library_threads()
+
+
+async def test_what_cannot_be_opened_leaves_nothing() -> None:
+    async with nothing_left():
+        with pytest.raises(CoordinatorUnavailable, match="is one running there"):
+            await tensorhub.connect(NOBODY, token="")
+        with pytest.raises(StateError, match="state_dir"):
+            await tensorhub.serve(token="", state_dir="/proc/none")
+
+
+def test_a_hub_outlives_the_loop_that_made_it() -> None:
+    with sync.serve(token="", options=OPTIONS) as coordinator:
+        hub = asyncio.run(join(coordinator.address))
+        weights = asyncio.run(hub.register("m", tensors(1)))
+        anyio.run(weights.publish, 1, backend="trio")
+        asyncio.run(hub.close())
+        assert weights.state == "closed"
+
+
+async def test_who_holds_a_hub_keeps_it_and_not_who_holds_its_context() -> None:
+    async with cluster() as c:
+        entered = await tensorhub.connect(c.address, token="", options=OPTIONS).__aenter__()
+        blocking = sync.connect(c.address, name="blocking", token="", options=OPTIONS).__enter__()
+        gc.collect()
+        await entered.describe()
+        await anyio.to_thread.run_sync(blocking.describe)
+        await entered.close()
+        await anyio.to_thread.run_sync(blocking.close)
+
+
+async def test_a_hub_that_nobody_holds_leaves_and_its_handles_hold_it() -> None:
+    async with cluster("other") as c:
+        weights = await (await join(c.address, "held")).register("m", tensors(1))
+        gc.collect()
+        await weights.publish(1)
+        assert (await c.hubs[0].describe("m")).mark == 1
+        watcher = (await join(c.address, "watching")).watch("m")
+        gc.collect()
+        assert (await anext(watcher)).version == 1
+        assert [name for name in library_threads() if "held" in name]
+        del weights, watcher
+        gc.collect()
+        await until(lambda: not [name for name in library_threads() if "held" in name or "watching" in name])
+
+
+async def test_a_watcher_ends_when_its_hub_does_however_that_is() -> None:
+    """Also where the library's own thread dies under it."""
+    async with cluster() as c:
+        hub = await join(c.address)
+        watcher, ended = hub.watch("m"), anyio.Event()
+
+        def break_down() -> None:
+            raise ZeroDivisionError
+
+        async def watch() -> None:
+            assert [info async for info in watcher] == []
+            ended.set()
+
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(watch)
+            hub._thread.post(break_down)
+            await ended.wait()
+        with pytest.raises(ZeroDivisionError):
+            await hub.close()
+
+
+async def test_nothing_is_waited_for_in_the_librarys_own_thread() -> None:
+    """A finalizer runs wherever garbage is collected."""
+    async with cluster() as c:
+        hub = await anyio.to_thread.run_sync(lambda: sync.connect(c.address, token="", options=OPTIONS))
+        said: list[Exception] = []
+
+        def finalizer() -> None:
+            try:
+                hub.describe()
+            except StateError as error:
+                said.append(error)
+            hub.close()
+
+        hub._hub._thread.post(finalizer)
+        await until(lambda: bool(said))
+        assert "a thread of the library cannot wait for the library" in str(said[0])
+        await anyio.to_thread.run_sync(hub.close)
+
+
+# ----------------------------------------------------------------------------------------------------------- wrong use
+
+
+async def test_wrong_use_says_what_to_write() -> None:
+    opening: Any = tensorhub.connect(NOBODY, token="")
+    with pytest.raises(AttributeError, match=r"write `x = await tensorhub.connect\(...\)` or `async with"):
+        opening.register("m", {})
+    with (
+        pytest.raises(
+            TypeError, match=r"write `async with tensorhub.connect\(...\)`; without an event loop: tensorhub.sync"
+        ),
+        opening,
+    ):
+        pass
+    with pytest.raises(CoordinatorUnavailable):
+        await opening
+    with pytest.raises(StateError, match=r"call connect\(\) again"):
+        await opening
+    async with cluster("one") as c:
+        hub: Any = c.hubs[0]
+        weights: Any = await hub.register("m", tensors(1))
+        with pytest.raises(TypeError, match=r"write `async with weights.mutate\(...\):`"), weights.mutate(1):
+            pass
+        with pytest.raises(TypeError, match=r"write `async with weights.mutate\(...\):`"):
+            await weights.mutate(1)
+        with pytest.raises(TypeError, match=r"write `async with hub.pin\(...\):`"):
+            await hub.pin("m", 1)
+        with pytest.raises(TypeError, match=r"write `async for info in hub\.watch"):
+            list(hub.watch("m"))
+        with pytest.raises(TypeError, match=r"hub\.watch\(\) is iterated"):
+            await hub.watch("m")
+
+        def blocking() -> Any:
+            return sync.connect(c.address, token="", options=OPTIONS)
+
+        other = await anyio.to_thread.run_sync(blocking)
+        with pytest.raises(TypeError, match=r"write `hub = sync.connect\(...\)`, or `hub = await tensorhub.connect\(...\)`"):
+            await other
+        await anyio.to_thread.run_sync(other.close)
+
+
+async def test_what_belongs_to_its_process_is_not_pickled() -> None:
+    async with cluster("one") as c:
+        hub = c.hubs[0]
+        blocking = await anyio.to_thread.run_sync(lambda: sync.connect(c.address, token="", options=OPTIONS))
+        weights = await hub.register("m", tensors(1))
+        theirs = await anyio.to_thread.run_sync(lambda: blocking.register("m", tensors(1)))
+        for each in (hub, weights, hub.watch("m"), c.coordinator, blocking, theirs):
+            kind = type(each).__name__
+            for attempt in (pickle.dumps, copy.copy, copy.deepcopy):
+                with pytest.raises(TypeError, match=f"a {kind} belongs to its process, .* in the other process, connect"):
+                    attempt(each)
+        await anyio.to_thread.run_sync(blocking.close)
+
+
+async def test_a_blocking_hook_in_async_code_is_refused_before_a_byte_changes() -> None:
+    async with cluster("trainer", "reader") as c:
+        source, memory = await c.hubs[0].register("m", tensors(1)), tensors()
+        await source.publish(1)
+        weights: Any = await c.hubs[1].register("m", memory)
+        await weights.replicate()
+        async with source.mutate(2):
+            pass
+        with pytest.raises(
+            TypeError, match=r"before_write .* async function, and this one returned 'paused': write `async def`"
+        ):
+            await weights.update(before_write=lambda info: "paused")
+        with pytest.raises(InvalidType, match="before_write=3: give a function"):
+            await weights.update(before_write=3)
+        assert (weights.state, weights.version, holds(memory, 1)) == ("ready", 1, True)
+
+        async def pause(info: VersionInfo) -> None: ...
+
+        def blocking() -> None:
+            with sync.connect(c.address, token="", options=OPTIONS) as hub:
+                theirs = hub.register("m", tensors())
+                for hook in (pause, lambda info: pause(info)):
+                    with pytest.raises(TypeError, match=r"before_write of tensorhub\.sync is a plain function"):
+                        theirs.update(before_write=hook)
+                assert theirs.state == "empty"
+
+        await anyio.to_thread.run_sync(blocking)
+        assert (await weights.update(before_write=lambda info: pause(info))).version == 2
+
+
+Arguments = dict[str, Any]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "kind", "says"),
+    [
+        ({"address": None}, InvalidType, 'address=None: give a coordinator\'s "tcp://HOST:PORT", or a list of them'),
+        ({"address": 7}, InvalidType, "address=7"),
+        ({"address": [None]}, InvalidType, 'None is not a TensorHub address: give "tcp://HOST:PORT"'),
+        ({"address": []}, InvalidValue, "no coordinator address is given"),
+        ({"address": "here"}, InvalidValue, "'here' is not a TensorHub address"),
+        ({"name": 3}, InvalidType, "3 cannot name a worker"),
+        ({"name": "n" * 100_000}, InvalidValue, r"n{3,}\.\.\.n+' \(of 100000 characters\) cannot name a worker"),
+        ({"location": "here"}, InvalidType, "location='here': give tensorhub.Location"),
+        ({"transports": "tcp"}, InvalidType, r"transports='tcp': give a list of names, as \[\"tcp\"\]"),
+        ({"prefetch": 1}, InvalidType, "prefetch=1: give True or False"),
+        ({"prefetch": True}, InvalidValue, "set Options.host_memory_bytes"),
+        ({"options": {}}, InvalidType, r"options={}: give tensorhub.Options\(...\)"),
+        ({"token": 5}, InvalidType, "token is text, bytes, or the path"),
+    ],
+    ids=str,
+)
+def test_arguments_of_connect(arguments: Arguments, kind: type[TensorHubError], says: str) -> None:
+    """At the call, and not where it is awaited."""
+    for call in (tensorhub.connect, sync.connect):
+        given: Arguments = {"address": NOBODY, "token": ""} | arguments
+        with pytest.raises(kind, match=says) as caught:
+            call(**given)
+        assert issubclass(kind, StateError)
+        assert issubclass(kind, TypeError if kind is InvalidType else ValueError)
+        assert len(str(caught.value)) < 300
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        ({"port": "http"}, "port='http'"),
+        ({"port": 70_000}, "port=70000"),
+        ({"host": None}, "host=None"),
+        ({"state_dir": 1}, "state_dir=1"),
+    ],
+    ids=str,
+)
+def test_arguments_of_serve(arguments: Arguments, says: str) -> None:
+    for call in (tensorhub.serve, sync.serve):
+        with pytest.raises(StateError, match=f"{says}: give") as caught:
+            call(token="", **arguments)
+        assert isinstance(caught.value, (TypeError, ValueError))
+
+
+async def test_arguments_of_hubs_and_weights() -> None:
+    async with cluster("one") as c:
+        hub: Any = c.hubs[0]
+        weights: Any = await hub.register("m", tensors(1))
+        calls: list[tuple[type[Exception], str, Callable[[], Any]]] = [
+            (TypeError, "None is not a version", lambda: weights.publish(None)),
+            (TypeError, "True is not a version", lambda: weights.publish(True)),
+            (ValueError, "-1 is not a version", lambda: weights.publish(-1)),
+            (TypeError, "timeout='1'", lambda: weights.publish(1, timeout="1")),
+            (TypeError, "timeout=True", lambda: weights.publish(1, timeout=True)),
+            (ValueError, "timeout=-1", lambda: weights.publish(1, timeout=-1)),
+            (ValueError, "'newest' is not a version selector", lambda: weights.replicate("newest")),
+            (TypeError, "None is not a version selector", lambda: weights.replicate(None)),
+            (TypeError, "staged='no'", lambda: weights.update(staged="no")),
+            (TypeError, "abandon=1", lambda: weights.close(1)),
+            (TypeError, "3 cannot name a model", lambda: hub.register(3, tensors(1))),
+            (ValueError, "'' cannot name a model", lambda: hub.register("", tensors(1))),
+            (ValueError, "world_size > 1 needs group=", lambda: hub.register("m", tensors(1), world_size=2)),
+            (TypeError, "rank='0', world_size=1", lambda: hub.register("m", tensors(1), rank="0")),
+            (ValueError, "rank=1, world_size=1", lambda: hub.register("m", tensors(1), rank=1)),
+            (TypeError, "latest=None", lambda: hub.retain("m", latest=None)),
+            (ValueError, "latest=-1", lambda: hub.retain("m", latest=-1)),
+            (TypeError, "rank=None", lambda: hub.fetch("m", rank=None)),
+            (TypeError, "names=5", lambda: hub.fetch("m", names=5)),
+            (ValueError, "device='moon' cannot be used", lambda: hub.fetch("m", device="moon")),
+            (TypeError, "None is not a version", lambda: hub.wait_for("m", at_least=None)),
+        ]
+        for kind, says, call in calls:
+            with pytest.raises(kind, match=says) as caught:
+                await call()
+            assert isinstance(caught.value, StateError), says
+        assert weights.state == "empty"
+
+
+def test_options_of_another_kind() -> None:
+    for name, value in {
+        "op_timeout_s": "1",
+        "chunk_bytes": 1.5,
+        "integrity": "no",
+        "listen_host": 1,
+        "lease_s": True,
+    }.items():
+        with pytest.raises(TypeError, match=rf"Options.{name} ?= ?{value!r}: give"):
+            tensorhub.Options(**{name: value})  # type: ignore[arg-type]
+    for name, value in {"op_timeout_s": -1, "chunk_bytes": 1, "listen_port": 70_000, "advertise": "x"}.items():
+        with pytest.raises(ValueError, match=rf"Options.{name} = {value!r}: give"):
+            tensorhub.Options(**{name: value})  # type: ignore[arg-type]
+
+
+def test_over_long_names_are_cut_in_messages() -> None:
+    name = "layer." * 100
+    error = StateError(f"tensor {name!r} is missing at the reader: register it")
+    assert str(error).startswith("tensor 'layer.layer.")
+    assert str(error).endswith("layer.' is missing at the reader: register it")
+    assert len(str(error)) < 250
+    assert shown("short") == "'short'"
+    assert len(shown([1] * 10**6)) == len(shown("x" * 10**8)) == 63
+
+    class Bad:
+        def __repr__(self) -> str:
+            raise RuntimeError
+
+    assert shown(Bad()) == "<Bad>"
+
+
+def test_repeated_warnings_are_said_once_and_then_summed_up() -> None:
+    now = [0.0]
+    repeats, logger = Repeats(lambda: now[0]), logging.getLogger("tensorhub.worker")
+    said: list[tuple[float, object]] = []
+    for second in range(3600):
+        now[0] = float(second)
+        with contextlib.suppress(structlog.DropEvent):
+            fields = repeats(
+                logger, "warning", {"event": "coordinator_unreachable", "coordinator": "tcp://a:1", "reason": second}
+            )
+            said.append((now[0], fields.get("times")))
+    assert said[:4] == [(0.0, None), (10.0, 10), (30.0, 20), (70.0, 40)]
+    assert len(said) == 11
+    assert "times" not in repeats(logger, "warning", {"event": "coordinator_unreachable", "coordinator": "tcp://b:1"})
+    assert repeats(logger, "info", {"event": "coordinator_unreachable"}) == {"event": "coordinator_unreachable"}
+    now[0] += 10_000  # long after: it is news again
+    assert "times" not in repeats(logger, "warning", {"event": "coordinator_unreachable", "coordinator": "tcp://a:1"})
+
+
+async def test_a_coordinator_that_is_gone_is_complained_of_once(caplog: pytest.LogCaptureFixture) -> None:
+    async with nothing_left():
+        coordinator = await tensorhub.serve(token="", options=OPTIONS)
+        hub = await join(coordinator.address)
+        await coordinator.close()
+        tries: list[int] = []
+
+        async def refuse(host: str, port: int) -> NoReturn:
+            tries.append(port)
+            raise OSError("refused")
+
+        hub._worker._link._dial = refuse
+        await until(lambda: len(tries) >= 4)
+        await hub.close()
+    events = [record.getMessage() for record in caplog.records if "coordinator_unreachable" in record.getMessage()]
+    assert len(events) == 1, events
