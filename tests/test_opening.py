@@ -266,7 +266,7 @@ def test_arguments_of_connect(arguments: Arguments, kind: type[TensorHubError], 
         with pytest.raises(kind, match=says) as caught:
             call(**given)
         assert issubclass(kind, StateError)
-        assert issubclass(kind, TypeError if kind is InvalidType else ValueError)
+        assert issubclass(kind, (TypeError, ValueError))
         assert len(str(caught.value)) < 300
 
 
