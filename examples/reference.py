@@ -3,6 +3,7 @@
 `address` is a running coordinator's; `trainer` and `rollout` are hubs that are connected to it, anew for each example.
 """
 
+import signal
 import socket
 import threading
 import warnings
@@ -35,10 +36,12 @@ def shows(*names: str, raises: type[tensorhub.TensorHubError] | None = None) -> 
 # ------------------------------------------------------------------------------------------------ serving, connecting
 
 
-@shows("serve", "Coordinator", "Coordinator.address")
+@shows("serve", "Coordinator", "Coordinator.address", "Coordinator.close")
 async def serve() -> None:
     async with tensorhub.serve(options=tensorhub.Options(lease_s=30)) as coordinator:
         assert coordinator.address.startswith("tcp://127.0.0.1:")
+    coordinator = await tensorhub.serve()  # without a block: until it is closed, or the process ends
+    await coordinator.close()
 
 
 @shows("connect", "Location", "Options", "Hub", "Hub.name")
@@ -47,6 +50,17 @@ async def connect(address: str) -> None:
     options = tensorhub.Options(op_timeout_s=120, chunk_bytes=4 * 2**20)
     async with tensorhub.connect(address, name="rollout-17", location=here, options=options) as hub:
         assert hub.name == "rollout-17"
+    hub = await tensorhub.connect(address)  # without a block: until it is closed, or the process ends
+    await hub.close()
+
+
+@shows("leave_on_sigterm")
+def preempted(address: str) -> None:
+    before = signal.getsignal(signal.SIGTERM)
+    tensorhub.leave_on_sigterm(25)  # this one line; the machine's notice is 30 s
+    with sync.connect(address) as hub:
+        hub.register("actor", {"w": torch.ones(4)}, spot=True).publish(1)
+    signal.signal(signal.SIGTERM, before)  # as it was
 
 
 @shows("read_only_token")
@@ -63,8 +77,8 @@ async def read_only_token() -> None:
 
 @shows("Hub.close")
 async def close_hub(address: str) -> None:
-    async with tensorhub.connect(address) as hub:
-        await hub.close()  # the end of the block does it too
+    hub = await tensorhub.connect(address)
+    await hub.close()  # the end of a block does it too
 
 
 # ---------------------------------------------------------------------------------------------------- one model
@@ -318,6 +332,16 @@ async def published_twice(trainer: tensorhub.Hub) -> None:
     await weights.publish(2)  # unpublish first, or use mutate
 
 
+@shows("InvalidType", "InvalidValue", raises=tensorhub.InvalidValue)
+async def what_is_no_version(trainer: tensorhub.Hub) -> None:
+    weights = await trainer.register("actor", {"w": torch.ones(4)})
+    try:
+        await weights.publish("1")  # type: ignore[arg-type]
+    except TypeError as error:  # each is a StateError, too
+        assert "'1' is not a version: give an integer" in str(error)  # noqa: PT017
+    await weights.publish(-1)  # a ValueError
+
+
 @shows("MutabilityViolation", raises=tensorhub.MutabilityViolation)
 async def written_while_published(trainer: tensorhub.Hub) -> None:
     tensor = torch.ones(4)
@@ -375,10 +399,12 @@ async def not_a_coordinator() -> None:
 # ------------------------------------------------------------------------------------------------------ without a loop
 
 
-@shows("sync.serve", "sync.Coordinator", "sync.Coordinator.address")
+@shows("sync.serve", "sync.Coordinator", "sync.Coordinator.address", "sync.Coordinator.close")
 def serve_blocking() -> None:
     with sync.serve() as coordinator:
         assert coordinator.address
+    coordinator = sync.serve()  # without a block: until it is closed, or the process ends
+    coordinator.close()
 
 
 @shows("sync.connect", "sync.Hub", "sync.Hub.name", "sync.Hub.register", "sync.Weights", "sync.Weights.model")
@@ -395,7 +421,8 @@ def train_blocking(address: str) -> None:
         weights.unpublish()
         weights.close()
         assert weights.state == "closed"
-        hub.close()  # the end of the block does it too
+    hub = sync.connect(address, name="trainer-0")  # without a block: until it is closed, or the process ends
+    hub.close()
 
 
 @shows("sync.Weights.replicate", "sync.Weights.update", "sync.Hub.newest", "sync.Hub.wait_for", "sync.Hub.describe")

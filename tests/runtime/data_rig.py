@@ -183,7 +183,7 @@ def busy_threads() -> list[str]:
     for thread, innermost in sys._current_frames().items():
         frame: FrameType | None = innermost
         while thread != threading.get_ident() and frame is not None:
-            if "/tensorhub/" in frame.f_code.co_filename:
+            if "/tensorhub/" in frame.f_code.co_filename and not frame.f_code.co_filename.endswith("/sigterm.py"):
                 found.append(f"{frame.f_code.co_filename}:{frame.f_lineno}")
             frame = frame.f_back
     return found

@@ -29,6 +29,7 @@ from tensorhub.runtime.places import HostRoom, Places
 from tensorhub.runtime.promise import Promise
 from tensorhub.runtime.reports import CallTimes
 from tensorhub.runtime.serving import SharedOwner
+from tensorhub.runtime.threads import run_in_thread
 from tensorhub.transport.memory import Memory
 from tensorhub.types import (
     ContentId,
@@ -398,6 +399,6 @@ class Handle:
             log.error("memory_still_read", registration=self._registration, reason=str(error))
         else:
             # Of many gigabytes, what RDMA devices have registered takes long to be given back.
-            await anyio.to_thread.run_sync(self._owner.forget, self._registration)
+            await run_in_thread(self._owner.forget, self._registration)
             await self._places.free()
         await self._places.free_staging()

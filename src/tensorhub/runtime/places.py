@@ -21,6 +21,7 @@ from tensorhub.manifest import Manifest
 from tensorhub.runtime.chunks import ChunkMemory
 from tensorhub.runtime.logs import get_logger
 from tensorhub.runtime.serving import SharedOwner
+from tensorhub.runtime.threads import run_in_thread
 from tensorhub.transport.host import HostMemory, Pin
 from tensorhub.transport.memory import MappedRegions, Memory, Pieces
 from tensorhub.types import ContentId, Purpose, RegistrationId
@@ -154,7 +155,7 @@ class Places:
             self._mapped = None
         if isinstance(self._memory, HostMemory):
             self._owner.forget(self._registration)
-            await anyio.to_thread.run_sync(self._memory.free)
+            await run_in_thread(self._memory.free)
 
     async def free(self) -> None:
         await self._unmap()
@@ -165,7 +166,7 @@ class Places:
             await self._owner.fence_async(self._staging_id)  # only this handle's own copying, which has ended, reads it
             self._owner.forget(self._staging_id)
             memory, self._staging = self._staging.memory, None
-            await anyio.to_thread.run_sync(memory.free)
+            await run_in_thread(memory.free)
         self._room.freed(self._staging_id)
 
     async def destination(self, action: StartPull | CopyLocally) -> tuple[RegistrationId, MappedRegions, ChunkMemory]:

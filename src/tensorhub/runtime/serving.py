@@ -20,6 +20,7 @@ import anyio.to_thread
 from tensorhub.errors import DrainTimeout, TransportUnavailable
 from tensorhub.machine import InvariantBroken
 from tensorhub.runtime.chunks import ChunkMemory
+from tensorhub.runtime.threads import run_in_thread
 from tensorhub.transport.base import NotShared
 from tensorhub.transport.cma import WORD_BYTES, Header, Words
 from tensorhub.transport.nixl import Exposed, Exposures, OnGpu
@@ -368,7 +369,7 @@ class SharedOwner:
                 return
         limiter = anyio.CapacityLimiter(1)
         with anyio.CancelScope(shield=True):
-            await anyio.to_thread.run_sync(self.fence, registration, timeout_s, limiter=limiter)
+            await run_in_thread(self.fence, registration, timeout_s, limiter=limiter)
 
     # -------------------------------------------------------------------------------------------------- lanes
 

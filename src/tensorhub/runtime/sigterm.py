@@ -10,6 +10,7 @@ import os
 import queue
 import signal
 import threading
+import time
 from typing import Any
 
 from tensorhub.errors import InvalidValue, StateError, shown
@@ -18,6 +19,7 @@ from tensorhub.runtime.ending import Parting
 from tensorhub.types import as_seconds
 
 LEAVE_S = 25.0
+AGAIN_S = 0.2
 
 
 def leave_on_sigterm(within_s: float = LEAVE_S) -> None:
@@ -42,12 +44,12 @@ def leave_on_sigterm(within_s: float = LEAVE_S) -> None:
             "leave_on_sigterm() is to be called in the main thread: only that one can set a handler of a signal"
         )
     before = signal.getsignal(signal.SIGTERM)
-    if isinstance(before, _Leave):
+    if isinstance(before, _Leave) and not before.is_over:
         before.within_s = seconds
     elif before is None:
         raise StateError("SIGTERM has a handler that was not set by Python, which could not be called afterwards: remove it")
     else:
-        signal.signal(signal.SIGTERM, _Leave(seconds, before))
+        signal.signal(signal.SIGTERM, _Leave(seconds, before.before if isinstance(before, _Leave) else before))
 
 
 class _Leave:
@@ -55,20 +57,27 @@ class _Leave:
 
     def __init__(self, within_s: float, before: Any) -> None:
         self.within_s = within_s
-        self._before = before
+        self.before = before
+        self.is_over = False  # what comes now is for the handler that was there before
+        self._deaf_until = 0.0  # its own signals may come late
         self._pid = os.getpid()
         self._has_left = False
         self._wanted: queue.SimpleQueue[None] = queue.SimpleQueue()  # of the kind that a handler may put something into
-        threading.Thread(target=self._run, name="tensorhub-sigterm", daemon=True).start()
+        threading.Thread(target=self._run, name="leave-on-sigterm", daemon=True).start()
 
     def __call__(self, number: int, frame: object) -> None:
-        if not self._has_left and os.getpid() == self._pid:
-            self._wanted.put(None)
-            return
-        signal.signal(signal.SIGTERM, self._before)  # in a forked child at once: its parent leaves
-        if callable(self._before):
-            self._before(number, frame)
+        if os.getpid() == self._pid:  # else in a forked child, which has nothing to leave
+            if not self._has_left:
+                self._wanted.put(None)
+                return
+            if not self.is_over:
+                self.is_over, self._deaf_until = True, time.monotonic() + 2 * AGAIN_S
+            elif time.monotonic() < self._deaf_until:
+                return
+        if callable(self.before):
+            self.before(number, frame)
         else:
+            signal.signal(number, self.before)
             signal.raise_signal(number)
 
     def _run(self) -> None:
@@ -77,4 +86,8 @@ class _Leave:
         self._has_left = True
         main = threading.main_thread().ident
         assert main is not None
-        signal.pthread_kill(main, signal.SIGTERM)  # it may wait in the system, where a signal to this thread is not noticed
+        while (
+            not self.is_over
+        ):  # again, since a signal just before the main thread begins to wait in the system wakes nobody
+            signal.pthread_kill(main, signal.SIGTERM)
+            time.sleep(AGAIN_S)
