@@ -55,11 +55,12 @@ async def connect(address: str) -> None:
 
 
 @shows("leave_on_sigterm")
-def preempted(address: str) -> None:
+async def preempted(address: str) -> None:
     before = signal.getsignal(signal.SIGTERM)
     tensorhub.leave_on_sigterm(25)  # this one line; the machine's notice is 30 s
-    with sync.connect(address) as hub:
-        hub.register("actor", {"w": torch.ones(4)}, spot=True).publish(1)
+    async with tensorhub.connect(address) as hub:
+        weights = await hub.register("actor", {"w": torch.ones(4)}, spot=True)
+        await weights.publish(1)
     signal.signal(signal.SIGTERM, before)  # as it was
 
 

@@ -21,6 +21,8 @@ from tensorhub.errors import (
     DrainTimeout,
     GroupAborted,
     IntegrityError,
+    InvalidType,
+    InvalidValue,
     LeaseLost,
     ManifestMismatch,
     MutabilityViolation,
@@ -517,22 +519,24 @@ async def test_calls_that_the_handles_state_forbids() -> None:
             await weights.publish(2)
 
 
-@provokes(StateError)
+@provokes(StateError, InvalidType, InvalidValue)
 async def test_arguments_and_addresses_that_cannot_be() -> None:
     async with cluster("trainer") as c:
         hub = c.hubs[0]
-        with raises(StateError, "-1 is not a version: give an integer", retryable=False):
+        with raises(InvalidValue, "-1 is not a version: give an integer", retryable=False):
             await hub.wait_for("m", at_least=-1)
-        with raises(StateError, "timeout=-1: give seconds, 0 or more, or None", retryable=False):
+        with raises(InvalidType, "'1' is not a version: give an integer", retryable=False):
+            await hub.wait_for("m", at_least="1")  # type: ignore[arg-type]
+        with raises(InvalidValue, "timeout=-1: give seconds, 0 or more, or None", retryable=False):
             await hub.wait_for("m", at_least=1, timeout=-1)
-        with raises(StateError, "'http://x' is not a TensorHub address: give tcp://HOST:PORT", retryable=False):
+        with raises(InvalidValue, "'http://x' is not a TensorHub address: give \"tcp://HOST:PORT\"", retryable=False):
             async with connect("http://x"):
                 pass
         port = parse_address(c.address)[1]
         with raises(StateError, f"port {port} of 127.0.0.1 is in use", "choose another port", retryable=True):
             async with tensorhub.serve(port=port, token=""):
                 pass
-        with raises(StateError, "Options.chunk_bytes = 1: give 4096 to 2**30 bytes", retryable=False):
+        with raises(InvalidValue, "Options.chunk_bytes = 1: give an integer: 4096 to 2**30 bytes", retryable=False):
             Options(chunk_bytes=1)
 
 
