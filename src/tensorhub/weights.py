@@ -38,9 +38,7 @@ class Weights(Unpicklable):
     or mapping has other tensors by now: see `Hub.register`.
     """
 
-    def __init__(
-        self, handle: Handle, memory: CallersMemory, worker: Worker, thread: LoopThread, *, keeps: object
-    ) -> None:
+    def __init__(self, handle: Handle, memory: CallersMemory, worker: Worker, thread: LoopThread, *, keeps: object) -> None:
         """`keeps`: stays open as long as somebody holds this."""
         self._keeps = keeps
         self._handle = handle
