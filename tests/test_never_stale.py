@@ -386,6 +386,17 @@ async def test_a_stale_mutate_may_be_an_error_or_silent(told: Told) -> None:
         tensorhub.Options(stale_weights="never")  # type: ignore[arg-type]
 
 
+async def test_a_warning_that_is_made_an_error_publishes_nothing() -> None:
+    async with cluster("trainer") as c:
+        source = await c.hubs[0].register("m", {"w": torch.zeros(4)})
+        with warnings.catch_warnings():
+            warnings.simplefilter("error", StaleWeightsWarning)
+            with pytest.raises(StaleWeightsWarning):
+                async with source.mutate(1):
+                    pass
+        assert (source.state, c.hubs[0].newest("m")) == ("empty", None)
+
+
 async def test_a_fill_within_mutate_is_a_write(told: Told) -> None:
     """Two registrations of the same tensors: what one fills, the other publishes."""
     async with cluster("trainer", "relay") as c:

@@ -181,8 +181,8 @@ class StaleWeightsWarning(UserWarning):
 
     Given where torch's count of writes stands still for every tensor *and* sampled bytes of all are what they were. A
     registration with a tensor that has no count of its own (a numpy array, a view of a larger storage, an inference
-    tensor) never gives it. `Options.stale_weights`: "error" raises a StateError instead, with nothing published; "ignore"
-    does not look.
+    tensor) never gives it. The version is published all the same. `Options.stale_weights`: "error" raises a StateError
+    instead, and "ignore" does not look. Where an error is raised, also by a filter of Python's, nothing is published.
     """
 
 

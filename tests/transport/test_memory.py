@@ -431,6 +431,18 @@ def test_versions_tell_of_memory_that_is_freed() -> None:
     assert memory.versions()[:3] == (-1, -1, -1)
 
 
+def test_memory_that_is_freed_is_not_sampled() -> None:
+    """Its address is nobody's any more."""
+    tensor = torch.ones(1_000_000)
+    memory = RegisteredMemory({"w": tensor})
+    is_unwritten = memory.watch()
+    assert is_unwritten is not None
+    assert is_unwritten()
+    tensor.untyped_storage().resize_(0)
+    assert not is_unwritten()
+    assert memory.watch() is None
+
+
 def test_a_write_beside_a_tensor_in_its_storage_is_not_taken_for_one_to_it() -> None:
     both = torch.zeros(2, 8)  # double buffering in one allocation
     memory = RegisteredMemory({"w": both[0]})

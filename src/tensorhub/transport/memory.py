@@ -190,10 +190,7 @@ class CallersMemory(Memory, Protocol):
         """RegistrationError, naming each tensor, if what he has under these names is not the memory that was registered."""
 
     def watch(self) -> Callable[[], bool] | None:
-        """A question for later: has nobody written it since now, as far as can be seen? None: nothing could tell.
-
-        Both are for memory that is `check_current` at that time.
-        """
+        """A question for later: has nobody written it since now, as far as can be seen? None: nothing could tell."""
 
 
 class RegisteredMemory:
@@ -303,12 +300,13 @@ class RegisteredMemory:
     def watch(self) -> Callable[[], bool] | None:
         """See `CallersMemory.watch`: no count has moved, and sampled bytes are equal.
 
-        None if a tensor has no count of its own: a write may be anywhere in it.
+        None if a tensor has no count of its own, since a write may be anywhere in it; or if its bytes are gone.
         """
-        if not all(self._counted):
+        versions = self.versions()
+        if -1 in versions or not all(self._counted):
             return None
         sample = self._sample = self._sample or Sample(list(self._tensors.values()))
-        versions, taken = self.versions(), sample.take()
+        taken = sample.take()
         return lambda: self.versions() == versions and sample.is_still(taken)
 
     def _storage_addresses_now(self) -> Iterator[int]:

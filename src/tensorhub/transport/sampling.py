@@ -15,7 +15,7 @@ from typing import Any
 
 SAMPLE_BYTES = 2**20  # of all tensors together, about
 SHARE_BYTES_MIN = 64  # of each tensor, however many there are
-PIECES = 2048  # of all tensors together, about
+PIECES = 1024  # of all tensors together, about
 PIECES_OF_TENSOR_MAX = 16
 
 
