@@ -16,7 +16,7 @@ from tensorhub.hub import Hub
 from tensorhub.messages import Join
 from tensorhub.protocol.blocking import BlockingConnection
 from tensorhub.protocol.handshake import NONCE_BYTES, ClientHandshake
-from tensorhub.runtime import acceptor as acceptor_module, strangers as strangers_module
+from tensorhub.runtime import strangers as strangers_module
 from tensorhub.types import Location, Options, parse_address
 from tests.rig import CHUNK_BYTES, WAIT_S, Cluster, cluster, connect, holds, tensors, until
 
@@ -63,8 +63,8 @@ async def fetches(c: Cluster, content: int) -> None:
 async def test_a_flood_of_strangers_throws_itself_out(
     where: str, words: bytes, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(strangers_module, "STRANGERS_MAX", 8)
-    monkeypatch.setattr(acceptor_module, "READING_STRANGERS_MAX", 8)
+    for name in ("STRANGERS_MAX", "READING_STRANGERS_MAX"):
+        monkeypatch.setattr(strangers_module, name, 8)
     async with cluster("trainer", options=PATIENT) as c:
         await (await c.hubs[0].register("m", tensors(1))).publish(1)
         with contextlib.ExitStack() as stack:

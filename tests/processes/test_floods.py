@@ -6,9 +6,11 @@ import contextlib
 import json
 import os
 import resource
+import select
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -17,9 +19,11 @@ import anyio.to_thread
 import pytest
 
 import tensorhub
-from tensorhub.messages import Join, Refused, Register, Registered
+from tensorhub.messages import Join, Proof, Refused, Register, Registered
+from tensorhub.protocol import codec
 from tensorhub.protocol.blocking import BlockingConnection
 from tensorhub.protocol.codec import FROM_COORDINATOR
+from tensorhub.protocol.frames import frame
 from tensorhub.protocol.handshake import NONCE_BYTES, ClientHandshake
 from tensorhub.types import Location, Medium, Purpose, parse_address
 from tests.rig import OPTIONS, WAIT_S, holds, tensors
@@ -115,6 +119,122 @@ async def test_a_flood_leaves_descriptors_for_the_others(
         await fetches(coordinator)
         if descriptors > 0:
             assert len(os.listdir(f"/proc/{pid}/fd")) < descriptors * 3 // 4
+
+
+FLOOD = """
+import select, socket, sys, time
+
+host, port, seconds, words = sys.argv[1], int(sys.argv[2]), float(sys.argv[3]), bytes.fromhex(sys.argv[4])
+poll, peers, until = select.epoll(), {}, time.monotonic() + seconds
+poll.register(sys.stdin, select.EPOLLIN)
+opened = 0
+while time.monotonic() < until:
+    for _ in range(min(100, 3000 - len(peers))):
+        peer = socket.socket()
+        peer.setblocking(False)
+        try:
+            peer.bind(("127.0.0.2", 0))
+            peer.connect((host, port))
+        except BlockingIOError:
+            pass
+        except OSError:  # no port is left
+            peer.close()
+            break
+        peers[peer.fileno()] = peer
+        poll.register(peer, select.EPOLLIN | select.EPOLLOUT)
+        opened += 1
+        if opened == 3000:
+            print("up", flush=True)
+    for number, events in poll.poll(0.01):
+        if number not in peers:
+            sys.exit()  # the test is over
+        try:
+            if events & select.EPOLLOUT and words:
+                peers[number].send(words)
+            poll.modify(number, select.EPOLLIN)
+            if events & ~select.EPOLLOUT and not peers[number].recv(4096):
+                raise OSError
+        except BlockingIOError:
+            pass
+        except OSError:  # thrown out: come again
+            peers.pop(number).close()
+"""
+
+
+def words_of_a_flood(kind: str) -> bytes:
+    hello = ClientHandshake("worker", "flood", b"wrong", os.urandom(NONCE_BYTES)).data_to_send()
+    wrong = frame(codec.encode(Proof(bytes(32))), 4096)
+    return {"silent": b"", "half a word": hello[:20], "hellos": hello, "wrong proofs": hello + wrong}[kind]
+
+
+@contextlib.contextmanager
+def flooding(address: str, words: bytes) -> Iterator[None]:
+    """Another address, 127.0.0.2, has up to 3,000 connections there, and comes again with each that is closed."""
+    host, port = parse_address(address)
+    command = [sys.executable, "-c", FLOOD, host, str(port), str(WAIT_S), words.hex()]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        try:
+            assert process.stdout is not None
+            assert process.stdout.readline() == "up\n"
+            yield
+            process.communicate("", WAIT_S)
+        finally:
+            process.kill()
+
+
+def handshake_s(address: str, role: str) -> float:
+    """How long an honest one takes, from the connection on."""
+    began = time.monotonic()
+    with BlockingConnection(socket.create_connection(parse_address(address)), stall_timeout_s=WAIT_S) as connection:
+        connection.handshake(ClientHandshake(role, os.urandom(8).hex(), b"", os.urandom(NONCE_BYTES)), WAIT_S)
+    return time.monotonic() - began
+
+
+@pytest.mark.parametrize("role", ["worker", "reader"])
+@pytest.mark.parametrize(
+    "kind", ["silent", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("half a word", "hellos")), "wrong proofs"]
+)
+async def test_while_another_address_floods_an_honest_handshake_takes_less_than_a_second(
+    anyio_backend_name: str, kind: str, role: str, many_descriptors: None
+) -> None:
+    with hosting(anyio_backend_name) as (_, coordinator, owner):
+        address = coordinator if role == "worker" else owner
+        with flooding(address, words_of_a_flood(kind)):
+            for _ in range(5):
+                assert handshake_s(address, role) < 1
+            await fetches(coordinator)
+
+
+async def test_1024_honest_workers_of_one_address_are_in_within_three_seconds(
+    anyio_backend_name: str, many_descriptors: None
+) -> None:
+    """All of them are connected before the first one speaks, as processes are that a scheduler starts at a time."""
+    with hosting(anyio_backend_name) as (_, address, _), contextlib.ExitStack() as stack:
+        poll, workers = select.epoll(), dict[int, tuple[socket.socket, ClientHandshake]]()
+        stack.callback(poll.close)
+        join = frame(codec.encode(Join("honest", Location(), (), 1, 0)), 2**16)
+        began = time.monotonic()
+        for _ in range(1024):
+            peer = stack.enter_context(socket.create_connection(parse_address(address), WAIT_S))
+            poll.register(peer, select.EPOLLIN)
+            handshake = ClientHandshake("worker", os.urandom(8).hex(), b"", os.urandom(NONCE_BYTES))
+            workers[peer.fileno()] = peer, handshake
+        for peer, handshake in workers.values():
+            peer.sendall(handshake.data_to_send())
+        while workers:
+            events = poll.poll(WAIT_S)
+            assert events
+            for number, _ in events:
+                peer, handshake = workers[number]
+                words = peer.recv(4096)
+                assert words, "it was thrown out"
+                if not handshake.bytes_wanted:  # it has joined: that is its welcome
+                    poll.unregister(number)
+                    del workers[number]
+                    continue
+                handshake.receive_data(words)
+                peer.sendall(handshake.data_to_send() + (join if handshake.done else b""))
+        assert time.monotonic() - began < 3
 
 
 def resident_bytes(pid: int) -> int:

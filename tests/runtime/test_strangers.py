@@ -3,32 +3,144 @@
 from __future__ import annotations
 
 import resource
+from collections.abc import Iterable
 
 import pytest
+from hypothesis import given, strategies as st
 
 from tensorhub.runtime.logs import Tally
-from tensorhub.runtime.strangers import STRANGERS_MAX, Strangers, origin_of, shares
+from tensorhub.runtime.strangers import (
+    PATIENCE_S,
+    QUEUE_PER_PLACE,
+    READING_STRANGERS_MAX,
+    STRANGERS_MAX,
+    Strangers,
+    origin_of,
+    readers_share,
+    shares,
+)
+
+WAIT_S = 10.0
 
 
 def test_a_flood_throws_itself_out() -> None:
-    strangers = Strangers[str](4)
-    assert strangers.admit("honest", "10.0.0.2") is None
-    gone = [strangers.admit(f"flood{number}", "10.0.0.1") for number in range(100)]
+    strangers = Strangers[str](4, 4, WAIT_S)
+    assert strangers.came("honest", "10.0.0.2", 0.0) is None
+    gone = [strangers.came(f"flood{number}", "10.0.0.1", 0.0) for number in range(100)]
     assert gone == [None] * 3 + [f"flood{number}" for number in range(97)]  # the oldest of the crowd, each time
     assert len(strangers) == 4
     strangers.dismiss("honest")
     strangers.dismiss("honest")
-    assert strangers.admit("another", "10.0.0.3") is None
+    assert strangers.came("another", "10.0.0.3", 0.0) is None
     assert repr(strangers) == "<Strangers: 4 of at most 4, from 2 origins>"
 
 
 def test_among_equals_who_came_first_goes_perhaps_the_new_one() -> None:
-    strangers = Strangers[int](2)
-    assert [strangers.admit(number, f"10.0.0.{number}") for number in range(4)] == [None, None, 0, 1]
-    assert Strangers[int](0).admit(7, "x") == 7
+    strangers = Strangers[int](2, 2, WAIT_S)
+    assert [strangers.came(number, f"10.0.0.{number}", 0.0) for number in range(4)] == [None, None, 0, 1]
+    assert Strangers[int](0, 1, WAIT_S).came(7, "x", 0.0) == 7
     assert strangers.oldest_of_most() == 2
     assert strangers.oldest_of_most() == 3
     assert strangers.oldest_of_most() is None
+
+
+def speak(strangers: Strangers[str], names: Iterable[str], now: float = 0.0) -> None:
+    """They come and speak; the origin is a name's first letter."""
+    for name in names:
+        assert strangers.came(name, name[0], now) is None
+        strangers.spoke(name)
+
+
+def met(strangers: Strangers[str], now: float = 0.0) -> list[tuple[str, str | None]]:
+    """All whose turn it is now, each with who goes for it."""
+    found = []
+    while (turn := strangers.meet(now)) is not None:
+        found.append(turn)
+    return found
+
+
+def test_who_says_nothing_is_not_met_and_expires() -> None:
+    strangers = Strangers[str](9, 9, WAIT_S)
+    assert strangers.came("a1", "a", 1.0) is None
+    assert met(strangers) == []
+    assert strangers.next_deadline(may_meet=True) == 1.0 + WAIT_S
+    speak(strangers, ["a2"], 2.0)
+    assert met(strangers) == [("a2", None)]
+    assert strangers.expired(10.9) == []
+    assert strangers.expired(11.0) == ["a1"]
+    strangers.spoke("a1")  # it is gone
+    assert met(strangers) == []
+    assert strangers.expired(99.0) == []  # who is met has a deadline of its own
+    assert strangers.next_deadline(may_meet=True) is None
+    strangers.dismiss("a2")
+    assert len(strangers) == 0
+
+
+def test_turns_go_round_by_origin() -> None:
+    strangers = Strangers[str](20, 20, WAIT_S)
+    speak(strangers, ["a1", "a2", "a3", "b1", "c1", "c2"])
+    strangers.dismiss("a2")
+    assert met(strangers) == [("a1", None), ("b1", None), ("c1", None), ("a3", None), ("c2", None)]
+
+
+def test_where_places_are_short_another_origin_gets_one_at_once() -> None:
+    strangers = Strangers[str](20, 4, WAIT_S)
+    speak(strangers, ["a1", "a2", "a3", "a4", "a5"])
+    assert [name for name, _ in met(strangers)] == ["a1", "a2", "a3", "a4"]
+    speak(strangers, ["b1", "b2", "b3"])
+    assert met(strangers) == [("b1", "a1"), ("b2", "a2")]  # the oldest of the crowd; then there is none
+    assert len(strangers) == 6
+
+
+def test_among_its_own_an_origins_oldest_goes_after_a_while() -> None:
+    strangers = Strangers[str](99, 2, WAIT_S)
+    speak(strangers, ["a1", "a2", "a3"], 5.0)
+    assert [name for name, _ in met(strangers, 5.0)] == ["a1", "a2"]
+    due = strangers.next_deadline(may_meet=True)
+    assert due == 5.0 + PATIENCE_S
+    assert strangers.next_deadline(may_meet=False) == 5.0 + WAIT_S
+    assert met(strangers, due - 0.01) == []
+    assert met(strangers, due) == [("a3", "a1")]
+
+
+def test_where_a_whole_crowd_waits_nobody_has_patience() -> None:
+    strangers = Strangers[str](99, 2, WAIT_S)
+    many = [f"a{number}" for number in range(2 + QUEUE_PER_PLACE * 2 + 3)]
+    speak(strangers, many)
+    gone = [for_it for _, for_it in met(strangers)]
+    assert gone == [None, None, "a0", "a1", "a2"]
+
+
+@given(st.lists(st.tuples(st.sampled_from("csmdxo"), st.integers(0, 9), st.integers(0, 3)), min_size=30, max_size=60))
+def test_whatever_happens_the_books_agree(steps: list[tuple[str, int, int]]) -> None:
+    strangers, now, there = Strangers[int](5, 2, WAIT_S), 0.0, set[int]()
+    for number, (what, seconds, which) in enumerate(steps):
+        now += seconds
+        known = sorted(there)[which : which + 1]
+        if what == "c":
+            there.add(number)
+            there.discard(strangers.came(number, "abcd"[which], now))
+        elif what == "s" and known:
+            strangers.spoke(known[0])
+        elif what == "m" and (turn := strangers.meet(now)) is not None:
+            assert turn[0] in there
+            there.discard(turn[1])
+        elif what == "d" and known:
+            strangers.dismiss(known[0])
+            there -= {known[0]}
+        elif what == "x":
+            there -= set(strangers.expired(now))
+        elif what == "o":
+            there.discard(strangers.oldest_of_most())
+        assert set(strangers._origins) == there
+        assert {s for group in strangers._by_origin.values() for s in group} == there
+        spoken = [s for group in strangers._spoken.values() for s in group]
+        being_met = [s for group in strangers._met.values() for s in group]
+        assert strangers._counts["spoken"] == len(spoken)
+        assert strangers._counts["met"] == len(being_met) <= strangers.met_max
+        assert set(spoken) <= set(strangers._came)
+        assert set(being_met) | set(strangers._came) == there
+        assert all([*strangers._by_origin.values(), *strangers._spoken.values(), *strangers._met.values()])
 
 
 @pytest.mark.parametrize(
@@ -52,6 +164,7 @@ def test_what_counts_as_one_origin(host: object, origin: str) -> None:
     [
         (resource.RLIM_INFINITY, (STRANGERS_MAX, 9999)),
         (20_000, (STRANGERS_MAX, 9999)),
+        (4096, (1024, 2944)),
         (1024, (256, 640)),
         (64, (16, 32)),
         (3, (1, 2)),
@@ -60,6 +173,17 @@ def test_what_counts_as_one_origin(host: object, origin: str) -> None:
 def test_descriptors_are_shared_out(monkeypatch: pytest.MonkeyPatch, soft: int, expected: tuple[int, int]) -> None:
     monkeypatch.setattr(resource, "getrlimit", lambda _: (soft, soft))
     assert shares(9999) == expected
+
+
+@pytest.mark.parametrize(
+    ("soft", "expected"),
+    [(resource.RLIM_INFINITY, READING_STRANGERS_MAX), (20_000, READING_STRANGERS_MAX), (1024, 128), (3, 1)],
+)
+def test_strangers_of_an_owner_leave_its_user_most_descriptors(
+    monkeypatch: pytest.MonkeyPatch, soft: int, expected: int
+) -> None:
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (soft, soft))
+    assert readers_share() == expected
 
 
 def test_what_is_counted_is_said_once_a_second_with_how_often() -> None:

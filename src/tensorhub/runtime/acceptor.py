@@ -1,22 +1,22 @@
 """Accepting readers, and serving each with a blocking thread of its own (a lane).
 
 Responsible for the life of these threads and sockets: none outlives `serve_readers`; and for how many there are: who has not
-proved itself is one of the `Strangers`, apart from the readers, none of whom takes more than half of the places. Not
+proved itself waits on the `Doorstep`, apart from the readers, none of whom takes more than half of the places. Not
 responsible for what may be read (`SharedOwner`), nor for what is said (`Answering`).
 """
 
 from __future__ import annotations
 
 import contextlib
-import errno
 import os
 import socket
-import threading
 import time
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import anyio
+import anyio.abc
 import anyio.to_thread
 
 from tensorhub.errors import AuthenticationFailed, OperationTimeout, StateError, TensorHubError
@@ -27,16 +27,15 @@ from tensorhub.protocol.frames import NotAuthentic
 from tensorhub.protocol.handshake import NONCE_BYTES, ServerHandshake
 from tensorhub.protocol.lost import ConnectionLost
 from tensorhub.runtime.answering import Answering, not_served
+from tensorhub.runtime.doorstep import Doorstep, Stranger
 from tensorhub.runtime.logs import Tally, get_logger
 from tensorhub.runtime.serving import Lane, SharedOwner
-from tensorhub.runtime.strangers import READING_STRANGERS_MAX, Strangers, origin_of
+from tensorhub.runtime.strangers import READERS_MET_MAX, Strangers, readers_share
 from tensorhub.transport import tcp, unix
 from tensorhub.types import Incarnation
 
 PATIENCE_S = 0.25  # how long one request waits for chunks that its owner lacks; then the reader may ask elsewhere
 REVOKED_S = 1.0  # between two looks at whose token is accepted no more
-RETRY_S = 0.1  # after an accept that failed for want of descriptors or memory
-ROOM_S = 0.01  # the same, where a stranger goes for it
 
 log = get_logger("tensorhub.owner")
 
@@ -57,46 +56,49 @@ class ServeSettings:
 
 
 class _Acceptor:
-    """One listener's connections. All but `admitted` belongs to the loop's thread."""
+    """One listener's connections. All but `proved` belongs to the loop's thread."""
 
-    def __init__(self, owner: SharedOwner, settings: ServeSettings) -> None:
+    def __init__(
+        self, listener: socket.socket, owner: SharedOwner, settings: ServeSettings, tasks: anyio.abc.TaskGroup
+    ) -> None:
         self.owner = owner
         self.settings = settings
-        self._strangers: Strangers[Lane] = Strangers(READING_STRANGERS_MAX)
-        self._lock = threading.Lock()  # guards the strangers
-        self._crowding = Tally(log.warning, "stranger_thrown_out")
-        self._shortages = Tally(log.warning, "accept_failed")
         self.lanes: set[Lane] = set()  # all whose sockets are open
-        # Who was thrown out has a thread until it notices: so many may be on their way out before the next one is let in.
-        self.places = anyio.CapacityLimiter(settings.readers_max + 2 * READING_STRANGERS_MAX)
+        self._tasks = tasks
+        self._threads = 0  # of lanes; also of who was thrown out, until it notices
+        most = readers_share()
+        self.doorstep = Doorstep(
+            listener,
+            Strangers(most, min(READERS_MET_MAX, most), settings.handshake_timeout_s),
+            self._meet,
+            Tally(log.warning, "stranger_thrown_out"),
+            Tally(log.warning, "accept_failed"),
+            lambda: self._threads < settings.readers_max + 2 * READERS_MET_MAX,
+        )
 
-    def came(self, lane: Lane, origin: str) -> None:
-        """A connection, of a stranger yet."""
-        self.lanes.add(lane)
-        with self._lock:
-            gone = self._strangers.admit(lane, origin)
-        self._throw_out(gone)
+    def _meet(self, stranger: Stranger) -> None:
+        self._threads += 1
+        self._tasks.start_soon(self._serve, stranger)
 
-    def make_room(self, reason: str) -> float:
-        """Descriptors are short: a stranger goes. How long to wait before the next attempt."""
-        self._shortages.count(reason=reason)
-        with self._lock:
-            gone = self._strangers.oldest_of_most()
-        self._throw_out(gone)
-        return RETRY_S if gone is None else ROOM_S
+    async def _serve(self, stranger: Stranger) -> None:
+        connection = _tuned(stranger.connection, self.settings.stall_timeout_s)
+        if connection is not None:
+            not_given = _why_not_given(stranger.connection, self.settings)
+            lane = Lane(connection, is_local=tcp.is_local(stranger.connection), not_given=not_given)
+            stranger.end = partial(self.owner.stop, lane)
+            self.lanes.add(lane)
+            try:
+                limiter = anyio.CapacityLimiter(1)  # its place is taken already
+                await anyio.to_thread.run_sync(_serve_lane, lane, connection, self, stranger, limiter=limiter)
+            finally:
+                connection.close()
+                self.lanes.remove(lane)
+        self._threads -= 1
+        self.doorstep.dismiss(stranger)
 
-    def _throw_out(self, lane: Lane | None) -> None:
-        if lane is not None:
-            self._crowding.count(strangers_max=READING_STRANGERS_MAX)
-            self.owner.stop(lane)
-
-    def went(self, lane: Lane) -> None:
-        with self._lock:
-            self._strangers.dismiss(lane)
-
-    def admitted(self, lane: Lane, reader: Incarnation) -> str:
-        """It has proved who it is: "", or why it is not served, from its own thread."""
-        self.went(lane)
+    def proved(self, stranger: Stranger, lane: Lane, reader: Incarnation) -> str:
+        """It has shown who it is: "", or why it is not served, from its own thread."""
+        self.doorstep.dismiss(stranger)
         readers_max = self.settings.readers_max
         return self.owner.admit(lane, reader, readers_max, max(1, readers_max // 2))
 
@@ -105,34 +107,12 @@ async def serve_readers(listener: socket.socket, owner: SharedOwner, settings: S
     """Serve whoever connects to this non-blocking listener, until cancelled; then end all lanes. Leaves it
     open.
     """
-    acceptor = _Acceptor(owner, settings)
-
-    async def serve(lane: Lane, connection: BlockingConnection) -> None:
-        try:
-            limiter = anyio.CapacityLimiter(1)  # its place is taken already
-            await anyio.to_thread.run_sync(_serve_lane, lane, connection, acceptor, limiter=limiter)
-        finally:
-            connection.close()
-            acceptor.went(lane)
-            acceptor.lanes.remove(lane)
-            acceptor.places.release_on_behalf_of(lane)
-
     async with anyio.create_task_group() as tasks:
+        acceptor = _Acceptor(listener, owner, settings, tasks)
         if not isinstance(settings.secrets, tuple):  # else they never change
             tasks.start_soon(_end_revoked, acceptor)
         try:
-            while True:
-                accepted, origin = await _accept(listener, acceptor)
-                connection = BlockingConnection(accepted, stall_timeout_s=settings.stall_timeout_s)
-                not_given = _why_not_given(accepted, settings)
-                lane = Lane(connection, is_local=tcp.is_local(accepted), not_given=not_given)
-                try:
-                    await acceptor.places.acquire_on_behalf_of(lane)
-                except BaseException:
-                    connection.close()
-                    raise
-                acceptor.came(lane, origin)
-                tasks.start_soon(serve, lane, connection)
+            await acceptor.doorstep.keep()
         finally:
             for lane in acceptor.lanes:
                 owner.stop(lane)
@@ -150,29 +130,6 @@ async def _end_revoked(acceptor: _Acceptor) -> None:
             acceptor.owner.stop(lane)
 
 
-async def _accept(listener: socket.socket, acceptor: _Acceptor) -> tuple[socket.socket, str]:
-    """The next connection, tuned, and where it comes from."""
-    while True:
-        await anyio.wait_readable(listener)
-        try:
-            accepted, address = listener.accept()
-        except (BlockingIOError, ConnectionAbortedError, InterruptedError):
-            continue
-        except OSError as error:
-            if not _is_shortage(error):
-                raise
-            await anyio.sleep(acceptor.make_room(str(error)))
-            continue
-        if accepted.family == socket.AF_UNIX:
-            return accepted, "this host"
-        try:
-            tcp.tune(accepted)
-        except OSError:  # it has gone already
-            accepted.close()
-            continue
-        return accepted, origin_of(address[0])
-
-
 def _why_not_given(accepted: socket.socket, settings: ServeSettings) -> str:
     """Why this connection's process may not map this one's memory; "": it may."""
     if accepted.family != socket.AF_UNIX:
@@ -180,8 +137,16 @@ def _why_not_given(accepted: socket.socket, settings: ServeSettings) -> str:
     return unix.why_not_given(unix.peer_uid(accepted), settings.shared_memory_uids)
 
 
-def _is_shortage(error: OSError) -> bool:
-    return error.errno in (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
+def _tuned(connection: socket.socket, stall_timeout_s: float) -> BlockingConnection | None:
+    """That connection, for a thread; None if its peer has gone already."""
+    try:
+        connection.setblocking(True)
+        if connection.family != socket.AF_UNIX:
+            tcp.tune(connection)
+    except OSError:
+        connection.close()
+        return None
+    return BlockingConnection(connection, stall_timeout_s=stall_timeout_s)
 
 
 # --------------------------------------------------------------------------------------------------- one lane
@@ -192,7 +157,7 @@ _ended = Tally(log.info, "lane_ended")
 _meddled = Tally(log.warning, "frame_not_authentic")
 
 
-def _serve_lane(lane: Lane, connection: BlockingConnection, acceptor: _Acceptor) -> None:
+def _serve_lane(lane: Lane, connection: BlockingConnection, acceptor: _Acceptor, stranger: Stranger) -> None:
     """Serve one reader until it leaves, breaks the protocol, stops taking bytes, or the lane is stopped."""
     owner, settings = acceptor.owner, acceptor.settings
     owner.add_lane(lane)
@@ -202,7 +167,7 @@ def _serve_lane(lane: Lane, connection: BlockingConnection, acceptor: _Acceptor)
         handshake = ServerHandshake("owner", settings.incarnation, settings.secrets, os.urandom(NONCE_BYTES))
         connection.handshake(handshake, settings.handshake_timeout_s)
         lane.secret = handshake.secret
-        refusal = acceptor.admitted(lane, Incarnation(handshake.client_incarnation))
+        refusal = acceptor.proved(stranger, lane, Incarnation(handshake.client_incarnation))
         with contextlib.closing(Answering(lane, connection, owner, settings.patience_s)) as answering:
             while (read := answering.pending() or _next_read(lane, connection)) is not None:
                 if handshake.secret not in settings.secrets:

@@ -13,6 +13,7 @@ from __future__ import annotations
 import errno
 import math
 import secrets
+import socket
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -57,10 +58,12 @@ from tensorhub.protocol.pot import Pot
 from tensorhub.protocol.secret import check_open_access
 from tensorhub.protocol.stream import MessageStream
 from tensorhub.runtime import clock
+from tensorhub.runtime.doorstep import Doorstep, Stranger
 from tensorhub.runtime.keyring import LOOK_S, TokenFile
 from tensorhub.runtime.logs import Tally, get_logger
 from tensorhub.runtime.store import Store
-from tensorhub.runtime.strangers import Strangers, origin_of, shares
+from tensorhub.runtime.strangers import MET_MAX, Strangers, shares
+from tensorhub.transport import tcp
 from tensorhub.types import Options, format_address
 
 OUTBOX_MESSAGES_MAX = 8192  # that a session may be behind; beyond, it is cut off
@@ -73,8 +76,6 @@ UNDECODED_BYTES_MAX = 2**30  # of all sessions' frames that are large, and not w
 READ_ONLY_UNDECODED_BYTES_MAX = 2**26  # the same of all read-only sessions, which are not counted there
 ANSWERS_BYTES_MAX = 2**30  # of long answers, to all full sessions together, that are on their way; one frame at least
 READ_ONLY_ANSWERS_BYTES_MAX = 2**26  # the same of all read-only sessions
-RETRY_S = 0.1  # after a connection that could not be accepted
-ROOM_S = 0.01  # the same, where a stranger goes for it
 
 log = get_logger("tensorhub.coordinator")
 
@@ -125,8 +126,7 @@ class CoordinatorServer:
         self._unrecorded: list[Persist] = []
         self._record_wanted = anyio.Event()
         self._deadline_moved = anyio.Event()
-        strangers, self._sessions_max = shares(options.sessions_max)
-        self._strangers: Strangers[anyio.CancelScope] = Strangers(strangers)
+        self._strangers_max, self._sessions_max = shares(options.sessions_max)
         self._crowding = Tally(log.warning, "stranger_thrown_out")
         self._refusals = Tally(log.warning, "peer_refused")
         self._shortages = Tally(log.warning, "accept_failed")
@@ -176,7 +176,7 @@ class CoordinatorServer:
     async def _listen(self, host: str, port: int) -> anyio.abc.Listener[anyio.abc.SocketStream]:
         try:
             with anyio.fail_after(self._options.connect_timeout_s):
-                multi = await anyio.create_tcp_listener(local_host=host, local_port=port)
+                multi = await anyio.create_tcp_listener(local_host=host, local_port=port, backlog=tcp.BACKLOG)
         except TimeoutError as error:
             text = f"host {host!r} was not resolved within {self._options.connect_timeout_s:g} s: give an address"
             raise StateError(text, retryable=True) from error
@@ -282,49 +282,46 @@ class CoordinatorServer:
     # ------------------------------------------------------------------------------------------------- one session
 
     async def _accept(self, listener: anyio.abc.Listener[Any], tasks: anyio.abc.TaskGroup) -> None:
-        """Serve whoever comes. What keeps one connection out, as a want of descriptors does, ends no other."""
-        while True:
-            try:
-                await listener.serve(self._serve, tasks)
-            except (OSError, anyio.BrokenResourceError) as error:
-                cause = error if isinstance(error, OSError) else error.__cause__
-                if not isinstance(cause, OSError) or cause.errno in (errno.EBADF, errno.EINVAL, errno.ENOTSOCK):
-                    raise
-                self._shortages.count(reason=str(cause), advice="raise `ulimit -n` if it is descriptors that are missing")
-                gone = self._strangers.oldest_of_most()
-                self._throw_out(gone)
-                await anyio.sleep(RETRY_S if gone is None else ROOM_S)
+        """Serve whoever comes. What keeps one connection out ends no other."""
+        listening: socket.socket | None = listener.extra(anyio.abc.SocketAttribute.raw_socket, None)
+        if listening is None:  # in this process: nobody there is a stranger
+            await listener.serve(self._serve, tasks)
+            return
 
-    def _throw_out(self, stranger: anyio.CancelScope | None) -> None:
-        if stranger is not None:
-            self._crowding.count(strangers_max=self._strangers.most)
-            stranger.cancel()
+        def meet(stranger: Stranger) -> None:
+            tasks.start_soon(self._serve_stranger, stranger, doorstep)
 
-    async def _serve(self, stream: anyio.abc.ByteStream) -> None:
+        strangers = Strangers[Stranger](
+            self._strangers_max, min(MET_MAX, self._strangers_max), self._options.connect_timeout_s
+        )
+        doorstep = Doorstep(listening, strangers, meet, self._crowding, self._shortages)
+        await doorstep.keep()
+
+    async def _serve_stranger(self, stranger: Stranger, doorstep: Doorstep) -> None:
+        """Until it has proved itself it may be thrown out for another one."""
+        try:
+            with anyio.CancelScope() as scope:
+                stranger.end = scope.cancel
+                stream = await _opened(stranger.connection)
+                if stream is not None:
+                    await self._serve(stream, partial(doorstep.dismiss, stranger))
+        finally:
+            doorstep.dismiss(stranger)
+
+    async def _serve(self, stream: anyio.abc.ByteStream, proved: Callable[[], None] = lambda: None) -> None:
         """One connection, from its first byte to its last. Whatever a peer does, it costs only this connection."""
         try:
             async with MessageStream(stream, FROM_WORKER, self._options.frame_bytes_max) as messages:
-                handshake = await self._meet(messages, _origin(stream))
-                if handshake is not None:
-                    await self._converse(messages, handshake)
-        except ConnectionLost:
-            pass
-        except TensorHubError as error:
-            self._refusals.count(kind=type(error).__name__, reason=str(error))
-
-    async def _meet(self, messages: MessageStream[FromWorker], origin: str) -> ServerHandshake | None:
-        """The handshake; None if this stranger was thrown out for another one."""
-        with anyio.CancelScope() as scope:
-            self._throw_out(self._strangers.admit(scope, origin))
-            try:
                 handshake = ServerHandshake(
                     "coordinator", self._incarnation, self._secrets, secrets.token_bytes(NONCE_BYTES)
                 )
                 await messages.handshake(handshake, self._options.connect_timeout_s)
-                return handshake
-            finally:
-                self._strangers.dismiss(scope)
-        return None
+                proved()
+                await self._converse(messages, handshake)
+        except ConnectionLost:
+            pass
+        except TensorHubError as error:
+            self._refusals.count(kind=type(error).__name__, reason=str(error))
 
     async def _converse(self, messages: MessageStream[FromWorker], handshake: ServerHandshake) -> None:
         self._sessions_minted += 1
@@ -430,9 +427,14 @@ def _encoded(message: Description | ManifestReply, bytes_max: int) -> bytes:
     return codec.encode(Refused(message.request, ErrorInfo.of(StateError(f"the answer cannot be sent: {what}"))))
 
 
-def _origin(stream: anyio.abc.ByteStream) -> str:
-    """Where a connection comes from."""
+async def _opened(connection: socket.socket) -> anyio.abc.SocketStream | None:
+    """That connection, as a stream which owns it; None if its peer has gone already."""
     try:
-        return origin_of(stream.extra(anyio.abc.SocketAttribute.remote_address, ("",))[0])
-    except OSError:  # it has gone already
-        return ""
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        return await anyio.abc.SocketStream.from_socket(connection)
+    except (ValueError, OSError):
+        connection.close()
+        return None
+    except BaseException:
+        connection.close()
+        raise
