@@ -5,19 +5,23 @@ from __future__ import annotations
 import contextlib
 import os
 import socket
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import anyio
 import anyio.to_thread
 import pytest
 
+from tensorhub.coordinator import limits
 from tensorhub.errors import CoordinatorUnavailable
 from tensorhub.hub import Hub
-from tensorhub.messages import Join
+from tensorhub.messages import NO_REQUEST, Describe, FromWorker, Join, Refused, Register, Watch
 from tensorhub.protocol.blocking import BlockingConnection
+from tensorhub.protocol.codec import FROM_COORDINATOR
 from tensorhub.protocol.handshake import NONCE_BYTES, ClientHandshake
+from tensorhub.protocol.lost import ConnectionLost
+from tensorhub.protocol.secret import read_only_token
 from tensorhub.runtime import strangers as strangers_module
-from tensorhub.types import Location, Options, parse_address
+from tensorhub.types import Location, Medium, Options, Purpose, parse_address
 from tests.rig import CHUNK_BYTES, WAIT_S, Cluster, cluster, connect, holds, tensors, until
 
 PATIENT = Options(op_timeout_s=WAIT_S, connect_timeout_s=4 * WAIT_S, chunk_bytes=CHUNK_BYTES)  # nothing but the bound helps
@@ -32,11 +36,11 @@ def address_of(c: Cluster, where: str) -> tuple[str, int]:
 
 
 @contextlib.contextmanager
-def proved(address: str, role: str = "worker", incarnation: str = "") -> Iterator[BlockingConnection]:
+def proved(address: str, role: str = "worker", incarnation: str = "", secret: bytes = b"") -> Iterator[BlockingConnection]:
     """A connection by hand that has proved itself."""
     with BlockingConnection(socket.create_connection(parse_address(address)), stall_timeout_s=WAIT_S) as connection:
         life = incarnation or os.urandom(8).hex()
-        connection.handshake(ClientHandshake(role, life, b"", os.urandom(NONCE_BYTES)), WAIT_S)
+        connection.handshake(ClientHandshake(role, life, secret, os.urandom(NONCE_BYTES)), WAIT_S)
         yield connection
 
 
@@ -95,6 +99,48 @@ async def test_a_session_that_never_joins_is_closed() -> None:
         with proved(c.address) as idle:
             assert await anyio.to_thread.run_sync(is_closed, idle._socket)
         assert await c.hubs[0].describe() == ()
+
+
+def watches(number: int) -> FromWorker:
+    return Watch(f"name{number}")
+
+
+def registers(number: int) -> FromWorker:
+    name, use = f"read-only-{number}", (False, False, Medium.DEVICE, Purpose.USE, "", 1, 1, b"", None)
+    return Register(number + 1, name, f"name{number}", name, 0, 0, 1, *use)
+
+
+@pytest.mark.parametrize("words", [watches, registers])
+async def test_readers_that_take_all_they_can_leave_trainers_and_other_readers_what_they_need(
+    words: Callable[[int], FromWorker], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without limits of their own, four sessions of the read-only token used up all names, or all registrations."""
+    for name in ("MODELS_MAX", "REGISTRATIONS_MAX", "WATCHED_MAX"):
+        monkeypatch.setattr(limits, name, 64, raising=False)
+    secret = read_only_token("secret").encode()
+    options = Options(op_timeout_s=WAIT_S, chunk_bytes=CHUNK_BYTES)
+    async with cluster("trainer", options=options, token="secret") as c:
+        with contextlib.ExitStack() as stack:
+            for session in range(4):
+                peer = stack.enter_context(proved(c.address, secret=secret))
+                peer.send(Join("greedy", Location(), (), 1, 0))
+                for number in range(16):
+                    with contextlib.suppress(ConnectionLost):  # it is cut off where it takes too much
+                        peer.send(words(session * 100 + number))
+                with contextlib.suppress(ConnectionLost):
+                    peer.send(Describe(9999, "no such model"))
+                    await anyio.to_thread.run_sync(heard_out, peer)
+            await (await c.hubs[0].register("m", tensors(1))).publish(1)
+            async with connect(c.address, "reader", options, token=secret.decode()) as reader:
+                assert (await reader.wait_for("m", at_least=1)).version == 1
+                assert holds({name: tensor.numpy() for name, tensor in (await reader.fetch("m")).items()}, 1)
+
+
+def heard_out(peer: BlockingConnection) -> None:
+    """Until all that it has said is answered, or it is cut off."""
+    while (message := peer.receive(FROM_COORDINATOR)) is not None:
+        if isinstance(message, Refused) and message.request in (9999, NO_REQUEST):
+            return
 
 
 async def test_a_session_that_begins_a_large_frame_before_it_joins_is_closed_at_once() -> None:

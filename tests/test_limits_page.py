@@ -17,8 +17,8 @@ ROWS = re.findall(r"^\| `([\w.]+)` \| ([^|]+) \|", PAGE.read_text(encoding="utf-
 
 def value_of(text: str) -> float:
     """Of a number, a power, or a product of those."""
-    factors = re.findall(r"(\d+)(?:\*\*(\d+))?", text.removesuffix(".0"))
-    return float(prod(int(base) ** int(power or 1) for base, power in factors))
+    factors = re.findall(r"(\d+(?:\.\d+)?)(?:\*\*(\d+))?", text)
+    return float(prod(float(base) ** int(power or 1) for base, power in factors))
 
 
 def in_code(name: str) -> Any:
@@ -39,4 +39,4 @@ def test_every_limit_of_the_coordinator_has_a_row() -> None:
 
 
 def test_how_values_are_read() -> None:
-    assert [value_of(text) for text in ("4 * 2**30", "2**16", "10.0", "65536")] == [2**32, 2**16, 10, 65536]
+    assert [value_of(text) for text in ("4 * 2**30", "2**16", "10.0", "0.5", "65536")] == [2**32, 2**16, 10, 0.5, 65536]

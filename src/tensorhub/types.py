@@ -242,6 +242,7 @@ class Options:
     stall_timeout_s: float = 10.0  # reader's: a source that is silent for this long is given up
     readers_max: int = 64  # worker's: connections from readers that it serves at a time
     sessions_max: int = 16_384  # coordinator's: connections of workers at a time, and workers; fewer if `ulimit -n` is low
+    guest_share: float = 0.5  # coordinator's: of sessions, registrations and watches, for who is read-only or has not joined
     frame_bytes_max: int = 64 * 2**20  # everyone's: a larger control frame is refused unread
 
     def __post_init__(self) -> None:
@@ -276,6 +277,8 @@ class Options:
             self._refuse("shared_memory_uids", tuple, f"{UNMAPPED_UID} cannot be named: {text}")
         if self.stale_weights not in ("warn", "error", "ignore"):
             self._refuse("stale_weights", str, "give 'warn', 'error' or 'ignore'")
+        if type(self.guest_share) is not float or not 0 < self.guest_share < 1:
+            self._refuse("guest_share", float, "give a number between 0.0 and 1.0")
 
     def _refuse(self, name: str, kinds: type, advice: str) -> NoReturn:
         value = getattr(self, name)

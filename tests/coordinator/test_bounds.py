@@ -122,7 +122,8 @@ def test_a_name_that_is_only_asked_for_is_forgotten_with_who_asked() -> None:
     cluster.advance(2)
     models = cluster.coordinator.cluster.models
     assert not any(name.startswith("fetched") for name in models)
-    assert len(models) == 50 + 50 + 25
+    assert not any(name.startswith("watched") for name in models)
+    assert len(models) == 50 + 25
     worker.crash()
     cluster.advance(30)
     assert list(models) == [f"retained{number}" for number in range(1, 50, 2)]

@@ -24,6 +24,7 @@ from tensorhub.messages import (
     NO_REQUEST,
     WATCHES_MAX,
     Abandon,
+    Announce,
     BegunWith,
     Deregister,
     Done,
@@ -42,6 +43,7 @@ from tensorhub.messages import (
     Registered,
     Retain,
     Unpin,
+    Unwatch,
     Watch,
     Withdraw,
     Withdrawable,
@@ -211,11 +213,30 @@ def test_models_and_watches(desk: Desk, monkeypatch: pytest.MonkeyPatch) -> None
     assert "WATCHES_MAX" in desk.closed[1]
     desk.step(Disconnected(1))
     assert not desk.core.cluster.models
+    assert not desk.core.cluster.watchers
     monkeypatch.setattr(real, "MODELS_MAX", 1)
     desk.connect(2)
-    desk.say(2, Watch("m"))
-    for answer in (desk.register(2, "a", model="n"), desk.say(2, Retain(5, "n", 1)), desk.say(2, Watch("n"))):
+    desk.say(2, Watch("w"))  # makes no model
+    desk.register(2, "a", model="m")
+    for answer in (desk.register(2, "b", model="n"), desk.say(2, Retain(5, "n", 1))):
         assert "MODELS_MAX" in str(refusal(answer))
+    assert isinstance(desk.say(2, Watch("n")), Announce)
+
+
+def test_watches_of_all(desk: Desk, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(real, "WATCHED_MAX", 2)
+    for session in (1, 2):
+        desk.connect(session)
+        assert desk.say(session, Watch("m")) == desk.say(session, Watch("m")) == Announce("m", None)
+    error = refusal(desk.say(2, Watch("n")))
+    assert "WATCHED_MAX" in str(error)
+    assert error.retryable
+    assert "WATCHED_MAX" in desk.closed[2]
+    desk.step(Disconnected(2))
+    desk.say(1, Unwatch("n"))
+    desk.say(1, Unwatch("m"))
+    desk.say(1, Unwatch("m"))
+    assert desk.core.cluster.watched == 0
 
 
 def test_what_is_retained_and_pinned(desk: Desk, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -253,7 +274,7 @@ def test_orders_that_are_not_recorded_yet(desk: Desk, monkeypatch: pytest.Monkey
 def test_sessions_and_workers() -> None:
     desk = Desk(Options(sessions_max=2))
     for session in (1, 2, 3):
-        desk.connect(session, joins=False)
+        desk.connect(session, joins=session < 3)
     assert list(desk.closed) == [3]
     (refused,) = desk.heard[3]
     assert isinstance(refused, Refused)

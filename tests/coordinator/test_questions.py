@@ -58,7 +58,7 @@ def test_watchers_hear_the_newest_version_now_and_whenever_it_changes() -> None:
     trainer.publish(3)
     cluster.run()
     assert len(heard) == 2
-    assert cluster.coordinator.cluster.models["actor"].watchers == set()
+    assert cluster.coordinator.cluster.watchers == {}
 
 
 def test_check_says_whether_a_number_could_be_published() -> None:

@@ -23,7 +23,7 @@ from tensorhub.messages import Join, Proof, Refused, Register, Registered
 from tensorhub.protocol import codec
 from tensorhub.protocol.blocking import BlockingConnection
 from tensorhub.protocol.codec import FROM_COORDINATOR
-from tensorhub.protocol.frames import frame
+from tensorhub.protocol.frames import FrameEncoder, frame
 from tensorhub.protocol.handshake import NONCE_BYTES, ClientHandshake
 from tensorhub.types import Location, Medium, Purpose, parse_address
 from tests.rig import OPTIONS, WAIT_S, holds, tensors
@@ -182,12 +182,35 @@ def flooding(address: str, words: bytes) -> Iterator[None]:
             process.kill()
 
 
-def handshake_s(address: str, role: str) -> float:
+def waited_for_a_core_s(pid: int) -> float:
+    """How long the threads of a process that could run have not, since other processes did, so far."""
+    waited = 0
+    for stat in Path(f"/proc/{pid}/task").glob("*/schedstat"):
+        with contextlib.suppress(OSError):  # it has just ended
+            waited += int(stat.read_text().split()[1])
+    return waited / 1e9
+
+
+class StopWatch:
+    """Seconds since it was made, but for those in which this process and that one waited for a core: what else this machine
+    does is no concern of the bound.
+    """
+
+    def __init__(self, pid: int) -> None:
+        self._pids = (pid, os.getpid())
+        self._began = time.monotonic() - sum(map(waited_for_a_core_s, self._pids))
+
+    @property
+    def seconds(self) -> float:
+        return time.monotonic() - self._began - sum(map(waited_for_a_core_s, self._pids))
+
+
+def handshake_s(pid: int, address: str, role: str) -> float:
     """How long an honest one takes, from the connection on."""
-    began = time.monotonic()
+    watch = StopWatch(pid)
     with BlockingConnection(socket.create_connection(parse_address(address)), stall_timeout_s=WAIT_S) as connection:
         connection.handshake(ClientHandshake(role, os.urandom(8).hex(), b"", os.urandom(NONCE_BYTES)), WAIT_S)
-    return time.monotonic() - began
+    return watch.seconds
 
 
 @pytest.mark.parametrize("role", ["worker", "reader"])
@@ -197,11 +220,11 @@ def handshake_s(address: str, role: str) -> float:
 async def test_while_another_address_floods_an_honest_handshake_takes_less_than_a_second(
     anyio_backend_name: str, kind: str, role: str, many_descriptors: None
 ) -> None:
-    with hosting(anyio_backend_name) as (_, coordinator, owner):
+    with hosting(anyio_backend_name) as (pid, coordinator, owner):
         address = coordinator if role == "worker" else owner
         with flooding(address, words_of_a_flood(kind)):
             for _ in range(5):
-                assert handshake_s(address, role) < 1
+                assert handshake_s(pid, address, role) < 1
             await fetches(coordinator)
 
 
@@ -209,11 +232,11 @@ async def test_1024_honest_workers_of_one_address_are_in_within_three_seconds(
     anyio_backend_name: str, many_descriptors: None
 ) -> None:
     """All of them are connected before the first one speaks, as processes are that a scheduler starts at a time."""
-    with hosting(anyio_backend_name) as (_, address, _), contextlib.ExitStack() as stack:
+    with hosting(anyio_backend_name) as (pid, address, _), contextlib.ExitStack() as stack:
         poll, workers = select.epoll(), dict[int, tuple[socket.socket, ClientHandshake]]()
         stack.callback(poll.close)
-        join = frame(codec.encode(Join("honest", Location(), (), 1, 0)), 2**16)
-        began = time.monotonic()
+        join = codec.encode(Join("honest", Location(), (), 1, 0))
+        watch = StopWatch(pid)
         for _ in range(1024):
             peer = stack.enter_context(socket.create_connection(parse_address(address), WAIT_S))
             poll.register(peer, select.EPOLLIN)
@@ -233,8 +256,12 @@ async def test_1024_honest_workers_of_one_address_are_in_within_three_seconds(
                     del workers[number]
                     continue
                 handshake.receive_data(words)
-                peer.sendall(handshake.data_to_send() + (join if handshake.done else b""))
-        assert time.monotonic() - began < 3
+                peer.sendall(handshake.data_to_send())
+                if handshake.done:
+                    frames = FrameEncoder(2**16)
+                    frames.authenticate(handshake.frame_keys[0])
+                    peer.sendall(frames.frame(join))
+        assert watch.seconds < 3
 
 
 def resident_bytes(pid: int) -> int:

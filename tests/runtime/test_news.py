@@ -74,10 +74,10 @@ async def test_the_coordinator_forgets_them_too() -> None:
         for number in range(20):
             hub.newest(f"m{number}")
             hub.watch(f"watched{number}")
-        models = c.coordinator._server._core.cluster.models
-        await until(lambda: set(models) == {"actor", "m18", "watched18", "m19", "watched19"})
+        watched = c.coordinator._server._core.cluster.watchers
+        await until(lambda: set(watched) == {"actor", "m18", "watched18", "m19", "watched19"})
         newest = hub.newest("actor")
         assert newest is not None
         assert newest.version == 1
         assert hub.newest("m0") is None  # begins to watch it again
-        await until(lambda: "m0" in models)
+        await until(lambda: "m0" in watched)

@@ -16,7 +16,7 @@ import tensorhub
 from tensorhub.coordinator import Coordinator, Entry, Event
 from tensorhub.coordinator.entities import Session
 from tensorhub.errors import CoordinatorUnavailable, LeaseLost, StateError, VersionConflict
-from tensorhub.messages import Describe, Description, Join, ReaderCut, Watch
+from tensorhub.messages import Describe, Description, Join, ReaderCut, Register, Watch
 from tensorhub.protocol import codec
 from tensorhub.protocol.codec import FROM_COORDINATOR
 from tensorhub.protocol.handshake import NONCE_BYTES, ClientHandshake
@@ -24,7 +24,7 @@ from tensorhub.protocol.stream import MessageStream
 from tensorhub.runtime import server as server_module
 from tensorhub.runtime.server import CoordinatorServer
 from tensorhub.runtime.store import MemoryStore
-from tensorhub.types import Location, Options, parse_address
+from tensorhub.types import Location, Medium, Options, Purpose, parse_address
 from tests.rig import OPTIONS, WAIT_S, cluster, connect, holds, nothing_left, tensors, until
 
 
@@ -210,20 +210,21 @@ async def test_who_asks_and_does_not_read_is_not_heard_on_until_it_does(monkeypa
         describe(self, session, message)
 
     monkeypatch.setattr(Coordinator, "_describe", counting)
-    names = [Watch("\U0001f40c" * 500 + str(number)) for number in range(500)]  # a description of them is a megabyte
+    names = ["\U0001f40c" * 500 + str(number) for number in range(500)]  # a description of them is a megabyte
+    use = ("g", 0, 0, 1, True, False, Medium.DEVICE, Purpose.USE, "", 1, 1, b"", None)
     async with (
         nothing_left(),
         serving(OPTIONS) as server,
         connect(server.address) as hub,
         await talk(server, JOIN) as messages,
     ):
-        for name in names:
-            await messages.send(name)
+        for number, name in enumerate(names):
+            await messages.send(Register(number, f"r{number}", name, *use))
             await messages.receive()
         for request in range(1000, 1030):
             await messages.send(Describe(request, None))
         for _ in range(5):
-            await hub.describe(names[0].model)  # the others are heard
+            await hub.describe(names[0])  # the others are heard
         assert len([request for request in asked if request >= 1000]) < 20
         messages.limit_received(2**26)
         answers = 0

@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from tensorhub.coordinator import limits
 from tensorhub.coordinator.actions import Action, CloseSession, Decision, Entry, Persist, Pinned, Send
 from tensorhub.coordinator.entities import (
     Entity,
@@ -24,6 +25,7 @@ from tensorhub.coordinator.entities import (
     Version,
     Worker,
 )
+from tensorhub.coordinator.guests import Guests
 from tensorhub.coordinator.manifests import Manifests
 from tensorhub.errors import TensorHubError
 from tensorhub.machine import Timers
@@ -53,6 +55,10 @@ class Cluster:
         self.members: dict[str, Member] = {}  # by registration id
         self.models: dict[str, Model] = {}
         self.model_names: list[str] = []  # theirs, sorted
+        self.guest_models: set[str] = set()  # those that only guests wait for, as of the end of the last step
+        self.watchers: dict[str, set[int]] = {}  # sessions by the name that they watch, whether there is a model or not
+        self.watched = 0  # all of them, each name once for each
+        self.guests = Guests(options)
         self.leases: dict[str, ReadLease] = {}  # ACTIVE and FENCING ones
         self.records: dict[int, Operation] = {}  # whose entries are on their way to the store
         self.orders: dict[int, Order] = {}  # whose entries are on their way to the store
@@ -196,6 +202,39 @@ class Cluster:
         if not model.is_used and not ordered:
             del self.models[model.name]
             del self.model_names[bisect_left(self.model_names, model.name)]
+            self.guest_models.discard(model.name)
+        elif model.is_of_workers or ordered:
+            self.guest_models.discard(model.name)
+        else:
+            self.guest_models.add(model.name)
+
+    def has_room_for(self, name: str) -> bool:
+        """Whether somebody who may write may name this model."""
+        known = name in self.models and name not in self.guest_models
+        return known or len(self.models) - len(self.guest_models) < limits.MODELS_MAX
+
+    # -- watching
+
+    def watch(self, session: Session, name: str) -> None:
+        """Have it hear of this model's versions; a second time is fine."""
+        if name not in session.watched:
+            session.watched.add(name)
+            self.watchers.setdefault(name, set()).add(session.number)
+            self._count_watch(session, 1)
+
+    def unwatch(self, session: Session, name: str) -> None:
+        """If it watches it."""
+        if name in session.watched:
+            session.watched.remove(name)
+            self.watchers[name].remove(session.number)
+            if not self.watchers[name]:
+                del self.watchers[name]
+            self._count_watch(session, -1)
+
+    def _count_watch(self, session: Session, more: int) -> None:
+        self.watched += more
+        if session.is_guest:
+            self.guests.watches.add(session.origin, session, more)
 
     def operations(self) -> Iterator[Operation]:
         for model in self.models.values():

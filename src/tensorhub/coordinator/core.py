@@ -34,11 +34,11 @@ from tensorhub.coordinator.readers import Readers
 from tensorhub.coordinator.retention import Retentions
 from tensorhub.coordinator.states import COORDINATOR_TABLE, CoordinatorState
 from tensorhub.coordinator.versions import Versions
+from tensorhub.coordinator.visitors import Visitors
 from tensorhub.coordinator.withdrawals import Withdrawals
-from tensorhub.errors import CoordinatorUnavailable, StateError, VersionUnavailable
+from tensorhub.errors import VersionUnavailable
 from tensorhub.machine import InvariantBroken, Stateful
 from tensorhub.messages import (
-    WATCHES_MAX,
     Abandon,
     Announce,
     BegunWith,
@@ -117,6 +117,7 @@ class Coordinator(Stateful[CoordinatorState]):
         self._membership = Membership(
             self.cluster, self._retentions, self._readers, self._withdrawals, self._custody, self._operations
         )
+        self._visitors = Visitors(self.cluster, self._membership)
         if durable is not None:
             self._recover(durable)
         self.become(CoordinatorState.SERVING, 0, now, "recovered")
@@ -186,6 +187,8 @@ class Coordinator(Stateful[CoordinatorState]):
             match name:
                 case ("worker", incarnation):
                     self._membership.lease_due(incarnation)
+                case ("guest", number):
+                    self._visitors.due(int(number))
                 case ("restate", incarnation):
                     self._membership.restate_due(incarnation)
                 case ("operation", key):
@@ -209,7 +212,7 @@ class Coordinator(Stateful[CoordinatorState]):
         sessions = self.cluster.sessions
         match event:
             case Connected():
-                self._connect(event)
+                self._visitors.connect(event)
             case Received():
                 session = sessions.get(event.session)
                 if session is not None:
@@ -237,17 +240,8 @@ class Coordinator(Stateful[CoordinatorState]):
             case _:
                 assert_never(event)
 
-    def _connect(self, event: Connected) -> None:
-        cluster, most = self.cluster, self.cluster.options.sessions_max
-        if len(cluster.sessions) < most:
-            cluster.sessions[event.session] = Session(event.session, event.incarnation, event.role, event.read_only)
-        else:
-            text = (
-                f"the coordinator has {most} connections already (Options.sessions_max, or its `ulimit -n`): try again later"
-            )
-            cluster.refuse_session(event.session, CoordinatorUnavailable(text))
-
     def _receive(self, session: Session, message: FromWorker) -> None:
+        self._visitors.heard(session, message)
         if session.worker is not None:
             self._membership.heard(session.worker)
         if session.read_only and not access.admits(self.cluster, session, message):
@@ -260,6 +254,8 @@ class Coordinator(Stateful[CoordinatorState]):
                     self._offend(session, "only a worker joins, and only once")
             case Watch() | Unwatch() | Describe() | GetManifest() | Check():
                 self._ask(session, message)
+            case Heartbeat() if session.role != "worker":
+                self.cluster.send(session.number, HeartbeatAck(message.sequence))
             case _ if session.worker is None:
                 self._offend(session, f"{type(message).__name__} before Join")
             case Fill(kind=OpKind.PUBLISH):
@@ -392,19 +388,13 @@ class Coordinator(Stateful[CoordinatorState]):
         cluster = self.cluster
         match message:
             case Watch():
-                if self._watches_too_much(session, message.model):
-                    return
-                model = cluster.model(message.model)
-                session.watches += session.number not in model.watchers
-                model.watchers.add(session.number)
-                newest = model.newest_visible()
-                cluster.send(session.number, Announce(model.name, newest.info if newest is not None else None))
+                if self._visitors.may_watch(session, message.model):
+                    cluster.watch(session, message.model)
+                    watched = cluster.models.get(message.model)
+                    newest = watched.newest_visible() if watched is not None else None
+                    cluster.send(session.number, Announce(message.model, newest.info if newest is not None else None))
             case Unwatch():
-                watched = cluster.models.get(message.model)
-                if watched is not None and session.number in watched.watchers:
-                    watched.watchers.remove(session.number)
-                    session.watches -= 1
-                    cluster.touch(watched)  # it may be forgotten
+                cluster.unwatch(session, message.model)
             case Describe():
                 self._describe(session, message)
             case GetManifest():
@@ -423,20 +413,6 @@ class Coordinator(Stateful[CoordinatorState]):
                 cluster.answer(session.number, message.request, conflict)
             case _:
                 assert_never(message)
-
-    def _watches_too_much(self, session: Session, name: str) -> bool:
-        """A Watch has no answer that could say so: it ends the session."""
-        cluster, known = self.cluster, self.cluster.models.get(name)
-        if known is not None and session.number in known.watchers:
-            return False
-        if session.watches >= 2 * WATCHES_MAX:
-            what = f"follows {2 * WATCHES_MAX} models already (WATCHES_MAX)"
-        elif known is None and len(cluster.models) >= limits.MODELS_MAX:
-            what = f"asks for one more than the {limits.MODELS_MAX} models that there are (MODELS_MAX)"
-        else:
-            return False
-        cluster.refuse_session(session.number, StateError(f"this worker {what}"))
-        return True
 
     def _describe(self, session: Session, message: Describe) -> None:
         cluster = self.cluster

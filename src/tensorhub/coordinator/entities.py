@@ -53,6 +53,7 @@ class Worker(Stateful[WorkerState]):
         "location",
         "members",
         "name",
+        "origin",
         "read_only",
         "session",
         "spot",
@@ -68,6 +69,7 @@ class Worker(Stateful[WorkerState]):
         now: float,
         host_bytes: int,
         read_only: bool = False,
+        origin: str = "",
     ) -> None:
         super().__init__(WorkerState.LIVE)
         self.incarnation = incarnation
@@ -77,6 +79,7 @@ class Worker(Stateful[WorkerState]):
         self.session: int | None = session  # the connection over which it can be told something
         self.spot = False  # it has registered as such: all that is in its memory may be gone at any time
         self.read_only = read_only  # it fetches and looks: it never holds anything for others
+        self.origin = origin  # where it came from first
         self.host_bytes = host_bytes  # that its copies in host memory may take; 0 if it is read-only
         self.heard_at = now  # when its newest message arrived
         self.members: dict[str, Member] = {}  # by registration id; empty once LOST
@@ -477,7 +480,7 @@ class Model:
     handovers: dict[str, Handover] = field(default_factory=dict)  # by the copy's id; those under way
     copies: dict[str, Member] = field(default_factory=dict)  # by registration; those in host memory that retain a version
     leases: dict[str, ReadLease] = field(default_factory=dict)  # by id; the ACTIVE and FENCING ones on its holdings
-    watchers: set[int] = field(default_factory=set)  # sessions
+    members: int = 0  # registrations of workers that may write
     announced: VersionInfo | None = None  # what the watchers were told last
     rollbacks: deque[Order] = field(default_factory=deque)  # not decided; the first may be on its way to the store
     unanswered: list[Order] = field(default_factory=list)  # Retain and Pin, durable; not every holder knows yet
@@ -488,9 +491,14 @@ class Model:
 
     @property
     def is_used(self) -> bool:
-        """Whether anything is known of it, or anybody wants to know."""
-        known = self.versions or self.groups or self.pins or self.copies or self.retain or self.mark is not None
-        return bool(known or self.rollbacks or self.unanswered or self.watchers)
+        """Whether anything is known of it, or anybody has memory for it."""
+        return bool(self.groups or self.is_of_workers)
+
+    @property
+    def is_of_workers(self) -> bool:
+        """Whether anything is known of it, or anybody who may write has memory for it; else only guests wait for it."""
+        known = self.versions or self.members or self.pins or self.copies or self.retain or self.mark is not None
+        return bool(known or self.rollbacks or self.unanswered)
 
     def newest_visible(self, skip: int = 0) -> Version | None:
         """The newest visible version, or the one `skip` places before it. None, too, where that one is lost for good: after
@@ -511,7 +519,7 @@ class Model:
         return {*visible[: self.retain], *(pin.number for pin in self.pins.values())}
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class Session:
     """One authenticated connection."""
 
@@ -519,8 +527,12 @@ class Session:
     incarnation: str
     role: str
     read_only: bool  # it may say what `access` admits
+    origin: str = ""
     worker: Worker | None = None  # set once it has joined
-    watches: int = 0  # models that it has asked to hear of
+    watched: set[str] = field(default_factory=set)  # models that it has asked to hear of
+    heard_at: float = 0.0  # when its newest message arrived
+    called_at: float = 0.0  # the same, heartbeats apart
+    is_guest: bool = True  # it may change nothing, or has not joined; see `guests`
     orders: int = 0  # those of its Retain, Pin and Unpin that are not answered
 
 

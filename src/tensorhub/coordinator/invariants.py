@@ -74,10 +74,28 @@ def check_counts(cluster: Cluster) -> None:
     _demand(cluster.pins == pins, "pins are counted", cluster.pins)
     waiting = [*cluster.orders.values(), *(order for model in cluster.models.values() for order in model.unanswered)]
     orders = Counter(order.session for order in waiting if not isinstance(order.message, Rollback))
+    guests = cluster.guests
     for session in cluster.sessions.values():
         _demand(session.orders == orders[session.number], "what a session has asked for is counted", session)
-        watches = sum(session.number in model.watchers for model in cluster.models.values())
-        _demand(session.watches == watches, "what a session watches is counted", session)
+        watched = {name for name, sessions in cluster.watchers.items() if session.number in sessions}
+        _demand(session.watched == watched, "what a session watches is known", session)
+        mine = len(session.watched) if session.is_guest else 0
+        _demand(guests.watches.of(session.origin, session) == mine, "what a guest watches is counted", session)
+    _demand(all(cluster.watchers.values()), "what nobody watches is forgotten", cluster.watchers)
+    total = sum(map(len, cluster.watchers.values()))
+    _demand(cluster.watched == total == sum(len(s.watched) for s in cluster.sessions.values()), "watches are counted", total)
+    readers = [member.worker for member in cluster.members.values() if member.worker.read_only]
+    for worker, registrations in Counter(readers).items():
+        counted = guests.registrations.of(worker.origin, worker)
+        _demand(counted == registrations, "a read-only worker's registrations are counted", worker)
+    _demand(guests.registrations.total == len(readers), "read-only registrations are counted", guests.registrations)
+    for model in cluster.models.values():
+        members = sum(not m.worker.read_only for group in model.groups.values() for m in group.members.values())
+        _demand(model.members == members, "a model's members are counted", model)
+        ordered = any(order.model is model for order in cluster.orders.values())
+        of_guests = not model.is_of_workers and not ordered
+        _demand((model.name in cluster.guest_models) <= of_guests, "only guests wait for it", model)
+    _demand(cluster.guest_models <= cluster.models.keys(), "forgotten models are forgotten", cluster.guest_models)
 
 
 def check_noted(cluster: Cluster) -> None:

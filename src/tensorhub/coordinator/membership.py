@@ -83,6 +83,7 @@ class Membership:
                 cluster.now,
                 0 if session.read_only else message.host_bytes,
                 session.read_only,
+                session.origin,
             )
             cluster.workers[session.incarnation] = worker
             if worker.host_bytes:
@@ -93,6 +94,8 @@ class Membership:
             cluster.sessions[worker.session].worker = None
         worker.session, worker.endpoints = session.number, message.endpoints
         session.worker = worker
+        cluster.guests.joined(session)
+        cluster.guests.away.pop(worker, None)
         self.heard(worker)
         if known:
             cluster.timers.set("restate", worker.incarnation, cluster.now + cluster.options.lease_s)
@@ -110,13 +113,13 @@ class Membership:
             self._touch_models(worker)
 
     def disconnected(self, session: Session) -> None:
-        """Its connection is gone; its lease runs on."""
+        """Its connection is gone, or is to go, and nothing that comes over it counts; its lease runs on."""
         cluster = self._cluster
         cluster.sessions.pop(session.number, None)
-        for model in cluster.models.values() if session.watches else ():
-            if session.number in model.watchers:
-                model.watchers.remove(session.number)
-                cluster.touch(model)
+        cluster.timers.cancel("guest", str(session.number))
+        for name in list(session.watched):
+            cluster.unwatch(session, name)
+        cluster.guests.went(session)
         worker = session.worker
         if worker is None or worker.session != session.number:
             return
@@ -126,6 +129,10 @@ class Membership:
             self._become(worker, WorkerState.SUSPECT, "disconnected")
             self._touch_models(worker)
         cluster.timers.set("worker", worker.incarnation, worker.heard_at + cluster.options.lease_s)
+        if worker.read_only:
+            cluster.guests.away[worker] = None
+            if len(cluster.guests.away) > cluster.guests.places:
+                self.lose(next(iter(cluster.guests.away)), "too many read-only workers are away (Options.guest_share)")
 
     def lease_due(self, incarnation: str) -> None:
         """Half a lease of silence makes a worker suspect, a whole one lost."""
@@ -169,6 +176,7 @@ class Membership:
         for member in list(worker.members.values()):
             self.remove(member, why)
         del cluster.workers[worker.incarnation]
+        cluster.guests.away.pop(worker, None)
         del cluster.manifest_bytes[worker.incarnation]
         if cluster.hosts.pop(worker.incarnation, None) is not None:
             self._custody.room_changed()
@@ -204,6 +212,8 @@ class Membership:
         error = self._registration_error(message) or self._too_much(worker, message)
         if known is not None:  # G9: what another worker says of it changes nothing
             error = RegistrationError(f"the registration {known.registration!r} is worker {known.worker.name!r}'s")
+        if error is None and worker.read_only:
+            error = self._make_room(worker)
         if error is not None:
             cluster.send(worker.session, Refused(message.request, ErrorInfo.of(error)))
             return
@@ -229,6 +239,7 @@ class Membership:
         cluster.manifest_bytes[worker.incarnation] += len(member.manifest)
         cluster.note(member, group.model, worker)
         group.members[member.rank] = cluster.members[member.registration] = member
+        self._count(member, 1)
         worker.members[member.registration] = member
         group.model.groups[group.name] = group
         if member.purpose is Purpose.RETENTION:
@@ -310,8 +321,8 @@ class Membership:
             what, in_all = f"there are {len(cluster.members)} registrations in all (REGISTRATIONS_MAX)", True
         elif not self._has_room(message.manifest, *([message.held.manifest] if message.held is not None else [])):
             what, in_all = f"all manifests have {cluster.manifests.nbytes} bytes (MANIFEST_BYTES_MAX)", True
-        elif message.model not in cluster.models and len(cluster.models) >= limits.MODELS_MAX:
-            what, in_all = f"there are {len(cluster.models)} models in all (MODELS_MAX)", True
+        elif not worker.read_only and not cluster.has_room_for(message.model):
+            what, in_all = f"there are {limits.MODELS_MAX} models in all (MODELS_MAX)", True
         if not what:
             return None
         return RegistrationError(f"worker {worker.name!r} cannot register: {what}; close handles first", retryable=in_all)
@@ -322,6 +333,24 @@ class Membership:
         others = cluster.manifest_bytes[member.worker.incarnation] - len(member.begun)
         if others + len(manifest) <= limits.MANIFEST_BYTES_OF_WORKER_MAX and self._has_room(manifest):
             cluster.keep_begun(member, manifest)
+
+    def _make_room(self, worker: Worker) -> TensorHubError | None:
+        """A read-only worker registers: at whose expense, if the share of all of them is used up."""
+        share = self._cluster.guests.registrations
+        if not share.is_used_up:
+            return None
+        victim = share.at_whose_expense(worker.origin, worker)
+        if victim is None:
+            text = f"read-only workers have {share.total} registrations (Options.guest_share): try again soon"
+            return RegistrationError(f"worker {worker.name!r} cannot register: {text}", retryable=True)
+        self.leave(victim, f"others need some of its {len(victim.members)} registrations (Options.guest_share)")
+        return None
+
+    def _count(self, member: Member, more: int) -> None:
+        if member.worker.read_only:
+            self._cluster.guests.registrations.add(member.worker.origin, member.worker, more)
+        else:
+            member.group.model.members += more
 
     def _has_room(self, *manifests: bytes) -> bool:
         kept = self._cluster.manifests
@@ -380,6 +409,7 @@ class Membership:
             cluster.keep_begun(member, b"")
             cluster.manifests.release(member.manifest)
             cluster.manifest_bytes[member.worker.incarnation] -= len(member.manifest)
+            self._count(member, -1)
         if group.model.copies.pop(member.registration, None) is not None:
             self._custody.room_changed()
         member.worker.members.pop(member.registration, None)

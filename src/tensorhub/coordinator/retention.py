@@ -162,7 +162,7 @@ class Retentions:
             return None
         if message.latest > limits.RETAINED_MAX:
             return StateError(f"retain: the newest {limits.RETAINED_MAX} versions of a model at most (RETAINED_MAX)")
-        if message.model not in cluster.models and len(cluster.models) >= limits.MODELS_MAX:
+        if not cluster.has_room_for(message.model):
             return StateError(
                 f"there are {limits.MODELS_MAX} models here already (MODELS_MAX): use the names that there are"
             )
@@ -288,9 +288,9 @@ class Retentions:
 
     def not_recorded(self, order: Order, reason: str) -> None:
         model, message = order.model, order.message
+        self._cluster.touch(model)  # it may be forgotten
         if isinstance(message, Pin):
             self._cluster.remove_pin(model, message.pin)
-            self._cluster.touch(model)
         what = type(message).__name__.lower()
         text = f"the coordinator cannot make {what} of {model.name!r} durable: {reason}; see its state_dir"
         self._end(order, CoordinatorUnavailable(text))

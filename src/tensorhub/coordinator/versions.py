@@ -178,7 +178,7 @@ class Versions:
         info = newest.info if newest is not None else None
         if info != model.announced:  # after a rollback it is an older one, or none
             model.announced = info
-            for session in sorted(model.watchers):
+            for session in sorted(self._cluster.watchers.get(model.name, ())):
                 self._cluster.send(session, Announce(model.name, info))
 
     def _is_left(self, model: Model, version: Version) -> bool:

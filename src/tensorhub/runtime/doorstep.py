@@ -34,10 +34,11 @@ _GONE = select.EPOLLRDHUP | select.EPOLLHUP | select.EPOLLERR
 class Stranger:
     """One connection whose peer has not proved itself."""
 
-    __slots__ = ("connection", "end")
+    __slots__ = ("connection", "end", "origin")
 
-    def __init__(self, connection: socket.socket) -> None:
+    def __init__(self, connection: socket.socket, origin: str) -> None:
         self.connection = connection  # non-blocking; whoever meets it closes it
+        self.origin = origin  # where it comes from
         self.end: Callable[[], object] = connection.close  # makes it go; whoever meets it, once that has begun, says how
 
 
@@ -116,11 +117,11 @@ class Doorstep:
             except (ConnectionAbortedError, InterruptedError):
                 continue
             connection.setblocking(False)
-            stranger = Stranger(connection)
+            stranger = Stranger(connection, _origin(connection, address))
             self._silent[connection.fileno()] = stranger
             self._words.register(connection, select.EPOLLIN | select.EPOLLRDHUP)
             with self._lock:
-                gone = self._strangers.came(stranger, _origin(connection, address), clock.now())
+                gone = self._strangers.came(stranger, stranger.origin, clock.now())
             if gone is not None:
                 self._throw_out(gone)
 

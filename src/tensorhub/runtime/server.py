@@ -304,11 +304,13 @@ class CoordinatorServer:
                 stranger.end = scope.cancel
                 stream = await _opened(stranger.connection)
                 if stream is not None:
-                    await self._serve(stream, partial(doorstep.dismiss, stranger))
+                    await self._serve(stream, stranger.origin, partial(doorstep.dismiss, stranger))
         finally:
             doorstep.dismiss(stranger)
 
-    async def _serve(self, stream: anyio.abc.ByteStream, proved: Callable[[], None] = lambda: None) -> None:
+    async def _serve(
+        self, stream: anyio.abc.ByteStream, origin: str = "", proved: Callable[[], None] = lambda: None
+    ) -> None:
         """One connection, from its first byte to its last. Whatever a peer does, it costs only this connection."""
         try:
             async with MessageStream(stream, FROM_WORKER, self._options.frame_bytes_max) as messages:
@@ -317,13 +319,13 @@ class CoordinatorServer:
                 )
                 await messages.handshake(handshake, self._options.connect_timeout_s)
                 proved()
-                await self._converse(messages, handshake)
+                await self._converse(messages, handshake, origin)
         except ConnectionLost:
             pass
         except TensorHubError as error:
             self._refusals.count(kind=type(error).__name__, reason=str(error))
 
-    async def _converse(self, messages: MessageStream[FromWorker], handshake: ServerHandshake) -> None:
+    async def _converse(self, messages: MessageStream[FromWorker], handshake: ServerHandshake, origin: str) -> None:
         self._sessions_minted += 1
         number = self._sessions_minted
         outbox, to_say = anyio.create_memory_object_stream[FromCoordinator | None](OUTBOX_MESSAGES_MAX)
@@ -331,7 +333,7 @@ class CoordinatorServer:
         messages.limit_received(FIRST_FRAME_BYTES_MAX)
         if handshake.peer.role == "worker":
             session.scope.deadline = clock.now() + self._options.connect_timeout_s
-        self._step(Connected(number, handshake.client_incarnation, handshake.peer.role, handshake.read_only))
+        self._step(Connected(number, handshake.client_incarnation, handshake.peer.role, handshake.read_only, origin))
         try:
             with session.scope, outbox, to_say:
                 async with anyio.create_task_group() as tasks:

@@ -176,11 +176,11 @@ def available_before_holders_are_back() -> Iterator[None]:
 @bug("G7: watchers are not told when a rollback makes an older version the newest")
 def watchers_not_told() -> Iterator[None]:
     def refresh(before: Callable[..., None], self: Any, model: Model) -> None:
-        watchers, model.watchers = model.watchers, set()
+        watchers, self._cluster.watchers = self._cluster.watchers, {}
         try:
             before(self, model)
         finally:
-            model.watchers = watchers
+            self._cluster.watchers = watchers
 
     with around(Versions, "refresh", refresh):
         yield

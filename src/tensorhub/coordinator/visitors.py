@@ -1,0 +1,100 @@
+"""Sessions: who is let in, what each may watch, and how long a guest may be idle.
+
+Responsible for `guests` giving way to one another where their share is used up, and for ending those that want nothing.
+Not responsible for workers (`membership`), nor for what a session may say (`access`).
+"""
+
+from __future__ import annotations
+
+from tensorhub.coordinator import limits
+from tensorhub.coordinator.actions import CloseSession
+from tensorhub.coordinator.cluster import Cluster
+from tensorhub.coordinator.entities import Session
+from tensorhub.coordinator.events import Connected
+from tensorhub.coordinator.membership import Membership
+from tensorhub.errors import CoordinatorUnavailable, StateError, TensorHubError
+from tensorhub.messages import WATCHES_MAX, FromWorker, Heartbeat, Join
+
+
+class Visitors:
+    """Begins sessions; `membership` makes workers of them, and ends them."""
+
+    def __init__(self, cluster: Cluster, membership: Membership) -> None:
+        self._cluster = cluster
+        self._membership = membership
+
+    def connect(self, event: Connected) -> None:
+        """A session begins, perhaps at the expense of a guest; or is refused."""
+        cluster, guests, most = self._cluster, self._cluster.guests, self._cluster.options.sessions_max
+        session = Session(event.session, event.incarnation, event.role, event.read_only, event.origin)
+        session.heard_at = session.called_at = cluster.now
+        if event.read_only and guests.readers.is_used_up:
+            text = f"{guests.readers.total} read-only sessions are there (Options.guest_share): try again later"
+            victim = guests.readers.at_whose_expense(event.origin, session)
+        elif len(cluster.sessions) >= most:
+            text = (
+                f"the coordinator has {most} connections already (Options.sessions_max, or its `ulimit -n`): try again later"
+            )
+            are_many = guests.readers.total + guests.newcomers.total > guests.places
+            victim = guests.newcomers.of_the_crowd() if are_many else None
+        else:
+            text, victim = "", None
+        if text and victim is None:
+            cluster.refuse_session(event.session, CoordinatorUnavailable(text))
+            return
+        if victim is not None:
+            self._end(victim, CoordinatorUnavailable("another one needs this session's place (Options.guest_share)"))
+        cluster.sessions[event.session] = session
+        guests.came(session)
+        if session.read_only or session.role != "worker":  # the shell sees to it that others join soon
+            cluster.timers.set("guest", str(session.number), self._deadline(session))
+
+    def heard(self, session: Session, message: FromWorker) -> None:
+        """It has said something."""
+        session.heard_at = self._cluster.now
+        if not isinstance(message, Heartbeat | Join):
+            session.called_at = self._cluster.now
+
+    def due(self, number: int) -> None:
+        """A guest may be idle: nothing is heard of it, or nothing but heartbeats, and it waits for nothing."""
+        cluster, session = self._cluster, self._cluster.sessions.get(number)
+        if session is None:
+            return
+        deadline = self._deadline(session)
+        if cluster.now < deadline:
+            cluster.timers.set("guest", str(number), deadline)
+            return
+        self._membership.disconnected(session)
+        what = "no heartbeat, watch or call came" if session.worker is None else "no registration, watch or call came"
+        cluster.act(CloseSession(cluster.cause, number, f"{what} for {cluster.now - session.called_at:.0f} s"))
+
+    def _deadline(self, session: Session) -> float:
+        """When it is idle, or may be, unless something is heard of it before. A worker's lease sees to its heartbeats."""
+        idle_at = session.called_at + limits.GUEST_IDLE_S
+        if session.watched or (session.worker is not None and session.worker.members):
+            idle_at = self._cluster.now + limits.GUEST_IDLE_S
+        return idle_at if session.worker is not None else min(idle_at, session.heard_at + self._cluster.options.lease_s)
+
+    def may_watch(self, session: Session, name: str) -> bool:
+        """Whether it may watch one more; else its session ends: a Watch has no answer that could say so."""
+        cluster, share = self._cluster, self._cluster.guests.watches
+        if name in session.watched:
+            return True
+        if len(session.watched) >= 2 * WATCHES_MAX:
+            self._end(session, StateError(f"this worker follows {2 * WATCHES_MAX} models already (WATCHES_MAX)"))
+            return False
+        if session.is_guest and share.is_used_up:
+            text = "who is read-only, or has not joined, follows {} models (Options.guest_share): try again later"
+            victim = share.at_whose_expense(session.origin, session) or session
+            self._end(victim, CoordinatorUnavailable(text.format(len(victim.watched))))
+            return victim is not session
+        if cluster.watched >= limits.WATCHED_MAX:
+            text = f"all workers together follow {cluster.watched} models already (WATCHED_MAX): try again later"
+            self._end(session, CoordinatorUnavailable(text))
+            return False
+        return True
+
+    def _end(self, session: Session, error: TensorHubError) -> None:
+        """What it has is for others now; once it has heard why, its connection ends."""
+        self._membership.disconnected(session)
+        self._cluster.refuse_session(session.number, error)

@@ -1,0 +1,332 @@
+"""What sessions that may change nothing take of a coordinator, and how they give way: to workers, and to one another."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+from hypothesis import given, strategies as st
+
+from tensorhub.coordinator import Connected, Disconnected, Received, Tick, limits as real
+from tensorhub.coordinator.guests import Share
+from tensorhub.coordinator.limits import GUEST_IDLE_S
+from tensorhub.errors import CoordinatorUnavailable, RegistrationError, StateError
+from tensorhub.messages import (
+    WATCHES_MAX,
+    Announce,
+    Deregister,
+    Describe,
+    Dismissed,
+    Heartbeat,
+    HeartbeatAck,
+    Join,
+    Outcome,
+    Refused,
+    Register,
+    Registered,
+    Retain,
+    Unwatch,
+    Watch,
+    Welcome,
+)
+from tensorhub.types import Endpoint, Location, Medium, Options, Purpose
+from tests.coordinator.test_limits import Desk, refusal
+
+HERE, THERE = "10.0.0.1", "10.0.0.2"
+
+
+class Lobby(Desk):
+    """With guests."""
+
+    def guest(self, session: int, origin: str = HERE, *, joins: bool = True, incarnation: str = "") -> None:
+        self.step(Connected(session, incarnation or f"read-only-{session}", "worker", True, origin))
+        if joins:
+            self.say(session, Join(f"g{session}", Location(), (Endpoint("tcp", "x"),), 1, 0))
+
+    def newcomer(self, session: int, origin: str = HERE, role: str = "worker") -> None:
+        self.step(Connected(session, f"life{session}", role, False, origin))
+
+    def fetches(self, session: int, name: str, model: str = "m") -> object:
+        """Registers what it fetches into."""
+        use = (False, False, Medium.DEVICE, Purpose.USE, "", 1, 1, b"", None)
+        name = f"read-only-{name}"
+        return self.say(session, Register(next(self.requests), name, model, name, 0, 0, 1, *use))
+
+    def wait(self, seconds: float, beating: tuple[int, ...] = ()) -> None:
+        """So long, with heartbeats of these sessions."""
+        until = self.now + seconds
+        while self.now < until:
+            self.now += min(2.0, until - self.now)
+            for session in beating:
+                self.step(Received(session, Heartbeat(1)))
+            self.step(Tick())
+
+    def is_open(self, session: int) -> bool:
+        return session in self.core.cluster.sessions
+
+
+# ------------------------------------------------------------------------------------------------ names and models
+
+
+def test_eight_readers_that_watch_all_they_can_leave_every_model_to_trainers() -> None:
+    lobby = Lobby()
+    for session in range(1, 9):
+        lobby.step(Connected(session, f"read-only-{session}", "worker", True))
+        for number in range(2 * WATCHES_MAX):
+            lobby.core.step(Received(session, Watch(f"m{session}.{number}")), lobby.now)
+    lobby.core.check_invariants()
+    assert not lobby.core.cluster.models
+    lobby.connect(100)
+    assert isinstance(lobby.register(100, "a"), Registered)
+
+
+def test_models_that_only_guests_wait_for_are_not_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(real, "MODELS_MAX", 1)
+    lobby = Lobby()
+    lobby.guest(1)
+    for name in "abc":
+        assert isinstance(lobby.fetches(1, name, model=name), Registered)
+    assert lobby.core.cluster.guest_models == {"a", "b", "c"}
+    lobby.connect(2)
+    assert isinstance(lobby.register(2, "x", model="a"), Registered)  # from now on it is a worker's
+    assert lobby.core.cluster.guest_models == {"b", "c"}
+    assert "MODELS_MAX" in str(refusal(lobby.register(2, "y", model="b")))
+    assert "MODELS_MAX" in str(refusal(lobby.say(2, Retain(1, "b", 1))))
+    lobby.say(2, Deregister(99, "x", True))
+    assert lobby.core.cluster.guest_models == {"a", "b", "c"}
+    lobby.say(2, Retain(1, "b", 1))
+    assert lobby.core.cluster.guest_models == {"a", "c"}
+    lobby.step(Disconnected(1))
+    lobby.wait(11.0, (2,))
+    assert list(lobby.core.cluster.models) == ["b"]
+    assert not lobby.core.cluster.guest_models
+
+
+def test_a_name_that_was_watched_before_there_was_such_a_model_is_announced() -> None:
+    lobby = Lobby()
+    lobby.guest(1)
+    assert lobby.say(1, Watch("m")) == Announce("m", None)
+    lobby.connect(2)
+    lobby.register(2, "a")
+    assert isinstance(lobby.publish(2, "a", 1, 0), Outcome)
+    last = lobby.heard[1][-1]
+    assert isinstance(last, Announce)
+    assert last.newest is not None
+    assert last.newest.version == 1
+
+
+# --------------------------------------------------------------------------------------------------- registrations
+
+
+def test_readers_registrations_leave_half_to_workers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(real, "REGISTRATIONS_MAX", 8)
+    lobby = Lobby()
+    lobby.guest(1)
+    answers = [lobby.fetches(1, str(number)) for number in range(5)]
+    assert [type(answer) for answer in answers] == [Registered] * 4 + [Refused]
+    error = refusal(answers[-1])
+    assert isinstance(error, RegistrationError)
+    assert "Options.guest_share" in str(error)
+    assert error.retryable
+    lobby.connect(2)
+    assert all(isinstance(lobby.register(2, str(number)), Registered) for number in range(4))
+    assert "REGISTRATIONS_MAX" in str(refusal(lobby.register(2, "9")))
+
+
+def test_who_has_most_registrations_gives_way_to_who_has_fewer(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(real, "REGISTRATIONS_MAX", 8)
+    lobby = Lobby()
+    for session, origin in ((1, HERE), (2, HERE), (3, THERE)):
+        lobby.guest(session, origin)
+    assert all(isinstance(lobby.fetches(1, f"1.{number}"), Registered) for number in range(4))
+    assert isinstance(lobby.fetches(2, "2.0"), Registered)  # of the same origin
+    assert "Options.guest_share" in lobby.closed[1]
+    assert isinstance(lobby.heard[1][-1], Dismissed)
+    assert all(isinstance(lobby.fetches(2, f"2.{number}"), Registered) for number in (1, 2, 3))
+    assert isinstance(lobby.fetches(3, "3.0"), Registered)  # of another one
+    assert 2 in lobby.closed
+    assert lobby.core.cluster.guests.registrations.total == 1
+
+
+# --------------------------------------------------------------------------------------------------------- watches
+
+
+def test_watches_of_guests_leave_half_to_workers_and_are_fair(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(real, "WATCHED_MAX", 8)
+    lobby = Lobby()
+    for session, origin in ((1, HERE), (2, HERE), (3, THERE)):
+        lobby.guest(session, origin)
+    for number in range(4):
+        lobby.say(1, Watch(f"m{number}"))
+    assert isinstance(lobby.say(2, Watch("n")), Announce)
+    assert "Options.guest_share" in lobby.closed[1]
+    for number in range(3):
+        lobby.say(2, Watch(f"m{number}"))
+    lobby.connect(4)
+    for number in range(4):
+        assert isinstance(lobby.say(4, Watch(f"m{number}")), Announce)
+    assert isinstance(lobby.say(3, Watch("n")), Announce)
+    assert "Options.guest_share" in lobby.closed[2]
+    for number in range(3):
+        lobby.say(3, Watch(f"m{number}"))
+    error = refusal(lobby.say(3, Watch("one more")))  # it is who has most
+    assert isinstance(error, CoordinatorUnavailable)
+    assert "Options.guest_share" in lobby.closed[3]
+    assert not lobby.core.cluster.guests.watches.total
+    assert lobby.core.cluster.watched == 4
+
+
+# ---------------------------------------------------------------------------------------------------------- places
+
+
+def test_readers_have_half_of_the_sessions_fair_by_origin() -> None:
+    lobby = Lobby(Options(sessions_max=8))
+    for session in range(1, 5):
+        lobby.guest(session, HERE)
+    lobby.guest(5, HERE, joins=False)
+    assert "Options.guest_share" in lobby.closed[5]
+    assert isinstance(refusal(lobby.heard[5][-1]), CoordinatorUnavailable)
+    lobby.guest(6, THERE)
+    lobby.guest(7, THERE)
+    assert set(lobby.closed) == {5, 1, 2}
+    lobby.guest(8, THERE, joins=False)
+    assert 8 in lobby.closed  # each has half
+    for session in range(10, 14):
+        lobby.connect(session)
+    assert not lobby.closed.keys() & range(10, 14)
+
+
+def test_who_has_not_joined_gives_way_where_sessions_are_used_up() -> None:
+    lobby = Lobby(Options(sessions_max=6))
+    lobby.guest(1)
+    for session in range(2, 5):
+        lobby.newcomer(session, HERE)
+    for session in range(5, 7):
+        lobby.newcomer(session, THERE)
+    lobby.connect(7)
+    assert list(lobby.closed) == [2]  # the oldest of the origin that has most
+    lobby.connect(8)
+    lobby.connect(9)
+    assert len(lobby.closed) == 3
+    assert lobby.is_open(1)
+    lobby.connect(10)
+    assert "Options.sessions_max" in lobby.closed[10]  # what guests have left is their share
+
+
+def test_what_one_that_was_ended_still_says_is_not_heard() -> None:
+    lobby = Lobby(Options(sessions_max=2))
+    lobby.guest(1, HERE)
+    lobby.guest(2, HERE, joins=False)
+    assert 2 in lobby.closed
+    lobby.guest(3, THERE, joins=False)
+    assert 3 in lobby.closed  # there is but one place
+    assert lobby.say(3, Watch("m")) is None
+    assert not lobby.core.cluster.watchers
+
+
+def test_read_only_workers_that_come_and_go_leave_workers_their_places() -> None:
+    lobby = Lobby(Options(sessions_max=4))
+    for session in range(1, 40):
+        lobby.guest(session)
+        lobby.step(Disconnected(session))
+    assert len(lobby.core.cluster.workers) == 2
+    lobby.guest(50, incarnation="read-only-39")  # it is back within its lease
+    welcome = lobby.heard[50][-1]
+    assert isinstance(welcome, Welcome)
+    assert welcome.known
+    for session in range(100, 102):
+        lobby.connect(session)
+        assert lobby.is_open(session)
+
+
+# ----------------------------------------------------------------------------------------------------------- idle
+
+
+def test_a_reader_that_wants_nothing_is_closed_and_quiet_watchers_stay() -> None:
+    lobby = Lobby()
+    for session in range(1, 6):
+        lobby.guest(session)
+    lobby.connect(10)
+    lobby.say(1, Watch("m"))
+    lobby.fetches(2, "f")
+    everybody = (1, 2, 3, 4, 5, 10)
+    lobby.wait(GUEST_IDLE_S / 2, everybody)
+    lobby.say(3, Describe(1, None))
+    lobby.say(5, Watch("m"))
+    lobby.wait(GUEST_IDLE_S / 2 + 1, everybody)
+    assert list(lobby.closed) == [4]
+    assert lobby.closed[4] == "no registration, watch or call came for 60 s"
+    lobby.say(5, Unwatch("m"))
+    lobby.wait(GUEST_IDLE_S - 5, everybody)
+    assert list(lobby.closed) == [4, 3]
+    lobby.wait(10 * GUEST_IDLE_S, everybody)
+    assert list(lobby.closed) == [4, 3, 5]
+    lobby.guest(11, incarnation="read-only-4")  # and may come back
+    assert isinstance(lobby.heard[11][-1], Welcome)
+
+
+def test_a_thousand_quiet_readers_of_one_address_stay() -> None:
+    lobby = Lobby()
+    for session in range(1, 1001):
+        lobby.core.step(Connected(session, f"read-only-{session}", "worker", True, HERE), lobby.now)
+        lobby.core.step(Received(session, Join(f"g{session}", Location(), (), 1, 0)), lobby.now)
+        lobby.core.step(Received(session, Watch("actor")), lobby.now)
+    for _ in range(24):
+        lobby.now += 5
+        for session in range(1, 1001):
+            lobby.core.step(Received(session, Heartbeat(1)), lobby.now)
+        lobby.step(Tick())
+    assert len(lobby.core.cluster.sessions) == 1000
+    assert not lobby.closed
+
+
+def test_an_observer_stays_as_long_as_it_beats_and_waits_for_something() -> None:
+    lobby = Lobby()
+    for session in (1, 2, 3):
+        lobby.newcomer(session, role="observer")
+        assert lobby.say(session, Heartbeat(7)) == HeartbeatAck(7)
+    for session in (1, 2):
+        lobby.say(session, Watch("m"))
+    lobby.wait(11, (1, 3))
+    assert lobby.closed[2].startswith("no heartbeat, watch or call came for 1")
+    lobby.wait(GUEST_IDLE_S, (1, 3))
+    assert set(lobby.closed) == {2, 3}
+    lobby.step(Disconnected(1))
+    lobby.wait(GUEST_IDLE_S)
+    assert set(lobby.closed) == {2, 3}
+
+
+# ---------------------------------------------------------------------------------------------------------- shares
+
+
+@given(st.lists(st.tuples(st.integers(0, 11), st.booleans()), min_size=20, max_size=80))
+def test_within_a_share_nobody_can_keep_others_out(steps: list[tuple[int, bool]]) -> None:
+    """Who asks again and again has his part in the end, as far as whole ones can be shared out."""
+    share, has = Share[int](6), Counter[int]()
+    for guest, wants in steps:
+        origin = "abc"[guest % 3]
+        if not wants:
+            share.drop(origin, guest)
+            has[guest] = 0
+            continue
+        if share.is_used_up:
+            victim = share.at_whose_expense(origin, guest)
+            if victim is None:
+                mine = sum(number for other, number in has.items() if other % 3 == guest % 3)
+                assert mine * 3 >= 6 - 3 or has[guest] > 0
+                continue
+            assert victim != guest
+            share.drop("abc"[victim % 3], victim)
+            has[victim] = 0
+        share.add(origin, guest)
+        has[guest] += 1
+        assert share.total == has.total() <= 6
+        assert all(share.of("abc"[other % 3], other) == number for other, number in has.items())
+
+
+@pytest.mark.parametrize("share", [0.0, 1.0, -0.5, float("nan"), 1, "half", None])
+def test_a_share_is_a_part(share: object) -> None:
+    with pytest.raises(
+        (TypeError, StateError, ValueError), match=r"Options\.guest_share = .*: give a number between 0\.0 and 1\.0"
+    ):
+        Options(guest_share=share)  # type: ignore[arg-type]
