@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 
-from tensorhub.coordinator.availability import SHARE_FRESH_S
 from tensorhub.coordinator.entities import Share
 from tensorhub.errors import VersionUnavailable
 from tensorhub.messages import ChunksThere
@@ -352,7 +351,9 @@ def test_a_partial_copy_is_asked_again_after_a_while_and_not_before() -> None:
 
     assert asks() == 2
     assert asks() == 2
-    cluster.advance(SHARE_FRESH_S + 0.1, run=False)
+    for _ in range(9):
+        cluster.advance(cluster.options.lease_s / 16, run=False)
+        let_all_but_reads_happen(cluster)
     assert asks() == 4
 
 
@@ -367,6 +368,69 @@ def test_a_question_that_was_lost_with_its_connection_is_asked_again() -> None:
     readers[1].worker.connect()
     cluster.run()
     assert mine.number == 1
+
+
+def test_an_answer_that_takes_long_counts() -> None:
+    cluster, _, _, late = left_in_parts(False, True)
+    mine = late.replicate("available")
+    slow = Choice("up", "r1")
+    while choices := [c for c in cluster.choices() if c.kind != "read" and c != slow]:
+        cluster.do(choices[0])
+    cluster.advance(cluster.options.lease_s * 0.45, run=False)
+    let_all_but_reads_happen(cluster)
+    assert sum("<- TellChunks" in line for line in cluster.log) == 2
+    cluster.run()
+    assert mine.number == 1
+
+
+# ------------------------------------------------------------------------------------------------- lost once it is bound
+
+
+@pytest.mark.parametrize("selector", ["available", "latest"])
+def test_who_is_bound_does_not_wait_for_a_source_that_is_lost(selector: str) -> None:
+    """Partial copies that together lack something end as soon as that is certain; with `latest` at their deadlines."""
+    cluster, trainer, readers, asked = readers_of_a_trainer(False, False, keeper=True, selector=selector)
+    lose(cluster, trainer, readers)
+    cluster.run()
+    if selector == "latest":
+        assert not any(each.has_ended() for each in asked)
+        return
+    for each in asked:
+        error = error_of(each)
+        assert "version 1 of 'actor': nobody holds all of it any more" in str(error)
+        assert "held now: version 0 by 1 replica; the selector 'available' gets 0" in str(error)
+        assert (error.retryable, error.memory) == (True, "torn")
+    again = [reader.replicate("available") for reader in readers]
+    cluster.run()
+    assert [each.number for each in again] == [0, 0]
+
+
+def test_partial_copies_that_together_are_whole_go_on() -> None:
+    cluster, trainer, readers, asked = readers_of_a_trainer(False, True, selector="available")
+    lose(cluster, trainer, readers)
+    cluster.run()
+    assert [each.number for each in asked] == [1, 1]
+
+
+def test_a_hook_that_runs_when_the_source_is_lost_leaves_everything_as_it_was() -> None:
+    cluster, trainer, _, reader = newest_left()
+    reader.replicate(1)
+    publish(cluster, trainer, number=3)
+    asked = reader.update("available", hold=True)
+    while not reader.hooks:
+        cluster.do(cluster.choices()[0])
+    trainer.worker.crash()
+    while choices := [choice for choice in cluster.choices() if choice.kind != "hook"]:
+        cluster.do(choices[0])
+    for _ in range(24):
+        cluster.advance(cluster.options.lease_s / 16, run=False)
+        while choices := [choice for choice in cluster.choices() if choice.kind != "hook"]:
+            cluster.do(choices[0])
+    error = error_of(asked)
+    assert (error.memory, reader.member.version) == ("intact", 1)
+    again = reader.update("available")
+    cluster.run()
+    assert (again.number, again.changed) == (1, False)
 
 
 # ------------------------------------------------------------------------------------------------------- after a restart

@@ -22,7 +22,7 @@ def sources_of(cluster: PureCluster, reader: Handle) -> list[str]:
 
 
 def readers_of_a_trainer(
-    *backwards: bool, fetch: bool = False, far: str = "", keeper: bool = False
+    *backwards: bool, fetch: bool = False, far: str = "", keeper: bool = False, selector: str = "latest"
 ) -> tuple[PureCluster, Handle, list[Handle], list[Asked]]:
     """Readers on the trainer's host, all bound, each with one chunk: the first one, or the last one of `backwards`.
 
@@ -45,7 +45,7 @@ def readers_of_a_trainer(
     asked = []
     for reader, backward in zip(readers, backwards, strict=True):
         reader.reads_backwards = backward
-        asked.append(reader.fetch() if reader is readers[-1] and fetch else reader.replicate())
+        asked.append(reader.fetch() if reader is readers[-1] and fetch else reader.replicate(selector))
         let_all_but_reads_happen(cluster)
         while sources_of(cluster, reader) != ["trainer"]:
             let_go(reader)

@@ -16,9 +16,9 @@ from tensorhub.coordinator.states import WorkerState
 from tensorhub.errors import VersionUnavailable
 from tensorhub.messages import ChunksThere, TellChunks
 
-SHARE_FRESH_S = 1.0  # how long what a partial copy was said to have counts; so often it is asked at most
 HELD_TOLD_MAX = 3  # versions that an error names
 NOBODY = "and 'available' waits for nobody"
+GONE = "nobody holds all of it any more, and 'available' does not wait for a lost holder"
 
 
 class HowHeld(Enum):
@@ -59,6 +59,19 @@ class Availability:
         if waits or not (numbers or any(number >= least for number in model.lost)):
             return None
         raise VersionUnavailable(self._nothing(model, least, max(held, default=None)))
+
+    def lost(self, operation: Operation) -> VersionUnavailable | None:
+        """Why a call for "available" that is bound ends at once, if what it is bound to can come to it from nobody any more.
+
+        Who reads from a worker that is lost goes on for as long as that serves.
+        """
+        version, model = operation.version, operation.group.model
+        assert version is not None
+        waits = not operation.writing or any(part.wants_source for part in operation.parts.values())
+        recovers = ("recovery", "") in self._cluster.timers
+        if recovers or not waits or version.abandoned or self._held(version) is not HowHeld.NOT:
+            return None
+        return VersionUnavailable(f"version {version.number} of {model.name!r}: {GONE}; {held_text(model)}")
 
     @staticmethod
     def _nothing(model: Model, least: int, held: int | None) -> str:
@@ -107,11 +120,14 @@ class Availability:
     # -- partial copies
 
     def _ask(self, holding: Holding) -> Share:
-        """What it has, as its owner has said just now; else the owner is asked."""
+        """What it has, as its owner has said lately; else the owner is asked."""
         share, member = holding.share, holding.member
-        old = share is None or self._cluster.now > share.asked_at + SHARE_FRESH_S
+        # Whoever is LIVE answers within half a lease: so all answers to one question are there before the first is old.
+        until = share.said_at + self._cluster.options.lease_s / 2 if share is not None else 0.0
+        old = share is not None and share.chunks is not None and self._cluster.now > until
         if share is None or old or share.session != member.worker.session:
-            share = holding.share = Share(member.worker.session, self._cluster.now)
+            share = holding.share = Share(member.worker.session)
+            self._cluster.note(member)
             self._cluster.tell(member, TellChunks(member.registration, holding.generation))
         return share
 
@@ -123,6 +139,7 @@ class Availability:
             return
         if holding.share.chunks is None and holding.share.session == worker.session:
             holding.share.chunks, holding.share.there = message.chunks, int.from_bytes(message.there, "little")
+            holding.share.said_at = self._cluster.now
             self._cluster.note(member)
             shares = [each.share for each in holding.version.holdings[holding.shard]]
             if not any(share is not None and share.chunks is None for share in shares):

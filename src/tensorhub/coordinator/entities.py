@@ -286,7 +286,7 @@ class Share:
     """Which chunks a partial copy had when its owner was asked: one question."""
 
     session: int | None  # over which it was asked
-    asked_at: float
+    said_at: float = 0.0  # when it was answered
     chunks: int | None = None  # of the whole shard; None: not answered yet; 0: its owner does not say
     there: int = 0  # one bit for each, the lowest for the first
 

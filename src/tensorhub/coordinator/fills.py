@@ -103,9 +103,12 @@ class Fills:
             blame = self._bind(operation)
             if blame is not None:
                 return blame
-        if not operation.running:
+        if not operation.running or operation.unchanged:
             return None
-        if not operation.writing and not operation.unchanged:
+        lost = self.availability.lost(operation) if first_call(operation).selector == AVAILABLE else None
+        if lost is not None:
+            return Blame(lost)
+        if not operation.writing:
             blame = self._write_if_ready(operation)
             if blame is not None:
                 return blame

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from tensorhub.coordinator import Decision, Publication
-from tensorhub.coordinator.availability import NOBODY
+from tensorhub.coordinator.availability import GONE, NOBODY
 from tensorhub.coordinator.states import WorkerState
 from tensorhub.messages import Outcome, Start
 from tensorhub.testing.contents import Contents
@@ -41,6 +41,8 @@ class Available:
         held = [n for rank in ranks if (n := self._held(rank)) is not None]
         if isinstance(message, Start):
             self._bound(handle, message, held)
+        elif message.error is not None and GONE in message.error.message:
+            self._lost(handle, message.error.message)
         elif message.error is not None and NOBODY in message.error.message:
             self._failed(handle, max([asked.what.at_least or 0, *held]))
 
@@ -56,6 +58,16 @@ class Available:
             if self._recovers():
                 away = self._away(handle.shard.model, content_id)
                 demand(not away, f"R12: {what}: {away} of {newer} may come back")
+
+    def _lost(self, handle: Handle, text: str) -> None:
+        numbers = self._contents.numbers.get(handle.shard.model, {})
+        named = [
+            content_id
+            for number, content_id in numbers.items()
+            if f"version {number} of " in text.split(GONE, maxsplit=1)[0]
+        ]
+        held = any(content_id not in self._contents.retired and self._can_be_read(content_id) for content_id in named)
+        demand(not held, f"R12: {handle} was told what is not so: {text}")
 
     def _failed(self, handle: Handle, least: int) -> None:
         what = f"{handle} was told that nobody holds what was published"
