@@ -536,7 +536,7 @@ async def test_arguments_and_addresses_that_cannot_be() -> None:
         with raises(StateError, f"port {port} of 127.0.0.1 is in use", "choose another port", retryable=True):
             async with tensorhub.serve(port=port, token=""):
                 pass
-        with raises(InvalidValue, "Options.chunk_bytes = 1: give an integer: 4096 to 2**30 bytes", retryable=False):
+        with raises(InvalidValue, "Options.chunk_bytes = 1: give 4096 to 2**30 bytes", retryable=False):
             Options(chunk_bytes=1)
 
 

@@ -360,15 +360,20 @@ def test_repeated_warnings_are_said_once_and_then_summed_up() -> None:
         now[0] = float(second)
         with contextlib.suppress(structlog.DropEvent):
             fields = repeats(
-                logger, "warning", {"event": "coordinator_unreachable", "coordinator": "tcp://a:1", "reason": second}
+                logger,
+                "warning",
+                {"event": "coordinator_unreachable", "coordinator": "tcp://a:1", "reason": f"refused ({second})"},
             )
             said.append((now[0], fields.get("times")))
     assert said[:4] == [(0.0, None), (10.0, 10), (30.0, 20), (70.0, 40)]
     assert len(said) == 11
     assert "times" not in repeats(logger, "warning", {"event": "coordinator_unreachable", "coordinator": "tcp://b:1"})
+    assert "times" not in repeats(logger, "warning", {"event": "coordinator_unreachable", "reason": "another"})
     assert repeats(logger, "info", {"event": "coordinator_unreachable"}) == {"event": "coordinator_unreachable"}
     now[0] += 10_000  # long after: it is news again
-    assert "times" not in repeats(logger, "warning", {"event": "coordinator_unreachable", "coordinator": "tcp://a:1"})
+    assert "times" not in repeats(
+        logger, "warning", {"event": "coordinator_unreachable", "coordinator": "tcp://a:1", "reason": "refused (1)"}
+    )
 
 
 async def test_a_coordinator_that_is_gone_is_complained_of_once(caplog: pytest.LogCaptureFixture) -> None:

@@ -260,8 +260,10 @@ class Options:
             ("sessions_max", 1, math.inf, "give 1 or more"),
             ("frame_bytes_max", 65_536, 2**31, "give 65536 to 2**31 bytes"),
         ):
-            if type(getattr(self, name)) is not int or not least <= getattr(self, name) <= most:
+            if type(getattr(self, name)) is not int:
                 self._refuse(name, int, f"give an integer: {advice.removeprefix('give ')}")
+            if not least <= getattr(self, name) <= most:
+                self._refuse(name, int, advice)
         check_flag("Options.integrity", self.integrity)
         if not isinstance(self.listen_host, str | None):
             self._refuse("listen_host", str, "give the address of the data listener, as text, or None")

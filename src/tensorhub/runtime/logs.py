@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import math
+import re
 import threading
 import time
 from collections.abc import Callable
@@ -21,6 +22,7 @@ TALLY_S = 1.0  # between two lines of one event that is counted
 
 AGAIN_S, AGAIN_S_MAX = 10.0, 600.0  # between two lines of one warning that repeats: twice as long each time
 REMEMBERED = 1024  # warnings that may repeat
+_NUMBER = re.compile(r"\d+")  # a reason that differs only in these is the same one
 IDENTITY = ("model", "registration", "transport", "source", "coordinator", "path")  # fields of what a warning is about
 
 
@@ -38,7 +40,8 @@ class Repeats:
         """A processor of structlog's."""
         if method != "warning" or "times" in fields:
             return fields
-        key = (logger.name, fields["event"], *[str(fields.get(name)) for name in IDENTITY])
+        about = [str(fields.get(name)) for name in IDENTITY]
+        key = (logger.name, fields["event"], _NUMBER.sub("#", str(fields.get("reason"))), *about)
         with self._lock:
             now, said = self._clock(), self._said.get(key)
             if said is None or now >= said.until + said.pause_s:
