@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import socket
 from collections.abc import Callable, Iterator
@@ -134,6 +135,25 @@ async def test_readers_that_take_all_they_can_leave_trainers_and_other_readers_w
             async with connect(c.address, "reader", options, token=secret.decode()) as reader:
                 assert (await reader.wait_for("m", at_least=1)).version == 1
                 assert holds({name: tensor.numpy() for name, tensor in (await reader.fetch("m")).items()}, 1)
+
+
+async def test_a_reader_that_wants_nothing_is_disconnected_and_is_back_when_it_wants_something(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    monkeypatch.setattr(limits, "GUEST_IDLE_S", 0.2)
+    options = Options(op_timeout_s=WAIT_S, chunk_bytes=CHUNK_BYTES, lease_s=2)
+    async with cluster("trainer", options=options, token="secret") as c:
+        await (await c.hubs[0].register("m", tensors(1))).publish(1)
+        async with connect(c.address, "reader", options, token=read_only_token("secret")) as reader:
+            life = reader._worker.incarnation
+            for times in (1, 2):
+                await until(lambda times=times: caplog.text.count("no registration, watch or call came") >= times)  # type: ignore[misc]
+                fetched = await reader.fetch("m")
+                assert holds({name: tensor.numpy() for name, tensor in fetched.items()}, 1)
+            assert reader._worker.incarnation == life
+            assert (await reader.wait_for("m", at_least=1)).version == 1
+            assert "coordinator_lost" not in caplog.text
 
 
 def heard_out(peer: BlockingConnection) -> None:
