@@ -351,7 +351,8 @@ class VersionView:
 class ShardView:
     """One rank's memory in `describe`; `chunks_verified` of `chunks` can be read from it.
 
-    `state`: "complete", "filling", or "quarantined": its bytes have changed, and nobody reads them.
+    `state`: "complete", "filling", "doubtful": its worker is not heard at the moment, and may be dead; or "quarantined": its
+    bytes have changed, and nobody reads them.
     """
 
     rank: U64  # whose shard of the version it is

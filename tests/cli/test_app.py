@@ -2,11 +2,41 @@
 
 import subprocess
 import sys
+from itertools import pairwise
+
+import pytest
+from typer.testing import CliRunner
 
 import tensorhub
+from tensorhub.cli.app import app
 
 
 def test_version() -> None:
     program = "import sys; from tensorhub.cli import main; sys.argv = ['tensorhub', '--version']; main()"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
     assert (done.returncode, done.stdout) == (0, f"tensorhub {tensorhub.__version__}\n"), done.stderr
+
+
+COMMANDS = ("serve", "demo", "status", "publish", "fetch", "seed", "simulate", "doctor", "bench", "token")
+
+
+@pytest.mark.parametrize("command", [(), *((name,) for name in COMMANDS), ("token", "new"), ("token", "read-only")])
+def test_help(command: tuple[str, ...]) -> None:
+    """At 80 columns: whole words, paragraphs that fill their lines, nothing cut, and no ranges of 64 bits."""
+    short, long = (CliRunner().invoke(app, [*command, option], env={"COLUMNS": "80"}) for option in ("-h", "--help"))
+    assert (short.exit_code, short.output) == (0, long.output)
+    lines = short.output.splitlines()
+    assert max(map(len, lines)) <= 80
+    assert short.output.isascii()
+    assert "..." not in short.output.replace('{"address": ...}', "").replace("[ARGS]...", "")
+    assert "<=" not in short.output
+    assert "9223372036854775807" not in short.output
+    described = lines[2 : next(at for at, line in enumerate(lines) if line.endswith(":") and not line.startswith(" "))]
+    for line, after in pairwise(described):  # a line that ends early ends its paragraph
+        assert not after or not line or len(line) + 1 + len(after.split()[0]) > 78, line
+
+
+def test_every_command_is_known_here() -> None:
+    assert {command.name or command.callback.__name__ for command in app.registered_commands if command.callback} | {
+        group.name for group in app.registered_groups
+    } == set(COMMANDS)

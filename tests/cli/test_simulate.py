@@ -52,8 +52,20 @@ def simulating(*arguments: object) -> Iterator[subprocess.Popen[str]]:
             process.communicate()
 
 
+def test_the_verdict_comes_first_and_tables_only_if_they_are_wanted() -> None:
+    short, long = (simulate("--seeds", 2, "--start", 60, "--events", 10, *more) for more in ((), ("--verbose",)))
+    for done in (short, long):
+        assert done.returncode == 0, done.stderr
+        assert done.stdout.startswith("passed: 2 seeds passed, 0 failed; 20 events, ")
+        assert done.stdout.isascii()
+    assert "crash" not in short.stdout
+    assert "crash" in long.stdout
+    failed = simulate("--seed", BREAKS, "--events", 10)
+    assert "\nFAILED: 0 seeds passed, 1 failed; " in failed.stdout
+
+
 def test_what_was_covered_is_printed() -> None:
-    done = simulate("--seeds", 3, "--start", 60, "--events", 10, "--jobs", 2)
+    done = simulate("--seeds", 3, "--start", 60, "--events", 10, "--jobs", 2, "--verbose")
     assert done.returncode == 0, done.stderr
     assert re.search(r"crash\W+3\W+3\W", done.stdout)
     assert re.search(r"replica: filling -> ready\W+never\W+0", done.stdout)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tensorhub.coordinator import CloseSession, Connected, Disconnected, Received, Send
+from tensorhub.coordinator.views import describe
 from tensorhub.errors import GroupAborted, RegistrationError
 from tensorhub.messages import Dismissed, Heartbeat, HeartbeatAck, Join, Leave, Register, Welcome
 from tensorhub.testing import DEVICE, MANIFEST, Handle, PureCluster
@@ -41,6 +42,22 @@ def test_a_disconnected_worker_is_suspected_then_lost() -> None:
     assert not asked.has_ended()  # nobody is sent to a suspect
     cluster.advance(11)
     assert worker_state(cluster, trainer) == "lost"
+
+
+def shard_states(cluster: PureCluster) -> list[str]:
+    info = describe(cluster.coordinator.cluster.models["actor"])
+    return [shard.state for replica in info.replicas for shard in replica.shards]
+
+
+def test_what_a_suspect_holds_is_shown_as_doubtful() -> None:
+    """As after a kill -9: nobody knows yet whether it is still there."""
+    cluster, trainer, _ = published()
+    assert shard_states(cluster) == ["complete"]
+    trainer.worker.crash()
+    cluster.run()
+    assert (worker_state(cluster, trainer), shard_states(cluster)) == ("suspect", ["doubtful"])
+    cluster.advance(11)
+    assert shard_states(cluster) == []
 
 
 def test_a_silent_worker_is_suspected_after_half_its_lease() -> None:

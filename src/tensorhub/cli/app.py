@@ -6,7 +6,7 @@ import typer
 
 import tensorhub
 from tensorhub.cli.bench.command import bench
-from tensorhub.cli.common import EXIT_CODES
+from tensorhub.cli.common import EXIT_CODES, HELP
 from tensorhub.cli.demo import demo
 from tensorhub.cli.doctor import doctor
 from tensorhub.cli.fetch import fetch
@@ -23,6 +23,8 @@ app = typer.Typer(
     epilog=EXIT_CODES,
     no_args_is_help=True,
     add_completion=False,
+    rich_markup_mode=None,  # plain help: paragraphs that wrap as a whole, at any width, in a pipe too
+    context_settings=HELP,
     pretty_exceptions_enable=False,  # its tracebacks print local variables, the secret among them
 )
 
@@ -43,6 +45,17 @@ def _root(
     """Fetch model weights from the memory of the workers that hold them."""
 
 
-for _command in (serve, demo, status, publish, fetch, seed, simulate, doctor, bench):
-    app.command(epilog=EXIT_CODES)(_command)
-app.add_typer(token, name="token")
+_COMMANDS = {
+    serve: "Run a coordinator.",
+    demo: "Train a small model here, with rollouts that follow.",
+    status: "Show versions, replicas, running reads and workers.",
+    publish: "Publish safetensors files, and serve them.",
+    fetch: "Fetch a version into safetensors files.",
+    seed: "Hold the newest version in memory, for a site.",
+    simulate: "Search for broken guarantees in a simulated cluster.",
+    doctor: "Say which transports work on this machine.",
+    bench: "Compare with this machine's ceilings and with peers.",
+}
+for _command, _short in _COMMANDS.items():
+    app.command(short_help=_short, epilog=EXIT_CODES, context_settings=HELP)(_command)
+app.add_typer(token, name="token", short_help="Make tokens, also read-only ones.")

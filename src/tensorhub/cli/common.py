@@ -8,10 +8,13 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 import os
+import re
 import signal
 import sys
 from collections.abc import Awaitable, Callable, Iterator
+from decimal import Decimal
 from pathlib import Path
 from typing import Annotated, NoReturn
 
@@ -28,6 +31,10 @@ from tensorhub.types import check_name, parse_address, printable
 FAILED = 1
 USAGE = 2
 INTERRUPTED = 128 + signal.SIGINT
+
+HELP = {"help_option_names": ["-h", "--help"], "max_content_width": 100}
+_PREFIXES = "kMGTP"
+_SIZE = re.compile(r"(?P<number>[0-9]{1,20}(\.[0-9]{1,9})?) ?((?P<prefix>[kKMGTP])?(?P<binary>(?<=[kKMGTP])i)?B?)")
 
 EXIT_CODES = """\
 Exit codes: 0 it worked, 1 the operation failed, 2 what was given cannot be used, 130 Ctrl-C, 143 SIGTERM."""
@@ -61,6 +68,47 @@ def usage(text: str) -> CommandError:
     return CommandError("usage", text, USAGE)
 
 
+def whole(least: int, most: int | None = None) -> Callable[[str], int]:
+    """What reads an option's whole number; help does not repeat the range, which a wrong number's error says."""
+
+    def read(given: str) -> int:
+        text = str(given)  # a default comes as it is
+        value = int(text) if text.isascii() and text.isdecimal() and len(text) <= 20 else -1
+        if value < least or (most is not None and value > most):
+            raise typer.BadParameter(
+                f"{text[:40]!r}: give a whole number, {least} {'or more' if most is None else f'to {most}'}"
+            )
+        return value
+
+    return read
+
+
+def seconds(least: float, most: float) -> Callable[[str], float]:
+    """What reads an option's seconds."""
+
+    def read(given: str) -> float:
+        try:
+            value = float(given)
+        except ValueError:
+            value = math.nan
+        if not least <= value <= most:
+            raise typer.BadParameter(f"{str(given)[:40]!r}: give seconds, {least:g} to {most:g}")
+        return value
+
+    return read
+
+
+def size(given: str) -> int:
+    """What reads an option's bytes: "100MB", "1.5GiB" or a plain number."""
+    match = _SIZE.fullmatch(str(given).strip())
+    if match is not None:
+        base = 1024 if match["binary"] else 1000
+        nbytes = int(Decimal(match["number"]) * base ** (" KMGTP".index((match["prefix"] or " ").upper())))
+        if 0 < nbytes < 2**63:
+            return nbytes
+    raise typer.BadParameter(f"{str(given)[:40]!r}: give bytes, as 100MB, 1.5GiB or 1000000")
+
+
 def check_address(address: str | None) -> str:
     """The address that a command was given; a usage error if there is none or it is not one."""
     if address is None:
@@ -78,6 +126,12 @@ def checked_model(name: str) -> str:
         return check_name("model", name)
     except StateError as error:
         raise usage(str(error)) from error
+
+
+def format_bytes(nbytes: int) -> str:
+    """A number of bytes for people: "15.0 GB"."""
+    power = min((len(str(nbytes)) - 1) // 3, len(_PREFIXES))
+    return f"{nbytes / 1000**power:,.1f} {_PREFIXES[power - 1]}B" if power else f"{nbytes} B"
 
 
 def check_token_file(path: Path | None) -> Path | None:

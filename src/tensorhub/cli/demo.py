@@ -20,7 +20,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 
 import tensorhub
-from tensorhub.cli.common import FAILED, CommandError, JsonOption, QuietOption, report, run, usage
+from tensorhub.cli.common import FAILED, CommandError, JsonOption, QuietOption, report, run, seconds, usage, whole
 from tensorhub.cli.demo_crew import Crew, Event, hire
 from tensorhub.cli.demo_ledger import MB, TRAINER, Fetch, Ledger, Publication
 from tensorhub.transport.safetensors import read_header
@@ -46,8 +46,8 @@ class Settings:
 
 
 def demo(
-    versions: Annotated[int, typer.Option(min=1, max=10_000, help="Optimizer steps to publish.")] = 5,
-    rollouts: Annotated[int, typer.Option(min=1, max=64, help="Rollout processes.")] = 4,
+    versions: Annotated[int, typer.Option(parser=whole(1, 10_000), metavar="N", help="Optimizer steps to publish.")] = 5,
+    rollouts: Annotated[int, typer.Option(parser=whole(1, 64), metavar="N", help="Rollout processes.")] = 4,
     weights: Annotated[
         Path | None,
         typer.Option(metavar="FILE", help="Any safetensors file, instead of the installed all-MiniLM-L6-v2."),
@@ -57,7 +57,9 @@ def demo(
         typer.Option(help="wait: the trainer waits until every rollout has its version; free: it goes on."),
     ] = Pace.WAIT,
     seed: Annotated[int, typer.Option(help="Of the training's randomness.")] = 0,
-    timeout_s: Annotated[float, typer.Option(min=1, max=86_400, help="Give up when nobody has news for this long.")] = 120.0,
+    timeout_s: Annotated[
+        float, typer.Option(parser=seconds(1, 86_400), metavar="S", help="Give up when nobody has news for this long.")
+    ] = 120.0,
     as_json: JsonOption = False,
     quiet: QuietOption = False,
 ) -> None:

@@ -22,9 +22,12 @@ from tensorhub.cli.common import (
     check_address,
     check_token_file,
     checked_model,
+    format_bytes,
     report,
     run,
+    seconds,
     usage,
+    whole,
 )
 from tensorhub.errors import StateError
 from tensorhub.hub import fetch_into
@@ -43,9 +46,11 @@ def fetch(
     version: Annotated[
         str, typer.Option(metavar="SELECTOR", help="A number, latest, latest-1, or available: the newest held now.")
     ] = "latest",
-    rank: Annotated[int, typer.Option(min=0, max=2**20 - 1, help="Which shard of a version of several ranks.")] = 0,
+    rank: Annotated[
+        int, typer.Option(parser=whole(0, 2**20 - 1), metavar="N", help="Which shard of a version of several ranks.")
+    ] = 0,
     timeout: Annotated[
-        float | None, typer.Option(metavar="S", min=0, max=1e9, help="Give up after so many seconds; default 60.")
+        float | None, typer.Option(parser=seconds(0, 1e9), metavar="S", help="Give up after so many seconds; default 60.")
     ] = None,
     address: AddressOption = None,
     token_file: TokenFileOption = None,
@@ -98,7 +103,7 @@ class Fetched:
 
     def __str__(self) -> str:
         where = f"{self.files[0]}" if len(self.files) == 1 else f"{len(self.files)} files in {self.files[0].parent}"
-        what = f"{self.info.model} version {self.info.version}: {self.report.bytes_read:,} bytes"
+        what = f"{self.info.model} version {self.info.version}: {format_bytes(self.report.bytes_read)}"
         return f"fetched {what} in {self.seconds:.3f} s into {where}"
 
     def as_json(self) -> dict[str, object]:
@@ -108,8 +113,8 @@ class Fetched:
             "content_id": self.info.content_id,
             "files": list(map(str, self.files)),
             "bytes": self.report.bytes_read,
-            "seconds": self.seconds,
-            "phases": {**self.report.phases, "write": self.write_s},
+            "seconds": round(self.seconds, 3),
+            "phases": {name: round(seconds, 3) for name, seconds in {**self.report.phases, "write": self.write_s}.items()},
         }
 
 

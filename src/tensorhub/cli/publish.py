@@ -23,9 +23,11 @@ from tensorhub.cli.common import (
     check_address,
     check_token_file,
     checked_model,
+    format_bytes,
     report,
     run,
     usage,
+    whole,
 )
 from tensorhub.errors import MutabilityViolation, VersionConflict, VersionUnavailable
 from tensorhub.hub import register_memory
@@ -42,7 +44,11 @@ def publish(
     model: Annotated[str, typer.Option("--model", "-m", help="The name to publish under.")],
     version: Annotated[
         int | None,
-        typer.Option(min=0, max=VERSION_MAX, help="The number; without it, one more than the last (0 for a new model)."),
+        typer.Option(
+            parser=whole(0, VERSION_MAX),
+            metavar="N",
+            help="The number; without it, one more than the last (0 for a new model).",
+        ),
     ] = None,
     address: AddressOption = None,
     token_file: TokenFileOption = None,
@@ -115,7 +121,7 @@ class Publisher:
             said = {"model": info.model, "version": info.version, "content_id": info.content_id, "bytes": info.nbytes}
             print(json.dumps({**said, "tensors": tensors, "files": list(map(str, memory.paths))}), flush=True)
             return
-        what = f"{info.nbytes:,} bytes, {tensors} tensors, {files} file{'s' * (files > 1)}"
+        what = f"{format_bytes(info.nbytes)}, {tensors} tensors, {files} file{'s' * (files > 1)}"
         print(f"published {info.model} version {info.version} ({what})", flush=True)
         if not self.quiet:
             print("serving it from the files, which must stay as they are; Ctrl-C stops it", file=sys.stderr, flush=True)

@@ -23,13 +23,15 @@ from tensorhub.cli.common import (
     check_address,
     check_token_file,
     checked_model,
+    format_bytes,
     report,
     run,
+    size,
     usage,
 )
 from tensorhub.errors import LeaseLost, StateError, TensorHubError, VersionUnavailable
 from tensorhub.hub import seed_shard
-from tensorhub.types import FetchReport, Location, Options, VersionInfo, check_name
+from tensorhub.types import FetchReport, Location, Options, VersionInfo, check_name, printable
 
 RETRY_S = 1.0  # before a version that could not be read is asked for again
 
@@ -37,7 +39,10 @@ RETRY_S = 1.0  # before a version that could not be read is asked for again
 def seed(
     model: Annotated[str, typer.Argument(help="The model to hold.")],
     host_memory: Annotated[
-        int, typer.Option("--host-memory", metavar="BYTES", min=1, help="How much memory it may take: one version's shards.")
+        int,
+        typer.Option(
+            "--host-memory", parser=size, metavar="SIZE", help="Memory for one version's shards, as in 15GB or 500MiB."
+        ),
     ],
     rank: Annotated[
         list[str] | None, typer.Option("--rank", metavar="N", help="Which shard to hold; may be repeated. Default: all.")
@@ -104,7 +109,7 @@ class Seeder:
                 try:
                     info = await anext(watcher)
                 except LeaseLost as error:  # a coordinator without a state_dir: what the new cluster publishes is seeded
-                    print(f"begins anew: {error}", file=sys.stderr, flush=True)
+                    print(f"begins anew: {printable(str(error))}", file=sys.stderr, flush=True)
                     continue
                 while not await self._hold(hub, info):
                     await anyio.sleep(RETRY_S)
@@ -136,7 +141,7 @@ class Seeder:
         for error in refusals:
             if not error.retryable:
                 raise error
-            print(f"not seeded yet: {error}", file=sys.stderr, flush=True)
+            print(f"not seeded yet: {printable(str(error))}", file=sys.stderr, flush=True)
         numbers = {report.version for report in reports}
         if refusals or len(numbers) != 1:
             return False  # or a newer one was published between two of them
@@ -149,9 +154,12 @@ class Seeder:
         number = reports[0].version
         if self.as_json:
             said: dict[str, object] = {"model": info.model, "version": number, "ranks": ranks, "bytes_read": bytes_read}
-            print(json.dumps({**said, "seconds": seconds}), flush=True)
+            print(json.dumps({**said, "seconds": round(seconds, 3)}), flush=True)
             return
         shards = f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"
-        print(f"seeding {info.model} version {number} ({shards}; read {bytes_read:,} bytes in {seconds:.3f} s)", flush=True)
+        print(
+            f"seeding {info.model} version {number} ({shards}; read {format_bytes(bytes_read)} in {seconds:.3f} s)",
+            flush=True,
+        )
         if first and not self.quiet:
             print("following its new versions; Ctrl-C stops it", file=sys.stderr, flush=True)

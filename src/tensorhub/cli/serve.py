@@ -23,6 +23,7 @@ from tensorhub.cli.common import (
     report,
     run,
     usage,
+    whole,
 )
 from tensorhub.errors import StateError
 from tensorhub.types import Options
@@ -30,7 +31,7 @@ from tensorhub.types import Options
 
 def serve(
     host: Annotated[str, typer.Option(help="The address to listen on; beyond loopback only with a secret.")] = "127.0.0.1",
-    port: Annotated[int, typer.Option(min=0, max=65_535, help="The port; 0 picks a free one.")] = 0,
+    port: Annotated[int, typer.Option(parser=whole(0, 65_535), metavar="N", help="The port; 0 picks a free one.")] = 0,
     state_dir: Annotated[
         Path | None, typer.Option(file_okay=False, help="Where marks and retention outlive a restart.")
     ] = None,

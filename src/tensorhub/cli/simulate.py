@@ -20,7 +20,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.text import Text
 
-from tensorhub.cli.common import FAILED, CommandError, JsonOption, QuietOption, report, run, usage
+from tensorhub.cli.common import FAILED, CommandError, JsonOption, QuietOption, report, run, usage, whole
 from tensorhub.cli.simulate_crew import Order, Result, run_all
 from tensorhub.cli.simulate_ledger import COMPLETE_FROM, LEAST, Ledger, lacking
 
@@ -65,13 +65,20 @@ class Found:
 
 
 def simulate(
-    seeds: Annotated[int, typer.Option(min=1, help="How many seeds to run.")] = 100,
-    start: Annotated[int, typer.Option(min=0, max=SEEDS_END - 1, help="The first of them.")] = 0,
-    seed: Annotated[int | None, typer.Option(min=0, max=SEEDS_END - 1, help="Run this one seed.")] = None,
-    jobs: Annotated[int | None, typer.Option(min=1, max=1024, help="Processes; one for each core, if not given.")] = None,
+    seeds: Annotated[int, typer.Option(parser=whole(1), metavar="N", help="How many seeds to run.")] = 100,
+    start: Annotated[int, typer.Option(parser=whole(0, SEEDS_END - 1), metavar="N", help="The first of them.")] = 0,
+    seed: Annotated[int | None, typer.Option(parser=whole(0, SEEDS_END - 1), metavar="N", help="Run this one seed.")] = None,
+    jobs: Annotated[
+        int | None, typer.Option(parser=whole(1, 1024), metavar="N", help="Processes; one for each core, if not given.")
+    ] = None,
     faults: Annotated[str | None, typer.Option(metavar="A,B", help="Only these kinds of faults, not all of them.")] = None,
-    events: Annotated[int, typer.Option(min=1, help="Events of each seed, before it heals.")] = EVENTS,
-    failures_max: Annotated[int, typer.Option(min=1, help="Stop after so many seeds that fail.")] = 1,
+    events: Annotated[
+        int, typer.Option(parser=whole(1), metavar="N", help="Events of each seed, before it heals.")
+    ] = EVENTS,
+    failures_max: Annotated[int, typer.Option(parser=whole(1), metavar="N", help="Stop after so many seeds that fail.")] = 1,
+    verbose: Annotated[
+        bool, typer.Option("--verbose", "-v", help="Also print what was covered: faults, transitions, recovery paths.")
+    ] = False,
     as_json: JsonOption = False,
     quiet: QuietOption = False,
 ) -> None:
@@ -87,7 +94,7 @@ def simulate(
         plan = Plan(numbers, events, chosen, jobs or os.cpu_count() or 1, failures_max)
     except CommandError as error:
         raise typer.Exit(report(error)) from None
-    run(partial(_simulate, plan, search, as_json, quiet))
+    run(partial(_simulate, plan, search, as_json, quiet, verbose))
 
 
 def _search() -> ModuleType:
@@ -108,7 +115,7 @@ def _chosen_faults(search: ModuleType, names: str | None) -> tuple[str, ...] | N
     return chosen
 
 
-async def _simulate(plan: Plan, search: ModuleType, as_json: bool, quiet: bool) -> int:
+async def _simulate(plan: Plan, search: ModuleType, as_json: bool, quiet: bool, verbose: bool) -> int:
     from tensorhub.testing.coverage import UNBUILT, transitions
 
     kinds = plan.faults if plan.faults is not None else [str(fault) for fault in search.Fault]
@@ -119,7 +126,7 @@ async def _simulate(plan: Plan, search: ModuleType, as_json: bool, quiet: bool) 
     if as_json:
         print(json.dumps(_as_json(plan, found)), flush=True)
     else:
-        _print(plan, found, never, quiet)
+        _print(plan, found, never, verbose)
     return FAILED if found.failures or never else 0
 
 
@@ -206,20 +213,22 @@ def _print_failure(plan: Plan, result: Result) -> None:
     sys.stdout.flush()
 
 
-def _print(plan: Plan, found: Found, never: list[str], quiet: bool) -> None:
-    console = Console()
-    if found.ledger.seeds and not quiet:
-        console.print(found.ledger.render())
-    for name, why in found.ledger.transitions.unbuilt.items():
-        console.print(Text(f"not asked for: {name}: needs a feature that is not built yet: {why}"), soft_wrap=True)
-    for name in never:
-        console.print(Text(f"never reached: {name}", "bold red"))
+def _print(plan: Plan, found: Found, never: list[str], verbose: bool) -> None:
+    """The verdict first; then what is amiss; what was covered, if anybody wants to read it."""
+    verdict = "FAILED" if found.failures or never else "passed"
     each = f"{_speed(found) / min(plan.jobs, len(plan.seeds)):,.0f} per process"
     words = [
-        f"{found.ledger.seeds:,} seeds passed, {len(found.failures)} failed",
+        f"{verdict}: {found.ledger.seeds:,} seeds passed, {len(found.failures)} failed",
         f"{found.ledger.events:,} events, {_speed(found):,.0f} per second ({each})",
         f"{found.repeated} seeds run twice, to the same end" if not found.failures else f"{found.repeated} seeds run twice",
     ]
-    console.print(Text("; ".join(words)), soft_wrap=True)
+    print("; ".join(words))
+    for name in never:
+        print(f"never reached: {name}")
     least = ", ".join(f"{number:,} {name}" for name, number in LEAST.items())
-    console.print(Text(f"{found.ledger.full:,} seeds had at least {least}"), soft_wrap=True)
+    print(f"{found.ledger.full:,} seeds had at least {least}")
+    for name, why in found.ledger.transitions.unbuilt.items():
+        print(f"not asked for: {name}: needs a feature that is not built yet: {why}")
+    if verbose:
+        print(f"\n{found.ledger.render()}")
+    sys.stdout.flush()

@@ -6,10 +6,6 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from rich.console import Group, RenderableType
-from rich.table import Table
-from rich.text import Text
-
 COMPLETE_FROM = 1000  # seeds; from here on, what was never reached is a failure
 
 LEAST = {"groups": 3, "versions": 3, "events": 1000, "kinds of faults": 3}  # what makes a full seed
@@ -39,17 +35,12 @@ class Tally:
         """What should have happened, and did not."""
         return [name for name, times in self.times.items() if times == 0 and name not in self.unbuilt]
 
-    def table(self, title: str) -> Table:
+    def lines(self, title: str) -> list[str]:
         """One row each, in the order in which they became known."""
-        table = Table(title=title, title_justify="left", title_style="italic")
-        table.add_column(title)
-        for column in ("times", "seeds"):
-            table.add_column(column, justify="right")
-        for name, times in self.times.items():
-            if times or name not in self.unbuilt:
-                style = "" if times else "bold red"
-                table.add_row(Text(name, style), f"{times:,}" if times else "never", f"{self.seeds[name]:,}")
-        return table
+        shown = [name for name, times in self.times.items() if times or name not in self.unbuilt]
+        width = max(map(len, [title, *shown]))
+        rows = ((name, f"{self.times[name]:,}" if self.times[name] else "never", f"{self.seeds[name]:,}") for name in shown)
+        return [f"{name:{width}}  {times:>10}  {seeds:>10}" for name, times, seeds in ((title, "times", "seeds"), *rows)]
 
     def as_json(self) -> dict[str, Any]:
         return {name: {"times": times, "seeds": self.seeds[name]} for name, times in self.times.items()}
@@ -84,9 +75,10 @@ class Ledger:
         kinds = (("fault", self.faults), ("transition", self.transitions), ("recovery path", self.paths))
         return [f"{kind} {name}" for kind, tally in kinds for name in tally.never()]
 
-    def render(self) -> RenderableType:
-        """What was covered, as tables."""
-        return Group(self.faults.table("faults"), self.transitions.table("transitions"), self.paths.table("recovery paths"))
+    def render(self) -> str:
+        """What was covered, as text."""
+        tallies = (("faults", self.faults), ("transitions", self.transitions), ("recovery paths", self.paths))
+        return "\n\n".join("\n".join(tally.lines(title)) for title, tally in tallies)
 
     def as_json(self) -> dict[str, Any]:
         return {

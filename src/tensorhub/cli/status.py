@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict
+import sys
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 from typing import Annotated
 
 import anyio
 import typer
+from rich.cells import cell_len
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
-from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
@@ -24,12 +26,12 @@ from tensorhub.cli.common import (
     TokenFileOption,
     check_address,
     check_token_file,
+    format_bytes,
     report,
     run,
+    seconds,
 )
-from tensorhub.types import LeaseView, ModelInfo, ReplicaView, VersionView, WorkerView
-
-MB = 1_000_000
+from tensorhub.types import LeaseView, ModelInfo, ReplicaView, VersionView, WorkerView, printable
 
 
 def status(
@@ -37,11 +39,14 @@ def status(
     address: AddressOption = None,
     token_file: TokenFileOption = None,
     watch: Annotated[bool, typer.Option("--watch", "-w", help="Go on until Ctrl-C.")] = False,
-    interval_s: Annotated[float, typer.Option(min=0.1, max=3600, help="With --watch: how often.")] = 1.0,
+    interval_s: Annotated[
+        float, typer.Option(parser=seconds(0.1, 3600), metavar="S", help="With --watch: how often.")
+    ] = 1.0,
     as_json: JsonOption = False,
 ) -> None:
     """Show versions, replicas, running reads and workers.
 
+    A replica is doubtful while its worker is not heard: it may be dead. In a file or a pipe, each row is one plain line.
     With --json: a list of models on one line; with --watch too, one such line each time.
     """
     try:
@@ -68,13 +73,29 @@ async def _status(address: str, token: Path | None, model: str | None, interval_
                 await anyio.sleep(interval_s)
                 print(json.dumps([asdict(each) for each in await _models(hub, model)]), flush=True)
         elif interval_s is None:
-            Console().print(render(models))
+            _print(models)
+        elif not sys.stdout.isatty():
+            while True:
+                _print(models)
+                await anyio.sleep(interval_s)
+                models = await _models(hub, model)
         else:
-            with Live(render(models), auto_refresh=False) as live:
+            with Live(_tables(models), auto_refresh=False, vertical_overflow="visible") as live:
                 while True:
                     await anyio.sleep(interval_s)
-                    live.update(render(await _models(hub, model)), refresh=True)
+                    live.update(_tables(await _models(hub, model)), refresh=True)
     return 0
+
+
+def _print(models: tuple[ModelInfo, ...]) -> None:
+    if sys.stdout.isatty():
+        Console().print(_tables(models))
+    else:
+        print("\n".join(line for sheet in sheets(models) for line in sheet.lines()), flush=True)
+
+
+def _tables(models: tuple[ModelInfo, ...]) -> RenderableType:
+    return Group(*(sheet.table() for sheet in sheets(models)))
 
 
 async def _models(hub: tensorhub.Hub, model: str | None) -> tuple[ModelInfo, ...]:
@@ -83,83 +104,113 @@ async def _models(hub: tensorhub.Hub, model: str | None) -> tuple[ModelInfo, ...
     return (await hub.describe(model),)
 
 
-# Names come from the network: they are printed as `Text`, never as markup.
+# ------------------------------------------------------------------------------------------------------ what is shown
 
 
-def render(models: tuple[ModelInfo, ...]) -> RenderableType:
-    """Everything that is known about these models, as rich tables; empty ones are left out."""
-    parts: list[RenderableType] = []
-    for model in models:
-        mark = "nothing published yet" if model.mark is None else f"mark {model.mark}"
-        parts.append(Text(f"{model.model}: lineage {model.lineage}, {mark}, retains {model.retain}", "bold"))
-        if model.versions:
-            parts.append(_versions(model.versions))
-        if model.replicas:
-            parts.append(_replicas(model.replicas))
-        if model.leases:
-            parts.append(_leases(model.leases))
-        if model.workers:
-            parts.append(_workers(model.workers))
-    return Group(*parts) if parts else Text("no model is registered")
+@dataclass(frozen=True)
+class Sheet:
+    """Rows under a title. Names come from the network: they are escaped, and no markup."""
+
+    title: str
+    columns: tuple[str, ...]
+    rows: tuple[tuple[str, ...], ...] = ()
+
+    def lines(self) -> list[str]:
+        """Plain text, each row whole and on one line: for files, pipes and other programs."""
+        cells = [self.columns, *(tuple(map(_shown, row)) for row in self.rows)] if self.rows else []
+        widths = [max(cell_len(row[at]) for row in cells) for at in range(len(self.columns) if cells else 0)]
+        padded = ((cell + " " * (width - cell_len(cell)) for cell, width in zip(row, widths, strict=True)) for row in cells)
+        return [_shown(self.title), *("  ".join(row).rstrip() for row in padded)]
+
+    def table(self) -> RenderableType:
+        """For a terminal: what does not fit goes on in the next line of its column, and nothing is cut."""
+        title = Text(_shown(self.title), "bold" if not self.rows else "italic")
+        if not self.rows:
+            return title
+        table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False, header_style="bold")
+        for column in self.columns:
+            table.add_column(column, overflow="fold", no_wrap=column in NARROW)
+        for row in self.rows:
+            table.add_row(*(Text(_shown(cell)) for cell in row))
+        return Group(title, table)
 
 
-def _table(title: str, *columns: str, numbers: tuple[str, ...] = ()) -> Table:
-    table = Table(title=title, title_justify="left", title_style="italic")
-    for column in columns:
-        table.add_column(column, justify="right" if column in numbers else "left")
-    return table
+NARROW = ("version", "state", "size", "shards", "retained", "rank", "chunks", "readers", "content")
 
 
-def _versions(versions: tuple[VersionView, ...]) -> Table:
-    table = _table("versions", "version", "state", "MB", "shards", "retained", "content", numbers=("version", "MB"))
-    for view in sorted(versions, key=lambda view: (view.lineage, view.version), reverse=True):
-        retained = "yes" if view.retained else ""
-        table.add_row(
+def _shown(cell: str) -> str:
+    return printable(cell).replace("\n", "\\n")
+
+
+def sheets(models: tuple[ModelInfo, ...]) -> list[Sheet]:
+    """Everything that is known about these models; what is empty is left out."""
+    if not models:
+        return [Sheet("no model is registered", ())]
+    return [sheet for model in models for sheet in _of(model)]
+
+
+def _of(model: ModelInfo) -> Iterator[Sheet]:
+    mark = "nothing published yet" if model.mark is None else f"mark {model.mark}"
+    yield Sheet(f"{model.model}: lineage {model.lineage}, {mark}, retains {model.retain}", ())
+    found = (_versions(model.versions), _replicas(model.replicas), _leases(model.leases), _workers(model.workers))
+    yield from (sheet for sheet in found if sheet.rows)
+
+
+def _versions(versions: tuple[VersionView, ...]) -> Sheet:
+    newest_first = sorted(versions, key=lambda view: (view.lineage, view.version), reverse=True)
+    rows = tuple(
+        (
             str(view.version),
-            Text(view.state),
-            f"{view.nbytes / MB:,.1f}",
+            view.state,
+            format_bytes(view.nbytes),
             str(view.world_size),
-            retained,
-            Text(view.content_id[:12]),
+            "yes" if view.retained else "no",
+            view.content_id[:12],
         )
-    return table
+        for view in newest_first
+    )
+    return Sheet("versions", ("version", "state", "size", "shards", "retained", "content"), rows)
 
 
-def _replicas(replicas: tuple[ReplicaView, ...]) -> Table:
-    table = _table("replicas", "group", "version", "state", "where", "rank", "worker", "verified", "readers")
-    for view in sorted(replicas, key=lambda view: (-view.version, view.group)):
-        where = f"{view.medium} ({view.purpose}{', spot' if view.spot else ''})"
-        for shard in sorted(view.shards, key=lambda shard: shard.rank):
-            table.add_row(
-                Text(view.group),
-                str(view.version),
-                Text(view.state),
-                Text(where),
-                str(shard.rank),
-                Text(shard.worker),
-                _verified(shard.chunks_verified, shard.chunks),
-                str(shard.readers),
-            )
-    return table
+def _replicas(replicas: tuple[ReplicaView, ...]) -> Sheet:
+    rows = tuple(
+        (
+            str(view.version),
+            shard.state if shard.state in ("doubtful", "quarantined") else view.state,
+            str(shard.rank),
+            f"{shard.chunks_verified}/{shard.chunks}",
+            str(shard.readers),
+            _kind(view),
+            shard.worker,
+            view.group,
+        )
+        for view in sorted(replicas, key=lambda view: (-view.version, view.group))
+        for shard in sorted(view.shards, key=lambda shard: shard.rank)
+    )
+    return Sheet("replicas", ("version", "state", "rank", "chunks", "readers", "kind", "worker", "group"), rows)
 
 
-def _verified(done: int, total: int) -> RenderableType:
-    row = Table.grid(padding=(0, 1))
-    row.add_row(ProgressBar(total=max(total, 1), completed=done, width=20), f"{done}/{total}")
-    return row
+def _kind(view: ReplicaView) -> str:
+    """What is particular: spot, or a copy in host memory and what for."""
+    words = [view.medium if view.medium != "device" else "", view.purpose if view.purpose != "use" else ""]
+    return " ".join(word for word in (*words, "spot" if view.spot else "") if word) or "-"
 
 
-def _leases(leases: tuple[LeaseView, ...]) -> Table:
-    table = _table("reads", "reader", "reads from", "version", "rank", "state")
-    for view in leases:
-        table.add_row(Text(view.reader), Text(view.source), str(view.version), str(view.rank), Text(view.state))
-    return table
+def _leases(leases: tuple[LeaseView, ...]) -> Sheet:
+    rows = tuple((str(view.version), view.state, str(view.rank), view.reader, view.source) for view in leases)
+    return Sheet("reads", ("version", "state", "rank", "reader", "reads from"), rows)
 
 
-def _workers(workers: tuple[WorkerView, ...]) -> Table:
-    table = _table("workers", "name", "state", "site", "rack", "host", "reached at")
-    for view in sorted(workers, key=lambda view: view.name):
-        place = view.location
-        endpoints = ", ".join(f"{endpoint.transport} {endpoint.address}" for endpoint in view.endpoints)
-        table.add_row(*map(Text, (view.name, view.state, place.site, place.rack, place.host, endpoints)))
-    return table
+def _workers(workers: tuple[WorkerView, ...]) -> Sheet:
+    rows = tuple(
+        (
+            view.state,
+            view.name,
+            view.location.site or "-",
+            view.location.rack or "-",
+            view.location.host or "-",
+            ", ".join(f"{endpoint.transport} {endpoint.address}" for endpoint in view.endpoints),
+        )
+        for view in sorted(workers, key=lambda view: view.name)
+    )
+    return Sheet("workers", ("state", "name", "site", "rack", "host", "reached at"), rows)

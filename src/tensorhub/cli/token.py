@@ -11,17 +11,22 @@ from typing import Annotated
 
 import typer
 
-from tensorhub.cli.common import EXIT_CODES, CommandError, TokenFileOption, check_token_file, report, usage
+from tensorhub.cli.common import EXIT_CODES, HELP, CommandError, TokenFileOption, check_token_file, report, usage
 from tensorhub.errors import TensorHubError
 from tensorhub.protocol.secret import read_only_token, resolve_token
 from tensorhub.runtime.keyring import open_keyring
 
 TOKEN_BYTES = 32  # of randomness
 
-token = typer.Typer(help="Make tokens: a cluster's secret, and the read-only one that belongs to it.", no_args_is_help=True)
+token = typer.Typer(
+    help="Make tokens: a cluster's secret, and the read-only one that belongs to it.",
+    no_args_is_help=True,
+    rich_markup_mode=None,
+    context_settings=HELP,
+)
 
 
-@token.command(epilog=EXIT_CODES)
+@token.command(short_help="Make a fresh random token.", epilog=EXIT_CODES, context_settings=HELP)
 def new(out: Annotated[Path, typer.Option(metavar="FILE", help="The token file to make; it must not exist.")]) -> None:
     """Make a token file with a fresh random token, readable by this user only.
 
@@ -31,7 +36,7 @@ def new(out: Annotated[Path, typer.Option(metavar="FILE", help="The token file t
     _finish(lambda: _write(out, secrets.token_urlsafe(TOKEN_BYTES)))
 
 
-@token.command("read-only", epilog=EXIT_CODES)
+@token.command("read-only", short_help="Print the read-only token of one.", epilog=EXIT_CODES, context_settings=HELP)
 def read_only(
     token_file: TokenFileOption = None,
     out: Annotated[

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from tensorhub.coordinator import limits
 from tensorhub.coordinator.cluster import Cluster
-from tensorhub.coordinator.entities import Model, Replica
+from tensorhub.coordinator.entities import Holding, Model, Replica
+from tensorhub.coordinator.states import WorkerState
 from tensorhub.types import LeaseView, ModelInfo, ReplicaView, ShardView, VersionView, WorkerView
 
 
@@ -68,7 +69,7 @@ def _replica(replica: Replica) -> ReplicaView:
         ShardView(
             rank=holding.shard,
             worker=holding.member.worker.name,
-            state="quarantined" if holding.quarantined else "complete" if holding.complete else "filling",
+            state=_shard_state(holding),
             chunks_verified=holding.chunks_verified,
             chunks=holding.member.chunks,
             readers=holding.active_readers(),
@@ -85,3 +86,11 @@ def _replica(replica: Replica) -> ReplicaView:
         spot=group.spot,
         shards=shards,
     )
+
+
+def _shard_state(holding: Holding) -> str:
+    if holding.quarantined:
+        return "quarantined"
+    if holding.member.worker.state is not WorkerState.LIVE:
+        return "doubtful"
+    return "complete" if holding.complete else "filling"

@@ -107,6 +107,11 @@ class Handshake(abc.ABC, Generic[PeerHello]):
         return self._frame_keys
 
     @property
+    def has_heard(self) -> bool:
+        """Whether the peer has said anything yet."""
+        return bool(self._preface)
+
+    @property
     def bytes_wanted(self) -> int:
         """How many bytes to receive next without taking any that lie beyond the handshake; 0 when `done`."""
         if self.done:

@@ -70,7 +70,8 @@ class MessageStream(Generic[M]):
             while not handshake.done:
                 await self._step(handshake)
         if scope.cancelled_caught:
-            raise OperationTimeout(f"the handshake took longer than {timeout_s:g} s")
+            silence = "" if handshake.has_heard else ", and nothing was said at all: it may be another program's port"
+            raise OperationTimeout(f"the handshake took longer than {timeout_s:g} s{silence}")
         mine, theirs = handshake.frame_keys
         self._encoder.authenticate(mine)
         self._decoder.authenticate(theirs)

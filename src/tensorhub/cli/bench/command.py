@@ -22,7 +22,7 @@ from tensorhub.cli.bench.network import Network, own_network
 from tensorhub.cli.bench.picture import draw
 from tensorhub.cli.bench.suite import Plan, Visit
 from tensorhub.cli.bench.ways import WAYS, Way
-from tensorhub.cli.common import FAILED, CommandError, QuietOption, report as report_error, run, usage
+from tensorhub.cli.common import FAILED, CommandError, QuietOption, report as report_error, run, seconds, usage, whole
 
 WIDTH = 160  # of the table, where there is no terminal
 RECEIVERS_MAX = 64
@@ -30,13 +30,19 @@ MIB_MIN = 2
 
 
 def bench(
-    rounds: Annotated[int, typer.Option(min=1, help="How often each way is visited; every other round backwards.")] = 3,
-    copies: Annotated[int, typer.Option(min=1, help="Timed copies of each visit.")] = 3,
-    mib: Annotated[int, typer.Option(min=MIB_MIN, help="Bytes of the weights, in MiB; every process holds them.")] = 1024,
+    rounds: Annotated[
+        int, typer.Option(parser=whole(1), metavar="N", help="How often each way is visited; every other round backwards.")
+    ] = 3,
+    copies: Annotated[int, typer.Option(parser=whole(1), metavar="N", help="Timed copies of each visit.")] = 3,
+    mib: Annotated[
+        int, typer.Option(parser=whole(MIB_MIN), metavar="N", help="Bytes of the weights, in MiB; every process holds them.")
+    ] = 1024,
     receivers: Annotated[str, typer.Option(metavar="N,M", help="To how many receivers at once.")] = "1,4",
     only: Annotated[str | None, typer.Option(metavar="A,B", help="Only these ways; see --list.")] = None,
     skip: Annotated[str | None, typer.Option(metavar="A,B", help="All but these ways.")] = None,
-    timeout: Annotated[float, typer.Option(min=1, help="Seconds for each step of a visit; then it is ended.")] = 60.0,
+    timeout: Annotated[
+        float, typer.Option(parser=seconds(1, 1e9), metavar="S", help="Seconds for each step of a visit; then it is ended.")
+    ] = 60.0,
     results: Annotated[Path | None, typer.Option(metavar="FILE", help="Write every figure here, as JSON.")] = None,
     picture: Annotated[Path | None, typer.Option(metavar="FILE", help="Write a picture here, as SVG.")] = None,
     environments_at: Annotated[
