@@ -321,7 +321,8 @@ class Hub(Unpicklable):
     def newest(self, model: str) -> VersionInfo | None:
         """The newest visible version that this worker has heard of, without I/O; None if it has heard of none.
 
-        The first question about a model begins to watch it. Raises LeaseLost, once, if the coordinator has come back
+        The first question about a model begins to watch it, and returns None whatever there is: the coordinator has not
+        answered yet. `await hub.wait_for(model, at_least=0)` waits until it has, and something is published. Raises LeaseLost, once, if the coordinator has come back
         without its state: then the newest version may be an older one, or none.
         """
         self._worker.news.tell_loss(model)
@@ -332,7 +333,9 @@ class Hub(Unpicklable):
         return self._worker.news.newest(model)
 
     async def wait_for(self, model: str, *, at_least: int, timeout: float | None = None) -> VersionInfo:
-        """The newest version of `model`, once it is `at_least`.
+        """The newest version of `model`, once it is `at_least`; 0: whatever is the newest. While nothing is published under
+        that name, perhaps a mistyped one, a log event (`call_waits`) says so. With `timeout=math.inf` it waits until it has
+        succeeded or failed, is cancelled, or the hub is closed; so with every call that takes a `timeout`.
 
         Raises OperationTimeout, CoordinatorUnavailable, LeaseLost (as `newest`; also while it waits).
         """

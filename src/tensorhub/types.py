@@ -117,13 +117,19 @@ def as_seconds(value: object) -> float | None:
     return seconds if 0 <= seconds < 10**9 else None
 
 
+FOREVER_S: Final = 999_999_999.0  # what math.inf becomes, which no clock and no wire takes: 31 years
+
+
 def as_timeout_s(timeout: float | None, default_s: float) -> float:
-    """The seconds that a call has: those given, or the default. Raises InvalidValue, InvalidType."""
+    """The seconds that a call has: those given, or the default. Raises InvalidValue, InvalidType.
+
+    math.inf: until it has succeeded or failed, is cancelled, or its hub is closed.
+    """
     if timeout is None:
         return default_s
-    seconds = as_seconds(timeout)
+    seconds = FOREVER_S if timeout == math.inf else as_seconds(timeout)
     if seconds is None:
-        text = f"timeout={shown(timeout)}: give seconds, 0 or more, or None for the default"
+        text = f"timeout={shown(timeout)}: give seconds, 0 or more, math.inf, or None for the default"
         raise invalid(timeout, Real, text)
     return seconds
 

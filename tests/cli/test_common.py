@@ -95,7 +95,7 @@ def test_bytes_for_people() -> None:
 
 
 def test_numbers_and_seconds() -> None:
-    assert (whole(0, 9)("9"), whole(1)("10"), whole(1)(3), seconds(0, 5)("1.5")) == (9, 10, 3, 1.5)
+    assert (whole(0, 9)("9"), whole(1)("10"), whole(1)("3"), seconds(0, 5)("1.5")) == (9, 10, 3, 1.5)
     for wrong in ("10", "-1", "x", "1.0", "9" * 30, "\u0662"):
         with pytest.raises(typer.BadParameter, match="give a whole number, 0 to 9"):
             whole(0, 9)(wrong)

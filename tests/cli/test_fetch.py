@@ -258,3 +258,15 @@ def test_the_newest_that_is_held_where_the_trainer_has_left(address: str, tmp_pa
         late = fetch(address, tmp_path / "late.safetensors", "--timeout", "0.1")
         assert late.returncode == 1
         assert "held now: version 1 by 1 replica; the selector 'available' gets 1" in late.stderr
+
+
+def test_a_name_that_nobody_knows(address: str, tmp_path: Path) -> None:
+    """It may be mistyped, or early: what the command waits for is said at once, and not after a minute."""
+    done = run("fetch", "acctor", "--out", str(tmp_path / "new"), "--address", address, "--timeout", "0.2")
+    waiting, error = done.stderr.splitlines()
+    assert waiting == "waiting 0.2 s at most: nothing is published as 'acctor' yet (is the name right?)"
+    assert error.startswith("error: VersionUnavailable: ")
+    with started("fetch", "acctor", "--out", str(tmp_path / "new"), "--address", address, "--timeout", "inf") as process:
+        assert "waiting until it is: nothing is published as 'acctor' yet" in line_with("waiting", process.stderr)
+    with started("seed", "acctor", "--host-memory", "1MB", "--address", address) as process:
+        assert "waiting until it is: nothing is published as 'acctor' yet" in line_with("waiting", process.stderr)

@@ -147,6 +147,7 @@ def test_it_fetches_and_looks() -> None:
     assert isinstance(news, Announce)
     assert news.newest is not None
     assert isinstance(guest.say(Describe(7, None))[0], Description)
+    assert guest.say(Check(9, "actor", 9)) == [Done(9)]
     assert isinstance(guest.say(GetManifest(8, "actor", news.newest.content_id, 0))[0], ManifestReply)
     start = guest.fetch()
     assert start.write
@@ -181,7 +182,6 @@ def refused_messages(cluster: PureCluster) -> dict[str, list[FromWorker]]:
         "replicate": [fills(own, OpKind.REPLICATE), fills(key(cluster), OpKind.REPLICATE, "r0")],
         "update": [fills(own, OpKind.UPDATE)],
         "prefetch": [fills(own, OpKind.PREFETCH)],
-        "mutate": [Check(7, "actor", 2)],
         "retain": [Retain(7, "actor", 5)],
         "pin": [Pin(7, "p", "actor", 1)],
         "rollback": [Rollback(7, "i", "actor", 0)],

@@ -1,5 +1,6 @@
 """The typer application: its options and the registration of its commands."""
 
+from collections.abc import Callable
 from typing import Annotated
 
 import typer
@@ -45,7 +46,7 @@ def _root(
     """Fetch model weights from the memory of the workers that hold them."""
 
 
-_COMMANDS = {
+_COMMANDS: dict[Callable[..., None], str] = {
     serve: "Run a coordinator.",
     demo: "Train a small model here, with rollouts that follow.",
     status: "Show versions, replicas, running reads and workers.",

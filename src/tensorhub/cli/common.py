@@ -24,7 +24,8 @@ from anyio.abc import TaskStatus
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 
-from tensorhub.errors import AuthenticationFailed, StateError, TensorHubError
+from tensorhub.errors import AuthenticationFailed, StateError, TensorHubError, VersionUnavailable
+from tensorhub.hub import Hub
 from tensorhub.protocol.secret import read_token_file
 from tensorhub.types import check_name, parse_address, printable
 
@@ -92,7 +93,9 @@ def seconds(least: float, most: float) -> Callable[[str], float]:
         except ValueError:
             value = math.nan
         if not least <= value <= most:
-            raise typer.BadParameter(f"{str(given)[:40]!r}: give seconds, {least:g} to {most:g}")
+            raise typer.BadParameter(
+                f"{str(given)[:40]!r}: give seconds, {least:g} {'or more' if math.isinf(most) else f'to {most:g}'}"
+            )
         return value
 
     return read
@@ -142,6 +145,17 @@ def check_token_file(path: Path | None) -> Path | None:
         except AuthenticationFailed as error:
             raise usage(str(error)) from error
     return path
+
+
+async def tell_if_unpublished(hub: Hub, model: str, until: str) -> None:
+    """A progress line, if nothing is published under this name: what the command does next is to wait for it."""
+    try:
+        mark = (await hub.describe(model)).mark
+    except VersionUnavailable:
+        mark = None
+    if mark is None:
+        text = f"waiting {until}: nothing is published as {model!r} yet (is the name right?)"
+        print(text, file=sys.stderr, flush=True)
 
 
 def logs_to_stderr(level: int) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,17 +23,17 @@ from tensorhub.cli.common import (
     check_address,
     check_token_file,
     checked_model,
-    format_bytes,
     report,
     run,
     seconds,
+    tell_if_unpublished,
     usage,
     whole,
 )
 from tensorhub.errors import StateError
 from tensorhub.hub import fetch_into
 from tensorhub.transport.file_target import FileTarget
-from tensorhub.types import FetchReport, Selector, VersionInfo, check_selector
+from tensorhub.types import FetchReport, Options, Selector, VersionInfo, check_selector
 
 
 def fetch(
@@ -50,7 +51,10 @@ def fetch(
         int, typer.Option(parser=whole(0, 2**20 - 1), metavar="N", help="Which shard of a version of several ranks.")
     ] = 0,
     timeout: Annotated[
-        float | None, typer.Option(parser=seconds(0, 1e9), metavar="S", help="Give up after so many seconds; default 60.")
+        float | None,
+        typer.Option(
+            parser=seconds(0, math.inf), metavar="S", help="Give up after so many seconds; default 60, inf: never."
+        ),
     ] = None,
     address: AddressOption = None,
     token_file: TokenFileOption = None,
@@ -81,6 +85,12 @@ def fetch(
     run(body)
 
 
+def _until(timeout: float | None) -> str:
+    """How long a fetch waits, in words."""
+    seconds_ = Options().op_timeout_s if timeout is None else timeout
+    return "until it is" if math.isinf(seconds_) else f"{seconds_:g} s at most"
+
+
 def _selector(text: str) -> Selector:
     try:
         return check_selector(int(text) if text.isdecimal() else text)
@@ -103,7 +113,7 @@ class Fetched:
 
     def __str__(self) -> str:
         where = f"{self.files[0]}" if len(self.files) == 1 else f"{len(self.files)} files in {self.files[0].parent}"
-        what = f"{self.info.model} version {self.info.version}: {format_bytes(self.report.bytes_read)}"
+        what = f"{self.info.model} version {self.info.version}: {self.report.bytes_read:,} bytes"
         return f"fetched {what} in {self.seconds:.3f} s into {where}"
 
     def as_json(self) -> dict[str, object]:
@@ -134,6 +144,8 @@ class Fetching:
     async def run(self) -> Fetched:
         with self._target() as target:
             async with tensorhub.connect(self.address, token=self.token) as hub:
+                if not self.quiet and not isinstance(self.selector, int):
+                    await tell_if_unpublished(hub, self.model, _until(self.timeout))
                 with bytes_bar(f"fetching {self.model}", self.quiet) as bar:
                     info, report = await fetch_into(
                         hub, self.model, self.selector, target, rank=self.rank, timeout=self.timeout, progress=bar

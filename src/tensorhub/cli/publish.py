@@ -23,7 +23,6 @@ from tensorhub.cli.common import (
     check_address,
     check_token_file,
     checked_model,
-    format_bytes,
     report,
     run,
     usage,
@@ -121,7 +120,7 @@ class Publisher:
             said = {"model": info.model, "version": info.version, "content_id": info.content_id, "bytes": info.nbytes}
             print(json.dumps({**said, "tensors": tensors, "files": list(map(str, memory.paths))}), flush=True)
             return
-        what = f"{format_bytes(info.nbytes)}, {tensors} tensors, {files} file{'s' * (files > 1)}"
+        what = f"{info.nbytes:,} bytes, {tensors} tensors, {files} file{'s' * (files > 1)}"
         print(f"published {info.model} version {info.version} ({what})", flush=True)
         if not self.quiet:
             print("serving it from the files, which must stay as they are; Ctrl-C stops it", file=sys.stderr, flush=True)

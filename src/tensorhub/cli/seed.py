@@ -23,10 +23,10 @@ from tensorhub.cli.common import (
     check_address,
     check_token_file,
     checked_model,
-    format_bytes,
     report,
     run,
     size,
+    tell_if_unpublished,
     usage,
 )
 from tensorhub.errors import LeaseLost, StateError, TensorHubError, VersionUnavailable
@@ -104,6 +104,8 @@ class Seeder:
     async def run(self) -> int:
         options = Options(host_memory_bytes=self.host_memory_bytes)
         async with tensorhub.connect(self.address, token=self.token, location=self.location, options=options) as hub:
+            if not self.quiet:
+                await tell_if_unpublished(hub, self.model, "until it is")
             watcher = hub.watch(self.model)
             while True:
                 try:
@@ -158,7 +160,7 @@ class Seeder:
             return
         shards = f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"
         print(
-            f"seeding {info.model} version {number} ({shards}; read {format_bytes(bytes_read)} in {seconds:.3f} s)",
+            f"seeding {info.model} version {number} ({shards}; read {bytes_read:,} bytes in {seconds:.3f} s)",
             flush=True,
         )
         if first and not self.quiet:

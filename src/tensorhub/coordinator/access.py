@@ -55,7 +55,7 @@ from tensorhub.types import READ_ONLY, OpKind, Purpose
 def admits(cluster: Cluster, session: Session, message: FromWorker) -> bool:
     """Whether this read-only session may say that; else it is answered here."""
     match message:
-        case Join() | Heartbeat() | Leave() | Watch() | Unwatch() | Describe() | GetManifest():
+        case Join() | Heartbeat() | Leave() | Watch() | Unwatch() | Describe() | GetManifest() | Check():
             return True
         case Deregister() | ReadyToWrite() | Prepared() | Abandon() | Resolve() | ReadFailed() | Progress() | Unpin():
             return True  # about registrations and operations of its own, or about nothing
@@ -67,8 +67,6 @@ def admits(cluster: Cluster, session: Session, message: FromWorker) -> bool:
                 error = ErrorInfo.of(read_only_refusal(kind.value))
                 cluster.send(session.number, Outcome(message.key, message.rank, False, False, None, error))
             return kind is OpKind.FETCH
-        case Check():
-            return _refuse(cluster, session, message.request, "mutate")
         case Retain() | Pin() | Rollback():
             return _refuse(cluster, session, message.request, type(message).__name__.lower())
         case Withdraw():

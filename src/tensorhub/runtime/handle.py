@@ -113,6 +113,7 @@ class Handle:
         self._has_ended = False  # nobody carries out what a call would want
         self.deadline_moved: Callable[[], None] = lambda: None
         self.call_ended: Callable[[], None] = lambda: None
+        self.first_fill_begins: Callable[[OpKind, float], None] = lambda kind, timeout_s: None
         self.was_filled = False  # what the memory got last came from others, not from its publisher
 
     def __repr__(self) -> str:
@@ -191,6 +192,8 @@ class Handle:
             self._promise.check_kept()
         self._filler.progress = progress
         started = clock.now()
+        if not self.was_filled and self.member.version is None and not isinstance(call.selector, int):
+            self.first_fill_begins(call.kind, timeout_s)
         ran, finish = await self._run(call, timeout_s, hook)
         assert finish.version is not None
         self.was_filled = self.was_filled or finish.changed
@@ -222,6 +225,11 @@ class Handle:
             raise finish.error
         return running, finish
 
+    @property
+    def is_busy(self) -> bool:
+        """Whether a call runs."""
+        return self._call is not None and self._call.result is None
+
     async def check_idle(self) -> None:
         """Raise StateError if the memory is not the caller's to write: a call runs on it, or it is closed."""
         self._check_last_ended()
@@ -238,7 +246,7 @@ class Handle:
 
     def _check_last_ended(self) -> None:
         """A call is over when its fences are: the member is done with it earlier."""
-        if self._call is not None and self._call.result is None:
+        if self.is_busy:
             text = f"{self.member.shard.title}: a call is still running on this handle; one call at a time"
             raise StateError(text, retryable=True)
 

@@ -9,8 +9,11 @@ import anyio
 
 from tensorhub.errors import CoordinatorUnavailable, LeaseLost, OperationTimeout, StateError
 from tensorhub.messages import WATCHES_MAX, Announce, Unwatch, Watch
+from tensorhub.runtime.logs import get_logger
 from tensorhub.runtime.questions import Line
 from tensorhub.types import VersionInfo
+
+log = get_logger("tensorhub.worker")
 
 NewestListener = Callable[[VersionInfo | None], None]
 """Called in the library's loop with each newest version; after a rollback with an older one than before, or None."""
@@ -33,6 +36,7 @@ class News:
         self._listeners: dict[str, list[NewestListener]] = {}  # no list is empty; so below
         self._loss_listeners: dict[str, list[LossListener]] = {}
         self._heard_of: set[str] = set()  # models of which this worker was told a version otherwise
+        self._unpublished: dict[str, bool] = {}  # watched models of which there is no version; whether the log says so
         self._lost: set[str] = set()  # models whose history is lost, which nobody who asked was told yet
 
     def __repr__(self) -> str:
@@ -70,6 +74,7 @@ class News:
         if len(self._idle) > IDLE_NAMES_MAX:
             oldest = next(iter(self._idle))
             del self._idle[oldest], self._newest[oldest]
+            self._unpublished.pop(oldest, None)
             self._link.say(Unwatch(oldest))
 
     def welcomed(self) -> None:
@@ -87,6 +92,7 @@ class News:
         self._lost |= known | self._heard_of | set(models)
         self._heard_of.clear()
         self._newest = dict.fromkeys(self._newest)
+        self._unpublished.clear()
         for model, listeners in self._loss_listeners.items():
             for listener in list(listeners):
                 listener(_lost(model))
@@ -103,6 +109,10 @@ class News:
         self._newest[message.model] = message.newest
         if message.newest is not None:
             self._idle.pop(message.model, None)
+            self._unpublished.pop(message.model, None)
+        else:
+            self._unpublished.setdefault(message.model, False)
+            self._tell_waiting(message.model)
         for listener in list(self._listeners.get(message.model, ())):
             listener(message.newest)
 
@@ -116,6 +126,14 @@ class News:
         known = self._newest.get(model)
         if known is not None:
             listener(known)
+        self._tell_waiting(model)
+
+    def _tell_waiting(self, model: str) -> None:
+        """Somebody waits for a version of a name that has none, perhaps a mistyped one: say so, once."""
+        if model in self._listeners and not self._unpublished.get(model, True):
+            self._unpublished[model] = True
+            hint = "nothing is published under this name yet: it waits for the first version. Is the name right?"
+            log.warning("call_waits", model=model, call="wait_for or watch", hint=hint)
 
     def unlisten(self, model: str, listener: NewestListener, lost: LossListener | None = None) -> None:
         _remove(self._listeners, model, listener)

@@ -9,7 +9,7 @@ from typing import Protocol
 
 import anyio
 
-from tensorhub.errors import CoordinatorUnavailable, OperationTimeout
+from tensorhub.errors import CoordinatorUnavailable, OperationTimeout, VersionConflict
 from tensorhub.messages import (
     Check,
     Describe,
@@ -118,6 +118,14 @@ class Questions:
     async def check_number(self, model: str, version: int, timeout_s: float) -> None:
         """Raise VersionConflict if `version` could not be published now."""
         await self.ask(lambda request: Check(request, model, version), f"version {version} of {model!r}", timeout_s)
+
+    async def nothing_published(self, model: str, timeout_s: float) -> bool:
+        """Whether no version of `model` was ever published. Raises as `ask`."""
+        try:
+            await self.check_number(model, 0, timeout_s)
+        except VersionConflict:
+            return False
+        return True
 
     async def rollback(self, model: str, to: int, timeout_s: float) -> None:
         """Begin a new lineage after version `to`; durable on return."""

@@ -512,6 +512,9 @@ class Worker:
             self._asked[number] = handle
             return number
 
+        def first_fill_begins(kind: OpKind, timeout_s: float) -> None:
+            self._tasks.start_soon(self._tell_waiting, handle, kind, timeout_s)
+
         member = Member(
             shard,
             requests=request,
@@ -521,7 +524,17 @@ class Worker:
         )
         handle = Handle(member, memory, self._owner, self, self.copies)
         handle.deadline_moved = lambda: self._time_moved.set()
+        handle.first_fill_begins = first_fill_begins
         return handle
+
+    async def _tell_waiting(self, handle: Handle, kind: OpKind, timeout_s: float) -> None:
+        """A first fill may wait for a version that never comes, as of a name that is mistyped: say so while it waits."""
+        model = handle.member.shard.model
+        with contextlib.suppress(TensorHubError):
+            is_new = await self.questions.nothing_published(model, min(timeout_s, self.options.op_timeout_s))
+            if is_new and handle.is_busy:
+                hint = "nothing is published under this name yet: it waits for the first version. Is the name right?"
+                log.warning("call_waits", model=model, call=kind.value, up_to_s=timeout_s, hint=hint)
 
     def _mint_generation(self) -> int:
         """A generation word: the high half a nonce, the low half a counter (R3)."""
