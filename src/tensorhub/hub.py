@@ -322,8 +322,9 @@ class Hub(Unpicklable):
         """The newest visible version that this worker has heard of, without I/O; None if it has heard of none.
 
         The first question about a model begins to watch it, and returns None whatever there is: the coordinator has not
-        answered yet. `await hub.wait_for(model, at_least=0)` waits until it has, and something is published. Raises LeaseLost, once, if the coordinator has come back
-        without its state: then the newest version may be an older one, or none.
+        answered yet. `await hub.wait_for(model, at_least=0)` waits until it has, and something is published. Raises
+        LeaseLost, once, if the coordinator has come back without its state: then the newest version may be an older one, or
+        none.
         """
         self._worker.news.tell_loss(model)
         if not self._worker.news.watches(model):

@@ -17,7 +17,7 @@ from safetensors.torch import load_file, save_file
 
 from examples.encoder import model_path
 from tensorhub import sync
-from tests.cli.processes import PROGRAM, WAIT_S, environment, eventually, run, run_here, started
+from tests.cli.processes import PROGRAM, WAIT_S, environment, eventually, line_with, run, run_here, started
 from tests.cli.test_publish import OPTIONS, large, published, zeros_like
 from tests.transport.test_files import listing, sharded, some
 
