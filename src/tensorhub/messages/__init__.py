@@ -74,6 +74,7 @@ from tensorhub.messages.from_worker import (
     Withdrawn as Withdrawn,
 )
 from tensorhub.messages.handshake import (
+    NEWLINES as NEWLINES,
     PROTOCOL_VERSION as PROTOCOL_VERSION,
     ClientHello as ClientHello,
     Handshake as Handshake,

@@ -9,6 +9,8 @@ from tensorhub.types import U64, Id, Length, Name
 
 PROTOCOL_VERSION = 2
 
+NEWLINES = b"\r\n\r\n"
+
 Nonce = Annotated[bytes, Length(32)]
 
 
@@ -24,7 +26,7 @@ class ClientHello:
     role: Name
     incarnation: Id
     nonce: Nonce
-    newlines: Annotated[bytes, Length(4)] = b"\r\n\r\n"
+    newlines: Annotated[bytes, Length(4)] = NEWLINES
 
 
 @dataclass(frozen=True, slots=True)

@@ -30,7 +30,7 @@ from collections.abc import Sequence
 from typing import Final, Generic, TypeVar
 
 from tensorhub.errors import AuthenticationFailed, ProtocolError, TensorHubError
-from tensorhub.messages import PROTOCOL_VERSION, ClientHello, Proof, ServerHello
+from tensorhub.messages import NEWLINES, PROTOCOL_VERSION, ClientHello, Proof, ServerHello
 from tensorhub.protocol import codec
 from tensorhub.protocol.frames import PREFACE, FrameDecoder, WrongVersion, check_preface, frame
 from tensorhub.protocol.secret import TOKEN_VARIABLE, Secret, read_only_secret
@@ -288,6 +288,8 @@ class ServerHandshake(Handshake[ClientHello]):
         if self._peer is None:
             hello = codec.decode(body, codec.CLIENT_HELLO)
             self._check_hello(hello)
+            if hello.newlines != NEWLINES:
+                raise ProtocolError("the peer's hello has something else in place of its newlines")
             self._send(self._hello)
             if SERVER_OF.get(hello.role) != self.role:
                 raise ProtocolError(f"a {hello.role[:32]!r} has no business with the {self.role} at this address")
