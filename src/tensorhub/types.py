@@ -127,7 +127,8 @@ def as_timeout_s(timeout: float | None, default_s: float) -> float:
     """
     if timeout is None:
         return default_s
-    seconds = FOREVER_S if timeout == math.inf else as_seconds(timeout)
+    given: object = timeout
+    seconds = FOREVER_S if isinstance(given, float) and given == math.inf else as_seconds(given)
     if seconds is None:
         text = f"timeout={shown(timeout)}: give seconds, 0 or more, math.inf, or None for the default"
         raise invalid(timeout, Real, text)

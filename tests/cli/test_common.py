@@ -139,7 +139,7 @@ def test_addresses() -> None:
     assert check_address("tcp://[::1]:80") == "tcp://[::1]:80"
     with pytest.raises(CommandError, match="TENSORHUB_ADDRESS"):
         check_address(None)
-    with pytest.raises(CommandError, match="give tcp://HOST:PORT"):
+    with pytest.raises(CommandError, match=r'give "tcp://HOST:PORT"'):
         check_address("http://here")
 
 

@@ -285,7 +285,7 @@ def plain(report: FetchReport) -> dict[str, object]:
 def main() -> int:
     settings = Settings.parse()
     wire = Wire()
-    logs_to_stderr(logging.WARNING)
+    logs_to_stderr(logging.ERROR)  # that it waits for the first version is its ordinary beginning
     try:
         example, model = load_model(settings)
     except ModuleNotFoundError as error:
