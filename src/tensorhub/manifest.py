@@ -24,7 +24,7 @@ import msgpack
 
 from tensorhub.errors import ManifestMismatch, ProtocolError, RegistrationError
 
-Digest = Literal["xxh3-64", "none"]
+Digest = Literal["xxh3-64", "sha-256", "none"]
 
 FORMAT = 2
 INT_MAX = 2**63 - 1

@@ -236,6 +236,9 @@ class Options:
     drain_grace_s: float = 5.0  # coordinator's: how long a leaving source waits for its running readers
     chunk_bytes: int = 8 * 2**20  # publisher's: the most bytes in one chunk
     pack_bytes: int = 0  # publisher's: tensors of so many bytes at most travel packed together, as a copy; 0: none
+    digest: Literal["xxh3-64", "sha-256"] = (
+        "xxh3-64"  # publisher's: what chunks' digests are; SHA-256 is for host memory only
+    )
     integrity: bool = True  # publisher's: False writes digest "none" into the manifest
     host_memory_bytes: int = 0  # worker's: budget for host copies (prefetch, staged updates, retention)
     listen_host: str | None = None  # worker's: data listeners' address; None: that of the coordinator connection
@@ -286,6 +289,8 @@ class Options:
             self._refuse("shared_memory_uids", tuple, f"{UNMAPPED_UID} cannot be named: {text}")
         if self.stale_weights not in ("warn", "error", "ignore"):
             self._refuse("stale_weights", str, "give 'warn', 'error' or 'ignore'")
+        if self.digest not in ("xxh3-64", "sha-256"):
+            self._refuse("digest", str, "give 'xxh3-64' (fast) or 'sha-256' (cryptographic)")
         if type(self.guest_share) is not float or not 0 < self.guest_share < 1:
             self._refuse("guest_share", float, "give a number between 0.0 and 1.0")
 

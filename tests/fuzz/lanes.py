@@ -30,6 +30,7 @@ from tensorhub.messages import (
     Grant,
     Locate,
     MemoryIs,
+    Origin,
     Pair,
     Paired,
     PieceStaged,
@@ -155,7 +156,9 @@ def _read(
             memory.chunks, owner, REGISTRATION, GENERATION, open_channel, batch_bytes=source.choice((1, 20, 10**6))
         )
         runner._wakeup = _Nobody()  # type: ignore[assignment]  # no loop waits here
-        lane = _Lane(GRANT, LeaseId(GRANT.lease), batch_bytes=runner._batch_bytes)
+        lane = _Lane(
+            GRANT, LeaseId(GRANT.lease), Origin(GRANT.registration, GRANT.generation), batch_bytes=runner._batch_bytes
+        )
         runner._pull.add_source(lane.lease, source.flag())
         runner._lanes[lane.lease] = lane
         theirs.sendall(answers())

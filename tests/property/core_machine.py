@@ -315,6 +315,13 @@ class CoreMachine(RuleBasedStateMachine):
             self.happens(Fault.OVERWRITE)
         self.go_on(then)
 
+    @rule(index=ANY, then=THEN)
+    def lie(self, index: int, then: Then) -> None:
+        handle = self.pick(index)
+        if handle is not None and handle.lie():
+            self.happens(Fault.LIE)
+        self.go_on(then)
+
     @rule(index=ANY)
     def stall(self, index: int) -> None:
         self.spoil_a_lane(index, Fault.STALL)

@@ -18,10 +18,12 @@ from tensorhub.messages import (
     BegunWith,
     Check,
     ChunksThere,
+    Compared,
     CopyRefused,
     Deregister,
     Describe,
     DigestedAgain,
+    Digests,
     ErrorInfo,
     Fill,
     FromWorker,
@@ -57,6 +59,8 @@ def admits(cluster: Cluster, session: Session, message: FromWorker) -> bool:
     match message:
         case Join() | Heartbeat() | Leave() | Watch() | Unwatch() | Describe() | GetManifest() | Check():
             return True
+        case Compared():
+            return True
         case Deregister() | ReadyToWrite() | Prepared() | Abandon() | Resolve() | ReadFailed() | Progress() | Unpin():
             return True  # about registrations and operations of its own, or about nothing
         case Register():
@@ -71,7 +75,7 @@ def admits(cluster: Cluster, session: Session, message: FromWorker) -> bool:
             return _refuse(cluster, session, message.request, type(message).__name__.lower())
         case Withdraw():
             return _refuse(cluster, session, message.request, "unpublish")
-        case BegunWith() | Withdrawn() | CopyRefused() | Kept() | ReaderCut() | DigestedAgain() | ChunksThere():
+        case BegunWith() | Withdrawn() | CopyRefused() | Kept() | ReaderCut() | DigestedAgain() | ChunksThere() | Digests():
             return False  # those are about memory that others read; nobody waits for an answer
         case _:
             assert_never(message)

@@ -93,6 +93,16 @@ class Unpinned:
 
 
 @dataclass(frozen=True, slots=True)
+class Digested:
+    """The roots of all shards' digests, as published (R8): 32 bytes each, in the order of the shards."""
+
+    model: Name
+    number: Number
+    content_id: Id
+    roots: Annotated[bytes, Length(2**25)]
+
+
+@dataclass(frozen=True, slots=True)
 class Forgotten:
     """The newest Decision of this group, which is gone, is of no use any more."""
 
@@ -100,7 +110,7 @@ class Forgotten:
     group: str
 
 
-Entry = Publication | Decision | Rollback | Retention | Pinned | Unpinned | Forgotten
+Entry = Publication | Decision | Rollback | Retention | Pinned | Unpinned | Forgotten | Digested
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,6 +132,7 @@ class Durable:
     decisions: tuple[Decision, ...] = ()
     models: tuple[ModelRecord, ...] = ()
     pins: tuple[Pinned, ...] = ()
+    digested: tuple[Digested, ...] = ()
 
     @classmethod
     def of(cls, entries: Iterable[Entry]) -> Durable:
@@ -130,6 +141,7 @@ class Durable:
         decisions: dict[tuple[str, str], Decision] = {}
         models: dict[str, ModelRecord] = {}
         pins: dict[str, Pinned] = {}
+        digested: dict[tuple[str, int], Digested] = {}
 
         def change(model: str, **fields: Any) -> None:
             models[model] = replace(models.get(model, ModelRecord(model)), **fields)
@@ -145,6 +157,7 @@ class Durable:
                 case Rollback():
                     for key in [k for k in publications if k[0] == entry.model and k[1] > entry.to]:
                         del publications[key]
+                        digested.pop(key, None)
                     idents = rolled_back_by(entry.ident, models.get(entry.model, ModelRecord(entry.model)).rollback)
                     change(entry.model, lineage=entry.lineage, mark=entry.to, rollback=idents)
                 case Retention():
@@ -155,6 +168,10 @@ class Durable:
                     pins.pop(entry.pin, None)
                 case Forgotten():
                     decisions.pop((entry.model, entry.group), None)
+                case Digested():
+                    publication = publications.get((entry.model, entry.number))
+                    if publication is not None and publication.content_id == entry.content_id:
+                        digested[entry.model, entry.number] = entry
                 case _:
                     assert_never(entry)
         return cls(
@@ -162,6 +179,7 @@ class Durable:
             tuple(decisions[key] for key in sorted(decisions)),
             tuple(models[key] for key in sorted(models)),
             tuple(pins[key] for key in sorted(pins)),
+            tuple(digested[key] for key in sorted(digested)),
         )
 
 

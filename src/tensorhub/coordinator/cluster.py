@@ -22,6 +22,7 @@ from tensorhub.coordinator.entities import (
     Order,
     ReadLease,
     Session,
+    Testimony,
     Version,
     Worker,
 )
@@ -65,6 +66,7 @@ class Cluster:
         self.decisions: dict[tuple[str, str], Decision] = {}  # each group's newest commit, by model and group
         self.links = Links()  # what readers tell of them; nothing depends on it but which source is chosen
         self.manifests = Manifests()  # those of all members and versions
+        self.testimonies: dict[Testimony, None] = {}  # those that have a list, oldest first
         self.manifest_bytes: Counter[str] = Counter()  # of each incarnation's members, each counted
         self.pins: Counter[str] = Counter()  # how many each incarnation has, in all models
         self.changed_models: dict[str, None] = {}  # whose availability or sources may have changed in this step
@@ -158,6 +160,16 @@ class Cluster:
         for manifest in version.manifests.values():
             self.manifests.release(manifest)
         version.manifests.clear()
+        for testimony in version.testimonies.values():
+            testimony.publisher = None
+            testimony.answered.clear()
+            self.forget_list(testimony)
+
+    def forget_list(self, testimony: Testimony) -> None:
+        """Its root stays."""
+        self.testimonies.pop(testimony, None)
+        testimony.begin(-1)
+        testimony.turned_away = False
 
     def keep_begun(self, member: Member, manifest: bytes) -> None:
         """The manifest of what that rank goes on with, counted as its worker's; empty: it is needed no more."""

@@ -44,11 +44,13 @@ from tensorhub.messages import (
     BegunWith,
     Check,
     ChunksThere,
+    Compared,
     CopyRefused,
     Deregister,
     Describe,
     Description,
     DigestedAgain,
+    Digests,
     Done,
     ErrorInfo,
     Fill,
@@ -146,6 +148,10 @@ class Coordinator(Stateful[CoordinatorState]):
             model = cluster.model(record.model)
             model.lineage, model.mark, model.rolled_back_by = record.lineage, record.mark, record.rollback
             model.retain = record.retain
+        for digested in durable.digested:
+            version = cluster.model(digested.model).versions.get(digested.number)
+            if version is not None and version.info.content_id == digested.content_id:
+                self._operations.recover_roots(version, digested.roots)
         self._retentions.recover(durable.pins)
         for model in cluster.models.values():
             for number in sorted(set(model.versions) - model.retained())[:-RECOVERED_PER_MODEL_MAX]:
@@ -292,7 +298,9 @@ class Coordinator(Stateful[CoordinatorState]):
         | CopyRefused
         | Kept
         | DigestedAgain
-        | ChunksThere,
+        | ChunksThere
+        | Digests
+        | Compared,
     ) -> None:
         match message:
             case Heartbeat():
@@ -328,6 +336,8 @@ class Coordinator(Stateful[CoordinatorState]):
                 self._operations.digested_again(worker, message)
             case ChunksThere():
                 self._operations.chunks_there(worker, message)
+            case Digests():
+                self._operations.digests_told(worker, message)
             case CopyRefused():
                 self._custody.refused(worker, message.copy)
             case BegunWith():
@@ -348,7 +358,7 @@ class Coordinator(Stateful[CoordinatorState]):
     def _receive_about_operation(
         self,
         worker: Worker,
-        message: Publish | Fill | ReadyToWrite | Prepared | Abandon | Resolve | ReadFailed | Progress,
+        message: Publish | Fill | ReadyToWrite | Prepared | Compared | Abandon | Resolve | ReadFailed | Progress,
     ) -> None:
         member = self._member(worker, message)
         if member is None:
@@ -359,7 +369,9 @@ class Coordinator(Stateful[CoordinatorState]):
             case ReadyToWrite():
                 self._operations.ready_to_write(member, message.key)
             case Prepared():
-                self._operations.prepared(member, message.key)
+                self._operations.prepared(member, message)
+            case Compared():
+                self._operations.compared(member, message)
             case Abandon():
                 self._operations.abandon(member, message)
             case Resolve():
@@ -374,7 +386,7 @@ class Coordinator(Stateful[CoordinatorState]):
     def _member(
         self,
         worker: Worker,
-        message: Publish | Fill | ReadyToWrite | Prepared | Abandon | Resolve | ReadFailed | Progress,
+        message: Publish | Fill | ReadyToWrite | Prepared | Compared | Abandon | Resolve | ReadFailed | Progress,
     ) -> Member | None:
         model = self.cluster.models.get(message.key.model)
         group = model.groups.get(message.key.group) if model is not None else None

@@ -151,7 +151,20 @@ class Version(Stateful[VersionState]):
 
     machine: ClassVar = "version"
     table: ClassVar = states.VERSION_TABLE
-    __slots__ = ("abandoned", "holdings", "info", "layout_id", "lineage", "manifests", "publisher", "refusals", "retained")
+    __slots__ = (
+        "abandoned",
+        "condemned",
+        "holdings",
+        "info",
+        "layout_id",
+        "lineage",
+        "manifests",
+        "publisher",
+        "refusals",
+        "retained",
+        "roots_stored",
+        "testimonies",
+    )
 
     def __init__(self, info: VersionInfo, lineage: int, layout_id: str, publisher: OpKey) -> None:
         super().__init__(VersionState.STAGED)
@@ -165,6 +178,9 @@ class Version(Stateful[VersionState]):
         self.holdings: dict[int, list[Holding]] = {}  # by shard; none until every rank has published
         # By shard and incarnation: how often a copy could not be made there, and when it is asked for again at the earliest.
         self.refusals: dict[tuple[int, str], tuple[int, float]] = {}
+        self.testimonies: dict[int, Testimony] = {}  # by shard; of those that somebody has asked about
+        self.roots_stored = False  # those of all shards are durable, or on their way to the store
+        self.condemned: dict[str, None] = {}  # incarnations that held other bytes as this; the newest ones
 
     @property
     def number(self) -> int:
@@ -245,7 +261,8 @@ class Holding:
     told: bool = False  # its owner was told that it is to be kept
     kept: bool = True  # its owner has said that it knows what it was told
     leaving: bool = False  # takes no readers any more: withdrawn, overwritten, torn, quarantined or lost
-    quarantined: bool = False  # its owner found its bytes changed: no source, and counted nowhere, until it is fenced
+    quarantined: bool = False  # its bytes are not what was published: no source, and counted nowhere, until it is fenced
+    condemned: bool = False  # that was found by others than its owner
     inquiries: dict[str, Inquiry] = field(default_factory=dict)  # the newest of each reader, by its incarnation
     readers: dict[str, ReadLease] = field(default_factory=dict)  # ACTIVE and FENCING leases on it
     share: Share | None = None  # which chunks are there, as its owner was asked last: only while it is filled
@@ -296,8 +313,46 @@ class Inquiry:
     """The owner of a holding is asked to digest a chunk again, which a reader got without its digest: one attempt."""
 
     ident: str  # empty once it is answered
-    part: RankPart  # the reader
+    part: RankPart | None  # the reader; None: it reads no more
     asked_at: float
+    chunk: int
+
+
+@dataclass(slots=True, eq=False)
+class Testimony:
+    """What one shard's chunks have as digests, as their publisher has made them (R8)."""
+
+    version: Version
+    shard: int
+    width: int = 0  # bytes of one digest; 0: chunks have none, or nobody has said the manifest yet
+    root: bytes = b""  # of the whole list, once that was complete
+    chunks: int = -1  # in the list; -1: there is none
+    values: bytearray = field(default_factory=bytearray)  # the list
+    known: bytearray = field(default_factory=bytearray)  # 1 for each chunk whose digest is in it
+    missing: int = 0  # always known.count(0)
+    publisher: Holding | None = None  # what was published; it may have been taken back since
+    asked: dict[str, tuple[int, int]] = field(
+        default_factory=dict
+    )  # who is to tell: over which session, of which generation
+    answered: set[str] = field(default_factory=set)  # registrations that have told all they could
+    second_hand: bool = False  # nobody is left who has read the missing ones from their publisher
+    turned_away: bool = False  # there was no room for the list
+
+    @property
+    def is_there(self) -> bool:
+        """Whether the whole list is known here."""
+        return self.chunks >= 0 and not self.missing
+
+    def begin(self, chunks: int) -> None:
+        """An empty list; a negative number: none."""
+        self.chunks, self.missing = chunks, max(chunks, 0)
+        self.values, self.known = bytearray(self.missing * self.width), bytearray(self.missing)
+
+    def digest(self, chunk: int) -> bytes:
+        """What that chunk must have; empty where that is not certain."""
+        if not self.root or not self.is_there or chunk >= self.chunks:
+            return b""
+        return bytes(self.values[chunk * self.width : (chunk + 1) * self.width])
 
 
 class ReadLease(Stateful[LeaseState]):
@@ -332,7 +387,10 @@ class RankPart:
     deadline: float
     needs_bytes: bool = True  # False: it held the bound content when the operation was bound
     ready: bool = False  # its ReadyToWrite has come, or is not waited for
-    voted: bool = False  # its Prepared has come (or, for publish, its call)
+    voted: bool = False  # its Prepared has come, and agrees with its publisher (or, for publish, its call)
+    claim: bytes | None = None  # the root that its Prepared names, until it is agreed, or found to be wrong
+    page: int | None = None  # the first chunk of the page that it compares now
+    comparisons: int = 0  # that have found other digests than were published
     reading: bool = False  # it was told to write, and needs bytes
     holding: Holding | None = None  # what it fills, from Write on; None for a fetch
     leases: dict[str, ReadLease] = field(default_factory=dict)  # its ACTIVE leases
@@ -365,14 +423,19 @@ class RankPart:
     def wants_source(self) -> bool:
         """Whether it needs a source that is filled from a complete copy, or is one."""
         has_one = any(not lease.dropping and not lease.patch for lease in self.leases.values())
-        return self.reading and not self.voted and not has_one
+        return self.reads and not has_one
+
+    @property
+    def reads(self) -> bool:
+        """Whether it lacks chunks, as far as is known."""
+        return self.reading and not self.voted and self.claim is None
 
     @property
     def starves(self) -> bool:
         """Whether it has no such source, or none that it has can bring it everything: nobody holds all of it."""
         version = self.operation.version
         lost = version is not None and not version.is_whole(self.shard)
-        return self.wants_source or (self.reading and not self.voted and lost)
+        return self.wants_source or (self.reads and lost)
 
 
 class Operation(Stateful[OperationState]):
@@ -411,6 +474,11 @@ class Operation(Stateful[OperationState]):
     def all_voted(self) -> bool:
         """Whether it can be prepared."""
         return self.running and all(part.voted for part in self.parts.values())
+
+    @property
+    def awaits_agreement(self) -> bool:
+        """Whether some rank's vote does not count yet."""
+        return any(part.claim is not None for part in self.parts.values())
 
     @property
     def resumes(self) -> Begun | None:

@@ -15,6 +15,7 @@ from tensorhub.coordinator.entities import Blame, Holding, Member, Operation, Ra
 from tensorhub.coordinator.readers import Readers
 from tensorhub.coordinator.retention import Retentions
 from tensorhub.coordinator.states import OperationState, ReplicaState
+from tensorhub.coordinator.testimonies import Testimonies
 from tensorhub.coordinator.versions import Versions
 from tensorhub.errors import (
     CoordinatorUnavailable,
@@ -38,8 +39,11 @@ CLEARED_MAX = 2  # sources whose bytes one reader got damaged and which have the
 class Fills:
     """The kind of the operations that read."""
 
-    def __init__(self, cluster: Cluster, versions: Versions, readers: Readers, retentions: Retentions) -> None:
+    def __init__(
+        self, cluster: Cluster, versions: Versions, readers: Readers, retentions: Retentions, testimonies: Testimonies
+    ) -> None:
         self._cluster = cluster
+        self._testimonies = testimonies
         self._versions = versions
         self._readers = readers
         self._retentions = retentions
@@ -112,7 +116,7 @@ class Fills:
             blame = self._write_if_ready(operation)
             if blame is not None:
                 return blame
-        return self._feed(operation)
+        return self._testimonies.settle(operation) or self._feed(operation)
 
     def lets_go(self, operation: Operation) -> bool:
         """A staged update: nothing was overwritten yet. What it replaces is given up in this step, if it may go (R4, R7)."""
@@ -280,7 +284,8 @@ class Fills:
         else:  # it is a fetch, and nobody whose word counts for others has said it yet
             assert part.begun is not None
             manifest_id = part.begun.manifest_id
-        start = Start(operation.key, part.rank, version.info, manifest_id, operation.writing, grants)
+        root = self._testimonies.root_for(part)
+        start = Start(operation.key, part.rank, version.info, manifest_id, operation.writing, grants, root)
         self._cluster.tell(part.member, start)
 
     def _write_if_ready(self, operation: Operation) -> Blame | None:
@@ -333,8 +338,10 @@ class Fills:
         version = operation.version
         assert version is not None
         for part in operation.parts.values():
-            if part.reading and not part.voted and len(part.cleared) >= CLEARED_MAX:
+            if part.reads and len(part.cleared) >= CLEARED_MAX:
                 return Blame(damaged(operation, part), part.rank)
+            if part.holding is not None and part.holding.condemned:
+                return Blame(_condemned(operation, part), part.rank)
             for grant in self._readers.feed(part):
                 self._cluster.tell(part.member, AddSource(operation.key, part.rank, grant))
             alone = part.wants_source and all(lease.dropping for lease in part.leases.values())
@@ -380,6 +387,13 @@ def _abandoned(operation: Operation) -> Blame:
         f"ask again for a newer version, or retain versions that late readers need; {held_text(model)}"
     )
     return Blame(VersionUnavailable(text))
+
+
+def _condemned(operation: Operation, part: RankPart) -> IntegrityError:
+    return IntegrityError(
+        f"{operation.kind} of {operation.group.model.name!r}: worker {part.member.worker.name!r} has served chunks with "
+        "other digests than were published, and does not say where they came from"
+    )
 
 
 def damaged(operation: Operation, part: RankPart) -> IntegrityError:

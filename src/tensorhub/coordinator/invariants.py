@@ -354,6 +354,7 @@ def _operation(cluster: Cluster, operation: Operation) -> None:
     staged = operation.version is not None and operation.version.state is VersionState.STAGED
     _demand(staged == (operation.kind is OpKind.PUBLISH), "a publish stages a version, others take a visible one", operation)
     starving = not (operation.writing or operation.unchanged) or any(part.starves for part in parts)
+    starving = starving or operation.awaits_agreement
     waits = group.model.waiting.get(operation.key) is operation
     if operation.state is not OperationState.PREPARED:
         wants = operation.gathered and (starving or bool(operation.staying))
@@ -362,7 +363,7 @@ def _operation(cluster: Cluster, operation: Operation) -> None:
         _demand(part.operation is operation and part.rank == rank, "a part is its operation's, filed by rank", operation)
         for lease in part.leases.values():
             _demand(lease.state is LeaseState.ACTIVE and lease.part is part, "a part's leases are active", lease)
-            _demand(not part.voted, "who has voted reads no more", lease)
+            _demand(not part.voted and part.claim is None, "who has voted reads no more", lease)
             _demand(running, "only running operations read", lease)
             _demand(lease.holding.version is operation.version, "a lease is of the bound version (G4)", lease)
 

@@ -10,6 +10,7 @@ REGISTRATIONS_OF_WORKER_MAX = 8192
 REGISTRATIONS_MAX = 2**18
 MANIFEST_BYTES_OF_WORKER_MAX = 2**30  # of its registrations together, as counted; one of 10,000 tensors has about 1.5 MB
 MANIFEST_BYTES_MAX = 4 * 2**30  # of all registrations and versions; equal ones count once
+DIGEST_BYTES_MAX = 2**28  # of publishers' lists of digests; 9 for each chunk, 2.4 MB for a TB in chunks of 4 MiB
 MODELS_MAX = 2**16  # that somebody who may write has named; names that are only watched, or waited for by guests, are none
 WATCHED_MAX = 2**19  # of all sessions together, each name once for each
 GUEST_IDLE_S = 60.0  # without a registration, a watch or a call

@@ -264,6 +264,7 @@ class Membership:
         part = group.operation.parts.get(member.rank) if group.operation is not None else None
         filling = part.holding if part is not None and part.member is member else None
         counts = self._withdrawals.restated(member, held.generation if held is not None else None, filling)
+        self._cluster.touch(group.model)  # what it was asked before it has perhaps not heard
         publishes = part is not None and part.member is member and isinstance(part.call, Publish)  # it holds nothing yet
         keep = held is None or counts or (not publishes and self._announce(member, held))
         self._tell_registered(member, message, keep)
@@ -373,6 +374,11 @@ class Membership:
         version = group.model.versions.get(held.version)
         if version is None or not version.visible or version.info.content_id != held.content_id:
             return False
+        testimony = version.testimonies.get(member.shard)
+        if testimony is not None and testimony.root and held.root not in (b"", testimony.root):
+            return False  # it is not what was published (R8)
+        if member.worker.incarnation in version.condemned:
+            return False
         if member.shard >= version.info.world_size or (
             not member.fits_any_layout and version.info.world_size != group.world_size
         ):
@@ -387,6 +393,8 @@ class Membership:
         holding = Holding(replica, member, held.generation, True, True)
         holding.chunks_verified = member.chunks
         self._readers.add_holding(holding)
+        if held.published and group.name == version.publisher.group and member.purpose is Purpose.USE:
+            self._operations.publisher_is_back(holding)
         if replica.state is not ReplicaState.READY and replica.is_whole:  # if DRAINING: whoever wanted to leave has stayed
             self._readers.make_ready(replica, "announced again by every rank")
         return True

@@ -14,7 +14,7 @@ from tensorhub.coordinator.availability import held_text
 from tensorhub.coordinator.cluster import Cluster
 from tensorhub.coordinator.deadlines import Deadlines
 from tensorhub.coordinator.decisions import Decisions
-from tensorhub.coordinator.entities import Blame, Member, Model, Operation, RankPart, Worker
+from tensorhub.coordinator.entities import Blame, Holding, Member, Model, Operation, RankPart, Version, Worker
 from tensorhub.coordinator.fills import Fills
 from tensorhub.coordinator.kinds import Kind
 from tensorhub.coordinator.publishes import Publishes
@@ -22,14 +22,18 @@ from tensorhub.coordinator.readers import Readers
 from tensorhub.coordinator.retention import Retentions
 from tensorhub.coordinator.states import OperationState
 from tensorhub.coordinator.suspicions import Suspicions
+from tensorhub.coordinator.testimonies import Testimonies
 from tensorhub.coordinator.versions import Versions
 from tensorhub.errors import GroupAborted, StateError, VersionConflict, VersionUnavailable
 from tensorhub.messages import (
     Abandon,
     ChunksThere,
+    Compared,
     DigestedAgain,
+    Digests,
     EpochChanged,
     Fill,
+    Prepared,
     Progress,
     Publish,
     ReadFailed,
@@ -46,11 +50,13 @@ class Operations:
     def __init__(self, cluster: Cluster, versions: Versions, readers: Readers, retentions: Retentions) -> None:
         self._cluster = cluster
         self._readers = readers
-        publishes, self._fills = Publishes(cluster, versions, readers), Fills(cluster, versions, readers, retentions)
+        self._suspicions = Suspicions(cluster, readers)
+        self._testimonies = Testimonies(cluster, readers, self._suspicions)
+        publishes = Publishes(cluster, versions, readers, self._testimonies)
+        self._fills = Fills(cluster, versions, readers, retentions, self._testimonies)
         self._kinds: dict[OpKind, Kind] = {kind: publishes if kind is OpKind.PUBLISH else self._fills for kind in OpKind}
         self._decisions = Decisions(cluster, retentions, self._kinds)
         self._deadlines = Deadlines(cluster, versions, retentions, self._fills)
-        self._suspicions = Suspicions(cluster, readers)
 
     # ------------------------------------------------------------------------------------------------------- facts
 
@@ -137,19 +143,29 @@ class Operations:
             part.ready = True
             self._changed(part.operation)
 
-    def prepared(self, member: Member, key: OpKey) -> None:
-        """This rank has verified every chunk: it can no longer be timed out or cancelled alone."""
-        part = self._part(member, key)
-        if part is None or part.operation.state is not OperationState.RUNNING or not part.reading:
-            return
-        part.voted = True
-        if part.holding is not None:
-            part.holding.complete = True
-            part.holding.depth = 0
-            part.holding.chunks_verified = member.chunks
-        self._readers.release_all(part, "verified")
-        self._cluster.touch(member.group.model)
-        self._changed(part.operation)
+    def prepared(self, member: Member, vote: Prepared) -> None:
+        """This rank has every chunk, verified against its sources."""
+        part = self._part(member, vote.key)
+        if part is not None and part.operation.running and part.reading and not part.voted:
+            self._testimonies.claim(part, vote.root)
+
+    def compared(self, member: Member, answer: Compared) -> None:
+        """It has compared its digests with the publisher's."""
+        part = self._part(member, answer.key)
+        if part is not None and part.operation.running:
+            self._testimonies.compared(part, answer)
+
+    def publisher_is_back(self, holding: Holding) -> None:
+        """It says again what it holds, and that it has published that."""
+        self._testimonies.publisher_is_back(holding)
+
+    def recover_roots(self, version: Version, roots: bytes) -> None:
+        """What a former coordinator has recorded of its digests."""
+        self._testimonies.recover(version, roots)
+
+    def digests_told(self, worker: Worker, message: Digests) -> None:
+        """What the chunks of a memory have as digests."""
+        self._testimonies.told(worker, message)
 
     def abandon(self, member: Member, message: Abandon) -> None:
         """This rank ends the operation, unless it has voted in it or it is decided."""
@@ -236,10 +252,12 @@ class Operations:
 
     def persisted(self, record: int) -> None:
         """The store has an entry; if it is an operation's, that is its decision."""
+        self._testimonies.recorded(record)
         self._hear_later(self._decisions.recorded(record))
 
     def persist_failed(self, record: int, reason: str) -> None:
         """The store cannot take an entry."""
+        self._testimonies.recorded(record, failed=True)
         self._hear_later(self._decisions.not_recorded(record, reason))
 
     def _hear_later(self, decided: Operation | None) -> None:
@@ -286,6 +304,7 @@ class Operations:
         self._deadlines.set(operation)
         waiting = operation.group.model.waiting
         starving = not (operation.writing or operation.unchanged) or any(p.starves for p in operation.parts.values())
+        starving = starving or operation.awaits_agreement
         if operation.gathered and (starving or operation.staying):
             waiting[operation.key] = operation
         else:

@@ -10,6 +10,7 @@ from tensorhub.coordinator.cluster import Cluster
 from tensorhub.coordinator.entities import Blame, Holding, Operation, RankPart, Replica
 from tensorhub.coordinator.readers import Readers
 from tensorhub.coordinator.states import OperationState
+from tensorhub.coordinator.testimonies import Testimonies
 from tensorhub.coordinator.versions import Versions
 from tensorhub.errors import StateError
 from tensorhub.messages import Publish
@@ -19,8 +20,9 @@ from tensorhub.types import Medium, VersionInfo
 class Publishes:
     """The kind of the operations that begin with memory which is complete already."""
 
-    def __init__(self, cluster: Cluster, versions: Versions, readers: Readers) -> None:
+    def __init__(self, cluster: Cluster, versions: Versions, readers: Readers, testimonies: Testimonies) -> None:
         self._cluster = cluster
+        self._testimonies = testimonies
         self._versions = versions
         self._readers = readers
 
@@ -94,6 +96,7 @@ class Publishes:
                 holding = Holding(replica, part.member, part.call.generation, True, True)
                 holding.chunks_verified = part.member.chunks
                 self._readers.add_holding(holding)
+                self._testimonies.of(version, part.shard).publisher = holding
         self._readers.make_ready(replica, "committed")
         self._versions.show(version, group.model)
 

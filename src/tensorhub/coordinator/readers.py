@@ -215,18 +215,25 @@ class Readers:
             return None
         self.release(lease, reason)
         if reason != "dropped":
-            source = lease.holding.member.worker
-            incarnation = source.incarnation
-            text = f"worker {source.name!r}: {detail or reason}"
-            part.faults.pop(incarnation, None)
-            part.faults[incarnation] = (reason, text[: limits.ERROR_CHARS_MAX])
-            if len(part.faults) > limits.FAULTS_MAX:
-                del part.faults[next(iter(part.faults))]
-            failures = part.failures[incarnation] = part.failures.get(incarnation, 0) + 1
-            wait_s = min(RETRY_S_FIRST * 2 ** min(failures - 1, 16), RETRY_S_MAX)
-            part.retry_at[incarnation] = self._cluster.now + wait_s
-            self.set_retry_timer(part.operation)
+            self._avoid(part, lease.holding, reason, detail)
         return lease.holding
+
+    def avoid(self, part: RankPart, holding: Holding, detail: str) -> None:
+        """What it has read there was not what was published: it is tried again last."""
+        self._avoid(part, holding, "corrupt", detail)
+
+    def _avoid(self, part: RankPart, holding: Holding, reason: str, detail: str) -> None:
+        source = holding.member.worker
+        incarnation = source.incarnation
+        text = f"worker {source.name!r}: {detail or reason}"
+        part.faults.pop(incarnation, None)
+        part.faults[incarnation] = (reason, text[: limits.ERROR_CHARS_MAX])
+        if len(part.faults) > limits.FAULTS_MAX:
+            del part.faults[next(iter(part.faults))]
+        failures = part.failures[incarnation] = part.failures.get(incarnation, 0) + 1
+        wait_s = min(RETRY_S_FIRST * 2 ** min(failures - 1, 16), RETRY_S_MAX)
+        part.retry_at[incarnation] = self._cluster.now + wait_s
+        self.set_retry_timer(part.operation)
 
     def set_retry_timer(self, operation: Operation) -> None:
         """Look again when the first source that has failed a reader may be tried again."""

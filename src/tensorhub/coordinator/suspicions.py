@@ -13,7 +13,7 @@ from tensorhub.coordinator import limits
 from tensorhub.coordinator.cluster import Cluster
 from tensorhub.coordinator.entities import Holding, Inquiry, RankPart, Worker
 from tensorhub.coordinator.readers import Readers
-from tensorhub.messages import DigestAgain, DigestedAgain
+from tensorhub.messages import DigestAgain, DigestedAgain, OrderedOut, Origin, Stray
 from tensorhub.types import READ_ONLY
 
 INQUIRY_S = 1.0  # how often one reader can have one holding digest a chunk again
@@ -27,15 +27,31 @@ class Suspicions:
         self._readers = readers
 
     def ask(self, part: RankPart, holding: Holding, chunk: int) -> None:
-        """This reader got that chunk of this holding without its digest."""
-        now, worker = self._cluster.now, part.member.worker
+        """This reader got that chunk of this holding without its digest, or with another one than was published."""
+        self._ask(part, part.member.worker, holding, chunk)
+
+    def trace(self, part: RankPart, stray: Stray) -> None:
+        """A chunk of this reader's has another digest than was published: did it come so from where it says?"""
+        holding = self._find(stray.origin)
+        if holding is not None and holding.version is part.operation.version:
+            self._readers.avoid(part, holding, f"chunk {stray.chunk} has another digest than was published")
+            self.ask(part, holding, stray.chunk)
+
+    def _find(self, origin: Origin | None) -> Holding | None:
+        """What that memory holds under that generation; None, if it does not any more."""
+        member = self._cluster.members.get(origin.registration) if origin is not None else None
+        held = [member.holding, *member.leaving] if member is not None else []
+        return next((h for h in held if h is not None and origin is not None and h.generation == origin.generation), None)
+
+    def _ask(self, part: RankPart | None, worker: Worker, holding: Holding, chunk: int) -> None:
+        now = self._cluster.now
         reader = READ_ONLY if worker.read_only else worker.incarnation
         known = holding.inquiries.get(reader)
         if holding.leaving or (known is not None and now < known.asked_at + INQUIRY_S):
             return
         if known is None and len(holding.inquiries) >= limits.INQUIRIES_MAX:
             del holding.inquiries[next(iter(holding.inquiries))]
-        inquiry = holding.inquiries[reader] = Inquiry(self._cluster.new_id(), part, now)
+        inquiry = holding.inquiries[reader] = Inquiry(self._cluster.new_id(), part, now, chunk)
         question = DigestAgain(inquiry.ident, holding.member.registration, holding.generation, chunk)
         self._cluster.tell(holding.member, question)
 
@@ -52,5 +68,34 @@ class Suspicions:
         if answer.changed:
             self._readers.quarantine(holding)
         elif answer.changed is not None:
-            inquiry.part.cleared.add(worker.name)
-            self._cluster.changed(inquiry.part.operation)
+            self._judge(holding, inquiry, answer)
+
+    def _judge(self, holding: Holding, inquiry: Inquiry, answer: DigestedAgain) -> None:
+        """Its bytes have the digest that it sends with them; do they have the published one?"""
+        testimony = holding.version.testimonies.get(holding.shard)
+        published = testimony.digest(inquiry.chunk) if testimony is not None else b""
+        if published in (b"", answer.digest) or (testimony is not None and holding is testimony.publisher):
+            if inquiry.part is not None:
+                inquiry.part.cleared.add(holding.member.worker.name)
+                self._cluster.changed(inquiry.part.operation)
+        elif holding.committed or answer.origin is None:
+            self.condemn(holding)
+        else:  # it will find out itself, before it commits; who has told it so?
+            source = self._find(answer.origin)
+            if source is not None and source is not holding and source.version is holding.version:
+                operation = holding.member.group.operation
+                part = operation.parts.get(holding.rank) if operation is not None else None
+                self._ask(part, holding.member.worker, source, inquiry.chunk)
+
+    def condemn(self, holding: Holding) -> None:
+        """It has agreed with its publisher, or says that it has read from nobody; and has other bytes."""
+        holding.condemned = True
+        condemned, owner = holding.version.condemned, holding.member
+        condemned[owner.worker.incarnation] = None
+        if len(condemned) > limits.INQUIRIES_MAX:
+            del condemned[next(iter(condemned))]
+        self._readers.quarantine(holding)
+        reason = "its bytes have other digests than were published"
+        self._cluster.tell(owner, OrderedOut(owner.registration, holding.version.info.content_id, reason))
+        if owner.group.operation is not None:
+            self._cluster.changed(owner.group.operation)

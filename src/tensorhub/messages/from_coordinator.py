@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Annotated
 
-from tensorhub.messages.values import ErrorInfo, Grant, ManifestBlob, Rank
+from tensorhub.messages.values import DigestList, ErrorInfo, Grant, ManifestBlob, Rank, Root
 from tensorhub.types import U64, Id, Length, ModelInfo, Name, OpKey, Seconds, Text, VersionInfo
 
 NO_REQUEST = 0  # of a Refused that is about the whole session, which ends; requests count from 1
@@ -75,7 +75,11 @@ class EpochChanged:
 
 @dataclass(frozen=True, slots=True)
 class Start:
-    """The operation is bound. `write` True: nobody holds it back, overwrite at once; else wait for Write."""
+    """The operation is bound. `write` True: nobody holds it back, overwrite at once; else wait for Write.
+
+    `root`: of the publisher's digests, for a fetch, which is over at once where its own is the same; empty: wait for the
+    Outcome.
+    """
 
     key: OpKey
     rank: Rank
@@ -83,6 +87,7 @@ class Start:
     manifest_id: Id
     write: bool
     grants: Annotated[tuple[Grant, ...], Length(64)]
+    root: Root = b""
 
 
 @dataclass(frozen=True, slots=True)
@@ -201,6 +206,32 @@ class TellChunks:
 
 
 @dataclass(frozen=True, slots=True)
+class TellDigests:
+    """What do the chunks of this memory have as digests? Answered by Digests, until one says that it is the last.
+
+    `origin`: only of chunks that were read from that registration; "": of all that are here, and a publisher makes what is
+    missing.
+    """
+
+    registration: Id
+    generation: U64
+    origin: Id
+
+
+@dataclass(frozen=True, slots=True)
+class Compare:
+    """This rank's vote does not agree with the publisher's digests, of which these are a part: from chunk `first` on.
+    Answered by Compared. `last`: there are no more.
+    """
+
+    key: OpKey
+    rank: Rank
+    first: U64
+    digests: DigestList
+    last: bool
+
+
+@dataclass(frozen=True, slots=True)
 class CutReader:
     """This lease's reader is lost: close its connections, and say so."""
 
@@ -248,6 +279,8 @@ FromCoordinator = (
     | CutReader
     | DigestAgain
     | TellChunks
+    | TellDigests
+    | Compare
     | ManifestReply
     | Announce
     | Description
@@ -265,6 +298,7 @@ ToRank = (  # of these: what concerns one registration, whose machine takes it
     | Write
     | AddSource
     | DropSource
+    | Compare
     | Outcome
     | Withdrawable
     | ManifestReply

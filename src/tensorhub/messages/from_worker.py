@@ -6,15 +6,21 @@ from dataclasses import dataclass
 from typing import Annotated
 
 from tensorhub.messages.values import (
+    DIGEST_RUNS_MAX,
     FLOWS_MAX,
     FORMER_KEYS_MAX,
+    STRAYS_MAX,
     Begun,
+    DigestList,
     ErrorInfo,
     Flow,
     Held,
     ManifestBlob,
     Number,
+    Origin,
     Rank,
+    Root,
+    Stray,
     WorldSize,
 )
 from tensorhub.types import U64, Endpoint, Id, Length, Location, Medium, Name, OpKey, OpKind, Purpose, Range, Seconds, Text
@@ -133,10 +139,14 @@ class ReadyToWrite:
 
 @dataclass(frozen=True, slots=True)
 class Prepared:
-    """This rank's vote: every chunk is there and verified."""
+    """This rank's vote: every chunk is there, and verified against its source.
+
+    `root`: of all its chunks' digests; empty: they have none, or not all of them are here (a fetch by name).
+    """
 
     key: OpKey
     rank: Rank
+    root: Root = b""
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,6 +187,38 @@ class DigestedAgain:
     inquiry: Id
     registration: Id
     changed: bool | None
+    digest: Annotated[bytes, Length(32)] = b""  # that is sent with the chunk
+    origin: Origin | None = None  # where the chunk was read; None: its publisher's, or not known any more
+
+
+@dataclass(frozen=True, slots=True)
+class Digests:
+    """What chunks of this memory have as their digests: said by a publisher as they are made, and in answer to
+    TellDigests.
+
+    `runs`: (first, count) of chunks, whose digests lie back to back. `chunks`: how many the content has. `last`: that was
+    all.
+    """
+
+    registration: Id
+    generation: U64
+    chunks: Annotated[int, Range(0, 2**24)]
+    runs: Annotated[tuple[tuple[int, int], ...], Length(DIGEST_RUNS_MAX)]
+    digests: DigestList
+    last: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Compared:
+    """Answer to Compare. `following`: the first chunk that was not compared yet. `strays`: of each source that brought
+    chunks with other digests, one. `rereads`: all is compared, and this rank, whose vote is void, reads such chunks again.
+    """
+
+    key: OpKey
+    rank: Rank
+    following: U64
+    strays: Annotated[tuple[Stray, ...], Length(STRAYS_MAX)]
+    rereads: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -351,6 +393,8 @@ FromWorker = (
     | ReadFailed
     | DigestedAgain
     | ChunksThere
+    | Digests
+    | Compared
     | Progress
     | Withdraw
     | Withdrawn

@@ -12,6 +12,7 @@ ALLOCATIONS_MAX = 4096  # of one registration: they fit a frame
 SEGMENTS_MAX = 64  # of one registration; the kernel passes 253 descriptors at a time
 AGENT_BYTES_MAX = 2**19  # of a NIXL agent's metadata
 
+Digest = Annotated[int, Range(0, 2**256 - 1)]
 Gid = Annotated[bytes, Length(16)]
 ON_HOST = -1  # in place of a GPU's number
 U32 = Annotated[int, Range(0, 2**32 - 1)]
@@ -43,7 +44,7 @@ class ChunksFollow:
     """The bytes of these chunks follow this frame, back to back. Digests are 0 where the manifest says "none"."""
 
     request: U64
-    chunks: Annotated[tuple[tuple[int, int], ...], Length(1024)]  # (index, digest)
+    chunks: Annotated[tuple[tuple[int, Digest], ...], Length(1024)]  # (index, digest)
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +60,7 @@ class ChunkDigest:
     """The digest of the chunk whose bytes have just been sent."""
 
     request: U64
-    digest: U64
+    digest: Digest
 
 
 @dataclass(frozen=True, slots=True)
@@ -244,7 +245,7 @@ class ChunksLie:
     """
 
     request: U64
-    chunks: Annotated[tuple[tuple[int, int, Address], ...], Length(1024)]
+    chunks: Annotated[tuple[tuple[int, Digest, Address], ...], Length(1024)]
     word: Address
 
 
@@ -253,7 +254,7 @@ class ChunksPinned:
     """As ChunksLie, for whoever reads by a queue pair: (index, digest, address, remote key), and the word's own key."""
 
     request: U64
-    chunks: Annotated[tuple[tuple[int, int, Address, U32], ...], Length(1024)]
+    chunks: Annotated[tuple[tuple[int, Digest, Address, U32], ...], Length(1024)]
     word: Address
     key: U32
 

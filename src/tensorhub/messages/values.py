@@ -14,6 +14,11 @@ WorldSize = Annotated[int, Range(1, 2**20)]
 ManifestBlob = Annotated[bytes, Length(48 * 2**20)]
 FORMER_KEYS_MAX = 16  # of one Fill
 FLOWS_MAX = 64  # of one Progress
+DIGEST_RUNS_MAX = 4096  # of one Digests
+DIGESTS_BYTES_MAX = 2**19  # of one Digests or Compare
+STRAYS_MAX = 64  # of one Compared
+DigestList = Annotated[bytes, Length(DIGESTS_BYTES_MAX)]
+Root = Annotated[bytes, Length(32)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,10 +80,27 @@ class Flow:
 
 
 @dataclass(frozen=True, slots=True)
+class Origin:
+    """The memory from which a chunk was read, and under which generation."""
+
+    registration: Id
+    generation: U64
+
+
+@dataclass(frozen=True, slots=True)
+class Stray:
+    """A chunk that has another digest than its publisher's, and where it came from; None: that is not known any more."""
+
+    chunk: U64
+    origin: Origin | None
+
+
+@dataclass(frozen=True, slots=True)
 class Held:
     """What a registration holds, as it is announced again after a lost connection.
 
     `voted`: it has voted for that, and does not know the outcome: whoever does not know it either must not count on it.
+    `published`: by this very registration; else it was read from others. `root`: of its chunks' digests, where it was read.
     """
 
     version: U64
@@ -88,6 +110,8 @@ class Held:
     nbytes: U64
     manifest: ManifestBlob
     voted: bool = False
+    published: bool = False
+    root: Root = b""
 
 
 @dataclass(frozen=True, slots=True)

@@ -185,6 +185,28 @@ def _scalar(python_type: type, check: Check) -> Form:
     return Form(encode_float if python_type is float else check, decode)
 
 
+def _wide(bounds: Range) -> Form:
+    """Whole numbers of which some are beyond MessagePack's: those are bytes on the wire, big-endian, as few as may be."""
+    least, most = int(bounds.least), int(bounds.most)
+
+    def check(value: object) -> int:
+        if type(value) is not int or not least <= value <= most:
+            raise Violation(f"{brief(value)} is not a whole number of at most {most.bit_length()} bits")
+        return value
+
+    def encode(value: object) -> int | bytes:
+        number = check(value)
+        return number if number <= _INT_MOST else number.to_bytes(-(-number.bit_length() // 8), "big")
+
+    def decode(unpacker: Unpacker) -> int:
+        value = unpacker.unpack()
+        if type(value) is bytes and 8 < len(value) <= -(-most.bit_length() // 8) and value[0]:
+            return check(int.from_bytes(value, "big"))
+        return check(value)
+
+    return Form(encode, decode)
+
+
 def _enum(kind: type[StrEnum]) -> Form:
     members = {member.value: member for member in kind}
 
@@ -336,6 +358,9 @@ def _stripped(annotation: Any) -> tuple[Any, tuple[object, ...]]:
 def form_of(annotation: Any) -> Form:
     """How a field with this annotation is written and read; TypeError if the wire cannot carry it."""
     kind, extras = _stripped(annotation)
+    bounds = next((extra for extra in extras if isinstance(extra, Range)), None)
+    if kind is int and bounds is not None and bounds.most > _INT_MOST:
+        return _wide(bounds)
     scalar = _scalar_check(kind, extras)
     if scalar is not None:
         return _scalar(*scalar)

@@ -48,6 +48,8 @@ TAGS: Final[Mapping[type, int]] = {
     m.Unwatch: 47,
     m.BegunWith: 48,
     m.ChunksThere: 55,
+    m.Digests: 49,
+    m.Compared: 50,
     # From the coordinator to a worker.
     m.Welcome: 64,
     m.Dismissed: 65,
@@ -72,6 +74,8 @@ TAGS: Final[Mapping[type, int]] = {
     m.Keep: 88,
     m.DigestAgain: 89,
     m.TellChunks: 95,
+    m.TellDigests: 90,
+    m.Compare: 91,
     # From a reader to an owner, and back.
     m.Read: 112,
     m.Locate: 113,

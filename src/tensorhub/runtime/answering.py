@@ -234,9 +234,9 @@ class Answering:
 
     def _send(self, read: Read | Locate, access: Access, memory: ChunkMemory) -> None:
         """Send an access' chunks, or say where they are."""
-        is_first = memory.is_digested and None in access.digests
+        is_first = bool(memory.width) and None in access.digests
         nbytes = sum([memory.sizes[chunk] for chunk in access.chunks])
-        is_large = len(access.chunks) == 1 and nbytes > FIRST_SEND_BYTES and memory.device is None
+        is_large = len(access.chunks) == 1 and nbytes > FIRST_SEND_BYTES and memory.is_digested and memory.device is None
         if is_first and is_large and isinstance(read, Read) and not self._gil.is_contended:
             self._send_one(read, access, memory)
             return

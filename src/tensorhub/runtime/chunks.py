@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Sequence
 
 import xxhash
 
 from tensorhub.cuda.device import DeviceBytes
+from tensorhub.digests import WIDTHS
 from tensorhub.errors import StateError
 from tensorhub.manifest import Manifest
 from tensorhub.transport.memory import Bytes, address_of, copy_bytes
@@ -44,7 +46,18 @@ class ChunkMemory:
     On a GPU the CPU has no views of them: what it sends or receives goes through `staging`.
     """
 
-    __slots__ = ("__weakref__", "_addresses", "_chunks", "_regions", "_spans", "device", "is_digested", "sizes", "unwanted")
+    __slots__ = (
+        "__weakref__",
+        "_addresses",
+        "_chunks",
+        "_regions",
+        "_spans",
+        "device",
+        "is_digested",
+        "sizes",
+        "unwanted",
+        "width",
+    )
 
     def __init__(self, manifest: Manifest, regions: Sequence[Bytes], unwanted: frozenset[int] = frozenset()) -> None:
         """`regions`: one contiguous view per region of the manifest, of its size; writable if chunks are to
@@ -59,7 +72,13 @@ class ChunkMemory:
         self.device = next((region.device for region in self._regions if isinstance(region, DeviceBytes)), None)
         self.unwanted: tuple[int, ...] = tuple(c.index for c in manifest.chunks if c.region in unwanted) if unwanted else ()
         self.sizes: tuple[int, ...] = tuple(chunk.nbytes for chunk in manifest.chunks)
-        self.is_digested: bool = manifest.digest != "none"
+        self.is_digested: bool = manifest.digest == "xxh3-64"  # what is fast enough to be made of each piece as it passes
+        self.width: int = WIDTHS[manifest.digest]  # bytes of one digest; 0: chunks have none
+        if self.device is not None and self.width and not self.is_digested:
+            raise StateError(
+                f"digests of the kind {manifest.digest!r} are made by the CPU, and these tensors are on {self.device.name}: "
+                "publish with Options(digest='xxh3-64'), or fetch into host memory (device='cpu') and copy from there"
+            )
         self._spans: tuple[tuple[int, int], ...] | None = None
 
     def buffer(self, chunk: int) -> memoryview:
@@ -111,10 +130,12 @@ class ChunkMemory:
 
     def digests(self, chunks: Sequence[int]) -> list[int]:
         """Those of several chunks: by one launch, on a GPU."""
-        if not self.is_digested:
+        if not self.width:
             return [0] * len(chunks)
         if self.device is not None:
             return self.device.digests([(self.address(chunk), self.sizes[chunk]) for chunk in chunks])
+        if not self.is_digested:
+            return [int.from_bytes(hashlib.sha256(self.buffer(chunk)).digest(), "big") for chunk in chunks]
         return [xxhash.xxh3_64_intdigest(self.buffer(chunk)) for chunk in chunks]
 
     def __repr__(self) -> str:

@@ -86,6 +86,6 @@ def _copy_some(
         named = [chunk for chunk, _ in group]
         move_chunks(memory, destination, named)
         for (chunk, digest), made in zip(group, destination.digests(named), strict=True):
-            if not destination.is_digested or made == digest:
+            if not destination.width or made == digest:
                 good[chunk] = digest
     return good

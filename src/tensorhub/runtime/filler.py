@@ -17,6 +17,7 @@ import anyio.abc
 import anyio.from_thread
 import anyio.to_thread
 
+from tensorhub.digests import pack, root_of, unpack
 from tensorhub.errors import TensorHubError
 from tensorhub.manifest import Manifest
 from tensorhub.messages import FromWorker, Progress
@@ -33,9 +34,10 @@ from tensorhub.runtime.reports import CallTimes
 from tensorhub.runtime.serving import SharedOwner
 from tensorhub.transport.memory import MappedRegions, Memory
 from tensorhub.types import ContentId, LeaseId, RegistrationId
-from tensorhub.worker.calls import Action, AddPullSource, CopyLocally, DropPullSource, StartPull
+from tensorhub.worker.calls import Action, AddPullSource, CompareDigests, CopyLocally, DropPullSource, StartPull, staging_of
 from tensorhub.worker.member import Member
 
+LONG_LIST = 2**14  # of digests: their root is made in a thread
 PROGRESS_S = 0.25  # how often a running fill tells the coordinator how far it is
 TENSORS_NAMED_MAX = 5  # in an error
 
@@ -122,15 +124,19 @@ class Filler:
 
     async def _fill(self, action: StartPull, pull: _Pull) -> None:
         """Pull every chunk into the caller's tensors, with whatever sources there are and come."""
+        root = b""
         try:
             with pull.scope:
                 self._memory.check_unreplaced()  # its bytes may have been freed meanwhile
                 await self._callers_work.done()
                 target, mapped, chunks = await self._places.destination(action)
+                if not self._member.shard.serves:
+                    self._owner.keep_books(target, action.generation, ContentId(action.version.content_id), chunks)
                 kept = await self._verify_kept(target, action.generation)
                 with self._counted(staged=action.staged):
                     await self._pull_chunks(action, pull, target, chunks, kept)
                     await self._unpack(mapped)
+                root = await self._root(target, action.generation)
         except* TensorHubError as group:
             error = _first_of(group)
             log.warning("fill_failed", registration=self._registration, reason=str(error))
@@ -138,10 +144,40 @@ class Filler:
         else:
             if not pull.scope.cancelled_caught:
                 self.times.prepared = clock.now()
-                self._apply(self._member.pull_done(clock.now()))
+                self._apply(self._member.pull_done(clock.now(), root))
         finally:
             pull.runner = None  # it keeps the memory alive
             pull.ended.set()
+
+    async def _root(self, target: RegistrationId, generation: int) -> bytes:
+        """Of the digests of all that is there; empty, where not every chunk is there with one."""
+        listed = self._owner.listed(target, generation)
+        if listed is None or not listed[0] or None in listed[1]:
+            return b""
+        width, digests = listed[0], [digest for digest in listed[1] if digest is not None]
+        if len(digests) < LONG_LIST:
+            return root_of(pack(digests, width))
+        return await anyio.to_thread.run_sync(lambda: root_of(pack(digests, width)))
+
+    async def compare(self, action: CompareDigests) -> None:
+        """See `CompareDigests`."""
+        target = RegistrationId(staging_of(self._registration)) if action.staged else self._registration
+        listed = self._owner.listed(target, action.generation)
+        if listed is None or not listed[0]:
+            return
+        width, digests = listed
+        published = unpack(action.digests, width)
+        wrong = [
+            (chunk, must, self._owner.origin(target, action.generation, chunk))
+            for chunk, (must, digest) in enumerate(zip(published, digests[action.first :], strict=False), action.first)
+            if digest not in (must, None)
+        ]
+        if wrong:
+            log.warning("not_as_published", registration=self._registration, chunks=len(wrong), first=wrong[0][0])
+            revoke = partial(self._owner.revoke, target, action.generation, [chunk for chunk, _, _ in wrong])
+            await anyio.to_thread.run_sync(revoke)
+        following = action.first + len(published)
+        self._apply(self._member.compared(action.generation, following, wrong, clock.now()))
 
     async def _verify_kept(self, target: RegistrationId, generation: int) -> list[int]:
         """What a fill that was broken off has left of this content, and nobody has written since (R9)."""
@@ -155,7 +191,7 @@ class Filler:
 
     async def _copy(self, action: CopyLocally, pull: _Pull) -> None:
         """Take over what other memory of this worker has; see `CopyLocally`."""
-        started, copied = clock.now(), frozenset[int]()
+        started, copied, root = clock.now(), frozenset[int](), b""
         try:
             with pull.scope:
                 self._memory.check_unreplaced()
@@ -168,6 +204,8 @@ class Filler:
                     copied = await anyio.to_thread.run_sync(work)
                     if action.last:
                         await self._unpack(mapped)
+                if action.last:
+                    root = await self._root(target, action.generation)
         except TensorHubError as error:
             log.warning("copy_failed", registration=self._registration, reason=str(error))
             if self._member.is_letting_go:  # it is committed: what does not arrive is torn
@@ -177,7 +215,7 @@ class Filler:
         else:
             self._note_copying(clock.now() - started)
             if not pull.scope.cancelled_caught:
-                self._apply(self._member.copied(copied, clock.now()))
+                self._apply(self._member.copied(copied, clock.now(), root))
         finally:
             pull.ended.set()
 
@@ -206,7 +244,9 @@ class Filler:
     ) -> None:
         opener = self._line.channels.opener(ContentId(action.version.content_id))
         there = {*chunks.unwanted, *action.copied, *kept}
-        runner = PullRunner(chunks, self._owner, target, action.generation, opener, verified=there)
+        runner = PullRunner(
+            chunks, self._owner, target, action.generation, opener, verified=there, published=action.published
+        )
         try:
             async with runner:
                 pull.runner = runner
@@ -221,7 +261,7 @@ class Filler:
                     self._say_progress(report)
                 self._show_progress(report)
         finally:
-            self.times.pull, self.times.pulled = runner.report(), clock.now()
+            self.times.add_pull(runner.report(), clock.now(), again=bool(action.published))
 
     async def _unpack(self, mapped: MappedRegions) -> None:
         if not mapped.is_in_place:

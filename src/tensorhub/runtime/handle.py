@@ -19,8 +19,9 @@ import anyio.from_thread
 import anyio.lowlevel
 import anyio.to_thread
 
+from tensorhub.digests import WIDTHS
 from tensorhub.errors import DrainTimeout, Memory as TensorState, StateError, TensorHubError
-from tensorhub.messages import DigestAgain, ErrorInfo
+from tensorhub.messages import DigestAgain, ErrorInfo, TellDigests
 from tensorhub.runtime import clock
 from tensorhub.runtime.callers_work import CallersWork
 from tensorhub.runtime.filler import Filler, Line, ProgressListener
@@ -45,6 +46,7 @@ from tensorhub.worker.calls import (
     Call,
     CallHook,
     CloseCall,
+    CompareDigests,
     CopyCall,
     CopyLocally,
     DropPullSource,
@@ -68,8 +70,10 @@ from tensorhub.worker.calls import (
     StopPull,
     TakeBackCall,
     UnpublishCall,
+    staging_of,
 )
 from tensorhub.worker.member import Member
+from tensorhub.worker.telling import tell
 
 FENCE_TRY_S = 2.0  # of a fence, before it is looked whether it is still wanted; readers have half of it to take their bytes
 
@@ -136,6 +140,7 @@ class Handle:
         _, finish = await self._run(PublishCall(version), timeout_s)
         assert finish.version is not None
         self.was_filled = False
+        self._owner.on_made(self._registration)  # they may all have been made beforehand
         return finish.version
 
     async def unpublish(self, timeout_s: float) -> None:
@@ -267,9 +272,47 @@ class Handle:
 
     async def digest_again(self, question: DigestAgain, limiter: anyio.CapacityLimiter) -> None:
         """Has this chunk changed since its digest was made (R8)? The answer goes to the coordinator."""
-        changed, error = await self._promise.look_again(question, limiter)
-        now = clock.now()
-        self.apply(self.member.digested_again(question.inquiry, question.generation, changed, error, now))
+        changed, digest, error = await self._promise.look_again(question, limiter)
+        origin = self._owner.origin(self._registration, question.generation, question.chunk)
+        self.apply(
+            self.member.digested_again(
+                question.inquiry, question.generation, changed, error, clock.now(), digest=digest, origin=origin
+            )
+        )
+
+    def tell_made(self, *, if_all: bool) -> bool:
+        """Say which digests were made of what is published (`if_all`: once it is all). Whether nothing is left to say."""
+        content = self.member.content
+        if content is None or not content.published or self.member.state not in (HandleState.READY, HandleState.DRAINING):
+            return True
+        known, are_all = self._owner.take_made(self._registration, if_all=if_all)
+        if known:
+            self._tell(
+                content.generation, content.manifest.chunk_count, WIDTHS[content.manifest.digest], known, last=are_all
+            )
+        return are_all
+
+    async def tell_digests(self, question: TellDigests, limiter: anyio.CapacityLimiter) -> None:
+        """Say which digests the chunks of this memory have, or of what is staged for it (R8)."""
+        content, generation = self.member.content, question.generation
+        if content is not None and content.published and content.generation == generation and not question.origin:
+            make = partial(self._owner.make_digests, self._registration, generation, ContentId(content.version.content_id))
+            await anyio.to_thread.run_sync(make, limiter=limiter)
+        for target in (self._registration, RegistrationId(staging_of(self._registration))):
+            listed = self._owner.listed(target, generation)
+            if listed is not None and listed[0]:
+                width, digests = listed
+                chunks = (
+                    self._owner.read_from(target, generation, question.origin) if question.origin else range(len(digests))
+                )
+                known = [(chunk, digest) for chunk in chunks if (digest := digests[chunk]) is not None]
+                self._tell(generation, len(digests), width, known, last=True)
+                return
+        self._tell(generation, 0, 0, [], last=True)
+
+    def _tell(self, generation: int, chunks: int, width: int, known: list[tuple[int, int]], *, last: bool) -> None:
+        for message in tell(self._registration, generation, chunks, width, known, last=last):
+            self._line.say(message)
 
     # ------------------------------------------------------------------------------------------------- actions
 
@@ -326,6 +369,8 @@ class Handle:
                 assert self._call.hook is not None
                 self._call.times.hooked = clock.now() if self._call.times.prepared else None
                 self._call.hook(action.version)
+            case CompareDigests():
+                await self._filler.compare(action)
             case StartPull() | CopyLocally():
                 self._filler.begin(action, self._tasks)
             case AddPullSource() | DropPullSource():
@@ -373,7 +418,13 @@ class Handle:
         if action.complete:  # behind `made`: what is written while it is packed breaks the promise, too
             await self._places.pack(action.manifest)
         self._owner.open(
-            self._registration, action.generation, content_id, chunks, complete=action.complete, digests=digests
+            self._registration,
+            action.generation,
+            content_id,
+            chunks,
+            complete=action.complete,
+            digests=digests,
+            tells=action.complete and bool(chunks.width),
         )
 
     async def _fence(self, action: Fence) -> None:
@@ -390,6 +441,7 @@ class Handle:
             await anyio.lowlevel.checkpoint()
         if self.member.state is HandleState.DRAINING:  # else it is overwritten next, or was never published
             self._promise.taken_back()
+        self.tell_made(if_all=False)  # what nobody can ask for any more
         self.apply(self.member.fenced(action.generation, clock.now()))
 
     def _fence_left_s(self, action: Fence) -> float:

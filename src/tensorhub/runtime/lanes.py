@@ -32,7 +32,7 @@ import anyio
 import anyio.to_thread
 from anyio.abc import TaskGroup
 
-from tensorhub.messages import FLOWS_MAX, Flow, Grant
+from tensorhub.messages import FLOWS_MAX, Flow, Grant, Origin
 from tensorhub.runtime.chunks import ChunkMemory
 from tensorhub.runtime.inflow import Inflow
 from tensorhub.runtime.serving import SharedOwner
@@ -108,6 +108,7 @@ class _Lane:
 
     grant: Grant
     lease: LeaseId
+    origin: Origin
     cutter: Cutter = field(default_factory=Cutter)
     transport: str = ""
     channel: Channel | None = None  # from when it is open until the last thread leaves
@@ -165,9 +166,13 @@ class PullRunner:
         open_channel: ChannelOpener,
         *,
         verified: Iterable[int] = (),
+        published: Mapping[int, int] | None = None,
         batch_bytes: int = BATCH_BYTES,
     ) -> None:
-        """`verified`: chunks that `memory` holds, and that were verified, already."""
+        """`verified`: chunks that `memory` holds, and that were verified, already. `published`: what these chunks must have
+        as digest, whatever their source says.
+        """
+        self._published = published or {}
         self._memory = memory
         self._owner = owner
         self._registration = registration
@@ -213,7 +218,8 @@ class PullRunner:
 
     def add_source(self, grant: Grant) -> None:
         """Read from this source as well, from now on; unless all is there, the block is being left, or it was one before."""
-        lane = _Lane(grant, LeaseId(grant.lease), batch_bytes=self._batch_bytes)
+        origin = Origin(grant.registration, grant.generation)
+        lane = _Lane(grant, LeaseId(grant.lease), origin, batch_bytes=self._batch_bytes)
         with self._changed:
             if self._is_over or lane.lease in self._lanes:
                 return
@@ -444,7 +450,8 @@ class PullRunner:
         bad: list[int] = []
         digests = self._digests(arrival)
         for chunk, digest in arrival.chunks:
-            if digests.get(chunk) != (digest if self._memory.is_digested else None):
+            made = digests.get(chunk)
+            if made != (digest if self._memory.width else None) or self._published.get(chunk, made) != made:
                 bad.append(chunk)
             else:
                 good.append((chunk, digest))
@@ -460,14 +467,14 @@ class PullRunner:
                 self._pull.arrived(lane.lease, chunk, ok=False)
             if bad or lane.threads > 1:
                 self._changed.notify_all()
-        self._owner.mark_available(self._registration, self._generation, good)
+        self._owner.mark_available(self._registration, self._generation, good, lane.origin)
         self._finish_if_done()
         if bad:
             raise ReadFailure("corrupt", f"chunk {bad[0]} does not have its digest", bad[0])
 
     def _digests(self, arrival: Arrival) -> Mapping[int, int]:
         """Of what has arrived, as it is in the destination; none, where there are none to compare them with."""
-        if not self._memory.is_digested:
+        if not self._memory.width:
             return {}
         missing = [chunk for chunk, _ in arrival.chunks if chunk not in arrival.made]
         return {**arrival.made, **dict(zip(missing, self._memory.digests(missing), strict=True))}

@@ -103,33 +103,37 @@ class Promise:
 
     async def look_again(
         self, question: DigestAgain, limiter: anyio.CapacityLimiter
-    ) -> tuple[bool | None, MutabilityViolation]:
-        """Has this chunk changed since its digest was made (R8)? None: nobody can tell. If so, the error tells of it."""
-        content, changed = self._member.content, None
+    ) -> tuple[bool | None, bytes, MutabilityViolation]:
+        """Has this chunk changed since its digest was made (R8)? None: nobody can tell. And which digest is that? If it has
+        changed, the error tells of it.
+        """
+        content, changed, digest = self._member.content, None, b""
         if content is not None and content.generation == question.generation:
             look = partial(self._has_changed, content, question.chunk)
-            changed = await anyio.to_thread.run_sync(look, limiter=limiter)
+            changed, digest = await anyio.to_thread.run_sync(look, limiter=limiter)
         text = "the memory has changed"
         if changed and content is not None and self._member.content is content:
             text = self._changed_text(content, question.chunk)
             log.warning("held_memory_changed", registration=self._registration, reason=text)
             if self._member.state is not HandleState.FILLING:
                 self._spoiled = text
-        return changed, MutabilityViolation(text)
+        return changed, digest, MutabilityViolation(text)
 
-    def _has_changed(self, content: Content, chunk: int) -> bool | None:
-        """Whether a chunk that others may read has lost its digest. None: it is not to be read, or has none."""
+    def _has_changed(self, content: Content, chunk: int) -> tuple[bool | None, bytes]:
+        """Whether a chunk that others may read has lost its digest, and that. None: it is not to be read, or has none."""
         right = (self._registration, content.generation, ContentId(content.version.content_id))
         with self._owner.access(None, *right, [chunk], 1, 0.0) as answer:
             if not isinstance(answer, tuple):
-                return None
+                return None, b""
             access, memory = answer
-            known = access.digests[0]
-            if known is None or not memory.is_digested:
-                return None
+            if not memory.width:
+                return None, b""
+            ((_, known),) = self._owner.digests_of(access, memory)
             if isinstance(self._memory, FileMemory):  # nothing here touches its mapping: see there
-                return self._memory.digest(content.manifest, chunk) != known
-            return memory.digest(chunk) != known
+                now = self._memory.digest(content.manifest, chunk)
+            else:
+                now = memory.digest(chunk)
+            return now != known, known.to_bytes(memory.width, "big")
 
     def _changed_text(self, content: Content, chunk: int) -> str:
         title, number = self._member.shard.title, content.version.version

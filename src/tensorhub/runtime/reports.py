@@ -6,7 +6,7 @@ lanes have counted (`runtime.lanes`).
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from tensorhub.runtime.lanes import PullReport
 from tensorhub.types import FetchReport
@@ -27,6 +27,20 @@ class CallTimes:
     hooked: float | None = None  # when before_write began, of a staged update
     hook_s: float = 0.0  # that it took there
     pull: PullReport | None = None
+
+    def add_pull(self, pull: PullReport, now: float, *, again: bool) -> None:
+        """It is over. `again`: it has read once more what was not as published."""
+        before = self.pull if again else None
+        if before is not None:
+            pull = replace(
+                pull,
+                bytes_read=before.bytes_read + pull.bytes_read,
+                reread_bytes=before.reread_bytes + pull.bytes_read,
+                retries=before.retries + pull.retries,
+                phases={name: before.phases[name] + seconds for name, seconds in pull.phases.items()},
+                sources=(*before.sources, *pull.sources),
+            )
+        self.pull, self.pulled = pull, now
 
     def report_of(self, finish: Finish, started: float, ended: float) -> FetchReport:
         """Of a call that has ended well."""

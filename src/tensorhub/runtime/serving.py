@@ -19,6 +19,7 @@ import anyio.to_thread
 
 from tensorhub.errors import DrainTimeout, TransportUnavailable
 from tensorhub.machine import InvariantBroken
+from tensorhub.messages import Origin
 from tensorhub.runtime.chunks import ChunkMemory
 from tensorhub.runtime.threads import run_in_thread
 from tensorhub.transport.base import NotShared
@@ -27,10 +28,11 @@ from tensorhub.transport.nixl import Exposed, Exposures, OnGpu
 from tensorhub.transport.shm import Segment, segments_of
 from tensorhub.transport.verbs import Fabric
 from tensorhub.types import ContentId, Incarnation, RegistrationId
-from tensorhub.worker.owner import Access, Owner, Refusal, Wait
+from tensorhub.worker.owner import CHUNKS_PER_ACCESS_MAX, Access, Owner, Refusal, Wait
 
 FENCE_GRACE_S = 1.0  # how long a send call may go on before its reader is taken for stopped
 FENCE_TIMEOUT_S = 60.0
+DIGESTED_BYTES = 32 * 2**20  # in one access, before a fence gets its turn
 REST_S = 0.25  # after which a lane that was asked nothing more is taken for kept, where places are short
 NOT_OPEN = Refusal("this memory is not open under that generation")
 
@@ -76,6 +78,7 @@ class SharedOwner:
         reads it; None: it does not. `fabric`: by which RDMA ports it is read; None: by none.
         """
         self.fabric = fabric
+        self.on_made: Callable[[RegistrationId], None] = lambda registration: None  # `take_made` has something; any thread
         self._changed = threading.Condition()  # guards everything below; notified when any of it changes
         self._owner = Owner()
         self._memory: dict[RegistrationId, ChunkMemory] = {}
@@ -99,13 +102,24 @@ class SharedOwner:
         *,
         complete: bool,
         digests: Sequence[int | None] | None = None,
+        tells: bool = False,
     ) -> None:
-        """Let readers in: to all of it, or (complete False) to what `mark_available` names from now on."""
+        """Let readers in: to all of it, or (complete False) to what `mark_available` names from now on. `tells`: `on_made`
+        hears of digests that are made.
+        """
+        sizes = memory.sizes
         with self._changed:
-            self._owner.open(registration, generation, content_id, memory.sizes, complete=complete, digests=digests)
+            self._owner.open(registration, generation, content_id, sizes, complete=complete, digests=digests, tells=tells)
             self._memory[registration] = memory
             self._set_word(registration, generation)
             self._changed.notify_all()
+
+    def keep_books(self, registration: RegistrationId, generation: int, content_id: ContentId, memory: ChunkMemory) -> None:
+        """Let nobody in, and remember what arrives there, until it is forgotten: of memory that serves nobody."""
+        with self._changed:
+            if self._owner.digests(registration, generation) is None:
+                self._owner.open(registration, generation, content_id, memory.sizes, complete=False, serves=False)
+                self._memory[registration] = memory
 
     def reopen(self, registration: RegistrationId, generation: int) -> None:
         """See `Owner.reopen`: what was held, and its digests, are held under another generation."""
@@ -115,13 +129,62 @@ class SharedOwner:
             self._changed.notify_all()
 
     def mark_available(
-        self, registration: RegistrationId, generation: int, arrived: Iterable[tuple[int, int | None]]
+        self,
+        registration: RegistrationId,
+        generation: int,
+        arrived: Iterable[tuple[int, int | None]],
+        origin: Origin | None = None,
     ) -> bool:
         """See `Owner.mark_available`; readers that wait for these chunks go on."""
         with self._changed:
-            taken = self._owner.mark_available(registration, generation, arrived)
+            taken = self._owner.mark_available(registration, generation, arrived, origin)
             self._changed.notify_all()
             return taken
+
+    def revoke(self, registration: RegistrationId, generation: int, chunks: Iterable[int]) -> None:
+        """See `Owner.revoke`; returns when nobody reads them any more. Who takes them too slowly loses his connection."""
+        with self._changed:
+            inside = self._owner.revoke(registration, generation, chunks)
+            if not self._changed.wait_for(lambda: inside.isdisjoint(self._inside), self._fence_grace_s):
+                for access in inside:
+                    lane = self._inside.get(access)
+                    if lane is not None:
+                        self._stop(lane)
+                self._changed.wait_for(lambda: inside.isdisjoint(self._inside), FENCE_TIMEOUT_S)
+
+    def take_made(self, registration: RegistrationId, *, if_all: bool = False) -> tuple[list[tuple[int, int]], bool]:
+        """See `Owner.take_made`."""
+        with self._changed:
+            return self._owner.take_made(registration, if_all=if_all)
+
+    def listed(self, registration: RegistrationId, generation: int) -> tuple[int, tuple[int | None, ...]] | None:
+        """Bytes of one digest, and all digests; None for each that is not known, or altogether for an older generation."""
+        with self._changed:
+            digests, memory = self._owner.digests(registration, generation), self._memory.get(registration)
+            return None if digests is None or memory is None else (memory.width, digests)
+
+    def make_digests(self, registration: RegistrationId, generation: int, content_id: ContentId) -> None:
+        """Make those that are missing. Blocks; ends early where the memory is taken back."""
+        digests = self.digests(registration, generation) or ()
+        missing = [chunk for chunk, digest in enumerate(digests) if digest is None]
+        while missing:
+            window = missing[:CHUNKS_PER_ACCESS_MAX]
+            with self.access(None, registration, generation, content_id, window, DIGESTED_BYTES, 0.0) as answer:
+                if not isinstance(answer, tuple):
+                    return
+                access, memory = answer
+                self.digests_of(access, memory)
+            missing = missing[len(access.chunks) :]
+
+    def origin(self, registration: RegistrationId, generation: int, chunk: int) -> Origin | None:
+        """See `Owner.origin`."""
+        with self._changed:
+            return self._owner.origin(registration, generation, chunk)
+
+    def read_from(self, registration: RegistrationId, generation: int, origin: str) -> list[int]:
+        """See `Owner.read_from`."""
+        with self._changed:
+            return self._owner.read_from(registration, generation, origin)
 
     def complete(self, registration: RegistrationId, generation: int) -> bool:
         """See `Owner.complete`."""
@@ -144,7 +207,7 @@ class SharedOwner:
         """See `Owner.kept`; nothing, where there are no digests to tell by."""
         with self._changed:
             memory = self._memory.get(registration)
-            return self._owner.kept(registration, generation) if memory is not None and memory.is_digested else []
+            return self._owner.kept(registration, generation) if memory is not None and memory.width else []
 
     def verify(
         self, registration: RegistrationId, generation: int, kept: Iterable[tuple[int, int]], check: Callable[[], object]
@@ -336,6 +399,9 @@ class SharedOwner:
         """This digest was made of a chunk of the access. Returns the one that counts: the first."""
         with self._changed:
             kept = self._owner.set_digest(access.registration, access.generation, chunk, made)
+            is_news = self._owner.is_news(access.registration)
+        if is_news:
+            self.on_made(access.registration)
         return made if kept is None else kept
 
     # ---------------------------------------------------------------------------------------------- the fence

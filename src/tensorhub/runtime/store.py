@@ -18,6 +18,7 @@ from typing import Protocol, assert_never
 
 from tensorhub.coordinator import (
     Decision,
+    Digested,
     Durable,
     Entry,
     Forgotten,
@@ -56,6 +57,9 @@ CREATE TABLE IF NOT EXISTS models (
 CREATE TABLE IF NOT EXISTS pins (
     pin TEXT NOT NULL PRIMARY KEY, incarnation TEXT NOT NULL, model TEXT NOT NULL, number INTEGER NOT NULL,
     content_id TEXT NOT NULL);
+CREATE TABLE IF NOT EXISTS digested (
+    model TEXT NOT NULL, number INTEGER NOT NULL, content_id TEXT NOT NULL, roots BLOB NOT NULL,
+    PRIMARY KEY (model, number));
 CREATE TABLE IF NOT EXISTS pruned (model TEXT NOT NULL PRIMARY KEY, up_to INTEGER NOT NULL);
 """
 FORMAT = 2
@@ -65,6 +69,7 @@ _RECORDS: tuple[tuple[type, Callable[[Durable], Sequence[object]]], ...] = (
     (Decision, lambda durable: durable.decisions),
     (ModelRecord, lambda durable: durable.models),
     (Pinned, lambda durable: durable.pins),
+    (Digested, lambda durable: durable.digested),
 )
 _UNREADABLE = (sqlite3.Error, UnicodeDecodeError)  # the latter where SQLite's own words repeat what it has read
 
@@ -218,6 +223,10 @@ class SqliteStore:
             'ORDER BY model, "group"'
         )
         models = self._db.execute("SELECT model, lineage, mark, rollback, retain FROM models ORDER BY model")
+        digested = self._db.execute(
+            "SELECT model, number, content_id, roots FROM digested WHERE (model, number, content_id) IN "
+            "(SELECT model, number, content_id FROM publications) ORDER BY model, number"
+        )
         pins = self._db.execute("SELECT pin, incarnation, model, number, content_id FROM pins ORDER BY pin")
         return Durable(
             publications=tuple(
@@ -230,6 +239,7 @@ class SqliteStore:
             ),
             models=tuple(ModelRecord(*row) for row in models.fetchall()),
             pins=tuple(Pinned(*row) for row in pins.fetchall()),
+            digested=tuple(Digested(*row) for row in digested.fetchall()),
         )
 
     def write(self, entries: Sequence[Entry]) -> None:
@@ -256,7 +266,8 @@ class SqliteStore:
             case Rollback():
                 changed = "lineage = ?, mark = ?, rollback = substr(? || rollback, 1, ?)"
                 self._change(entry.model, changed, entry.lineage, entry.to, f"{entry.ident}\n", IDENTS_CHARS_MAX)
-                self._db.execute("DELETE FROM publications WHERE model = ? AND number > ?", (entry.model, entry.to))
+                for table in ("publications", "digested"):
+                    self._db.execute(f"DELETE FROM {table} WHERE model = ? AND number > ?", (entry.model, entry.to))
                 self._stand_in(entry)
             case Retention():
                 self._change(entry.model, "retain = ?", entry.retain)
@@ -265,6 +276,9 @@ class SqliteStore:
                 self._db.execute("INSERT OR REPLACE INTO pins VALUES (?,?,?,?,?)", pin)
             case Unpinned():
                 self._db.execute("DELETE FROM pins WHERE pin = ?", (entry.pin,))
+            case Digested():
+                roots = (entry.model, entry.number, entry.content_id, entry.roots)
+                self._db.execute("INSERT OR REPLACE INTO digested VALUES (?,?,?,?)", roots)
             case Forgotten():
                 self._db.execute('DELETE FROM decisions WHERE model = ? AND "group" = ?', (entry.model, entry.group))
             case _:
@@ -278,7 +292,8 @@ class SqliteStore:
             return
         (up_to,) = self._db.execute(f"{newest} {kept}", (model, PUBLICATIONS_KEPT_MAX)).fetchone()
         old = "model = ? AND number <= ? AND content_id NOT IN (SELECT content_id FROM pins)"
-        self._db.execute(f"DELETE FROM publications WHERE {old}", (model, up_to))
+        for table in ("publications", "digested"):
+            self._db.execute(f"DELETE FROM {table} WHERE {old}", (model, up_to))
         self._db.execute("INSERT OR REPLACE INTO pruned VALUES (?, ?)", (model, up_to))
 
     def _stand_in(self, rollback: Rollback) -> None:

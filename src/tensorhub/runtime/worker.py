@@ -26,17 +26,19 @@ from tensorhub.errors import (
     StateError,
     TensorHubError,
 )
-from tensorhub.manifest import Digest, Manifest, build_manifest
+from tensorhub.manifest import Manifest, build_manifest
 from tensorhub.messages import (
     THERE_BYTES_MAX,
     AddSource,
     Announce,
     ChunksThere,
+    Compare,
     CutReader,
     Deregister,
     Description,
     DigestAgain,
     DigestedAgain,
+    Digests,
     Dismissed,
     Done,
     DropCopy,
@@ -57,6 +59,7 @@ from tensorhub.messages import (
     Registered,
     Start,
     TellChunks,
+    TellDigests,
     ToRank,
     Welcome,
     Withdrawable,
@@ -77,6 +80,7 @@ from tensorhub.runtime.pins import Pins
 from tensorhub.runtime.prefetcher import Prefetcher
 from tensorhub.runtime.questions import Questions
 from tensorhub.runtime.serving import SharedOwner
+from tensorhub.runtime.telling import Telling
 from tensorhub.transport import tcp, unix
 from tensorhub.transport.memory import Memory
 from tensorhub.types import (
@@ -135,6 +139,8 @@ class Worker:
         self._owner = SharedOwner(
             words=self.channels.words(), exposures=self.channels.exposures(), fabric=self.channels.fabric
         )
+        self._telling = Telling(self._tell_made)
+        self._owner.on_made = self._telling.made
         self._handles: dict[str, Handle] = {}  # by registration
         self._by_rank: dict[tuple[str, str, int], Handle] = {}  # by (model, group, rank)
         self._asked: dict[int, Handle] = {}  # requests of handles that are not answered yet
@@ -188,6 +194,7 @@ class Worker:
                 self.pins.tasks = self.copies.tasks = self._tasks
                 self._tasks.start_soon(self._serve_readers, listeners)
                 self._tasks.start_soon(self._keep_time)
+                self._tasks.start_soon(self._telling.run)
                 self._tasks.start_soon(self.channels.keep_swept)
                 self._tasks.start_soon(self._link.keep, messages, ready)
                 with anyio.move_on_after(self.options.connect_timeout_s):
@@ -330,6 +337,8 @@ class Worker:
             case TellChunks():
                 place = RegistrationId(message.registration), message.generation
                 self.say(ChunksThere(*place, *self._owner.there(*place, 8 * THERE_BYTES_MAX)))
+            case TellDigests():
+                self._tell_digests(message)
             case Registered() | Withdrawable():
                 self._tell(self._asked.pop(message.request, None), message)
             case Done() | Refused() | ManifestReply():
@@ -346,7 +355,7 @@ class Worker:
                 self.copies.dropped(message)
             case OrderedOut() | Keep():
                 self._tell(self._handles.get(message.registration), message)
-            case Start() | Write() | AddSource() | DropSource() | Outcome():
+            case Start() | Write() | AddSource() | DropSource() | Compare() | Outcome():
                 handle = self._by_rank.get((message.key.model, message.key.group, message.rank))
                 if handle is not None and isinstance(message, Start | Outcome):
                     handle.note_bound()
@@ -374,6 +383,17 @@ class Worker:
             self.say(DigestedAgain(message.inquiry, message.registration, None))
         else:
             self._tasks.start_soon(handle.digest_again, message, self._digesting)
+
+    def _tell_digests(self, message: TellDigests) -> None:
+        handle = self._handles.get(message.registration)
+        if handle is None:
+            self.say(Digests(message.registration, message.generation, 0, (), b"", True))
+        else:
+            self._tasks.start_soon(handle.tell_digests, message, self._digesting)
+
+    def _tell_made(self, registration: RegistrationId, if_all: bool) -> bool:
+        handle = self._handles.get(registration)
+        return handle is None or handle.tell_made(if_all=if_all)
 
     async def _cut(self, message: CutReader) -> None:
         await anyio.to_thread.run_sync(self._owner.cut, Incarnation(message.reader))
@@ -409,7 +429,12 @@ class Worker:
     ) -> Handle:
         """Take memory into use, in place, and tell the coordinator of it."""
         layout_id = f"world/{world_size}"
-        digest: Digest = "xxh3-64" if self.options.integrity else "none"
+        digest = self.options.digest if self.options.integrity else "none"
+        if memory.device is not None and digest not in ("xxh3-64", "none"):
+            raise StateError(
+                f"Options.digest = {digest!r} is made by the CPU, and these tensors are on {memory.device.name}: "
+                "register host tensors, or use 'xxh3-64'"
+            )
         manifest = build_manifest(memory.descriptions, self.options.chunk_bytes, digest, layout_id, metadata=memory.metadata)
         manifest = pack_tiny(manifest, 0 if memory.digests_first else self.options.pack_bytes)  # files are read in place
         shard = Shard(

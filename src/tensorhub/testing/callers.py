@@ -402,7 +402,7 @@ class WorkerShell:
     async def register(
         self, model: str, memory: Memory, *, group: str | None, rank: int, world_size: int, spot: bool, timeout_s: float
     ) -> Caller:
-        digest: Digest = "xxh3-64" if self.options.integrity else "none"
+        digest: Digest = "xxh3-64" if self.options.integrity else "none"  # a cell's is the same, whatever it is called
         layout = f"world/{world_size}"
         manifest = build_manifest(memory.descriptions, self.options.chunk_bytes, digest, layout, metadata=memory.metadata)
         group = group if group is not None else self._fresh_group()

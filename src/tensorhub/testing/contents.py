@@ -23,6 +23,7 @@ class Contents:
         self.publications: dict[str, OpKey] = {}  # by content id: which publish has minted it
         self.retired: set[str] = set()  # content ids that were rolled back
         self.numbers: dict[str, dict[int, str]] = {}  # by model and number: content ids that are durable, or may be
+        self.lies: set[str] = set()  # cells for which somebody has vouched who is not their publisher
         self._spoilt: set[tuple[str, str]] = set()  # registrations, and the content that their own user has overwritten
 
     def state_lost(self) -> None:
@@ -49,12 +50,17 @@ class Contents:
         of which no digest has been made yet is what it is then.
         """
         held = handle.worker.owner._holdings.get(handle.id)
-        if held is not None and held.digests[chunk] is None:
+        if held is not None and held.digests[chunk] is None and handle.lied != content_id:
             cells = list(self.truth[content_id][handle.shard.number])
             cells[chunk] = cell
             self.truth[content_id][handle.shard.number] = tuple(cells)
         else:
             self._spoilt.add((handle.id, content_id))
+
+    def misled(self, handle: Handle, content_id: str) -> None:
+        """Its own process has lied to it: the coordinator will not count it."""
+        handle.lied = content_id
+        self._spoilt.add((handle.id, content_id))
 
     def is_spoilt(self, handle: Handle, content_id: str) -> bool:
         """Whether its own user has overwritten that there."""

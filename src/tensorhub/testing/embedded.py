@@ -48,7 +48,9 @@ from tensorhub.transport.memory import Memory
 from tensorhub.types import Location, Options
 from tensorhub.worker.enrolment import Shard
 
-USERS_OWN = frozenset({Fault.HOOK, Fault.CANCEL, Fault.DIFFER, Fault.HASTE, Fault.OVERWRITE})  # what only a user does wrong
+USERS_OWN = frozenset(
+    {Fault.HOOK, Fault.CANCEL, Fault.DIFFER, Fault.HASTE, Fault.OVERWRITE, Fault.LIE}
+)  # what only users do
 INSTANT_S = 1e-9
 OVER = "the simulation is over"
 

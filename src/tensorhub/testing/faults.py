@@ -34,6 +34,7 @@ class Fault(StrEnum):
     DIFFER = "differ"  # the ranks of a group call differently, or one does not call
     HASTE = "haste"  # calls have hardly any time
     DEVICE = "device"  # an access of the owner's own (a digest, a copy) lasts long
+    LIE = "lie"  # somebody who has read a version overwrites it, and vouches for it with digests of its own
     PREEMPT = "preempt"  # a spot worker is told to go: it closes with little time, and dies
 
 

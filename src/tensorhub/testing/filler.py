@@ -10,9 +10,11 @@ from collections.abc import MutableSequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from tensorhub.digests import pack, root_of, unpack
+from tensorhub.messages import Origin
 from tensorhub.testing.memory import CHUNK_BYTES, digest_of, sent_digest
 from tensorhub.types import ContentId, RegistrationId
-from tensorhub.worker.calls import CopyLocally, StartPull
+from tensorhub.worker.calls import CompareDigests, CopyLocally, StartPull
 from tensorhub.worker.owner import Access
 
 if TYPE_CHECKING:
@@ -28,6 +30,10 @@ class Filler:
     def begin_pull(self, start: StartPull) -> StartPull:
         """Make ready what is to be filled: that pull without what is here already, which others may read from now on."""
         self._begin(start)
+        owner, handle = self._handle.worker.owner, self._handle
+        if not handle.shard.serves and owner.digests(handle.id, start.generation) is None:
+            content, sizes = ContentId(start.version.content_id), [CHUNK_BYTES] * start.manifest.chunk_count
+            owner.open(handle.id, start.generation, content, sizes, complete=False, serves=False)
         kept = [] if start.staged else self._kept(start.generation)
         if not kept:
             return start
@@ -57,6 +63,9 @@ class Filler:
                     filled[chunk] = cells[chunk]
                     good.append((chunk, digest))
             owner.end(found)
+            liar = handle.cluster.by_registration.get(source.registration)
+            if liar is not None and liar.lied == action.version.content_id:  # of its own process
+                handle.cluster.guarantees.contents.misled(handle, action.version.content_id)
             if good:
                 handle.cluster.took(f"copied from {handle.cluster.kind_of(source.registration)}")
             copied.update(chunk for chunk, _ in good)
@@ -104,6 +113,38 @@ class Filler:
             return self._target(staged=True)[1]
         return self._handle.cluster.by_registration[registration].cells
 
+    # -- what was published
+
+    def root(self, start: StartPull | CopyLocally) -> bytes:
+        """Of the digests of all that is there; empty, where not every chunk is there with one."""
+        digests = self._handle.worker.owner.digests(self._target(staged=start.staged)[0], start.generation)
+        if start.manifest.digest == "none" or digests is None or None in digests:
+            return b""
+        return root_of(pack([digest for digest in digests if digest is not None], 8))
+
+    def compare(self, action: CompareDigests) -> None:
+        """Find what is not as was published; nobody reads it any more."""
+        handle, target = self._handle, self._target(staged=action.staged)[0]
+        owner, generation = handle.worker.owner, action.generation
+        digests = owner.digests(target, generation)
+        if digests is None:
+            return
+        published = unpack(action.digests, 8)
+        wrong = [
+            (chunk, must, owner.origin(target, generation, chunk))
+            for chunk, (must, digest) in enumerate(zip(published, digests[action.first :], strict=False), action.first)
+            if digest not in (must, None)
+        ]
+        chunks = [chunk for chunk, _, _ in wrong]
+        inside = owner.revoke(target, generation, chunks)
+        for lane in [lane for lane in handle.serving if lane.access is not None and lane.access.number in inside]:
+            handle.cluster.lane_shut(lane)
+        handle.cluster.verified.revoked(target, chunks)
+        if wrong:
+            handle.cluster.took("not as published")
+        following = action.first + len(published)
+        handle.apply(handle.member.compared(generation, following, wrong, handle.cluster.now))
+
     # -- as lanes see it
 
     def receive(self, chunk: int, cell: str, start: StartPull) -> None:
@@ -114,9 +155,9 @@ class Filler:
             handle.cluster.guarantees.writes(handle)
         cells[chunk] = cell
 
-    def offer(self, start: StartPull, verified: list[tuple[int, int | None]]) -> None:
-        """Let others read what was verified."""
+    def offer(self, start: StartPull, verified: list[tuple[int, int | None]], origin: Origin | None = None) -> None:
+        """Let others read what was verified; it was read at `origin`, if at any."""
         handle, (target, cells) = self._handle, self._target(staged=start.staged)
         handle.cluster.verified.arrived(target, ((chunk, cells[chunk]) for chunk, _ in verified))
-        if verified and handle.worker.owner.mark_available(target, start.generation, verified):
+        if verified and handle.worker.owner.mark_available(target, start.generation, verified, origin):
             handle.cluster.chunks_offered(handle)

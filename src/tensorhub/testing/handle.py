@@ -13,11 +13,12 @@ from dataclasses import dataclass, field
 from math import inf
 from typing import TYPE_CHECKING, assert_never
 
+from tensorhub.coordinator import Digested
 from tensorhub.errors import GroupAborted, MutabilityViolation, StateError
-from tensorhub.messages import Deregister, DigestAgain, ErrorInfo, Prepared, Publish
+from tensorhub.messages import Deregister, DigestAgain, Digests, ErrorInfo, Prepared, Publish, TellDigests
 from tensorhub.testing.demands import HOLDING, demand
 from tensorhub.testing.filler import Filler
-from tensorhub.testing.memory import CHUNK_BYTES, digest_of, written
+from tensorhub.testing.memory import CHUNK_BYTES, digest_of, sent_digest, written
 from tensorhub.testing.prefetching import Prefetched
 from tensorhub.testing.pulling import Lane, Reading
 from tensorhub.testing.rendering import show
@@ -38,6 +39,7 @@ from tensorhub.worker.calls import (
     Call,
     CallHook,
     CloseCall,
+    CompareDigests,
     CopyLocally,
     DropPullSource,
     EndPrefetch,
@@ -62,6 +64,7 @@ from tensorhub.worker.calls import (
 from tensorhub.worker.enrolment import Shard
 from tensorhub.worker.member import Member
 from tensorhub.worker.owner import Access
+from tensorhub.worker.telling import tell
 
 if TYPE_CHECKING:
     from tensorhub.testing.cluster import Cluster
@@ -132,6 +135,7 @@ class Handle:
         self.asked: Asked | None = None
         self.last_held = ""  # the content id that it held last
         self.generation = 0  # under which its memory is open, or was last
+        self.lied = ""  # the content id that it vouches for with bytes of its own
         self.changed = ""  # the content id whose bytes here have changed, as it has found out itself
         self.hook_error: Exception | None = None
         self.hook_calls = 0
@@ -253,6 +257,25 @@ class Handle:
         self.cells[chunk] = cell
         return True
 
+    def lie(self) -> bool:
+        """Overwrite what was read from others, and forget its digests, so that those of the new bytes vouch for them.
+        False: it holds nothing of that kind, or nobody could know better.
+        """
+        content, cluster = self.member.content, self.cluster
+        if content is None or self.member.state is not HandleState.READY or self.access is not None or content.published:
+            return False
+        info, held = content.version, self.worker.owner._holdings.get(self.id)
+        known = any(isinstance(each, Digested) and each.content_id == info.content_id for each in cluster.store)
+        if not known or held is None or self.lied == info.content_id:
+            return False
+        cluster.note(f"{self.name} lies")
+        chunk, self.lied = self._chunk_to_spoil(), info.content_id
+        cell = f"{self.name}?{next(cluster.numbers)}.{chunk}"
+        cluster.guarantees.contents.spoil(self, info.content_id, chunk, cell)
+        cluster.guarantees.contents.lies.add(cell)
+        self.cells[chunk], held.digests[chunk] = cell, None
+        return True
+
     def _chunk_to_spoil(self) -> int:
         """Often one that somebody has read, which others may notice."""
         number = next(self.cluster.numbers)
@@ -306,6 +329,8 @@ class Handle:
 
     def can_do_next(self) -> bool:
         """Whether its next action can be carried out, or gone on with, now."""
+        if self.todo and isinstance(self.todo[0], CompareDigests) and self.access is not None:
+            return False  # what is wrong may be what is accessed
         until = self.fence_waits_until()
         return bool(self.todo) and (until is None or until <= self.cluster.now)
 
@@ -347,7 +372,8 @@ class Handle:
                 self.worker.say(action.message)
             case OpenMemory():
                 content, sizes = ContentId(action.content_id), [CHUNK_BYTES] * action.manifest.chunk_count
-                owner.open(self.id, action.generation, content, sizes, complete=action.complete)
+                tells = action.complete and action.manifest.digest != "none"
+                owner.open(self.id, action.generation, content, sizes, complete=action.complete, tells=tells)
                 self.cluster.verified.holds(self.id, action.content_id)
                 self.generation, self.changed = action.generation, ""
             case ReopenMemory():
@@ -359,9 +385,12 @@ class Handle:
             case StartPull():
                 self.pull = Reading(self, self.filler.begin_pull(action), self.cluster.new_lane)
                 if self.pull.over:
-                    self.apply(self.member.pull_done(self.cluster.now))
+                    self.pull_done(action)
+            case CompareDigests():
+                self.filler.compare(action)
             case CopyLocally():
-                self.apply(self.member.copied(self.filler.copy(action), self.cluster.now))
+                copied = self.filler.copy(action)
+                self.apply(self.member.copied(copied, self.cluster.now, self.filler.root(action)))
             case AddPullSource():
                 if self.pull is not None:
                     self.pull.add(action.grant)
@@ -391,6 +420,38 @@ class Handle:
             case _:
                 assert_never(action)
 
+    def pull_done(self, start: StartPull) -> None:
+        """All that was wanted is there."""
+        self.apply(self.member.pull_done(self.cluster.now, self.filler.root(start)))
+
+    def tell_made(self) -> None:
+        """Say which digests were made of what is published."""
+        content = self.member.content
+        if content is not None and content.published and self.member.state in HOLDING:
+            known, are_all = self.worker.owner.take_made(self.id)
+            if known:
+                for message in tell(self.id, content.generation, len(self.cells), 8, known, last=are_all):
+                    self.worker.say(message)
+
+    def tell_digests(self, question: TellDigests) -> None:
+        """Say which digests the cells of this memory have, or of what is staged for it."""
+        owner, generation, content = self.worker.owner, question.generation, self.member.content
+        if content is not None and content.published and content.generation == generation and not question.origin:
+            access = owner.begin(self.id, generation, ContentId(content.version.content_id), range(len(self.cells)), 2**62)
+            if isinstance(access, Access):
+                for chunk, known in zip(access.chunks, access.digests, strict=True):
+                    sent_digest(owner, access, chunk, known, self.cells[chunk])
+                owner.end(access)
+        said: list[Digests] = []
+        for target in (self.id, self.staging_id):
+            digests = owner.digests(target, generation)
+            if digests is not None and not said:
+                chunks = owner.read_from(target, generation, question.origin) if question.origin else range(len(digests))
+                known_ = [(chunk, digest) for chunk in chunks if (digest := digests[chunk]) is not None]
+                said = list(tell(self.id, generation, len(digests), 8, known_, last=True))
+        for message in said or tell(self.id, generation, 0, 8, [], last=True):
+            self.worker.say(message)
+
     def half_fill(self, kept: Collection[int]) -> None:
         """From now on its memory is no version's any more, but for chunks that were copied, or are left of a broken fill."""
         self.cells = [cell if chunk in kept else "half-filled" for chunk, cell in enumerate(self.cells)]
@@ -411,6 +472,7 @@ class Handle:
             self.todo.popleft()
             self.fencing_since = None
             self.cluster.guarantees.fenced(self, action.generation)
+            self.tell_made()
             self.apply(self.member.fenced(action.generation, now))
             return
         if now >= self.fencing_since + self.cluster.fence_grace_s:
@@ -446,19 +508,23 @@ class Handle:
 
     def digest_again(self, question: DigestAgain) -> None:
         """Tell whether a cell has changed since its digest was made (R8)."""
-        content, changed = self.member.content, None
+        content, changed, digest = self.member.content, None, b""
         if content is not None:
             right = (question.generation, ContentId(content.version.content_id))
             access = self.worker.owner.begin(self.id, *right, [question.chunk], 1)
             if isinstance(access, Access):
-                known = access.digests[0]
-                changed = None if known is None else digest_of(self.cells[question.chunk]) != known
+                if content.manifest.digest != "none":
+                    cell = self.cells[question.chunk]
+                    known = sent_digest(self.worker.owner, access, question.chunk, access.digests[0], cell)
+                    changed, digest = digest_of(cell) != known, known.to_bytes(8, "big")
                 self.worker.owner.end(access)
                 if changed:
                     self.changed = content.version.content_id if self.member.state in HOLDING else ""
                     self.cluster.guarantees.retained.lost(self)  # and the coordinator will hear so
         now, error = self.cluster.now, MutabilityViolation("the memory has changed")
-        self.apply(self.member.digested_again(question.inquiry, question.generation, changed, error, now))
+        origin = self.worker.owner.origin(self.id, question.generation, question.chunk)
+        inquiry, generation = question.inquiry, question.generation
+        self.apply(self.member.digested_again(inquiry, generation, changed, error, now, digest=digest, origin=origin))
 
     def source_ended(self, lease: str, reason: str) -> None:
         """Have a source of the running fill fail."""

@@ -272,7 +272,7 @@ class Injector:
             case Fault.CANCEL if random.random() < AMBUSHES:
                 self._changes_of_mind = [random.random() < 0.5]
                 return False
-            case Fault.STALL | Fault.SLOW | Fault.DEVICE | Fault.HOOK | Fault.CANCEL | Fault.OVERWRITE:
+            case Fault.STALL | Fault.SLOW | Fault.DEVICE | Fault.HOOK | Fault.CANCEL | Fault.OVERWRITE | Fault.LIE:
                 return self._strike_data(kind)
             case Fault.PARTITION | Fault.DROP if random.random() < AMBUSHES:
                 self._ambushes, self._absences = [kind], [kind]
@@ -322,6 +322,8 @@ class Injector:
                 handle.cancel()
             case Fault.OVERWRITE:
                 return handle.overwrite()
+            case Fault.LIE:
+                return handle.lie()
             case _:
                 return False
         return True

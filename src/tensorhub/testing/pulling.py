@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import TYPE_CHECKING, NamedTuple
 
-from tensorhub.messages import HAS_RUNS_MAX, Flow, Grant, Progress
+from tensorhub.messages import HAS_RUNS_MAX, Flow, Grant, Origin, Progress
 from tensorhub.runtime.lanes import BATCHES_OPEN
 from tensorhub.scheduler.links import SECONDS_MIN
 from tensorhub.scheduler.pull import Pull
@@ -99,13 +99,13 @@ class Lane:
         bad: list[int] = []
         for chunk, cell, digest in frame.chunks:
             reader.filler.receive(chunk, cell, reading.start)
-            ok = not digested or digest_of(cell) == digest
+            ok = not digested or digest_of(cell) == digest == reading.start.published.get(chunk, digest)
             reading.books.arrived(self.lease, chunk, ok)
             if ok:
                 good.append((chunk, digest))
             else:
                 bad.append(chunk)
-        reader.filler.offer(reading.start, good)
+        reader.filler.offer(reading.start, good, Origin(self.grant.registration, self.grant.generation))
         reading.settled(self)
         if bad:
             self.end("corrupt", bad[0])
@@ -145,6 +145,8 @@ class Lane:
             digest = sent_digest(source.worker.owner, access, chunk, known, cell) if digested else known
             found.append((chunk, cell, digest))
         self.let_go()
+        if source.worker.alive:
+            source.tell_made()
         return Frame(tuple(found))
 
     def let_go(self) -> None:
@@ -278,6 +280,6 @@ class Reading:
         if not self.over:
             cluster.lanes_wanted(self)
         elif not self.lanes and not self.stopped:
-            reader.apply(reader.member.pull_done(cluster.now))
+            reader.pull_done(self.start)
         elif not self.lanes:
             cluster.handle_moved(reader)

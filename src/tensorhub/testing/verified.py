@@ -44,6 +44,13 @@ class Verified:
         """It is freed."""
         self._filled.pop(memory, None)
 
+    def revoked(self, memory: RegistrationId, chunks: Iterable[int]) -> None:
+        """These were verified against their source only, and are not what was published."""
+        filled = self._filled.get(memory)
+        if filled is not None:
+            for chunk in chunks:
+                filled.cells.pop(chunk, None)
+
     def writes(self, memory: RegistrationId, chunk: int) -> None:
         """A lane writes that chunk of a fill."""
         filled = self._filled.get(memory)

@@ -16,10 +16,12 @@ from tensorhub.messages import (
     AddSource,
     Announce,
     ChunksThere,
+    Compare,
     CopyRefused,
     CutReader,
     Description,
     DigestAgain,
+    Digests,
     Dismissed,
     Done,
     DropCopy,
@@ -44,6 +46,7 @@ from tensorhub.messages import (
     Rollback,
     Start,
     TellChunks,
+    TellDigests,
     ToRank,
     Unpin,
     Welcome,
@@ -356,9 +359,18 @@ class SimWorker:
             case TellChunks():
                 place = RegistrationId(message.registration), message.generation
                 self.say(ChunksThere(*place, *self.owner.there(*place, 8 * THERE_BYTES_MAX)))
+            case TellDigests():
+                handle = self.cluster.by_registration.get(message.registration)
+                if handle is not None and handle.worker is self:
+                    handle.tell_digests(message)
+                else:
+                    self.say(Digests(message.registration, message.generation, 0, (), b"", True))
             case OrderedOut() | Keep():
+                liar = self.cluster.by_registration.get(message.registration)
+                if isinstance(message, OrderedOut) and liar is not None and liar.lied == message.content_id:
+                    self.cluster.guarantees.retained.lost(liar)  # the coordinator has found out
                 self._tell(self.cluster.by_registration.get(message.registration), message)
-            case Start() | Write() | AddSource() | DropSource() | Outcome():
+            case Start() | Write() | AddSource() | DropSource() | Compare() | Outcome():
                 key = message.key
                 self._tell(self.rank_at(key.model, key.group, message.rank), message)
             case MakeCopy():

@@ -17,9 +17,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Self
 
-import xxhash
-
 from tensorhub.cuda.device import Device
+from tensorhub.digests import hasher
 from tensorhub.errors import ManifestMismatch, RegistrationError
 from tensorhub.manifest import Chunk, Manifest, TensorDescription
 from tensorhub.transport.checkpoint import Checkpoint, find_files
@@ -186,11 +185,11 @@ class FileMemory:
 
     def _read_digest(self, manifest: Manifest, chunk: Chunk, buffer: memoryview, went_on: Callable[[int], object]) -> int:
         file, at = self._place(manifest.by_region[chunk.region][0].name)
-        digest = xxhash.xxh3_64()
+        digest = hasher(manifest.digest)
         for part in _read(file, at + chunk.offset, chunk.nbytes, buffer):
             digest.update(part)
             went_on(len(part))
-        return digest.intdigest()
+        return int.from_bytes(digest.digest(), "big")
 
     def _place(self, tensor: str) -> tuple[_OpenFile, int]:
         file, entry = self._places[tensor]

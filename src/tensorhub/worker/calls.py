@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 from tensorhub.manifest import Manifest
 from tensorhub.messages import ErrorInfo, FromWorker, Grant
@@ -155,7 +156,8 @@ class StartPull:
     """Fill the memory; then call `Member.pull_done`, or `source_failed` and `pull_failed` as it happens.
 
     `copied`: chunks that were copied, so that they need not be read. `staged`: fill host memory that nobody else reads
-    (`staging_of`); the memory itself stays as it is.
+    (`staging_of`); the memory itself stays as it is. `published`: what some chunks must have as digest, whatever a source
+    says: these are read again.
     """
 
     version: VersionInfo
@@ -164,6 +166,20 @@ class StartPull:
     grants: tuple[Grant, ...]
     copied: frozenset[int] = frozenset()
     staged: bool = False
+    published: Mapping[int, int] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class CompareDigests:
+    """Compare what is filled with a part of its publisher's list, from chunk `first` on; let nobody read what is not as was
+    published; then call `Member.compared`.
+    """
+
+    manifest: Manifest
+    generation: int
+    staged: bool
+    first: int
+    digests: bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -227,6 +243,7 @@ Action = (
     | Fence
     | CallHook
     | CopyLocally
+    | CompareDigests
     | StartPull
     | FreeStaging
     | FreeMemory

@@ -34,10 +34,12 @@ class Copying(Running):
         self.phase = Phase.COPYING
         self._rank.act(CopyLocally(version, manifest, self._generation, (self._call.source,), last=True))
 
-    def copied(self, chunks: frozenset[int]) -> None:
+    def copied(self, chunks: frozenset[int], root: bytes) -> None:
         if self.phase is not Phase.COPYING:
             return
         if len(chunks) == self._call.manifest.chunk_count:
+            assert self._holding.content is not None
+            self._holding.content.root = root  # the coordinator compares it, as with a vote
             self._holding.filled()
             self._holding.restate()
             self.finish(version=self._call.version, changed=True)

@@ -13,28 +13,35 @@ it reads under (`leases`), nor for reading bytes (`scheduler.pull`).
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import assert_never
 
 from tensorhub.errors import IntegrityError, OperationTimeout, ProtocolError, StateError, TensorHubError
 from tensorhub.machine import InvariantBroken
 from tensorhub.manifest import Manifest
 from tensorhub.messages import (
+    STRAYS_MAX,
     AddSource,
     Begun,
     BegunWith,
+    Compare,
+    Compared,
     DropSource,
     Fill,
     GetManifest,
     Grant,
     ManifestReply,
+    Origin,
     Prepared,
     ReadyToWrite,
     Start,
+    Stray,
     Write,
 )
 from tensorhub.types import HandleState, Medium, OpKey, OpKind, VersionInfo
 from tensorhub.worker.calls import (
     CallHook,
+    CompareDigests,
     CopyLocally,
     EndPrefetch,
     FillCall,
@@ -75,8 +82,15 @@ class Filling(GroupCall):
         self.stages = False  # the memory holds what must stay as it is until the commit
         self._has_staging = False  # staging memory may be in use, and nobody else is to free it
         self._is_staged = False  # all of it is there
+        self._compares_last = False  # the part that is being compared is the last one
         self._bound_as: OpKey | None = None  # the operation in which it was bound first
         self._is_anew = False  # said once more, to a new coordinator, which has not bound it yet
+        self._published = b""  # the root of the publisher's digests, as far as the coordinator has said it beforehand
+        self._root = b""  # of this rank's own, once all is there
+        self._hooked = False  # before_write has returned
+        self._wrong: dict[int, int] = {}  # chunks that are not as was published, and their published digests
+        self._strays: dict[Origin | None, Stray] = {}  # one of each memory from which such chunks came
+        self._rereads = False  # they are being read again
         self._may_hold = call.kind is OpKind.PREFETCH  # when it was said, this rank may have held what it is bound to
 
     def check_allowed(self) -> None:
@@ -150,18 +164,20 @@ class Filling(GroupCall):
                 self._ask_manifest()
             case Phase.HELD:
                 self._rank.say(ReadyToWrite(self.operation, self._rank.shard.rank))
+            case Phase.PULLING if self._rereads:
+                self._say_rereads()
             case Phase.VOTED:
-                self._rank.say(Prepared(self.operation, self._rank.shard.rank))
+                self._say_vote()
             case _:
                 pass
 
     # ------------------------------------------------------------------------------------------- until it may write
 
-    def told(self, message: Start | Write | AddSource | DropSource) -> None:
+    def told(self, message: Start | Write | AddSource | DropSource | Compare) -> None:
         """The coordinator says something about this operation."""
         match message:
             case Start() if self.phase is Phase.ASKED:
-                self._version, self._write_said = message.version, message.write
+                self._version, self._write_said, self._published = message.version, message.write, message.root
                 self._leases.granted(message.grants)
                 self._bound_as = message.key
                 self._find_manifest(message.manifest_id)
@@ -177,6 +193,8 @@ class Filling(GroupCall):
                     self._leases.add(message.grant)
             case DropSource():
                 self._leases.drop(message.lease)
+            case Compare():
+                self._compare(message)
             case _:
                 assert_never(message)
 
@@ -191,7 +209,7 @@ class Filling(GroupCall):
             case Phase.PULLING:
                 self._leases.reconcile(grants)
             case Phase.VOTED:
-                self._rank.say(Prepared(self.operation, self._rank.shard.rank))
+                self._say_vote()
             case Phase.ABANDONING:
                 self._write_said = True  # it crossed our Abandon: nothing was written here
             case _:
@@ -242,6 +260,7 @@ class Filling(GroupCall):
     def hook_returned(self, error: Exception | None) -> None:
         if self.phase is not Phase.HOOK:
             return
+        self._hooked = True
         if error is not None:
             self.give_up(error)
         elif self._is_staged:
@@ -343,12 +362,12 @@ class Filling(GroupCall):
         """`lane`: the lease under which the pull began to read there."""
         self._leases.failed(lane, reason, detail, chunk)
 
-    def pull_done(self) -> None:
+    def pull_done(self, root: bytes) -> None:
         if self.phase is not Phase.PULLING:
             return
         self._leases.end_reading()
-        self._is_staged = self.stages
-        if self._call.hold and self._is_staged:
+        self._is_staged, self._root, self._rereads = self.stages, root, False
+        if self._call.hold and self._is_staged and not self._hooked:
             self._run_hook()
         else:
             self._vote()
@@ -358,13 +377,60 @@ class Filling(GroupCall):
         assert self._manifest is not None
         self.phase = Phase.VOTED
         if self.stages:
-            self._holding.stage(Content(self._version, self._manifest, self.generation))
+            self._holding.stage(Content(self._version, self._manifest, self.generation, root=self._root))
         else:
-            self._holding.verified()
-        self._rank.say(Prepared(self.operation, self._rank.shard.rank))
-        if not self._rank.shard.serves:
+            self._holding.verified(self._root)
+        self._say_vote()
+        # No other memory depends on a fetch. One that can tell by itself that it is as was published need not wait.
+        if not self._rank.shard.serves and (self._manifest.digest == "none" or self._root == self._published != b""):
             self._holding.fetched()
             self.finish(version=self._version, changed=True)
+
+    def _say_vote(self) -> None:
+        self._rank.say(Prepared(self.operation, self._rank.shard.rank, self._root))
+
+    # ------------------------------------------------------------------------------------- the publisher's digests decide
+
+    def _compare(self, message: Compare) -> None:
+        """What this rank has voted for has not the digests that were published."""
+        if self.phase is not Phase.VOTED or self._manifest is None:
+            return
+        if not message.first:
+            self._wrong.clear()
+            self._strays.clear()
+        self._compares_last = message.last
+        self._rank.act(CompareDigests(self._manifest, self.generation, self.stages, message.first, message.digests))
+
+    def compared(self, following: int, wrong: Sequence[tuple[int, int, Origin | None]]) -> None:
+        """Which chunks of that part are not as was published, which digests they must have, and where they were read."""
+        if self.phase is not Phase.VOTED:
+            return
+        for chunk, published, origin in wrong:
+            self._wrong[chunk] = published
+            if len(self._strays) < STRAYS_MAX:
+                self._strays.setdefault(origin, Stray(chunk, origin))
+        if self._compares_last and self._wrong:
+            self._reread()
+        else:
+            self._rank.say(Compared(self.operation, self._rank.shard.rank, following, ()))
+
+    def _reread(self) -> None:
+        """The vote is void: what is wrong is read once more, from wherever it can be had."""
+        assert self._version is not None
+        assert self._manifest is not None
+        self._holding.unvote()
+        self.phase, self._rereads = Phase.PULLING, True
+        self._say_rereads()
+        self._leases.granted(())
+        self._leases.begin_reading()
+        there = frozenset(range(self._manifest.chunk_count)) - self._wrong.keys()
+        wrong, self._wrong = self._wrong, {}
+        self._rank.act(StartPull(self._version, self._manifest, self.generation, (), there, self.stages, wrong))
+
+    def _say_rereads(self) -> None:
+        assert self._manifest is not None
+        shard, strays = self._rank.shard, tuple(self._strays.values())
+        self._rank.say(Compared(self.operation, shard.rank, self._manifest.chunk_count, strays, rereads=True))
 
     def pull_failed(self, error: TensorHubError) -> None:
         """Nor can copying."""
@@ -400,6 +466,10 @@ class Filling(GroupCall):
             self._has_staging = False  # the holding's now
             self.phase = Phase.APPLYING
             self._holding.apply()
+            return
+        if self.phase is Phase.VOTED and not self._rank.shard.serves:
+            self._holding.fetched()
+            self.finish(version=version, changed=True)
             return
         if self.phase is Phase.VOTED:
             self._holding.filled()
@@ -464,6 +534,9 @@ class Filling(GroupCall):
             case Phase.COPYING | Phase.PULLING:
                 self._abandon(error)
                 self._stop_pull(error)
+            case Phase.VOTED if not self._rank.shard.serves:  # nobody else has a part in it
+                self._abandon(error)
+                self._torn(error)
             case Phase.VOTED:
                 self._has_staging = False
                 self._doubt(error)

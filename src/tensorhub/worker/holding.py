@@ -41,6 +41,7 @@ class Content:
     generation: int
     retained: bool = False  # it is to be kept (R4), as far as was heard
     published: bool = False  # by this rank; else it was read from others
+    root: bytes = b""  # of its chunks' digests, where it was voted for
     spoiled: bool = False  # its bytes have changed: it is not what it says, and counts for nothing
 
     def held(self) -> Held:
@@ -53,6 +54,8 @@ class Content:
             world_size=version.world_size,
             nbytes=version.nbytes,
             manifest=self.manifest.encode(),
+            published=self.published,
+            root=self.root,
         )
 
 
@@ -139,9 +142,15 @@ class Holding(Stateful[HandleState]):
         if self._rank.shard.serves:
             self._rank.act(OpenMemory(generation, version.content_id, manifest, complete=False))
 
-    def verified(self) -> None:
-        """All of it is in place: this rank's vote."""
+    def verified(self, root: bytes) -> None:
+        """All of it is in place, with digests of that root: this rank's vote."""
+        assert self.content is not None
         self.voted = self.content
+        self.voted.root = root
+
+    def unvote(self) -> None:
+        """It is not as was published, and is filled on: the coordinator, which said so, has not counted the vote."""
+        self.voted = self.staged = None
 
     def filled(self) -> None:
         assert self.content is not None
@@ -395,7 +404,8 @@ class Holding(Stateful[HandleState]):
         assert self.doubt is not None
         rank = self._rank.shard.rank
         if vote and not self._publishes:
-            self._rank.say(Prepared(self.doubt, rank))
+            content = self.staged or self.content
+            self._rank.say(Prepared(self.doubt, rank, content.root if content is not None else b""))
         self._rank.say(Resolve(self.doubt, rank))
 
     def resolve(self, outcome: Outcome) -> None:

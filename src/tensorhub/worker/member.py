@@ -14,7 +14,7 @@ connections, or for time, which is an argument.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import assert_never
 
 from tensorhub.errors import GroupAborted, StateError, TensorHubError
@@ -22,6 +22,7 @@ from tensorhub.machine import InvariantBroken
 from tensorhub.manifest import Manifest
 from tensorhub.messages import (
     AddSource,
+    Compare,
     DigestedAgain,
     Done,
     DropSource,
@@ -30,6 +31,7 @@ from tensorhub.messages import (
     Keep,
     ManifestReply,
     OrderedOut,
+    Origin,
     Outcome,
     Refused,
     Registered as RegisteredReply,
@@ -267,28 +269,48 @@ class Member:
         return self._rank.take_actions()
 
     def digested_again(
-        self, inquiry: str, generation: int, changed: bool | None, error: TensorHubError, now: float
+        self,
+        inquiry: str,
+        generation: int,
+        changed: bool | None,
+        error: TensorHubError,
+        now: float,
+        *,
+        digest: bytes = b"",
+        origin: Origin | None = None,
     ) -> list[Action]:
-        """What was asked with DigestAgain. `error`: what is wrong with memory that has changed."""
+        """What was asked with DigestAgain. `error`: what is wrong with memory that has changed. `digest`: what is sent with
+        the chunk; `origin`: where it was read.
+        """
         self._rank.enter(now)
         content = self._holding.content
         known = content is not None and content.generation == generation and self.state is not HandleState.IN_DOUBT
-        self._rank.say(DigestedAgain(inquiry, self.shard.registration, changed if known else None))
+        registration = self.shard.registration
+        self._rank.say(DigestedAgain(inquiry, registration, changed if known else None, digest, origin))
         if known and changed:
             if isinstance(self.running, Filling):
                 self.running.pull_failed(error)
             self._holding.spoil()
         return self._rank.take_actions()
 
-    def pull_done(self, now: float) -> list[Action]:
-        """Every chunk is in place and verified: vote."""
+    def pull_done(self, now: float, root: bytes = b"") -> list[Action]:
+        """Every chunk is in place and verified, with digests of that root (empty: not all have one): vote."""
         self._rank.enter(now)
         if isinstance(self.running, Filling):
-            self.running.pull_done()
+            self.running.pull_done(root)
         return self._rank.take_actions()
 
-    def copied(self, chunks: frozenset[int], now: float) -> list[Action]:
-        """What could be copied of the running CopyLocally is there, and verified."""
+    def compared(
+        self, generation: int, following: int, wrong: Sequence[tuple[int, int, Origin | None]], now: float
+    ) -> list[Action]:
+        """What was asked with CompareDigests: up to which chunk, and what is wrong (chunk, published digest, origin)."""
+        self._rank.enter(now)
+        if isinstance(self.running, Filling) and self.running.generation == generation:
+            self.running.compared(following, wrong)
+        return self._rank.take_actions()
+
+    def copied(self, chunks: frozenset[int], now: float, root: bytes = b"") -> list[Action]:
+        """What could be copied of the running CopyLocally is there, and verified; `root`: of the digests, if that is all."""
         self._rank.enter(now)
         content = self._holding.content
         if self._holding.applying and content is not None:
@@ -298,8 +320,10 @@ class Member:
                 self.running.applied(whole=whole)
             else:
                 self._go_on()
-        elif isinstance(self.running, Filling | Copying):
+        elif isinstance(self.running, Filling):
             self.running.copied(chunks)
+        elif isinstance(self.running, Copying):
+            self.running.copied(chunks, root)
         return self._rank.take_actions()
 
     def pull_failed(self, error: TensorHubError, now: float) -> list[Action]:
@@ -385,7 +409,7 @@ class Member:
             case ManifestReply():
                 if isinstance(call, Filling):
                     call.manifest_came(message)
-            case Start() | Write() | AddSource() | DropSource():
+            case Start() | Write() | AddSource() | DropSource() | Compare():
                 if isinstance(call, Filling) and message.key == call.key:
                     call.told(message)
             case _:

@@ -25,6 +25,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from tensorhub.machine import IllegalStep, Story
+from tensorhub.messages import Origin
 from tensorhub.types import ContentId, RegistrationId
 
 CHUNKS_PER_ACCESS_MAX = 1024  # a ChunksFollow frame names no more, and one gather call takes no more buffers
@@ -64,6 +65,10 @@ class _Holding:
     available: bytearray  # 1 for each chunk that may be read
     digests: list[int | None]  # of each chunk; None until it is made or has arrived
     missing: int  # always available.count(0)
+    origins: list[Origin | None] | None = None  # where each chunk was read, as far as is known; None: none was
+    made: list[int] | None = None  # chunks whose digests were made here, and not told yet; None: nobody wants to know
+    undigested: int = 0  # always digests.count(None), where `made` is kept
+    serves: bool = True
     is_open: bool = True
     accesses: int = 0  # always the number of running accesses to this registration, under whichever generation
     story: Story = field(default_factory=Story)
@@ -78,7 +83,7 @@ class Owner:
 
     def __init__(self) -> None:
         self._holdings: dict[RegistrationId, _Holding] = {}
-        self._running: dict[int, RegistrationId] = {}  # access number -> registration
+        self._running: dict[int, Access] = {}  # by number
         self._next_access = 0  # above every number given out
 
     # -------------------------------------------------------------------------------------- life of a holding
@@ -92,9 +97,12 @@ class Owner:
         *,
         complete: bool,
         digests: Sequence[int | None] | None = None,
+        tells: bool = False,
+        serves: bool = True,
     ) -> None:
         """Let readers in under `generation`. `sizes`: bytes per chunk; `complete`: every chunk may be read
-        already.
+        already; `tells`: what digests are made is asked for with `take_made`; `serves` False: nobody
+        may read any of it, and only its books are kept.
 
         Digests of that very content are kept from the last time: see `kept`.
         """
@@ -103,8 +111,9 @@ class Owner:
             self._check_may_open(registration, old, generation)
         if digests is not None and len(digests) != len(sizes):
             raise ValueError(f"{len(digests)} digests for {len(sizes)} chunks")
+        origins: list[Origin | None] | None = None
         if digests is None and old is not None and content_id == old.content_id != "" and len(sizes) == len(old.sizes):
-            digests = old.digests
+            digests, origins = old.digests, old.origins
         holding = _Holding(
             generation=generation,
             content_id=content_id,
@@ -112,7 +121,12 @@ class Owner:
             available=bytearray([complete]) * len(sizes),
             digests=[None] * len(sizes) if digests is None else list(digests),
             missing=0 if complete else len(sizes),
+            origins=origins,
+            serves=serves,
         )
+        if tells:
+            holding.made = [chunk for chunk, digest in enumerate(holding.digests) if digest is not None]
+            holding.undigested = len(holding.digests) - len(holding.made)
         if old is not None:
             holding.story = old.story
         holding.story.tell("opened", generation, content_id, "complete" if complete else "filling")
@@ -155,20 +169,70 @@ class Owner:
     # ------------------------------------------------------------------------------------------ what is there
 
     def mark_available(
-        self, registration: RegistrationId, generation: int, arrived: Iterable[tuple[int, int | None]]
+        self,
+        registration: RegistrationId,
+        generation: int,
+        arrived: Iterable[tuple[int, int | None]],
+        origin: Origin | None = None,
     ) -> bool:
-        """Let others read these (chunk, digest) pairs, which were verified. False: an older generation's,
-        dropped.
+        """Let others read these (chunk, digest) pairs, which were verified; they were read at `origin`, if at any. False:
+        an older generation's, dropped.
         """
         holding = self._at(registration, generation)
         if holding is None:
             return False
+        if origin is not None and holding.origins is None:
+            holding.origins = [None] * len(holding.sizes)
         for chunk, digest in arrived:
             if not holding.available[chunk]:
                 holding.available[chunk] = 1
                 holding.missing -= 1
                 holding.digests[chunk] = digest
+                if holding.origins is not None and origin is not None:
+                    holding.origins[chunk] = origin
         return True
+
+    def revoke(self, registration: RegistrationId, generation: int, chunks: Iterable[int]) -> frozenset[int]:
+        """Let nobody begin to read these, which were not what was published. Returns the accesses to them that run."""
+        holding = self._at(registration, generation)
+        if holding is None:
+            return frozenset()
+        wrong = set(chunks)
+        for chunk in wrong:
+            holding.missing += holding.available[chunk]
+            holding.available[chunk], holding.digests[chunk] = 0, None
+        holding.story.tell("revoked", generation, "chunks", len(wrong))
+        running = self._running.items()
+        return frozenset(n for n, a in running if a.registration == registration and not wrong.isdisjoint(a.chunks))
+
+    def take_made(self, registration: RegistrationId, *, if_all: bool = False) -> tuple[list[tuple[int, int]], bool]:
+        """The digests that were made since the last time, ascending; and whether all of the content's are known. `if_all`:
+        take them only then.
+        """
+        holding = self._holdings.get(registration)
+        if holding is None or holding.made is None:
+            return [], False
+        if if_all and holding.undigested:
+            return [], False
+        taken, holding.made = sorted(holding.made), []
+        found = [(chunk, digest) for chunk in taken if (digest := holding.digests[chunk]) is not None]
+        return found, not holding.undigested
+
+    def is_news(self, registration: RegistrationId) -> bool:
+        """Whether somebody should take what was made: it is the first since the last time, or the last one of all."""
+        holding = self._holdings.get(registration)
+        return holding is not None and holding.made is not None and (len(holding.made) == 1 or not holding.undigested)
+
+    def origin(self, registration: RegistrationId, generation: int, chunk: int) -> Origin | None:
+        """Where that chunk was read, if that is known."""
+        holding = self._at(registration, generation)
+        return None if holding is None or holding.origins is None else holding.origins[chunk]
+
+    def read_from(self, registration: RegistrationId, generation: int, origin: str) -> list[int]:
+        """The chunks that were read from that registration, ascending."""
+        holding = self._at(registration, generation)
+        origins = holding.origins if holding is not None and holding.origins is not None else []
+        return [chunk for chunk, each in enumerate(origins) if each is not None and each.registration == origin]
 
     def complete(self, registration: RegistrationId, generation: int) -> bool:
         """Let others read every chunk. False: an older generation's, dropped."""
@@ -193,6 +257,9 @@ class Owner:
         known = holding.digests[chunk]
         if known is None:
             holding.digests[chunk] = known = digest
+            if holding.made is not None:
+                holding.made.append(chunk)
+                holding.undigested -= 1
         return known
 
     def has(self, registration: RegistrationId, generation: int, runs_max: int) -> tuple[tuple[int, int], ...]:
@@ -263,7 +330,7 @@ class Owner:
         holding = self._holdings.get(registration)
         if holding is None:
             return Refusal("nothing is registered under that id")
-        if not holding.is_open or holding.generation != generation:
+        if not holding.is_open or not holding.serves or holding.generation != generation:
             return Refusal("the memory has changed its generation")
         # A publisher opens before its content id is minted; its generation alone says what is meant.
         if holding.content_id and holding.content_id != content_id:
@@ -275,9 +342,9 @@ class Owner:
             return _WAIT
         number, self._next_access = self._next_access, self._next_access + 1
         holding.accesses += 1
-        self._running[number] = registration
         digests = tuple(holding.digests[chunk] for chunk in chunks)
-        return Access(number, registration, generation, tuple(chunks), digests, tuple(rest))
+        access = self._running[number] = Access(number, registration, generation, tuple(chunks), digests, tuple(rest))
+        return access
 
     def end(self, access: Access) -> None:
         """The access no longer touches the memory."""
@@ -293,15 +360,16 @@ class Owner:
 
     def is_access_to(self, number: int, registration: RegistrationId) -> bool:
         """Whether the access of this number runs, and is to this registration."""
-        return self._running.get(number) == registration
+        access = self._running.get(number)
+        return access is not None and access.registration == registration
 
     # --------------------------------------------------------------------------------------------- inspection
 
     def check_invariants(self) -> None:
         """Raise IllegalStep if this object's own books disagree."""
         counts: dict[RegistrationId, int] = {}
-        for registration in self._running.values():
-            counts[registration] = counts.get(registration, 0) + 1
+        for access in self._running.values():
+            counts[access.registration] = counts.get(access.registration, 0) + 1
         for registration, holding in self._holdings.items():
             sound = (
                 holding.accesses == counts.pop(registration, 0)

@@ -29,6 +29,7 @@ from tensorhub.coordinator.membership import Membership
 from tensorhub.coordinator.readers import Readers
 from tensorhub.coordinator.retention import Retentions
 from tensorhub.coordinator.suspicions import Suspicions
+from tensorhub.coordinator.testimonies import Testimonies
 from tensorhub.coordinator.versions import Versions
 from tensorhub.messages import Join, Outcome, Register, Start, Write
 from tensorhub.scheduler.pull import Pull, SourceState
@@ -230,8 +231,10 @@ def readers_not_reconsidered() -> Iterator[None]:
 
 @bug("R8: an owner whose bytes have changed says that they have not", faults=(Fault.OVERWRITE, Fault.CUT, Fault.PAUSE))
 def change_denied() -> Iterator[None]:
-    def again(before: Callable[..., Any], self: Any, inquiry: str, generation: int, changed: bool | None, *more: Any) -> Any:
-        return before(self, inquiry, generation, changed and False, *more)
+    def again(
+        before: Callable[..., Any], self: Any, inquiry: str, generation: int, changed: bool | None, *more: Any, **named: Any
+    ) -> Any:
+        return before(self, inquiry, generation, changed and False, *more, **named)
 
     with around(Rank, "digested_again", again):
         yield
@@ -240,6 +243,26 @@ def change_denied() -> Iterator[None]:
 @bug("R8: nobody asks an owner whose reader got other bytes", faults=(Fault.OVERWRITE,))
 def owner_never_asked() -> Iterator[None]:
     with replaced(Suspicions, "ask", nothing):
+        yield
+
+
+@bug("R8: a vote counts, whatever digests its publisher has made", faults=(Fault.LIE, Fault.CRASH, Fault.RESTART))
+def vote_not_compared() -> Iterator[None]:
+    def settle(self: Any, operation: Operation) -> None:
+        for part in operation.parts.values():
+            if part.claim is not None:
+                self._accept(part)
+
+    with replaced(Testimonies, "settle", settle):
+        yield
+
+
+@bug("R8: what a reader finds to be other than published is not taken from those who read it there", faults=(Fault.LIE,))
+def wrong_chunks_served_on() -> Iterator[None]:
+    def revoke(self: Any, registration: Any, generation: int, chunks: Any) -> frozenset[int]:
+        return frozenset()
+
+    with replaced(Owner, "revoke", revoke):
         yield
 
 

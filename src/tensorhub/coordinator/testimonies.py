@@ -1,0 +1,339 @@
+"""The publisher's digests decide (R8): what publishers say that their chunks have, and whether readers agree.
+
+Theory of operation. A publisher tells its digests as it makes them. A reader verifies what it reads against its source, and
+serves it on; its vote names the root of its own list, and counts only where that is the root of the publisher's. Where they
+differ, the reader is sent the publisher's list, page by page, finds what is wrong, says where that came from, and reads it
+again. Is the list not complete, its publisher is asked for the rest; has the publisher gone, those who read from it directly
+say what it said to them, and where nobody is left who did, whoever holds the chunks. A root that is known needs none of
+them: a list from anybody is right if it has that root.
+
+Responsible for lists and roots, for whom is asked, and for which votes count. Not responsible for who is to blame
+(`suspicions`), nor for what a vote leads to (`operations`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from tensorhub.coordinator import limits
+from tensorhub.coordinator.actions import Digested
+from tensorhub.coordinator.cluster import Cluster
+from tensorhub.coordinator.entities import Blame, Holding, Member, Operation, RankPart, Testimony, Version, Worker
+from tensorhub.coordinator.readers import Readers
+from tensorhub.coordinator.states import OperationState
+from tensorhub.coordinator.suspicions import Suspicions
+from tensorhub.digests import ROOT_BYTES, root_of, width_in
+from tensorhub.errors import IntegrityError, StateError
+from tensorhub.messages import DIGESTS_BYTES_MAX, Compare, Compared, Digests, TellDigests
+from tensorhub.types import OpKind
+
+COMPARISONS_MAX = 16  # of one rank in one operation, after which its memory, or its word, is not believed any more
+
+
+class Testimonies:
+    """Changes testimonies and the claims of parts; nobody else does."""
+
+    def __init__(self, cluster: Cluster, readers: Readers, suspicions: Suspicions) -> None:
+        self._cluster = cluster
+        self._readers = readers
+        self._suspicions = suspicions
+        self._recording: dict[int, Version] = {}  # whose roots are on their way to the store
+
+    # -- votes
+
+    def claim(self, part: RankPart, root: bytes) -> None:
+        """This rank has every chunk, with digests of that root. It reads no more; its vote counts once that is agreed."""
+        part.claim, part.page = root, None
+        self._of(part).answered.discard(part.member.registration)  # it has more to tell now
+        if part.holding is not None:
+            part.holding.chunks_verified = part.member.chunks
+        self._readers.release_all(part, "verified")
+        self._cluster.changed(part.operation)
+
+    def settle(self, operation: Operation) -> Blame | None:
+        """Count the votes that agree, and see to the others."""
+        for part in operation.parts.values():
+            if part.claim is None or part.voted:
+                continue
+            testimony = self._of(part)
+            if part.claim == testimony.root or not (testimony.width or testimony.root or part.claim):
+                self._accept(part)
+            elif not testimony.width:
+                continue  # nobody has said yet what its chunks have as digests
+            elif testimony.turned_away:
+                self._cluster.forget_list(testimony)  # perhaps there is room the next time
+                testimony.answered.clear()
+                return Blame(_no_room(testimony), part.rank)
+            elif not testimony.root or not testimony.is_there:
+                self._ask(testimony)
+            elif part.comparisons >= COMPARISONS_MAX:
+                return Blame(_unlike(operation, part), part.rank)
+            elif part.page is None:
+                self._send_page(part, testimony, 0)
+        return None
+
+    def compared(self, part: RankPart, answer: Compared) -> None:
+        """The rank has compared a page of the publisher's digests with its own."""
+        if part.claim is None or (part.page is None and not answer.rereads):
+            return
+        for stray in answer.strays:
+            self._suspicions.trace(part, stray)
+        testimony = self._of(part)
+        if answer.rereads:
+            part.claim, part.page = None, None
+            part.comparisons += 1
+            self._cluster.changed(part.operation)
+        elif answer.following >= testimony.chunks:
+            self._accept(part)
+        elif part.page is not None and answer.following > part.page:
+            self._send_page(part, testimony, answer.following)
+
+    def _accept(self, part: RankPart) -> None:
+        """It can no longer be timed out or cancelled alone."""
+        self._record(self._of(part).version)
+        part.voted, part.claim, part.page = True, None, None
+        if part.holding is not None:
+            part.holding.complete = True
+            part.holding.depth = 0
+        self._cluster.note(part.member)
+        self._cluster.touch(part.member.group.model)
+        self._cluster.changed(part.operation)
+
+    def _send_page(self, part: RankPart, testimony: Testimony, first: int) -> None:
+        if not testimony.is_there:  # forgotten since, to make room
+            part.page = None
+            self._cluster.changed(part.operation)
+            return
+        part.page = first
+        most = DIGESTS_BYTES_MAX // testimony.width
+        values = bytes(testimony.values[first * testimony.width : (first + most) * testimony.width])
+        last = first + most >= testimony.chunks
+        self._cluster.tell(part.member, Compare(part.operation.key, part.rank, first, values, last))
+
+    def root_for(self, part: RankPart) -> bytes:
+        """What a fetch can compare by itself: it is nobody's source, so that nobody else depends on its word."""
+        return self._of(part).root if part.operation.kind is OpKind.FETCH else b""
+
+    # -- what is told
+
+    def told(self, worker: Worker, message: Digests) -> None:
+        """A publisher's digests, or a list that was asked for; from anybody else they change nothing."""
+        member = worker.members.get(message.registration)
+        found = self._about(member, message.generation) if member is not None else None
+        if member is None or worker.read_only:
+            return
+        if found is None:
+            self._told_nothing(member, message)
+            return
+        holding, version, shard = found
+        testimony = self.of(version, shard, member.manifest)
+        asked = member.registration in testimony.asked
+        if not testimony.width or not (asked or (holding is not None and holding is testimony.publisher)):
+            return
+        if message.last:
+            testimony.asked.pop(member.registration, None)
+            testimony.answered.add(member.registration)
+        if not testimony.is_there and self._take(testimony, message):
+            self._complete(testimony, holding)
+        if member.group.model.waiting:
+            self._cluster.touch(member.group.model)
+
+    def _told_nothing(self, member: Member, message: Digests) -> None:
+        """It does not hold that any more."""
+        for version in member.group.model.versions.values():
+            for testimony in version.testimonies.values():
+                if testimony.asked.get(member.registration, (0, 0))[1] == message.generation:
+                    del testimony.asked[member.registration]
+                    testimony.answered.add(member.registration)
+        self._cluster.touch(member.group.model)
+
+    def publisher_is_back(self, holding: Holding) -> None:
+        """It says again what it holds, and that it has published that."""
+        testimony = self.of(holding.version, holding.shard)
+        testimony.publisher = holding
+        testimony.answered.discard(holding.member.registration)
+
+    def _take(self, testimony: Testimony, message: Digests) -> bool:
+        """Enter them; the first that is told of a chunk counts. Whether all are known now."""
+        width, counts = testimony.width, [count for _, count in message.runs]
+        within = all(first >= 0 and count > 0 and first + count <= message.chunks for first, count in message.runs)
+        if not within or len(message.digests) != sum(counts) * width:
+            return False
+        if testimony.chunks != message.chunks and (testimony.chunks >= 0 or not self._begin(testimony, message.chunks)):
+            return False
+        at = 0
+        for first, count in message.runs:
+            for chunk, end in _unknown(testimony.known, first, first + count):
+                there = (at + (chunk - first) * width, at + (end - first) * width)
+                testimony.values[chunk * width : end * width] = message.digests[there[0] : there[1]]
+                testimony.known[chunk:end] = b"\1" * (end - chunk)
+                testimony.missing -= end - chunk
+            at += count * width
+        return testimony.is_there
+
+    def _begin(self, testimony: Testimony, chunks: int) -> bool:
+        """Make room for a list. Lists whose root is known make room for others: they can be told again."""
+        nbytes = chunks * (testimony.width + 1)
+        lists = self._cluster.testimonies
+        for other in list(lists):
+            if sum(map(_nbytes, lists)) + nbytes <= limits.DIGEST_BYTES_MAX:
+                break
+            if other.root:
+                self._cluster.forget_list(other)
+                other.answered.clear()
+        testimony.turned_away = sum(map(_nbytes, lists)) + nbytes > limits.DIGEST_BYTES_MAX
+        if not testimony.turned_away:
+            testimony.begin(chunks)
+            lists[testimony] = None
+        return not testimony.turned_away
+
+    def recover(self, version: Version, roots: bytes) -> None:
+        """These are durable."""
+        version.roots_stored = True
+        for shard in range(len(roots) // ROOT_BYTES):
+            self.of(version, shard).root = roots[shard * ROOT_BYTES : (shard + 1) * ROOT_BYTES]
+
+    def _complete(self, testimony: Testimony, teller: Holding | None) -> None:
+        root, version = root_of(testimony.values), testimony.version
+        if testimony.root and root != testimony.root:  # who told this does not hold what it says
+            self._cluster.forget_list(testimony)
+            if teller is not None and teller.committed and teller is not testimony.publisher:
+                self._suspicions.condemn(teller)
+            return
+        testimony.root = root
+        self._record(version)
+
+    def _record(self, version: Version) -> None:
+        """Have the roots of all shards made durable, once they are known."""
+        roots = [each.root for _, each in sorted(version.testimonies.items()) if each.root]
+        if not version.roots_stored and len(roots) == version.info.world_size:
+            version.roots_stored = True
+            self._cluster.note(version)
+            info = version.info
+            entry = Digested(info.model, info.version, info.content_id, b"".join(roots))
+            self._recording[self._cluster.persist(entry)] = version
+
+    def recorded(self, record: int, *, failed: bool = False) -> None:
+        """The store has an entry, or cannot take it: roots are tried again with the next vote."""
+        version = self._recording.pop(record, None)
+        if version is not None and failed:
+            version.roots_stored = False
+            self._cluster.note(version)
+
+    # -- who is asked
+
+    def _ask(self, testimony: Testimony) -> None:
+        """See to it that somebody says what is not known: one at a time, where one is enough."""
+        for registration, (session, _) in list(testimony.asked.items()):
+            member = self._cluster.members.get(registration)
+            if member is None or (member.worker.session not in (session, None)):
+                del testimony.asked[registration]  # it is gone, or has not heard the question
+        publisher = testimony.publisher
+        if publisher is not None and self._can_tell(publisher) and publisher.member.registration not in testimony.answered:
+            self._ask_one(testimony, publisher.member, publisher.generation, "")
+            return
+        if publisher is not None and not testimony.root and not testimony.second_hand:
+            for member, generation in self._witnesses(testimony):
+                self._ask_one(testimony, member, generation, publisher.member.registration)
+            if testimony.asked:
+                return
+            testimony.second_hand = True
+            testimony.answered.clear()
+        if not testimony.asked:
+            for member, generation in self._witnesses(testimony):
+                if member.registration not in testimony.answered and member.worker.session is not None:
+                    if testimony.root:
+                        self._cluster.forget_list(testimony)  # of one who tells it, all or nothing
+                    self._ask_one(testimony, member, generation, "")
+                    return
+
+    def _ask_one(self, testimony: Testimony, member: Member, generation: int, origin: str) -> None:
+        registration, session = member.registration, member.worker.session
+        if registration not in testimony.asked and registration not in testimony.answered and session is not None:
+            testimony.asked[registration] = session, generation
+            self._cluster.tell(member, TellDigests(registration, generation, origin))
+
+    def _witnesses(self, testimony: Testimony) -> Iterator[tuple[Member, int]]:
+        """Who has chunks of that shard, under which generation: those who claim to have all of them first. Where a root
+        is known, who fills has nothing to say: its list is not the published one yet.
+        """
+        version, seen = testimony.version, set[str]()
+        groups = self._cluster.model(version.info.model).groups.values()
+        running = [g.operation for g in groups if g.operation is not None and g.operation.version is version]
+        parts = [p for o in running for p in o.parts.values() if p.shard == testimony.shard and p.reading]
+        parts = [] if testimony.root else parts
+        for part in sorted(parts, key=lambda p: p.claim is None):
+            if not part.member.worker.read_only:
+                seen.add(part.member.registration)
+                yield part.member, part.call.generation
+        for holding in version.holdings.get(testimony.shard, ()):
+            if holding.member.registration not in seen and (holding.committed or not testimony.root):
+                yield holding.member, holding.generation
+
+    def _can_tell(self, holding: Holding) -> bool:
+        """Whether its owner still has it, as it was published."""
+        member = holding.member
+        here = self._cluster.members.get(member.registration) is member and not holding.quarantined
+        return here and (member.holding is holding or holding in member.leaving)
+
+    @staticmethod
+    def _about(member: Member, generation: int) -> tuple[Holding | None, Version, int] | None:
+        """What this registration holds, or fills, under that generation."""
+        for holding in [member.holding, *member.leaving]:
+            if holding is not None and holding.generation == generation:
+                return holding, holding.version, holding.shard
+        operation = member.group.operation
+        part = operation.parts.get(member.rank) if operation is not None else None
+        if operation is None or part is None or operation.state is not OperationState.RUNNING:
+            return None
+        version = operation.version
+        known = version is not None and operation.kind is not OpKind.PUBLISH and part.call.generation == generation
+        return (part.holding, version, part.shard) if known and version is not None else None
+
+    # -- looking up
+
+    def _of(self, part: RankPart) -> Testimony:
+        version = part.operation.version
+        assert version is not None
+        return self.of(version, part.shard, part.member.begun)
+
+    def of(self, version: Version, shard: int, manifest: bytes = b"") -> Testimony:
+        """What is known of that shard; `manifest`: what the asker says of it, should nobody else have said so."""
+        testimony = version.testimonies.get(shard)
+        if testimony is None:
+            testimony = version.testimonies[shard] = Testimony(version, shard)
+        if not testimony.width:
+            testimony.width = width_in(version.manifests.get(shard) or manifest)
+        return testimony
+
+
+def _unknown(known: bytearray, start: int, stop: int) -> Iterator[tuple[int, int]]:
+    """The runs from `start` to `stop` of which nothing is known yet."""
+    at = known.find(0, start, stop)
+    while at >= 0:
+        end = known.find(1, at, stop)
+        end = stop if end < 0 else end
+        yield at, end
+        at = known.find(0, end, stop)
+
+
+def _nbytes(testimony: Testimony) -> int:
+    return len(testimony.values) + len(testimony.known)
+
+
+def _no_room(testimony: Testimony) -> StateError:
+    info = testimony.version.info
+    return StateError(
+        f"version {info.version} of {info.model!r}: the coordinator has no room for its publisher's digests "
+        f"(DIGEST_BYTES_MAX), without which nothing is committed: publish with a larger chunk_bytes",
+        retryable=True,
+    )
+
+
+def _unlike(operation: Operation, part: RankPart) -> IntegrityError:
+    assert operation.version is not None
+    return IntegrityError(
+        f"{operation.kind} of {operation.group.model.name!r}: version {operation.version.number}: after {COMPARISONS_MAX} "
+        f"readings rank {part.rank} still has other digests than were published. The machine of worker "
+        f"{part.member.worker.name!r} may damage bytes: look at its memory, or use another one"
+    )

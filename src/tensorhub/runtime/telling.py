@@ -1,0 +1,56 @@
+"""When publishers tell their digests: all at once as soon as they are complete, else what was made in a while, together.
+
+Responsible for the time. Not responsible for what is told (`handle`), nor for what becomes of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import anyio
+
+from tensorhub.runtime import clock
+from tensorhub.runtime.wakeup import Wakeup
+from tensorhub.types import RegistrationId
+
+TELL_S = 0.25  # what was made in that time is told together
+
+
+class Telling:
+    """Of one worker. `say(registration, if_all)`: says what was made there, or (`if_all`) only if it is all there is to
+    make; whether there is nothing left to say.
+    """
+
+    def __init__(self, say: Callable[[RegistrationId, bool], bool]) -> None:
+        self._say = say
+        self._news: dict[RegistrationId, None] = {}  # threads add, the task takes
+        self._wakeup: Wakeup | None = None
+
+    def __repr__(self) -> str:
+        return f"<Telling: {len(self._news)} registrations have news>"
+
+    def made(self, registration: RegistrationId) -> None:
+        """Digests were made there. Any thread may say so."""
+        self._news[registration] = None
+        if self._wakeup is not None:
+            self._wakeup.set()
+
+    async def run(self) -> None:
+        """Tell, until cancelled."""
+        self._wakeup = Wakeup()
+        while True:
+            if not self._news:
+                await self._wakeup.wait()
+            until = clock.now() + TELL_S
+            while self._tell(if_all=True) and clock.now() < until:
+                with anyio.move_on_after(until - clock.now()):
+                    await self._wakeup.wait()
+            self._tell(if_all=False)
+            self._news.clear()
+
+    def _tell(self, *, if_all: bool) -> bool:
+        """Whether something is left to be told."""
+        for registration in list(self._news):
+            if self._say(registration, if_all):
+                self._news.pop(registration, None)
+        return bool(self._news)

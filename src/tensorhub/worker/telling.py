@@ -1,0 +1,25 @@
+"""What a worker says of its chunks' digests, in messages of bounded size."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from tensorhub.digests import pack, runs_of
+from tensorhub.messages import DIGEST_RUNS_MAX, DIGESTS_BYTES_MAX, Digests
+
+
+def tell(
+    registration: str, generation: int, chunks: int, width: int, known: Sequence[tuple[int, int]], *, last: bool
+) -> Iterator[Digests]:
+    """Say these (chunk, digest) pairs, ascending, of `chunks` in all. `last`: there is nothing more to say."""
+    at = 0
+    while at < len(known):
+        page = known[at : at + DIGESTS_BYTES_MAX // width]
+        if len(runs := runs_of(chunk for chunk, _ in page)) > DIGEST_RUNS_MAX:
+            page = known[at : at + DIGEST_RUNS_MAX]
+            runs = runs_of(chunk for chunk, _ in page)
+        at += len(page)
+        values = pack([digest for _, digest in page], width)
+        yield Digests(registration, generation, chunks, tuple(runs), values, last and at >= len(known))
+    if last and not known:
+        yield Digests(registration, generation, chunks, (), b"", True)

@@ -1,0 +1,273 @@
+"""The publisher's digests decide (R8): whose votes count, who is asked, and who is to blame."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from unittest.mock import patch
+
+import pytest
+
+from tensorhub.coordinator import Digested, entities, limits
+from tensorhub.digests import pack, root_of, runs_of, unpack, width_in
+from tensorhub.errors import IntegrityError, OperationTimeout, StateError
+from tensorhub.messages import Compare, Compared, Digests, FromWorker, Prepared
+from tensorhub.testing import CHUNKS, Choice, Handle, PureCluster
+from tensorhub.testing.memory import digest_of, make_manifest
+from tensorhub.types import HandleState, Location
+from tensorhub.worker.telling import tell
+from tests.test_traces import run_but
+
+HERE = Location(host="here")
+
+
+def published(*names: str) -> tuple[PureCluster, list[Handle]]:
+    """A trainer that has published version 1, and registrations on another host that hold nothing."""
+    cluster = PureCluster(manifest=make_manifest(CHUNKS, "xxh3-64"))
+    handles = [cluster.handle("trainer"), *(cluster.worker(name, HERE).register(name) for name in names)]
+    cluster.run()
+    handles[0].publish(1)
+    cluster.run()
+    return cluster, handles
+
+
+def list_of(cluster: PureCluster) -> entities.Testimony:
+    return cluster.coordinator.cluster.models["actor"].versions[1].testimonies[0]
+
+
+def said(cluster: PureCluster, word: str) -> list[str]:
+    return [line.split()[1] for line in cluster.log if f" {word} " in line]
+
+
+def truth_of(trainer: Handle) -> list[str]:
+    return list(trainer.cells)
+
+
+def test_a_root_is_known_and_durable_once_all_chunks_were_read() -> None:
+    cluster, (trainer, reader) = published("reader")
+    assert not list_of(cluster).root
+    reader.replicate()
+    cluster.run()
+    root = root_of(pack([digest_of(cell) for cell in trainer.cells], 8))
+    assert list_of(cluster).root == root
+    (entry,) = [each for each in cluster.store if isinstance(each, Digested)]
+    assert (entry.model, entry.number, entry.roots) == ("actor", 1, root)
+    cluster.restart()
+    assert list_of(cluster).root == root
+
+
+def test_a_liar_is_found_behind_an_honest_middleman_who_is_not_blamed() -> None:
+    cluster, (trainer, liar, middle, reader) = published("liar", "middle", "reader")
+    liar.replicate()
+    cluster.run()
+    assert liar.lie()
+    middle.replicate()
+    run_but(cluster, Choice("read", middle.name))
+    reader.replicate()
+    run_but(cluster, Choice("read", middle.name))  # which the reader waits for
+    assert reader.pull is not None
+    assert [grant.source for grant in reader.pull.grants.values()] == ["middle"]
+    cluster.run()
+    cluster.advance(3.0)
+    assert [middle.member.version, reader.member.version] == [1, 1]
+    assert middle.cells == reader.cells == truth_of(trainer)
+    assert liar.member.state is HandleState.EMPTY
+    assert not [line for line in cluster.log if "OrderedOut" in line and "liar" not in line]
+    assert any("not as published" not in line and "Compared" in line for line in cluster.log)
+
+
+def test_a_middleman_that_has_not_voted_leads_to_whom_it_has_read_from() -> None:
+    """It is asked before it has compared anything itself: it names its source, and stays what it is."""
+    cluster, (_, liar, middle, reader) = published("liar", "middle", "reader")
+    liar.replicate()
+    cluster.run()
+    assert liar.lie()
+    wrong = next(n for n, cell in enumerate(liar.cells) if "?" in cell)
+    middle.replicate()
+    reads = [Choice("read", each.name) for each in (middle, reader)]
+    run_but(cluster, *reads)
+    while middle.pull is None or wrong in middle.pull.missing:
+        cluster.do(reads[0])
+    holding = cluster.coordinator.cluster.members[middle.id].holding
+    assert holding is not None
+    reader.replicate()
+    run_but(cluster, *reads)
+    readers = cluster.coordinator.cluster.members[reader.id].group.operation
+    assert readers is not None
+    cluster.coordinator._operations._suspicions.ask(readers.parts[0], holding, wrong)
+    cluster.run()
+    cluster.advance(3.0)
+    assert liar.member.state is HandleState.EMPTY
+    assert [middle.member.version, reader.member.version] == [1, 1]
+
+
+def test_where_the_publisher_dies_those_who_read_from_it_stand_in() -> None:
+    cluster, (trainer, first, second) = published("first", "second")
+    truth = truth_of(trainer)
+    first.replicate()
+    run_but(cluster, Choice("up", "trainer"))  # what it says of its digests does not get through
+    assert first.member.state is HandleState.FILLING
+    assert not list_of(cluster).root
+    trainer.worker.crash()
+    cluster.run()
+    cluster.advance(cluster.options.lease_s + 1.0)
+    assert said(cluster, "TellDigests")[-1] == "first"
+    assert first.member.version == 1
+    assert list_of(cluster).root == root_of(pack([digest_of(cell) for cell in truth], 8))
+    second.replicate()
+    cluster.run()
+    assert (second.member.version, second.cells) == (1, truth)
+
+
+def test_a_publisher_makes_what_is_missing_when_somebody_votes() -> None:
+    """Not one word of what it made has come through so far."""
+    cluster, (trainer, first) = published("first")
+    first.replicate()
+    run_but(cluster, Choice("up", "trainer"))
+    assert trainer.worker.link is not None
+    trainer.worker.link.up.clear()
+    cluster.run()
+    assert first.member.state is HandleState.FILLING
+    trainer.worker.disconnect()
+    trainer.worker.connect()
+    cluster.run()
+    assert first.member.version == 1
+
+
+def test_a_vote_that_nobody_can_check_waits_until_its_deadline() -> None:
+    cluster, (trainer, first) = published("first")
+    asked = first.replicate(timeout_s=3.0)
+    run_but(cluster, Choice("up", "trainer"), Choice("down", "trainer"))
+    assert trainer.worker.link is not None
+    trainer.worker.link.up.clear()
+    trainer.worker.stopped_until = 100.0
+    cluster.advance(3.0)
+    with pytest.raises(OperationTimeout, match="is in place on rank") as caught:
+        _ = asked.number
+    assert caught.value.memory == "torn"
+    assert trainer.member.version == 1
+
+
+def test_a_liar_that_comes_back_is_not_taken_for_a_holder() -> None:
+    cluster, (_, liar, reader) = published("liar", "reader")
+    liar.replicate()
+    cluster.run()
+    liar.lie()
+    reader.replicate()
+    while not cluster.coordinator.cluster.models["actor"].versions[1].condemned:
+        cluster.do(cluster.choices()[0])
+    assert liar.worker.link is not None
+    liar.worker.link.down.clear()
+    liar.worker.disconnect()
+    liar.worker.connect()
+    cluster.run()
+    assert liar.member.state is HandleState.EMPTY
+
+
+def test_what_is_no_list_changes_nothing() -> None:
+    cluster, (trainer, _) = published("first")
+    content = trainer.member.content
+    assert content is not None
+    good = Digests(trainer.id, content.generation, CHUNKS, ((0, CHUNKS),), b"x" * 8 * CHUNKS, True)
+    bad = [
+        replace(good, digests=b"x"),
+        replace(good, runs=((1, CHUNKS),)),
+        replace(good, runs=((-1, CHUNKS),)),
+        replace(good, runs=((0, 0),), digests=b""),
+        replace(good, generation=content.generation + 1),
+        replace(good, registration="nobody"),
+    ]
+    for message in bad:
+        tell_it(cluster, trainer, message)
+    assert (list_of(cluster).root, list_of(cluster).missing) == (b"", list_of(cluster).known.count(0))
+
+
+def test_only_a_publisher_and_who_is_asked_are_heard() -> None:
+    cluster, (_, reader) = published("reader")
+    reader.replicate()
+    run_but(cluster, Choice("read", reader.name))
+    content = reader.member.content
+    assert content is not None
+    tell_it(cluster, reader, Digests(reader.id, content.generation, CHUNKS, ((0, CHUNKS),), b"x" * 8 * CHUNKS, True))
+    assert not list_of(cluster).root
+    cluster.run()
+    assert reader.member.version == 1
+
+
+def tell_it(cluster: PureCluster, handle: Handle, message: FromWorker) -> None:
+    handle.worker.say(message)
+    cluster.do(Choice("up", handle.worker.name))
+
+
+def test_lists_are_bounded_and_roots_are_kept() -> None:
+    cluster, (_, reader) = published("reader")
+    with patch.object(limits, "DIGEST_BYTES_MAX", 9 * CHUNKS - 1):
+        asked = reader.replicate()
+        cluster.run()
+    with pytest.raises(StateError, match="DIGEST_BYTES_MAX") as caught:
+        _ = asked.number
+    assert caught.value.retryable
+    again = reader.update()
+    cluster.run()
+    assert again.number == 1
+    cluster.coordinator.cluster.forget_list(list_of(cluster))
+    assert not cluster.coordinator.cluster.testimonies
+    late = cluster.worker("late", HERE).register("late")
+    cluster.run()
+    late.replicate()
+    cluster.run()
+    assert late.member.version == 1  # by the root alone
+
+
+def test_a_list_is_told_again_where_only_its_root_is_known() -> None:
+    cluster, (_, liar, reader) = published("liar", "reader")
+    liar.replicate()
+    cluster.run()
+    cluster.coordinator.cluster.forget_list(list_of(cluster))
+    list_of(cluster).answered.clear()
+    liar.lie()
+    reader.replicate()
+    cluster.run()
+    cluster.advance(3.0)
+    assert reader.member.version == 1
+    assert list_of(cluster).is_there
+
+
+def test_a_rank_that_never_agrees_is_not_asked_for_ever() -> None:
+    cluster, (_, other, reader) = published("other", "reader")
+    other.replicate()
+    cluster.run()
+    asked = reader.replicate()
+    run_but(cluster, Choice("read", "reader"), Choice("read", reader.name))
+    assert reader.worker.link is not None
+    assert asked.key is not None
+    key, link = asked.key, reader.worker.link
+    link.up.clear()
+    for _ in range(100):
+        if not any(operation.key == key for operation in cluster.coordinator.cluster.operations()):
+            break
+        for message in (Prepared(key, 0, b"other"), Compared(key, 0, CHUNKS, (), rereads=True)):
+            link.up.clear()
+            tell_it(cluster, reader, message)
+            link.down = type(link.down)(each for each in link.down if not isinstance(each, Compare))
+    else:
+        pytest.fail("it is asked for ever")
+    link.up.clear()
+    cluster.run()
+    with pytest.raises(IntegrityError, match="still has other digests"):
+        _ = asked.number
+
+
+def test_lists_and_runs() -> None:
+    assert unpack(pack([1, 2**64 - 1], 8), 8) == [1, 2**64 - 1]
+    assert unpack(pack([1, 2**255], 32), 32) == [1, 2**255]
+    assert runs_of([0, 1, 4, 6, 7]) == [(0, 2), (4, 1), (6, 2)]
+    assert [width_in(make_manifest(2, name).encode()) for name in ("none", "xxh3-64")] == [0, 8]
+    assert [width_in(junk) for junk in (b"", b"\xdc", b"\xff" * 70, b"\x93\x02\x90\x90")] == [0] * 4
+
+
+def test_what_is_told_has_a_bounded_size() -> None:
+    dense = list(tell("r", 1, 70_000, 8, [(n, n) for n in range(70_000)], last=True))
+    assert [(len(m.runs), len(m.digests), m.last) for m in dense] == [(1, 2**19, False), (1, 8 * 70_000 - 2**19, True)]
+    sparse = list(tell("r", 1, 10_000, 8, [(2 * n, n) for n in range(5000)], last=False))
+    assert [(len(m.runs), m.last) for m in sparse] == [(4096, False), (904, False)]
+    assert [m.last for m in tell("r", 1, 0, 8, [], last=True)] == [True]
