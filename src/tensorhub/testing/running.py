@@ -50,6 +50,7 @@ class _Process:
     replaced: anyio.Event = field(default_factory=anyio.Event)  # it was started again
     has_died: bool = False
     is_restarting: bool = False
+    is_stopped: bool = False  # so it is not started again when it has ended
 
 
 class _Opening(Opening[Hub]):
@@ -281,7 +282,7 @@ class RunningCluster:
 
     async def _restart_when_ended(self, process: _Process) -> None:
         await process.ended.wait()
-        if self._processes[process.name] is process:
+        if self._processes[process.name] is process and not process.is_stopped:
             self.start(process.name, process.main, *process.arguments)
 
     def _dead(self) -> list[str]:
@@ -393,6 +394,7 @@ class RunningCluster:
     def stop(self) -> None:
         """End what was started: each is cancelled, in the order in which it was started."""
         for process in self._processes.values():
+            process.is_stopped = True
             process.scope.cancel()
 
     # -- names
