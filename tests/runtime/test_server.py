@@ -169,8 +169,14 @@ async def test_a_session_whose_peer_takes_nothing_ends_soon_after_its_lease(monk
         monkeypatch.setattr(MessageStream, "send", original)
 
 
-async def test_a_flood_of_messages_leaves_others_their_turn(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What one read brings are thousands of them; each is a step, and nothing in between waits by itself."""
+@pytest.mark.parametrize(("turn_s", "steps_max"), [(WAIT_S, server_module.MESSAGES_PER_TURN), (-1.0, 1)])
+async def test_a_flood_of_messages_leaves_others_their_turn(
+    turn_s: float, steps_max: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What one read brings are thousands of them; each is a step, and nothing in between waits by itself: not for more than
+    some, nor for more than some time.
+    """
+    monkeypatch.setattr(server_module, "TURN_S", turn_s)
     steps, runs = 0, [0]
     step = CoordinatorServer._step
 
@@ -197,7 +203,7 @@ async def test_a_flood_of_messages_leaves_others_their_turn(monkeypatch: pytest.
         await messages._stream.send(b"".join([messages._encoder.frame(body) for _ in range(5000)]))
         await until(lambda: steps > 5000)
         tasks.cancel_scope.cancel()
-    assert max(runs) <= 2 * server_module.MESSAGES_PER_TURN
+    assert max(runs) <= 2 * steps_max
 
 
 async def test_who_asks_and_does_not_read_is_not_heard_on_until_it_does(monkeypatch: pytest.MonkeyPatch) -> None:

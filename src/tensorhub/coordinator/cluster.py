@@ -61,6 +61,7 @@ class Cluster:
         self.watched = 0  # all of them, each name once for each
         self.guests = Guests(options)
         self.leases: dict[str, ReadLease] = {}  # ACTIVE and FENCING ones
+        self.undecided: dict[str, Operation] = {}  # every group's operation, by its key as timers say it
         self.records: dict[int, Operation] = {}  # whose entries are on their way to the store
         self.orders: dict[int, Order] = {}  # whose entries are on their way to the store
         self.decisions: dict[tuple[str, str], Decision] = {}  # each group's newest commit, by model and group

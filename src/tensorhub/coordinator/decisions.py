@@ -126,6 +126,7 @@ class Decisions:
             self._cluster.timers.cancel(timer, name)
         group.model.waiting.pop(operation.key, None)
         self._cluster.changed_operations.pop(operation.key, None)
+        self._cluster.undecided.pop(name, None)
         group.operation = None
         if operation.key.epoch == group.epoch:
             group.sequence = operation.key.sequence + 1

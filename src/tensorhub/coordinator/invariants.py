@@ -70,6 +70,8 @@ def check_counts(cluster: Cluster) -> None:
         _demand(cluster.manifest_bytes[worker.incarnation] == nbytes, "a worker's manifests are counted", worker)
     _demand(cluster.manifest_bytes.keys() <= cluster.workers.keys(), "only of those who are there", cluster.manifest_bytes)
     _demand(cluster.model_names == sorted(cluster.models), "models are known by name", cluster.model_names)
+    operations = {str(operation.key): operation for operation in (*cluster.operations(), *cluster.records.values())}
+    _demand(cluster.undecided == operations, "operations are known by key", cluster.undecided)
     pins = Counter(pin.incarnation for model in cluster.models.values() for pin in model.pins.values())
     _demand(cluster.pins == pins, "pins are counted", cluster.pins)
     waiting = [*cluster.orders.values(), *(order for model in cluster.models.values() for order in model.unanswered)]

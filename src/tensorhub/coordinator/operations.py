@@ -7,6 +7,7 @@ or a fill does (`publishes`, `fills`), how an operation ends (`decisions`), nor 
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import assert_never
 
 from tensorhub.coordinator import limits
@@ -14,7 +15,7 @@ from tensorhub.coordinator.availability import held_text
 from tensorhub.coordinator.cluster import Cluster
 from tensorhub.coordinator.deadlines import Deadlines
 from tensorhub.coordinator.decisions import Decisions
-from tensorhub.coordinator.entities import Blame, Holding, Member, Model, Operation, RankPart, Version, Worker
+from tensorhub.coordinator.entities import Blame, Group, Holding, Member, Model, Operation, RankPart, Version, Worker
 from tensorhub.coordinator.fills import Fills
 from tensorhub.coordinator.kinds import Kind
 from tensorhub.coordinator.publishes import Publishes
@@ -62,7 +63,8 @@ class Operations:
 
     def arrive(self, member: Member, call: Publish | Fill) -> None:
         """One rank calls."""
-        group, key = member.group, call.key
+        group, call = member.group, _in_names_of(member.group, call)
+        key = call.key
         if self._waits(member, call):
             return
         if key.epoch != group.epoch or key.sequence < group.sequence:
@@ -92,7 +94,7 @@ class Operations:
             left = GroupAborted(f"rank {member.rank} gave {group.operation.kind} up and called again")
             self._decisions.abort(group.operation, Blame(left, member.rank))
         if group.operation is None:
-            group.operation = Operation(key, kind, group)
+            group.operation = self._cluster.undecided[str(key)] = Operation(_key_of(group, key), kind, group)
             group.sequence = key.sequence
         return group.operation
 
@@ -277,14 +279,14 @@ class Operations:
 
     def retry_due(self, key: str) -> None:
         """A source that has failed a reader may be tried again."""
-        operation = self._named(key)
+        operation = self._cluster.undecided.get(key)
         if operation is not None:
             self._readers.set_retry_timer(operation)
             self._changed(operation)
 
     def deadline_passed(self, key: str) -> None:
         """A rank gives up: before all have voted, the operation is over for all of them."""
-        operation = self._named(key)
+        operation = self._cluster.undecided.get(key)
         if operation is not None and operation.state is not OperationState.PREPARED:
             self._decisions.abort(operation, self._deadlines.passed(operation))
 
@@ -321,12 +323,22 @@ class Operations:
     def _of(model: Model) -> list[Operation]:
         return [group.operation for group in model.groups.values() if group.operation is not None]
 
-    def _named(self, key: str) -> Operation | None:
-        """The undecided operation that a timer speaks of."""
-        return next((operation for operation in self._cluster.operations() if str(operation.key) == key), None)
-
     def _changed(self, operation: Operation) -> None:
         self._cluster.changed(operation)
+
+
+def _key_of(group: Group, key: OpKey) -> OpKey:
+    """The same key, in the group's own names: they are kept once, however often they are said."""
+    return OpKey(group.model.name, group.name, key.epoch, key.sequence)
+
+
+def _in_names_of(group: Group, call: Publish | Fill) -> Publish | Fill:
+    """The same call as it is kept: of the keys that it names, which are all of this group, only the numbers are its own."""
+    if isinstance(call, Publish):
+        return replace(call, key=_key_of(group, call.key))
+    former = tuple(_key_of(group, key) for key in call.former)
+    resume = None if call.resume is None else replace(call.resume, key=_key_of(group, call.resume.key))
+    return replace(call, key=_key_of(group, call.key), former=former, resume=resume)
 
 
 def _describe(call: Publish | Fill) -> str:

@@ -70,6 +70,7 @@ OUTBOX_MESSAGES_MAX = 8192  # that a session may be behind; beyond, it is cut of
 LAST_WORDS_S = 5.0  # for what a session that is to be closed still has to hear
 ANSWERS_UNREAD_MAX = 64  # that a peer has not taken; until it does, it is not heard
 MESSAGES_PER_TURN = 16  # of one session; then everybody else has a turn
+TURN_S = 0.005  # or after so much time
 FIRST_FRAME_BYTES_MAX = 65_536  # of a session that has not said Join
 READ_ONLY_FRAME_BYTES_MAX = 2**20  # of a read-only one that has; who publishes nothing says nothing long
 UNDECODED_BYTES_MAX = 2**30  # of all sessions' frames that are large, and not whole or not heard yet; one frame at least
@@ -349,7 +350,7 @@ class CoordinatorServer:
 
     async def _hear(self, messages: MessageStream[FromWorker], number: int, session: _Session, kind: _Kind) -> None:
         """Pass on what the peer says, in turns, for as long as it takes what it is told."""
-        heard = 0
+        heard, since = 0, clock.now()
         async for message in messages:
             if isinstance(message, Join) and not session.is_ending:
                 session.scope.deadline = math.inf
@@ -360,8 +361,9 @@ class CoordinatorServer:
                 await session.wait_taken(ANSWERS_UNREAD_MAX)
                 self._step(Received(number, message))
             heard += 1
-            if heard % MESSAGES_PER_TURN == 0:
+            if heard >= MESSAGES_PER_TURN or clock.now() - since > TURN_S:
                 await anyio.lowlevel.checkpoint()
+                heard, since = 0, clock.now()
 
     async def _answer_at_length(
         self, number: int, session: _Session, message: Describe | GetManifest, turn: anyio.Lock

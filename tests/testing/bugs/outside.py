@@ -356,7 +356,7 @@ def deadline_ends_what_is_prepared() -> Iterator[None]:
     deadline_passed = Operations.deadline_passed
 
     def broken(self: Operations, key: str) -> None:
-        operation = self._named(key)
+        operation = self._cluster.undecided.get(key)
         if operation is not None and operation.record is not None:
             self._decisions.not_recorded(operation.record, "its deadline has passed")
         else:
