@@ -317,8 +317,8 @@ class CoreMachine(RuleBasedStateMachine):
 
     @rule(index=ANY, then=THEN)
     def lie(self, index: int, then: Then) -> None:
-        handle = self.pick(index)
-        if handle is not None and handle.lie():
+        users = self.users()
+        if any(handle.lie() for handle in [*users[index % max(1, len(users)) :], *users]):
             self.happens(Fault.LIE)
         self.go_on(then)
 
