@@ -19,7 +19,9 @@ from tensorhub.coordinator import (
     limits as real,
 )
 from tensorhub.coordinator.actions import Action, Persist
+from tensorhub.coordinator.entities import Operation
 from tensorhub.coordinator.manifests import Manifests
+from tensorhub.coordinator.operations import Operations
 from tensorhub.errors import CoordinatorUnavailable, RegistrationError, StateError, TensorHubError
 from tensorhub.messages import (
     NO_REQUEST,
@@ -215,6 +217,36 @@ def test_of_the_keys_that_a_call_names_only_the_numbers_are_kept(desk: Desk) -> 
     desk.say(1, Fill(replace(key, sequence=1), 0, "read-only-r", OpKind.FETCH, *want, others, begun))
     assert not desk.core.cluster.undecided  # that content is not known
     assert [key.model is group.model.name for key in group.decided] == [True]
+
+
+def test_who_comes_and_goes_read_only_makes_nobody_else_who_waits_be_asked(
+    desk: Desk, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each of thousands that wait would be looked at for each message of a read-only session."""
+    desk.step(Connected(1, "read-only-life", "worker", True))
+    desk.say(1, Join("w", Location(), (), 1, 0))
+    bare = (False, False, Medium.DEVICE, Purpose.USE, "", 1, 1, b"", None)
+    looked = count()
+    settle = Operations.settle
+
+    def counted(self: Operations, operation: Operation) -> None:
+        next(looked)
+        settle(self, operation)
+
+    monkeypatch.setattr(Operations, "settle", counted)
+    for i in range(20):
+        name = f"read-only-{i}"
+        assert isinstance(desk.say(1, Register(i, name, "m", name, 0, 0, 1, *bare)), Registered)
+        key = OpKey("m", name, desk.core.cluster.models["m"].groups[name].epoch, 0)
+        desk.say(1, Fill(key, 0, name, OpKind.FETCH, "latest", None, 1, False, False, 1000.0))
+    for i in range(10):
+        assert isinstance(desk.say(1, Deregister(i, f"read-only-{i}", True)), Done)
+    assert next(looked) <= 2 * 20
+    assert len(desk.core.cluster.models["m"].waiting) == 10
+    desk.connect(2)
+    desk.register(2, "t")
+    assert isinstance(desk.publish(2, "t", 1, 0), Outcome)
+    assert not desk.core.cluster.models["m"].waiting  # whoever waited is told now
 
 
 def test_equal_manifests_are_one_object() -> None:

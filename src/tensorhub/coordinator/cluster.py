@@ -70,7 +70,7 @@ class Cluster:
         self.testimonies: dict[Testimony, None] = {}  # those that have a list, oldest first
         self.manifest_bytes: Counter[str] = Counter()  # of each incarnation's members, each counted
         self.pins: Counter[str] = Counter()  # how many each incarnation has, in all models
-        self.changed_models: dict[str, None] = {}  # whose availability or sources may have changed in this step
+        self.changed_models: dict[str, bool] = {}  # whose consequences are to be worked out; True: of who waits, too
         self.changed_operations: dict[OpKey, Operation] = {}
         self.noted: dict[Noted, None] = {}  # what the last step has changed, or may have: `invariants` looks at it
         self.epochs_minted = epoch << 32  # group epochs of a later coordinator are always larger
@@ -138,9 +138,11 @@ class Cluster:
         entity.become(state, self.cause, self.now, why)
         self.noted[entity] = None
 
-    def touch(self, model: Model) -> None:
-        """Have the model's consequences worked out at the end of this step."""
-        self.changed_models[model.name] = None
+    def touch(self, model: Model, *, stirs: bool = True) -> None:
+        """Have the model's consequences worked out at the end of this step. `stirs` False: only somebody read-only came or
+        went, for which nobody waits; but very many may wait, and are not all asked for that.
+        """
+        self.changed_models[model.name] = stirs or self.changed_models.get(model.name, False)
         self.noted[model] = None
 
     def changed(self, operation: Operation) -> None:

@@ -450,7 +450,7 @@ class Coordinator(Stateful[CoordinatorState]):
                     cluster.note(operation)
                     self._operations.settle(operation)
             if cluster.changed_models:
-                name = next(iter(cluster.changed_models))
+                name, stirs = next(iter(cluster.changed_models.items()))
                 del cluster.changed_models[name]
                 model = cluster.models.get(name)
                 if model is None:
@@ -460,5 +460,6 @@ class Coordinator(Stateful[CoordinatorState]):
                 self._withdrawals.settle(model)
                 self._custody.settle(model)
                 self._lineages.settle(model)
-                cluster.changed_operations.update(model.waiting)
+                if stirs:
+                    cluster.changed_operations.update(model.waiting)
                 cluster.forget_if_unused(model)

@@ -134,7 +134,8 @@ class Decisions:
         serves = any(member.serves for member in group.members.values())
         while len(group.decided) > (DECIDED_KEPT_MAX if serves else 1):  # memory that is fetched into has one call
             group.decided.pop(next(iter(group.decided)))
-        self._cluster.touch(group.model)
+        mattered = any(not part.member.worker.read_only for part in operation.parts.values())
+        self._cluster.touch(group.model, stirs=mattered)
 
     def _become(self, operation: Operation, state: OperationState, why: str) -> None:
         self._cluster.become(operation, state, why)

@@ -195,7 +195,7 @@ class Membership:
 
     def _touch_models(self, worker: Worker) -> None:
         for member in worker.members.values():
-            self._cluster.touch(member.group.model)
+            self._cluster.touch(member.group.model, stirs=not worker.read_only)
 
     def _become(self, worker: Worker, state: WorkerState, why: str) -> None:
         self._cluster.become(worker, state, why)
@@ -246,7 +246,7 @@ class Membership:
             group.model.copies[member.registration] = member
         worker.spot = worker.spot or (member.spot and member.serves)
         self._retentions.group_changed(group)
-        cluster.touch(group.model)
+        cluster.touch(group.model, stirs=not member.worker.read_only)
         keep = message.held is None or self._announce(member, message.held)
         self._tell_registered(member, message, keep)
 
@@ -424,7 +424,7 @@ class Membership:
         if group.members.get(member.rank) is member:
             del group.members[member.rank]
             self._retentions.group_changed(group)
-        cluster.touch(group.model)
+        cluster.touch(group.model, stirs=not member.worker.read_only)
         if not group.members and not new_epoch:
             self._dissolve(group)
         else:
