@@ -245,6 +245,18 @@ def test_promises_of_long_arrays_take_no_memory() -> None:
         tracemalloc.stop()
 
 
+def test_lists_where_a_part_belongs_take_no_memory() -> None:
+    lists = b"\xdc\x00\x40" + (b"\xdc\x00\x40" + b"\x90" * 64) * 64  # 64 lists of 64 empty ones
+    for blob in (lists, b"\x92\x02" + lists, b"\xdc\x00\x16\x02" + lists * 64):
+        tracemalloc.start()
+        try:
+            with pytest.raises(ProtocolError, match="bad manifest"):
+                Manifest.decode(blob)
+            assert tracemalloc.get_traced_memory()[1] < 2**19 + 4 * len(blob)
+        finally:
+            tracemalloc.stop()
+
+
 @given(st.data())
 @settings(max_examples=300)
 def test_wrong_parts_are_refused(data: st.DataObject) -> None:
@@ -328,7 +340,7 @@ def test_parts_of_the_encoding_are_refused_by_name() -> None:
         parts[at] = part
         with pytest.raises(ProtocolError, match=why):
             Manifest.decode(msgpack.packb(parts))
-    with pytest.raises(ProtocolError, match="not msgpack"):
+    with pytest.raises(ProtocolError, match="bytes after its end"):
         Manifest.decode(good + b"\0")
     with pytest.raises(ProtocolError, match="longer than"):
         Manifest.decode(bytes(ENCODED_BYTES_MAX + 1))

@@ -126,6 +126,14 @@ async def live(tmp_path: Path) -> None:
         pass
     async with fails(), connect("junk", token=SECRET):
         pass
+    for call in (tensorhub.connect, sync.connect):
+        async with fails():
+            call("junk", token=SECRET)
+    for each in (tensorhub.serve, sync.serve):
+        async with fails():
+            each("127.0.0.1", -1, token=SECRET)
+    async with fails():
+        sync.connect("tcp://127.0.0.1:1", token=SECRET, options=OPTIONS)
 
 
 async def test_a_token_is_never_shown(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, Self, overload
 from tensorhub.errors import InvalidType, InvalidValue, TensorHubError, read_only_refusal, shown
 from tensorhub.fetched import Fetched
 from tensorhub.opening import Block, Opening, Unpicklable, close_after
-from tensorhub.protocol.secret import Secret, Token, check_open_access, resolve_token
+from tensorhub.protocol.secret import Secret, check_open_access, resolve_token
 from tensorhub.runtime.ending import CLOSE_S, Parting
 from tensorhub.runtime.filler import ProgressListener
 from tensorhub.runtime.keyring import open_keyring
@@ -94,14 +94,15 @@ def serve(
     Raises StateError (port in use, state_dir in use or unusable), AuthenticationFailed (open access beyond loopback, a token
     file that cannot be used).
     """
-    serves = serving(host, port, token, state_dir, options)
+    secret, token = resolve_token(token), None  # what this frame has, a traceback with locals shows
+    serves = serving(host, port, secret, state_dir, options)
     return Opening(lambda: serves(AsyncSide()), "serve")
 
 
 def serving(
     host: str,
     port: int,
-    token: Token | None,
+    token: Secret | Path,
     state_dir: str | os.PathLike[str] | None,
     options: Options | None,
 ) -> Callable[[Side], Coroutine[Any, Any, Coordinator]]:
@@ -112,7 +113,7 @@ def serving(
         raise invalid(port, int, f"port={shown(port)}: give a port, 0 (any free one) to 65535")
     if not isinstance(state_dir, str | os.PathLike | None):
         raise InvalidType(f"state_dir={shown(state_dir)}: give the path of a directory, or None")
-    return partial(_serve, host=host, port=port, token=resolve_token(token), state_dir=state_dir, options=_checked(options))
+    return partial(_serve, host=host, port=port, token=token, state_dir=state_dir, options=_checked(options))
 
 
 def _checked(options: Options | None) -> Options:
@@ -180,7 +181,8 @@ def connect(
     (not a TensorHub coordinator, or of another version), TransportUnavailable, StateError (an address that is none,
     `prefetch` without host memory).
     """
-    joins = joining(address, name, location, token, transports, options, prefetch)
+    secret, token = resolve_token(token), None  # what this frame has, a traceback with locals shows
+    joins = joining(address, name, location, secret, transports, options, prefetch)
     return Opening(lambda: joins(AsyncSide()), "connect")
 
 
@@ -188,7 +190,7 @@ def joining(
     address: str | Sequence[str],
     name: str | None,
     location: Location | None,
-    token: Token | None,
+    token: Secret | Path,
     transports: Sequence[str] | None,
     options: Options | None,
     prefetch: bool,
@@ -217,7 +219,7 @@ def joining(
         addresses=addresses,
         called=check_name("worker", name) if name is not None else f"{here.host}-{os.getpid()}",
         location=here,
-        token=resolve_token(token),
+        token=token,
         transports=transports,
         options=_checked(options),
         prefetch=prefetch,

@@ -23,6 +23,7 @@ from typing import Any, Literal, NamedTuple, get_args
 import msgpack
 
 from tensorhub.errors import ManifestMismatch, ProtocolError, RegistrationError
+from tensorhub.unpacking import unpacker
 
 Digest = Literal["xxh3-64", "sha-256", "none"]
 
@@ -384,6 +385,7 @@ _PER_QUANTIZED = ("quantized", "scale", "zero point")  # which tensors, the scal
 _COLUMNS = ("regions", *_PER_TENSOR, *_PER_DIMENSION, *_PER_QUANTIZED)
 _COLUMNS_AT = 7
 _DTYPES_MAX = 64
+_KINDS = (int, str, int, str, bytes, list, str, *repeat(bytes, len(_COLUMNS)))
 
 
 def _bits(scale: float) -> int:
@@ -428,13 +430,9 @@ def _decode(blob: bytes) -> Manifest:
     """What `blob` says, with every type and count checked, and not yet what it means."""
     _expect(len(blob) <= ENCODED_BYTES_MAX, f"longer than {ENCODED_BYTES_MAX} bytes")
     try:
-        parts: Any = msgpack.unpackb(blob, max_array_len=_DTYPES_MAX, max_map_len=0, max_ext_len=0)
-    except (ValueError, TypeError, RecursionError, msgpack.UnpackException) as error:
+        parts = _parts(blob)
+    except (ValueError, TypeError, msgpack.UnpackException) as error:
         raise ProtocolError(f"bad manifest: not msgpack ({type(error).__name__}: {error})") from None
-    _expect(type(parts) is list and bool(parts) and type(parts[0]) is int, "not a manifest")
-    _expect(parts[0] == FORMAT, f"format {parts[0]} is unknown to this version of TensorHub")
-    kinds = (int, str, int, str, bytes, list, str, *repeat(bytes, len(_COLUMNS)))
-    _expect(len(parts) == len(kinds) and all(map(isinstance, parts, kinds)), "parts are missing or of wrong types")
     _, digest, chunk_bytes, layout_id, metadata, dtypes, names = parts[:_COLUMNS_AT]
     _expect(all(type(dtype) is str for dtype in dtypes), "a dtype is not a string")
     columns = [_unpack(what, data) for what, data in zip(_COLUMNS, parts[_COLUMNS_AT:], strict=True)]
@@ -457,6 +455,29 @@ def _decode(blob: bytes) -> Manifest:
         tensors.append(TensorSpec(name, dtypes[dtype], sizes[its], slices[its], region, offset, quantization))
         at, dimension = at + length, dimension + rank
     return Manifest(tuple(tensors), tuple(map(RegionSpec, regions)), chunk_bytes, digest, layout_id, metadata)
+
+
+def _parts(blob: bytes) -> list[Any]:
+    """What `blob` says, part by part, each of its type: nothing is made of lists within lists, which would cost many times
+    the bytes that say them.
+    """
+    parts = unpacker(blob)
+    length = parts.read_array_header()
+    found: list[Any] = [parts.unpack() if length else None]
+    _expect(type(found[0]) is int, "not a manifest")
+    _expect(found[0] == FORMAT, f"format {found[0]} is unknown to this version of TensorHub")
+    _expect(length == len(_KINDS), "parts are missing")
+    for kind in _KINDS[1:]:
+        found.append(_dtypes(parts) if kind is list else parts.unpack())
+        _expect(isinstance(found[-1], kind), "parts are of wrong types")
+    _expect(parts.tell() == len(blob), "there are bytes after its end")
+    return found
+
+
+def _dtypes(parts: Any) -> list[Any]:
+    length = parts.read_array_header()
+    _expect(length <= _DTYPES_MAX, f"more than {_DTYPES_MAX} dtypes")
+    return [parts.unpack() for _ in range(length)]
 
 
 def _unpack(what: str, data: bytes) -> tuple[int, ...]:

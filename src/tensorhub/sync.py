@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any, Self, overload
 from tensorhub import hub as _async
 from tensorhub.fetched import Fetched
 from tensorhub.opening import Unpicklable, close_after, wrong_use
+from tensorhub.protocol.secret import resolve_token
 from tensorhub.runtime.loop_thread import BlockingSide, finish_blocking as _finish
 from tensorhub.types import LATEST, FetchReport, HandleState, Location, ModelInfo, Options, Selector, VersionInfo
 from tensorhub.watcher import Watcher as AsyncWatcher
@@ -44,7 +45,8 @@ def serve(
     """Run a coordinator until its `close()`, the end of its `with` block, or the interpreter's exit; see
     `tensorhub.serve`.
     """
-    return Coordinator(_finish(_async.serving(host, port, token, state_dir, options)(BlockingSide())))
+    secret, token = resolve_token(token), None  # what this frame has, a traceback with locals shows
+    return Coordinator(_finish(_async.serving(host, port, secret, state_dir, options)(BlockingSide())))
 
 
 def connect(
@@ -60,7 +62,8 @@ def connect(
     """Join a cluster as a worker until the hub's `close()`, the end of its `with` block, or the interpreter's exit; see
     `tensorhub.connect`.
     """
-    joins = _async.joining(address, name, location, token, transports, options, prefetch)
+    secret, token = resolve_token(token), None  # what this frame has, a traceback with locals shows
+    joins = _async.joining(address, name, location, secret, transports, options, prefetch)
     return Hub(_finish(joins(BlockingSide())))
 
 

@@ -13,7 +13,7 @@ import msgpack
 import pytest
 from hypothesis import given, settings, strategies as st
 
-from tensorhub import messages as m
+from tensorhub import messages as m, unpacking
 from tensorhub.errors import ProtocolError
 from tensorhub.protocol import codec, forms
 from tensorhub.protocol.codec import ANYTHING, FROM_COORDINATOR, FROM_READER, FROM_WORKER, decode, encode
@@ -305,8 +305,8 @@ def test_the_pure_python_msgpack_will_do_as_well(monkeypatch: pytest.MonkeyPatch
     from msgpack import fallback
 
     monkeypatch.setattr(msgpack, "Unpacker", fallback.Unpacker)
-    monkeypatch.setattr(codec, "_ARRAY_MOST", codec._array_most())
-    assert codec._ARRAY_MOST > 0
+    monkeypatch.setattr(unpacking, "_ARRAY_MOST", unpacking._array_most())
+    assert unpacking._ARRAY_MOST > 0
     assert decode(encode(FILL), FROM_WORKER) == FILL
     for body in BOMBS.values():
         refused(body)

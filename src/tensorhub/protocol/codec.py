@@ -20,6 +20,7 @@ from tensorhub import messages
 from tensorhub.errors import ProtocolError
 from tensorhub.protocol.forms import Record, Violation, brief, describe, record_of
 from tensorhub.protocol.tags import TAGS
+from tensorhub.unpacking import unpacker
 
 M = TypeVar("M")
 
@@ -65,25 +66,6 @@ FROM_OWNER: Final[Vocabulary[messages.FromOwner]] = Vocabulary("an owner", messa
 ANYTHING: Final[Vocabulary[messages.Message]] = Vocabulary("anyone", messages.Message)
 
 
-def _array_most() -> int:
-    """The limit under which msgpack refuses arrays where a scalar belongs, but still reads array headers
-    for us.
-
-    0 with the extension; its pure Python stand-in holds headers to the same limit, but allocates nothing
-    ahead.
-    """
-    probe = msgpack.Unpacker(max_array_len=0)
-    probe.feed(b"\x91")
-    try:
-        probe.read_array_header()
-    except ValueError:
-        return 2**20
-    return 0
-
-
-_ARRAY_MOST: Final = _array_most()
-
-
 def encode(message: messages.Message) -> bytes:
     """The body of `message`'s frame; ProtocolError if a field's value is not what its annotation allows."""
     try:
@@ -100,28 +82,19 @@ def encode(message: messages.Message) -> bytes:
 
 def decode(body: bytes, allowed: Vocabulary[M]) -> M:
     """The message in a frame's body; ProtocolError if it is not exactly one message of `allowed`."""
-    size = len(body) or 1
-    unpacker = msgpack.Unpacker(
-        read_size=size,
-        max_buffer_size=size,
-        max_array_len=_ARRAY_MOST,
-        max_map_len=0,
-        max_ext_len=0,
-        strict_map_key=True,
-    )
+    parts = unpacker(body)
     try:
-        unpacker.feed(body)
-        length, tag = unpacker.read_array_header(), unpacker.unpack()
+        length, tag = parts.read_array_header(), parts.unpack()
     except (ValueError, UnpackException) as error:
         start = bytes(body[:16]).hex(" ") or "nothing"
         raise ProtocolError(f"a frame without a message ({start}): {describe(error)}") from error
     record = allowed.record(tag, length)
     try:
-        message: M = record.decode(unpacker)
+        message: M = record.decode(parts)
     except Violation as error:
         raise _refusal(record, error) from error
-    if unpacker.tell() != len(body):
-        raise ProtocolError(f"{record.kind.__name__}: {len(body) - unpacker.tell()} bytes after its end")
+    if parts.tell() != len(body):
+        raise ProtocolError(f"{record.kind.__name__}: {len(body) - parts.tell()} bytes after its end")
     return message
 
 
