@@ -525,6 +525,20 @@ def test_a_forked_child_ends_at_once(watcher: tuple[str, sync.Hub]) -> None:
         ends(process, 0)
 
 
+def test_a_forked_child_that_is_wired_itself_leaves(watcher: tuple[str, sync.Hub]) -> None:
+    address, hub = watcher
+    begin_anew(hub)
+    program = (
+        "tensorhub.leave_on_sigterm(1000)\nready, here = os.pipe()\nchild = os.fork()\n"
+        "if child == 0:\n    tensorhub.leave_on_sigterm(20)\n    hub = connect()\n    publish(hub)\n"
+        "    os.write(here, b'x')\n    time.sleep(1000)\nos.read(ready, 1)\n"
+        "os.kill(child, signal.SIGTERM)\nassert os.waitpid(child, 0)[1] == signal.SIGTERM"
+    )
+    with child(address, program) as process:
+        ends(process, 0)
+    assert has_left(hub)
+
+
 def test_what_cannot_be_wired() -> None:
     with pytest.raises(tensorhub.InvalidValue, match="within_s=-1: give the seconds that leaving may take"):
         tensorhub.leave_on_sigterm(-1)

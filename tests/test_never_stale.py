@@ -247,6 +247,18 @@ async def test_what_mappings_show() -> None:
                     await weights.publish(1)
 
 
+async def test_elements_that_are_not_what_the_bytes_say_are_not_published() -> None:
+    """torch conjugates and negates views of the same memory when they are read."""
+    async with cluster("trainer") as c:
+        for how in (torch.conj, torch._neg_view):
+            module = nn.Module()
+            module.weight = nn.Parameter(torch.ones(2, dtype=torch.complex64) * 1j)
+            weights = await c.hubs[0].register(how.__name__, module)
+            module.weight.data = how(module.weight.data)
+            with pytest.raises(RegistrationError, match="'weight': its conjugation or negation is still to be done"):
+                await weights.publish(1)
+
+
 async def test_nested_mappings_have_dotted_names() -> None:
     async with cluster("trainer", "reader") as c:
         inner = {"w": torch.ones(2)}

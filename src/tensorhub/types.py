@@ -130,7 +130,7 @@ def as_timeout_s(timeout: float | None, default_s: float) -> float:
     given: object = timeout
     seconds = FOREVER_S if isinstance(given, float) and given == math.inf else as_seconds(given)
     if seconds is None:
-        text = f"timeout={shown(timeout)}: give seconds, 0 or more, math.inf, or None for the default"
+        text = f"timeout={shown(timeout)}: give seconds, 0 or more and less than 10**9, math.inf, or None for the default"
         raise invalid(timeout, Real, text)
     return seconds
 

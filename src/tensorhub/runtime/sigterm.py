@@ -30,7 +30,8 @@ def leave_on_sigterm(within_s: float = LEAVE_S) -> None:
     moves its readers to other sources, hands over what is retained, as `Weights.close` does, and says goodbye: at once where
     nothing is read or retained, and in `within_s` seconds at most; what could not be handed over by then is given up. The
     process goes on meanwhile. Then SIGTERM acts: by default it ends the process (exit status 143 in a shell), and a handler
-    that was set before, as `lambda *_: sys.exit(143)`, is called. A second SIGTERM in between changes nothing.
+    that was set before, as `lambda *_: sys.exit(143)`, is called. A second SIGTERM in between changes nothing. A
+    forked child that connects calls it again.
 
     Give less than whoever preempts the process does: Kubernetes waits 30 s, and so does Google's preemption, before SIGKILL.
     Python calls handlers in the main thread: if that is in the midst of a long call of C code, the leave begins after it.
@@ -44,7 +45,7 @@ def leave_on_sigterm(within_s: float = LEAVE_S) -> None:
             "leave_on_sigterm() is to be called in the main thread: only that one can set a handler of a signal"
         )
     before = signal.getsignal(signal.SIGTERM)
-    if isinstance(before, _Leave) and not before.is_over:
+    if isinstance(before, _Leave) and not before.is_over and before.pid == os.getpid():
         before.within_s = seconds
     elif before is None:
         raise StateError("SIGTERM has a handler that was not set by Python, which could not be called afterwards: remove it")
@@ -60,13 +61,13 @@ class _Leave:
         self.before = before
         self.is_over = False  # what comes now is for the handler that was there before
         self._deaf_until = 0.0  # its own signals may come late
-        self._pid = os.getpid()
+        self.pid = os.getpid()
         self._has_left = False
         self._wanted: queue.SimpleQueue[None] = queue.SimpleQueue()  # of the kind that a handler may put something into
         threading.Thread(target=self._run, name="leave-on-sigterm", daemon=True).start()
 
     def __call__(self, number: int, frame: object) -> None:
-        if os.getpid() == self._pid:  # else in a forked child, which has nothing to leave
+        if os.getpid() == self.pid:  # else in a forked child, which has wired nothing itself
             if not self._has_left:
                 self._wanted.put(None)
                 return

@@ -29,8 +29,8 @@ from tensorhub.transport.sampling import Sample
 PADDING_MAX = 256  # bytes beside each tensor of a packed region; publishers take less
 CHANGES_NAMED_MAX = 20  # tensors, in an error
 
-# Address, shape, strides, dtype, quantization.
-Fingerprint = tuple[int, tuple[int, ...], tuple[int, ...], object, Quantization | None]
+# Address, shape, strides, dtype, quantization; whether torch has yet to conjugate or negate what the bytes say.
+Fingerprint = tuple[int, tuple[int, ...], tuple[int, ...], object, Quantization | None, bool]
 
 
 # ---------------------------------------------------------------------------------------------------- viewing
@@ -391,14 +391,17 @@ def _mismatch(difference: str) -> ManifestMismatch:
 
 def _fingerprint(tensor: Any, of_torch: bool) -> Fingerprint:
     if of_torch:
-        return tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype, quantization_of(tensor)
-    return tensor.__array_interface__["data"][0], tensor.shape, tensor.strides, tensor.dtype, None
+        is_lazy = tensor.is_conj() or tensor.is_neg()
+        return tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype, quantization_of(tensor), is_lazy
+    return tensor.__array_interface__["data"][0], tensor.shape, tensor.strides, tensor.dtype, None, False
 
 
 def _differences(now: Fingerprint, was: Fingerprint) -> list[str]:
     what = [
         f"its {word} is {new}, not {old}"
-        for word, new, old in zip(("shape", "stride", "dtype", "quantization"), now[1:], was[1:], strict=True)
+        for word, new, old in zip(("shape", "stride", "dtype", "quantization"), now[1:5], was[1:5], strict=True)
         if new != old
     ]
+    if now[5] != was[5]:
+        what.append("its conjugation or negation is still to be done (`.resolve_conj()`, `.resolve_neg()`)")
     return [*what, *(["its storage is another one"] if now[0] != was[0] else [])]
