@@ -21,11 +21,14 @@ from tensorhub.messages import (
     Begun,
     BegunWith,
     Check,
+    Compare,
+    Compared,
     CopyRefused,
     Describe,
     Description,
     DigestAgain,
     DigestedAgain,
+    Digests,
     Done,
     ErrorInfo,
     Fill,
@@ -142,7 +145,11 @@ def test_what_it_says_of_links_is_not_believed() -> None:
 
 
 def test_it_fetches_and_looks() -> None:
-    cluster, guest, _ = world()
+    cluster, guest, trainer = world()
+    content = trainer.member.content
+    assert content is not None
+    trainer.worker.say(Digests(trainer.id, content.generation, CHUNKS, ((0, CHUNKS),), b"x" * 8 * CHUNKS, True))
+    cluster.run()
     (news,) = guest.say(Watch("actor"))
     assert isinstance(news, Announce)
     assert news.newest is not None
@@ -152,7 +159,9 @@ def test_it_fetches_and_looks() -> None:
     start = guest.fetch()
     assert start.write
     assert [grant.source for grant in start.grants] == ["trainer"]
-    (outcome,) = guest.say(Prepared(guest.key, 0))
+    (page,) = guest.say(Prepared(guest.key, 0))
+    assert page == Compare(guest.key, 0, 0, b"x" * 8 * CHUNKS, last=True)
+    (outcome,) = guest.say(Compared(guest.key, 0, CHUNKS, ()))
     assert isinstance(outcome, Outcome)
     assert outcome.committed
     assert guest.say(Unpin(9, "no pin", "actor")) == [Done(9)]

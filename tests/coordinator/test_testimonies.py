@@ -10,7 +10,7 @@ import pytest
 from tensorhub.coordinator import Digested, entities, limits
 from tensorhub.digests import pack, root_of, runs_of, unpack, width_in
 from tensorhub.errors import IntegrityError, OperationTimeout, StateError
-from tensorhub.messages import Compare, Compared, Digests, FromWorker, Prepared
+from tensorhub.messages import Compare, Compared, Digests, FromWorker, Held, Prepared, Register
 from tensorhub.testing import CHUNKS, Choice, Handle, PureCluster
 from tensorhub.testing.memory import digest_of, make_manifest
 from tensorhub.types import HandleState, Location
@@ -271,3 +271,117 @@ def test_what_is_told_has_a_bounded_size() -> None:
     sparse = list(tell("r", 1, 10_000, 8, [(2 * n, n) for n in range(5000)], last=False))
     assert [(len(m.runs), m.last) for m in sparse] == [(4096, False), (904, False)]
     assert [m.last for m in tell("r", 1, 0, 8, [], last=True)] == [True]
+
+
+def test_a_vote_that_names_no_root_is_compared_too() -> None:
+    """As that of a fetch by name, which has not all chunks: also where no root is known to compare it with."""
+    cluster, (trainer, reader) = published("reader")
+    asked = reader.replicate()
+    run_but(cluster, Choice("read", reader.name))
+    assert asked.key is not None
+    tell_it(cluster, reader, Prepared(asked.key, 0))
+    operation = cluster.coordinator.cluster.members[reader.id].group.operation
+    assert operation is not None
+    assert not operation.parts[0].voted
+    cluster.run()
+    assert list_of(cluster).root == root_of(pack([digest_of(cell) for cell in truth_of(trainer)], 8))
+
+
+def test_who_finds_nothing_wrong_in_a_list_of_another_root_is_not_believed() -> None:
+    cluster, (_, other, reader) = published("other", "reader")
+    other.replicate()
+    cluster.run()
+    asked = reader.replicate()
+    run_but(cluster, Choice("read", reader.name))
+    assert asked.key is not None
+    tell_it(cluster, reader, Prepared(asked.key, 0, b"other"))
+    tell_it(cluster, reader, Compared(asked.key, 0, CHUNKS, ()))
+    operation = cluster.coordinator.cluster.members[reader.id].group.operation
+    assert operation is not None
+    assert not operation.parts[0].voted
+
+
+def test_who_takes_a_publishers_place_is_not_its_publisher() -> None:
+    """Nor where it says so: those who have read from the publisher stand in for it."""
+    cluster, (trainer, first) = published("first")
+    truth = truth_of(trainer)
+    first.replicate()
+    run_but(cluster, Choice("up", "trainer"))
+    content = trainer.member.content
+    assert content is not None
+    shard, info = trainer.member.shard, content.version
+    trainer.worker.crash()
+    thief = cluster.worker("thief", HERE)
+    cluster.run()
+    members = cluster.coordinator.cluster.members
+    before = members[trainer.id]
+    held = Held(info.version, info.content_id, 7, info.world_size, info.nbytes, content.manifest.encode(), published=True)
+    register = Register(
+        request=99,
+        registration="stolen",
+        model="actor",
+        group=shard.group,
+        rank=0,
+        shard=0,
+        world_size=1,
+        serves=True,
+        spot=False,
+        medium=before.medium,
+        purpose=before.purpose,
+        layout_id=before.group.layout_id,
+        nbytes=before.nbytes,
+        chunks=CHUNKS,
+        manifest=before.manifest,
+        held=held,
+    )
+    thief.say(register)
+    cluster.do(Choice("up", "thief"))
+    assert "stolen" in members
+    publisher = list_of(cluster).publisher
+    assert publisher is not None
+    assert publisher.member.registration == trainer.id
+    cluster.run()
+    cluster.advance(cluster.options.lease_s + 1.0)
+    assert first.member.version == 1
+    assert list_of(cluster).root == root_of(pack([digest_of(cell) for cell in truth], 8))
+
+
+def only_a_root_is_known(*names: str) -> tuple[PureCluster, list[Handle]]:
+    """The named ones hold version 1, of which the coordinator knows the root, and its publisher has left."""
+    cluster, (trainer, *holders, reader) = published(*names, "reader")
+    for holder in holders:
+        holder.replicate()
+        cluster.run()
+    trainer.worker.crash()
+    cluster.advance(cluster.options.lease_s + 1.0)
+    cluster.coordinator.cluster.forget_list(list_of(cluster))
+    list_of(cluster).answered.clear()
+    return cluster, [*holders, reader]
+
+
+def test_a_holder_that_says_nothing_does_not_hold_others_up() -> None:
+    cluster, (mute, honest, liar, reader) = only_a_root_is_known("mute", "honest", "liar")
+    assert liar.lie()
+    mute.tell_digests = lambda question: None  # type: ignore[method-assign]
+    asked = reader.replicate()
+    cluster.run()
+    assert said(cluster, "TellDigests")[-1] == "mute"
+    cluster.advance(20.0)
+    assert asked.number == 1
+    assert (reader.cells, honest.member.version) == (honest.cells, 1)
+
+
+def test_words_of_several_are_not_mixed_where_a_root_is_known() -> None:
+    """Else who says the last of them would be accused of what another one has said."""
+    cluster, (liar, honest, _) = only_a_root_is_known("liar", "honest")
+    testimonies, cut = cluster.coordinator._operations._testimonies, list_of(cluster)
+    for handle in (liar, honest):
+        content = handle.member.content
+        assert content is not None
+        if handle is liar:  # as if it had come back as its publisher
+            cut.publisher = cluster.coordinator.cluster.members[liar.id].holding
+            testimonies.told(
+                cluster.coordinator.cluster.members[liar.id].worker,
+                Digests(liar.id, content.generation, CHUNKS, ((0, 1),), b"x" * 8, False),
+            )
+    assert not any(cut.known)

@@ -207,6 +207,8 @@ class Coordinator(Stateful[CoordinatorState]):
                     self._custody.due(copy)
                 case ("custody", model_name):
                     self._custody.retry_due(model_name)
+                case ("digests", model_name):
+                    self._operations.digests_overdue(model_name)
                 case ("recovery", _):
                     self._retentions.recovery_over()
                     for model in self.cluster.models.values():

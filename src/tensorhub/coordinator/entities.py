@@ -335,6 +335,7 @@ class Testimony:
         default_factory=dict
     )  # who is to tell: over which session, of which generation
     answered: set[str] = field(default_factory=set)  # registrations that have told all they could
+    silent: set[str] = field(default_factory=set)  # of those asked, who was silent for a while
     second_hand: bool = False  # nobody is left who has read the missing ones from their publisher
     turned_away: bool = False  # there was no room for the list
 

@@ -169,6 +169,12 @@ class Operations:
         """What the chunks of a memory have as digests."""
         self._testimonies.told(worker, message)
 
+    def digests_overdue(self, model: str) -> None:
+        """Somebody was asked for digests a while ago."""
+        known = self._cluster.models.get(model)
+        if known is not None:
+            self._testimonies.overdue(known)
+
     def abandon(self, member: Member, message: Abandon) -> None:
         """This rank ends the operation, unless it has voted in it or it is decided."""
         group, key = member.group, message.key

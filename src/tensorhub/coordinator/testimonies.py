@@ -18,7 +18,7 @@ from collections.abc import Iterator
 from tensorhub.coordinator import limits
 from tensorhub.coordinator.actions import Digested
 from tensorhub.coordinator.cluster import Cluster
-from tensorhub.coordinator.entities import Blame, Holding, Member, Operation, RankPart, Testimony, Version, Worker
+from tensorhub.coordinator.entities import Blame, Holding, Member, Model, Operation, RankPart, Testimony, Version, Worker
 from tensorhub.coordinator.readers import Readers
 from tensorhub.coordinator.states import OperationState
 from tensorhub.coordinator.suspicions import Suspicions
@@ -27,6 +27,7 @@ from tensorhub.errors import IntegrityError, StateError
 from tensorhub.messages import DIGESTS_BYTES_MAX, Compare, Compared, Digests, TellDigests
 from tensorhub.types import OpKind
 
+ANSWER_S = 5.0  # who was silent for twice that is not waited for, unless only its publisher's word can decide
 COMPARISONS_MAX = 16  # of one rank in one operation, after which its memory, or its word, is not believed any more
 
 
@@ -56,7 +57,7 @@ class Testimonies:
             if part.claim is None or part.voted:
                 continue
             testimony = self._of(part)
-            if part.claim == testimony.root or not (testimony.width or testimony.root or part.claim):
+            if (testimony.root and part.claim == testimony.root) or not (testimony.width or testimony.root or part.claim):
                 self._accept(part)
             elif not testimony.width:
                 continue  # nobody has said yet what its chunks have as digests
@@ -83,8 +84,12 @@ class Testimonies:
             part.claim, part.page = None, None
             part.comparisons += 1
             self._cluster.changed(part.operation)
-        elif answer.following >= testimony.chunks:
+        elif answer.following >= testimony.chunks and not part.claim:
             self._accept(part)
+        elif answer.following >= testimony.chunks:  # it finds nothing wrong in a list that has another root
+            part.page = None
+            part.comparisons += 1
+            self._cluster.changed(part.operation)
         elif part.page is not None and answer.following > part.page:
             self._send_page(part, testimony, answer.following)
 
@@ -128,8 +133,10 @@ class Testimonies:
         holding, version, shard = found
         testimony = self.of(version, shard, member.manifest)
         asked = member.registration in testimony.asked
-        if not testimony.width or not (asked or (holding is not None and holding is testimony.publisher)):
-            return
+        is_publishers = holding is not None and holding is testimony.publisher
+        if not testimony.width or not (asked or (is_publishers and not testimony.root)):
+            return  # where a root is known, one tells all of it: words of several, mixed, would accuse who says the last one
+        testimony.silent.discard(member.registration)
         if message.last:
             testimony.asked.pop(member.registration, None)
             testimony.answered.add(member.registration)
@@ -150,6 +157,12 @@ class Testimonies:
     def publisher_is_back(self, holding: Holding) -> None:
         """It says again what it holds, and that it has published that."""
         testimony = self.of(holding.version, holding.shard)
+        known, member = testimony.publisher.member if testimony.publisher is not None else None, holding.member
+        if known is not None and (known.registration, known.worker.incarnation) != (
+            member.registration,
+            member.worker.incarnation,
+        ):
+            return  # somebody else has its place now, and has read what he holds
         testimony.publisher = holding
         testimony.answered.discard(holding.member.registration)
 
@@ -201,6 +214,7 @@ class Testimonies:
                 self._suspicions.condemn(teller)
             return
         testimony.root = root
+        testimony.asked.clear()  # no list from others is of use any more
         self._record(version)
 
     def _record(self, version: Version) -> None:
@@ -224,28 +238,54 @@ class Testimonies:
 
     def _ask(self, testimony: Testimony) -> None:
         """See to it that somebody says what is not known: one at a time, where one is enough."""
+        due = "digests", testimony.version.info.model
+        if due not in self._cluster.timers:
+            self._cluster.timers.set(*due, self._cluster.now + ANSWER_S)
         for registration, (session, _) in list(testimony.asked.items()):
             member = self._cluster.members.get(registration)
             if member is None or (member.worker.session not in (session, None)):
                 del testimony.asked[registration]  # it is gone, or has not heard the question
         publisher = testimony.publisher
-        if publisher is not None and self._can_tell(publisher) and publisher.member.registration not in testimony.answered:
-            self._ask_one(testimony, publisher.member, publisher.generation, "")
-            return
-        if publisher is not None and not testimony.root and not testimony.second_hand:
-            for member, generation in self._witnesses(testimony):
-                self._ask_one(testimony, member, generation, publisher.member.registration)
-            if testimony.asked:
+        if not testimony.root and publisher is not None:
+            if self._can_tell(publisher) and publisher.member.registration not in testimony.answered:
+                self._ask_one(testimony, publisher.member, publisher.generation, "")
                 return
-            testimony.second_hand = True
-            testimony.answered.clear()
-        if not testimony.asked:
-            for member, generation in self._witnesses(testimony):
-                if member.registration not in testimony.answered and member.worker.session is not None:
-                    if testimony.root:
-                        self._cluster.forget_list(testimony)  # of one who tells it, all or nothing
-                    self._ask_one(testimony, member, generation, "")
+            if not testimony.second_hand:
+                for member, generation in self._witnesses(testimony):
+                    self._ask_one(testimony, member, generation, publisher.member.registration)
+                if testimony.asked:
                     return
+                testimony.second_hand = True
+                testimony.answered.clear()
+        if not testimony.asked:
+            self._ask_next(testimony)
+
+    def _ask_next(self, testimony: Testimony) -> None:
+        publisher = testimony.publisher
+        first = [publisher] if publisher is not None and self._can_tell(publisher) else []
+        for member, generation in [*((h.member, h.generation) for h in first), *self._witnesses(testimony)]:
+            if member.registration not in testimony.answered and member.worker.session is not None:
+                if testimony.root:
+                    self._cluster.forget_list(testimony)  # of one who tells it, all or nothing
+                self._ask_one(testimony, member, generation, "")
+                return
+
+    def overdue(self, model: Model) -> None:
+        """Who says nothing is not waited for any more. Has everybody been asked, all are asked once more."""
+        for version in model.versions.values():
+            for testimony in version.testimonies.values():
+                publisher = testimony.publisher
+                if testimony.is_there or (
+                    not testimony.root and publisher is not None and publisher.member.registration in testimony.asked
+                ):
+                    continue
+                if not testimony.asked:
+                    testimony.answered.clear()
+                for registration in testimony.silent & testimony.asked.keys():
+                    del testimony.asked[registration]
+                    testimony.answered.add(registration)
+                testimony.silent = set(testimony.asked)
+        self._cluster.touch(model)
 
     def _ask_one(self, testimony: Testimony, member: Member, generation: int, origin: str) -> None:
         registration, session = member.registration, member.worker.session
