@@ -21,5 +21,6 @@ LEAVING_OF_RANK_MAX = 16  # generations that a rank took back without saying tha
 DECISIONS_MAX = 4096  # groups whose newest commit is remembered; those of groups that are there stay in any case
 INQUIRIES_MAX = 64  # readers of one holding of which it is remembered when they last got a bad chunk
 DESCRIBED_MAX = 256  # models, versions, replicas, shards, leases and workers of one answer; one model is never cut
-FAULTS_MAX = 64  # sources of one reader of which it is remembered how they failed last
+FAULTS_MAX = 4  # sources of one reader of which it is remembered how they failed last; three are told
+FAULT_CHARS_MAX = 500  # of that
 ERROR_CHARS_MAX = 2000  # of an error that one rank passes on to others

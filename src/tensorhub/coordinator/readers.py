@@ -227,7 +227,7 @@ class Readers:
         incarnation = source.incarnation
         text = f"worker {source.name!r}: {detail or reason}"
         part.faults.pop(incarnation, None)
-        part.faults[incarnation] = (reason, text[: limits.ERROR_CHARS_MAX])
+        part.faults[incarnation] = (reason, text[: limits.FAULT_CHARS_MAX])
         if len(part.faults) > limits.FAULTS_MAX:
             del part.faults[next(iter(part.faults))]
         failures = part.failures[incarnation] = part.failures.get(incarnation, 0) + 1
