@@ -10,7 +10,7 @@ import pytest
 from tensorhub.coordinator import Digested, entities, limits
 from tensorhub.digests import pack, root_of, runs_of, unpack, width_in
 from tensorhub.errors import IntegrityError, OperationTimeout, StateError
-from tensorhub.messages import Compare, Compared, Digests, FromWorker, Held, Prepared, Register
+from tensorhub.messages import Compare, Compared, Digests, FromWorker, Held, Origin, Prepared, Register, Stray
 from tensorhub.testing import CHUNKS, Choice, Handle, PureCluster
 from tensorhub.testing.memory import digest_of, make_manifest
 from tensorhub.types import HandleState, Location
@@ -93,7 +93,8 @@ def test_a_middleman_that_has_not_voted_leads_to_whom_it_has_read_from() -> None
     run_but(cluster, *reads)
     readers = cluster.coordinator.cluster.members[reader.id].group.operation
     assert readers is not None
-    cluster.coordinator._operations._suspicions.ask(readers.parts[0], holding, wrong)
+    stray = Stray(wrong, Origin(middle.id, holding.generation))
+    cluster.coordinator._operations._suspicions.trace(readers.parts[0], stray)
     cluster.run()
     cluster.advance(3.0)
     assert liar.member.state is HandleState.EMPTY
@@ -385,3 +386,24 @@ def test_words_of_several_are_not_mixed_where_a_root_is_known() -> None:
                 Digests(liar.id, content.generation, CHUNKS, ((0, 1),), b"x" * 8, False),
             )
     assert not any(cut.known)
+
+
+def test_the_first_word_of_a_chunk_counts_and_all_of_a_root() -> None:
+    cluster, (trainer, reader) = published("reader")
+    content = trainer.member.content
+    assert content is not None
+    for value in (b"x", b"y"):
+        tell_it(cluster, trainer, Digests(trainer.id, content.generation, CHUNKS, ((0, 1),), value * 8, False))
+    assert list_of(cluster).values[:8] == b"x" * 8
+    tell_it(
+        cluster, trainer, Digests(trainer.id, content.generation, CHUNKS, ((1, CHUNKS - 1),), b"x" * 8 * (CHUNKS - 1), True)
+    )
+    root = list_of(cluster).root
+    assert root == root_of(b"x" * 8 * CHUNKS)
+    asked = reader.replicate()
+    run_but(cluster, Choice("read", reader.name))
+    assert asked.key is not None
+    tell_it(cluster, reader, Prepared(asked.key, 0, root[:-1] + bytes([root[-1] ^ 1])))
+    operation = cluster.coordinator.cluster.members[reader.id].group.operation
+    assert operation is not None
+    assert not operation.parts[0].voted
