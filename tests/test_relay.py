@@ -260,6 +260,7 @@ async def test_between_a_worker_and_its_coordinator(way: Way, token: str, caplog
                     pass
                 for name, how in tried.items():
                     caplog.clear()
+                    logs.repeats.forget()
                     sessions = len(between.passed)
                     between.meddle(way, how)
                     await until(between.done.is_set)

@@ -11,6 +11,7 @@ import pytest
 from tensorhub.errors import AuthenticationFailed
 from tensorhub.protocol.secret import Secret, resolve_token
 from tensorhub.runtime.keyring import LOOK_S, TokenFile, open_keyring
+from tensorhub.runtime.logs import repeats
 
 
 class Clock:
@@ -85,6 +86,7 @@ def test_what_cannot_be_used_leaves_the_last_good_tokens_and_is_said_once(
     path.write_text("old\n")
     assert look() == []
     path.unlink()
+    repeats.forget()
     assert "No such file" in look()[0]  # it is another time
     assert "evil" not in caplog.text
 
