@@ -407,3 +407,35 @@ def test_the_first_word_of_a_chunk_counts_and_all_of_a_root() -> None:
     operation = cluster.coordinator.cluster.members[reader.id].group.operation
     assert operation is not None
     assert not operation.parts[0].voted
+
+
+def test_a_list_of_another_root_is_not_taken_and_convicts_who_says_it() -> None:
+    _, (liar, honest, reader) = _told_wrongly()
+    assert liar.member.state is HandleState.EMPTY
+    assert (reader.member.version, reader.cells) == (1, honest.cells)
+
+
+def _told_wrongly() -> tuple[PureCluster, tuple[Handle, Handle, Handle]]:
+    """Who is asked first for the list says another one; somebody else has made the reader ask."""
+    cluster, (teller, honest, liar, reader) = only_a_root_is_known("teller", "honest", "liar")
+    root, content = list_of(cluster).root, teller.member.content
+    assert content is not None
+    wrong = Digests(teller.id, content.generation, CHUNKS, ((0, CHUNKS),), b"x" * 8 * CHUNKS, True)
+    teller.tell_digests = lambda question: teller.worker.say(wrong)  # type: ignore[method-assign]
+    assert liar.lie()
+    reader.replicate()
+    cluster.run()
+    cluster.advance(20.0)
+    assert list_of(cluster).root == root
+    return cluster, (teller, honest, reader)
+
+
+def test_what_is_announced_with_another_root_is_not_held() -> None:
+    cluster, (holder, _, _) = only_a_root_is_known("holder", "other")
+    content = holder.member.content
+    assert content is not None
+    content.root = b"other"
+    cluster.restart()
+    holder.worker.connect()
+    cluster.run()
+    assert holder.member.state is HandleState.EMPTY
