@@ -118,8 +118,9 @@ class Relay:
                 target.sendall(_frame(source, 0))
             while way == "up" or len(passed.down) < self.frames_down_max:
                 one = _frame(source, MAC_BYTES)
-                target.sendall(self._instead_of(one, passed, way))
-                passed.of(way).append(one)
+                instead = self._instead_of(one, passed, way)
+                passed.of(way).append(one)  # before its answer comes
+                target.sendall(instead)
             while data := source.recv(65536):
                 target.sendall(data)
         tcp.shutdown(source)
