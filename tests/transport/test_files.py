@@ -488,7 +488,7 @@ def test_an_output_that_exists(tmp_path: Path, model: Path) -> None:
 @pytest.mark.parametrize("out", ["x" * 300, "x" * 300 + ".safetensors", "file/out"])
 def test_a_name_that_cannot_be_is_refused_before_anything(tmp_path: Path, out: str) -> None:
     (tmp_path / "file").touch()
-    with pytest.raises(StateError, match=r"out|x{300}"):
+    with pytest.raises(StateError, match=r"out|/x+\.\.\.x+"):
         FileTarget(tmp_path / out)
     assert os.listdir(tmp_path) == ["file"]
 
