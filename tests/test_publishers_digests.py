@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import dataclasses
 from pathlib import Path
+from typing import Any
 
 import anyio
 import pytest
 
 from tensorhub.errors import GroupAborted, IntegrityError, TensorHubError
 from tensorhub.hub import Hub
+from tensorhub.messages import Compare
+from tensorhub.runtime.server import CoordinatorServer
 from tensorhub.weights import Weights
 from tests.rig import OPTIONS, Tensors, cluster, connect, holds, tensors, until, write
 from tests.test_coordinator_restart import cluster as restartable
@@ -57,6 +60,24 @@ async def test_who_overwrites_a_copy_and_vouches_for_it_poisons_nobody() -> None
             "trainer": "complete",
             **dict.fromkeys(readers, "complete"),
         }
+
+
+async def test_a_page_of_digests_takes_its_room_before_it_is_sent(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However many compare and take nothing, the coordinator has no more of them encoded than there is room for."""
+    taken: list[type] = []
+    say = CoordinatorServer._say_at_length
+
+    async def noting(self: CoordinatorServer, messages: Any, message: Any, *rest: Any) -> None:
+        taken.append(type(message))
+        await say(self, messages, message, *rest)
+
+    monkeypatch.setattr(CoordinatorServer, "_say_at_length", noting)
+    async with cluster("trainer", "liar", "reader") as c:
+        await (await c.hubs[0].register("m", tensors(1))).publish(1)
+        _, memory = await replica(c.hubs[1])
+        lie(c.hubs[1], memory)
+        assert holds((await replica(c.hubs[2]))[1], 1)
+    assert Compare in taken
 
 
 async def test_a_fetch_is_compared_too_also_of_some_names() -> None:

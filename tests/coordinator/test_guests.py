@@ -148,6 +148,14 @@ def test_who_has_most_registrations_gives_way_to_who_has_fewer(monkeypatch: pyte
     assert lobby.core.cluster.guests.registrations.total == 1
 
 
+def test_readers_registrations_have_a_bound_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All of them may be of one model, which is described as a whole."""
+    monkeypatch.setattr(real, "GUEST_REGISTRATIONS_MAX", 2)
+    lobby = Lobby()
+    lobby.guest(1)
+    assert [type(lobby.fetches(1, str(number))) for number in range(3)] == [Registered] * 2 + [Refused]
+
+
 # --------------------------------------------------------------------------------------------------------- watches
 
 

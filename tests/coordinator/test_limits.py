@@ -15,8 +15,10 @@ from tensorhub.coordinator import (
     Persisted,
     Received,
     Send,
+    Tick,
     invariants,
     limits as real,
+    manifests,
 )
 from tensorhub.coordinator.actions import Action, Persist
 from tensorhub.coordinator.entities import Operation
@@ -46,7 +48,9 @@ from tensorhub.messages import (
     Refused,
     Register,
     Registered,
+    Resolve,
     Retain,
+    Start,
     Unpin,
     Unwatch,
     Watch,
@@ -242,11 +246,76 @@ def test_who_comes_and_goes_read_only_makes_nobody_else_who_waits_be_asked(
     for i in range(10):
         assert isinstance(desk.say(1, Deregister(i, f"read-only-{i}", True)), Done)
     assert next(looked) <= 2 * 20
-    assert len(desk.core.cluster.models["m"].waiting) == 10
+    assert len(desk.core.cluster.models["m"].guests_waiting) == 10
     desk.connect(2)
     desk.register(2, "t")
     assert isinstance(desk.publish(2, "t", 1, 0), Outcome)
     assert not desk.core.cluster.models["m"].waiting  # whoever waited is told now
+
+
+def test_however_many_guests_wait_the_steps_of_others_are_short(desk: Desk, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(real, "GUESTS_PER_STEP", 3)
+    desk.step(Connected(1, "read-only-life", "worker", True))
+    desk.say(1, Join("w", Location(), (Endpoint("tcp", "x"),), 1, 0))
+    bare = (False, False, Medium.DEVICE, Purpose.USE, "", 1, 1, b"", None)
+    for i in range(10):
+        name = f"read-only-{i}"
+        assert isinstance(desk.say(1, Register(i, name, "m", name, 0, 0, 1, *bare)), Registered)
+        key = OpKey("m", name, desk.core.cluster.models["m"].groups[name].epoch, 0)
+        desk.say(1, Fill(key, 0, name, OpKind.FETCH, "latest", None, 1, False, False, 1000.0))
+    desk.connect(2)
+    looked: list[str] = []
+    settle = Operations.settle
+
+    def noting(self: Operations, operation: Operation) -> None:
+        looked.append(operation.group.name)
+        settle(self, operation)
+
+    monkeypatch.setattr(Operations, "settle", noting)
+    desk.register(2, "t")
+    assert isinstance(desk.publish(2, "t", 1, 0), Outcome)
+    assert "t" in looked
+    assert not [name for name in looked if name != "t"]
+    assert len(desk.core.cluster.models["m"].guests_waiting) == 10
+    started = []
+    while desk.core.cluster.stirred:
+        deadline = desk.core.next_deadline()
+        assert deadline is not None
+        assert deadline <= desk.now  # nobody waits for a clock
+        before = len(desk.heard[1])
+        desk.step(Tick())
+        started.append(len([each for each in desk.heard[1][before:] if isinstance(each, Start)]))
+    assert started == [3, 3, 3, 1]
+    assert not desk.core.cluster.models["m"].guests_waiting
+
+
+def test_a_manifest_is_named_once_however_often_somebody_asks(desk: Desk, monkeypatch: pytest.MonkeyPatch) -> None:
+    """To hash one of 48 MiB takes longer than a message does."""
+    named: list[bytes] = []
+
+    def name(manifest: bytes) -> str:
+        named.append(manifest)
+        return "id"
+
+    monkeypatch.setattr(manifests, "id_of", name)
+    desk.connect(2)
+    desk.register(2, "t", b"manifest")
+    desk.publish(2, "t", 1, 0)
+    desk.step(Connected(1, "read-only-life", "worker", True))
+    desk.say(1, Join("w", Location(), (Endpoint("tcp", "x"),), 1, 0))
+    bare = (False, False, Medium.DEVICE, Purpose.USE, "", 1, 1, b"", None)
+    desk.say(1, Register(1, "read-only-r", "m", "read-only-g", 0, 0, 1, *bare))
+    key = OpKey("m", "read-only-g", desk.core.cluster.models["m"].groups["read-only-g"].epoch, 0)
+    desk.say(1, Fill(key, 0, "read-only-r", OpKind.FETCH, "latest", None, 1, False, False, 1000.0))
+    for _ in range(5):
+        answer = desk.say(1, Resolve(key, 0))
+        assert isinstance(answer, Start)
+        assert answer.manifest_id == "id"
+    assert named == [b"manifest"]
+    kept = desk.core.cluster.manifests
+    desk.say(2, Leave("done"))
+    desk.say(1, Leave("done"))
+    assert not kept._ids
 
 
 def test_equal_manifests_are_one_object() -> None:

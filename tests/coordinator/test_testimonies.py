@@ -10,7 +10,18 @@ import pytest
 from tensorhub.coordinator import Digested, entities, limits
 from tensorhub.digests import pack, root_of, runs_of, unpack, width_in
 from tensorhub.errors import IntegrityError, OperationTimeout, StateError
-from tensorhub.messages import Compare, Compared, Digests, FromWorker, Held, Origin, Prepared, Register, Stray
+from tensorhub.messages import (
+    DIGESTS_BYTES_MAX,
+    Compare,
+    Compared,
+    Digests,
+    FromWorker,
+    Held,
+    Origin,
+    Prepared,
+    Register,
+    Stray,
+)
 from tensorhub.testing import CHUNKS, Choice, Handle, PureCluster
 from tensorhub.testing.memory import digest_of, make_manifest
 from tensorhub.types import HandleState, Location
@@ -231,6 +242,69 @@ def test_a_list_is_told_again_where_only_its_root_is_known() -> None:
     cluster.advance(3.0)
     assert reader.member.version == 1
     assert list_of(cluster).is_there
+
+
+def compares(cluster: PureCluster, *names: str) -> list[Compare]:
+    """What these workers were sent to compare, and have not taken."""
+    links = [cluster.workers[name].link for name in names]
+    return [each for link in links if link is not None for each in link.down if isinstance(each, Compare)]
+
+
+def test_who_votes_again_and_again_is_sent_one_page_and_all_are_sent_the_same() -> None:
+    """Each would be half a megabyte in the outbox, for some eighty bytes."""
+    cluster, (_, other, *readers) = published("other", "one", "two")
+    other.replicate()
+    cluster.run()
+    keys = []
+    for reader in readers:
+        asked = reader.replicate()
+        run_but(cluster, *(Choice("read", each.name) for each in readers))
+        assert asked.key is not None
+        keys.append(asked.key)
+    for reader, key in zip(readers, keys, strict=True):
+        for root in (b"other", b"other", b"another", b""):
+            tell_it(cluster, reader, Prepared(key, 0, root))
+    first, second = compares(cluster, "one", "two")
+    assert first.digests is second.digests
+    for following in (1, CHUNKS - 1):  # no page begins there
+        tell_it(cluster, readers[0], Compared(keys[0], 0, following, ()))
+    assert len(compares(cluster, "one")) == 1
+    readers[0].worker.disconnect()  # it has not come
+    readers[0].worker.connect()
+    run_but(cluster, *(Choice("down", each.name) for each in readers))
+    tell_it(cluster, readers[0], Prepared(keys[0], 0, b"other"))
+    assert len(compares(cluster, "one")) == 1
+
+
+def test_pages_together_are_the_list() -> None:
+    cluster, _ = published("reader")
+    testimony, chunks = list_of(cluster), DIGESTS_BYTES_MAX // 4
+    testimony.begin(chunks)
+    testimony.values[:] = pack(range(chunks), 8)
+    testimony.missing, testimony.root = 0, b"root"
+    testimony.finish()
+    assert [len(page) for page in testimony.pages] == [DIGESTS_BYTES_MAX] * 2
+    for chunk in (0, chunks // 2 - 1, chunks // 2, chunks - 1):
+        assert testimony.digest(chunk) == chunk.to_bytes(8, "big")
+    assert testimony.digest(chunks) == b""
+    testimony.begin(-1)
+    assert (testimony.is_there, testimony.nbytes, testimony.digest(0)) == (False, 0, b"")
+
+
+def test_nothing_is_agreed_by_a_list_that_is_forgotten_meanwhile() -> None:
+    """As it is where others need its room: a part of it says nothing of the rest."""
+    cluster, (_, other, reader) = published("other", "reader")
+    other.replicate()
+    cluster.run()
+    asked = reader.replicate()
+    run_but(cluster, Choice("read", reader.name))
+    assert asked.key is not None
+    tell_it(cluster, reader, Prepared(asked.key, 0))
+    cluster.coordinator.cluster.forget_list(list_of(cluster))
+    tell_it(cluster, reader, Compared(asked.key, 0, CHUNKS - 1, ()))
+    operation = cluster.coordinator.cluster.members[reader.id].group.operation
+    assert operation is not None
+    assert not operation.parts[0].voted
 
 
 def test_a_rank_that_never_agrees_is_not_asked_for_ever() -> None:

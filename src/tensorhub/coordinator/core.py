@@ -11,6 +11,7 @@ anything durable (the shell does, and says so with `Persisted`).
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import islice
 from typing import assert_never
 
 from tensorhub.coordinator import access, invariants, limits, views
@@ -172,6 +173,7 @@ class Coordinator(Stateful[CoordinatorState]):
         self._run_timers()
         self._handle(event)
         self._settle()
+        self._settle_guests(is_their_turn=isinstance(event, Tick))
         return cluster.take_actions()
 
     def next_deadline(self) -> float | None:
@@ -195,6 +197,8 @@ class Coordinator(Stateful[CoordinatorState]):
                     self._membership.lease_due(incarnation)
                 case ("guest", number):
                     self._visitors.due(int(number))
+                case ("guests", _):
+                    pass  # see `_settle_guests`
                 case ("restate", incarnation):
                     self._membership.restate_due(incarnation)
                 case ("operation", key):
@@ -464,4 +468,17 @@ class Coordinator(Stateful[CoordinatorState]):
                 self._lineages.settle(model)
                 if stirs:
                     cluster.changed_operations.update(model.waiting)
+                    cluster.stirred.update(model.guests_waiting)
                 cluster.forget_if_unused(model)
+
+    def _settle_guests(self, *, is_their_turn: bool) -> None:
+        """Few are seen to at once. However many wait, and whatever happens to what they wait for, the steps of others stay
+        short: many have steps of their own, some in each, and others' come between.
+        """
+        cluster = self.cluster
+        if is_their_turn or len(cluster.stirred) <= limits.GUESTS_PER_STEP:
+            for key in list(islice(cluster.stirred, limits.GUESTS_PER_STEP)):
+                cluster.changed_operations[key] = cluster.stirred.pop(key)
+            self._settle()
+        if cluster.stirred:
+            cluster.timers.set("guests", "", cluster.now)

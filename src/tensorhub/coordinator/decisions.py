@@ -124,8 +124,9 @@ class Decisions:
                 self._tell(member, outcomes[rank])
         for timer in ("operation", "retry"):
             self._cluster.timers.cancel(timer, name)
-        group.model.waiting.pop(operation.key, None)
-        self._cluster.changed_operations.pop(operation.key, None)
+        operation.waits_in.pop(operation.key, None)
+        for changed in (self._cluster.changed_operations, self._cluster.stirred):
+            changed.pop(operation.key, None)
         self._cluster.undecided.pop(name, None)
         group.operation = None
         if operation.key.epoch == group.epoch:

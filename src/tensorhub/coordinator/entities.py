@@ -22,6 +22,7 @@ from tensorhub.coordinator.states import (
 from tensorhub.errors import TensorHubError
 from tensorhub.machine import Stateful
 from tensorhub.messages import (
+    DIGESTS_BYTES_MAX,
     Abandon,
     Begun,
     Fill,
@@ -265,6 +266,7 @@ class Holding:
     condemned: bool = False  # that was found by others than its owner
     inquiries: dict[str, Inquiry] = field(default_factory=dict)  # the newest of each reader, by its incarnation
     readers: dict[str, ReadLease] = field(default_factory=dict)  # ACTIVE and FENCING leases on it
+    active_readers: int = 0  # always how many of them are ACTIVE
     share: Share | None = None  # which chunks are there, as its owner was asked last: only while it is filled
     readers_most: int = 0  # the most of them that were ACTIVE at a time, since there was none
 
@@ -293,9 +295,6 @@ class Holding:
     @property
     def is_source(self) -> bool:
         return self.committed and self.takes_readers
-
-    def active_readers(self) -> int:
-        return sum(lease.state is LeaseState.ACTIVE for lease in self.readers.values())
 
 
 @dataclass(slots=True, eq=False)
@@ -327,9 +326,10 @@ class Testimony:
     width: int = 0  # bytes of one digest; 0: chunks have none, or nobody has said the manifest yet
     root: bytes = b""  # of the whole list, once that was complete
     chunks: int = -1  # in the list; -1: there is none
-    values: bytearray = field(default_factory=bytearray)  # the list
-    known: bytearray = field(default_factory=bytearray)  # 1 for each chunk whose digest is in it
+    values: bytearray = field(default_factory=bytearray)  # the list, while some of it is missing
+    known: bytearray = field(default_factory=bytearray)  # 1 for each chunk whose digest is in it, meanwhile
     missing: int = 0  # always known.count(0)
+    pages: tuple[bytes, ...] = ()  # the whole list, as it is sent: the same bytes to however many compare
     publisher: Holding | None = None  # what was published; it may have been taken back since
     asked: dict[str, tuple[int, int]] = field(
         default_factory=dict
@@ -346,14 +346,31 @@ class Testimony:
 
     def begin(self, chunks: int) -> None:
         """An empty list; a negative number: none."""
-        self.chunks, self.missing = chunks, max(chunks, 0)
+        self.chunks, self.missing, self.pages = chunks, max(chunks, 0), ()
         self.values, self.known = bytearray(self.missing * self.width), bytearray(self.missing)
+
+    def finish(self) -> None:
+        """All of it is there, and right."""
+        most, values = self.page_chunks * self.width, bytes(self.values)
+        self.pages = tuple([values[at : at + most] for at in range(0, len(values), most)]) or (b"",)
+        self.values, self.known = bytearray(), bytearray()
+
+    @property
+    def page_chunks(self) -> int:
+        """How many chunks' digests each page has, but for the last one."""
+        return DIGESTS_BYTES_MAX // self.width
+
+    @property
+    def nbytes(self) -> int:
+        """What the list takes."""
+        return max(self.chunks, 0) * (self.width + 1)
 
     def digest(self, chunk: int) -> bytes:
         """What that chunk must have; empty where that is not certain."""
-        if not self.root or not self.is_there or chunk >= self.chunks:
+        if not self.root or not self.pages or chunk >= self.chunks:
             return b""
-        return bytes(self.values[chunk * self.width : (chunk + 1) * self.width])
+        page, at = divmod(chunk, self.page_chunks)
+        return self.pages[page][at * self.width : (at + 1) * self.width]
 
 
 class ReadLease(Stateful[LeaseState]):
@@ -390,7 +407,8 @@ class RankPart:
     ready: bool = False  # its ReadyToWrite has come, or is not waited for
     voted: bool = False  # its Prepared has come, and agrees with its publisher (or, for publish, its call)
     claim: bytes | None = None  # the root that its Prepared names, until it is agreed, or found to be wrong
-    page: int | None = None  # the first chunk of the page that it compares now
+    page: int | None = None  # which page of the publisher's list it compares now
+    page_session: int | None = None  # over which it was sent that
     comparisons: int = 0  # that have found other digests than were published
     reading: bool = False  # it was told to write, and needs bytes
     holding: Holding | None = None  # what it fills, from Write on; None for a fetch
@@ -462,6 +480,17 @@ class Operation(Stateful[OperationState]):
     @property
     def decided(self) -> bool:
         return self.state in (OperationState.COMMITTED, OperationState.ABORTED)
+
+    @property
+    def is_of_guests(self) -> bool:
+        """Whether only read-only workers have called: nobody else depends on it."""
+        return all(part.member.worker.read_only for part in self.parts.values())
+
+    @property
+    def waits_in(self) -> dict[OpKey, Operation]:
+        """Where it is found while it waits."""
+        model = self.group.model
+        return model.guests_waiting if self.is_of_guests else model.waiting
 
     @property
     def running(self) -> bool:
@@ -544,7 +573,9 @@ class Model:
     retain: int = 0
     versions: dict[int, Version] = field(default_factory=dict)  # by number; STAGED, AVAILABLE and UNAVAILABLE ones
     groups: dict[str, Group] = field(default_factory=dict)
-    waiting: dict[OpKey, Operation] = field(default_factory=dict)  # undecided, and unbound or without a source
+    # Undecided, and unbound or without a source; those that may write.
+    waiting: dict[OpKey, Operation] = field(default_factory=dict)
+    guests_waiting: dict[OpKey, Operation] = field(default_factory=dict)  # the same, of read-only workers
     withdrawals: dict[str, Withdrawal] = field(default_factory=dict)  # by registration; those not granted
     handovers: dict[str, Handover] = field(default_factory=dict)  # by the copy's id; those under way
     copies: dict[str, Member] = field(default_factory=dict)  # by registration; those in host memory that retain a version

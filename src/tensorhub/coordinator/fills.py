@@ -25,7 +25,6 @@ from tensorhub.errors import (
     TransportUnavailable,
     VersionUnavailable,
 )
-from tensorhub.manifest import id_of
 from tensorhub.messages import AddSource, DropSource, Fill, Grant, Start, Write
 from tensorhub.types import AVAILABLE, OpKind, host_group
 
@@ -280,7 +279,7 @@ class Fills:
         assert version is not None
         manifest = version.manifests.get(part.shard)
         if manifest is not None:
-            manifest_id = id_of(manifest)
+            manifest_id = self._cluster.manifests.id_of(manifest)
         else:  # it is a fetch, and nobody whose word counts for others has said it yet
             assert part.begun is not None
             manifest_id = part.begun.manifest_id

@@ -88,7 +88,9 @@ class Guests:
         self.readers: Share[Session] = Share(self.places)  # sessions of the read-only token
         self.newcomers: Share[Session] = Share(self.places)  # others that have not joined
         self.watches: Share[Session] = Share(int(part * limits.WATCHED_MAX))  # of both
-        self.registrations: Share[Worker] = Share(int(part * limits.REGISTRATIONS_MAX))  # of read-only workers
+        self.registrations: Share[Worker] = Share(  # of read-only workers
+            min(int(part * limits.REGISTRATIONS_MAX), limits.GUEST_REGISTRATIONS_MAX)
+        )
         self.away: dict[Worker, None] = {}  # read-only workers without a session; who has gone first is first
 
     def came(self, session: Session) -> None:

@@ -195,6 +195,8 @@ def _member(cluster: Cluster, member: Member) -> None:
 
 def _held(member: Member, holding: Holding) -> None:
     _demand(holding.member is member, "a holding is one member's", holding)
+    active = sum(lease.state is LeaseState.ACTIVE for lease in holding.readers.values())
+    _demand(holding.active_readers == active, "a source's readers are counted", holding)
     for ident, lease in holding.readers.items():
         _demand(lease.id == ident and lease.holding is holding, "a source's leases are on itself", lease)
         _demand(lease.state in (LeaseState.ACTIVE, LeaseState.FENCING), "ended leases are forgotten", lease)
@@ -357,7 +359,7 @@ def _operation(cluster: Cluster, operation: Operation) -> None:
     _demand(staged == (operation.kind is OpKind.PUBLISH), "a publish stages a version, others take a visible one", operation)
     starving = not (operation.writing or operation.unchanged) or any(part.starves for part in parts)
     starving = starving or operation.awaits_agreement
-    waits = group.model.waiting.get(operation.key) is operation
+    waits = operation.waits_in.get(operation.key) is operation
     if operation.state is not OperationState.PREPARED:
         wants = operation.gathered and (starving or bool(operation.staying))
         _demand(waits == wants, "who lacks a source, or somebody to take over, waits (G7)", operation)
@@ -375,7 +377,7 @@ def _withdrawal(cluster: Cluster, model: Model, withdrawal: Withdrawal) -> None:
     _demand(not withdrawal.granted, "granted withdrawals are over", holding)
     _demand(("withdrawal", holding.member.registration) in cluster.timers, "a withdrawal ends", holding)
     if withdrawal.begun:
-        _demand(holding.leaving and holding.active_readers() > 0, "a withdrawal waits for readers", holding)
+        _demand(holding.leaving and holding.active_readers > 0, "a withdrawal waits for readers", holding)
     else:
         retained = holding.version.number in model.retained()
         waits = retained or withdrawal.closes  # who closes may wait for the copies of its worker

@@ -5,6 +5,8 @@ All ranks of all replicas that hold the same shard have equal manifests, so that
 
 from __future__ import annotations
 
+from tensorhub.manifest import id_of
+
 
 class Manifests:
     """Whoever keeps one says so with `keep`, and with `release` when it does not any more."""
@@ -12,6 +14,7 @@ class Manifests:
     def __init__(self) -> None:
         self.nbytes = 0  # of all that are kept
         self._kept: dict[bytes, tuple[bytes, int]] = {}  # by content: the one object, and how many keep it
+        self._ids: dict[bytes, str] = {}  # of those of them that somebody has asked about
 
     def __repr__(self) -> str:
         return f"<Manifests: {len(self._kept)} of {self.nbytes} bytes>"
@@ -30,6 +33,13 @@ class Manifests:
         self._kept[known] = (known, count + 1)
         return known
 
+    def id_of(self, kept: bytes) -> str:
+        """The id of one that is kept, made once, however often it is asked for: it may be of 48 MiB."""
+        found = self._ids.get(kept)
+        if found is None:
+            found = self._ids[kept] = id_of(kept)
+        return found
+
     def release(self, manifest: bytes) -> None:
         """Once for each `keep`."""
         if not manifest:
@@ -39,4 +49,5 @@ class Manifests:
             self._kept[known] = (known, count - 1)
         else:
             del self._kept[known]
+            self._ids.pop(known, None)
             self.nbytes -= len(known)

@@ -310,7 +310,7 @@ class Operations:
         if operation.decided:
             return
         self._deadlines.set(operation)
-        waiting = operation.group.model.waiting
+        waiting = operation.waits_in
         starving = not (operation.writing or operation.unchanged) or any(p.starves for p in operation.parts.values())
         starving = starving or operation.awaits_agreement
         if operation.gathered and (starving or operation.staying):

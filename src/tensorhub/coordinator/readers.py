@@ -46,7 +46,8 @@ class Readers:
         self._cluster.leases[lease.id] = holding.readers[lease.id] = part.leases[lease.id] = lease
         model = holding.member.group.model
         model.leases[lease.id] = part.member.reads[lease.id] = lease
-        readers = holding.active_readers()
+        holding.active_readers += 1
+        readers = holding.active_readers
         holding.readers_most = max(readers, holding.readers_most if readers > 1 else 0)
         self._cluster.note(lease, part.member, part.operation, holding.member, model)
         return self.to_grant(lease)
@@ -175,7 +176,7 @@ class Readers:
         return Candidate(
             ident=holding.member.registration,
             location=worker.location,
-            readers=0 if copies else holding.active_readers(),
+            readers=0 if copies else holding.active_readers,
             depth=holding.depth,
             failures=part.failures.get(worker.incarnation, 0),
             bytes_missing=missing,
@@ -423,6 +424,7 @@ class Readers:
             group.replicas.remove(replica)
 
     def _become(self, lease: ReadLease, state: LeaseState, why: str) -> None:
+        lease.holding.active_readers -= lease.state is LeaseState.ACTIVE  # no state leads back there
         self._cluster.become(lease, state, why)
         self._cluster.note(lease.part.operation, lease.holding.member)
 

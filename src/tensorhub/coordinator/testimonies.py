@@ -24,7 +24,7 @@ from tensorhub.coordinator.states import OperationState
 from tensorhub.coordinator.suspicions import Suspicions
 from tensorhub.digests import ROOT_BYTES, root_of, width_in
 from tensorhub.errors import IntegrityError, StateError
-from tensorhub.messages import DIGESTS_BYTES_MAX, Compare, Compared, Digests, TellDigests
+from tensorhub.messages import Compare, Compared, Digests, TellDigests
 from tensorhub.types import OpKind
 
 ANSWER_S = 5.0  # who was silent for twice that is not waited for, unless only its publisher's word can decide
@@ -44,7 +44,9 @@ class Testimonies:
 
     def claim(self, part: RankPart, root: bytes) -> None:
         """This rank has every chunk, with digests of that root. It reads no more; its vote counts once that is agreed."""
-        part.claim, part.page = root, None
+        part.claim = root
+        if part.page_session != part.member.worker.session:  # else what it was sent to compare is on its way, or it has it
+            part.page = None
         self._of(part).answered.discard(part.member.registration)  # it has more to tell now
         if part.holding is not None:
             part.holding.chunks_verified = part.member.chunks
@@ -84,14 +86,17 @@ class Testimonies:
             part.claim, part.page = None, None
             part.comparisons += 1
             self._cluster.changed(part.operation)
+        elif not testimony.pages:  # forgotten since, to make room: nothing is agreed by a part of it
+            part.page = None
+            self._cluster.changed(part.operation)
         elif answer.following >= testimony.chunks and not part.claim:
             self._accept(part)
         elif answer.following >= testimony.chunks:  # it finds nothing wrong in a list that has another root
             part.page = None
             part.comparisons += 1
             self._cluster.changed(part.operation)
-        elif part.page is not None and answer.following > part.page:
-            self._send_page(part, testimony, answer.following)
+        elif part.page is not None and answer.following == (part.page + 1) * testimony.page_chunks:
+            self._send_page(part, testimony, part.page + 1)
 
     def _accept(self, part: RankPart) -> None:
         """It can no longer be timed out or cancelled alone."""
@@ -104,15 +109,9 @@ class Testimonies:
         self._cluster.touch(part.member.group.model)
         self._cluster.changed(part.operation)
 
-    def _send_page(self, part: RankPart, testimony: Testimony, first: int) -> None:
-        if not testimony.is_there:  # forgotten since, to make room
-            part.page = None
-            self._cluster.changed(part.operation)
-            return
-        part.page = first
-        most = DIGESTS_BYTES_MAX // testimony.width
-        values = bytes(testimony.values[first * testimony.width : (first + most) * testimony.width])
-        last = first + most >= testimony.chunks
+    def _send_page(self, part: RankPart, testimony: Testimony, page: int) -> None:
+        part.page, part.page_session = page, part.member.worker.session
+        first, values, last = page * testimony.page_chunks, testimony.pages[page], page + 1 == len(testimony.pages)
         self._cluster.tell(part.member, Compare(part.operation.key, part.rank, first, values, last))
 
     def root_for(self, part: RankPart) -> bytes:
@@ -142,7 +141,7 @@ class Testimonies:
             testimony.answered.add(member.registration)
         if not testimony.is_there and self._take(testimony, message):
             self._complete(testimony, holding)
-        if member.group.model.waiting:
+        if message.last or testimony.is_there or testimony.turned_away:  # else nobody who waits can go on by it
             self._cluster.touch(member.group.model)
 
     def _told_nothing(self, member: Member, message: Digests) -> None:
@@ -189,12 +188,12 @@ class Testimonies:
         nbytes = chunks * (testimony.width + 1)
         lists = self._cluster.testimonies
         for other in list(lists):
-            if sum(map(_nbytes, lists)) + nbytes <= limits.DIGEST_BYTES_MAX:
+            if sum(each.nbytes for each in lists) + nbytes <= limits.DIGEST_BYTES_MAX:
                 break
             if other.root:
                 self._cluster.forget_list(other)
                 other.answered.clear()
-        testimony.turned_away = sum(map(_nbytes, lists)) + nbytes > limits.DIGEST_BYTES_MAX
+        testimony.turned_away = sum(each.nbytes for each in lists) + nbytes > limits.DIGEST_BYTES_MAX
         if not testimony.turned_away:
             testimony.begin(chunks)
             lists[testimony] = None
@@ -214,6 +213,7 @@ class Testimonies:
                 self._suspicions.condemn(teller)
             return
         testimony.root = root
+        testimony.finish()
         testimony.asked.clear()  # no list from others is of use any more
         self._record(version)
 
@@ -355,10 +355,6 @@ def _unknown(known: bytearray, start: int, stop: int) -> Iterator[tuple[int, int
         end = stop if end < 0 else end
         yield at, end
         at = known.find(0, end, stop)
-
-
-def _nbytes(testimony: Testimony) -> int:
-    return len(testimony.values) + len(testimony.known)
 
 
 def _no_room(testimony: Testimony) -> StateError:

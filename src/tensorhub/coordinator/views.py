@@ -72,7 +72,7 @@ def _replica(replica: Replica) -> ReplicaView:
             state=_shard_state(holding),
             chunks_verified=holding.chunks_verified,
             chunks=holding.member.chunks,
-            readers=holding.active_readers(),
+            readers=holding.active_readers,
         )
         for _, holding in sorted(replica.holdings.items())
     )

@@ -98,7 +98,7 @@ class Withdrawals:
             if waits and self._retentions.must_stay(holding, _going(withdrawal)):
                 return
             self._begin(withdrawal)
-        if not withdrawal.granted and not holding.active_readers():
+        if not withdrawal.granted and not holding.active_readers:
             withdrawal.granted = True
             self._forget(withdrawal)
             self._cluster.tell(holding.member, Withdrawable(withdrawal.request))

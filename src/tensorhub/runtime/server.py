@@ -40,6 +40,7 @@ from tensorhub.coordinator import (
 )
 from tensorhub.errors import ProtocolError, StateError, TensorHubError
 from tensorhub.messages import (
+    Compare,
     Describe,
     Description,
     ErrorInfo,
@@ -77,6 +78,8 @@ UNDECODED_BYTES_MAX = 2**30  # of all sessions' frames that are large, and not w
 READ_ONLY_UNDECODED_BYTES_MAX = 2**26  # the same of all read-only sessions, which are not counted there
 ANSWERS_BYTES_MAX = 2**30  # of long answers, to all full sessions together, that are on their way; one frame at least
 READ_ONLY_ANSWERS_BYTES_MAX = 2**26  # the same of all read-only sessions
+
+LongAnswer = Description | ManifestReply | Compare  # what has its room taken before it is sent
 
 log = get_logger("tensorhub.coordinator")
 
@@ -392,7 +395,7 @@ class CoordinatorServer:
         async for message in to_say:
             if message is None:
                 break
-            if isinstance(message, Description | ManifestReply):
+            if isinstance(message, LongAnswer):
                 await self._say_at_length(messages, message, session, kind)
             else:
                 session.moved.set()
@@ -402,7 +405,7 @@ class CoordinatorServer:
         scope.cancel()
 
     async def _say_at_length(
-        self, messages: MessageStream[FromWorker], message: Description | ManifestReply, session: _Session, kind: _Kind
+        self, messages: MessageStream[FromWorker], message: LongAnswer, session: _Session, kind: _Kind
     ) -> None:
         """It is this session's turn until there is room for its answer, so that no other one is made meanwhile. Nothing else
         can be said while that is on its way, so it must be taken within a lease.
@@ -419,8 +422,10 @@ class CoordinatorServer:
             kind.answers.give_back(len(body))
 
 
-def _encoded(message: Description | ManifestReply, bytes_max: int) -> bytes:
+def _encoded(message: LongAnswer, bytes_max: int) -> bytes:
     """Its body; if no frame can carry that, a refusal's."""
+    if isinstance(message, Compare):
+        return codec.encode(message)
     try:
         body = codec.encode(message)
         if len(body) <= bytes_max:
