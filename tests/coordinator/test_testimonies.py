@@ -112,6 +112,33 @@ def test_a_middleman_that_has_not_voted_leads_to_whom_it_has_read_from() -> None
     assert [middle.member.version, reader.member.version] == [1, 1]
 
 
+def test_who_copies_what_his_own_prefetch_has_read_from_a_liar_is_not_blamed() -> None:
+    cluster, (trainer, liar, middle, reader) = published("liar", "middle", "reader")
+    liar.replicate()
+    cluster.run()
+    assert liar.lie()
+    wrong = next(n for n, cell in enumerate(liar.cells) if "?" in cell)
+    middle.prefetch()
+    copy = middle.prefetched.copy
+    assert copy is not None
+    reads = [Choice("read", each.name) for each in (copy, middle)]
+    run_but(cluster, *reads)
+    while copy.pull is None or wrong in copy.pull.missing:
+        cluster.do(reads[0])
+    held = cluster.coordinator.cluster.members[liar.id].holding
+    assert held is not None
+    middle.replicate()
+    run_but(cluster, *reads)
+    compared = next(line for line in cluster.log if "middle -> Compared" in line)
+    assert f"Stray chunk={wrong} origin=Origin generation={held.generation}" in compared
+    reader.replicate()
+    cluster.run()
+    cluster.advance(3.0)
+    assert liar.member.state is HandleState.EMPTY
+    assert [middle.member.version, reader.member.version] == [1, 1]
+    assert middle.cells == reader.cells == truth_of(trainer)
+
+
 def test_where_the_publisher_dies_those_who_read_from_it_stand_in() -> None:
     cluster, (trainer, first, second) = published("first", "second")
     truth = truth_of(trainer)

@@ -214,6 +214,25 @@ async def test_a_source_whose_memory_changed_is_named_corrupt_with_the_chunk(tra
     assert report.bytes_read == TOTAL + a.memory.sizes[5]  # the bad one counts as read
 
 
+async def test_what_is_read_again_must_be_what_was_published_whatever_its_source_says(transport: str) -> None:
+    """A source that vouches for other bytes would be believed a second time, and a third (R8)."""
+    manifest = manifest_of()
+    liar, honest, b = (Node(name, manifest, filled=name != "b") for name in ("liar", "honest", "b"))
+    published = {5: honest.memory.digest(5)}
+    liar.memory.buffer(5)[0] ^= 1
+    there = set(range(CHUNKS)) - {5}
+    runner = b.open(complete=False).runner(transport=transport, verified=there, published=published)
+    async with serving(liar.open(complete=True), honest.open(complete=True), b), runner:
+        runner.add_source(liar.grant())
+        failed = await next_event(runner)
+        assert isinstance(failed, SourceFailed)
+        assert (failed.reason, failed.chunk) == ("corrupt", 5)
+        assert not b.has(5)
+        runner.add_source(honest.grant())
+        await finish(runner)
+    assert b.memory.digest(5) == published[5]
+
+
 @pytest.mark.parametrize(
     ("changes", "reason"),
     [

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
+from tensorhub.messages import Origin
 from tensorhub.runtime.chunks import ChunkMemory, move_chunks
 from tensorhub.runtime.serving import SharedOwner
 from tensorhub.types import ContentId, RegistrationId
@@ -17,12 +18,14 @@ from tensorhub.worker.owner import CHUNKS_PER_ACCESS_MAX, Access
 
 ACCESS_BYTES = 32 * 2**20  # copied before a fence gets its turn
 
-Arrived = Callable[[Sequence[tuple[int, int | None]]], object]
-"""Told the chunks that are in the destination, with their digests."""
+Arrived = Callable[[Sequence[tuple[int, int | None]], Origin | None], object]
+"""Told the chunks that are in the destination, with their digests, and where the source has read them, if it has: who has
+what is not as it was published is found behind copies, too.
+"""
 
 
 class _Step(NamedTuple):
-    copied: list[tuple[int, int | None]]
+    copied: dict[Origin | None, list[tuple[int, int | None]]]
     missed: list[int]  # of what was wanted from this source
 
 
@@ -47,7 +50,8 @@ def copy_chunks(
             window = missing[first : first + CHUNKS_PER_ACCESS_MAX]
             missed = window
             for step in _copy_from(owner, source, content_id, destination, window, check):
-                arrived(step.copied)
+                for origin, copied in step.copied.items():
+                    arrived(copied, origin)
                 missed = step.missed
             left += missed
         missing = left
@@ -69,10 +73,14 @@ def _copy_from(
             if not isinstance(answer, tuple):
                 return  # none of them is verified there, or the memory has changed its generation
             access, memory = answer
-            good = _copy_some(owner, access, memory, destination, check)
+            good, origins = _copy_some(owner, access, memory, destination, check), owner.origins(access)
+        copied: dict[Origin | None, list[tuple[int, int | None]]] = {}
+        for chunk, origin in zip(access.chunks, origins, strict=True):
+            if chunk in good:
+                copied.setdefault(origin, []).append((chunk, good[chunk]))
         damaged += [chunk for chunk in access.chunks if chunk not in good]
         wanted = access.rest
-        yield _Step(list(good.items()), [*wanted, *damaged])
+        yield _Step(copied, [*wanted, *damaged])
 
 
 def _copy_some(

@@ -181,6 +181,11 @@ class SharedOwner:
         with self._changed:
             return self._owner.origin(registration, generation, chunk)
 
+    def origins(self, access: Access) -> list[Origin | None]:
+        """See `Owner.origins`."""
+        with self._changed:
+            return self._owner.origins(access)
+
     def read_from(self, registration: RegistrationId, generation: int, origin: str) -> list[int]:
         """See `Owner.read_from`."""
         with self._changed:

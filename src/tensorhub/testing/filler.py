@@ -51,8 +51,8 @@ class Filler:
             missing = [chunk for chunk in range(action.manifest.chunk_count) if chunk not in copied]
             if not missing:
                 break
-            origin = RegistrationId(source.registration), source.generation
-            found = owner.begin(*origin, content, missing, 2**62)
+            right = RegistrationId(source.registration), source.generation
+            found = owner.begin(*right, content, missing, 2**62)
             if not isinstance(found, Access):
                 continue
             cells, good = self._cells_of(source.registration), list[tuple[int, int | None]]()
@@ -62,6 +62,7 @@ class Filler:
                 if action.manifest.digest == "none" or digest == digest_of(cells[chunk]):
                     filled[chunk] = cells[chunk]
                     good.append((chunk, digest))
+            origins = dict(zip(found.chunks, owner.origins(found), strict=True))
             owner.end(found)
             liar = handle.cluster.by_registration.get(source.registration)
             if liar is not None and liar.lied == action.version.content_id:  # of its own process
@@ -70,7 +71,8 @@ class Filler:
                 handle.cluster.took(f"copied from {handle.cluster.kind_of(source.registration)}")
             copied.update(chunk for chunk, _ in good)
             handle.cluster.verified.arrived(target, ((chunk, cells[chunk]) for chunk, _ in good))
-            if owner.mark_available(target, action.generation, good):
+            taken = [owner.mark_available(target, action.generation, [each], origins[each[0]]) for each in good]
+            if all(taken):
                 handle.cluster.chunks_offered(handle)
         return frozenset(copied)
 

@@ -228,6 +228,11 @@ class Owner:
         holding = self._at(registration, generation)
         return None if holding is None or holding.origins is None else holding.origins[chunk]
 
+    def origins(self, access: Access) -> list[Origin | None]:
+        """Where the chunks of a running access were read."""
+        origins = self._holdings[access.registration].origins
+        return [None if origins is None else origins[chunk] for chunk in access.chunks]
+
     def read_from(self, registration: RegistrationId, generation: int, origin: str) -> list[int]:
         """The chunks that were read from that registration, ascending."""
         holding = self._at(registration, generation)
