@@ -16,7 +16,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import compress, starmap
 from math import prod
-from operator import eq, is_
+from operator import attrgetter, eq, is_, methodcaller, not_
+from types import SimpleNamespace
 from typing import Any, Protocol
 
 from tensorhub.cuda.device import Device, DeviceBytes
@@ -183,6 +184,17 @@ class Memory(Protocol):
         """Find the regions of a manifest, its own or a compatible source's. ManifestMismatch if they are not here."""
 
 
+_OF_TORCH = (
+    methodcaller("data_ptr"),
+    attrgetter("shape"),
+    methodcaller("stride"),
+    attrgetter("dtype"),
+    methodcaller("is_neg"),
+)
+_count = attrgetter("_version")
+_NO_COUNT = SimpleNamespace(_version=0)
+
+
 class CallersMemory(Memory, Protocol):
     """What a caller has registered. He may replace it, and write it: these are asked in his own thread."""
 
@@ -214,7 +226,9 @@ class RegisteredMemory:
         self._by_name = {description.name: description for description in self.descriptions}
         # Lanes may still read the old bytes when the caller has replaced them, so what holds them is kept.
         self._storages: dict[str, Any] = {name: _storage(tensor) for name, tensor in self._tensors.items()}
-        self._storage_addresses = list(self._storage_addresses_now())
+        # Where torch has the bytes that were registered: a tensor may have others by now, and these may be freed.
+        self._read_storage_addresses = [getattr(storage, "data_ptr", int) for storage in self._storages.values()]
+        self._storage_addresses = [read() for read in self._read_storage_addresses]
         self._of_torch = [is_torch(tensor) for tensor in self._tensors.values()]
         with_counts = [is_torch(tensor) and not tensor.is_inference() for tensor in self._tensors.values()]
         self._with_counts = list(compress(self._tensors.values(), with_counts))
@@ -223,7 +237,11 @@ class RegisteredMemory:
             counts and tensor.untyped_storage().nbytes() == description.nbytes
             for tensor, counts, description in zip(self._tensors.values(), with_counts, self.descriptions, strict=True)
         ]
-        self._fingerprints = list(self._fingerprints_now())
+        self._fingerprints = list(map(_fingerprint, self._tensors.values(), self._of_torch))
+        self._columns = list(self._columns_now())
+        self._counts = [
+            tensor if own else _NO_COUNT for tensor, own in zip(self._tensors.values(), self._counted, strict=True)
+        ]
         self._sample: Sample | None = None  # made when it is first needed
 
     def __repr__(self) -> str:
@@ -247,8 +265,7 @@ class RegisteredMemory:
     def _compare(self, now: Mapping[str, Any]) -> None:
         same_objects = all(starmap(is_, zip(map(now.get, self._tensors), self._tensors.values(), strict=True)))
         is_complete = not self._is_module or len(now) == len(self._tensors)
-        # One at a time: a list of them all, each time, would have Python's collector walk the whole process now and then.
-        if same_objects and is_complete and all(map(eq, self._fingerprints_now(), self._fingerprints)):
+        if same_objects and is_complete and self._is_unchanged():
             return
         if changed := list(self._changes(now)):
             more = f"\n  and {len(changed) - CHANGES_NAMED_MAX} more" if len(changed) > CHANGES_NAMED_MAX else ""
@@ -259,8 +276,23 @@ class RegisteredMemory:
                 "without `assign=True`; no `.data =`, `.to()` or `.half()` since), or close this handle and register anew."
             )
 
-    def _fingerprints_now(self) -> Iterator[Fingerprint]:
-        return map(_fingerprint, self._tensors.values(), self._of_torch)
+    def _is_unchanged(self) -> bool:
+        """Whether each registered tensor has the fingerprint that it had."""
+        # One at a time: a list of them all, each time, would have Python's collector walk the whole process now and then.
+        return all(all(map(eq, map(read, tensors), known)) for read, tensors, known in self._columns)
+
+    def _columns_now(self) -> Iterator[tuple[Callable[[Any], object], list[Any], list[object]]]:
+        """A question, the tensors that it is asked of, and their answers: together, all that a fingerprint says.
+
+        What a dtype rules out is not asked: a publish asks thousands of tensors before it does anything else.
+        """
+        tensors = self._tensors.values()
+        of_torch = list(compress(tensors, self._of_torch))
+        asked: list[tuple[Callable[[Any], object], list[Any]]] = [(read, of_torch) for read in _OF_TORCH]
+        asked.append((methodcaller("is_conj"), [tensor for tensor in of_torch if tensor.is_complex()]))
+        asked.append((quantization_of, [tensor for tensor in of_torch if tensor.is_quantized]))
+        asked.append((_numpy_fingerprint, list(compress(tensors, map(not_, self._of_torch)))))
+        return ((read, those, list(map(read, those))) for read, those in asked)
 
     def _changes(self, now: Mapping[str, Any]) -> Iterator[str]:
         for (name, tensor), was in zip(self._tensors.items(), self._fingerprints, strict=True):
@@ -285,9 +317,12 @@ class RegisteredMemory:
         Writes through numpy, `.data` and views of bytes are not counted. 0: this tensor has no count (a numpy array, an
         inference tensor, or a part of a larger storage). -1: its bytes are gone (`untyped_storage().resize_(0)`).
         """
-        there = map(eq, self._storage_addresses_now(), self._storage_addresses)
-        counted = zip(self._tensors.values(), self._counted, there, strict=True)
-        return tuple([(tensor._version if counts else 0) if is_there else -1 for tensor, counts, is_there in counted])
+        counts = tuple(map(_count, self._counts))
+        addresses = [read() for read in self._read_storage_addresses]
+        if addresses == self._storage_addresses:
+            return counts
+        there = map(eq, addresses, self._storage_addresses)
+        return tuple([count if is_there else -1 for count, is_there in zip(counts, there, strict=True)])
 
     def count_write(self) -> None:
         """Have torch count a write to each tensor, so that autograd refuses what it has kept of the bytes before.
@@ -308,10 +343,6 @@ class RegisteredMemory:
         sample = self._sample = self._sample or Sample(list(self._tensors.values()))
         taken = sample.take()
         return lambda: self.versions() == versions and sample.is_still(taken)
-
-    def _storage_addresses_now(self) -> Iterator[int]:
-        """Where torch has the bytes that were registered: a tensor may have others by now, and these may be freed."""
-        return (storage.data_ptr() if hasattr(storage, "data_ptr") else 0 for storage in self._storages.values())
 
     def digests(self, manifest: Manifest, check: Callable[[], object]) -> None:
         """None: they are made when a chunk is first sent."""
@@ -393,7 +424,11 @@ def _fingerprint(tensor: Any, of_torch: bool) -> Fingerprint:
     if of_torch:
         is_lazy = tensor.is_conj() or tensor.is_neg()
         return tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype, quantization_of(tensor), is_lazy
-    return tensor.__array_interface__["data"][0], tensor.shape, tensor.strides, tensor.dtype, None, False
+    return _numpy_fingerprint(tensor)
+
+
+def _numpy_fingerprint(array: Any) -> Fingerprint:
+    return array.__array_interface__["data"][0], array.shape, array.strides, array.dtype, None, False
 
 
 def _differences(now: Fingerprint, was: Fingerprint) -> list[str]:
