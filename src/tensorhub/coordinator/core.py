@@ -14,11 +14,12 @@ from collections.abc import Callable
 from itertools import islice
 from typing import assert_never
 
-from tensorhub.coordinator import access, invariants, limits, views
+from tensorhub.coordinator import access, invariants, limits
 from tensorhub.coordinator.actions import Action, CloseSession, Durable
+from tensorhub.coordinator.answers import Answers
 from tensorhub.coordinator.cluster import Cluster
 from tensorhub.coordinator.custody import Custody
-from tensorhub.coordinator.entities import Member, Session, Version, Worker
+from tensorhub.coordinator.entities import Session, Version, Worker
 from tensorhub.coordinator.events import (
     Connected,
     Disconnected,
@@ -37,24 +38,19 @@ from tensorhub.coordinator.states import COORDINATOR_TABLE, CoordinatorState
 from tensorhub.coordinator.versions import Versions
 from tensorhub.coordinator.visitors import Visitors
 from tensorhub.coordinator.withdrawals import Withdrawals
-from tensorhub.errors import VersionUnavailable
 from tensorhub.machine import InvariantBroken, Stateful
 from tensorhub.messages import (
-    Abandon,
-    Announce,
     BegunWith,
     Check,
     ChunksThere,
-    Compared,
     CopyRefused,
     Deregister,
     Describe,
-    Description,
     DigestedAgain,
     Digests,
-    Done,
-    ErrorInfo,
     Fill,
+    FromAnybody,
+    FromJoined,
     FromWorker,
     GetManifest,
     Heartbeat,
@@ -62,24 +58,15 @@ from tensorhub.messages import (
     Join,
     Kept,
     Leave,
-    ManifestReply,
     Pin,
-    Prepared,
-    Progress,
-    Publish,
     ReaderCut,
-    ReadFailed,
-    ReadyToWrite,
-    Refused,
     Register,
-    Resolve,
     Retain,
     Rollback,
     Unpin,
     Unwatch,
     Watch,
     Withdraw,
-    Withdrawable,
     Withdrawn,
 )
 from tensorhub.types import OpKind, Options, VersionInfo
@@ -121,6 +108,7 @@ class Coordinator(Stateful[CoordinatorState]):
             self.cluster, self._retentions, self._readers, self._withdrawals, self._custody, self._operations
         )
         self._visitors = Visitors(self.cluster, self._membership)
+        self._answers = Answers(self.cluster, self._versions)
         if durable is not None:
             self._recover(durable)
         self.become(CoordinatorState.SERVING, 0, now, "recovered")
@@ -258,78 +246,57 @@ class Coordinator(Stateful[CoordinatorState]):
             self._membership.heard(session.worker)
         if session.read_only and not access.admits(self.cluster, session, message):
             return
-        match message:
-            case Join():
-                if session.role == "worker" and session.worker is None:
-                    self._membership.join(session, message)
-                else:
-                    self._offend(session, "only a worker joins, and only once")
-            case Watch() | Unwatch() | Describe() | GetManifest() | Check():
-                self._ask(session, message)
-            case Heartbeat() if session.role != "worker":
-                self.cluster.send(session.number, HeartbeatAck(message.sequence))
-            case _ if session.worker is None:
-                self._offend(session, f"{type(message).__name__} before Join")
-            case Fill(kind=OpKind.PUBLISH):
-                self._offend(session, "a publication is not a Fill")
-            case _:
-                self._receive_from_worker(session.worker, message)
+        if isinstance(message, FromAnybody):
+            self._receive_from_anybody(session, message)
+        elif session.worker is None:
+            self._offend(session, f"{type(message).__name__} before Join")
+        elif isinstance(message, Fill) and message.kind is OpKind.PUBLISH:
+            self._offend(session, "a publication is not a Fill")
+        else:
+            self._receive_from_worker(session.worker, message)
 
     def _offend(self, session: Session, what: str) -> None:
         self.cluster.act(CloseSession(self.cluster.cause, session.number, what))
 
-    def _receive_from_worker(
-        self,
-        worker: Worker,
-        message: Heartbeat
-        | Leave
-        | Register
-        | Deregister
-        | Publish
-        | Fill
-        | BegunWith
-        | ReadyToWrite
-        | Prepared
-        | Abandon
-        | Resolve
-        | ReadFailed
-        | Progress
-        | Withdraw
-        | Withdrawn
-        | ReaderCut
-        | Rollback
-        | Retain
-        | Pin
-        | Unpin
-        | CopyRefused
-        | Kept
-        | DigestedAgain
-        | ChunksThere
-        | Digests
-        | Compared,
-    ) -> None:
+    def _receive_from_anybody(self, session: Session, message: FromAnybody) -> None:
         match message:
+            case Heartbeat() if session.role == "worker" and session.worker is None:
+                self._offend(session, "Heartbeat before Join")
             case Heartbeat():
-                self.cluster.send(worker.session, HeartbeatAck(message.sequence))
+                self.cluster.send(session.number, HeartbeatAck(message.sequence))
+            case Join() if session.role == "worker" and session.worker is None:
+                self._membership.join(session, message)
+            case Join():
+                self._offend(session, "only a worker joins, and only once")
+            case Watch():
+                self._visitors.watch(session, message.model)
+            case Unwatch():
+                self.cluster.unwatch(session, message.model)
+            case Describe():
+                self._answers.describe(session.number, message)
+            case GetManifest():
+                self._answers.manifest(session.number, message)
+            case Check():
+                self._answers.check(session.number, message)
+            case _:
+                assert_never(message)
+
+    def _receive_from_worker(self, worker: Worker, message: FromJoined) -> None:
+        match message:
             case Leave():
                 self._membership.leave(worker, message.reason[: limits.ERROR_CHARS_MAX])
             case Register():
                 self._membership.register(worker, message)
             case Deregister():
-                member = worker.members.get(message.registration)
-                if member is not None:
-                    self._membership.deregister(member, message.request)
-                else:
-                    self.cluster.send(worker.session, Done(message.request))
+                self._membership.deregister(worker, message)
+            case BegunWith():
+                self._membership.begun_with(worker, message)
             case Withdraw():
-                member = worker.members.get(message.registration)
-                if member is not None:
-                    self._withdrawals.ask(member, message)
-                else:
-                    self.cluster.send(worker.session, Withdrawable(message.request))
+                self._withdrawals.ask(worker, message)
             case Withdrawn():
-                if message.registration in worker.members:
-                    self._readers.confirm_withdrawn(message.registration, message.generation)
+                self._readers.withdrawn(worker, message)
+            case ReaderCut():
+                self._readers.confirm_cut(worker, message)
             case Rollback():
                 self._lineages.ask(worker.session, message)
             case Retain():
@@ -338,112 +305,18 @@ class Coordinator(Stateful[CoordinatorState]):
                 self._retentions.pin(worker, message)
             case Unpin():
                 self._retentions.unpin(worker, message)
+            case Kept():
+                self._retentions.kept(worker, message)
+            case CopyRefused():
+                self._custody.refused(worker, message.copy)
             case DigestedAgain():
                 self._operations.digested_again(worker, message)
             case ChunksThere():
                 self._operations.chunks_there(worker, message)
             case Digests():
                 self._operations.digests_told(worker, message)
-            case CopyRefused():
-                self._custody.refused(worker, message.copy)
-            case BegunWith():
-                member = worker.members.get(message.registration)
-                if member is not None:
-                    self._membership.begun_with(member, message.manifest)
-            case Kept():
-                member = worker.members.get(message.registration)
-                if member is not None:
-                    self._retentions.kept(member, message)
-            case ReaderCut():
-                lease = self.cluster.leases.get(message.lease)
-                if lease is not None and lease.holding.member.worker is worker:
-                    self._readers.confirm_fenced(lease, "the owner has cut its reader off")
             case _:
-                self._receive_about_operation(worker, message)
-
-    def _receive_about_operation(
-        self,
-        worker: Worker,
-        message: Publish | Fill | ReadyToWrite | Prepared | Compared | Abandon | Resolve | ReadFailed | Progress,
-    ) -> None:
-        member = self._member(worker, message)
-        if member is None:
-            return  # of an older registration (G9)
-        match message:
-            case Publish() | Fill():
-                self._operations.arrive(member, message)
-            case ReadyToWrite():
-                self._operations.ready_to_write(member, message.key)
-            case Prepared():
-                self._operations.prepared(member, message)
-            case Compared():
-                self._operations.compared(member, message)
-            case Abandon():
-                self._operations.abandon(member, message)
-            case Resolve():
-                self._operations.resolve(member, message)
-            case ReadFailed():
-                self._operations.read_failed(member, message)
-            case Progress():
-                self._operations.progress(member, message)
-            case _:
-                assert_never(message)
-
-    def _member(
-        self,
-        worker: Worker,
-        message: Publish | Fill | ReadyToWrite | Prepared | Compared | Abandon | Resolve | ReadFailed | Progress,
-    ) -> Member | None:
-        model = self.cluster.models.get(message.key.model)
-        group = model.groups.get(message.key.group) if model is not None else None
-        member = group.members.get(message.rank) if group is not None else None
-        if member is None or member.worker is not worker:
-            return None
-        self.cluster.note(member)
-        return member
-
-    def _ask(self, session: Session, message: Watch | Unwatch | Describe | GetManifest | Check) -> None:
-        cluster = self.cluster
-        match message:
-            case Watch():
-                if self._visitors.may_watch(session, message.model):
-                    cluster.watch(session, message.model)
-                    watched = cluster.models.get(message.model)
-                    newest = watched.newest_visible() if watched is not None else None
-                    cluster.send(session.number, Announce(message.model, newest.info if newest is not None else None))
-            case Unwatch():
-                cluster.unwatch(session, message.model)
-            case Describe():
-                self._describe(session, message)
-            case GetManifest():
-                model_ = cluster.models.get(message.model)
-                for version in model_.versions.values() if model_ is not None else ():
-                    if version.info.content_id == message.content_id and message.shard in version.manifests:
-                        manifest = version.manifests[message.shard]
-                        cluster.send(session.number, ManifestReply(message.request, manifest))
-                        return
-                error = VersionUnavailable(f"no manifest of shard {message.shard} of that content is known")
-                cluster.send(session.number, Refused(message.request, ErrorInfo.of(error)))
-            case Check():
-                # Not `conflict`: another rank of the asker's own group may be publishing this very number.
-                known = cluster.models.get(message.model)
-                conflict = self._versions.overtaken(known, message.version) if known is not None else None
-                cluster.answer(session.number, message.request, conflict)
-            case _:
-                assert_never(message)
-
-    def _describe(self, session: Session, message: Describe) -> None:
-        cluster = self.cluster
-        if message.model is None:
-            models, more = views.page(cluster, message.after)
-        elif message.model in cluster.models:
-            models, more = (views.describe(cluster.models[message.model]),), False
-        else:
-            known = ", ".join(cluster.model_names[:20]) or "none yet"
-            error = VersionUnavailable(f"no model {message.model!r} is known here; known models: {known}")
-            cluster.send(session.number, Refused(message.request, ErrorInfo.of(error)))
-            return
-        cluster.send(session.number, Description(message.request, models, more))
+                self._operations.hear(worker, message)
 
     # ------------------------------------------------------------------------------------------------ consequences
 

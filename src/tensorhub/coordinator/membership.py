@@ -17,6 +17,8 @@ from tensorhub.coordinator.states import ReplicaState, WorkerState
 from tensorhub.coordinator.withdrawals import Withdrawals
 from tensorhub.errors import CoordinatorUnavailable, RegistrationError, TensorHubError
 from tensorhub.messages import (
+    BegunWith,
+    Deregister,
     Dismissed,
     Done,
     EpochChanged,
@@ -328,12 +330,14 @@ class Membership:
             return None
         return RegistrationError(f"worker {worker.name!r} cannot register: {what}; close handles first", retryable=in_all)
 
-    def begun_with(self, member: Member, manifest: bytes) -> None:
+    def begun_with(self, worker: Worker, message: BegunWith) -> None:
         """What its memory is being filled with. Beyond the bounds it is not kept: the Fill that names it says so."""
-        cluster = self._cluster
-        others = cluster.manifest_bytes[member.worker.incarnation] - len(member.begun)
+        member, manifest = worker.members.get(message.registration), message.manifest
+        if member is None:
+            return
+        others = self._cluster.manifest_bytes[worker.incarnation] - len(member.begun)
         if others + len(manifest) <= limits.MANIFEST_BYTES_OF_WORKER_MAX and self._has_room(manifest):
-            cluster.keep_begun(member, manifest)
+            self._cluster.keep_begun(member, manifest)
 
     def _make_room(self, worker: Worker) -> TensorHubError | None:
         """A read-only worker registers: at whose expense, if the share of all of them is used up."""
@@ -399,10 +403,12 @@ class Membership:
             self._readers.make_ready(replica, "announced again by every rank")
         return True
 
-    def deregister(self, member: Member, request: int) -> None:
-        """A rank closes its handle."""
-        self.remove(member, f"rank {member.rank} of group {member.group.name!r} was closed")
-        self._cluster.send(member.worker.session, Done(request))
+    def deregister(self, worker: Worker, message: Deregister) -> None:
+        """A rank closes its handle, or says so again."""
+        member = worker.members.get(message.registration)
+        if member is not None:
+            self.remove(member, f"rank {member.rank} of group {member.group.name!r} was closed")
+        self._cluster.send(worker.session, Done(message.request))
 
     def remove(self, member: Member, why: str, *, new_epoch: bool = False) -> None:
         """The rank is gone: its operation, its memory's readers, and its place in the group."""

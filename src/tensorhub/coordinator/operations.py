@@ -28,6 +28,7 @@ from tensorhub.coordinator.versions import Versions
 from tensorhub.errors import GroupAborted, StateError, VersionConflict, VersionUnavailable
 from tensorhub.messages import (
     Abandon,
+    AboutOperation,
     ChunksThere,
     Compared,
     DigestedAgain,
@@ -38,6 +39,7 @@ from tensorhub.messages import (
     Progress,
     Publish,
     ReadFailed,
+    ReadyToWrite,
     Resolve,
 )
 from tensorhub.types import OpKey, OpKind, Purpose
@@ -61,7 +63,35 @@ class Operations:
 
     # ------------------------------------------------------------------------------------------------------- facts
 
-    def arrive(self, member: Member, call: Publish | Fill) -> None:
+    def hear(self, worker: Worker, message: AboutOperation) -> None:
+        """A rank says something about its group's operation. Of an older registration it says nothing (G9)."""
+        model = self._cluster.models.get(message.key.model)
+        group = model.groups.get(message.key.group) if model is not None else None
+        member = group.members.get(message.rank) if group is not None else None
+        if member is None or member.worker is not worker:
+            return
+        self._cluster.note(member)
+        match message:
+            case Publish() | Fill():
+                self._arrive(member, message)
+            case ReadyToWrite():
+                self._ready_to_write(member, message.key)
+            case Prepared():
+                self._prepared(member, message)
+            case Compared():
+                self._compared(member, message)
+            case Abandon():
+                self._abandon(member, message)
+            case Resolve():
+                self._resolve(member, message)
+            case ReadFailed():
+                self._read_failed(member, message)
+            case Progress():
+                self._progress(member, message)
+            case _:
+                assert_never(message)
+
+    def _arrive(self, member: Member, call: Publish | Fill) -> None:
         """One rank calls."""
         group, call = member.group, _in_names_of(member.group, call)
         key = call.key
@@ -139,19 +169,19 @@ class Operations:
         operation.later.append((member, message))
         return True
 
-    def ready_to_write(self, member: Member, key: OpKey) -> None:
+    def _ready_to_write(self, member: Member, key: OpKey) -> None:
         part = self._part(member, key)
         if part is not None and part.operation.state is OperationState.RUNNING:
             part.ready = True
             self._changed(part.operation)
 
-    def prepared(self, member: Member, vote: Prepared) -> None:
+    def _prepared(self, member: Member, vote: Prepared) -> None:
         """This rank has every chunk, verified against its sources."""
         part = self._part(member, vote.key)
         if part is not None and part.operation.running and part.reading and not part.voted:
             self._testimonies.claim(part, vote.root)
 
-    def compared(self, member: Member, answer: Compared) -> None:
+    def _compared(self, member: Member, answer: Compared) -> None:
         """It has compared its digests with the publisher's."""
         part = self._part(member, answer.key)
         if part is not None and part.operation.running:
@@ -175,7 +205,7 @@ class Operations:
         if known is not None:
             self._testimonies.overdue(known)
 
-    def abandon(self, member: Member, message: Abandon) -> None:
+    def _abandon(self, member: Member, message: Abandon) -> None:
         """This rank ends the operation, unless it has voted in it or it is decided."""
         group, key = member.group, message.key
         if self._waits(member, message):
@@ -195,7 +225,7 @@ class Operations:
             if part is None:
                 self._decisions.answer(member, key)
 
-    def resolve(self, member: Member, message: Resolve) -> None:
+    def _resolve(self, member: Member, message: Resolve) -> None:
         """This rank may have missed something: tell it the outcome, or, while there is none, where it stands."""
         operation, key = member.group.operation, message.key
         if self._waits(member, message):
@@ -207,7 +237,7 @@ class Operations:
         if part is not None:
             self._fills.restate(part)
 
-    def read_failed(self, member: Member, message: ReadFailed) -> None:
+    def _read_failed(self, member: Member, message: ReadFailed) -> None:
         part = self._part(member, message.key)
         if part is not None:
             holding = self._readers.failed(part, message.lease, message.reason, message.detail)
@@ -223,7 +253,7 @@ class Operations:
         """An owner has said what a partial copy has."""
         self._fills.availability.heard(worker, answer)
 
-    def progress(self, member: Member, progress: Progress) -> None:
+    def _progress(self, member: Member, progress: Progress) -> None:
         """How far a rank is, and what its links have carried."""
         part = self._part(member, progress.key)
         if part is None:
@@ -275,11 +305,11 @@ class Operations:
                 continue
             match message:
                 case Publish() | Fill():
-                    self.arrive(member, message)
+                    self._arrive(member, message)
                 case Abandon():
-                    self.abandon(member, message)
+                    self._abandon(member, message)
                 case Resolve():
-                    self.resolve(member, message)
+                    self._resolve(member, message)
                 case _:
                     assert_never(message)
 

@@ -13,7 +13,7 @@ from tensorhub.coordinator import limits
 from tensorhub.coordinator.cluster import Cluster
 from tensorhub.coordinator.entities import Holding, Member, Model, Operation, RankPart, ReadLease, Replica, Version, Worker
 from tensorhub.coordinator.states import LeaseState, ReplicaState, WorkerState
-from tensorhub.messages import AddSource, CutReader, DropSource, Flow, Grant, OrderedOut
+from tensorhub.messages import AddSource, CutReader, DropSource, Flow, Grant, OrderedOut, ReaderCut, Withdrawn
 from tensorhub.scheduler.choice import Candidate, Wanted, choose
 from tensorhub.scheduler.links import SECONDS_MIN, distance
 from tensorhub.types import SAME_HOST_TRANSPORTS
@@ -315,11 +315,20 @@ class Readers:
         self.leave(holding, "overwritten")
         self.cut_readers(holding, "the source takes another version", moved=True)
 
-    def confirm_withdrawn(self, registration: str, generation: int) -> None:
+    def confirm_cut(self, worker: Worker, message: ReaderCut) -> None:
+        """The owner has cut this lease's reader off."""
+        lease = self._cluster.leases.get(message.lease)
+        if lease is not None and lease.holding.member.worker is worker:
+            self.confirm_fenced(lease, "the owner has cut its reader off")
+
+    def withdrawn(self, worker: Worker, message: Withdrawn) -> None:
+        """The owner says that its fence stands."""
+        member = worker.members.get(message.registration)
+        if member is not None:
+            self.confirm_withdrawn(member, message.generation)
+
+    def confirm_withdrawn(self, member: Member, generation: int) -> None:
         """The owner's fence stands: nothing can be read under that generation any more."""
-        member = self._cluster.members.get(registration)
-        if member is None:
-            return
         if member.holding is not None and member.holding.generation == generation:
             self.leave(member.holding, "fenced by its owner")  # a local fence, without our grant
         for holding in [h for h in member.leaving if h.generation == generation]:

@@ -132,10 +132,16 @@ class Retentions:
             member.tellings += 1
             self._cluster.tell(member, Keep(member.registration, version.info.content_id, keep, member.tellings))
 
-    def kept(self, member: Member, message: Kept) -> None:
+    def kept(self, worker: Worker, message: Kept) -> None:
         """Its owner knows. An answer to an earlier telling says nothing: it may just have heard the opposite."""
-        holding = member.holding
-        if holding is None or holding.version.info.content_id != message.content_id or not holding.committed:
+        member = worker.members.get(message.registration)
+        holding = member.holding if member is not None else None
+        if (
+            member is None
+            or holding is None
+            or holding.version.info.content_id != message.content_id
+            or not holding.committed
+        ):
             return
         if message.telling == member.tellings and message.keep is holding.told:
             holding.kept = True

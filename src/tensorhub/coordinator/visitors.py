@@ -13,7 +13,7 @@ from tensorhub.coordinator.entities import Session
 from tensorhub.coordinator.events import Connected
 from tensorhub.coordinator.membership import Membership
 from tensorhub.errors import CoordinatorUnavailable, StateError, TensorHubError
-from tensorhub.messages import WATCHES_MAX, FromWorker, Heartbeat, Join
+from tensorhub.messages import WATCHES_MAX, Announce, FromWorker, Heartbeat, Join
 
 
 class Visitors:
@@ -75,7 +75,15 @@ class Visitors:
             idle_at = self._cluster.now + limits.GUEST_IDLE_S
         return idle_at if session.worker is not None else min(idle_at, session.heard_at + self._cluster.options.lease_s)
 
-    def may_watch(self, session: Session, name: str) -> bool:
+    def watch(self, session: Session, name: str) -> None:
+        """It wants to hear of this model's newest version, now and whenever that is another one."""
+        if self._may_watch(session, name):
+            self._cluster.watch(session, name)
+            watched = self._cluster.models.get(name)
+            newest = watched.newest_visible() if watched is not None else None
+            self._cluster.send(session.number, Announce(name, newest.info if newest is not None else None))
+
+    def _may_watch(self, session: Session, name: str) -> bool:
         """Whether it may watch one more; else its session ends: a Watch has no answer that could say so."""
         cluster, share = self._cluster, self._cluster.guests.watches
         if name in session.watched:

@@ -40,11 +40,15 @@ class Withdrawals:
                     if lease.state is LeaseState.FENCING:
                         self._readers.tell_to_cut(lease)  # the first time may have been lost
                 continue
-            self._readers.confirm_withdrawn(member.registration, holding.generation)
+            self._readers.confirm_withdrawn(member, holding.generation)
         return filling is not None or member.holding is not None
 
-    def ask(self, member: Member, message: Withdraw) -> None:
-        """Its owner wants the memory back: no new readers; running ones are moved, or waited for within the grace."""
+    def ask(self, worker: Worker, message: Withdraw) -> None:
+        """The owner wants its memory back: no new readers; running ones are moved, or waited for within the grace."""
+        member = worker.members.get(message.registration)
+        if member is None:
+            self._cluster.send(worker.session, Withdrawable(message.request))
+            return
         self._cluster.note(member)
         model = member.group.model
         known = model.withdrawals.get(member.registration)

@@ -377,37 +377,28 @@ class Unpin:
     model: Name
 
 
-FromWorker = (
-    Join
-    | Heartbeat
+FromAnybody = Join | Heartbeat | Watch | Unwatch | Describe | GetManifest | Check
+"""What a session may say whether or not a worker has joined over it."""
+AboutOperation = Publish | Fill | ReadyToWrite | Prepared | Compared | Abandon | Resolve | ReadFailed | Progress
+"""What a rank says of the operation that it takes part in."""
+FromJoined = (
+    AboutOperation
     | Leave
     | Register
     | Deregister
-    | Publish
-    | Fill
     | BegunWith
-    | ReadyToWrite
-    | Prepared
-    | Abandon
-    | Resolve
-    | ReadFailed
     | DigestedAgain
     | ChunksThere
     | Digests
-    | Compared
-    | Progress
     | Withdraw
     | Withdrawn
     | ReaderCut
-    | GetManifest
-    | Watch
-    | Check
-    | Describe
     | Rollback
     | Retain
     | Pin
     | Unpin
     | CopyRefused
     | Kept
-    | Unwatch
 )
+"""What only a worker that has joined may say."""
+FromWorker = FromAnybody | FromJoined
