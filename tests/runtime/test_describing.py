@@ -11,7 +11,7 @@ import anyio.lowlevel
 import pytest
 
 from tensorhub.coordinator import Connected, Coordinator, Received, Send, limits, views
-from tensorhub.coordinator.entities import Session
+from tensorhub.coordinator.answers import Answers
 from tensorhub.messages import Describe, Description, Heartbeat, HeartbeatAck, Leave
 from tensorhub.runtime.server import CoordinatorServer
 from tensorhub.testing import PureCluster
@@ -92,13 +92,13 @@ async def test_a_description_that_no_frame_could_carry_arrives_whole() -> None:
 async def test_who_asks_for_pages_and_takes_none_holds_nobody_up(monkeypatch: pytest.MonkeyPatch) -> None:
     """It has the turn only while nothing is in the way of its answer."""
     asked: list[int] = []
-    describe = Coordinator._describe
+    describe = Answers.describe
 
-    def counting(self: Coordinator, session: Session, message: Describe) -> None:
+    def counting(self: Answers, session: int, message: Describe) -> None:
         asked.append(message.request)
         describe(self, session, message)
 
-    monkeypatch.setattr(Coordinator, "_describe", counting)
+    monkeypatch.setattr(Answers, "describe", counting)
     async with nothing_left(), serving(OPTIONS) as server, connect(server.address) as hub:
         names = crowd(server._core, prefix="m" * 200)
         async with await talk(server, JOIN) as deaf:

@@ -13,8 +13,8 @@ import anyio.lowlevel
 import pytest
 
 import tensorhub
-from tensorhub.coordinator import Coordinator, Entry, Event
-from tensorhub.coordinator.entities import Session
+from tensorhub.coordinator import Entry, Event
+from tensorhub.coordinator.answers import Answers
 from tensorhub.errors import CoordinatorUnavailable, LeaseLost, StateError, VersionConflict
 from tensorhub.messages import Describe, Description, Join, ReaderCut, Register, Watch
 from tensorhub.protocol import codec
@@ -209,13 +209,13 @@ async def test_a_flood_of_messages_leaves_others_their_turn(
 async def test_who_asks_and_does_not_read_is_not_heard_on_until_it_does(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nobody has hundreds of large answers made, and leaves them in the coordinator's memory."""
     asked: list[int] = []
-    describe = Coordinator._describe
+    describe = Answers.describe
 
-    def counting(self: Coordinator, session: Session, message: Describe) -> None:
+    def counting(self: Answers, session: int, message: Describe) -> None:
         asked.append(message.request)
         describe(self, session, message)
 
-    monkeypatch.setattr(Coordinator, "_describe", counting)
+    monkeypatch.setattr(Answers, "describe", counting)
     names = ["\U0001f40c" * 500 + str(number) for number in range(500)]  # a description of them is a megabyte
     use = ("g", 0, 0, 1, True, False, Medium.DEVICE, Purpose.USE, "", 1, 1, b"", None)
     async with (

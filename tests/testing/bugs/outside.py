@@ -662,11 +662,8 @@ def lost_incarnation_comes_back() -> Iterator[None]:
 def fence_of_another_generation() -> Iterator[None]:
     confirm = Readers.confirm_withdrawn
 
-    def broken(self: Readers, registration: str, generation: int) -> None:
-        member = self._cluster.members.get(registration)
-        if member is not None and member.holding is not None:
-            generation = member.holding.generation
-        confirm(self, registration, generation)
+    def broken(self: Readers, member: Member, generation: int) -> None:
+        confirm(self, member, generation if member.holding is None else member.holding.generation)
 
     with replaced(Readers, "confirm_withdrawn", broken):
         yield
