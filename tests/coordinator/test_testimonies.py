@@ -7,7 +7,7 @@ from unittest.mock import patch
 
 import pytest
 
-from tensorhub.coordinator import Digested, entities, limits
+from tensorhub.coordinator import Digested, Send, entities, limits
 from tensorhub.digests import pack, root_of, runs_of, unpack, width_in
 from tensorhub.errors import IntegrityError, OperationTimeout, StateError
 from tensorhub.messages import (
@@ -137,6 +137,32 @@ def test_who_copies_what_his_own_prefetch_has_read_from_a_liar_is_not_blamed() -
     assert liar.member.state is HandleState.EMPTY
     assert [middle.member.version, reader.member.version] == [1, 1]
     assert middle.cells == reader.cells == truth_of(trainer)
+
+
+def test_whatever_others_have_said_in_its_place_a_publisher_is_not_blamed() -> None:
+    """It was away when somebody's word stood in for its own; its bytes are what it has published."""
+    cluster, (trainer, reader) = published("reader")
+    content, testimony = trainer.member.content, list_of(cluster)
+    assert content is not None
+    testimony.begin(CHUNKS)
+    testimony.values[:], testimony.missing = b"x" * 8 * CHUNKS, 0
+    testimony.root = root_of(testimony.values)
+    testimony.finish()
+    reader.replicate()
+    run_but(cluster, Choice("read", reader.name))
+    operation = cluster.coordinator.cluster.members[reader.id].group.operation
+    assert operation is not None
+    stray = Stray(0, Origin(trainer.id, content.generation))
+    cluster.coordinator._operations._suspicions.trace(operation.parts[0], stray)
+    for action in cluster.coordinator.cluster.take_actions():
+        assert isinstance(action, Send)
+        cluster._send_down(action.session, action.message)
+    run_but(cluster, Choice("read", reader.name))
+    assert [line for line in cluster.log if "trainer -> DigestedAgain" in line]
+    holding = cluster.coordinator.cluster.members[trainer.id].holding
+    assert holding is not None
+    assert not holding.condemned
+    assert trainer.member.version == 1
 
 
 def test_where_the_publisher_dies_those_who_read_from_it_stand_in() -> None:
