@@ -23,6 +23,9 @@ from tensorhub.coordinator import cluster, entities, limits, lineage, membership
 from tensorhub.errors import TensorHubError
 from tensorhub.hub import Coordinator, Hub
 from tensorhub.runtime import news, store
+from tensorhub.runtime.link import CoordinatorLink
+from tensorhub.runtime.loop_thread import LoopThread
+from tensorhub.runtime.worker import Worker
 from tensorhub.weights import Weights
 
 MIB = 2**20
@@ -229,17 +232,22 @@ async def _ask(hub: Hub, version: int, failures: Failures) -> None:
     await mine.close()
 
 
+def _link(hub: Hub) -> CoordinatorLink:
+    assert isinstance(hub._worker, Worker)
+    return hub._worker._link
+
+
 async def _cut(hub: Hub) -> None:
-    link = hub._worker._link
+    link = _link(hub)
     if link._outbox is not None:
         link._outbox.close()
 
 
 async def _online(hub: Hub) -> None:
     with anyio.fail_after(SETTLE_S):
-        while hub._worker._link.online:  # noqa: ASYNC110 - the session's end first
+        while _link(hub).online:  # noqa: ASYNC110 - the session's end first
             await anyio.sleep(0.001)
-        while not hub._worker._link.online:  # noqa: ASYNC110
+        while not _link(hub).online:  # noqa: ASYNC110
             await anyio.sleep(0.001)
 
 
@@ -290,6 +298,7 @@ async def _leave(hub: Hub, weights: Weights, version: int) -> None:
         case 1:
             await weights.close(abandon=True)
         case 2 if version // PERIOD % 4 == 2:  # not always: the books can be compared only once its lease has ended
+            assert isinstance(hub._thread, LoopThread)
             hub._thread.post(hub._thread._tasks.cancel_scope.cancel)  # without goodbye
         case _:
             pass  # the hub closes it

@@ -23,9 +23,12 @@ import tensorhub
 from tensorhub.hub import Coordinator, Hub
 from tensorhub.protocol.blocking import BlockingConnection
 from tensorhub.runtime import channels as channels_module
+from tensorhub.runtime.handle import Handle
+from tensorhub.runtime.loop_thread import LoopThread
 from tensorhub.runtime.nixl_channel import NixlTransport
 from tensorhub.runtime.rdma_channel import RdmaTransport
 from tensorhub.runtime.tcp_channel import TcpTransport
+from tensorhub.runtime.worker import Worker
 from tensorhub.transport import cma
 from tensorhub.transport.base import (
     Arrival,
@@ -40,6 +43,7 @@ from tensorhub.transport.base import (
 )
 from tensorhub.transport.registry import Registry
 from tensorhub.types import Endpoint, Location, Options
+from tensorhub.weights import Weights
 from tests.runtime.data_rig import KINDS, busy_threads
 
 WAIT_S = 30.0  # nothing here takes so long unless it hangs
@@ -270,3 +274,19 @@ def damaging() -> Iterator[None]:
         yield
     finally:
         channels_module.TRANSPORTS, BlockingConnection.receive_into = usual, receives  # type: ignore[method-assign]
+
+
+def worker_of(used: Hub | Weights) -> Worker:
+    """The real one under a hub, for tests that look inside it."""
+    assert isinstance(used._worker, Worker)
+    return used._worker
+
+
+def thread_of(hub: Hub) -> LoopThread:
+    assert isinstance(hub._thread, LoopThread)
+    return hub._thread
+
+
+def handle_of(weights: Weights) -> Handle:
+    assert isinstance(weights._handle, Handle)
+    return weights._handle

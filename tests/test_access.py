@@ -20,7 +20,7 @@ from tensorhub.protocol.stream import MessageStream
 from tensorhub.runtime import keyring, server
 from tensorhub.runtime.lanes import PullRunner
 from tensorhub.types import parse_address
-from tests.rig import CHUNK_BYTES, CHUNKS, OPTIONS, WAIT_S, gated, holds, nothing_left, tensors, until
+from tests.rig import CHUNK_BYTES, CHUNKS, OPTIONS, WAIT_S, gated, holds, nothing_left, tensors, thread_of, until, worker_of
 
 SECRET = "the cluster's own"
 READ_ONLY = tensorhub.read_only_token(SECRET)
@@ -224,7 +224,7 @@ async def test_who_is_left_with_a_read_only_token_keeps_its_memory_and_hears_why
             source = await hub.register("m", tensors(1))
             await source.publish(1)
             token_file(file, READ_ONLY)
-            hub._thread.post(lambda: hub._worker._link._outbox.close())  # type: ignore[union-attr]
+            thread_of(hub).post(lambda: worker_of(hub)._link._outbox.close())  # type: ignore[union-attr]
             await until(lambda: "read-only" in repr(hub))
             await source.unpublish()
             with pytest.raises(AuthenticationFailed, match="this token is read-only: register"):

@@ -13,7 +13,21 @@ import pytest
 from tensorhub import sync
 from tensorhub.errors import VersionUnavailable
 from tensorhub.messages import ChunksThere, FromWorker, TellChunks
-from tests.rig import CHUNK_BYTES, CHUNKS, OPTIONS, WAIT_S, Cluster, cluster, gated, holds, tensors, until, write
+from tests.rig import (
+    CHUNK_BYTES,
+    CHUNKS,
+    OPTIONS,
+    WAIT_S,
+    Cluster,
+    cluster,
+    gated,
+    handle_of,
+    holds,
+    tensors,
+    until,
+    worker_of,
+    write,
+)
 
 HELD = "held now: version 1 by 1 replica; the selector 'available' gets 1"
 
@@ -94,12 +108,12 @@ async def test_a_worker_says_which_chunks_a_partial_copy_has() -> None:
     with gated(2) as gate:
         async with cluster("trainer", "reader") as c:
             await (await c.hubs[0].register("m", tensors(1))).publish(1)
-            worker, thread = c.hubs[1]._worker, c.hubs[1]._thread
+            worker, thread = worker_of(c.hubs[1]), c.hubs[1]._thread
             weights = await c.hubs[1].register("m", tensors())
 
             async def ask(generation: int) -> ChunksThere:
                 with patch.object(worker, "say", said.append):
-                    worker.received(TellChunks(weights._handle.member.shard.registration, generation))
+                    worker.received(TellChunks(handle_of(weights).member.shard.registration, generation))
                 answer = said.pop()
                 assert isinstance(answer, ChunksThere)
                 return answer

@@ -30,7 +30,7 @@ from tensorhub.errors import (
 from tensorhub.hub import Hub
 from tensorhub.protocol.frames import PREFACE
 from tensorhub.types import Location, Options, VersionInfo, parse_address
-from tests.rig import CHUNK_BYTES, WAIT_S, cluster, connect, holds, nothing_left, tensors
+from tests.rig import CHUNK_BYTES, WAIT_S, cluster, connect, holds, nothing_left, tensors, worker_of
 
 QUICK = Options(op_timeout_s=5, connect_timeout_s=1, chunk_bytes=CHUNK_BYTES)
 
@@ -375,7 +375,7 @@ def insult(address: str, words: bytes) -> None:
 
 
 def data_address(hub: Hub) -> str:
-    return next(each.address for each in hub._worker._endpoints if each.transport == "tcp")
+    return next(each.address for each in worker_of(hub)._endpoints if each.transport == "tcp")
 
 
 @pytest.mark.parametrize("words", GARBAGE.values(), ids=GARBAGE)
@@ -385,13 +385,13 @@ async def test_strangers_cost_nobody_anything(where: str, words: bytes) -> None:
         source = await c.hubs[0].register("m", tensors(1))
         await source.publish(1)
         address = c.address if where == "coordinator" else data_address(c.hubs[0])
-        lives = [hub._worker.incarnation for hub in c.hubs]
+        lives = [worker_of(hub).incarnation for hub in c.hubs]
         for _ in range(3):
             await anyio.to_thread.run_sync(insult, address, words)
         mine = tensors()
         await (await c.hubs[1].register("m", mine)).replicate()
         assert holds(mine, 1)
-        assert [hub._worker.incarnation for hub in c.hubs] == lives
+        assert [worker_of(hub).incarnation for hub in c.hubs] == lives
         assert source.state == "ready"
 
 

@@ -17,7 +17,20 @@ from tensorhub.errors import CoordinatorUnavailable, LeaseLost, StateError
 from tensorhub.hub import Hub
 from tensorhub.types import FetchReport, Options, VersionInfo, parse_address
 from tensorhub.weights import Weights
-from tests.rig import CHUNK_BYTES, CHUNKS, OPTIONS, Tensors, connect, gated, holds, nothing_left, tensors, until, write
+from tests.rig import (
+    CHUNK_BYTES,
+    CHUNKS,
+    OPTIONS,
+    Tensors,
+    connect,
+    gated,
+    holds,
+    nothing_left,
+    tensors,
+    until,
+    worker_of,
+    write,
+)
 from tests.test_errors import accessed
 
 NBYTES = CHUNKS * CHUNK_BYTES
@@ -322,7 +335,7 @@ async def test_what_was_staged_and_is_in_doubt_is_dropped(lost: bool, tmp_path: 
         await coordinator.start()
         await until(lambda: weights.state == ("empty" if lost else "ready"))
         assert holds(theirs, 1)
-        await until(lambda: weights._worker.copies.budget.reserved_bytes == 0)
+        await until(lambda: worker_of(weights).copies.budget.reserved_bytes == 0)
         if lost:
             await until(lambda: source.state == "empty")
             with pytest.raises(LeaseLost, match=LOST):
@@ -338,7 +351,7 @@ async def test_a_prefetch_says_so_too_and_what_was_prefetched_is_freed() -> None
         source, weights, _ = await holding_one(hubs)
         assert (await weights.prefetch()).version == 2
         await coordinator.restart(*hubs)
-        await until(lambda: weights._worker.copies.budget.reserved_bytes == 0)
+        await until(lambda: worker_of(weights).copies.budget.reserved_bytes == 0)
         with pytest.raises(LeaseLost, match=LOST):
             await source.publish(1)
         await source.publish(1)
@@ -365,6 +378,6 @@ async def test_a_prefetch_in_the_background_leaves_the_loss_to_be_told_to_the_ca
             await hub.describe("m")  # whatever would have been prefetched for that news has been begun
             with pytest.raises(LeaseLost):
                 await weights.update()
-            await until(lambda: any(copy.handle.member.version == 1 for copy in hub._worker.copies._copies.values()))
+            await until(lambda: any(copy.handle.member.version == 1 for copy in worker_of(hub).copies._copies.values()))
             assert (await weights.update()).bytes_read == 0
             assert holds(memory, 1)

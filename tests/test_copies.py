@@ -13,18 +13,31 @@ from tensorhub.errors import RetentionError, StateError
 from tensorhub.hub import Hub
 from tensorhub.messages import CopyRefused, FromWorker, MakeCopy
 from tensorhub.weights import Weights
-from tests.rig import CHUNK_BYTES, CHUNKS, OPTIONS, cluster, connect, gated, holds, tensors, until, write
+from tests.rig import (
+    CHUNK_BYTES,
+    CHUNKS,
+    OPTIONS,
+    cluster,
+    connect,
+    gated,
+    holds,
+    tensors,
+    thread_of,
+    until,
+    worker_of,
+    write,
+)
 
 NBYTES = CHUNKS * CHUNK_BYTES
 HOSTED = replace(OPTIONS, host_memory_bytes=NBYTES)
 
 
 def reserved(hub: Hub) -> int:
-    return hub._worker.copies.budget.reserved_bytes
+    return worker_of(hub).copies.budget.reserved_bytes
 
 
 def copies(hub: Hub) -> int:
-    return len(hub._worker.copies._copies)
+    return len(worker_of(hub).copies._copies)
 
 
 async def assert_read_from(hub: Hub, source: str, content: int, model: str = "m") -> None:
@@ -81,7 +94,7 @@ async def test_a_copy_that_has_no_room_is_refused() -> None:
         said = listen(c.hubs[0])
         info = await source.publish(1)
         order = MakeCopy("c1", info, 0, source._handle.member.shard.registration)
-        c.hubs[0]._thread.post(partial(c.hubs[0]._worker.received, order))
+        thread_of(c.hubs[0]).post(partial(worker_of(c.hubs[0]).received, order))
         await until(lambda: any(isinstance(message, CopyRefused) for message in said))
         (refused,) = [message for message in said if isinstance(message, CopyRefused)]
         assert refused.copy == "c1"
@@ -92,13 +105,13 @@ async def test_a_copy_that_has_no_room_is_refused() -> None:
 def listen(hub: Hub) -> list[FromWorker]:
     """What this hub says from now on."""
     said: list[FromWorker] = []
-    say: Callable[[FromWorker], None] = hub._worker.say
+    say: Callable[[FromWorker], None] = worker_of(hub).say
 
     def overhear(message: FromWorker) -> None:
         said.append(message)
         say(message)
 
-    hub._worker.say = overhear  # type: ignore[method-assign]
+    worker_of(hub).say = overhear  # type: ignore[method-assign]
     return said
 
 
@@ -163,7 +176,7 @@ async def test_with_the_last_handle_what_the_worker_retains_is_handed_over() -> 
         assert (other.state, copies(trainer), reserved(trainer)) == ("empty", 1, NBYTES)
         await assert_read_from(c.hubs[0], "trainer", 1)
         async with connect(c.address, "keeper", HOSTED) as keeper:
-            trainer._worker.options = HOSTED  # it has time now
+            worker_of(trainer).options = HOSTED  # it has time now
             await other.close()
             assert (copies(trainer), copies(keeper), reserved(trainer)) == (0, 1, 0)
             await assert_read_from(c.hubs[0], "keeper", 1)

@@ -49,6 +49,7 @@ from tests.rig import (
     cluster,
     connect,
     gated,
+    handle_of,
     holds,
     nothing_left,
     tensors,
@@ -354,7 +355,7 @@ async def test_memory_that_is_written_after_an_update_of_it_was_given_up() -> No
         async with anyio.create_task_group() as tasks:
             with accessed(weights):
                 tasks.start_soon(update)
-                await until(lambda: "<Owner 0 open of 1" in repr(weights._handle._owner))
+                await until(lambda: "<Owner 0 open of 1" in repr(handle_of(weights)._owner))
                 scope.cancel()
                 await until(lambda: weights._handle.member.running is None)  # although the access runs on
         assert (weights.state, weights.version) == ("ready", 1)
@@ -414,7 +415,7 @@ async def test_memory_that_cannot_be_taken_back_in_time() -> None:
 
             async with anyio.create_task_group() as tasks:
                 tasks.start_soon(replicate)
-                await until(lambda: gate.holds and "1 accesses" in repr(source._handle._owner))
+                await until(lambda: gate.holds and "1 accesses" in repr(handle_of(source)._owner))
                 with raises(DrainTimeout, *STAYS, "after 0 s", retryable=True) as caught:
                     await source.unpublish(timeout=0)
                 assert isinstance(caught[0], TimeoutError)
@@ -441,8 +442,8 @@ def accessed(weights: Weights) -> Iterator[None]:
     """One of the owner's own accesses runs, which no fence can end: as a digest, or a copy off a device."""
     content = weights._handle.member.content
     assert content is not None
-    right = (weights._handle._registration, content.generation, ContentId(content.version.content_id))
-    with weights._handle._owner.access(None, *right, [0], 1, 0.0) as access:
+    right = (handle_of(weights)._registration, content.generation, ContentId(content.version.content_id))
+    with handle_of(weights)._owner.access(None, *right, [0], 1, 0.0) as access:
         assert isinstance(access, tuple)
         yield
 
@@ -483,7 +484,7 @@ async def test_a_handle_that_cannot_be_closed_stays_open() -> None:
 
 def memory_of(weights: Weights) -> Any:
     """The very tensors that were registered."""
-    memory = weights._handle.memory
+    memory = handle_of(weights).memory
     assert isinstance(memory, RegisteredMemory)
     return memory._given
 

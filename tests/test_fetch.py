@@ -20,7 +20,7 @@ from tensorhub.runtime.loop_thread import finish_blocking
 from tensorhub.transport.allocated import AllocatedMemory
 from tensorhub.transport.memory import MappedRegions
 from tensorhub.weights import Weights
-from tests.rig import CHUNK_BYTES, CHUNKS, OPTIONS, WAIT_S, cluster, connect, gated, nothing_left, tensors, until
+from tests.rig import CHUNK_BYTES, CHUNKS, OPTIONS, WAIT_S, cluster, connect, gated, nothing_left, tensors, until, worker_of
 
 NBYTES = CHUNKS * CHUNK_BYTES
 Tensors = Mapping[str, torch.Tensor]
@@ -53,7 +53,8 @@ async def published(hub: Hub, what: Mapping[str, Any] | None = None, version: in
 
 async def nothing_of_it_is_left(fetcher: Hub) -> None:
     """Neither the coordinator nor the worker knows of a fetch any more."""
-    await until(lambda: not fetcher._worker._handles and not fetcher._worker._by_rank and not fetcher._worker._asked)
+    worker = worker_of(fetcher)
+    await until(lambda: not worker._handles and not worker._by_rank and not worker._asked)
     info = await fetcher.describe("m")  # on the connection that the fetch has spoken on
     assert [(replica.group.split("-")[0], replica.state) for replica in info.replicas] == [("trainer", "ready")]
     assert info.leases == ()
@@ -196,7 +197,7 @@ async def test_latest_waits_for_the_first_publication() -> None:
             found.append(await c.hubs[1].fetch("m"))
 
         tasks.start_soon(fetch)
-        await until(lambda: any("asked" in repr(handle) for handle in c.hubs[1]._worker._handles.values()))
+        await until(lambda: any("asked" in repr(handle) for handle in worker_of(c.hubs[1])._handles.values()))
         await published(c.hubs[0], version=5)
         await until(lambda: bool(found))
         assert found[0].info.version == 5
@@ -407,7 +408,7 @@ async def test_a_source_that_leaves_with_nobody_else_there_ends_it_at_once() -> 
             await until(lambda: fetching.error is not None)
             assert isinstance(fetching.error, errors.VersionUnavailable)
             assert (fetching.error.retryable, fetching.error.memory) == (True, "intact")
-            await until(lambda: not c.hubs[1]._worker._handles)
+            await until(lambda: not worker_of(c.hubs[1])._handles)
 
 
 async def test_a_lost_source_is_replaced() -> None:
@@ -418,7 +419,7 @@ async def test_a_lost_source_is_replaced() -> None:
             fetching = Fetching()
             tasks.start_soon(fetching.run, c.hubs[1])
             await until(lambda: gate.holds)
-            c.hubs[0]._worker._owner.cut(c.hubs[1]._worker.incarnation, 0)
+            worker_of(c.hubs[0])._owner.cut(worker_of(c.hubs[1]).incarnation, 0)
             gate.open()
             await until(lambda: fetching.result is not None)
             assert fetching.is_whole()

@@ -23,13 +23,13 @@ from tensorhub.protocol.lost import ConnectionLost
 from tensorhub.protocol.secret import read_only_token
 from tensorhub.runtime import strangers as strangers_module
 from tensorhub.types import Location, Medium, Options, Purpose, parse_address
-from tests.rig import CHUNK_BYTES, WAIT_S, Cluster, cluster, connect, holds, tensors, until
+from tests.rig import CHUNK_BYTES, WAIT_S, Cluster, cluster, connect, holds, tensors, until, worker_of
 
 PATIENT = Options(op_timeout_s=WAIT_S, connect_timeout_s=4 * WAIT_S, chunk_bytes=CHUNK_BYTES)  # nothing but the bound helps
 
 
 def data_address(hub: Hub) -> str:
-    return next(each.address for each in hub._worker._endpoints if each.transport == "tcp")
+    return next(each.address for each in worker_of(hub)._endpoints if each.transport == "tcp")
 
 
 def address_of(c: Cluster, where: str) -> tuple[str, int]:
@@ -146,12 +146,12 @@ async def test_a_reader_that_wants_nothing_is_disconnected_and_is_back_when_it_w
     async with cluster("trainer", options=options, token="secret") as c:
         await (await c.hubs[0].register("m", tensors(1))).publish(1)
         async with connect(c.address, "reader", options, token=read_only_token("secret")) as reader:
-            life = reader._worker.incarnation
+            life = worker_of(reader).incarnation
             for times in (1, 2):
                 await until(lambda times=times: caplog.text.count("no registration, watch or call came") >= times)  # type: ignore[misc]
                 fetched = await reader.fetch("m")
                 assert holds({name: tensor.numpy() for name, tensor in fetched.items()}, 1)
-            assert reader._worker.incarnation == life
+            assert worker_of(reader).incarnation == life
             assert (await reader.wait_for("m", at_least=1)).version == 1
             assert "coordinator_lost" not in caplog.text
 
@@ -189,7 +189,7 @@ async def test_a_reader_in_the_midst_of_a_message_is_given_up(drips: bool) -> No
         await (await c.hubs[0].register("m", tensors(1))).publish(1)
         with proved(data_address(c.hubs[0]), "reader") as reader:
             reader._socket.sendall((1000).to_bytes(4, "big"))
-            owner = c.hubs[0]._worker._owner
+            owner = worker_of(c.hubs[0])._owner
             await until(lambda: "1 lanes" in repr(owner))
 
             def drip() -> None:

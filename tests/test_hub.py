@@ -41,10 +41,13 @@ from tests.rig import (
     cluster,
     connect,
     gated,
+    handle_of,
     holds,
     nothing_left,
     tensors,
+    thread_of,
     until,
+    worker_of,
     write,
 )
 
@@ -71,10 +74,10 @@ async def cancel_too_late(hub: Hub, call: Callable[[], Awaitable[object]]) -> No
         cancels.append(tasks.cancel_scope.cancel)
         hub._thread.post(partial(wait_for, caller_waits))
         tasks.start_soon(run)
-        while not hub._thread._jobs:
+        while not thread_of(hub)._jobs:
             await anyio.lowlevel.checkpoint()
         caller_waits.set()
-        (job,) = hub._thread._jobs
+        (job,) = thread_of(hub)._jobs
         while not job.finished:
             time.sleep(0.001)  # noqa: ASYNC251 - its loop is to be busy
         cancels[-1]()
@@ -93,7 +96,7 @@ async def ready_to_update(trainer: Hub, reader: Hub) -> tuple[Weights, Weights]:
 
 def memory_of(weights: Weights):  # type: ignore[no-untyped-def]
     """The very tensors that were registered."""
-    memory = weights._handle.memory
+    memory = handle_of(weights).memory
     assert isinstance(memory, RegisteredMemory)
     return memory._given
 
@@ -480,7 +483,7 @@ async def test_a_registration_or_pin_that_is_cancelled_too_late_is_given_up() ->
 async def test_a_registration_that_was_cancelled_can_be_made_again(monkeypatch: pytest.MonkeyPatch) -> None:
     async with cluster("trainer") as c:
         hub = c.hubs[0]
-        receive, came = hub._worker.received, threading.Event()
+        receive, came = worker_of(hub).received, threading.Event()
 
         def lose_the_answer(message: FromCoordinator) -> None:
             if isinstance(message, Registered):
@@ -529,7 +532,7 @@ async def test_a_call_that_comes_while_the_last_one_is_being_ended() -> None:
         weights = await c.hubs[0].register("m", tensors(1))
         await weights.publish(5)
         await weights.unpublish()
-        handle, outcomes = weights._handle, list[str]()
+        handle, outcomes = handle_of(weights), list[str]()
         owner = handle._owner
         fence = owner.fence_async
 
@@ -569,11 +572,11 @@ async def test_memory_taken_back_without_the_coordinators_knowledge_is_read_no_m
             source = await c.hubs[0].register("m", {"a": old})
             await source.publish(1)
             weights = await c.hubs[1].register("m", {"a": np.zeros_like(old)})
-            worker = c.hubs[0]._worker
+            worker = worker_of(c.hubs[0])
 
             async def lose_the_coordinator() -> None:
                 worker._link._outbox = None
-                source._handle.apply(source._handle.member.disconnected(anyio.current_time()))
+                handle_of(source).apply(handle_of(source).member.disconnected(anyio.current_time()))
 
             async with anyio.create_task_group() as tasks:
 
@@ -653,7 +656,7 @@ async def test_a_blocked_loop_loses_nothing() -> None:
         trainer, reader = c.hubs
         source = await trainer.register("m", tensors(1))
         await source.publish(1)
-        incarnations = [hub._worker.incarnation for hub in c.hubs]
+        incarnations = [worker_of(hub).incarnation for hub in c.hubs]
         weights = await reader.register("m", tensors())
         filled = threading.Event()
 
@@ -670,7 +673,7 @@ async def test_a_blocked_loop_loses_nothing() -> None:
         assert filled.is_set()
         thread.join()
         assert source.state == "ready"
-        assert [hub._worker.incarnation for hub in c.hubs] == incarnations
+        assert [worker_of(hub).incarnation for hub in c.hubs] == incarnations
         async with source.mutate(2):
             pass
         await weights.replicate()
@@ -687,8 +690,8 @@ async def test_after_a_fork_a_hub_says_so() -> None:
     async with cluster("trainer") as c:
         hub = c.hubs[0]
         source = await hub.register("m", tensors(1))
-        own = hub._thread._pid
-        hub._thread._pid = os.getpid() + 1  # as in a child
+        own = thread_of(hub)._pid
+        thread_of(hub)._pid = os.getpid() + 1  # as in a child
         try:
             for call in (source.publish(1), hub.describe(), hub.wait_for("m", at_least=1)):
                 with pytest.raises(StateError, match="before this process was forked: connect in the child"):
@@ -696,7 +699,7 @@ async def test_after_a_fork_a_hub_says_so() -> None:
             with pytest.raises(StateError, match="before this process was forked: connect in the child"):
                 hub.watch("m")
         finally:
-            hub._thread._pid = own
+            thread_of(hub)._pid = own
 
 
 async def test_closing_a_hub_ends_the_calls_that_run() -> None:

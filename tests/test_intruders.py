@@ -33,7 +33,7 @@ from tensorhub.protocol import codec
 from tensorhub.protocol.frames import PREFACE, FrameEncoder, frame
 from tensorhub.protocol.handshake import NONCE_BYTES, ClientHandshake
 from tensorhub.types import Location, Medium, Purpose, parse_address
-from tests.rig import CHUNK_BYTES, CHUNKS, WAIT_S, cluster, gated, holds, tensors, until
+from tests.rig import CHUNK_BYTES, CHUNKS, WAIT_S, cluster, gated, holds, tensors, until, worker_of
 from tests.test_floods import data_address, is_closed
 
 Address = tuple[str, int]
@@ -155,7 +155,7 @@ async def during_a_transfer(role: str, insults: Callable[[Address], None]) -> No
         async with cluster("trainer", "reader", token="secret") as c:
             source = await c.hubs[0].register("m", tensors(1))
             await source.publish(1)
-            lives = [hub._worker.incarnation for hub in c.hubs]
+            lives = [worker_of(hub).incarnation for hub in c.hubs]
             mine = tensors()
             weights = await c.hubs[1].register("m", mine)
 
@@ -173,7 +173,7 @@ async def during_a_transfer(role: str, insults: Callable[[Address], None]) -> No
             assert holds(mine, 1)
             assert (report.retries, report.reread_bytes, len(report.sources)) == (0, 0, 1)
             assert report.bytes_read == CHUNKS * CHUNK_BYTES
-            assert [hub._worker.incarnation for hub in c.hubs] == lives
+            assert [worker_of(hub).incarnation for hub in c.hubs] == lives
             assert source.state == "ready"
 
 

@@ -20,7 +20,7 @@ from tensorhub import sync
 from tensorhub.errors import CoordinatorUnavailable, InvalidType, InvalidValue, StateError, TensorHubError, shown
 from tensorhub.runtime.logs import Repeats
 from tensorhub.types import VersionInfo
-from tests.rig import OPTIONS, cluster, holds, library_threads, nothing_left, tensors, until
+from tests.rig import OPTIONS, cluster, holds, library_threads, nothing_left, tensors, until, worker_of
 
 NOBODY = "tcp://127.0.0.1:1"
 
@@ -387,7 +387,7 @@ async def test_a_coordinator_that_is_gone_is_complained_of_once(caplog: pytest.L
             tries.append(port)
             raise OSError("refused")
 
-        hub._worker._link._dial = refuse
+        worker_of(hub)._link._dial = refuse
         await until(lambda: len(tries) >= 4)
         await hub.close()
     events = [record.getMessage() for record in caplog.records if "coordinator_unreachable" in record.getMessage()]

@@ -21,14 +21,29 @@ from tensorhub.runtime.host_copies import HostCopies
 from tensorhub.transport.host import HostMemory
 from tensorhub.types import FetchReport, Purpose
 from tensorhub.weights import Weights
-from tests.rig import CHUNK_BYTES, CHUNKS, OPTIONS, WAIT_S, Cluster, cluster, connect, gated, holds, tensors, until, write
+from tests.rig import (
+    CHUNK_BYTES,
+    CHUNKS,
+    OPTIONS,
+    WAIT_S,
+    Cluster,
+    cluster,
+    connect,
+    gated,
+    handle_of,
+    holds,
+    tensors,
+    until,
+    worker_of,
+    write,
+)
 
 NBYTES = CHUNKS * CHUNK_BYTES
 HOSTED = replace(OPTIONS, host_memory_bytes=NBYTES)
 
 
 def copies(hub: Hub) -> HostCopies:
-    return hub._worker.copies
+    return worker_of(hub).copies
 
 
 def reserved(hub: Hub) -> int:
@@ -387,7 +402,7 @@ async def test_a_prefetch_that_is_given_up_at_once_leaves_no_copy() -> None:
         for _ in range(30):
             with contextlib.suppress(TensorHubError):
                 await weights.prefetch(timeout=0)
-        await until(lambda: list(hub._worker._handles.values()) == [weights._handle])
+        await until(lambda: list(worker_of(hub)._handles.values()) == [handle_of(weights)])
         assert reserved(hub) == 0
 
 

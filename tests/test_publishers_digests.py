@@ -14,7 +14,7 @@ from tensorhub.hub import Hub
 from tensorhub.messages import Compare
 from tensorhub.runtime.server import CoordinatorServer
 from tensorhub.weights import Weights
-from tests.rig import OPTIONS, Tensors, cluster, connect, holds, tensors, until, write
+from tests.rig import OPTIONS, Tensors, cluster, connect, holds, tensors, until, worker_of, write
 from tests.test_coordinator_restart import cluster as restartable
 
 pytestmark = pytest.mark.anyio
@@ -28,7 +28,7 @@ def anyio_backend(request: pytest.FixtureRequest) -> str:
 def lie(hub: Hub, memory: Tensors, content: int = 9) -> None:
     """Overwrite what is held, and forget its digests, so that those of the new bytes vouch for them."""
     write(memory, content)
-    for held in hub._worker._owner._owner._holdings.values():
+    for held in worker_of(hub)._owner._owner._holdings.values():
         held.digests[:] = [None] * len(held.digests)
 
 

@@ -24,7 +24,7 @@ from tensorhub.runtime import logs
 from tensorhub.runtime.lanes import PullRunner
 from tensorhub.transport import tcp
 from tensorhub.types import Options, format_address, parse_address
-from tests.rig import CHUNK_BYTES, WAIT_S, cluster, connect, holds, tensors, until
+from tests.rig import CHUNK_BYTES, WAIT_S, cluster, connect, holds, tensors, until, worker_of
 from tests.test_floods import data_address
 
 
@@ -255,7 +255,7 @@ async def test_between_a_worker_and_its_coordinator(way: Way, token: str, caplog
             address = format_address(*between.address)
             async with connect(address, "trainer", OPTIONS, token) as trainer:
                 source = await trainer.register("m", tensors(1))
-                life, number = trainer._worker.incarnation, 2
+                life, number = worker_of(trainer).incarnation, 2
                 await source.publish(1)
                 async with source.mutate(2):
                     pass
@@ -270,7 +270,7 @@ async def test_between_a_worker_and_its_coordinator(way: Way, token: str, caplog
                     number += 1
                     async with source.mutate(number):  # it goes on, as who it was
                         pass
-                    assert trainer._worker.incarnation == life, name
+                    assert worker_of(trainer).incarnation == life, name
                     assert (await c.hubs[0].wait_for("m", at_least=number)).version == number, name
                     assert "forged" not in caplog.text, name
                 assert await nobody_rolled_back(c.hubs[0], number)

@@ -22,7 +22,7 @@ from tensorhub.hub import Hub
 from tensorhub.messages import Announce
 from tensorhub.types import VersionInfo
 from tensorhub.weights import Weights
-from tests.rig import OPTIONS, WAIT_S, cluster, connect, gated, holds, nothing_left, tensors, until, write
+from tests.rig import OPTIONS, WAIT_S, cluster, connect, gated, holds, nothing_left, tensors, until, worker_of, write
 
 # --------------------------------------------------------------------------------------------------------- rollback
 
@@ -346,7 +346,7 @@ async def test_a_pin_outlives_the_coordinator(tmp_path: Path) -> None:
         async with tensorhub.serve(port=port, token="", options=OPTIONS, state_dir=tmp_path):
             info = await trainer.describe("m")
             assert [v.retained for v in info.versions] == [True]
-            await until(lambda: evaluator._worker._link.online)
+            await until(lambda: worker_of(evaluator)._link.online)
             await stack.aclose()
 
 

@@ -10,7 +10,7 @@ import pytest
 from tensorhub.errors import OperationTimeout, RetentionError, StateError, VersionUnavailable
 from tensorhub.types import FetchReport, VersionInfo
 from tensorhub.weights import Weights
-from tests.rig import CHUNK_BYTES, CHUNKS, OPTIONS, Cluster, cluster, connect, gated, holds, tensors, until, write
+from tests.rig import CHUNK_BYTES, CHUNKS, OPTIONS, Cluster, cluster, connect, gated, holds, tensors, until, worker_of, write
 
 NBYTES = CHUNKS * CHUNK_BYTES
 HOSTED = replace(OPTIONS, host_memory_bytes=NBYTES)
@@ -21,7 +21,7 @@ def memory_of(weights: Weights):  # type: ignore[no-untyped-def]
 
 
 def reserved(weights: Weights) -> int:
-    return weights._worker.copies.budget.reserved_bytes
+    return worker_of(weights).copies.budget.reserved_bytes
 
 
 async def publish(source: Weights, version: int) -> None:

@@ -20,10 +20,12 @@ from tests.rig import (
     cluster,
     connect,
     gated,
+    handle_of,
     holds,
     nothing_left,
     tensors,
     until,
+    worker_of,
     write,
 )
 
@@ -127,8 +129,8 @@ async def test_what_is_kept_is_served_while_the_rest_is_read() -> None:
                 await until(lambda: gate.holds)
                 held = weights._handle.member.content
                 assert held is not None
-                owner = c.hubs[1]._worker._owner
-                registration = weights._handle._registration
+                owner = worker_of(c.hubs[1])._owner
+                registration = handle_of(weights)._registration
                 assert owner.has(registration, held.generation, 9) == ((0, HAD),)
                 gate.open()
             assert holds(memory, 1)
@@ -147,6 +149,6 @@ async def test_across_a_restart_of_the_coordinator(tmp_path: Path) -> None:
                 weights = await reader.register("m", memory)
                 await break_off(weights, gate)
             async with tensorhub.serve(port=port, token="", options=OPTIONS, state_dir=tmp_path):
-                await until(lambda: trainer._worker._link.online and reader._worker._link.online)
+                await until(lambda: worker_of(trainer)._link.online and worker_of(reader)._link.online)
                 check(await weights.replicate(), memory, reads=CHUNKS - HAD)
                 await stack.aclose()

@@ -19,6 +19,7 @@ from tensorhub.errors import InvalidType, InvalidValue, TensorHubError, read_onl
 from tensorhub.fetched import Fetched
 from tensorhub.opening import Block, Opening, Unpicklable, close_after
 from tensorhub.protocol.secret import Secret, check_open_access, resolve_token
+from tensorhub.runtime import ports
 from tensorhub.runtime.ending import CLOSE_S, Parting
 from tensorhub.runtime.filler import ProgressListener
 from tensorhub.runtime.keyring import open_keyring
@@ -266,7 +267,7 @@ async def _join(
 class Hub(Unpicklable):
     """A worker's view of its cluster. Made by `connect`. `async with hub:` closes it at the end."""
 
-    def __init__(self, worker: Worker, thread: LoopThread) -> None:
+    def __init__(self, worker: ports.Worker, thread: ports.Thread) -> None:
         self._worker = worker
         self._thread = thread
         weakref.finalize(self, thread.dropped).atexit = False
@@ -530,7 +531,7 @@ async def seed_shard(hub: Hub, info: VersionInfo, shard: int, timeout: float | N
     return await hub._thread.call(hub._worker.copies.seed, info, shard, timeout_s)
 
 
-def _check_full(worker: Worker, call: str) -> None:
+def _check_full(worker: ports.Worker, call: str) -> None:
     """Raise AuthenticationFailed, naming the call, if the token is read-only; the coordinator would refuse it, too."""
     if worker.read_only:
         raise read_only_refusal(call)

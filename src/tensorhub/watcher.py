@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Self
 
 from tensorhub.errors import LeaseLost
 from tensorhub.opening import Unpicklable, wrong_use
-from tensorhub.runtime.loop_thread import LoopThread, Waiter
-from tensorhub.runtime.worker import Worker
+from tensorhub.runtime.loop_thread import Waiter
+from tensorhub.runtime.ports import Thread, Worker
 from tensorhub.types import VersionInfo
 
 
@@ -19,7 +19,7 @@ class Watcher(Unpicklable):
     Raises LeaseLost once if the coordinator loses its state; iterate again for what the new cluster has.
     """
 
-    def __init__(self, worker: Worker, thread: LoopThread, model: str, keeps: object) -> None:
+    def __init__(self, worker: Worker, thread: Thread, model: str, keeps: object) -> None:
         """`keeps`: stays open as long as somebody holds this."""
         self._keeps = keeps
         self._wakeup = thread.side.waiter()

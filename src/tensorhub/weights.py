@@ -11,9 +11,7 @@ from functools import partial
 
 from tensorhub.errors import GroupAborted, InvalidType, StaleWeightsWarning, StateError, TensorHubError, shown, text_of
 from tensorhub.opening import Block, Unpicklable
-from tensorhub.runtime.handle import Handle
-from tensorhub.runtime.loop_thread import LoopThread
-from tensorhub.runtime.worker import Worker
+from tensorhub.runtime.ports import Handle, Thread, Worker
 from tensorhub.transport.memory import CallersMemory
 from tensorhub.types import (
     LATEST,
@@ -38,7 +36,7 @@ class Weights(Unpicklable):
     or mapping has other tensors by now: see `Hub.register`.
     """
 
-    def __init__(self, handle: Handle, memory: CallersMemory, worker: Worker, thread: LoopThread, *, keeps: object) -> None:
+    def __init__(self, handle: Handle, memory: CallersMemory, worker: Worker, thread: Thread, *, keeps: object) -> None:
         """`keeps`: stays open as long as somebody holds this."""
         self._keeps = keeps
         self._handle = handle

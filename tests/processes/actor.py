@@ -25,7 +25,7 @@ from tensorhub.errors import TensorHubError
 from tensorhub.hub import Hub
 from tensorhub.types import FetchReport, Options
 from tensorhub.weights import Weights
-from tests.rig import Gate, gated
+from tests.rig import Gate, gated, handle_of, worker_of
 
 
 class Actor:
@@ -96,7 +96,7 @@ class Actor:
         return [self._weights[name].state.value, self._weights[name].version]
 
     async def incarnation(self) -> str:
-        return self._hub._worker.incarnation
+        return worker_of(self._hub).incarnation
 
     async def describe(self) -> Any:
         model = await self._hub.describe("m")
@@ -115,7 +115,7 @@ class Actor:
 
     async def outcome(self, name: str = "w") -> str:
         """How the read from this worker's first source has ended, once it has."""
-        pull = self._weights[name]._handle._filler._pull
+        pull = handle_of(self._weights[name])._filler._pull
         assert pull is not None
         assert pull.runner is not None
         while (outcome := pull.runner.report().sources[0].outcome) == "reading":  # noqa: ASYNC110 - a lane's thread says it

@@ -24,7 +24,7 @@ from tensorhub.runtime.tcp_channel import TcpTransport
 from tensorhub.transport.reads import WINDOW_BYTES
 from tensorhub.types import FetchReport
 from tests.processes.crew import Failed, crew
-from tests.rig import OPTIONS, Cluster, cluster, connect, gated, holds, tensors, until
+from tests.rig import OPTIONS, Cluster, cluster, connect, gated, holds, tensors, until, worker_of
 
 pytestmark = [pytest.mark.rdma, pytest.mark.anyio, pytest.mark.timeout(120)]
 MIB = 2**20
@@ -96,7 +96,7 @@ async def test_without_a_usable_port_connect_says_why_or_the_others_are_used(cap
                     async with reader(made, "rxe0", transports):
                         pass
             async with reader(made, "rxe0", None) as hub:
-                assert "rdma" not in repr(hub._worker.channels)
+                assert "rdma" not in repr(worker_of(hub).channels)
         (text,) = warned(caplog)
         assert "event='transport_unavailable' transport='rdma' reason='rxe0:1: the port is DOWN" in text
         wrong = {

@@ -22,7 +22,7 @@ from tensorhub.runtime.lanes import PullRunner, SourceFailed
 from tensorhub.transport import cma
 from tensorhub.transport.cma import Header, Words
 from tensorhub.types import LeaseId
-from tests.rig import cluster, connect, gated, holds, tensors, until, write
+from tests.rig import cluster, connect, gated, holds, tensors, until, worker_of, write
 from tests.runtime.data_rig import CONTENT, SECRET, SIZES, Node, finish, manifest_of, next_event, serving
 
 pytestmark = [
@@ -281,7 +281,7 @@ def wrong_address(header: Header) -> Header:
 
 
 def owner_of(hub: Hub) -> Words:
-    words = hub._worker._owner._words
+    words = worker_of(hub)._owner._words
     assert words is not None
     return words
 

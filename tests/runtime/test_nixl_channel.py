@@ -30,7 +30,7 @@ from tensorhub.transport.registry import Local
 from tensorhub.types import ContentId, Endpoint, Incarnation, LeaseId, Options, RegistrationId
 from tests.cuda.double import Double
 from tests.cuda.own import Own
-from tests.rig import cluster, connect, holds, nothing_left, tensors, until, write
+from tests.rig import cluster, connect, holds, nothing_left, tensors, until, worker_of, write
 from tests.runtime.fake_nixl import Fabric, fabric
 
 __all__ = ["fabric"]
@@ -120,7 +120,7 @@ async def test_what_was_filled_is_a_source_and_what_is_let_go_is_exposed_no_more
         await published.publish(1)
         middle, last = tensors(), tensors()
         await (await first.register("m", middle)).replicate()
-        exposures = trainer._worker._owner._exposures
+        exposures = worker_of(trainer)._owner._exposures
         assert "1 registrations" in repr(exposures)
         await published.close()
         await until(lambda: "0 registrations" in repr(exposures))
@@ -198,7 +198,7 @@ async def test_a_read_only_token_is_told_of_no_agent(fabric: Fabric) -> None:
     ):
         await (await trainer.register("m", {"t": np.ones(100, np.float32)})).publish(1)
         await reader.fetch("m")
-        assert "0 registrations" in repr(trainer._worker._owner._exposures)
+        assert "0 registrations" in repr(worker_of(trainer)._owner._exposures)
 
 
 @pytest.mark.anyio

@@ -18,7 +18,7 @@ from tensorhub.transport import tcp
 from tensorhub.transport.base import Cutter, ReadFailure, ReadRight
 from tensorhub.transport.registry import Local
 from tensorhub.types import Incarnation, LeaseId, Options
-from tests.rig import cluster, holds, tensors, write
+from tests.rig import cluster, holds, tensors, worker_of, write
 from tests.runtime.data_rig import CONTENT, SECRET, WAIT_S, Node, finish, manifest_of, open_sockets, serving, until
 
 pytestmark = pytest.mark.anyio
@@ -200,5 +200,5 @@ async def test_versions_come_over_one_connection_until_the_reader_is_another_one
             assert holds(mine, version)
         assert len(made) == len({peer.address for peer in made})  # shm was tried once, with an address of its own
         assert made[-1].connection._socket.fileno() >= 0
-        c.hubs[1]._worker.channels.become(READER)
+        worker_of(c.hubs[1]).channels.become(READER)
         assert made[-1].connection._socket.fileno() < 0

@@ -27,6 +27,7 @@ from tensorhub.runtime.callers_work import CallersWork
 from tensorhub.runtime.filler import Filler, Line, ProgressListener
 from tensorhub.runtime.logs import get_logger
 from tensorhub.runtime.places import HostRoom, Places
+from tensorhub.runtime.ports import HookRequest
 from tensorhub.runtime.promise import Promise
 from tensorhub.runtime.reports import CallTimes
 from tensorhub.runtime.serving import SharedOwner
@@ -78,8 +79,6 @@ from tensorhub.worker.telling import tell
 FENCE_TRY_S = 2.0  # of a fence, before it is looked whether it is still wanted; readers have half of it to take their bytes
 
 log = get_logger("tensorhub.worker")
-
-HookRequest = Callable[[VersionInfo], None]
 
 
 @dataclass(slots=True)

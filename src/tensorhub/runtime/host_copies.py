@@ -27,7 +27,7 @@ from tensorhub.errors import (
 )
 from tensorhub.manifest import Manifest
 from tensorhub.messages import CopyRefused, DropCopy, FromWorker, MakeCopy
-from tensorhub.runtime import clock
+from tensorhub.runtime import clock, ports
 from tensorhub.runtime.handle import Handle
 from tensorhub.runtime.logs import get_logger
 from tensorhub.runtime.places import pinning
@@ -207,7 +207,7 @@ class HostCopies:
 
     # ----------------------------------------------------------------------------------------------------- prefetching
 
-    async def prefetch(self, handle: Handle, selector: Selector, timeout_s: float) -> FetchReport:
+    async def prefetch(self, handle: ports.Handle, selector: Selector, timeout_s: float) -> FetchReport:
         """Fill this handle's host copy with a version, in place of what it held."""
         shard = handle.member.shard
         manifest = shard.manifest
@@ -287,7 +287,7 @@ class HostCopies:
                     await copy.handle.refuse(error, timeout_s)
             raise
 
-    async def close(self, handle: Handle, timeout_s: float, *, abandon: bool) -> None:
+    async def close(self, handle: ports.Handle, timeout_s: float, *, abandon: bool) -> None:
         """Close a handle with the host copies that end with it: what was prefetched for it, and with a caller's last handle
         what this worker retains, as its process may end then (R5). They are set aside first, each with its own leave, so
         that an error leaves all of it as it was.
@@ -316,7 +316,7 @@ class HostCopies:
                 if is_closed and copy.ident in self._copies:
                     self._drop(copy)
 
-    async def _ending_with(self, handle: Handle, *, abandon: bool) -> list[_Copy]:
+    async def _ending_with(self, handle: ports.Handle, *, abandon: bool) -> list[_Copy]:
         prefetched = self._prefetched.get(handle.member.shard.registration)
         ending = [prefetched] if prefetched is not None else []
         if self._ends and not abandon and not self._desk.is_spot():
@@ -333,7 +333,7 @@ class HostCopies:
         return (self._has_closed or bool(self._closing)) and self._closing.issuperset(callers)
 
     @contextlib.asynccontextmanager
-    async def _aside(self, copy: _Copy, handle: Handle, until: float) -> AsyncIterator[None]:
+    async def _aside(self, copy: _Copy, handle: ports.Handle, until: float) -> AsyncIterator[None]:
         """Nobody counts on this copy in the block. It holds again what it held, unless `handle` is closed then."""
         async with copy.lock:
             try:

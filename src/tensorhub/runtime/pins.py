@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, field
+from typing import Any, Protocol, TypeVarTuple
 
 import anyio
-import anyio.abc
 
 from tensorhub.errors import CoordinatorUnavailable, LeaseLost, OperationTimeout, TensorHubError
 from tensorhub.messages import Pin, Unpin
@@ -15,6 +16,14 @@ from tensorhub.runtime.logs import get_logger
 from tensorhub.runtime.questions import Questions
 
 log = get_logger("tensorhub.worker")
+
+Arguments = TypeVarTuple("Arguments")
+
+
+class Tasks(Protocol):
+    """Where a worker's tasks run, while it does."""
+
+    def start_soon(self, func: Callable[[*Arguments], Coroutine[Any, Any, None]], *args: *Arguments) -> object: ...
 
 
 @dataclass(slots=True)
@@ -38,7 +47,7 @@ class Pins:
         self._questions = questions
         self._question_s = question_s
         self._pins: dict[str, _Pin] = {}  # by the pin's id
-        self.tasks: anyio.abc.TaskGroup | None = None  # the worker's, while it runs
+        self.tasks: Tasks | None = None  # the worker's, while it runs
 
     def __repr__(self) -> str:
         return f"<Pins: {len(self._pins)}>"

@@ -9,10 +9,9 @@ from __future__ import annotations
 import anyio
 
 from tensorhub.errors import TensorHubError
-from tensorhub.runtime.handle import Handle
-from tensorhub.runtime.host_copies import HostCopies
 from tensorhub.runtime.logs import get_logger
 from tensorhub.runtime.news import News
+from tensorhub.runtime.ports import Copies, Handle
 from tensorhub.types import LATEST, HandleState, VersionInfo
 
 log = get_logger("tensorhub.worker")
@@ -21,7 +20,7 @@ log = get_logger("tensorhub.worker")
 class Prefetcher:
     """Follows one handle's model for it; `run` until cancelled."""
 
-    def __init__(self, handle: Handle, news: News, copies: HostCopies, timeout_s: float) -> None:
+    def __init__(self, handle: Handle, news: News, copies: Copies, timeout_s: float) -> None:
         self._handle = handle
         self._news = news
         self._copies = copies

@@ -66,7 +66,7 @@ from tensorhub.messages import (
     Write,
 )
 from tensorhub.protocol.secret import check_open_access
-from tensorhub.runtime import clock
+from tensorhub.runtime import clock, ports
 from tensorhub.runtime.acceptor import ServeSettings, serve_readers
 from tensorhub.runtime.channels import Channels
 from tensorhub.runtime.ending import Parting
@@ -524,12 +524,14 @@ class Worker:
             handle.apply(handle.member.connected(clock.now(), self._link.lease_s))
         return handle
 
-    def drop_handle(self, handle: Handle) -> None:
+    def drop_handle(self, handle: ports.Handle) -> None:
         """Give up a registration that its caller has not got, or that has served. Its place is free at once."""
         shard = handle.member.shard
-        self._leave_place(handle, (shard.model, shard.group, shard.rank))
-        handle.stop()
-        self.say(Deregister(next(self._numbers), handle.member.shard.registration, abandon=True))  # if it came through
+        running = self._handles.get(shard.registration)
+        if running is not None:
+            self._leave_place(running, (shard.model, shard.group, shard.rank))
+            running.stop()
+        self.say(Deregister(next(self._numbers), shard.registration, abandon=True))  # if it came through
 
     def _make_handle(self, shard: Shard, memory: Memory) -> Handle:
         def request() -> int:

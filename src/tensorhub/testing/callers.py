@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Coroutine
 from functools import partial
 from itertools import count
-from typing import TYPE_CHECKING, Any, TypeVar, cast
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import anyio
 
@@ -28,9 +28,10 @@ from tensorhub.messages import CopyRefused, ErrorInfo, FromWorker, Leave, MakeCo
 from tensorhub.runtime.callers_work import CallersWork
 from tensorhub.runtime.ending import CLOSE_S, Parting
 from tensorhub.runtime.filler import ProgressListener
-from tensorhub.runtime.loop_thread import Job, Watching
+from tensorhub.runtime.loop_thread import AsyncSide, Job, Watching
 from tensorhub.runtime.news import News
-from tensorhub.runtime.pins import Pins
+from tensorhub.runtime.pins import Arguments, Pins
+from tensorhub.runtime.ports import Handle
 from tensorhub.runtime.prefetcher import Prefetcher
 from tensorhub.runtime.questions import Questions
 from tensorhub.testing.network import TimedLink
@@ -80,12 +81,9 @@ class Flag:
         self._event = anyio.Event()
 
 
-class _Side:
+class _Side(AsyncSide):
     def waiter(self) -> Flag:
         return Flag()
-
-    def shield(self) -> anyio.CancelScope:
-        return anyio.CancelScope(shield=True)
 
 
 class NoThread:
@@ -158,8 +156,8 @@ class Tasks:
         self._cluster = cluster
         self._scopes: dict[anyio.CancelScope, None] = {}
 
-    def start_soon(self, function: Callable[..., Awaitable[None]], *arguments: Any) -> None:
-        self._cluster.tasks.start_soon(self._run, function, arguments)
+    def start_soon(self, func: Callable[[*Arguments], Coroutine[Any, Any, None]], *args: *Arguments) -> None:
+        self._cluster.tasks.start_soon(self._run, func, args)
 
     async def _run(self, function: Callable[..., Awaitable[None]], arguments: tuple[Any, ...]) -> None:
         with anyio.CancelScope() as scope:
@@ -273,19 +271,24 @@ class Caller:
         )
 
 
+def _simulated(handle: Handle) -> EmbeddedHandle:
+    assert isinstance(handle, Caller)
+    return handle.simulated
+
+
 class HostCopies:
     """See `runtime.host_copies.HostCopies`: what a caller wants of it, and what the coordinator orders."""
 
     def __init__(self, shell: WorkerShell) -> None:
         self._shell = shell
 
-    async def prefetch(self, caller: Caller, selector: Selector, timeout_s: float) -> FetchReport:
-        handle, shard = caller.simulated, caller.member.shard
+    async def prefetch(self, handle: Handle, selector: Selector, timeout_s: float) -> FetchReport:
+        simulated, shard = _simulated(handle), handle.member.shard
         assert shard.manifest is not None
         if handle.member.state is HandleState.CLOSED:
             raise StateError(f"{shard.title} is closed; register again")
         handle.member.tell_loss()
-        copy = handle.prefetched.copy
+        copy = simulated.prefetched.copy
         if copy is not None and copy.asked is not None and not copy.asked.done:
             text = f"{shard.title}: a prefetch is still running on this handle; one prefetch at a time"
             raise StateError(text, retryable=True)
@@ -293,10 +296,10 @@ class HostCopies:
             self.check_room(shard.manifest.nbytes, copy)
         except StateError as error:
             if shard.world_size > 1:
-                handle.prefetched.refuse(error, timeout_s)
+                simulated.prefetched.refuse(error, timeout_s)
             raise
-        asked = handle.prefetch(selector, timeout_s)
-        copy = handle.prefetched.copy
+        asked = simulated.prefetch(selector, timeout_s)
+        copy = simulated.prefetched.copy
         assert isinstance(copy, EmbeddedHandle)
         try:
             return copy.report_of(await copy.end_of(asked))
@@ -315,11 +318,14 @@ class HostCopies:
             text = f"{nbytes} bytes are wanted of host memory, {taken} of {room} are in use: set Options.host_memory_bytes"
             raise StateError(text)
 
-    async def close(self, caller: Caller, timeout_s: float, *, abandon: bool) -> None:
-        prefetched = caller.simulated.prefetched
+    async def seed(self, info: VersionInfo, shard: int, timeout_s: float) -> FetchReport:
+        raise StateError("a simulation has no seeds")
+
+    async def close(self, handle: Handle, timeout_s: float, *, abandon: bool) -> None:
+        prefetched = _simulated(handle).prefetched
         aside, closing = prefetched.aside, self._shell.worker.closing
         if prefetched in closing:
-            raise StateError(f"{caller.member.shard.title}: it is being closed already; one call at a time", retryable=True)
+            raise StateError(f"{handle.member.shard.title}: it is being closed already; one call at a time", retryable=True)
         closing.append(prefetched)
         try:
             for copy in prefetched.ending(abandon=abandon):
@@ -328,11 +334,11 @@ class HostCopies:
                 if not abandon and copy.member.state is not HandleState.CLOSED:
                     aside.append(copy)
                     await copy.run(SetAsideCall(), timeout_s)
-            await caller.close(timeout_s, abandon=abandon)
+            await handle.close(timeout_s, abandon=abandon)
         finally:
             closing.remove(prefetched)
             for copy in [copy for copy in aside if copy.worker.alive and copy.idle and not self._shell.cluster.is_over]:
-                if caller.member.state is not HandleState.CLOSED:
+                if handle.member.state is not HandleState.CLOSED:
                     prefetched.take_back(copy)
                 else:
                     prefetched.give_up(copy)
@@ -373,7 +379,7 @@ class WorkerShell:
         self.news = News(self)
         self.questions = Questions(self, cluster.numbers, self._new_id)
         self.pins = Pins(self.questions, options.op_timeout_s)
-        self.pins.tasks = cast(Any, self.tasks)
+        self.pins.tasks = self.tasks
         self.copies = HostCopies(self)
         self.callers: list[Caller] = []
 
@@ -423,7 +429,7 @@ class WorkerShell:
             self.drop_handle(caller)
             raise
         if self._prefetch:
-            follower = Prefetcher(cast(Any, caller), self.news, cast(Any, self.copies), self.options.op_timeout_s)
+            follower = Prefetcher(caller, self.news, self.copies, self.options.op_timeout_s)
             self.tasks.start_soon(follower.run)
         return caller
 
@@ -444,10 +450,10 @@ class WorkerShell:
     def _fresh_group(self) -> str:
         return f"{self.worker.incarnation[:400]}-{next(self._groups)}"
 
-    def drop_handle(self, caller: Caller) -> None:
-        self.callers.remove(caller)
+    def drop_handle(self, handle: Handle) -> None:
+        self.callers = [caller for caller in self.callers if caller is not handle]
         if self.worker.alive and not self.cluster.is_over:
-            self.worker.drop_memory(caller.simulated)
+            self.worker.drop_memory(_simulated(handle))
 
     async def fetch(
         self,

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from random import Random
 from types import TracebackType
-from typing import Any, TypeVar, cast
+from typing import Any, TypeVar
 
 import anyio
 import anyio.abc
@@ -168,7 +168,7 @@ class RunningCluster:
             if worker.alive and not self._simulation.is_over:
                 worker.leave()
             raise
-        return Hub(cast(Any, worker.shell), cast(Any, worker.thread))
+        return Hub(worker.shell, worker.thread)
 
     @contextlib.asynccontextmanager
     async def _block(self, join: Callable[[], EmbeddedWorker]) -> AsyncIterator[Hub]:
@@ -176,7 +176,7 @@ class RunningCluster:
         try:
             await self._welcomed(worker)
             with worker.scope:
-                hub = Hub(cast(Any, worker.shell), cast(Any, worker.thread))
+                hub = Hub(worker.shell, worker.thread)
                 try:
                     yield hub
                 finally:

@@ -1,0 +1,153 @@
+"""What the public classes need of the library's other side: a worker, its handles, its host copies, and a thread to call.
+
+`runtime.worker`, `runtime.handle`, `runtime.host_copies` and `runtime.loop_thread` are that; so is a simulation, which the
+same `Hub` and `Weights` stand on. What is in neither of these protocols is not used by them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Awaitable, Callable
+from typing import Any, Protocol, TypeVar
+
+from tensorhub.errors import TensorHubError
+from tensorhub.runtime.callers_work import CallersWork
+from tensorhub.runtime.ending import Parting
+from tensorhub.runtime.filler import ProgressListener
+from tensorhub.runtime.loop_thread import Job, Waiter, Watching
+from tensorhub.runtime.news import News
+from tensorhub.runtime.pins import Pins
+from tensorhub.runtime.questions import Questions
+from tensorhub.transport.memory import Memory
+from tensorhub.types import FetchReport, Options, Selector, VersionInfo
+from tensorhub.worker.calls import FillCall
+from tensorhub.worker.member import Member
+
+T = TypeVar("T")
+HookRequest = Callable[[VersionInfo], None]  # has the caller run before_write
+
+
+class Handle(Protocol):
+    """One registered memory and its calls: each is awaited over there, see `Thread`."""
+
+    call_ended: Callable[[], None]  # called over there whenever a call has ended
+
+    @property
+    def member(self) -> Member: ...
+
+    @property
+    def callers_work(self) -> CallersWork: ...
+
+    @property
+    def was_filled(self) -> bool:
+        """Whether what the memory got last came from others, not from its publisher."""
+
+    async def publish(self, version: int, timeout_s: float) -> VersionInfo: ...
+
+    async def unpublish(self, timeout_s: float) -> None: ...
+
+    async def unpublish_if_published(self, timeout_s: float) -> None: ...
+
+    async def refuse(self, error: TensorHubError, timeout_s: float) -> None: ...
+
+    async def close(self, timeout_s: float, *, abandon: bool = False) -> None: ...
+
+    async def fill(self, call: FillCall, timeout_s: float, hook: HookRequest | None = None) -> FetchReport: ...
+
+    def hook_returned(self, error: Exception | None) -> None: ...
+
+    async def check_idle(self) -> None: ...
+
+    async def tell_loss(self) -> None: ...
+
+
+class Copies(Protocol):
+    """A worker's copies in host memory, as its callers use them."""
+
+    async def prefetch(self, handle: Handle, selector: Selector, timeout_s: float) -> FetchReport: ...
+
+    async def close(self, handle: Handle, timeout_s: float, *, abandon: bool) -> None:
+        """Close a handle with the host copies that end with it."""
+
+    async def seed(self, info: VersionInfo, shard: int, timeout_s: float) -> FetchReport: ...
+
+
+class Worker(Protocol):
+    """One worker of one cluster."""
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def options(self) -> Options: ...
+
+    @property
+    def read_only(self) -> bool: ...
+
+    @property
+    def news(self) -> News: ...
+
+    @property
+    def questions(self) -> Questions: ...
+
+    @property
+    def pins(self) -> Pins: ...
+
+    @property
+    def copies(self) -> Copies: ...
+
+    def timeout_s(self, timeout: float | None) -> float:
+        """The seconds that a call has: those given, or the default. Raises StateError."""
+
+    async def register(
+        self, model: str, memory: Memory, *, group: str | None, rank: int, world_size: int, spot: bool, timeout_s: float
+    ) -> Handle: ...
+
+    def drop_handle(self, handle: Handle) -> None:
+        """Its caller has not got it."""
+
+    async def fetch(
+        self,
+        model: str,
+        selector: Selector,
+        memory: Memory,
+        *,
+        rank: int,
+        timeout_s: float,
+        progress: ProgressListener | None,
+    ) -> tuple[VersionInfo, FetchReport]: ...
+
+
+class CallersSide(Protocol):
+    """How the caller waits."""
+
+    def waiter(self) -> Waiter: ...
+
+    def shield(self) -> contextlib.AbstractContextManager[object]: ...
+
+
+class Thread(Protocol):
+    """Where calls run. See `loop_thread.LoopThread`."""
+
+    @property
+    def side(self) -> CallersSide: ...
+
+    def check_usable(self) -> None: ...
+
+    async def call(
+        self, function: Callable[..., Awaitable[T]], *arguments: Any, undo: Callable[[T], object] | None = None
+    ) -> T: ...
+
+    def job(self, function: Callable[..., Awaitable[T]], *arguments: Any) -> Job[T]: ...
+
+    async def run_job(self, job: Job[T]) -> T: ...
+
+    def post(self, callback: Callable[[], None]) -> bool: ...
+
+    def tell_end(self, watching: Watching) -> None: ...
+
+    def end_soon(self, parting: Parting) -> None: ...
+
+    def dropped(self) -> None: ...
+
+    async def ended(self) -> None: ...
