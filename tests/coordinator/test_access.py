@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings, strategies as st
 
 from tensorhub.coordinator import CloseSession, Connected, Disconnected, Received, Send
-from tensorhub.coordinator.suspicions import INQUIRY_S
+from tensorhub.coordinator.corruption_checks import INQUIRY_S
 from tensorhub.coordinator.views import describe
 from tensorhub.errors import AuthenticationFailed
 from tensorhub.manifest import id_of
@@ -353,7 +353,7 @@ def books(cluster: PureCluster) -> dict[str, Any]:
     for worker in full.values():
         found[worker.incarnation] = (worker.state, worker.session, worker.host_bytes, worker.spot, worker.location)
     found["sessions"] = {session.number for session in core.sessions.values() if not session.read_only}
-    found["lost"], found["orders"], found["hosts"] = list(core.lost), list(core.orders), list(core.hosts)
+    found["lost"], found["orders"], found["hosts"] = list(core.lost), list(core.pending_writes), list(core.hosts)
     found["decisions"], found["records"] = dict(core.decisions), list(core.records)
     for registration, member in core.members.items():
         if not member.worker.read_only:

@@ -385,7 +385,7 @@ def test_what_is_retained_and_pinned(desk: Desk, monkeypatch: pytest.MonkeyPatch
 
 
 def test_orders_that_are_not_recorded_yet(desk: Desk, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(real, "ORDERS_OF_SESSION_MAX", 3)
+    monkeypatch.setattr(real, "PENDING_WRITES_OF_SESSION_MAX", 3)
     desk.stores = False
     for session in (1, 2):
         desk.connect(session)
@@ -393,11 +393,11 @@ def test_orders_that_are_not_recorded_yet(desk: Desk, monkeypatch: pytest.Monkey
         assert desk.say(1, Retain(request, "m", 1)) is None
     error = refusal(desk.say(1, Retain(3, "m", 1)))
     assert isinstance(error, CoordinatorUnavailable)
-    assert "ORDERS_OF_SESSION_MAX" in str(error)
+    assert "PENDING_WRITES_OF_SESSION_MAX" in str(error)
     assert desk.say(2, Retain(1, "m", 2)) is None  # nobody else notices
     desk.stores = True
     assert isinstance(desk.say(1, Leave("")), object)
-    assert not desk.core.cluster.orders
+    assert not desk.core.cluster.pending_writes
 
 
 def test_sessions_and_workers() -> None:

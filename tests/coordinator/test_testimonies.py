@@ -105,7 +105,7 @@ def test_a_middleman_that_has_not_voted_leads_to_whom_it_has_read_from() -> None
     readers = cluster.coordinator.cluster.members[reader.id].group.operation
     assert readers is not None
     stray = Stray(wrong, Origin(middle.id, holding.generation))
-    cluster.coordinator._operations._suspicions.trace(readers.parts[0], stray)
+    cluster.coordinator._operations._corruption_checks.trace(readers.parts[0], stray)
     cluster.run()
     cluster.advance(3.0)
     assert liar.member.state is HandleState.EMPTY

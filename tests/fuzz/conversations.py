@@ -140,7 +140,7 @@ class _Shell:
             self.step(Tick())
         self.coordinator.check_invariants()
         cluster = self.coordinator.cluster
-        left = (cluster.sessions, cluster.workers, cluster.members, cluster.leases, cluster.records, cluster.orders)
+        left = (cluster.sessions, cluster.workers, cluster.members, cluster.leases, cluster.records, cluster.pending_writes)
         assert not any(left), left
         assert not len(cluster.timers)
         assert not list(cluster.operations())

@@ -251,7 +251,7 @@ def test_a_fetch_that_has_begun_and_does_not_end_with_its_own_shard_is_noticed()
     writers.ranks[1].worker.crash()
     cluster.end_faults()
     with (
-        replaced(Readers, "feed", lambda *_: []),
+        replaced(Readers, "assign_sources", lambda *_: []),
         pytest.raises(GuaranteeBroken, match=r"readers0:fetch.* still fills, and could"),
     ):
         healing.run()

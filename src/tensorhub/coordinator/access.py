@@ -3,7 +3,7 @@
 Responsible for refusing the rest, with an answer where its sender waits for one; the session goes on. What it fetches into
 is named apart (`READ_ONLY`), as its incarnation is by the handshake, so that no name of it is ever in a full worker's way.
 Elsewhere the same is seen to where it belongs: its host memory counts as none (`membership`), its doubts share one question
-a second (`suspicions`), and what it says of a version's manifest is an id, believed for itself only (`fills`).
+a second (`corruption_checks`), and what it says of a version's manifest is an id, believed for itself only (`fills`).
 """
 
 from __future__ import annotations

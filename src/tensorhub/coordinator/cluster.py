@@ -1,7 +1,7 @@
-"""All that a coordinator knows, in one place, and what its departments act through.
+"""All that a coordinator knows, in one place, and what its components act through.
 
 Responsible for what has changed in a step, and for what is to be done after it. Not responsible for any rule: those are the
-departments'; nor for what there is: see `entities`.
+components'; nor for what there is: see `entities`.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from tensorhub.coordinator.entities import (
     Model,
     Noted,
     Operation,
-    Order,
+    PendingWrite,
     ReadLease,
     Session,
     Testimony,
@@ -39,7 +39,7 @@ LOST_KEPT_MAX = 4096
 
 
 class Cluster:
-    """All entities, and the one place through which departments act. A plain value store: no rules here."""
+    """All entities, and the one place through which components act. A plain value store: no rules here."""
 
     def __init__(self, ident: str, epoch: int, options: Options, ids: Callable[[], str]) -> None:
         self.id = ident  # names the durable state
@@ -63,7 +63,7 @@ class Cluster:
         self.leases: dict[str, ReadLease] = {}  # ACTIVE and FENCING ones
         self.undecided: dict[str, Operation] = {}  # every group's operation, by its key as timers say it
         self.records: dict[int, Operation] = {}  # whose entries are on their way to the store
-        self.orders: dict[int, Order] = {}  # whose entries are on their way to the store
+        self.pending_writes: dict[int, PendingWrite] = {}  # whose entries are on their way to the store
         self.decisions: dict[tuple[str, str], Decision] = {}  # each group's newest commit, by model and group
         self.links = Links()  # what readers tell of them; nothing depends on it but which source is chosen
         self.manifests = Manifests()  # those of all members and versions
@@ -214,7 +214,7 @@ class Cluster:
 
     def forget_if_unused(self, model: Model) -> None:
         """A name that was only watched, waited for or fetched in vain is not known for good."""
-        ordered = any(order.model is model for order in self.orders.values())
+        ordered = any(write.model is model for write in self.pending_writes.values())
         if not model.is_used and not ordered:
             del self.models[model.name]
             del self.model_names[bisect_left(self.model_names, model.name)]

@@ -18,7 +18,6 @@ from tensorhub.coordinator import access, invariants, limits
 from tensorhub.coordinator.actions import Action, CloseSession, Durable
 from tensorhub.coordinator.answers import Answers
 from tensorhub.coordinator.cluster import Cluster
-from tensorhub.coordinator.custody import Custody
 from tensorhub.coordinator.entities import Session, Version, Worker
 from tensorhub.coordinator.events import (
     Connected,
@@ -29,6 +28,7 @@ from tensorhub.coordinator.events import (
     Received,
     Tick,
 )
+from tensorhub.coordinator.handovers import Handovers
 from tensorhub.coordinator.lineage import Lineages
 from tensorhub.coordinator.membership import Membership
 from tensorhub.coordinator.operations import Operations
@@ -101,11 +101,11 @@ class Coordinator(Stateful[CoordinatorState]):
         self._retentions = Retentions(self.cluster)
         self._readers = Readers(self.cluster)
         self._withdrawals = Withdrawals(self.cluster, self._readers, self._retentions)
-        self._custody = Custody(self.cluster, self._retentions)
+        self._handovers = Handovers(self.cluster, self._retentions)
         self._operations = Operations(self.cluster, self._versions, self._readers, self._retentions)
         self._lineages = Lineages(self.cluster, self._versions, self._readers, self._operations)
         self._membership = Membership(
-            self.cluster, self._retentions, self._readers, self._withdrawals, self._custody, self._operations
+            self.cluster, self._retentions, self._readers, self._withdrawals, self._handovers, self._operations
         )
         self._visitors = Visitors(self.cluster, self._membership)
         self._answers = Answers(self.cluster, self._versions)
@@ -153,7 +153,7 @@ class Coordinator(Stateful[CoordinatorState]):
     # ------------------------------------------------------------------------------------------------- entry points
 
     def step(self, event: Event, now: float) -> list[Action]:
-        """Take one event at time `now` (seconds, never going back); return what is to be done, in order."""
+        """Take one event at time `now` (seconds, never going back); return what is to be done, in write."""
         cluster = self.cluster
         cluster.now = max(now, cluster.now)
         cluster.cause += 1
@@ -196,9 +196,9 @@ class Coordinator(Stateful[CoordinatorState]):
                 case ("withdrawal", registration):
                     self._withdrawals.due(registration)
                 case ("handover", copy):
-                    self._custody.due(copy)
-                case ("custody", model_name):
-                    self._custody.retry_due(model_name)
+                    self._handovers.due(copy)
+                case ("handovers", model_name):
+                    self._handovers.retry_due(model_name)
                 case ("digests", model_name):
                     self._operations.digests_overdue(model_name)
                 case ("recovery", _):
@@ -222,17 +222,17 @@ class Coordinator(Stateful[CoordinatorState]):
                 if session is not None:
                     self._membership.disconnected(session)
             case Persisted():
-                if event.record in self.cluster.orders:
-                    order = self.cluster.orders.pop(event.record)
-                    department = self._lineages if isinstance(order.message, Rollback) else self._retentions
-                    department.recorded(order)
+                if event.record in self.cluster.pending_writes:
+                    write = self.cluster.pending_writes.pop(event.record)
+                    component = self._lineages if isinstance(write.message, Rollback) else self._retentions
+                    component.recorded(write)
                 else:
                     self._operations.persisted(event.record)
             case PersistFailed():
-                if event.record in self.cluster.orders:
-                    order = self.cluster.orders.pop(event.record)
-                    department = self._lineages if isinstance(order.message, Rollback) else self._retentions
-                    department.not_recorded(order, event.reason)
+                if event.record in self.cluster.pending_writes:
+                    write = self.cluster.pending_writes.pop(event.record)
+                    component = self._lineages if isinstance(write.message, Rollback) else self._retentions
+                    component.not_recorded(write, event.reason)
                 else:
                     self._operations.persist_failed(event.record, event.reason)
             case Tick():
@@ -308,7 +308,7 @@ class Coordinator(Stateful[CoordinatorState]):
             case Kept():
                 self._retentions.kept(worker, message)
             case CopyRefused():
-                self._custody.refused(worker, message.copy)
+                self._handovers.refused(worker, message.copy)
             case DigestedAgain():
                 self._operations.digested_again(worker, message)
             case ChunksThere():
@@ -337,7 +337,7 @@ class Coordinator(Stateful[CoordinatorState]):
                 self._versions.refresh(model)
                 self._retentions.settle(model)
                 self._withdrawals.settle(model)
-                self._custody.settle(model)
+                self._handovers.settle(model)
                 self._lineages.settle(model)
                 if stirs:
                     cluster.changed_operations.update(model.waiting)

@@ -95,12 +95,12 @@ class Deadlines:
         parts = operation.parts.values()
         for part in parts:
             if not part.voted and part.faults and all(reason == "corrupt" for reason, _ in part.faults.values()):
-                return Blame(damaged(operation, part) if part.cleared else _corrupt(what, part), part.rank)
+                return Blame(damaged(operation, part) if part.exonerated else _corrupt(what, part), part.rank)
         unsure = sorted(part.rank for part in parts if part.claim is not None)
         if unsure:
             text = f"{what} is in place on rank(s) {unsure}, but nobody said in time which digests its publisher has made"
             return Blame(OperationTimeout(text))
-        starving = [part for part in parts if part.starves]
+        starving = [part for part in parts if part.needs_source]
         if starving:
             text = f"{what} has lost its last source (rank {starving[0].rank}), none came back in time"
             return Blame(VersionUnavailable(f"{text}{_faults(starving)}; {held_text(operation.group.model)}"))

@@ -14,7 +14,7 @@ from tensorhub.coordinator import limits
 from tensorhub.coordinator.actions import Decision, Forgotten
 from tensorhub.coordinator.cluster import Cluster
 from tensorhub.coordinator.entities import DECIDED_KEPT_MAX, Blame, Member, Model, Operation
-from tensorhub.coordinator.kinds import Kind
+from tensorhub.coordinator.operation_handlers import OperationHandler
 from tensorhub.coordinator.retention import Retentions
 from tensorhub.coordinator.states import OperationState
 from tensorhub.errors import CoordinatorUnavailable, GroupAborted
@@ -25,17 +25,17 @@ from tensorhub.types import OpKey, OpKind, VersionInfo
 class Decisions:
     """Ends operations and keeps what was decided; nobody else does."""
 
-    def __init__(self, cluster: Cluster, retentions: Retentions, kinds: Mapping[OpKind, Kind]) -> None:
+    def __init__(self, cluster: Cluster, retentions: Retentions, handlers: Mapping[OpKind, OperationHandler]) -> None:
         self._cluster = cluster
         self._retentions = retentions
-        self._kinds = kinds
+        self._handlers = handlers
 
     # -- deciding
 
     def prepare(self, operation: Operation) -> None:
         """Every rank has voted: commit, or have the decision recorded first."""
         self._become(operation, OperationState.PREPARED, "every rank voted")
-        entry = self._kinds[operation.kind].entry(operation)
+        entry = self._handlers[operation.kind].entry(operation)
         if entry is None:
             self._commit(operation)
         else:
@@ -44,7 +44,7 @@ class Decisions:
 
     def held_up(self, operation: Operation) -> bool:
         """While a rollback of the model waits or is being recorded, nothing else of it begins to be."""
-        return bool(operation.group.model.rollbacks) and self._kinds[operation.kind].entry(operation) is not None
+        return bool(operation.group.model.rollbacks) and self._handlers[operation.kind].entry(operation) is not None
 
     def recorded(self, record: int) -> Operation | None:
         """It is durable: the operation that it commits, if any."""
@@ -67,7 +67,7 @@ class Decisions:
         self._become(operation, OperationState.COMMITTED, "decided")
         if operation.record is not None:
             self._remember(operation.decision())
-        self._kinds[operation.kind].commit(operation)
+        self._handlers[operation.kind].commit(operation)
         changed = operation.kind is OpKind.PUBLISH
         outcomes = {
             part.rank: Outcome(operation.key, part.rank, True, changed or part.needs_bytes, version.info, None)
@@ -102,7 +102,7 @@ class Decisions:
         A rank that has not called yet joins the others' next operation, or (`also_late`) finds this one ended.
         """
         self._become(operation, OperationState.ABORTED, str(blame.error))
-        self._kinds[operation.kind].abort(operation)
+        self._handlers[operation.kind].abort(operation)
         # Who registers later begins with a later operation.
         concerned = {*operation.parts, *operation.group.members} if also_late else operation.parts.keys()
         error, key = blame.error, operation.key

@@ -1,6 +1,6 @@
 """The things that a coordinator knows (`cluster` holds them).
 
-Each attribute's comment says what it always equals. Only the departments (membership, versions, readers, operations,
+Each attribute's comment says what it always equals. Only the components (membership, versions, readers, operations,
 and what `operations` is made of) change them; `invariants` checks what the comments say.
 """
 
@@ -378,14 +378,14 @@ class ReadLease(Stateful[LeaseState]):
 
     machine: ClassVar = "read lease"
     table: ClassVar = states.LEASE_TABLE
-    __slots__ = ("dropping", "flow", "holding", "id", "is_of_whole", "part", "patch")
+    __slots__ = ("dropping", "flow", "holding", "id", "is_of_whole", "part", "partial")
 
-    def __init__(self, ident: str, part: RankPart, holding: Holding, *, patch: bool = False) -> None:
+    def __init__(self, ident: str, part: RankPart, holding: Holding, *, partial: bool = False) -> None:
         super().__init__(LeaseState.ACTIVE)
         self.id = ident
         self.part = part  # the reader
         self.holding = holding  # the source
-        self.patch = patch  # granted while nobody held all of it: the source may itself be filled from this reader
+        self.partial = partial  # granted while nobody held all of it: the source may itself be filled from this reader
         self.dropping = False  # the reader was told to leave this source for another one
         self.is_of_whole = holding.complete  # when it was granted: the reader has never waited for what the source lacked
         self.flow = Flow(ident, 0, 0.0)  # what its reader has told last that counted
@@ -416,7 +416,7 @@ class RankPart:
     failures: dict[str, int] = field(default_factory=dict)  # failed reads by source incarnation
     faults: dict[str, tuple[str, str]] = field(default_factory=dict)  # the newest's reasons, and what is told of them
     retry_at: dict[str, float] = field(default_factory=dict)  # by source incarnation: not tried again before
-    cleared: set[str] = field(
+    exonerated: set[str] = field(
         default_factory=set
     )  # names of sources whose bytes are unchanged (R8), over their incarnations
 
@@ -441,7 +441,7 @@ class RankPart:
     @property
     def wants_source(self) -> bool:
         """Whether it needs a source that is filled from a complete copy, or is one."""
-        has_one = any(not lease.dropping and not lease.patch for lease in self.leases.values())
+        has_one = any(not lease.dropping and not lease.partial for lease in self.leases.values())
         return self.reads and not has_one
 
     @property
@@ -450,7 +450,7 @@ class RankPart:
         return self.reading and not self.voted and self.claim is None
 
     @property
-    def starves(self) -> bool:
+    def needs_source(self) -> bool:
         """Whether it has no such source, or none that it has can bring it everything: nobody holds all of it."""
         version = self.operation.version
         lost = version is not None and not version.is_whole(self.shard)
@@ -554,7 +554,7 @@ class Handover:
 
 
 @dataclass(slots=True, eq=False)
-class Order:
+class PendingWrite:
     """What one worker asked to have recorded. It is answered (Done or Refused) once that is decided."""
 
     model: Model
@@ -582,8 +582,8 @@ class Model:
     leases: dict[str, ReadLease] = field(default_factory=dict)  # by id; the ACTIVE and FENCING ones on its holdings
     members: int = 0  # registrations of workers that may write
     announced: VersionInfo | None = None  # what the watchers were told last
-    rollbacks: deque[Order] = field(default_factory=deque)  # not decided; the first may be on its way to the store
-    unanswered: list[Order] = field(default_factory=list)  # Retain and Pin, durable; not every holder knows yet
+    rollbacks: deque[PendingWrite] = field(default_factory=deque)  # not decided; the first may be on its way to the store
+    unanswered: list[PendingWrite] = field(default_factory=list)  # Retain and Pin, durable; not every holder knows yet
     pins: dict[str, Pinned] = field(default_factory=dict)  # by id; of workers that are not lost, and visible versions
     forgotten: deque[int] = field(default_factory=lambda: deque(maxlen=FORGOTTEN_KEPT_MAX))  # numbers retired as old
     lost: tuple[int, ...] = ()  # those of them that a rollback has made the newest, two at most
@@ -633,7 +633,7 @@ class Session:
     heard_at: float = 0.0  # when its newest message arrived
     called_at: float = 0.0  # the same, heartbeats apart
     is_guest: bool = True  # it may change nothing, or has not joined; see `guests`
-    orders: int = 0  # those of its Retain, Pin and Unpin that are not answered
+    pending_writes: int = 0  # those of its Retain, Pin and Unpin that are not answered
 
 
 Entity = Worker | Operation | Version | Replica | ReadLease  # what has a state

@@ -32,7 +32,7 @@ _BEGUN = "this call was begun under a former coordinator"
 
 UNCHANGED = "they have digested it again: their bytes are unchanged"
 LEFT = "its last holder has left on purpose"
-CLEARED_MAX = 2  # sources whose bytes one reader got damaged and which have them unchanged: then it is not them
+EXONERATED_MAX = 2  # sources whose bytes one reader got damaged and which have them unchanged: then it is not them
 
 
 class Fills:
@@ -67,7 +67,7 @@ class Fills:
         return [h for h in old if h.version is not version and self._retentions.must_stay(h)]
 
     def _must_wait(self, operation: Operation, version: Version) -> bool:
-        """Whether something has to stay; then `custody` finds others who take it over."""
+        """Whether something has to stay; then `handovers` finds others who take it over."""
         staying = self.staying(operation, version)
         if [id(h) for h in staying] != [id(h) for h in operation.staying]:
             operation.staying = staying
@@ -117,7 +117,7 @@ class Fills:
                 return blame
         return self._testimonies.settle(operation) or self._feed(operation)
 
-    def lets_go(self, operation: Operation) -> bool:
+    def may_commit(self, operation: Operation) -> bool:
         """A staged update: nothing was overwritten yet. What it replaces is given up in this step, if it may go (R4, R7)."""
         if not is_staged(operation):
             return True
@@ -333,15 +333,15 @@ class Fills:
                 self._readers.add_holding(part.holding)
 
     def _feed(self, operation: Operation) -> Blame | None:
-        """Find sources for each reader that starves; in vain for ever if the last one has left on purpose."""
+        """Find sources for each reader that needs one; in vain for ever if the last one has left on purpose."""
         version = operation.version
         assert version is not None
         for part in operation.parts.values():
-            if part.reads and len(part.cleared) >= CLEARED_MAX:
+            if part.reads and len(part.exonerated) >= EXONERATED_MAX:
                 return Blame(damaged(operation, part), part.rank)
             if part.holding is not None and part.holding.condemned:
                 return Blame(_condemned(operation, part), part.rank)
-            for grant in self._readers.feed(part):
+            for grant in self._readers.assign_sources(part):
                 self._cluster.tell(part.member, AddSource(operation.key, part.rank, grant))
             alone = part.wants_source and all(lease.dropping for lease in part.leases.values())
             if alone and version.abandoned and not version.has_live_source():
@@ -398,7 +398,7 @@ def _condemned(operation: Operation, part: RankPart) -> IntegrityError:
 def damaged(operation: Operation, part: RankPart) -> IntegrityError:
     """What several sources have sent this rank arrives with other bytes than they have."""
     assert operation.version is not None
-    sources, reader = ", ".join(map(repr, sorted(part.cleared))), part.member.worker.name
+    sources, reader = ", ".join(map(repr, sorted(part.exonerated))), part.member.worker.name
     return IntegrityError(
         f"{operation.kind} of {operation.group.model.name!r}: version {operation.version.number}: what rank {part.rank} got "
         f"from {sources} does not have its digest, and {UNCHANGED}. The machine "

@@ -74,11 +74,11 @@ def check_counts(cluster: Cluster) -> None:
     _demand(cluster.undecided == operations, "operations are known by key", cluster.undecided)
     pins = Counter(pin.incarnation for model in cluster.models.values() for pin in model.pins.values())
     _demand(cluster.pins == pins, "pins are counted", cluster.pins)
-    waiting = [*cluster.orders.values(), *(order for model in cluster.models.values() for order in model.unanswered)]
-    orders = Counter(order.session for order in waiting if not isinstance(order.message, Rollback))
+    waiting = [*cluster.pending_writes.values(), *(write for model in cluster.models.values() for write in model.unanswered)]
+    writes = Counter(write.session for write in waiting if not isinstance(write.message, Rollback))
     guests = cluster.guests
     for session in cluster.sessions.values():
-        _demand(session.orders == orders[session.number], "what a session has asked for is counted", session)
+        _demand(session.pending_writes == writes[session.number], "what a session has asked for is counted", session)
         watched = {name for name, sessions in cluster.watchers.items() if session.number in sessions}
         _demand(session.watched == watched, "what a session watches is known", session)
         mine = len(session.watched) if session.is_guest else 0
@@ -94,7 +94,7 @@ def check_counts(cluster: Cluster) -> None:
     for model in cluster.models.values():
         members = sum(not m.worker.read_only for group in model.groups.values() for m in group.members.values())
         _demand(model.members == members, "a model's members are counted", model)
-        ordered = any(order.model is model for order in cluster.orders.values())
+        ordered = any(write.model is model for write in cluster.pending_writes.values())
         of_guests = not model.is_of_workers and not ordered
         _demand((model.name in cluster.guest_models) <= of_guests, "only guests wait for it", model)
     _demand(cluster.guest_models <= cluster.models.keys(), "forgotten models are forgotten", cluster.guest_models)
@@ -357,7 +357,7 @@ def _operation(cluster: Cluster, operation: Operation) -> None:
         _demand(operation.version is not None and operation.gathered, "running means bound and gathered", operation)
     staged = operation.version is not None and operation.version.state is VersionState.STAGED
     _demand(staged == (operation.kind is OpKind.PUBLISH), "a publish stages a version, others take a visible one", operation)
-    starving = not (operation.writing or operation.unchanged) or any(part.starves for part in parts)
+    starving = not (operation.writing or operation.unchanged) or any(part.needs_source for part in parts)
     starving = starving or operation.awaits_agreement
     waits = operation.waits_in.get(operation.key) is operation
     if operation.state is not OperationState.PREPARED:
@@ -421,7 +421,7 @@ def _cyclic(start: Holding) -> bool:
         if part is None or part.holding is not holding or holding.complete:
             continue
         for lease in part.leases.values():
-            if lease.dropping or lease.patch:
+            if lease.dropping or lease.partial:
                 continue
             if lease.holding is start:
                 return True

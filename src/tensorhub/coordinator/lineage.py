@@ -11,7 +11,7 @@ from dataclasses import replace
 
 from tensorhub.coordinator import actions
 from tensorhub.coordinator.cluster import Cluster
-from tensorhub.coordinator.entities import FORGOTTEN_KEPT_MAX, Model, Order
+from tensorhub.coordinator.entities import FORGOTTEN_KEPT_MAX, Model, PendingWrite
 from tensorhub.coordinator.operations import Operations
 from tensorhub.coordinator.readers import Readers
 from tensorhub.coordinator.versions import Versions
@@ -36,27 +36,27 @@ class Lineages:
         if model is None:
             self._cluster.answer(session, message.request, self._refusal(None, message))
             return
-        known = next((order for order in model.rollbacks if _call(order).ident == message.ident), None)
+        known = next((write for write in model.rollbacks if _call(write).ident == message.ident), None)
         if known is not None:
             known.message, known.session = replace(message, to=_call(known).to), session  # a retry; what is recorded stays
         elif len(model.rollbacks) >= ROLLBACKS_PER_MODEL_MAX:
             error = CoordinatorUnavailable(f"too many rollbacks of {model.name!r} wait to be recorded; call again")
             self._cluster.answer(session, message.request, error)
         else:
-            model.rollbacks.append(Order(model, message, session))
+            model.rollbacks.append(PendingWrite(model, message, session))
             self._cluster.touch(model)
 
     def settle(self, model: Model) -> None:
         """Let the first one go on as soon as nothing else of this model is being recorded."""
         while model.rollbacks and model.rollbacks[0].record is None and not self._is_recording(model):
-            order = model.rollbacks[0]
-            message = _call(order)
+            write = model.rollbacks[0]
+            message = _call(write)
             error, done = self._refusal(model, message), message.ident in model.rolled_back_by.split("\n")[:-1]
             if done or error is not None:
-                self._decide(order, None if done else error)
+                self._decide(write, None if done else error)
                 continue
-            order.record = self._cluster.persist(actions.Rollback(model.name, model.lineage + 1, message.to, message.ident))
-            self._cluster.orders[order.record] = order
+            write.record = self._cluster.persist(actions.Rollback(model.name, model.lineage + 1, message.to, message.ident))
+            self._cluster.pending_writes[write.record] = write
 
     def _is_recording(self, model: Model) -> bool:
         return any(operation.group.model is model for operation in self._cluster.records.values())
@@ -72,9 +72,9 @@ class Lineages:
             )
         return None
 
-    def recorded(self, order: Order) -> None:
+    def recorded(self, write: PendingWrite) -> None:
         """The new lineage is durable: it begins."""
-        model, message = order.model, _call(order)
+        model, message = write.model, _call(write)
         model.lineage, model.mark = model.lineage + 1, message.to
         model.rolled_back_by = actions.rolled_back_by(message.ident, model.rolled_back_by)
         self._operations.rolled_back(model, message.to)
@@ -92,20 +92,20 @@ class Lineages:
                 self._cluster.remove_pin(model, pin.pin)
             self._versions.retire(version, model, reason)
         self._versions.refresh(model)  # who hears Done has heard what is newest now
-        self._decide(order, None)
+        self._decide(write, None)
 
-    def not_recorded(self, order: Order, reason: str) -> None:
-        text = f"the coordinator cannot make the rollback of {order.model.name!r} durable: {reason}; see its state_dir"
-        self._decide(order, CoordinatorUnavailable(text))
+    def not_recorded(self, write: PendingWrite, reason: str) -> None:
+        text = f"the coordinator cannot make the rollback of {write.model.name!r} durable: {reason}; see its state_dir"
+        self._decide(write, CoordinatorUnavailable(text))
 
-    def _decide(self, order: Order, error: TensorHubError | None) -> None:
+    def _decide(self, write: PendingWrite, error: TensorHubError | None) -> None:
         """It is over: what waited for it goes on."""
-        order.model.rollbacks.remove(order)
-        self._cluster.answer(order.session, order.message.request, error)
-        self._operations.reconsider(order.model)
-        self._cluster.touch(order.model)
+        write.model.rollbacks.remove(write)
+        self._cluster.answer(write.session, write.message.request, error)
+        self._operations.reconsider(write.model)
+        self._cluster.touch(write.model)
 
 
-def _call(order: Order) -> Rollback:
-    assert isinstance(order.message, Rollback)
-    return order.message
+def _call(write: PendingWrite) -> Rollback:
+    assert isinstance(write.message, Rollback)
+    return write.message

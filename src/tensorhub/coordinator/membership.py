@@ -8,8 +8,8 @@ from __future__ import annotations
 from tensorhub.coordinator import limits
 from tensorhub.coordinator.actions import CloseSession
 from tensorhub.coordinator.cluster import LOST_KEPT_MAX, Cluster
-from tensorhub.coordinator.custody import Custody
 from tensorhub.coordinator.entities import Group, Holding, Member, Replica, Session, Worker
+from tensorhub.coordinator.handovers import Handovers
 from tensorhub.coordinator.operations import Operations
 from tensorhub.coordinator.readers import Readers
 from tensorhub.coordinator.retention import Retentions
@@ -43,14 +43,14 @@ class Membership:
         retentions: Retentions,
         readers: Readers,
         withdrawals: Withdrawals,
-        custody: Custody,
+        handovers: Handovers,
         operations: Operations,
     ) -> None:
         self._cluster = cluster
         self._retentions = retentions
         self._readers = readers
         self._withdrawals = withdrawals
-        self._custody = custody
+        self._handovers = handovers
         self._operations = operations
 
     # -- workers
@@ -90,7 +90,7 @@ class Membership:
             cluster.workers[session.incarnation] = worker
             if worker.host_bytes:
                 cluster.hosts[worker.incarnation] = worker
-                self._custody.room_changed()
+                self._handovers.room_changed()
         elif worker.session is not None and worker.session != session.number:
             cluster.act(CloseSession(cluster.cause, worker.session, "the same worker has connected again"))
             cluster.sessions[worker.session].worker = None
@@ -104,7 +104,7 @@ class Membership:
         cluster.timers.set("worker", worker.incarnation, cluster.now + cluster.options.lease_s / 2)
         welcome = Welcome(cluster.id, cluster.epoch, cluster.options.lease_s, known, session.read_only)
         cluster.send(session.number, welcome)
-        self._custody.back(worker)
+        self._handovers.back(worker)
 
     def heard(self, worker: Worker) -> None:
         """Any message renews the lease."""
@@ -181,7 +181,7 @@ class Membership:
         cluster.guests.away.pop(worker, None)
         del cluster.manifest_bytes[worker.incarnation]
         if cluster.hosts.pop(worker.incarnation, None) is not None:
-            self._custody.room_changed()
+            self._handovers.room_changed()
         if not worker.read_only:  # held nothing; and however many come and go, the lost ones that did are not forgotten
             cluster.lost[worker.incarnation] = None
         if len(cluster.lost) > LOST_KEPT_MAX:
@@ -425,7 +425,7 @@ class Membership:
             cluster.manifest_bytes[member.worker.incarnation] -= len(member.manifest)
             self._count(member, -1)
         if group.model.copies.pop(member.registration, None) is not None:
-            self._custody.room_changed()
+            self._handovers.room_changed()
         member.worker.members.pop(member.registration, None)
         if group.members.get(member.rank) is member:
             del group.members[member.rank]

@@ -13,16 +13,16 @@ from typing import assert_never
 from tensorhub.coordinator import limits
 from tensorhub.coordinator.availability import held_text
 from tensorhub.coordinator.cluster import Cluster
+from tensorhub.coordinator.corruption_checks import CorruptionChecks
 from tensorhub.coordinator.deadlines import Deadlines
 from tensorhub.coordinator.decisions import Decisions
 from tensorhub.coordinator.entities import Blame, Group, Holding, Member, Model, Operation, RankPart, Version, Worker
 from tensorhub.coordinator.fills import Fills
-from tensorhub.coordinator.kinds import Kind
+from tensorhub.coordinator.operation_handlers import OperationHandler
 from tensorhub.coordinator.publishes import Publishes
 from tensorhub.coordinator.readers import Readers
 from tensorhub.coordinator.retention import Retentions
 from tensorhub.coordinator.states import OperationState
-from tensorhub.coordinator.suspicions import Suspicions
 from tensorhub.coordinator.testimonies import Testimonies
 from tensorhub.coordinator.versions import Versions
 from tensorhub.errors import GroupAborted, StateError, VersionConflict, VersionUnavailable
@@ -48,17 +48,19 @@ LATER_PER_RANK_MAX = 4  # a rank's newest messages about later operations, which
 
 
 class Operations:
-    """Changes operations until they end, with its own departments: the kinds, `decisions`, `deadlines`. Nobody else does."""
+    """Changes operations until they end, with its own parts: the handlers, `decisions`, `deadlines`. Nobody else does."""
 
     def __init__(self, cluster: Cluster, versions: Versions, readers: Readers, retentions: Retentions) -> None:
         self._cluster = cluster
         self._readers = readers
-        self._suspicions = Suspicions(cluster, readers)
-        self._testimonies = Testimonies(cluster, readers, self._suspicions)
+        self._corruption_checks = CorruptionChecks(cluster, readers)
+        self._testimonies = Testimonies(cluster, readers, self._corruption_checks)
         publishes = Publishes(cluster, versions, readers, self._testimonies)
         self._fills = Fills(cluster, versions, readers, retentions, self._testimonies)
-        self._kinds: dict[OpKind, Kind] = {kind: publishes if kind is OpKind.PUBLISH else self._fills for kind in OpKind}
-        self._decisions = Decisions(cluster, retentions, self._kinds)
+        self._handlers: dict[OpKind, OperationHandler] = {
+            kind: publishes if kind is OpKind.PUBLISH else self._fills for kind in OpKind
+        }
+        self._decisions = Decisions(cluster, retentions, self._handlers)
         self._deadlines = Deadlines(cluster, versions, retentions, self._fills)
 
     # ------------------------------------------------------------------------------------------------------- facts
@@ -111,7 +113,7 @@ class Operations:
         part = RankPart(operation, member, call, self._cluster.now + call.timeout_s)
         operation.parts[member.rank] = part
         operation.story.note(self._cluster.cause, self._cluster.now, f"rank {member.rank} called")
-        blame = self._unlike(operation, part) or self._unfenced(part) or self._kinds[operation.kind].called(part)
+        blame = self._unlike(operation, part) or self._unfenced(part) or self._handlers[operation.kind].called(part)
         if blame is not None:
             self._decisions.abort(operation, blame)
         else:
@@ -242,12 +244,12 @@ class Operations:
         if part is not None:
             holding = self._readers.failed(part, message.lease, message.reason, message.detail)
             if holding is not None and message.reason == "corrupt" and message.chunk is not None:
-                self._suspicions.ask(part, holding, message.chunk)
+                self._corruption_checks.ask(part, holding, message.chunk)
             self._changed(part.operation)
 
     def digested_again(self, worker: Worker, answer: DigestedAgain) -> None:
         """An owner has looked whether a chunk that a reader got without its digest has changed."""
-        self._suspicions.answered(worker, answer)
+        self._corruption_checks.answered(worker, answer)
 
     def chunks_there(self, worker: Worker, answer: ChunksThere) -> None:
         """An owner has said what a partial copy has."""
@@ -331,17 +333,17 @@ class Operations:
     def settle(self, operation: Operation) -> None:
         """Do whatever the facts allow now."""
         if operation.gathered and operation.state is not OperationState.PREPARED:
-            kind = self._kinds[operation.kind]
-            blame = kind.advance(operation)
+            handler = self._handlers[operation.kind]
+            blame = handler.advance(operation)
             if blame is not None:
                 self._decisions.abort(operation, blame)
-            elif operation.all_voted and not self._decisions.held_up(operation) and kind.lets_go(operation):
+            elif operation.all_voted and not self._decisions.held_up(operation) and handler.may_commit(operation):
                 self._decisions.prepare(operation)
         if operation.decided:
             return
         self._deadlines.set(operation)
         waiting = operation.waits_in
-        starving = not (operation.writing or operation.unchanged) or any(p.starves for p in operation.parts.values())
+        starving = not (operation.writing or operation.unchanged) or any(p.needs_source for p in operation.parts.values())
         starving = starving or operation.awaits_agreement
         if operation.gathered and (starving or operation.staying):
             waiting[operation.key] = operation

@@ -59,7 +59,7 @@ class Publishes:
         self._cluster.note(version)
         return None
 
-    def lets_go(self, operation: Operation) -> bool:
+    def may_commit(self, operation: Operation) -> bool:
         """Its ranks hold nothing else."""
         return True
 

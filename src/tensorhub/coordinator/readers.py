@@ -38,10 +38,10 @@ class Readers:
             return None
         if part.holding is not None:
             part.holding.depth = holding.depth + 1
-        return self._lend(part, holding, patch=False)
+        return self._lend(part, holding, partial=False)
 
-    def _lend(self, part: RankPart, holding: Holding, *, patch: bool) -> Grant:
-        lease = ReadLease(self._cluster.new_id(), part, holding, patch=patch)
+    def _lend(self, part: RankPart, holding: Holding, *, partial: bool) -> Grant:
+        lease = ReadLease(self._cluster.new_id(), part, holding, partial=partial)
         lease.story.note(self._cluster.cause, self._cluster.now, "granted")
         self._cluster.leases[lease.id] = holding.readers[lease.id] = part.leases[lease.id] = lease
         model = holding.member.group.model
@@ -68,19 +68,19 @@ class Readers:
             lease.flow = flow
             self._cluster.note(lease)
 
-    def feed(self, part: RankPart) -> list[Grant]:
+    def assign_sources(self, part: RankPart) -> list[Grant]:
         """New leases for a reader that nothing it lacks may come to: on a source, or, while nobody holds all of it, on other
         readers' partial copies. What they lack they wait for together (R9: no chunk waits for itself).
         """
         version = part.operation.version
-        if version is None or not part.starves:
+        if version is None or not part.needs_source:
             return []
         if not version.is_whole(part.shard):
-            return [self._lend(part, holding, patch=True) for holding in self._patches(part, version)]
+            return [self._lend(part, holding, partial=True) for holding in self._partial_holdings(part, version)]
         grant = None if _reaches_whole(part.leases.values()) else self.grant(part)
         return [] if grant is None else [grant]
 
-    def _patches(self, part: RankPart, version: Version) -> list[Holding]:
+    def _partial_holdings(self, part: RankPart, version: Version) -> list[Holding]:
         """Partial copies that it may read and does not yet. Each reads from the next one of them all, so that what any
         of them has comes to every other; the rest are the best ones.
         """

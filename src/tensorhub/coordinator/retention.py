@@ -1,7 +1,7 @@
 """What must stay fetchable (R4, R5, G5): the newest `retain` versions of each model, and pinned ones.
 
 Responsible for the policy, for pins, for what holders are told of it, and for the one question whether a holder may go. Not
-responsible for what follows from the answer: `withdrawals` and `fills` let holders wait, `custody` finds successors.
+responsible for what follows from the answer: `withdrawals` and `fills` let holders wait, `handovers` finds successors.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from tensorhub.coordinator import limits
 from tensorhub.coordinator.actions import Pinned, Retention, Unpinned
 from tensorhub.coordinator.availability import held_text
 from tensorhub.coordinator.cluster import Cluster
-from tensorhub.coordinator.entities import Group, Holding, Member, Model, Order, Version, Worker
+from tensorhub.coordinator.entities import Group, Holding, Member, Model, PendingWrite, Version, Worker
 from tensorhub.coordinator.states import WorkerState
 from tensorhub.errors import CoordinatorUnavailable, RetentionError, StateError, TensorHubError, VersionUnavailable
 from tensorhub.messages import Keep, Kept, Pin, Retain, Unpin
@@ -114,8 +114,8 @@ class Retentions:
                 for holding in _of(version):
                     self._tell(holding)
         if model.unanswered and all(holding.kept for v in model.versions.values() if v.retained for holding in _of(v)):
-            for order in model.unanswered:
-                self._end(order)
+            for write in model.unanswered:
+                self._end(write)
             model.unanswered.clear()
 
     def group_changed(self, group: Group) -> None:
@@ -157,13 +157,13 @@ class Retentions:
             return
         model = self._cluster.model(message.model)
         self._cluster.note(model)
-        self._record(Order(model, message, session), Retention(model.name, message.latest))
+        self._record(PendingWrite(model, message, session), Retention(model.name, message.latest))
 
     def _too_much(self, session: int | None, message: Retain | Pin | Unpin) -> TensorHubError | None:
         cluster, asker = self._cluster, self._cluster.sessions.get(session or 0)
-        if asker is not None and asker.orders >= limits.ORDERS_OF_SESSION_MAX:
-            text = f"{asker.orders} retain and pin calls of this worker are not answered yet (ORDERS_OF_SESSION_MAX)"
-            return CoordinatorUnavailable(f"{text}: wait for some of them")
+        if asker is not None and asker.pending_writes >= limits.PENDING_WRITES_OF_SESSION_MAX:
+            text = f"{asker.pending_writes} retain and pin calls of this worker are not answered yet"
+            return CoordinatorUnavailable(f"{text} (PENDING_WRITES_OF_SESSION_MAX): wait for some of them")
         if not isinstance(message, Retain):
             return None
         if message.latest > limits.RETAINED_MAX:
@@ -179,11 +179,11 @@ class Retentions:
         model = self._cluster.models.get(message.model)
         known = model.pins.get(message.pin) if model is not None else None
         if known is not None and known.incarnation == worker.incarnation:
-            undone = [*self._cluster.orders.values(), *(model.unanswered if model is not None else ())]
-            orders = [o for o in undone if isinstance(o.message, Pin) and o.message.pin == known.pin]
-            for order in orders:
-                self._begin_again(order, message, worker.session)
-            if not orders:
+            undone = [*self._cluster.pending_writes.values(), *(model.unanswered if model is not None else ())]
+            writes = [o for o in undone if isinstance(o.message, Pin) and o.message.pin == known.pin]
+            for write in writes:
+                self._begin_again(write, message, worker.session)
+            if not writes:
                 self._cluster.answer(worker.session, message.request)
             return
         error = self._too_much(worker.session, message)
@@ -200,7 +200,7 @@ class Retentions:
         pinned = Pinned(message.pin, worker.incarnation, model.name, message.version, content_id)
         self._cluster.touch(model)
         self._cluster.add_pin(model, pinned)  # it counts at once, so that nobody leaves while it is being recorded
-        self._record(Order(model, message, worker.session), pinned)
+        self._record(PendingWrite(model, message, worker.session), pinned)
 
     def _pin_error(self, worker: Worker, model: Model | None, message: Pin) -> TensorHubError | None:
         version = model.versions.get(message.version) if model is not None else None
@@ -224,7 +224,7 @@ class Retentions:
         if model is None or known is None or known.incarnation != worker.incarnation or error is not None:
             self._cluster.answer(worker.session, message.request, error)
         else:
-            self._record(Order(model, message, worker.session), Unpinned(known.pin))
+            self._record(PendingWrite(model, message, worker.session), Unpinned(known.pin))
 
     def recover(self, pins: Iterable[Pinned]) -> None:
         """Those of a former coordinator: they count until their workers' leases would have run out."""
@@ -255,28 +255,28 @@ class Retentions:
 
     # -- recording
 
-    def _record(self, order: Order, entry: Retention | Pinned | Unpinned) -> None:
-        order.record = self._cluster.persist(entry)
-        self._cluster.orders[order.record] = order
-        self._count(order, 1)
+    def _record(self, write: PendingWrite, entry: Retention | Pinned | Unpinned) -> None:
+        write.record = self._cluster.persist(entry)
+        self._cluster.pending_writes[write.record] = write
+        self._count(write, 1)
 
-    def _begin_again(self, order: Order, message: Pin, session: int | None) -> None:
+    def _begin_again(self, write: PendingWrite, message: Pin, session: int | None) -> None:
         """A retry, over another connection."""
-        self._count(order, -1)
-        order.message, order.session = message, session
-        self._count(order, 1)
+        self._count(write, -1)
+        write.message, write.session = message, session
+        self._count(write, 1)
 
-    def _end(self, order: Order, error: TensorHubError | None = None) -> None:
-        self._count(order, -1)
-        self._cluster.answer(order.session, order.message.request, error)
+    def _end(self, write: PendingWrite, error: TensorHubError | None = None) -> None:
+        self._count(write, -1)
+        self._cluster.answer(write.session, write.message.request, error)
 
-    def _count(self, order: Order, more: int) -> None:
-        asker = self._cluster.sessions.get(order.session or 0)
+    def _count(self, write: PendingWrite, more: int) -> None:
+        asker = self._cluster.sessions.get(write.session or 0)
         if asker is not None:
-            asker.orders += more
+            asker.pending_writes += more
 
-    def recorded(self, order: Order) -> None:
-        model, message, error = order.model, order.message, None
+    def recorded(self, write: PendingWrite) -> None:
+        model, message, error = write.model, write.message, None
         match message:
             case Retain():
                 model.retain = message.latest
@@ -288,18 +288,18 @@ class Retentions:
                 pass
         self._cluster.touch(model)
         if error is None and not isinstance(message, Unpin):
-            model.unanswered = [o for o in model.unanswered if o.session in self._cluster.sessions] + [order]
+            model.unanswered = [o for o in model.unanswered if o.session in self._cluster.sessions] + [write]
         else:
-            self._end(order, error)
+            self._end(write, error)
 
-    def not_recorded(self, order: Order, reason: str) -> None:
-        model, message = order.model, order.message
+    def not_recorded(self, write: PendingWrite, reason: str) -> None:
+        model, message = write.model, write.message
         self._cluster.touch(model)  # it may be forgotten
         if isinstance(message, Pin):
             self._cluster.remove_pin(model, message.pin)
         what = type(message).__name__.lower()
         text = f"the coordinator cannot make {what} of {model.name!r} durable: {reason}; see its state_dir"
-        self._end(order, CoordinatorUnavailable(text))
+        self._end(write, CoordinatorUnavailable(text))
 
 
 def _is_callers(member: Member) -> bool:

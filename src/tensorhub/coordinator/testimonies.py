@@ -8,7 +8,7 @@ say what it said to them, and where nobody is left who did, whoever holds the ch
 them: a list from anybody is right if it has that root.
 
 Responsible for lists and roots, for whom is asked, and for which votes count. Not responsible for who is to blame
-(`suspicions`), nor for what a vote leads to (`operations`).
+(`corruption_checks`), nor for what a vote leads to (`operations`).
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from collections.abc import Iterator
 from tensorhub.coordinator import limits
 from tensorhub.coordinator.actions import Digested
 from tensorhub.coordinator.cluster import Cluster
+from tensorhub.coordinator.corruption_checks import CorruptionChecks
 from tensorhub.coordinator.entities import Blame, Holding, Member, Model, Operation, RankPart, Testimony, Version, Worker
 from tensorhub.coordinator.readers import Readers
 from tensorhub.coordinator.states import OperationState
-from tensorhub.coordinator.suspicions import Suspicions
 from tensorhub.digests import ROOT_BYTES, root_of, width_in
 from tensorhub.errors import IntegrityError, StateError
 from tensorhub.messages import Compare, Compared, Digests, TellDigests
@@ -34,10 +34,10 @@ COMPARISONS_MAX = 16  # of one rank in one operation, after which its memory, or
 class Testimonies:
     """Changes testimonies and the claims of parts; nobody else does."""
 
-    def __init__(self, cluster: Cluster, readers: Readers, suspicions: Suspicions) -> None:
+    def __init__(self, cluster: Cluster, readers: Readers, corruption_checks: CorruptionChecks) -> None:
         self._cluster = cluster
         self._readers = readers
-        self._suspicions = suspicions
+        self._corruption_checks = corruption_checks
         self._recording: dict[int, Version] = {}  # whose roots are on their way to the store
 
     # -- votes
@@ -80,7 +80,7 @@ class Testimonies:
         if part.claim is None or (part.page is None and not answer.rereads):
             return
         for stray in answer.strays:
-            self._suspicions.trace(part, stray)
+            self._corruption_checks.trace(part, stray)
         testimony = self._of(part)
         if answer.rereads:
             part.claim, part.page = None, None
@@ -210,7 +210,7 @@ class Testimonies:
         if testimony.root and root != testimony.root:  # who told this does not hold what it says
             self._cluster.forget_list(testimony)
             if teller is not None and teller.committed and teller is not testimony.publisher:
-                self._suspicions.condemn(teller)
+                self._corruption_checks.condemn(teller)
             return
         testimony.root = root
         testimony.finish()

@@ -1,7 +1,7 @@
 """A rank's wish to have its published memory back (R4, R5): granted in one step, once nothing retained is lost with it.
 
-While it must stay its holding serves on, undiminished, and `custody` finds a successor; then its readers are moved, or have
-a grace, and it goes with the last. Not responsible for the question itself (`retention`), nor for readers (`readers`).
+While it must stay its holding serves on, undiminished, and `handovers` finds a successor; then its readers are moved, or
+have a grace, and it goes with the last. Not responsible for the question itself (`retention`), nor for readers (`readers`).
 """
 
 from __future__ import annotations

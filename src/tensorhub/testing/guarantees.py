@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from tensorhub.testing.handle import Asked, Handle
 
 LATE_S_MAX = 3 * DEADLINE_SLACK_S  # it is given up after one, and some ends wait for another one
-CLEARED_MAX = 2  # sources that are not at fault: then it is the reader
+EXONERATED_MAX = 2  # sources that are not at fault: then it is the reader
 TODO_MAX = 1000  # actions that one handle has still to carry out
 RECORD = -1  # stands for a rank: what the store says of an operation
 
@@ -166,7 +166,7 @@ class Guarantees:
     def _blamed(self, handle: Handle, asked: Asked, text: str) -> None:
         """R8: a reader is at fault, before its time is over, only if several unchanged sources have sent it other bytes."""
         mates = [h.asked for h in (handle, *self._cluster.mates(handle)) if h.asked is not None and h.asked.key == asked.key]
-        several = any(len(mate.damaged) >= CLEARED_MAX for mate in mates)
+        several = any(len(mate.damaged) >= EXONERATED_MAX for mate in mates)
         late = any(mate.until <= self._cluster.now for mate in mates)
         demand(
             several or late or self.contents.strangers,

@@ -427,7 +427,7 @@ class SimulatedCluster(Cluster):
     def new_lane(self, reading: Reading, grant: Grant) -> Lane:
         lane = TimedLane(reading, grant)
         lease = self.coordinator.cluster.leases.get(grant.lease)
-        reading.patched = reading.patched or (lease is not None and lease.patch)
+        reading.patched = reading.patched or (lease is not None and lease.partial)
         self.injector.spoils(lane)
         return lane
 

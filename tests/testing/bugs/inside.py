@@ -9,7 +9,7 @@ from typing import Any
 
 from tensorhub.coordinator import Coordinator, fills
 from tensorhub.coordinator.availability import Availability, HowHeld
-from tensorhub.coordinator.custody import Custody
+from tensorhub.coordinator.corruption_checks import CorruptionChecks
 from tensorhub.coordinator.decisions import Decisions
 from tensorhub.coordinator.entities import (
     Group,
@@ -24,11 +24,11 @@ from tensorhub.coordinator.entities import (
     Version,
     Worker,
 )
+from tensorhub.coordinator.handovers import Handovers
 from tensorhub.coordinator.lineage import Lineages
 from tensorhub.coordinator.membership import Membership
 from tensorhub.coordinator.readers import Readers
 from tensorhub.coordinator.retention import Retentions
-from tensorhub.coordinator.suspicions import Suspicions
 from tensorhub.coordinator.testimonies import Testimonies
 from tensorhub.coordinator.versions import Versions
 from tensorhub.messages import Join, Outcome, Register, Start, Write
@@ -242,7 +242,7 @@ def change_denied() -> Iterator[None]:
 
 @bug("R8: nobody asks an owner whose reader got other bytes", faults=(Fault.OVERWRITE,))
 def owner_never_asked() -> Iterator[None]:
-    with replaced(Suspicions, "ask", nothing):
+    with replaced(CorruptionChecks, "ask", nothing):
         yield
 
 
@@ -266,7 +266,7 @@ def wrong_chunks_served_on() -> Iterator[None]:
         yield
 
 
-# -- retention and custody
+# -- retention and handovers
 
 
 @bug("R4: a holder that is told with its outcome counts as one that knows, and is not told")
@@ -299,13 +299,13 @@ def custody_never_retried() -> Iterator[None]:
         failures, _ = handover.version.refusals[handover.shard, handover.worker.incarnation]
         handover.version.refusals[handover.shard, handover.worker.incarnation] = failures, float("inf")
 
-    with around(Custody, "_fail", fail):
+    with around(Handovers, "_fail", fail):
         yield
 
 
 @bug("G7: a copy that is not needed any more is not dropped")
 def copies_never_dropped() -> Iterator[None]:
-    with replaced(Custody, "_settle_copy", nothing):
+    with replaced(Handovers, "_settle_copy", nothing):
         yield
 
 
@@ -418,17 +418,17 @@ def resumed_fill_keeps_leases() -> Iterator[None]:
     faults=(Fault.OVERWRITE, Fault.CORRUPT),
 )
 def asked_once_only() -> Iterator[None]:
-    def ask(before: Callable[..., None], self: Suspicions, part: RankPart, holding: Held, chunk: int) -> None:
+    def ask(before: Callable[..., None], self: CorruptionChecks, part: RankPart, holding: Held, chunk: int) -> None:
         if not holding.inquiries:
             before(self, part, holding, chunk)
 
-    with around(Suspicions, "ask", ask):
+    with around(CorruptionChecks, "ask", ask):
         yield
 
 
 @bug("R8: that one source was cleared counts for all: a reader is the guilty one at once", faults=(Fault.CORRUPT,))
 def cleared_at_once() -> Iterator[None]:
-    with replaced(fills, "CLEARED_MAX", 1):
+    with replaced(fills, "EXONERATED_MAX", 1):
         yield
 
 

@@ -19,7 +19,7 @@ from tensorhub.coordinator.entities import (
     Member,
     Model,
     Operation,
-    Order,
+    PendingWrite,
     Replica,
     Session,
     Version,
@@ -269,7 +269,7 @@ def number_published_twice() -> Iterator[None]:
 def answered_before_durable() -> Iterator[None]:
     def broken(self: Decisions, operation: Operation) -> None:
         self._become(operation, OperationState.PREPARED, "every rank voted")
-        entry = self._kinds[operation.kind].entry(operation)
+        entry = self._handlers[operation.kind].entry(operation)
         if entry is not None:
             self._cluster.persist(entry)
         self._commit(operation)
@@ -450,7 +450,7 @@ def told_is_taken_for_known() -> Iterator[None]:
 
 @bug("R4: retain() is answered before it is durable", faults=(Fault.COORDINATOR, Fault.STORE_SLOW, Fault.STORE_FAIL))
 def retain_not_durable() -> Iterator[None]:
-    def broken(self: Retentions, order: Order, entry: Any) -> None:
+    def broken(self: Retentions, order: PendingWrite, entry: Any) -> None:
         self._cluster.persist(entry)
         self.recorded(order)
 

@@ -1,7 +1,7 @@
 """Handing over (R4, R5): who takes care of a retained version before its last reliable holder leaves.
 
-Theory of operation. A *handover* is one attempt to have one shard copied into a worker's host memory. It is over, and
-custody accepted, when the copy's own registration holds the shard and counts like any other holder; only then is a leave
+Theory of operation. A *handover* is one attempt to have one shard copied into a worker's host memory. It has
+succeeded when the copy's own registration holds the shard and counts like any other holder; only then is a leave
 that waits for it granted, by those who grant leaves anyway. An attempt that fails (refused, its worker lost, no progress)
 is followed by one with another worker, if there is one. Copies are wanted for the shards of whoever waits to leave; and at
 once, in the background, where only the publisher could keep a version, or only spot workers hold it. Each step works out
@@ -37,7 +37,7 @@ class Wish(NamedTuple):
     here: bool = False  # only the holder's own worker is a place for it
 
 
-class Custody:
+class Handovers:
     """Changes handovers; nobody else does."""
 
     def __init__(self, cluster: Cluster, retentions: Retentions) -> None:
@@ -48,14 +48,14 @@ class Custody:
 
     def refused(self, worker: Worker, copy: str) -> None:
         """It cannot make that copy."""
-        for model, handover in self._handovers():
+        for model, handover in self._under_way():
             if handover.copy == copy and handover.worker is worker:
                 self._fail(model, handover)
                 return
 
     def due(self, copy: str) -> None:
         """It has had its time. One that makes progress gets as much again."""
-        for model, handover in self._handovers():
+        for model, handover in self._under_way():
             if handover.copy == copy:
                 member = self._cluster.members.get(copy)
                 chunks = member.holding.chunks_verified if member is not None and member.holding is not None else 0
@@ -72,7 +72,7 @@ class Custody:
 
     def back(self, worker: Worker) -> None:
         """It has connected again: what it was told may have been lost."""
-        for _, handover in self._handovers():
+        for _, handover in self._under_way():
             if handover.worker is worker and handover.copy not in self._cluster.members:
                 self._tell_to_make(handover)
 
@@ -81,7 +81,7 @@ class Custody:
         for model in self._cluster.models.values():
             self._cluster.touch(model)
 
-    def _handovers(self) -> Iterator[tuple[Model, Handover]]:
+    def _under_way(self) -> Iterator[tuple[Model, Handover]]:
         for model in self._cluster.models.values():
             for handover in list(model.handovers.values()):
                 yield model, handover
@@ -209,7 +209,7 @@ class Custody:
                 continue
             failures, retry_at = version.refusals.get((shard, worker.incarnation), (0, 0.0))
             if retry_at > self._cluster.now:
-                self._cluster.timers.set("custody", model.name, retry_at)
+                self._cluster.timers.set("handovers", model.name, retry_at)
                 continue
             apart = distance(near.location, worker.location)
             fit.append((failures, worker is not near, apart, -room, worker.incarnation))
@@ -218,7 +218,7 @@ class Custody:
     def _room(self, worker: Worker) -> int:
         """Bytes of its host memory that no copy has or was promised. (What was prefetched gives way.)"""
         copies = (m.nbytes for m in worker.members.values() if m.purpose in (Purpose.RETENTION, Purpose.SEED))
-        promised = (h.nbytes for _, h in self._handovers() if h.worker is worker and h.copy not in self._cluster.members)
+        promised = (h.nbytes for _, h in self._under_way() if h.worker is worker and h.copy not in self._cluster.members)
         return worker.host_bytes - sum(copies) - sum(promised)
 
     def _fail(self, model: Model, handover: Handover) -> None:

@@ -19,7 +19,7 @@ from tensorhub.types import READ_ONLY
 INQUIRY_S = 1.0  # how often one reader can have one holding digest a chunk again
 
 
-class Suspicions:
+class CorruptionChecks:
     """Asks owners, and hears their answers."""
 
     def __init__(self, cluster: Cluster, readers: Readers) -> None:
@@ -76,7 +76,7 @@ class Suspicions:
         published = testimony.digest(inquiry.chunk) if testimony is not None else b""
         if published in (b"", answer.digest) or (testimony is not None and holding is testimony.publisher):
             if inquiry.part is not None:
-                inquiry.part.cleared.add(holding.member.worker.name)
+                inquiry.part.exonerated.add(holding.member.worker.name)
                 self._cluster.changed(inquiry.part.operation)
         elif holding.committed or answer.origin is None:
             self.condemn(holding)

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
+from tensorhub.coordinator.corruption_checks import INQUIRY_S
 from tensorhub.coordinator.events import Received
 from tensorhub.coordinator.states import VersionState
-from tensorhub.coordinator.suspicions import INQUIRY_S
 from tensorhub.coordinator.views import describe
 from tensorhub.errors import IntegrityError, VersionUnavailable
 from tensorhub.messages import DigestAgain, DigestedAgain, ReadFailed

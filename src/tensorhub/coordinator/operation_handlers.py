@@ -12,7 +12,7 @@ from tensorhub.coordinator.actions import Entry
 from tensorhub.coordinator.entities import Blame, Operation, RankPart
 
 
-class Kind(Protocol):
+class OperationHandler(Protocol):
     """The steps of an operation, in their order. None of them ends it: where it cannot go on, they say what is to blame."""
 
     def called(self, part: RankPart) -> Blame | None:
@@ -21,7 +21,7 @@ class Kind(Protocol):
     def advance(self, operation: Operation) -> Blame | None:
         """Every rank has called, and not every rank has voted: do whatever the facts allow now."""
 
-    def lets_go(self, operation: Operation) -> bool:
+    def may_commit(self, operation: Operation) -> bool:
         """Every rank has voted: whether it may be decided now. What the ranks still hold is given up with that."""
 
     def entry(self, operation: Operation) -> Entry | None:
