@@ -153,7 +153,7 @@ def test_whatever_others_have_said_in_its_place_a_publisher_is_not_blamed() -> N
     operation = cluster.coordinator.cluster.members[reader.id].group.operation
     assert operation is not None
     stray = Stray(0, Origin(trainer.id, content.generation))
-    cluster.coordinator._operations._suspicions.trace(operation.parts[0], stray)
+    cluster.coordinator._operations._corruption_checks.trace(operation.parts[0], stray)
     for action in cluster.coordinator.cluster.take_actions():
         assert isinstance(action, Send)
         cluster._send_down(action.session, action.message)
