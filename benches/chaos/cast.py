@@ -184,7 +184,9 @@ class Asked:
                     return None
             taken_s = time.monotonic() - self.begun_at - self.host.stopped_s(self.begun_at)
             if taken_s > self.bound_s + MARGIN_S:
-                self.problem = f"G10: {self.host.name} does not answer {self.what} for {taken_s:.1f} s of {self.bound_s:g} s"
+                self.problem = (
+                    f"bounds: {self.host.name} does not answer {self.what} for {taken_s:.1f} s of {self.bound_s:g} s"
+                )
                 self.host.kill()
                 self.host.may_run.set()
                 return None

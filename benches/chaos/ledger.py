@@ -1,6 +1,6 @@
 """What the parties' calls returned, and whether that may be: the guarantees as far as they can be judged from outside.
 
-Pure: times are arguments (seconds of the run). Judged are
+Pure: times are arguments (seconds of the run). What is found begins with the guarantee's name. Judged are
 
 - G1: after each call, the memory that the handle says it holds has, word for word, one content, and that content was
   published (or is being published) under the version that it names; no number of a lineage ever has two contents;
@@ -86,7 +86,7 @@ class Ledger:
         outcome = answer["outcome"]
         self.outcomes[f"{call.what}: {outcome}"] += 1
         if outcome == "untyped":
-            self.violated(now, f"G10: {call.seat} {call.what} raised {answer['text']}")
+            self.violated(now, f"bounds: {call.seat} {call.what} raised {answer['text']}")
         elif outcome == "ok":
             self._succeeded(call, answer, now)
         else:
@@ -104,10 +104,10 @@ class Ledger:
             floor = min([call.floor, *(to for at, to in self.rollbacks if at >= call.begun_at)])
             if answer["version"] < floor:
                 self.violated(
-                    now, f"G3: {call.seat} got {answer['version']} as latest; {floor} was published before it asked"
+                    now, f"visibility: {call.seat} got {answer['version']} as latest; {floor} was published before it asked"
                 )
             if answer.get("state") == "ready" and answer["holds"] != answer["version"]:
-                self.violated(now, f"G1: {call.seat} got {answer['version']} and holds {answer['holds']}")
+                self.violated(now, f"content: {call.seat} got {answer['version']} and holds {answer['holds']}")
             self.commits += bool(answer["changed"])
 
     def _held(self, call: Call, answer: Answer, now: float) -> None:
@@ -118,12 +118,16 @@ class Ledger:
             return
         version = answer["holds"]
         if len(contents) != 1 or contents[0] // ATTEMPTS != version:
-            self.violated(now, f"G1: {call.seat} holds {version} after {call.what}, and its words are of {shown(contents)}")
+            self.violated(
+                now, f"content: {call.seat} holds {version} after {call.what}, and its words are of {shown(contents)}"
+            )
         elif contents[0] not in self.tried.get(version, ()) and contents[0] not in self.dropped:
-            self.violated(now, f"G1: {call.seat} holds {shown(contents)}, which nobody published")
+            self.violated(now, f"content: {call.seat} holds {shown(contents)}, which nobody published")
         elif contents[0] in self.dropped:
             if answer["outcome"] == "ok" and call.what in ("update", "fetch") and call.begun_at > self.dropped[contents[0]]:
-                self.violated(now, f"G1: {call.seat} got {shown(contents)}, which a rollback had retired before it asked")
+                self.violated(
+                    now, f"content: {call.seat} got {shown(contents)}, which a rollback had retired before it asked"
+                )
         else:
             self._settle(call, version, contents[0], now)
 
@@ -132,7 +136,7 @@ class Ledger:
             return  # of the lineage before, perhaps
         known = self.settled.setdefault(version, content)
         if known != content:
-            self.violated(now, f"G1: {version} is {shown([content])} at {call.seat}, and was {shown([known])}")
+            self.violated(now, f"content: {version} is {shown([content])} at {call.seat}, and was {shown([known])}")
 
     def _failed(self, call: Call, answer: Answer, now: float) -> None:
         said, seat, state = answer.get("memory"), call.seat, answer.get("state")
@@ -148,7 +152,7 @@ class Ledger:
             if found not in usual:
                 self.violated(now, f"memory: {text}; it was {shown(seat.contents)} and is {shown(found)}")
         if answer["outcome"] == "RetentionError" and self.retain == {0}:
-            self.violated(now, f"G2: {text}, and nothing is retained")
+            self.violated(now, f"mutability: {text}, and nothing is retained")
 
     def _remember(self, seat: Seat, answer: Answer) -> None:
         if "state" in answer:
@@ -167,14 +171,13 @@ class Ledger:
             if good and answer["outcome"] not in ("ok", "untyped"):
                 other = good[0][0].seat
                 text = f"{other} returned, {call.seat} raised {answer['outcome']} ({answer['text']})"
-                self.violated(now, f"G4: in one {call.what}, {text}")
+                self.violated(now, f"group atomicity: in one {call.what}, {text}")
         outcomes = {
             (answer.get("version"), *answer.get("contents", ())) for _, answer in good if answer.get("holds") is not None
         }
         if len(outcomes) > 1:
-            self.violated(
-                now, f"G4: the ranks of {calls[0].seat.group} returned {sorted(outcomes, key=str)} from one {calls[0].what}"
-            )
+            group, returned = calls[0].seat.group, sorted(outcomes, key=str)
+            self.violated(now, f"group atomicity: the ranks of {group} returned {returned} from one {calls[0].what}")
 
     # ------------------------------------------------------------------------------------------------- rollbacks
 

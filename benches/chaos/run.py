@@ -128,7 +128,7 @@ class World:
         with self._lock:
             self.ledger.outcomes[f"{what}: {outcome}"] += 1
         if outcome == "untyped" and answer is not None:
-            self.violated(f"G10: {party} {what} raised {answer['text']}")
+            self.violated(f"bounds: {party} {what} raised {answer['text']}")
         self.note(party, "ok" if outcome == "ok" else "error", f"{what}: {outcome}")
 
     def rolling_back(self, to: int) -> None:
@@ -261,7 +261,7 @@ def _meet(world: World, groups: Sequence[Group], *, anew: bool) -> None:
         late = sorted(
             {group.role.group for group in groups} - (meeting.done if meeting.agreed.is_set() else meeting.arrived)
         )
-        world.violated(f"G7: {', '.join(late)} did not {problem} in {LIVENESS_S:g} s; books: {_books(world)}")
+        world.violated(f"liveness: {', '.join(late)} did not {problem} in {LIVENESS_S:g} s; books: {_books(world)}")
     world.last_version = meeting.target
 
 
@@ -279,7 +279,7 @@ def _check_books(world: World) -> None:
         problem = _unsettled(world, _books(world))
         world.pause(0.2)
     if problem:
-        world.violated(f"G7: {SETTLE_S:g} s after the last call {problem}")
+        world.violated(f"liveness: {SETTLE_S:g} s after the last call {problem}")
 
 
 def _books(world: World) -> Answer | None:

@@ -28,7 +28,7 @@ of several, or written while published) or "in_doubt" (the call's outcome is not
 call on the handle resolves it).
 
 A group's call ends on all ranks: the rank to blame raises its own error, the others GroupAborted with that cause. A worker
-that was taken for dead goes on as a new incarnation behind the same handles: its group calls end with GroupAborted (R11),
+that was taken for dead goes on as a new incarnation behind the same handles: its group calls end with GroupAborted,
 other calls ask again; LeaseLost is raised where something cannot go on, because it was given up in the meantime.
 """
 

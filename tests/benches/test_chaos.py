@@ -146,7 +146,7 @@ def test_g1_bytes_of_another_version_of_several_or_of_nobody(story: Story) -> No
     story.publish(2)
     for contents in ([number(1)], [number(1), number(2)], [number(2), -1], [number(2, 5)]):
         story.update(story.begin(story.readers[0], "update"), 2, contents)
-    assert story.found() == ["G1"] * 4
+    assert story.found() == ["content"] * 4
 
 
 def test_g1_a_number_has_one_content(story: Story) -> None:
@@ -156,13 +156,13 @@ def test_g1_a_number_has_one_content(story: Story) -> None:
         story.end(doubtful, outcome="OperationTimeout", memory="in_doubt", state="in_doubt", holds=None)
     story.publish(2, attempt=2)
     story.update(story.begin(story.readers[0], "update"), 2, [number(2, 1)])
-    assert story.found() == ["G1"]
+    assert story.found() == ["content"]
 
 
 def test_g3_latest_never_goes_back(story: Story) -> None:
     story.publish(2)
     story.update(story.begin(story.readers[0], "update"), 1)
-    assert story.found() == ["G3"]
+    assert story.found() == ["visibility"]
 
 
 def test_g3_but_for_a_rollback(story: Story) -> None:
@@ -176,7 +176,7 @@ def test_g3_but_for_a_rollback(story: Story) -> None:
     story.update(late, 2, [number(2, 1)])
     assert story.found() == []
     story.update(story.begin(story.readers[0], "update"), 2)  # that of the old lineage
-    assert story.found() == ["G1"]
+    assert story.found() == ["content"]
 
 
 def test_g4_ranks_agree(story: Story) -> None:
@@ -191,12 +191,12 @@ def test_g4_ranks_agree(story: Story) -> None:
     story.ledger.paired(calls, answers, story.now)
     answers[1] = story.update(story.begin(story.readers[1], "update"), 2, [number(1)])
     story.ledger.paired(calls, answers, story.now)
-    assert story.found() == ["G4", "G1", "G4"]
+    assert story.found() == ["group atomicity", "content", "group atomicity"]
 
 
 def test_g10_errors_are_typed(story: Story) -> None:
     story.end(story.begin(story.readers[0], "update"), outcome="untyped", text="KeyError()", state="empty", holds=None)
-    assert story.found() == ["G10"]
+    assert story.found() == ["bounds"]
 
 
 def test_memory_is_as_the_error_says(story: Story) -> None:
@@ -230,7 +230,7 @@ def test_unpublish_is_refused_for_retention_only(story: Story) -> None:
     assert story.found() == []
     story.ledger.retain = {0}
     story.end(story.begin(story.trainers[0], "mutate", 2), **refused)
-    assert story.found() == ["G2"]
+    assert story.found() == ["mutability"]
 
 
 # ----------------------------------------------------------------------------------------------------------- the plot

@@ -78,7 +78,7 @@ def test_what_was_covered_is_printed() -> None:
 def test_a_seed_that_fails_says_what_was_broken_and_how_to_run_it_again() -> None:
     done = simulate("--seed", BREAKS, "--events", 10, "--faults", "crash,delay", "--quiet")
     assert done.returncode == 1
-    assert f"seed {BREAKS} failed:\nAssertionError: G1: [bold] holds other bytes than were published\n" in done.stdout
+    assert f"seed {BREAKS} failed:\nAssertionError: content: [bold] holds other bytes than were published\n" in done.stdout
     assert done.stdout.count(f"reproduce: tensorhub simulate --seed {BREAKS} --faults crash,delay --events 10\n") == 1
     assert "0 seeds passed, 1 failed" in done.stdout
 

@@ -460,7 +460,7 @@ class CoreMachine(RuleBasedStateMachine):
             if reader is not writer:
                 for asked in self.must(reader, lambda handle: handle.update("latest")):
                     if asked.number != number:
-                        raise GuaranteeBroken(f"G7: {asked.handle} got {asked.number}, not {number}")
+                        raise GuaranteeBroken(f"liveness: {asked.handle} got {asked.number}, not {number}")
 
     def must(self, ranks: list[Handle], call: Any) -> list[Asked]:
         """This call of all ranks has to succeed, once what happened before is paid for."""
@@ -476,4 +476,4 @@ class CoreMachine(RuleBasedStateMachine):
                 return asked
             if not all(isinstance(error, GroupAborted | OperationTimeout | LeaseLost) for error in errors):
                 break
-        raise GuaranteeBroken(f"G7: {ranks[0]}: {asked[0].what}: {errors!r}")
+        raise GuaranteeBroken(f"liveness: {ranks[0]}: {asked[0].what}: {errors!r}")

@@ -37,7 +37,7 @@ class SeedReport:
 def run_seed(seed: int, *, faults: Collection[Fault] | None = None, events: int = 1000) -> SeedReport:
     match seed:
         case 7:
-            raise AssertionError("G1: [bold] holds other bytes than were published")
+            raise AssertionError("content: [bold] holds other bytes than were published")
         case 17:
             raise KeyError("lost")
         case 27:

@@ -142,21 +142,29 @@ def a_publisher_that_has_changed_its_memory_connects_again() -> None:
 @pytest.mark.parametrize(
     ("scenario", "bug", "says"),
     [
-        (a_source_is_lost_half_way, outside.verified_chunks_asked_again, "G8: .* reads chunk 0 again"),
-        (a_broken_fill_is_begun_again, lambda: replaced(Owner, "kept", lambda *_: []), "R9: .* forgets the chunks"),
-        (an_update_is_staged, outside.staged_update_overwrites_early, "R7: .* not committed"),
-        (a_call_waits_without_a_connection, outside.cut_off_call_waits_for_ever, "G10: .* should have ended"),
-        (an_owner_that_is_cut_off_leaves, outside.cut_off_owner_does_not_wait, "R4: .* leaves before"),
-        (the_only_source_is_lost_while_an_engine_pauses, outside.overwritten_without_a_source, "R7: .* nobody is said"),
+        (a_source_is_lost_half_way, outside.verified_chunks_asked_again, "resume: .* reads chunk 0 again"),
+        (
+            a_broken_fill_is_begun_again,
+            lambda: replaced(Owner, "kept", lambda *_: []),
+            "partial fills: .* forgets the chunks",
+        ),
+        (an_update_is_staged, outside.staged_update_overwrites_early, "update destroys last: .* not committed"),
+        (a_call_waits_without_a_connection, outside.cut_off_call_waits_for_ever, "bounds: .* should have ended"),
+        (an_owner_that_is_cut_off_leaves, outside.cut_off_owner_does_not_wait, "leaving: .* leaves before"),
+        (
+            the_only_source_is_lost_while_an_engine_pauses,
+            outside.overwritten_without_a_source,
+            "update destroys last: .* nobody is said",
+        ),
         (
             a_request_is_late_for_a_fence_that_was_given_up,
             outside.request_of_an_old_generation_served,
-            "G9: .* asked of generation",
+            "incarnations: .* asked of generation",
         ),
         (
             a_publisher_that_has_changed_its_memory_connects_again,
             outside.spoiled_memory_announced,
-            "R8: .* bytes have changed",
+            "digests: .* bytes have changed",
         ),
     ],
     ids=lambda value: getattr(value, "__name__", ""),
@@ -214,5 +222,5 @@ def test_a_fence_that_does_not_notice_an_accesss_end_is_noticed() -> None:
     cluster, reader = waits_for_an_access()
     reader.end_access()
     cluster.advance(30.0, run=False)
-    with pytest.raises(GuaranteeBroken, match=r"G10: .* should have ended 30\.0 s ago"):
+    with pytest.raises(GuaranteeBroken, match=r"bounds: .* should have ended 30\.0 s ago"):
         cluster.guarantees.check_in_time(reader)

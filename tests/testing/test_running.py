@@ -410,7 +410,7 @@ def test_a_broken_guarantee_raises_out_of_the_block(run: Callable[..., list[str]
             cluster._simulation.touch(handle)
             await anyio.sleep(30)
 
-    with pytest.raises(GuaranteeBroken, match=r"G1: .*holds") as broken:
+    with pytest.raises(GuaranteeBroken, match=r"content: .*holds") as broken:
         run(main)
     assert broken.value.__notes__[-1].startswith("reproduce: TENSORHUB_SEED=1 ")
 

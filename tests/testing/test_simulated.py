@@ -74,5 +74,5 @@ def test_a_failing_run_says_how_to_see_it_again() -> None:
     with pytest.raises(GuaranteeBroken) as caught:
         cluster.run()
     text = str(caught.value)
-    assert "G1: " in text or "G6: " in text
+    assert "content: " in text or "partial replicas: " in text
     assert text.splitlines()[-1] == "reproduce: tensorhub simulate --seed 4 --faults crash,cut --events 200"

@@ -235,7 +235,7 @@ def _version(cluster: Cluster, version: Version) -> None:
         _demand(gone, "only discarded and retired versions are forgotten", version)
         operations = [group.operation for group in model.groups.values()] if model is not None else []
         bound = any(operation is not None and operation.version is version for operation in operations)
-        _demand(not bound, "no operation is bound to a version that is no more (R2)", version)
+        _demand(not bound, "no operation is bound to a version that is no more", version)  # R2
         return
     _demand(version.state in KEPT, "discarded and retired versions are forgotten", version)
     _demand(not version.visible or version.number <= (model.mark or 0), "no version above the mark is visible", version)
@@ -260,13 +260,13 @@ def _staged(cluster: Cluster, model: Model, version: Version) -> None:
     publishing = [op for op in known if op.version is version]
     _demand(len(publishing) == 1, "a staged version has one undecided publish", version)
     _demand(publishing[0].kind is OpKind.PUBLISH, "only a publish stages", version)
-    _demand(not any(version.holdings.values()), "a staged version has no sources (G4)", version)
+    _demand(not any(version.holdings.values()), "a staged version has no sources", version)  # G4
 
 
 def _available(version: Version) -> None:
     available = version.state is VersionState.AVAILABLE
     _demand(available == version.has_live_source(), "available means that every shard is held", version)
-    _demand(not (available and version.abandoned), "nobody has left for good what is held (R12)", version)
+    _demand(not (available and version.abandoned), "nobody has left for good what is held", version)  # R12
 
 
 def _candidate(cluster: Cluster, version: Version, shard: int, holding: Holding) -> None:
@@ -281,12 +281,12 @@ def _candidate(cluster: Cluster, version: Version, shard: int, holding: Holding)
 
 def _retained(version: Version, retained: Collection[int]) -> None:
     told = version.retained == (version.number in retained)
-    _demand(told or not any(version.holdings.values()), "holders are told what is retained (R4)", version)
+    _demand(told or not any(version.holdings.values()), "holders are told what is retained", version)  # R4
 
 
 def _told(holding: Holding) -> None:
     keep = holding.committed and holding.version.retained and not holding.member.group.spot
-    _demand(holding.told == keep, "who must not leave at will was told so (R4)", holding)
+    _demand(holding.told == keep, "who must not leave at will was told so", holding)  # R4
 
 
 def _copy(cluster: Cluster, model: Model, member: Member) -> None:
@@ -317,7 +317,7 @@ def _replica(cluster: Cluster, group: Group, replica: Replica) -> None:
     _demand(replica.state is not ReplicaState.GONE, "gone replicas are forgotten", replica)
     _demand(bool(replica.holdings) or replica.state is ReplicaState.TORN, "a replica has memory", replica)
     drains = replica.state is ReplicaState.DRAINING
-    _demand(not (drains and replica.is_whole), "a replica that nobody leaves serves again (G7)", replica)
+    _demand(not (drains and replica.is_whole), "a replica that nobody leaves serves again", replica)  # G7
     if version.visible:
         _available(version)
     for rank, holding in replica.holdings.items():
@@ -325,8 +325,8 @@ def _replica(cluster: Cluster, group: Group, replica: Replica) -> None:
         _demand(holding.replica is replica, "a holding is one replica's", holding)
         _demand(holding.complete or not holding.committed, "committed holdings are complete", holding)
         if replica.state is ReplicaState.READY:
-            _demand(holding.committed, "a ready replica's holdings are committed (G4)", replica)
-        _demand(holding.leaving or not holding.quarantined, "what is quarantined is no source (R8)", holding)
+            _demand(holding.committed, "a ready replica's holdings are committed", replica)  # G4
+        _demand(holding.leaving or not holding.quarantined, "what is quarantined is no source", holding)  # R8
         if not holding.leaving:
             _demand(replica.state in LIVING, "torn and gone replicas have no candidates", holding)
             _demand(holding.member.holding is holding, "a holding is what its member holds", holding)
@@ -345,7 +345,7 @@ def _operation(cluster: Cluster, operation: Operation) -> None:
     all_voted = all(part.voted for part in parts)
     version = operation.version
     known = version is None or group.model.versions.get(version.number) is version
-    _demand(known, "no operation is bound to a version that is no more (R2)", operation)
+    _demand(known, "no operation is bound to a version that is no more", operation)  # R2
     if operation.state is OperationState.PREPARED:
         _demand(all_voted, "prepared means that every rank voted", operation)
         _demand(recorded, "a prepared operation is being recorded", operation)
@@ -362,14 +362,14 @@ def _operation(cluster: Cluster, operation: Operation) -> None:
     waits = operation.waits_in.get(operation.key) is operation
     if operation.state is not OperationState.PREPARED:
         wants = operation.gathered and (starving or bool(operation.staying))
-        _demand(waits == wants, "who lacks a source, or somebody to take over, waits (G7)", operation)
+        _demand(waits == wants, "who lacks a source, or somebody to take over, waits", operation)  # G7
     for rank, part in operation.parts.items():
         _demand(part.operation is operation and part.rank == rank, "a part is its operation's, filed by rank", operation)
         for lease in part.leases.values():
             _demand(lease.state is LeaseState.ACTIVE and lease.part is part, "a part's leases are active", lease)
             _demand(not part.voted and part.claim is None, "who has voted reads no more", lease)
             _demand(running, "only running operations read", lease)
-            _demand(lease.holding.version is operation.version, "a lease is of the bound version (G4)", lease)
+            _demand(lease.holding.version is operation.version, "a lease is of the bound version", lease)  # G4
 
 
 def _withdrawal(cluster: Cluster, model: Model, withdrawal: Withdrawal) -> None:
@@ -381,7 +381,7 @@ def _withdrawal(cluster: Cluster, model: Model, withdrawal: Withdrawal) -> None:
     else:
         retained = holding.version.number in model.retained()
         waits = retained or withdrawal.closes  # who closes may wait for the copies of its worker
-        _demand(not holding.leaving and waits, "who waits to leave a retained version serves on (G5)", holding)
+        _demand(not holding.leaving and waits, "who waits to leave a retained version serves on", holding)  # G5
 
 
 def _lease(cluster: Cluster, lease: ReadLease) -> None:
@@ -403,8 +403,8 @@ def _lease(cluster: Cluster, lease: ReadLease) -> None:
         known = part.leases.get(lease.id) is lease and part.member.reads.get(lease.id) is lease
         _demand(known, "a reader knows its leases", lease)
         _demand(operation.state is OperationState.RUNNING, "only running operations read", lease)
-        _demand(holding.version is operation.version, "a lease is of the bound version (G4)", lease)
-        _demand(not _cyclic(holding), "nobody counts on itself (R9)", lease)
+        _demand(holding.version is operation.version, "a lease is of the bound version", lease)  # G4
+        _demand(not _cyclic(holding), "nobody counts on itself", lease)  # R9
     else:
         _demand(lease.id not in part.leases, "a part's leases are active", lease)
 

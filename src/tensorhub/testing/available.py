@@ -52,12 +52,12 @@ class Available:
         if group.operation is not None and group.operation.resumes is not None:
             return  # it goes on with what it was bound to
         number, what = message.version.version, f"{handle} asked for {AVAILABLE}, and got {message.version}"
-        demand(not held or max(held) <= number, f"R12: {what}: its ranks hold {held}")
+        demand(not held or max(held) <= number, f"selectors: {what}: its ranks hold {held}")
         for newer, content_id in self._published(handle.shard.model, number + 1):
-            demand(not self._can_be_read(content_id), f"R12: {what}: {newer} can be read")
+            demand(not self._can_be_read(content_id), f"selectors: {what}: {newer} can be read")
             if self._recovers():
                 away = self._away(handle.shard.model, content_id)
-                demand(not away, f"R12: {what}: {away} of {newer} may come back")
+                demand(not away, f"selectors: {what}: {away} of {newer} may come back")
 
     def _lost(self, handle: Handle, text: str) -> None:
         numbers = self._contents.numbers.get(handle.shard.model, {})
@@ -67,13 +67,13 @@ class Available:
             if f"version {number} of " in text.split(GONE, maxsplit=1)[0]
         ]
         held = any(content_id not in self._contents.retired and self._can_be_read(content_id) for content_id in named)
-        demand(not held, f"R12: {handle} was told what is not so: {text}")
+        demand(not held, f"selectors: {handle} was told what is not so: {text}")
 
     def _failed(self, handle: Handle, least: int) -> None:
         what = f"{handle} was told that nobody holds what was published"
-        demand(not self._recovers(), f"R12: {what}, before all had time to come back")
+        demand(not self._recovers(), f"selectors: {what}, before all had time to come back")
         for number, content_id in self._published(handle.shard.model, least):
-            demand(not self._can_be_read(content_id), f"R12: {what}, and {number} can be read")
+            demand(not self._can_be_read(content_id), f"selectors: {what}, and {number} can be read")
 
     def _recovers(self) -> bool:
         return ("recovery", "") in self._cluster.coordinator.cluster.timers

@@ -161,7 +161,7 @@ class Cluster:
             self.step(Tick())  # so that all that follows is this event's
         for action in self.gets_out(self.coordinator.step(event, self.now)):
             if former:
-                demand(self._is_reply(action, event), f"G9: {action} follows of what came too late: {event}")
+                demand(self._is_reply(action, event), f"incarnations: {action} follows of what came too late: {event}")
             match action:
                 case Send():
                     self._check_said(action, event)
@@ -207,7 +207,7 @@ class Cluster:
         """Whom a coordinator has known once it knows ever after, or it is lost for good (G9)."""
         incarnation = self.coordinator.cluster.sessions[session].incarnation
         new = incarnation not in self._joined
-        demand(new != message.known, f"G9: {incarnation} is welcomed as {message}, and was in {self._joined}")
+        demand(new != message.known, f"incarnations: {incarnation} is welcomed as {message}, and was in {self._joined}")
         self._joined[incarnation] = session
         if new:
             worker.known_since = self.now
@@ -244,7 +244,7 @@ class Cluster:
             content, state = handle.member.content, handle.member.state
             if member is None:
                 refused = handle.registration_error is not None or state is HandleState.CLOSED
-                demand(refused or not handle.registered, f"the coordinator has forgotten {handle}")
+                demand(refused or not handle.registered, f"liveness: the coordinator has forgotten {handle}")
                 continue
             known = member.holding.generation if member.holding is not None else None
             held = content.generation if content is not None and state is HandleState.READY else None
@@ -253,10 +253,10 @@ class Cluster:
                 leaving = [each for each in leaving if not (each.quarantined and each.generation == held)]
                 held = None
             if state is not HandleState.IN_DOUBT:
-                demand(known == held, f"{handle} holds generation {held}, the coordinator thinks {known}")
-            demand(not leaving, f"{handle} is thought to leave, for ever: {leaving}")
+                demand(known == held, f"liveness: {handle} holds generation {held}, the coordinator thinks {known}")
+            demand(not leaving, f"liveness: {handle} is thought to leave, for ever: {leaving}")
         for lease in self.coordinator.cluster.leases.values():
-            raise GuaranteeBroken(f"a lease is left: {lease}. Story:\n{lease.story}")
+            raise GuaranteeBroken(f"liveness: a lease is left: {lease}. Story:\n{lease.story}")
 
     def call_ended(self, handle: Handle, asked: Asked) -> None:
         """A call has returned, or raised."""

@@ -40,7 +40,7 @@ class Contents:
         if not cells and self.strangers:
             cells = dict.fromkeys(range(entry.world_size), ())
         whole = len(cells) == entry.world_size
-        demand(whole, f"G4: {entry.key} is published, but only ranks {sorted(cells)} have called")
+        demand(whole, f"group atomicity: {entry.key} is published, but only ranks {sorted(cells)} have called")
         self.truth[entry.content_id] = cells
         self.publications[entry.content_id] = entry.key
         self.numbers.setdefault(entry.model, {})[entry.number] = entry.content_id
@@ -76,4 +76,4 @@ class Contents:
         for chunk in [chunk for chunk in wrong if handle.was_written(chunk)]:
             self.spoil(handle, version.content_id, chunk, cells[chunk])
             wrong.remove(chunk)
-        demand(len(cells) == len(truth) and not wrong, f"G1: {handle} holds {[*cells]}, published was {truth}")
+        demand(len(cells) == len(truth) and not wrong, f"content: {handle} holds {[*cells]}, published was {truth}")

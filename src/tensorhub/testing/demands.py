@@ -8,7 +8,7 @@ HOLDING = (HandleState.READY, HandleState.DRAINING)
 
 
 class GuaranteeBroken(AssertionError):
-    """One of the design's guarantees does not hold."""
+    """A guarantee does not hold. The text begins with that guarantee's name, as in `content: ...`."""
 
 
 def demand(holds: bool, what: str) -> None:

@@ -87,11 +87,11 @@ class Guarantees:
             case Publication():
                 self._learn(entry.key, RECORD, True, "that was recorded")
                 number = entry.model, entry.lineage, entry.number
-                demand(number not in self._numbers, f"R1: a number was published twice: {number}")
+                demand(number not in self._numbers, f"publication numbers: a number was published twice: {number}")
                 self._numbers.add(number)
             case Rollback():
                 again = any(isinstance(e, Rollback) and e.ident == entry.ident for e in before)
-                demand(not again, f"R2: a rollback that was asked for again was done twice: {entry}")
+                demand(not again, f"durable mark: a rollback that was asked for again was done twice: {entry}")
                 published = [e for e in before if isinstance(e, Publication) and e.model == entry.model]
                 gone = [e for e in published if e.number > entry.to]
                 self.contents.retired.update(e.content_id for e in gone)
@@ -124,7 +124,7 @@ class Guarantees:
                 self.retained.refused(handle)
             demand(
                 isinstance(error, (TensorHubError, *self._cluster.user_errors)),
-                f"G10: every refusal is a typed error: {error!r}",
+                f"bounds: every refusal is a typed error: {error!r}",
             )
             if isinstance(error, IntegrityError) and UNCHANGED in str(error):
                 self._blamed(handle, asked, str(error))
@@ -140,7 +140,7 @@ class Guarantees:
             number = asked.version.version
             self._learn(key, handle.shard.rank, True, f"{handle.name} returned {number}")
             bound = self.bound.setdefault(key, number)
-            demand(bound == number, f"G4: {key} ended with version {bound} and with {number} ({handle.name})")
+            demand(bound == number, f"group atomicity: {key} ended with version {bound} and with {number} ({handle.name})")
         match asked.what:
             case PublishCall():
                 if asked.version is not None and asked.version.content_id not in self.contents.retired:
@@ -149,7 +149,7 @@ class Guarantees:
             case FillCall():
                 self._filled(handle, asked, asked.what)
             case UnpublishCall() | CloseCall():
-                demand(handle.worker.owner.is_quiet(handle.id), f"G2: {handle.name} is read after {asked.what}")
+                demand(handle.worker.owner.is_quiet(handle.id), f"mutability: {handle.name} is read after {asked.what}")
                 self.check_closed(handle)
             case _:
                 pass
@@ -160,7 +160,7 @@ class Guarantees:
         ok = number <= newest or rolled_back_at >= asked.began
         demand(
             ok or self.contents.strangers,
-            f"R1: {handle} may not publish {number}, but {newest} is the newest: {asked.error}",
+            f"publication numbers: {handle} may not publish {number}, but {newest} is the newest: {asked.error}",
         )
 
     def _blamed(self, handle: Handle, asked: Asked, text: str) -> None:
@@ -170,7 +170,7 @@ class Guarantees:
         late = any(mate.until <= self._cluster.now for mate in mates)
         demand(
             several or late or self.contents.strangers,
-            f"R8: {handle} is blamed for {[mate.damaged for mate in mates]}: {text}",
+            f"digests: {handle} is blamed for {[mate.damaged for mate in mates]}: {text}",
         )
 
     def heard(self, message: FromWorker) -> None:
@@ -197,20 +197,25 @@ class Guarantees:
             for h in self._cluster.all_handles()
         )
         demand(
-            gone or going or not wanted or self.contents.strangers, f"R12: nobody has left what {handle} waited for: {text}"
+            gone or going or not wanted or self.contents.strangers,
+            f"selectors: nobody has left what {handle} waited for: {text}",
         )
 
     def _filled(self, handle: Handle, asked: Asked, call: FillCall) -> None:
         assert asked.version is not None
         number = asked.version.version
-        demand(asked.version.content_id not in asked.retired, f"G3: {handle.name} got {number}, which was rolled back")
+        demand(
+            asked.version.content_id not in asked.retired, f"visibility: {handle.name} got {number}, which was rolled back"
+        )
         if call.selector == LATEST and asked.floor is not None:
-            demand(number >= asked.floor, f"G3: {handle.name} got {number} after publish({asked.floor}) returned")
+            demand(number >= asked.floor, f"visibility: {handle.name} got {number} after publish({asked.floor}) returned")
         if call.selector == PREVIOUS:
             newest, _ = self.used.get(handle.shard.model, (-1, 0.0))
-            demand(number < newest, f"R12: {handle.name} asked for {PREVIOUS}, and got {number}: {newest} is the newest")
+            demand(
+                number < newest, f"selectors: {handle.name} asked for {PREVIOUS}, and got {number}: {newest} is the newest"
+            )
         if isinstance(call.selector, int):
-            demand(number == call.selector, f"{handle.name} asked for {call.selector}, got {number}")
+            demand(number == call.selector, f"selectors: {handle.name} asked for {call.selector}, got {number}")
         self.check_content(handle)
         if call.kind is OpKind.FETCH:
             self.contents.check_cells(handle, asked.version)
@@ -228,7 +233,7 @@ class Guarantees:
         heard[rank] = (committed, how)
         if self._is_forgotten(key):
             heard.pop(RECORD, None)
-        demand(len({outcome for outcome, _ in heard.values()}) == 1, f"G4: {key}: {heard}")
+        demand(len({outcome for outcome, _ in heard.values()}) == 1, f"group atomicity: {key}: {heard}")
 
     def _is_forgotten(self, key: OpKey) -> bool:
         """Whether it was a publication, of what nobody has held for so long that the coordinator knows nothing of it."""
@@ -241,13 +246,16 @@ class Guarantees:
         shard = handle.shard
         place = shard.model, shard.group, shard.rank, message.epoch
         before = self._epochs.setdefault(place, shard.registration)
-        demand(before == shard.registration, f"R6: {handle} has replaced {before} in the membership epoch {message.epoch}")
+        demand(
+            before == shard.registration,
+            f"two phases: {handle} has replaced {before} in the membership epoch {message.epoch}",
+        )
 
     # -- memory
 
     def served(self, handle: Handle, generation: int, chunks: Iterable[int], version: VersionInfo) -> None:
         """A lane begins to read these chunks there, as that version's (G6: only what is verified), under that generation."""
-        demand(generation == handle.generation, f"G9: {handle} serves what was asked of generation {generation}")
+        demand(generation == handle.generation, f"incarnations: {handle} serves what was asked of generation {generation}")
         if self.contents.is_spoilt(handle, version.content_id):
             return
         truth = self.contents.truth[version.content_id][handle.shard.number]
@@ -258,11 +266,14 @@ class Guarantees:
                 continue
             if cell in self.contents.lies:
                 continue  # it has the digest that its source has told; who reads it finds out before it is committed
-            demand(cell == truth[chunk], f"G6: {handle} serves {cell} as {truth[chunk]} of version {version.version}")
+            demand(
+                cell == truth[chunk],
+                f"partial replicas: {handle} serves {cell} as {truth[chunk]} of version {version.version}",
+            )
 
     def announced(self, handle: Handle, content_id: str) -> None:
         """It says to the coordinator that it holds that."""
-        demand(handle.changed != content_id, f"R8: {handle} is announced, and it knows that its bytes have changed")
+        demand(handle.changed != content_id, f"digests: {handle} is announced, and it knows that its bytes have changed")
 
     def fencing(self, handle: Handle, generation: int) -> None:
         """A fence begins."""
@@ -272,12 +283,12 @@ class Guarantees:
             return
         call, what = asked.what, f"{handle}, which holds version {content.version.version}"
         if isinstance(call, FillCall) and call.staged and asked.key is not None:
-            demand(asked.committed, f"R7: {what}, is overwritten by {call}, which is not committed")
+            demand(asked.committed, f"update destroys last: {what}, is overwritten by {call}, which is not committed")
         asks_nobody = isinstance(call, UnpublishCall | CloseCall) and not asked.granted and not abandons(handle)
         if asks_nobody and content.retained and not self._keeps(handle, content, call):
             free_at = handle.worker.cut_off_at + (1 + LEASE_MARGIN) * self._cluster.options.lease_s
             ok = self._cluster.now >= free_at - 1e-6
-            demand(ok, f"R4: {what} to be kept, is cut off, and leaves before {free_at:.3f}")
+            demand(ok, f"leaving: {what} to be kept, is cut off, and leaves before {free_at:.3f}")
 
     @staticmethod
     def _keeps(handle: Handle, content: Content, call: Call) -> bool:
@@ -298,12 +309,15 @@ class Guarantees:
         """The coordinator tells a rank that it may overwrite its memory, for the first time: R7, there is a source."""
         if handle is None or handle.member.state is HandleState.FILLING or handle.staging is not None:
             return  # it goes on with what it has begun before
-        demand(bool(message.grants), f"R7: {handle} is to be overwritten with {message}, and nobody is said to have it")
+        demand(
+            bool(message.grants),
+            f"update destroys last: {handle} is to be overwritten with {message}, and nobody is said to have it",
+        )
 
     def writes(self, handle: Handle) -> None:
         """A lane writes a chunk of a fill into the memory itself."""
         state = handle.member.state
-        demand(state is HandleState.FILLING, f"G2: {handle} is written while it is {state}")
+        demand(state is HandleState.FILLING, f"mutability: {handle} is written while it is {state}")
 
     # -- retention
 
@@ -320,7 +334,7 @@ class Guarantees:
         self.retained.check_known(handle)
         if handle.pull is not None:
             handle.pull.books.check_invariants()
-        demand(len(handle.todo) <= TODO_MAX, f"G10: {handle} has {len(handle.todo)} actions to carry out")
+        demand(len(handle.todo) <= TODO_MAX, f"bounds: {handle} has {len(handle.todo)} actions to carry out")
 
     def check_in_time(self, handle: Handle) -> None:
         """G10: a call ends at its deadline, also where nobody can be told. (A process that is stopped ends nothing; what was
@@ -334,7 +348,7 @@ class Guarantees:
             return
         late_s = self._cluster.now - max(asked.until, worker.stopped_until, handle.freed_at)
         running = handle.member.running
-        demand(late_s <= LATE_S_MAX, f"G10: {handle}: {asked.what} should have ended {late_s:.1f} s ago: {running}")
+        demand(late_s <= LATE_S_MAX, f"bounds: {handle}: {asked.what} should have ended {late_s:.1f} s ago: {running}")
 
     def check_content(self, handle: Handle) -> None:
         """G1: who holds a version holds its publisher's bytes."""
@@ -350,4 +364,4 @@ class Guarantees:
         if handle.shard.medium is Medium.HOST and handle.member.state in (HandleState.TORN, HandleState.EMPTY):
             return
         held = handle.worker.owner._holdings.get(handle.id)
-        demand(held is None or not held.is_open or not held.serves, f"G2: {handle} can still be read under {held}")
+        demand(held is None or not held.is_open or not held.serves, f"mutability: {handle} can still be read under {held}")

@@ -303,7 +303,7 @@ class Handle:
             self.worker.owner.end(access)
             if self.fencing_since is not None:
                 self.freed_at = self.cluster.now
-            demand(self.cells[0] == was, f"G2: {self} was written while it was read: {was} is {self.cells[0]}")
+            demand(self.cells[0] == was, f"mutability: {self} was written while it was read: {was} is {self.cells[0]}")
             self.cluster.access_ended(self)
 
     def fence_waits_until(self) -> float | None:

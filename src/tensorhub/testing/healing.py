@@ -57,7 +57,7 @@ class Healing:
         cluster.run_until(lambda: False, 2 * cluster.options.lease_s)
         self._rest("two leases after the last fault")
         for asked in waiting:
-            demand(asked.done or not asked.handle.worker.alive, f"G7: {asked.handle}: {asked.what} never ended")
+            demand(asked.done or not asked.handle.worker.alive, f"liveness: {asked.handle}: {asked.what} never ended")
         self._end_reading()
         cluster.check()
         cluster.check_agreement()
@@ -83,7 +83,7 @@ class Healing:
             handles = [handle for handle in cluster.live_handles() if not handle.idle]
             offline = [w for w in cluster.workers.values() if w.alive and (w.link is None or not w.link.welcomed)]
             told = [f"{handle}: {handle.member.running}, to do {list(handle.todo)}" for handle in handles]
-            demand(False, f"G7: no rest {when}: {told} {offline} {len(cluster.unstored)} not stored")
+            demand(False, f"liveness: no rest {when}: {told} {offline} {len(cluster.unstored)} not stored")
 
     def _is_at_rest(self) -> bool:
         cluster = self._cluster
@@ -107,9 +107,11 @@ class Healing:
         """Whoever fills a version that there is all of has it by now (G7)."""
         self._cluster.run_until(lambda: not any(map(self._could_end, self._reading)), REST_S)
         for asked in self._reading:
-            demand(not self._could_end(asked), f"G7: {asked.handle} still fills, and could: {asked.handle.member.running}")
+            demand(
+                not self._could_end(asked), f"liveness: {asked.handle} still fills, and could: {asked.handle.member.running}"
+            )
             late = isinstance(asked.error, OperationTimeout) and self._has_met_all(asked)
-            demand(not late, f"G7: {asked.handle} has waited too long: {asked.error}")
+            demand(not late, f"liveness: {asked.handle} has waited too long: {asked.error}")
             if not asked.done and asked.handle.worker.alive:
                 asked.handle.cancel()
         self._reading.clear()
@@ -177,7 +179,7 @@ class Healing:
         self._rest("after the last holder's leave")
         for each in asked:
             ok = each.error is None or room < writer.world_size
-            demand(ok, f"G5: {each.handle} is kept, though others have room for what it holds: {each.error!r}")
+            demand(ok, f"retention: {each.handle} is kept, though others have room for what it holds: {each.error!r}")
 
     def _that_wait_whole(self) -> list[Asked]:
         """Calls that all ranks of their group still wait with; where one rank's has ended, the others' are cancelled."""
@@ -211,7 +213,7 @@ class Healing:
         self._rest("after what was waited for was published")
         for asked in waiting:
             ok = not asked.handle.worker.alive or (asked.error is None and asked.number == self._awaited)
-            demand(ok, f"G7: {asked.handle} waited for {self._awaited}: {asked.error!r} {asked.version}")
+            demand(ok, f"liveness: {asked.handle} waited for {self._awaited}: {asked.error!r} {asked.version}")
 
     @staticmethod
     def _is_whole(team: Team) -> bool:
@@ -233,7 +235,7 @@ class Healing:
         cluster.run_until(lambda: False, 2.0)
         self._rest("after everything was let go")
         for model in cluster.coordinator.cluster.models.values():
-            demand(not live or not model.retained(), f"still retained: {model.retained()}, pins {model.pins}")
+            demand(not live or not model.retained(), f"liveness: still retained: {model.retained()}, pins {model.pins}")
 
     def _publish_and_update(self, writer: Team, whole: list[Team]) -> None:
         users = self._cluster.users
@@ -251,7 +253,7 @@ class Healing:
             if handle.member.state in (HandleState.READY, HandleState.IN_DOUBT):
                 asked = handle.unpublish()
                 self._rest("after unpublish")
-                demand(asked.error is None, f"G7: {handle}: unpublish: {asked.error!r}")
+                demand(asked.error is None, f"liveness: {handle}: unpublish: {asked.error!r}")
 
     def _must(self, team: Team, number: int, call: Callable[[Handle], Asked]) -> None:
         """This call of all ranks has to succeed, once what happened before is paid for: each refusal (a body raised) that a
@@ -266,7 +268,7 @@ class Healing:
             if not errors:
                 break
             known = all(isinstance(error, GroupAborted | OperationTimeout | LeaseLost) for error in errors)
-            demand(known, f"G7: {team.ranks[0]}: {errors!r}")
+            demand(known, f"liveness: {team.ranks[0]}: {errors!r}")
         for each in asked:
             ok = each.error is None and each.number == number
-            demand(ok, f"G7: {each.handle} {each.what}: {each.error!r} {each.version}")
+            demand(ok, f"liveness: {each.handle} {each.what}: {each.error!r} {each.version}")

@@ -202,7 +202,7 @@ class Retained:
         lacks += [asked.alone] if asked.alone is not None else []  # when its process could end
         demand(
             not lacks,
-            f"G5: {handle} has left with {asked.what}, and nobody else holds the shards {lacks} of {content.version}",
+            f"retention: {handle} has left with {asked.what}, and nobody else holds the shards {lacks} of {content.version}",
         )
 
     def lost(self, handle: Handle) -> None:
@@ -302,14 +302,14 @@ class Retained:
             return
         if handle.member.state in HOLDING:
             same = holding.version.info.content_id == content.version.content_id
-            demand(same, f"R2: {handle} holds {content.version}, and is thought to hold {holding.version.info}")
+            demand(same, f"durable mark: {handle} holds {content.version}, and is thought to hold {holding.version.info}")
         counted = holding.told and holding.kept and handle.member.state in HOLDING
-        demand(content.retained or not counted, f"R4: {handle} does not know that it has to stay, and is counted on")
+        demand(content.retained or not counted, f"leaving: {handle} does not know that it has to stay, and is counted on")
 
     def check_told(self, message: Done) -> None:
         """R2, R4: when `retain` and `pin` return, that is durable, and every holder knows."""
         request, models = message.request, self._cluster.coordinator.cluster.models
-        demand(request not in self._undone, f"R4: {message} is said, and {self._undone.get(request)} is not durable")
+        demand(request not in self._undone, f"leaving: {message} is said, and {self._undone.get(request)} is not durable")
         if request in self.pin_wishes:
             model, number = self.pin_wishes[request]
             numbers = [number]
@@ -325,7 +325,7 @@ class Retained:
                 handle = self._cluster.by_registration.get(holding.member.registration)
                 content = handle.member.content if handle is not None and handle.worker.alive else None
                 if content is not None and content.generation == holding.generation:
-                    demand(content.retained, f"R4: {handle} has to stay, and does not know it when {message} is said")
+                    demand(content.retained, f"leaving: {handle} has to stay, and does not know it when {message} is said")
 
 
 def _asks_to_leave(handle: Handle) -> bool:

@@ -296,5 +296,5 @@ class PureCluster(Cluster):
                 break
         for handle in self.live_handles():
             if handle.asked is not None and not handle.asked.done:
-                raise GuaranteeBroken(f"{handle}: {handle.asked.what} never ended: {handle.member.running}")
+                raise GuaranteeBroken(f"liveness: {handle}: {handle.asked.what} never ended: {handle.member.running}")
         self.check_agreement()

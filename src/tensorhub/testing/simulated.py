@@ -334,7 +334,7 @@ class SimulatedCluster(Cluster):
                 model, told = self.coordinator.cluster.models.get(name), worker.newest[name]
                 newest = model.newest_visible() if model is not None else None
                 ok = told == (newest.info if newest is not None else None)
-                demand(ok, f"G7: {worker} was told that {told} is the newest, which is {newest}")
+                demand(ok, f"liveness: {worker} was told that {told} is the newest, which is {newest}")
 
     # -- connections
 

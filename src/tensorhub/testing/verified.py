@@ -31,7 +31,7 @@ class Verified:
         before = self._filled.get(memory)
         if before is not None and before.content_id == content_id:
             lost = [chunk for chunk, cell in before.cells.items() if cells[chunk] == cell and chunk not in kept]
-            demand(not lost, f"R9: {memory} forgets the chunks {lost} of {content_id}, which it had verified")
+            demand(not lost, f"partial fills: {memory} forgets the chunks {lost} of {content_id}, which it had verified")
         self._filled[memory] = _Filled(content_id, {chunk: cells[chunk] for chunk in kept})
 
     def holds(self, memory: RegistrationId, content_id: str) -> None:
@@ -54,7 +54,9 @@ class Verified:
     def writes(self, memory: RegistrationId, chunk: int) -> None:
         """A lane writes that chunk of a fill."""
         filled = self._filled.get(memory)
-        demand(filled is None or chunk not in filled.cells, f"G8: {memory} reads chunk {chunk} again, which it had verified")
+        demand(
+            filled is None or chunk not in filled.cells, f"resume: {memory} reads chunk {chunk} again, which it had verified"
+        )
 
     def arrived(self, memory: RegistrationId, cells: Iterable[tuple[int, str]]) -> None:
         """These chunks have their digests."""

@@ -210,7 +210,7 @@ def failure_not_reported() -> Iterator[None]:
         yield
 
 
-@bug("a lease: the owner's word that a reader is cut is not heeded")
+@bug("G7: a lease is left: the owner's word that a reader is cut is not heeded")
 def fenced_lease_leaks() -> Iterator[None]:
     def confirm(before: Callable[..., None], self: Any, lease: ReadLease, why: str) -> None:
         if not why.startswith("the owner has cut"):
@@ -401,7 +401,7 @@ def quarantine_lifted() -> Iterator[None]:
 
 
 @bug(
-    "a lease: a fill that was begun under a former coordinator ends, and its leases do not",
+    "G7: a lease is left: a fill that was begun under a former coordinator ends, and its leases do not",
     faults=(Fault.COORDINATOR, Fault.SLOW, Fault.STALL),
 )
 def resumed_fill_keeps_leases() -> Iterator[None]:
