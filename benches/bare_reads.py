@@ -16,9 +16,9 @@ from typing import Literal
 import xxhash
 
 from tensorhub.cli.bench.threads import in_threads
+from tensorhub.memory.tensors import address_of, bytes_at
 from tensorhub.transport import cma, shm
 from tensorhub.transport.cma import Piece, cut_up
-from tensorhub.transport.memory import address_of, bytes_at
 from tensorhub.transport.nixl import Exposures, make_agent
 from tensorhub.types import RegistrationId
 

@@ -11,8 +11,8 @@ import time
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+from tensorhub.memory.tensors import address_of
 from tensorhub.messages import QueueCard
-from tensorhub.transport.memory import address_of
 from tensorhub.transport.rdma import usable_ports
 from tensorhub.transport.verbs import Fabric, Queue, ReaderQueue, register, verbs
 

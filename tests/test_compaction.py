@@ -14,8 +14,8 @@ from safetensors.torch import load_file, save_file
 import tensorhub
 from tensorhub import MutabilityViolation
 from tensorhub.hub import Hub, fetch_into, register_memory
-from tensorhub.transport.file_target import FileTarget
-from tensorhub.transport.files import FileMemory
+from tensorhub.memory.file_target import FileTarget
+from tensorhub.memory.files import FileMemory
 from tests import rig
 from tests.rig import cluster, gated, until
 

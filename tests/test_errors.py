@@ -36,8 +36,8 @@ from tensorhub.errors import (
     VersionUnavailable,
 )
 from tensorhub.hub import Hub
+from tensorhub.memory.tensors import RegisteredMemory
 from tensorhub.messages import ErrorInfo
-from tensorhub.transport.memory import RegisteredMemory
 from tensorhub.types import ContentId, Options, VersionInfo, parse_address
 from tensorhub.weights import Weights
 from tests.rig import (

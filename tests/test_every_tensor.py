@@ -16,13 +16,13 @@ from torch import nn
 
 import tensorhub
 from tensorhub import errors, sync
-from tensorhub.transport.memory import view
+from tensorhub.memory.tensors import view
 from tensorhub.types import Options
 from tests.rig import OPTIONS
 
 DTYPES = sorted({value for value in vars(torch).values() if isinstance(value, torch.dtype)}, key=str)
 QUANTIZED = (torch.qint8, torch.quint8, torch.qint32)
-PACKED = (torch.quint4x2, torch.quint2x4)  # refused: tests/transport/test_memory.py
+PACKED = (torch.quint4x2, torch.quint2x4)  # refused: tests/memory/test_tensors.py
 SHAPES = [(), (0,), (1,), (3, 0, 2), (1, 1, 1), (7, 5), (300, 1000)]
 
 

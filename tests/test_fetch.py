@@ -16,9 +16,9 @@ import tensorhub
 from tensorhub import errors, sync
 from tensorhub.hub import Hub, fetch_into
 from tensorhub.manifest import Manifest
+from tensorhub.memory.allocated import AllocatedMemory
+from tensorhub.memory.tensors import MappedRegions
 from tensorhub.runtime.loop_thread import finish_blocking
-from tensorhub.transport.allocated import AllocatedMemory
-from tensorhub.transport.memory import MappedRegions
 from tensorhub.weights import Weights
 from tests.rig import CHUNK_BYTES, CHUNKS, OPTIONS, WAIT_S, cluster, connect, gated, nothing_left, tensors, until, worker_of
 

@@ -15,12 +15,12 @@ from safetensors.torch import load_file
 
 from tensorhub import sync
 from tensorhub.hub import fetch_into, register_memory
+from tensorhub.memory.file_target import FileTarget
+from tensorhub.memory.files import FileMemory
+from tensorhub.memory.safetensors import TORCH_NAMES
 from tensorhub.runtime.loop_thread import finish_blocking
-from tensorhub.transport.file_target import FileTarget
-from tensorhub.transport.files import FileMemory
-from tensorhub.transport.safetensors import TORCH_NAMES
 from tensorhub.types import Options
-from tests.transport.test_files import listing, sharded
+from tests.memory.test_files import listing, sharded
 
 OPTIONS = Options(op_timeout_s=30.0, chunk_bytes=4096)
 

@@ -27,9 +27,9 @@ from tensorhub.errors import (
     VersionUnavailable,
 )
 from tensorhub.hub import Hub
+from tensorhub.memory.tensors import RegisteredMemory
 from tensorhub.messages import FromCoordinator, Registered
 from tensorhub.runtime.loop_thread import running_backend
-from tensorhub.transport.memory import RegisteredMemory
 from tensorhub.types import Options, VersionInfo
 from tensorhub.weights import Weights
 from tests.rig import (

@@ -14,8 +14,8 @@ WITHOUT_TORCH = (
     "tensorhub.protocol",
     "tensorhub.runtime.server",
     "tensorhub.scheduler",
-    "tensorhub.transport.file_target",
-    "tensorhub.transport.files",
+    "tensorhub.memory.file_target",
+    "tensorhub.memory.files",
     "tensorhub.worker",
 )
 

@@ -16,9 +16,9 @@ import pytest
 import tensorhub
 from tensorhub.errors import GroupAborted, OperationTimeout, RetentionError, StateError, TensorHubError, VersionUnavailable
 from tensorhub.hub import Hub
+from tensorhub.memory.host import HostMemory
 from tensorhub.runtime import prefetcher
 from tensorhub.runtime.host_copies import HostCopies
-from tensorhub.transport.host import HostMemory
 from tensorhub.types import FetchReport, Purpose
 from tensorhub.weights import Weights
 from tests.rig import (

@@ -10,7 +10,7 @@ from safetensors.torch import save_file
 
 from tensorhub.errors import IntegrityError, MutabilityViolation, VersionUnavailable
 from tensorhub.hub import Hub, register_memory
-from tensorhub.transport.files import FileMemory
+from tensorhub.memory.files import FileMemory
 from tests.rig import CHUNK_BYTES, cluster, connect, damaging, holds, tensors, until, write
 
 pytestmark = pytest.mark.anyio

@@ -11,10 +11,10 @@ import torch
 
 from tensorhub.hub import Hub, fetch_into
 from tensorhub.manifest import Manifest
+from tensorhub.memory.allocated import AllocatedMemory
+from tensorhub.memory.tensors import MappedRegions
 from tensorhub.runtime.lanes import PullReport
 from tensorhub.runtime.reports import pull_phases
-from tensorhub.transport.allocated import AllocatedMemory
-from tensorhub.transport.memory import MappedRegions
 from tensorhub.types import FetchReport, VersionInfo
 from tensorhub.weights import Weights
 from tests.rig import CHUNK_BYTES, CHUNKS, Tensors, cluster, connect, gated, tensors, until, write

@@ -22,7 +22,7 @@ from benches import words
 from benches.orders import obey
 from tensorhub.errors import TensorHubError
 from tensorhub.hub import Hub, fetch_into
-from tensorhub.transport.file_target import FileTarget
+from tensorhub.memory.file_target import FileTarget
 from tensorhub.types import FetchReport, Location, Options, VersionInfo
 from tensorhub.weights import Weights
 

@@ -17,6 +17,8 @@ from typing import TYPE_CHECKING, Any, Self, overload
 
 from tensorhub.errors import InvalidType, InvalidValue, TensorHubError, read_only_refusal, shown
 from tensorhub.fetched import Fetched
+from tensorhub.memory.allocated import AllocatedMemory
+from tensorhub.memory.tensors import CallersMemory, Memory, RegisteredMemory
 from tensorhub.opening import Block, Opening, Unpicklable, close_after
 from tensorhub.protocol.secret import Secret, check_open_access, resolve_token
 from tensorhub.runtime import ports
@@ -27,8 +29,6 @@ from tensorhub.runtime.loop_thread import AsyncSide, LoopThread, Side
 from tensorhub.runtime.server import CoordinatorServer
 from tensorhub.runtime.store import MemoryStore, SqliteStore, Store
 from tensorhub.runtime.worker import Worker
-from tensorhub.transport.allocated import AllocatedMemory
-from tensorhub.transport.memory import CallersMemory, Memory, RegisteredMemory
 from tensorhub.types import (
     LATEST,
     VERSION_MAX,

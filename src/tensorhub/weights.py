@@ -10,9 +10,9 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from functools import partial
 
 from tensorhub.errors import GroupAborted, InvalidType, StaleWeightsWarning, StateError, TensorHubError, shown, text_of
+from tensorhub.memory.tensors import CallersMemory
 from tensorhub.opening import Block, Unpicklable
 from tensorhub.runtime.ports import Handle, Thread, Worker
-from tensorhub.transport.memory import CallersMemory
 from tensorhub.types import (
     LATEST,
     FetchReport,

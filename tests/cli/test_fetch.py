@@ -19,7 +19,7 @@ from examples.encoder import model_path
 from tensorhub import sync
 from tests.cli.processes import PROGRAM, WAIT_S, environment, eventually, line_with, run, run_here, started
 from tests.cli.test_publish import OPTIONS, large, published, zeros_like
-from tests.transport.test_files import listing, sharded, some
+from tests.memory.test_files import listing, sharded, some
 
 
 def fetch(address: str, out: Path, *options: str) -> subprocess.CompletedProcess[str]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from tensorhub.hub import Hub, register_memory
-from tensorhub.transport.memory import RegisteredMemory
+from tensorhub.memory.tensors import RegisteredMemory
 from tensorhub.weights import Weights
 from tests.cuda.double import Double
 

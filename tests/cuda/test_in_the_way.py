@@ -15,9 +15,10 @@ from tensorhub.cuda.cupy_device import failures
 from tensorhub.cuda.device import DeviceBytes
 from tensorhub.errors import RegistrationError, StateError, VersionUnavailable
 from tensorhub.hub import Hub, register_memory
+from tensorhub.memory import describing
+from tensorhub.memory.tensors import RegisteredMemory
 from tensorhub.runtime import cuda_ipc_channel
-from tensorhub.transport import describing, shm
-from tensorhub.transport.memory import RegisteredMemory
+from tensorhub.transport import shm
 from tensorhub.weights import Weights
 from tests.cuda.double import Double
 from tests.rig import OPTIONS, cluster

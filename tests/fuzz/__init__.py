@@ -10,8 +10,8 @@ inputs of `corpus/`; `make fuzz` runs the same ones under a coverage-guided fuzz
     a handshake, of either side                  protocol.handshake                             handshakes
     another process' error                       messages.ErrorInfo.error                       errors
     a manifest                                   manifest.Manifest.decode, file_target.plan     manifests
-    a safetensors file                           transport.safetensors read_from, parse_header  headers
-    a manifest's metadata, a model's index       transport.checkpoint                           checkpoints
+    a safetensors file                           memory.safetensors read_from   , parse_header  headers
+    a manifest's metadata, a model's index       memory.checkpoint                              checkpoints
     addresses, selectors, names, token files     types, protocol.secret                         texts
     state.sqlite3                                runtime.store.SqliteStore                      stores
     what workers say                             coordinator.Coordinator.step                   coordinators, bystanders

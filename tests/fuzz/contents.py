@@ -35,11 +35,11 @@ from tensorhub.manifest import (
     build_manifest,
     check_compatible,
 )
+from tensorhub.memory.checkpoint import FORMAT, SUFFIX, Checkpoint, Index, file_name_fault, find_files
+from tensorhub.memory.file_target import FileTarget, plan
+from tensorhub.memory.safetensors import METADATA, TORCH_NAMES, Header, make_header, parse_header, read_from
 from tensorhub.protocol.secret import TOKEN_BYTES_MAX, TOKENS_MAX, is_loopback, read_token_file
 from tensorhub.runtime.store import SqliteStore
-from tensorhub.transport.checkpoint import FORMAT, SUFFIX, Checkpoint, Index, file_name_fault, find_files
-from tensorhub.transport.file_target import FileTarget, plan
-from tensorhub.transport.safetensors import METADATA, TORCH_NAMES, Header, make_header, parse_header, read_from
 from tensorhub.types import OpKey, Options, check_name, check_selector, format_address, parse_address
 from tests.fuzz.protocol import bounded
 from tests.fuzz.source import Source

@@ -9,13 +9,13 @@ import pytest
 import torch
 
 from tensorhub.hub import register_memory
+from tensorhub.memory.tensors import RegisteredMemory
 from tensorhub.runtime import staging
 from tensorhub.runtime.rdma_channel import RdmaTransport
 from tensorhub.runtime.staging import PIECE_BYTES
 from tensorhub.testing.conformance import CHECKS
 from tensorhub.testing.serving import ServedSource
 from tensorhub.transport import verbs
-from tensorhub.transport.memory import RegisteredMemory
 from tensorhub.transport.rdma import usable_ports
 from tensorhub.transport.registry import Local
 from tensorhub.transport.verbs import Fabric

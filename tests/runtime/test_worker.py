@@ -13,12 +13,12 @@ import pytest
 import trio.testing
 
 from tensorhub.errors import CoordinatorUnavailable, OperationTimeout, TensorHubError, VersionUnavailable
+from tensorhub.memory.tensors import RegisteredMemory
 from tensorhub.runtime.ending import CLOSE_S, Parting
 from tensorhub.runtime.handle import Handle
 from tensorhub.runtime.server import CoordinatorServer
 from tensorhub.runtime.store import MemoryStore, SqliteStore, Store
 from tensorhub.runtime.worker import Worker
-from tensorhub.transport.memory import RegisteredMemory
 from tensorhub.types import HandleState, Location, OpKind, Options
 from tensorhub.worker.calls import FillCall
 from tests.rig import nothing_left, tensors

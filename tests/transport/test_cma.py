@@ -18,11 +18,11 @@ import pytest
 from hypothesis import given, settings, strategies as st
 
 from tensorhub.manifest import TensorDescription, build_manifest
+from tensorhub.memory.tensors import address_of
 from tensorhub.runtime.chunks import ChunkMemory
 from tensorhub.runtime.serving import SharedOwner
 from tensorhub.transport import cma
 from tensorhub.transport.cma import Look, Piece, Words
-from tensorhub.transport.memory import address_of
 from tensorhub.types import ContentId, RegistrationId
 
 HERE = os.getpid()

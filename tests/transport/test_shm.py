@@ -19,10 +19,10 @@ import torch
 
 from tensorhub import shared_empty_like
 from tensorhub.errors import StateError
-from tensorhub.transport.describing import describe
-from tensorhub.transport.memory import view
+from tensorhub.memory.describing import describe
+from tensorhub.memory.tensors import view
 from tensorhub.transport.shm import ALIGNMENT, MappedSegment, Segment, segments_of
-from tests.transport.test_memory import quantized
+from tests.memory.test_tensors import quantized
 
 
 def copied(segment: MappedSegment) -> bytes:

@@ -23,7 +23,7 @@ import tensorhub
 from tensorhub.cli.common import FAILED, CommandError, JsonOption, QuietOption, report, run, seconds, usage, whole
 from tensorhub.cli.demo_crew import Crew, Event, hire
 from tensorhub.cli.demo_ledger import MB, TRAINER, Fetch, Ledger, Publication
-from tensorhub.transport.safetensors import read_header
+from tensorhub.memory.safetensors import read_header
 
 WIDTH_MIN = 130  # of the tables, where there is no terminal
 

@@ -34,7 +34,7 @@ import anyio.to_thread
 import tensorhub
 from tensorhub.cli.common import leaf_of, logs_to_stderr
 from tensorhub.errors import TensorHubError
-from tensorhub.transport.safetensors import Header, read_header
+from tensorhub.memory.safetensors import Header, read_header
 from tensorhub.types import FetchReport, VersionInfo
 
 if TYPE_CHECKING:

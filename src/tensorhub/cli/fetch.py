@@ -32,7 +32,7 @@ from tensorhub.cli.common import (
 )
 from tensorhub.errors import StateError
 from tensorhub.hub import fetch_into
-from tensorhub.transport.file_target import FileTarget
+from tensorhub.memory.file_target import FileTarget
 from tensorhub.types import FetchReport, Options, Selector, VersionInfo, check_selector
 
 

@@ -30,7 +30,7 @@ from tensorhub.cli.common import (
 )
 from tensorhub.errors import MutabilityViolation, VersionConflict, VersionUnavailable
 from tensorhub.hub import register_memory
-from tensorhub.transport.files import FileMemory
+from tensorhub.memory.files import FileMemory
 from tensorhub.types import VERSION_MAX, VersionInfo
 
 POLL_S = 0.25  # how often the files are looked at

@@ -11,7 +11,7 @@ from tensorhub.cuda.device import DeviceBytes
 from tensorhub.digests import WIDTHS
 from tensorhub.errors import StateError
 from tensorhub.manifest import Manifest
-from tensorhub.transport.memory import Bytes, address_of, copy_bytes
+from tensorhub.memory.tensors import Bytes, address_of, copy_bytes
 from tensorhub.transport.verbs import SPAN_BYTES
 
 DIGEST_BYTES_PER_S = 4 * 2**30  # less than any CPU of the last ten years manages

@@ -20,6 +20,7 @@ import anyio.to_thread
 from tensorhub.digests import pack, root_of, unpack
 from tensorhub.errors import TensorHubError
 from tensorhub.manifest import Manifest
+from tensorhub.memory.tensors import MappedRegions, Memory
 from tensorhub.messages import FromWorker, Progress
 from tensorhub.runtime import clock
 from tensorhub.runtime.callers_work import CallersWork
@@ -32,7 +33,6 @@ from tensorhub.runtime.places import Places
 from tensorhub.runtime.promise import Promise
 from tensorhub.runtime.reports import CallTimes
 from tensorhub.runtime.serving import SharedOwner
-from tensorhub.transport.memory import MappedRegions, Memory
 from tensorhub.types import ContentId, LeaseId, RegistrationId
 from tensorhub.worker.calls import Action, AddPullSource, CompareDigests, CopyLocally, DropPullSource, StartPull, staging_of
 from tensorhub.worker.member import Member

@@ -21,6 +21,7 @@ import anyio.to_thread
 
 from tensorhub.digests import WIDTHS
 from tensorhub.errors import DrainTimeout, Memory as TensorState, StateError, TensorHubError
+from tensorhub.memory.tensors import Memory
 from tensorhub.messages import DigestAgain, ErrorInfo, TellDigests
 from tensorhub.runtime import clock
 from tensorhub.runtime.callers_work import CallersWork
@@ -32,7 +33,6 @@ from tensorhub.runtime.promise import Promise
 from tensorhub.runtime.reports import CallTimes
 from tensorhub.runtime.serving import SharedOwner
 from tensorhub.runtime.threads import run_in_thread
-from tensorhub.transport.memory import Memory
 from tensorhub.types import (
     ContentId,
     FetchReport,

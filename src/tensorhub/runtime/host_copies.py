@@ -26,14 +26,14 @@ from tensorhub.errors import (
     VersionUnavailable,
 )
 from tensorhub.manifest import Manifest
+from tensorhub.memory.host import HostMemory
+from tensorhub.memory.tensors import Memory
 from tensorhub.messages import CopyRefused, DropCopy, FromWorker, MakeCopy
 from tensorhub.runtime import clock, ports
 from tensorhub.runtime.handle import Handle
 from tensorhub.runtime.logs import get_logger
 from tensorhub.runtime.places import pinning
 from tensorhub.runtime.questions import Questions
-from tensorhub.transport.host import HostMemory
-from tensorhub.transport.memory import Memory
 from tensorhub.types import (
     LATEST,
     FetchReport,

@@ -15,13 +15,13 @@ from collections.abc import Sequence
 
 from tensorhub.cuda.device import Device
 from tensorhub.errors import ProtocolError, StateError
+from tensorhub.memory.tensors import address_of
 from tensorhub.messages import FindPorts, Pair, Paired, PieceStaged, PortsAre, QueueCard, ReadRefused, Unpaired
 from tensorhub.runtime.chunks import ChunkMemory
 from tensorhub.runtime.logs import Tally, get_logger
 from tensorhub.runtime.serving import SharedOwner
 from tensorhub.runtime.staging import Pinned, Staging
 from tensorhub.transport import rdma, verbs
-from tensorhub.transport.memory import address_of
 from tensorhub.transport.verbs import Queue
 from tensorhub.types import RegistrationId
 from tensorhub.worker.owner import Refusal

@@ -18,12 +18,12 @@ from tensorhub.compaction.gpu import PackedOnDevice
 from tensorhub.cuda.device import Device, DeviceBytes
 from tensorhub.errors import StateError, TensorHubError, text_of
 from tensorhub.manifest import Manifest
+from tensorhub.memory.host import HostMemory, Pin
+from tensorhub.memory.tensors import MappedRegions, Memory, Pieces
 from tensorhub.runtime.chunks import ChunkMemory
 from tensorhub.runtime.logs import get_logger
 from tensorhub.runtime.serving import SharedOwner
 from tensorhub.runtime.threads import run_in_thread
-from tensorhub.transport.host import HostMemory, Pin
-from tensorhub.transport.memory import MappedRegions, Memory, Pieces
 from tensorhub.types import ContentId, Purpose, RegistrationId
 from tensorhub.worker.calls import CopyLocally, StartPull, staging_of
 

@@ -11,6 +11,7 @@ from collections.abc import Awaitable, Callable
 from typing import Any, Protocol, TypeVar
 
 from tensorhub.errors import TensorHubError
+from tensorhub.memory.tensors import Memory
 from tensorhub.runtime.callers_work import CallersWork
 from tensorhub.runtime.ending import Parting
 from tensorhub.runtime.filler import ProgressListener
@@ -18,7 +19,6 @@ from tensorhub.runtime.loop_thread import Job, Waiter, Watching
 from tensorhub.runtime.news import News
 from tensorhub.runtime.pins import Pins
 from tensorhub.runtime.questions import Questions
-from tensorhub.transport.memory import Memory
 from tensorhub.types import FetchReport, Options, Selector, VersionInfo
 from tensorhub.worker.calls import FillCall
 from tensorhub.worker.member import Member

@@ -26,6 +26,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from tensorhub.errors import OperationTimeout, ProtocolError
+from tensorhub.memory.tensors import address_of
 from tensorhub.messages import (
     ChunksFollow,
     ChunksPinned,
@@ -55,7 +56,6 @@ from tensorhub.transport.base import (
     ReadRight,
     Unusable,
 )
-from tensorhub.transport.memory import address_of
 from tensorhub.transport.rdma import Move, Port
 from tensorhub.transport.reads import WINDOW_BYTES, Group, Reads
 from tensorhub.transport.registry import Local

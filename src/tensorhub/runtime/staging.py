@@ -12,7 +12,7 @@ from collections.abc import Generator, Iterator, Sequence
 
 from tensorhub.cuda.copies import copy
 from tensorhub.cuda.device import Device, Mark
-from tensorhub.transport.memory import address_of
+from tensorhub.memory.tensors import address_of
 
 PIECE_BYTES = 4 * 2**20  # of one buffer: some 0.1 ms over PCIe 5, which is much longer than starting a copy takes
 

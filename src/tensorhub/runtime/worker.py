@@ -27,6 +27,7 @@ from tensorhub.errors import (
     TensorHubError,
 )
 from tensorhub.manifest import Manifest, build_manifest
+from tensorhub.memory.tensors import Memory
 from tensorhub.messages import (
     THERE_BYTES_MAX,
     AddSource,
@@ -82,7 +83,6 @@ from tensorhub.runtime.questions import Questions
 from tensorhub.runtime.serving import SharedOwner
 from tensorhub.runtime.telling import Telling
 from tensorhub.transport import tcp, unix
-from tensorhub.transport.memory import Memory
 from tensorhub.types import (
     READ_ONLY,
     Endpoint,

@@ -24,6 +24,7 @@ from tensorhub.errors import (
     TensorHubError,
 )
 from tensorhub.manifest import Digest, Manifest, build_manifest
+from tensorhub.memory.tensors import Memory
 from tensorhub.messages import CopyRefused, ErrorInfo, FromWorker, Leave, MakeCopy
 from tensorhub.runtime.callers_work import CallersWork
 from tensorhub.runtime.ending import CLOSE_S, Parting
@@ -36,7 +37,6 @@ from tensorhub.runtime.prefetcher import Prefetcher
 from tensorhub.runtime.questions import Questions
 from tensorhub.testing.network import TimedLink
 from tensorhub.testing.registered import EmbeddedHandle
-from tensorhub.transport.memory import Memory
 from tensorhub.types import (
     FetchReport,
     HandleState,

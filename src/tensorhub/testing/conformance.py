@@ -24,8 +24,8 @@ from typing import Final, Protocol
 import xxhash
 
 from tensorhub.cuda.device import Device, DeviceBytes
+from tensorhub.memory.tensors import Bytes, address_of, copy_bytes
 from tensorhub.transport.base import Arrival, Channel, Cutter, Lacking, ReadFailure, ReadRight, Transport, Unusable
-from tensorhub.transport.memory import Bytes, address_of, copy_bytes
 from tensorhub.types import ContentId, Endpoint, Incarnation, RegistrationId
 
 SIZES: Final = (1, 4096, 70_000, 3, 4096, 2**20, 5, 4096)  # bytes of each chunk of a source

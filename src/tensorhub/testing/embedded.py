@@ -16,6 +16,7 @@ import anyio
 import anyio.abc
 
 from tensorhub.errors import StateError, TensorHubError
+from tensorhub.memory.tensors import Memory
 from tensorhub.messages import (
     Announce,
     Deregister,
@@ -44,7 +45,6 @@ from tensorhub.testing.simulated import SimulatedCluster
 from tensorhub.testing.virtual import idle
 from tensorhub.testing.wires import TimedLane
 from tensorhub.testing.worker import SimWorker
-from tensorhub.transport.memory import Memory
 from tensorhub.types import Location, Options
 from tensorhub.worker.enrolment import Shard
 

@@ -15,12 +15,12 @@ import anyio
 
 from tensorhub.errors import StateError, TensorHubError
 from tensorhub.manifest import Manifest
+from tensorhub.memory.tensors import Memory
 from tensorhub.messages import Publish
 from tensorhub.testing.handle import Asked, Handle
 from tensorhub.testing.memory import written
 from tensorhub.testing.pulling import Lane
 from tensorhub.testing.tensors import TensorCells
-from tensorhub.transport.memory import Memory
 from tensorhub.types import FetchReport, SourceReport, VersionInfo
 from tensorhub.worker.calls import (
     Action,

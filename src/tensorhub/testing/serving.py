@@ -10,6 +10,7 @@ import anyio.from_thread
 
 from tensorhub.cuda.device import Device
 from tensorhub.manifest import TensorDescription, build_manifest
+from tensorhub.memory.tensors import Bytes, copy_bytes
 from tensorhub.runtime.acceptor import ServeSettings, serve_readers
 from tensorhub.runtime.chunks import ChunkMemory
 from tensorhub.runtime.serving import SharedOwner
@@ -17,7 +18,6 @@ from tensorhub.testing.conformance import SIZES, bytes_of
 from tensorhub.transport import tcp, unix
 from tensorhub.transport.base import ReadRight
 from tensorhub.transport.cma import Words
-from tensorhub.transport.memory import Bytes, copy_bytes
 from tensorhub.transport.nixl import Exposures
 from tensorhub.transport.shm import Segment
 from tensorhub.transport.verbs import Fabric

@@ -11,8 +11,8 @@ from typing import Self, overload
 import xxhash
 
 from tensorhub.manifest import Manifest
+from tensorhub.memory.tensors import Memory, copy_bytes
 from tensorhub.runtime.chunks import ChunkMemory
-from tensorhub.transport.memory import Memory, copy_bytes
 
 
 class Cell(str):

@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from tensorhub.errors import StateError
-from tensorhub.transport.memory import bytes_at
+from tensorhub.memory.tensors import bytes_at
 
 ALIGNMENT = 64  # of each tensor in its segment: a cache line, and more than any dtype wants
 _SIZE_SEALS = getattr(fcntl, "F_SEAL_SHRINK", 2) | getattr(fcntl, "F_SEAL_GROW", 4)

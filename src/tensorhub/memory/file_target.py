@@ -21,10 +21,10 @@ from typing import Self
 from tensorhub.cuda.device import Device
 from tensorhub.errors import ManifestMismatch, StateError
 from tensorhub.manifest import Manifest, TensorDescription, TensorSpec
-from tensorhub.transport.allocated import choose, patterns
-from tensorhub.transport.checkpoint import SUFFIX, Checkpoint, agreed, rewritten, sync_directory
-from tensorhub.transport.memory import MappedRegions, Pieces, alias_classes, check_padding, is_packed
-from tensorhub.transport.safetensors import Entry, Header, make_header
+from tensorhub.memory.allocated import choose, patterns
+from tensorhub.memory.checkpoint import SUFFIX, Checkpoint, agreed, rewritten, sync_directory
+from tensorhub.memory.safetensors import Entry, Header, make_header
+from tensorhub.memory.tensors import MappedRegions, Pieces, alias_classes, check_padding, is_packed
 
 ONE_FILE = "model" + SUFFIX  # of a directory, where the publisher had no file names
 

@@ -21,9 +21,9 @@ from tensorhub.cuda.device import Device
 from tensorhub.digests import hasher
 from tensorhub.errors import ManifestMismatch, RegistrationError
 from tensorhub.manifest import Chunk, Manifest, TensorDescription
-from tensorhub.transport.checkpoint import Checkpoint, find_files
-from tensorhub.transport.memory import MappedRegions
-from tensorhub.transport.safetensors import Entry, Header, open_file, read_from
+from tensorhub.memory.checkpoint import Checkpoint, find_files
+from tensorhub.memory.safetensors import Entry, Header, open_file, read_from
+from tensorhub.memory.tensors import MappedRegions
 
 READ_BYTES = 4 * 2**20  # of one read that is then digested, out of the cache
 

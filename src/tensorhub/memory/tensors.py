@@ -23,9 +23,9 @@ from typing import Any, Protocol
 from tensorhub.cuda.device import Device, DeviceBytes
 from tensorhub.errors import ManifestMismatch, RegistrationError
 from tensorhub.manifest import ITEMSIZE, Manifest, Quantization, TensorDescription, TensorSpec
-from tensorhub.transport.describing import describe, device_of, dtype_of, fault_of, is_torch, place_of, quantization_of
-from tensorhub.transport.resolving import is_module, resolve
-from tensorhub.transport.sampling import Sample
+from tensorhub.memory.describing import describe, device_of, dtype_of, fault_of, is_torch, place_of, quantization_of
+from tensorhub.memory.resolving import is_module, resolve
+from tensorhub.memory.sampling import Sample
 
 PADDING_MAX = 256  # bytes beside each tensor of a packed region; publishers take less
 CHANGES_NAMED_MAX = 20  # tensors, in an error

@@ -17,7 +17,7 @@ from operator import attrgetter
 from pathlib import Path
 
 from tensorhub.manifest import DIMENSIONS_MAX, INT_MAX, ITEMSIZE, TENSORS_MAX, name_fault, shape_fault
-from tensorhub.transport.json_pieces import Pieces
+from tensorhub.memory.json_pieces import Pieces
 
 HEADER_BYTES_MAX = 100_000_000  # the format's own limit
 ENTRY_BYTES_MAX = 8192  # of what it says of one tensor, with whatever space is in it

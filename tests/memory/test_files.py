@@ -19,13 +19,13 @@ from safetensors.torch import load_file, save_file
 
 from tensorhub.errors import ManifestMismatch, RegistrationError, StateError
 from tensorhub.manifest import Manifest, build_manifest
+from tensorhub.memory.checkpoint import FORMAT, Checkpoint, Index, find_files
+from tensorhub.memory.file_target import FileTarget, plan
+from tensorhub.memory.files import READ_BYTES, FileMemory
+from tensorhub.memory.safetensors import make_header, read_header
+from tensorhub.memory.tensors import MappedRegions, RegisteredMemory
 from tensorhub.runtime.chunks import ChunkMemory
-from tensorhub.transport.checkpoint import FORMAT, Checkpoint, Index, find_files
-from tensorhub.transport.file_target import FileTarget, plan
-from tensorhub.transport.files import READ_BYTES, FileMemory
-from tensorhub.transport.memory import MappedRegions, RegisteredMemory
-from tensorhub.transport.safetensors import make_header, read_header
-from tests.transport.views import views
+from tests.memory.views import views
 
 CHUNK_BYTES = 4096
 Tensors = Mapping[str, torch.Tensor]
@@ -538,8 +538,8 @@ FULL = """
 import sys
 from pathlib import Path
 from tensorhub.errors import StateError
-from tensorhub.transport.file_target import FileTarget
-from tests.transport.test_files import FileMemory, manifest_of
+from tensorhub.memory.file_target import FileTarget
+from tests.memory.test_files import FileMemory, manifest_of
 with FileMemory(Path(sys.argv[1])) as memory, FileTarget(Path(sys.argv[2])) as target:
     try:
         target.map(manifest_of(memory))

@@ -17,7 +17,7 @@ from tensorhub.cuda.cupy_device import cuda_device, fault_here
 from tensorhub.cuda.device import Device, DeviceBytes
 from tensorhub.errors import InvalidType, InvalidValue, ManifestMismatch, StateError, shown
 from tensorhub.manifest import Manifest, TensorDescription, TensorSpec
-from tensorhub.transport.memory import Bytes, MappedRegions, check_padding, is_packed, view
+from tensorhub.memory.tensors import Bytes, MappedRegions, check_padding, is_packed, view
 
 if TYPE_CHECKING:
     import torch

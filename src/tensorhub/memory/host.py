@@ -15,7 +15,7 @@ from itertools import accumulate
 from tensorhub.cuda.device import Device
 from tensorhub.errors import StateError
 from tensorhub.manifest import Manifest, TensorDescription
-from tensorhub.transport.memory import MappedRegions
+from tensorhub.memory.tensors import MappedRegions
 
 Pin = Callable[[memoryview], Callable[[], None]]
 """Page-locks this memory; what comes back undoes that."""

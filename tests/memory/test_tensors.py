@@ -17,10 +17,10 @@ from torch import nn
 
 from tensorhub.errors import ManifestMismatch, RegistrationError
 from tensorhub.manifest import ITEMSIZE, Manifest, RegionSpec, TensorSpec, build_manifest
-from tensorhub.transport import describing
-from tensorhub.transport.describing import describe
-from tensorhub.transport.memory import RegisteredMemory, view
-from tests.transport.views import views
+from tensorhub.memory import describing
+from tensorhub.memory.describing import describe
+from tensorhub.memory.tensors import RegisteredMemory, view
+from tests.memory.views import views
 
 
 def manifest_of(tensors: Mapping[str, Any]) -> Manifest:
@@ -185,7 +185,7 @@ def test_neither_torch_nor_numpy_is_imported() -> None:
     script = (
         "import sys\n"
         "from tensorhub.errors import RegistrationError\n"
-        "from tensorhub.transport.describing import describe\n"
+        "from tensorhub.memory.describing import describe\n"
         "try: describe({'w': object()})\n"
         "except RegistrationError as error: assert 'neither' in str(error)\n"
         "sys.exit('torch' in sys.modules or 'numpy' in sys.modules)\n"

@@ -11,9 +11,9 @@ from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
 from tensorhub.errors import RegistrationError
-from tensorhub.transport.describing import describe
-from tensorhub.transport.memory import RegisteredMemory
-from tensorhub.transport.resolving import resolve
+from tensorhub.memory.describing import describe
+from tensorhub.memory.resolving import resolve
+from tensorhub.memory.tensors import RegisteredMemory
 
 
 class Tied(nn.Module):

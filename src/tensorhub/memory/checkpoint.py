@@ -20,8 +20,8 @@ import msgpack
 from msgpack.exceptions import UnpackException
 
 from tensorhub.manifest import TENSORS_MAX
-from tensorhub.transport.json_pieces import Pieces
-from tensorhub.transport.safetensors import Header, open_file, parse_header
+from tensorhub.memory.json_pieces import Pieces
+from tensorhub.memory.safetensors import Header, open_file, parse_header
 
 FORMAT = b"safetensors/2\n"  # what the metadata of a version that was published from files begins with
 SUFFIX = ".safetensors"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tensorhub.transport.sampling import PIECES, SAMPLE_BYTES, SHARE_BYTES_MIN, Sample, _places
+from tensorhub.memory.sampling import PIECES, SAMPLE_BYTES, SHARE_BYTES_MIN, Sample, _places
 
 DTYPES = sorted({value for value in vars(torch).values() if isinstance(value, torch.dtype)}, key=str)
 
