@@ -7,29 +7,39 @@ from collections import Counter
 import pytest
 from hypothesis import given, strategies as st
 
-from tensorhub.coordinator import Connected, Disconnected, Received, Tick, limits as real
-from tensorhub.coordinator.guests import Share
-from tensorhub.coordinator.limits import GUEST_IDLE_S
+from tensorhub.coordinator import Connected, Disconnected, Persisted, Received, Tick, limits as real
+from tensorhub.coordinator.entities import Operation
+from tensorhub.coordinator.limits import GUEST_IDLE_S, GUESTS_PER_STEP, NOTED_PER_STEP, TIMERS_PER_STEP
+from tensorhub.coordinator.operations import Operations
+from tensorhub.coordinator.sharing import Share
 from tensorhub.errors import CoordinatorUnavailable, RegistrationError, StateError
 from tensorhub.messages import (
     WATCHES_MAX,
+    Abandon,
     Announce,
+    CutReader,
     Deregister,
     Describe,
+    Description,
     Dismissed,
+    DropSource,
+    ErrorInfo,
+    Fill,
     Heartbeat,
     HeartbeatAck,
     Join,
     Outcome,
+    ReaderCut,
     Refused,
     Register,
     Registered,
     Retain,
+    Start,
     Unwatch,
     Watch,
     Welcome,
 )
-from tensorhub.types import Endpoint, Location, Medium, Options, Purpose
+from tensorhub.types import Endpoint, Location, Medium, OpKey, OpKind, Options, Purpose
 from tests.coordinator.test_limits import Desk, refusal
 
 HERE, THERE = "10.0.0.1", "10.0.0.2"
@@ -51,6 +61,26 @@ class Lobby(Desk):
         use = (False, False, Medium.DEVICE, Purpose.USE, "", 1, 1, b"", None)
         name = f"read-only-{name}"
         return self.say(session, Register(next(self.requests), name, model, name, 0, 0, 1, *use))
+
+    def asks(self, session: int, name: str, model: str = "m", timeout_s: float = 1000.0) -> OpKey:
+        """Registers, and calls fetch."""
+        registered = self.fetches(session, name, model)
+        assert isinstance(registered, Registered)
+        key = OpKey(model, f"read-only-{name}", registered.epoch, registered.sequence)
+        self.say(session, Fill(key, 0, key.group, OpKind.FETCH, "latest", None, 1, False, False, timeout_s))
+        return key
+
+    def ticks(self) -> int:
+        """How often it was time for another step at once."""
+        steps = 0
+        while (due := self.core.next_deadline()) is not None and due <= self.now:
+            self.step(Tick())
+            steps += 1
+        return steps
+
+    def readers(self, *names: str) -> list[int]:
+        """How many read from each of these at a time, so far as is known here."""
+        return [member.holding.active_readers for name in names if (member := self.core.cluster.members[name]).holding]
 
     def wait(self, seconds: float, beating: tuple[int, ...] = ()) -> None:
         """So long, with heartbeats of these sessions."""
@@ -113,6 +143,174 @@ def test_a_name_that_was_watched_before_there_was_such_a_model_is_announced() ->
     assert isinstance(last, Announce)
     assert last.newest is not None
     assert last.newest.version == 1
+
+
+# ------------------------------------------------------------------------------------------------------ many calls
+
+
+@pytest.fixture
+def looked(monkeypatch: pytest.MonkeyPatch) -> list[Operation]:
+    """Each operation that was looked at, in order."""
+    looked: list[Operation] = []
+    settle = Operations.settle
+
+    def noting(self: Operations, operation: Operation) -> None:
+        looked.append(operation)
+        settle(self, operation)
+
+    monkeypatch.setattr(Operations, "settle", noting)
+    return looked
+
+
+def test_however_many_guests_wait_a_workers_step_looks_at_a_few_and_each_has_its_turn(looked: list[Operation]) -> None:
+    """A step of a trainer was once as long as all that waits: half a minute for two read-only sessions' calls."""
+    lobby, many = Lobby(), 3 * GUESTS_PER_STEP
+    lobby.guest(1)
+    for number in range(many):
+        lobby.asks(1, str(number))
+    lobby.connect(2)
+    lobby.register(2, "t")  # some are looked at now, in vain; the others still wait for that when there is something
+    looked.clear()
+    lobby.core.step(Received(2, lobby.publication("t")), lobby.now)
+    (record,) = lobby.core.cluster.records
+    lobby.core.step(Persisted(record), lobby.now)
+    assert len(looked) <= 2 * GUESTS_PER_STEP + 4
+    assert lobby.ticks() >= 2
+    assert {operation.key.group for operation in looked} == {"t", *(f"read-only-{number}" for number in range(many))}
+    assert lobby.readers("t") == [many]
+    model = lobby.core.cluster.models["m"]
+    assert not [*model.waiting, *model.guests_waiting, *lobby.core.cluster.stirred]
+
+
+def test_a_workers_waiting_call_is_looked_at_in_the_same_step(looked: list[Operation]) -> None:
+    lobby = Lobby()
+    lobby.guest(1)
+    for number in range(2 * GUESTS_PER_STEP):
+        lobby.asks(1, str(number))
+    lobby.connect(2)
+    lobby.connect(3)
+    lobby.register(2, "t")
+    lobby.register(3, "r")
+    key = OpKey("m", "r", lobby.core.cluster.models["m"].groups["r"].epoch, 0)
+    lobby.say(3, Fill(key, 0, "r", OpKind.REPLICATE, "latest", None, 1, False, False, 1000.0))
+    looked.clear()
+    lobby.step(Received(2, lobby.publication("t")))
+    assert isinstance(lobby.heard[3][-1], Start)
+
+
+def test_a_copy_has_so_many_guests_as_readers_and_who_waits_comes_after_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    """When a copy leaves, all its readers are moved in one step."""
+    monkeypatch.setattr(real, "GUESTS_OF_HOLDING_MAX", 4)
+    lobby = Lobby()
+    lobby.connect(2)
+    lobby.register(2, "t")
+    lobby.publish(2, "t", 1, 0)
+    lobby.guest(1)
+    keys = [lobby.asks(1, str(number)) for number in range(6)]
+    assert lobby.readers("t") == [4]
+    waiting = [operation.state.name for operation in lobby.core.cluster.undecided.values()].count("GATHERING")
+    assert waiting == 2  # and nothing was begun for them
+    for done in keys[:3]:
+        lobby.say(1, Abandon(done, 0, ErrorInfo("StateError", "enough", False)))
+    assert lobby.readers("t") == [3]
+    assert all(operation.state.name == "RUNNING" for operation in lobby.core.cluster.undecided.values())
+    for number in range(6, 9):
+        lobby.asks(1, str(number))
+    assert lobby.readers("t") == [4]
+    lobby.connect(3)
+    lobby.register(3, "r")
+    key = OpKey("m", "r", lobby.core.cluster.models["m"].groups["r"].epoch, 0)
+    lobby.say(3, Fill(key, 0, "r", OpKind.REPLICATE, "latest", None, 1, False, False, 1000.0))
+    assert lobby.readers("t", "r") == [5, 2]  # who may write waits for none of them; and it is a source, too
+
+
+def test_a_guest_of_another_origin_reads_at_the_expense_of_who_has_most(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(real, "GUESTS_OF_HOLDING_MAX", 4)
+    lobby = Lobby()
+    lobby.connect(2)
+    lobby.register(2, "t")
+    lobby.publish(2, "t", 1, 0)
+    lobby.guest(1, HERE)
+    for number in range(6):
+        lobby.asks(1, str(number))
+    before = len(lobby.heard[1])
+    lobby.guest(3, THERE)
+    for name in "ab":
+        lobby.asks(3, name)
+        (start,) = (heard for heard in lobby.heard[3][-1:] if isinstance(heard, Start))
+        assert start.grants
+    assert [type(heard) for heard in lobby.heard[1][before:]] == [DropSource] * 2
+    cut = [heard for heard in lobby.heard[2] if isinstance(heard, CutReader)]
+    assert [each.reader for each in cut] == ["read-only-1"] * 2
+    assert lobby.readers("t") == [4]
+    lobby.asks(3, "c")  # it has its part
+    assert isinstance(lobby.heard[3][-1], Registered)
+    assert len(lobby.heard[1]) == before + 2
+    for each in cut:
+        lobby.say(2, ReaderCut(each.lease))
+    assert len(lobby.core.cluster.leases) == 4
+
+
+def test_a_guest_that_never_had_its_turn_is_told_why(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(real, "GUESTS_OF_HOLDING_MAX", 1)
+    lobby = Lobby()
+    lobby.connect(2)
+    lobby.register(2, "t")
+    lobby.publish(2, "t", 1, 0)
+    lobby.guest(1)
+    lobby.asks(1, "a")
+    lobby.asks(1, "b", timeout_s=5.0)
+    lobby.wait(6.0, (1, 2))
+    (outcome,) = (heard for heard in lobby.heard[1] if isinstance(heard, Outcome))
+    assert outcome.error is not None
+    assert "has room for another read-only reader (GUESTS_OF_HOLDING_MAX)" in outcome.error.message
+
+
+def test_calls_that_are_over_at_once_end_in_several_steps() -> None:
+    lobby, many = Lobby(), 3 * TIMERS_PER_STEP
+    lobby.guest(1)
+    for number in range(many):
+        lobby.asks(1, str(number), timeout_s=5.0)
+    lobby.say(1, Heartbeat(1))
+    lobby.now += 6.0
+    lobby.step(Received(1, Heartbeat(1)))
+    assert len(lobby.core.cluster.undecided) >= many - TIMERS_PER_STEP
+    assert lobby.ticks() >= 2
+    assert not lobby.core.cluster.undecided
+
+
+def test_of_guests_that_are_lost_at_once_a_step_takes_as_many_as_have_not_much() -> None:
+    lobby = Lobby()
+    for session in (1, 2, 3):
+        lobby.guest(session)
+        for number in range(NOTED_PER_STEP // 2):
+            lobby.fetches(session, f"{session}-{number}")
+    lobby.now += 20.0
+    lobby.step(Tick())
+    assert len(lobby.core.cluster.workers) == 2
+    lobby.ticks()
+    assert not lobby.core.cluster.workers
+
+
+def test_of_guests_and_their_leases_a_description_tells_so_many(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(real, "DESCRIBED_MAX", 3)
+    lobby = Lobby()
+    lobby.connect(100)
+    lobby.register(100, "t")
+    lobby.publish(100, "t", 1, 0)
+    for session in range(1, 6):
+        lobby.guest(session)
+        lobby.asks(session, str(session))
+    for session, name in ((101, "r"), (102, "s")):
+        lobby.connect(session)
+        lobby.register(session, name)
+        key = OpKey("m", name, lobby.core.cluster.models["m"].groups[name].epoch, 0)
+        lobby.say(session, Fill(key, 0, name, OpKind.REPLICATE, "latest", None, 1, False, False, 1000.0))
+    description = lobby.say(100, Describe(1, "m", None))
+    assert isinstance(description, Description)
+    (model,) = description.models
+    assert Counter(worker.name[0] for worker in model.workers) == {"w": 3, "g": 3}
+    assert Counter(lease.reader[0] for lease in model.leases) == {"w": 2, "g": 3}
 
 
 # --------------------------------------------------------------------------------------------------- registrations

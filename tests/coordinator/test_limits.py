@@ -107,9 +107,12 @@ class Desk:
         use = (True, False, Medium.DEVICE, Purpose.USE, "", 1, 1, manifest, None)
         return self.say(session, Register(next(self.requests), name, model, name, 0, 0, world_size, *use))
 
-    def publish(self, session: int, name: str, version: int, sequence: int) -> FromCoordinator | None:
+    def publication(self, name: str, version: int = 1, sequence: int = 0) -> Publish:
         group = self.core.cluster.models["m"].groups[name]
-        return self.say(session, Publish(OpKey("m", name, group.epoch, sequence), 0, name, version, version, 10.0))
+        return Publish(OpKey("m", name, group.epoch, sequence), 0, name, version, version, 10.0)
+
+    def publish(self, session: int, name: str, version: int, sequence: int) -> FromCoordinator | None:
+        return self.say(session, self.publication(name, version, sequence))
 
 
 @pytest.fixture

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import errno
 import os
+import select
 import socket
 import subprocess
 import sys
 from collections.abc import Iterator
+from typing import Any
 
 import anyio
 import anyio.lowlevel
@@ -57,6 +60,40 @@ async def test_who_has_spoken_is_met_and_who_says_nothing_or_goes_is_closed(list
             tasks.cancel_scope.cancel()
             with anyio.CancelScope(shield=True):
                 assert await anyio.to_thread.run_sync(waits.recv, 1) == b""
+
+
+class Words:
+    """An epoll, of which there is one time no room for one more."""
+
+    def __init__(self, real: select.epoll) -> None:
+        self.real = real
+        self.fails = True
+
+    def register(self, *given: Any) -> None:
+        if self.fails:
+            self.fails = False
+            raise OSError(errno.ENOSPC, "no space left")
+        self.real.register(*given)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.real, name)
+
+
+async def test_one_that_nobody_can_listen_to_is_counted_and_expires(listener: socket.socket) -> None:
+    strangers, shortages = Strangers[Stranger](8, 2, 0.5), Tally(log.info, "x")
+    async with nothing_left(), anyio.create_task_group() as tasks:
+        doorstep = Doorstep(listener, strangers, lambda stranger: None, shortages, shortages)
+        doorstep._words = Words(doorstep._words)  # type: ignore[assignment]
+        tasks.start_soon(doorstep.keep)
+        with come(listener) as peer:
+            await until(lambda: len(strangers) == 1)
+            assert not doorstep._silent
+            assert await anyio.to_thread.run_sync(peer.recv, 1) == b""  # after half a second
+            assert len(strangers) == 0
+        with come(listener) as later:
+            await until(lambda: len(doorstep._silent) == 1)
+            later.close()
+        tasks.cancel_scope.cancel()
 
 
 async def test_nobody_is_met_for_whom_there_is_no_room() -> None:

@@ -92,6 +92,15 @@ def test_where_places_are_short_another_origin_gets_one_at_once() -> None:
     assert len(strangers) == 6
 
 
+def test_who_would_have_as_many_then_waits_as_among_its_own() -> None:
+    """Else two origins, of one place more and less, would throw out one another's handshakes without end."""
+    strangers = Strangers[str](99, 3, WAIT_S)
+    speak(strangers, ["a1", "a2", "b1", "b2"], 5.0)
+    assert {name for name, _ in met(strangers, 5.0)} == {"a1", "a2", "b1"}
+    assert met(strangers, 5.0 + PATIENCE_S - 0.01) == []
+    assert met(strangers, 5.0 + PATIENCE_S) == [("b2", "a1")]
+
+
 def test_among_its_own_an_origins_oldest_goes_after_a_while() -> None:
     strangers = Strangers[str](99, 2, WAIT_S)
     speak(strangers, ["a1", "a2", "a3"], 5.0)

@@ -151,6 +151,17 @@ class Cluster:
         if not operation.decided:
             self.changed_operations[operation.key] = operation
 
+    def bind(self, operation: Operation, version: Version) -> None:
+        """From now on, until it is decided, it is about that version."""
+        operation.version = version
+        version.bound[operation.key] = operation
+        self.note(operation, version)
+
+    def stir(self, operation: Operation) -> None:
+        """Have its consequences worked out: in this step, or, if it is a guest's, when it is its turn; there may be many."""
+        if not operation.decided:
+            (self.stirred if operation.is_of_guests else self.changed_operations)[operation.key] = operation
+
     def learn(self, version: Version, shard: int, manifest: bytes) -> None:
         """That shard's manifest; one that is known stays."""
         if version.is_kept and not version.manifests.get(shard):

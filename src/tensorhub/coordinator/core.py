@@ -179,8 +179,13 @@ class Coordinator(Stateful[CoordinatorState]):
     # ------------------------------------------------------------------------------------------------------ events
 
     def _run_timers(self) -> None:
-        while (name := self.cluster.timers.pop_due(self.cluster.now)) is not None:
+        """Do what is due; where that is very much a part, and the rest in the next steps, for which it is time at once."""
+        for _ in range(limits.TIMERS_PER_STEP):
+            few = len(self.cluster.noted) < limits.NOTED_PER_STEP
+            name = self.cluster.timers.pop_due(self.cluster.now) if few else None
             match name:
+                case None:
+                    return
                 case ("worker", incarnation):
                     self._membership.lease_due(incarnation)
                 case ("guest", number):

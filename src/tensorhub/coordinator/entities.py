@@ -10,8 +10,9 @@ from collections import deque
 from dataclasses import dataclass, field
 from typing import ClassVar
 
-from tensorhub.coordinator import states
+from tensorhub.coordinator import limits, states
 from tensorhub.coordinator.actions import Decision, Pinned
+from tensorhub.coordinator.sharing import Share as Places
 from tensorhub.coordinator.states import (
     LeaseState,
     OperationState,
@@ -154,6 +155,7 @@ class Version(Stateful[VersionState]):
     table: ClassVar = states.VERSION_TABLE
     __slots__ = (
         "abandoned",
+        "bound",
         "condemned",
         "holdings",
         "info",
@@ -182,6 +184,7 @@ class Version(Stateful[VersionState]):
         self.testimonies: dict[int, Testimony] = {}  # by shard; of those that somebody has asked about
         self.roots_stored = False  # those of all shards are durable, or on their way to the store
         self.condemned: dict[str, None] = {}  # incarnations that held other bytes as this; the newest ones
+        self.bound: dict[OpKey, Operation] = {}  # the undecided operations whose version this is
 
     @property
     def number(self) -> int:
@@ -267,6 +270,7 @@ class Holding:
     inquiries: dict[str, Inquiry] = field(default_factory=dict)  # the newest of each reader, by its incarnation
     readers: dict[str, ReadLease] = field(default_factory=dict)  # ACTIVE and FENCING leases on it
     active_readers: int = 0  # always how many of them are ACTIVE
+    guests: Places[Worker] = field(default_factory=lambda: Places(limits.GUESTS_OF_HOLDING_MAX))  # read-only ones
     share: Share | None = None  # which chunks are there, as its owner was asked last: only while it is filled
     readers_most: int = 0  # the most of them that were ACTIVE at a time, since there was none
 
@@ -573,6 +577,7 @@ class Model:
     retain: int = 0
     versions: dict[int, Version] = field(default_factory=dict)  # by number; STAGED, AVAILABLE and UNAVAILABLE ones
     groups: dict[str, Group] = field(default_factory=dict)
+    serving: dict[str, Group] = field(default_factory=dict)  # those of them that have, or had, memory that serves others
     # Undecided, and unbound or without a source; those that may write.
     waiting: dict[OpKey, Operation] = field(default_factory=dict)
     guests_waiting: dict[OpKey, Operation] = field(default_factory=dict)  # the same, of read-only workers

@@ -79,7 +79,8 @@ class Fills:
         version = operation.version
         assert version is not None
         readers = [part for part in operation.parts.values() if part.needs_bytes and not part.has_written]
-        return not readers or (version.has_live_source() and all(self._readers.finds_source(part) for part in readers))
+        find = self._readers.finds_source
+        return not readers or (version.has_live_source() and all(find(part, version) for part in readers))
 
     # -- an operation's steps
 
@@ -193,7 +194,10 @@ class Fills:
         fresh = [rank for rank, part in operation.parts.items() if not holders[rank] and not part.has_written]
         if fresh and (not version.has_live_source() or self._must_wait(operation, version)):
             return None
-        operation.version, operation.staying = version, []
+        if self.has_no_room(operation, version):
+            return None
+        operation.staying = []
+        self._cluster.bind(operation, version)
         operation.unchanged = all(holders.values())
         self._cluster.become(operation, OperationState.RUNNING, f"bound to {version.number}")
         for rank, part in operation.parts.items():
@@ -206,6 +210,11 @@ class Fills:
         if not operation.unchanged:
             self._start(operation)
         return None
+
+    def has_no_room(self, operation: Operation, version: Version) -> bool:
+        """Whether a guest has to wait for a place at one of that version's sources, of which it is told nothing before."""
+        waits = operation.is_of_guests and version.has_live_source()
+        return waits and not all(self._readers.finds_source(part, version) for part in operation.parts.values())
 
     @staticmethod
     def _misfit(operation: Operation, version: Version) -> Blame | None:

@@ -167,7 +167,7 @@ class Handovers:
                 if spot is not None:
                     yield Wish(spot, going=spot.member.worker)
             elif one.member.purpose is Purpose.USE and all(h.replica is one.replica for h in reliable):
-                others = (g for g in model.groups.values() if g is not one.replica.group)
+                others = (g for g in model.serving.values() if g is not one.replica.group)
                 if not any(_could_take(group, version) for group in others):
                     yield Wish(one, here=True)
 

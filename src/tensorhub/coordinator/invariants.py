@@ -195,8 +195,10 @@ def _member(cluster: Cluster, member: Member) -> None:
 
 def _held(member: Member, holding: Holding) -> None:
     _demand(holding.member is member, "a holding is one member's", holding)
-    active = sum(lease.state is LeaseState.ACTIVE for lease in holding.readers.values())
-    _demand(holding.active_readers == active, "a source's readers are counted", holding)
+    readers = [lease.part.member.worker for lease in holding.readers.values() if lease.state is LeaseState.ACTIVE]
+    _demand(holding.active_readers == len(readers), "a source's readers are counted", holding)
+    guests = sum(worker.read_only for worker in readers)
+    _demand(holding.guests.total == guests, "a source's read-only readers are counted", holding)
     for ident, lease in holding.readers.items():
         _demand(lease.id == ident and lease.holding is holding, "a source's leases are on itself", lease)
         _demand(lease.state in (LeaseState.ACTIVE, LeaseState.FENCING), "ended leases are forgotten", lease)
@@ -233,11 +235,11 @@ def _version(cluster: Cluster, version: Version) -> None:
     if model is None or model.versions.get(version.number) is not version:
         gone = version.state not in KEPT and not any(version.holdings.values())
         _demand(gone, "only discarded and retired versions are forgotten", version)
-        operations = [group.operation for group in model.groups.values()] if model is not None else []
-        bound = any(operation is not None and operation.version is version for operation in operations)
-        _demand(not bound, "no operation is bound to a version that is no more", version)  # R2
+        _demand(not version.bound, "no operation is bound to a version that is no more", version)  # R2
         return
     _demand(version.state in KEPT, "discarded and retired versions are forgotten", version)
+    for operation in version.bound.values():
+        _demand(operation.version is version and not operation.decided, "what is bound to it is undecided", operation)
     _demand(not version.visible or version.number <= (model.mark or 0), "no version above the mark is visible", version)
     _demand(version.lineage <= model.lineage, "lineages only grow", version)
     if version.state is VersionState.STAGED:
@@ -297,7 +299,10 @@ def _copy(cluster: Cluster, model: Model, member: Member) -> None:
 def _group(cluster: Cluster, group: Group) -> None:
     if group.model.groups.get(group.name) is not group:
         _demand(not group.members, "a group with members exists", group.name)
+        _demand(group.model.serving.get(group.name) is not group, "one that is gone serves nobody", group.name)
     for rank, member in group.members.items():
+        serving = not member.serves or group.model.serving.get(group.name) is group
+        _demand(serving, "groups whose memory serves others are known", member)
         _demand(member.rank == rank and rank < group.world_size, "ranks are in range", member)
         _demand(member.group is group, "a member belongs to its group", member)
         _demand(cluster.members.get(member.registration) is member, "a group's members are members", member)
@@ -346,9 +351,11 @@ def _operation(cluster: Cluster, operation: Operation) -> None:
     version = operation.version
     known = version is None or group.model.versions.get(version.number) is version
     _demand(known, "no operation is bound to a version that is no more", operation)  # R2
+    bound = version is None or version.bound.get(operation.key) is operation
+    _demand(bound, "a version knows the operations that are bound to it", operation)
     if operation.state is OperationState.PREPARED:
         _demand(all_voted, "prepared means that every rank voted", operation)
-        _demand(recorded, "a prepared operation is being recorded", operation)
+        _demand(recorded and version is not None, "a prepared operation is bound, and being recorded", operation)
     else:
         timed = ("operation", str(operation.key)) in cluster.timers
         _demand(timed or all_voted, "every wait ends", operation)

@@ -12,7 +12,12 @@ MANIFEST_BYTES_OF_WORKER_MAX = 2**30  # of its registrations together, as counte
 MANIFEST_BYTES_MAX = 4 * 2**30  # of all registrations and versions; equal ones count once
 DIGEST_BYTES_MAX = 2**28  # of publishers' lists of digests; 9 for each chunk, 2.4 MB for a TB in chunks of 4 MiB
 GUEST_REGISTRATIONS_MAX = 2**14  # of all read-only workers; each is a fetch that is going on
-GUESTS_PER_STEP = 64  # of their calls, which wait and may go on; a step is over in a millisecond however many wait
+GUESTS_OF_HOLDING_MAX = (
+    256  # that read one copy, all of which are moved in one step; far more than its owner serves at a time
+)
+GUESTS_PER_STEP = 64  # of their calls, which wait and may go on; a step is over in some milliseconds however many wait
+TIMERS_PER_STEP = 64  # that are heeded when very many are due at once, as a guest can arrange
+NOTED_PER_STEP = 256  # entities that these may have changed; after that, the others wait
 MODELS_MAX = 2**16  # that somebody who may write has named; names that are only watched, or waited for by guests, are none
 WATCHED_MAX = 2**19  # of all sessions together, each name once for each
 GUEST_IDLE_S = 60.0  # without a registration, a watch or a call

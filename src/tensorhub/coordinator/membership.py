@@ -244,6 +244,8 @@ class Membership:
         self._count(member, 1)
         worker.members[member.registration] = member
         group.model.groups[group.name] = group
+        if member.serves:
+            group.model.serving[group.name] = group
         if member.purpose is Purpose.RETENTION:
             group.model.copies[member.registration] = member
         worker.spot = worker.spot or (member.spot and member.serves)
@@ -448,3 +450,4 @@ class Membership:
         for replica in list(group.replicas):
             self._readers.settle_replica(replica)
         group.model.groups.pop(group.name, None)
+        group.model.serving.pop(group.name, None)

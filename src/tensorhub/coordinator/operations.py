@@ -273,9 +273,9 @@ class Operations:
 
     def rolled_back(self, model: Model, to: int) -> None:
         """A new lineage begins after `to`: what is bound to a later version, or would publish one, is over."""
-        for operation in self._of(model):
-            if operation.version is None or operation.version.number <= to:
-                continue
+        later = [version for version in model.versions.values() if version.number > to]
+        for operation in [operation for version in later for operation in version.bound.values()]:
+            assert operation.version is not None
             what = f"version {operation.version.number} of {model.name!r}"
             if operation.kind is OpKind.PUBLISH:
                 text = f"{what} cannot be published: {model.name!r} was rolled back to {to} meanwhile; take its next number"
@@ -287,8 +287,9 @@ class Operations:
 
     def reconsider(self, model: Model) -> None:
         """What held this model's operations up may be over."""
-        for operation in self._of(model):
-            self._changed(operation)
+        for group in model.serving.values():
+            if group.operation is not None:
+                self._changed(group.operation)
 
     def persisted(self, record: int) -> None:
         """The store has an entry; if it is an operation's, that is its decision."""
@@ -356,10 +357,6 @@ class Operations:
     def _part(member: Member, key: OpKey) -> RankPart | None:
         operation = member.group.operation
         return operation.parts.get(member.rank) if operation is not None and operation.key == key else None
-
-    @staticmethod
-    def _of(model: Model) -> list[Operation]:
-        return [group.operation for group in model.groups.values() if group.operation is not None]
 
     def _changed(self, operation: Operation) -> None:
         self._cluster.changed(operation)

@@ -36,7 +36,7 @@ class Publishes:
             conflict = self._versions.conflict(operation.group.model, call.version)
             if conflict is not None:
                 return Blame(conflict)
-            operation.version = self._versions.stage(operation, call.version)
+            self._cluster.bind(operation, self._versions.stage(operation, call.version))
         if part.member.holding is not None:
             return Blame(StateError("publish: this rank's memory is published already"), part.rank)
         part.voted, part.needs_bytes = True, False

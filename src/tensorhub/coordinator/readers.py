@@ -11,7 +11,7 @@ from collections.abc import Iterable
 
 from tensorhub.coordinator import limits
 from tensorhub.coordinator.cluster import Cluster
-from tensorhub.coordinator.entities import Holding, Member, Model, Operation, RankPart, ReadLease, Replica, Version, Worker
+from tensorhub.coordinator.entities import Holding, Member, Operation, RankPart, ReadLease, Replica, Version, Worker
 from tensorhub.coordinator.states import LeaseState, ReplicaState, WorkerState
 from tensorhub.messages import AddSource, CutReader, DropSource, Flow, Grant, OrderedOut, ReaderCut, Withdrawn
 from tensorhub.scheduler.choice import Candidate, Wanted, choose
@@ -33,7 +33,8 @@ class Readers:
 
     def grant(self, part: RankPart, *, other_than: Holding | None = None) -> Grant | None:
         """A new lease on the best source for this reader, or None if there is no candidate now."""
-        holding = self._choose(part, other_than)
+        version = part.operation.version
+        holding = self._choose(part, version, other_than) if version is not None else None
         if holding is None:
             return None
         if part.holding is not None:
@@ -46,11 +47,34 @@ class Readers:
         self._cluster.leases[lease.id] = holding.readers[lease.id] = part.leases[lease.id] = lease
         model = holding.member.group.model
         model.leases[lease.id] = part.member.reads[lease.id] = lease
+        if part.member.worker.read_only:
+            self._admit(holding, part.member.worker)
         holding.active_readers += 1
         readers = holding.active_readers
         holding.readers_most = max(readers, holding.readers_most if readers > 1 else 0)
         self._cluster.note(lease, part.member, part.operation, holding.member, model)
         return self.to_grant(lease)
+
+    def _admit(self, holding: Holding, guest: Worker) -> None:
+        """Count one more read-only reader; where there are too many, another one makes room."""
+        victim = holding.guests.at_whose_expense(guest.origin, guest) if holding.guests.is_used_up else None
+        if victim is not None:
+            active = (lease for lease in holding.readers.values() if lease.state is LeaseState.ACTIVE)
+            lease = next(lease for lease in active if lease.part.member.worker is victim)
+            part = lease.part
+            if not lease.dropping:
+                self._cluster.tell(part.member, DropSource(part.operation.key, part.rank, lease.id, "others read there"))
+            self.fence(lease, "others read there")
+            self.tell_to_cut(lease)
+            self._cluster.stir(part.operation)
+        holding.guests.add(guest.origin, guest)
+
+    @staticmethod
+    def _has_room(holding: Holding, worker: Worker) -> bool:
+        """Whether this worker may read there, perhaps at another one's expense."""
+        guests = holding.guests
+        is_full = worker.read_only and guests.is_used_up
+        return not is_full or guests.at_whose_expense(worker.origin, worker) is not None
 
     def learn(self, part: RankPart, flows: Iterable[Flow]) -> None:
         """What a reader says has come from its sources. What a read-only one says counts for nobody."""
@@ -112,10 +136,7 @@ class Readers:
             complete=holding.complete,
         )
 
-    def _choose(self, part: RankPart, other_than: Holding | None) -> Holding | None:
-        version = part.operation.version
-        if version is None:
-            return None
+    def _choose(self, part: RankPart, version: Version, other_than: Holding | None) -> Holding | None:
         # The core never assumes that shard k reads shard k; with equal layouts it does. Newest first: of equals, the
         # publisher, which is the oldest, is chosen last, so that its unpublish is short.
         holdings = {
@@ -140,9 +161,9 @@ class Readers:
         assert best is not None
         return best.ident
 
-    def finds_source(self, part: RankPart) -> bool:
+    def finds_source(self, part: RankPart, version: Version) -> bool:
         """Whether there is a source for this reader now."""
-        return self._choose(part, None) is not None
+        return self._choose(part, version, None) is not None
 
     @staticmethod
     def offered_in_vain(part: RankPart, version: Version) -> list[str]:
@@ -162,7 +183,7 @@ class Readers:
             return False
         if part.retry_at.get(holding.member.worker.incarnation, 0.0) > self._cluster.now:
             return False
-        return bool(_common(part.member.worker, holding.member.worker))
+        return bool(_common(part.member.worker, holding.member.worker)) and self._has_room(holding, part.member.worker)
 
     @staticmethod
     def _candidate(holding: Holding, part: RankPart) -> Candidate:
@@ -362,7 +383,7 @@ class Readers:
         version, member, replica = holding.version, holding.member, holding.replica
         version.holdings[holding.shard].remove(holding)
         if holding.complete:
-            self._reconsider_readers(version, member.group.model)
+            self._reconsider_readers(version)
         if on_purpose and version.visible and not version.has_live_source():
             version.abandoned = True
         if member.holding is holding:
@@ -373,12 +394,11 @@ class Readers:
             self._cluster.become(replica, ReplicaState.DRAINING, why)
         self._cluster.touch(member.group.model)
 
-    def _reconsider_readers(self, version: Version, model: Model) -> None:
+    def _reconsider_readers(self, version: Version) -> None:
         """Who holds all of it has left: its readers, also those that wait for a source, may have to complete one another."""
         if not all(map(version.is_whole, version.holdings)):
-            for group in model.groups.values():
-                if group.operation is not None and group.operation.version is version:
-                    self._cluster.changed(group.operation)
+            for operation in version.bound.values():
+                self._cluster.stir(operation)
 
     def move(self, lease: ReadLease) -> None:
         """Give the reader another source, if there is one, and let it leave this one."""
@@ -433,7 +453,13 @@ class Readers:
             group.replicas.remove(replica)
 
     def _become(self, lease: ReadLease, state: LeaseState, why: str) -> None:
-        lease.holding.active_readers -= lease.state is LeaseState.ACTIVE  # no state leads back there
+        holding, guest = lease.holding, lease.part.member.worker
+        if lease.state is LeaseState.ACTIVE:  # no state leads back there
+            holding.active_readers -= 1
+            if guest.read_only:
+                if holding.guests.is_used_up:  # there is room for one more
+                    self._cluster.stirred.update(holding.member.group.model.guests_waiting)
+                holding.guests.add(guest.origin, guest, -1)
         self._cluster.become(lease, state, why)
         self._cluster.note(lease.part.operation, lease.holding.member)
 

@@ -238,6 +238,8 @@ class Retentions:
 
     def worker_gone(self, incarnation: str) -> None:
         """Its pins end with it."""
+        if incarnation not in self._cluster.pins:
+            return
         for model in self._cluster.models.values():
             for pin in [pin for pin in model.pins.values() if pin.incarnation == incarnation]:
                 self._drop(model, pin)

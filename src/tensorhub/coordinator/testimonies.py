@@ -298,14 +298,11 @@ class Testimonies:
         is known, who fills has nothing to say: its list is not the published one yet.
         """
         version, seen = testimony.version, set[str]()
-        groups = self._cluster.model(version.info.model).groups.values()
-        running = [g.operation for g in groups if g.operation is not None and g.operation.version is version]
+        running = [] if testimony.root else [each for each in version.bound.values() if not each.is_of_guests]
         parts = [p for o in running for p in o.parts.values() if p.shard == testimony.shard and p.reading]
-        parts = [] if testimony.root else parts
         for part in sorted(parts, key=lambda p: p.claim is None):
-            if not part.member.worker.read_only:
-                seen.add(part.member.registration)
-                yield part.member, part.call.generation
+            seen.add(part.member.registration)
+            yield part.member, part.call.generation
         for holding in version.holdings.get(testimony.shard, ()):
             if holding.member.registration not in seen and (holding.committed or not testimony.root):
                 yield holding.member, holding.generation

@@ -169,7 +169,7 @@ class Versions:
                 self._become(version, VersionState.AVAILABLE, "held again")
             elif not live and version.state is VersionState.AVAILABLE:
                 self._become(version, VersionState.UNAVAILABLE, "no live holder")
-            if version.state is VersionState.UNAVAILABLE and self._is_left(model, version):
+            if version.state is VersionState.UNAVAILABLE and self._is_left(version):
                 self._cluster.unlearn(version)  # large, and said again by whoever comes back with it
                 if self._is_old(model, version):
                     self.retire(version, model, "old, not retained, held by nobody")
@@ -181,13 +181,10 @@ class Versions:
             for session in sorted(self._cluster.watchers.get(model.name, ())):
                 self._cluster.send(session, Announce(model.name, info))
 
-    def _is_left(self, model: Model, version: Version) -> bool:
+    def _is_left(self, version: Version) -> bool:
         """Whether nobody holds, fills or is about to announce any of it."""
-        if ("recovery", "") in self._cluster.timers or any(version.holdings.values()):
-            return False
-        operations = [g.operation for g in model.groups.values() if g.operation is not None]
-        operations += self._cluster.records.values()  # whose groups may be dissolved
-        return not any(operation.version is version for operation in operations)
+        recovers = ("recovery", "") in self._cluster.timers
+        return not (recovers or version.bound or any(version.holdings.values()))
 
     @staticmethod
     def _is_old(model: Model, version: Version) -> bool:

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable, Iterator
+from typing import TypeVar
+
 from tensorhub.coordinator import limits
 from tensorhub.coordinator.cluster import Cluster
 from tensorhub.coordinator.entities import Holding, Model, Replica
 from tensorhub.coordinator.states import WorkerState
 from tensorhub.types import LeaseView, ModelInfo, ReplicaView, ShardView, VersionView, WorkerView
+
+T = TypeVar("T")
 
 
 def page(cluster: Cluster, after: str | None) -> tuple[tuple[ModelInfo, ...], bool]:
@@ -42,7 +47,7 @@ def describe(model: Model) -> ModelInfo:
         for v in sorted(model.versions.values(), key=lambda v: v.number)
     )
     replicas = tuple(
-        _replica(replica) for group in sorted(model.groups.values(), key=lambda g: g.name) for replica in group.replicas
+        _replica(replica) for group in sorted(model.serving.values(), key=lambda g: g.name) for replica in group.replicas
     )
     leases = tuple(
         LeaseView(
@@ -53,14 +58,25 @@ def describe(model: Model) -> ModelInfo:
             rank=lease.part.shard,
             state=lease.state.value,
         )
-        for lease in model.leases.values()
+        for lease in _shown(model.leases.values(), lambda lease: lease.part.member.worker.read_only)
     )
     mine = {m.worker.incarnation: m.worker for g in model.groups.values() for m in g.members.values()}
     workers = tuple(
         WorkerView(w.name, w.incarnation, w.state.value, w.location, w.endpoints)
-        for w in sorted(mine.values(), key=lambda w: (w.name, w.incarnation))
+        for w in sorted(_shown(mine.values(), lambda w: w.read_only), key=lambda w: (w.name, w.incarnation))
     )
     return ModelInfo(model.name, model.lineage, model.mark, model.retain, versions, replicas, leases, workers)
+
+
+def _shown(all_: Iterable[T], is_guests: Callable[[T], bool]) -> Iterator[T]:
+    """Those of workers, and as many of guests as one answer has room for: there may be very many."""
+    room = limits.DESCRIBED_MAX
+    for each in all_:
+        if is_guests(each):
+            room -= 1
+            if room < 0:
+                continue
+        yield each
 
 
 def _replica(replica: Replica) -> ReplicaView:

@@ -118,12 +118,13 @@ class Doorstep:
                 continue
             connection.setblocking(False)
             stranger = Stranger(connection, _origin(connection, address))
-            self._silent[connection.fileno()] = stranger
-            self._words.register(connection, select.EPOLLIN | select.EPOLLRDHUP)
             with self._lock:
                 gone = self._strangers.came(stranger, stranger.origin, clock.now())
             if gone is not None:
                 self._throw_out(gone)
+            if gone is not stranger:
+                self._words.register(connection, select.EPOLLIN | select.EPOLLRDHUP)  # if it fails, it expires like others
+                self._silent[connection.fileno()] = stranger
 
     async def _make_room(self, reason: str) -> None:
         """Descriptors are short: a quarter of the strangers goes, also for others in this process. One at least, unless
