@@ -193,7 +193,37 @@ async def test_wrong_use_says_what_to_write() -> None:
         await anyio.to_thread.run_sync(other.close)
 
 
+async def test_a_block_is_entered_once_and_left_once() -> None:
+    async with cluster("one") as c:
+        weights = await c.hubs[0].register("m", tensors(1))
+        await weights.publish(1)
+        with pytest.raises(StateError, match=r"weights.mutate\(\) is no open block"):
+            await weights.mutate(2).__aexit__(None, None, None)
+        assert (weights.state, weights.version) == ("ready", 1)
+        for block, call in ((weights.mutate(2), "weights.mutate"), (c.hubs[0].pin("m", 2), "hub.pin")):
+            async with block:
+                with pytest.raises(StateError, match=rf"{call}\(\) was entered already: call {call}\(\) again"):
+                    await block.__aenter__()
+            with pytest.raises(StateError, match=rf"{call}\(\) is no open block"):
+                await block.__aexit__(None, None, None)
+
+
+async def test_who_polls_a_closed_hub_is_told_so() -> None:
+    async with cluster("one") as c:
+        hub = await join(c.address)
+        await (await c.hubs[0].register("m", tensors(1))).publish(1)
+        assert (await hub.wait_for("m", at_least=1)).version == 1
+        await hub.close()
+        for model in ("m", "other"):
+            with pytest.raises(StateError, match="is closed: the hub was closed"):
+                hub.newest(model)
+
+
 async def test_what_belongs_to_its_process_is_not_pickled() -> None:
+    for opening in (tensorhub.connect(NOBODY, token=""), tensorhub.serve(token="")):
+        for attempt in (pickle.dumps, copy.copy, copy.deepcopy):
+            with pytest.raises(TypeError, match=r"\(\.\.\.\) can neither be pickled nor copied: call it in"):
+                attempt(opening)
     async with cluster("one") as c:
         hub = c.hubs[0]
         blocking = await anyio.to_thread.run_sync(lambda: sync.connect(c.address, token="", options=OPTIONS))
@@ -247,11 +277,13 @@ Arguments = dict[str, Any]
         ({"address": 7}, InvalidType, "address=7"),
         ({"address": [None]}, InvalidType, 'None is not a TensorHub address: give "tcp://HOST:PORT"'),
         ({"address": []}, InvalidValue, "no coordinator address is given"),
+        ({"address": b"tcp://h:1"}, InvalidType, r"address=b'tcp://h:1': give a coordinator's \"tcp://HOST:PORT\""),
         ({"address": "here"}, InvalidValue, "'here' is not a TensorHub address"),
         ({"name": 3}, InvalidType, "3 cannot name a worker"),
         ({"name": "n" * 100_000}, InvalidValue, r"n{3,}\.\.\.n+' \(of 100000 characters\) cannot name a worker"),
         ({"location": "here"}, InvalidType, "location='here': give tensorhub.Location"),
         ({"transports": "tcp"}, InvalidType, r"transports='tcp': give a list of names, as \[\"tcp\"\]"),
+        ({"transports": b"tcp"}, InvalidType, "transports=b'tcp': give a list of names"),
         ({"prefetch": 1}, InvalidType, "prefetch=1: give True or False"),
         ({"prefetch": True}, InvalidValue, "set Options.host_memory_bytes"),
         ({"options": {}}, InvalidType, r"options={}: give tensorhub.Options\(...\)"),
@@ -277,6 +309,8 @@ def test_arguments_of_connect(arguments: Arguments, kind: type[TensorHubError], 
         ({"port": 70_000}, "port=70000"),
         ({"host": None}, "host=None"),
         ({"state_dir": 1}, "state_dir=1"),
+        ({"state_dir": ""}, "state_dir=''"),
+        ({"state_dir": "a\0b"}, r"state_dir='a\\x00b'"),
     ],
     ids=str,
 )
@@ -298,6 +332,7 @@ async def test_arguments_of_hubs_and_weights() -> None:
             (TypeError, "timeout='1'", lambda: weights.publish(1, timeout="1")),
             (TypeError, "timeout=True", lambda: weights.publish(1, timeout=True)),
             (ValueError, "timeout=-1", lambda: weights.publish(1, timeout=-1)),
+            (ValueError, "timeout=1000.*: give seconds", lambda: weights.publish(1, timeout=10**400)),
             (ValueError, "'newest' is not a version selector", lambda: weights.replicate("newest")),
             (TypeError, "None is not a version selector", lambda: weights.replicate(None)),
             (TypeError, "staged='no'", lambda: weights.update(staged="no")),
@@ -305,6 +340,9 @@ async def test_arguments_of_hubs_and_weights() -> None:
             (TypeError, "3 cannot name a model", lambda: hub.register(3, tensors(1))),
             (ValueError, "'' cannot name a model", lambda: hub.register("", tensors(1))),
             (ValueError, "world_size > 1 needs group=", lambda: hub.register("m", tensors(1), world_size=2)),
+            (ValueError, "rank=0, world_size=0", lambda: hub.register("m", tensors(1), world_size=0)),
+            (TypeError, "rank=0, world_size='2'", lambda: hub.register("m", tensors(1), world_size="2")),
+            (TypeError, r"\['m'\] cannot name a model", lambda: hub.newest(["m"])),
             (TypeError, "rank='0', world_size=1", lambda: hub.register("m", tensors(1), rank="0")),
             (ValueError, "rank=1, world_size=1", lambda: hub.register("m", tensors(1), rank=1)),
             (TypeError, "latest=None", lambda: hub.retain("m", latest=None)),

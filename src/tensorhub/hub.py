@@ -114,7 +114,14 @@ def serving(
         raise invalid(port, int, f"port={shown(port)}: give a port, 0 (any free one) to 65535")
     if not isinstance(state_dir, str | os.PathLike | None):
         raise InvalidType(f"state_dir={shown(state_dir)}: give the path of a directory, or None")
+    if isinstance(state_dir, str) and (not state_dir or "\0" in state_dir):
+        raise InvalidValue(f"state_dir={shown(state_dir)}: give the path of a directory, or None")
     return partial(_serve, host=host, port=port, token=token, state_dir=state_dir, options=_checked(options))
+
+
+def _is_list(given: object) -> bool:
+    """Whether it is a sequence of things; text and bytes are one thing each."""
+    return isinstance(given, Sequence) and not isinstance(given, str | bytes | bytearray | memoryview)
 
 
 def _checked(options: Options | None) -> Options:
@@ -197,7 +204,7 @@ def joining(
     prefetch: bool,
 ) -> Callable[[Side], Coroutine[Any, Any, Hub]]:
     """What `connect` is, for either kind of caller, with its arguments checked."""
-    if not isinstance(address, str | Sequence):
+    if not isinstance(address, str) and not _is_list(address):
         raise InvalidType(f'address={shown(address)}: give a coordinator\'s "tcp://HOST:PORT", or a list of them')
     addresses = [address] if isinstance(address, str) else list(address)
     for each in addresses:
@@ -210,7 +217,7 @@ def joining(
     for part, place in (("site", here.site), ("rack", here.rack), ("host", here.host)):
         if place != "":
             check_name(part, place)
-    if isinstance(transports, str) or not isinstance(transports, Sequence | None):
+    if transports is not None and not _is_list(transports):
         raise InvalidType(f'transports={shown(transports)}: give a list of names, as ["tcp"], or None for the best')
     check_flag("prefetch", prefetch)
     if prefetch and not _checked(options).host_memory_bytes:
@@ -327,11 +334,12 @@ class Hub(Unpicklable):
         The first question about a model begins to watch it, and returns None whatever there is: the coordinator has not
         answered yet. `await hub.wait_for(model, at_least=0)` waits until it has, and something is published. Raises
         LeaseLost, once, if the coordinator has come back without its state: then the newest version may be an older one, or
-        none.
+        none; StateError if the hub is closed, or this process was forked since it was opened.
         """
+        check_name("model", model)
+        self._thread.check_usable()
         self._worker.news.tell_loss(model)
         if not self._worker.news.watches(model):
-            check_name("model", model)
             self._worker.news.check_room(model)
             self._thread.post(partial(self._worker.news.watch, model))
         return self._worker.news.newest(model)
@@ -439,7 +447,8 @@ class Hub(Unpicklable):
         """Allocate the tensors of a version and fill them; nobody reads them from here. `selector`: as `Weights.replicate`.
 
         `rank`: which shard of a version of several ranks. `names`: only these tensors, by name or glob ("layers.0.*"),
-        one or several; what is not wanted is not read. `device`: a torch device, for the tensors in the end; they arrive,
+        one or several; what is not wanted is not read (but the first reader of a version, whatever it wants, waits until its
+        publisher has digested the whole shard). `device`: a torch device, for the tensors in the end; they arrive,
         and are verified, in host memory.
 
         Raises VersionUnavailable, ManifestMismatch (no such rank, a name that no tensor has, a dtype that this torch
@@ -474,12 +483,12 @@ async def register_memory(
     check_name("model", model)
     if group is not None:
         check_name("group", group)
-    elif world_size != 1:
+    elif type(world_size) is int and world_size > 1:
         raise InvalidValue("world_size > 1 needs group=: one string on all ranks, unique per replica within the model")
-    for each in (rank, world_size):
-        if type(each) is not int or not 0 <= rank < world_size <= 2**20:
-            text = f"rank={shown(rank)}, world_size={shown(world_size)}: ranks are integers from 0 to world_size - 1"
-            raise invalid(each, int, text)
+    strange = [each for each in (rank, world_size) if type(each) is not int]
+    if strange or not 0 <= rank < world_size <= 2**20:
+        text = f"rank={shown(rank)}, world_size={shown(world_size)}: ranks are integers from 0 to world_size - 1"
+        raise invalid(next(iter(strange), rank), int, text)
     check_flag("spot", spot)
     make = partial(
         hub._worker.register,

@@ -52,6 +52,9 @@ class Opening(Generic[T]):
     def __repr__(self) -> str:
         return f"<tensorhub.{self._call}(...): await it, or use it by `async with`>"
 
+    def __reduce_ex__(self, protocol: object) -> NoReturn:
+        raise TypeError(f"{self._call}(...) can neither be pickled nor copied: call it in the process that is to use it")
+
     def __await__(self) -> Generator[Any, Any, T]:
         return self._open().__await__()
 
@@ -99,13 +102,21 @@ class Block:
     def __init__(self, block: AbstractAsyncContextManager[None], call: str) -> None:
         self._block = block
         self._call = call
+        self._is_used = self._is_open = False
 
     async def __aenter__(self) -> None:
+        if self._is_used:
+            raise StateError(f"this {self._call}() was entered already: call {self._call}() again for another block")
+        self._is_used = True
         await self._block.__aenter__()
+        self._is_open = True
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> bool | None:
+        if not self._is_open:
+            raise StateError(f"this {self._call}() is no open block: use it by `with`, or `async with`")
+        self._is_open = False
         return await self._block.__aexit__(kind, error, trace)
 
     if not TYPE_CHECKING:

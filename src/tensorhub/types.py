@@ -113,7 +113,10 @@ def printable(text: str) -> str:
 
 def as_seconds(value: object) -> float | None:
     """A time of 0 to 10**9 seconds, given as any number (numpy's are not for the wire); None if it is none."""
-    seconds = float(value) if isinstance(value, Real) and not _is_bool(value) else -1.0
+    try:
+        seconds = float(value) if isinstance(value, Real) and not _is_bool(value) else -1.0
+    except OverflowError:  # an integer that no float can be
+        return None
     return seconds if 0 <= seconds < 10**9 else None
 
 
@@ -259,7 +262,8 @@ class Options:
         for name in ("op_timeout_s", "lease_s", "connect_timeout_s", "stall_timeout_s", "drain_grace_s", "exit_timeout_s"):
             seconds, may_be_0 = as_seconds(getattr(self, name)), name in ("drain_grace_s", "exit_timeout_s")
             if seconds is None or (seconds == 0 and not may_be_0):
-                self._refuse(name, Real, f"give a number of seconds, {'0 or more' if may_be_0 else 'more than 0'}")
+                range_ = "0 or more and less than 10**9" if may_be_0 else "more than 0 and less than 10**9"
+                self._refuse(name, Real, f"give a number of seconds, {range_}")
             object.__setattr__(self, name, seconds)
         for name, least, most, advice in (
             ("chunk_bytes", 4096, 2**30, "give 4096 to 2**30 bytes"),

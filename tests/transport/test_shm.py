@@ -18,7 +18,7 @@ import pytest
 import torch
 
 from tensorhub import shared_empty_like
-from tensorhub.errors import StateError
+from tensorhub.errors import InvalidType, StateError
 from tensorhub.memory.describing import describe
 from tensorhub.memory.tensors import view
 from tensorhub.transport.shm import ALIGNMENT, MappedSegment, Segment, segments_of
@@ -113,6 +113,12 @@ def test_what_lies_elsewhere_is_in_no_segment() -> None:
 def test_what_has_no_plain_bytes_is_refused(tensor: object) -> None:
     with pytest.raises(StateError, match="'a' cannot be shared"):
         shared_empty_like({"a": tensor})
+
+
+def test_a_module_is_no_mapping() -> None:
+    for given in (torch.nn.Linear(2, 2), 3, None):
+        with pytest.raises(InvalidType, match="give a mapping of names to tensors; of a module, its state_dict"):
+            shared_empty_like(given)  # type: ignore[arg-type]
 
 
 def test_too_much() -> None:

@@ -57,7 +57,9 @@ class Deadlines:
         named = missing[:RANKS_TOLD_MAX]
         ranks = ", ".join(f"{rank}{'' if rank in group.members else ' (not registered)'}" for rank in named)
         ranks += f" and {len(missing) - len(named)} more" if len(missing) > len(named) else ""
-        text = f"{what}: waited {late.call.timeout_s:g} s for group {group.name!r}; these ranks did not call: {ranks}"
+        text = (
+            f"{what}: waited {_rounded(late.call.timeout_s)} s for group {group.name!r}; these ranks did not call: {ranks}"
+        )
         return Blame(OperationTimeout(text))
 
     def _not_begun(self, operation: Operation, call: Fill, what: str) -> Blame | None:
@@ -80,7 +82,7 @@ class Deadlines:
             if operation.resumes is not None and target is not None:
                 why = f"version {target.number} has lost its last source, none came back in time"
                 why += f"; {held_text(operation.group.model)}"
-            return Blame(VersionUnavailable(f"{what}: {why}; waited {call.timeout_s:g} s"))
+            return Blame(VersionUnavailable(f"{what}: {why}; waited {_rounded(call.timeout_s)} s"))
         return self._sourceless(operation, bound, what)
 
     def _sourceless(self, operation: Operation, version: Version, what: str) -> Blame | None:
@@ -108,8 +110,13 @@ class Deadlines:
             text = f"{what} has lost its last source (rank {starving[0].rank}), none came back in time"
             return Blame(VersionUnavailable(f"{text}{_faults(starving)}; {held_text(operation.group.model)}"))
         slow = sorted((part for part in parts if not part.voted), key=lambda part: part.rank)
-        text = f"{what} was not complete after {late.call.timeout_s:g} s on rank(s) {[part.rank for part in slow]}"
+        text = f"{what} was not complete after {_rounded(late.call.timeout_s)} s on rank(s) {[part.rank for part in slow]}"
         return Blame(OperationTimeout(text + _faults(slow)))
+
+
+def _rounded(seconds: float) -> str:
+    """What was left of a call's time when its rank asked, for people."""
+    return f"{round(seconds, 1 if seconds > 1 else 3):g}"
 
 
 def _impatient(operation: Operation) -> list[RankPart]:

@@ -23,7 +23,7 @@ from math import prod
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from tensorhub.errors import StateError
+from tensorhub.errors import InvalidType, StateError, shown
 from tensorhub.memory.tensors import bytes_at
 
 ALIGNMENT = 64  # of each tensor in its segment: a cache line, and more than any dtype wants
@@ -148,8 +148,10 @@ def shared_empty_like(tensors: Mapping[str, Any]) -> dict[str, Any]:
     the last tensor of the mapping has gone here, and no reader has it mapped any more.
 
     Raises StateError: the kernel cannot share memory, there is too little of it, or a tensor has no plain bytes (quantized,
-    sparse, an object).
+    sparse, an object), or this is no mapping.
     """
+    if not isinstance(tensors, Mapping):
+        raise InvalidType(f"tensors={shown(tensors)}: give a mapping of names to tensors; of a module, its state_dict()")
     layout: dict[object, _Place] = {}
     names: dict[str, object] = {}
     end = 0
