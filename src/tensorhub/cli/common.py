@@ -23,6 +23,7 @@ import typer
 from anyio.abc import TaskStatus
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
+from rich.table import Table
 
 from tensorhub.errors import AuthenticationFailed, StateError, TensorHubError, VersionUnavailable
 from tensorhub.hub import Hub
@@ -34,6 +35,7 @@ USAGE = 2
 INTERRUPTED = 128 + signal.SIGINT
 
 HELP = {"help_option_names": ["-h", "--help"], "max_content_width": 100}
+WIDE = 1000  # of a line that nobody's terminal wraps
 _PREFIXES = "kMGTP"
 _SIZE = re.compile(r"(?P<number>[0-9]{1,20}(\.[0-9]{1,9})?) ?((?P<prefix>[kKMGTP])?(?P<binary>(?<=[kKMGTP])i)?B?)")
 
@@ -195,6 +197,18 @@ def leaf_of(error: BaseException) -> BaseException:
         return error
     leaves = [leaf_of(inner) for inner in error.exceptions]
     return next((leaf for leaf in leaves if isinstance(leaf, CommandError | TensorHubError)), leaves[0])
+
+
+def print_table(table: Table) -> None:
+    """A table on stdout. In a file or a pipe: plain text, and each row whole, on one line."""
+    console = Console()
+    if console.is_terminal:
+        console.print(table)
+        return
+    table.box, table.pad_edge = None, False
+    with (wide := Console(width=WIDE)).capture() as text:
+        wide.print(table)
+    print("\n".join(line.rstrip() for line in text.get().splitlines()), flush=True)
 
 
 @contextlib.contextmanager

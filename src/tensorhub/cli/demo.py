@@ -20,12 +20,21 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 
 import tensorhub
-from tensorhub.cli.common import FAILED, CommandError, JsonOption, QuietOption, report, run, seconds, usage, whole
+from tensorhub.cli.common import (
+    FAILED,
+    CommandError,
+    JsonOption,
+    QuietOption,
+    print_table,
+    report,
+    run,
+    seconds,
+    usage,
+    whole,
+)
 from tensorhub.cli.demo_crew import Crew, Event, hire
 from tensorhub.cli.demo_ledger import MB, TRAINER, Fetch, Ledger, Publication
 from tensorhub.memory.safetensors import read_header
-
-WIDTH_MIN = 130  # of the tables, where there is no terminal
 
 
 class Pace(StrEnum):
@@ -159,13 +168,11 @@ def _print_results(settings: Settings, ledger: Ledger) -> None:
     if settings.as_json:
         print(json.dumps(ledger.as_json(weights)), flush=True)
         return
-    console = Console()
-    if not console.is_terminal:
-        console = Console(width=max(console.width, WIDTH_MIN))
-    console.print(ledger.fetch_table())
-    console.print(ledger.read_table())
+    print_table(ledger.fetch_table())
+    print()
+    print_table(ledger.read_table())
     if not ledger.problems():
-        console.print(ledger.summary(), highlight=False, soft_wrap=True)
+        print(f"\n{ledger.summary()}", flush=True)
 
 
 class View:

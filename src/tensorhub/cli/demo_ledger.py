@@ -166,23 +166,22 @@ class Ledger:
 
     def fetch_table(self) -> Table:
         """One row for each version and rollout."""
-        table = Table(title="versions", title_justify="left", title_style="bold")
-        columns = "version|loss|step s|worker|seconds|MB|MB/s|read from|stall ms|tries|bytes|output".split("|")
+        table = _table("versions")
+        columns = "version|loss|step s|worker|fetch s|MB|MB/s|read from|stall ms|tries|bytes|output".split("|")
         for column in columns:
             left = column in ("worker", "read from", "bytes", "output")
-            table.add_column(column, justify="left" if left else "right", no_wrap=column != "read from")
+            table.add_column(column, justify="left" if left else "right", overflow="fold", no_wrap=column == "worker")
         for number, made in sorted(self.publications.items()):
-            head = (str(number), f"{made.loss:.4f}", f"{made.step_s:.2f}")
+            head = (str(number), f"{made.loss:.3f}", f"{made.step_s:.2f}")
             for rollout in self.rollouts:
                 table.add_row(*head, *self._cells(number, rollout))
                 head = ("", "", "")
-            table.add_section()
         return table
 
     def _cells(self, version: int, rollout: str) -> tuple[str | Text, ...]:
         fetch = self.fetches.get((version, rollout))
         if fetch is None:
-            return rollout, Text("skipped: a newer one came first", "dim")
+            return rollout, "", "", "", Text("skipped", "dim")  # a newer one came first
         rate = f"{fetch.bytes_read / fetch.seconds / MB:,.0f}" if fetch.seconds else ""
         sources = ", ".join(f"{source['name']} {source['bytes_read'] / MB:,.1f}" for source in fetch.sources)
         return (
@@ -201,17 +200,21 @@ class Ledger:
         """Who read from whom: MB over all versions, a row for each reader, a column for each source."""
         reads = self.reads()
         sources = [name for name in (TRAINER, *self.rollouts) if any(name == source for _, source in reads)]
-        table = Table(title="who read from whom, MB", title_justify="left", title_style="bold")
-        table.add_column("reader")
+        table = _table("who read from whom, MB")
+        table.add_column("reader", overflow="fold")
         for source in sources:
-            table.add_column(Text(f"from {source}"), justify="right")
+            table.add_column(Text(f"from {source}"), justify="right", overflow="fold")
         for reader in self.rollouts:
             cells = (reads.get((reader, source), 0) / MB for source in sources)
             table.add_row(Text(reader), *(f"{cell:,.1f}" if cell else "·" for cell in cells))
-        table.add_section()
         totals = (sum(reads.get((reader, source), 0) for reader in self.rollouts) / MB for source in sources)
         table.add_row("all", *(f"{total:,.1f}" for total in totals))
         return table
+
+
+def _table(title: str) -> Table:
+    """Narrow: at 80 columns nothing is cut, and the results of a few rollouts are not folded."""
+    return Table(title=title, title_justify="left", title_style="bold", box=None, padding=(0, 1, 0, 0), pad_edge=False)
 
 
 def _mark(good: bool) -> Text:

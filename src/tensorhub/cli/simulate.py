@@ -18,7 +18,6 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
-from rich.text import Text
 
 from tensorhub.cli.common import FAILED, CommandError, JsonOption, QuietOption, report, run, usage, whole
 from tensorhub.cli.simulate_crew import Order, Result, run_all
@@ -84,8 +83,9 @@ def simulate(
 ) -> None:
     """Search for broken guarantees: real coordinators and workers in a simulated cluster, where everything fails.
 
-    A seed decides what happens, to the last detail. A seed that fails is printed with what was broken, the end of its trace
-    and the line that runs it again. From 1,000 seeds on, every fault, transition and recovery path must have been taken.
+    A seed decides what happens, to the last detail. The verdict comes first; each seed that failed follows, with what was
+    broken, the end of its trace and the line that runs it again (stderr has that line at once). From 1,000 seeds on, every
+    fault, transition and recovery path must have been taken.
     """
     try:
         search = _search()
@@ -121,7 +121,7 @@ async def _simulate(plan: Plan, search: ModuleType, as_json: bool, quiet: bool, 
     kinds = plan.faults if plan.faults is not None else [str(fault) for fault in search.Fault]
     found = Found(Ledger(kinds, transitions(), search.WAYS, UNBUILT))
     with _bar(plan, quiet) as show:
-        await _run(plan, found, show, fails=(lambda result: None) if as_json else partial(_print_failure, plan))
+        await _run(plan, found, show, fails=(lambda result: None) if as_json else partial(_tell_failure, plan))
     never = found.ledger.never() if found.ledger.seeds >= COMPLETE_FROM and plan.faults is None else []
     if as_json:
         print(json.dumps(_as_json(plan, found)), flush=True)
@@ -204,17 +204,20 @@ def _as_json(plan: Plan, found: Found) -> dict[str, Any]:
     }
 
 
-def _print_failure(plan: Plan, result: Result) -> None:
+def _tell_failure(plan: Plan, result: Result) -> None:
     """At once: a search may go on for long."""
-    console, again = Console(), plan.reproduce(result.order.seed)
-    console.print(Text(f"\nseed {result.order.seed} failed:\n{result.failure}"), soft_wrap=True)
+    print(f"seed {result.order.seed} failed: {plan.reproduce(result.order.seed)}", file=sys.stderr, flush=True)
+
+
+def _print_failure(plan: Plan, result: Result) -> None:
+    again = plan.reproduce(result.order.seed)
+    print(f"\nseed {result.order.seed} failed:\n{result.failure}")
     if again not in (result.failure or ""):  # what a broken guarantee says ends with it
-        console.print(Text(f"reproduce: {again}"), soft_wrap=True)
-    sys.stdout.flush()
+        print(f"reproduce: {again}")
 
 
 def _print(plan: Plan, found: Found, never: list[str], verbose: bool) -> None:
-    """The verdict first; then what is amiss; what was covered, if anybody wants to read it."""
+    """The verdict first; then what is amiss; what was covered, if anybody wants to read it; and which seeds failed."""
     verdict = "FAILED" if found.failures or never else "passed"
     each = f"{_speed(found) / min(plan.jobs, len(plan.seeds)):,.0f} per process"
     words = [
@@ -229,6 +232,8 @@ def _print(plan: Plan, found: Found, never: list[str], verbose: bool) -> None:
     print(f"{found.ledger.full:,} seeds had at least {least}")
     for name, why in found.ledger.transitions.unbuilt.items():
         print(f"not asked for: {name}: needs a feature that is not built yet: {why}")
+    for result in found.failures:
+        _print_failure(plan, result)
     if verbose:
         print(f"\n{found.ledger.render()}")
     sys.stdout.flush()

@@ -22,9 +22,18 @@ from tensorhub.cli.bench.network import Network, own_network
 from tensorhub.cli.bench.picture import draw
 from tensorhub.cli.bench.suite import Plan, Visit
 from tensorhub.cli.bench.ways import WAYS, Way
-from tensorhub.cli.common import FAILED, CommandError, QuietOption, report as report_error, run, seconds, usage, whole
+from tensorhub.cli.common import (
+    FAILED,
+    CommandError,
+    QuietOption,
+    print_table,
+    report as report_error,
+    run,
+    seconds,
+    usage,
+    whole,
+)
 
-WIDTH = 160  # of the table, where there is no terminal
 RECEIVERS_MAX = 64
 MIB_MIN = 2
 
@@ -153,10 +162,9 @@ def _report(
         results.write_text(json.dumps(_document(plan, known, network, found, visits), indent=1) + "\n")
     if picture is not None:
         picture.write_text(draw(found, "From one source into each receiver's own tensors", conditions))
-    console = Console(width=None if Console().is_terminal else WIDTH)
-    console.print(report.table(found))
+    print_table(report.table(found))
     for line in (*conditions, *report.complaints(found)):
-        console.print(Text(line), soft_wrap=True)
+        print(line, flush=True)
     return FAILED if all(row.seconds is None for row in found) else 0
 
 
