@@ -229,6 +229,38 @@ def test_after_a_rollback_an_older_version_of_the_new_lineage_may_replace_what_w
     assert asked.number == 1
 
 
+def test_a_version_that_a_rollback_has_made_the_newest_and_nobody_holds_is_not_waited_for() -> None:
+    """It was published, and forgotten since: nothing is left of this lineage."""
+    cluster = PureCluster()
+    trainer, reader = cluster.handle("trainer"), cluster.handle("reader")
+    cluster.run()
+    for number in range(1, 6):
+        publish(cluster, trainer, number=number)
+    trainer.worker.rollback(2)
+    cluster.run()
+    asked = reader.replicate("available")
+    cluster.run()
+    assert "nobody holds a version of it" in str(error_of(asked))
+
+
+def test_what_a_rollback_is_about_to_retire_is_not_offered() -> None:
+    cluster = PureCluster()
+    trainer, keepers = cluster.handle("trainer"), [cluster.handle(name) for name in ("one", "two")]
+    reader = cluster.handle("reader")
+    cluster.run()
+    for number, keeper in enumerate(keepers, 1):
+        publish(cluster, trainer, number=number)
+        replicate(cluster, keeper)
+    publish(cluster, trainer, number=3)
+    asked = reader.replicate("available")
+    let_all_but_reads_happen(cluster)
+    trainer.worker.rollback(1)
+    let_all_but_reads_happen(cluster)
+    text = str(error_of(asked))
+    assert "held now: version 1 by 1 replica; the selector 'available' gets 1" in text
+    assert "version 2" not in text
+
+
 # ------------------------------------------------------------------------------------------------------------ at_least
 
 
@@ -302,6 +334,20 @@ def test_nothing_is_bound_before_partial_copies_have_said_what_they_have() -> No
     assert mine.number == 1
 
 
+def test_copies_of_what_is_left_on_purpose_are_no_reason_to_wait() -> None:
+    """Its trainer leaves, and its readers have the grace: what they have together is the whole, and ends with them (R12)."""
+    cluster, trainer, _, _ = readers_of_a_trainer(False, True, keeper=True)
+    late = cluster.handle("late")
+    let_all_but_reads_happen(cluster)
+    trainer.unpublish()
+    let_all_but_reads_happen(cluster)
+    mine = late.replicate("available")
+    let_all_but_reads_happen(cluster)
+    assert late.member.state is HandleState.FILLING
+    cluster.run()
+    assert mine.number == 0
+
+
 def test_when_one_of_them_dies_what_is_left_counts() -> None:
     cluster, readers, _, late = left_in_parts(False, True)
     mine = late.replicate("available")
@@ -327,9 +373,8 @@ def test_what_was_not_asked_changes_nothing() -> None:
     while choices := [c for c in cluster.choices() if c.kind != "read" and c != slow]:
         cluster.do(choices[0])
     share = share_of(cluster, second)
-    for worker, generation in ((first.worker, second.generation), (second.worker, second.generation + 1)):
-        worker.say(ChunksThere(second.id, generation, 2, b"\3"))
-        worker.say(ChunksThere("nobody", generation, 2, b"\3"))
+    first.worker.say(ChunksThere(second.id, second.generation, 2, b"\3"))
+    first.worker.say(ChunksThere("nobody", second.generation, 2, b"\3"))
     while choices := [c for c in cluster.choices() if c.kind != "read" and c != slow]:
         cluster.do(choices[0])
     assert share.chunks is None
@@ -339,6 +384,19 @@ def test_what_was_not_asked_changes_nothing() -> None:
     second.worker.say(ChunksThere(second.id, second.generation, 2, b"\3"))
     let_all_but_reads_happen(cluster)
     assert share.there == 1
+
+
+def test_an_answer_of_another_generation_changes_nothing() -> None:
+    """G9. It comes after the question was asked, and before its owner has heard it."""
+    cluster, (_, second), _, late = left_in_parts(False, False)
+    late.replicate("available")
+    deaf = Choice("down", "r1")
+    for generation in (None, second.generation + 1):
+        if generation is not None:
+            second.worker.say(ChunksThere(second.id, generation, 2, b"\3"))
+        while choices := [c for c in cluster.choices() if c.kind != "read" and c != deaf]:
+            cluster.do(choices[0])
+        assert share_of(cluster, second).chunks is None
 
 
 def test_a_partial_copy_is_asked_again_after_a_while_and_not_before() -> None:
@@ -358,16 +416,18 @@ def test_a_partial_copy_is_asked_again_after_a_while_and_not_before() -> None:
 
 
 def test_a_question_that_was_lost_with_its_connection_is_asked_again() -> None:
-    cluster, readers, _, late = left_in_parts(False, True, keeper=False)
+    cluster, readers, _, late = left_in_parts(False, False)
     mine = late.replicate("available")
     deaf = Choice("down", "r1")
     while choices := [c for c in cluster.choices() if c.kind != "read" and c != deaf]:
         cluster.do(choices[0])
+    share_of(cluster, readers[1])
     readers[1].worker.disconnect()
-    let_all_but_reads_happen(cluster)
     readers[1].worker.connect()
+    let_all_but_reads_happen(cluster)
+    assert late.member.state is HandleState.FILLING  # nobody has said anything but in answer to a question
     cluster.run()
-    assert mine.number == 1
+    assert mine.number == 0
 
 
 def test_an_answer_that_takes_long_counts() -> None:
@@ -410,6 +470,24 @@ def test_partial_copies_that_together_are_whole_go_on() -> None:
     lose(cluster, trainer, readers)
     cluster.run()
     assert [each.number for each in asked] == [1, 1]
+
+
+def let_it_be_lost(cluster: PureCluster) -> None:
+    """More than a lease passes, in which nobody reads."""
+    for _ in range(20):
+        cluster.advance(cluster.options.lease_s / 16, run=False)
+        let_all_but_reads_happen(cluster)
+
+
+def test_who_reads_from_a_worker_that_is_lost_goes_on_as_long_as_that_serves() -> None:
+    """It is cut off from the coordinator only."""
+    cluster, trainer, _, (asked,) = readers_of_a_trainer(False, keeper=True, selector="available")
+    trainer.worker.disconnect()
+    let_it_be_lost(cluster)
+    assert "trainer" not in {worker.name for worker in cluster.coordinator.cluster.workers.values()}
+    assert not asked.has_ended()
+    cluster.run()
+    assert asked.number == 1
 
 
 def test_a_hook_that_runs_when_the_source_is_lost_leaves_everything_as_it_was() -> None:
@@ -501,6 +579,17 @@ def test_a_recorded_group_is_back_with_its_last_rank() -> None:
     assert [call.number for call in calls] == [2, 2]
 
 
+def test_after_a_restart_a_fill_that_had_begun_waits_for_its_source_like_any_other() -> None:
+    cluster, trainer, _, (asked,) = readers_of_a_trainer(False, selector="available")
+    cluster.restart()
+    reconnect(cluster, but="trainer")
+    let_all_but_reads_happen(cluster)
+    assert not asked.has_ended()
+    trainer.worker.connect()
+    cluster.run()
+    assert asked.number == 1
+
+
 def test_after_a_restart_nothing_fails_before_all_had_time_to_come_back() -> None:
     cluster, trainer, reader = restarted(but="keeper")
     trainer.unpublish()
@@ -528,6 +617,14 @@ def test_latest_that_ends_says_what_is_held_by_how_many_and_which_selector_gets_
         "replicate of 'actor': no live worker holds 'latest' of 'actor' (the newest version is 2); held now: version 1 by 2 "
         "replicas; the selector 'available' gets 1; waited 5 s"
     )
+
+
+def test_what_was_left_of_a_calls_time_is_said_rounded() -> None:
+    cluster, _, _, reader = newest_left()
+    for timeout_s, told in ((59.99871, "60 s"), (2.99376, "3 s"), (0.9987, "0.999 s")):
+        asked = reader.replicate("latest", timeout_s=timeout_s)
+        cluster.advance(timeout_s + 1)
+        assert str(error_of(asked)).endswith(f"; waited {told}")
 
 
 def test_a_number_that_does_not_exist_says_what_is_held() -> None:
