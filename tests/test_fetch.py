@@ -53,8 +53,7 @@ async def published(hub: Hub, what: Mapping[str, Any] | None = None, version: in
 
 async def nothing_of_it_is_left(fetcher: Hub) -> None:
     """Neither the coordinator nor the worker knows of a fetch any more."""
-    worker = worker_of(fetcher)
-    await until(lambda: not worker._handles and not worker._by_rank and not worker._asked)
+    await until(lambda: worker_of(fetcher).router.is_empty)
     info = await fetcher.describe("m")  # on the connection that the fetch has spoken on
     assert [(replica.group.split("-")[0], replica.state) for replica in info.replicas] == [("trainer", "ready")]
     assert info.leases == ()
@@ -197,7 +196,7 @@ async def test_latest_waits_for_the_first_publication() -> None:
             found.append(await c.hubs[1].fetch("m"))
 
         tasks.start_soon(fetch)
-        await until(lambda: any("asked" in repr(handle) for handle in worker_of(c.hubs[1])._handles.values()))
+        await until(lambda: any("asked" in repr(handle) for handle in worker_of(c.hubs[1]).router.handles.values()))
         await published(c.hubs[0], version=5)
         await until(lambda: bool(found))
         assert found[0].info.version == 5
@@ -408,7 +407,7 @@ async def test_a_source_that_leaves_with_nobody_else_there_ends_it_at_once() -> 
             await until(lambda: fetching.error is not None)
             assert isinstance(fetching.error, errors.VersionUnavailable)
             assert (fetching.error.retryable, fetching.error.memory) == (True, "intact")
-            await until(lambda: not worker_of(c.hubs[1])._handles)
+            await until(lambda: not worker_of(c.hubs[1]).router.handles)
 
 
 async def test_a_lost_source_is_replaced() -> None:

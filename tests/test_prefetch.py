@@ -402,7 +402,7 @@ async def test_a_prefetch_that_is_given_up_at_once_leaves_no_copy() -> None:
         for _ in range(30):
             with contextlib.suppress(TensorHubError):
                 await weights.prefetch(timeout=0)
-        await until(lambda: list(worker_of(hub)._handles.values()) == [handle_of(weights)])
+        await until(lambda: list(worker_of(hub).router.handles.values()) == [handle_of(weights)])
         assert reserved(hub) == 0
 
 

@@ -22,7 +22,7 @@ import anyio.to_thread
 from tensorhub.digests import WIDTHS
 from tensorhub.errors import DrainTimeout, Memory as TensorState, StateError, TensorHubError
 from tensorhub.memory.tensors import Memory
-from tensorhub.messages import DigestAgain, ErrorInfo, TellDigests
+from tensorhub.messages import DigestAgain, ErrorInfo, Outcome, Start, TellDigests, ToRank
 from tensorhub.runtime import clock
 from tensorhub.runtime.callers_work import CallersWork
 from tensorhub.runtime.filler import Filler, Line, ProgressListener
@@ -269,7 +269,14 @@ class Handle:
             self._call.times.hook_s = clock.now() - self._call.times.hooked
         self.apply(self.member.hook_returned(error, clock.now()))
 
-    async def digest_again(self, question: DigestAgain, limiter: anyio.CapacityLimiter) -> None:
+    async def look(self, question: DigestAgain | TellDigests, limiter: anyio.CapacityLimiter) -> None:
+        """Answer what can be told by looking at the memory."""
+        if isinstance(question, DigestAgain):
+            await self._digest_again(question, limiter)
+        else:
+            await self._tell_digests(question, limiter)
+
+    async def _digest_again(self, question: DigestAgain, limiter: anyio.CapacityLimiter) -> None:
         """Has this chunk changed since its digest was made (R8)? The answer goes to the coordinator."""
         changed, digest, error = await self._promise.look_again(question, limiter)
         origin = self._owner.origin(self._registration, question.generation, question.chunk)
@@ -291,7 +298,7 @@ class Handle:
             )
         return are_all
 
-    async def tell_digests(self, question: TellDigests, limiter: anyio.CapacityLimiter) -> None:
+    async def _tell_digests(self, question: TellDigests, limiter: anyio.CapacityLimiter) -> None:
         """Say which digests the chunks of this memory have, or of what is staged for it (R8)."""
         content, generation = self.member.content, question.generation
         if content is not None and content.published and content.generation == generation and not question.origin:
@@ -401,10 +408,12 @@ class Handle:
             self._call.ended.set()
             self.call_ended()
 
-    def note_bound(self) -> None:
-        """The coordinator has bound the running call to a version."""
-        if self._call is not None and self._call.times.bound is None:
+    def receive(self, message: ToRank) -> None:
+        """The coordinator has said this of it."""
+        bound = isinstance(message, Start | Outcome)  # the running call, to a version
+        if bound and self._call is not None and self._call.times.bound is None:
             self._call.times.bound = clock.now()
+        self.apply(self.member.receive(message, clock.now()))
 
     async def _open(self, action: OpenMemory) -> None:
         chunks = await self._places.prepare(action.manifest)

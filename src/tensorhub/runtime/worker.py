@@ -13,6 +13,7 @@ import os
 import secrets
 import socket
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import assert_never
 
 import anyio
@@ -22,49 +23,23 @@ import anyio.to_thread
 from tensorhub.compaction.layout import pack_tiny
 from tensorhub.errors import (
     CoordinatorUnavailable,
-    RegistrationError,
     StateError,
     TensorHubError,
 )
 from tensorhub.manifest import Manifest, build_manifest
 from tensorhub.memory.tensors import Memory
 from tensorhub.messages import (
-    THERE_BYTES_MAX,
-    AddSource,
     Announce,
-    ChunksThere,
-    Compare,
     CutReader,
     Deregister,
-    Description,
-    DigestAgain,
-    DigestedAgain,
-    Digests,
-    Dismissed,
-    Done,
     DropCopy,
-    DropSource,
-    EpochChanged,
     FromCoordinator,
     FromWorker,
-    HeartbeatAck,
     Join,
-    Keep,
     Leave,
-    MakeCopy,
-    ManifestReply,
-    OrderedOut,
-    Outcome,
     ReaderCut,
-    Refused,
-    Registered,
-    Start,
     TellChunks,
-    TellDigests,
-    ToRank,
     Welcome,
-    Withdrawable,
-    Write,
 )
 from tensorhub.protocol.secret import check_open_access
 from tensorhub.runtime import clock, ports
@@ -103,6 +78,8 @@ from tensorhub.worker.calls import FillCall
 from tensorhub.worker.copies import Copies
 from tensorhub.worker.enrolment import Shard
 from tensorhub.worker.member import Member
+from tensorhub.worker.router import Answered, Look, Make, Reply, Router, Tell
+from tensorhub.worker.telling import tell_chunks
 
 log = get_logger("tensorhub.worker")
 
@@ -141,9 +118,7 @@ class Worker:
         )
         self._telling = Telling(self._tell_made)
         self._owner.on_made = self._telling.made
-        self._handles: dict[str, Handle] = {}  # by registration
-        self._by_rank: dict[tuple[str, str, int], Handle] = {}  # by (model, group, rank)
-        self._asked: dict[int, Handle] = {}  # requests of handles that are not answered yet
+        self.router = Router[Handle](self._numbers)
         self._manifests: dict[str, Manifest] = {}
         self._found_copies = Copies()
         self.copies = HostCopies(self)
@@ -151,7 +126,7 @@ class Worker:
         self._endpoints: tuple[Endpoint, ...] = ()
         self._closed = anyio.Event()
         self._time_moved = anyio.Event()
-        self._coordinator: Welcome | None = None  # the one of the newest session
+        self.read_only = False  # its token is, as far as the coordinator has said
         self._tasks: anyio.abc.TaskGroup
         self._digesting: anyio.CapacityLimiter  # of second digests: one at a time
         self._serving = anyio.CancelScope()
@@ -159,12 +134,7 @@ class Worker:
     def __repr__(self) -> str:
         online = "online" if self._link.online else "offline"
         token = " read-only" if self.read_only else ""
-        return f"<Worker {self.name} {self.incarnation[:8]} {online}{token} handles={len(self._handles)}>"
-
-    @property
-    def read_only(self) -> bool:
-        """Whether its token is, as far as the coordinator has said."""
-        return self._coordinator is not None and self._coordinator.read_only
+        return f"<Worker {self.name} {self.incarnation[:8]} {online}{token} handles={len(self.router.handles)}>"
 
     def timeout_s(self, timeout: float | None) -> float:
         """The seconds that a call has: those given, or the default. Raises StateError."""
@@ -269,14 +239,14 @@ class Worker:
                 else:
                     await handle.close(left_s)
 
-        for handles in (callers, [each for each in self._handles.values() if each not in callers]):
+        for handles in (callers, [each for each in self.router.handles.values() if each not in callers]):
             async with anyio.create_task_group() as tasks:
                 for handle in handles:
                     tasks.start_soon(close, handle)
 
     async def _leave(self, parting: Parting) -> None:
         async with anyio.create_task_group() as tasks:
-            for handle in list(self._handles.values()):
+            for handle in list(self.router.handles.values()):
                 tasks.start_soon(self._close_quietly, handle, parting)
         await self._link.close(Leave("closed"))
 
@@ -298,24 +268,24 @@ class Worker:
     def welcomed(self, message: Welcome) -> None:
         """See `Ears`: say everything that is wanted and held, anew."""
         log.info("worker_welcomed", incarnation=self.incarnation, epoch=message.epoch, known=message.known)
-        before, self._coordinator = self._coordinator, message
-        if before is not None and (before.cluster != message.cluster or before.epoch > message.epoch):
+        self.read_only = message.read_only
+        if self.router.welcomed(message):
             self._state_lost()
         self.news.welcomed()
-        for handle in list(self._handles.values()):
+        for handle in list(self.router.handles.values()):
             handle.apply(handle.member.connected(clock.now(), message.lease_s))
         self.pins.welcomed()
 
     def _state_lost(self) -> None:
         """The coordinator is a new cluster, or has an older state than before: nothing may go back silently (R2, G3)."""
         log.error("coordinator_lost_its_state", coordinator=self._link.addresses)
-        for handle in list(self._handles.values()):
+        for handle in list(self.router.handles.values()):
             handle.apply(handle.member.state_lost(clock.now()))
-        self.news.state_lost({handle.member.shard.model for handle in self._handles.values()})
+        self.news.state_lost({handle.member.shard.model for handle in self.router.handles.values()})
 
     def lost(self) -> None:
         """See `Ears`."""
-        for handle in list(self._handles.values()):
+        for handle in list(self.router.handles.values()):
             handle.apply(handle.member.disconnected(clock.now()))
         self.questions.lost()
 
@@ -327,72 +297,31 @@ class Worker:
 
     def received(self, message: FromCoordinator) -> None:
         """See `Ears`: to whom it concerns."""
-        match message:
-            case Announce():
-                self.news.announced(message)
-            case CutReader():
-                self._tasks.start_soon(self._cut, message)
-            case DigestAgain():
-                self._look_again(message)
-            case TellChunks():
-                place = RegistrationId(message.registration), message.generation
-                self.say(ChunksThere(*place, *self._owner.there(*place, 8 * THERE_BYTES_MAX)))
-            case TellDigests():
-                self._tell_digests(message)
-            case Registered() | Withdrawable():
-                self._tell(self._asked.pop(message.request, None), message)
-            case Done() | Refused() | ManifestReply():
-                handle = self._asked.pop(message.request, None)
-                if handle is not None:
-                    self._tell(handle, message)
-                else:
-                    self.questions.answered(message)
-            case Description():
-                self.questions.answered(message)
-            case MakeCopy():
-                self.copies.ordered(message, self._handles.get(message.registration))
-            case DropCopy():
-                self.copies.dropped(message)
-            case OrderedOut() | Keep():
-                self._tell(self._handles.get(message.registration), message)
-            case Start() | Write() | AddSource() | DropSource() | Compare() | Outcome():
-                handle = self._by_rank.get((message.key.model, message.key.group, message.rank))
-                if handle is not None and isinstance(message, Start | Outcome):
-                    handle.note_bound()
-                self._tell(handle, message)
-            case EpochChanged():
-                for (model, group, _), handle in list(self._by_rank.items()):
-                    if (model, group) == (message.model, message.group):
-                        self._tell(handle, message)
-            case HeartbeatAck() | Welcome() | Dismissed():
-                pass
-            case _:
-                assert_never(message)
-
-    @staticmethod
-    def _tell(
-        handle: Handle | None,
-        message: ToRank,
-    ) -> None:
-        if handle is not None:
-            handle.apply(handle.member.receive(message, clock.now()))
-
-    def _look_again(self, message: DigestAgain) -> None:
-        handle = self._handles.get(message.registration)
-        if handle is None:
-            self.say(DigestedAgain(message.inquiry, message.registration, None))
-        else:
-            self._tasks.start_soon(handle.digest_again, message, self._digesting)
-
-    def _tell_digests(self, message: TellDigests) -> None:
-        handle = self._handles.get(message.registration)
-        if handle is None:
-            self.say(Digests(message.registration, message.generation, 0, (), b"", True))
-        else:
-            self._tasks.start_soon(handle.tell_digests, message, self._digesting)
+        for routed in self.router.route(message):
+            match routed:
+                case Tell():
+                    routed.handle.receive(routed.message)
+                case Look():
+                    self._tasks.start_soon(routed.handle.look, routed.question, self._digesting)
+                case Make():
+                    self.copies.ordered(routed.order, routed.source)
+                case Answered():
+                    self.questions.answered(routed.message)
+                case Reply():
+                    self.say(routed.message)
+                case Announce():
+                    self.news.announced(routed)
+                case CutReader():
+                    self._tasks.start_soon(self._cut, routed)
+                case TellChunks():
+                    self.say(tell_chunks(self._owner, routed))
+                case DropCopy():
+                    self.copies.dropped(routed)
+                case _:
+                    assert_never(routed)
 
     def _tell_made(self, registration: RegistrationId, if_all: bool) -> bool:
-        handle = self._handles.get(registration)
+        handle = self.router.handles.get(registration)
         return handle is None or handle.tell_made(if_all=if_all)
 
     async def _cut(self, message: CutReader) -> None:
@@ -403,13 +332,13 @@ class Worker:
         """Wake the members at their deadlines."""
         while True:
             self._time_moved = anyio.Event()
-            deadlines = [d for h in self._handles.values() if (d := h.member.next_deadline()) is not None]
+            deadlines = [d for h in self.router.handles.values() if (d := h.member.next_deadline()) is not None]
             if not deadlines:
                 await self._time_moved.wait()
                 continue
             with anyio.move_on_after(max(0.0, min(deadlines) - clock.now())):
                 await self._time_moved.wait()
-            for handle in list(self._handles.values()):
+            for handle in list(self.router.handles.values()):
                 actions = handle.member.tick(clock.now())
                 if actions:
                     handle.apply(actions)
@@ -448,11 +377,7 @@ class Worker:
             manifest=manifest,
             number=rank,
         )
-        if (model, shard.group, rank) in self._by_rank:
-            raise RegistrationError(
-                f"rank {rank} of group {shard.group!r} of {model!r} is registered by this worker already: "
-                "close it first, or take another group name (two sets of one model in one process need two groups)"
-            )
+        self.router.check_free(model, shard.group, rank)
         handle = self.start_handle(shard, memory)
         try:
             with anyio.move_on_after(timeout_s):
@@ -505,11 +430,11 @@ class Worker:
 
     def is_spot(self) -> bool:
         """Whether any registration here is: then this process may go at any time."""
-        return any(handle.member.shard.spot and handle.member.shard.serves for handle in self._handles.values())
+        return any(handle.member.shard.spot and handle.member.shard.serves for handle in self.router.handles.values())
 
     def callers(self) -> list[Handle]:
         """The handles of its callers that are not closed."""
-        shards = ((handle, handle.member.shard) for handle in self._handles.values())
+        shards = ((handle, handle.member.shard) for handle in self.router.handles.values())
         used = [handle for handle, shard in shards if shard.serves and shard.purpose is Purpose.USE]
         return [handle for handle in used if handle.member.state is not HandleState.CLOSED]
 
@@ -517,9 +442,9 @@ class Worker:
         return f"{self.name[:400]}-{secrets.token_hex(4)}"
 
     def start_handle(self, shard: Shard, memory: Memory) -> Handle:
-        handle, place = self._make_handle(shard, memory), (shard.model, shard.group, shard.rank)
-        self._by_rank[place] = self._handles[shard.registration] = handle
-        self._tasks.start_soon(self._run_handle, handle, place)
+        handle = self._make_handle(shard, memory)
+        self.router.add(shard, handle)
+        self._tasks.start_soon(self._run_handle, handle)
         if self._link.online:
             handle.apply(handle.member.connected(clock.now(), self._link.lease_s))
         return handle
@@ -527,24 +452,19 @@ class Worker:
     def drop_handle(self, handle: ports.Handle) -> None:
         """Give up a registration that its caller has not got, or that has served. Its place is free at once."""
         shard = handle.member.shard
-        running = self._handles.get(shard.registration)
+        running = self.router.handles.get(shard.registration)
+        self.router.leave(shard)
         if running is not None:
-            self._leave_place(running, (shard.model, shard.group, shard.rank))
             running.stop()
         self.say(Deregister(next(self._numbers), shard.registration, abandon=True))  # if it came through
 
     def _make_handle(self, shard: Shard, memory: Memory) -> Handle:
-        def request() -> int:
-            number = next(self._numbers)
-            self._asked[number] = handle
-            return number
-
         def first_fill_begins(kind: OpKind, timeout_s: float) -> None:
             self._tasks.start_soon(self._tell_waiting, handle, kind, timeout_s)
 
         member = Member(
             shard,
-            requests=request,
+            requests=partial(self.router.new_request, shard),
             generations=self._mint_generation,
             manifests=self._manifests,
             copies=self._found_copies,
@@ -567,18 +487,11 @@ class Worker:
         """A generation word: the high half a nonce, the low half a counter (R3)."""
         return secrets.randbits(31) << 32 | (next(self._generations) & 0xFFFFFFFF)
 
-    def _leave_place(self, handle: Handle, place: tuple[str, str, int]) -> None:
-        if self._by_rank.get(place) is handle:
-            del self._by_rank[place]
-
-    async def _run_handle(self, handle: Handle, place: tuple[str, str, int]) -> None:
+    async def _run_handle(self, handle: Handle) -> None:
         try:
             await handle.run()
         finally:
-            self._leave_place(handle, place)
-            registration = handle.member.shard.registration
-            self._handles.pop(registration, None)
-            self._found_copies.remove(registration)
-            self.copies.ended(registration)
-            for request in [number for number, asker in self._asked.items() if asker is handle]:
-                del self._asked[request]
+            shard = handle.member.shard
+            self.router.remove(shard)
+            self._found_copies.remove(shard.registration)
+            self.copies.ended(shard.registration)

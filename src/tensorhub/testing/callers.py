@@ -19,7 +19,6 @@ import anyio
 from tensorhub.errors import (
     CoordinatorUnavailable,
     MutabilityViolation,
-    RegistrationError,
     StateError,
     TensorHubError,
 )
@@ -412,13 +411,7 @@ class WorkerShell:
         layout = f"world/{world_size}"
         manifest = build_manifest(memory.descriptions, self.options.chunk_bytes, digest, layout, metadata=memory.metadata)
         group = group if group is not None else self._fresh_group()
-        for caller in self.callers:
-            shard = caller.member.shard
-            if (shard.model, shard.group, shard.rank) == (model, group, rank) and not self._is_gone(caller):
-                raise RegistrationError(
-                    f"rank {rank} of group {group!r} of {model!r} is registered by this worker already: "
-                    "close it first, or take another group name (two sets of one model in one process need two groups)"
-                )
+        self.worker.router.check_free(model, group, rank)
         ident = f"r{next(self.cluster.registrations)}"
         shard = Shard(ident, model, group, rank, world_size, spot, layout, manifest, rank)
         caller = Caller(self.worker.take_memory(shard, memory))
@@ -432,10 +425,6 @@ class WorkerShell:
             follower = Prefetcher(caller, self.news, self.copies, self.options.op_timeout_s)
             self.tasks.start_soon(follower.run)
         return caller
-
-    @staticmethod
-    def _is_gone(caller: Caller) -> bool:
-        return caller.member.state is HandleState.CLOSED and caller.member.running is None
 
     async def _answered(self, handle: EmbeddedHandle, timeout_s: float) -> None:
         with anyio.move_on_after(timeout_s):

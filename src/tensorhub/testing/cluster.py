@@ -185,7 +185,7 @@ class Cluster:
         elif worker is not None and isinstance(message, Start | Write | Outcome):
             if isinstance(event, Received) and isinstance(event.message, Resolve):
                 return  # it is said again
-            handle = worker.rank_at(message.key.model, message.key.group, message.rank)
+            handle = worker.router.rank_at(message.key.model, message.key.group, message.rank)
             if isinstance(message, Write) or (isinstance(message, Start) and message.write):
                 self.guarantees.told_to_write(handle, message)
             if handle is not None and not isinstance(message, Write):

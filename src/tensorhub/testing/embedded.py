@@ -20,18 +20,15 @@ from tensorhub.memory.tensors import Memory
 from tensorhub.messages import (
     Announce,
     Deregister,
-    Description,
-    Done,
-    FromCoordinator,
     FromWorker,
     Grant,
     MakeCopy,
-    ManifestReply,
     Pin,
-    Refused,
     Retain,
     Unpin,
+    Welcome,
 )
+from tensorhub.runtime.questions import Answer
 from tensorhub.testing.callers import NoThread, WorkerShell
 from tensorhub.testing.clock import Party
 from tensorhub.testing.demands import GuaranteeBroken
@@ -150,26 +147,23 @@ class EmbeddedWorker(TimedWorker):
     def _end_pins(self) -> None:
         """`Pins` does."""
 
-    def hear(self, message: FromCoordinator) -> None:
-        is_asked = getattr(message, "request", None) in self._askers
-        super().hear(message)
-        match message:
-            case Announce():
-                self.shell.news.announced(message)
-            case Description() | Done() | Refused() | ManifestReply() if not is_asked:
-                self.shell.questions.answered(message)
-            case _:
-                pass
+    def _announced(self, message: Announce) -> None:
+        self.shell.news.announced(message)
 
-    def _welcomed(self, cluster: str) -> None:
-        knew = self._knew
-        super()._welcomed(cluster)
-        if knew not in ("", cluster):
-            self.shell.news.state_lost({caller.member.shard.model for caller in self.shell.callers})
+    def _answered(self, message: Answer) -> None:
+        super()._answered(message)
+        self.shell.questions.answered(message)
+
+    def _welcomed(self, message: Welcome) -> None:
+        super()._welcomed(message)
         self.shell.news.welcomed()
         self.shell.welcome_came.set()
 
-    def _make_copy(self, message: MakeCopy) -> None:
+    def _state_lost(self) -> None:
+        super()._state_lost()
+        self.shell.news.state_lost({handle.shard.model for handle in self.router.handles.values()})
+
+    def _make_copy(self, message: MakeCopy, source: Handle | None) -> None:
         if message.copy not in self.cluster.by_registration:
             self.shell.tasks.start_soon(self.shell.copies.make, message)
 

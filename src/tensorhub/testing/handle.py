@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Collection, MutableSequence
 from dataclasses import dataclass, field
+from functools import partial
 from math import inf
 from typing import TYPE_CHECKING, assert_never
 
@@ -145,7 +146,7 @@ class Handle:
         self.registered = False
         self.member = Member(
             shard,
-            requests=lambda: worker.new_request(self),
+            requests=partial(worker.router.new_request, shard),
             generations=lambda: next(cluster.numbers),
             manifests=worker.manifests,
             copies=worker.host_copies,
@@ -402,6 +403,8 @@ class Handle:
                 self.registered = True
             case RegistrationFailed():
                 self.registration_error = action.error
+                if not self.registered:
+                    self.worker.router.leave(self.shard)
             case Finish():
                 self._finish(action)
             case EndPrefetch():
@@ -489,6 +492,8 @@ class Handle:
         assert not asked.done, f"{self.name}: {action} without a call"
         asked.done, asked.version, asked.changed, asked.error = True, action.version, action.changed, action.error
         self.cluster.call_ended(self, asked)
+        if self.member.state is HandleState.CLOSED:
+            self.worker.router.remove(self.shard)
         if not self.shard.serves:  # it was made for this call
             self.worker.drop(self)
             self.worker.say(Deregister(0, self.shard.registration, True))

@@ -1,40 +1,28 @@
 """One simulated worker process, as `runtime.worker` is: its connection, its owner, its handles, its own questions.
 
-Responsible for routing what the coordinator says to whom it is about. A new message of `messages` gets its case in
-`SimWorker.hear`. Not responsible for when anything is delivered.
+Responsible for carrying out what `worker.router` says of each message. Not responsible for when anything is delivered.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, assert_never
 
 from tensorhub.coordinator import Retention
 from tensorhub.errors import TensorHubError
 from tensorhub.manifest import Manifest
 from tensorhub.messages import (
-    THERE_BYTES_MAX,
-    AddSource,
     Announce,
-    ChunksThere,
-    Compare,
     CopyRefused,
     CutReader,
-    Description,
     DigestAgain,
-    Digests,
     Dismissed,
     Done,
     DropCopy,
-    DropSource,
-    EpochChanged,
     FromCoordinator,
     FromWorker,
     Heartbeat,
-    HeartbeatAck,
     Join,
-    Keep,
     MakeCopy,
-    ManifestReply,
     OrderedOut,
     Outcome,
     Pin,
@@ -46,20 +34,22 @@ from tensorhub.messages import (
     Rollback,
     Start,
     TellChunks,
-    TellDigests,
     ToRank,
     Unpin,
     Welcome,
     Withdrawable,
     Write,
 )
+from tensorhub.runtime.questions import Answer
 from tensorhub.testing.handle import Asked, Handle
 from tensorhub.testing.network import Link
-from tensorhub.types import Endpoint, HandleState, Location, Medium, Purpose, RegistrationId
+from tensorhub.types import Endpoint, HandleState, Location, Medium, Purpose
 from tensorhub.worker.calls import CopyCall, FillCall, LocalCopy, UnpublishCall
 from tensorhub.worker.copies import Copies
 from tensorhub.worker.enrolment import Shard
 from tensorhub.worker.owner import Owner
+from tensorhub.worker.router import Answered, Look, Make, Reply, Router, Tell
+from tensorhub.worker.telling import tell_chunks
 
 if TYPE_CHECKING:
     from tensorhub.testing.cluster import Cluster
@@ -93,11 +83,10 @@ class SimWorker:
         self.copies_refused = 0  # that it will refuse to make
         self.closing: list[Prefetched] = []  # of handles that their user is closing
         self.has_closed = False  # a user has closed one
-        self._knew = ""  # the cluster of its newest session
         self.pins: dict[str, tuple[str, int]] = {}  # that it wants: model and version, by id
         self.unpinned: dict[str, str] = {}  # pins that it has ended, and has not heard the end of: their models, by id
-        self._askers: dict[int, Handle] = {}  # requests of handles that are not answered yet
-        self._announced: dict[int, str] = {}  # of these: what content such a request says is held
+        self.router = Router[Handle](cluster.numbers)
+        self._said_held: dict[int, str] = {}  # of these: what content such a request says is held
         self._wishes: list[int] = []  # requests of `retain` that are not answered
         self._asked_pins: dict[int, str] = {}  # by request
         self._asked_unpins: dict[int, str] = {}  # by request
@@ -124,6 +113,7 @@ class SimWorker:
         """What registers that memory, of any kind."""
         handle = self.new_handle(shard)
         self.handles.append(handle)
+        self.router.add(shard, handle)
         self.cluster.by_registration[shard.registration] = handle
         if self.link is not None and self.link.welcomed:
             handle.apply(handle.member.connected(self.cluster.now, self.cluster.options.lease_s))
@@ -136,14 +126,9 @@ class SimWorker:
     def drop(self, handle: Handle) -> None:
         """Forget a handle that has served."""
         self.handles.remove(handle)
+        self.router.remove(handle.shard)
         self.host_copies.remove(handle.shard.registration)
         self.cluster.by_registration.pop(handle.shard.registration, None)
-
-    def new_request(self, handle: Handle) -> int:
-        """A number that is used once, whose answer goes to that handle."""
-        number = next(self.cluster.numbers)
-        self._askers[number] = handle
-        return number
 
     # -- its connection
 
@@ -169,6 +154,7 @@ class SimWorker:
         for handle in self.handles:
             if handle.asked is not None and not handle.asked.done:
                 handle.asked.online = False
+        for handle in list(self.router.handles.values()):
             handle.apply(handle.member.disconnected(self.cluster.now))
 
     def crash(self) -> None:
@@ -200,9 +186,10 @@ class SimWorker:
         """Tell the coordinator; without a connection it is not said."""
         if self.link is not None:
             if isinstance(message, Register) and message.held is not None and not message.held.voted:
-                self._announced[message.request] = message.held.content_id
-                if message.request in self._askers:
-                    self.cluster.guarantees.announced(self._askers[message.request], message.held.content_id)
+                self._said_held[message.request] = message.held.content_id
+                asker = self.router.asker(message.request)
+                if asker is not None:
+                    self.cluster.guarantees.announced(asker, message.held.content_id)
             self.link.up.append(message)
             self.cluster.said_up(self, self.link)
 
@@ -269,7 +256,7 @@ class SimWorker:
         left = [h for h in used if h.member.state is not HandleState.CLOSED and h not in closing]
         return (self.has_closed or bool(closing)) and not left
 
-    def _make_copy(self, message: MakeCopy) -> None:
+    def _make_copy(self, message: MakeCopy, source: Handle | None) -> None:
         """Read it like any reader, also where it is in this worker's own memory."""
         if message.copy in self.cluster.by_registration:
             return
@@ -281,7 +268,6 @@ class SimWorker:
         copy = Shard(
             message.copy, info.model, group, 0, 1, False, "", manifest, message.shard, Medium.HOST, Purpose.RETENTION
         )
-        source = self.cluster.by_registration.get(message.registration)
         held = source.member.content if source is not None else None
         if held is not None and held.version.content_id == info.content_id:
             self.take(copy).call(CopyCall(held.version, held.manifest, LocalCopy(message.registration, held.generation)))
@@ -321,105 +307,84 @@ class SimWorker:
 
     def granted(self, message: Withdrawable) -> None:
         """That is about to be told to one of its handles."""
-        handle = self._askers.get(message.request)
+        handle = self.router.asker(message.request)
         if handle is not None:
             self.cluster.guarantees.retained.granted(handle)
 
     def known(self, message: Registered) -> None:
         """That is about to be told to one of its handles: what it has announced as held counts from now on."""
-        handle, content_id = self._askers.get(message.request), self._announced.pop(message.request, None)
+        handle, content_id = self.router.asker(message.request), self._said_held.pop(message.request, None)
         if handle is not None:
             self.cluster.guarantees.registered(handle, message)
         if handle is not None and content_id is not None and message.keep:
             self.cluster.guarantees.retained.stays(handle, content_id)
 
     def hear(self, message: FromCoordinator) -> None:
-        """Hand it to whom it is about."""
-        match message:
-            case Welcome():
-                self._welcomed(message.cluster)
-            case Dismissed():
-                self._dismissed(message)
-            case HeartbeatAck() | Announce() | Description():
-                pass
-            case CutReader():
-                self._cut(message)
-            case Registered() | ManifestReply() | Withdrawable():
-                self._tell(self._askers.pop(message.request, None), message)
-            case Done() | Refused():
-                handle = self._askers.pop(message.request, None)
-                if handle is not None:
-                    self._tell(handle, message)
-                else:
-                    self._answered(message)
-            case DigestAgain():
-                handle = self.cluster.by_registration.get(message.registration)
-                if handle is not None and handle.worker is self:
-                    handle.digest_again(message)
-            case TellChunks():
-                place = RegistrationId(message.registration), message.generation
-                self.say(ChunksThere(*place, *self.owner.there(*place, 8 * THERE_BYTES_MAX)))
-            case TellDigests():
-                handle = self.cluster.by_registration.get(message.registration)
-                if handle is not None and handle.worker is self:
-                    handle.tell_digests(message)
-                else:
-                    self.say(Digests(message.registration, message.generation, 0, (), b"", True))
-            case OrderedOut() | Keep():
-                liar = self.cluster.by_registration.get(message.registration)
-                if isinstance(message, OrderedOut) and liar is not None and liar.lied == message.content_id:
-                    self.cluster.guarantees.retained.lost(liar)  # the coordinator has found out
-                self._tell(self.cluster.by_registration.get(message.registration), message)
-            case Start() | Write() | AddSource() | DropSource() | Compare() | Outcome():
-                key = message.key
-                self._tell(self.rank_at(key.model, key.group, message.rank), message)
-            case MakeCopy():
-                self._make_copy(message)
-            case DropCopy():
-                for copy in [handle for handle in self.handles if handle.shard.registration == message.copy]:
-                    if not any(copy in prefetched.aside for prefetched in self.closing):  # said anew if it stays
-                        self._drop_copy(copy)
-            case EpochChanged():
-                for handle in list(self.handles):
-                    if (handle.shard.model, handle.shard.group) == (message.model, message.group):
-                        self._tell(handle, message)
+        """Carry out what it is to whom it concerns."""
+        if isinstance(message, Welcome):
+            self._welcomed(message)
+        elif isinstance(message, Dismissed):
+            self._dismissed(message)
+        for routed in self.router.route(message):
+            match routed:
+                case Tell():
+                    self._tell(routed.handle, routed.message)
+                case Look(handle=handle, question=question):
+                    if isinstance(question, DigestAgain):
+                        handle.digest_again(question)
+                    else:
+                        handle.tell_digests(question)
+                case Make():
+                    self._make_copy(routed.order, routed.source)
+                case Answered():
+                    self._answered(routed.message)
+                case Reply():
+                    self.say(routed.message)
+                case Announce():
+                    self._announced(routed)
+                case CutReader():
+                    self._cut(routed)
+                case TellChunks():
+                    self.say(tell_chunks(self.owner, routed))
+                case DropCopy():
+                    for copy in [handle for handle in self.handles if handle.shard.registration == routed.copy]:
+                        if not any(copy in prefetched.aside for prefetched in self.closing):  # said anew if it stays
+                            self._drop_copy(copy)
+                case _:
+                    assert_never(routed)
 
-    def rank_at(self, model: str, group: str, rank: int) -> Handle | None:
-        """The newest registration of that rank here that was not refused."""
-        for handle in reversed(self.handles):
-            shard = handle.shard
-            if (shard.model, shard.group, shard.rank) == (model, group, rank) and handle.registration_error is None:
-                return handle
-        return None
+    def _announced(self, message: Announce) -> None:
+        """Which version is the newest: users of this worker look for themselves (`process`)."""
 
-    def _tell(
-        self,
-        handle: Handle | None,
-        message: ToRank,
-    ) -> None:
-        if handle is not None and handle.worker is self and self.alive:
-            if handle.asked is not None and not handle.asked.done and isinstance(message, Withdrawable | Write | Start):
-                handle.asked.granted = True
-                if isinstance(message, Withdrawable):
-                    self.cluster.guarantees.retained.let_go(handle)
-            if handle.asked is not None and isinstance(message, Outcome) and message.key == handle.asked.key:
-                handle.asked.committed = message.committed
-            if isinstance(message, Outcome) and handle.member._holding.doubt == message.key:
-                self.cluster.guarantees.resolved(handle, message)
-            handle.apply(handle.member.receive(message, self.cluster.now))
+    def _tell(self, handle: Handle, message: ToRank) -> None:
+        guarantees, asked = self.cluster.guarantees, handle.asked
+        if asked is not None and not asked.done and isinstance(message, Withdrawable | Write | Start):
+            asked.granted = True
+            if isinstance(message, Withdrawable):
+                guarantees.retained.let_go(handle)
+        if asked is not None and isinstance(message, Outcome) and message.key == asked.key:
+            asked.committed = message.committed
+        if isinstance(message, Outcome) and handle.member._holding.doubt == message.key:
+            guarantees.resolved(handle, message)
+        if isinstance(message, OrderedOut) and handle.lied == message.content_id:
+            guarantees.retained.lost(handle)  # the coordinator has found out
+        handle.apply(handle.member.receive(message, self.cluster.now))
 
-    def _welcomed(self, cluster: str) -> None:
+    def _welcomed(self, message: Welcome) -> None:
         if self.link is None:
             return
         self.link.welcomed = True
-        if self._knew not in ("", cluster):
-            for handle in list(self.handles):
-                handle.apply(handle.member.state_lost(self.cluster.now))
-        self._knew = cluster
+        if self.router.welcomed(message):
+            self._state_lost()
         self.unsure_at = self.cluster.now
-        for handle in list(self.handles):
-            handle.apply(handle.member.connected(self.cluster.now, self.cluster.options.lease_s))
+        for handle in list(self.router.handles.values()):
+            handle.apply(handle.member.connected(self.cluster.now, message.lease_s))
         self.say_pins()
+
+    def _state_lost(self) -> None:
+        """The coordinator has."""
+        for handle in list(self.router.handles.values()):
+            handle.apply(handle.member.state_lost(self.cluster.now))
 
     def say_pins(self) -> None:
         """A session is up: say again what is to be kept."""
@@ -443,7 +408,9 @@ class SimWorker:
                 self.cluster.lane_shut(lane)
         self.say(ReaderCut(message.lease))
 
-    def _answered(self, message: Done | Refused) -> None:
+    def _answered(self, message: Answer) -> None:
+        if not isinstance(message, Done | Refused):
+            return  # which only the runtime's questions ask for
         guarantees, request = self.cluster.guarantees, message.request
         refused = isinstance(message, Refused)
         self.answers[request] = message.error.error() if isinstance(message, Refused) else None

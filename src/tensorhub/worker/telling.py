@@ -1,11 +1,13 @@
-"""What a worker says of its chunks' digests, in messages of bounded size."""
+"""What a worker says of its chunks, and of their digests, in messages of bounded size."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from typing import Protocol
 
 from tensorhub.digests import pack, runs_of
-from tensorhub.messages import DIGEST_RUNS_MAX, DIGESTS_BYTES_MAX, Digests
+from tensorhub.messages import DIGEST_RUNS_MAX, DIGESTS_BYTES_MAX, THERE_BYTES_MAX, ChunksThere, Digests, TellChunks
+from tensorhub.types import RegistrationId
 
 
 def tell(
@@ -23,3 +25,15 @@ def tell(
         yield Digests(registration, generation, chunks, tuple(runs), values, last and at >= len(known))
     if last and not known:
         yield Digests(registration, generation, chunks, (), b"", True)
+
+
+class There(Protocol):
+    """See `worker.owner`."""
+
+    def there(self, registration: RegistrationId, generation: int, chunks_max: int) -> tuple[int, bytes]: ...
+
+
+def tell_chunks(owner: There, question: TellChunks) -> ChunksThere:
+    """Which chunks of that memory may be read."""
+    place = RegistrationId(question.registration), question.generation
+    return ChunksThere(*place, *owner.there(*place, 8 * THERE_BYTES_MAX))

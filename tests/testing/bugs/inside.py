@@ -31,13 +31,14 @@ from tensorhub.coordinator.readers import Readers
 from tensorhub.coordinator.retention import Retentions
 from tensorhub.coordinator.testimonies import Testimonies
 from tensorhub.coordinator.versions import Versions
-from tensorhub.messages import Join, Outcome, Register, Start, Write
+from tensorhub.messages import Join, OrderedOut, Outcome, Register, Start, Write
 from tensorhub.scheduler.pull import Pull, SourceState
 from tensorhub.testing import Fault
 from tensorhub.worker.enrolment import Enrolment
 from tensorhub.worker.leases import Leases
 from tensorhub.worker.member import Member as Rank
 from tensorhub.worker.owner import Owner
+from tensorhub.worker.router import Router
 from tensorhub.worker.running import GroupCall
 from tests.testing.bugs import bug, replaced
 
@@ -453,4 +454,36 @@ def late_join_heeded() -> Iterator[None]:
         before(self, session, message)
 
     with around(Membership, "join", join):
+        yield
+
+
+# -- the worker's router
+
+
+@bug("G4, G7: a worker tells the ranks of all its groups what is said of one group's operation")
+def told_whatever_the_group() -> Iterator[None]:
+    def rank_at(self: Any, model: str, group: str, rank: int) -> Any:
+        here = [there for (_, _, number), there in self._at.items() if number == rank]
+        return self.handles.get(here[-1]) if here else None
+
+    with replaced(Router, "rank_at", rank_at):
+        yield
+
+
+@bug("G3: a worker drops what is ordered out of a memory that it holds")
+def ordered_out_of_nowhere() -> Iterator[None]:
+    def route(before: Any, router: Any, message: Any) -> Any:
+        return [] if isinstance(message, OrderedOut) else before(router, message)
+
+    with around(Router, "route", route):
+        yield
+
+
+@bug("G7: what a worker has asked before a new session is taken for its answer, whoever asks then")
+def answered_by_the_newest() -> Iterator[None]:
+    def answer(self: Any, request: int) -> Any:
+        there = self._asked.pop(request, "")
+        return self.handles.get(there and next(reversed(self.handles)))
+
+    with replaced(Router, "_answer", answer):
         yield

@@ -1,0 +1,205 @@
+"""To whom concerns what the coordinator says: a message in; a handle and what it is told, an answer, or an order out.
+
+A message names what it is about in one of three ways: by a request, whose answer goes to whoever asked; by a registration;
+or by a rank of a group. The worker keeps its handles, of any kind `H`, under these names only here. Who asks for itself, not
+for a handle (`runtime.questions`), takes its numbers from the same iterator, so that no answer has two takers.
+
+Responsible for what is not, or no longer, known here: an answer that comes twice, a rank that has left, a registration that
+has ended. Not responsible for connections, nor for what a handle does with what it is told (`worker.member`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Generic, TypeVar, assert_never
+
+from tensorhub.errors import RegistrationError
+from tensorhub.messages import (
+    AddSource,
+    Announce,
+    Compare,
+    CutReader,
+    Description,
+    DigestAgain,
+    DigestedAgain,
+    Digests,
+    Dismissed,
+    Done,
+    DropCopy,
+    DropSource,
+    EpochChanged,
+    FromCoordinator,
+    FromWorker,
+    HeartbeatAck,
+    Keep,
+    MakeCopy,
+    ManifestReply,
+    OrderedOut,
+    Outcome,
+    Refused,
+    Registered,
+    Start,
+    TellChunks,
+    TellDigests,
+    ToRank,
+    Welcome,
+    Withdrawable,
+    Write,
+)
+from tensorhub.worker.enrolment import Shard
+
+H = TypeVar("H")
+
+
+@dataclass(frozen=True, slots=True)
+class Tell(Generic[H]):
+    """This handle's member receives it."""
+
+    handle: H
+    message: ToRank
+
+
+@dataclass(frozen=True, slots=True)
+class Look(Generic[H]):
+    """This handle looks at its memory, and answers."""
+
+    handle: H
+    question: DigestAgain | TellDigests
+
+
+@dataclass(frozen=True, slots=True)
+class Make(Generic[H]):
+    """A host copy is ordered. `source`: the handle that was named as holding its content, if it is here."""
+
+    order: MakeCopy
+    source: H | None
+
+
+@dataclass(frozen=True, slots=True)
+class Answered:
+    """To what the worker itself has asked, unless that is answered or given up already."""
+
+    message: Done | Refused | ManifestReply | Description
+
+
+@dataclass(frozen=True, slots=True)
+class Reply:
+    """Say this at once: there is nobody here who could."""
+
+    message: FromWorker
+
+
+# What is none of these concerns the worker itself.
+Routed = Tell[H] | Look[H] | Make[H] | Answered | Reply | Announce | CutReader | TellChunks | DropCopy
+
+
+class Router(Generic[H]):
+    """That of one worker. `numbers`: of requests, each used once."""
+
+    def __init__(self, numbers: Iterator[int]) -> None:
+        self.handles: dict[str, H] = {}  # by registration, in the order in which they came
+        self._numbers = numbers
+        self._at: dict[tuple[str, str, int], str] = {}  # by (model, group, rank): a registration that has not left
+        self._asked: dict[int, str] = {}  # by request that is not answered yet: a registration that has not ended
+        self._coordinator: Welcome | None = None  # the one of the newest session
+
+    def __repr__(self) -> str:
+        return f"<Router: {len(self.handles)} handles, {len(self._asked)} without an answer>"
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether nothing is kept here of anybody."""
+        return not (self.handles or self._at or self._asked)
+
+    # -- who there is
+
+    def check_free(self, model: str, group: str, rank: int) -> None:
+        """Raise RegistrationError if this rank is registered here."""
+        if (model, group, rank) in self._at:
+            raise RegistrationError(
+                f"rank {rank} of group {group!r} of {model!r} is registered by this worker already: "
+                "close it first, or take another group name (two sets of one model in one process need two groups)"
+            )
+
+    def add(self, shard: Shard, handle: H) -> None:
+        """From now on it is told what concerns it."""
+        self._at[shard.model, shard.group, shard.rank] = shard.registration
+        self.handles[shard.registration] = handle
+
+    def leave(self, shard: Shard) -> None:
+        """It goes: its rank is free at once, also where its end takes time."""
+        place = shard.model, shard.group, shard.rank
+        if self._at.get(place) == shard.registration:
+            del self._at[place]
+
+    def remove(self, shard: Shard) -> None:
+        """It is no more, and nobody waits for its answers."""
+        self.leave(shard)
+        self.handles.pop(shard.registration, None)
+        for request in [number for number, asker in self._asked.items() if asker == shard.registration]:
+            del self._asked[request]
+
+    def new_request(self, shard: Shard) -> int:
+        """A number whose answer goes to that handle."""
+        number = next(self._numbers)
+        self._asked[number] = shard.registration
+        return number
+
+    def asker(self, request: int) -> H | None:
+        """Who waits for that answer."""
+        return self.handles.get(self._asked.get(request, ""))
+
+    def rank_at(self, model: str, group: str, rank: int) -> H | None:
+        """Who has registered as that rank, and has not left."""
+        return self.handles.get(self._at.get((model, group, rank), ""))
+
+    # -- what is heard
+
+    def welcomed(self, message: Welcome) -> bool:
+        """A session is up. True: the coordinator is a new cluster, or has an older state than the one before (R2, G3)."""
+        before, self._coordinator = self._coordinator, message
+        self._asked.clear()  # nothing that was said before is answered over it
+        return before is not None and (before.cluster != message.cluster or before.epoch > message.epoch)
+
+    def route(self, message: FromCoordinator) -> list[Routed[H]]:
+        """Whom it concerns, in order."""
+        match message:
+            case Registered() | Withdrawable():
+                return self._tell(self._answer(message.request), message)
+            case Done() | Refused() | ManifestReply():
+                return self._tell(self._answer(message.request), message) or [Answered(message)]
+            case Description():
+                return [Answered(message)]
+            case OrderedOut() | Keep():
+                return self._tell(self.handles.get(message.registration), message)
+            case Start() | Write() | AddSource() | DropSource() | Compare() | Outcome():
+                key = message.key
+                return self._tell(self.rank_at(key.model, key.group, message.rank), message)
+            case EpochChanged():
+                group = message.model, message.group
+                return [Tell(self.handles[there], message) for place, there in self._at.items() if place[:2] == group]
+            case DigestAgain():
+                handle = self.handles.get(message.registration)
+                missing = DigestedAgain(message.inquiry, message.registration, None)
+                return [Look(handle, message) if handle is not None else Reply(missing)]
+            case TellDigests():
+                handle = self.handles.get(message.registration)
+                nothing = Digests(message.registration, message.generation, 0, (), b"", True)
+                return [Look(handle, message) if handle is not None else Reply(nothing)]
+            case MakeCopy():
+                return [Make(message, self.handles.get(message.registration))]
+            case Announce() | CutReader() | TellChunks() | DropCopy():
+                return [message]
+            case HeartbeatAck() | Welcome() | Dismissed():
+                return []  # the session's own
+            case _:
+                assert_never(message)
+
+    def _answer(self, request: int) -> H | None:
+        """Who has asked, and was not answered yet."""
+        return self.handles.get(self._asked.pop(request, ""))
+
+    @staticmethod
+    def _tell(handle: H | None, message: ToRank) -> list[Routed[H]]:
+        return [] if handle is None else [Tell(handle, message)]

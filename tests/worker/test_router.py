@@ -1,0 +1,171 @@
+"""To whom a worker hands what its coordinator says: each kind of message, and what is not known, or not any more."""
+
+from __future__ import annotations
+
+from itertools import count
+
+import pytest
+
+from tensorhub.errors import RegistrationError
+from tensorhub.messages import (
+    Announce,
+    CutReader,
+    Description,
+    DigestAgain,
+    DigestedAgain,
+    Digests,
+    Dismissed,
+    Done,
+    DropCopy,
+    EpochChanged,
+    ErrorInfo,
+    FromCoordinator,
+    HeartbeatAck,
+    Keep,
+    MakeCopy,
+    ManifestReply,
+    OrderedOut,
+    Outcome,
+    Refused,
+    Registered,
+    TellChunks,
+    TellDigests,
+    Welcome,
+    Withdrawable,
+)
+from tensorhub.types import OpKey, VersionInfo
+from tensorhub.worker.enrolment import Shard
+from tensorhub.worker.router import Answered, Look, Make, Reply, Router, Tell
+
+VERSION = VersionInfo("m", 1, "c1", 1, 8)
+ERROR = ErrorInfo("StateError", "no", False)
+
+
+def shard(registration: str, group: str = "g", rank: int = 0) -> Shard:
+    return Shard(registration, "m", group, rank, 2, False, "", None, rank)
+
+
+def two_ranks() -> Router[str]:
+    """Handles are their names. "a" and "b" are the ranks of one group, "c" is another group's."""
+    router = Router[str](count(1))
+    for each in (shard("a"), shard("b", rank=1), shard("c", group="other")):
+        router.add(each, each.registration)
+    return router
+
+
+def outcome(group: str, rank: int) -> Outcome:
+    return Outcome(OpKey("m", group, 1, 1), rank, True, True, VERSION, None)
+
+
+def answers_of_handles(request: int) -> list[Registered | Withdrawable | Done | Refused | ManifestReply]:
+    return [
+        Registered(request, "b", 1, 1, True),
+        Withdrawable(request),
+        Done(request),
+        Refused(request, ERROR),
+        ManifestReply(request, b""),
+    ]
+
+
+@pytest.mark.parametrize("number", range(5))
+def test_an_answer_goes_to_who_asked_and_only_once(number: int) -> None:
+    router = two_ranks()
+    request = router.new_request(shard("b", rank=1))
+    answer = answers_of_handles(request)[number]
+    assert router.asker(request) == "b"
+    assert router.route(answer) == [Tell("b", answer)]
+    assert not any(isinstance(routed, Tell) for routed in router.route(answer)), "it has come twice"
+
+
+def test_what_no_handle_has_asked_is_the_workers_own() -> None:
+    router, own = two_ranks(), 77
+    for answer in (*answers_of_handles(own), Description(own, ())):
+        known = [] if isinstance(answer, Registered | Withdrawable) else [Answered(answer)]  # only handles ask for these
+        assert router.route(answer) == known
+
+
+def test_a_new_session_answers_nothing_that_was_asked_before_it() -> None:
+    router = two_ranks()
+    request = router.new_request(shard("a"))
+    router.welcomed(Welcome("x", 1, 5.0, True))
+    assert router.asker(request) is None
+    assert router.route(Withdrawable(request)) == []
+
+
+def test_what_names_a_rank_goes_to_that_rank_of_that_group() -> None:
+    router = two_ranks()
+    for group, rank, handle in (("g", 0, "a"), ("g", 1, "b"), ("other", 0, "c")):
+        assert router.route(outcome(group, rank)) == [Tell(handle, outcome(group, rank))]
+    assert router.route(outcome("other", 1)) == []
+
+
+def test_an_epoch_is_told_to_every_rank_of_its_group() -> None:
+    message = EpochChanged("m", "g", 2, 1)
+    assert two_ranks().route(message) == [Tell("a", message), Tell("b", message)]
+    assert two_ranks().route(EpochChanged("another", "g", 2, 1)) == []
+
+
+def test_what_names_a_registration_goes_there_or_nowhere() -> None:
+    router = two_ranks()
+    for message in (OrderedOut("c", "c1", "rolled back"), Keep("c", "c1", True, 1)):
+        assert router.route(message) == [Tell("c", message)]
+        router.remove(shard("c", group="other"))
+        assert router.route(message) == []
+        router.add(shard("c", group="other"), "c")
+
+
+def test_a_question_about_memory_that_is_not_here_is_answered_at_once() -> None:
+    """Else the coordinator would wait for it, and readers for the coordinator."""
+    router = two_ranks()
+    again, digests = DigestAgain("i", "a", 1, 0), TellDigests("a", 7, "")
+    assert router.route(again) == [Look("a", again)]
+    assert router.route(digests) == [Look("a", digests)]
+    router.remove(shard("a"))
+    assert router.route(again) == [Reply(DigestedAgain("i", "a", None))]
+    assert router.route(digests) == [Reply(Digests("a", 7, 0, (), b"", True))]
+
+
+def test_an_ordered_copy_comes_with_its_source_if_that_is_here() -> None:
+    here, elsewhere = MakeCopy("k", VERSION, 0, "a"), MakeCopy("k", VERSION, 0, "")
+    assert two_ranks().route(here) == [Make(here, "a")]
+    assert two_ranks().route(elsewhere) == [Make(elsewhere, None)]
+
+
+@pytest.mark.parametrize("message", [Announce("m", None), CutReader("l", "r"), TellChunks("a", 1), DropCopy("k")])
+def test_what_concerns_the_worker_itself_is_handed_on(message: FromCoordinator) -> None:
+    assert two_ranks().route(message) == [message]
+
+
+@pytest.mark.parametrize("message", [HeartbeatAck(0), Welcome("x", 1, 5.0, True), Dismissed("late")])
+def test_what_concerns_the_session_is_nobody_elses(message: FromCoordinator) -> None:
+    assert two_ranks().route(message) == []
+
+
+def test_a_rank_is_free_as_soon_as_its_registration_leaves() -> None:
+    router, first, second = two_ranks(), shard("a"), shard("d")
+    with pytest.raises(RegistrationError, match="rank 0 of group 'g' of 'm' is registered by this worker already"):
+        router.check_free("m", "g", 0)
+    request = router.new_request(first)
+    router.leave(first)
+    router.check_free("m", "g", 0)
+    assert router.route(outcome("g", 0)) == []
+    assert router.route(Withdrawable(request)) == [Tell("a", Withdrawable(request))], "it is still about to end"
+    router.add(second, "d")
+    router.remove(first)
+    assert router.route(outcome("g", 0)) == [Tell("d", outcome("g", 0))], "the end of the first is not the second's"
+
+
+def test_nothing_is_kept_of_what_has_ended() -> None:
+    router = Router[str](count(1))
+    router.add(shard("a"), "a")
+    request = router.new_request(shard("a"))
+    router.remove(shard("a"))
+    assert router.is_empty
+    assert router.route(Registered(request, "a", 1, 1, True)) == []
+
+
+def test_a_state_is_lost_with_another_cluster_or_an_older_epoch() -> None:
+    router = two_ranks()
+    sessions = [("x", 2, False), ("x", 2, False), ("x", 3, False), ("x", 2, True), ("y", 9, True), ("y", 9, False)]
+    for cluster, epoch, is_lost in sessions:
+        assert router.welcomed(Welcome(cluster, epoch, 5.0, True)) is is_lost, (cluster, epoch)
