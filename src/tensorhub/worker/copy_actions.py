@@ -1,0 +1,81 @@
+"""What a worker's host copies (`worker.host_copies`) ask of their shell: a closed union."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from tensorhub.types import FetchReport, VersionInfo
+from tensorhub.worker.calls import Call, Say
+from tensorhub.worker.enrolment import Shard
+
+
+@dataclass(frozen=True, slots=True)
+class StartHandle:
+    """Make a handle over host memory and call `HostCopies.began`; later `answered`, once the coordinator has."""
+
+    shard: Shard
+
+
+@dataclass(frozen=True, slots=True)
+class DropHandle:
+    """Give that registration up, at once. Its memory is fenced and given back; then `HostCopies.ended`."""
+
+    registration: str
+
+
+@dataclass(frozen=True, slots=True)
+class BeginCall:
+    """Begin this call on that handle; then, in any case, `HostCopies.call_ended` with its number."""
+
+    number: int
+    registration: str
+    call: Call
+    timeout_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class CancelCall:
+    """End the call that was begun under that number, with `error`, if it still runs."""
+
+    number: int
+    registration: str
+    error: Exception
+
+
+@dataclass(frozen=True, slots=True)
+class EndCopysPrefetch:
+    """End the prefetch that runs on this copy, as far as it has got: `Member.end_prefetch`."""
+
+    registration: str
+
+
+@dataclass(frozen=True, slots=True)
+class AskManifest:
+    """Ask the coordinator for it; then `manifest_came` or `manifest_failed` with this number."""
+
+    number: int
+    version: VersionInfo
+    shard: int
+    timeout_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Tell:
+    """Log this about a copy."""
+
+    event: str
+    registration: str
+    reason: str
+    is_warning: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class FinishRequest:
+    """What was asked for under this number is over: it returns (with the report of a fill), or raises."""
+
+    request: int
+    report: FetchReport | None = None
+    error: Exception | None = None
+
+
+CopyAction = Say | StartHandle | DropHandle | BeginCall | CancelCall | EndCopysPrefetch | AskManifest | Tell | FinishRequest

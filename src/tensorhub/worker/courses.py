@@ -1,0 +1,142 @@
+"""What takes a pure machine several steps: a generator that yields what it waits for, and acts in between.
+
+Theory of operation. A course waits for a condition, which is looked at after each of the machine's events, in the order in
+which the courses began; it goes on in the same event in which the condition came true. Its wait ends earlier, with
+`Cancelled`, at the deadline of a `within` block or when nobody wants it any more, unless it is `shielded` then.
+
+Responsible for when each course goes on, and in which order those that want one thing get it (`Turns`). No clock: time is an
+argument. Not responsible for what courses do.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Generator, Iterator
+from contextlib import contextmanager
+from math import inf
+from typing import Any, TypeVar
+
+T = TypeVar("T")
+Steps = Generator[Callable[[], bool], None, T]
+
+
+class Cancelled(Exception):
+    """Raised where a course waits: it is to end, or is too late. (No TensorHubError: nobody takes it for one.)"""
+
+
+class Course:
+    """One of them. `request`: whoever asked for it, and hears of its end; None: nobody does."""
+
+    __slots__ = ("_is_late", "_is_shielded", "_is_told", "is_cancelled", "request", "steps", "until", "waits_for")
+
+    def __init__(self, request: int | None = None) -> None:
+        self.request = request
+        self.steps: Steps[Any]
+        self.waits_for: Callable[[], bool] = lambda: True
+        self.until = inf  # when its wait ends if nothing has come
+        self.is_cancelled = False
+        self._is_told = False  # of that: once is enough, so that it can put things in order
+        self._is_late = False
+        self._is_shielded = False
+
+    @contextmanager
+    def within(self, until: float, late: Callable[[], Exception]) -> Iterator[None]:
+        """What is not over by then raises what `late` makes. Such blocks are not nested."""
+        self.until = until
+        try:
+            yield
+        except Cancelled:
+            if self._is_late:
+                raise late() from None
+            raise
+        finally:
+            self.until, self._is_late = inf, False
+
+    @contextmanager
+    def shielded(self) -> Iterator[None]:
+        """What has been begun is put in order first, whoever wants it to end."""
+        before, self._is_shielded = self._is_shielded, True
+        try:
+            yield
+        finally:
+            self._is_shielded = before
+
+    def next_deadline(self) -> float:
+        return inf if self._is_shielded or self._is_late else self.until
+
+    def go_on(self, now: float) -> bool:
+        """Take one step, if what it waits for has come, or it has to end. Raises StopIteration, and what the steps raise."""
+        if self.is_cancelled and not self._is_told and not self._is_shielded:
+            self._is_told = True
+        elif self.waits_for():
+            self.waits_for = next(self.steps)
+            return True
+        elif now >= self.next_deadline():
+            self._is_late = True
+        else:
+            return False
+        self.waits_for = self.steps.throw(Cancelled())
+        return True
+
+
+class Courses:
+    """Those of one machine that are under way. `ended` is told how each has ended: its result, or what it raised."""
+
+    def __init__(self, ended: Callable[[Course, Any, Exception | None], None]) -> None:
+        self._ended = ended
+        self._running: dict[Course, None] = {}  # in the order in which they began
+
+    def __len__(self) -> int:
+        return len(self._running)
+
+    def begin(self, course: Course, steps: Steps[Any]) -> None:
+        """Its first step is taken with the next `go_on`."""
+        course.steps = steps
+        self._running[course] = None
+
+    def cancel(self, request: int) -> None:
+        """Nobody wants that any more."""
+        for course in self._running:
+            course.is_cancelled = course.is_cancelled or course.request == request
+
+    def go_on(self, now: float) -> None:
+        """Take every step that can be taken now."""
+        while any(self._take_step(course, now) for course in list(self._running)):
+            pass
+
+    def _take_step(self, course: Course, now: float) -> bool:
+        try:
+            return course.go_on(now)
+        except StopIteration as end:
+            result, error = end.value, None
+        except Exception as raised:
+            result, error = None, raised
+        del self._running[course]
+        self._ended(course, result, error)
+        return True
+
+    def next_deadline(self) -> float | None:
+        """When the earliest wait ends without what it is for, or None."""
+        until = min((course.next_deadline() for course in self._running), default=inf)
+        return None if until == inf else until
+
+
+class Turns:
+    """One thing that several courses want: one has it at a time, in the order in which they asked."""
+
+    def __init__(self) -> None:
+        self._line: deque[Course] = deque()  # the first has it
+
+    def __repr__(self) -> str:
+        return f"<Turns: {len(self._line)} in line>"
+
+    def take(self, course: Course) -> Steps[None]:
+        self._line.append(course)
+        try:
+            yield lambda: self._line[0] is course
+        except BaseException:
+            self._line.remove(course)
+            raise
+
+    def give_back(self) -> None:
+        self._line.popleft()

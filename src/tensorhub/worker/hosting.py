@@ -1,0 +1,193 @@
+"""What all courses about host copies share: which copies there are, the calls that run on them, and the room that they take.
+
+Responsible for the steps that those courses are made of, and for the actions that follow. Not responsible for why a copy is
+made or ended: see `worker.host_copies`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from itertools import count
+
+from tensorhub.errors import CoordinatorUnavailable, OperationTimeout, StateError
+from tensorhub.manifest import Manifest
+from tensorhub.types import FetchReport, HandleState, Purpose, VersionInfo
+from tensorhub.worker.budget import Budget
+from tensorhub.worker.calls import Call, ReleaseCall
+from tensorhub.worker.copy_actions import AskManifest, BeginCall, CancelCall, CopyAction, DropHandle, StartHandle, Tell
+from tensorhub.worker.courses import Cancelled, Course, Steps, Turns
+from tensorhub.worker.enrolment import Shard
+from tensorhub.worker.member import Member
+
+
+@dataclass(eq=False, slots=True)
+class Copy:
+    """One host copy."""
+
+    shard: Shard
+    is_known: bool = False  # the coordinator has answered its registration: it has it, or `refusal` says why not
+    refusal: Exception | None = None
+    nbytes: int = 0  # of memory that it had when its last call ended
+    fills: int = 0  # that were begun
+    filling: bool = False
+    ends: set[Course] = field(default_factory=set)  # closes, under way, of handles with which it ends
+    turn: Turns = field(default_factory=Turns)  # to fill or release it: no fill begins in the midst of a release
+
+    @property
+    def ident(self) -> str:
+        """Its registration."""
+        return self.shard.registration
+
+
+@dataclass(eq=False, slots=True)
+class Attempt:
+    """A call of a handle that was begun here, until it has ended; or a question."""
+
+    number: int
+    is_over: bool = False
+    result: FetchReport | bytes | None = None
+    error: Exception | None = None
+
+
+class Hosting:
+    """One worker's. `actions`: what is to be done, in order; whoever takes them leaves it empty."""
+
+    def __init__(self, bytes_max: int, op_timeout_s: float) -> None:
+        self.budget = Budget(bytes_max)
+        self.op_timeout_s = op_timeout_s
+        self.now = 0.0
+        self.actions: list[CopyAction] = []
+        self.members: dict[str, Member] = {}  # of all handles of this worker, by registration
+        self.copies: dict[str, Copy] = {}  # by their own registration
+        self.calls: dict[str, Attempt] = {}  # that run, by registration
+        self.attempts: dict[int, Attempt] = {}  # those, and questions for manifests
+        self._numbers = count(1)
+        self._room = Turns()  # one after the other: who makes room takes it
+
+    def act(self, action: CopyAction) -> None:
+        self.actions.append(action)
+
+    def is_closed(self, registration: str) -> bool:
+        member = self.members.get(registration)
+        return member is None or member.state is HandleState.CLOSED
+
+    @property
+    def is_spot(self) -> bool:
+        """Whether any of its registrations is: then this process may go at any time."""
+        return any(member.shard.spot and member.shard.serves for member in self.members.values())
+
+    # ------------------------------------------------------------------------------------------------------------ calls
+
+    def call(self, course: Course, registration: str, call: Call, timeout_s: float) -> Steps[FetchReport | None]:
+        """Begin a call and wait for its end; cancelling ends it as soon as may be, and leaves nothing running."""
+        attempt = self._attempt()
+        self.calls.setdefault(registration, attempt)  # where one runs, this one is refused
+        self.act(BeginCall(attempt.number, registration, call, timeout_s))
+        try:
+            yield lambda: attempt.is_over
+        except Cancelled:
+            with course.shielded():
+                error = StateError("the call was cancelled by its caller")  # other ranks and the log see it
+                yield from self._end(registration, attempt, error)
+            raise
+        if attempt.error is not None:
+            raise attempt.error
+        assert not isinstance(attempt.result, bytes)
+        return attempt.result
+
+    def end_call(self, registration: str, error: StateError) -> Steps[None]:
+        """End the running call, if there is one, with `error`; goes on when nothing of it runs any more."""
+        attempt = self.calls.get(registration)
+        if attempt is not None:
+            yield from self._end(registration, attempt, error)
+
+    def _end(self, registration: str, attempt: Attempt, error: StateError) -> Steps[None]:
+        if not attempt.is_over:
+            self.act(CancelCall(attempt.number, registration, error))
+            yield lambda: attempt.is_over
+
+    def call_ended(self, number: int, nbytes: int) -> None:
+        """`nbytes`: of host memory that its handle has now."""
+        attempt = self.attempts.get(number)
+        for registration in [each for each, running in self.calls.items() if running is attempt]:
+            del self.calls[registration]
+            if registration in self.copies:
+                self.copies[registration].nbytes = nbytes
+
+    def ended(self, number: int, result: FetchReport | bytes | None, error: Exception | None) -> None:
+        attempt = self.attempts.pop(number, None)
+        if attempt is not None:
+            attempt.is_over, attempt.result, attempt.error = True, result, error
+
+    def _attempt(self) -> Attempt:
+        attempt = Attempt(next(self._numbers))
+        self.attempts[attempt.number] = attempt
+        return attempt
+
+    def manifest(self, course: Course, info: VersionInfo, shard: int, timeout_s: float) -> Steps[Manifest]:
+        attempt = self._attempt()
+        self.act(AskManifest(attempt.number, info, shard, timeout_s))
+        what = f"manifest of shard {shard} of version {info.version} of {info.model!r}"
+        text = f"{what}: the coordinator did not answer within {timeout_s:g} s"
+        try:
+            with course.within(self.now + timeout_s, lambda: OperationTimeout(text)):
+                yield lambda: attempt.is_over
+        finally:
+            self.attempts.pop(attempt.number, None)
+        if attempt.error is not None:
+            raise attempt.error
+        assert isinstance(attempt.result, bytes)
+        return Manifest.decode(attempt.result)
+
+    # ----------------------------------------------------------------------------------------------------------- copies
+
+    def start(self, shard: Shard) -> Copy:
+        """A new copy."""
+        copy = self.copies[shard.registration] = Copy(shard)
+        self.act(StartHandle(shard))
+        return copy
+
+    def known(self, course: Course, copy: Copy, timeout_s: float) -> Steps[None]:
+        """Goes on when the coordinator knows it; raises, and it is dropped, if that does not come."""
+        text = f"{copy.shard.title}: the coordinator did not answer within {timeout_s:g} s"
+        try:
+            with course.within(self.now + timeout_s, lambda: CoordinatorUnavailable(text)):
+                yield lambda: copy.is_known
+            if copy.refusal is not None:
+                raise copy.refusal
+        except Exception:
+            self.drop(copy)
+            raise
+
+    def drop(self, copy: Copy) -> None:
+        """It is wanted no more, and the coordinator need not agree."""
+        self.copies.pop(copy.ident, None)
+        self.act(DropHandle(copy.ident))
+
+    # ------------------------------------------------------------------------------------------------------------- room
+
+    def make_room(self, course: Course, ident: str, purpose: Purpose, nbytes: int) -> Steps[None]:
+        """Reserve so many bytes for `ident`, once those that it outranks are gone. StateError: there is no room for it."""
+        yield from self._room.take(course)
+        try:
+            for other in self.budget.plan(ident, purpose, nbytes):
+                copy = self.copies.get(other)
+                if copy is not None:
+                    self.act(Tell("copy_evicted", other, f"its memory is needed for another's {purpose.value}"))
+                    error = StateError("its host memory is needed for something that comes first", retryable=True)
+                    yield from self.end_call(other, error)
+                    if self.budget.reservation(other) is not None:  # else a fill may have its turn, and wait for this room
+                        yield from self.give_back(course, copy)
+            self.budget.reserve(ident, purpose, nbytes)
+        finally:
+            self._room.give_back()
+
+    def give_back(self, course: Course, copy: Copy, wanted: Callable[[], bool] = lambda: True) -> Steps[None]:
+        """Give a copy's memory back, once its readers are moved or fenced; if that is still wanted when its turn comes."""
+        yield from copy.turn.take(course)
+        try:
+            if wanted() and self.budget.reservation(copy.ident) is not None and not self.is_closed(copy.ident):
+                yield from self.call(course, copy.ident, ReleaseCall(), self.op_timeout_s)
+        finally:
+            copy.turn.give_back()
