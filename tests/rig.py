@@ -282,6 +282,12 @@ def worker_of(used: Hub | Weights) -> Worker:
     return used._worker
 
 
+def copies_of(hub: Hub) -> list[Handle]:
+    """The handles of its copies in host memory."""
+    copies = worker_of(hub).copies
+    return [copies._handles[ident] for ident in copies.machine._hosting.copies if ident in copies._handles]
+
+
 def thread_of(hub: Hub) -> LoopThread:
     assert isinstance(hub._thread, LoopThread)
     return hub._thread

@@ -23,6 +23,7 @@ from tests.rig import (
     OPTIONS,
     Tensors,
     connect,
+    copies_of,
     gated,
     holds,
     nothing_left,
@@ -378,6 +379,6 @@ async def test_a_prefetch_in_the_background_leaves_the_loss_to_be_told_to_the_ca
             await hub.describe("m")  # whatever would have been prefetched for that news has been begun
             with pytest.raises(LeaseLost):
                 await weights.update()
-            await until(lambda: any(copy.handle.member.version == 1 for copy in worker_of(hub).copies._copies.values()))
+            await until(lambda: any(h.member.version == 1 for h in copies_of(hub)))
             assert (await weights.update()).bytes_read == 0
             assert holds(memory, 1)

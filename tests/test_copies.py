@@ -19,6 +19,7 @@ from tests.rig import (
     OPTIONS,
     cluster,
     connect,
+    copies_of,
     gated,
     holds,
     tensors,
@@ -37,7 +38,7 @@ def reserved(hub: Hub) -> int:
 
 
 def copies(hub: Hub) -> int:
-    return len(worker_of(hub).copies._copies)
+    return len(copies_of(hub))
 
 
 async def assert_read_from(hub: Hub, source: str, content: int, model: str = "m") -> None:

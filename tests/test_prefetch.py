@@ -18,9 +18,10 @@ from tensorhub.errors import GroupAborted, OperationTimeout, RetentionError, Sta
 from tensorhub.hub import Hub
 from tensorhub.memory.host import HostMemory
 from tensorhub.runtime import prefetcher
-from tensorhub.runtime.host_copies import HostCopies
+from tensorhub.runtime.host_copies import HostCopyRunner
 from tensorhub.types import FetchReport, Purpose
 from tensorhub.weights import Weights
+from tensorhub.worker.courses import Course
 from tests.rig import (
     CHUNK_BYTES,
     CHUNKS,
@@ -29,6 +30,7 @@ from tests.rig import (
     Cluster,
     cluster,
     connect,
+    copies_of,
     gated,
     handle_of,
     holds,
@@ -42,7 +44,7 @@ NBYTES = CHUNKS * CHUNK_BYTES
 HOSTED = replace(OPTIONS, host_memory_bytes=NBYTES)
 
 
-def copies(hub: Hub) -> HostCopies:
+def copies(hub: Hub) -> HostCopyRunner:
     return worker_of(hub).copies
 
 
@@ -93,7 +95,8 @@ async def test_memory_goes_back_to_the_system() -> None:
     async with cluster("trainer", "reader", options=HOSTED) as c:
         _, weights = await ready(c)
         await weights.prefetch()
-        (copy,) = copies(c.hubs[1])._copies.values()
+        (copy,) = copies_of(c.hubs[1])
+        assert isinstance(copy.memory, HostMemory)
         kept = weakref.ref(copy.memory._bytes)
         assert kept() is not None
         await weights.update()
@@ -319,9 +322,9 @@ async def test_a_rank_without_host_memory_ends_its_groups_prefetch(room: str) ->
 
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(aborted)
-            await until(lambda: bool(copies(c.hubs[1])._copies))
-            (copy,) = copies(c.hubs[1])._copies.values()
-            await until(lambda: copy.handle.member.running is not None and copy.handle.member.running.key is not None)
+            await until(lambda: bool(copies_of(c.hubs[1])))
+            (copy,) = copies_of(c.hubs[1])
+            await until(lambda: copy.member.running is not None and copy.member.running.key is not None)
             tasks.start_soon(refused)
         await refused()  # and where it is the first
         await aborted()
@@ -377,20 +380,12 @@ async def test_prefetch_without_or_with_too_little_host_memory() -> None:
 async def test_prefetch_does_not_wait_for_room_beyond_its_deadline() -> None:
     async with cluster("trainer", "reader", options=HOSTED) as c:
         _, weights = await ready(c)
-        hub, held = c.hubs[1], list[bool]()
-
-        async def hold() -> None:
-            async with copies(hub)._room_made:
-                held.append(True)
-                await anyio.sleep_forever()
-
-        async with anyio.create_task_group() as tasks:
-            tasks.start_soon(hub._thread.call, hold)
-            await until(lambda: bool(held))
-            with pytest.raises(OperationTimeout, match=r"no host memory within 0.05 s.*is still being read") as caught:
-                await weights.prefetch(timeout=0.05)
-            assert (caught.value.memory, caught.value.retryable, reserved(hub)) == ("intact", True, 0)
-            tasks.cancel_scope.cancel()
+        hub, room = c.hubs[1], copies(c.hubs[1]).machine._hosting._room
+        assert hub._thread.post(lambda: room._line.append(Course()))  # somebody else makes room, and takes for ever
+        with pytest.raises(OperationTimeout, match=r"no host memory within 0.05 s.*is still being read") as caught:
+            await weights.prefetch(timeout=0.05)
+        assert (caught.value.memory, caught.value.retryable, reserved(hub)) == ("intact", True, 0)
+        assert hub._thread.post(room.give_back)
         assert (await weights.prefetch()).version == 2
 
 
@@ -434,9 +429,9 @@ async def test_a_rank_that_closes_ends_its_groups_prefetch() -> None:
 
             tasks.start_soon(prefetch)
             tasks.start_soon(other)
-            await until(lambda: all(copies(hub)._prefetched for hub in c.hubs[1:]))
-            (copy,) = copies(c.hubs[2])._copies.values()
-            await until(lambda: copy.handle.member.running is not None and copy.handle.member.running.key is not None)
+            await until(lambda: all(copies_of(hub) for hub in c.hubs[1:]))
+            (copy,) = copies_of(c.hubs[2])
+            await until(lambda: copy.member.running is not None and copy.member.running.key is not None)
             await ranks[1].close()
 
 
@@ -463,7 +458,7 @@ async def test_new_versions_are_prefetched_for_handles_that_follow() -> None:
 
 
 def prefetched(hub: Hub) -> int | None:
-    return next((copy.handle.member.version for copy in copies(hub)._copies.values()), None)
+    return next((copy.member.version for copy in copies_of(hub)), None)
 
 
 async def test_nothing_is_prefetched_for_a_publisher() -> None:
@@ -477,7 +472,7 @@ async def test_nothing_is_prefetched_for_a_publisher() -> None:
         await weights.replicate()
         await publish(source, 7)
         await until(lambda: prefetched(hub) == 7)
-        assert len(copies(hub)._copies) == 1  # the follower's
+        assert len(copies_of(hub)) == 1  # the follower's
 
 
 async def test_a_prefetch_that_fails_is_followed_by_the_next_version(monkeypatch: pytest.MonkeyPatch) -> None:

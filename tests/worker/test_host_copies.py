@@ -27,7 +27,7 @@ from tensorhub.errors import (
 )
 from tensorhub.messages import CopyRefused, DropCopy, MakeCopy
 from tensorhub.testing.memory import make_manifest
-from tensorhub.types import FetchReport, HandleState, Medium, Purpose, VersionInfo
+from tensorhub.types import FetchReport, HandleState, Medium, OpKind, Purpose, VersionInfo
 from tensorhub.worker.calls import (
     Call,
     CloseCall,
@@ -62,7 +62,7 @@ NO_ERROR = None
 
 
 def version(number: int) -> VersionInfo:
-    return VersionInfo("m", number, f"content{number}", "a manifest", ONE)
+    return VersionInfo("m", number, f"content{number}", ONE, 1)
 
 
 @dataclass
@@ -509,6 +509,15 @@ def test_with_the_last_handle_goes_what_is_retained_and_what_is_being_made_is_re
     assert world.members == {}
 
 
+def test_a_handle_that_is_closed_already_is_not_closed_again() -> None:
+    world = World()
+    handle = world.handle()
+    world.close(handle)
+    world.settle()
+    assert world.error(world.close(handle)) is None
+    assert [call for _, call in world.begun] == [CloseCall()]
+
+
 def test_an_abandoned_close_leaves_what_is_retained() -> None:
     world = World()
     handle = world.handle(content=1)
@@ -528,12 +537,11 @@ def test_a_copy_is_made_of_what_is_here_or_of_what_others_hold() -> None:
     world.handle(content=1)
     world.order("near", source="a")
     world.order("near", source="a")  # said again
-    world.answer(world.members["near"])
-    assert world.begun[-1] == ("near", CopyCall(version(1), MANIFEST, LocalCopy("a", 7)))
     world.settle()
     world.order("far", source="")
     world.settle()
-    assert isinstance(world.begun[-1][1], FillCall)
+    copied: Call = CopyCall(version(1), MANIFEST, LocalCopy("a", 7))
+    assert world.begun == [("near", copied), ("far", FillCall(OpKind.REPLICATE, 1))]
     assert world.refused == {}
 
 

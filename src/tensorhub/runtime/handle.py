@@ -48,7 +48,6 @@ from tensorhub.worker.calls import (
     CallHook,
     CloseCall,
     CompareDigests,
-    CopyCall,
     CopyLocally,
     DropPullSource,
     EndPrefetch,
@@ -63,13 +62,10 @@ from tensorhub.worker.calls import (
     RefuseCall,
     Registered,
     RegistrationFailed,
-    ReleaseCall,
     ReopenMemory,
     Say,
-    SetAsideCall,
     StartPull,
     StopPull,
-    TakeBackCall,
     UnpublishCall,
     staging_of,
 )
@@ -163,20 +159,8 @@ class Handle:
             await self._run(CloseCall(abandon), timeout_s)
             self._promise.raise_violation()
 
-    async def release(self, timeout_s: float) -> None:
-        """Of a host copy: take what it holds from its readers, and give its memory back."""
-        await self._run(ReleaseCall(), timeout_s)
-
-    async def set_aside(self, timeout_s: float) -> None:
-        """Of a host copy: take what it holds from its readers, as if its process ended, and keep the bytes."""
-        await self._run(SetAsideCall(), timeout_s)
-
-    async def take_back(self, timeout_s: float) -> None:
-        """Of a host copy: hold again what was set aside."""
-        await self._run(TakeBackCall(), timeout_s)
-
-    async def copy(self, call: CopyCall, timeout_s: float) -> None:
-        """Of a host copy: fill it from another registration of this worker."""
+    async def run_call(self, call: Call, timeout_s: float) -> None:
+        """One that only `worker.host_copies` makes."""
         await self._run(call, timeout_s)
 
     async def fill(self, call: FillCall, timeout_s: float, hook: HookRequest | None = None) -> FetchReport:
@@ -257,8 +241,12 @@ class Handle:
     async def end_call(self, error: Exception) -> None:
         """End the running call, if there is one, with `error`; returns when nothing of it runs any more."""
         if self._call is not None and self._call.result is None:
-            self.apply(self.member.cancel(error, clock.now()))
+            self.cancel(error)
             await self._call.ended.wait()
+
+    def cancel(self, error: Exception) -> None:
+        """End the running call, if there is one, with `error`, as soon as may be."""
+        self.apply(self.member.cancel(error, clock.now()))
 
     def end_prefetch(self) -> None:
         """Of a host copy: an update has taken what it has got so far."""
@@ -393,14 +381,18 @@ class Handle:
                 await self._filler.stop()
                 self.apply(self.member.pull_stopped(clock.now()))
             case Registered():
-                self.registered.set()
+                self._answered(None)
             case RegistrationFailed():
-                self.registration_error = action.error
-                self.registered.set()
+                self._answered(action.error)
             case Finish():
                 self._end_call(action)
             case _:
                 assert_never(action)
+
+    def _answered(self, refusal: Exception | None) -> None:
+        self.registration_error = refusal or self.registration_error
+        self.registered.set()
+        self._room.answered(self._registration, refusal)
 
     def _end_call(self, finish: Finish) -> None:
         if self._call is not None and self._call.result is None:

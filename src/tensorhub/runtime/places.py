@@ -36,6 +36,9 @@ class HostRoom(Protocol):
     async def make_room(self, ident: str, purpose: Purpose, nbytes: int) -> None:
         """Reserve host memory, once those that must make room for it are gone. StateError: there is none."""
 
+    def answered(self, registration: str, refusal: Exception | None) -> None:
+        """The coordinator has this registration, or not."""
+
     def freed(self, ident: str) -> None:
         """That memory was given back."""
 

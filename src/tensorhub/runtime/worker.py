@@ -48,7 +48,7 @@ from tensorhub.runtime.channels import Channels
 from tensorhub.runtime.ending import Parting
 from tensorhub.runtime.filler import ProgressListener
 from tensorhub.runtime.handle import Handle
-from tensorhub.runtime.host_copies import HostCopies
+from tensorhub.runtime.host_copies import HostCopyRunner
 from tensorhub.runtime.link import CoordinatorLink, Dial
 from tensorhub.runtime.logs import get_logger
 from tensorhub.runtime.news import News
@@ -121,7 +121,7 @@ class Worker:
         self.router = Router[Handle](self._numbers)
         self._manifests: dict[str, Manifest] = {}
         self._found_copies = Copies()
-        self.copies = HostCopies(self)
+        self.copies = HostCopyRunner(self)
         self._generations = itertools.count(1)
         self._endpoints: tuple[Endpoint, ...] = ()
         self._closed = anyio.Event()
@@ -164,6 +164,7 @@ class Worker:
                 self.pins.tasks = self.copies.tasks = self._tasks
                 self._tasks.start_soon(self._serve_readers, listeners)
                 self._tasks.start_soon(self._keep_time)
+                self._tasks.start_soon(self.copies.keep_time)
                 self._tasks.start_soon(self._telling.run)
                 self._tasks.start_soon(self.channels.keep_swept)
                 self._tasks.start_soon(self._link.keep, messages, ready)
@@ -175,13 +176,14 @@ class Worker:
                 await self._closed.wait()
                 self._tasks.cancel_scope.cancel()
         finally:
+            self.copies.end()
             for listener in listeners:
                 listener.close()
 
     async def close(self, parting: Parting) -> None:
         """Close every handle, say goodbye, and let `run` return. Within that time."""
         self._link.begin_closing()
-        self.copies.tasks = None  # nothing new is begun
+        self.copies.machine.stop()
         with anyio.move_on_after(parting.within_s * 0.9, shield=True):
             if parting.hand_over:
                 with anyio.move_on_after(parting.within_s * 0.7):
@@ -304,7 +306,7 @@ class Worker:
                 case Look():
                     self._tasks.start_soon(routed.handle.look, routed.question, self._digesting)
                 case Make():
-                    self.copies.ordered(routed.order, routed.source)
+                    self.copies.ordered(routed.order)
                 case Answered():
                     self.questions.answered(routed.message)
                 case Reply():
@@ -428,10 +430,6 @@ class Worker:
         finally:
             self.drop_handle(handle)
 
-    def is_spot(self) -> bool:
-        """Whether any registration here is: then this process may go at any time."""
-        return any(handle.member.shard.spot and handle.member.shard.serves for handle in self.router.handles.values())
-
     def callers(self) -> list[Handle]:
         """The handles of its callers that are not closed."""
         shards = ((handle, handle.member.shard) for handle in self.router.handles.values())
@@ -444,6 +442,7 @@ class Worker:
     def start_handle(self, shard: Shard, memory: Memory) -> Handle:
         handle = self._make_handle(shard, memory)
         self.router.add(shard, handle)
+        self.copies.began(handle)
         self._tasks.start_soon(self._run_handle, handle)
         if self._link.online:
             handle.apply(handle.member.connected(clock.now(), self._link.lease_s))

@@ -49,7 +49,8 @@ class Closings:
                         aside.append(copy)
                         if not hosting.is_closed(copy.ident):
                             yield from hosting.call(course, copy.ident, SetAsideCall(), max(0.0, until - hosting.now))
-                yield from hosting.call(course, registration, CloseCall(abandon), max(0.0, until - hosting.now))
+                if member.state is not HandleState.CLOSED:
+                    yield from hosting.call(course, registration, CloseCall(abandon), max(0.0, until - hosting.now))
             except Exception:
                 with course.shielded():
                     yield from self._take_back(course, member, aside)
