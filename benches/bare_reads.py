@@ -15,7 +15,7 @@ from typing import Literal
 
 import xxhash
 
-from tensorhub.cli.bench.threads import in_threads
+from benches.comparison.threads import in_threads
 from tensorhub.memory.tensors import address_of, bytes_at
 from tensorhub.transport import cma, shm
 from tensorhub.transport.cma import Piece, cut_up

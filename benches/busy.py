@@ -20,12 +20,12 @@ from pathlib import Path
 
 import anyio
 
+from benches.comparison.facts import facts
 from benches.mixes import Mix
 from benches.one_to_n import BARE_COPIES, spread
 from benches.remotes import Remote, obey
 from benches.workers import Memory, call_in_thread, coordinator_main, receiver_main, sender_main
 from tensorhub import Options, sync
-from tensorhub.cli.bench.facts import facts
 
 MODEL, VERSION = "digested", 1
 STEPS = 1000  # of pure Python between two looks at the clock: less than 0.1 ms

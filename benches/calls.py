@@ -15,10 +15,10 @@ import anyio
 import torch
 
 import tensorhub
+from benches.comparison.facts import facts
 from benches.one_to_n import spread
 from benches.remotes import Remote
 from benches.workers import coordinator_main, rank_main
-from tensorhub.cli.bench.facts import facts
 
 ARRIVED_S = 0.02  # after this long, a rank's call has reached the coordinator
 NEWEST_CALLS = 10_000  # of one round; one alone is too short to time

@@ -23,8 +23,8 @@ from typing import Any
 
 from benches.chaos import namespaces
 from benches.chaos.namespaces import Namespaces
+from benches.comparison.facts import facts
 from benches.processes import Process
-from tensorhub.cli.bench.facts import facts
 
 PUBLISHER = "publisher"
 MODULE = "benches.capped_party"

@@ -20,12 +20,12 @@ from pathlib import Path
 import torch
 from safetensors.torch import save_file
 
+from benches.comparison.facts import facts
 from benches.memory_use import Sampler
 from benches.one_to_n import spread
 from benches.remotes import Remote
 from benches.workers import coordinator_main
 from tensorhub import sync
-from tensorhub.cli.bench.facts import facts
 
 MIB = 2**20
 TENSORS = 64  # of each file

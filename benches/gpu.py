@@ -111,7 +111,7 @@ def _machine() -> dict[str, object]:
     import cupy
     import torch
 
-    from tensorhub.cli.bench.facts import facts
+    from benches.comparison.facts import facts
 
     gpu = torch.cuda.get_device_name(0)
     return {**facts(), "gpu": gpu, "cuda": torch.version.cuda, "cupy": cupy.__version__}

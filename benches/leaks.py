@@ -13,10 +13,10 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from benches import leak_roles as roles
+from benches.comparison.facts import facts
 from benches.leak_probe import KINDS, Sample
 from benches.leak_roles import PERIOD, Hook, run_role
 from benches.remotes import Remote
-from tensorhub.cli.bench.facts import facts
 from tensorhub.machine import SWEEP_AT
 
 SAMPLED = ("coordinator", "trainer", "follower", "comer")

@@ -4,9 +4,9 @@ from argparse import ArgumentParser, Namespace
 from dataclasses import dataclass
 from math import prod
 
-from tensorhub.cli.bench.sizes import half_tiny
+from benches import catalogue
+from benches.comparison.sizes import half_tiny
 from tensorhub.manifest import itemsize
-from tensorhub.testing import catalogue
 
 TINY_BYTES_MAX = 8192
 

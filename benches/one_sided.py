@@ -28,8 +28,8 @@ import anyio
 
 from benches.bare_reads import Lie, Reader
 from benches.bare_verbs import BareReader, BareSource
+from benches.comparison.facts import facts
 from benches.pulls import HUB_MODES, Puller, cpu_s, memory_of, options_parser, serving, sizes_of, spoil
-from tensorhub.cli.bench.facts import facts
 
 WAIT_S = 60.0
 BARE = ("bare 1", "bare 2")

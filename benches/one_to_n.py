@@ -15,12 +15,12 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
+from benches.comparison.bare import CONGESTION_CONTROL
+from benches.comparison.facts import facts
 from benches.memory_use import Sampler, available_bytes
 from benches.mixes import Mix
 from benches.remotes import Remote
 from benches.workers import MODELS, coordinator_main, publisher_main, receiver_main
-from tensorhub.cli.bench.bare import CONGESTION_CONTROL
-from tensorhub.cli.bench.facts import facts
 
 GIB = 2**30
 MEMORY_PART = 0.8  # of what is available: the rest is for the programs themselves

@@ -10,13 +10,13 @@ from collections.abc import Sequence
 from itertools import count
 from pathlib import Path
 
+from benches import catalogue
+from benches.comparison.facts import facts
 from benches.mixes import Mix
 from benches.one_to_n import spread
 from benches.remotes import Remote
 from benches.workers import coordinator_main, publisher_main, receiver_main
-from tensorhub.cli.bench.facts import facts
 from tensorhub.compaction.layout import pack_tiny
-from tensorhub.testing import catalogue
 from tensorhub.types import Options
 
 WAYS = ("each by itself", "packed")

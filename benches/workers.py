@@ -19,9 +19,9 @@ import torch
 
 import tensorhub
 from benches import bare_reads
+from benches.comparison import bare, memory
 from benches.mixes import Mix
 from benches.remotes import Command, Commands, obey
-from tensorhub.cli.bench import bare, memory
 
 Models = Mapping[str, tensorhub.Options]
 """All of them are of the same tensors, each published by a hub with its options."""

@@ -12,13 +12,11 @@ from typing import Any
 import tensorhub
 from examples.reference import EXAMPLES, Example
 from tensorhub import errors, sync, testing, types
-from tensorhub.testing import catalogue
 
 VALUES = (
     "Options Location VersionInfo FetchReport SourceReport ModelInfo VersionView ReplicaView ShardView LeaseView WorkerView "
     "Endpoint"
 ).split()
-CATALOGUE = ("models", "shapes", "scaled", "manifest", "parameters")
 TESTING = ("simulate", "RunningCluster", "VirtualLoop", "WorkerCrashed", "GuaranteeBroken")
 INTRODUCTION = """# API reference
 
@@ -173,8 +171,3 @@ def _testing() -> Iterator[str]:
     yield "Made of a seed, kinds of faults (None: all) and the coordinator's options (None: drawn).\n"
     yield "#### `SimulatedCluster.running`\n"
     yield from _body("SimulatedCluster.running", testing.SimulatedCluster.running, set())
-    yield "### `tensorhub.testing.catalogue`\n"
-    yield (inspect.getdoc(catalogue) or "") + "\n"
-    for name in CATALOGUE:
-        yield f"#### `catalogue.{name}`\n"
-        yield from _body(f"catalogue.{name}", getattr(catalogue, name), set())

@@ -6,7 +6,7 @@ from typing import Annotated
 import typer
 
 import tensorhub
-from tensorhub.cli.bench.command import bench
+from tensorhub.cli.bench import bench
 from tensorhub.cli.common import EXIT_CODES, HELP
 from tensorhub.cli.demo import demo
 from tensorhub.cli.doctor import doctor

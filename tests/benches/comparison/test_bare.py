@@ -5,7 +5,7 @@ import threading
 
 import pytest
 
-from tensorhub.cli.bench import bare
+from benches.comparison import bare
 
 
 def memory(sizes: list[int], seed: int | None = None) -> list[memoryview]:

@@ -12,8 +12,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from tensorhub.cli.bench.bare import CONGESTION_CONTROL
-from tensorhub.cli.bench.ways import Way
+from .bare import CONGESTION_CONTROL
+from .ways import Way
 
 RENO = CONGESTION_CONTROL.decode()
 _SETTING = Path("/proc/sys/net/ipv4/tcp_congestion_control")  # of the namespace of whoever opens it

@@ -9,8 +9,8 @@ from collections.abc import Sequence
 from html import escape
 from typing import Final
 
-from tensorhub.cli.bench.report import Row
-from tensorhub.cli.bench.ways import Kind
+from .report import Row
+from .ways import Kind
 
 WIDTH: Final = 1100
 LEFT: Final = 270  # of the bars; titles are to the left

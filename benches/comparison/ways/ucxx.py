@@ -8,8 +8,8 @@ from typing import Any
 
 import ucxx
 
-from tensorhub.cli.bench.memory import Memory
-from tensorhub.cli.bench.ways.base import WAIT_S, Setting, Side
+from ..memory import Memory
+from ..ways.base import WAIT_S, Setting, Side
 
 
 def versions() -> dict[str, str]:

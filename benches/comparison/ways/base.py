@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from tensorhub.cli.bench.memory import Memory, private
+from ..memory import Memory, private
 
 WAIT_S = 30.0  # for a server of the way's own to be there
 # A program that gets SIGTERM (15) when the process that started it dies (PR_SET_PDEATHSIG, 1).

@@ -19,8 +19,8 @@ from collections.abc import Iterator, Mapping
 from math import prod
 from typing import NamedTuple
 
+from benches.configurations import CONFIGURATIONS, Decoder, Encoder, LatentDecoder
 from tensorhub.manifest import ITEMSIZE, Digest, Manifest, RegionSpec, TensorSpec
-from tensorhub.testing.configurations import CONFIGURATIONS, Decoder, Encoder, LatentDecoder
 from tensorhub.types import Options
 
 

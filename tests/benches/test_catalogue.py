@@ -12,9 +12,9 @@ from pathlib import Path
 
 import pytest
 
+from benches import catalogue
 from tensorhub.coordinator.limits import MANIFEST_BYTES_OF_WORKER_MAX
 from tensorhub.manifest import CHUNKS_MAX, ENCODED_BYTES_MAX, ITEMSIZE, Manifest
-from tensorhub.testing import catalogue
 from tensorhub.types import Options
 
 DTYPES = {"F32": "float32", "I64": "int64"}
@@ -139,8 +139,6 @@ def test_what_there_is_not_is_refused() -> None:
 
 
 def test_no_torch_is_imported() -> None:
-    program = (
-        "import sys; from tensorhub.testing import catalogue as c; c.manifest('Qwen2.5-7B'); print('torch' in sys.modules)"
-    )
+    program = "import sys; from benches import catalogue as c; c.manifest('Qwen2.5-7B'); print('torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
     assert (done.returncode, done.stdout) == (0, "False\n"), done.stderr

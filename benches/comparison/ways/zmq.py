@@ -7,8 +7,8 @@ from typing import Any
 
 import zmq
 
-from tensorhub.cli.bench.memory import Memory
-from tensorhub.cli.bench.ways.base import Setting, Side
+from ..memory import Memory
+from ..ways.base import Setting, Side
 
 AHEAD = 32  # messages that may wait on either side: the memory that this takes is bounded
 

@@ -6,83 +6,61 @@ import json
 import statistics
 import sys
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import anyio
-import typer
 from rich.console import Console
 from rich.text import Text
 
-from tensorhub.cli.bench import environments, report, suite
-from tensorhub.cli.bench.facts import facts
-from tensorhub.cli.bench.network import Network, own_network
-from tensorhub.cli.bench.picture import draw
-from tensorhub.cli.bench.suite import Plan, Visit
-from tensorhub.cli.bench.ways import WAYS, Way
-from tensorhub.cli.common import (
-    FAILED,
-    CommandError,
-    QuietOption,
-    print_table,
-    report as report_error,
-    run,
-    seconds,
-    usage,
-    whole,
-)
+from tensorhub.cli.common import FAILED, print_table, run, usage
+
+from . import environments, report, suite
+from .facts import facts
+from .network import Network, own_network
+from .picture import draw
+from .suite import Plan, Visit
+from .ways import WAYS, Way
 
 RECEIVERS_MAX = 64
-MIB_MIN = 2
 
 
-def bench(
-    rounds: Annotated[
-        int, typer.Option(parser=whole(1), metavar="N", help="How often each way is visited; every other round backwards.")
-    ] = 3,
-    copies: Annotated[int, typer.Option(parser=whole(1), metavar="N", help="Timed copies of each visit.")] = 3,
-    mib: Annotated[
-        int, typer.Option(parser=whole(MIB_MIN), metavar="N", help="Bytes of the weights, in MiB; every process holds them.")
-    ] = 1024,
-    receivers: Annotated[str, typer.Option(metavar="N,M", help="To how many receivers at once.")] = "1,4",
-    only: Annotated[str | None, typer.Option(metavar="A,B", help="Only these ways; see --list.")] = None,
-    skip: Annotated[str | None, typer.Option(metavar="A,B", help="All but these ways.")] = None,
-    timeout: Annotated[
-        float, typer.Option(parser=seconds(1, 1e9), metavar="S", help="Seconds for each step of a visit; then it is ended.")
-    ] = 60.0,
-    results: Annotated[Path | None, typer.Option(metavar="FILE", help="Write every figure here, as JSON.")] = None,
-    picture: Annotated[Path | None, typer.Option(metavar="FILE", help="Write a picture here, as SVG.")] = None,
-    environments_at: Annotated[
-        Path | None,
-        typer.Option("--environments", metavar="DIR", help="Where the peers are; default: ~/.cache/tensorhub/bench."),
-    ] = None,
-    install: Annotated[bool, typer.Option("--install", help="First install the peers there, from PyPI.")] = False,
-    list_ways: Annotated[bool, typer.Option("--list", help="Name the ways, and end.")] = False,
-    quiet: QuietOption = False,
-) -> None:
-    """Compare TensorHub with the ceilings of this machine and with its peers: the same bytes, one source to some receivers.
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """What the command line says; see `tensorhub bench --help`."""
 
-    Each way runs in processes of its own, in turns; what arrives is verified. As root, all of them run in a network
-    namespace of their own, under the same congestion control. What is not installed is told at the end (docs/benchmarks.md).
-    """
-    if list_ways:
-        for way in WAYS:
-            print(f"{way.name:22} {way.title}")
-        return
-    try:
-        ways, fans = _chosen(only, skip), _fans(receivers)
-        directory = (environments_at or environments.default_directory()).absolute()
-        _check_writable([file for file in (results, picture) if file])
-        plan = Plan(ways, rounds, copies, mib, fans, timeout, directory)
-    except CommandError as error:
-        raise typer.Exit(report_error(error)) from None
-    if install:
+    rounds: int
+    copies: int
+    mib: int
+    receivers: str
+    only: str | None
+    skip: str | None
+    timeout_s: float
+    results: Path | None
+    picture: Path | None
+    environments: Path | None
+    install: bool
+    quiet: bool
+
+
+def list_ways() -> None:
+    for way in WAYS:
+        print(f"{way.name:22} {way.title}")
+
+
+def compare(wanted: Wanted) -> None:
+    """Visit all ways in turns, and report. Raises CommandError, and typer.Exit with the exit code."""
+    ways, fans = _chosen(wanted.only, wanted.skip), _fans(wanted.receivers)
+    directory = (wanted.environments or environments.default_directory()).absolute()
+    _check_writable([file for file in (wanted.results, wanted.picture) if file])
+    plan = Plan(ways, wanted.rounds, wanted.copies, wanted.mib, fans, wanted.timeout_s, directory)
+    if wanted.install:
         _install(directory, ways)
     known = facts()
     with own_network() as network:  # of this thread, in which every process is started
-        run(partial(_bench, plan, known, network, results, picture, quiet))
+        run(partial(_bench, plan, known, network, wanted.results, wanted.picture, wanted.quiet))
 
 
 def _chosen(only: str | None, skip: str | None) -> list[Way]:

@@ -8,8 +8,8 @@ from typing import Any
 
 from mooncake.engine import TransferEngine
 
-from tensorhub.cli.bench.memory import Memory
-from tensorhub.cli.bench.ways.base import Setting, Side
+from ..memory import Memory
+from ..ways.base import Setting, Side
 
 
 def versions() -> dict[str, str]:

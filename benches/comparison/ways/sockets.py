@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from tensorhub.cli.bench import bare
-from tensorhub.cli.bench.memory import Memory
-from tensorhub.cli.bench.ways.base import Setting, Side
+from .. import bare
+from ..memory import Memory
+from ..ways.base import Setting, Side
 
 
 def versions() -> dict[str, str]:

@@ -22,11 +22,13 @@ import anyio.to_thread
 from anyio.abc import Process
 from anyio.streams.buffered import BufferedByteReceiveStream
 
-from tensorhub.cli.bench import environments, family
-from tensorhub.cli.bench.sizes import half_tiny
-from tensorhub.cli.bench.ways import Way
 from tensorhub.cli.common import leaf_of
 
+from . import environments, family
+from .sizes import half_tiny
+from .ways import Way
+
+ROOT = Path(__file__).parents[__package__.count(".") + 1]  # from where this package is imported
 LINE_BYTES_MAX = 64 * 2**20
 LEAVE_S = 10.0  # for parties that were told to close; then they are killed
 SAMPLE_S = 0.1
@@ -259,7 +261,8 @@ async def _within(plan: Plan, step: str, doing: Any) -> Any:
 @contextlib.asynccontextmanager
 async def _parties(plan: Plan, way: Way, scratch: Path, settings: Sequence[str]) -> AsyncIterator[list[Party]]:
     """A process for each setting, the source first; all of them and whatever they have started are gone afterwards."""
-    variables = {"OMP_NUM_THREADS": "1", "UCX_POSIX_DIR": str(scratch), **way.variables}
+    path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
+    variables = {"PYTHONPATH": path, "OMP_NUM_THREADS": "1", "UCX_POSIX_DIR": str(scratch), **way.variables}
     python = str(environments.interpreter(plan.environments, way.environment))
     parties: list[Party] = []
     try:
@@ -269,7 +272,7 @@ async def _parties(plan: Plan, way: Way, scratch: Path, settings: Sequence[str])
                 log = Path(logs) / str(number)
                 with log.open("wb") as errors:
                     process = await anyio.open_process(
-                        [python, "-m", "tensorhub.cli.bench.party", way.name, setting],
+                        [python, "-m", f"{__package__}.party", way.name, setting],
                         stdin=subprocess.PIPE,
                         stdout=subprocess.PIPE,
                         stderr=errors,

@@ -16,11 +16,11 @@ import anyio
 import pytest
 from typer.testing import CliRunner
 
+from benches.comparison import environments, family, suite
+from benches.comparison.suite import Plan, Visit
+from benches.comparison.ways import WAYS, Kind, Way
 from tensorhub.cli.app import app
-from tensorhub.cli.bench import environments, family, suite
-from tensorhub.cli.bench.suite import Plan, Visit
-from tensorhub.cli.bench.ways import WAYS, Kind, Way
-from tests.cli.bench import standin
+from tests.benches.comparison import standin
 from tests.cli.processes import alive, eventually, run
 
 ROOT = Path(__file__).parents[3]
@@ -102,11 +102,11 @@ def test_a_peer_that_is_not_there_is_a_row(tmp_path: Path, monkeypatch: pytest.M
 
 
 PROGRAM = """
-import tensorhub.cli.bench.command as command
+import benches.comparison.command as command
 from tensorhub.cli import main
-from tensorhub.cli.bench.ways import Kind, Way
+from benches.comparison.ways import Kind, Way
 ways = {way.name: way for way in command.WAYS}
-command.WAYS = [ways["bare"], Way("tests.cli.bench.standin:hangs", "hangs", Kind.PEER, "")]
+command.WAYS = [ways["bare"], Way("tests.benches.comparison.standin:hangs", "hangs", Kind.PEER, "")]
 main()
 """
 
@@ -133,7 +133,7 @@ def test_ctrl_c_leaves_nothing_but_what_is_known(notes: Path, tmp_path: Path) ->
 NETWORK = """
 import os
 from pathlib import Path
-from tensorhub.cli.bench.network import own_network
+from benches.comparison.network import own_network
 def here(): return os.readlink("/proc/thread-self/ns/net"), Path("/proc/sys/net/ipv4/tcp_congestion_control").read_text()
 before = here()
 with own_network() as network:

@@ -8,7 +8,7 @@ from typing import Any
 import safetensors
 from safetensors.torch import load_file, save_file
 
-from tensorhub.cli.bench.ways.base import Side
+from ..ways.base import Side
 
 
 def versions() -> dict[str, str]:

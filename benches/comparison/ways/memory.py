@@ -9,11 +9,12 @@ from typing import Any
 
 import torch
 
-from tensorhub.cli.bench.memory import Memory, create, mapped, private
-from tensorhub.cli.bench.threads import in_threads
-from tensorhub.cli.bench.ways.base import Setting, Side
 from tensorhub.transport import cma
 from tensorhub.transport.cma import Piece
+
+from ..memory import Memory, create, mapped, private
+from ..threads import in_threads
+from ..ways.base import Setting, Side
 
 
 def versions() -> dict[str, str]:

@@ -9,9 +9,9 @@ from typing import Any, NamedTuple
 from rich.table import Table
 from rich.text import Text
 
-from tensorhub.cli.bench.network import Network
-from tensorhub.cli.bench.suite import Plan, Visit
-from tensorhub.cli.bench.ways import Way
+from .network import Network
+from .suite import Plan, Visit
+from .ways import Way
 
 GIB = 2**30
 BARE = "bare"

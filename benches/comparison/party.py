@@ -1,4 +1,4 @@
-"""A process of a visit: `python -m tensorhub.cli.bench.party WAY SETTING`. It obeys its stdin, and answers on stdout.
+"""A process of a visit: `python -m benches.comparison.party WAY SETTING`. It obeys its stdin, and answers on stdout.
 
 Both are lines of JSON. Whatever else is printed goes to stderr. It ends with its stdin, so that none outlives the suite.
 """
@@ -17,8 +17,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from tensorhub.cli.bench import family
-from tensorhub.cli.bench.ways import WAYS, Way
+from . import family
+from .ways import WAYS, Way
 
 
 class Wire:
@@ -53,7 +53,7 @@ def way_of(name: str) -> tuple[Way, Any]:
         imported = importlib.import_module(module)
         return imported.way(case), imported
     way = next(way for way in WAYS if way.name == name)
-    return way, importlib.import_module(f"tensorhub.cli.bench.ways.{way.module}")
+    return way, importlib.import_module(f"{__package__}.ways.{way.module}")
 
 
 def cpu_s() -> float:
@@ -66,8 +66,8 @@ def work(wire: Wire, way: Way, module: Any, setting: dict[str, Any]) -> None:
     """Make the tensors and this side of the way; then obey."""
     import torch
 
-    from tensorhub.cli.bench.memory import Memory
-    from tensorhub.cli.bench.ways.base import Setting
+    from .memory import Memory
+    from .ways.base import Setting
 
     torch.set_num_threads(1)
     given = Setting(scratch=Path(setting.pop("scratch")), options=way.options, **setting)

@@ -11,8 +11,9 @@ import torch
 from anyio.from_thread import start_blocking_portal
 
 import tensorhub
-from tensorhub.cli.bench.memory import Memory, private
-from tensorhub.cli.bench.ways.base import Setting, Side
+
+from ..memory import Memory, private
+from ..ways.base import Setting, Side
 
 MODEL = "bench"
 

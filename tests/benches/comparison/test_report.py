@@ -10,12 +10,12 @@ from xml.etree import ElementTree
 import pytest
 from rich.console import Console
 
-from tensorhub.cli.bench.network import Network
-from tensorhub.cli.bench.picture import draw
-from tensorhub.cli.bench.report import Row, as_json, complaints, ratios, rows, table
-from tensorhub.cli.bench.sizes import half_tiny
-from tensorhub.cli.bench.suite import Copy, Plan, Visit
-from tensorhub.cli.bench.ways import WAYS
+from benches.comparison.network import Network
+from benches.comparison.picture import draw
+from benches.comparison.report import Row, as_json, complaints, ratios, rows, table
+from benches.comparison.sizes import half_tiny
+from benches.comparison.suite import Copy, Plan, Visit
+from benches.comparison.ways import WAYS
 
 NETWORK = Network(None, "reno")
 HOST = Network("Operation not permitted: it takes root", "bbr")

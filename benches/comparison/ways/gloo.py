@@ -8,7 +8,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from tensorhub.cli.bench.ways.base import Side
+from ..ways.base import Side
 
 TIMEOUT = timedelta(seconds=120)
 

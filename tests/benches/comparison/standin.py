@@ -9,12 +9,12 @@ import time
 from pathlib import Path
 from typing import Any
 
-from tensorhub.cli.bench.ways import Kind, Way
+from benches.comparison.ways import Kind, Way
 
 
 def way(case: str) -> Way:
     sleeping = [sys.executable, "-c", "import time; time.sleep(600)"]
-    if case in ("hangs", "dies") and "tensorhub.cli.bench.party" in " ".join(sys.orig_argv):  # in a party, before torch
+    if case in ("hangs", "dies") and "benches.comparison.party" in " ".join(sys.orig_argv):  # in a party, before torch
         child = subprocess.Popen(sleeping)
         with open(os.environ["STANDIN_NOTES"], "a") as notes:
             notes.write(f"{child.pid}\n")
@@ -34,8 +34,8 @@ def __getattr__(name: str) -> Any:
     """The sides of the case `wrong`: only they need torch."""
     if name not in ("Source", "Receiver"):
         raise AttributeError(name)
-    from tensorhub.cli.bench.ways.base import Side
-    from tensorhub.cli.bench.ways.files import Receiver, Source
+    from benches.comparison.ways.base import Side
+    from benches.comparison.ways.files import Receiver, Source
 
     class WrongSource(Source):
         def offer(self, number: int) -> Any:

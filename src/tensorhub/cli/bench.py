@@ -1,0 +1,77 @@
+"""`tensorhub bench`: its options. What is compared, and how, is in benches/comparison, a part of an installed TensorHub."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from tensorhub.cli.common import CommandError, QuietOption, report as report_error, seconds, whole
+
+MIB_MIN = 2
+
+
+def bench(
+    rounds: Annotated[
+        int, typer.Option(parser=whole(1), metavar="N", help="How often each way is visited; every other round backwards.")
+    ] = 3,
+    copies: Annotated[int, typer.Option(parser=whole(1), metavar="N", help="Timed copies of each visit.")] = 3,
+    mib: Annotated[
+        int, typer.Option(parser=whole(MIB_MIN), metavar="N", help="Bytes of the weights, in MiB; every process holds them.")
+    ] = 1024,
+    receivers: Annotated[str, typer.Option(metavar="N,M", help="To how many receivers at once.")] = "1,4",
+    only: Annotated[str | None, typer.Option(metavar="A,B", help="Only these ways; see --list.")] = None,
+    skip: Annotated[str | None, typer.Option(metavar="A,B", help="All but these ways.")] = None,
+    timeout: Annotated[
+        float, typer.Option(parser=seconds(1, 1e9), metavar="S", help="Seconds for each step of a visit; then it is ended.")
+    ] = 60.0,
+    results: Annotated[Path | None, typer.Option(metavar="FILE", help="Write every figure here, as JSON.")] = None,
+    picture: Annotated[Path | None, typer.Option(metavar="FILE", help="Write a picture here, as SVG.")] = None,
+    environments_at: Annotated[
+        Path | None,
+        typer.Option("--environments", metavar="DIR", help="Where the peers are; default: ~/.cache/tensorhub/bench."),
+    ] = None,
+    install: Annotated[bool, typer.Option("--install", help="First install the peers there, from PyPI.")] = False,
+    list_ways: Annotated[bool, typer.Option("--list", help="Name the ways, and end.")] = False,
+    quiet: QuietOption = False,
+) -> None:
+    """Compare TensorHub with the ceilings of this machine and with its peers: the same bytes, one source to some receivers.
+
+    Each way runs in processes of its own, in turns; what arrives is verified. As root, all of them run in a network
+    namespace of their own, under the same congestion control. What is not installed is told at the end (docs/benchmarks.md).
+    """
+    comparison = _comparison()
+    if list_ways:
+        comparison.list_ways()
+        return
+    try:
+        comparison.compare(
+            comparison.Wanted(
+                rounds=rounds,
+                copies=copies,
+                mib=mib,
+                receivers=receivers,
+                only=only,
+                skip=skip,
+                timeout_s=timeout,
+                results=results,
+                picture=picture,
+                environments=environments_at,
+                install=install,
+                quiet=quiet,
+            )
+        )
+    except CommandError as error:
+        raise typer.Exit(report_error(error)) from None
+
+
+def _comparison() -> Any:
+    """The module benches/comparison/command.py: a part of an installed TensorHub, in a source tree a file of its own."""
+    root = Path(__file__).parents[3]
+    if (root / "benches" / "comparison").is_dir():
+        sys.path.append(str(root))
+        return importlib.import_module("benches.comparison.command")
+    return importlib.import_module("tensorhub._benches.comparison.command")
