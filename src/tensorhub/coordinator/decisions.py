@@ -34,7 +34,7 @@ class Decisions:
 
     def prepare(self, operation: Operation) -> None:
         """Every rank has voted: commit, or have the decision recorded first."""
-        self._become(operation, OperationState.PREPARED, "every rank voted")
+        self._cluster.become(operation, OperationState.PREPARED, "every rank voted")
         entry = self._handlers[operation.kind].entry(operation)
         if entry is None:
             self._commit(operation)
@@ -64,7 +64,7 @@ class Decisions:
     def _commit(self, operation: Operation) -> None:
         version = operation.version
         assert version is not None
-        self._become(operation, OperationState.COMMITTED, "decided")
+        self._cluster.become(operation, OperationState.COMMITTED, "decided")
         if operation.record is not None:
             self._remember(operation.decision())
         self._handlers[operation.kind].commit(operation)
@@ -101,7 +101,7 @@ class Decisions:
 
         A rank that has not called yet joins the others' next operation, or (`also_late`) finds this one ended.
         """
-        self._become(operation, OperationState.ABORTED, str(blame.error))
+        self._cluster.become(operation, OperationState.ABORTED, str(blame.error))
         self._handlers[operation.kind].abort(operation)
         # Who registers later begins with a later operation.
         concerned = {*operation.parts, *operation.group.members} if also_late else operation.parts.keys()
@@ -140,9 +140,6 @@ class Decisions:
             group.decided.pop(next(iter(group.decided)))
         mattered = any(not part.member.worker.read_only for part in operation.parts.values())
         self._cluster.touch(group.model, stirs=mattered)
-
-    def _become(self, operation: Operation, state: OperationState, why: str) -> None:
-        self._cluster.become(operation, state, why)
 
     # -- what was decided
 

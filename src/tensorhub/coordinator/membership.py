@@ -111,7 +111,7 @@ class Membership:
         self._cluster.note(worker)
         worker.heard_at = self._cluster.now
         if worker.state is WorkerState.SUSPECT and worker.session is not None:
-            self._become(worker, WorkerState.LIVE, "heard again")
+            self._cluster.become(worker, WorkerState.LIVE, "heard again")
             self._touch_models(worker)
 
     def disconnected(self, session: Session) -> None:
@@ -128,7 +128,7 @@ class Membership:
         self._cluster.note(worker)
         worker.session = None
         if worker.state is WorkerState.LIVE:
-            self._become(worker, WorkerState.SUSPECT, "disconnected")
+            self._cluster.become(worker, WorkerState.SUSPECT, "disconnected")
             self._touch_models(worker)
         cluster.timers.set("worker", worker.incarnation, worker.heard_at + cluster.options.lease_s)
         if worker.read_only:
@@ -147,11 +147,11 @@ class Membership:
         suspect_at, lost_at = worker.heard_at + lease_s / 2, worker.heard_at + lease_s
         if cluster.now >= lost_at:
             if worker.state is WorkerState.LIVE:
-                self._become(worker, WorkerState.SUSPECT, "silent")
+                self._cluster.become(worker, WorkerState.SUSPECT, "silent")
             self.lose(worker, f"worker {worker.name!r} was not heard of for {cluster.now - worker.heard_at:.1f} s")
             return
         if cluster.now >= suspect_at and worker.state is WorkerState.LIVE:
-            self._become(worker, WorkerState.SUSPECT, "silent")
+            self._cluster.become(worker, WorkerState.SUSPECT, "silent")
             self._touch_models(worker)
         suspect = worker.state is WorkerState.SUSPECT
         cluster.timers.set("worker", incarnation, lost_at if suspect else suspect_at)
@@ -168,13 +168,13 @@ class Membership:
     def leave(self, worker: Worker, reason: str) -> None:
         """It closes: its lease ends now."""
         if worker.state is WorkerState.LIVE:
-            self._become(worker, WorkerState.SUSPECT, "leaves")
+            self._cluster.become(worker, WorkerState.SUSPECT, "leaves")
         self.lose(worker, f"worker {worker.name!r} has left: {reason}")
 
     def lose(self, worker: Worker, why: str) -> None:
         """Nothing that this incarnation says or held counts any more."""
         cluster = self._cluster
-        self._become(worker, WorkerState.LOST, why)
+        self._cluster.become(worker, WorkerState.LOST, why)
         for member in list(worker.members.values()):
             self.remove(member, why)
         del cluster.workers[worker.incarnation]
@@ -198,9 +198,6 @@ class Membership:
     def _touch_models(self, worker: Worker) -> None:
         for member in worker.members.values():
             self._cluster.touch(member.group.model, stirs=not worker.read_only)
-
-    def _become(self, worker: Worker, state: WorkerState, why: str) -> None:
-        self._cluster.become(worker, state, why)
 
     # -- ranks
 

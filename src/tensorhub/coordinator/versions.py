@@ -73,28 +73,28 @@ class Versions:
 
     def show(self, version: Version, model: Model) -> None:
         """Its publication is durable, and its first replica is READY: it is visible from now on."""
-        self._become(version, VersionState.AVAILABLE, "published")
+        self._cluster.become(version, VersionState.AVAILABLE, "published")
         model.mark = max(version.number, -1 if model.mark is None else model.mark)
         self._cluster.touch(model)
 
     def discard(self, version: Version, model: Model) -> None:
         """Its publication was aborted: the number stays unused."""
-        self._become(version, VersionState.DISCARDED, "publication aborted")
+        self._cluster.become(version, VersionState.DISCARDED, "publication aborted")
         self._cluster.note(model)
         self._cluster.unlearn(version)
         del model.versions[version.number]
 
     def retire(self, version: Version, model: Model, why: str) -> None:
         """It is no more, whoever may still hold it."""
-        self._become(version, VersionState.RETIRED, why)
+        self._cluster.become(version, VersionState.RETIRED, why)
         self._cluster.unlearn(version)
         del model.versions[version.number]
 
     def recover(self, version: Version, model: Model) -> None:
         """A version of a former coordinator, from the store: visible, without live memory until holders are back."""
         version.lay_out()
-        self._become(version, VersionState.AVAILABLE, "recovered")
-        self._become(version, VersionState.UNAVAILABLE, "no holder is known yet")
+        self._cluster.become(version, VersionState.AVAILABLE, "recovered")
+        self._cluster.become(version, VersionState.UNAVAILABLE, "no holder is known yet")
         model.versions[version.number] = version
         model.mark = max(version.number, -1 if model.mark is None else model.mark)
 
@@ -166,9 +166,9 @@ class Versions:
                 version.abandoned = False
                 self._cluster.note(version)
             if live and version.state is VersionState.UNAVAILABLE:
-                self._become(version, VersionState.AVAILABLE, "held again")
+                self._cluster.become(version, VersionState.AVAILABLE, "held again")
             elif not live and version.state is VersionState.AVAILABLE:
-                self._become(version, VersionState.UNAVAILABLE, "no live holder")
+                self._cluster.become(version, VersionState.UNAVAILABLE, "no live holder")
             if version.state is VersionState.UNAVAILABLE and self._is_left(version):
                 self._cluster.unlearn(version)  # large, and said again by whoever comes back with it
                 if self._is_old(model, version):
@@ -190,6 +190,3 @@ class Versions:
     def _is_old(model: Model, version: Version) -> bool:
         newer = sum(v.visible and v.number > version.number for v in model.versions.values())
         return newer >= 2 and version.number not in model.retained()
-
-    def _become(self, version: Version, state: VersionState, why: str) -> None:
-        self._cluster.become(version, state, why)

@@ -268,7 +268,7 @@ def number_published_twice() -> Iterator[None]:
 )
 def answered_before_durable() -> Iterator[None]:
     def broken(self: Decisions, operation: Operation) -> None:
-        self._become(operation, OperationState.PREPARED, "every rank voted")
+        self._cluster.become(operation, OperationState.PREPARED, "every rank voted")
         entry = self._handlers[operation.kind].entry(operation)
         if entry is not None:
             self._cluster.persist(entry)
