@@ -181,15 +181,15 @@ class Purpose(StrEnum):
 
 
 class HandleState(StrEnum):
-    """What `weights.state` shows."""
+    """What one registration's memory holds: what `weights.state` shows."""
 
-    EMPTY = "empty"  # holds no version; the memory is the caller's to write
+    EMPTY = "empty"  # holds no version; the caller may write the memory
     FILLING = "filling"  # the library writes the memory
     READY = "ready"  # holds a version; the memory is immutable
     DRAINING = "draining"  # still immutable; on its way to empty
     TORN = "torn"  # a fill was broken off: the memory holds parts of several versions
-    IN_DOUBT = "in_doubt"  # this rank has voted and does not know the outcome; the next call resolves it first
-    CLOSED = "closed"
+    IN_DOUBT = "in_doubt"  # this rank has voted and does not know the outcome; its next call resolves that first
+    CLOSED = "closed"  # the registration has ended
 
 
 # -------------------------------------------------------------------------------------------------------- locations

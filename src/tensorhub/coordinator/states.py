@@ -12,46 +12,58 @@ from enum import StrEnum
 
 
 class VersionState(StrEnum):
-    STAGED = "staged"  # some shards are promised; invisible
-    AVAILABLE = "available"  # visible, and every shard has a live holder
-    UNAVAILABLE = "unavailable"  # visible, but some shard has no live holder
-    DISCARDED = "discarded"  # its publication was aborted; its number was not used
-    RETIRED = "retired"  # rolled back, or old, unretained and held by nobody
+    """Whether one version of a model can be fetched."""
+
+    STAGED = "staged"  # some ranks of its group have published it; nobody else can see it
+    AVAILABLE = "available"  # visible, and every shard has a live source
+    UNAVAILABLE = "unavailable"  # visible, but at least one shard has no live source
+    DISCARDED = "discarded"  # its publish was aborted; its number was not used
+    RETIRED = "retired"  # it was rolled back; or it is old, and nobody holds or retains it
 
 
 class ReplicaState(StrEnum):
-    FILLING = "filling"
-    READY = "ready"
-    DRAINING = "draining"  # takes no new readers
-    TORN = "torn"  # memory of mixed content
-    GONE = "gone"
+    """What one group holds of one version, as the coordinator knows it."""
+
+    FILLING = "filling"  # its ranks read; each serves the chunks that it has verified
+    READY = "ready"  # complete: it is a source, and it counts for availability
+    DRAINING = "draining"  # takes no new readers; the running ones are moved or have their grace
+    TORN = "torn"  # its fill was broken off: the memory holds parts of several versions
+    GONE = "gone"  # no rank holds it any more
 
 
 class LeaseState(StrEnum):
-    ACTIVE = "active"
-    FENCING = "fencing"  # must not count any more; the owner has not confirmed yet
-    FENCED = "fenced"
-    RELEASED = "released"  # the reader said that it reads no more
+    """One reader's right to read one holding, for the coordinator's schedule. It protects nothing."""
+
+    ACTIVE = "active"  # the reader may read
+    FENCING = "fencing"  # it must not count any more; the owner has not said yet that its fence stands
+    FENCED = "fenced"  # the owner's fence stands
+    RELEASED = "released"  # the reader reads no more
 
 
 class WorkerState(StrEnum):
-    LIVE = "live"
+    """Whether the coordinator counts on a worker."""
+
+    LIVE = "live"  # its lease is valid, and it is heard
     SUSPECT = "suspect"  # silent or disconnected, but its lease still runs
-    LOST = "lost"
+    LOST = "lost"  # its lease is over: it counts no more, and comes back as another incarnation
 
 
 class OperationState(StrEnum):
+    """One publish or fill of all ranks of a group."""
+
     GATHERING = "gathering"  # not every rank has called, or no version is bound yet
-    RUNNING = "running"
+    RUNNING = "running"  # all ranks act on one version; not all have voted
     PREPARED = "prepared"  # every rank has voted; the decision is being recorded
-    COMMITTED = "committed"
-    ABORTED = "aborted"
+    COMMITTED = "committed"  # decided: it holds for every rank
+    ABORTED = "aborted"  # decided: it holds for no rank
 
 
 class CoordinatorState(StrEnum):
-    RECOVERING = "recovering"
-    SERVING = "serving"
-    DEPOSED = "deposed"
+    """How far a coordinator knows its cluster."""
+
+    RECOVERING = "recovering"  # the first lease after a start: workers say what they hold, and nothing counts as lost
+    SERVING = "serving"  # what nobody has announced is lost
+    DEPOSED = "deposed"  # another coordinator has taken over
 
 
 V, R, L, W, P, C = VersionState, ReplicaState, LeaseState, WorkerState, OperationState, CoordinatorState

@@ -49,9 +49,11 @@ _WANTED_BYTE: Final = bytes([_WANTED])
 
 
 class SourceState(StrEnum):
-    LIVE = "live"  # is given batches
+    """One source of a pull. A chunk that it had in flight is wanted again only once its lane has ended."""
+
+    LIVE = "live"  # is given batches of chunks
     LEAVING = "leaving"  # is given no more; its lane may still write
-    ENDED = "ended"  # its lane is over; kept for its counts
+    ENDED = "ended"  # its lane has ended; kept for its counts
 
 
 SOURCE: Final = "source"  # what this machine is called, where its transitions are counted
