@@ -17,9 +17,10 @@ import xxhash
 
 from benches.comparison.threads import in_threads
 from tensorhub.memory.tensors import address_of, bytes_at
-from tensorhub.transport import cma, shm
-from tensorhub.transport.cma import Piece, cut_up
-from tensorhub.transport.nixl import Exposures, make_agent
+from tensorhub.transport.cma import process as cma
+from tensorhub.transport.nixl.agents import Exposures, make_agent
+from tensorhub.transport.one_sided import Piece, cut_up
+from tensorhub.transport.shm import segments as shm
 from tensorhub.types import RegistrationId
 
 Kind = Literal["cma", "shm", "nixl"]

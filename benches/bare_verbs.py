@@ -13,8 +13,8 @@ from typing import Any, NamedTuple
 
 from tensorhub.memory.tensors import address_of
 from tensorhub.messages import QueueCard
-from tensorhub.transport.rdma import usable_ports
-from tensorhub.transport.verbs import Fabric, Queue, ReaderQueue, register, verbs
+from tensorhub.transport.rdma.ports import usable_ports
+from tensorhub.transport.rdma.verbs import Fabric, Queue, ReaderQueue, register, verbs
 
 PIECE_BYTES = 2**20
 DEPTH = 16

@@ -24,7 +24,7 @@ import anyio
 
 from benches.mixes import Mix
 from benches.pulls import HUB_MODES, Puller, cpu_s, memory_of, options_parser, serving, sizes_of, spoil
-from tensorhub.transport import tcp
+from tensorhub.transport import sockets
 
 MODES = ("bare", *HUB_MODES)
 
@@ -61,7 +61,7 @@ async def _serve(pipe: Connection, args: argparse.Namespace, regions: list[memor
 
 def _bare_send(server: socket.socket, regions: list[memoryview]) -> None:
     connection, _ = server.accept()
-    tcp.tune(connection)
+    sockets.tune(connection)
     connection.recv(1)
     for region in regions:
         connection.sendall(region)
@@ -73,7 +73,7 @@ def _bare_send(server: socket.socket, regions: list[memoryview]) -> None:
 
 def _bare_receive(address: tuple[str, int], regions: list[memoryview]) -> None:
     with socket.create_connection(address) as connection:
-        tcp.tune(connection)
+        sockets.tune(connection)
         connection.sendall(b"x")
         for region in regions:
             left = region

@@ -15,24 +15,24 @@ import anyio
 
 from benches.mixes import Mix
 from tensorhub.manifest import Manifest, TensorDescription, build_manifest
+from tensorhub.memory.chunks import ChunkMemory
 from tensorhub.messages import Grant
-from tensorhub.runtime.acceptor import ServeSettings, serve_readers
-from tensorhub.runtime.chunks import ChunkMemory
-from tensorhub.runtime.cma_channel import CmaTransport
-from tensorhub.runtime.lanes import AllVerified, Opened, PullRunner
-from tensorhub.runtime.nixl_channel import NixlTransport
-from tensorhub.runtime.rdma_channel import RdmaTransport
-from tensorhub.runtime.serving import SharedOwner
-from tensorhub.runtime.shm_channel import ShmTransport
-from tensorhub.runtime.tcp_channel import TcpTransport
-from tensorhub.transport import tcp, unix
+from tensorhub.runtime.data.acceptor import ServeSettings, serve_readers
+from tensorhub.runtime.data.lanes import AllVerified, Opened, PullRunner
+from tensorhub.runtime.data.serving import SharedOwner
+from tensorhub.transport import sockets, unix
 from tensorhub.transport.base import Cutter, Destination, ReadRight, Transport
-from tensorhub.transport.cma import Words
-from tensorhub.transport.nixl import Exposures
-from tensorhub.transport.rdma import usable_ports
+from tensorhub.transport.cma.reader import CmaTransport
+from tensorhub.transport.generation_words import GenerationWords
+from tensorhub.transport.nixl.agents import Exposures
+from tensorhub.transport.nixl.reader import NixlTransport
+from tensorhub.transport.rdma.ports import usable_ports
+from tensorhub.transport.rdma.reader import RdmaTransport
+from tensorhub.transport.rdma.verbs import Fabric
 from tensorhub.transport.registry import Local
-from tensorhub.transport.shm import Segment
-from tensorhub.transport.verbs import Fabric
+from tensorhub.transport.shm.reader import ShmTransport
+from tensorhub.transport.shm.segments import Segment
+from tensorhub.transport.tcp.reader import TcpTransport
 from tensorhub.types import ContentId, Endpoint, Incarnation, LeaseId, Location, Options, RegistrationId
 
 REGISTRATION, SECRET = RegistrationId("registration"), b"bench"
@@ -129,10 +129,10 @@ class Offers:
     def __init__(self, transport: str, args: argparse.Namespace, regions: list[memoryview]) -> None:
         fabric = Fabric(usable_ports()) if transport == "rdma" else None
         self.exposures = Exposures() if transport == "nixl" else None
-        words = Words(_shared) if transport == "shm" else Words()
+        words = GenerationWords(_shared) if transport == "shm" else GenerationWords()
         self.owner = SharedOwner(words=words, exposures=self.exposures, fabric=fabric)
-        self.listener: socket.socket = unix.listen() if transport == "shm" else tcp.listen("127.0.0.1")
-        self.address = unix.address_of(self.listener) if transport == "shm" else tcp.address_of(self.listener)
+        self.listener: socket.socket = unix.listen() if transport == "shm" else sockets.listen("127.0.0.1")
+        self.address = unix.address_of(self.listener) if transport == "shm" else sockets.address_of(self.listener)
         self._args = args
         self._memories = Memories(args, regions)
         self._generation = 0
@@ -183,7 +183,7 @@ class Puller:
 
     async def _pull(self, mode: str, generation: int) -> Pulled:
         memory = self._memories.of(mode)
-        owner, content = SharedOwner(words=Words()), _content_of(generation)
+        owner, content = SharedOwner(words=GenerationWords()), _content_of(generation)
         owner.open(REGISTRATION, 1, content, memory, complete=False)
 
         def open_channel(grant: Grant, destination: Destination, cutter: Cutter) -> Opened:

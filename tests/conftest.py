@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from hypothesis import settings
 
-from tensorhub.runtime.logs import repeats
+from tensorhub.logs import repeats
 
 # How long an example takes says more of the machine than of the code.
 settings.register_profile("tensorhub", deadline=None)

@@ -22,14 +22,10 @@ import numpy.typing as npt
 import tensorhub
 from tensorhub.hub import Coordinator, Hub
 from tensorhub.protocol.blocking import BlockingConnection
-from tensorhub.runtime import channels as channels_module
+from tensorhub.runtime.data import channels as channels_module
 from tensorhub.runtime.handle import Handle
 from tensorhub.runtime.loop_thread import LoopThread
-from tensorhub.runtime.nixl_channel import NixlTransport
-from tensorhub.runtime.rdma_channel import RdmaTransport
-from tensorhub.runtime.tcp_channel import TcpTransport
 from tensorhub.runtime.worker import Worker
-from tensorhub.transport import cma
 from tensorhub.transport.base import (
     Arrival,
     Channel,
@@ -41,7 +37,11 @@ from tensorhub.transport.base import (
     ReadRight,
     Transport,
 )
+from tensorhub.transport.cma import process as cma
+from tensorhub.transport.nixl.reader import NixlTransport
+from tensorhub.transport.rdma.reader import RdmaTransport
 from tensorhub.transport.registry import Registry
+from tensorhub.transport.tcp.reader import TcpTransport
 from tensorhub.types import Endpoint, Location, Options
 from tensorhub.weights import Weights
 from tests.runtime.data_rig import KINDS, busy_threads

@@ -18,7 +18,7 @@ from tensorhub.protocol.codec import FROM_COORDINATOR
 from tensorhub.protocol.handshake import NONCE_BYTES, ClientHandshake
 from tensorhub.protocol.stream import MessageStream
 from tensorhub.runtime import keyring, server
-from tensorhub.runtime.lanes import PullRunner
+from tensorhub.runtime.data.lanes import PullRunner
 from tensorhub.types import parse_address
 from tests.rig import CHUNK_BYTES, CHUNKS, OPTIONS, WAIT_S, gated, holds, nothing_left, tensors, thread_of, until, worker_of
 

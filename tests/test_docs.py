@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tensorhub.runtime.channels import TRANSPORTS
+from tensorhub.runtime.data.channels import TRANSPORTS
 
 DOCS = Path(__file__).parent.parent / "docs"
 TRANSPORT_HEADINGS = [

@@ -18,7 +18,7 @@ import structlog
 import tensorhub
 from tensorhub import sync
 from tensorhub.errors import CoordinatorUnavailable, InvalidType, InvalidValue, StateError, TensorHubError, shown
-from tensorhub.runtime.logs import Repeats
+from tensorhub.logs import Repeats
 from tensorhub.types import VersionInfo
 from tests.rig import OPTIONS, cluster, holds, library_threads, nothing_left, tensors, until, worker_of
 

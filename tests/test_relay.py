@@ -17,12 +17,12 @@ from typing import Any, Literal
 import pytest
 
 import tensorhub
+from tensorhub import logs
 from tensorhub.messages import Dismissed, Message, ReadRefused, Rollback
 from tensorhub.protocol import codec
 from tensorhub.protocol.frames import HEADER_BYTES, MAC_BYTES, PREFACE, frame
-from tensorhub.runtime import logs
-from tensorhub.runtime.lanes import PullRunner
-from tensorhub.transport import tcp
+from tensorhub.runtime.data.lanes import PullRunner
+from tensorhub.transport import sockets
 from tensorhub.types import Options, format_address, parse_address
 from tests.rig import CHUNK_BYTES, WAIT_S, cluster, connect, holds, tensors, until, worker_of
 from tests.test_floods import data_address
@@ -82,10 +82,10 @@ class Relay:
         return len(self.passed) >= connections
 
     def close(self) -> None:
-        tcp.shutdown(self._listener)
+        sockets.shutdown(self._listener)
         with self._lock:
             for each in self._open:
-                tcp.shutdown(each)
+                sockets.shutdown(each)
         while self._threads:
             self._threads.pop(0).join()
         for each in [self._listener, *self._open]:
@@ -123,8 +123,8 @@ class Relay:
                 target.sendall(instead)
             while data := source.recv(65536):
                 target.sendall(data)
-        tcp.shutdown(source)
-        tcp.shutdown(target)
+        sockets.shutdown(source)
+        sockets.shutdown(target)
 
     def _instead_of(self, one: bytes, passed: Passed, way: Way) -> bytes:
         if self._meddling is None or self._meddling[0] != way:
@@ -297,8 +297,8 @@ async def test_between_two_workers(way: Way, caplog: pytest.LogCaptureFixture, m
     async with cluster("trainer", token="secret", transports=["tcp"], options=OPTIONS) as c:
         await (await c.hubs[0].register("m", tensors(1))).publish(1)
         with relay(parse_address(data_address(c.hubs[0])), frames_down_max=1) as between:
-            straight = tcp.connect
-            monkeypatch.setattr(tcp, "connect", lambda address, *rest: straight(format_address(*between.address), *rest))
+            straight = sockets.connect
+            monkeypatch.setattr(sockets, "connect", lambda address, *rest: straight(format_address(*between.address), *rest))
             await reads(c.address, 0)
             for name, how in tried.items():
                 caplog.clear()

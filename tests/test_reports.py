@@ -13,7 +13,7 @@ from tensorhub.hub import Hub, fetch_into
 from tensorhub.manifest import Manifest
 from tensorhub.memory.allocated import AllocatedMemory
 from tensorhub.memory.tensors import MappedRegions
-from tensorhub.runtime.lanes import PullReport
+from tensorhub.runtime.data.lanes import PullReport
 from tensorhub.runtime.reports import pull_phases
 from tensorhub.types import FetchReport, VersionInfo
 from tensorhub.weights import Weights

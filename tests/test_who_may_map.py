@@ -22,12 +22,13 @@ from tensorhub.protocol.blocking import BlockingConnection
 from tensorhub.protocol.codec import FROM_OWNER
 from tensorhub.protocol.handshake import NONCE_BYTES, ClientHandshake
 from tensorhub.protocol.secret import read_only_secret, read_only_token
-from tensorhub.runtime.cuda_ipc_channel import CudaIpcTransport
-from tensorhub.runtime.shm_channel import ShmTransport
 from tensorhub.testing.serving import ServedSource
-from tensorhub.transport import shm, unix
+from tensorhub.transport import unix
 from tensorhub.transport.base import Cutter, NotShared, Unusable
+from tensorhub.transport.cuda_ipc.reader import CudaIpcTransport
 from tensorhub.transport.registry import Local
+from tensorhub.transport.shm import segments as shm
+from tensorhub.transport.shm.reader import ShmTransport
 from tensorhub.types import UNMAPPED_UID, Incarnation, Options
 from tests.cuda.double import Double
 from tests.rig import BEST, OPTIONS, WAIT_S, cluster, connect, holds, tensors, write

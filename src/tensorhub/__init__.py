@@ -29,7 +29,7 @@ from tensorhub.fetched import Fetched
 from tensorhub.hub import Coordinator, Hub, connect, serve
 from tensorhub.protocol.secret import read_only_token
 from tensorhub.runtime.sigterm import leave_on_sigterm
-from tensorhub.transport.shm import shared_empty_like
+from tensorhub.transport.shm.segments import shared_empty_like
 from tensorhub.types import FetchReport, Location, ModelInfo, Options, SourceReport, VersionInfo
 from tensorhub.weights import Weights
 

@@ -2,7 +2,7 @@
 
 A list holds one digest per chunk, in the order of their numbers, each big-endian and as wide as the manifest's algorithm
 makes it. Its root names all of it, so that two parties who hold a list each compare 32 bytes. Not responsible for making
-digests (`runtime.chunks`), nor for whose decide (`coordinator.testimonies`).
+digests (`memory.chunks`), nor for whose decide (`coordinator.testimonies`).
 """
 
 from __future__ import annotations

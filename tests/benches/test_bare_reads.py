@@ -5,7 +5,7 @@ import random
 import pytest
 
 from benches.bare_reads import Kind, Lie, Reader, digests_of
-from tensorhub.transport.shm import Segment
+from tensorhub.transport.shm.segments import Segment
 
 SIZES = [1, 9 * 2**20 + 3, 4096, *[1024] * 1100, 2**20]
 

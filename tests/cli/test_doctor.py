@@ -12,8 +12,11 @@ from typer.testing import CliRunner
 
 from tensorhub.cli.app import app
 from tensorhub.cuda import cupy_device
-from tensorhub.transport import cma, nixl, rdma, unix
-from tensorhub.transport.rdma import Port
+from tensorhub.transport import unix
+from tensorhub.transport.cma import process as cma
+from tensorhub.transport.nixl import agents as nixl
+from tensorhub.transport.rdma import ports as rdma
+from tensorhub.transport.rdma.ports import Port
 
 NO_RDMA = "not available: this machine has no RDMA device (nothing is in /sys/class/infiniband)"
 NO_NIXL = (

@@ -8,7 +8,7 @@ from contextlib import closing
 import pytest
 
 from tensorhub.cuda.copies import PIECES_COPIED_APART, copy_pieces
-from tensorhub.runtime.staging import Staging
+from tensorhub.transport.staging import Staging
 from tests.cuda.double import Double
 
 CONTENT = random.Random(1).randbytes(600)

@@ -17,8 +17,8 @@ from tensorhub.errors import RegistrationError, StateError, VersionUnavailable
 from tensorhub.hub import Hub, register_memory
 from tensorhub.memory import describing
 from tensorhub.memory.tensors import RegisteredMemory
-from tensorhub.runtime import cuda_ipc_channel
-from tensorhub.transport import shm
+from tensorhub.transport.cuda_ipc import reader as cuda_ipc_reader
+from tensorhub.transport.shm import segments as shm
 from tensorhub.weights import Weights
 from tests.cuda.double import Double
 from tests.rig import OPTIONS, cluster
@@ -152,7 +152,7 @@ async def test_gpu_memory_of_a_process_that_has_ended_is_left_with_one_warning(
             raise StateError(f"its memory cannot be opened on {self.name}: cudaErrorMapBufferObjectFailed: {advice}")
 
     monkeypatch.setattr(cupy_device, "missing", lambda: None)
-    monkeypatch.setattr(cuda_ipc_channel, "this_process", lambda: b"another process.")
+    monkeypatch.setattr(cuda_ipc_reader, "this_process", lambda: b"another process.")
     source = Double()
     block = bytearray(2 * MIB)
     source.bytes_of(block)

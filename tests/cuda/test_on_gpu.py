@@ -25,12 +25,12 @@ from tensorhub.cuda.cupy_device import CudaDevice, cuda_device
 from tensorhub.cuda.device import DeviceBytes
 from tensorhub.errors import RegistrationError, StaleWeightsWarning, StateError, TensorHubError
 from tensorhub.memory.tensors import RegisteredMemory, copy_bytes
-from tensorhub.runtime.cuda_ipc_channel import CudaIpcTransport
-from tensorhub.runtime.staging import Staging
-from tensorhub.runtime.tcp_channel import TcpTransport
 from tensorhub.testing.conformance import CHECKS, bytes_of
 from tensorhub.testing.serving import ServedSource
+from tensorhub.transport.cuda_ipc.reader import CudaIpcTransport
 from tensorhub.transport.registry import Local
+from tensorhub.transport.staging import Staging
+from tensorhub.transport.tcp.reader import TcpTransport
 from tensorhub.types import Incarnation, Options
 from tests.rig import cluster
 

@@ -16,9 +16,9 @@ inputs of `corpus/`; `make fuzz` runs the same ones under a coverage-guided fuzz
     state.sqlite3                                runtime.store.SqliteStore                      stores
     what workers say                             coordinator.Coordinator.step                   coordinators, bystanders
     what a coordinator says                      worker.Member.receive                          ranks
-    what an owner answers                        runtime.tcp_channel, lanes, scheduler.Pull     readers
-    where an owner says that its memory is       runtime.cma_channel, transport.cma             locators
-    what a reader asks                           runtime.acceptor, serving, worker.owner        owners
+    what an owner answers                        transport.tcp, runtime.data, scheduler.Pull    readers
+    where an owner says that its memory is       transport.one_sided, transport.cma             locators
+    what a reader asks                           transport.read_server, worker.owner            owners
 
 The two drivers (`protocol.stream`, `protocol.blocking`) add sockets to the first four and are fuzzed with the data plane.
 JSON between `tensorhub demo`, `simulate` and the processes that they start themselves is not from outside.

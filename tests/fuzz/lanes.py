@@ -13,6 +13,7 @@ import xxhash
 
 from tensorhub.errors import ProtocolError
 from tensorhub.manifest import Digest, TensorDescription, build_manifest
+from tensorhub.memory.chunks import ChunkMemory
 from tensorhub.messages import (
     AgentIs,
     AllocationsAre,
@@ -47,19 +48,18 @@ from tensorhub.protocol.blocking import FRAME_BYTES_MAX, BlockingConnection
 from tensorhub.protocol.frames import frame
 from tensorhub.protocol.lost import ConnectionLost
 from tensorhub.runtime import answering
-from tensorhub.runtime.acceptor import _next_read
 from tensorhub.runtime.answering import FIRST_SEND_BYTES, Answering
-from tensorhub.runtime.asking import Asking
-from tensorhub.runtime.chunks import ChunkMemory
-from tensorhub.runtime.lanes import Opened, PullRunner, _Lane
-from tensorhub.runtime.one_sided import OneSidedChannel
-from tensorhub.runtime.peers import Peer, Peers
-from tensorhub.runtime.serving import Lane, SharedOwner
-from tensorhub.runtime.tcp_channel import TcpChannel
-from tensorhub.transport import cma
+from tensorhub.runtime.data.acceptor import _next_read
+from tensorhub.runtime.data.lanes import Opened, PullRunner, _Lane
+from tensorhub.runtime.data.serving import Lane, SharedOwner
 from tensorhub.transport.base import Channel, Cutter, Destination, ReadRight
-from tensorhub.transport.cma import Words
+from tensorhub.transport.cma import process as cma
+from tensorhub.transport.generation_words import GenerationWords
+from tensorhub.transport.one_sided import OneSidedChannel
+from tensorhub.transport.peers import Peer, Peers
+from tensorhub.transport.read_client import ReadClient
 from tensorhub.transport.registry import Local
+from tensorhub.transport.tcp.reader import TcpChannel
 from tensorhub.types import ContentId, Incarnation, LeaseId, Location, Options, RegistrationId
 from tests.fuzz.source import Source
 
@@ -116,8 +116,8 @@ def readers(data: bytes) -> None:
     source = Source(data)
     memory = _Memory(source.choice(("xxh3-64", "none")), filled=False)
 
-    def make(asking: Asking, destination: Destination, cutter: Cutter) -> TcpChannel:
-        return TcpChannel(asking, destination)
+    def make(client: ReadClient, destination: Destination, cutter: Cutter) -> TcpChannel:
+        return TcpChannel(client, destination)
 
     _read(source, memory, make, lambda: _answers(source, memory.chunks), len(data) + 2**17)
 
@@ -126,11 +126,11 @@ def locators(data: bytes) -> None:
     """The same of a source that says where its chunks lie, in this very process: only what is under the word counts."""
     source = Source(data)
     memory, theirs = _Memory("xxh3-64", filled=False), _Memory("xxh3-64", filled=True)
-    words = Words()
+    words = GenerationWords()
     words.set(RIGHT.registration, RIGHT.generation)
 
-    def make(asking: Asking, destination: Destination, cutter: Cutter) -> OneSidedChannel:
-        return OneSidedChannel(asking, cma.Process(words.header), RIGHT, destination, cutter)
+    def make(client: ReadClient, destination: Destination, cutter: Cutter) -> OneSidedChannel:
+        return OneSidedChannel(client, cma.Process(words.header), RIGHT, destination, cutter)
 
     _read(source, memory, make, lambda: _places(source, theirs.chunks, words.address(RIGHT.registration)), 2**17)
 
@@ -138,7 +138,7 @@ def locators(data: bytes) -> None:
 def _read(
     source: Source,
     memory: _Memory,
-    make: Callable[[Asking, Destination, Cutter], Channel],
+    make: Callable[[ReadClient, Destination, Cutter], Channel],
     answers: Callable[[], bytes],
     bytes_max: int,
 ) -> None:
@@ -150,7 +150,7 @@ def _read(
 
         def open_channel(grant: Grant, destination: Destination, cutter: Cutter) -> Opened:
             peer = Peer(connection, "", RIGHT.incarnation, b"", is_local=True)
-            return Opened("any", make(Asking(peers, peer, RIGHT, cutter), destination, cutter))
+            return Opened("any", make(ReadClient(peers, peer, RIGHT, cutter), destination, cutter))
 
         runner = PullRunner(
             memory.chunks, owner, REGISTRATION, GENERATION, open_channel, batch_bytes=source.choice((1, 20, 10**6))
@@ -245,7 +245,7 @@ def owners(data: bytes) -> None:
     """Whatever a reader asks: it hears what is held under the right that it names, byte for byte, or that it is refused."""
     source = Source(data)
     memory = _Memory("xxh3-64", filled=True)
-    owner = SharedOwner(words=Words())
+    owner = SharedOwner(words=GenerationWords())
     available = frozenset(range(CHUNKS)) if source.flag() else frozenset(n for n in range(CHUNKS) if source.flag())
     owner.open(REGISTRATION, GENERATION, CONTENT, memory.chunks, complete=len(available) == CHUNKS)
     owner.mark_available(REGISTRATION, GENERATION, [(chunk, memory.chunks.digest(chunk)) for chunk in available])

@@ -20,11 +20,11 @@ from safetensors.torch import load_file, save_file
 from tensorhub.errors import ManifestMismatch, RegistrationError, StateError
 from tensorhub.manifest import Manifest, build_manifest
 from tensorhub.memory.checkpoint import FORMAT, Checkpoint, Index, find_files
+from tensorhub.memory.chunks import ChunkMemory
 from tensorhub.memory.file_target import FileTarget, plan
 from tensorhub.memory.files import READ_BYTES, FileMemory
 from tensorhub.memory.safetensors import make_header, read_header
 from tensorhub.memory.tensors import MappedRegions, RegisteredMemory
-from tensorhub.runtime.chunks import ChunkMemory
 from tests.memory.views import views
 
 CHUNK_BYTES = 4096

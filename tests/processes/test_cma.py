@@ -6,7 +6,7 @@ import os
 
 import pytest
 
-from tensorhub.transport import cma
+from tensorhub.transport.cma import process as cma
 from tests.processes.crew import Crew, Process
 from tests.processes.stories import a_source_is_killed_in_mid_read, memory_is_taken_back_in_mid_read
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import pytest
 
-from tensorhub.transport import nixl
+from tensorhub.transport.nixl import agents as nixl
 from tests.processes.crew import Crew, Failed, Process
 from tests.processes.stories import a_source_is_killed_in_mid_read, memory_is_taken_back_in_mid_read
 

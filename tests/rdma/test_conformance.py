@@ -6,12 +6,12 @@ from collections.abc import Iterator
 
 import pytest
 
-from tensorhub.runtime.rdma_channel import RdmaTransport
 from tensorhub.testing.conformance import CHECKS
 from tensorhub.testing.serving import ServedSource
-from tensorhub.transport.rdma import usable_ports
+from tensorhub.transport.rdma.ports import usable_ports
+from tensorhub.transport.rdma.reader import RdmaTransport
+from tensorhub.transport.rdma.verbs import Fabric
 from tensorhub.transport.registry import Local
-from tensorhub.transport.verbs import Fabric
 from tensorhub.types import Incarnation, Options
 from tests.runtime.data_rig import busy_threads
 

@@ -12,15 +12,16 @@ import pytest
 
 from tensorhub.errors import TransportUnavailable
 from tensorhub.messages import QueueCard
-from tensorhub.runtime import rdma_channel, serving as serving_module
-from tensorhub.runtime.rdma_channel import RdmaChannel, RdmaTransport
-from tensorhub.runtime.serving import Lane
+from tensorhub.runtime.data import serving as serving_module
+from tensorhub.runtime.data.serving import Lane
 from tensorhub.testing.conformance import SIZES, Target, content
 from tensorhub.testing.serving import ServedSource
 from tensorhub.transport.base import Arrival, Cutter, ReadFailure, Unusable
-from tensorhub.transport.rdma import Move, find_ports, usable_ports
+from tensorhub.transport.rdma import reader as rdma_reader
+from tensorhub.transport.rdma.ports import Move, find_ports, usable_ports
+from tensorhub.transport.rdma.reader import RdmaChannel, RdmaTransport
+from tensorhub.transport.rdma.verbs import Fabric, ReaderQueue, _event_descriptors
 from tensorhub.transport.registry import Local
-from tensorhub.transport.verbs import Fabric, ReaderQueue, _event_descriptors
 from tensorhub.types import Incarnation, Options
 
 pytestmark = pytest.mark.rdma
@@ -87,7 +88,7 @@ def in_mid_read(
     transport: RdmaTransport, source: ServedSource, monkeypatch: pytest.MonkeyPatch
 ) -> tuple[RdmaChannel, Target]:
     """A channel that knows where all chunks lie, has read the first, and goes on one request at a time."""
-    monkeypatch.setattr(rdma_channel, "GROUP_BYTES", 1)
+    monkeypatch.setattr(rdma_reader, "GROUP_BYTES", 1)
     target = Target()
     channel = opened(transport, source, target)
     channel._reads._depth = 1
@@ -288,8 +289,8 @@ def test_gids_that_cannot_be_used() -> None:
 UNPRIVILEGED = """
 import json, os, resource, sys
 from tensorhub.testing.conformance import Target
-from tensorhub.transport import rdma, verbs
-from tensorhub.transport.rdma import usable_ports
+from tensorhub.transport.rdma import ports as rdma, verbs
+from tensorhub.transport.rdma.ports import usable_ports
 
 os.setgid(65534), os.setuid(65534)
 resource.setrlimit(resource.RLIMIT_MEMLOCK, (65536, 65536))

@@ -10,15 +10,15 @@ import torch
 
 from tensorhub.hub import register_memory
 from tensorhub.memory.tensors import RegisteredMemory
-from tensorhub.runtime import staging
-from tensorhub.runtime.rdma_channel import RdmaTransport
-from tensorhub.runtime.staging import PIECE_BYTES
 from tensorhub.testing.conformance import CHECKS
 from tensorhub.testing.serving import ServedSource
-from tensorhub.transport import verbs
-from tensorhub.transport.rdma import usable_ports
+from tensorhub.transport import staging
+from tensorhub.transport.rdma import verbs
+from tensorhub.transport.rdma.ports import usable_ports
+from tensorhub.transport.rdma.reader import RdmaTransport
+from tensorhub.transport.rdma.verbs import Fabric
 from tensorhub.transport.registry import Local
-from tensorhub.transport.verbs import Fabric
+from tensorhub.transport.staging import PIECE_BYTES
 from tensorhub.types import Incarnation, Options
 from tests.cuda.double import Double
 from tests.rig import cluster

@@ -19,9 +19,9 @@ from typer.testing import CliRunner
 from tensorhub.cli.app import app
 from tensorhub.errors import TransportUnavailable, VersionUnavailable
 from tensorhub.hub import Hub
-from tensorhub.runtime import channels as channels_module
-from tensorhub.runtime.tcp_channel import TcpTransport
-from tensorhub.transport.reads import WINDOW_BYTES
+from tensorhub.runtime.data import channels as channels_module
+from tensorhub.transport.rdma.reads import WINDOW_BYTES
+from tensorhub.transport.tcp.reader import TcpTransport
 from tensorhub.types import FetchReport
 from tests.processes.crew import Failed, crew
 from tests.rig import OPTIONS, Cluster, cluster, connect, gated, holds, tensors, until, worker_of

@@ -16,17 +16,18 @@ from types import FrameType
 import anyio
 
 from tensorhub.manifest import Digest, Manifest, TensorDescription, build_manifest
+from tensorhub.memory.chunks import ChunkMemory
 from tensorhub.messages import Grant
-from tensorhub.runtime.acceptor import ServeSettings, serve_readers
-from tensorhub.runtime.chunks import ChunkMemory
-from tensorhub.runtime.cma_channel import CmaTransport
-from tensorhub.runtime.lanes import AllVerified, Opened, PullEvent, PullRunner
-from tensorhub.runtime.serving import SharedOwner
-from tensorhub.runtime.tcp_channel import TcpTransport
-from tensorhub.transport import cma, tcp
+from tensorhub.runtime.data.acceptor import ServeSettings, serve_readers
+from tensorhub.runtime.data.lanes import AllVerified, Opened, PullEvent, PullRunner
+from tensorhub.runtime.data.serving import SharedOwner
+from tensorhub.transport import sockets
 from tensorhub.transport.base import Cutter, Destination, Keeping, ReadRight, Transport
-from tensorhub.transport.cma import Words
+from tensorhub.transport.cma import process as cma
+from tensorhub.transport.cma.reader import CmaTransport
+from tensorhub.transport.generation_words import GenerationWords
 from tensorhub.transport.registry import Local
+from tensorhub.transport.tcp.reader import TcpTransport
 from tensorhub.types import (
     ContentId,
     Endpoint,
@@ -76,8 +77,8 @@ class Node:
             bytearray(source.randbytes(region.nbytes) if filled else region.nbytes) for region in manifest.regions
         ]
         self.memory = ChunkMemory(manifest, [memoryview(array) for array in self.arrays])
-        self.owner = owner or SharedOwner(fence_grace_s=0.05, words=Words())
-        self.listener = tcp.listen("127.0.0.1")
+        self.owner = owner or SharedOwner(fence_grace_s=0.05, words=GenerationWords())
+        self.listener = sockets.listen("127.0.0.1")
         self.ways: list[Transport] = []  # by which it reads
         self.settings = ServeSettings(self.incarnation, [SECRET], patience_s=patience_s, **settings)  # type: ignore[arg-type]
 
@@ -100,7 +101,7 @@ class Node:
             "incarnation": self.incarnation,
             "registration": self.registration,
             "generation": self.generation,
-            "endpoints": (Endpoint("any", address or tcp.address_of(self.listener)),),
+            "endpoints": (Endpoint("any", address or sockets.address_of(self.listener)),),
             "location": Location(),
             "complete": complete,
         }
@@ -220,7 +221,7 @@ class Proxy:
 
     def __init__(self, target: Node, spoil_at: int, *, flip: bool) -> None:
         self.listener = socket.create_server(("127.0.0.1", 0))
-        self.address = tcp.address_of(self.listener)
+        self.address = sockets.address_of(self.listener)
         self._target = target.listener.getsockname()
         self._left = spoil_at
         self._flip = flip
@@ -246,8 +247,8 @@ class Proxy:
                 reader.sendall(data)
             except OSError:
                 break
-        tcp.shutdown(reader)
-        tcp.shutdown(source)
+        sockets.shutdown(reader)
+        sockets.shutdown(source)
         up.join()
         reader.close()
         source.close()
@@ -259,7 +260,7 @@ class Proxy:
                 source.sendall(data)
             except OSError:
                 break
-        tcp.shutdown(source)
+        sockets.shutdown(source)
 
     def close(self) -> None:
         self._thread.join()

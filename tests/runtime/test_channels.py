@@ -12,9 +12,8 @@ import pytest
 import tensorhub
 from tensorhub.errors import TransportUnavailable
 from tensorhub.messages import Grant
-from tensorhub.runtime import channels as channels_module
-from tensorhub.runtime.channels import FAILURES_MAX, LEFT_S, Channels
-from tensorhub.runtime.tcp_channel import TcpTransport
+from tensorhub.runtime.data import channels as channels_module
+from tensorhub.runtime.data.channels import FAILURES_MAX, LEFT_S, Channels
 from tensorhub.transport.base import (
     Arrival,
     Channel,
@@ -30,6 +29,7 @@ from tensorhub.transport.base import (
     Unusable,
 )
 from tensorhub.transport.registry import Local, Registry
+from tensorhub.transport.tcp.reader import TcpTransport
 from tensorhub.types import ContentId, Endpoint, Incarnation, Location, Options
 from tests.conftest import has_rdma
 from tests.rig import CHUNK_BYTES, CHUNKS, OPTIONS, Cluster, cluster, connect, holds, tensors

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tensorhub.runtime.chunks import DIGEST_BYTES_PER_S, SLACK_S, GilWatch
+from tensorhub.transport.streaming_digest import DIGEST_BYTES_PER_S, SLACK_S, GilWatch
 
 
 def test_another_thread_keeps_the_gil_if_two_digests_in_a_row_take_long() -> None:

@@ -12,15 +12,16 @@ import pytest
 
 from tensorhub.errors import TransportUnavailable, VersionUnavailable
 from tensorhub.hub import Hub
+from tensorhub.memory.chunks import ChunkMemory
 from tensorhub.messages import ChunksFollow, ChunksLie, MemoryIs
 from tensorhub.protocol.blocking import BlockingConnection
 from tensorhub.protocol.codec import FROM_READER
 from tensorhub.protocol.handshake import NONCE_BYTES, ServerHandshake
-from tensorhub.runtime import inflow, lanes as lanes_module
-from tensorhub.runtime.chunks import ChunkMemory
-from tensorhub.runtime.lanes import PullRunner, SourceFailed
-from tensorhub.transport import cma
-from tensorhub.transport.cma import Header, Words
+from tensorhub.runtime.data import lanes as lanes_module, receive_sizer
+from tensorhub.runtime.data.lanes import PullRunner, SourceFailed
+from tensorhub.transport import generation_words
+from tensorhub.transport.cma import process as cma
+from tensorhub.transport.generation_words import GenerationWords, Header
 from tensorhub.types import LeaseId
 from tests.rig import cluster, connect, gated, holds, tensors, until, worker_of, write
 from tests.runtime.data_rig import CONTENT, SECRET, SIZES, Node, finish, manifest_of, next_event, serving
@@ -43,7 +44,7 @@ def helped(monkeypatch: pytest.MonkeyPatch) -> None:
     """Also small fills are helped, and each thread takes a little at a time."""
     monkeypatch.setattr(lanes_module, "HELP_BYTES", 1)
     for most in ("FIRST_BYTES", "CACHED_BYTES", "LARGE_BYTES"):
-        monkeypatch.setattr(inflow, most, 8192)
+        monkeypatch.setattr(receive_sizer, most, 8192)
 
 
 # ------------------------------------------------------------------------------------------------- several threads
@@ -177,9 +178,9 @@ async def test_digests_are_made_of_the_pieces_in_which_bytes_are_copied(monkeypa
 # ------------------------------------------------------------------------------------------------- sources that lie
 
 
-def answers(a: Node, *said: Callable[[Words], MemoryIs | ChunksLie | ChunksFollow]) -> threading.Thread:
+def answers(a: Node, *said: Callable[[GenerationWords], MemoryIs | ChunksLie | ChunksFollow]) -> threading.Thread:
     """A source that says this, one after the other, to whatever it is asked; then it waits for the reader to go."""
-    words = Words()
+    words = GenerationWords()
     words.set(a.registration, a.generation)
 
     def run() -> None:
@@ -197,14 +198,14 @@ def answers(a: Node, *said: Callable[[Words], MemoryIs | ChunksLie | ChunksFollo
     return thread
 
 
-def header(words: Words) -> MemoryIs:
+def header(words: GenerationWords) -> MemoryIs:
     return MemoryIs(0, *words.header)
 
 
 def lie(
     a: Node, *chunks: int, request: int = 0, address: int | None = None, word: int | None = None
-) -> Callable[[Words], ChunksLie]:
-    def make(words: Words) -> ChunksLie:
+) -> Callable[[GenerationWords], ChunksLie]:
+    def make(words: GenerationWords) -> ChunksLie:
         places = tuple([(chunk, 0, a.memory.address(chunk) if address is None else address) for chunk in chunks])
         return ChunksLie(request, places, words.address(a.registration) if word is None else word)
 
@@ -226,7 +227,9 @@ def lie(
         (lambda a: [lie(a, 0, word=a.memory.address(4))], "refused"),
     ],
 )
-async def test_a_source_that_lies_is_left(said: Callable[[Node], list[Callable[[Words], ChunksLie]]], reason: str) -> None:
+async def test_a_source_that_lies_is_left(
+    said: Callable[[Node], list[Callable[[GenerationWords], ChunksLie]]], reason: str
+) -> None:
     """Nothing that it says makes a byte count, or be written where it was not asked for."""
     manifest = manifest_of(digest="none")
     a, b = Node("a", manifest, filled=True), Node("b", manifest, filled=False)
@@ -248,7 +251,7 @@ async def test_what_is_read_while_the_generation_changes_is_discarded() -> None:
     manifest = manifest_of(digest="none")
     a, b = Node("a", manifest, filled=True), Node("b", manifest, filled=False)
 
-    def fenced(words: Words) -> ChunksLie:
+    def fenced(words: GenerationWords) -> ChunksLie:
         words.set(a.registration, 0)
         return lie(a, 0)(words)
 
@@ -269,7 +272,7 @@ async def test_what_is_read_while_the_generation_changes_is_discarded() -> None:
 
 
 def wrong_nonce(header: Header) -> Header:
-    return header._replace(nonce=os.urandom(cma.NONCE_BYTES))
+    return header._replace(nonce=os.urandom(generation_words.NONCE_BYTES))
 
 
 def wrong_process(header: Header) -> Header:
@@ -280,7 +283,7 @@ def wrong_address(header: Header) -> Header:
     return header._replace(address=4096)
 
 
-def owner_of(hub: Hub) -> Words:
+def owner_of(hub: Hub) -> GenerationWords:
     words = worker_of(hub)._owner._words
     assert words is not None
     return words
@@ -345,7 +348,7 @@ async def test_who_is_to_read_by_cma_alone_hears_why_not(caplog: pytest.LogCaptu
 
 
 async def test_nobody_is_told_addresses_over_another_hosts_connection(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tensorhub.runtime.acceptor.tcp.is_local", lambda connection: False)
+    monkeypatch.setattr("tensorhub.runtime.data.acceptor.sockets.is_local", lambda connection: False)
     async with cluster("trainer", "reader") as c:
         trainer, reader = c.hubs
         source = await trainer.register("m", tensors(1))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import partial
 
 from tensorhub.messages import Origin
-from tensorhub.runtime.copying import copy_chunks
+from tensorhub.runtime.data.copying import copy_chunks
 from tensorhub.worker.calls import LocalCopy
 from tests.runtime.data_rig import CHUNKS, CONTENT, Node, manifest_of
 

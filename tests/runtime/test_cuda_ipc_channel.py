@@ -13,22 +13,24 @@ import anyio.to_thread
 import pytest
 
 import tensorhub
-from tensorhub.cuda import cupy_device, ipc
+from tensorhub.cuda import cupy_device
 from tensorhub.cuda.copies import joined
 from tensorhub.cuda.device import HANDLE_BYTES, Allocation
-from tensorhub.cuda.ipc import Imports
 from tensorhub.errors import StateError
 from tensorhub.messages import ALLOCATIONS_MAX, AllocationsAre, ChunksLie
 from tensorhub.protocol.blocking import BlockingConnection
 from tensorhub.protocol.codec import FROM_READER
 from tensorhub.protocol.handshake import NONCE_BYTES, ServerHandshake
-from tensorhub.runtime import cuda_ipc_channel
-from tensorhub.runtime.cuda_ipc_channel import CudaIpcTransport, OnDevice
-from tensorhub.transport import cma, shm, unix
+from tensorhub.transport import unix
 from tensorhub.transport.base import Channel, Cutter, NotShared, ReadFailure, ReadRight, Unusable
-from tensorhub.transport.cma import Piece
+from tensorhub.transport.cma import process as cma
+from tensorhub.transport.cuda_ipc import allocations as ipc, reader as cuda_ipc_reader
+from tensorhub.transport.cuda_ipc.allocations import Imports
+from tensorhub.transport.cuda_ipc.reader import CudaIpcTransport, OnDevice
+from tensorhub.transport.one_sided import Piece
 from tensorhub.transport.registry import Local
-from tensorhub.transport.shm import Segment
+from tensorhub.transport.shm import segments as shm
+from tensorhub.transport.shm.segments import Segment
 from tensorhub.types import ContentId, Endpoint, Incarnation, LeaseId, Options, RegistrationId
 from tests.cuda.double import Double
 from tests.cuda.own import Own
@@ -50,7 +52,7 @@ def anyio_backend() -> str:
 @pytest.fixture(autouse=True)
 def _as_if_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cupy_device, "missing", lambda: None)
-    monkeypatch.setattr(cuda_ipc_channel, "this_process", lambda: b"another process.")
+    monkeypatch.setattr(cuda_ipc_reader, "this_process", lambda: b"another process.")
 
 
 # ---------------------------------------------------------------------------------------------------- when it is chosen
@@ -76,7 +78,7 @@ async def test_a_gpu_reads_a_gpu_and_its_handle_is_opened_once() -> None:
 
 
 async def test_within_a_process_nothing_is_opened(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cuda_ipc_channel, "this_process", ipc.this_process)
+    monkeypatch.setattr(cuda_ipc_reader, "this_process", ipc.this_process)
     device = Double()
     source, target = Own(device, 1), Own(device, 0)
     async with cluster("trainer", "reader") as made:
@@ -87,7 +89,7 @@ async def test_within_a_process_nothing_is_opened(monkeypatch: pytest.MonkeyPatc
 
 
 async def test_another_gpu_of_this_process_is_read_by_no_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cuda_ipc_channel, "this_process", ipc.this_process)
+    monkeypatch.setattr(cuda_ipc_reader, "this_process", ipc.this_process)
     device = Double()
     device.is_beside = True
     source, target = Own(device, 1), Own(device, 0)
@@ -99,7 +101,7 @@ async def test_another_gpu_of_this_process_is_read_by_no_kernel(monkeypatch: pyt
 
 
 def test_a_forked_child_is_another_process() -> None:
-    program = """import os; from tensorhub.cuda.ipc import this_process
+    program = """import os; from tensorhub.transport.cuda_ipc.allocations import this_process
 before = this_process(); assert len(before) == 16
 child = os.fork()
 assert (this_process() == before) == bool(child)

@@ -15,10 +15,10 @@ import anyio
 import anyio.lowlevel
 import pytest
 
+from tensorhub.logs import Tally, get_logger
 from tensorhub.runtime.doorstep import Doorstep, Stranger
-from tensorhub.runtime.logs import Tally, get_logger
-from tensorhub.runtime.strangers import Strangers
-from tensorhub.transport import tcp, unix
+from tensorhub.runtime.pending_handshakes import PendingHandshakes
+from tensorhub.transport import sockets, unix
 from tests.rig import WAIT_S, nothing_left, until
 
 log = get_logger("tests.doorstep")
@@ -26,7 +26,7 @@ log = get_logger("tests.doorstep")
 
 @pytest.fixture(params=["tcp", "unix"])
 def listener(request: pytest.FixtureRequest) -> Iterator[socket.socket]:
-    with tcp.listen("127.0.0.1") if request.param == "tcp" else unix.listen() as made:
+    with sockets.listen("127.0.0.1") if request.param == "tcp" else unix.listen() as made:
         yield made
 
 
@@ -40,7 +40,7 @@ def come(listener: socket.socket, words: bytes = b"") -> socket.socket:
 
 async def test_who_has_spoken_is_met_and_who_says_nothing_or_goes_is_closed(listener: socket.socket) -> None:
     met: list[Stranger] = []
-    strangers = Strangers[Stranger](8, 2, 0.5)
+    strangers = PendingHandshakes[Stranger](8, 2, 0.5)
     tally = Tally(log.info, "x")
     async with nothing_left(), anyio.create_task_group() as tasks:
         doorstep = Doorstep(listener, strangers, met.append, tally, tally)
@@ -80,7 +80,7 @@ class Words:
 
 
 async def test_one_that_nobody_can_listen_to_is_counted_and_expires(listener: socket.socket) -> None:
-    strangers, shortages = Strangers[Stranger](8, 2, 0.5), Tally(log.info, "x")
+    strangers, shortages = PendingHandshakes[Stranger](8, 2, 0.5), Tally(log.info, "x")
     async with nothing_left(), anyio.create_task_group() as tasks:
         doorstep = Doorstep(listener, strangers, lambda stranger: None, shortages, shortages)
         doorstep._words = Words(doorstep._words)  # type: ignore[assignment]
@@ -100,9 +100,9 @@ async def test_nobody_is_met_for_whom_there_is_no_room() -> None:
     met: list[Stranger] = []
     room = [False]
     tally = Tally(log.info, "x")
-    with tcp.listen("127.0.0.1") as listener:
+    with sockets.listen("127.0.0.1") as listener:
         async with nothing_left(), anyio.create_task_group() as tasks:
-            strangers = Strangers[Stranger](8, 2, WAIT_S)
+            strangers = PendingHandshakes[Stranger](8, 2, WAIT_S)
             doorstep = Doorstep(listener, strangers, met.append, tally, tally, lambda: room[0])
             tasks.start_soon(doorstep.keep)
             with come(listener, b"hello"):
@@ -120,7 +120,7 @@ async def origins_of(listener: socket.socket, code: str) -> set[str]:
     """Where that Python code's connections to the listener come from."""
     tally = Tally(log.info, "x")
     async with nothing_left(), anyio.create_task_group() as tasks:
-        strangers = Strangers[Stranger](8, 2, WAIT_S)
+        strangers = PendingHandshakes[Stranger](8, 2, WAIT_S)
         tasks.start_soon(Doorstep(listener, strangers, lambda stranger: None, tally, tally).keep)
         name = listener.getsockname()
         with subprocess.Popen([sys.executable, "-c", code, repr(name)], stdin=subprocess.PIPE) as process:  # noqa: ASYNC220

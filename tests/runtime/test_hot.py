@@ -6,7 +6,7 @@ import xxhash
 from hypothesis import given, strategies as st
 
 from tensorhub.protocol.blocking import BUFFERS_MAX
-from tensorhub.runtime.hot import Digests, cut
+from tensorhub.transport.streaming_digest import StreamingDigests, cut
 
 SIZES = st.lists(st.integers(0, 5000), max_size=30)
 
@@ -14,7 +14,7 @@ SIZES = st.lists(st.integers(0, 5000), max_size=30)
 @given(SIZES, st.integers(1, 3000))
 def test_pieces_are_all_bytes_in_order_and_digests_are_of_whole_chunks(sizes: list[int], call_bytes: int) -> None:
     views = [memoryview(bytes([number % 251]) * size) for number, size in enumerate(sizes)]
-    digests, moved = Digests(enumerate(views)), b""
+    digests, moved = StreamingDigests(enumerate(views)), b""
     for call in cut(views, call_bytes):
         assert call
         assert all(view.nbytes for view in call)

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 from tensorhub.errors import AuthenticationFailed
+from tensorhub.logs import repeats
 from tensorhub.protocol.secret import Secret, resolve_token
 from tensorhub.runtime.keyring import LOOK_S, TokenFile, open_keyring
-from tensorhub.runtime.logs import repeats
 
 
 class Clock:

@@ -21,11 +21,12 @@ from tensorhub.messages import AGENT_BYTES_MAX, AgentIs, ChunksLie, ReadRefused
 from tensorhub.protocol.blocking import BlockingConnection
 from tensorhub.protocol.codec import FROM_READER
 from tensorhub.protocol.handshake import NONCE_BYTES, ServerHandshake
-from tensorhub.runtime.nixl_channel import NixlTransport
 from tensorhub.testing.conformance import CHECKS
 from tensorhub.testing.serving import ServedSource
-from tensorhub.transport import nixl, tcp
+from tensorhub.transport import sockets
 from tensorhub.transport.base import Cutter, NotShared, ReadFailure, ReadRight, Unusable
+from tensorhub.transport.nixl import agents as nixl
+from tensorhub.transport.nixl.reader import NixlTransport
 from tensorhub.transport.registry import Local
 from tensorhub.types import ContentId, Endpoint, Incarnation, LeaseId, Options, RegistrationId
 from tests.cuda.double import Double
@@ -207,7 +208,7 @@ async def test_without_rdma_another_host_is_not_read_unless_somebody_asks_for_it
 ) -> None:
     monkeypatch.delenv("UCX_TLS", raising=False)
     monkeypatch.setattr(nixl, "has_rdma", lambda: False)
-    monkeypatch.setattr("tensorhub.runtime.acceptor.tcp.is_local", lambda connection: False)
+    monkeypatch.setattr("tensorhub.runtime.data.acceptor.sockets.is_local", lambda connection: False)
     for settings, used in (({}, "tcp"), ({"UCX_TLS": "tcp"}, "nixl")):
         for name, value in settings.items():
             monkeypatch.setenv(name, value)
@@ -296,10 +297,10 @@ def says(listener: socket.socket, say: Callable[[BlockingConnection], object]) -
 async def test_a_source_that_lies_is_left_and_nothing_stays(fabric: Fabric, name: str) -> None:
     message, kind, text = LIES[name]
     async with nothing_left():
-        with tcp.listen("127.0.0.1") as listener:
+        with sockets.listen("127.0.0.1") as listener:
             listener.setblocking(True)
             thread = says(listener, lambda connection: connection.send(message) if message is not None else None)  # type: ignore[arg-type]
-            transport, endpoint = NixlTransport(local()), Endpoint("nixl", tcp.address_of(listener))
+            transport, endpoint = NixlTransport(local()), Endpoint("nixl", sockets.address_of(listener))
             with pytest.raises(kind, match=text):
                 await anyio.to_thread.run_sync(transport.open, endpoint, RIGHT, Nowhere(), Cutter())
             await anyio.to_thread.run_sync(thread.join)
@@ -320,13 +321,13 @@ def test_a_word_that_is_none(fabric: Fabric, at: int, kind: type[Exception], tex
         connection.send(said)
         connection.receive(FROM_READER)  # until it goes
 
-    with tcp.listen("127.0.0.1") as listener:
+    with sockets.listen("127.0.0.1") as listener:
         listener.setblocking(True)
         said = AgentIs(0, exposed.name, exposed.metadata, memory.ctypes.data + at, "")
         thread = says(listener, say)
         transport = NixlTransport(local())
         with pytest.raises(kind, match=text):
-            transport.open(Endpoint("nixl", tcp.address_of(listener)), RIGHT, Nowhere(), Cutter())
+            transport.open(Endpoint("nixl", sockets.address_of(listener)), RIGHT, Nowhere(), Cutter())
         transport.close()  # and so the connection, which is kept
         thread.join()
     exposures.close()

@@ -12,10 +12,10 @@ import pytest
 
 from tensorhub.messages import ChunksFollow, Read
 from tensorhub.protocol.codec import FROM_OWNER
-from tensorhub.runtime import peers as peers_module, serving as serving_module
-from tensorhub.runtime.peers import Peer, Peers
-from tensorhub.transport import tcp
+from tensorhub.runtime.data import serving as serving_module
+from tensorhub.transport import peers as peers_module, sockets
 from tensorhub.transport.base import Cutter, ReadFailure, ReadRight
+from tensorhub.transport.peers import Peer, Peers
 from tensorhub.transport.registry import Local
 from tensorhub.types import Incarnation, LeaseId, Options
 from tests.rig import cluster, holds, tensors, worker_of, write
@@ -47,7 +47,7 @@ def right_to(node: Node) -> ReadRight:
 
 
 async def opened(peers: Peers, node: Node, cutter: Cutter | None = None, right: ReadRight | None = None) -> Peer:
-    address = tcp.address_of(node.listener)
+    address = sockets.address_of(node.listener)
     return await anyio.to_thread.run_sync(peers.open, address, right or right_to(node), cutter or Cutter())
 
 

@@ -15,6 +15,7 @@ import pytest
 
 from tensorhub.errors import ProtocolError, StateError
 from tensorhub.manifest import TensorDescription, build_manifest
+from tensorhub.memory.chunks import ChunkMemory
 from tensorhub.messages import (
     ChunksLie,
     ChunksPinned,
@@ -33,16 +34,17 @@ from tensorhub.messages import (
 from tensorhub.protocol.blocking import BlockingConnection
 from tensorhub.protocol.codec import FROM_READER
 from tensorhub.protocol.handshake import NONCE_BYTES, ServerHandshake
-from tensorhub.runtime import acceptor, answering, peers as peers_module, rdma_channel, staging
-from tensorhub.runtime.chunks import ChunkMemory
-from tensorhub.runtime.peers import Peers
-from tensorhub.runtime.rdma_channel import RdmaChannel, RdmaTransport
-from tensorhub.runtime.serving import SharedOwner
+from tensorhub.runtime import answering
+from tensorhub.runtime.data import acceptor
+from tensorhub.runtime.data.serving import SharedOwner
 from tensorhub.testing.conformance import CHECKS, SIZES, Target, content
 from tensorhub.testing.serving import ServedSource
-from tensorhub.transport import rdma, tcp
+from tensorhub.transport import peers as peers_module, sockets, staging
 from tensorhub.transport.base import Arrival, Channel, Cutter, NotShared, ReadFailure, ReadRight, Unusable
-from tensorhub.transport.rdma import Port, said_of
+from tensorhub.transport.peers import Peers
+from tensorhub.transport.rdma import ports as rdma, reader as rdma_reader
+from tensorhub.transport.rdma.ports import Port, said_of
+from tensorhub.transport.rdma.reader import RdmaChannel, RdmaTransport
 from tensorhub.transport.registry import Local
 from tensorhub.types import ContentId, Endpoint, Incarnation, LeaseId, Options, RegistrationId
 from tests.cuda.double import Double
@@ -142,14 +144,14 @@ def test_what_a_read_has_under_way_ends_with_it(
     transport: RdmaTransport, source: ServedSource, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """All is answered, and the connection is sound; but requests are posted that nobody waits for."""
-    monkeypatch.setattr(rdma_channel, "GROUP_BYTES", 1)
+    monkeypatch.setattr(rdma_reader, "GROUP_BYTES", 1)
     channel = transport.open(source.endpoint, source.right, Target(), Cutter())
     assert isinstance(channel, RdmaChannel)
     channel.submit(range(5))
     answer = channel.receive(1)
     assert isinstance(answer, Arrival)
     assert [chunk for chunk, _ in answer.chunks] == [0]
-    assert channel._asking.is_answered
+    assert channel._client.is_answered
     assert not channel._reads.is_idle
     channel.close()
     assert channel._link.queue.card.number not in fabric_module._queues
@@ -239,7 +241,7 @@ def gpu(*, is_reached: bool) -> Double:
 @pytest.fixture
 def small_pieces(monkeypatch: pytest.MonkeyPatch) -> int:
     monkeypatch.setattr(staging, "PIECE_BYTES", 1000)
-    monkeypatch.setattr(rdma_channel, "PIECE_BYTES_MIN", 1000)
+    monkeypatch.setattr(rdma_reader, "PIECE_BYTES_MIN", 1000)
     return 1000
 
 
@@ -311,8 +313,8 @@ def test_a_gpu_without_pinned_memory_is_read_in_another_way(
 def test_no_more_is_read_ahead_than_the_lane_takes(
     transport: RdmaTransport, source: ServedSource, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(rdma_channel, "GROUP_BYTES", 1)
-    monkeypatch.setattr(rdma_channel, "WINDOW_BYTES", 1)
+    monkeypatch.setattr(rdma_reader, "GROUP_BYTES", 1)
+    monkeypatch.setattr(rdma_reader, "WINDOW_BYTES", 1)
     target = Target()
     channel = transport.open(source.endpoint, source.right, target, Cutter())
     channel.submit(range(5))  # all are located by one answer
@@ -380,7 +382,7 @@ PORTS = PortsAre(0, said_of([PORT]))
 
 @pytest.fixture
 def listener() -> Iterator[socket.socket]:
-    made = tcp.listen("127.0.0.1")
+    made = sockets.listen("127.0.0.1")
     made.setblocking(True)
     yield made
     made.close()
@@ -438,7 +440,7 @@ def test_a_source_that_lies_is_left_and_nothing_stays(transport: RdmaTransport, 
     thread = threading.Thread(target=lies, args=(listener, answers))
     thread.start()
     with pytest.raises(kind, match=text):
-        transport.open(Endpoint("rdma", tcp.address_of(listener)), RIGHT, Target(), Cutter())
+        transport.open(Endpoint("rdma", sockets.address_of(listener)), RIGHT, Target(), Cutter())
     thread.join()
 
 
@@ -570,7 +572,7 @@ def test_a_link_is_not_kept_with_pieces_that_nobody_takes(
     transport: RdmaTransport, monkeypatch: pytest.MonkeyPatch, small_pieces: int
 ) -> None:
     device = gpu(is_reached=False)
-    monkeypatch.setattr(rdma_channel, "GROUP_BYTES", 1)
+    monkeypatch.setattr(rdma_reader, "GROUP_BYTES", 1)
     monkeypatch.setattr(RdmaChannel, "_has_room", lambda self: self._reads.is_idle and not self._proved)
     with closing(ServedSource(SECRET, fabric=FakeFabric(), device=device)) as source:
         source.fill(0, content(0))

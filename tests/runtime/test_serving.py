@@ -12,6 +12,7 @@ import anyio
 import anyio.to_thread
 import pytest
 
+from tensorhub.accesses import Refusal, Wait
 from tensorhub.errors import DrainTimeout
 from tensorhub.messages import ChunkFollows, ChunksFollow, Read, ReadRefused, StillWaiting
 from tensorhub.protocol.blocking import BlockingConnection
@@ -19,10 +20,9 @@ from tensorhub.protocol.codec import FROM_OWNER
 from tensorhub.protocol.frames import PREFACE
 from tensorhub.protocol.handshake import NONCE_BYTES, ClientHandshake
 from tensorhub.protocol.lost import ConnectionLost
-from tensorhub.runtime.lanes import SourceFailed
-from tensorhub.runtime.serving import SharedOwner
+from tensorhub.runtime.data.lanes import SourceFailed
+from tensorhub.runtime.data.serving import SharedOwner
 from tensorhub.types import ContentId, Incarnation
-from tensorhub.worker.owner import Refusal, Wait
 from tests.runtime.data_rig import (
     CHUNKS,
     CONTENT,

@@ -20,13 +20,13 @@ from tensorhub.messages import SEGMENTS_MAX, ChunksLie, SegmentsAre
 from tensorhub.protocol.blocking import BlockingConnection
 from tensorhub.protocol.codec import FROM_READER
 from tensorhub.protocol.handshake import NONCE_BYTES, ServerHandshake
-from tensorhub.runtime import shm_channel
-from tensorhub.runtime.shm_channel import Mapped, ShmTransport
-from tensorhub.transport import shm, unix
+from tensorhub.transport import unix
 from tensorhub.transport.base import Cutter, NotShared, ReadFailure, ReadRight, Unusable
-from tensorhub.transport.cma import Piece
+from tensorhub.transport.one_sided import Piece
 from tensorhub.transport.registry import Local
-from tensorhub.transport.shm import MappedSegment, Segment
+from tensorhub.transport.shm import reader as shm_reader, segments as shm
+from tensorhub.transport.shm.reader import Mapped, ShmTransport
+from tensorhub.transport.shm.segments import MappedSegment, Segment
 from tensorhub.types import ContentId, Endpoint, Incarnation, LeaseId, Options, RegistrationId
 from tests.rig import cluster, nothing_left
 
@@ -111,7 +111,7 @@ async def test_each_version_is_read_out_of_one_mapping(monkeypatch: pytest.Monke
 
 
 async def test_mappings_that_nobody_reads_are_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(shm_channel, "KEPT_S", 0.0)
+    monkeypatch.setattr(shm_reader, "KEPT_S", 0.0)
     segment = Segment(4096)
     transport = ShmTransport(local())
     mapped = transport._map(segment.descriptor, 4096)

@@ -14,8 +14,8 @@ from hypothesis import given, strategies as st
 from tensorhub.errors import OperationTimeout
 from tensorhub.hub import Hub, register_memory
 from tensorhub.memory.tensors import RegisteredMemory
-from tensorhub.runtime import staging as staging_module
-from tensorhub.runtime.staging import PIECE_BYTES, Staging, cut_up
+from tensorhub.transport import staging as staging_module
+from tensorhub.transport.staging import PIECE_BYTES, Staging, cut_up
 from tensorhub.types import Options
 from tensorhub.weights import Weights
 from tests.cuda.double import Double

@@ -8,13 +8,13 @@ from collections.abc import Iterable
 import pytest
 from hypothesis import given, strategies as st
 
-from tensorhub.runtime.logs import Tally
-from tensorhub.runtime.strangers import (
+from tensorhub.logs import Tally
+from tensorhub.runtime.pending_handshakes import (
     PATIENCE_S,
     QUEUE_PER_PLACE,
     READING_STRANGERS_MAX,
     STRANGERS_MAX,
-    Strangers,
+    PendingHandshakes,
     origin_of,
     readers_share,
     shares,
@@ -24,7 +24,7 @@ WAIT_S = 10.0
 
 
 def test_a_flood_throws_itself_out() -> None:
-    strangers = Strangers[str](4, 4, WAIT_S)
+    strangers = PendingHandshakes[str](4, 4, WAIT_S)
     assert strangers.came("honest", "10.0.0.2", 0.0) is None
     gone = [strangers.came(f"flood{number}", "10.0.0.1", 0.0) for number in range(100)]
     assert gone == [None] * 3 + [f"flood{number}" for number in range(97)]  # the oldest of the crowd, each time
@@ -32,26 +32,26 @@ def test_a_flood_throws_itself_out() -> None:
     strangers.dismiss("honest")
     strangers.dismiss("honest")
     assert strangers.came("another", "10.0.0.3", 0.0) is None
-    assert repr(strangers) == "<Strangers: 4 of at most 4, from 2 origins>"
+    assert repr(strangers) == "<PendingHandshakes: 4 of at most 4, from 2 origins>"
 
 
 def test_among_equals_who_came_first_goes_perhaps_the_new_one() -> None:
-    strangers = Strangers[int](2, 2, WAIT_S)
+    strangers = PendingHandshakes[int](2, 2, WAIT_S)
     assert [strangers.came(number, f"10.0.0.{number}", 0.0) for number in range(4)] == [None, None, 0, 1]
-    assert Strangers[int](0, 1, WAIT_S).came(7, "x", 0.0) == 7
+    assert PendingHandshakes[int](0, 1, WAIT_S).came(7, "x", 0.0) == 7
     assert strangers.oldest_of_most() == 2
     assert strangers.oldest_of_most() == 3
     assert strangers.oldest_of_most() is None
 
 
-def speak(strangers: Strangers[str], names: Iterable[str], now: float = 0.0) -> None:
+def speak(strangers: PendingHandshakes[str], names: Iterable[str], now: float = 0.0) -> None:
     """They come and speak; the origin is a name's first letter."""
     for name in names:
         assert strangers.came(name, name[0], now) is None
         strangers.spoke(name)
 
 
-def met(strangers: Strangers[str], now: float = 0.0) -> list[tuple[str, str | None]]:
+def met(strangers: PendingHandshakes[str], now: float = 0.0) -> list[tuple[str, str | None]]:
     """All whose turn it is now, each with who goes for it."""
     found = []
     while (turn := strangers.meet(now)) is not None:
@@ -60,7 +60,7 @@ def met(strangers: Strangers[str], now: float = 0.0) -> list[tuple[str, str | No
 
 
 def test_who_says_nothing_is_not_met_and_expires() -> None:
-    strangers = Strangers[str](9, 9, WAIT_S)
+    strangers = PendingHandshakes[str](9, 9, WAIT_S)
     assert strangers.came("a1", "a", 1.0) is None
     assert met(strangers) == []
     assert strangers.next_deadline(may_meet=True) == 1.0 + WAIT_S
@@ -77,14 +77,14 @@ def test_who_says_nothing_is_not_met_and_expires() -> None:
 
 
 def test_turns_go_round_by_origin() -> None:
-    strangers = Strangers[str](20, 20, WAIT_S)
+    strangers = PendingHandshakes[str](20, 20, WAIT_S)
     speak(strangers, ["a1", "a2", "a3", "b1", "c1", "c2"])
     strangers.dismiss("a2")
     assert met(strangers) == [("a1", None), ("b1", None), ("c1", None), ("a3", None), ("c2", None)]
 
 
 def test_where_places_are_short_another_origin_gets_one_at_once() -> None:
-    strangers = Strangers[str](20, 4, WAIT_S)
+    strangers = PendingHandshakes[str](20, 4, WAIT_S)
     speak(strangers, ["a1", "a2", "a3", "a4", "a5"])
     assert [name for name, _ in met(strangers)] == ["a1", "a2", "a3", "a4"]
     speak(strangers, ["b1", "b2", "b3"])
@@ -94,7 +94,7 @@ def test_where_places_are_short_another_origin_gets_one_at_once() -> None:
 
 def test_who_would_have_as_many_then_waits_as_among_its_own() -> None:
     """Else two origins, of one place more and less, would throw out one another's handshakes without end."""
-    strangers = Strangers[str](99, 3, WAIT_S)
+    strangers = PendingHandshakes[str](99, 3, WAIT_S)
     speak(strangers, ["a1", "a2", "b1", "b2"], 5.0)
     assert {name for name, _ in met(strangers, 5.0)} == {"a1", "a2", "b1"}
     assert met(strangers, 5.0 + PATIENCE_S - 0.01) == []
@@ -102,7 +102,7 @@ def test_who_would_have_as_many_then_waits_as_among_its_own() -> None:
 
 
 def test_among_its_own_an_origins_oldest_goes_after_a_while() -> None:
-    strangers = Strangers[str](99, 2, WAIT_S)
+    strangers = PendingHandshakes[str](99, 2, WAIT_S)
     speak(strangers, ["a1", "a2", "a3"], 5.0)
     assert [name for name, _ in met(strangers, 5.0)] == ["a1", "a2"]
     due = strangers.next_deadline(may_meet=True)
@@ -113,7 +113,7 @@ def test_among_its_own_an_origins_oldest_goes_after_a_while() -> None:
 
 
 def test_where_a_whole_crowd_waits_nobody_has_patience() -> None:
-    strangers = Strangers[str](99, 2, WAIT_S)
+    strangers = PendingHandshakes[str](99, 2, WAIT_S)
     many = [f"a{number}" for number in range(2 + QUEUE_PER_PLACE * 2 + 3)]
     speak(strangers, many)
     gone = [for_it for _, for_it in met(strangers)]
@@ -122,7 +122,7 @@ def test_where_a_whole_crowd_waits_nobody_has_patience() -> None:
 
 @given(st.lists(st.tuples(st.sampled_from("csmdxo"), st.integers(0, 9), st.integers(0, 3)), min_size=30, max_size=60))
 def test_whatever_happens_the_books_agree(steps: list[tuple[str, int, int]]) -> None:
-    strangers, now, there = Strangers[int](5, 2, WAIT_S), 0.0, set[int]()
+    strangers, now, there = PendingHandshakes[int](5, 2, WAIT_S), 0.0, set[int]()
     for number, (what, seconds, which) in enumerate(steps):
         now += seconds
         known = sorted(there)[which : which + 1]

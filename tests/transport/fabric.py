@@ -11,8 +11,8 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from tensorhub.messages import QueueCard
-from tensorhub.transport.rdma import Move, Port
-from tensorhub.transport.verbs import Device, Fabric, Keys, Landing, Queue, ReaderQueue, Registered, Spanned
+from tensorhub.transport.rdma.ports import Move, Port
+from tensorhub.transport.rdma.verbs import Device, Fabric, Keys, Landing, Queue, ReaderQueue, Registered, Spanned
 
 GID = bytes(10) + b"\xff\xff\x0a\x00\x00\x01"
 PORT = Port("fake0", 1, "ethernet", 1, GID, 100.0, "ACTIVE")

@@ -18,11 +18,13 @@ import pytest
 from hypothesis import given, settings, strategies as st
 
 from tensorhub.manifest import TensorDescription, build_manifest
+from tensorhub.memory.chunks import ChunkMemory
 from tensorhub.memory.tensors import address_of
-from tensorhub.runtime.chunks import ChunkMemory
-from tensorhub.runtime.serving import SharedOwner
-from tensorhub.transport import cma
-from tensorhub.transport.cma import Look, Piece, Words
+from tensorhub.runtime.data.serving import SharedOwner
+from tensorhub.transport.cma import process as cma
+from tensorhub.transport.cma.process import Look
+from tensorhub.transport.generation_words import WORD_BYTES, GenerationWords
+from tensorhub.transport.one_sided import CALL_BYTES, CALL_PIECES_MAX, Piece, cut_up
 from tensorhub.types import ContentId, RegistrationId
 
 HERE = os.getpid()
@@ -32,13 +34,13 @@ needs_cma = pytest.mark.skipif(cma.fault_here() is not None, reason=str(cma.faul
 # --------------------------------------------------------------------------------------------------------- copying
 
 
-@given(st.lists(st.integers(0, 3 * cma.CALL_BYTES), max_size=8), st.integers(0, 3000))
+@given(st.lists(st.integers(0, 3 * CALL_BYTES), max_size=8), st.integers(0, 3000))
 def test_calls_are_small_and_leave_nothing_out(sizes: list[int], many: int) -> None:
     pieces = [Piece(index << 40, index << 50, size) for index, size in enumerate([*sizes, *[7] * many])]
-    calls = list(cma.cut_up(pieces))
+    calls = list(cut_up(pieces))
     for call in calls:
-        assert 0 < len(call) <= cma.CALL_PIECES_MAX
-        assert sum(piece.nbytes for piece in call) <= cma.CALL_BYTES
+        assert 0 < len(call) <= CALL_PIECES_MAX
+        assert sum(piece.nbytes for piece in call) <= CALL_BYTES
         assert all(piece.nbytes for piece in call)
     done: dict[int, int] = {}
     for here, there, nbytes in (piece for call in calls for piece in call):
@@ -126,12 +128,12 @@ def test_yama_may_be_asked_anywhere() -> None:
 
 @needs_cma
 def test_every_registration_has_a_word_of_its_own() -> None:
-    words, many = Words(), 2000
+    words, many = GenerationWords(), 2000
     for number in range(many):
         words.set(RegistrationId(str(number)), number + 1)
     places = {words.address(RegistrationId(str(number))) for number in range(many)}
     assert len(places) == many
-    assert all(place % cma.WORD_BYTES == 0 for place in places)
+    assert all(place % WORD_BYTES == 0 for place in places)
     look = Look(words.header)
     assert all(look.is_unchanged(words.address(RegistrationId(str(n))), n + 1) for n in range(many))
     words.close()
@@ -141,7 +143,7 @@ def test_every_registration_has_a_word_of_its_own() -> None:
 
 @needs_cma
 def test_a_word_is_looked_at_with_the_nonce() -> None:
-    words, other = Words(), Words()
+    words, other = GenerationWords(), GenerationWords()
     words.set(RegistrationId("r"), 5)
     at = words.address(RegistrationId("r"))
     assert Look(words.header).is_unchanged(at, 5)
@@ -154,7 +156,7 @@ def test_a_word_is_looked_at_with_the_nonce() -> None:
 
 
 def test_what_is_forgotten_makes_room() -> None:
-    words = Words()
+    words = GenerationWords()
     words.set(RegistrationId("a"), 1)
     at = words.address(RegistrationId("a"))
     words.set(RegistrationId("a"), 0)
@@ -163,7 +165,7 @@ def test_what_is_forgotten_makes_room() -> None:
     words.set(RegistrationId("never open"), 0)
     words.set(RegistrationId("b"), 2)
     assert words.address(RegistrationId("b")) == at
-    assert repr(words) == "<Words of 1 registrations>"
+    assert repr(words) == "<GenerationWords of 1 registrations>"
 
 
 # --------------------------------------------------------------------------- what an owner does while a reader reads
@@ -182,7 +184,7 @@ class _Owner:
 
     generations: count[int] = field(default_factory=lambda: count(1))
     bytes: bytearray = field(default_factory=lambda: bytearray(CELLS * CELL_BYTES))
-    words: Words = field(default_factory=Words)
+    words: GenerationWords = field(default_factory=GenerationWords)
     generation: int = 0  # open now, or last
     is_open: bool = False
 

@@ -8,18 +8,11 @@ from collections.abc import Callable, Iterator, Sequence
 import pytest
 
 from tensorhub.cuda import cupy_device
-from tensorhub.runtime import cuda_ipc_channel
-from tensorhub.runtime.cma_channel import CmaTransport
-from tensorhub.runtime.cuda_ipc_channel import CudaIpcTransport
-from tensorhub.runtime.nixl_channel import NixlTransport
-from tensorhub.runtime.serving import SharedOwner
-from tensorhub.runtime.shm_channel import ShmTransport
-from tensorhub.runtime.tcp_channel import TcpTransport
+from tensorhub.runtime.data.serving import SharedOwner
 from tensorhub.testing import conformance
 from tensorhub.testing.conformance import CHECKS, ConformanceBroken, Source, transport_conformance
 from tensorhub.testing.loopback import Loopback
 from tensorhub.testing.serving import ServedSource
-from tensorhub.transport import cma, nixl, shm
 from tensorhub.transport.base import (
     Arrival,
     Channel,
@@ -31,7 +24,16 @@ from tensorhub.transport.base import (
     ReadRight,
     Transport,
 )
+from tensorhub.transport.cma import process as cma
+from tensorhub.transport.cma.reader import CmaTransport
+from tensorhub.transport.cuda_ipc import reader as cuda_ipc_reader
+from tensorhub.transport.cuda_ipc.reader import CudaIpcTransport
+from tensorhub.transport.nixl import agents as nixl
+from tensorhub.transport.nixl.reader import NixlTransport
 from tensorhub.transport.registry import Local
+from tensorhub.transport.shm import segments as shm
+from tensorhub.transport.shm.reader import ShmTransport
+from tensorhub.transport.tcp.reader import TcpTransport
 from tensorhub.types import Endpoint, Incarnation, Location, Options
 from tests.cuda.double import Double
 from tests.runtime.data_rig import busy_threads
@@ -55,7 +57,7 @@ class LoopbackSource(ServedSource):
 def _as_if_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
     """A stand-in's memory is opened, as another process' is."""
     monkeypatch.setattr(cupy_device, "missing", lambda: None)
-    monkeypatch.setattr(cuda_ipc_channel, "this_process", lambda: b"another process.")
+    monkeypatch.setattr(cuda_ipc_reader, "this_process", lambda: b"another process.")
 
 
 def ways(kind: str, backend: str) -> tuple[Transport, Callable[[], Source]]:

@@ -11,11 +11,11 @@ import time
 import pytest
 
 from tensorhub.errors import TransportUnavailable
-from tensorhub.transport import nixl, nixl_reading
 from tensorhub.transport.base import NotShared
-from tensorhub.transport.cma import Piece
-from tensorhub.transport.nixl import Exposures, OnGpu, join
-from tensorhub.transport.nixl_reading import LANDINGS_MAX, SLOT_BYTES, Agents, Remote, check_metadata
+from tensorhub.transport.nixl import agents as nixl, reading as nixl_reading
+from tensorhub.transport.nixl.agents import Exposures, OnGpu, join
+from tensorhub.transport.nixl.reading import LANDINGS_MAX, SLOT_BYTES, Agents, Remote, check_metadata
+from tensorhub.transport.one_sided import Piece
 from tensorhub.types import RegistrationId
 from tests.cuda.double import Double
 from tests.runtime.fake_nixl import Fabric, fabric

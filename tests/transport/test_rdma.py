@@ -13,8 +13,17 @@ import pytest
 
 from tensorhub.errors import StateError, TransportUnavailable
 from tensorhub.messages import RdmaPort
-from tensorhub.transport import rdma
-from tensorhub.transport.rdma import Move, Port, cut, failure_of, find_ports, gid_text, pairs, usable_ports
+from tensorhub.transport.rdma import ports as rdma
+from tensorhub.transport.rdma.ports import (
+    Move,
+    Port,
+    cut,
+    failure_of,
+    find_ports,
+    gid_text,
+    pairs,
+    usable_ports,
+)
 
 EMPTY = "0000:0000:0000:0000:0000:0000:0000:0000"
 LINK = "fe80:0000:0000:0000:74e5:9fff:fede:c213"

@@ -7,11 +7,11 @@ from collections.abc import Sequence
 
 import pytest
 
-from tensorhub.transport import reads as module
 from tensorhub.transport.base import ReadFailure
-from tensorhub.transport.cma import WORD_BYTES
-from tensorhub.transport.rdma import Move
-from tensorhub.transport.reads import Reads
+from tensorhub.transport.generation_words import WORD_BYTES
+from tensorhub.transport.rdma import reads as module
+from tensorhub.transport.rdma.ports import Move
+from tensorhub.transport.rdma.reads import Reads
 
 WORD = (9000, 5)
 SLOTS = 8

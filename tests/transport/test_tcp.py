@@ -7,7 +7,7 @@ import threading
 
 import pytest
 
-from tensorhub.transport import tcp
+from tensorhub.transport import sockets
 from tensorhub.transport.base import Cutter, ReadFailure
 
 WAIT_S = 30.0
@@ -16,10 +16,10 @@ WAIT_S = 30.0
 def test_a_local_connection_is_tuned_and_blocking() -> None:
     cutter = Cutter()
     with (
-        tcp.listen("127.0.0.1") as listener,
-        tcp.connect(tcp.address_of(listener), WAIT_S, cutter) as connection,
+        sockets.listen("127.0.0.1") as listener,
+        sockets.connect(sockets.address_of(listener), WAIT_S, cutter) as connection,
     ):
-        assert tcp.is_local(connection)
+        assert sockets.is_local(connection)
         assert connection.getblocking()
         assert connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
         assert connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, 16).rstrip(b"\0") == b"reno"
@@ -29,7 +29,7 @@ def test_a_local_connection_is_tuned_and_blocking() -> None:
 @pytest.mark.parametrize("address", ["tcp://127.0.0.1:1", "127.0.0.1:1", "tcp://host.invalid:1"])
 def test_what_cannot_be_reached_says_so(address: str) -> None:
     with pytest.raises(ReadFailure) as caught:
-        tcp.connect(address, WAIT_S, Cutter())
+        sockets.connect(address, WAIT_S, Cutter())
     assert caught.value.reason == "unreachable"
 
 
@@ -66,7 +66,7 @@ def test_a_connect_that_hangs_can_be_cut(cut_first: bool) -> None:
         cut = threading.Thread(target=cut_once_attached)
         cut.start()
         with pytest.raises(ReadFailure):
-            tcp.connect(tcp.address_of(full), 10 * WAIT_S, Watched())
+            sockets.connect(sockets.address_of(full), 10 * WAIT_S, Watched())
         cut.join()
         for filler in fillers:
             filler.close()
@@ -81,7 +81,7 @@ def test_a_connect_ends_at_its_deadline() -> None:
             filler.setblocking(False)
             filler.connect_ex(full.getsockname())
         with pytest.raises(ReadFailure, match="no answer in time"):
-            tcp.connect(tcp.address_of(full), 0.01, Cutter())
+            sockets.connect(sockets.address_of(full), 0.01, Cutter())
         for filler in fillers:
             filler.close()
 

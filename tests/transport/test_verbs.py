@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from tensorhub.errors import StateError
-from tensorhub.transport import verbs
+from tensorhub.transport.rdma import verbs
 from tests.cuda.double import Double
 
 NBYTES = 5000

@@ -6,9 +6,10 @@ import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
+from tensorhub.accesses import CHUNKS_PER_ACCESS_MAX, Access, Refusal, Wait
 from tensorhub.machine import IllegalStep
 from tensorhub.types import ContentId, RegistrationId
-from tensorhub.worker.owner import CHUNKS_PER_ACCESS_MAX, Access, Owner, Refusal, Wait
+from tensorhub.worker.owner import Owner
 
 R = RegistrationId("r")
 C = ContentId("c")

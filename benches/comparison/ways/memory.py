@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 
-from tensorhub.transport import cma
-from tensorhub.transport.cma import Piece
+from tensorhub.transport.cma import process as cma
+from tensorhub.transport.one_sided import Piece, cut_up
 
 from ..memory import Memory, create, mapped, private
 from ..threads import in_threads
@@ -49,7 +49,7 @@ class Receiver(Side):
             pid, there = hellos[0]["pid"], [address for address, _ in hellos[0]["places"]]
             self._copy = lambda call: cma.copy(pid, call)
         pieces = [Piece(here, at, size) for (here, size), at in zip(self.memory.places, there, strict=True)]
-        self._calls = list(cma.cut_up(pieces))
+        self._calls = list(cut_up(pieces))
 
     def take(self, offered: Any) -> None:
         count = self.setting.options["threads"]

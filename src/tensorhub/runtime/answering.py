@@ -12,9 +12,11 @@ from collections import deque
 from collections.abc import Sequence
 from contextlib import closing
 
-from tensorhub.cuda import ipc
+from tensorhub.accesses import CHUNKS_PER_ACCESS_MAX, Access, Refusal, Wait
 from tensorhub.cuda.device import Allocation, Device
 from tensorhub.errors import ProtocolError, StateError
+from tensorhub.logs import Tally, get_logger
+from tensorhub.memory.chunks import ChunkMemory
 from tensorhub.messages import (
     ALLOCATIONS_MAX,
     HAS_RUNS_MAX,
@@ -44,16 +46,14 @@ from tensorhub.messages import (
 from tensorhub.protocol.blocking import BlockingConnection
 from tensorhub.protocol.codec import FROM_READER
 from tensorhub.protocol.lost import ConnectionLost
-from tensorhub.runtime.chunks import ChunkMemory, GilWatch
-from tensorhub.runtime.hot import HOT_BYTES, Digests, cut
-from tensorhub.runtime.logs import Tally, get_logger
+from tensorhub.runtime.data.serving import Lane, SharedOwner
 from tensorhub.runtime.pairing import Pairing
-from tensorhub.runtime.serving import Lane, SharedOwner
-from tensorhub.runtime.staging import Place, Staging
-from tensorhub.transport.nixl import Exposed, fault_with
-from tensorhub.transport.shm import Segment, segments_of
+from tensorhub.transport.cuda_ipc import allocations as ipc
+from tensorhub.transport.nixl.agents import Exposed, fault_with
+from tensorhub.transport.shm.segments import Segment, segments_of
+from tensorhub.transport.staging import Place, Staging
+from tensorhub.transport.streaming_digest import HOT_BYTES, GilWatch, StreamingDigests, cut
 from tensorhub.types import READ_ONLY, ContentId, RegistrationId
-from tensorhub.worker.owner import CHUNKS_PER_ACCESS_MAX, Access, Refusal, Wait
 
 SEND_BYTES = 16 * 2**20  # of one send call whose digests are known; a fence may have to wait for it
 LOCAL_SEND_BYTES = 64 * 2**20  # the same within a host, in some 20 ms: beside a busy Python thread each call costs 5 ms more
@@ -316,7 +316,7 @@ class Answering:
         """Send a large chunk, and make its digest of each piece just before that is sent: it is read from memory once."""
         (chunk,) = access.chunks
         view = memory.buffer(chunk)
-        digests = Digests([(chunk, view)])
+        digests = StreamingDigests([(chunk, view)])
         self._connection.send(ChunkFollows(read.request, chunk))
         for call in cut([view]):
             digests.go_on([piece.nbytes for piece in call])

@@ -2,7 +2,7 @@
 has spoken is met when it is its turn.
 
 Responsible for the sockets of those that are not met yet, and for ending whoever must go. Not responsible for whose turn it
-is (`Strangers`), nor for the handshake: `meet` begins it, and from then on its socket is its own.
+is (`PendingHandshakes`), nor for the handshake: `meet` begins it, and from then on its socket is its own.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from typing import Any
 import anyio
 import anyio.lowlevel
 
+from tensorhub.logs import Tally
 from tensorhub.runtime import clock
-from tensorhub.runtime.logs import Tally
-from tensorhub.runtime.strangers import Strangers, origin_of
+from tensorhub.runtime.pending_handshakes import PendingHandshakes, origin_of
 from tensorhub.runtime.wakeup import Wakeup
 from tensorhub.transport import unix
 
@@ -48,7 +48,7 @@ class Doorstep:
     def __init__(
         self,
         listener: socket.socket,
-        strangers: Strangers[Stranger],
+        strangers: PendingHandshakes[Stranger],
         meet: Callable[[Stranger], None],
         crowding: Tally,
         shortages: Tally,

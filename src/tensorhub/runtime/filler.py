@@ -19,20 +19,20 @@ import anyio.to_thread
 
 from tensorhub.digests import pack, root_of, unpack
 from tensorhub.errors import TensorHubError
+from tensorhub.logs import get_logger
 from tensorhub.manifest import Manifest
+from tensorhub.memory.chunks import ChunkMemory
 from tensorhub.memory.tensors import MappedRegions, Memory
 from tensorhub.messages import FromWorker, Progress
 from tensorhub.runtime import clock
 from tensorhub.runtime.callers_work import CallersWork
-from tensorhub.runtime.channels import Channels
-from tensorhub.runtime.chunks import ChunkMemory
-from tensorhub.runtime.copying import copy_chunks
-from tensorhub.runtime.lanes import PullEvent, PullReport, PullRunner, SourceFailed
-from tensorhub.runtime.logs import get_logger
+from tensorhub.runtime.data.channels import Channels
+from tensorhub.runtime.data.copying import copy_chunks
+from tensorhub.runtime.data.lanes import PullEvent, PullReport, PullRunner, SourceFailed
+from tensorhub.runtime.data.serving import SharedOwner
 from tensorhub.runtime.places import Places
 from tensorhub.runtime.promise import Promise
 from tensorhub.runtime.reports import CallTimes
-from tensorhub.runtime.serving import SharedOwner
 from tensorhub.types import ContentId, LeaseId, RegistrationId
 from tensorhub.worker.calls import Action, AddPullSource, CompareDigests, CopyLocally, DropPullSource, StartPull, staging_of
 from tensorhub.worker.member import Member

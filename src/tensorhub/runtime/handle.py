@@ -21,17 +21,17 @@ import anyio.to_thread
 
 from tensorhub.digests import WIDTHS
 from tensorhub.errors import DrainTimeout, Memory as TensorState, StateError, TensorHubError
+from tensorhub.logs import get_logger
 from tensorhub.memory.tensors import Memory
 from tensorhub.messages import DigestAgain, ErrorInfo, Outcome, Start, TellDigests, ToRank
 from tensorhub.runtime import clock
 from tensorhub.runtime.callers_work import CallersWork
+from tensorhub.runtime.data.serving import SharedOwner
 from tensorhub.runtime.filler import Filler, Line, ProgressListener
-from tensorhub.runtime.logs import get_logger
 from tensorhub.runtime.places import HostRoom, Places
 from tensorhub.runtime.ports import HookRequest
 from tensorhub.runtime.promise import Promise
 from tensorhub.runtime.reports import CallTimes
-from tensorhub.runtime.serving import SharedOwner
 from tensorhub.runtime.threads import run_in_thread
 from tensorhub.types import (
     ContentId,

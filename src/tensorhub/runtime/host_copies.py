@@ -19,12 +19,12 @@ import anyio
 import anyio.abc
 
 from tensorhub.errors import StateError, TensorHubError
+from tensorhub.logs import get_logger
 from tensorhub.memory.host import HostMemory
 from tensorhub.memory.tensors import Memory
 from tensorhub.messages import DropCopy, FromWorker, MakeCopy
 from tensorhub.runtime import clock, ports
 from tensorhub.runtime.handle import Handle
-from tensorhub.runtime.logs import get_logger
 from tensorhub.runtime.places import pinning
 from tensorhub.runtime.questions import Questions
 from tensorhub.types import FetchReport, Options, Purpose, Selector, VersionInfo

@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import overload
 
 from tensorhub.errors import AuthenticationFailed
+from tensorhub.logs import get_logger
 from tensorhub.protocol.secret import Secret, read_token_file
-from tensorhub.runtime.logs import get_logger
 
 LOOK_S = 1.0  # how often a token file is looked at, at most
 

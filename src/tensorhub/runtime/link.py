@@ -16,12 +16,12 @@ import anyio.abc
 from anyio.streams.memory import MemoryObjectReceiveStream, MemoryObjectSendStream
 
 from tensorhub.errors import CoordinatorUnavailable, OperationTimeout, StateError, TensorHubError
+from tensorhub.logs import get_logger
 from tensorhub.messages import NO_REQUEST, Dismissed, FromCoordinator, FromWorker, Heartbeat, Join, Refused, Welcome
 from tensorhub.protocol.codec import FROM_COORDINATOR
 from tensorhub.protocol.handshake import NONCE_BYTES, ClientHandshake
 from tensorhub.protocol.lost import ConnectionLost
 from tensorhub.protocol.stream import MessageStream
-from tensorhub.runtime.logs import get_logger
 from tensorhub.types import Incarnation, Options, parse_address
 
 OUTBOX_MESSAGES_MAX = 8192

@@ -8,8 +8,8 @@ from typing import TypeVar
 import anyio
 
 from tensorhub.errors import CoordinatorUnavailable, LeaseLost, OperationTimeout, StateError
+from tensorhub.logs import get_logger
 from tensorhub.messages import WATCHES_MAX, Announce, Unwatch, Watch
-from tensorhub.runtime.logs import get_logger
 from tensorhub.runtime.questions import Line
 from tensorhub.types import VersionInfo
 

@@ -13,18 +13,18 @@ from __future__ import annotations
 import errno
 from collections.abc import Sequence
 
+from tensorhub.accesses import Refusal
 from tensorhub.cuda.device import Device
 from tensorhub.errors import ProtocolError, StateError
+from tensorhub.logs import Tally, get_logger
+from tensorhub.memory.chunks import ChunkMemory
 from tensorhub.memory.tensors import address_of
 from tensorhub.messages import FindPorts, Pair, Paired, PieceStaged, PortsAre, QueueCard, ReadRefused, Unpaired
-from tensorhub.runtime.chunks import ChunkMemory
-from tensorhub.runtime.logs import Tally, get_logger
-from tensorhub.runtime.serving import SharedOwner
-from tensorhub.runtime.staging import Pinned, Staging
-from tensorhub.transport import rdma, verbs
-from tensorhub.transport.verbs import Queue
+from tensorhub.runtime.data.serving import SharedOwner
+from tensorhub.transport.rdma import ports as rdma, verbs
+from tensorhub.transport.rdma.verbs import Queue
+from tensorhub.transport.staging import Pinned, Staging
 from tensorhub.types import RegistrationId
-from tensorhub.worker.owner import Refusal
 
 NOT_BY_RDMA = "this worker's memory is not to be read by RDMA: its transports are others"
 STAGED_BUFFERS = 4  # one is copied by the GPU, one is on the wire, one is announced, one is free

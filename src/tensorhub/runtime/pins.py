@@ -10,9 +10,9 @@ from typing import Any, Protocol, TypeVarTuple
 import anyio
 
 from tensorhub.errors import CoordinatorUnavailable, LeaseLost, OperationTimeout, TensorHubError
+from tensorhub.logs import get_logger
 from tensorhub.messages import Pin, Unpin
 from tensorhub.runtime.link import RECONNECT_S_MAX
-from tensorhub.runtime.logs import get_logger
 from tensorhub.runtime.questions import Questions
 
 log = get_logger("tensorhub.worker")

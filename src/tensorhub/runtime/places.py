@@ -17,12 +17,12 @@ from tensorhub.compaction.cpu import Packed
 from tensorhub.compaction.gpu import PackedOnDevice
 from tensorhub.cuda.device import Device, DeviceBytes
 from tensorhub.errors import StateError, TensorHubError, text_of
+from tensorhub.logs import get_logger
 from tensorhub.manifest import Manifest
+from tensorhub.memory.chunks import ChunkMemory
 from tensorhub.memory.host import HostMemory, Pin
 from tensorhub.memory.tensors import MappedRegions, Memory, Pieces
-from tensorhub.runtime.chunks import ChunkMemory
-from tensorhub.runtime.logs import get_logger
-from tensorhub.runtime.serving import SharedOwner
+from tensorhub.runtime.data.serving import SharedOwner
 from tensorhub.runtime.threads import run_in_thread
 from tensorhub.types import ContentId, Purpose, RegistrationId
 from tensorhub.worker.calls import CopyLocally, StartPull, staging_of

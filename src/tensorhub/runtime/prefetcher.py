@@ -9,7 +9,7 @@ from __future__ import annotations
 import anyio
 
 from tensorhub.errors import TensorHubError
-from tensorhub.runtime.logs import get_logger
+from tensorhub.logs import get_logger
 from tensorhub.runtime.news import News
 from tensorhub.runtime.ports import Copies, Handle
 from tensorhub.types import LATEST, HandleState, VersionInfo

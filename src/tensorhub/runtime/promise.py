@@ -13,11 +13,11 @@ import anyio
 import anyio.to_thread
 
 from tensorhub.errors import MutabilityViolation
+from tensorhub.logs import get_logger
 from tensorhub.memory.files import FileMemory
 from tensorhub.memory.tensors import Memory
 from tensorhub.messages import DigestAgain
-from tensorhub.runtime.logs import get_logger
-from tensorhub.runtime.serving import SharedOwner
+from tensorhub.runtime.data.serving import SharedOwner
 from tensorhub.types import ContentId, HandleState, RegistrationId
 from tensorhub.worker.holding import Content
 from tensorhub.worker.member import Member

@@ -1,14 +1,14 @@
 """How long a fill took, and for what: the phases of its report are wall time, and add up to the call.
 
 Responsible for what is noted while a call runs, and for the `FetchReport` made of it. Not responsible for what a pull's
-lanes have counted (`runtime.lanes`).
+lanes have counted (`runtime.data.lanes`).
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from tensorhub.runtime.lanes import PullReport
+from tensorhub.runtime.data.lanes import PullReport
 from tensorhub.types import FetchReport
 from tensorhub.worker.calls import Finish
 

@@ -3,9 +3,9 @@
 Responsible for sessions (handshake, bounded queues in both directions, turns), for feeding events to the core one at a time,
 and for carrying out its actions in order. Decides nothing. Runs on asyncio and trio alike.
 
-Whoever has not proved itself is one of the `Strangers`. A session that has not said Join may send small frames only, and is
-closed soon; one that has is held by its lease. A session is heard while its peer takes what it is told, a few messages at a
-time: so neither what it asks for nor how fast it asks makes anybody else wait.
+Whoever has not proved itself is one of the `PendingHandshakes`. A session that has not said Join may send small frames only,
+and is closed soon; one that has is held by its lease. A session is heard while its peer takes what it is told, a few
+messages at a time: so neither what it asks for nor how fast it asks makes anybody else wait.
 """
 
 from __future__ import annotations
@@ -39,6 +39,7 @@ from tensorhub.coordinator import (
     Tick,
 )
 from tensorhub.errors import ProtocolError, StateError, TensorHubError
+from tensorhub.logs import Tally, get_logger
 from tensorhub.messages import (
     Compare,
     Describe,
@@ -61,10 +62,9 @@ from tensorhub.protocol.stream import MessageStream
 from tensorhub.runtime import clock
 from tensorhub.runtime.doorstep import Doorstep, Stranger
 from tensorhub.runtime.keyring import LOOK_S, TokenFile
-from tensorhub.runtime.logs import Tally, get_logger
+from tensorhub.runtime.pending_handshakes import MET_MAX, PendingHandshakes, shares
 from tensorhub.runtime.store import Store
-from tensorhub.runtime.strangers import MET_MAX, Strangers, shares
-from tensorhub.transport import tcp
+from tensorhub.transport import sockets
 from tensorhub.types import Options, format_address
 
 OUTBOX_MESSAGES_MAX = 8192  # that a session may be behind; beyond, it is cut off
@@ -180,7 +180,7 @@ class CoordinatorServer:
     async def _listen(self, host: str, port: int) -> anyio.abc.Listener[anyio.abc.SocketStream]:
         try:
             with anyio.fail_after(self._options.connect_timeout_s):
-                multi = await anyio.create_tcp_listener(local_host=host, local_port=port, backlog=tcp.BACKLOG)
+                multi = await anyio.create_tcp_listener(local_host=host, local_port=port, backlog=sockets.BACKLOG)
         except TimeoutError as error:
             text = f"host {host!r} was not resolved within {self._options.connect_timeout_s:g} s: give an address"
             raise StateError(text, retryable=True) from error
@@ -295,7 +295,7 @@ class CoordinatorServer:
         def meet(stranger: Stranger) -> None:
             tasks.start_soon(self._serve_stranger, stranger, doorstep)
 
-        strangers = Strangers[Stranger](
+        strangers = PendingHandshakes[Stranger](
             self._strangers_max, min(MET_MAX, self._strangers_max), self._options.connect_timeout_s
         )
         doorstep = Doorstep(listening, strangers, meet, self._crowding, self._shortages)

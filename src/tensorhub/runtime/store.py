@@ -31,8 +31,8 @@ from tensorhub.coordinator import (
 )
 from tensorhub.coordinator.actions import IDENTS_CHARS_MAX
 from tensorhub.errors import StateError
+from tensorhub.logs import get_logger
 from tensorhub.protocol.forms import Violation, brief, record_of
-from tensorhub.runtime.logs import get_logger
 from tensorhub.types import OpKey
 
 PUBLICATIONS_READ_MAX = 64  # newest of each model, at the start, besides retained and pinned ones

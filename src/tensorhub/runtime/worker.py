@@ -26,6 +26,7 @@ from tensorhub.errors import (
     StateError,
     TensorHubError,
 )
+from tensorhub.logs import get_logger
 from tensorhub.manifest import Manifest, build_manifest
 from tensorhub.memory.tensors import Memory
 from tensorhub.messages import (
@@ -43,21 +44,20 @@ from tensorhub.messages import (
 )
 from tensorhub.protocol.secret import check_open_access
 from tensorhub.runtime import clock, ports
-from tensorhub.runtime.acceptor import ServeSettings, serve_readers
-from tensorhub.runtime.channels import Channels
+from tensorhub.runtime.data.acceptor import ServeSettings, serve_readers
+from tensorhub.runtime.data.channels import Channels
+from tensorhub.runtime.data.serving import SharedOwner
 from tensorhub.runtime.ending import Parting
 from tensorhub.runtime.filler import ProgressListener
 from tensorhub.runtime.handle import Handle
 from tensorhub.runtime.host_copies import HostCopyRunner
 from tensorhub.runtime.link import CoordinatorLink, Dial
-from tensorhub.runtime.logs import get_logger
 from tensorhub.runtime.news import News
 from tensorhub.runtime.pins import Pins
 from tensorhub.runtime.prefetcher import Prefetcher
 from tensorhub.runtime.questions import Questions
-from tensorhub.runtime.serving import SharedOwner
 from tensorhub.runtime.telling import Telling
-from tensorhub.transport import tcp, unix
+from tensorhub.transport import sockets, unix
 from tensorhub.types import (
     READ_ONLY,
     Endpoint,
@@ -202,13 +202,13 @@ class Worker:
         if advertised is not None:  # whoever forwards to loopback takes it beyond
             check_open_access(self._secrets[0], parse_address(f"tcp://{advertised}")[0])
         try:
-            listener = tcp.listen(host, port)
+            listener = sockets.listen(host, port)
         except OSError as error:
             where = f"{host!r}, port {port or 'any'}"
             text = f"readers cannot be listened for on {where} ({error}): set Options.listen_host and listen_port"
             raise StateError(text) from error
         local = unix.listen() if self.channels.shares else None
-        there = f"tcp://{advertised}" if advertised else tcp.address_of(listener)
+        there = f"tcp://{advertised}" if advertised else sockets.address_of(listener)
         self._endpoints = self.channels.offers(there, unix.address_of(local) if local is not None else None)
         return [listener] if local is None else [listener, local]
 

@@ -24,7 +24,7 @@ other source is thought to have, one request at a time, and in turns: who was as
 chunk that nobody has yet is waited for at a source, and none stays bound to a source that lacks it while another
 has it: readers that fill from one another complete each other, whatever cycles they form (R9).
 
-Responsible for the books only: lanes, sockets, digests and time belong to `runtime.lanes`.
+Responsible for the books only: lanes, sockets, digests and time belong to `runtime.data.lanes`.
 """
 
 from __future__ import annotations

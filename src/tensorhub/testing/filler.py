@@ -10,12 +10,12 @@ from collections.abc import MutableSequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from tensorhub.accesses import Access
 from tensorhub.digests import pack, root_of, unpack
 from tensorhub.messages import Origin
 from tensorhub.testing.memory import CHUNK_BYTES, digest_of, sent_digest
 from tensorhub.types import ContentId, RegistrationId
 from tensorhub.worker.calls import CompareDigests, CopyLocally, StartPull
-from tensorhub.worker.owner import Access
 
 if TYPE_CHECKING:
     from tensorhub.testing.handle import Handle

@@ -14,6 +14,7 @@ from functools import partial
 from math import inf
 from typing import TYPE_CHECKING, assert_never
 
+from tensorhub.accesses import Access
 from tensorhub.coordinator import Digested
 from tensorhub.errors import GroupAborted, MutabilityViolation, StateError
 from tensorhub.messages import Deregister, DigestAgain, Digests, ErrorInfo, Prepared, Publish, TellDigests
@@ -64,7 +65,6 @@ from tensorhub.worker.calls import (
 )
 from tensorhub.worker.enrolment import Shard
 from tensorhub.worker.member import Member
-from tensorhub.worker.owner import Access
 from tensorhub.worker.telling import tell
 
 if TYPE_CHECKING:

@@ -10,10 +10,10 @@ import time
 from collections import deque
 from collections.abc import Mapping, Sequence
 
-from tensorhub.runtime.serving import Lane, SharedOwner
+from tensorhub.accesses import Refusal, Wait
+from tensorhub.runtime.data.serving import Lane, SharedOwner
 from tensorhub.transport.base import Arrival, Channel, Cutter, Destination, Lacking, ReadFailure, ReadRight
 from tensorhub.types import Endpoint, Incarnation, Location
-from tensorhub.worker.owner import Refusal, Wait
 
 PATIENCE_S = 0.25
 HAS_RUNS_MAX = 1024

@@ -10,9 +10,10 @@ from functools import lru_cache
 
 import xxhash
 
+from tensorhub.accesses import Access
 from tensorhub.manifest import Digest, Manifest, TensorDescription, build_manifest
 from tensorhub.types import Medium, Purpose
-from tensorhub.worker.owner import Access, Owner
+from tensorhub.worker.owner import Owner
 
 DEVICE = (Medium.DEVICE, Purpose.USE)  # what a caller's own memory is
 CHUNKS = 2

@@ -1,4 +1,4 @@
-"""A running fill: the real `scheduler.Pull`, and a lane to each granted source, as `runtime.lanes` has them.
+"""A running fill: the real `scheduler.Pull`, and a lane to each granted source, as `runtime.data.lanes` has them.
 
 A lane is both of its ends: the reader's, which takes batches and settles what arrives, and the owner's, which begins an
 access for what it was asked, and sends when that ends. Who drives the cluster takes it from one step to the next.
@@ -12,14 +12,14 @@ from collections import deque
 from collections.abc import Callable
 from typing import TYPE_CHECKING, NamedTuple
 
+from tensorhub.accesses import Access, Refusal, Wait
 from tensorhub.messages import HAS_RUNS_MAX, Flow, Grant, Origin, Progress
-from tensorhub.runtime.lanes import BATCHES_OPEN
+from tensorhub.runtime.data.lanes import BATCHES_OPEN
 from tensorhub.scheduler.links import SECONDS_MIN
 from tensorhub.scheduler.pull import Pull
 from tensorhub.testing.memory import digest_of, sent_digest
 from tensorhub.types import ContentId, LeaseId
 from tensorhub.worker.calls import StartPull
-from tensorhub.worker.owner import Access, Refusal, Wait
 
 if TYPE_CHECKING:
     from tensorhub.testing.handle import Handle

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import NamedTuple
 
+from tensorhub.accesses import Access, Refusal, Wait
 from tensorhub.coordinator import Connected, Disconnected, Persisted, PersistFailed, Received, Tick
 from tensorhub.manifest import Manifest
 from tensorhub.messages import FromCoordinator, FromWorker, Grant, Heartbeat, HeartbeatAck
@@ -17,7 +18,6 @@ from tensorhub.testing.pulling import Lane, Reading
 from tensorhub.testing.rendering import show
 from tensorhub.testing.worker import SimWorker
 from tensorhub.types import Location, Options
-from tensorhub.worker.owner import Access, Refusal, Wait
 
 
 class Choice(NamedTuple):

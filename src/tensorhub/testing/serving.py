@@ -10,17 +10,17 @@ import anyio.from_thread
 
 from tensorhub.cuda.device import Device
 from tensorhub.manifest import TensorDescription, build_manifest
+from tensorhub.memory.chunks import ChunkMemory
 from tensorhub.memory.tensors import Bytes, copy_bytes
-from tensorhub.runtime.acceptor import ServeSettings, serve_readers
-from tensorhub.runtime.chunks import ChunkMemory
-from tensorhub.runtime.serving import SharedOwner
+from tensorhub.runtime.data.acceptor import ServeSettings, serve_readers
+from tensorhub.runtime.data.serving import SharedOwner
 from tensorhub.testing.conformance import SIZES, bytes_of
-from tensorhub.transport import tcp, unix
+from tensorhub.transport import sockets, unix
 from tensorhub.transport.base import ReadRight
-from tensorhub.transport.cma import Words
-from tensorhub.transport.nixl import Exposures
-from tensorhub.transport.shm import Segment
-from tensorhub.transport.verbs import Fabric
+from tensorhub.transport.generation_words import GenerationWords
+from tensorhub.transport.nixl.agents import Exposures
+from tensorhub.transport.rdma.verbs import Fabric
+from tensorhub.transport.shm.segments import Segment
 from tensorhub.types import ContentId, Endpoint, Incarnation, LeaseId, RegistrationId
 
 CHUNK_BYTES = max(SIZES)
@@ -52,11 +52,11 @@ class ServedSource:
         tensors = [TensorDescription(f"t{n}", "uint8", (size,), (n + 1) << 40, size) for n, size in enumerate(SIZES)]
         self._bytes = [self._allocate(size, shares) for size in SIZES]
         self._memory = ChunkMemory(build_manifest(tensors, CHUNK_BYTES, "xxh3-64"), self._bytes)
-        words, exposures = Words(_shared) if shares else Words(), Exposures() if exposes else None
+        words, exposures = GenerationWords(_shared) if shares else GenerationWords(), Exposures() if exposes else None
         self.owner = SharedOwner(fence_grace_s=0.1, words=words, exposures=exposures, fabric=fabric)
         self.right = ReadRight(LeaseId("lease"), Incarnation(os.urandom(8).hex()), REGISTRATION, 1, CONTENT)
-        self._listener = unix.listen() if shares else tcp.listen("127.0.0.1")
-        self.endpoint = Endpoint("any", unix.address_of(self._listener) if shares else tcp.address_of(self._listener))
+        self._listener = unix.listen() if shares else sockets.listen("127.0.0.1")
+        self.endpoint = Endpoint("any", unix.address_of(self._listener) if shares else sockets.address_of(self._listener))
         self._settings = ServeSettings(self.right.incarnation, [secret])
         self._backend = backend
         self._end: anyio.Event | None = None

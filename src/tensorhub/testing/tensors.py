@@ -11,8 +11,8 @@ from typing import Self, overload
 import xxhash
 
 from tensorhub.manifest import Manifest
+from tensorhub.memory.chunks import ChunkMemory
 from tensorhub.memory.tensors import Memory, copy_bytes
-from tensorhub.runtime.chunks import ChunkMemory
 
 
 class Cell(str):

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from tensorhub.accesses import Access, Refusal
 from tensorhub.messages import Grant
-from tensorhub.runtime.acceptor import PATIENCE_S
+from tensorhub.runtime.data.acceptor import PATIENCE_S
 from tensorhub.testing.memory import CHUNK_BYTES
 from tensorhub.testing.pulling import Frame, Lane, Reading
-from tensorhub.worker.owner import Access, Refusal
 
 if TYPE_CHECKING:
     from tensorhub.testing.simulated import SimulatedCluster

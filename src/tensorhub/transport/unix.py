@@ -13,7 +13,7 @@ import time
 from collections.abc import Collection
 
 from tensorhub.transport.base import Cutter, ReadFailure, Unusable
-from tensorhub.transport.tcp import listen_at, shutdown
+from tensorhub.transport.sockets import listen_at, shutdown
 from tensorhub.types import UNMAPPED_UID
 
 PREFIX = "unix:"

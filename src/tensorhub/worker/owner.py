@@ -15,7 +15,7 @@ that still run harm nobody; they are counted by registration, so that the next f
 Results that name an older generation (a digest, a chunk that arrived) are dropped on sight.
 
 Responsible for the decision. Not responsible for locks, waiting, sockets, digesting or time:
-`runtime.serving` wraps this in a condition variable. Every entry point costs at most the size of its request;
+`runtime.data.serving` wraps this in a condition variable. Every entry point costs at most the size of its request;
 `open` costs one pass over the chunks.
 """
 
@@ -24,35 +24,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
+from tensorhub.accesses import CHUNKS_PER_ACCESS_MAX, Access, Refusal, Wait
 from tensorhub.machine import IllegalStep, Story
 from tensorhub.messages import Origin
 from tensorhub.types import ContentId, RegistrationId
-
-CHUNKS_PER_ACCESS_MAX = 1024  # a ChunksFollow frame names no more, and one gather call takes no more buffers
-
-
-@dataclass(frozen=True, slots=True)
-class Access:
-    """The right to touch these chunks' memory until `end`. Digests that nobody has made yet are None."""
-
-    number: int  # never used twice by one Owner
-    registration: RegistrationId
-    generation: int
-    chunks: tuple[int, ...]
-    digests: tuple[int | None, ...]
-    rest: tuple[int, ...]  # what was asked for beyond `chunks`, in the order of asking
-
-
-@dataclass(frozen=True, slots=True)
-class Wait:
-    """None of the wanted chunks is verified here yet; ask again after the next `mark_available`."""
-
-
-@dataclass(frozen=True, slots=True)
-class Refusal:
-    """This memory is not held under that right, and never will be again."""
-
-    reason: str
 
 
 @dataclass(slots=True)

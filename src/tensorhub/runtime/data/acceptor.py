@@ -1,0 +1,204 @@
+"""Accepting readers, and serving each with a blocking thread of its own (a lane).
+
+Responsible for the life of these threads and sockets: none outlives `serve_readers`; and for how many there are: who has not
+proved itself waits on the `Doorstep`, apart from the readers, none of whom takes more than half of the places. Not
+responsible for what may be read (`SharedOwner`), nor for what is said (`Answering`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import time
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import anyio
+import anyio.abc
+import anyio.to_thread
+
+from tensorhub.errors import AuthenticationFailed, OperationTimeout, StateError, TensorHubError
+from tensorhub.logs import Tally, get_logger
+from tensorhub.messages import FromReader, ReadRefused
+from tensorhub.protocol.blocking import BlockingConnection
+from tensorhub.protocol.codec import FROM_READER
+from tensorhub.protocol.frames import NotAuthentic
+from tensorhub.protocol.handshake import NONCE_BYTES, ServerHandshake
+from tensorhub.protocol.lost import ConnectionLost
+from tensorhub.runtime.answering import Answering, not_served
+from tensorhub.runtime.data.serving import Lane, SharedOwner
+from tensorhub.runtime.doorstep import Doorstep, Stranger
+from tensorhub.runtime.pending_handshakes import READERS_MET_MAX, PendingHandshakes, readers_share
+from tensorhub.transport import sockets, unix
+from tensorhub.types import Incarnation
+
+PATIENCE_S = 0.25  # how long one request waits for chunks that its owner lacks; then the reader may ask elsewhere
+REVOKED_S = 1.0  # between two looks at whose token is accepted no more
+
+log = get_logger("tensorhub.owner")
+
+
+@dataclass(frozen=True, slots=True)
+class ServeSettings:
+    """How readers are served. `secrets`: each is accepted, as they are now; b"" is open access. `shared_memory_uids`: see
+    `Options`.
+    """
+
+    incarnation: Incarnation
+    secrets: Sequence[bytes]
+    shared_memory_uids: Collection[int] = ()
+    readers_max: int = 64
+    handshake_timeout_s: float = 10.0
+    stall_timeout_s: float = 10.0  # a reader that takes nothing for so long is given up
+    patience_s: float = PATIENCE_S
+
+
+class _Acceptor:
+    """One listener's connections. All but `proved` belongs to the loop's thread."""
+
+    def __init__(
+        self, listener: socket.socket, owner: SharedOwner, settings: ServeSettings, tasks: anyio.abc.TaskGroup
+    ) -> None:
+        self.owner = owner
+        self.settings = settings
+        self.lanes: set[Lane] = set()  # all whose sockets are open
+        self._tasks = tasks
+        self._threads = 0  # of lanes; also of who was thrown out, until it notices
+        most = readers_share()
+        self.doorstep = Doorstep(
+            listener,
+            PendingHandshakes(most, min(READERS_MET_MAX, most), settings.handshake_timeout_s),
+            self._meet,
+            Tally(log.warning, "stranger_thrown_out"),
+            Tally(log.warning, "accept_failed"),
+            lambda: self._threads < settings.readers_max + 2 * READERS_MET_MAX,
+        )
+
+    def _meet(self, stranger: Stranger) -> None:
+        self._threads += 1
+        self._tasks.start_soon(self._serve, stranger)
+
+    async def _serve(self, stranger: Stranger) -> None:
+        connection = _tuned(stranger.connection, self.settings.stall_timeout_s)
+        if connection is not None:
+            not_given = _why_not_given(stranger.connection, self.settings)
+            lane = Lane(connection, is_local=sockets.is_local(stranger.connection), not_given=not_given)
+            stranger.end = partial(self.owner.stop, lane)
+            self.lanes.add(lane)
+            try:
+                limiter = anyio.CapacityLimiter(1)  # its place is taken already
+                await anyio.to_thread.run_sync(_serve_lane, lane, connection, self, stranger, limiter=limiter)
+            finally:
+                connection.close()
+                self.lanes.remove(lane)
+        self._threads -= 1
+        self.doorstep.dismiss(stranger)
+
+    def proved(self, stranger: Stranger, lane: Lane, reader: Incarnation) -> str:
+        """It has shown who it is: "", or why it is not served, from its own thread."""
+        self.doorstep.dismiss(stranger)
+        readers_max = self.settings.readers_max
+        return self.owner.admit(lane, reader, readers_max, max(1, readers_max // 2))
+
+
+async def serve_readers(listener: socket.socket, owner: SharedOwner, settings: ServeSettings) -> None:
+    """Serve whoever connects to this non-blocking listener, until cancelled; then end all lanes. Leaves it
+    open.
+    """
+    async with anyio.create_task_group() as tasks:
+        acceptor = _Acceptor(listener, owner, settings, tasks)
+        if not isinstance(settings.secrets, tuple):  # else they never change
+            tasks.start_soon(_end_revoked, acceptor)
+        try:
+            await acceptor.doorstep.keep()
+        finally:
+            for lane in acceptor.lanes:
+                owner.stop(lane)
+
+
+async def _end_revoked(acceptor: _Acceptor) -> None:
+    """End the lanes of readers whose token is not accepted any more, again and again: one that has a queue pair reads by
+    itself, whether it asks for anything or not.
+    """
+    while True:
+        await anyio.sleep(REVOKED_S)
+        accepted = tuple(acceptor.settings.secrets)
+        for lane in [lane for lane in acceptor.lanes if lane.secret is not None and lane.secret not in accepted]:
+            _ended.count(reader=lane.reader, reason="its token is not accepted any more")
+            acceptor.owner.stop(lane)
+
+
+def _why_not_given(accepted: socket.socket, settings: ServeSettings) -> str:
+    """Why this connection's process may not map this one's memory; "": it may."""
+    if accepted.family != socket.AF_UNIX:
+        return "it is not connected by a Unix socket"
+    return unix.why_not_given(unix.peer_uid(accepted), settings.shared_memory_uids)
+
+
+def _tuned(connection: socket.socket, stall_timeout_s: float) -> BlockingConnection | None:
+    """That connection, for a thread; None if its peer has gone already."""
+    try:
+        connection.setblocking(True)
+        if connection.family != socket.AF_UNIX:
+            sockets.tune(connection)
+    except OSError:
+        connection.close()
+        return None
+    return BlockingConnection(connection, stall_timeout_s=stall_timeout_s)
+
+
+# --------------------------------------------------------------------------------------------------- one lane
+
+
+_unserved = Tally(log.warning, "reader_refused")
+_ended = Tally(log.info, "lane_ended")
+_meddled = Tally(log.warning, "frame_not_authentic")
+
+
+def _serve_lane(lane: Lane, connection: BlockingConnection, acceptor: _Acceptor, stranger: Stranger) -> None:
+    """Serve one reader until it leaves, breaks the protocol, stops taking bytes, or the lane is stopped."""
+    owner, settings = acceptor.owner, acceptor.settings
+    owner.add_lane(lane)
+    try:
+        if lane.is_stopped:
+            return
+        handshake = ServerHandshake("owner", settings.incarnation, settings.secrets, os.urandom(NONCE_BYTES))
+        connection.handshake(handshake, settings.handshake_timeout_s)
+        lane.secret = handshake.secret
+        refusal = acceptor.proved(stranger, lane, Incarnation(handshake.client_incarnation))
+        with contextlib.closing(Answering(lane, connection, owner, settings.patience_s)) as answering:
+            while (read := answering.pending() or _next_read(lane, connection)) is not None:
+                if handshake.secret not in settings.secrets:
+                    raise AuthenticationFailed("its token is not accepted any more")
+                if refusal:
+                    _unserved.count(reader=handshake.client_incarnation, reason=refusal)
+                    connection.send(ReadRefused(read.request, refusal))
+                    return
+                lane.rests_from = None
+                answering.answer(read)
+                lane.rests_from = time.monotonic()
+    except ConnectionLost:
+        pass
+    except StateError as error:  # this process' own: a GPU that has failed, or a lack of memory
+        not_served.count(reader=lane.reader, reason=str(error))
+    except TensorHubError as error:
+        (_meddled if isinstance(error, NotAuthentic) else _ended).count(reader=lane.reader, reason=str(error))
+    except Exception:  # a defect: it costs this reader its connection, and nobody else anything (G11)
+        log.exception("lane_failed", reader=lane.reader)
+    finally:
+        owner.remove_lane(lane)
+        connection.shutdown()
+
+
+def _next_read(lane: Lane, connection: BlockingConnection) -> FromReader | None:
+    while not lane.is_stopped:
+        try:
+            return connection.receive(FROM_READER)
+        except OperationTimeout:
+            # Idle: a reader that is gone is found out by the socket's keepalive. One in the midst of a message, or that is
+            # not served, is given up.
+            if connection.is_inside_message or lane.reader is None:
+                raise
+    return None

@@ -1,0 +1,286 @@
+"""A reader's channels: each to a granted source, over the best transport that the two workers have in common.
+
+The best one is the first, in the order of preference, by which the source can be read: both have it, it reaches from one to
+the other, and nothing has shown otherwise. One that cannot be used between the two says so when it opens (`Unusable`), and
+is left for a while: a port that was down may be up again. So is one that opens, and then fails again and again: the fetch
+goes on by the next one. What is left comes last, so it is tried all the same where there is no other.
+
+Responsible for which transports this worker has, as each of its incarnations. Not responsible for what is read (`lanes`).
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Sequence
+from functools import partial
+from typing import Any, NamedTuple, TypeVar
+
+import anyio
+import anyio.to_thread
+
+from tensorhub.logs import get_logger
+from tensorhub.messages import Grant
+from tensorhub.runtime.data.lanes import BATCH_BYTES, ChannelOpener, Opened
+from tensorhub.transport.base import (
+    Cutter,
+    Destination,
+    Keeping,
+    NotShared,
+    ReadFailure,
+    ReadRight,
+    Transport,
+    Unusable,
+    can_fill,
+)
+from tensorhub.transport.cma import process as cma
+from tensorhub.transport.cma.reader import CmaTransport
+from tensorhub.transport.cuda_ipc.reader import CudaIpcTransport
+from tensorhub.transport.generation_words import GenerationWords
+from tensorhub.transport.nixl.agents import Exposures
+from tensorhub.transport.nixl.reader import NixlTransport
+from tensorhub.transport.peers import KEPT_S
+from tensorhub.transport.rdma.ports import PORTS_VARIABLE
+from tensorhub.transport.rdma.reader import RdmaTransport
+from tensorhub.transport.rdma.verbs import Fabric
+from tensorhub.transport.registry import Local, Registry
+from tensorhub.transport.shm.reader import ShmTransport
+from tensorhub.transport.shm.segments import Segment
+from tensorhub.transport.tcp.reader import TcpTransport
+from tensorhub.types import ContentId, Endpoint, Incarnation, LeaseId, Location, Options, RegistrationId
+
+TRANSPORTS = Registry()
+TRANSPORTS.add("cuda_ipc", CudaIpcTransport, place=5)
+TRANSPORTS.add("shm", ShmTransport, place=10)
+TRANSPORTS.add("cma", CmaTransport, place=20)
+TRANSPORTS.add("rdma", RdmaTransport, place=40)
+# UCX lets whoever reaches its ports write memory, so nobody has it without having asked for it.
+TRANSPORTS.add("nixl", NixlTransport, place=50, only_by_name=True)
+TRANSPORTS.add("tcp", TcpTransport, place=90)
+PEERS_MAX = 4096  # that are remembered, of each kind of thing that is remembered of them
+FAILURES_MAX = 3  # of a transport with one source, one after the other; then the next one is taken
+LEFT_S = 300.0  # for so long, and twice as long each time that this was in vain: what was in the way may be over
+LEFT_S_MAX = 86_400.0
+
+K = TypeVar("K")
+V = TypeVar("V")
+
+log = get_logger("tensorhub.worker")
+
+
+class _Left(NamedTuple):
+    """Why a transport is not used with a source for so long, and until when."""
+
+    until: float
+    for_s: float
+    why: str
+
+
+class Channels:
+    """Those of one worker. `wanted`: names of transports, best first; None: all that work here."""
+
+    def __init__(self, secrets: Sequence[bytes], options: Options, location: Location, wanted: Sequence[str] | None) -> None:
+        self._secrets = secrets
+        self._options = options
+        self._location = location
+        self._wanted = wanted
+        self._transports: tuple[Transport, ...] = ()
+        self._kept: dict[str, Any] = {}  # see `Local.kept`
+        self._lock = threading.Lock()  # guards what is below
+        self._not_shared: dict[tuple[str, str, str], str] = {}  # why, by (transport, incarnation, registration)
+        self._failures: dict[tuple[str, str], int] = {}  # by (transport, incarnation): since a read ended well
+        self._left: dict[tuple[str, str], _Left] = {}  # by (transport, incarnation)
+        self._chosen: dict[str, str] = {}  # the transport of each source that was logged last, by incarnation
+
+    def __repr__(self) -> str:
+        return f"<Channels over {self._names()}>"
+
+    def _names(self) -> str:
+        return ", ".join(transport.name for transport in self._transports)
+
+    def become(self, incarnation: Incarnation) -> None:
+        """Read as that one from now on. Raises TransportUnavailable for a transport that cannot be had."""
+        self._let_go()
+        self._transports = TRANSPORTS.make(
+            Local(incarnation, self._secrets, self._options, self._kept),
+            self._wanted,
+            self._note_missing,
+        )
+        if "cma" in (self._wanted or ()):
+            cma.let_others_read()
+
+    def _note_missing(self, name: str, reason: str) -> None:
+        """It cannot be had on this machine: worth a warning, if somebody has named its ports."""
+        is_meant = name == "rdma" and bool(self._options.rdma_ports or os.environ.get(PORTS_VARIABLE))
+        say = log.warning if is_meant else log.info
+        say("transport_unavailable", transport=name, reason=reason)
+
+    def words(self) -> GenerationWords | None:
+        """Where those look who read this worker's memory without its help; None: nobody does."""
+        if self.shares:
+            return GenerationWords(lambda nbytes: Segment(nbytes).bytes_at(0, nbytes))
+        return GenerationWords() if any(self._has(name) for name in ("cma", "rdma", "nixl")) else None
+
+    @property
+    def fabric(self) -> Fabric | None:
+        """By which RDMA ports others may read this worker's memory; None: by none."""
+        return self._kept.get("rdma")
+
+    def exposures(self) -> Exposures | None:
+        """What NIXL reads of this worker's memory; None: nothing."""
+        return Exposures() if self._has("nixl") else None
+
+    @property
+    def shares(self) -> bool:
+        """Whether others may map this worker's shared memory: its tensors', or that of its generation words."""
+        return self._has("shm") or self._has("cuda_ipc")
+
+    def _has(self, name: str) -> bool:
+        return any(transport.name == name for transport in self._transports)
+
+    def offers(self, address: str, unix_address: str | None) -> tuple[Endpoint, ...]:
+        """How others may read from this worker, whose listeners they reach at these addresses; best first."""
+        addresses = dict.fromkeys(("cma", "rdma", "nixl", "tcp"), address) | dict.fromkeys(("cuda_ipc", "shm"), unix_address)
+        offered = [(each.name, addresses.get(each.name)) for each in self._transports]
+        return tuple([Endpoint(name, there) for name, there in offered if there is not None])
+
+    async def keep_swept(self) -> None:
+        """Let go, again and again, of what is kept for reads that do not come."""
+        while True:
+            await anyio.sleep(KEPT_S)
+            for transport in self._transports:
+                if isinstance(transport, Keeping):
+                    await anyio.to_thread.run_sync(transport.sweep)  # a GPU's memory may wait for the GPU
+
+    def close(self) -> None:
+        """Give back all that was kept for reads. No lane runs any more."""
+        self._let_go()
+        for each in self._kept.values():
+            each.close()
+
+    def _let_go(self) -> None:
+        """Nobody reads any more by the transports that there are; what they keep ends with their last channel."""
+        transports, self._transports = self._transports, ()
+        for transport in transports:
+            if isinstance(transport, Keeping):
+                transport.close()
+
+    def opener(self, content_id: ContentId) -> ChannelOpener:
+        """What opens the best transport to a granted source; for one content."""
+
+        def open_one(grant: Grant, destination: Destination, cutter: Cutter) -> Opened:
+            right = ReadRight(
+                LeaseId(grant.lease),
+                Incarnation(grant.incarnation),
+                RegistrationId(grant.registration),
+                grant.generation,
+                content_id,
+            )
+            for transport, endpoint in self._common(grant, destination):
+                try:
+                    channel = transport.open(endpoint, right, destination, cutter)
+                except Unusable as error:
+                    if cutter.is_cut:  # which looks like this, too
+                        raise ReadFailure("lost", "the read was given up") from error
+                    self._note_unusable(transport.name, grant, error)
+                except ReadFailure as failure:
+                    if not cutter.is_cut:
+                        self._ended(transport.name, grant, destination, failure)
+                    raise
+                else:
+                    self._note_chosen(transport.name, grant, destination)
+                    batch_bytes = getattr(transport, "batch_bytes", BATCH_BYTES)
+                    ended = partial(self._ended, transport.name, grant, destination)
+                    return Opened(transport.name, channel, transport.lanes, batch_bytes, ended)
+            offered = ", ".join(endpoint.transport for endpoint in grant.endpoints) or "none"
+            reasons = self._in_the_way(grant)
+            what = "none of the transports can be used" if reasons else "no transport in common"
+            text = f"{what}: {grant.source} offers {offered}, here are {self._names()}"
+            raise ReadFailure("unreachable", "; ".join([text, *reasons]))
+
+        return open_one
+
+    def _common(self, grant: Grant, destination: Destination) -> list[tuple[Transport, Endpoint]]:
+        """The transports by which this source may be read, best first, each with its endpoint; those last that were left."""
+        now, peer = time.monotonic(), grant.incarnation
+        found = [
+            (transport, endpoint)
+            for transport in self._transports
+            for endpoint in grant.endpoints
+            if endpoint.transport == transport.name
+            and transport.reaches(self._location, grant.location)
+            and can_fill(transport, destination)
+        ]
+        with self._lock:
+            found = [each for each in found if (each[0].name, peer, grant.registration) not in self._not_shared]
+            found.sort(key=lambda each: (left := self._left.get((each[0].name, peer))) is not None and left.until > now)
+        return found
+
+    def _in_the_way(self, grant: Grant) -> list[str]:
+        """Why transports are not used with this source, of those that could have been."""
+        with self._lock:
+            found = [why for (_, peer, _), why in self._not_shared.items() if peer == grant.incarnation]
+            return found + [left.why for (_, peer), left in self._left.items() if peer == grant.incarnation]
+
+    def _note_chosen(self, name: str, grant: Grant, destination: Destination) -> None:
+        """Say once by which transport a source is read, and why by no better one."""
+        with self._lock:
+            if self._chosen.get(grant.incarnation) == name:
+                return
+            _remember(self._chosen, grant.incarnation, name)
+        offered = {endpoint.transport for endpoint in grant.endpoints}
+        better = [transport.name for transport in self._transports if can_fill(transport, destination)]
+        better = better[: better.index(name)]
+        known = dict(why.split(": ", 1) for why in self._in_the_way(grant))
+        reasons = [
+            f"{each}: {known.get(each, 'does not reach it') if each in offered else 'the source does not offer it'}"
+            for each in better
+        ]
+        log.info("transport_chosen", source=grant.source, transport=name, why="; ".join(reasons) or "the best one here")
+
+    def _ended(self, name: str, grant: Grant, destination: Destination, failure: ReadFailure | None) -> None:
+        """A read ended by itself, well or not: a transport that fails again and again with a source is left for the next."""
+        if failure is not None and failure.reason == "refused":  # the source's own word
+            return
+        key = name, grant.incarnation
+        with self._lock:
+            failures = self._failures.pop(key, 0) + 1
+            if failure is None:
+                self._left.pop(key, None)
+                return
+            if failures < FAILURES_MAX:
+                _remember(self._failures, key, failures)
+                return
+        reason = f"{FAILURES_MAX} reads failed, the last one as {failure}"
+        for_s, _ = self._leave(key, f"{name}: {reason}")
+        if any(transport.name != name for transport, _ in self._common(grant, destination)):
+            log.warning("transport_left", transport=name, source=grant.source, for_s=for_s, reason=reason)
+
+    def _leave(self, key: tuple[str, str], why: str) -> tuple[float, bool]:
+        """Leave that transport with that source for a while: for how long, and whether the reason is a new one."""
+        with self._lock:
+            last = self._left.get(key)
+            for_s = LEFT_S if last is None else min(2 * last.for_s, LEFT_S_MAX)
+            _remember(self._left, key, _Left(time.monotonic() + for_s, for_s, why))
+        return for_s, last is None or last.why != why
+
+    def _note_unusable(self, name: str, grant: Grant, reason: Unusable) -> None:
+        """It is left for a while; or, for one registration only, for good, which is nothing to warn of."""
+        text = f"{name}: {reason}"
+        if isinstance(reason, NotShared):
+            with self._lock:
+                _remember(self._not_shared, (name, grant.incarnation, grant.registration), text)
+            is_news = False
+        else:
+            _, is_news = self._leave((name, grant.incarnation), text)
+        say = log.warning if is_news else log.debug
+        say("transport_unusable", transport=name, source=grant.source, reason=str(reason))
+
+
+def _remember(what: dict[K, V], key: K, value: V) -> None:
+    """Keep the newest PEERS_MAX."""
+    what.pop(key, None)
+    while len(what) >= PEERS_MAX:
+        del what[next(iter(what))]
+    what[key] = value

@@ -1,0 +1,489 @@
+"""The reader's side of the data plane: one shard, read from every source that it is granted, chunk by chunk.
+
+Theory of operation
+-------------------
+Each source has a lane: a blocking thread that takes batches from the `Pull` under one lock, keeps two of them
+asked for, receives straight into the destination, checks digests while the bytes are in the cache, and offers
+each verified chunk to other readers (`SharedOwner`) at once. Nothing of that passes through the event loop.
+The loop hears only events: a source failed, everything is verified.
+
+Where the transport gains by it (`Transport.lanes`), and there is enough to read, more threads *help* the lane: they drive
+the same channel, and share its requests, so that a source still has one connection, one place in the books, and one end.
+The first thread that fails ends the others; the last one to leave closes the channel, and gives back what has not come.
+One that helps and does not get a core for itself retires: beside a trainer, or other readers, it would only push them aside.
+
+Nobody but a lane writes into the destination, and no lane outlives the runner's `async with` block.
+
+Responsible for threads, time and digests. Not responsible for which sources there are (the coordinator), nor
+for whether what arrived may be used (the group's decision).
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from types import TracebackType
+from typing import NamedTuple, Self
+
+import anyio
+import anyio.to_thread
+from anyio.abc import TaskGroup
+
+from tensorhub.memory.chunks import ChunkMemory
+from tensorhub.messages import FLOWS_MAX, Flow, Grant, Origin
+from tensorhub.runtime.data.receive_sizer import ReceiveSizer
+from tensorhub.runtime.data.serving import SharedOwner
+from tensorhub.runtime.wakeup import Wakeup
+from tensorhub.scheduler.pull import Pull
+from tensorhub.transport.base import Arrival, Channel, Cutter, Destination, Lacking, ReadFailure, Reason
+from tensorhub.types import LeaseId, RegistrationId, SourceReport
+
+BATCH_BYTES = 64 * 2**20  # of one request
+BATCHES_OPEN = 2  # of one lane: the next is asked for before the last has arrived
+HELP_BYTES = 16 * 2**20  # left to read for each thread that helps: one takes a fraction of a millisecond to begin
+CORE_SHARE_MIN = 0.7  # of a thread that helps: with less, cores are taken, and it takes them from the others
+CORE_SHARE_AFTER_S = 0.02  # several of the kernel's turns
+LANES_MAX = 64
+
+
+class Opened(NamedTuple):
+    """A channel, by which transport it is, and how many threads it is for. `ended` hears, in a lane's thread, how reading by
+    it has ended: as a failure, or (None) with all that was wanted. It hears nothing of a source that was dropped.
+    """
+
+    transport: str
+    channel: Channel
+    lanes: int = 1
+    batch_bytes: int = BATCH_BYTES
+    ended: Callable[[ReadFailure | None], object] = lambda failure: None
+
+
+ChannelOpener = Callable[[Grant, Destination, Cutter], Opened]
+"""Opens the best channel to a grant's source, in a lane's thread. ReadFailure if none."""
+
+
+@dataclass(frozen=True, slots=True)
+class SourceFailed:
+    """This lease's read ended without all its bytes; what was verified stays. `chunk`: the one with a bad
+    digest.
+    """
+
+    lease: LeaseId
+    reason: Reason
+    detail: str
+    chunk: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class AllVerified:
+    """Every chunk is in the destination, and has its digest. The last event."""
+
+
+PullEvent = SourceFailed | AllVerified
+
+
+@dataclass(frozen=True, slots=True)
+class PullReport:
+    """What a pull has done up to now; see `FetchReport`. `phases`: wait, transfer, verify; they add up to the time
+    that its lanes have existed, summed over lanes.
+    """
+
+    bytes_read: int
+    reread_bytes: int
+    retries: int
+    chunks_verified: int
+    bytes_verified: int
+    bytes_wanted: int  # that were not there at the start
+    phases: dict[str, float]
+    sources: tuple[SourceReport, ...]
+    flows: tuple[Flow, ...] = ()  # those of its sources that have lasted long enough to tell something
+
+
+@dataclass(slots=True)
+class _Lane:
+    """One source's lane. What its threads share is guarded as the pull is."""
+
+    grant: Grant
+    lease: LeaseId
+    origin: Origin
+    cutter: Cutter = field(default_factory=Cutter)
+    transport: str = ""
+    channel: Channel | None = None  # from when it is open until the last thread leaves
+    ended: Callable[[ReadFailure | None], object] = lambda failure: None  # see `Opened`
+    outcome: str = "reading"  # then "used", "dropped", or why it failed
+    failure: ReadFailure | None = None  # the first of its threads', unless it was cut before
+    threads: int = 0  # that drive it now
+    threads_s: float = 0.0  # that all its threads took, those included that run: as if they had begun at 0
+    started: float = 0.0
+    seconds: float = 0.0  # from `started` on, once it has ended
+    batch_bytes: int = BATCH_BYTES  # of one request
+    sizer: ReceiveSizer = field(default_factory=ReceiveSizer)
+    asked: list[set[int]] = field(default_factory=list)  # of each open batch, what has not arrived; none is empty
+    answers: int = 0  # that its threads have dealt with
+
+    @property
+    def ends_by_itself(self) -> bool:
+        """Whether it waits for nobody, once the pull is over: its connection is worth keeping."""
+        return not self.asked and (self.channel is not None or (self.started > 0 and not self.threads))
+
+    def seconds_up_to(self, now: float) -> float:
+        return self.seconds or (now - self.started if self.started else 0.0)
+
+    def threads_s_up_to(self, now: float) -> float:
+        return self.threads_s + self.threads * now
+
+
+class CoreShare:
+    """How much of a core the thread that made this has got since."""
+
+    def __init__(self) -> None:
+        self._began, self._cpu_s = time.perf_counter(), time.thread_time()
+
+    @property
+    def is_small(self) -> bool:
+        """Whether cores are taken, by other threads or by what this one waits for: it brings little here."""
+        seconds = time.perf_counter() - self._began
+        return seconds > CORE_SHARE_AFTER_S and time.thread_time() - self._cpu_s < CORE_SHARE_MIN * seconds
+
+
+class PullRunner:
+    """Reads one shard of one content into `memory`. Use as `async with`; all but its lanes belongs to the
+    loop's thread.
+
+    The registration must be open (filling) at `owner` under `generation` if others are to read what arrives
+    here. Leaving the block, also by cancellation, ends all lanes and returns when the last one has ended.
+    """
+
+    def __init__(
+        self,
+        memory: ChunkMemory,
+        owner: SharedOwner,
+        registration: RegistrationId,
+        generation: int,
+        open_channel: ChannelOpener,
+        *,
+        verified: Iterable[int] = (),
+        published: Mapping[int, int] | None = None,
+        batch_bytes: int = BATCH_BYTES,
+    ) -> None:
+        """`verified`: chunks that `memory` holds, and that were verified, already. `published`: what these chunks must have
+        as digest, whatever their source says.
+        """
+        self._published = published or {}
+        self._memory = memory
+        self._owner = owner
+        self._registration = registration
+        self._generation = generation
+        self._open_channel = open_channel
+        self._batch_bytes = batch_bytes
+        self._changed = threading.Condition()  # guards the pull, the events and `_is_over`; notified when they change
+        self._pull = Pull(memory.sizes, verified)
+        self._events: deque[PullEvent] = deque()  # one per lane at most, and the last one
+        self._is_over = self._pull.done  # no lane asks for anything more
+        if self._is_over:
+            self._events.append(AllVerified())
+        self._lanes: dict[LeaseId, _Lane] = {}
+        self._help: deque[_Lane] = deque()  # those that another thread shall help
+        self._tasks: TaskGroup
+        self._wakeup: Wakeup
+        self._limiter: anyio.CapacityLimiter
+        self._helpers: anyio.CapacityLimiter
+
+    def __repr__(self) -> str:
+        return f"<PullRunner of {self._registration}: {self._pull!r}>"
+
+    # ------------------------------------------------------------------------------------ the loop's own side
+
+    async def __aenter__(self) -> Self:
+        self._wakeup = Wakeup()
+        self._limiter = anyio.CapacityLimiter(LANES_MAX)
+        self._helpers = anyio.CapacityLimiter(LANES_MAX)  # of their own: no source waits for those that help another one
+        self._tasks = anyio.create_task_group()
+        await self._tasks.__aenter__()
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> bool | None:
+        with self._changed:
+            self._is_over = True
+            self._changed.notify_all()
+            busy = [lane for lane in self._lanes.values() if not lane.ends_by_itself]
+        for lane in busy:
+            lane.cutter.cut()
+        return await self._tasks.__aexit__(kind, error, trace)
+
+    def add_source(self, grant: Grant) -> None:
+        """Read from this source as well, from now on; unless all is there, the block is being left, or it was one before."""
+        origin = Origin(grant.registration, grant.generation)
+        lane = _Lane(grant, LeaseId(grant.lease), origin, batch_bytes=self._batch_bytes)
+        with self._changed:
+            if self._is_over or lane.lease in self._lanes:
+                return
+            self._pull.add_source(lane.lease, grant.complete)
+        self._lanes[lane.lease] = lane
+        self._tasks.start_soon(self._run_lane, lane)
+
+    def drop_source(self, lease: LeaseId) -> None:
+        """Stop reading there. No event follows; a lease that is unknown or over already is fine."""
+        lane = self._lanes.get(lease)
+        if lane is None:
+            return
+        lane.cutter.cut()  # first: a lane that is woken below must see it
+        with self._changed:
+            self._pull.drop_source(lease)
+            self._changed.notify_all()
+
+    async def next_event(self) -> PullEvent:
+        """What happens next. After AllVerified nothing does: do not wait for more."""
+        while True:
+            with self._changed:
+                while self._help:
+                    self._tasks.start_soon(self._help_lane, self._help.popleft())
+                if self._events:
+                    return self._events.popleft()
+            await self._wakeup.wait()
+
+    def report(self) -> PullReport:
+        """Counts and seconds up to now."""
+        with self._changed:
+            now, pull, lanes = time.perf_counter(), self._pull, list(self._lanes.values())
+            transfer_s, verify_s = sum(lane.sizer.transfer_s for lane in lanes), sum(lane.sizer.verify_s for lane in lanes)
+            lanes_s = sum(lane.threads_s_up_to(now) for lane in lanes)
+            return PullReport(
+                bytes_read=pull.bytes_read,
+                reread_bytes=pull.reread_bytes,
+                retries=pull.retries,
+                chunks_verified=pull.chunks_verified,
+                bytes_verified=pull.bytes_verified,
+                bytes_wanted=pull.bytes_wanted,
+                phases={
+                    "wait": max(0.0, lanes_s - transfer_s - verify_s),
+                    "transfer": transfer_s,
+                    "verify": verify_s,
+                },
+                sources=tuple(self._source_report(lane, now) for lane in lanes),
+                flows=tuple(flow for lane in lanes if (flow := self._flow(lane)) is not None)[-FLOWS_MAX:],
+            )
+
+    @staticmethod
+    def _flow(lane: _Lane) -> Flow | None:
+        return lane.sizer.flow(lane.lease) if lane.failure is None else None
+
+    def _source_report(self, lane: _Lane, now: float) -> SourceReport:
+        bytes_read, seconds = self._pull.source_bytes(lane.lease), lane.seconds_up_to(now)
+        return SourceReport(lane.grant.source, lane.transport, bytes_read, seconds, lane.outcome)
+
+    async def _run_lane(self, lane: _Lane) -> None:
+        try:
+            await anyio.to_thread.run_sync(self._lane_thread, lane, limiter=self._limiter)
+        finally:
+            if not lane.threads:  # else the last one of those that help it does so
+                self._lane_ended(lane)  # for a thread that was never started
+
+    async def _help_lane(self, lane: _Lane) -> None:
+        await anyio.to_thread.run_sync(self._helping_thread, lane, limiter=self._helpers)
+
+    # ---------------------------------------------------------------------------------------- a lane's threads
+
+    def _lane_thread(self, lane: _Lane) -> None:
+        with self._changed:
+            lane.started = time.perf_counter()
+            self._enter(lane)
+        failure: ReadFailure | None = None
+        try:
+            lane.transport, channel, lanes, batch_bytes, lane.ended = self._open_channel(
+                lane.grant, self._memory, lane.cutter
+            )
+            if batch_bytes != BATCH_BYTES:
+                lane.batch_bytes = batch_bytes
+            with self._changed:
+                lane.channel = channel
+                left = self._pull.bytes_wanted - self._pull.bytes_verified
+                self._help.extend([lane] * min(lanes - 1, left // HELP_BYTES))
+                if self._help:
+                    self._wakeup.set()
+            self._read(lane, channel)
+        except ReadFailure as error:
+            failure = error
+        finally:
+            self._leave(lane, failure)
+
+    def _helping_thread(self, lane: _Lane) -> None:
+        with self._changed:
+            channel = lane.channel
+            if channel is None or lane.cutter.is_cut or self._is_over:
+                return
+            self._enter(lane)
+        failure: ReadFailure | None = None
+        is_retired = False
+        try:
+            is_retired = self._read(lane, channel, CoreShare())
+        except ReadFailure as error:
+            failure = error
+        finally:
+            if not is_retired:
+                self._leave(lane, failure)
+
+    def _enter(self, lane: _Lane) -> None:
+        lane.threads += 1
+        lane.threads_s -= time.perf_counter()
+
+    def _retire(self, lane: _Lane) -> bool:
+        """This thread helps no more, and others go on. False: there are none."""
+        with self._changed:
+            if lane.threads == 1:
+                return False
+            lane.threads -= 1
+            lane.threads_s += time.perf_counter()
+            return True
+
+    def _leave(self, lane: _Lane, failure: ReadFailure | None) -> None:
+        """This thread drives the lane no more. If it has failed, no other one shall; the last one closes the channel."""
+        with self._changed:
+            if failure is not None:
+                self._pull.discarded(lane.lease, failure.bytes_discarded)
+                if lane.failure is None and not lane.cutter.is_cut:
+                    lane.failure = failure
+            lane.threads -= 1
+            lane.threads_s += time.perf_counter()
+            is_last, channel = not lane.threads, lane.channel
+            if is_last:
+                lane.channel = None
+            else:
+                if failure is not None:
+                    lane.cutter.cut()
+                self._changed.notify_all()
+        if is_last:
+            if channel is not None:
+                channel.close()
+            self._lane_ended(lane)
+        else:
+            self._wakeup.set()
+
+    def _lane_ended(self, lane: _Lane) -> None:
+        """Give back what the lane did not bring, now that it writes no more. A second call does nothing."""
+        with self._changed:
+            is_first = lane.outcome == "reading"
+            if is_first and (lane.failure is not None or self._pull.done):
+                lane.ended(lane.failure)  # before a next grant of this source can come
+            if is_first:
+                lane.seconds = time.perf_counter() - lane.started if lane.started else 0.0
+                lane.outcome = self._outcome(lane)
+                if lane.failure is not None:
+                    failed = lane.failure
+                    self._events.append(SourceFailed(lane.lease, failed.reason, failed.detail, failed.chunk))
+            self._pull.lane_ended(lane.lease)
+            self._changed.notify_all()
+        self._wakeup.set()
+
+    def _outcome(self, lane: _Lane) -> str:
+        if self._pull.done:
+            return "used"
+        return "dropped" if lane.failure is None else lane.failure.reason
+
+    def _read(self, lane: _Lane, channel: Channel, share: CoreShare | None = None) -> bool:
+        """Drive the channel until there is nothing more to do. `share`: of this thread, which helps as long as it gets a
+        core; True: it has retired.
+        """
+        while share is None or not share.is_small or not self._retire(lane):
+            if (taken := self._take(lane)) is None:
+                return False
+            batches, answers = taken
+            for batch in batches:
+                channel.submit(batch)
+            # A GPU's digests are made by one launch: small calls do not pay.
+            answer = channel.receive(lane.sizer.call_bytes if self._memory.device is None else lane.batch_bytes)
+            if isinstance(answer, Lacking):
+                self._look_elsewhere(lane, answer)
+            elif answer.chunks:
+                self._settle(lane, answer)
+            elif not self._is_answered_by_others(lane, answers):
+                return False
+        return True
+
+    def _take(self, lane: _Lane) -> tuple[list[tuple[int, ...]], int] | None:
+        """Batches to ask for now: a second one before the first has arrived; and how much was dealt with before. Waits if
+        the lane has nothing to do. None: it is over.
+        """
+        batches: list[tuple[int, ...]] = []
+        with self._changed:
+            while not self._is_over and not lane.cutter.is_cut:
+                while len(lane.asked) < BATCHES_OPEN:
+                    batch = self._pull.next_batch(lane.lease, lane.batch_bytes)
+                    if not batch:
+                        break
+                    lane.asked.append(set(batch))
+                    batches.append(batch)
+                if lane.asked:
+                    break
+                self._changed.wait()
+            if batches and self._pull.is_patchy:
+                self._changed.notify_all()
+            return (batches, lane.answers) if lane.asked else None
+
+    def _is_answered_by_others(self, lane: _Lane, answers: int) -> bool:
+        """All that is asked for is in the hands of other threads of this lane: wait for one of them. False: it is over."""
+        with self._changed:
+            while lane.answers == answers and not self._is_over and not lane.cutter.is_cut:
+                self._changed.wait()
+            return not self._is_over and not lane.cutter.is_cut
+
+    def _look_elsewhere(self, lane: _Lane, answer: Lacking) -> None:
+        """The source lacks these chunks: whoever has them may bring them; if nobody has, they are waited for here."""
+        with self._changed:
+            self._dealt_with(lane, set(answer.chunks))
+            self._pull.lacks(lane.lease, answer.chunks, answer.has)
+            self._changed.notify_all()
+
+    def _dealt_with(self, lane: _Lane, chunks: set[int]) -> None:
+        lane.asked = [left for batch in lane.asked if (left := batch - chunks)]
+        lane.answers += 1
+
+    def _settle(self, lane: _Lane, arrival: Arrival) -> None:
+        """Check what arrived, enter it into the books and offer it to others. ReadFailure for a bad chunk."""
+        started = time.perf_counter()
+        good: list[tuple[int, int | None]] = []
+        bad: list[int] = []
+        digests = self._digests(arrival)
+        for chunk, digest in arrival.chunks:
+            made = digests.get(chunk)
+            if made != (digest if self._memory.width else None) or self._published.get(chunk, made) != made:
+                bad.append(chunk)
+            else:
+                good.append((chunk, digest))
+        seconds = time.perf_counter() - started + arrival.digest_s
+        arrived = {chunk for chunk, _ in arrival.chunks}
+        nbytes = sum([self._memory.sizes[chunk] for chunk in arrived])
+        with self._changed:
+            lane.sizer.arrived(nbytes, arrival.transfer_s, seconds, started, is_digested=self._memory.is_digested)
+            self._dealt_with(lane, arrived)
+            for chunk, _ in good:
+                self._pull.arrived(lane.lease, chunk, ok=True)
+            for chunk in bad:
+                self._pull.arrived(lane.lease, chunk, ok=False)
+            if bad or lane.threads > 1:
+                self._changed.notify_all()
+        self._owner.mark_available(self._registration, self._generation, good, lane.origin)
+        self._finish_if_done()
+        if bad:
+            raise ReadFailure("corrupt", f"chunk {bad[0]} does not have its digest", bad[0])
+
+    def _digests(self, arrival: Arrival) -> Mapping[int, int]:
+        """Of what has arrived, as it is in the destination; none, where there are none to compare them with."""
+        if not self._memory.width:
+            return {}
+        missing = [chunk for chunk, _ in arrival.chunks if chunk not in arrival.made]
+        return {**arrival.made, **dict(zip(missing, self._memory.digests(missing), strict=True))}
+
+    def _finish_if_done(self) -> None:
+        """(The loop is woken when this thread leaves, which it does next: one waking instead of two.)"""
+        with self._changed:
+            if not self._pull.done or self._is_over:
+                return
+            self._is_over = True
+            self._events.append(AllVerified())
+            self._changed.notify_all()

@@ -1,0 +1,510 @@
+"""The owner's side of the data plane: who may read, for threads; the fence; and the lanes that serve readers.
+
+`SharedOwner` puts the pure `Owner` behind one condition variable. A lane holds no lock while it digests or
+sends, only a counted access; the generation is checked, under the lock, for every send call. One-sided readers have no
+access: they look at the registration's word, which is cleared under the same lock. Responsible for
+threads and for ending them; not responsible for which versions exist, nor for who is told to read here.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Protocol
+
+import anyio
+import anyio.to_thread
+
+from tensorhub.accesses import CHUNKS_PER_ACCESS_MAX, Access, Refusal, Wait
+from tensorhub.errors import DrainTimeout, TransportUnavailable
+from tensorhub.machine import InvariantBroken
+from tensorhub.memory.chunks import ChunkMemory
+from tensorhub.messages import Origin
+from tensorhub.runtime.threads import run_in_thread
+from tensorhub.transport.base import NotShared
+from tensorhub.transport.generation_words import WORD_BYTES, GenerationWords, Header
+from tensorhub.transport.nixl.agents import Exposed, Exposures, OnGpu
+from tensorhub.transport.rdma.verbs import Fabric
+from tensorhub.transport.shm.segments import Segment, segments_of
+from tensorhub.types import ContentId, Incarnation, RegistrationId
+from tensorhub.worker.owner import Owner
+
+FENCE_GRACE_S = 1.0  # how long a send call may go on before its reader is taken for stopped
+FENCE_TIMEOUT_S = 60.0
+DIGESTED_BYTES = 32 * 2**20  # in one access, before a fence gets its turn
+REST_S = 0.25  # after which a lane that was asked nothing more is taken for kept, where places are short
+NOT_OPEN = Refusal("this memory is not open under that generation")
+
+
+class Endable(Protocol):
+    """What can be ended from any thread."""
+
+    def shutdown(self) -> None: ...
+
+
+class Lane:
+    """One reader's connection at its owner, as others see it."""
+
+    __slots__ = ("connection", "is_local", "is_stopped", "not_given", "reader", "rests_from", "secret")
+
+    def __init__(self, connection: Endable, *, is_local: bool = False, not_given: str = "") -> None:
+        self.connection = connection
+        self.not_given = not_given  # why its process may not map this one's memory; "": it may, if its token says so, too
+        self.is_local = is_local  # it comes from this host: addresses here are of use there, and told nobody else
+        self.reader: Incarnation | None = None  # known, and proved, after the handshake
+        self.secret: bytes | None = None  # by which it has proved that
+        self.rests_from: float | None = None  # since when nothing is asked; None: something is
+        self.is_stopped = False  # it must begin nothing any more
+
+    def __repr__(self) -> str:
+        return f"<Lane to {self.reader or 'nobody yet'}{', stopped' if self.is_stopped else ''}>"
+
+
+class SharedOwner:
+    """One worker's `Owner` with the memory itself and the lanes that serve it. Every method may be called by
+    any thread.
+    """
+
+    def __init__(
+        self,
+        *,
+        fence_grace_s: float = FENCE_GRACE_S,
+        words: GenerationWords | None = None,
+        exposures: Exposures | None = None,
+        fabric: Fabric | None = None,
+    ) -> None:
+        """`words`: where one-sided readers look; None: nobody reads this memory by himself. `exposures`: by which NIXL
+        reads it; None: it does not. `fabric`: by which RDMA ports it is read; None: by none.
+        """
+        self.fabric = fabric
+        self.on_made: Callable[[RegistrationId], None] = lambda registration: None  # `take_made` has something; any thread
+        self._changed = threading.Condition()  # guards everything below; notified when any of it changes
+        self._owner = Owner()
+        self._memory: dict[RegistrationId, ChunkMemory] = {}
+        self._lanes: set[Lane] = set()
+        self._inside: dict[int, Lane | None] = {}  # access number -> its lane; None: a local copy
+        self._fence_grace_s = fence_grace_s
+        self._exposures = exposures  # thread-safe itself: making one takes long
+        self._words = words  # always a registration's open generation; 0, from before the fence, where it is closed
+
+    def __repr__(self) -> str:
+        return f"<SharedOwner {self._owner!r}, {len(self._lanes)} lanes>"
+
+    # ------------------------------------------------------------------------------------------- what is held
+
+    def open(
+        self,
+        registration: RegistrationId,
+        generation: int,
+        content_id: ContentId,
+        memory: ChunkMemory,
+        *,
+        complete: bool,
+        digests: Sequence[int | None] | None = None,
+        tells: bool = False,
+    ) -> None:
+        """Let readers in: to all of it, or (complete False) to what `mark_available` names from now on. `tells`: `on_made`
+        hears of digests that are made.
+        """
+        sizes = memory.sizes
+        with self._changed:
+            self._owner.open(registration, generation, content_id, sizes, complete=complete, digests=digests, tells=tells)
+            self._memory[registration] = memory
+            self._set_word(registration, generation)
+            self._changed.notify_all()
+
+    def keep_books(self, registration: RegistrationId, generation: int, content_id: ContentId, memory: ChunkMemory) -> None:
+        """Let nobody in, and remember what arrives there, until it is forgotten: of memory that serves nobody."""
+        with self._changed:
+            if self._owner.digests(registration, generation) is None:
+                self._owner.open(registration, generation, content_id, memory.sizes, complete=False, serves=False)
+                self._memory[registration] = memory
+
+    def reopen(self, registration: RegistrationId, generation: int) -> None:
+        """See `Owner.reopen`: what was held, and its digests, are held under another generation."""
+        with self._changed:
+            self._owner.reopen(registration, generation)
+            self._set_word(registration, generation)
+            self._changed.notify_all()
+
+    def mark_available(
+        self,
+        registration: RegistrationId,
+        generation: int,
+        arrived: Iterable[tuple[int, int | None]],
+        origin: Origin | None = None,
+    ) -> bool:
+        """See `Owner.mark_available`; readers that wait for these chunks go on."""
+        with self._changed:
+            taken = self._owner.mark_available(registration, generation, arrived, origin)
+            self._changed.notify_all()
+            return taken
+
+    def revoke(self, registration: RegistrationId, generation: int, chunks: Iterable[int]) -> None:
+        """See `Owner.revoke`; returns when nobody reads them any more. Who takes them too slowly loses his connection."""
+        with self._changed:
+            inside = self._owner.revoke(registration, generation, chunks)
+            if not self._changed.wait_for(lambda: inside.isdisjoint(self._inside), self._fence_grace_s):
+                for access in inside:
+                    lane = self._inside.get(access)
+                    if lane is not None:
+                        self._stop(lane)
+                self._changed.wait_for(lambda: inside.isdisjoint(self._inside), FENCE_TIMEOUT_S)
+
+    def take_made(self, registration: RegistrationId, *, if_all: bool = False) -> tuple[list[tuple[int, int]], bool]:
+        """See `Owner.take_made`."""
+        with self._changed:
+            return self._owner.take_made(registration, if_all=if_all)
+
+    def listed(self, registration: RegistrationId, generation: int) -> tuple[int, tuple[int | None, ...]] | None:
+        """Bytes of one digest, and all digests; None for each that is not known, or altogether for an older generation."""
+        with self._changed:
+            digests, memory = self._owner.digests(registration, generation), self._memory.get(registration)
+            return None if digests is None or memory is None else (memory.width, digests)
+
+    def make_digests(self, registration: RegistrationId, generation: int, content_id: ContentId) -> None:
+        """Make those that are missing. Blocks; ends early where the memory is taken back."""
+        digests = self.digests(registration, generation) or ()
+        missing = [chunk for chunk, digest in enumerate(digests) if digest is None]
+        while missing:
+            window = missing[:CHUNKS_PER_ACCESS_MAX]
+            with self.access(None, registration, generation, content_id, window, DIGESTED_BYTES, 0.0) as answer:
+                if not isinstance(answer, tuple):
+                    return
+                access, memory = answer
+                self.digests_of(access, memory)
+            missing = missing[len(access.chunks) :]
+
+    def origin(self, registration: RegistrationId, generation: int, chunk: int) -> Origin | None:
+        """See `Owner.origin`."""
+        with self._changed:
+            return self._owner.origin(registration, generation, chunk)
+
+    def origins(self, access: Access) -> list[Origin | None]:
+        """See `Owner.origins`."""
+        with self._changed:
+            return self._owner.origins(access)
+
+    def read_from(self, registration: RegistrationId, generation: int, origin: str) -> list[int]:
+        """See `Owner.read_from`."""
+        with self._changed:
+            return self._owner.read_from(registration, generation, origin)
+
+    def complete(self, registration: RegistrationId, generation: int) -> bool:
+        """See `Owner.complete`."""
+        with self._changed:
+            taken = self._owner.complete(registration, generation)
+            self._changed.notify_all()
+            return taken
+
+    def has(self, registration: RegistrationId, generation: int, runs_max: int) -> tuple[tuple[int, int], ...]:
+        """See `Owner.has`."""
+        with self._changed:
+            return self._owner.has(registration, generation, runs_max)
+
+    def there(self, registration: RegistrationId, generation: int, chunks_max: int) -> tuple[int, bytes]:
+        """See `Owner.there`."""
+        with self._changed:
+            return self._owner.there(registration, generation, chunks_max)
+
+    def kept(self, registration: RegistrationId, generation: int) -> list[tuple[int, int]]:
+        """See `Owner.kept`; nothing, where there are no digests to tell by."""
+        with self._changed:
+            memory = self._memory.get(registration)
+            return self._owner.kept(registration, generation) if memory is not None and memory.width else []
+
+    def verify(
+        self, registration: RegistrationId, generation: int, kept: Iterable[tuple[int, int]], check: Callable[[], object]
+    ) -> list[int]:
+        """Those of the `kept` chunks that still have their digest, which others may read from now on. `check` is called
+        between two chunks, and ends it by raising.
+        """
+        memory, found = self._memory[registration], list[int]()
+        for chunk, digest in kept:
+            check()
+            if memory.digest(chunk) == digest and self.mark_available(registration, generation, [(chunk, digest)]):
+                found.append(chunk)
+        return found
+
+    def digests(self, registration: RegistrationId, generation: int) -> tuple[int | None, ...] | None:
+        """See `Owner.digests`."""
+        with self._changed:
+            return self._owner.digests(registration, generation)
+
+    def forget(self, registration: RegistrationId) -> None:
+        """Let go of fenced memory."""
+        with self._changed:
+            self._owner.forget(registration)
+            memory = self._memory.pop(registration, None)
+            if self._words is not None:
+                self._words.forget(registration)
+        if self._exposures is not None:
+            self._exposures.end(registration)
+        if memory is not None:
+            self.release(memory)
+
+    def release(self, memory: ChunkMemory) -> None:
+        """Nobody reads or fills it any more: what a device has registered of it is deregistered."""
+        if self.fabric is not None:
+            self.fabric.release(memory)
+
+    def check_invariants(self) -> None:
+        with self._changed:
+            self._owner.check_invariants()
+
+    # ------------------------------------------------------------------------------------------ one-sided readers
+
+    @property
+    def header(self) -> Header | None:
+        """By what one-sided readers know this process; None: there are none."""
+        return None if self._words is None else self._words.header
+
+    def word_of(self, access: Access) -> int:
+        """Where the word of this access' registration is."""
+        with self._changed:
+            if self._words is None:
+                raise InvariantBroken("there are no words here")
+            return self._words.address(access.registration)
+
+    def is_on_device(self, registration: RegistrationId) -> bool:
+        """Whether its bytes are where the CPU cannot address them."""
+        with self._changed:
+            memory = self._memory.get(registration)
+            return memory is not None and memory.device is not None
+
+    def segments_of(self, registration: RegistrationId, generation: int) -> tuple[Segment, ...] | Refusal:
+        """The shared memory in which all of it and its word are; none if they are not in such memory."""
+        found = self.lies(registration, generation)
+        if isinstance(found, Refusal):
+            return found
+        return () if found is None else segments_of([*found[0].places, found[1]]) or ()
+
+    def lies(self, registration: RegistrationId, generation: int) -> tuple[ChunkMemory, tuple[int, int]] | Refusal | None:
+        """Its memory, and (address, bytes) of its word; None: nobody reads this worker's memory by himself."""
+        with self._changed:
+            if self._words is None:
+                return None
+            memory = self._open_memory(registration, generation)
+            if memory is None:
+                return NOT_OPEN
+            return memory, (self._words.address(registration), WORD_BYTES)
+
+    def agent_of(self, registration: RegistrationId, generation: int) -> tuple[Exposed, int] | str | Refusal:
+        """The agent by which NIXL reads all of it, and where its word is; or why there is none. May take long."""
+        exposures = self._exposures
+        with self._changed:
+            memory, words = self._open_memory(registration, generation), self._words
+            if exposures is None or words is None:
+                return "nixl is not among this worker's transports"
+            if memory is None:
+                return NOT_OPEN
+            word = words.address(registration)
+        if memory.is_read_only:
+            return "what is served from a file is not read by NIXL"
+        places = tuple(memory.places)
+        gpu = OnGpu(memory.device.index, places) if memory.device is not None else None
+        try:
+            found = exposures.of(registration, [*(places if gpu is None else ()), (word, WORD_BYTES)], memory, gpu)
+        except (NotShared, TransportUnavailable) as error:
+            return str(error)
+        with self._changed:
+            is_still_held = self._memory.get(registration) is memory
+        if not is_still_held:  # it was let go while the agent was made: what it reads may be freed next
+            exposures.end(registration)
+            return NOT_OPEN
+        return found, word
+
+    def memory_of(self, registration: RegistrationId, generation: int) -> ChunkMemory | Refusal:
+        """What one-sided readers read there."""
+        with self._changed:
+            return self._open_memory(registration, generation) or NOT_OPEN
+
+    def _open_memory(self, registration: RegistrationId, generation: int) -> ChunkMemory | None:
+        """What one-sided readers may read under that generation."""
+        if self._words is None or not generation or self._words.get(registration) != generation:
+            return None
+        return self._memory.get(registration)
+
+    def end_reading(self) -> None:
+        """This worker ends, and its memory is no concern of its any more: whoever reads it by himself discards that."""
+        with self._changed:
+            if self._words is not None:
+                self._words.close()
+                self._words = None
+        if self._exposures is not None:
+            self._exposures.close()
+
+    def _set_word(self, registration: RegistrationId, generation: int) -> None:
+        if self._words is not None:
+            self._words.set(registration, generation)
+
+    def _close(self, registration: RegistrationId) -> None:
+        """Refuse every further access. One-sided readers name nothing from here on: the word comes before any write (R3)."""
+        self._owner.close(registration)
+        self._set_word(registration, 0)
+
+    # ----------------------------------------------------------------------------------------------- accesses
+
+    @contextmanager
+    def access(
+        self,
+        lane: Lane | None,
+        registration: RegistrationId,
+        generation: int,
+        content_id: ContentId,
+        wanted: Sequence[int],
+        bytes_max: int,
+        patience_s: float,
+    ) -> Iterator[tuple[Access, ChunkMemory] | Wait | Refusal]:
+        """Have some of the chunks to read for the length of the block, after at most `patience_s` of waiting
+        for one.
+        """
+        until = time.monotonic() + patience_s
+        with self._changed:
+            answer = self._begin(lane, registration, generation, content_id, wanted, bytes_max)
+            while isinstance(answer, Wait) and (left_s := until - time.monotonic()) > 0:
+                self._changed.wait(left_s)
+                answer = self._begin(lane, registration, generation, content_id, wanted, bytes_max)
+        if not isinstance(answer, Access):
+            yield answer
+            return
+        try:
+            yield answer, self._memory[registration]
+        finally:
+            with self._changed:
+                self._owner.end(answer)
+                del self._inside[answer.number]
+                self._changed.notify_all()
+
+    def _begin(
+        self,
+        lane: Lane | None,
+        registration: RegistrationId,
+        generation: int,
+        content_id: ContentId,
+        wanted: Sequence[int],
+        bytes_max: int,
+    ) -> Access | Wait | Refusal:
+        if lane is not None and lane.is_stopped:
+            return Refusal("this reader is served no more")
+        answer = self._owner.begin(registration, generation, content_id, wanted, bytes_max)
+        if isinstance(answer, Access):
+            self._inside[answer.number] = lane
+        return answer
+
+    def digests_of(self, access: Access, memory: ChunkMemory) -> list[tuple[int, int]]:
+        """The access' chunks with their digests (0: there are none); missing ones are made and kept."""
+        missing = [chunk for chunk, digest in zip(access.chunks, access.digests, strict=True) if digest is None]
+        kept = {chunk: self.keep_digest(access, chunk, made) for chunk, made in _made(memory, missing)}
+        known = zip(access.chunks, access.digests, strict=True)
+        return [(chunk, kept[chunk] if digest is None else digest) for chunk, digest in known]
+
+    def keep_digest(self, access: Access, chunk: int, made: int) -> int:
+        """This digest was made of a chunk of the access. Returns the one that counts: the first."""
+        with self._changed:
+            kept = self._owner.set_digest(access.registration, access.generation, chunk, made)
+            is_news = self._owner.is_news(access.registration)
+        if is_news:
+            self.on_made(access.registration)
+        return made if kept is None else kept
+
+    # ---------------------------------------------------------------------------------------------- the fence
+
+    def fence(self, registration: RegistrationId, timeout_s: float = FENCE_TIMEOUT_S) -> None:
+        """Refuse every further read of this memory, and return once none runs any more: it may be written
+        then.
+
+        A reader that does not take its bytes within the grace (half of `timeout_s` at most) loses its
+        connection. Needs nobody's cooperation. Raises DrainTimeout (the memory must not be written) if an
+        access cannot be ended; nothing is let in again, unless by `reopen`.
+        """
+        with self._changed:
+            grace_s = min(self._fence_grace_s, timeout_s / 2)
+            self._close(registration)
+            self._changed.notify_all()
+            if self._changed.wait_for(lambda: self._owner.is_quiet(registration), grace_s):
+                return
+            for access, lane in self._inside.items():
+                if lane is not None and self._owner.is_access_to(access, registration):
+                    self._stop(lane)
+            if not self._changed.wait_for(lambda: self._owner.is_quiet(registration), timeout_s - grace_s):
+                raise DrainTimeout(f"{registration} is still being read after {timeout_s:g} s: do not write it")
+
+    async def fence_async(self, registration: RegistrationId, timeout_s: float = FENCE_TIMEOUT_S) -> None:
+        """As `fence`, for a task. It cannot be cancelled in between: memory is fenced, or it is not."""
+        with self._changed:
+            self._close(registration)
+            self._changed.notify_all()
+            if self._owner.is_quiet(registration):
+                return
+        limiter = anyio.CapacityLimiter(1)
+        with anyio.CancelScope(shield=True):
+            await run_in_thread(self.fence, registration, timeout_s, limiter=limiter)
+
+    # -------------------------------------------------------------------------------------------------- lanes
+
+    def add_lane(self, lane: Lane) -> None:
+        with self._changed:
+            self._lanes.add(lane)
+
+    def admit(self, lane: Lane, reader: Incarnation, readers_max: int, of_one_max: int) -> str:
+        """This lane's peer has proved to be that reader: "", it is served from now on; else why not."""
+        with self._changed:
+            served = [each for each in self._lanes if each.reader is not None and not each.is_stopped]
+            of_one = [each for each in served if each.reader == reader]
+            if len(of_one) >= of_one_max:
+                if not self._stop_resting(of_one):
+                    return (
+                        f"{of_one_max} connections of this reader are served here already (half of Options.readers_max): "
+                        "let some fetches end first"
+                    )
+            elif len(served) >= readers_max and not self._stop_resting(served):
+                return f"{readers_max} connections are served here already (Options.readers_max): try again, or elsewhere"
+            lane.reader, lane.rests_from = reader, time.monotonic()
+            return ""
+
+    def _stop_resting(self, lanes: Sequence[Lane]) -> bool:
+        """End the one whose reader keeps it for later, longest of all; False: each of them may be in use."""
+        resting = [(each.rests_from, each) for each in lanes if each.rests_from is not None]
+        since, lane = min(resting, key=lambda each: each[0], default=(0.0, None))
+        if lane is None or time.monotonic() - since < REST_S:
+            return False
+        self._stop(lane)
+        return True
+
+    def remove_lane(self, lane: Lane) -> None:
+        """The lane's thread is done with it."""
+        with self._changed:
+            if lane in self._inside.values():
+                raise InvariantBroken(f"{lane!r} is inside an access")
+            self._lanes.discard(lane)
+            self._changed.notify_all()
+
+    def cut(self, reader: Incarnation, timeout_s: float = FENCE_TIMEOUT_S) -> None:
+        """End every connection of this reader; returns when none of them reads any more."""
+        with self._changed:
+            for lane in self._lanes:
+                if lane.reader == reader:
+                    self._stop(lane)
+            self._changed.wait_for(lambda: all(lane.reader != reader for lane in self._lanes), timeout_s)
+
+    def stop(self, lane: Lane) -> None:
+        """Have a lane end soon."""
+        with self._changed:
+            self._stop(lane)
+
+    def _stop(self, lane: Lane) -> None:
+        lane.is_stopped = True
+        lane.connection.shutdown()
+        self._changed.notify_all()
+
+
+def _made(memory: ChunkMemory, chunks: Sequence[int]) -> Iterator[tuple[int, int]]:
+    """Each chunk with its digest, made now: one after the other, as each is wanted, where it is the CPU that makes them."""
+    if memory.device is not None:
+        yield from zip(chunks, memory.digests(chunks), strict=True)
+        return
+    for chunk in chunks:
+        yield chunk, memory.digest(chunk)

@@ -1,0 +1,156 @@
+"""Cross-memory attach: one process copies out of another one's memory on the same host, by `process_vm_readv`.
+
+One copy, by the reader's CPU, and nothing of the other process takes part. Its header tells that process from every other,
+and its generation words say until when it may be read (`generation_words`).
+
+Responsible for the copying and its limits. Not responsible for who is told where to read (`cma.owner`).
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import os
+import platform
+import sys
+from array import array
+from collections.abc import Sequence
+from pathlib import Path
+
+from tensorhub.transport.generation_words import NONCE_BYTES, WORD_BYTES, Header
+from tensorhub.transport.one_sided import CALL_BYTES, GROUP_BYTES, Piece
+
+_PR_SET_PTRACER = 0x59616D61
+_PR_SET_PTRACER_ANY = ctypes.c_ulong(-1)
+
+_libc = ctypes.CDLL(None, use_errno=True)
+
+
+# --------------------------------------------------------------------------------------------------------- copying
+
+
+def copy(pid: int, call: Sequence[Piece]) -> None:
+    """Copy these pieces (see `cut_up`) out of the memory of that process, without the GIL. OSError: not all could be read.
+
+    The addresses here must be writable memory of that size; those there may be anything.
+    """
+    left = list(call)
+    while left:
+        here = array("Q", [number for piece in left for number in (piece.here, piece.nbytes)])
+        there = array("Q", [number for piece in left for number in (piece.there, piece.nbytes)])
+        count = _readv(pid, here.buffer_info()[0], len(left), there.buffer_info()[0], len(left))
+        while left and count >= left[0].nbytes:
+            count -= left.pop(0).nbytes
+        if count:
+            here_at, there_at, nbytes = left[0]
+            left[0] = Piece(here_at + count, there_at + count, nbytes - count)
+
+
+def _readv(pid: int, here: int, here_count: int, there: int, there_count: int) -> int:
+    ctypes.set_errno(0)
+    count: int = _libc.process_vm_readv(
+        ctypes.c_int(pid),
+        ctypes.c_void_p(here),
+        ctypes.c_ulong(here_count),
+        ctypes.c_void_p(there),
+        ctypes.c_ulong(there_count),
+        ctypes.c_ulong(0),
+    )
+    if count <= 0:
+        code = ctypes.get_errno() or errno.EFAULT
+        raise OSError(code, os.strerror(code))
+    return count
+
+
+def fault_here() -> str | None:
+    """Why this process cannot read another one's memory at all, and what to do; None if it can."""
+    if sys.platform != "linux" or platform.machine() != "x86_64":
+        return f"it is for Linux on x86-64, and this is {sys.platform} on {platform.machine()}"
+    if not hasattr(_libc, "process_vm_readv"):
+        return "this C library has no process_vm_readv"
+    seen, told = ctypes.c_uint64(), ctypes.c_uint64(1)
+    try:
+        copy(os.getpid(), [Piece(ctypes.addressof(seen), ctypes.addressof(told), WORD_BYTES)])
+    except OSError as error:
+        what = "allow it in the container's seccomp profile (a kernel older than 4.8 needs CAP_SYS_PTRACE for that)"
+        return f"process_vm_readv is forbidden here ({error.strerror}): {what}"
+    return None
+
+
+def restriction(path: Path = Path("/proc/sys/kernel/yama/ptrace_scope")) -> str | None:
+    """Between which processes of this machine Yama lets it work, and what to do; None if it is not in the way."""
+    try:
+        scope = path.read_text().strip()
+    except OSError:  # this kernel has no Yama
+        return None
+    match scope:
+        case "0":
+            return None
+        case "1":
+            return "kernel.yama.ptrace_scope is 1: only sources that name cma in transports= let others read them"
+        case _:
+            return f"kernel.yama.ptrace_scope is {scope}: only readers with CAP_SYS_PTRACE may read (none, at 3)"
+
+
+def why_not(error: OSError) -> str:
+    """What an error of the first read from a process means, and what to do."""
+    match error.errno:
+        case errno.EPERM:
+            return (
+                "the kernel forbids reading that process: run both as one user, and where kernel.yama.ptrace_scope is 1, "
+                "name cma in the source's transports=, or give the reader CAP_SYS_PTRACE"
+            )
+        case errno.ESRCH:
+            return "there is no such process here: workers in different pid namespaces need different Location.host"
+        case _:
+            return f"its memory cannot be read ({error.strerror})"
+
+
+def let_others_read() -> None:
+    """Have Yama (ptrace_scope 1) let this user's other processes read this one. Without Yama nothing happens."""
+    _libc.prctl(ctypes.c_int(_PR_SET_PTRACER), _PR_SET_PTRACER_ANY, ctypes.c_ulong(0), ctypes.c_ulong(0), ctypes.c_ulong(0))
+
+
+class Process:
+    """That process' memory, as `transport.one_sided` reads it. For several threads."""
+
+    hot_bytes = 2**20  # what a core's own cache holds on a server
+    call_bytes = CALL_BYTES
+    group_bytes = GROUP_BYTES
+
+    def __init__(self, header: Header) -> None:
+        self._header = header
+
+    def __repr__(self) -> str:
+        return f"<Process {self._header.pid}>"
+
+    def copy(self, call: Sequence[Piece]) -> None:
+        """See `copy`."""
+        copy(self._header.pid, call)
+
+    def is_unchanged(self, word: int, generation: int) -> bool:
+        """See `Look.is_unchanged`."""
+        return Look(self._header).is_unchanged(word, generation)
+
+
+class Look:
+    """What a reader sees of an owner's nonce and word, after it has copied. For one thread."""
+
+    def __init__(self, header: Header) -> None:
+        self._header = header
+        self._seen = ctypes.create_string_buffer(NONCE_BYTES + WORD_BYTES)
+        self._at = ctypes.addressof(self._seen)
+
+    def is_there(self) -> bool:
+        """Whether that process is the one that the header is of. OSError if it cannot be read."""
+        copy(self._header.pid, [self._nonce_piece()])
+        return self._seen.raw[:NONCE_BYTES] == self._header.nonce
+
+    def is_unchanged(self, word: int, generation: int) -> bool:
+        """Whether it is, and its word at that address says that generation. OSError if it cannot be read."""
+        copy(self._header.pid, [self._nonce_piece(), Piece(self._at + NONCE_BYTES, word, WORD_BYTES)])
+        expected = self._header.nonce + generation.to_bytes(WORD_BYTES, sys.byteorder)
+        return generation != 0 and self._seen.raw == expected
+
+    def _nonce_piece(self) -> Piece:
+        return Piece(self._at, self._header.address, NONCE_BYTES)

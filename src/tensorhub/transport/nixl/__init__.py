@@ -1,0 +1,1 @@
+"""A reader reads a source's registered memory by NIXL."""

@@ -1,0 +1,173 @@
+"""A one-sided reader's channel: the owner says where chunks lie, and the reader copies them out of its memory by itself.
+
+Asking, waiting, refusing and ending are as over tcp, on the two workers' own connection. What was copied is named only if
+the generation word, looked at afterwards, is as it must be (R3); so no fence waits for a reader.
+
+Everything that the source says is hostile. An address that it names is only ever read from, in that source's own memory,
+into the destination's own views, with the lengths of the reader's own manifest: a lie gives an error, or bytes without
+their digest.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections import deque
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple, Protocol
+
+from tensorhub.errors import ProtocolError
+from tensorhub.messages import ChunksLie, Locate, StillWaiting
+from tensorhub.transport.base import Arrival, Cutter, Destination, Lacking, ReadFailure, ReadRight
+from tensorhub.transport.read_client import ReadClient
+from tensorhub.transport.streaming_digest import SMALL_BYTES, StreamingDigests
+
+GROUP_BYTES = 16 * 2**20  # copied by one thread at a time, so that all threads end at about the same time
+CALL_BYTES = 8 * 2**20  # of one system call: a millisecond or so, after which a reader that is cut off notices
+CALL_PIECES_MAX = 1024  # Linux' IOV_MAX
+LANES_MAX = 4  # of one source: more would take a trainer's cores for little more memory bandwidth
+
+
+def lanes_here() -> int:
+    """How many threads copy faster than one."""
+    return min(LANES_MAX, len(os.sched_getaffinity(0)))
+
+
+class Piece(NamedTuple):
+    """So many bytes from an address there to an address here."""
+
+    here: int
+    there: int
+    nbytes: int
+
+
+def cut_up(pieces: Sequence[Piece], call_bytes: int = CALL_BYTES) -> Iterator[list[Piece]]:
+    """What one system call each copies: at most `call_bytes`, in CALL_PIECES_MAX pieces, in their order."""
+    call: list[Piece] = []
+    room = call_bytes
+    for piece in pieces:
+        here, there, left = piece
+        while left:
+            taken = min(left, room)
+            call.append(Piece(here, there, taken))
+            here, there, left, room = here + taken, there + taken, left - taken, room - taken
+            if not room or len(call) == CALL_PIECES_MAX:
+                yield call
+                call, room = [], call_bytes
+    if call:
+        yield call
+
+
+class Source(Protocol):
+    """The memory of another process, by its own addresses. For several threads."""
+
+    hot_bytes: int  # to copy by one call and digest then
+    call_bytes: int  # to copy by one call
+    group_bytes: int  # to copy under one look at the word
+
+    def copy(self, call: Sequence[Piece]) -> None:
+        """Copy these pieces (see `cut_up`) into this process, without the GIL. OSError: not all could be read; nothing is
+        written there after that. TimeoutError: the source has stalled.
+        """
+
+    def is_unchanged(self, word: int, generation: int) -> bool:
+        """Whether its word at that address says that generation, and it is that process. OSError: it cannot be read."""
+
+
+class _Located(NamedTuple):
+    chunk: int
+    digest: int
+    address: int
+    word: int
+
+
+class OneSidedChannel:
+    """See `transport.base.Channel`. Several threads may drive it."""
+
+    def __init__(
+        self,
+        client: ReadClient,
+        source: Source,
+        right: ReadRight,
+        destination: Destination,
+        cutter: Cutter,
+    ) -> None:
+        self._client = client
+        self._source = source
+        self._right = right
+        self._destination = destination
+        self._cutter = cutter
+        self._turn = threading.Lock()  # guards hearing and what was heard: one listens, the others wait for what it hears
+        self._located: deque[_Located] = deque()  # and not taken yet
+
+    def __repr__(self) -> str:
+        return f"<OneSidedChannel to {self._source!r}, {self._client!r}>"
+
+    def submit(self, chunks: Sequence[int]) -> None:
+        self._client.ask(Locate, chunks)
+
+    def receive(self, bytes_max: int) -> Arrival | Lacking:
+        started = time.perf_counter()
+        # A GPU's are made when all of it is there.
+        is_small = self._destination.is_digested and bytes_max <= SMALL_BYTES and self._destination.device is None
+        bytes_max = min(bytes_max, self._source.group_bytes)
+        with self._turn:
+            if not self._located:
+                if self._client.is_answered:
+                    return Arrival((), time.perf_counter() - started, 0.0)
+                with self._client.failures():
+                    message = self._client.hear()
+                    if isinstance(message, StillWaiting):
+                        return self._client.lacking(message)
+                    self._enter(message)
+            group = self._next_group(bytes_max)
+        first_byte = time.perf_counter()
+        views = [(located.chunk, self._destination.buffer(located.chunk)) for located in group] if is_small else []
+        digests = StreamingDigests(views) if is_small else None
+        self._copy(group, digests)
+        seconds = time.perf_counter() - first_byte
+        chunks = [(located.chunk, located.digest) for located in group]
+        if digests is None:
+            return Arrival(chunks, first_byte - started, seconds)
+        return Arrival(chunks, first_byte - started, seconds - digests.seconds, digests.made, digests.seconds)
+
+    def _enter(self, message: object) -> None:
+        if not isinstance(message, ChunksLie):
+            raise ProtocolError(f"a Locate is answered with {type(message).__name__}")
+        self._client.announced(message.request, [chunk for chunk, _, _ in message.chunks])
+        self._located.extend([_Located(*chunk, message.word) for chunk in message.chunks])
+
+    def _next_group(self, bytes_max: int) -> list[_Located]:
+        """Take what is copied next, under one word: one chunk at least, then up to `bytes_max`."""
+        group: list[_Located] = []
+        while self._located and self._located[0].word == (group or self._located)[0].word:
+            bytes_max -= self._destination.sizes[self._located[0].chunk]
+            if group and bytes_max < 0:
+                break
+            group.append(self._located.popleft())
+        return group
+
+    def _copy(self, group: list[_Located], digests: StreamingDigests | None) -> None:
+        copied = 0
+        here, sizes = self._destination.address, self._destination.sizes
+        pieces = [Piece(here(located.chunk), located.address, sizes[located.chunk]) for located in group]
+        try:
+            for call in cut_up(pieces, self._source.call_bytes if digests is None else self._source.hot_bytes):
+                if self._cutter.is_cut:
+                    raise ReadFailure("lost", "the read was given up", bytes_discarded=copied)
+                self._source.copy(call)
+                copied += sum(piece.nbytes for piece in call)
+                if digests is not None:
+                    digests.go_on([piece.nbytes for piece in call])
+            is_valid = self._source.is_unchanged(group[0].word, self._right.generation)
+        except TimeoutError as error:
+            raise ReadFailure("stalled", str(error.strerror), bytes_discarded=copied) from error
+        except OSError as error:
+            text = f"the source's memory cannot be read (any more): {error.strerror}"
+            raise ReadFailure("lost", text, bytes_discarded=copied) from error
+        if not is_valid:
+            raise ReadFailure("refused", "the memory has changed its generation", bytes_discarded=copied)
+
+    def close(self) -> None:
+        self._client.close()

@@ -1,0 +1,140 @@
+"""A reader's connections to owners: each is proved once, and kept for the next read.
+
+Responsible for connecting as who one is, for which connection may be used again, and for how many are kept, and how long.
+Not responsible for what is said on them (`read_client`).
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from dataclasses import dataclass
+from typing import Protocol
+
+from tensorhub.errors import TensorHubError
+from tensorhub.protocol.blocking import BlockingConnection
+from tensorhub.protocol.handshake import NONCE_BYTES, ClientHandshake
+from tensorhub.protocol.lost import ConnectionLost
+from tensorhub.transport import sockets, unix
+from tensorhub.transport.base import Cutter, ReadFailure, ReadRight
+from tensorhub.transport.generation_words import Header
+from tensorhub.transport.registry import Local
+from tensorhub.types import Incarnation, RegistrationId
+
+KEPT_MAX = 32  # of one worker's, for each transport: beyond it the one that was used longest ago goes
+KEPT_S = 60.0  # of one that is not used; an owner that needs its place takes it earlier
+
+
+class Closable(Protocol):
+    """What a transport has set up over a connection, and needs it."""
+
+    def close(self) -> None: ...
+
+
+@dataclass(slots=True, eq=False, repr=False)
+class Peer:
+    """One connection to an owner, both proved. Belongs to one channel at a time."""
+
+    connection: BlockingConnection
+    address: str
+    incarnation: Incarnation  # the owner's
+    secret: bytes  # under which it was proved
+    is_local: bool  # the owner is on this host
+    is_sound: bool = True  # no call on it has failed
+    used: float = 0.0  # when it was given back
+    header: Header | None = None  # of the owner's process, once it was found (cma)
+    registration: RegistrationId | None = None  # for which it was: what is on a GPU is not read by it
+    link: Closable | None = None  # the queue pair that was made over it (rdma): it goes first
+
+    def __repr__(self) -> str:
+        return f"<Peer {self.incarnation} at {self.address}{'' if self.is_sound else ', not sound'}>"
+
+    def close(self) -> None:
+        """End it, with all that was set up over it."""
+        if self.link is not None:
+            self.link.close()
+        self.connection.close()
+
+
+class Peers:
+    """Those of one transport of one incarnation. For any thread."""
+
+    def __init__(self, local: Local) -> None:
+        self._local = local
+        self._lock = threading.Lock()  # guards both
+        self._kept: list[Peer] = []  # the one that was used last at the end
+        self._is_closed = False
+
+    def __repr__(self) -> str:
+        return f"<Peers, {len(self._kept)} kept>"
+
+    def open(self, address: str, right: ReadRight, cutter: Cutter) -> Peer:
+        """A connection to the right's owner, kept or new, which the cutter ends; to be given back.
+
+        Raises ReadFailure("unreachable"), Unusable.
+        """
+        while (peer := self._take(address, right.incarnation)) is not None:
+            if peer.secret == self._local.secret and peer.connection.is_quiet:
+                cutter.attach(peer.connection.shutdown)
+                return peer
+            peer.close()
+        return self._connect(address, right, cutter)
+
+    def give_back(self, peer: Peer, cutter: Cutter, *, is_answered: bool) -> None:
+        """Keep it, if nothing has failed on it and nothing is expected from it; else it is closed."""
+        cutter.detach()
+        gone = [peer]
+        if peer.is_sound and is_answered and not cutter.is_cut:
+            with self._lock:
+                if not self._is_closed:
+                    peer.used = time.monotonic()
+                    self._kept.append(peer)
+                    gone = [self._kept.pop(0)] if len(self._kept) > KEPT_MAX else []
+        _close(gone)
+
+    def sweep(self) -> None:
+        """Close what was not used for a while. Called now and then."""
+        before = time.monotonic() - KEPT_S
+        with self._lock:
+            gone = [peer for peer in self._kept if peer.used < before]
+            del self._kept[: len(gone)]
+        _close(gone)
+
+    def close(self) -> None:
+        """Keep nothing any more."""
+        with self._lock:
+            self._is_closed = True
+            gone, self._kept = self._kept, []
+        _close(gone)
+
+    def _take(self, address: str, incarnation: Incarnation) -> Peer | None:
+        with self._lock:
+            for at in reversed(range(len(self._kept))):
+                if (self._kept[at].address, self._kept[at].incarnation) == (address, incarnation):
+                    return self._kept.pop(at)
+        return None
+
+    def _connect(self, address: str, right: ReadRight, cutter: Cutter) -> Peer:
+        options, secret = self._local.options, self._local.secret
+        kind = unix if address.startswith(unix.PREFIX) else sockets
+        sock = kind.connect(address, options.connect_timeout_s, cutter)
+        is_local = sockets.is_local(sock)
+        connection = BlockingConnection(sock, stall_timeout_s=options.stall_timeout_s)
+        try:
+            cutter.attach(connection.shutdown)
+            mine, nonce = self._local.incarnation, os.urandom(NONCE_BYTES)
+            handshake = ClientHandshake("reader", mine, secret, nonce, expected_incarnation=right.incarnation)
+            connection.handshake(handshake, options.connect_timeout_s)
+        except BaseException as error:
+            cutter.detach()
+            connection.close()
+            if isinstance(error, TensorHubError | ConnectionLost):
+                raise ReadFailure("unreachable", f"{address}: {error}") from error
+            raise
+        return Peer(connection, address, right.incarnation, secret, is_local)
+
+
+def _close(peers: list[Peer]) -> None:
+    for peer in peers:
+        peer.close()

@@ -1,0 +1,412 @@
+"""The rdma transport: a reader's device reads the source's memory by itself, over a reliable connection of queue pairs.
+
+The conversation is that of the other one-sided transports: the reader asks where chunks lie, over the two workers' own
+connection, reads them, and names them if the generation word, read after them, is as it must be (`rdma.reads`). The
+queue pair is set up over that connection too, and lives as long. Before anything is asked for, the reader reads the source's
+nonce through it, in a packet as large as any: that it is the right process, and that the way is whole.
+
+Connection and queue pair are kept together for the next version after a read that ended in order (`peers`): the source is
+then asked for the new registration with the same end of the queue pair. After any failure, both go.
+
+A destination on a GPU is written by the device itself where that reaches it, and through a few registered buffers on the
+host where it does not: the GPU copies what is proved out of one while the others are filled. So may a source's bytes be
+(`pairing`), which then come in pieces that follow one another, as over tcp.
+
+Everything that the source says is hostile: its addresses and keys are only ever read from, into the destination's own
+registered memory, with the lengths of the reader's own manifest.
+"""
+
+from __future__ import annotations
+
+import itertools
+import mmap
+import time
+from collections import deque
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from tensorhub.errors import OperationTimeout, ProtocolError
+from tensorhub.memory.tensors import address_of
+from tensorhub.messages import (
+    ChunksFollow,
+    ChunksPinned,
+    FindPorts,
+    Locate,
+    PieceStaged,
+    PortsAre,
+    RdmaPort,
+    StillWaiting,
+)
+from tensorhub.protocol.blocking import PACE_BYTES
+from tensorhub.transport.base import (
+    DEVICE,
+    HOST,
+    Arrival,
+    Channel,
+    Cutter,
+    Destination,
+    Lacking,
+    NotShared,
+    ReadFailure,
+    ReadRight,
+    Unusable,
+)
+from tensorhub.transport.peers import Peer, Peers
+from tensorhub.transport.rdma import ports as rdma
+from tensorhub.transport.rdma.link import Link, prepare_destination
+from tensorhub.transport.rdma.ports import Move, Port
+from tensorhub.transport.rdma.reads import WINDOW_BYTES, Group, Reads
+from tensorhub.transport.rdma.verbs import Fabric, Keys, verbs
+from tensorhub.transport.read_client import ReadClient
+from tensorhub.transport.registry import Local
+from tensorhub.transport.staging import Pinned
+from tensorhub.types import Endpoint, Location
+
+GROUP_BYTES = 4 * 2**20  # of chunks that are named together, at least one
+PAIRS_TRIED_MAX = 4  # of ports, for one link
+PIECES_MAX = 64  # that a source has staged, and that are not read yet
+PIECE_BYTES_MIN = PACE_BYTES  # of one, unless it is the last one: less, now and then, would hold a chunk for days
+
+
+class RdmaTransport:
+    """RDMA READs through reliable queue pairs; between hosts whose ports reach each other."""
+
+    name = "rdma"
+    lanes = 1  # the device reads while the lane digests what has come
+    fills = HOST | DEVICE
+
+    def __init__(self, local: Local) -> None:
+        if self.name not in local.kept:
+            ports = rdma.usable_ports(local.options.rdma_ports)  # first: without a device nothing need be installed
+            verbs()
+            local.kept[self.name] = Fabric(ports)
+        self._options = local.options
+        self._peers = Peers(local)
+        self.fabric: Fabric = local.kept[self.name]
+        self._turns = itertools.count()
+
+    def __repr__(self) -> str:
+        return f"<RdmaTransport, {self.fabric!r}, {self._peers!r}>"
+
+    def reaches(self, here: Location, there: Location) -> bool:
+        """Within a site: between datacenters every pair of ports would be tried in vain."""
+        return here.site == there.site
+
+    def open(self, endpoint: Endpoint, right: ReadRight, destination: Destination, cutter: Cutter) -> Channel:
+        """Connect, prove who is who, and set up a queue pair, or take up what there is of it; see `Transport.open`."""
+        peer = self._peers.open(endpoint.address, right, cutter)
+        client = ReadClient(self._peers, peer, right, cutter)
+        try:
+            link = self._linked(peer, client, right)
+            pinned = prepare_destination(link, destination)
+        except BaseException:
+            peer.is_sound = False  # a queue pair that is of no use goes, at both ends
+            client.close()
+            raise
+        return RdmaChannel(client, peer, link, right, destination, cutter, self._options.stall_timeout_s, pinned)
+
+    def sweep(self) -> None:
+        """See `Keeping`."""
+        self._peers.sweep()
+
+    def close(self) -> None:
+        """See `Keeping`."""
+        self._peers.close()
+
+    def _linked(self, peer: Peer, client: ReadClient, right: ReadRight) -> Link:
+        """The connection's queue pair, if its source has kept it, too; else a new one. As of `Link.ask`."""
+        link = peer.link
+        if isinstance(link, Link):
+            if link.ask(client, right).card == link.theirs:
+                return link
+            peer.link = None
+            link.close()
+        peer.link = link = self._new_link(client, right)
+        return link
+
+    def _new_link(self, client: ReadClient, right: ReadRight) -> Link:
+        """By one of the pairs of ports. Unusable, which says of each what is in the way."""
+        until = time.monotonic() + self._options.connect_timeout_s
+        ports = self._ports_of(client)
+        pairs = rdma.pairs(self.fabric.ports, ports, next(self._turns))
+        if not pairs:
+            raise Unusable(rdma.apart(self.fabric.ports, ports) if ports else NOT_OFFERED)
+        faults: list[str] = []
+        for here, there in pairs[:PAIRS_TRIED_MAX]:
+            try:
+                return self._pair(client, right, self.fabric.ports[here], there, until)
+            except NotShared:
+                raise
+            except (Unusable, OSError, OperationTimeout) as error:
+                faults.append(str(getattr(error, "strerror", None) or error))
+                if client.connection.is_readable() or time.monotonic() > until:  # (its end: nothing was asked)
+                    break
+        raise Unusable("; ".join(dict.fromkeys(faults)))
+
+    @staticmethod
+    def _ports_of(client: ReadClient) -> Sequence[RdmaPort]:
+        with client.failures():
+            client.connection.send(FindPorts(0))
+            message = client.hear()
+            if not isinstance(message, PortsAre):
+                raise ProtocolError(f"it is asked for its RDMA ports, and answers {type(message).__name__}")
+            return message.ports
+
+    def _pair(self, client: ReadClient, right: ReadRight, port: Port, place: int, until: float) -> Link:
+        queue = self.fabric.reader(port)
+        try:
+            link = Link(queue, place)
+        except BaseException:
+            queue.close()
+            raise
+        try:
+            paired = link.ask(client, right)
+            link.theirs = paired.card
+            queue.connect(paired.card)
+            link.prove(client.connection, paired, until)
+        except BaseException:
+            link.close()
+            raise
+        return link
+
+
+NOT_OFFERED = "its memory is not to be read by RDMA"
+
+
+class _Part(NamedTuple):
+    """Of one chunk, as much as is read at a time: all of it, unless one end is staged."""
+
+    chunk: int
+    digest: int
+    offset: int
+    nbytes: int
+    there: int  # address
+    key: int
+    word: tuple[int, int]  # (address, key)
+    staged_for: int | None = None  # the request whose piece is taken with this part
+
+
+class _Landed(NamedTuple):
+    """What is to be done when a group is proved."""
+
+    buffer: int | None  # it is in that one
+    copies: Sequence[tuple[int, int, int]]  # (to, source, bytes), out of it
+    taken: Sequence[int]  # requests of pieces that are read
+
+
+class RdmaChannel:
+    """See `transport.base.Channel`."""
+
+    def __init__(
+        self,
+        client: ReadClient,
+        peer: Peer,
+        link: Link,
+        right: ReadRight,
+        destination: Destination,
+        cutter: Cutter,
+        stall_timeout_s: float,
+        pinned: Pinned | None = None,
+    ) -> None:
+        """`pinned`: what is read lands there first."""
+        self._client = client
+        self._connection = client.connection
+        self._peer = peer
+        self._link = link
+        self._right = right
+        self._destination = destination
+        self._cutter = cutter
+        self._stall_timeout_s = stall_timeout_s
+        self._pinned = pinned
+        self._buffers = deque(range(len(pinned.staging.buffers) if pinned is not None else 0))  # that are free
+        self._reads = Reads(link.queue, link.words, mmap.PAGESIZE, link.queue.device.depth)
+        self._coming: deque[tuple[int, int]] = deque()  # (chunk, digest) whose pieces follow
+        self._come_bytes = 0  # of the first of them
+        self._pieces = 0  # that are staged for this reader
+        self._located: deque[_Part] = deque()  # and not read yet
+        self._proved: deque[tuple[int, int, int]] = deque()  # (chunk, digest, bytes) that are there, and not named yet
+        self._unnamed_bytes = 0  # that are there, those of chunks of which parts are lacking included
+
+    def __repr__(self) -> str:
+        return f"<RdmaChannel by {self._link!r}, {self._client!r}, {self._reads!r}>"
+
+    def submit(self, chunks: Sequence[int]) -> None:
+        self._client.ask(Locate, chunks)
+
+    def receive(self, bytes_max: int) -> Arrival | Lacking:
+        started = time.perf_counter()
+        try:
+            with self._client.failures():
+                lacking, first_byte = self._read_some(started)
+        except OSError as error:
+            text = f"the queue pair fails: {error.strerror or error}"
+            raise ReadFailure("lost", text, bytes_discarded=self._unnamed_bytes) from error
+        except ReadFailure as failure:
+            failure.bytes_discarded += self._unnamed_bytes
+            raise
+        if lacking is not None:
+            return lacking
+        chunks = self._take(bytes_max)
+        return Arrival(chunks, first_byte - started, time.perf_counter() - first_byte)
+
+    def _read_some(self, started: float) -> tuple[Lacking | None, float]:
+        """Go on until chunks are proved, or some are lacking, or nothing is asked for; and since when bytes come."""
+        first_byte, until, done = started, time.monotonic() + self._stall_timeout_s, -1
+        while True:
+            if self._cutter.is_cut:
+                raise ReadFailure("lost", "the read was given up")
+            self._land(self._reads.completed())
+            while self._connection.is_readable():
+                if (lacking := self._hear()) is not None:
+                    return lacking, first_byte
+            while self._located and self._reads.is_hungry and self._has_room():
+                self._add_group()
+            self._reads.post()
+            if self._proved or (self._reads.is_idle and self._client.is_answered and not self._coming):
+                return None, first_byte
+            if self._reads.is_idle:
+                if (lacking := self._hear()) is not None:
+                    return lacking, first_byte
+                first_byte = time.perf_counter()
+                continue
+            if self._reads.done != done:
+                done, until = self._reads.done, time.monotonic() + self._stall_timeout_s
+            self._link.wait(self._connection, until)
+
+    def _hear(self) -> Lacking | None:
+        message = self._client.hear()
+        match message:
+            case StillWaiting():
+                return self._client.lacking(message)
+            case ChunksPinned():
+                self._client.announced(message.request, [chunk for chunk, *_ in message.chunks])
+                word = message.word, message.key
+                for chunk, digest, there, key in message.chunks:
+                    self._locate(_Part(chunk, digest, 0, self._destination.sizes[chunk], there, key, word))
+                return None
+            case ChunksFollow():
+                self._client.announced(message.request, [chunk for chunk, _ in message.chunks])
+                self._coming.extend(message.chunks)
+                self._name_empty()
+                return None
+            case PieceStaged():
+                self._locate_piece(message)
+                return None
+            case _:
+                raise ProtocolError(f"a Locate is answered with {type(message).__name__}")
+
+    def _locate(self, part: _Part) -> None:
+        """Have that read, in parts that have room where they land."""
+        room = part.nbytes if self._pinned is None else self._pinned.staging.piece_bytes
+        for start in range(0, part.nbytes, room) if part.nbytes else (0,):
+            size, offset, there = min(room, part.nbytes - start), part.offset + start, part.there + start
+            self._located.append(part._replace(offset=offset, nbytes=size, there=there))
+
+    def _locate_piece(self, piece: PieceStaged) -> None:
+        """The next bytes of what is coming are there."""
+        self._pieces += 1
+        if self._pieces > PIECES_MAX:
+            raise ProtocolError(f"more than {PIECES_MAX} pieces are staged, and not taken")
+        there, left, word = piece.address, piece.nbytes, (piece.word, piece.word_key)
+        while left:
+            if not self._coming:
+                raise ProtocolError("a piece is staged, of no chunk that is to follow")
+            chunk, digest = self._coming[0]
+            nbytes = min(left, self._destination.sizes[chunk] - self._come_bytes)
+            self._locate(_Part(chunk, digest, self._come_bytes, nbytes, there, piece.key, word))
+            self._come_bytes, there, left = self._come_bytes + nbytes, there + nbytes, left - nbytes
+            if self._come_bytes == self._destination.sizes[chunk]:
+                self._coming.popleft()
+                self._come_bytes = 0
+                self._name_empty()
+        if self._coming and piece.nbytes < PIECE_BYTES_MIN:
+            raise ProtocolError(f"a piece of {piece.nbytes} bytes is staged, and more is to follow")
+        self._located[-1] = self._located[-1]._replace(staged_for=piece.request)
+
+    def _name_empty(self) -> None:
+        """Chunks without bytes need no piece."""
+        while self._coming and not self._come_bytes and not self._destination.sizes[self._coming[0][0]]:
+            self._proved.append((*self._coming.popleft(), 0))
+
+    def _has_room(self) -> bool:
+        """Whether more can be read before some of what is there is taken."""
+        return bool(self._buffers) if self._pinned is not None else self._proved_bytes() < WINDOW_BYTES
+
+    def _add_group(self) -> None:
+        """Have the next parts read, under one word: one at least, then up to GROUP_BYTES."""
+        word, room = self._located[0].word, GROUP_BYTES
+        if self._pinned is not None:
+            room = min(room, self._pinned.staging.piece_bytes)
+        parts: list[_Part] = []
+        while self._located and self._located[0].word == word:
+            room -= self._located[0].nbytes
+            if parts and room < 0:
+                break
+            parts.append(self._located.popleft())
+        sizes = self._destination.sizes
+        ends = [part for part in parts if part.offset + part.nbytes == sizes[part.chunk]]
+        chunks = [(part.chunk, part.digest, sizes[part.chunk]) for part in ends]
+        moves, landed = self._moves([part for part in parts if part.nbytes])
+        taken = [part.staged_for for part in parts if part.staged_for is not None]
+        self._reads.add(chunks, moves, word, self._right.generation, landed._replace(taken=taken))
+
+    def _moves(self, parts: Sequence[_Part]) -> tuple[list[Move], _Landed]:
+        """What reads these parts, and what is to be done then."""
+        device, destination = self._link.queue.device, self._destination
+        moves: list[Move] = []
+        if self._pinned is None:
+            for part in parts:
+                here = destination.address(part.chunk) + part.offset
+                keys = self._keys_of(here, part.nbytes)
+                moves.append(Move(here + keys.shift, keys.local, part.there, part.key, part.nbytes))
+            return moves, _Landed(None, (), ())
+        buffer, copies = self._buffers.popleft(), list[tuple[int, int, int]]()
+        here = address_of(self._pinned.staging.buffers[buffer])
+        for part in parts:
+            keys = device.keys(self._pinned, here, part.nbytes)
+            moves.append(Move(here, keys.local, part.there, part.key, part.nbytes))
+            copies.append((destination.address(part.chunk) + part.offset, here, part.nbytes))
+            here += part.nbytes
+        return moves, _Landed(buffer, copies, ())
+
+    def _keys_of(self, address: int, nbytes: int) -> Keys:
+        """Of the destination. ReadFailure: that part of it cannot be registered, of which a first one could be."""
+        try:
+            return self._link.queue.device.keys(self._destination, address, nbytes)
+        except OSError as error:
+            raise ReadFailure("lost", f"the memory to read into: {error.strerror}") from error
+
+    def _land(self, groups: Sequence[Group]) -> None:
+        """These are proved: their chunks can be named when they are where they belong. StateError: the GPU has failed."""
+        for group in groups:
+            landed: _Landed = group.tag
+            for request in landed.taken:
+                self._pieces -= 1
+                self._client.say_taken(request)
+            if self._pinned is not None and landed.buffer is not None:
+                self._pinned.staging.scatter(landed.copies)
+                self._buffers.append(landed.buffer)
+            self._unnamed_bytes += group.nbytes
+            self._proved.extend(group.chunks)
+        if groups and self._pinned is None and self._destination.device is not None:
+            self._destination.device.settle()
+
+    def _take(self, bytes_max: int) -> list[tuple[int, int]]:
+        """Proved chunks: one, and then up to `bytes_max`."""
+        taken: list[tuple[int, int]] = []
+        while self._proved:
+            bytes_max -= self._proved[0][2]
+            if taken and bytes_max < 0:
+                break
+            chunk, digest, nbytes = self._proved.popleft()
+            self._unnamed_bytes -= nbytes
+            taken.append((chunk, digest))
+        return taken
+
+    def _proved_bytes(self) -> int:
+        return sum(nbytes for _, _, nbytes in self._proved)
+
+    def close(self) -> None:
+        if not self._reads.is_idle or self._located or self._coming:
+            self._peer.is_sound = False  # the queue pair goes, and with it what is under way
+        self._client.close()

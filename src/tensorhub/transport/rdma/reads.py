@@ -1,0 +1,158 @@
+"""What one reader has under way on one queue pair: groups of chunks, each with a look at the source's generation word.
+
+Theory of operation
+-------------------
+A *group* is some chunks and then, as its last work request, a read of the source's generation word. That one is *fenced*: it
+begins when the reads before it have completed, so that the word is looked at when the bytes have arrived (R3). The order in
+which a queue pair answers reads would not be enough: a device may have several of them on its way to the memory at a time.
+A word that is as it must be proves the whole group; each group's lands in a slot of its own, zeroed before.
+
+Requests are posted as far as the queue takes them, WINDOW_BYTES at a time, the next group's behind the last one's, so that
+the wire never waits for this process; only every SIGNAL_EVERY-th and each group's last one are told of when they are done.
+
+Responsible for order, room and what a completion proves. Not responsible for waiting, nor for what is to be read.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from tensorhub.transport.base import ReadFailure
+from tensorhub.transport.generation_words import WORD_BYTES
+from tensorhub.transport.rdma.ports import Move, cut, failure_of
+
+WINDOW_BYTES = 16 * 2**20  # under way: what a fast network brings while a chunk is digested
+SIGNAL_EVERY = 8  # work requests: room in the queue comes back in such portions
+CALL_WORKS = 16  # posted by one call
+
+
+class Posts(Protocol):
+    """See `verbs.ReaderQueue`."""
+
+    def post(self, moves: Sequence[Move], first: int, signaled: frozenset[int], fenced: frozenset[int]) -> None: ...
+    def poll(self) -> list[tuple[int, int]]: ...
+
+
+class Slots(Protocol):
+    """See `verbs.Landing`."""
+
+    address: int
+    key: int
+
+    def word(self, place: int) -> Any: ...
+
+
+@dataclass(slots=True)
+class Group:
+    """Chunks that are named together, or not at all."""
+
+    chunks: Sequence[tuple[int, int, int]]  # (number, digest, bytes); of the last one, if it is read in parts, the last part
+    nbytes: int
+    generation: int
+    slot: int
+    tag: Any  # whatever the caller wants to know of it
+    last: int = -1  # the number of its last work request, once that is posted
+
+
+class Reads:
+    """Those of one reader. For one thread."""
+
+    def __init__(self, queue: Posts, slots: Slots, slots_bytes: int, depth: int) -> None:
+        """`depth`: work requests that the queue takes; `slots`: for one group more than that."""
+        self._queue = queue
+        self._slots = slots
+        self._slots_bytes = slots_bytes
+        self._depth = depth
+        self._next_slot = 0
+        self._todo: deque[tuple[Move, Group | None]] = deque()  # not posted yet; with the group whose last it is
+        self._groups: deque[Group] = deque()  # that are not proved yet, in their order
+        self._under_way: deque[int] = deque()  # the bytes of each work request that is posted and not known to be done
+        self._bytes_under_way = 0
+        self._posted = 0  # work requests, ever
+        self._done = 0  # of them, up to the last one that was told of
+
+    def __repr__(self) -> str:
+        return (
+            f"<Reads: {len(self._groups)} groups, {self._posted - self._done} requests under way, {len(self._todo)} to come>"
+        )
+
+    @property
+    def is_hungry(self) -> bool:
+        """Whether another group could be posted soon."""
+        return len(self._todo) < SIGNAL_EVERY and len(self._groups) < self._depth
+
+    @property
+    def done(self) -> int:
+        """Grows while bytes come."""
+        return self._done
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether nothing is under way."""
+        return not self._groups and not self._todo and self._posted == self._done
+
+    def add(
+        self,
+        chunks: Sequence[tuple[int, int, int]],
+        moves: Sequence[Move],
+        word: tuple[int, int],
+        generation: int,
+        tag: Any = None,
+    ) -> None:
+        """Read what of these chunks is left by these moves, and the word at that (address, key) behind them."""
+        slot, self._next_slot = self._next_slot, (self._next_slot + WORD_BYTES) % self._slots_bytes
+        self._slots.word(slot).value = 0
+        group = Group(chunks, sum(move.nbytes for move in moves), generation, slot, tag)
+        self._groups.append(group)
+        self._todo.extend((move, None) for move in cut(moves))
+        self._todo.append((Move(self._slots.address + slot, self._slots.key, *word, WORD_BYTES), group))
+
+    def post(self) -> None:
+        """Post what there is room for. OSError."""
+        while self._todo and (room := self._depth - (self._posted - self._done)) > 0:
+            moves: list[Move] = []
+            signaled, fenced = set[int](), set[int]()
+            number = self._posted
+            while self._todo and len(moves) < min(room, CALL_WORKS) and self._has_room(self._todo[0][0]):
+                move, group = self._todo.popleft()
+                self._under_way.append(move.nbytes)
+                self._bytes_under_way += move.nbytes
+                if group is not None:
+                    group.last = number
+                    fenced.add(number)
+                    signaled.add(number)
+                elif (
+                    number % SIGNAL_EVERY == SIGNAL_EVERY - 1
+                    or len(moves) + 1 == room
+                    or not self._has_room(self._todo[0][0])
+                ):
+                    signaled.add(number)
+                moves.append(move)
+                number += 1
+            if not moves:
+                return
+            self._queue.post(moves, self._posted, frozenset(signaled), frozenset(fenced))
+            self._posted = number
+
+    def _has_room(self, move: Move) -> bool:
+        return not self._under_way or self._bytes_under_way + move.nbytes <= WINDOW_BYTES
+
+    def completed(self) -> list[Group]:
+        """The groups that are proved by now, perhaps none. ReadFailure."""
+        proved: list[Group] = []
+        for number, status in self._queue.poll():
+            if status:
+                raise failure_of(status)
+            while self._done <= number:
+                self._bytes_under_way -= self._under_way.popleft()
+                self._done += 1
+        while self._groups and 0 <= self._groups[0].last < self._done:
+            group = self._groups.popleft()
+            if not group.generation or self._slots.word(group.slot).value != group.generation:
+                text = "the memory has changed its generation"
+                raise ReadFailure("refused", text, bytes_discarded=group.nbytes + sum(each.nbytes for each in proved))
+            proved.append(group)
+        return proved

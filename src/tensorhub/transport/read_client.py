@@ -1,0 +1,144 @@
+"""What a reader says to an owner over the two workers' own connection, whichever way the bytes then take.
+
+Responsible for asking under the read right, for holding the owner to what it was asked, and for naming failures. Several
+threads may ask at a time while one listens. Not responsible for the connection's life (`peers`), nor for bytes, digests or
+books.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterable, Iterator, Sequence
+
+from tensorhub.errors import AuthenticationFailed, OperationTimeout, ProtocolError
+from tensorhub.logs import Tally, get_logger
+from tensorhub.messages import (
+    FromOwner,
+    Locate,
+    PieceTaken,
+    Read,
+    ReadRefused,
+    StillWaiting,
+)
+from tensorhub.protocol.codec import FROM_OWNER
+from tensorhub.protocol.frames import NotAuthentic
+from tensorhub.protocol.lost import ConnectionLost
+from tensorhub.transport.base import Cutter, Lacking, ReadFailure, ReadRight
+from tensorhub.transport.peers import Peer, Peers
+
+_meddled = Tally(get_logger("tensorhub.worker").warning, "frame_not_authentic")
+
+
+class ReadClient:
+    """One reader's requests to one owner, under one right. To be closed, which gives the connection back."""
+
+    def __init__(self, peers: Peers, peer: Peer, right: ReadRight, cutter: Cutter) -> None:
+        self.connection = peer.connection
+        self._peers = peers
+        self._peer = peer
+        self._right = right
+        self._cutter = cutter
+        self._is_closed = False
+        self._sending = threading.Lock()  # guards the order of requests
+        self._next_request = 0
+        self._asked: dict[int, set[int]] = {}  # request -> its chunks that were not announced yet; never empty
+
+    def __repr__(self) -> str:
+        return f"<ReadClient {self._right.incarnation}, {len(self._asked)} requests open>"
+
+    def failures(self) -> Failures:
+        """What all that uses the connection is done within."""
+        return Failures(self._peer)
+
+    def close(self) -> None:
+        """Give the connection back. A second call does nothing."""
+        if not self._is_closed:
+            self._is_closed = True
+            self._peers.give_back(self._peer, self._cutter, is_answered=self.is_answered)
+
+    @property
+    def is_answered(self) -> bool:
+        """Whether nothing is expected from the owner."""
+        return not self._asked
+
+    def ask(self, kind: type[Read | Locate], chunks: Sequence[int]) -> None:
+        """Ask for these chunks."""
+        right = self._right
+        with self._sending, self.failures():
+            request = self._next_request
+            self._next_request += 1
+            self._asked[request] = set(chunks)
+            runs = tuple(_runs(chunks))
+            self.connection.send(kind(request, right.lease, right.registration, right.generation, right.content_id, runs))
+
+    def say_taken(self, request: int) -> None:
+        """A piece that was staged for this request is read."""
+        with self._sending, self.failures():
+            self.connection.send(PieceTaken(request))
+
+    def hear(self) -> FromOwner:
+        """What the owner says next, within `failures`. ReadFailure: "refused" if it serves no more, "lost" if it is gone."""
+        message = self.connection.receive(FROM_OWNER)
+        match message:
+            case ReadRefused():
+                raise ReadFailure("refused", message.reason)
+            case None:
+                raise ReadFailure("lost", "the source closed the connection")
+            case _:
+                return message
+
+    def announced(self, request: int, chunks: Iterable[int]) -> None:
+        """An answer names these chunks: each was asked for, and has not been named before, or it is a ProtocolError."""
+        asked, named = self._asked.get(request, set()), list(chunks)
+        arrived = set(named)
+        if not arrived or len(arrived) != len(named) or not arrived <= asked:
+            raise ProtocolError(f"request {request} is answered with chunks that it does not ask for")
+        asked -= arrived
+        if not asked:
+            del self._asked[request]
+
+    def lacking(self, message: StillWaiting) -> Lacking:
+        """That request is over; what was asked for and has not come is not to be had here now."""
+        chunks, end = self._asked.pop(message.request, None), 0
+        if not chunks:
+            raise ProtocolError(f"request {message.request} is ended, and was not asked, or is over")
+        for first, count in message.has:
+            if first < end or count < 1:
+                raise ProtocolError("what a source has is told in ascending runs")
+            end = first + count
+        return Lacking(sorted(chunks), message.has)
+
+
+def _runs(chunks: Sequence[int]) -> Iterator[tuple[int, int]]:
+    """Ascending chunk numbers as (first, count) runs."""
+    first = previous = chunks[0]
+    for chunk in chunks[1:]:
+        if chunk != previous + 1:
+            yield first, previous - first + 1
+            first = chunk
+        previous = chunk
+    yield first, previous - first + 1
+
+
+class Failures:
+    """Turns what a connection raises into the reason that the coordinator hears, and counts what came in in vain. After any
+    failure nobody knows what comes next on that connection.
+    """
+
+    def __init__(self, peer: Peer) -> None:
+        self._peer = peer
+
+    def __enter__(self) -> None:
+        self._before = self._peer.connection.payload_bytes
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        if error is not None:
+            self._peer.is_sound = False
+        discarded = self._peer.connection.payload_bytes - self._before
+        if isinstance(error, NotAuthentic):
+            _meddled.count(source=self._peer.incarnation, address=self._peer.address, reason=str(error))
+        match error:
+            case OperationTimeout():
+                raise ReadFailure("stalled", str(error), bytes_discarded=discarded) from error
+            case ConnectionLost() | ProtocolError() | AuthenticationFailed():
+                raise ReadFailure("lost", str(error), bytes_discarded=discarded) from error

@@ -1,0 +1,1 @@
+"""Chunks over the reader's own connection, by blocking sockets: works everywhere."""

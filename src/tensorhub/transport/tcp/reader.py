@@ -1,0 +1,131 @@
+"""The tcp transport's channel: the bytes come over the reader's own connection to the owner's lane.
+
+Responsible for taking exactly the chunks that were asked for. Not responsible for digests or books.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Sequence
+from contextlib import closing
+
+from tensorhub.cuda.device import Device
+from tensorhub.errors import ProtocolError
+from tensorhub.messages import ChunkDigest, ChunkFollows, ChunksFollow, Read, StillWaiting
+from tensorhub.transport.base import DEVICE, HOST, Arrival, Channel, Cutter, Destination, Lacking, ReadRight
+from tensorhub.transport.peers import Peers
+from tensorhub.transport.read_client import ReadClient
+from tensorhub.transport.registry import Local
+from tensorhub.transport.staging import Staging
+from tensorhub.transport.streaming_digest import SMALL_BYTES, StreamingDigests, cut
+from tensorhub.types import Endpoint, Location
+
+
+class TcpTransport:
+    """Blocking sockets; works everywhere."""
+
+    name = "tcp"
+    lanes = 1
+    fills = HOST | DEVICE
+
+    def __init__(self, local: Local) -> None:
+        self._peers = Peers(local)
+
+    def reaches(self, here: Location, there: Location) -> bool:
+        """Always, as far as locations say."""
+        return True
+
+    def open(self, endpoint: Endpoint, right: ReadRight, destination: Destination, cutter: Cutter) -> Channel:
+        """Connect and prove who is who; see `Transport.open`."""
+        peer = self._peers.open(endpoint.address, right, cutter)
+        return TcpChannel(ReadClient(self._peers, peer, right, cutter), destination)
+
+    def sweep(self) -> None:
+        """See `Keeping`."""
+        self._peers.sweep()
+
+    def close(self) -> None:
+        """See `Keeping`."""
+        self._peers.close()
+
+
+class TcpChannel:
+    """See `transport.base.Channel`."""
+
+    def __init__(self, client: ReadClient, destination: Destination) -> None:
+        self._client = client
+        self._connection = client.connection
+        self._destination = destination
+        self._staging: Staging | None = None
+        self._coming: deque[tuple[int, int | None]] = deque()  # of the present frame, not received yet; None: comes behind
+
+    def __repr__(self) -> str:
+        return f"<TcpChannel, {self._client!r}>"
+
+    def submit(self, chunks: Sequence[int]) -> None:
+        self._client.ask(Read, chunks)
+
+    def receive(self, bytes_max: int) -> Arrival | Lacking:
+        started = time.perf_counter()
+        with self._client.failures():
+            if not self._coming:
+                message = self._client.hear()
+                match message:
+                    case StillWaiting():
+                        return self._client.lacking(message)
+                    case ChunksFollow():
+                        self._client.announced(message.request, [chunk for chunk, _ in message.chunks])
+                        self._coming.extend(message.chunks)
+                    case ChunkFollows():
+                        self._client.announced(message.request, [message.chunk])
+                        self._coming.append((message.chunk, None))
+                    case _:
+                        raise ProtocolError(f"a read is answered with {type(message).__name__}")
+            first_byte = time.perf_counter()
+            group = self._next_group(bytes_max)
+            is_on_host = self._destination.device is None
+            views = [self._destination.buffer(chunk) for chunk, _ in group] if is_on_host else []
+            digests = StreamingDigests(zip([chunk for chunk, _ in group], views, strict=is_on_host))
+            if self._destination.device is not None:
+                self._receive_staged(group, self._destination.device)
+            elif self._destination.is_digested and bytes_max <= SMALL_BYTES:
+                for call in cut(views):
+                    self._connection.receive_into(call)
+                    digests.go_on([view.nbytes for view in call])
+            else:
+                self._connection.receive_into(views)
+            chunk, digest = group[0]
+            if digest is None:
+                group = [(chunk, self._digest_behind())]
+        seconds = time.perf_counter() - first_byte - digests.seconds
+        return Arrival(group, first_byte - started, seconds, digests.made, digests.seconds)
+
+    def _receive_staged(self, group: Sequence[tuple[int, int | None]], device: Device) -> None:
+        """Receive what goes to a GPU: one piece is copied there while the next is received."""
+        if self._staging is None:
+            self._staging = Staging(device)
+        destination = self._destination
+        places = [(destination.address(chunk), destination.sizes[chunk]) for chunk, _ in group]
+        with closing(self._staging.incoming(places)) as pieces:
+            for piece in pieces:
+                self._connection.receive_into([piece])
+
+    def _next_group(self, bytes_max: int) -> list[tuple[int, int | None]]:
+        """Take the next chunks of the present frame: one at least, then up to `bytes_max`."""
+        group: list[tuple[int, int | None]] = []
+        while self._coming:
+            bytes_max -= self._destination.sizes[self._coming[0][0]]
+            if group and bytes_max < 0:
+                break
+            group.append(self._coming.popleft())
+        return group
+
+    def _digest_behind(self) -> int:
+        message = self._client.hear()
+        if not isinstance(message, ChunkDigest):
+            raise ProtocolError(f"a chunk's digest is to follow, and {type(message).__name__} comes")
+        return message.digest
+
+    def close(self) -> None:
+        self._client.close()
