@@ -31,6 +31,7 @@ from tensorhub.messages import (
     Digests,
     Done,
     ErrorInfo,
+    Fenced,
     Fill,
     Flow,
     FromCoordinator,
@@ -39,8 +40,8 @@ from tensorhub.messages import (
     Heartbeat,
     Held,
     Join,
-    Kept,
     Leave,
+    LeaveRequest,
     ManifestReply,
     Outcome,
     Pin,
@@ -53,13 +54,12 @@ from tensorhub.messages import (
     Register,
     Registered,
     Retain,
+    RetainedAck,
     Rollback,
     Start,
     Unpin,
     Watch,
     Welcome,
-    Withdraw,
-    Withdrawn,
 )
 from tensorhub.testing import CHUNKS, DEVICE, Handle, PureCluster
 from tensorhub.testing.memory import make_manifest
@@ -194,7 +194,7 @@ def refused_messages(cluster: PureCluster) -> dict[str, list[FromWorker]]:
         "retain": [Retain(7, "actor", 5)],
         "pin": [Pin(7, "p", "actor", 1)],
         "rollback": [Rollback(7, "i", "actor", 0)],
-        "unpublish": [Withdraw(7, "r0", 1, 60.0, True, False, False)],
+        "unpublish": [LeaveRequest(7, "r0", 1, 60.0, True, False, False)],
     }
 
 
@@ -220,8 +220,8 @@ def test_what_is_said_of_memory_that_others_read_is_not_heard() -> None:
     (held,) = holdings(cluster)
     before = books(cluster)
     for message in (
-        Withdrawn(trainer.id, held.generation),
-        Kept(trainer.id, held.version.info.content_id, False, 1),
+        Fenced(trainer.id, held.generation),
+        RetainedAck(trainer.id, held.version.info.content_id, False, 1),
         DigestedAgain("x", trainer.id, True),
         CopyRefused("x", ""),
         ReaderCut("x"),
@@ -362,7 +362,7 @@ def books(cluster: PureCluster) -> dict[str, Any]:
                 member.worker.incarnation,
                 member.group.epoch,
                 member.group.sequence,
-                member.tellings,
+                member.retained_seq,
                 held,
             )
     for name in sorted(core.models):

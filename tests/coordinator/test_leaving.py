@@ -136,7 +136,7 @@ def test_unpublish_whose_connection_breaks_fences_by_itself() -> None:
 
 
 def test_a_fence_that_was_never_heard_of_is_restated() -> None:
-    """Withdrawn is lost on the way: after the next Register nobody is sent to that memory."""
+    """Fenced is lost on the way: after the next Register nobody is sent to that memory."""
     cluster = PureCluster()
     trainer, reader = cluster.handle("trainer"), cluster.handle("reader")
     cluster.run()
@@ -144,7 +144,7 @@ def test_a_fence_that_was_never_heard_of_is_restated() -> None:
     cluster.run()
     asked = trainer.unpublish()
     while not asked.done:
-        cluster.do(next(c for c in cluster.choices() if c.kind != "up" or " Withdrawn" not in str(trainer.worker.link)))
+        cluster.do(next(c for c in cluster.choices() if c.kind != "up" or " Fenced" not in str(trainer.worker.link)))
     trainer.worker.disconnect()
     trainer.worker.connect()
     cluster.run()

@@ -39,9 +39,9 @@ from tensorhub.messages import (
     FromCoordinator,
     FromWorker,
     Join,
-    Keep,
-    Kept,
     Leave,
+    LeaveGranted,
+    LeaveRequest,
     Outcome,
     Pin,
     Publish,
@@ -50,12 +50,12 @@ from tensorhub.messages import (
     Registered,
     Resolve,
     Retain,
+    RetainedAck,
+    SetRetained,
     Start,
     Unpin,
     Unwatch,
     Watch,
-    Withdraw,
-    Withdrawable,
 )
 from tensorhub.messages.values import FORMER_KEYS_MAX
 from tensorhub.testing import CHUNKS, MANIFEST, PureCluster
@@ -379,8 +379,8 @@ def test_what_is_retained_and_pinned(desk: Desk, monkeypatch: pytest.MonkeyPatch
     assert "RETAINED_MAX" in str(refusal(desk.say(1, Retain(1, "m", real.RETAINED_MAX + 1))))
     for number in (1, 2):
         told = desk.say(1, Pin(number, f"p{number}", "m", 1))
-        if isinstance(told, Keep):  # it knows
-            told = desk.say(1, Kept("a", told.content_id, told.keep, told.telling))
+        if isinstance(told, SetRetained):  # it knows
+            told = desk.say(1, RetainedAck("a", told.content_id, told.keep, told.seq))
         assert isinstance(told, Done)
     assert "PINS_OF_WORKER_MAX" in str(refusal(desk.say(1, Pin(3, "p3", "m", 1))))
     desk.say(1, Unpin(4, "p1", "m"))
@@ -440,7 +440,7 @@ def test_a_rank_that_never_says_that_its_fence_stands(desk: Desk) -> None:
         outcome = desk.publish(1, "a", number, number)
         assert isinstance(outcome, Outcome)
         assert outcome.committed
-        assert isinstance(desk.say(1, Withdraw(number, "a", number, 1.0, True, False, False)), Withdrawable)
+        assert isinstance(desk.say(1, LeaveRequest(number, "a", number, 1.0, True, False, False)), LeaveGranted)
     outcome = desk.publish(1, "a", 99, real.LEAVING_OF_RANK_MAX)
     assert isinstance(outcome, Outcome)
     assert outcome.error is not None

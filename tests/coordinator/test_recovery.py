@@ -331,7 +331,7 @@ def test_whoever_comes_back_before_the_recovery_lease_is_over_keeps_what_it_hold
         cluster.run()
     cluster.advance(cluster.options.lease_s)
     assert [keeper.member.version for keeper in keepers] == [0, 1, 2, 3]
-    assert not any("OrderedOut" in line or "keep=False" in line for line in cluster.log)
+    assert not any("Revoked" in line or "keep=False" in line for line in cluster.log)
     cluster.check_agreement()
     late = [cluster.handle(f"late{number}") for number in range(4)]
     cluster.run()

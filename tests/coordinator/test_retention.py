@@ -532,7 +532,7 @@ def test_new_holders_know_from_the_beginning() -> None:
     trainer.worker.retain(1)
     fill(cluster, reader)
     assert knows(reader)
-    assert not any("<- Keep" in line for line in cluster.log if line.split()[1] == "reader")
+    assert not any("<- SetRetained" in line for line in cluster.log if line.split()[1] == "reader")
     cluster.restart()
     reader.worker.connect()
     cluster.run()

@@ -82,7 +82,7 @@ def test_a_liar_is_found_behind_an_honest_middleman_who_is_not_blamed() -> None:
     assert [middle.member.version, reader.member.version] == [1, 1]
     assert middle.cells == reader.cells == truth_of(trainer)
     assert liar.member.state is HandleState.EMPTY
-    assert not [line for line in cluster.log if "OrderedOut" in line and "liar" not in line]
+    assert not [line for line in cluster.log if "Revoked" in line and "liar" not in line]
     assert any("not as published" not in line and "Compared" in line for line in cluster.log)
 
 

@@ -62,7 +62,7 @@ def pools_of(coordinator: Coordinator, registrations: tuple[str, ...]) -> dict[s
         "purpose": [DEVICE[1]],
         "layout_id": ["", "", "tp"],
         "timeout_s": [60.0, 1.0],
-        "telling": [0, 1, 2],
+        "seq": [0, 1, 2],
     }
 
 

@@ -12,7 +12,7 @@ from tensorhub.coordinator.readers import Readers
 from tensorhub.coordinator.states import OperationState, WorkerState
 from tensorhub.errors import OperationTimeout
 from tensorhub.machine import InvariantBroken
-from tensorhub.messages import Pin, Watch, Withdraw
+from tensorhub.messages import LeaveRequest, Pin, Watch
 from tensorhub.testing import GuaranteeBroken, Handle, PureCluster, SimulatedCluster
 from tensorhub.testing.handle import Asked
 from tensorhub.testing.healing import Healing
@@ -50,8 +50,8 @@ def test_what_is_heeded_over_a_former_connection_is_noticed() -> None:
         trainer.worker.connect()
         cluster.do(Choice("up", "trainer"))  # it joins; nobody has noticed the former connection's end
         generation = trainer.member.content.generation if trainer.member.content is not None else 0
-        late = Withdraw(1, trainer.id, generation, 1.0, abandon=False, closes=False, hurry=False)
-        with pytest.raises(GuaranteeBroken, match=r"incarnations: .*Withdrawable.* follows of what came too late"):
+        late = LeaveRequest(1, trainer.id, generation, 1.0, abandon=False, closes=False, hurry=False)
+        with pytest.raises(GuaranteeBroken, match=r"incarnations: .*LeaveGranted.* follows of what came too late"):
             cluster.step(Received(former.session, late))
 
 

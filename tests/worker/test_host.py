@@ -11,15 +11,15 @@ from tensorhub.messages import (
     Deregister,
     Done,
     ErrorInfo,
-    OrderedOut,
+    LeaveGranted,
+    LeaveRequest,
     Outcome,
     Prepared,
     Register,
     Registered as RegisteredReply,
     Resolve,
+    Revoked,
     Start,
-    Withdraw,
-    Withdrawable,
 )
 from tensorhub.types import HandleState, Medium, OpKind, Purpose, VersionInfo
 from tensorhub.worker.calls import (
@@ -205,9 +205,9 @@ def test_a_release_frees_the_memory_when_its_fence_stands() -> None:
     host = Rank(Copies(), Medium.HOST, Purpose.PREFETCH)
     host.hold(2)
     host.do(host.member.begin(ReleaseCall(), 60, 0))
-    (withdraw,) = host.said(Withdraw)
+    (withdraw,) = host.said(LeaveRequest)
     assert host.take() == []
-    host.do(host.member.receive(Withdrawable(withdraw.request), 0))
+    host.do(host.member.receive(LeaveGranted(withdraw.request), 0))
     host.fenced()
     assert kinds(host.take()) == ["FreeMemory", "Finish"]
     host.fill(3, kind=OpKind.PREFETCH)
@@ -225,10 +225,10 @@ def test_what_was_set_aside_is_held_again_or_given_up() -> None:
 
     def set_aside() -> None:
         host.do(host.member.begin(SetAsideCall(), 60, 0))
-        (withdraw,) = host.said(Withdraw)
+        (withdraw,) = host.said(LeaveRequest)
         assert withdraw.closes
         host.take()
-        host.do(host.member.receive(Withdrawable(withdraw.request), 0))
+        host.do(host.member.receive(LeaveGranted(withdraw.request), 0))
         host.fenced()
         assert kinds(host.actions) == ["Say", "ReopenMemory", "Finish"]
         assert (host.member.state, host.member.version) == (HandleState.EMPTY, None)
@@ -293,7 +293,7 @@ def test_what_a_fill_has_begun_to_use_again_is_not_freed_with_what_was_ordered_o
     host = Rank(Copies(), Medium.HOST, Purpose.PREFETCH)
     host.hold(2)
     host.do(host.member.begin(FillCall(OpKind.PREFETCH, "latest"), 60, 0))  # waits for a source
-    host.do(host.member.receive(OrderedOut(host.shard.registration, "content2", "rolled back"), 0))
+    host.do(host.member.receive(Revoked(host.shard.registration, "content2", "rolled back"), 0))
     host.start(1)
     fence = of(host.actions, Fence)
     host.take()
@@ -387,7 +387,7 @@ def test_a_doubt_about_what_was_staged_that_ends_in_a_commit_applies_it_before_t
     rank.fenced()
     assert kinds(rank.take()) == ["OpenMemory", "CopyLocally"]
     rank.do(rank.member.copied(ALL, 0))
-    assert len(rank.said(Withdraw)) == 1  # the unpublish, of version 2
+    assert len(rank.said(LeaveRequest)) == 1  # the unpublish, of version 2
     assert kinds(rank.take()) == ["FreeStaging"]
     assert rank.member.version == 2
 
@@ -427,7 +427,7 @@ def test_what_is_rolled_back_while_it_is_applied_is_given_up_afterwards() -> Non
     rank, _ = staged()
     rank.take()
     rank.outcome(2)
-    rank.do(rank.member.receive(OrderedOut(rank.shard.registration, "content2", "rolled back"), 0))
+    rank.do(rank.member.receive(Revoked(rank.shard.registration, "content2", "rolled back"), 0))
     rank.fenced()
     rank.take()
     rank.do(rank.member.copied(ALL, 0))

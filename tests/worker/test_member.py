@@ -20,10 +20,10 @@ from tensorhub.messages import (
     ErrorInfo,
     FromWorker,
     ManifestReply,
-    OrderedOut,
     Progress,
     Refused,
     Register,
+    Revoked,
     Start,
     Write,
 )
@@ -464,7 +464,7 @@ def test_what_is_ordered_out_while_it_is_fenced_for_an_update_is_overwritten_all
     cluster.run()
     assert reader.member.content is not None
     registration, content_id = reader.shard.registration, reader.member.content.version.content_id
-    reader.apply(reader.member.receive(OrderedOut(registration, content_id, "rolled back"), cluster.now))
+    reader.apply(reader.member.receive(Revoked(registration, content_id, "rolled back"), cluster.now))
     cluster.run()
     reader.end_access()
     cluster.run()

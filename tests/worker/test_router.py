@@ -21,17 +21,17 @@ from tensorhub.messages import (
     ErrorInfo,
     FromCoordinator,
     HeartbeatAck,
-    Keep,
+    LeaveGranted,
     MakeCopy,
     ManifestReply,
-    OrderedOut,
     Outcome,
     Refused,
     Registered,
+    Revoked,
+    SetRetained,
     TellChunks,
     TellDigests,
     Welcome,
-    Withdrawable,
 )
 from tensorhub.types import OpKey, VersionInfo
 from tensorhub.worker.enrolment import Shard
@@ -57,10 +57,10 @@ def outcome(group: str, rank: int) -> Outcome:
     return Outcome(OpKey("m", group, 1, 1), rank, True, True, VERSION, None)
 
 
-def answers_of_handles(request: int) -> list[Registered | Withdrawable | Done | Refused | ManifestReply]:
+def answers_of_handles(request: int) -> list[Registered | LeaveGranted | Done | Refused | ManifestReply]:
     return [
         Registered(request, "b", 1, 1, True),
-        Withdrawable(request),
+        LeaveGranted(request),
         Done(request),
         Refused(request, ERROR),
         ManifestReply(request, b""),
@@ -80,7 +80,7 @@ def test_an_answer_goes_to_who_asked_and_only_once(number: int) -> None:
 def test_what_no_handle_has_asked_is_the_workers_own() -> None:
     router, own = two_ranks(), 77
     for answer in (*answers_of_handles(own), Description(own, ())):
-        known = [] if isinstance(answer, Registered | Withdrawable) else [Answered(answer)]  # only handles ask for these
+        known = [] if isinstance(answer, Registered | LeaveGranted) else [Answered(answer)]  # only handles ask for these
         assert router.route(answer) == known
 
 
@@ -89,7 +89,7 @@ def test_a_new_session_answers_nothing_that_was_asked_before_it() -> None:
     request = router.new_request(shard("a"))
     router.welcomed(Welcome("x", 1, 5.0, True))
     assert router.asker(request) is None
-    assert router.route(Withdrawable(request)) == []
+    assert router.route(LeaveGranted(request)) == []
 
 
 def test_what_names_a_rank_goes_to_that_rank_of_that_group() -> None:
@@ -107,7 +107,7 @@ def test_an_epoch_is_told_to_every_rank_of_its_group() -> None:
 
 def test_what_names_a_registration_goes_there_or_nowhere() -> None:
     router = two_ranks()
-    for message in (OrderedOut("c", "c1", "rolled back"), Keep("c", "c1", True, 1)):
+    for message in (Revoked("c", "c1", "rolled back"), SetRetained("c", "c1", True, 1)):
         assert router.route(message) == [Tell("c", message)]
         router.remove(shard("c", group="other"))
         assert router.route(message) == []
@@ -149,7 +149,7 @@ def test_a_rank_is_free_as_soon_as_its_registration_leaves() -> None:
     router.leave(first)
     router.check_free("m", "g", 0)
     assert router.route(outcome("g", 0)) == []
-    assert router.route(Withdrawable(request)) == [Tell("a", Withdrawable(request))], "it is still about to end"
+    assert router.route(LeaveGranted(request)) == [Tell("a", LeaveGranted(request))], "it is still about to end"
     router.add(second, "d")
     router.remove(first)
     assert router.route(outcome("g", 0)) == [Tell("d", outcome("g", 0))], "the end of the first is not the second's"

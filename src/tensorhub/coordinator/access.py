@@ -25,13 +25,14 @@ from tensorhub.messages import (
     DigestedAgain,
     Digests,
     ErrorInfo,
+    Fenced,
     Fill,
     FromWorker,
     GetManifest,
     Heartbeat,
     Join,
-    Kept,
     Leave,
+    LeaveRequest,
     Outcome,
     Pin,
     Prepared,
@@ -44,12 +45,11 @@ from tensorhub.messages import (
     Register,
     Resolve,
     Retain,
+    RetainedAck,
     Rollback,
     Unpin,
     Unwatch,
     Watch,
-    Withdraw,
-    Withdrawn,
 )
 from tensorhub.types import READ_ONLY, OpKind, Purpose
 
@@ -73,9 +73,18 @@ def admits(cluster: Cluster, session: Session, message: FromWorker) -> bool:
             return kind is OpKind.FETCH
         case Retain() | Pin() | Rollback():
             return _refuse(cluster, session, message.request, type(message).__name__.lower())
-        case Withdraw():
+        case LeaveRequest():
             return _refuse(cluster, session, message.request, "unpublish")
-        case BegunWith() | Withdrawn() | CopyRefused() | Kept() | ReaderCut() | DigestedAgain() | ChunksThere() | Digests():
+        case (
+            BegunWith()
+            | Fenced()
+            | CopyRefused()
+            | RetainedAck()
+            | ReaderCut()
+            | DigestedAgain()
+            | ChunksThere()
+            | Digests()
+        ):
             return False  # those are about memory that others read; nobody waits for an answer
         case _:
             assert_never(message)

@@ -48,6 +48,7 @@ from tensorhub.messages import (
     Describe,
     DigestedAgain,
     Digests,
+    Fenced,
     Fill,
     FromAnybody,
     FromJoined,
@@ -56,18 +57,17 @@ from tensorhub.messages import (
     Heartbeat,
     HeartbeatAck,
     Join,
-    Kept,
     Leave,
+    LeaveRequest,
     Pin,
     ReaderCut,
     Register,
     Retain,
+    RetainedAck,
     Rollback,
     Unpin,
     Unwatch,
     Watch,
-    Withdraw,
-    Withdrawn,
 )
 from tensorhub.types import OpKind, Options, VersionInfo
 
@@ -296,9 +296,9 @@ class Coordinator(Stateful[CoordinatorState]):
                 self._membership.deregister(worker, message)
             case BegunWith():
                 self._membership.begun_with(worker, message)
-            case Withdraw():
+            case LeaveRequest():
                 self._withdrawals.ask(worker, message)
-            case Withdrawn():
+            case Fenced():
                 self._readers.withdrawn(worker, message)
             case ReaderCut():
                 self._readers.confirm_cut(worker, message)
@@ -310,7 +310,7 @@ class Coordinator(Stateful[CoordinatorState]):
                 self._retentions.pin(worker, message)
             case Unpin():
                 self._retentions.unpin(worker, message)
-            case Kept():
+            case RetainedAck():
                 self._retentions.kept(worker, message)
             case CopyRefused():
                 self._handovers.refused(worker, message.copy)

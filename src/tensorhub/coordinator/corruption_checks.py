@@ -13,7 +13,7 @@ from tensorhub.coordinator import limits
 from tensorhub.coordinator.cluster import Cluster
 from tensorhub.coordinator.entities import Holding, Inquiry, RankPart, Worker
 from tensorhub.coordinator.readers import Readers
-from tensorhub.messages import DigestAgain, DigestedAgain, OrderedOut, Origin, Stray
+from tensorhub.messages import DigestAgain, DigestedAgain, Origin, Revoked, Stray
 from tensorhub.types import READ_ONLY
 
 INQUIRY_S = 1.0  # how often one reader can have one holding digest a chunk again
@@ -96,6 +96,6 @@ class CorruptionChecks:
             del condemned[next(iter(condemned))]
         self._readers.quarantine(holding)
         reason = "its bytes have other digests than were published"
-        self._cluster.tell(owner, OrderedOut(owner.registration, holding.version.info.content_id, reason))
+        self._cluster.tell(owner, Revoked(owner.registration, holding.version.info.content_id, reason))
         if owner.group.operation is not None:
             self._cluster.changed(owner.group.operation)

@@ -18,7 +18,7 @@ from tensorhub.coordinator.operation_handlers import OperationHandler
 from tensorhub.coordinator.retention import Retentions
 from tensorhub.coordinator.states import OperationState
 from tensorhub.errors import CoordinatorUnavailable, GroupAborted
-from tensorhub.messages import EpochChanged, ErrorInfo, OrderedOut, Outcome
+from tensorhub.messages import EpochChanged, ErrorInfo, Outcome, Revoked
 from tensorhub.types import OpKey, OpKind, VersionInfo
 
 
@@ -172,7 +172,7 @@ class Decisions:
             version = member.group.model.versions.get(info.version)
             if version is None or version.info.content_id != info.content_id:
                 gone = f"version {info.version} of {info.model!r} is retired"
-                self._cluster.tell(member, OrderedOut(member.registration, info.content_id, gone))
+                self._cluster.tell(member, Revoked(member.registration, info.content_id, gone))
 
     def _tell(self, member: Member, outcome: Outcome) -> None:
         info = outcome.version

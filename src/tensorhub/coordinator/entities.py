@@ -109,7 +109,7 @@ class Member:
     said_in: int | None  # the session in which it was registered or announced last
     dropped: bool = False  # a copy that its worker was told, in this session, to give up
     holding: Holding | None = None  # what its memory holds or is filled with; None while its own to write
-    tellings: int = 0  # how often what its owner is told of being kept has changed
+    retained_seq: int = 0  # how often what its owner is told of being kept has changed
     leaving: list[Holding] = field(default_factory=list)  # withdrawn holdings whose fence is not confirmed yet
     begun: bytes = b""  # the manifest of what it had begun under a former coordinator, until that is bound again
     begun_id: str = ""  # names that

@@ -13,7 +13,7 @@ from tensorhub.coordinator import limits
 from tensorhub.coordinator.cluster import Cluster
 from tensorhub.coordinator.entities import Holding, Member, Operation, RankPart, ReadLease, Replica, Version, Worker
 from tensorhub.coordinator.states import LeaseState, ReplicaState, WorkerState
-from tensorhub.messages import AddSource, CutReader, DropSource, Flow, Grant, OrderedOut, ReaderCut, Withdrawn
+from tensorhub.messages import AddSource, CutReader, DropSource, Fenced, Flow, Grant, ReaderCut, Revoked
 from tensorhub.scheduler.choice import Candidate, Wanted, choose
 from tensorhub.scheduler.links import SECONDS_MIN, distance
 from tensorhub.types import SAME_HOST_TRANSPORTS
@@ -329,7 +329,7 @@ class Readers:
         self.leave(holding, reason)
         self.cut_readers(holding, reason, moved=False)
         owner = holding.member
-        self._cluster.tell(owner, OrderedOut(owner.registration, holding.version.info.content_id, reason))
+        self._cluster.tell(owner, Revoked(owner.registration, holding.version.info.content_id, reason))
 
     def overwrite(self, holding: Holding) -> None:
         """Its owner is about to fence and overwrite it (R7): readers are moved or cut, never waited for."""
@@ -342,7 +342,7 @@ class Readers:
         if lease is not None and lease.holding.member.worker is worker:
             self.confirm_fenced(lease, "the owner has cut its reader off")
 
-    def withdrawn(self, worker: Worker, message: Withdrawn) -> None:
+    def withdrawn(self, worker: Worker, message: Fenced) -> None:
         """The owner says that its fence stands."""
         member = worker.members.get(message.registration)
         if member is not None:

@@ -15,7 +15,7 @@ from tensorhub.coordinator.cluster import Cluster
 from tensorhub.coordinator.entities import Group, Holding, Member, Model, PendingWrite, Version, Worker
 from tensorhub.coordinator.states import WorkerState
 from tensorhub.errors import CoordinatorUnavailable, RetentionError, StateError, TensorHubError, VersionUnavailable
-from tensorhub.messages import Keep, Kept, Pin, Retain, Unpin
+from tensorhub.messages import Pin, Retain, RetainedAck, SetRetained, Unpin
 from tensorhub.types import Medium, Purpose
 
 
@@ -61,7 +61,7 @@ class Retentions:
                 yield ours
 
     def is_reliable(self, holding: Holding) -> bool:
-        """Whether it counts for retention: it may, and has accepted that (`Kept`).
+        """Whether it counts for retention: it may, and has accepted that (`RetainedAck`).
 
         What was voted for in an operation that was lost is announced as held, and may be given up yet: it is not accepted.
         """
@@ -99,9 +99,9 @@ class Retentions:
             return None
         keep = holding.version.number in member.group.model.retained()
         if keep is not holding.told:
-            member.tellings += 1  # said again, it is the same telling: of two Outcomes only the first may be answered
+            member.retained_seq += 1  # said again, it has the same number: of two Outcomes only the first may be answered
         holding.told, holding.kept = keep, not keep
-        return member.tellings if holding.told else None
+        return member.retained_seq if holding.told else None
 
     def settle(self, model: Model) -> None:
         """Tell holders what is retained from now on; answer what waited for them to know it."""
@@ -129,11 +129,11 @@ class Retentions:
         keep = version.retained and not member.group.spot
         if holding.committed and holding.told is not keep:
             holding.told, holding.kept = keep, not keep
-            member.tellings += 1
-            self._cluster.tell(member, Keep(member.registration, version.info.content_id, keep, member.tellings))
+            member.retained_seq += 1
+            self._cluster.tell(member, SetRetained(member.registration, version.info.content_id, keep, member.retained_seq))
 
-    def kept(self, worker: Worker, message: Kept) -> None:
-        """Its owner knows. An answer to an earlier telling says nothing: it may just have heard the opposite."""
+    def kept(self, worker: Worker, message: RetainedAck) -> None:
+        """Its owner knows. An answer to an earlier number says nothing: it may just have heard the opposite."""
         member = worker.members.get(message.registration)
         holding = member.holding if member is not None else None
         if (
@@ -143,7 +143,7 @@ class Retentions:
             or not holding.committed
         ):
             return
-        if message.telling == member.tellings and message.keep is holding.told:
+        if message.seq == member.retained_seq and message.keep is holding.told:
             holding.kept = True
             self._cluster.note(member)
             self._cluster.touch(member.group.model)

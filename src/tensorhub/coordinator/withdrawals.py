@@ -11,7 +11,7 @@ from tensorhub.coordinator.entities import Holding, Member, Model, Withdrawal, W
 from tensorhub.coordinator.readers import Readers
 from tensorhub.coordinator.retention import Retentions
 from tensorhub.coordinator.states import LeaseState
-from tensorhub.messages import Withdraw, Withdrawable
+from tensorhub.messages import LeaveGranted, LeaveRequest
 
 
 class Withdrawals:
@@ -43,11 +43,11 @@ class Withdrawals:
             self._readers.confirm_withdrawn(member, holding.generation)
         return filling is not None or member.holding is not None
 
-    def ask(self, worker: Worker, message: Withdraw) -> None:
+    def ask(self, worker: Worker, message: LeaveRequest) -> None:
         """The owner wants its memory back: no new readers; running ones are moved, or waited for within the grace."""
         member = worker.members.get(message.registration)
         if member is None:
-            self._cluster.send(worker.session, Withdrawable(message.request))
+            self._cluster.send(worker.session, LeaveGranted(message.request))
             return
         self._cluster.note(member)
         model = member.group.model
@@ -58,7 +58,7 @@ class Withdrawals:
         elif message.hurry:
             pass  # it was answered already
         elif member.holding is None or member.holding.generation != message.generation:
-            self._cluster.tell(member, Withdrawable(message.request))  # nothing here counts on it
+            self._cluster.tell(member, LeaveGranted(message.request))  # nothing here counts on it
         else:
             deadline = self._cluster.now + message.timeout_s
             session = member.worker.session
@@ -105,7 +105,7 @@ class Withdrawals:
         if not withdrawal.granted and not holding.active_readers:
             withdrawal.granted = True
             self._forget(withdrawal)
-            self._cluster.tell(holding.member, Withdrawable(withdrawal.request))
+            self._cluster.tell(holding.member, LeaveGranted(withdrawal.request))
 
     def _begin(self, withdrawal: Withdrawal) -> None:
         cluster, holding = self._cluster, withdrawal.holding

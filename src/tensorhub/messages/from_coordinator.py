@@ -41,7 +41,7 @@ class HeartbeatAck:
 class Registered:
     """`sequence` is the group's next operation; `keep` False: what was announced as held is ordered out (R2).
 
-    `retained`: what was announced as held is to be kept (as in Keep): the number of that telling, or None.
+    `retained`: what was announced as held is to be kept (as in SetRetained): its number, or None.
     """
 
     request: U64
@@ -120,7 +120,7 @@ class DropSource:
 class Outcome:
     """The decision. `version` is set if committed; `changed` False: the rank held that content already.
 
-    `retained`: what it holds now is to be kept (as in Keep): the number of that telling, or None.
+    `retained`: what it holds now is to be kept (as in SetRetained): its number, or None.
     `unknown`: this coordinator has no record of that operation, a former one's, and none can come: nobody has committed it,
     and a rank may go on with its call under a new key.
     """
@@ -136,14 +136,14 @@ class Outcome:
 
 
 @dataclass(frozen=True, slots=True)
-class Withdrawable:
+class LeaveGranted:
     """No lease counts on this memory any more (or the grace is over): fence and take it."""
 
     request: U64
 
 
 @dataclass(frozen=True, slots=True)
-class OrderedOut:
+class Revoked:
     """This content was retired (rolled back): whoever holds it under this registration fences it and forgets it."""
 
     registration: Id
@@ -173,16 +173,16 @@ class DropCopy:
 
 
 @dataclass(frozen=True, slots=True)
-class Keep:
+class SetRetained:
     """What this registration holds is (`keep`), or is not any more, to be kept (R4): its owner does not take it back unasked
-    while the coordinator may count on it. Answered by Kept; so is an Outcome or Registered that says `retained`. `telling`
-    numbers what this registration is told, and comes back with the answer: one to an earlier telling does not count.
+    while the coordinator may count on it. RetainedAck answers it, and an Outcome or a Registered that says `retained`. `seq`
+    numbers what this registration is told, and comes back with the answer: an answer to an earlier number does not count.
     """
 
     registration: Id
     content_id: Id
     keep: bool
-    telling: U64
+    seq: U64
 
 
 @dataclass(frozen=True, slots=True)
@@ -275,7 +275,7 @@ FromCoordinator = (
     | AddSource
     | DropSource
     | Outcome
-    | Withdrawable
+    | LeaveGranted
     | CutReader
     | DigestAgain
     | TellChunks
@@ -284,10 +284,10 @@ FromCoordinator = (
     | ManifestReply
     | Announce
     | Description
-    | OrderedOut
+    | Revoked
     | MakeCopy
     | DropCopy
-    | Keep
+    | SetRetained
 )
 ToRank = (  # of these: what concerns one registration, whose machine takes it
     Registered
@@ -300,8 +300,8 @@ ToRank = (  # of these: what concerns one registration, whose machine takes it
     | DropSource
     | Compare
     | Outcome
-    | Withdrawable
+    | LeaveGranted
     | ManifestReply
-    | OrderedOut
-    | Keep
+    | Revoked
+    | SetRetained
 )

@@ -245,8 +245,8 @@ class Progress:
 
 
 @dataclass(frozen=True, slots=True)
-class Withdraw:
-    """This rank wants its published memory back: no new readers; Withdrawable answers when the old are gone.
+class LeaveRequest:
+    """This rank wants its published memory back: no new readers; LeaveGranted answers when the old are gone.
 
     While that would lose a retained version, nothing changes; then, at the deadline, it is Refused (RetentionError).
     `abandon`: lose it. `closes`: what else this worker holds may go with it, and does not count as another holder.
@@ -263,7 +263,7 @@ class Withdraw:
 
 
 @dataclass(frozen=True, slots=True)
-class Withdrawn:
+class Fenced:
     """The generation was changed and the owner's own accesses have ended (also sent after a local fence)."""
 
     registration: Id
@@ -279,13 +279,13 @@ class CopyRefused:
 
 
 @dataclass(frozen=True, slots=True)
-class Kept:
-    """The rank knows it, whatever becomes of the connection from now on. `telling`: which it answers."""
+class RetainedAck:
+    """The rank knows it, whatever becomes of the connection from now on. `seq`: which it answers."""
 
     registration: Id
     content_id: Id
     keep: bool
-    telling: U64
+    seq: U64
 
 
 @dataclass(frozen=True, slots=True)
@@ -390,15 +390,15 @@ FromJoined = (
     | DigestedAgain
     | ChunksThere
     | Digests
-    | Withdraw
-    | Withdrawn
+    | LeaveRequest
+    | Fenced
     | ReaderCut
     | Rollback
     | Retain
     | Pin
     | Unpin
     | CopyRefused
-    | Kept
+    | RetainedAck
 )
 """What only a worker that has joined may say."""
 FromWorker = FromAnybody | FromJoined

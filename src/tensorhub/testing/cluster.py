@@ -30,12 +30,12 @@ from tensorhub.messages import (
     Done,
     FromCoordinator,
     Grant,
+    LeaveGranted,
     Outcome,
     Registered,
     Resolve,
     Start,
     Welcome,
-    Withdrawable,
     Write,
 )
 from tensorhub.testing.demands import GuaranteeBroken, demand
@@ -214,7 +214,7 @@ class Cluster:
 
     def _send_down(self, session: int, message: FromCoordinator | None) -> None:
         worker, link = self.links[session]
-        if isinstance(message, Withdrawable):
+        if isinstance(message, LeaveGranted):
             worker.granted(message)
         elif isinstance(message, Registered):
             worker.known(message)

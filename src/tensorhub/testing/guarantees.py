@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from tensorhub.coordinator import Decision, Entry, Publication, Rollback
 from tensorhub.coordinator.fills import LEFT, UNCHANGED
 from tensorhub.errors import DrainTimeout, IntegrityError, LeaseLost, TensorHubError, VersionConflict, VersionUnavailable
-from tensorhub.messages import FromWorker, Outcome, Register, Registered, Start, Withdraw, Withdrawn, Write
+from tensorhub.messages import Fenced, FromWorker, LeaveRequest, Outcome, Register, Registered, Start, Write
 from tensorhub.testing.available import Available
 from tensorhub.testing.contents import Contents
 from tensorhub.testing.demands import HOLDING, demand
@@ -175,11 +175,11 @@ class Guarantees:
 
     def heard(self, message: FromWorker) -> None:
         """The coordinator is about to learn which memory its owner has given up, or wants to."""
-        if isinstance(message, Withdraw):
+        if isinstance(message, LeaveRequest):
             handle = self._cluster.by_registration.get(message.registration)
             if handle is not None:
                 self._given_up[handle.last_held] = self._cluster.now
-        elif isinstance(message, Withdrawn | Register):
+        elif isinstance(message, Fenced | Register):
             content_id = self._fenced.pop(message.registration, "")
             self._given_up[content_id] = self._cluster.now
 

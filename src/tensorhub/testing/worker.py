@@ -22,8 +22,8 @@ from tensorhub.messages import (
     FromWorker,
     Heartbeat,
     Join,
+    LeaveGranted,
     MakeCopy,
-    OrderedOut,
     Outcome,
     Pin,
     ReaderCut,
@@ -31,13 +31,13 @@ from tensorhub.messages import (
     Register,
     Registered,
     Retain,
+    Revoked,
     Rollback,
     Start,
     TellChunks,
     ToRank,
     Unpin,
     Welcome,
-    Withdrawable,
     Write,
 )
 from tensorhub.runtime.questions import Answer
@@ -305,7 +305,7 @@ class SimWorker:
 
     # -- what it hears
 
-    def granted(self, message: Withdrawable) -> None:
+    def granted(self, message: LeaveGranted) -> None:
         """That is about to be told to one of its handles."""
         handle = self.router.asker(message.request)
         if handle is not None:
@@ -358,15 +358,15 @@ class SimWorker:
 
     def _tell(self, handle: Handle, message: ToRank) -> None:
         guarantees, asked = self.cluster.guarantees, handle.asked
-        if asked is not None and not asked.done and isinstance(message, Withdrawable | Write | Start):
+        if asked is not None and not asked.done and isinstance(message, LeaveGranted | Write | Start):
             asked.granted = True
-            if isinstance(message, Withdrawable):
+            if isinstance(message, LeaveGranted):
                 guarantees.retained.let_go(handle)
         if asked is not None and isinstance(message, Outcome) and message.key == asked.key:
             asked.committed = message.committed
         if isinstance(message, Outcome) and handle.member._holding.doubt == message.key:
             guarantees.resolved(handle, message)
-        if isinstance(message, OrderedOut) and handle.lied == message.content_id:
+        if isinstance(message, Revoked) and handle.lied == message.content_id:
             guarantees.retained.lost(handle)  # the coordinator has found out
         handle.apply(handle.member.receive(message, self.cluster.now))
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from tensorhub.errors import LeaseLost
 from tensorhub.machine import InvariantBroken, Stateful
 from tensorhub.manifest import Manifest
-from tensorhub.messages import Held, Kept, OrderedOut, Outcome, Prepared, Resolve
+from tensorhub.messages import Held, Outcome, Prepared, Resolve, RetainedAck, Revoked
 from tensorhub.types import HandleState, Medium, OpKey, VersionInfo
 from tensorhub.worker.calls import (
     CopyLocally,
@@ -315,15 +315,15 @@ class Holding(Stateful[HandleState]):
             self._let_go(HandleState.EMPTY, "ordered out: the coordinator does not know that content")
             self.given_up = number
 
-    def told(self, keep: bool, telling: int, content_id: str | None = None) -> None:
+    def told(self, keep: bool, seq: int, content_id: str | None = None) -> None:
         """Whether what is held (if it is that content) is to be kept. That is known now, unless it is being fenced."""
         content = self.staged if self.applying else self.content
         holds = self.applying or (self.state in (HandleState.READY, HandleState.DRAINING) and not self.fencing)
         if content is not None and holds and content_id in (None, content.version.content_id):
             content.retained = keep
-            self._rank.say(Kept(self._rank.shard.registration, content.version.content_id, keep, telling))
+            self._rank.say(RetainedAck(self._rank.shard.registration, content.version.content_id, keep, seq))
 
-    def order_out(self, order: OrderedOut) -> None:
+    def order_out(self, order: Revoked) -> None:
         """What was held is retired. What is on its way out, or about to be overwritten, is fenced without that word; if it
         is announced again after all, the answer is that it is not kept.
         """

@@ -13,7 +13,7 @@ from typing import ClassVar
 
 from tensorhub.errors import LeaseLost, RetentionError, StateError, TensorHubError
 from tensorhub.machine import InvariantBroken
-from tensorhub.messages import Deregister, Done, Withdraw, Withdrawable
+from tensorhub.messages import Deregister, Done, LeaveGranted, LeaveRequest
 from tensorhub.types import HandleState
 from tensorhub.worker.calls import CloseCall, FreeMemory
 from tensorhub.worker.holding import Holding
@@ -64,11 +64,13 @@ class Leaving(Running):
         assert content is not None
         left_s = 0.0 if hurry else max(0.0, self.deadline - self._rank.now)
         registration = self._rank.shard.registration
-        self._rank.say(Withdraw(self.request, registration, content.generation, left_s, self._abandon, self._closes, hurry))
+        self._rank.say(
+            LeaveRequest(self.request, registration, content.generation, left_s, self._abandon, self._closes, hurry)
+        )
 
-    def answered(self, message: Withdrawable | Done) -> None:
+    def answered(self, message: LeaveGranted | Done) -> None:
         """The coordinator has something to say to a question of this call."""
-        if self.phase is Phase.WITHDRAWING and message.request == self.request and isinstance(message, Withdrawable):
+        if self.phase is Phase.WITHDRAWING and message.request == self.request and isinstance(message, LeaveGranted):
             self._fence()
 
     def refused(self, error: TensorHubError) -> None:
@@ -265,7 +267,7 @@ class Closing(Leaving):
         if not self._rank.enrolment.ready:
             self._closed()  # offline it is forgotten anyway; and where it is not confirmed yet, nobody else knows of it
 
-    def answered(self, message: Withdrawable | Done) -> None:
+    def answered(self, message: LeaveGranted | Done) -> None:
         if self.phase is not Phase.DEREGISTERING:
             super().answered(message)
         elif isinstance(message, Done) and message.request == self.request:

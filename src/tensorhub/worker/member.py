@@ -28,17 +28,17 @@ from tensorhub.messages import (
     DropSource,
     EpochChanged,
     ErrorInfo,
-    Keep,
+    Fenced,
+    LeaveGranted,
     ManifestReply,
-    OrderedOut,
     Origin,
     Outcome,
     Refused,
     Registered as RegisteredReply,
+    Revoked,
+    SetRetained,
     Start,
     ToRank,
-    Withdrawable,
-    Withdrawn,
     Write,
 )
 from tensorhub.types import HandleState, Options
@@ -235,7 +235,7 @@ class Member:
     def fenced(self, generation: int, now: float) -> list[Action]:
         """Nothing is read under that generation any more."""
         self._rank.enter(now)
-        self._rank.say(Withdrawn(self.shard.registration, generation))
+        self._rank.say(Fenced(self.shard.registration, generation))
         if generation == self._holding.letting_go:
             self._holding.let_go_ended()
             self._go_on()
@@ -392,19 +392,19 @@ class Member:
                     call.epoch_changed(message)
             case Outcome():
                 self._outcome(message)
-            case Keep():
-                self._holding.told(message.keep, message.telling, message.content_id)
-            case OrderedOut():
+            case SetRetained():
+                self._holding.told(message.keep, message.seq, message.content_id)
+            case Revoked():
                 self._holding.order_out(message)
             case Refused() if self._enrolment.asked(message.request):
                 self._refused(message.error)
             case Refused():
                 if call is not None and message.request == call.request:
                     call.refused(message.error.error())
-            case Done() | Withdrawable():
+            case Done() | LeaveGranted():
                 if isinstance(call, Leaving):
                     call.answered(message)
-                elif isinstance(message, Withdrawable) and self.state is HandleState.READY:
+                elif isinstance(message, LeaveGranted) and self.state is HandleState.READY:
                     self._holding.restate()  # that wish was given up, unheard: what is held stays
             case ManifestReply():
                 if isinstance(call, Filling):

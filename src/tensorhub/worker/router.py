@@ -32,19 +32,19 @@ from tensorhub.messages import (
     FromCoordinator,
     FromWorker,
     HeartbeatAck,
-    Keep,
+    LeaveGranted,
     MakeCopy,
     ManifestReply,
-    OrderedOut,
     Outcome,
     Refused,
     Registered,
+    Revoked,
+    SetRetained,
     Start,
     TellChunks,
     TellDigests,
     ToRank,
     Welcome,
-    Withdrawable,
     Write,
 )
 from tensorhub.worker.enrolment import Shard
@@ -165,13 +165,13 @@ class Router(Generic[H]):
     def route(self, message: FromCoordinator) -> list[Routed[H]]:
         """Whom it concerns, in order."""
         match message:
-            case Registered() | Withdrawable():
+            case Registered() | LeaveGranted():
                 return self._tell(self._answer(message.request), message)
             case Done() | Refused() | ManifestReply():
                 return self._tell(self._answer(message.request), message) or [Answered(message)]
             case Description():
                 return [Answered(message)]
-            case OrderedOut() | Keep():
+            case Revoked() | SetRetained():
                 return self._tell(self.handles.get(message.registration), message)
             case Start() | Write() | AddSource() | DropSource() | Compare() | Outcome():
                 key = message.key

@@ -35,7 +35,7 @@ class Phase(StrEnum):
     APPLYING = "applying"  # staged and committed; waits until it is in place
     ABANDONING = "abandoning"  # Abandon is said; waits for the outcome
     STOPPING = "stopping"  # the pull is being ended
-    WITHDRAWING = "withdrawing"  # Withdraw is said
+    WITHDRAWING = "withdrawing"  # LeaveRequest is said
     DEREGISTERING = "deregistering"
 
 

@@ -31,7 +31,7 @@ from tensorhub.coordinator.readers import Readers
 from tensorhub.coordinator.retention import Retentions
 from tensorhub.coordinator.testimonies import Testimonies
 from tensorhub.coordinator.versions import Versions
-from tensorhub.messages import Join, OrderedOut, Outcome, Register, Start, Write
+from tensorhub.messages import Join, Outcome, Register, Revoked, Start, Write
 from tensorhub.scheduler.pull import Pull, SourceState
 from tensorhub.testing import Fault
 from tensorhub.worker.enrolment import Enrolment
@@ -473,7 +473,7 @@ def told_whatever_the_group() -> Iterator[None]:
 @bug("G3: a worker drops what is ordered out of a memory that it holds")
 def ordered_out_of_nowhere() -> Iterator[None]:
     def route(before: Any, router: Any, message: Any) -> Any:
-        return [] if isinstance(message, OrderedOut) else before(router, message)
+        return [] if isinstance(message, Revoked) else before(router, message)
 
     with around(Router, "route", route):
         yield
