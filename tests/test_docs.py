@@ -11,6 +11,7 @@ import pytest
 from tensorhub.runtime.data.channels import TRANSPORTS
 
 DOCS = Path(__file__).parent.parent / "docs"
+MAPS = [DOCS.parent / "ARCHITECTURE.md", *(DOCS / f"{name}.md" for name in ("protocol", "data-plane", "design-notes"))]
 TRANSPORT_HEADINGS = [
     "Requirements",
     "Set-up",
@@ -63,3 +64,23 @@ def test_pages_that_the_code_names_are_there() -> None:
     named = {name for path in sources for name in re.findall(r"docs/[\w/]+\.md", path.read_text(encoding="utf-8"))}
     assert named
     assert [name for name in sorted(named) if not (root / name).exists()] == []
+
+
+@pytest.mark.parametrize("page", MAPS, ids=lambda page: page.stem)
+def test_what_the_maps_name_is_there(page: Path) -> None:
+    """A file by its path from the root or from the package, or by its name alone; what a class has as `Class.name`."""
+    root, text = DOCS.parent, page.read_text(encoding="utf-8")
+    package = root / "src" / "tensorhub"
+    sources = {path: path.read_text(encoding="utf-8") for path in package.rglob("*.py")}
+    files = {path.name for path in sources} | {f"{path.name}/" for path in (package / "transport").iterdir()}
+    named = re.findall(r"`((?:[\w-]+/)+[\w.-]*|[\w-]+\.(?:py|toml|cpp))`", text)
+    there = [name in files or (root / name).exists() or (package / name).exists() for name in named]
+    assert named
+    assert [name for name, is_there in zip(named, there, strict=True) if not is_there] == []
+    names: dict[str, set[str]] = {}
+    for source in sources.values():
+        for kind, body in re.findall(r"^class (\w+).*?\n((?:[ \t].*\n|\n|\).*\n)*)", source, re.MULTILINE):
+            found = re.findall(r"(?:^    (?:async def |def )?|self\.)(\w+)", body, re.MULTILINE)
+            names.setdefault(kind, set()).update(found)
+    methods = re.findall(r"`([A-Z]\w+)\.(\w+)`", text)
+    assert [f"{kind}.{name}" for kind, name in methods if name not in names.get(kind, ())] == []
