@@ -139,10 +139,10 @@ class LeaseLost(TensorHubError):
     """What this worker held, was lent or knew was given up: it was taken for dead, or the coordinator has lost its state.
 
     Raised by `unpublish` of a version that the coordinator does not know any more: the memory is its owner's to write. A
-    coordinator that comes back without its state (it was served without a `state_dir`) is a new cluster, and each thing of
-    the old one says so once, then goes on in the new one: a handle by the call that runs, or by its next `publish`,
-    `replicate`, `update` or `unpublish`; a model by the first `newest`, `wait_for`, `watch` or `fetch`; a pin at the end of
-    its block. `retain` is to be called again.
+    coordinator that comes back without its state (it was served without a `state_dir`) is a new cluster. Whatever belonged
+    to the old one raises this error once, and then goes on in the new one: a handle in the call that runs, or in its next
+    `publish`, `replicate`, `update` or `unpublish`; a model in the first `newest`, `wait_for`, `watch` or `fetch`; a pin at
+    the end of its block. Call `retain` again.
     """
 
     retryable_by_default = True

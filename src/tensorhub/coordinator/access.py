@@ -1,9 +1,12 @@
 """What a session with the read-only token may say (G11): it fetches and looks, and changes nothing for anybody else.
 
-Responsible for refusing the rest, with an answer where its sender waits for one; the session goes on. What it fetches into
-is named apart (`READ_ONLY`), as its incarnation is by the handshake, so that no name of it is ever in a full worker's way.
-Elsewhere the same is seen to where it belongs: its host memory counts as none (`membership`), its doubts share one question
-a second (`corruption_checks`), and what it says of a version's manifest is an id, believed for itself only (`fills`).
+Everything else is refused, with an answer if the sender waits for one, and the session goes on. What such a session fetches
+into has a name of its own (`READ_ONLY`), and so has its incarnation (the handshake sees to that). So no name of it is ever
+in the way of a full worker.
+
+Three other modules treat such a session differently. Its host memory counts as none (`membership`). All read-only sessions
+share one corruption check a second (`corruption_checks`). Of a version's manifest such a session names only the id, and is
+believed for itself only (`fills`).
 """
 
 from __future__ import annotations

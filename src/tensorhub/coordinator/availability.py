@@ -1,8 +1,8 @@
-"""What can be fetched now: the selector "available" (R12), and what an error says of what is held.
+"""What can be fetched now: the selector "available" (R12), and what an error says about who holds what.
 
-A version counts where each of its shards is held by workers that are heard of: complete, or by partial copies that have all
-of it together (G6). How many chunks a partial copy has is known from its progress, but not which: its owner is asked, and
-what waits for the answer is bound no sooner. Not responsible for binding (`fills`), nor for `latest` (`versions`).
+A version counts if workers that are heard of hold each of its shards: completely, or by partial copies that have all of it
+together (G6). Progress reports say how many chunks a partial copy has, but not which ones. So its owner is asked, and a call
+that depends on the answer is bound no sooner. Not responsible for binding (`fills`), nor for `latest` (`versions`).
 """
 
 from __future__ import annotations

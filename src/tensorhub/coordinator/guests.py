@@ -1,11 +1,11 @@
-"""What sessions that may change nothing take of a coordinator: those of the read-only token, and those that have not joined.
+"""What guests take of a coordinator: sessions with the read-only token, and sessions that have not joined.
 
-They are *guests*. Together they have a share (`Options.guest_share`) of the places, registrations and watches that there
-are, so that workers find room however many guests come. Within it they are alone as long as nobody else wants it; once it is
-used up, who has less than his part gets it from who has most: of another origin first, then of his own. So a thousand honest
-guests behind one address have all of it, and give way only to others.
+Guests together have a share (`Options.guest_share`) of the sessions, registrations and watches, so that workers find room
+however many guests come. While nobody else wants a place, a guest may have as many as there are. Once the share is used up,
+a guest with fewer places than others gets one from the guest with the most: of another origin first, then of its own. So a
+thousand honest guests behind one address may have all of the share, and give way only to other origins.
 
-Responsible for who has how much, and at whose expense one may have more. Not responsible for ending anybody.
+Responsible for how much each guest has, and at whose expense another may have more. Not responsible for ending any session.
 """
 
 from __future__ import annotations

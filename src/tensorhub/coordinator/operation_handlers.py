@@ -1,7 +1,7 @@
-"""What an operation is for: the part of its life that is particular to its kind.
+"""What an operation does between its first call and its end: one handler for publishes, one for fills.
 
-`operations` pairs the ranks' calls and `decisions` ends an operation, whatever it is for; in between its kind says what it
-does. There are two: `publishes`, and `fills` (replicate, update, prefetch and fetch).
+`operations` pairs the ranks' calls, and `decisions` ends an operation, whatever it is for. What happens in between is the
+handler's: `publishes`, or `fills` (replicate, update, prefetch and fetch).
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""How much of one thing each of many has: who has less than his part gets it from who has most.
+"""Fair shares of one thing: who has less than an equal part gets it from who has the most.
 
 Responsible for at whose expense one may have more. Not responsible for taking it away.
 """

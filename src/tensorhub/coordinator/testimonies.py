@@ -1,11 +1,13 @@
-"""The publisher's digests decide (R8): what publishers say that their chunks have, and whether readers agree.
+"""The publisher's digests decide (R8): what publishers say that their chunks' digests are, and whether readers agree.
 
-Theory of operation. A publisher tells its digests as it makes them. A reader verifies what it reads against its source, and
-serves it on; its vote names the root of its own list, and counts only where that is the root of the publisher's. Where they
-differ, the reader is sent the publisher's list, page by page, finds what is wrong, says where that came from, and reads it
-again. Is the list not complete, its publisher is asked for the rest; has the publisher gone, those who read from it directly
-say what it said to them, and where nobody is left who did, whoever holds the chunks. A root that is known needs none of
-them: a list from anybody is right if it has that root.
+Theory of operation. A publisher says its digests as it makes them. A reader verifies what it reads against its source, and
+serves it on. Its vote names the root of its own list of digests, and counts only if that is the root of the publisher's
+list. If the roots differ, the reader is sent the publisher's list, page by page. It finds the chunks that are wrong, says
+where they came from, and reads them again.
+
+If the publisher's list is not complete, the publisher is asked for the rest. If the publisher has gone, those who read from
+it directly say what it said to them. If nobody is left who did, whoever holds the chunks is asked. Once a root is known,
+nobody has to be trusted: a list from anybody is right if it has that root.
 
 Responsible for lists and roots, for whom is asked, and for which votes count. Not responsible for who is to blame
 (`corruption_checks`), nor for what a vote leads to (`operations`).

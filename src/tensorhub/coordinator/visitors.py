@@ -1,7 +1,7 @@
 """Sessions: who is let in, what each may watch, and how long a guest may be idle.
 
-Responsible for `guests` giving way to one another where their share is used up, and for ending those that want nothing.
-Not responsible for workers (`membership`), nor for what a session may say (`access`).
+Responsible for `guests` giving way to one another once their share is used up, and for ending guests that want nothing. Not
+responsible for workers (`membership`), nor for what a session may say (`access`).
 """
 
 from __future__ import annotations

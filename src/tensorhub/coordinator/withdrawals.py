@@ -1,7 +1,8 @@
-"""A rank's wish to have its published memory back (R4, R5): granted in one step, once nothing retained is lost with it.
+"""A rank's leave request (R4, R5): granted in one step, once no retained version is lost by it.
 
-While it must stay its holding serves on, undiminished, and `handovers` finds a successor; then its readers are moved, or
-have a grace, and it goes with the last. Not responsible for the question itself (`retention`), nor for readers (`readers`).
+While the version must stay, the holding serves on as before, and `handovers` finds a successor. Then its readers are moved,
+or have a grace, and the holding goes when the last one has gone. Not responsible for whether it must stay (`retention`), nor
+for its readers (`readers`).
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""The files that a version was published from, as its manifest's metadata tells of them.
+"""The files that a version was published from, as its manifest's metadata describes them.
 
-Responsible for finding a model's files, for the agreement of a sharded model's index with them, and for the one encoding of
-what they were. A fetch of everything writes byte-equal files from it. What comes out of a manifest is hostile: names are
-plain names of files, and headers are read as headers of files are.
+Responsible for finding a model's files, for the agreement of a sharded model's index with them, and for one encoding of
+both. From it a fetch of everything writes byte-equal files. What comes out of a manifest is hostile: names must be plain
+names of files, and headers are read like headers of unknown files.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """Safetensors files as published memory: mapped, and served where they are. Without torch, and without a copy.
 
-Nothing here, nor anything that serves this memory, reads the mapping in user space. A file that was truncated would end
-the process with SIGBUS there; a send call from the mapping only fails, with EFAULT, and costs its reader a retry. So digests
-are made by reading the file, all of them before anything is promised: whoever changes a file while it is served makes its
-readers fail (a digest that does not fit, a source that is lost), and gives nobody other bytes.
+Nothing here, nor anything that serves this memory, reads the mapping in user space. If the file was truncated, reading would
+end the process with SIGBUS. A send call from the mapping only fails, with EFAULT, and costs its reader a retry. So digests
+are made by reading the file, all of them before the publish. Whoever changes a file while it is served makes its readers
+fail (a digest that does not fit, a source that is lost), and gives nobody other bytes.
 
 Responsible for opening files, for their digests, and for noticing that they were written. Not responsible for their format.
 """

@@ -1,8 +1,8 @@
 """What a caller registers, as tensors by name: of an nn.Module, of a mapping, or of a nested one; looked up anew each time.
 
-A module's are its named parameters and its persistent buffers, tied ones under each of their names, in the order of its
-`state_dict()`. That is never called: it runs hooks, and FSDP's gathers. The prefixes of torch's own wrappers are left out.
-Not responsible for whether a tensor can be registered (`describing`).
+The tensors of a module are its named parameters and its persistent buffers, in the order of its `state_dict()`. Tied tensors
+appear under each of their names. `state_dict()` itself is never called: it runs hooks, and FSDP's hooks gather. The prefixes
+of torch's own wrappers are left out. Not responsible for whether a tensor can be registered (`describing`).
 
 torch is never imported here. Whoever hands over a module has imported it already.
 """

@@ -1,9 +1,11 @@
-"""The caller's tensors as bytes: viewed in place, and compared with what the caller has before use.
+"""The caller's tensors as bytes: viewed in place, and compared with what the caller has before each use.
 
-A GPU's tensors are bytes, too, which only the device can address (`DeviceBytes`). All of one registration are in one memory.
+A GPU's tensors are bytes, too, which only the device can address (`DeviceBytes`). All tensors of one registration are in one
+device's memory, or all in the host's.
 
-Responsible for writable views of that memory, and for noticing that it was replaced (R15), or not written. Not responsible
-for what a tensor must be (`describing`), nor for who may read or write when: the worker's Owner decides that.
+Responsible for writable views of that memory, for noticing that a tensor was replaced (R15), and for noticing that none was
+written. Not responsible for what a tensor must be (`describing`), nor for who may read or write when: the worker's `Owner`
+decides that.
 
 torch and numpy are never imported here. Whoever hands over a tensor has imported its library already.
 """

@@ -1,7 +1,7 @@
-"""Room for frames that are not whole: so many bytes for all connections that share it. Single loop; no I/O.
+"""Room for unfinished frames: a number of bytes that several connections share. Single loop; no I/O.
 
-Whoever is about to receive a large frame takes its bytes here first, and is not received from until they are free, in the
-order of asking. Not responsible for how long a frame may take: its receiver's deadline is.
+Whoever is about to receive a large frame takes its bytes here first. Until they are free, nothing is received from that
+peer. Requests are served in their order. Not responsible for how long a frame may take: its receiver's deadline is.
 """
 
 from __future__ import annotations

@@ -1,18 +1,19 @@
-"""What links carry, by how far they lead: what is supposed, and what transfers have told since.
+"""What links carry, by the distance that they cover: assumed rates, and what transfers have shown since.
 
-A reader knows how many bytes came in how many seconds. The link carries that at the least, and at the most so many times
-that as readers shared it. (Nothing bounds it from above where the source was still filling or there was another source: the
-reader may have waited for something else.) A report moves its reader's *vote* just into these bounds. So shared links are
-not taken for slow, nor slow ones for fast because nobody has had one to himself; and no average has to be tuned.
+A reader knows how many bytes came in how many seconds. That is a bound from below: the link carries at least so much. Times
+the number of readers that shared the link, it is a bound from above. (Nothing bounds the rate from above if the source was
+still filling, or was not the only one: the reader may have waited for something else.) A report moves its reader's *vote*
+just into these bounds. So shared links are not taken for slow, slow links are not taken for fast because nobody has had one
+alone, and no average has to be tuned.
 
-A distance's rate is the lower median of the newest votes and of what is supposed, so that one reader alone cannot make it
-large, and a few that lie among many do nothing. The lower one, since errors are not alike: links that are taken for too
-slow make a longer chain than is best, which costs some latencies; taken for too fast, they make readers share a source, and
-all of them take several times as long. Therefore the supposed rates, too, are those of modest networks. (Within a host there
-is no uplink: all share its memory and its cores, whoever reads from whom.)
+A distance's rate is the lower median of the newest votes and of the assumed rate. So one reader alone cannot make it large,
+and a few that lie among many change nothing. Why the lower one? Errors are not alike. Links that are taken for too slow make
+a longer chain than is best, which costs some latencies. Links that are taken for too fast make readers share a source, and
+all of them take several times as long. So the assumed rates, too, are those of modest networks. (Within a host there is no
+uplink: all share its memory and its cores, whoever reads from whom.)
 
-Rates are of distances, not of pairs or workers: a reader meets few sources, each perhaps once, and what it says of one would
-be believed of that one alone. A slow machine is thus one vote, and is not avoided.
+Rates belong to distances, not to pairs or workers. A reader meets few sources, each perhaps once, and what it says of one
+source would be believed of that source alone. A slow machine is thus one vote, and is not avoided.
 
 Responsible for what is believed. Not responsible for what follows from it (`choice`), nor for who may speak (the caller).
 """

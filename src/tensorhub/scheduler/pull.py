@@ -17,12 +17,13 @@ All live sources draw from one pool, the lowest wanted chunk first: several sour
 of readers fills in the same order at every link. A lane that finds nothing for it in the pool waits for what
 changes that: another lane's end, bad bytes, or what another source lacks.
 
-A source that is still filling may lack what it is asked for. It waits for it, but not long (`lacks`): then the
-chunks are wanted again, and it has told what it has. From then on it is *known*, until it brings a chunk that it
-did not have then. A known source is asked for what it has. Is nothing of that wanted, it is asked for what no
-other source is thought to have, one request at a time, and in turns: who was asked longest ago comes first. So a
-chunk that nobody has yet is waited for at a source, and none stays bound to a source that lacks it while another
-has it: readers that fill from one another complete each other, whatever cycles they form (R9).
+A source that is still filling may lack what it is asked for. It waits for it, but not long; then it says what it has
+(`lacks`), and the chunks are wanted again. From then on the source is *known*, until it brings a chunk that it did not have
+then. A known source is asked for what it has. If nothing of that is wanted, it is asked for a chunk that no other source
+is thought to have: one request at a time, and in turns, so that the source that was asked longest ago comes first.
+
+So a chunk that nobody has yet is waited for at some source, and no chunk stays bound to a source that lacks it while another
+source has it. Readers that fill from one another complete each other, whatever cycles they form (R9).
 
 Responsible for the books only: lanes, sockets, digests and time belong to `runtime.data.lanes`.
 """

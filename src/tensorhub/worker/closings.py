@@ -1,8 +1,11 @@
-"""A handle's close with the host copies that end with it (R5): what was prefetched for it, and with a caller's last handle
-what its worker retains, as the process may end then.
+"""The close of a handle, with the host copies that end with it (R5).
 
-They are set aside first, each with its own leave, so that an error leaves all of it as it was. Responsible for that order,
-and for whether this process may end at any time. Not responsible for leaves: each copy's `Member` is.
+What was prefetched for a handle ends with it. With a caller's last handle the worker's retention copies end as well, as the
+process may end then. The copies are set aside first, each with its own leave, so that an error leaves all of them as they
+were.
+
+Responsible for that order, and for whether this process may end at any time. Not responsible for leaves: each copy's
+`Member` asks for its own.
 """
 
 from __future__ import annotations

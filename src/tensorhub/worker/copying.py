@@ -1,4 +1,4 @@
-"""A host copy is made from another registration of the same worker (R5): no other worker takes part in it."""
+"""A host copy that is made from another registration of the same worker (R5). No other worker takes part in it."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """The read leases of one fill: what the coordinator has granted, and what the pull reads under them.
 
-Responsible for the pull's sources being those that the coordinator has granted, also after a lost connection or under a
-new coordinator, and for what it is told of a lease that was given up. Not responsible for when a fill reads (`filling`),
-nor for reading.
+Responsible for two things. The pull's sources are those that the coordinator has granted, also after a lost connection and
+under a new coordinator. And the coordinator hears of each lease that was given up. Not responsible for when a fill reads
+(`filling`), nor for reading.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""A rank takes its memory back (R3, R4): unpublish and close; release and set aside, of a host copy.
+"""A rank takes its memory back (R3, R4): unpublish and close; for a host copy, release and set aside.
 
-The coordinator is asked first, so that readers can be moved and a retained version stays. But an owner needs nobody:
-half of the time is for the answer, the rest for the fence. One that knows that its version is retained waits for the leave,
-or, cut off, until its own lease is over: from then on nobody counts on it (R4).
+The coordinator is asked first, so that readers can be moved and a retained version stays. But an owner needs nobody. It
+waits for the answer half of its time, and has the rest for the fence. An owner that knows that its version is retained waits
+for the leave. If it is cut off, it waits until its own lease is over: from then on nobody counts on it (R4).
 """
 
 from __future__ import annotations

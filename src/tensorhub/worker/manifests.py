@@ -1,6 +1,6 @@
 """The manifests that a worker knows, and whether a registration can be filled with one.
 
-Responsible for fetching each but once, and comparing it but once. Not responsible for asking for one (`filling`).
+Responsible for fetching and comparing each manifest only once. Not responsible for asking for one (`filling`).
 """
 
 from __future__ import annotations

@@ -1,11 +1,13 @@
-"""To whom concerns what the coordinator says: a message in; a handle and what it is told, an answer, or an order out.
+"""Whom each message of the coordinator concerns: a message in; a handle and what it is told, an answer, or an order out.
 
 A message names what it is about in one of three ways: by a request, whose answer goes to whoever asked; by a registration;
-or by a rank of a group. The worker keeps its handles, of any kind `H`, under these names only here. Who asks for itself, not
-for a handle (`runtime.questions`), takes its numbers from the same iterator, so that no answer has two takers.
+or by a rank of a group. Only this module keeps the worker's handles (of any kind `H`) under these names. Questions that the
+worker asks for itself, not for a handle (`runtime.questions`), take their numbers from the same iterator, so that no two
+questions share an answer.
 
-Responsible for what is not, or no longer, known here: an answer that comes twice, a rank that has left, a registration that
-has ended. Not responsible for connections, nor for what a handle does with what it is told (`worker.member`).
+Responsible for messages about something that is not known here, or no longer: an answer that comes twice, a rank that has
+left, a registration that has ended. Not responsible for connections, nor for what a handle does with what it is told
+(`worker.member`).
 """
 
 from __future__ import annotations

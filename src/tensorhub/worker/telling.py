@@ -1,4 +1,4 @@
-"""What a worker says of its chunks, and of their digests, in messages of bounded size."""
+"""A worker's words about its chunks and their digests, in messages of bounded size."""
 
 from __future__ import annotations
 
