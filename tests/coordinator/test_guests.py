@@ -29,16 +29,20 @@ from tensorhub.messages import (
     HeartbeatAck,
     Join,
     Outcome,
+    Prepared,
     ReaderCut,
     Refused,
     Register,
     Registered,
     Retain,
+    Rollback,
     Start,
     Unwatch,
     Watch,
     Welcome,
 )
+from tensorhub.testing import CHUNKS
+from tensorhub.testing.memory import make_manifest
 from tensorhub.types import Endpoint, Location, Medium, OpKey, OpKind, Options, Purpose
 from tests.coordinator.test_limits import Desk, refusal
 
@@ -251,6 +255,28 @@ def test_a_guest_of_another_origin_reads_at_the_expense_of_who_has_most(monkeypa
     assert len(lobby.core.cluster.leases) == 4
 
 
+def test_guests_that_have_voted_and_wait_for_agreement_are_not_among_those_who_are_asked() -> None:
+    """A vote makes room for the next reader. 16,384 of them were all looked at for each one that was to be counted."""
+    lobby = Lobby()
+    lobby.connect(2)
+    lobby.register(2, "t", manifest=make_manifest(CHUNKS, "xxh3-64").encode())
+    lobby.publish(2, "t", 1, 0)
+    lobby.guest(1)
+    keys = [lobby.asks(1, str(number)) for number in range(3)]
+    for key in keys:
+        lobby.say(1, Prepared(key, 0, b"root"))
+    assert lobby.readers("t") == [0]
+    version = lobby.core.cluster.models["m"].versions[1]
+    assert not version.bound
+    assert list(version.guests_bound) == keys
+    lobby.say(1, Abandon(keys[0], 0, ErrorInfo("StateError", "enough", False)))
+    assert list(version.guests_bound) == keys[1:]
+    lobby.say(2, Rollback(1, "back", "m", 0))
+    assert not version.guests_bound
+    outcomes = [heard.error for heard in lobby.heard[1] if isinstance(heard, Outcome)]
+    assert [error.kind for error in outcomes if error is not None] == ["StateError", *["VersionUnavailable"] * 2]
+
+
 def test_a_guest_that_never_had_its_turn_is_told_why(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(real, "GUESTS_OF_HOLDING_MAX", 1)
     lobby = Lobby()
@@ -352,6 +378,18 @@ def test_readers_registrations_have_a_bound_of_their_own(monkeypatch: pytest.Mon
     lobby = Lobby()
     lobby.guest(1)
     assert [type(lobby.fetches(1, str(number))) for number in range(3)] == [Registered] * 2 + [Refused]
+
+
+def test_one_readers_registrations_are_bounded_since_all_end_with_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """8,192 calls of one session that leaves are half a second of one step."""
+    monkeypatch.setattr(real, "REGISTRATIONS_OF_GUEST_MAX", 2)
+    lobby = Lobby()
+    lobby.guest(1)
+    answers = [lobby.fetches(1, str(number)) for number in range(3)]
+    assert [type(answer) for answer in answers] == [Registered] * 2 + [Refused]
+    assert "REGISTRATIONS_OF_GUEST_MAX" in str(refusal(answers[-1]))
+    lobby.connect(2)
+    assert all(isinstance(lobby.register(2, str(number)), Registered) for number in range(3))
 
 
 # --------------------------------------------------------------------------------------------------------- watches

@@ -17,14 +17,17 @@ from tensorhub.messages import (
     Digests,
     FromWorker,
     Held,
+    Message,
     Origin,
     Prepared,
     Register,
     Stray,
+    digests_bytes_max,
 )
+from tensorhub.protocol import codec
 from tensorhub.testing import CHUNKS, Choice, Handle, PureCluster
 from tensorhub.testing.memory import digest_of, make_manifest
-from tensorhub.types import HandleState, Location
+from tensorhub.types import HandleState, Location, OpKey, Options
 from tensorhub.worker.telling import tell
 from tests.test_traces import run_but
 
@@ -342,6 +345,25 @@ def test_pages_together_are_the_list() -> None:
     assert testimony.digest(chunks) == b""
     testimony.begin(-1)
     assert (testimony.is_there, testimony.nbytes, testimony.digest(0)) == (False, 0, b"")
+
+
+def test_pages_fit_the_frames_that_there_are() -> None:
+    """Who was sent one that did not lost its connection, and again when it was back."""
+    least = 65_536  # as `Options.frame_bytes_max` may be
+    cluster = PureCluster(manifest=make_manifest(CHUNKS, "xxh3-64"), options=Options(frame_bytes_max=least))
+    cluster.handle("trainer").publish(1)
+    cluster.run()
+    testimony, chunks = list_of(cluster), DIGESTS_BYTES_MAX // 8
+    testimony.begin(chunks)
+    testimony.values[:] = pack(range(chunks), 8)
+    testimony.missing, testimony.root = 0, b"root"
+    testimony.finish()
+    assert b"".join(testimony.pages) == pack(range(chunks), 8)
+    key, most = OpKey("m" * 255, "g" * 255, 2**63, 2**63), digests_bytes_max(least)
+    said: list[Message] = [Compare(key, 0, 2**63, page, last=False) for page in testimony.pages]
+    sparse = [(2**24 - 2 * number, number) for number in range(chunks, 0, -1)]
+    said += tell("r" * 64, 2**63, 2**24, 8, sparse, last=True, page_bytes=most)
+    assert max(len(codec.encode(message)) for message in said) <= least
 
 
 def test_nothing_is_agreed_by_a_list_that_is_forgotten_meanwhile() -> None:

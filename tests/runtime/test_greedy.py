@@ -16,7 +16,18 @@ import tensorhub
 from tensorhub.coordinator.entities import Version
 from tensorhub.errors import StateError
 from tensorhub.hub import Hub
-from tensorhub.messages import GetManifest, Heartbeat, HeartbeatAck, Join, ManifestReply, Register, Registered
+from tensorhub.messages import (
+    Compare,
+    Describe,
+    Description,
+    GetManifest,
+    Heartbeat,
+    HeartbeatAck,
+    Join,
+    ManifestReply,
+    Register,
+    Registered,
+)
 from tensorhub.protocol import codec
 from tensorhub.protocol.codec import FROM_COORDINATOR
 from tensorhub.protocol.frames import HEADER_BYTES, READ_BYTES_MAX
@@ -185,6 +196,35 @@ async def test_long_answers_that_read_only_sessions_do_not_take_are_bounded_toge
         for messages in greedy:  # who takes them makes room for the others
             with anyio.fail_after(WAIT_S):
                 assert isinstance(await messages.receive(), ManifestReply)
+
+
+async def test_pages_of_digests_are_encoded_once_there_is_room_and_answers_do_not_wait_behind_them_all(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """They come unasked, to as many sessions at once as compare."""
+    made, encode, page = 0, codec.encode, Compare(OpKey("m", "g", 1, 1), 0, 0, bytes(2**10), last=True)
+
+    def counted_encode(message: Any) -> bytes:
+        nonlocal made
+        made += isinstance(message, Compare)
+        return encode(message)
+
+    async with serving() as server, contextlib.AsyncExitStack() as stack:
+        sessions = [await stack.enter_async_context(await joined(server, number, read_only=True)) for number in range(5)]
+        numbers = sorted(server._core.cluster.sessions)
+        answers = server._read_only.answers
+        await answers.take(answers.nbytes)
+        monkeypatch.setattr(codec, "encode", counted_encode)
+        for number in numbers[:4]:
+            server._send(number, page)
+        await until(lambda: len(answers._waiting) == 1)
+        await sessions[4].send(Describe(1, None))
+        await until(lambda: len(answers._waiting) == 2)
+        assert made == 1
+        answers.give_back(answers.nbytes)
+        for messages in sessions[:4]:
+            assert await messages.receive() == page
+        assert isinstance(await sessions[4].receive(), Description)
 
 
 async def test_who_does_not_take_a_long_answer_within_a_lease_is_cut_off() -> None:

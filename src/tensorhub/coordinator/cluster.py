@@ -154,7 +154,7 @@ class Cluster:
     def bind(self, operation: Operation, version: Version) -> None:
         """From now on, until it is decided, it is about that version."""
         operation.version = version
-        version.bound[operation.key] = operation
+        version.bound_with(operation)[operation.key] = operation
         self.note(operation, version)
 
     def stir(self, operation: Operation) -> None:

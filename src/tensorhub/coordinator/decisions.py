@@ -126,7 +126,7 @@ class Decisions:
             self._cluster.timers.cancel(timer, name)
         operation.waits_in.pop(operation.key, None)
         if operation.version is not None:
-            operation.version.bound.pop(operation.key, None)
+            operation.version.bound_with(operation).pop(operation.key, None)
             self._cluster.note(operation.version)
         for changed in (self._cluster.changed_operations, self._cluster.stirred):
             changed.pop(operation.key, None)

@@ -157,6 +157,7 @@ class Version(Stateful[VersionState]):
         "abandoned",
         "bound",
         "condemned",
+        "guests_bound",
         "holdings",
         "info",
         "layout_id",
@@ -184,7 +185,8 @@ class Version(Stateful[VersionState]):
         self.testimonies: dict[int, Testimony] = {}  # by shard; of those that somebody has asked about
         self.roots_stored = False  # those of all shards are durable, or on their way to the store
         self.condemned: dict[str, None] = {}  # incarnations that held other bytes as this; the newest ones
-        self.bound: dict[OpKey, Operation] = {}  # the undecided operations whose version this is
+        self.bound: dict[OpKey, Operation] = {}  # the undecided operations whose version this is; those that may write
+        self.guests_bound: dict[OpKey, Operation] = {}  # the same, of read-only workers
 
     @property
     def number(self) -> int:
@@ -198,6 +200,10 @@ class Version(Stateful[VersionState]):
     def is_kept(self) -> bool:
         """Whether it may be, or become, visible."""
         return self.state not in (VersionState.DISCARDED, VersionState.RETIRED)
+
+    def bound_with(self, operation: Operation) -> dict[OpKey, Operation]:
+        """Where that one is found while it is bound."""
+        return self.guests_bound if operation.is_of_guests else self.bound
 
     def lay_out(self) -> None:
         """Every rank has published: from now on its shards are held. (Who only says that there are many has said little.)"""
@@ -334,6 +340,7 @@ class Testimony:
     known: bytearray = field(default_factory=bytearray)  # 1 for each chunk whose digest is in it, meanwhile
     missing: int = 0  # always known.count(0)
     pages: tuple[bytes, ...] = ()  # the whole list, as it is sent: the same bytes to however many compare
+    page_bytes: int = DIGESTS_BYTES_MAX  # of one, at most
     publisher: Holding | None = None  # what was published; it may have been taken back since
     asked: dict[str, tuple[int, int]] = field(
         default_factory=dict
@@ -362,7 +369,7 @@ class Testimony:
     @property
     def page_chunks(self) -> int:
         """How many chunks' digests each page has, but for the last one."""
-        return DIGESTS_BYTES_MAX // self.width
+        return self.page_bytes // self.width
 
     @property
     def nbytes(self) -> int:

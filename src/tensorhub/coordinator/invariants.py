@@ -235,10 +235,12 @@ def _version(cluster: Cluster, version: Version) -> None:
     if model is None or model.versions.get(version.number) is not version:
         gone = version.state not in KEPT and not any(version.holdings.values())
         _demand(gone, "only discarded and retired versions are forgotten", version)
-        _demand(not version.bound, "no operation is bound to a version that is no more", version)  # R2
+        _demand(
+            not version.bound and not version.guests_bound, "no operation is bound to a version that is no more", version
+        )  # R2
         return
     _demand(version.state in KEPT, "discarded and retired versions are forgotten", version)
-    for operation in version.bound.values():
+    for operation in (*version.bound.values(), *version.guests_bound.values()):
         _demand(operation.version is version and not operation.decided, "what is bound to it is undecided", operation)
     _demand(not version.visible or version.number <= (model.mark or 0), "no version above the mark is visible", version)
     _demand(version.lineage <= model.lineage, "lineages only grow", version)
@@ -351,7 +353,7 @@ def _operation(cluster: Cluster, operation: Operation) -> None:
     version = operation.version
     known = version is None or group.model.versions.get(version.number) is version
     _demand(known, "no operation is bound to a version that is no more", operation)  # R2
-    bound = version is None or version.bound.get(operation.key) is operation
+    bound = version is None or version.bound_with(operation).get(operation.key) is operation
     _demand(bound, "a version knows the operations that are bound to it", operation)
     if operation.state is OperationState.PREPARED:
         _demand(all_voted, "prepared means that every rank voted", operation)

@@ -7,6 +7,7 @@ with an error that names it; docs/limits.md lists them all. Workers at a time ar
 from __future__ import annotations
 
 REGISTRATIONS_OF_WORKER_MAX = 8192
+REGISTRATIONS_OF_GUEST_MAX = 1024  # of one read-only worker, all of which end in one step with it
 REGISTRATIONS_MAX = 2**18
 MANIFEST_BYTES_OF_WORKER_MAX = 2**30  # of its registrations together, as counted; one of 10,000 tensors has about 1.5 MB
 MANIFEST_BYTES_MAX = 4 * 2**30  # of all registrations and versions; equal ones count once

@@ -317,6 +317,8 @@ class Membership:
         what, in_all = "", False
         if len(worker.members) >= limits.REGISTRATIONS_OF_WORKER_MAX:
             what = f"it has {len(worker.members)} registrations already (REGISTRATIONS_OF_WORKER_MAX)"
+        elif worker.read_only and len(worker.members) >= limits.REGISTRATIONS_OF_GUEST_MAX:
+            what = f"it has {len(worker.members)} fetches under way already (REGISTRATIONS_OF_GUEST_MAX)"
         elif bytes_here > limits.MANIFEST_BYTES_OF_WORKER_MAX:
             what = f"its manifests would have {bytes_here} bytes (MANIFEST_BYTES_OF_WORKER_MAX)"
         elif len(cluster.members) >= limits.REGISTRATIONS_MAX:

@@ -274,7 +274,7 @@ class Operations:
     def rolled_back(self, model: Model, to: int) -> None:
         """A new lineage begins after `to`: what is bound to a later version, or would publish one, is over."""
         later = [version for version in model.versions.values() if version.number > to]
-        for operation in [operation for version in later for operation in version.bound.values()]:
+        for operation in [o for version in later for o in (*version.bound.values(), *version.guests_bound.values())]:
             assert operation.version is not None
             what = f"version {operation.version.number} of {model.name!r}"
             if operation.kind is OpKind.PUBLISH:

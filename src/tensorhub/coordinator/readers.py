@@ -397,8 +397,8 @@ class Readers:
     def _reconsider_readers(self, version: Version) -> None:
         """Who holds all of it has left: its readers, also those that wait for a source, may have to complete one another."""
         if not all(map(version.is_whole, version.holdings)):
-            for operation in version.bound.values():
-                self._cluster.stir(operation)
+            self._cluster.changed_operations.update(version.bound)
+            self._cluster.stirred.update(version.guests_bound)
 
     def move(self, lease: ReadLease) -> None:
         """Give the reader another source, if there is one, and let it leave this one."""

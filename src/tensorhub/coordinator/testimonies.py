@@ -26,7 +26,7 @@ from tensorhub.coordinator.readers import Readers
 from tensorhub.coordinator.states import OperationState
 from tensorhub.digests import ROOT_BYTES, root_of, width_in
 from tensorhub.errors import IntegrityError, StateError
-from tensorhub.messages import Compare, Compared, Digests, TellDigests
+from tensorhub.messages import Compare, Compared, Digests, TellDigests, digests_bytes_max
 from tensorhub.types import OpKind
 
 ANSWER_S = 5.0  # who was silent for twice that is not waited for, unless only its publisher's word can decide
@@ -300,7 +300,7 @@ class Testimonies:
         is known, who fills has nothing to say: its list is not the published one yet.
         """
         version, seen = testimony.version, set[str]()
-        running = [] if testimony.root else [each for each in version.bound.values() if not each.is_of_guests]
+        running = [] if testimony.root else version.bound.values()  # no guests': there may be very many
         parts = [p for o in running for p in o.parts.values() if p.shard == testimony.shard and p.reading]
         for part in sorted(parts, key=lambda p: p.claim is None):
             seen.add(part.member.registration)
@@ -340,7 +340,8 @@ class Testimonies:
         """What is known of that shard; `manifest`: what the asker says of it, should nobody else have said so."""
         testimony = version.testimonies.get(shard)
         if testimony is None:
-            testimony = version.testimonies[shard] = Testimony(version, shard)
+            page_bytes = digests_bytes_max(self._cluster.options.frame_bytes_max)
+            testimony = version.testimonies[shard] = Testimony(version, shard, page_bytes=page_bytes)
         if not testimony.width:
             testimony.width = width_in(version.manifests.get(shard) or manifest)
         return testimony

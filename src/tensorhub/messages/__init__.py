@@ -141,6 +141,7 @@ from tensorhub.messages.values import (
     Rank as Rank,
     Stray as Stray,
     WorldSize as WorldSize,
+    digests_bytes_max as digests_bytes_max,
 )
 
 Message = Handshake | FromWorker | FromCoordinator | FromReader | FromOwner

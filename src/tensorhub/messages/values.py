@@ -21,6 +21,11 @@ DigestList = Annotated[bytes, Length(DIGESTS_BYTES_MAX)]
 Root = Annotated[bytes, Length(32)]
 
 
+def digests_bytes_max(frame_bytes_max: int) -> int:
+    """Of one message, where frames are no larger than that: its runs have room beside them."""
+    return min(DIGESTS_BYTES_MAX, frame_bytes_max // 4)
+
+
 @dataclass(frozen=True, slots=True)
 class ErrorInfo:
     """An error on its way to another process. `causes`: (rank, reason) pairs of GroupAborted."""

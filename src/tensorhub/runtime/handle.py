@@ -23,7 +23,7 @@ from tensorhub.digests import WIDTHS
 from tensorhub.errors import DrainTimeout, Memory as TensorState, StateError, TensorHubError
 from tensorhub.logs import get_logger
 from tensorhub.memory.tensors import Memory
-from tensorhub.messages import DigestAgain, ErrorInfo, Outcome, Start, TellDigests, ToRank
+from tensorhub.messages import DIGESTS_BYTES_MAX, DigestAgain, ErrorInfo, Outcome, Start, TellDigests, ToRank
 from tensorhub.runtime import clock
 from tensorhub.runtime.callers_work import CallersWork
 from tensorhub.runtime.data.serving import SharedOwner
@@ -90,7 +90,15 @@ class _Call:
 class Handle:
     """One registered memory and its calls. `run` must be running for anything to happen."""
 
-    def __init__(self, member: Member, memory: Memory, owner: SharedOwner, line: Line, room: HostRoom) -> None:
+    def __init__(
+        self,
+        member: Member,
+        memory: Memory,
+        owner: SharedOwner,
+        line: Line,
+        room: HostRoom,
+        page_bytes: int = DIGESTS_BYTES_MAX,  # of digests in one message
+    ) -> None:
         self.member = member
         self.memory = memory
         self.registered = anyio.Event()
@@ -99,6 +107,7 @@ class Handle:
         self._owner = owner
         self._line = line
         self._room = room
+        self._page_bytes = page_bytes
         self._places = Places(memory, self._registration, owner, room)
         self.callers_work = CallersWork(memory.device)
         self._promise = Promise(member, memory, owner)
@@ -305,7 +314,8 @@ class Handle:
         self._tell(generation, 0, 0, [], last=True)
 
     def _tell(self, generation: int, chunks: int, width: int, known: list[tuple[int, int]], *, last: bool) -> None:
-        for message in tell(self._registration, generation, chunks, width, known, last=last):
+        page_bytes = self._page_bytes
+        for message in tell(self._registration, generation, chunks, width, known, last=last, page_bytes=page_bytes):
             self._line.say(message)
 
     # ------------------------------------------------------------------------------------------------- actions

@@ -10,6 +10,7 @@ messages at a time: so neither what it asks for nor how fast it asks makes anybo
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import math
 import secrets
@@ -114,6 +115,7 @@ class _Kind:
     pot: Pot  # for their frames that are not whole or not heard yet
     answers: Pot  # for what is long, and on its way to them
     turn: anyio.Lock = field(default_factory=anyio.Lock)  # to be answered at length
+    page_turn: anyio.Lock = field(default_factory=anyio.Lock)  # to be sent a page of digests
 
 
 class CoordinatorServer:
@@ -410,8 +412,10 @@ class CoordinatorServer:
         """It is this session's turn until there is room for its answer, so that no other one is made meanwhile. Nothing else
         can be said while that is on its way, so it must be taken within a lease.
         """
-        body = _encoded(message, self._options.frame_bytes_max)
-        await kind.answers.take(len(body))
+        # Pages come unasked, to many at once: one is encoded and waits for room, and no answer comes after more than that.
+        async with kind.page_turn if isinstance(message, Compare) else contextlib.nullcontext():
+            body = _encoded(message, self._options.frame_bytes_max)
+            await kind.answers.take(len(body))
         try:
             session.moved.set()
             with anyio.move_on_after(self._options.lease_s) as sending:

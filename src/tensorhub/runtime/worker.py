@@ -41,6 +41,7 @@ from tensorhub.messages import (
     ReaderCut,
     TellChunks,
     Welcome,
+    digests_bytes_max,
 )
 from tensorhub.protocol.secret import check_open_access
 from tensorhub.runtime import clock, ports
@@ -468,7 +469,8 @@ class Worker:
             manifests=self._manifests,
             copies=self._found_copies,
         )
-        handle = Handle(member, memory, self._owner, self, self.copies)
+        page_bytes = digests_bytes_max(self.options.frame_bytes_max)
+        handle = Handle(member, memory, self._owner, self, self.copies, page_bytes)
         handle.deadline_moved = lambda: self._time_moved.set()
         handle.first_fill_begins = first_fill_begins
         return handle

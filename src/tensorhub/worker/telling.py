@@ -11,12 +11,21 @@ from tensorhub.types import RegistrationId
 
 
 def tell(
-    registration: str, generation: int, chunks: int, width: int, known: Sequence[tuple[int, int]], *, last: bool
+    registration: str,
+    generation: int,
+    chunks: int,
+    width: int,
+    known: Sequence[tuple[int, int]],
+    *,
+    last: bool,
+    page_bytes: int = DIGESTS_BYTES_MAX,
 ) -> Iterator[Digests]:
-    """Say these (chunk, digest) pairs, ascending, of `chunks` in all. `last`: there is nothing more to say."""
+    """Say these (chunk, digest) pairs, ascending, of `chunks` in all, so many bytes at a time. `last`: there is nothing more
+    to say.
+    """
     at = 0
     while at < len(known):
-        page = known[at : at + DIGESTS_BYTES_MAX // width]
+        page = known[at : at + page_bytes // width]
         if len(runs := runs_of(chunk for chunk, _ in page)) > DIGEST_RUNS_MAX:
             page = known[at : at + DIGEST_RUNS_MAX]
             runs = runs_of(chunk for chunk, _ in page)
