@@ -259,7 +259,7 @@ def test_one_call_at_a_time() -> None:
     trainer = cluster.handle("trainer")
     cluster.run()
     trainer.publish(1)
-    with pytest.raises(StateError, match="publish is running on this handle; one call at a time"):
+    with pytest.raises(StateError, match="a call is still running on this handle; one call at a time"):
         trainer.replicate()
 
 

@@ -31,8 +31,8 @@ from tensorhub.runtime.data.copying import copy_chunks
 from tensorhub.runtime.data.lanes import PullEvent, PullReport, PullRunner, SourceFailed
 from tensorhub.runtime.data.serving import SharedOwner
 from tensorhub.runtime.places import Places
-from tensorhub.runtime.promise import Promise
 from tensorhub.runtime.reports import CallTimes
+from tensorhub.runtime.writes import Writes
 from tensorhub.types import ContentId, LeaseId, RegistrationId
 from tensorhub.worker.calls import Action, AddPullSource, CompareDigests, CopyLocally, DropPullSource, StartPull, staging_of
 from tensorhub.worker.member import Member
@@ -76,7 +76,7 @@ class Filler:
         line: Line,
         apply: Callable[[list[Action]], None],
         callers_work: CallersWork,
-        promise: Promise,
+        writes: Writes,
     ) -> None:
         self.times = CallTimes()  # of the running call
         self.progress: ProgressListener | None = None
@@ -87,7 +87,7 @@ class Filler:
         self._line = line
         self._apply = apply
         self._callers_work = callers_work
-        self._promise = promise
+        self._writes = writes
         self._registration = RegistrationId(member.shard.registration)
         self._pull: _Pull | None = None
 
@@ -226,7 +226,7 @@ class Filler:
             yield
         finally:
             if not staged:
-                self._promise.library_wrote()
+                self._writes.library_wrote()
 
     def _note_copying(self, seconds: float) -> None:
         if self.times.prepared:

@@ -6,8 +6,6 @@ call's future. Not responsible for how the memory is filled (`filler`). Decides 
 
 from __future__ import annotations
 
-import math
-from collections import deque
 from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -19,20 +17,20 @@ import anyio.from_thread
 import anyio.lowlevel
 import anyio.to_thread
 
-from tensorhub.digests import WIDTHS
-from tensorhub.errors import DrainTimeout, Memory as TensorState, StateError, TensorHubError
+from tensorhub.errors import DrainTimeout
 from tensorhub.logs import get_logger
 from tensorhub.memory.tensors import Memory
-from tensorhub.messages import DIGESTS_BYTES_MAX, DigestAgain, ErrorInfo, Outcome, Start, TellDigests, ToRank
+from tensorhub.messages import DIGESTS_BYTES_MAX, DigestAgain, Outcome, Start, TellDigests, ToRank
 from tensorhub.runtime import clock
 from tensorhub.runtime.callers_work import CallersWork
+from tensorhub.runtime.calling import CallersHandle, Report
 from tensorhub.runtime.data.serving import SharedOwner
 from tensorhub.runtime.filler import Filler, Line, ProgressListener
 from tensorhub.runtime.places import HostRoom, Places
 from tensorhub.runtime.ports import HookRequest
-from tensorhub.runtime.promise import Promise
 from tensorhub.runtime.reports import CallTimes
 from tensorhub.runtime.threads import run_in_thread
+from tensorhub.runtime.writes import Writes
 from tensorhub.types import (
     ContentId,
     FetchReport,
@@ -46,7 +44,6 @@ from tensorhub.worker.calls import (
     AddPullSource,
     Call,
     CallHook,
-    CloseCall,
     CompareDigests,
     CopyLocally,
     DropPullSource,
@@ -58,19 +55,15 @@ from tensorhub.worker.calls import (
     FreePrefetch,
     FreeStaging,
     OpenMemory,
-    PublishCall,
-    RefuseCall,
     Registered,
     RegistrationFailed,
     ReopenMemory,
     Say,
     StartPull,
     StopPull,
-    UnpublishCall,
-    staging_of,
 )
+from tensorhub.worker.interpreter import Interpreter
 from tensorhub.worker.member import Member
-from tensorhub.worker.telling import tell
 
 FENCE_TRY_S = 2.0  # of a fence, before it is looked whether it is still wanted; readers have half of it to take their bytes
 
@@ -87,7 +80,7 @@ class _Call:
     result: Finish | None = None
 
 
-class Handle:
+class Handle(CallersHandle):
     """One registered memory and its calls. `run` must be running for anything to happen."""
 
     def __init__(
@@ -99,7 +92,8 @@ class Handle:
         room: HostRoom,
         page_bytes: int = DIGESTS_BYTES_MAX,  # of digests in one message
     ) -> None:
-        self.member = member
+        self._writes = Writes(member, memory, owner)
+        super().__init__(Interpreter(member, self._writes.written, page_bytes), CallersWork(memory.device))
         self.memory = memory
         self.registered = anyio.Event()
         self.registration_error: Exception | None = None
@@ -107,22 +101,16 @@ class Handle:
         self._owner = owner
         self._line = line
         self._room = room
-        self._page_bytes = page_bytes
         self._places = Places(memory, self._registration, owner, room)
-        self.callers_work = CallersWork(memory.device)
-        self._promise = Promise(member, memory, owner)
-        self._filler = Filler(member, memory, owner, self._places, line, self.apply, self.callers_work, self._promise)
-        self._todo: deque[Action] = deque()
+        self._filler = Filler(member, memory, owner, self._places, line, self.apply, self.callers_work, self._writes)
+        self._todo = self.interpreter.todo
         self._todo_wanted = anyio.Event()
         self._call: _Call | None = None
         self._digests: Sequence[int] | None = None  # of memory whose own they must be, made before a publish
         self._tasks: anyio.abc.TaskGroup
         self._scope = anyio.CancelScope()  # of `run`
-        self._has_ended = False  # nobody carries out what a call would want
         self.deadline_moved: Callable[[], None] = lambda: None
-        self.call_ended: Callable[[], None] = lambda: None
         self.first_fill_begins: Callable[[OpKind, float], None] = lambda kind, timeout_s: None
-        self.was_filled = False  # what the memory got last came from others, not from its publisher
 
     def __repr__(self) -> str:
         return f"<Handle of {self.member!r}>"
@@ -130,9 +118,11 @@ class Handle:
     # ------------------------------------------------------------------------------------------------- calls
 
     async def publish(self, version: int, timeout_s: float) -> VersionInfo:
-        """`timeout_s` does not count the digests that this memory needs beforehand: their time grows with its bytes."""
-        if self.member.state is HandleState.READY:
-            self._promise.raise_spoiled()
+        info = await super().publish(version, timeout_s)
+        self._owner.on_made(self._registration)  # they may all have been made beforehand
+        return info
+
+    async def _before_publish(self, timeout_s: float) -> None:
         await self.callers_work.done(timeout_s)
         manifest = self.member.shard.manifest
         holds_nothing = self.member.running is None and self.member.state in (HandleState.EMPTY, HandleState.TORN)
@@ -141,40 +131,6 @@ class Handle:
         if manifest is not None and self.memory.digests_first:
             make = partial(self.memory.digests, manifest, anyio.from_thread.check_cancelled)
             self._digests = await anyio.to_thread.run_sync(make)
-        _, finish = await self._run(PublishCall(version), timeout_s)
-        assert finish.version is not None
-        self.was_filled = False
-        self._owner.on_made(self._registration)  # they may all have been made beforehand
-        return finish.version
-
-    async def unpublish(self, timeout_s: float) -> None:
-        if self.member.state is HandleState.EMPTY:
-            self._promise.raise_spoiled()
-        await self._run(UnpublishCall(), timeout_s)
-        self._promise.raise_violation()
-
-    async def unpublish_if_published(self, timeout_s: float) -> None:
-        if self.member.state in (HandleState.READY, HandleState.IN_DOUBT):
-            await self.unpublish(timeout_s)
-        else:
-            self._promise.raise_spoiled()
-
-    async def refuse(self, error: TensorHubError, timeout_s: float) -> None:
-        """This rank will not make its next group call, because of that."""
-        await self._run(RefuseCall(ErrorInfo.of(error)), timeout_s)
-
-    async def close(self, timeout_s: float, *, abandon: bool = False) -> None:
-        if self.member.state is not HandleState.CLOSED:
-            await self._run(CloseCall(abandon), timeout_s)
-            self._promise.raise_violation()
-
-    async def run_call(self, call: Call, timeout_s: float) -> None:
-        """One that only `worker.host_copies` makes."""
-        await self._run(call, timeout_s)
-
-    async def fill(self, call: FillCall, timeout_s: float, hook: HookRequest | None = None) -> FetchReport:
-        _, report = await self.fetch(call, timeout_s, hook)
-        return report
 
     async def fetch(
         self,
@@ -183,28 +139,18 @@ class Handle:
         hook: HookRequest | None = None,
         progress: ProgressListener | None = None,
     ) -> tuple[VersionInfo, FetchReport]:
-        """As `fill`; says which version it was, too."""
-        self._promise.raise_spoiled()
-        if call.kind is OpKind.UPDATE:
-            self._promise.check_kept()
         self._filler.progress = progress
-        started = clock.now()
-        if not self.was_filled and self.member.version is None and not isinstance(call.selector, int):
-            self.first_fill_begins(call.kind, timeout_s)
-        ran, finish = await self._run(call, timeout_s, hook)
-        assert finish.version is not None
-        self.was_filled = self.was_filled or finish.changed
-        if not finish.changed:
-            self._promise.check_kept()
-        return finish.version, ran.times.report_of(finish, started, clock.now())
+        return await super().fetch(call, timeout_s, hook)
 
-    async def _run(self, call: Call, timeout_s: float, hook: HookRequest | None = None) -> tuple[_Call, Finish]:
-        """Begin a call and wait for its end; cancelling ends it as soon as may be, and leaves nothing running."""
-        self._check_last_ended()
-        if self._has_ended and self.member.state is not HandleState.CLOSED:  # that one says so itself
-            raise StateError(f"{self.member.shard.title} was given up; register again")
-        actions = self.member.begin(call, timeout_s, clock.now())
-        self._promise.call_begins()
+    async def run_call(self, call: Call, timeout_s: float) -> None:
+        """One that only `worker.host_copies` makes."""
+        await self._run(call, timeout_s)
+
+    async def _carry_out(self, call: Call, timeout_s: float, hook: HookRequest | None) -> tuple[Finish, Report]:
+        started, is_first = clock.now(), not self.was_filled and self.member.version is None
+        actions = self.interpreter.begin(call, timeout_s, started)
+        if isinstance(call, FillCall) and is_first and not isinstance(call.selector, int):
+            self.first_fill_begins(call.kind, timeout_s)
         running = self._call = _Call(anyio.Event(), hook=hook)
         self._filler.times = running.times
         self.apply(actions)
@@ -212,44 +158,16 @@ class Handle:
             await running.ended.wait()
         except anyio.get_cancelled_exc_class():
             with anyio.CancelScope(shield=True):
-                error = StateError("the call was cancelled by its caller")  # other ranks and the log see it
-                self.apply(self.member.cancel(error, clock.now()))
+                self.apply(self.interpreter.cancelled(clock.now()))
                 await running.ended.wait()
             raise
         finish = running.result
         assert finish is not None
-        if finish.error is not None:
-            raise finish.error
-        return running, finish
-
-    @property
-    def is_busy(self) -> bool:
-        """Whether a call runs."""
-        return self._call is not None and self._call.result is None
-
-    async def check_idle(self) -> None:
-        """Raise StateError if the memory is not the caller's to write: a call runs on it, or it is closed."""
-        self._check_last_ended()
-        if self.member.state is HandleState.CLOSED:
-            raise StateError(f"{self.member.shard.title} is closed; register again")
-        if self.member.is_letting_go:
-            text = f"{self.member.shard.title}: what it held was ordered out, and is still being read; try again"
-            raise StateError(text, retryable=True)
-
-    async def tell_loss(self) -> None:
-        """Raise LeaseLost, once, if the coordinator has lost its state; StateError while the memory is still read."""
-        await self.check_idle()
-        self.member.tell_loss()
-
-    def _check_last_ended(self) -> None:
-        """A call is over when its fences are: the member is done with it earlier."""
-        if self.is_busy:
-            text = f"{self.member.shard.title}: a call is still running on this handle; one call at a time"
-            raise StateError(text, retryable=True)
+        return finish, lambda: running.times.report_of(finish, started, clock.now())
 
     async def end_call(self, error: Exception) -> None:
         """End the running call, if there is one, with `error`; returns when nothing of it runs any more."""
-        if self._call is not None and self._call.result is None:
+        if self._call is not None and self.interpreter.is_busy:
             self.cancel(error)
             await self._call.ended.wait()
 
@@ -275,7 +193,10 @@ class Handle:
 
     async def _digest_again(self, question: DigestAgain, limiter: anyio.CapacityLimiter) -> None:
         """Has this chunk changed since its digest was made (R8)? The answer goes to the coordinator."""
-        changed, digest, error = await self._promise.look_again(question, limiter)
+        changed, digest = await self._writes.look_again(question, limiter)
+        error = self.interpreter.violation_of(question, changed)
+        if changed:
+            log.warning("held_memory_changed", registration=self._registration, reason=str(error))
         origin = self._owner.origin(self._registration, question.generation, question.chunk)
         self.apply(
             self.member.digested_again(
@@ -285,37 +206,25 @@ class Handle:
 
     def tell_made(self, *, if_all: bool) -> bool:
         """Say which digests were made of what is published (`if_all`: once it is all). Whether nothing is left to say."""
-        content = self.member.content
-        if content is None or not content.published or self.member.state not in (HandleState.READY, HandleState.DRAINING):
-            return True
-        known, are_all = self._owner.take_made(self._registration, if_all=if_all)
-        if known:
-            self._tell(
-                content.generation, content.manifest.chunk_count, WIDTHS[content.manifest.digest], known, last=are_all
-            )
-        return are_all
+        said, is_all = self.interpreter.tell_made(self._owner, if_all=if_all)
+        for message in said:
+            self._line.say(message)
+        return is_all
 
     async def _tell_digests(self, question: TellDigests, limiter: anyio.CapacityLimiter) -> None:
         """Say which digests the chunks of this memory have, or of what is staged for it (R8)."""
         content, generation = self.member.content, question.generation
-        if content is not None and content.published and content.generation == generation and not question.origin:
+        if content is not None and self.interpreter.must_make(question):
             make = partial(self._owner.make_digests, self._registration, generation, ContentId(content.version.content_id))
             await anyio.to_thread.run_sync(make, limiter=limiter)
-        for target in (self._registration, RegistrationId(staging_of(self._registration))):
-            listed = self._owner.listed(target, generation)
-            if listed is not None and listed[0]:
-                width, digests = listed
-                chunks = (
-                    self._owner.read_from(target, generation, question.origin) if question.origin else range(len(digests))
-                )
-                known = [(chunk, digest) for chunk in chunks if (digest := digests[chunk]) is not None]
-                self._tell(generation, len(digests), width, known, last=True)
-                return
-        self._tell(generation, 0, 0, [], last=True)
 
-    def _tell(self, generation: int, chunks: int, width: int, known: list[tuple[int, int]], *, last: bool) -> None:
-        page_bytes = self._page_bytes
-        for message in tell(self._registration, generation, chunks, width, known, last=last, page_bytes=page_bytes):
+        def listed(target: RegistrationId) -> tuple[int, Sequence[int | None]] | None:
+            return self._owner.listed(target, generation)
+
+        def read_from(target: RegistrationId) -> Sequence[int]:
+            return self._owner.read_from(target, generation, question.origin)
+
+        for message in self.interpreter.tell_digests(question, listed, read_from):
             self._line.say(message)
 
     # ------------------------------------------------------------------------------------------------- actions
@@ -334,11 +243,10 @@ class Handle:
                 async with anyio.create_task_group() as self._tasks:
                     await self._obey()
         finally:
-            self._has_ended = True
+            finish = self.interpreter.give_up()
             with anyio.CancelScope(shield=True):
                 await self._let_go()
-            memory: TensorState = "torn" if self.member.state is HandleState.FILLING else "intact"
-            self._end_call(Finish(error=StateError("the hub was closed while the call was running", memory=memory)))
+            self._end_call(finish)
 
     async def _obey(self) -> None:
         while True:
@@ -346,7 +254,7 @@ class Handle:
             self._todo_wanted = anyio.Event()
             while self._todo:
                 await self._do(self._todo.popleft())
-            if self.member.state is HandleState.CLOSED and self.member.running is None:
+            if self.interpreter.is_over:
                 self.stop()
 
     def stop(self) -> None:
@@ -405,7 +313,8 @@ class Handle:
         self._room.answered(self._registration, refusal)
 
     def _end_call(self, finish: Finish) -> None:
-        if self._call is not None and self._call.result is None:
+        if self._call is not None and self.interpreter.is_busy:
+            self.interpreter.finished(finish)
             self._call.result = finish
             self._call.ended.set()
             self.call_ended()
@@ -424,7 +333,8 @@ class Handle:
         content_id, digests = ContentId(action.content_id), self._digests if action.complete else None
         if not action.complete:
             self.memory.count_write()  # before the first byte, for what autograd has kept of those that go
-        self._promise.made()
+        self._writes.made()
+        self.interpreter.guard.made()
         if action.complete:  # behind `made`: what is written while it is packed breaks the promise, too
             await self._places.pack(action.manifest)
         self._owner.open(
@@ -441,25 +351,24 @@ class Handle:
         """Fence the memory, or give up at the deadline; without one, try until it stands."""
         while True:
             try:
-                await self._owner.fence_async(self._registration, min(FENCE_TRY_S, self._fence_left_s(action)))
+                await self._owner.fence_async(self._registration, min(FENCE_TRY_S, self._left_s(action)))
                 break
             except DrainTimeout as error:
                 log.warning("fence_failed", registration=self._registration, reason=str(error))
-                if not self._fence_left_s(action):
+                if not self._left_s(action):
                     self.apply(self.member.fence_failed(action.generation, clock.now()))
                     return
             await anyio.lowlevel.checkpoint()
-        if self.member.state is HandleState.DRAINING:  # else it is overwritten next, or was never published
-            self._promise.taken_back()
         self.tell_made(if_all=False)  # what nobody can ask for any more
-        self.apply(self.member.fenced(action.generation, clock.now()))
+        known = self.interpreter.guard.violation
+        self.apply(self.interpreter.fenced(action, clock.now()))
+        violation = self.interpreter.guard.violation
+        if violation is not None and violation is not known:
+            log.warning("published_memory_written", registration=self._registration, reason=str(violation))
 
-    def _fence_left_s(self, action: Fence) -> float:
-        """Until it is given up, by the action or because its call was cancelled since."""
-        if action.until is None:
-            return math.inf
-        until = self.member.fence_until
-        return max(0.0, (action.until if until is None else min(action.until, until)) - clock.now())
+    def _left_s(self, fence: Fence) -> float:
+        """Until it is given up."""
+        return max(0.0, self.interpreter.fence_until(fence) - clock.now())
 
     async def _let_go(self) -> None:
         """The handle ends. What is still being read then stays closed, and is kept until its lanes have ended."""

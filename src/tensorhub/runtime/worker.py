@@ -480,7 +480,7 @@ class Worker:
         model = handle.member.shard.model
         with contextlib.suppress(TensorHubError):
             is_new = await self.questions.nothing_published(model, min(timeout_s, self.options.op_timeout_s))
-            if is_new and handle.is_busy:
+            if is_new and handle.interpreter.is_busy:
                 hint = "nothing is published under this name yet: it waits for the first version. Is the name right?"
                 log.warning("call_waits", model=model, call=kind.value, up_to_s=timeout_s, hint=hint)
 

@@ -18,20 +18,20 @@ import anyio
 
 from tensorhub.errors import (
     CoordinatorUnavailable,
-    MutabilityViolation,
     StateError,
     TensorHubError,
 )
 from tensorhub.manifest import Digest, Manifest, build_manifest
 from tensorhub.memory.tensors import Memory
-from tensorhub.messages import CopyRefused, ErrorInfo, FromWorker, Leave, MakeCopy
+from tensorhub.messages import CopyRefused, FromWorker, Leave, MakeCopy
 from tensorhub.runtime.callers_work import CallersWork
+from tensorhub.runtime.calling import CallersHandle, Report
 from tensorhub.runtime.ending import CLOSE_S, Parting
 from tensorhub.runtime.filler import ProgressListener
 from tensorhub.runtime.loop_thread import AsyncSide, Job, Watching
 from tensorhub.runtime.news import News
 from tensorhub.runtime.pins import Arguments, Pins
-from tensorhub.runtime.ports import Handle
+from tensorhub.runtime.ports import Handle, HookRequest
 from tensorhub.runtime.prefetcher import Prefetcher
 from tensorhub.runtime.questions import Questions
 from tensorhub.testing.network import TimedLink
@@ -48,22 +48,17 @@ from tensorhub.types import (
     as_timeout_s,
 )
 from tensorhub.worker.calls import (
-    CloseCall,
+    Call,
     FillCall,
-    PublishCall,
-    RefuseCall,
+    Finish,
     SetAsideCall,
-    UnpublishCall,
 )
 from tensorhub.worker.enrolment import Shard
-from tensorhub.worker.holding import Content
-from tensorhub.worker.member import Member
 
 if TYPE_CHECKING:
     from tensorhub.testing.embedded import EmbeddedCluster, EmbeddedWorker
 
 T = TypeVar("T")
-NAMES_MAX = 5  # of tensors in an error
 
 
 class Flag:
@@ -171,103 +166,25 @@ class Tasks:
             scope.cancel()
 
 
-class Caller:
-    """See `runtime.handle.Handle`, as far as `Weights` uses it."""
+class Caller(CallersHandle):
+    """What carries the calls of `Weights` out: a simulated handle."""
 
     def __init__(self, simulated: EmbeddedHandle) -> None:
+        super().__init__(simulated.interpreter, CallersWork(None))  # the simulator has no GPUs
         self.simulated = simulated
-        self.member: Member = simulated.member
-        self.callers_work = CallersWork(None)  # the simulator has no GPUs
+        simulated.call_ended = lambda: self.call_ended()
 
-    @property
-    def was_filled(self) -> bool:
-        return self.simulated.was_filled
+    async def _before_publish(self, timeout_s: float) -> None:
+        """Its cells need nothing."""
 
-    def _set_call_ended(self, listener: Callable[[], None]) -> None:
-        self.simulated.call_ended = listener
-
-    call_ended = property(None, _set_call_ended)
-
-    async def publish(self, version: int, timeout_s: float) -> VersionInfo:
-        if self.member.state is HandleState.READY:
-            self._raise_violation(self.member.content)
-        self._check_last_ended()
-        asked = await self.simulated.run(PublishCall(version), timeout_s)
-        assert asked.version is not None
-        self.simulated.was_filled = False
-        return asked.version
-
-    async def unpublish(self, timeout_s: float) -> None:
-        self._check_last_ended()
-        held = self.member.content
-        await self.simulated.run(UnpublishCall(), timeout_s)
-        self._raise_violation(held)
-
-    async def unpublish_if_published(self, timeout_s: float) -> None:
-        if self.member.state in (HandleState.READY, HandleState.IN_DOUBT):
-            await self.unpublish(timeout_s)
-
-    async def refuse(self, error: TensorHubError, timeout_s: float) -> None:
-        await self.simulated.run(RefuseCall(ErrorInfo.of(error)), timeout_s)
-
-    async def close(self, timeout_s: float, *, abandon: bool = False) -> None:
-        if self.member.state is HandleState.CLOSED:
-            return
-        self._check_last_ended()
-        held = self.member.content
-        await self.simulated.run(CloseCall(abandon), timeout_s)
-        self._raise_violation(held)
-
-    async def fill(self, call: FillCall, timeout_s: float, hook: Callable[[VersionInfo], None] | None = None) -> FetchReport:
-        _, report = await self.fetch(call, timeout_s, hook)
-        return report
-
-    async def fetch(
-        self, call: FillCall, timeout_s: float, hook: Callable[[VersionInfo], None] | None = None
-    ) -> tuple[VersionInfo, FetchReport]:
+    async def _carry_out(self, call: Call, timeout_s: float, hook: HookRequest | None) -> tuple[Finish, Report]:
         handle = self.simulated
-        self._check_last_ended()
-        if call.kind is OpKind.UPDATE and self.member.state is HandleState.READY:
-            self._raise_violation(self.member.content)
         handle.hook = hook
         asked = await handle.run(call, timeout_s)
-        assert asked.version is not None
-        handle.was_filled = handle.was_filled or asked.changed
-        return asked.version, handle.report_of(asked)
+        return Finish(asked.version, asked.changed), lambda: handle.report_of(asked)
 
-    def hook_returned(self, problem: Exception | None) -> None:
-        self.simulated.before_write_returned(problem)
-
-    async def check_idle(self) -> None:
-        self._check_last_ended()
-        title = self.member.shard.title
-        if self.member.state is HandleState.CLOSED:
-            raise StateError(f"{title} is closed; register again")
-        if self.member.is_letting_go:
-            text = f"{title}: what it held was ordered out, and is still being read; try again"
-            raise StateError(text, retryable=True)
-
-    async def tell_loss(self) -> None:
-        await self.check_idle()
-        self.member.tell_loss()
-
-    def _check_last_ended(self) -> None:
-        asked = self.simulated.asked
-        if asked is not None and not asked.done:
-            text = f"{self.member.shard.title}: a call is still running on this handle; one call at a time"
-            raise StateError(text, retryable=True)
-
-    def _raise_violation(self, held: Content | None) -> None:
-        names = self.simulated.written_tensors() if held is not None else []
-        if held is None or not names:
-            return
-        more = f" (and {len(names) - NAMES_MAX} more)" if len(names) > NAMES_MAX else ""
-        raise MutabilityViolation(
-            f"version {held.version.version} of {self.member.shard.title} was written while it was published: "
-            f"{', '.join(map(repr, names[:NAMES_MAX]))}{more}. Readers may have got other bytes, or have failed: "
-            "unpublish() before you write, or write in mutate(), and publish a new version",
-            memory="torn",
-        )
+    def hook_returned(self, error: Exception | None) -> None:
+        self.simulated.before_write_returned(error)
 
 
 def _simulated(handle: Handle) -> EmbeddedHandle:

@@ -8,7 +8,7 @@ when anything happens.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Collection, MutableSequence
+from collections.abc import Collection, MutableSequence, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from math import inf
@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, assert_never
 
 from tensorhub.accesses import Access
 from tensorhub.coordinator import Digested
-from tensorhub.errors import GroupAborted, MutabilityViolation, StateError
-from tensorhub.messages import Deregister, DigestAgain, Digests, ErrorInfo, Prepared, Publish, TellDigests
+from tensorhub.errors import GroupAborted, StateError
+from tensorhub.messages import Deregister, DigestAgain, ErrorInfo, Prepared, Publish, TellDigests
 from tensorhub.testing.demands import HOLDING, demand
 from tensorhub.testing.filler import Filler
 from tensorhub.testing.memory import CHUNK_BYTES, digest_of, sent_digest, written
@@ -64,8 +64,8 @@ from tensorhub.worker.calls import (
     staging_of,
 )
 from tensorhub.worker.enrolment import Shard
+from tensorhub.worker.interpreter import Interpreter
 from tensorhub.worker.member import Member
-from tensorhub.worker.telling import tell
 
 if TYPE_CHECKING:
     from tensorhub.testing.cluster import Cluster
@@ -126,7 +126,6 @@ class Handle:
         self.name = f"{worker.name}:{shard.group}[{shard.rank}]" if shard.serves else f"{worker.name}:{shard.group}"
         self.id = RegistrationId(shard.registration)
         self.cells: MutableSequence[str] = ["unset"] * cluster.chunks
-        self.todo: deque[Action] = deque()
         self.hooks: deque[CallHook] = deque()
         self.pull: Reading | None = None  # the last fill's
         self.serving: dict[Lane, None] = {}  # of others, which read this memory
@@ -151,6 +150,8 @@ class Handle:
             manifests=worker.manifests,
             copies=worker.host_copies,
         )
+        self.interpreter = Interpreter(self.member, self.written_tensors)
+        self.todo = self.interpreter.todo
         self.staging_id = RegistrationId(staging_of(shard.registration))
         self.staging: list[str] | None = None  # the cells of what is staged
         self.filler = Filler(self)
@@ -181,9 +182,7 @@ class Handle:
     def call(self, call: Call, timeout_s: float = 60.0) -> Asked:
         """Begin a call; raises StateError where the handle's state forbids it."""
         cluster, model = self.cluster, self.shard.model
-        if self.member.running is None and self.asked is not None and not self.asked.done:  # its fences are still to come
-            raise StateError(f"{self.name}: a call is still running on this handle; one call at a time", retryable=True)
-        actions = self.member.begin(call, timeout_s, cluster.now)
+        actions = self.interpreter.begin(call, timeout_s, cluster.now)
         cluster.note(f"{self.name} calls {show(call)}")
         guarantees = cluster.guarantees
         self.asked = Asked(
@@ -314,14 +313,7 @@ class Handle:
             return None
         if self.access is None or self.is_read:
             return None  # readers are cut off
-        return self.fence_given_up_at(fence)
-
-    def fence_given_up_at(self, fence: Fence) -> float:
-        """By its own deadline, or because its call was cancelled since."""
-        if fence.until is None:
-            return float("inf")
-        until = self.member.fence_until
-        return fence.until if until is None else min(fence.until, until)
+        return self.interpreter.fence_until(fence)
 
     @property
     def is_read(self) -> bool:
@@ -375,6 +367,7 @@ class Handle:
                 content, sizes = ContentId(action.content_id), [CHUNK_BYTES] * action.manifest.chunk_count
                 tells = action.complete and action.manifest.digest != "none"
                 owner.open(self.id, action.generation, content, sizes, complete=action.complete, tells=tells)
+                self.interpreter.guard.made()
                 self.cluster.verified.holds(self.id, action.content_id)
                 self.generation, self.changed = action.generation, ""
             case ReopenMemory():
@@ -429,30 +422,27 @@ class Handle:
 
     def tell_made(self) -> None:
         """Say which digests were made of what is published."""
-        content = self.member.content
-        if content is not None and content.published and self.member.state in HOLDING:
-            known, are_all = self.worker.owner.take_made(self.id)
-            if known:
-                for message in tell(self.id, content.generation, len(self.cells), 8, known, last=are_all):
-                    self.worker.say(message)
+        for message in self.interpreter.tell_made(self.worker.owner)[0]:
+            self.worker.say(message)
 
     def tell_digests(self, question: TellDigests) -> None:
         """Say which digests the cells of this memory have, or of what is staged for it."""
         owner, generation, content = self.worker.owner, question.generation, self.member.content
-        if content is not None and content.published and content.generation == generation and not question.origin:
+        if content is not None and self.interpreter.must_make(question):
             access = owner.begin(self.id, generation, ContentId(content.version.content_id), range(len(self.cells)), 2**62)
             if isinstance(access, Access):
                 for chunk, known in zip(access.chunks, access.digests, strict=True):
                     sent_digest(owner, access, chunk, known, self.cells[chunk])
                 owner.end(access)
-        said: list[Digests] = []
-        for target in (self.id, self.staging_id):
+
+        def listed(target: RegistrationId) -> tuple[int, Sequence[int | None]] | None:
             digests = owner.digests(target, generation)
-            if digests is not None and not said:
-                chunks = owner.read_from(target, generation, question.origin) if question.origin else range(len(digests))
-                known_ = [(chunk, digest) for chunk in chunks if (digest := digests[chunk]) is not None]
-                said = list(tell(self.id, generation, len(digests), 8, known_, last=True))
-        for message in said or tell(self.id, generation, 0, 8, [], last=True):
+            return None if digests is None else (8, digests)
+
+        def read_from(target: RegistrationId) -> Sequence[int]:
+            return owner.read_from(target, generation, question.origin)
+
+        for message in self.interpreter.tell_digests(question, listed, read_from):
             self.worker.say(message)
 
     def half_fill(self, kept: Collection[int]) -> None:
@@ -462,6 +452,10 @@ class Handle:
     def was_written(self, chunk: int) -> bool:
         """Whether its own user has put there what is there now."""
         return False
+
+    def written_tensors(self) -> list[str]:
+        """Names of tensors that their owner has written since they were published, or filled."""
+        return []
 
     def _fence(self, action: Fence) -> None:
         """Let nobody in; shut readers out that do not leave by themselves; then say that it stands, or cannot."""
@@ -476,12 +470,12 @@ class Handle:
             self.fencing_since = None
             self.cluster.guarantees.fenced(self, action.generation)
             self.tell_made()
-            self.apply(self.member.fenced(action.generation, now))
+            self.apply(self.interpreter.fenced(action, now))
             return
         if now >= self.fencing_since + self.cluster.fence_grace_s:
             for lane in [lane for lane in self.serving if lane.access is not None]:
                 self.cluster.lane_shut(lane)
-        if self.fence_given_up_at(action) <= now and not owner.is_quiet(self.id):
+        if self.interpreter.fence_until(action) <= now and not owner.is_quiet(self.id):
             self.todo.popleft()
             self.fencing_since = None
             self.apply(self.member.fence_failed(action.generation, now))
@@ -490,9 +484,10 @@ class Handle:
         asked = self.asked
         assert asked is not None
         assert not asked.done, f"{self.name}: {action} without a call"
+        self.interpreter.finished(action)
         asked.done, asked.version, asked.changed, asked.error = True, action.version, action.changed, action.error
         self.cluster.call_ended(self, asked)
-        if self.member.state is HandleState.CLOSED:
+        if self.interpreter.is_over:
             self.worker.router.remove(self.shard)
         if not self.shard.serves:  # it was made for this call
             self.worker.drop(self)
@@ -526,7 +521,7 @@ class Handle:
                 if changed:
                     self.changed = content.version.content_id if self.member.state in HOLDING else ""
                     self.cluster.guarantees.retained.lost(self)  # and the coordinator will hear so
-        now, error = self.cluster.now, MutabilityViolation("the memory has changed")
+        now, error = self.cluster.now, self.interpreter.violation_of(question, changed)
         origin = self.worker.owner.origin(self.id, question.generation, question.chunk)
         inquiry, generation = question.inquiry, question.generation
         self.apply(self.member.digested_again(inquiry, generation, changed, error, now, digest=digest, origin=origin))

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Collection
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING
 
 import anyio
@@ -47,7 +48,6 @@ class EmbeddedHandle(Handle):
         self.embedded = cluster
         self.memory = memory
         self.answered = anyio.Event()  # the coordinator has taken it, or refused it
-        self.was_filled = False
         self.call_ended: Callable[[], None] = lambda: None
         self.hook: Callable[[VersionInfo], None] | None = None
         self.lanes: list[tuple[Lane, float]] = []  # of the last fill, and when each began
@@ -77,7 +77,6 @@ class EmbeddedHandle(Handle):
         return self._cells_of_tensors is not None and self._cells_of_tensors.was_written(chunk)
 
     def written_tensors(self) -> list[str]:
-        """Names of tensors that their owner has written since they were published, or filled."""
         cells = self._cells_of_tensors
         if cells is None:
             return []
@@ -146,7 +145,7 @@ class EmbeddedHandle(Handle):
             await self._wait(asked)
         except anyio.get_cancelled_exc_class():
             with anyio.CancelScope(shield=True):
-                await self.end_call(StateError("the call was cancelled by its caller"))
+                await self._end(asked, self.interpreter.cancelled)
             raise
         if asked.error is not None:
             raise asked.error
@@ -160,10 +159,13 @@ class EmbeddedHandle(Handle):
 
     async def end_call(self, error: Exception) -> None:
         """End the running call, if there is one, with `error`."""
-        asked = self.asked
-        if asked is not None and not asked.done and self.worker.alive and not self.embedded.is_over:
+        if self.asked is not None:
+            await self._end(self.asked, partial(self.member.cancel, error))
+
+    async def _end(self, asked: Asked, cancel: Callable[[float], list[Action]]) -> None:
+        if not asked.done and self.worker.alive and not self.embedded.is_over:
             self.embedded.sync()
-            self.apply(self.member.cancel(error, self.embedded.now))
+            self.apply(cancel(self.embedded.now))
             with contextlib.suppress(StateError):  # it has crashed meanwhile
                 await self._wait(asked)
 

@@ -1,0 +1,102 @@
+"""What callers do with a registered memory: which calls follow from that, and what each raises before and after.
+
+Responsible for being the handle of `runtime.ports`. Not responsible for carrying a call out: `runtime.handle` does, and in a
+simulation `testing.callers`. Lives in the worker runtime's loop.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+
+from tensorhub.errors import TensorHubError
+from tensorhub.messages import ErrorInfo
+from tensorhub.runtime.callers_work import CallersWork
+from tensorhub.runtime.ports import HookRequest
+from tensorhub.types import FetchReport, HandleState, VersionInfo
+from tensorhub.worker.calls import Call, CloseCall, FillCall, Finish, PublishCall, RefuseCall, UnpublishCall
+from tensorhub.worker.interpreter import Interpreter
+from tensorhub.worker.member import Member
+
+Report = Callable[[], FetchReport]  # of a fill that has ended well, asked for at once
+
+
+class CallersHandle(ABC):
+    """One registered memory and its calls."""
+
+    def __init__(self, interpreter: Interpreter, callers_work: CallersWork) -> None:
+        self.interpreter = interpreter
+        self.callers_work = callers_work
+        self.call_ended: Callable[[], None] = lambda: None
+
+    @property
+    def member(self) -> Member:
+        return self.interpreter.member
+
+    @property
+    def was_filled(self) -> bool:
+        return self.interpreter.was_filled
+
+    @abstractmethod
+    async def _carry_out(self, call: Call, timeout_s: float, hook: HookRequest | None) -> tuple[Finish, Report]:
+        """Begin a call and wait for its end; cancelling ends it as soon as may be, and leaves nothing running."""
+
+    @abstractmethod
+    def hook_returned(self, error: Exception | None) -> None:
+        """The caller's before_write is over."""
+
+    @abstractmethod
+    async def _before_publish(self, timeout_s: float) -> None:
+        """What has to be done with the memory first."""
+
+    async def _run(self, call: Call, timeout_s: float, hook: HookRequest | None = None) -> tuple[Finish, Report]:
+        self.interpreter.check(call)
+        finish, report = await self._carry_out(call, timeout_s, hook)
+        self.interpreter.raise_for(call, finish)
+        return finish, report
+
+    async def publish(self, version: int, timeout_s: float) -> VersionInfo:
+        """`timeout_s` does not count the digests that this memory needs beforehand: their time grows with its bytes."""
+        call = PublishCall(version)
+        self.interpreter.check(call)
+        await self._before_publish(timeout_s)
+        finish, _ = await self._run(call, timeout_s)
+        assert finish.version is not None
+        return finish.version
+
+    async def unpublish(self, timeout_s: float) -> None:
+        await self._run(UnpublishCall(), timeout_s)
+
+    async def unpublish_if_published(self, timeout_s: float) -> None:
+        call = self.interpreter.call_before_body()
+        if call is not None:
+            await self._run(call, timeout_s)
+
+    async def refuse(self, error: TensorHubError, timeout_s: float) -> None:
+        """This rank will not make its next group call, because of that."""
+        await self._run(RefuseCall(ErrorInfo.of(error)), timeout_s)
+
+    async def close(self, timeout_s: float, *, abandon: bool = False) -> None:
+        if self.member.state is not HandleState.CLOSED:
+            await self._run(CloseCall(abandon), timeout_s)
+
+    async def fill(self, call: FillCall, timeout_s: float, hook: HookRequest | None = None) -> FetchReport:
+        _, report = await self.fetch(call, timeout_s, hook)
+        return report
+
+    async def fetch(
+        self, call: FillCall, timeout_s: float, hook: HookRequest | None = None
+    ) -> tuple[VersionInfo, FetchReport]:
+        """As `fill`; says which version it was, too."""
+        finish, report = await self._run(call, timeout_s, hook)
+        assert finish.version is not None
+        return finish.version, report()
+
+    async def check_idle(self) -> None:
+        """Raise StateError if the memory is not the caller's to write: a call runs on it, or it is closed."""
+        self.interpreter.check_idle()
+
+    async def tell_loss(self) -> None:
+        """Raise LeaseLost, once, if the coordinator has lost its state; StateError while the memory is still read."""
+        self.interpreter.check_idle()
+        self.member.tell_loss()

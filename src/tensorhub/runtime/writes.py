@@ -1,0 +1,78 @@
+"""Whether memory that others may read was written: by torch's counts (R15), and by a second digest (R8).
+
+Not responsible for who is told (`worker.mutation_guard`), nor for who may read it (`worker.owner`).
+"""
+
+from __future__ import annotations
+
+from functools import partial
+
+import anyio
+import anyio.to_thread
+
+from tensorhub.memory.files import FileMemory
+from tensorhub.memory.tensors import Memory
+from tensorhub.messages import DigestAgain
+from tensorhub.runtime.data.serving import SharedOwner
+from tensorhub.types import ContentId, RegistrationId
+from tensorhub.worker.holding import Content
+from tensorhub.worker.member import Member
+
+
+class Writes:
+    """Those to one handle's memory."""
+
+    def __init__(self, member: Member, memory: Memory, owner: SharedOwner) -> None:
+        self._member = member
+        self._memory = memory
+        self._owner = owner
+        self._registration = RegistrationId(member.shard.registration)
+        # `memory.versions()` when it was opened last; kept by a fence, as it may be reopened.
+        self._versions: tuple[int, ...] | None = None
+
+    def __repr__(self) -> str:
+        return f"<Writes of {self._member!r}>"
+
+    def made(self) -> None:
+        """From now on others may read the memory."""
+        self._versions = self._memory.versions()
+
+    def library_wrote(self) -> None:
+        """So torch counts it: autograd kept nothing of what is there now. What the owner himself has written still shows."""
+        before = self._memory.versions()
+        self._memory.count_write()
+        if self._versions is not None:
+            counts = zip(self._versions, before, self._memory.versions(), strict=True)
+            self._versions = tuple([known + now - was for known, was, now in counts])
+
+    def written(self) -> list[str]:
+        """Names of tensors that (R15) torch has counted a write of since the memory was opened."""
+        now = self._memory.versions()
+        if self._versions is None or now == self._versions:
+            return []
+        counts = zip(self._memory.descriptions, self._versions, now, strict=False)
+        return [tensor.name for tensor, was, count in counts if count != was]
+
+    async def look_again(self, question: DigestAgain, limiter: anyio.CapacityLimiter) -> tuple[bool | None, bytes]:
+        """Has this chunk changed since its digest was made (R8)? None: nobody can tell. And which digest is that?"""
+        content = self._member.content
+        if content is None or content.generation != question.generation:
+            return None, b""
+        look = partial(self._has_changed, content, question.chunk)
+        return await anyio.to_thread.run_sync(look, limiter=limiter)
+
+    def _has_changed(self, content: Content, chunk: int) -> tuple[bool | None, bytes]:
+        """Whether a chunk that others may read has lost its digest, and that. None: it is not to be read, or has none."""
+        right = (self._registration, content.generation, ContentId(content.version.content_id))
+        with self._owner.access(None, *right, [chunk], 1, 0.0) as answer:
+            if not isinstance(answer, tuple):
+                return None, b""
+            access, memory = answer
+            if not memory.width:
+                return None, b""
+            ((_, known),) = self._owner.digests_of(access, memory)
+            if isinstance(self._memory, FileMemory):  # nothing here touches its mapping: see there
+                now = self._memory.digest(content.manifest, chunk)
+            else:
+                now = memory.digest(chunk)
+            return now != known, known.to_bytes(memory.width, "big")

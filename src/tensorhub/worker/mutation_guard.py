@@ -1,0 +1,91 @@
+"""What the owner of a memory has promised: that its bytes stay as they are while others may read them (R8, R15).
+
+Responsible for who is told that they were written: each finding once, by the call that takes the memory back or by the next
+one. Not responsible for finding out (the shell's `written` says which tensors were, and digests are made there again).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from tensorhub.errors import MutabilityViolation
+from tensorhub.types import HandleState
+from tensorhub.worker.holding import Content
+from tensorhub.worker.member import Member
+
+TENSORS_NAMED_MAX = 5  # in an error
+
+
+class MutationGuard:
+    """That of one handle. `written`: names of tensors that were written since the memory was opened last."""
+
+    def __init__(self, member: Member, written: Callable[[], Sequence[str]]) -> None:
+        self._member = member
+        self._written = written
+        self.violation: MutabilityViolation | None = None  # what the running call has found when it took the memory back
+        self._spoiled: str | None = None  # what the next call says of bytes that have changed while others could read them
+
+    def __repr__(self) -> str:
+        return f"<MutationGuard of {self._member!r}{' broken' if self._spoiled is not None else ''}>"
+
+    def made(self) -> None:
+        """From now on others may read the memory."""
+        self._spoiled = None
+
+    def call_begins(self) -> None:
+        """What the last call has found was said."""
+        self.violation = None
+
+    def taken_back(self) -> None:
+        """Nobody reads what was published any more: was it kept?"""
+        self.violation = self._find_violation()
+
+    def changed(self, content: Content, chunk: int) -> MutabilityViolation:
+        """A second digest of this chunk was another one (R8)."""
+        title, number = self._member.shard.title, content.version.version
+        names = ", ".join(map(repr, content.manifest.tensors_in(chunk)[:TENSORS_NAMED_MAX]))
+        if content.published:
+            during, do = "published", "write in mutate(), and publish a new version"
+        else:
+            during, do = "held for others to read", "it was given up here, and can be replicated again"
+        text = (
+            f"version {number} of {title} was written, or damaged, while it was {during}: {names} (chunk {chunk} does not "
+            f"have its digest any more). Nobody reads it from here now: unpublish() before you write; {do}"
+        )
+        if self._member.state is not HandleState.FILLING:
+            self._spoiled = text
+        return MutabilityViolation(text)
+
+    def check_kept(self) -> None:
+        """Raise MutabilityViolation if the memory is published and has been written since."""
+        violation = self._find_violation() if self._member.state is HandleState.READY else None
+        if violation is not None:
+            raise violation
+
+    def raise_violation(self) -> None:
+        if self.violation is not None:
+            self._spoiled = None  # said now
+            raise self.violation
+
+    def raise_spoiled(self) -> None:
+        """Raise MutabilityViolation if a second digest was another one (R8); once, if that memory was given up since."""
+        if self._spoiled is not None:
+            error = MutabilityViolation(self._spoiled, memory="torn")
+            if self._member.state is not HandleState.READY:
+                self._spoiled = None
+            raise error
+
+    def _find_violation(self) -> MutabilityViolation | None:
+        """What a second digest has shown, or (R15) who wrote has left to be seen."""
+        if self._spoiled is not None:
+            return MutabilityViolation(self._spoiled, memory="torn")
+        names = [repr(name) for name in self._written()]
+        if not names:
+            return None
+        more = f" (and {len(names) - TENSORS_NAMED_MAX} more)" if len(names) > TENSORS_NAMED_MAX else ""
+        return MutabilityViolation(
+            f"version {self._member.version} of {self._member.shard.title} was written while it was published: "
+            f"{', '.join(names[:TENSORS_NAMED_MAX])}{more}. Readers may have got other bytes, or have failed: "
+            "unpublish() before you write, or write in mutate(), and publish a new version",
+            memory="torn",
+        )

@@ -1,0 +1,256 @@
+"""What a caller may do with a handle, what its calls raise in the end, and what is told of its memory."""
+
+from __future__ import annotations
+
+from math import inf
+from typing import NamedTuple
+
+import pytest
+
+from tensorhub.errors import LeaseLost, MutabilityViolation, StateError, VersionConflict
+from tensorhub.messages import DigestAgain, TellDigests
+from tensorhub.testing import Handle, PureCluster
+from tensorhub.testing.memory import make_manifest
+from tensorhub.types import HandleState, OpKind, RegistrationId
+from tensorhub.worker.calls import Call, CloseCall, Fence, FillCall, Finish, PublishCall, UnpublishCall
+from tensorhub.worker.interpreter import Interpreter
+
+UPDATE = FillCall(OpKind.UPDATE, "latest")
+REPLICATE = FillCall(OpKind.REPLICATE, "latest")
+
+
+class Rig(NamedTuple):
+    """A handle whose calls go by its interpreter, and the names of tensors that were written."""
+
+    cluster: PureCluster
+    handle: Handle
+    interpreter: Interpreter
+    written: list[str]
+
+    def call(self, call: Call) -> None:
+        """As callers' handles do: raises what they raise."""
+        self.interpreter.check(call)
+        asked = self.handle.call(call)
+        self.cluster.run()
+        assert asked.done
+        self.interpreter.raise_for(call, Finish(asked.version, asked.changed, asked.error))
+
+    def change(self) -> str:
+        """A second digest of its first chunk is another one; what is said of that."""
+        content = self.handle.member.content
+        assert content is not None
+        question = DigestAgain("i", self.handle.id, content.generation, 0)
+        error = self.interpreter.violation_of(question, True)
+        self.handle.apply(
+            self.handle.member.digested_again(
+                "i", content.generation, True, error, self.cluster.now, digest=b"", origin=None
+            )
+        )
+        self.cluster.run()
+        return str(error)
+
+
+def rig(version: int | None = None) -> Rig:
+    cluster, written = PureCluster(manifest=make_manifest(2, "xxh3-64")), list[str]()
+    handle = cluster.handle("trainer")
+    handle.interpreter.guard._written = lambda: written
+    cluster.run()
+    if version is not None:
+        handle.publish(version)
+        cluster.run()
+    return Rig(cluster, handle, handle.interpreter, written)
+
+
+def filled() -> Rig:
+    """A handle that holds what another has published."""
+    at = rig()
+    other = at.cluster.handle("other")
+    at.cluster.run()
+    other.publish(1)
+    at.cluster.run()
+    at.call(REPLICATE)
+    assert at.handle.member.version == 1
+    return at
+
+
+def test_one_call_runs_at_a_time_until_its_fences_are_carried_out() -> None:
+    at = rig(5)
+    at.handle.unpublish()
+    while not any(isinstance(action, Finish) for action in at.handle.todo):
+        at.cluster.do(at.cluster.choices()[0])
+    assert at.handle.member.running is None, "the member is done, its Finish is still to come"
+    for refused in (lambda: at.interpreter.check(UPDATE), lambda: at.handle.call(UPDATE), at.interpreter.check_idle):
+        with pytest.raises(StateError, match="a call is still running on this handle; one call at a time") as error:
+            refused()
+        assert error.value.retryable
+    at.cluster.run()
+    assert not at.interpreter.is_busy
+    at.interpreter.check_idle()
+
+
+def test_what_a_state_refuses_begins_nothing() -> None:
+    at = rig()
+    with pytest.raises(StateError, match="there is nothing to unpublish"):
+        at.call(UnpublishCall())
+    assert not at.interpreter.is_busy
+    at.call(CloseCall())
+    assert at.interpreter.is_over
+    with pytest.raises(StateError, match="is closed; register again"):
+        at.interpreter.check_idle()
+
+
+def test_what_nobody_carries_out_any_more_ends_and_is_not_begun() -> None:
+    at = rig(5)
+    error = at.interpreter.give_up().error
+    assert isinstance(error, StateError)
+    assert error.memory == "intact"
+    with pytest.raises(StateError, match="was given up; register again"):
+        at.interpreter.begin(UPDATE, 1.0, at.cluster.now)
+
+
+def test_memory_that_is_being_filled_is_torn_where_nobody_goes_on() -> None:
+    at = rig()
+    other = at.cluster.handle("other")
+    at.cluster.run()
+    other.publish(1)
+    at.cluster.run()
+    at.handle.replicate()
+    while not at.cluster.can_read(at.handle):
+        at.cluster.do(at.cluster.choices()[0])
+    error = at.interpreter.give_up().error
+    assert isinstance(error, StateError)
+    assert error.memory == "torn"
+
+
+def test_a_handle_follows_others_from_its_fill_to_its_publish() -> None:
+    at = filled()
+    assert at.interpreter.was_filled
+    at.call(UnpublishCall())
+    with pytest.raises(VersionConflict):
+        at.call(PublishCall(0))
+    assert at.interpreter.was_filled, "a publish that failed leaves the memory as it was"
+    at.call(PublishCall(2))
+    assert not at.interpreter.was_filled
+
+
+def test_who_takes_written_memory_back_is_told_once_and_has_it() -> None:
+    for call in (UnpublishCall(), CloseCall()):
+        at = rig(5)
+        at.written.extend("abcdefg")
+        with pytest.raises(MutabilityViolation, match=r"version 5 .* 'a', 'b', 'c', 'd', 'e' \(and 2 more\)") as error:
+            at.call(call)
+        assert error.value.memory == "torn"
+        assert at.handle.member.version is None
+        at.written.clear()
+    at = rig(5)
+    at.call(UnpublishCall())
+
+
+def test_an_update_of_written_memory_begins_nothing_and_one_that_changes_nothing_looks_once_more() -> None:
+    at = filled()
+    at.written.append("a")
+    with pytest.raises(MutabilityViolation, match="'a'"):
+        at.interpreter.check(UPDATE)
+    at.written.clear()
+    asked = at.handle.call(UPDATE)
+    at.cluster.run()
+    assert not asked.changed
+    at.written.append("b")
+    with pytest.raises(MutabilityViolation, match="'b'"):
+        at.interpreter.raise_for(UPDATE, Finish(asked.version, asked.changed))
+    at.interpreter.raise_for(UPDATE, Finish(asked.version, True))
+
+
+def test_bytes_of_a_publisher_that_have_changed_are_told_until_he_takes_them_back() -> None:
+    at = rig(5)
+    text = at.change()
+    assert "while it was published" in text
+    for call in (PublishCall(6), UPDATE, UPDATE):
+        with pytest.raises(MutabilityViolation, match="does not have its digest any more"):
+            at.interpreter.check(call)
+    with pytest.raises(MutabilityViolation, match="does not have its digest any more"):
+        at.call(UnpublishCall())
+    at.call(PublishCall(6))
+
+
+def test_read_bytes_that_have_changed_are_given_up_and_told_once() -> None:
+    at = filled()
+    text = at.change()
+    assert "it was given up here" in text
+    assert at.handle.member.state is HandleState.EMPTY
+    with pytest.raises(MutabilityViolation, match="held for others to read"):
+        at.interpreter.call_before_body()
+    assert at.interpreter.call_before_body() is None
+    at.call(REPLICATE)
+
+
+def test_a_second_digest_under_another_generation_is_nobodys_fault() -> None:
+    at = rig(5)
+    content = at.handle.member.content
+    assert content is not None
+    for changed, generation in ((True, content.generation + 1), (False, content.generation), (None, content.generation)):
+        at.interpreter.violation_of(DigestAgain("i", at.handle.id, generation, 0), changed)
+    at.interpreter.check(UPDATE)
+
+
+def test_mutate_takes_back_what_is_published_and_else_nothing() -> None:
+    assert rig().interpreter.call_before_body() is None
+    assert rig(5).interpreter.call_before_body() == UnpublishCall()
+
+
+def test_a_fence_is_given_up_at_its_deadline_or_as_soon_as_its_call_is_cancelled() -> None:
+    at = rig(5)
+    assert at.interpreter.fence_until(Fence(1, None)) == inf
+    assert at.interpreter.fence_until(Fence(1, 60.0)) == 60.0
+    at.handle.hold_access()
+    at.handle.unpublish(50.0)
+    at.cluster.run()
+    fence = at.handle.todo[0]
+    assert isinstance(fence, Fence)
+    before = at.interpreter.fence_until(fence)
+    at.handle.cancel()
+    assert at.interpreter.fence_until(fence) < before
+
+
+def test_only_what_is_published_is_told_of_as_made() -> None:
+    class Owner:
+        def take_made(self, registration: RegistrationId, *, if_all: bool = False) -> tuple[list[tuple[int, int]], bool]:
+            return [(0, 7)], False
+
+    published, read = rig(5), filled()
+    said, is_all = published.interpreter.tell_made(Owner())
+    assert [(each.registration, each.last, len(each.digests)) for each in said] == [(published.handle.id, False, 8)]
+    assert not is_all
+    assert read.interpreter.tell_made(Owner()) == ([], True)
+
+
+def test_digests_are_told_of_memory_or_else_of_what_is_staged_for_it() -> None:
+    at = rig(5)
+    content = at.handle.member.content
+    assert content is not None
+    lists: dict[str, tuple[int, tuple[int | None, ...]]] = {}
+    question = TellDigests(at.handle.id, content.generation, "")
+
+    def told(question: TellDigests) -> tuple[int, tuple[tuple[int, int], ...]]:
+        (said,) = at.interpreter.tell_digests(question, lists.get, lambda target: [1])
+        assert said.last
+        return said.chunks, said.runs
+
+    assert told(question) == (0, ())
+    lists[f"{at.handle.id}/staged"] = 8, (7, None, 9, 9)
+    assert told(question) == (4, ((0, 1), (2, 2)))
+    lists[at.handle.id] = 8, (7, 8, None)
+    assert told(question) == (3, ((0, 2),))
+    asked_of_one = TellDigests(at.handle.id, content.generation, "another")
+    assert told(asked_of_one) == (3, ((1, 1),))
+    assert at.interpreter.must_make(question)
+    assert not at.interpreter.must_make(asked_of_one)
+
+
+def test_a_loss_of_state_is_told_by_the_member() -> None:
+    at = rig(5)
+    at.handle.apply(at.handle.member.state_lost(at.cluster.now))
+    at.cluster.run()
+    at.interpreter.check_idle()
+    with pytest.raises(LeaseLost):
+        at.handle.member.tell_loss()
