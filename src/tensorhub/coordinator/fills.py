@@ -1,9 +1,10 @@
 """Fill: bind to a version with a live source, write when every rank is ready, find sources until all is verified (R7, R12).
 
-Replicate, update, prefetch and fetch. A fetch is a fill of memory that serves nobody: it makes no replica and no holding;
-only its leases are seen. A staged update fills memory that nobody knows of: what its ranks hold counts until all have voted,
-and its replica begins when it is committed. Not responsible for which source a reader gets (`readers`), nor for how it all
-ends (`decisions`).
+A fill is a replicate, an update, a prefetch or a fetch. A fetch fills memory that serves nobody. It makes no replica and no
+holding; only its leases are seen. A staged update fills memory that nobody else knows of: what its ranks held before counts
+until all have voted, and the new replica begins when the update is committed.
+
+Not responsible for which source a reader gets (`readers`), nor for how an operation ends (`decisions`).
 """
 
 from __future__ import annotations

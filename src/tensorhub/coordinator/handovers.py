@@ -1,14 +1,16 @@
 """Handing over (R4, R5): who takes care of a retained version before its last reliable holder leaves.
 
-Theory of operation. A *handover* is one attempt to have one shard copied into a worker's host memory. It has
-succeeded when the copy's own registration holds the shard and counts like any other holder; only then is a leave
-that waits for it granted, by those who grant leaves anyway. An attempt that fails (refused, its worker lost, no progress)
-is followed by one with another worker, if there is one. Copies are wanted for the shards of whoever waits to leave; and at
-once, in the background, where only the publisher could keep a version, or only spot workers hold it. Each step works out
-anew what is wanted and which copies are not needed any more, so that nothing has to be undone when wishes change.
+Theory of operation. A *handover* is one attempt to have one shard copied into a worker's host memory. It has succeeded when
+the copy's own registration holds the shard and counts like any other holder. Only then does the component that grants every
+leave (`withdrawals`) grant the one that waits for it. An attempt that fails (refused, its worker lost, no progress) is
+followed by an attempt with another worker, if there is one.
+
+Copies are wanted for the shards of each holder that waits to leave. In the background they are wanted at once, if only the
+publisher could keep a version, or only spot workers hold it. Each step works out anew what is wanted and which copies are
+not needed any more, so that nothing has to be undone when wishes change.
 
 Responsible for handovers, and for telling workers to drop copies. Not responsible for who may leave (`retention`), for how a
-copy is filled (it is a group of one, which calls replicate) nor for its leave (it asks, like every holder).
+copy is filled (it is a group of one, which calls replicate), nor for its leave (it asks, like every holder).
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Rollback (R2): a new lineage that inherits the versions up to a number; the later ones are retired and fenced.
 
-Responsible for the order of rollbacks and of what is being recorded: an entry on its way to the store is never undone
-half-way, and nothing is recorded into a lineage that is about to end. Not responsible for what becomes of operations
-(`operations`), versions (`versions`) and holders (`readers`).
+Responsible for the order of rollbacks and pending writes. An entry on its way to the store is never undone half-way, and
+nothing is recorded into a lineage that is about to end. Not responsible for what becomes of operations (`operations`),
+versions (`versions`) and holders (`readers`).
 """
 
 from __future__ import annotations

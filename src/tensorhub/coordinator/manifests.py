@@ -1,6 +1,6 @@
-"""The encoded manifests that registrations and versions keep: equal ones once, and how many bytes they are together.
+"""The encoded manifests that registrations and versions keep: each once, however many keep it; and their bytes in all.
 
-All ranks of all replicas that hold the same shard have equal manifests, so that a thousand workers cost as much as one.
+All ranks of all replicas that hold the same shard have equal manifests, so a thousand workers cost as much as one.
 """
 
 from __future__ import annotations

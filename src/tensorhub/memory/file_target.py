@@ -1,7 +1,7 @@
-"""A version as safetensors files: planned when it is known, filled in place, and renamed to where they belong when whole.
+"""A version as safetensors files: planned when the version is known, filled in place, renamed to the output when whole.
 
 Everything is made in a temporary directory beside the output, on the same filesystem. The files have all their blocks before
-the first byte arrives, so that a full disk is an error, and never a SIGBUS in a lane that writes a mapping.
+the first byte arrives. So a full disk is an error, and never a SIGBUS in a lane that writes a mapping.
 
 Responsible for what the files are to hold, for their place, and for leaving nothing else behind.
 """

@@ -1,10 +1,10 @@
 """Some of the bytes of many torch tensors, cheap to take, to see later whether any of them has changed.
 
-Of each tensor the same pieces are taken each time, evenly spread: about a MiB in all, and all bytes of a tensor that is no
-larger than its share. torch gathers them where the tensors are, in the order of the caller's stream, and compares them
-there: nothing waits for a GPU before there is something to compare.
+The same pieces of each tensor are taken each time, evenly spread: about a MiB in all. A tensor that is no larger than its
+share is taken whole. torch gathers the pieces where the tensors are, in the order of the caller's stream, and compares them
+there. So nothing waits for a GPU before there is something to compare.
 
-torch is never imported here. Whoever hands over a tensor has imported it already.
+torch is never imported here. Whoever hands over a tensor has imported its library already.
 """
 
 from __future__ import annotations

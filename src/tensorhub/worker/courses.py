@@ -1,11 +1,11 @@
 """What takes a pure machine several steps: a generator that yields what it waits for, and acts in between.
 
-Theory of operation. A course waits for a condition, which is looked at after each of the machine's events, in the order in
-which the courses began; it goes on in the same event in which the condition came true. Its wait ends earlier, with
-`Cancelled`, at the deadline of a `within` block or when nobody wants it any more, unless it is `shielded` then.
+Theory of operation. A course waits for a condition. The condition is looked at after each of the machine's events, in the
+order in which the courses began, and the course goes on in the same event in which it came true. A wait ends earlier, with
+`Cancelled`, at the deadline of a `within` block, or when nobody wants the course any more, unless it is `shielded` then.
 
-Responsible for when each course goes on, and in which order those that want one thing get it (`Turns`). No clock: time is an
-argument. Not responsible for what courses do.
+Responsible for when each course goes on, and for the order in which courses that want one thing get it (`Turns`). No clock:
+time is an argument. Not responsible for what courses do.
 """
 
 from __future__ import annotations

@@ -1,14 +1,14 @@
 """A rank's fill (R7): replicate, update, fetch.
 
-Fill is said, all ranks are bound to one version, its manifest is compared, `before_write` runs, all are ready; only
-then is the old version fenced and the new one pulled. What this rank has pulled and verified is its vote. What host copies
-of this worker have of that content is copied first, so that only the rest is read.
+The order: Fill is said; all ranks are bound to one version; its manifest is compared; `before_write` runs; all ranks are
+ready. Only then is the old version fenced and the new one pulled. What host copies of this worker have of that content is
+copied first, and only the rest is read. When all is verified, the rank votes.
 
-Staged, the new version is pulled into staging memory, `before_write` runs when all of it is verified, and the old version
-is fenced and overwritten only when the vote has led to a commit.
+A staged fill pulls the new version into staging memory. `before_write` runs when all of it is verified. The old version is
+fenced and overwritten only when the vote has led to a commit.
 
-Responsible for the order of these, and for what a fill that is broken off leaves behind. Not responsible for the leases that
-it reads under (`leases`), nor for reading bytes (`scheduler.pull`).
+Responsible for this order, and for what a broken fill leaves behind. Not responsible for the leases that it reads under
+(`leases`), nor for reading bytes (`scheduler.pull`).
 """
 
 from __future__ import annotations

@@ -1,15 +1,16 @@
 """A worker's copies in host memory: prefetched ones beside its handles, retention copies that the coordinator orders, seeds.
 
-Each is a handle of its own, with a registration and a `Member`. Events in, actions out: every input returns what is to be
-done, in order; what somebody has asked for ends with `FinishRequest`, under the number that it came with.
+Each copy is a handle of its own, with a registration and a `Member`. Events in, actions out: every input returns what is to
+be done, in order. What somebody has asked for ends with `FinishRequest`, under the number that it came with.
 
-Theory of operation. What takes several steps is a course (`worker.courses`), made of the steps of `Hosting`. A copy is
-filled or released by whoever has its turn, so no fill begins in the midst of a release. Room in the one budget is made for
-one after the other, by releasing copies that are outranked. A close sets aside what ends with its handle first (`Closings`).
+Theory of operation. What takes several steps is a course (`worker.courses`), made of the steps of `Hosting`. Whoever has a
+copy's turn fills or releases it, so no fill begins in the midst of a release. Room in the one budget is made for one course
+after the other, by releasing copies that are outranked. A close first sets aside the copies that end with its handle
+(`Closings`).
 
 Responsible for which copies there are, and for how much memory they may take (`worker.budget`). Not responsible for what
-they hold or who reads it: each copy's `Member` is, and the coordinator, to which they are ordinary holders. Not for memory:
-`take` and `freed` say when it is taken and given back. Nor for time, which is an argument.
+they hold or who reads it: each copy's `Member` is, and the coordinator, to which they are ordinary holders. Not responsible
+for memory: `take` and `freed` say when it is taken and given back. Nor for time, which is an argument.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """What all courses about host copies share: which copies there are, the calls that run on them, and the room that they take.
 
-Responsible for the steps that those courses are made of, and for the actions that follow. Not responsible for why a copy is
-made or ended: see `worker.host_copies`.
+Responsible for the steps that those courses are made of, and for the actions that follow from a step. Not responsible for
+why a copy is made or ended (`worker.host_copies`).
 """
 
 from __future__ import annotations
