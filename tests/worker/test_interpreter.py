@@ -170,6 +170,7 @@ def test_bytes_of_a_publisher_that_have_changed_are_told_until_he_takes_them_bac
             at.interpreter.check(call)
     with pytest.raises(MutabilityViolation, match="does not have its digest any more"):
         at.call(UnpublishCall())
+    assert at.interpreter.call_before_body() is None, "it was told"
     at.call(PublishCall(6))
 
 
