@@ -20,15 +20,13 @@ from tensorhub.messages import Grant
 from tensorhub.runtime.data.acceptor import ServeSettings, serve_readers
 from tensorhub.runtime.data.lanes import AllVerified, Opened, PullRunner
 from tensorhub.runtime.data.serving import SharedOwner
-from tensorhub.transport import sockets, unix
+from tensorhub.transport import built_in, sockets, unix
 from tensorhub.transport.base import Cutter, Destination, ReadRight, Transport
 from tensorhub.transport.cma.reader import CmaTransport
 from tensorhub.transport.generation_words import GenerationWords
-from tensorhub.transport.nixl.agents import Exposures
+from tensorhub.transport.nixl.owner import NixlOwner
 from tensorhub.transport.nixl.reader import NixlTransport
-from tensorhub.transport.rdma.ports import usable_ports
 from tensorhub.transport.rdma.reader import RdmaTransport
-from tensorhub.transport.rdma.verbs import Fabric
 from tensorhub.transport.registry import Local
 from tensorhub.transport.shm.reader import ShmTransport
 from tensorhub.transport.shm.segments import Segment
@@ -127,12 +125,12 @@ class Offers:
     """What a source serves, to whoever connects to `address`."""
 
     def __init__(self, transport: str, args: argparse.Namespace, regions: list[memoryview]) -> None:
-        fabric = Fabric(usable_ports()) if transport == "rdma" else None
-        self.exposures = Exposures() if transport == "nixl" else None
-        words = GenerationWords(_shared) if transport == "shm" else GenerationWords()
-        self.owner = SharedOwner(words=words, exposures=self.exposures, fabric=fabric)
-        self.listener: socket.socket = unix.listen() if transport == "shm" else sockets.listen("127.0.0.1")
-        self.address = unix.address_of(self.listener) if transport == "shm" else sockets.address_of(self.listener)
+        side = built_in.TRANSPORTS.make(Local(Incarnation("source"), [SECRET], Options()), [transport])[0].serve()
+        assert side is not None
+        self.exposures = side.exposures if isinstance(side, NixlOwner) else None
+        self.owner = SharedOwner([side])
+        self.listener: socket.socket = unix.listen() if side.shares_memory else sockets.listen("127.0.0.1")
+        self.address = unix.address_of(self.listener) if side.shares_memory else sockets.address_of(self.listener)
         self._args = args
         self._memories = Memories(args, regions)
         self._generation = 0

@@ -22,10 +22,10 @@ import numpy.typing as npt
 import tensorhub
 from tensorhub.hub import Coordinator, Hub
 from tensorhub.protocol.blocking import BlockingConnection
-from tensorhub.runtime.data import channels as channels_module
 from tensorhub.runtime.handle import Handle
 from tensorhub.runtime.loop_thread import LoopThread
 from tensorhub.runtime.worker import Worker
+from tensorhub.transport import built_in
 from tensorhub.transport.base import (
     Arrival,
     Channel,
@@ -39,6 +39,7 @@ from tensorhub.transport.base import (
 )
 from tensorhub.transport.cma import process as cma
 from tensorhub.transport.nixl.reader import NixlTransport
+from tensorhub.transport.owner import OwnerSide
 from tensorhub.transport.rdma.reader import RdmaTransport
 from tensorhub.transport.registry import Registry
 from tensorhub.transport.tcp.reader import TcpTransport
@@ -215,7 +216,7 @@ class _GatedChannel:
         self._channel.close()
 
 
-class _GatedTransport:
+class _GatedTransport(Transport):
     """Another transport behind a gate, with one thread to a source."""
 
     lanes = 1
@@ -225,6 +226,9 @@ class _GatedTransport:
         self._inner = inner
         self._gate = gate
         self._heeds_cuts = heeds_cuts
+
+    def serve(self) -> OwnerSide | None:
+        return self._inner.serve()
 
     def reaches(self, here: Location, there: Location) -> bool:
         return self._inner.reaches(here, there)
@@ -248,32 +252,32 @@ def gated(arrivals: int, *, heeds_cuts: bool = True, transport: str = "tcp") -> 
     `heeds_cuts` False: a reader that is told to leave its source does not, as one whose process was stopped. They have that
     `transport` only.
     """
-    gate, usual, kinds = Gate(arrivals), channels_module.TRANSPORTS, {**KINDS, "rdma": RdmaTransport, "nixl": NixlTransport}
+    gate, usual, kinds = Gate(arrivals), built_in.TRANSPORTS, {**KINDS, "rdma": RdmaTransport, "nixl": NixlTransport}
     registry = Registry()
     registry.add(transport, lambda local: _GatedTransport(kinds[transport](local), gate, heeds_cuts), 90)
-    channels_module.TRANSPORTS = registry
+    built_in.TRANSPORTS = registry
     try:
         yield gate
     finally:
         gate.open()
-        channels_module.TRANSPORTS = usual
+        built_in.TRANSPORTS = usual
 
 
 @contextlib.contextmanager
 def damaging() -> Iterator[None]:
     """Workers that connect in this block read over tcp, where a byte of all that they receive is another one in the end."""
-    usual, registry, receives = channels_module.TRANSPORTS, Registry(), BlockingConnection.receive_into
+    usual, registry, receives = built_in.TRANSPORTS, Registry(), BlockingConnection.receive_into
 
     def damages(connection: BlockingConnection, buffers: Sequence[memoryview]) -> None:
         receives(connection, buffers)
         buffers[0][0] ^= 1
 
     registry.add("tcp", TcpTransport, 90)
-    channels_module.TRANSPORTS, BlockingConnection.receive_into = registry, damages  # type: ignore[method-assign, assignment]
+    built_in.TRANSPORTS, BlockingConnection.receive_into = registry, damages  # type: ignore[method-assign, assignment]
     try:
         yield
     finally:
-        channels_module.TRANSPORTS, BlockingConnection.receive_into = usual, receives  # type: ignore[method-assign]
+        built_in.TRANSPORTS, BlockingConnection.receive_into = usual, receives  # type: ignore[method-assign]
 
 
 def worker_of(used: Hub | Weights) -> Worker:

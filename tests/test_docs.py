@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tensorhub.runtime.data.channels import TRANSPORTS
+from tensorhub.transport.built_in import TRANSPORTS
 
 DOCS = Path(__file__).parent.parent / "docs"
 MAPS = [DOCS.parent / "ARCHITECTURE.md", *(DOCS / f"{name}.md" for name in ("protocol", "data-plane", "design-notes"))]

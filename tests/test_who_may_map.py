@@ -25,9 +25,11 @@ from tensorhub.protocol.secret import read_only_secret, read_only_token
 from tensorhub.testing.serving import ServedSource
 from tensorhub.transport import unix
 from tensorhub.transport.base import Cutter, NotShared, Unusable
+from tensorhub.transport.cuda_ipc.owner import CudaIpcOwner
 from tensorhub.transport.cuda_ipc.reader import CudaIpcTransport
 from tensorhub.transport.registry import Local
 from tensorhub.transport.shm import segments as shm
+from tensorhub.transport.shm.owner import ShmOwner
 from tensorhub.transport.shm.reader import ShmTransport
 from tensorhub.types import UNMAPPED_UID, Incarnation, Options
 from tests.cuda.double import Double
@@ -88,7 +90,7 @@ async def test_a_read_only_reader_by_shared_memory_alone_is_told_why_not() -> No
 def source(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[ServedSource]:
     monkeypatch.setattr(cupy_device, "missing", lambda: None)
     device = Double() if request.param == "cuda_ipc" else None
-    with closing(ServedSource(SECRET, shares=True, device=device)) as made:
+    with closing(ServedSource(SECRET, side=CudaIpcOwner() if device is not None else ShmOwner(), device=device)) as made:
         yield made
 
 
@@ -165,6 +167,8 @@ READS = """
 import os, sys
 import numpy as np
 from tensorhub import sync
+from tensorhub.transport.cuda_ipc.owner import CudaIpcOwner
+from tensorhub.transport.shm.owner import ShmOwner
 from tensorhub.types import Options
 
 def reads(address, uid):

@@ -217,7 +217,7 @@ def test_a_capture_goes_on_while_other_threads_use_the_gpu(device: CudaDevice) -
 def test_a_transport_keeps_the_rule(device: CudaDevice, kind: type[TcpTransport | CudaIpcTransport], check: str) -> None:
     transport = kind(Local(Incarnation("reader"), (SECRET,), Options(stall_timeout_s=1.0, connect_timeout_s=5.0)))
     try:
-        CHECKS[check](transport, lambda: ServedSource(SECRET, shares=kind is CudaIpcTransport, device=device))
+        CHECKS[check](transport, lambda: ServedSource(SECRET, side=transport.serve(), device=device))
     finally:
         transport.close()
 

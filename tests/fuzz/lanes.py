@@ -31,6 +31,7 @@ from tensorhub.messages import (
     Grant,
     Locate,
     MemoryIs,
+    NotThisWay,
     Origin,
     Pair,
     Paired,
@@ -41,24 +42,32 @@ from tensorhub.messages import (
     ReadRefused,
     SegmentsAre,
     StillWaiting,
-    Unpaired,
+    TransportRequest,
 )
 from tensorhub.protocol import codec
 from tensorhub.protocol.blocking import FRAME_BYTES_MAX, BlockingConnection
 from tensorhub.protocol.frames import frame
 from tensorhub.protocol.lost import ConnectionLost
-from tensorhub.runtime import answering
-from tensorhub.runtime.answering import FIRST_SEND_BYTES, Answering
 from tensorhub.runtime.data.acceptor import _next_read
 from tensorhub.runtime.data.lanes import Opened, PullRunner, _Lane
-from tensorhub.runtime.data.serving import Lane, SharedOwner
+from tensorhub.runtime.data.serving import SharedOwner
+from tensorhub.transport import read_server
 from tensorhub.transport.base import Channel, Cutter, Destination, ReadRight
 from tensorhub.transport.cma import process as cma
+from tensorhub.transport.cma.owner import CmaOwner
+from tensorhub.transport.cuda_ipc.owner import CudaIpcOwner
 from tensorhub.transport.generation_words import GenerationWords
 from tensorhub.transport.one_sided import OneSidedChannel
+from tensorhub.transport.owner import Lane
 from tensorhub.transport.peers import Peer, Peers
+from tensorhub.transport.rdma.owner import RdmaOwner
+from tensorhub.transport.rdma.verbs import Fabric
 from tensorhub.transport.read_client import ReadClient
+from tensorhub.transport.read_server import ReadServer
 from tensorhub.transport.registry import Local
+from tensorhub.transport.shm.owner import ShmOwner
+from tensorhub.transport.streaming_digest import FIRST_SEND_BYTES
+from tensorhub.transport.tcp import owner as tcp_owner
 from tensorhub.transport.tcp.reader import TcpChannel
 from tensorhub.types import ContentId, Incarnation, LeaseId, Location, Options, RegistrationId
 from tests.fuzz.source import Source
@@ -72,7 +81,7 @@ GRANT = Grant("lease", "source", "source.1", "theirs", 5, (), Location(host="h")
 STALL_S = 5.0
 ANSWERS: tuple[type[Any], ...] = (
     *(ChunksFollow, ChunkFollows, ChunkDigest, StillWaiting, ReadRefused),
-    *(ChunksLie, ChunksPinned, PieceStaged, MemoryIs, SegmentsAre, AllocationsAre, AgentIs, PortsAre, Paired, Unpaired),
+    *(ChunksLie, ChunksPinned, PieceStaged, MemoryIs, SegmentsAre, AllocationsAre, AgentIs, PortsAre, Paired, NotThisWay),
 )
 ASKED_MAX = 12  # requests of one input
 
@@ -97,6 +106,9 @@ class _Memory:
 
     def check(self) -> None:
         assert all(array.endswith(CANARY) for array in self.arrays), "bytes beyond a region were written"
+
+
+NAMES = ("cma", "shm", "cuda_ipc", "rdma")  # of the owner's sides
 
 
 @contextlib.contextmanager
@@ -144,7 +156,7 @@ def _read(
 ) -> None:
     owner = SharedOwner()
     owner.open(REGISTRATION, GENERATION, CONTENT, memory.chunks, complete=False)
-    peers = Peers(Local(Incarnation("reader"), (b"",), Options()))
+    peers = Peers(Local(Incarnation("reader"), (b"",), Options()), "tcp")
     peers.close()
     with _connected() as (connection, theirs):
 
@@ -245,7 +257,7 @@ def owners(data: bytes) -> None:
     """Whatever a reader asks: it hears what is held under the right that it names, byte for byte, or that it is refused."""
     source = Source(data)
     memory = _Memory("xxh3-64", filled=True)
-    owner = SharedOwner(words=GenerationWords())
+    owner = SharedOwner([CmaOwner(), ShmOwner(), CudaIpcOwner(), RdmaOwner(Fabric([]))])
     available = frozenset(range(CHUNKS)) if source.flag() else frozenset(n for n in range(CHUNKS) if source.flag())
     owner.open(REGISTRATION, GENERATION, CONTENT, memory.chunks, complete=len(available) == CHUNKS)
     owner.mark_available(REGISTRATION, GENERATION, [(chunk, memory.chunks.digest(chunk)) for chunk in available])
@@ -279,9 +291,10 @@ def _question(source: Source, kind: int) -> bytes:
         "registration": [REGISTRATION, REGISTRATION, "other"],
         "generation": [GENERATION, GENERATION, 5],
         "content_id": [CONTENT, CONTENT, "other"],
+        "transport": [*NAMES, "other"],
         "runs": [((0, CHUNKS),), ((1, 2), (4, 1)), ((0, 1),) * 100, (), ((3, 9),), ((2**63, 1024),), ((0, 0),)],
     }
-    finds = {3: FindMemory, 4: FindSegments, 5: FindAgent, 6: FindAllocations, 7: FindPorts, 8: Pair}
+    finds = {3: FindMemory, 4: FindSegments, 5: FindAgent, 6: FindAllocations, 7: FindPorts, 8: Pair, 9: TransportRequest}
     asked: type[FromReader] = finds.get(kind // 10, Locate if kind > 200 else Read)
     return frame(codec.encode(source.value(asked, pools)), FRAME_BYTES_MAX)
 
@@ -310,15 +323,17 @@ def _serve(
         if read is None:
             return False
         first_send_bytes = 8 if read.request % 2 else FIRST_SEND_BYTES  # so that some chunks go with their digest behind
-        with patch.object(answering, "FIRST_SEND_BYTES", first_send_bytes):
-            Answering(lane, connection, owner, 0.0).answer(read)
+        with (
+            patch.object(read_server, "FIRST_SEND_BYTES", first_send_bytes),
+            patch.object(tcp_owner, "FIRST_SEND_BYTES", first_send_bytes),
+        ):
+            ReadServer(lane, connection, owner, owner.sides, 0.0).answer(read)
         if isinstance(read, FindMemory):
             return _is_found(read, lane, owner, theirs)
         if isinstance(read, FindAgent):
             with BlockingConnection(theirs.dup(), stall_timeout_s=STALL_S) as hears:
                 answer = hears.receive(codec.FROM_OWNER)
-                assert isinstance(answer, AgentIs)
-                assert not answer.metadata  # there is none
+                assert isinstance(answer, NotThisWay)  # nixl is not among its transports
             return True
         if isinstance(read, FindSegments):
             with BlockingConnection(theirs.dup(), stall_timeout_s=STALL_S) as hears:
@@ -332,21 +347,28 @@ def _serve(
                 assert isinstance(answer, AllocationsAre | ReadRefused)
                 assert not isinstance(answer, AllocationsAre) or not answer.allocations  # none of it is on a GPU
             return True
+        if isinstance(read, TransportRequest):
+            assert read.transport not in NAMES, "it has no messages of its own"
+            with BlockingConnection(theirs.dup(), stall_timeout_s=STALL_S) as hears:
+                refused = hears.receive(codec.FROM_OWNER)
+                assert isinstance(refused, NotThisWay)
+            return True
         if isinstance(read, PieceTaken):
             raise AssertionError("nothing is staged, and a piece can be taken")
         if isinstance(read, FindPorts | Pair):
             with BlockingConnection(theirs.dup(), stall_timeout_s=STALL_S) as hears:
                 said = hears.receive(codec.FROM_OWNER)
-                assert said == PortsAre(read.request, ()) or isinstance(said, Unpaired)  # it has none
+                assert said == PortsAre(read.request, ()) or isinstance(said, NotThisWay)  # it has none
             return True
     except (ProtocolError, ConnectionLost):
         return False
     wanted = [chunk for first, count in read.runs for chunk in range(first, first + count)]
     right = (read.registration, read.generation, read.content_id)
-    is_away = isinstance(read, Locate) and not lane.is_local
+    is_away = isinstance(read, Locate) and not (lane.is_local and read.transport in NAMES[:3])
     if held is None or right != (REGISTRATION, GENERATION, CONTENT) or max(wanted) >= CHUNKS or is_away:
         expected: list[int] = []
-        last: type | None = ReadRefused
+        is_known = not isinstance(read, Locate) or read.transport in NAMES
+        last: type | None = ReadRefused if is_known else NotThisWay
     else:
         expected = [chunk for chunk in wanted if chunk in held]
         last = None if len(expected) == len(wanted) else StillWaiting

@@ -14,6 +14,7 @@ from tensorhub.transport.rdma.verbs import Fabric
 from tensorhub.transport.registry import Local
 from tensorhub.types import Incarnation, Options
 from tests.runtime.data_rig import busy_threads
+from tests.transport.fabric import OwnRdma
 
 pytestmark = pytest.mark.rdma
 SECRET = b"a secret of the test"
@@ -30,5 +31,5 @@ def transport() -> Iterator[RdmaTransport]:
 @pytest.mark.parametrize("check", CHECKS)
 @pytest.mark.parametrize("backend", ["asyncio", "trio"])
 def test_the_transport_keeps_the_rule(transport: RdmaTransport, backend: str, check: str) -> None:
-    CHECKS[check](transport, lambda: ServedSource(SECRET, backend, fabric=Fabric(usable_ports())))
+    CHECKS[check](transport, lambda: ServedSource(SECRET, backend, side=OwnRdma(Fabric(usable_ports()))))
     assert not busy_threads()

@@ -13,16 +13,17 @@ import pytest
 from tensorhub.errors import TransportUnavailable
 from tensorhub.messages import QueueCard
 from tensorhub.runtime.data import serving as serving_module
-from tensorhub.runtime.data.serving import Lane
 from tensorhub.testing.conformance import SIZES, Target, content
 from tensorhub.testing.serving import ServedSource
 from tensorhub.transport.base import Arrival, Cutter, ReadFailure, Unusable
+from tensorhub.transport.owner import Lane
 from tensorhub.transport.rdma import reader as rdma_reader
 from tensorhub.transport.rdma.ports import Move, find_ports, usable_ports
 from tensorhub.transport.rdma.reader import RdmaChannel, RdmaTransport
 from tensorhub.transport.rdma.verbs import Fabric, ReaderQueue, _event_descriptors
 from tensorhub.transport.registry import Local
 from tensorhub.types import Incarnation, Options
+from tests.transport.fabric import OwnRdma
 
 pytestmark = pytest.mark.rdma
 SECRET = b"a secret of the test"
@@ -40,7 +41,7 @@ def make_source() -> Iterator[Callable[..., ServedSource]]:
     made: list[ServedSource] = []
 
     def make(ports: str | None = None) -> ServedSource:
-        made.append(ServedSource(SECRET, fabric=Fabric(usable_ports(ports))))
+        made.append(ServedSource(SECRET, side=OwnRdma(Fabric(usable_ports(ports)))))
         for chunk in CHUNKS:
             made[-1].fill(chunk, content(chunk))
         return made[-1]
@@ -127,8 +128,7 @@ def test_a_region_that_is_deregistered_in_mid_read(
 ) -> None:
     source = make_source()
     channel, _ = in_mid_read(transport, source, monkeypatch)
-    assert source.owner.fabric is not None
-    source.owner.fabric.release(source._memory)
+    source.side.release(source._memory)
     found = failure(rest_of(channel))
     assert found.reason == "refused"
     assert "not registered (any more)" in found.detail

@@ -22,6 +22,7 @@ from tensorhub.transport.staging import PIECE_BYTES
 from tensorhub.types import Incarnation, Options
 from tests.cuda.double import Double
 from tests.rig import cluster
+from tests.transport.fabric import OwnRdma
 
 pytestmark = pytest.mark.rdma
 SECRET = b"a secret of the test"
@@ -59,7 +60,7 @@ def test_the_transport_keeps_the_rule(check: str, is_reached: bool, monkeypatch:
     monkeypatch.setattr(staging, "PIECE_BYTES", 2**16)  # a guest takes a second to register 32 MiB
     device = gpu(is_reached)
     transport = RdmaTransport(Local(Incarnation("reader"), (SECRET,), Options(stall_timeout_s=2.0, connect_timeout_s=15.0)))
-    CHECKS[check](transport, lambda: ServedSource(SECRET, fabric=Fabric(usable_ports()), device=device))
+    CHECKS[check](transport, lambda: ServedSource(SECRET, side=OwnRdma(Fabric(usable_ports())), device=device))
     transport.close()
     transport.fabric.close()
     assert (device.pinned_bytes if is_reached else device.settled) == 0

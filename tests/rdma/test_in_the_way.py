@@ -19,7 +19,7 @@ from typer.testing import CliRunner
 from tensorhub.cli.app import app
 from tensorhub.errors import TransportUnavailable, VersionUnavailable
 from tensorhub.hub import Hub
-from tensorhub.runtime.data import channels as channels_module
+from tensorhub.transport import built_in
 from tensorhub.transport.rdma.reads import WINDOW_BYTES
 from tensorhub.transport.tcp.reader import TcpTransport
 from tensorhub.types import FetchReport
@@ -172,7 +172,7 @@ async def test_a_port_that_goes_down_in_mid_read(comes_back: bool, caplog: pytes
     source = {"w": np.random.default_rng(7).integers(0, 256, size, np.uint8)}
     memory = {"w": np.zeros(size, np.uint8)}
     with gated(3, transport="rdma") as gate:
-        channels_module.TRANSPORTS.add("tcp", TcpTransport, 95)
+        built_in.TRANSPORTS.add("tcp", TcpTransport, 95)
         async with (
             cluster(options=options) as made,
             connect(made.address, "trainer", options, transports=transports) as trainer,

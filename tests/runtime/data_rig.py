@@ -24,8 +24,8 @@ from tensorhub.runtime.data.serving import SharedOwner
 from tensorhub.transport import sockets
 from tensorhub.transport.base import Cutter, Destination, Keeping, ReadRight, Transport
 from tensorhub.transport.cma import process as cma
+from tensorhub.transport.cma.owner import CmaOwner
 from tensorhub.transport.cma.reader import CmaTransport
-from tensorhub.transport.generation_words import GenerationWords
 from tensorhub.transport.registry import Local
 from tensorhub.transport.tcp.reader import TcpTransport
 from tensorhub.types import (
@@ -77,7 +77,7 @@ class Node:
             bytearray(source.randbytes(region.nbytes) if filled else region.nbytes) for region in manifest.regions
         ]
         self.memory = ChunkMemory(manifest, [memoryview(array) for array in self.arrays])
-        self.owner = owner or SharedOwner(fence_grace_s=0.05, words=GenerationWords())
+        self.owner = owner or SharedOwner([CmaOwner()], fence_grace_s=0.05)
         self.listener = sockets.listen("127.0.0.1")
         self.ways: list[Transport] = []  # by which it reads
         self.settings = ServeSettings(self.incarnation, [SECRET], patience_s=patience_s, **settings)  # type: ignore[arg-type]

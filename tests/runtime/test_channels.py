@@ -12,8 +12,8 @@ import pytest
 import tensorhub
 from tensorhub.errors import TransportUnavailable
 from tensorhub.messages import Grant
-from tensorhub.runtime.data import channels as channels_module
 from tensorhub.runtime.data.channels import FAILURES_MAX, LEFT_S, Channels
+from tensorhub.transport import built_in
 from tensorhub.transport.base import (
     Arrival,
     Channel,
@@ -28,6 +28,7 @@ from tensorhub.transport.base import (
     Transport,
     Unusable,
 )
+from tensorhub.transport.owner import OwnerSide
 from tensorhub.transport.registry import Local, Registry
 from tensorhub.transport.tcp.reader import TcpTransport
 from tensorhub.types import ContentId, Endpoint, Incarnation, Location, Options
@@ -42,7 +43,7 @@ def anyio_backend(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 
 
-class Faulty:
+class Faulty(Transport):
     """A transport by which some arrivals come, and then none, `times` times; from then on it is as the inner one."""
 
     lanes = 1
@@ -54,6 +55,12 @@ class Faulty:
         self._arrivals = arrivals
         self._times = times
         self.opened = 0
+
+    def serve(self) -> OwnerSide | None:
+        side = self._inner.serve()
+        assert side is not None
+        side.name = self.name
+        return side
 
     def reaches(self, here: Location, there: Location) -> bool:
         return True
@@ -93,13 +100,13 @@ class _Failing:
 @contextlib.contextmanager
 def having(**factories: Callable[[Local], Transport]) -> Iterator[None]:
     """Workers that connect in this block have these, best first."""
-    usual, channels_module.TRANSPORTS = channels_module.TRANSPORTS, Registry()
+    usual, built_in.TRANSPORTS = built_in.TRANSPORTS, Registry()
     for place, (name, factory) in enumerate(factories.items()):
-        channels_module.TRANSPORTS.add(name, factory, place)
+        built_in.TRANSPORTS.add(name, factory, place)
     try:
         yield
     finally:
-        channels_module.TRANSPORTS = usual
+        built_in.TRANSPORTS = usual
 
 
 async def fetched(c: Cluster, *, timeout: float = 30) -> tensorhub.FetchReport:
@@ -153,7 +160,7 @@ async def test_failures_count_one_after_the_other() -> None:
 # ---------------------------------------------------------------------------------------------------- the choice by itself
 
 
-class Way:
+class Way(Transport):
     """A transport that only says why not, if it does."""
 
     lanes = 1

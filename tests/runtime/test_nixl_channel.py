@@ -17,6 +17,7 @@ import numpy as np
 import pytest
 
 import tensorhub
+from tensorhub import Hub
 from tensorhub.messages import AGENT_BYTES_MAX, AgentIs, ChunksLie, ReadRefused
 from tensorhub.protocol.blocking import BlockingConnection
 from tensorhub.protocol.codec import FROM_READER
@@ -26,6 +27,7 @@ from tensorhub.testing.serving import ServedSource
 from tensorhub.transport import sockets
 from tensorhub.transport.base import Cutter, NotShared, ReadFailure, ReadRight, Unusable
 from tensorhub.transport.nixl import agents as nixl
+from tensorhub.transport.nixl.owner import NixlOwner
 from tensorhub.transport.nixl.reader import NixlTransport
 from tensorhub.transport.registry import Local
 from tensorhub.types import ContentId, Endpoint, Incarnation, LeaseId, Options, RegistrationId
@@ -63,6 +65,11 @@ def library(request: pytest.FixtureRequest) -> Iterator[None]:
     assert not made.agents
 
 
+def exposures_of(hub: Hub) -> nixl.Exposures:
+    (side,) = [side for side in worker_of(hub)._owner.sides if isinstance(side, NixlOwner)]
+    return side.exposures
+
+
 def local() -> Local:
     return Local(Incarnation("reader"), (SECRET,), Options(connect_timeout_s=5, stall_timeout_s=1))
 
@@ -72,7 +79,7 @@ def local() -> Local:
 def test_a_stand_in_keeps_the_rules(fabric: Fabric, check: str, on_gpu: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("UCX_TLS", "all")
     transport, device = NixlTransport(local()), Double() if on_gpu else None
-    CHECKS[check](transport, lambda: ServedSource(SECRET, exposes=True, device=device))
+    CHECKS[check](transport, lambda: ServedSource(SECRET, side=NixlOwner(), device=device))
     transport.close()
     assert not fabric.agents
 
@@ -121,7 +128,7 @@ async def test_what_was_filled_is_a_source_and_what_is_let_go_is_exposed_no_more
         await published.publish(1)
         middle, last = tensors(), tensors()
         await (await first.register("m", middle)).replicate()
-        exposures = worker_of(trainer)._owner._exposures
+        exposures = exposures_of(trainer)
         assert "1 registrations" in repr(exposures)
         await published.close()
         await until(lambda: "0 registrations" in repr(exposures))
@@ -199,7 +206,7 @@ async def test_a_read_only_token_is_told_of_no_agent(fabric: Fabric) -> None:
     ):
         await (await trainer.register("m", {"t": np.ones(100, np.float32)})).publish(1)
         await reader.fetch("m")
-        assert "0 registrations" in repr(worker_of(trainer)._owner._exposures)
+        assert "0 registrations" in repr(exposures_of(trainer))
 
 
 @pytest.mark.anyio
@@ -240,7 +247,7 @@ async def test_who_names_it_and_lacks_it_hears_what_to_install(monkeypatch: pyte
 
 def test_a_source_without_it_says_so(fabric: Fabric) -> None:
     source, transport = ServedSource(SECRET), NixlTransport(local())
-    with pytest.raises(NotShared, match="not among this worker's transports"):
+    with pytest.raises(Unusable, match="its transports are others"):
         transport.open(source.endpoint, source.right, Nowhere(), Cutter())
     transport.close()
     source.close()

@@ -32,7 +32,7 @@ def anyio_backend(request: pytest.FixtureRequest) -> str:
 
 @asynccontextmanager
 async def reading(*nodes: Node, secrets: list[bytes] | None = None) -> AsyncIterator[Peers]:
-    peers = Peers(Local(READER, secrets or [SECRET], Options(connect_timeout_s=WAIT_S, stall_timeout_s=WAIT_S)))
+    peers = Peers(Local(READER, secrets or [SECRET], Options(connect_timeout_s=WAIT_S, stall_timeout_s=WAIT_S)), "tcp")
     async with serving(*nodes):
         yield peers
         peers.close()

@@ -21,6 +21,7 @@ from tensorhub.messages import (
     ChunksPinned,
     FindPorts,
     Locate,
+    NotThisWay,
     Pair,
     Paired,
     PieceStaged,
@@ -29,20 +30,19 @@ from tensorhub.messages import (
     QueueCard,
     RdmaPort,
     ReadRefused,
-    Unpaired,
 )
 from tensorhub.protocol.blocking import BlockingConnection
 from tensorhub.protocol.codec import FROM_READER
 from tensorhub.protocol.handshake import NONCE_BYTES, ServerHandshake
-from tensorhub.runtime import answering
 from tensorhub.runtime.data import acceptor
 from tensorhub.runtime.data.serving import SharedOwner
 from tensorhub.testing.conformance import CHECKS, SIZES, Target, content
 from tensorhub.testing.serving import ServedSource
-from tensorhub.transport import peers as peers_module, sockets, staging
+from tensorhub.transport import peers as peers_module, read_server, sockets, staging
 from tensorhub.transport.base import Arrival, Channel, Cutter, NotShared, ReadFailure, ReadRight, Unusable
 from tensorhub.transport.peers import Peers
 from tensorhub.transport.rdma import ports as rdma, reader as rdma_reader
+from tensorhub.transport.rdma.owner import RdmaOwner
 from tensorhub.transport.rdma.ports import Port, said_of
 from tensorhub.transport.rdma.reader import RdmaChannel, RdmaTransport
 from tensorhub.transport.registry import Local
@@ -50,11 +50,17 @@ from tensorhub.types import ContentId, Endpoint, Incarnation, LeaseId, Options, 
 from tests.cuda.double import Double
 from tests.runtime.data_rig import busy_threads
 from tests.transport import fabric as fabric_module
-from tests.transport.fabric import GID, PORT, FakeFabric, open_queues
+from tests.transport.fabric import GID, PORT, FakeFabric, OwnRdma, open_queues
 
 SECRET = b"a secret of the test"
 LARGEST = max(range(len(SIZES)), key=lambda chunk: SIZES[chunk])
 RIGHT = ReadRight(LeaseId("l"), Incarnation("source"), RegistrationId("r"), 5, ContentId("c"))
+
+
+def fabric_of(source: ServedSource) -> FakeFabric:
+    assert isinstance(source.side, RdmaOwner)
+    assert isinstance(source.side.fabric, FakeFabric)
+    return source.side.fabric
 
 
 @pytest.fixture
@@ -67,7 +73,7 @@ def fabric() -> Iterator[FakeFabric]:
 @pytest.fixture
 def transport(fabric: FakeFabric) -> Iterator[RdmaTransport]:
     options = Options(stall_timeout_s=1.0, connect_timeout_s=5.0)
-    made = RdmaTransport(Local(Incarnation("reader"), (SECRET,), options, {"rdma": fabric}))
+    made = RdmaTransport(Local(Incarnation("reader"), (SECRET,), options, kept={"rdma": fabric}))
     yield made
     made.close()
     assert open_queues() == 0
@@ -79,7 +85,7 @@ def test_the_conversation_keeps_the_rule(transport: RdmaTransport, check: str) -
     sources: list[ServedSource] = []
 
     def make() -> ServedSource:
-        sources.append(ServedSource(SECRET, fabric=FakeFabric()))
+        sources.append(ServedSource(SECRET, side=OwnRdma(FakeFabric())))
         return sources[-1]
 
     CHECKS[check](transport, make)
@@ -110,7 +116,7 @@ def test_what_is_overwritten_between_two_reads_is_not_named(
 
 @pytest.fixture
 def source() -> Iterator[ServedSource]:
-    made = ServedSource(SECRET, fabric=FakeFabric())
+    made = ServedSource(SECRET, side=OwnRdma(FakeFabric()))
     for chunk in range(len(SIZES)):
         made.fill(chunk, content(chunk))
     yield made
@@ -190,7 +196,7 @@ def test_a_queue_pair_goes_before_its_connection(
             transport.sweep()
         case "by number":
             monkeypatch.setattr(peers_module, "KEPT_MAX", 1)
-            other = ServedSource(SECRET, fabric=FakeFabric())
+            other = ServedSource(SECRET, side=OwnRdma(FakeFabric()))
             for chunk in range(len(SIZES)):
                 other.fill(chunk, content(chunk))
             read_all(transport, other)
@@ -205,7 +211,7 @@ def test_a_queue_pair_goes_before_its_connection(
 
 def test_a_worker_that_is_not_read_by_rdma_says_so(transport: RdmaTransport) -> None:
     source = ServedSource(SECRET)
-    with pytest.raises(Unusable, match="not to be read by RDMA"):
+    with pytest.raises(Unusable, match="not to be read this way"):
         read_all(transport, source)
     source.close()
 
@@ -215,7 +221,7 @@ def test_whose_token_is_revoked_is_cut_off_though_he_asks_for_nothing(
 ) -> None:
     """He could read by himself what is registered, also later versions."""
     monkeypatch.setattr(acceptor, "REVOKED_S", 0.01)
-    with closing(ServedSource(SECRET, fabric=FakeFabric())) as source:
+    with closing(ServedSource(SECRET, side=OwnRdma(FakeFabric()))) as source:
         for chunk in range(len(SIZES)):
             source.fill(chunk, content(chunk))
         read_all(transport, source)
@@ -252,7 +258,7 @@ def test_between_gpus_the_conversation_keeps_the_rule(
 ) -> None:
     """Whether the device reads their memory, or they copy what it reads through the host."""
     device = gpu(is_reached=is_reached)
-    CHECKS[check](transport, lambda: ServedSource(SECRET, fabric=FakeFabric(), device=device))
+    CHECKS[check](transport, lambda: ServedSource(SECRET, side=OwnRdma(FakeFabric()), device=device))
     assert (device.pinned_bytes if is_reached else device.settled) == 0
 
 
@@ -263,7 +269,7 @@ def test_every_way_between_host_and_gpu(
 ) -> None:
     """`here`, `there`: a GPU that the device reaches, or does not; None: host memory."""
     mine, theirs = (None if each is None else gpu(is_reached=each) for each in (here, there))
-    with closing(ServedSource(SECRET, fabric=FakeFabric(), device=theirs)) as source:
+    with closing(ServedSource(SECRET, side=OwnRdma(FakeFabric()), device=theirs)) as source:
         for chunk in range(len(SIZES)):
             source.fill(chunk, content(chunk))
         for _ in range(2):  # the second one by what is kept
@@ -283,7 +289,7 @@ def test_a_piece_stays_until_it_is_taken(monkeypatch: pytest.MonkeyPatch, small_
         return memoryview(buffers[-1])
 
     monkeypatch.setattr(Double, "pinned", pinned)
-    with closing(ServedSource(SECRET, fabric=FakeFabric(), device=device)) as source:
+    with closing(ServedSource(SECRET, side=OwnRdma(FakeFabric()), device=device)) as source:
         source.fill(LARGEST, content(LARGEST))
         answers = asks(source, Pair(1, source.right.registration, 1, 0, CARD), locate(source, 2, LARGEST), count=5)
         pieces = [answer for answer in answers if isinstance(answer, PieceStaged)]
@@ -299,12 +305,12 @@ def test_a_gpu_without_pinned_memory_is_read_in_another_way(
         raise StateError("out of memory")
 
     device = gpu(is_reached=False)
-    with closing(ServedSource(SECRET, fabric=FakeFabric(), device=device)) as source:
+    with closing(ServedSource(SECRET, side=OwnRdma(FakeFabric()), device=device)) as source:
         monkeypatch.setattr(Double, "pinned", none)
         with pytest.raises(Unusable, match="at the source: out of memory"):
             transport.open(source.endpoint, source.right, Target(), Cutter())
     with (
-        closing(ServedSource(SECRET, fabric=FakeFabric())) as source,
+        closing(ServedSource(SECRET, side=OwnRdma(FakeFabric()))) as source,
         pytest.raises(Unusable, match="the memory to read into: out of memory"),
     ):
         transport.open(source.endpoint, source.right, Target(gpu(is_reached=False)), Cutter())
@@ -337,8 +343,7 @@ def test_another_process_than_the_one_that_was_asked_is_found_out(
 
 
 def test_memory_that_cannot_be_registered(transport: RdmaTransport, source: ServedSource, fabric: FakeFabric) -> None:
-    theirs = source.owner.fabric
-    assert isinstance(theirs, FakeFabric)
+    theirs = fabric_of(source)
     theirs.only.fault = OSError(14, "it is a file's mapping")
     with pytest.raises(NotShared, match="at the source: it is a file's mapping"):
         read_all(transport, source)
@@ -412,8 +417,8 @@ LIES: dict[str, tuple[list[Any], type[Exception], str]] = {
         "no RDMA port here",
     ),
     "something else": ([says(ChunksLie(0, ((0, 0, 0),), 0))], ReadFailure, "asked for its RDMA ports"),
-    "no queue pair": ([says(PORTS), says(Unpaired(0, "not today", is_usual=False))], Unusable, "not today"),
-    "a file": ([says(PORTS), says(Unpaired(0, "it is a file", is_usual=True))], NotShared, "it is a file"),
+    "no queue pair": ([says(PORTS), says(NotThisWay(0, "not today", is_usual=False))], Unusable, "not today"),
+    "a file": ([says(PORTS), says(NotThisWay(0, "it is a file", is_usual=True))], NotShared, "it is a file"),
     "a queue pair of nobody": (
         [says(PORTS), says(Paired(0, CARD, 4096, 1, bytes(16)))],
         Unusable,
@@ -448,7 +453,7 @@ def test_what_a_source_says_of_its_memory_is_only_read_from(transport: RdmaTrans
     """Addresses and keys that are none give an error, and nothing is written."""
     target = Target()
     channel = transport.open(source.endpoint, source.right, target, Cutter())
-    pairing_places = "tensorhub.runtime.pairing.Pairing.places"
+    pairing_places = "tensorhub.transport.rdma.owner.QueuePairServer.places"
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(pairing_places, lambda self, memory, chunks: ((0, 0, 2**61, 77),))
         channel.submit([0])
@@ -463,14 +468,14 @@ def test_what_a_source_says_of_its_memory_is_only_read_from(transport: RdmaTrans
 
 def locate(source: ServedSource, request: int, chunk: int) -> Locate:
     right = source.right
-    return Locate(request, right.lease, right.registration, right.generation, right.content_id, ((chunk, 1),))
+    return Locate(request, right.lease, right.registration, right.generation, right.content_id, ((chunk, 1),), "rdma")
 
 
 def asks(source: ServedSource, *messages: object, count: int = 0) -> list[object]:
     """What a source answers to a reader that says this; `count`: so many answers, if not one for each."""
     from tensorhub.protocol.codec import FROM_OWNER
 
-    peers = Peers(Local(Incarnation("reader"), (SECRET,), Options()))
+    peers = Peers(Local(Incarnation("reader"), (SECRET,), Options()), "rdma")
     connection = peers.open(source.endpoint.address, source.right, Cutter()).connection
     answers: list[object] = []
     vocabulary: Any = FROM_OWNER
@@ -496,7 +501,7 @@ def test_a_source_makes_one_queue_pair_for_each_reader_and_none_for_what_is_not_
         Pair(6, registration, generation, 0, other),
     )
     assert answers[0] == PortsAre(1, said_of([PORT]))
-    assert [type(answer).__name__ for answer in answers[1:]] == ["Unpaired", "ReadRefused", "Paired", "Paired", "Paired"]
+    assert [type(answer).__name__ for answer in answers[1:]] == ["NotThisWay", "ReadRefused", "Paired", "Paired", "Paired"]
     fourth, fifth, sixth = answers[3:]
     assert isinstance(fourth, Paired)
     assert isinstance(fifth, Paired)
@@ -516,14 +521,13 @@ def test_a_queue_pair_for_what_is_in_host_memory_reads_nothing_on_a_gpu(source: 
     other, right = RegistrationId("on a GPU"), source.right
     source.owner.open(other, 1, right.content_id, on_gpu, complete=True)
     locates = [
-        Locate(number, right.lease, registration, 1, right.content_id, ((0, 1),))
+        Locate(number, right.lease, registration, 1, right.content_id, ((0, 1),), "rdma")
         for number, registration in ((2, right.registration), (3, other))
     ]
     answers = asks(source, Pair(1, right.registration, right.generation, 0, CARD), *locates)
     assert [type(answer).__name__ for answer in answers[:2]] == ["Paired", "ChunksPinned"]
     assert answers[2] == ReadRefused(3, "its tensors are on a GPU, and the queue pair was made to read others")
-    assert isinstance(source.owner.fabric, FakeFabric)
-    registered = source.owner.fabric.only._memories
+    registered = fabric_of(source).only._memories
     assert [memory for memory, found in registered.items() if found._regions] == [source._memory]
 
 
@@ -541,7 +545,7 @@ def test_what_can_be_registered_in_part_only_is_staged_or_left(
         return real(self, start, size)
 
     monkeypatch.setattr(fabric_module.FakeRegistered, "_registered", some)
-    with closing(ServedSource(SECRET, fabric=FakeFabric())) as source:
+    with closing(ServedSource(SECRET, side=OwnRdma(FakeFabric()))) as source:
         for chunk in range(len(SIZES)):
             source.fill(chunk, content(chunk))
         channel = transport.open(source.endpoint, source.right, target, Cutter())
@@ -574,7 +578,7 @@ def test_a_link_is_not_kept_with_pieces_that_nobody_takes(
     device = gpu(is_reached=False)
     monkeypatch.setattr(rdma_reader, "GROUP_BYTES", 1)
     monkeypatch.setattr(RdmaChannel, "_has_room", lambda self: self._reads.is_idle and not self._proved)
-    with closing(ServedSource(SECRET, fabric=FakeFabric(), device=device)) as source:
+    with closing(ServedSource(SECRET, side=OwnRdma(FakeFabric()), device=device)) as source:
         source.fill(0, content(0))
         source.fill(LARGEST, content(LARGEST))
         channel = transport.open(source.endpoint, source.right, Target(), Cutter())
@@ -616,8 +620,8 @@ def test_no_address_leaves_the_range_of_an_address(name: str) -> None:
 def test_a_reader_that_takes_nothing_is_given_up(monkeypatch: pytest.MonkeyPatch, small_pieces: int) -> None:
     """It neither has buffers overwritten, nor requests piled up, nor its source wait for ever."""
     device = gpu(is_reached=False)
-    monkeypatch.setattr(answering, "PENDING_MAX", 2)
-    with closing(ServedSource(SECRET, fabric=FakeFabric(), device=device)) as source:
+    monkeypatch.setattr(read_server, "PENDING_MAX", 2)
+    with closing(ServedSource(SECRET, side=OwnRdma(FakeFabric()), device=device)) as source:
         source.fill(LARGEST, content(LARGEST))
         pair = Pair(1, source.right.registration, 1, 0, CARD)
         assert asks(source, pair, PieceTaken(2))[1] is None  # none is staged

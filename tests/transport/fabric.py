@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from tensorhub.messages import QueueCard
+from tensorhub.transport.rdma.owner import RdmaOwner
 from tensorhub.transport.rdma.ports import Move, Port
 from tensorhub.transport.rdma.verbs import Device, Fabric, Keys, Landing, Queue, ReaderQueue, Registered, Spanned
 
@@ -186,3 +187,10 @@ class FakeFabric(Fabric):
 def open_queues() -> int:
     """How many ends of queue pairs are not closed."""
     return len(_queues)
+
+
+class OwnRdma(RdmaOwner):
+    """An owner's side whose ports are its own: it closes them."""
+
+    def close(self) -> None:
+        self.fabric.close()

@@ -79,10 +79,8 @@ def ways(kind: str, backend: str) -> tuple[Transport, Callable[[], Source]]:
         "cuda_ipc": CudaIpcTransport,
     }
     device = Double() if kind in ("staged", "cuda_ipc") else None
-    shares = kind in ("shm", "cuda_ipc")
-    return transports[kind](LOCAL), lambda: ServedSource(
-        SECRET, backend, shares=shares, exposes=kind == "nixl", device=device
-    )
+    transport = transports[kind](LOCAL)
+    return transport, lambda: ServedSource(SECRET, backend, transport.serve(), device=device)
 
 
 @contextlib.contextmanager
@@ -121,7 +119,7 @@ def test_all_of_it_in_one_call() -> None:
 # --------------------------------------------------------------------------------- what the suite says of bad transports
 
 
-class Faulty:
+class Faulty(Transport):
     """A transport that breaks one rule: see `Fault`."""
 
     name = "faulty"

@@ -8,8 +8,8 @@ from dataclasses import asdict
 
 from tensorhub.cli.common import JsonOption
 from tensorhub.cuda import cupy_device
-from tensorhub.runtime.data.channels import TRANSPORTS
 from tensorhub.transport import unix
+from tensorhub.transport.built_in import TRANSPORTS
 from tensorhub.transport.cma import process as cma
 from tensorhub.transport.nixl import agents as nixl
 from tensorhub.transport.rdma import ports as rdma

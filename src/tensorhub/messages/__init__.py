@@ -95,6 +95,7 @@ from tensorhub.messages.reading import (
     HAS_RUNS_MAX as HAS_RUNS_MAX,
     ON_HOST as ON_HOST,
     SEGMENTS_MAX as SEGMENTS_MAX,
+    TRANSPORT_BYTES_MAX as TRANSPORT_BYTES_MAX,
     AgentIs as AgentIs,
     AllocationsAre as AllocationsAre,
     ChunkDigest as ChunkDigest,
@@ -111,6 +112,7 @@ from tensorhub.messages.reading import (
     FromReader as FromReader,
     Locate as Locate,
     MemoryIs as MemoryIs,
+    NotThisWay as NotThisWay,
     Pair as Pair,
     Paired as Paired,
     PieceStaged as PieceStaged,
@@ -122,7 +124,8 @@ from tensorhub.messages.reading import (
     ReadRefused as ReadRefused,
     SegmentsAre as SegmentsAre,
     StillWaiting as StillWaiting,
-    Unpaired as Unpaired,
+    TransportReply as TransportReply,
+    TransportRequest as TransportRequest,
 )
 from tensorhub.messages.values import (
     DIGEST_RUNS_MAX as DIGEST_RUNS_MAX,

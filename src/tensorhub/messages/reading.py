@@ -10,6 +10,7 @@ from tensorhub.types import U64, Id, Length, Range, Text
 HAS_RUNS_MAX = 1024  # of one StillWaiting
 ALLOCATIONS_MAX = 4096  # of one registration: they fit a frame
 SEGMENTS_MAX = 64  # of one registration; the kernel passes 253 descriptors at a time
+TRANSPORT_BYTES_MAX = 2**19  # of one message of a transport's own
 AGENT_BYTES_MAX = 2**19  # of a NIXL agent's metadata
 
 Digest = Annotated[int, Range(0, 2**256 - 1)]
@@ -98,7 +99,7 @@ class FindSegments:
 @dataclass(frozen=True, slots=True)
 class SegmentsAre:
     """Where they are at the owner: (address, bytes). One byte with their descriptors follows, in this order. None, and no
-    byte: this reader is given none, for that reason; "": not all of it is in shared memory. `is_usual`: as of Unpaired.
+    byte: this reader is given none, for that reason; "": not all of it is in shared memory. `is_usual`: as of NotThisWay.
     """
 
     request: U64
@@ -122,7 +123,7 @@ class AllocationsAre:
 
     `words`: (address, bytes) of the shared memory in which the registration's generation word is; its descriptor follows,
     with one byte. No allocations, and no byte: they cannot be opened from there, for that reason ("": it is not on a GPU).
-    `is_usual`: as of Unpaired.
+    `is_usual`: as of NotThisWay.
     """
 
     request: U64
@@ -200,7 +201,7 @@ class PortsAre:
 @dataclass(frozen=True, slots=True)
 class Pair:
     """Ask an owner for a queue pair to this end, by one of its ports, to read a registration with; it lives as long as the
-    connection. Said again with the same card, another registration is asked about. Answered by Paired, Unpaired or
+    connection. Said again with the same card, another registration is asked about. Answered by Paired, NotThisWay or
     ReadRefused.
     """
 
@@ -225,8 +226,8 @@ class Paired:
 
 
 @dataclass(frozen=True, slots=True)
-class Unpaired:
-    """The owner cannot be read that way. `is_usual`: it concerns that registration only, and nothing is wrong."""
+class NotThisWay:
+    """The owner cannot be read by that transport. `is_usual`: it concerns that registration only, and nothing is wrong."""
 
     request: U64
     reason: Text
@@ -235,7 +236,29 @@ class Unpaired:
 
 @dataclass(frozen=True, slots=True)
 class Locate(_Wanted):
-    """As Read, but the bytes are not sent: ChunksLie, or ChunksPinned, says where they are."""
+    """As Read, but the bytes are not sent: the owner has them read as that transport does. ChunksLie, or ChunksPinned, says
+    where they are.
+    """
+
+    transport: Id
+
+
+@dataclass(frozen=True, slots=True)
+class TransportRequest:
+    """What only readers by that transport say. Answered by TransportReply, or ReadRefused."""
+
+    request: U64
+    transport: Id
+    body: Annotated[bytes, Length(TRANSPORT_BYTES_MAX)]
+
+
+@dataclass(frozen=True, slots=True)
+class TransportReply:
+    """What only owners that are read by that transport say."""
+
+    request: U64
+    transport: Id
+    body: Annotated[bytes, Length(TRANSPORT_BYTES_MAX)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -299,7 +322,18 @@ class ReadRefused:
     reason: Text
 
 
-FromReader = Read | Locate | FindMemory | FindSegments | FindAllocations | FindAgent | FindPorts | Pair | PieceTaken
+FromReader = (
+    Read
+    | Locate
+    | TransportRequest
+    | FindMemory
+    | FindSegments
+    | FindAllocations
+    | FindAgent
+    | FindPorts
+    | Pair
+    | PieceTaken
+)
 FromOwner = (
     ChunksFollow
     | ChunkFollows
@@ -307,13 +341,14 @@ FromOwner = (
     | ChunksLie
     | ChunksPinned
     | PieceStaged
+    | TransportReply
     | MemoryIs
     | SegmentsAre
     | AllocationsAre
     | AgentIs
     | PortsAre
     | Paired
-    | Unpaired
+    | NotThisWay
     | StillWaiting
     | ReadRefused
 )

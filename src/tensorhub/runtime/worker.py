@@ -114,9 +114,7 @@ class Worker:
         self.questions = Questions(self._link, self._numbers)
         self.pins = Pins(self.questions, options.op_timeout_s)
         self.news = News(self._link)
-        self._owner = SharedOwner(
-            words=self.channels.words(), exposures=self.channels.exposures(), fabric=self.channels.fabric
-        )
+        self._owner = SharedOwner(self.channels.sides())
         self._telling = Telling(self._tell_made)
         self._owner.on_made = self._telling.made
         self.router = Router[Handle](self._numbers)
@@ -208,9 +206,12 @@ class Worker:
             where = f"{host!r}, port {port or 'any'}"
             text = f"readers cannot be listened for on {where} ({error}): set Options.listen_host and listen_port"
             raise StateError(text) from error
-        local = unix.listen() if self.channels.shares else None
+        sides = self._owner.sides
+        local = unix.listen() if any(side.shares_memory for side in sides) else None
         there = f"tcp://{advertised}" if advertised else sockets.address_of(listener)
-        self._endpoints = self.channels.offers(there, unix.address_of(local) if local is not None else None)
+        here = unix.address_of(local) if local is not None else None
+        offered = [(side.name, side.endpoint(there, here)) for side in sides]
+        self._endpoints = tuple([Endpoint(name, address) for name, address in offered if address is not None])
         return [listener] if local is None else [listener, local]
 
     async def _serve_readers(self, listeners: Sequence[socket.socket]) -> None:

@@ -40,11 +40,13 @@ class ConformanceBroken(AssertionError):
 
 
 class Source(Protocol):
-    """A source of `len(SIZES)` chunks of these sizes, none of which is available at first. Used by one thread."""
+    """A source of `len(SIZES)` chunks of these sizes, none of which is available at first. Used by one thread. Inherit from
+    it, for what is usual.
+    """
 
     endpoint: Endpoint
     right: ReadRight  # under which it may be read now
-    # device: Device, on which destinations are to be; without it, or None, they are in host memory
+    device: Device | None = None  # on which destinations are to be; None: they are in host memory
 
     def fill(self, chunk: int, content: bytes) -> None:
         """Have these bytes there, and let them be read, with their XXH3-64 as the digest."""
@@ -219,7 +221,7 @@ def check_torn(transport: Transport, make_source: MakeSource) -> None:
                 for chunk in range(len(SIZES)):
                     source.fill(chunk, content(chunk))
                 tear = _Tear(source, point)
-                target = _TearingTarget(_device_of(source), tear)
+                target = _TearingTarget(source.device, tear)
                 channel = transport.open(source.endpoint, source.right, target, _TearingCutter(tear))
                 try:
                     _check_torn(channel, target, tear, bytes_max)
@@ -486,7 +488,7 @@ def _made(make_source: MakeSource) -> Iterator[Source]:
 def _opened(
     transport: Transport, source: Source, right: ReadRight | None = None, cutter: Cutter | None = None
 ) -> Iterator[tuple[Channel, Target, Cutter]]:
-    target, cutter = Target(_device_of(source)), cutter or Cutter()
+    target, cutter = Target(source.device), cutter or Cutter()
     channel = transport.open(source.endpoint, right or source.right, target, cutter)
     try:
         yield channel, target, cutter
@@ -494,13 +496,8 @@ def _opened(
         channel.close()
 
 
-def _device_of(source: Source) -> Device | None:
-    device: Device | None = getattr(source, "device", None)
-    return device
-
-
 def _read_one(transport: Transport, source: Source, right: ReadRight, cutter: Cutter | None = None) -> None:
-    target = Target(_device_of(source))
+    target = Target(source.device)
     try:
         with _opened(transport, source, right, cutter) as (channel, target, _):
             channel.submit([0])

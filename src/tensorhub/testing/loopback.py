@@ -11,15 +11,16 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 
 from tensorhub.accesses import Refusal, Wait
-from tensorhub.runtime.data.serving import Lane, SharedOwner
-from tensorhub.transport.base import Arrival, Channel, Cutter, Destination, Lacking, ReadFailure, ReadRight
+from tensorhub.runtime.data.serving import SharedOwner
+from tensorhub.transport.base import Arrival, Channel, Cutter, Destination, Lacking, ReadFailure, ReadRight, Transport
+from tensorhub.transport.owner import Lane
 from tensorhub.types import Endpoint, Incarnation, Location
 
 PATIENCE_S = 0.25
 HAS_RUNS_MAX = 1024
 
 
-class Loopback:
+class Loopback(Transport):
     """`owners`: those that can be read, as they are at each `open`."""
 
     name = "loopback"

@@ -14,13 +14,12 @@ from tensorhub.memory.chunks import ChunkMemory
 from tensorhub.memory.tensors import Bytes, copy_bytes
 from tensorhub.runtime.data.acceptor import ServeSettings, serve_readers
 from tensorhub.runtime.data.serving import SharedOwner
-from tensorhub.testing.conformance import SIZES, bytes_of
+from tensorhub.testing.conformance import SIZES, Source, bytes_of
 from tensorhub.transport import sockets, unix
 from tensorhub.transport.base import ReadRight
-from tensorhub.transport.generation_words import GenerationWords
-from tensorhub.transport.nixl.agents import Exposures
-from tensorhub.transport.rdma.verbs import Fabric
+from tensorhub.transport.owner import OwnerSide
 from tensorhub.transport.shm.segments import Segment
+from tensorhub.transport.tcp.owner import TcpOwner
 from tensorhub.types import ContentId, Endpoint, Incarnation, LeaseId, RegistrationId
 
 CHUNK_BYTES = max(SIZES)
@@ -32,31 +31,33 @@ def _shared(nbytes: int) -> memoryview:
     return Segment(nbytes).bytes_at(0, nbytes)
 
 
-class ServedSource:
-    """See `conformance.Source`. `secret`: what its readers present; `backend`: of anyio, on which it serves; `shares`: its
-    memory is shared, and it listens on a Unix socket; `exposes`: NIXL may read it; `fabric`: by which RDMA ports it can be
-    read, closed with the source. `device`: on which its memory and its readers' destinations are.
+class ServedSource(Source):
+    """See `conformance.Source`. `secret`: what its readers present; `backend`: of anyio, on which it serves; `side`: that of
+    the transport by which it is read, closed with the source (None: tcp's). `device`: on which its memory and its readers'
+    destinations are.
     """
 
     def __init__(
         self,
         secret: bytes = b"",
         backend: str = "asyncio",
+        side: OwnerSide | None = None,
         *,
-        shares: bool = False,
-        exposes: bool = False,
-        fabric: Fabric | None = None,
         device: Device | None = None,
     ) -> None:
+        self.side = side or TcpOwner()
+        shares = self.side.shares_memory
         self.device = device
         tensors = [TensorDescription(f"t{n}", "uint8", (size,), (n + 1) << 40, size) for n, size in enumerate(SIZES)]
         self._bytes = [self._allocate(size, shares) for size in SIZES]
         self._memory = ChunkMemory(build_manifest(tensors, CHUNK_BYTES, "xxh3-64"), self._bytes)
-        words, exposures = GenerationWords(_shared) if shares else GenerationWords(), Exposures() if exposes else None
-        self.owner = SharedOwner(fence_grace_s=0.1, words=words, exposures=exposures, fabric=fabric)
+        self.owner = SharedOwner([self.side], fence_grace_s=0.1)
         self.right = ReadRight(LeaseId("lease"), Incarnation(os.urandom(8).hex()), REGISTRATION, 1, CONTENT)
         self._listener = unix.listen() if shares else sockets.listen("127.0.0.1")
-        self.endpoint = Endpoint("any", unix.address_of(self._listener) if shares else sockets.address_of(self._listener))
+        there = unix.address_of(self._listener) if shares else sockets.address_of(self._listener)
+        address = self.side.endpoint(there, there)
+        assert address is not None
+        self.endpoint = Endpoint(self.side.name, address)
         self._settings = ServeSettings(self.right.incarnation, [secret])
         self._backend = backend
         self._end: anyio.Event | None = None
@@ -133,8 +134,6 @@ class ServedSource:
         self._listener.close()
         self.owner.fence(REGISTRATION)
         self.owner.end_reading()
-        if self.owner.fabric is not None:
-            self.owner.fabric.close()
 
     def close(self) -> None:
         """See `Source.close`."""

@@ -1,4 +1,4 @@
-"""What a transport is, as its reader sees it.
+"""What a transport is, as its reader sees it; `transport.owner` says what it is to the owner of the memory.
 
 A *channel* is one reader's way to one source under one read lease. One blocking thread (the lane) drives it, or as many as
 `Transport.lanes` says:
@@ -40,7 +40,10 @@ from dataclasses import dataclass
 from typing import Final, Literal, NamedTuple, Protocol, runtime_checkable
 
 from tensorhub.cuda.device import Device
+from tensorhub.transport.owner import OwnerSide
 from tensorhub.types import ContentId, Endpoint, Incarnation, LeaseId, Location, RegistrationId
+
+BATCH_BYTES = 64 * 2**20  # of one request
 
 Reason = Literal["lost", "stalled", "refused", "corrupt", "unreachable"]
 
@@ -137,13 +140,18 @@ class Channel(Protocol):
         """Release everything. Nothing writes into the destination afterwards."""
 
 
+Place = Literal["host", "device"]
+HOST: Final[frozenset[Place]] = frozenset({"host"})
+DEVICE: Final[frozenset[Place]] = frozenset({"device"})
+
+
 class Transport(Protocol):
-    """A kind of channel. Made once per worker."""
+    """A kind of channel. Made once per incarnation of a worker. Inherit from it, for what is usual."""
 
     name: str
-    lanes: int  # how many threads of one reader get more out of one source than one does
-    # batch_bytes: int, what is asked for at a time, if not lanes.BATCH_BYTES
-    # fills: frozenset[Place], what its channels' destinations may be; without it, "host" alone (see `fills_of`)
+    lanes: int = 1  # how many threads of one reader get more out of one source than one does
+    batch_bytes: int = BATCH_BYTES  # asked for at a time
+    fills: frozenset[Place] = HOST  # what its channels' destinations may be
 
     def reaches(self, here: Location, there: Location) -> bool:
         """Whether a worker at `here` can read one at `there` this way, as far as their locations say."""
@@ -151,20 +159,13 @@ class Transport(Protocol):
     def open(self, endpoint: Endpoint, right: ReadRight, destination: Destination, cutter: Cutter) -> Channel:
         """Connect to the source, in the calling thread. Raises ReadFailure; Unusable, before anything was asked for."""
 
-
-Place = Literal["host", "device"]
-HOST: Final[frozenset[Place]] = frozenset({"host"})
-DEVICE: Final[frozenset[Place]] = frozenset({"device"})
-
-
-def fills_of(transport: Transport) -> frozenset[Place]:
-    """What destinations of this transport's channels may be."""
-    fills: frozenset[Place] = getattr(transport, "fills", HOST)
-    return fills
+    def serve(self) -> OwnerSide | None:
+        """A new owner's side: a worker takes one, from the first of its incarnations. None: nobody is served this way."""
+        return None
 
 
 def can_fill(transport: Transport, destination: Destination) -> bool:
-    return ("host" if destination.device is None else "device") in fills_of(transport)
+    return ("host" if destination.device is None else "device") in transport.fills
 
 
 @runtime_checkable

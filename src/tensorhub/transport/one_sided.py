@@ -18,7 +18,7 @@ from collections.abc import Iterator, Sequence
 from typing import NamedTuple, Protocol
 
 from tensorhub.errors import ProtocolError
-from tensorhub.messages import ChunksLie, Locate, StillWaiting
+from tensorhub.messages import ChunksLie, StillWaiting
 from tensorhub.transport.base import Arrival, Cutter, Destination, Lacking, ReadFailure, ReadRight
 from tensorhub.transport.read_client import ReadClient
 from tensorhub.transport.streaming_digest import SMALL_BYTES, StreamingDigests
@@ -105,7 +105,7 @@ class OneSidedChannel:
         return f"<OneSidedChannel to {self._source!r}, {self._client!r}>"
 
     def submit(self, chunks: Sequence[int]) -> None:
-        self._client.ask(Locate, chunks)
+        self._client.locate(chunks)
 
     def receive(self, bytes_max: int) -> Arrival | Lacking:
         started = time.perf_counter()

@@ -60,7 +60,8 @@ class Peer:
 class Peers:
     """Those of one transport of one incarnation. For any thread."""
 
-    def __init__(self, local: Local) -> None:
+    def __init__(self, local: Local, transport: str) -> None:
+        self.transport = transport  # its name
         self._local = local
         self._lock = threading.Lock()  # guards both
         self._kept: list[Peer] = []  # the one that was used last at the end

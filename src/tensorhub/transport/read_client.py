@@ -8,22 +8,27 @@ books.
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
 
 from tensorhub.errors import AuthenticationFailed, OperationTimeout, ProtocolError
 from tensorhub.logs import Tally, get_logger
 from tensorhub.messages import (
     FromOwner,
+    FromReader,
     Locate,
+    NotThisWay,
     PieceTaken,
     Read,
     ReadRefused,
     StillWaiting,
+    TransportReply,
+    TransportRequest,
 )
 from tensorhub.protocol.codec import FROM_OWNER
 from tensorhub.protocol.frames import NotAuthentic
 from tensorhub.protocol.lost import ConnectionLost
-from tensorhub.transport.base import Cutter, Lacking, ReadFailure, ReadRight
+from tensorhub.transport.base import Cutter, Lacking, NotShared, ReadFailure, ReadRight, Unusable
 from tensorhub.transport.peers import Peer, Peers
 
 _meddled = Tally(get_logger("tensorhub.worker").warning, "frame_not_authentic")
@@ -61,8 +66,34 @@ class ReadClient:
         """Whether nothing is expected from the owner."""
         return not self._asked
 
-    def ask(self, kind: type[Read | Locate], chunks: Sequence[int]) -> None:
-        """Ask for these chunks."""
+    def read(self, chunks: Sequence[int]) -> None:
+        """Have these chunks sent."""
+        self._ask(Read, chunks)
+
+    def locate(self, chunks: Sequence[int]) -> None:
+        """Have them served as this transport's owner side does."""
+        self._ask(partial(Locate, transport=self._peers.transport), chunks)
+
+    def ask(self, asked: FromReader) -> FromOwner:
+        """Ask something of this transport's own, before chunks are asked for. As `hear`; NotShared, Unusable: the owner is
+        not read by it.
+        """
+        with self.failures():
+            self.connection.send(asked)
+            said = self.hear()
+        if isinstance(said, NotThisWay):
+            raise (NotShared if said.is_usual else Unusable)(f"at the source: {said.reason}")
+        return said
+
+    def request(self, body: bytes) -> bytes:
+        """As `ask`, of a transport that TensorHub knows nothing of: the owner's reply."""
+        said = self.ask(TransportRequest(0, self._peers.transport, body))
+        with self.failures():
+            if not isinstance(said, TransportReply):
+                raise ProtocolError(f"a request of {self._peers.transport} is answered with {type(said).__name__}")
+        return said.body
+
+    def _ask(self, kind: Callable[..., Read | Locate], chunks: Sequence[int]) -> None:
         right = self._right
         with self._sending, self.failures():
             request = self._next_request

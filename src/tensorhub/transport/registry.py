@@ -1,14 +1,15 @@
 """Which transports there are, in order of preference.
 
-Built-in ones are registered by the runtime; third parties add theirs through the entry-point group
-`tensorhub.transports` (name -> factory), which is looked up when a name is first needed. Responsible for
-names and order; not responsible for which transport a given pair of workers can use.
+A name has one factory, and what that makes has both sides: it reads (`Transport.open`) and is read (`Transport.serve`).
+Built-in ones are in `transport.built_in`; third parties add theirs through the entry-point group `tensorhub.transports`
+(name -> factory), which is looked up when a name is first needed. Responsible for names and order; not responsible for which
+transport a given pair of workers can use.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from importlib.metadata import EntryPoint, entry_points
 from typing import Any, NamedTuple
 
@@ -26,12 +27,17 @@ class Local:
     incarnation: Incarnation
     secrets: Sequence[bytes]  # the first is to be presented, as it is at each connection; empty: an open cluster
     options: Options
+    is_named: bool = False  # the user has asked for this transport by its name
     kept: dict[str, Any] = field(default_factory=dict)  # by transport: what outlives an incarnation; closed with the worker
 
     @property
     def secret(self) -> bytes:
         """What to present now."""
         return self.secrets[0]
+
+
+class MeantTransportUnavailable(TransportUnavailable):
+    """One that somebody has set up: nobody asks for it by its name, but it is worth a warning that it is not there."""
 
 
 TransportFactory = Callable[[Local], Transport]  # raises TransportUnavailable, saying what is missing
@@ -66,7 +72,7 @@ class Registry:
         self,
         local: Local,
         wanted: Sequence[str] | None = None,
-        missing: Callable[[str, str], object] = lambda name, reason: None,
+        missing: Callable[[str, TransportUnavailable], object] = lambda name, reason: None,
     ) -> tuple[Transport, ...]:
         """The `wanted` transports in that order, or (None) all built-in ones that work here, best first; `missing` hears of
         the others, with the reason. Those that are `only_by_name` have to be wanted.
@@ -76,7 +82,8 @@ class Registry:
         if wanted is not None:
             if not wanted:
                 raise TransportUnavailable(f"no transport is allowed; there are {', '.join(self.names())}")
-            return tuple(self._make_one(name, local) for name in dict.fromkeys(wanted))
+            named = replace(local, is_named=True)
+            return tuple(self._make_one(name, named) for name in dict.fromkeys(wanted))
         made: list[Transport] = []
         reasons: list[str] = []
         for each in self._built_in:
@@ -86,7 +93,7 @@ class Registry:
                 made.append(each.factory(local))
             except TransportUnavailable as reason:
                 reasons.append(f"{each.name}: {reason}")
-                missing(each.name, str(reason))
+                missing(each.name, reason)
         if not made:
             raise TransportUnavailable(f"no transport works here ({'; '.join(reasons) or 'none is known'})")
         return tuple(made)

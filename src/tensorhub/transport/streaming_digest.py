@@ -13,6 +13,7 @@ from tensorhub.protocol.blocking import BUFFERS_MAX
 DIGEST_BYTES_PER_S = 4 * 2**30  # less than any CPU of the last ten years manages
 SLACK_S = 0.002
 HOT_BYTES = 2**20  # moved by one call and digested by one: what a core's own cache holds on a server
+FIRST_SEND_BYTES = HOT_BYTES  # of what is sent at a time while digests are made; a larger chunk goes by itself
 SMALL_BYTES = 4 * 2**20  # whoever wants more at a time does not get along with many small calls
 
 

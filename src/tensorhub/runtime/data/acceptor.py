@@ -2,7 +2,7 @@
 
 Responsible for the life of these threads and sockets: none outlives `serve_readers`; and for how many there are: who has not
 proved itself waits on the `Doorstep`, apart from the readers, none of whom takes more than half of the places. Not
-responsible for what may be read (`SharedOwner`), nor for what is said (`Answering`).
+responsible for what may be read (`SharedOwner`), nor for what is said (`ReadServer`).
 """
 
 from __future__ import annotations
@@ -27,11 +27,12 @@ from tensorhub.protocol.codec import FROM_READER
 from tensorhub.protocol.frames import NotAuthentic
 from tensorhub.protocol.handshake import NONCE_BYTES, ServerHandshake
 from tensorhub.protocol.lost import ConnectionLost
-from tensorhub.runtime.answering import Answering, not_served
-from tensorhub.runtime.data.serving import Lane, SharedOwner
+from tensorhub.runtime.data.serving import SharedOwner
 from tensorhub.runtime.doorstep import Doorstep, Stranger
 from tensorhub.runtime.pending_handshakes import READERS_MET_MAX, PendingHandshakes, readers_share
 from tensorhub.transport import sockets, unix
+from tensorhub.transport.owner import Lane
+from tensorhub.transport.read_server import ReadServer, not_served
 from tensorhub.types import Incarnation
 
 PATIENCE_S = 0.25  # how long one request waits for chunks that its owner lacks; then the reader may ask elsewhere
@@ -168,8 +169,8 @@ def _serve_lane(lane: Lane, connection: BlockingConnection, acceptor: _Acceptor,
         connection.handshake(handshake, settings.handshake_timeout_s)
         lane.secret = handshake.secret
         refusal = acceptor.proved(stranger, lane, Incarnation(handshake.client_incarnation))
-        with contextlib.closing(Answering(lane, connection, owner, settings.patience_s)) as answering:
-            while (read := answering.pending() or _next_read(lane, connection)) is not None:
+        with contextlib.closing(ReadServer(lane, connection, owner, owner.sides, settings.patience_s)) as server:
+            while (read := server.pending() or _next_read(lane, connection)) is not None:
                 if handshake.secret not in settings.secrets:
                     raise AuthenticationFailed("its token is not accepted any more")
                 if refusal:
@@ -177,7 +178,7 @@ def _serve_lane(lane: Lane, connection: BlockingConnection, acceptor: _Acceptor,
                     connection.send(ReadRefused(read.request, refusal))
                     return
                 lane.rests_from = None
-                answering.answer(read)
+                server.answer(read)
                 lane.rests_from = time.monotonic()
     except ConnectionLost:
         pass

@@ -10,7 +10,6 @@ Responsible for which transports this worker has, as each of its incarnations. N
 
 from __future__ import annotations
 
-import os
 import threading
 import time
 from collections.abc import Sequence
@@ -20,9 +19,11 @@ from typing import Any, NamedTuple, TypeVar
 import anyio
 import anyio.to_thread
 
+from tensorhub.errors import TransportUnavailable
 from tensorhub.logs import get_logger
 from tensorhub.messages import Grant
-from tensorhub.runtime.data.lanes import BATCH_BYTES, ChannelOpener, Opened
+from tensorhub.runtime.data.lanes import ChannelOpener, Opened
+from tensorhub.transport import built_in
 from tensorhub.transport.base import (
     Cutter,
     Destination,
@@ -34,30 +35,11 @@ from tensorhub.transport.base import (
     Unusable,
     can_fill,
 )
-from tensorhub.transport.cma import process as cma
-from tensorhub.transport.cma.reader import CmaTransport
-from tensorhub.transport.cuda_ipc.reader import CudaIpcTransport
-from tensorhub.transport.generation_words import GenerationWords
-from tensorhub.transport.nixl.agents import Exposures
-from tensorhub.transport.nixl.reader import NixlTransport
+from tensorhub.transport.owner import OwnerSide
 from tensorhub.transport.peers import KEPT_S
-from tensorhub.transport.rdma.ports import PORTS_VARIABLE
-from tensorhub.transport.rdma.reader import RdmaTransport
-from tensorhub.transport.rdma.verbs import Fabric
-from tensorhub.transport.registry import Local, Registry
-from tensorhub.transport.shm.reader import ShmTransport
-from tensorhub.transport.shm.segments import Segment
-from tensorhub.transport.tcp.reader import TcpTransport
+from tensorhub.transport.registry import Local, MeantTransportUnavailable
 from tensorhub.types import ContentId, Endpoint, Incarnation, LeaseId, Location, Options, RegistrationId
 
-TRANSPORTS = Registry()
-TRANSPORTS.add("cuda_ipc", CudaIpcTransport, place=5)
-TRANSPORTS.add("shm", ShmTransport, place=10)
-TRANSPORTS.add("cma", CmaTransport, place=20)
-TRANSPORTS.add("rdma", RdmaTransport, place=40)
-# UCX lets whoever reaches its ports write memory, so nobody has it without having asked for it.
-TRANSPORTS.add("nixl", NixlTransport, place=50, only_by_name=True)
-TRANSPORTS.add("tcp", TcpTransport, place=90)
 PEERS_MAX = 4096  # that are remembered, of each kind of thing that is remembered of them
 FAILURES_MAX = 3  # of a transport with one source, one after the other; then the next one is taken
 LEFT_S = 300.0  # for so long, and twice as long each time that this was in vain: what was in the way may be over
@@ -102,48 +84,22 @@ class Channels:
     def become(self, incarnation: Incarnation) -> None:
         """Read as that one from now on. Raises TransportUnavailable for a transport that cannot be had."""
         self._let_go()
-        self._transports = TRANSPORTS.make(
-            Local(incarnation, self._secrets, self._options, self._kept),
+        self._transports = built_in.TRANSPORTS.make(
+            Local(incarnation, self._secrets, self._options, kept=self._kept),
             self._wanted,
             self._note_missing,
         )
-        if "cma" in (self._wanted or ()):
-            cma.let_others_read()
 
-    def _note_missing(self, name: str, reason: str) -> None:
-        """It cannot be had on this machine: worth a warning, if somebody has named its ports."""
-        is_meant = name == "rdma" and bool(self._options.rdma_ports or os.environ.get(PORTS_VARIABLE))
-        say = log.warning if is_meant else log.info
-        say("transport_unavailable", transport=name, reason=reason)
+    @staticmethod
+    def _note_missing(name: str, reason: TransportUnavailable) -> None:
+        """It cannot be had on this machine: worth a warning, if somebody has set it up."""
+        say = log.warning if isinstance(reason, MeantTransportUnavailable) else log.info
+        say("transport_unavailable", transport=name, reason=str(reason))
 
-    def words(self) -> GenerationWords | None:
-        """Where those look who read this worker's memory without its help; None: nobody does."""
-        if self.shares:
-            return GenerationWords(lambda nbytes: Segment(nbytes).bytes_at(0, nbytes))
-        return GenerationWords() if any(self._has(name) for name in ("cma", "rdma", "nixl")) else None
-
-    @property
-    def fabric(self) -> Fabric | None:
-        """By which RDMA ports others may read this worker's memory; None: by none."""
-        return self._kept.get("rdma")
-
-    def exposures(self) -> Exposures | None:
-        """What NIXL reads of this worker's memory; None: nothing."""
-        return Exposures() if self._has("nixl") else None
-
-    @property
-    def shares(self) -> bool:
-        """Whether others may map this worker's shared memory: its tensors', or that of its generation words."""
-        return self._has("shm") or self._has("cuda_ipc")
-
-    def _has(self, name: str) -> bool:
-        return any(transport.name == name for transport in self._transports)
-
-    def offers(self, address: str, unix_address: str | None) -> tuple[Endpoint, ...]:
-        """How others may read from this worker, whose listeners they reach at these addresses; best first."""
-        addresses = dict.fromkeys(("cma", "rdma", "nixl", "tcp"), address) | dict.fromkeys(("cuda_ipc", "shm"), unix_address)
-        offered = [(each.name, addresses.get(each.name)) for each in self._transports]
-        return tuple([Endpoint(name, there) for name, there in offered if there is not None])
+    def sides(self) -> tuple[OwnerSide, ...]:
+        """New owners' sides of the transports that there are, in their order."""
+        found = [transport.serve() for transport in self._transports]
+        return tuple([side for side in found if side is not None])
 
     async def keep_swept(self) -> None:
         """Let go, again and again, of what is kept for reads that do not come."""
@@ -190,9 +146,8 @@ class Channels:
                     raise
                 else:
                     self._note_chosen(transport.name, grant, destination)
-                    batch_bytes = getattr(transport, "batch_bytes", BATCH_BYTES)
                     ended = partial(self._ended, transport.name, grant, destination)
-                    return Opened(transport.name, channel, transport.lanes, batch_bytes, ended)
+                    return Opened(transport.name, channel, transport.lanes, transport.batch_bytes, ended)
             offered = ", ".join(endpoint.transport for endpoint in grant.endpoints) or "none"
             reasons = self._in_the_way(grant)
             what = "none of the transports can be used" if reasons else "no transport in common"

@@ -38,10 +38,9 @@ from tensorhub.runtime.data.receive_sizer import ReceiveSizer
 from tensorhub.runtime.data.serving import SharedOwner
 from tensorhub.runtime.wakeup import Wakeup
 from tensorhub.scheduler.pull import Pull
-from tensorhub.transport.base import Arrival, Channel, Cutter, Destination, Lacking, ReadFailure, Reason
+from tensorhub.transport.base import BATCH_BYTES, Arrival, Channel, Cutter, Destination, Lacking, ReadFailure, Reason
 from tensorhub.types import LeaseId, RegistrationId, SourceReport
 
-BATCH_BYTES = 64 * 2**20  # of one request
 BATCHES_OPEN = 2  # of one lane: the next is asked for before the last has arrived
 HELP_BYTES = 16 * 2**20  # left to read for each thread that helps: one takes a fraction of a millisecond to begin
 CORE_SHARE_MIN = 0.7  # of a thread that helps: with less, cores are taken, and it takes them from the others

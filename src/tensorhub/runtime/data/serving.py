@@ -1,9 +1,10 @@
-"""The owner's side of the data plane: who may read, for threads; the fence; and the lanes that serve readers.
+"""A worker's memory and who may read it, for threads; the fence; and the lanes that serve readers.
 
-`SharedOwner` puts the pure `Owner` behind one condition variable. A lane holds no lock while it digests or
-sends, only a counted access; the generation is checked, under the lock, for every send call. One-sided readers have no
-access: they look at the registration's word, which is cleared under the same lock. Responsible for
-threads and for ending them; not responsible for which versions exist, nor for who is told to read here.
+`SharedOwner` puts the pure `Owner` behind one condition variable, and is what transports know of a worker's memory
+(`transport.owner.OwnedMemory`). A lane holds no lock while it digests or sends, only a counted access; the generation is
+checked, under the lock, for every send call. One-sided readers have no access: they look at the registration's word, which
+is cleared under the same lock. Responsible for threads and for ending them; not responsible for which versions exist, nor
+for who is told to read here.
 """
 
 from __future__ import annotations
@@ -12,22 +13,19 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Protocol
 
 import anyio
 import anyio.to_thread
 
 from tensorhub.accesses import CHUNKS_PER_ACCESS_MAX, Access, Refusal, Wait
-from tensorhub.errors import DrainTimeout, TransportUnavailable
+from tensorhub.errors import DrainTimeout
 from tensorhub.machine import InvariantBroken
 from tensorhub.memory.chunks import ChunkMemory
 from tensorhub.messages import Origin
 from tensorhub.runtime.threads import run_in_thread
-from tensorhub.transport.base import NotShared
 from tensorhub.transport.generation_words import WORD_BYTES, GenerationWords, Header
-from tensorhub.transport.nixl.agents import Exposed, Exposures, OnGpu
-from tensorhub.transport.rdma.verbs import Fabric
-from tensorhub.transport.shm.segments import Segment, segments_of
+from tensorhub.transport.owner import Lane, OpenMemory, OwnerSide
+from tensorhub.transport.shm.segments import Segment
 from tensorhub.types import ContentId, Incarnation, RegistrationId
 from tensorhub.worker.owner import Owner
 
@@ -38,30 +36,6 @@ REST_S = 0.25  # after which a lane that was asked nothing more is taken for kep
 NOT_OPEN = Refusal("this memory is not open under that generation")
 
 
-class Endable(Protocol):
-    """What can be ended from any thread."""
-
-    def shutdown(self) -> None: ...
-
-
-class Lane:
-    """One reader's connection at its owner, as others see it."""
-
-    __slots__ = ("connection", "is_local", "is_stopped", "not_given", "reader", "rests_from", "secret")
-
-    def __init__(self, connection: Endable, *, is_local: bool = False, not_given: str = "") -> None:
-        self.connection = connection
-        self.not_given = not_given  # why its process may not map this one's memory; "": it may, if its token says so, too
-        self.is_local = is_local  # it comes from this host: addresses here are of use there, and told nobody else
-        self.reader: Incarnation | None = None  # known, and proved, after the handshake
-        self.secret: bytes | None = None  # by which it has proved that
-        self.rests_from: float | None = None  # since when nothing is asked; None: something is
-        self.is_stopped = False  # it must begin nothing any more
-
-    def __repr__(self) -> str:
-        return f"<Lane to {self.reader or 'nobody yet'}{', stopped' if self.is_stopped else ''}>"
-
-
 class SharedOwner:
     """One worker's `Owner` with the memory itself and the lanes that serve it. Every method may be called by
     any thread.
@@ -69,16 +43,15 @@ class SharedOwner:
 
     def __init__(
         self,
+        sides: Sequence[OwnerSide] = (),
         *,
         fence_grace_s: float = FENCE_GRACE_S,
         words: GenerationWords | None = None,
-        exposures: Exposures | None = None,
-        fabric: Fabric | None = None,
     ) -> None:
-        """`words`: where one-sided readers look; None: nobody reads this memory by himself. `exposures`: by which NIXL
-        reads it; None: it does not. `fabric`: by which RDMA ports it is read; None: by none.
+        """`sides`: those of the transports by which it is read, besides tcp's. `words`: where one-sided readers look, if not
+        in new ones; without such sides nobody reads this memory by himself.
         """
-        self.fabric = fabric
+        self.sides = tuple(sides)
         self.on_made: Callable[[RegistrationId], None] = lambda registration: None  # `take_made` has something; any thread
         self._changed = threading.Condition()  # guards everything below; notified when any of it changes
         self._owner = Owner()
@@ -86,8 +59,8 @@ class SharedOwner:
         self._lanes: set[Lane] = set()
         self._inside: dict[int, Lane | None] = {}  # access number -> its lane; None: a local copy
         self._fence_grace_s = fence_grace_s
-        self._exposures = exposures  # thread-safe itself: making one takes long
-        self._words = words  # always a registration's open generation; 0, from before the fence, where it is closed
+        # Always a registration's open generation; 0, from before the fence, where it is closed.
+        self._words = words if words is not None else _words_for(sides)
 
     def __repr__(self) -> str:
         return f"<SharedOwner {self._owner!r}, {len(self._lanes)} lanes>"
@@ -240,15 +213,15 @@ class SharedOwner:
             memory = self._memory.pop(registration, None)
             if self._words is not None:
                 self._words.forget(registration)
-        if self._exposures is not None:
-            self._exposures.end(registration)
+        for side in self.sides:
+            side.forget(registration)
         if memory is not None:
             self.release(memory)
 
     def release(self, memory: ChunkMemory) -> None:
         """Nobody reads or fills it any more: what a device has registered of it is deregistered."""
-        if self.fabric is not None:
-            self.fabric.release(memory)
+        for side in self.sides:
+            side.release(memory)
 
     def check_invariants(self) -> None:
         with self._changed:
@@ -274,58 +247,18 @@ class SharedOwner:
             memory = self._memory.get(registration)
             return memory is not None and memory.device is not None
 
-    def segments_of(self, registration: RegistrationId, generation: int) -> tuple[Segment, ...] | Refusal:
-        """The shared memory in which all of it and its word are; none if they are not in such memory."""
-        found = self.lies(registration, generation)
-        if isinstance(found, Refusal):
-            return found
-        return () if found is None else segments_of([*found[0].places, found[1]]) or ()
-
-    def lies(self, registration: RegistrationId, generation: int) -> tuple[ChunkMemory, tuple[int, int]] | Refusal | None:
-        """Its memory, and (address, bytes) of its word; None: nobody reads this worker's memory by himself."""
+    def find(self, registration: RegistrationId, generation: int) -> OpenMemory | Refusal:
+        """What one-sided readers may read there, and its word."""
         with self._changed:
-            if self._words is None:
-                return None
-            memory = self._open_memory(registration, generation)
-            if memory is None:
+            if self._words is None or not generation or self._words.get(registration) != generation:
                 return NOT_OPEN
-            return memory, (self._words.address(registration), WORD_BYTES)
+            memory = self._memory.get(registration)
+            return NOT_OPEN if memory is None else OpenMemory(memory, (self._words.address(registration), WORD_BYTES))
 
-    def agent_of(self, registration: RegistrationId, generation: int) -> tuple[Exposed, int] | str | Refusal:
-        """The agent by which NIXL reads all of it, and where its word is; or why there is none. May take long."""
-        exposures = self._exposures
+    def holds(self, registration: RegistrationId, memory: ChunkMemory) -> bool:
+        """Whether that memory was not let go meanwhile."""
         with self._changed:
-            memory, words = self._open_memory(registration, generation), self._words
-            if exposures is None or words is None:
-                return "nixl is not among this worker's transports"
-            if memory is None:
-                return NOT_OPEN
-            word = words.address(registration)
-        if memory.is_read_only:
-            return "what is served from a file is not read by NIXL"
-        places = tuple(memory.places)
-        gpu = OnGpu(memory.device.index, places) if memory.device is not None else None
-        try:
-            found = exposures.of(registration, [*(places if gpu is None else ()), (word, WORD_BYTES)], memory, gpu)
-        except (NotShared, TransportUnavailable) as error:
-            return str(error)
-        with self._changed:
-            is_still_held = self._memory.get(registration) is memory
-        if not is_still_held:  # it was let go while the agent was made: what it reads may be freed next
-            exposures.end(registration)
-            return NOT_OPEN
-        return found, word
-
-    def memory_of(self, registration: RegistrationId, generation: int) -> ChunkMemory | Refusal:
-        """What one-sided readers read there."""
-        with self._changed:
-            return self._open_memory(registration, generation) or NOT_OPEN
-
-    def _open_memory(self, registration: RegistrationId, generation: int) -> ChunkMemory | None:
-        """What one-sided readers may read under that generation."""
-        if self._words is None or not generation or self._words.get(registration) != generation:
-            return None
-        return self._memory.get(registration)
+            return self._memory.get(registration) is memory
 
     def end_reading(self) -> None:
         """This worker ends, and its memory is no concern of its any more: whoever reads it by himself discards that."""
@@ -333,8 +266,8 @@ class SharedOwner:
             if self._words is not None:
                 self._words.close()
                 self._words = None
-        if self._exposures is not None:
-            self._exposures.close()
+        for side in self.sides:
+            side.close()
 
     def _set_word(self, registration: RegistrationId, generation: int) -> None:
         if self._words is not None:
@@ -508,3 +441,10 @@ def _made(memory: ChunkMemory, chunks: Sequence[int]) -> Iterator[tuple[int, int
         return
     for chunk in chunks:
         yield chunk, memory.digest(chunk)
+
+
+def _words_for(sides: Sequence[OwnerSide]) -> GenerationWords | None:
+    """Where their readers look; None: none of them does."""
+    if any(side.shares_memory for side in sides):
+        return GenerationWords(lambda nbytes: Segment(nbytes).bytes_at(0, nbytes))
+    return GenerationWords() if any(side.is_one_sided for side in sides) else None

@@ -4,17 +4,19 @@ from __future__ import annotations
 
 from tensorhub.errors import ProtocolError, TransportUnavailable
 from tensorhub.messages import FindMemory, MemoryIs
-from tensorhub.transport.base import Channel, Cutter, Destination, NotShared, ReadRight, Unusable
+from tensorhub.transport.base import Channel, Cutter, Destination, NotShared, ReadRight, Transport, Unusable
 from tensorhub.transport.cma import process as cma
+from tensorhub.transport.cma.owner import CmaOwner
 from tensorhub.transport.generation_words import NONCE_BYTES, Header
 from tensorhub.transport.one_sided import OneSidedChannel, lanes_here
+from tensorhub.transport.owner import OwnerSide
 from tensorhub.transport.peers import Peers
 from tensorhub.transport.read_client import ReadClient
 from tensorhub.transport.registry import Local
 from tensorhub.types import Endpoint, Location
 
 
-class CmaTransport:
+class CmaTransport(Transport):
     """process_vm_readv; between processes of one user on one host."""
 
     name = "cma"
@@ -22,7 +24,9 @@ class CmaTransport:
     def __init__(self, local: Local) -> None:
         if (fault := cma.fault_here()) is not None:
             raise TransportUnavailable(fault)
-        self._peers = Peers(local)
+        if local.is_named:
+            cma.let_others_read()
+        self._peers = Peers(local, self.name)
         self.lanes = lanes_here()
 
     def reaches(self, here: Location, there: Location) -> bool:
@@ -41,6 +45,10 @@ class CmaTransport:
             client.close()
             raise
         return OneSidedChannel(client, cma.Process(peer.header), right, destination, cutter)
+
+    def serve(self) -> OwnerSide:
+        """See `Transport.serve`."""
+        return CmaOwner()
 
     def sweep(self) -> None:
         """See `Keeping`."""
@@ -66,8 +74,7 @@ def _find(is_local: bool, client: ReadClient, right: ReadRight) -> Header:
 
 
 def _ask(client: ReadClient, right: ReadRight) -> Header:
-    client.connection.send(FindMemory(0, right.registration))
-    message = client.hear()
+    message = client.ask(FindMemory(0, right.registration))
     if not isinstance(message, MemoryIs):
         raise ProtocolError(f"it is asked for its memory, and answers {type(message).__name__}")
     if message.on_device:

@@ -17,10 +17,12 @@ from tensorhub.cuda.copies import copy_pieces
 from tensorhub.cuda.device import HANDLE_BYTES, Allocation, Device
 from tensorhub.errors import ProtocolError, StateError, TransportUnavailable
 from tensorhub.messages import AllocationsAre, FindAllocations
-from tensorhub.transport.base import DEVICE, Channel, Cutter, Destination, NotShared, ReadRight, Unusable
+from tensorhub.transport.base import DEVICE, Channel, Cutter, Destination, NotShared, ReadRight, Transport, Unusable
 from tensorhub.transport.cuda_ipc.allocations import Imports, Opened, this_process
+from tensorhub.transport.cuda_ipc.owner import CudaIpcOwner
 from tensorhub.transport.generation_words import WORD_BYTES
 from tensorhub.transport.one_sided import OneSidedChannel, Piece
+from tensorhub.transport.owner import OwnerSide
 from tensorhub.transport.peers import Peers
 from tensorhub.transport.read_client import ReadClient
 from tensorhub.transport.registry import Local
@@ -31,7 +33,7 @@ KEPT_S = 60.0  # of an allocation that nobody reads
 GROUP_BYTES = 4 * 2**30  # copied before the GPU is waited for: some 2 ms within one; a wait costs some 0.03 ms
 
 
-class CudaIpcTransport:
+class CudaIpcTransport(Transport):
     """CUDA IPC; between GPU tensors of processes on one host."""
 
     name = "cuda_ipc"
@@ -43,7 +45,7 @@ class CudaIpcTransport:
         """Nothing of CUDA is imported before a GPU's tensor is read."""
         if (fault := shm.fault_here() or cupy_device.missing()) is not None:
             raise TransportUnavailable(fault)
-        self._peers = Peers(local)
+        self._peers = Peers(local, self.name)
         self._imports = Imports()
 
     def reaches(self, here: Location, there: Location) -> bool:
@@ -66,8 +68,7 @@ class CudaIpcTransport:
         return OneSidedChannel(client, source, right, destination, cutter)
 
     def _open(self, client: ReadClient, right: ReadRight, device: Device) -> OnDevice:
-        client.connection.send(FindAllocations(0, right.registration, right.generation))
-        message = client.hear()
+        message = client.ask(FindAllocations(0, right.registration, right.generation))
         if not isinstance(message, AllocationsAre):
             raise ProtocolError(f"it is asked for its allocations, and answers {type(message).__name__}")
         if message.reason:
@@ -91,6 +92,10 @@ class CudaIpcTransport:
         addresses = [each.address for each in opened or allocations]
         places = [(each.address, each.nbytes, here) for each, here in zip(allocations, addresses, strict=True)]
         return OnDevice(device, places, words, message.words[0], opened, by_kernel=by_kernel)
+
+    def serve(self) -> OwnerSide:
+        """See `Transport.serve`."""
+        return CudaIpcOwner()
 
     def sweep(self) -> None:
         """See `Keeping`."""

@@ -10,17 +10,30 @@ from tensorhub.cuda.device import Device
 from tensorhub.errors import ProtocolError, TransportUnavailable
 from tensorhub.messages import AgentIs, FindAgent
 from tensorhub.protocol.blocking import BlockingConnection
-from tensorhub.transport.base import DEVICE, HOST, Channel, Cutter, Destination, NotShared, ReadFailure, ReadRight, Unusable
+from tensorhub.transport.base import (
+    DEVICE,
+    HOST,
+    Channel,
+    Cutter,
+    Destination,
+    NotShared,
+    ReadFailure,
+    ReadRight,
+    Transport,
+    Unusable,
+)
 from tensorhub.transport.nixl.agents import fault_with
+from tensorhub.transport.nixl.owner import NixlOwner
 from tensorhub.transport.nixl.reading import Agents, Remote
 from tensorhub.transport.one_sided import OneSidedChannel, lanes_here
+from tensorhub.transport.owner import OwnerSide
 from tensorhub.transport.peers import Peers
 from tensorhub.transport.read_client import ReadClient
 from tensorhub.transport.registry import Local
 from tensorhub.types import Endpoint, Location
 
 
-class NixlTransport:
+class NixlTransport(Transport):
     """NIXL's UCX backend; between processes whose UCX have a way in common."""
 
     name = "nixl"
@@ -28,7 +41,7 @@ class NixlTransport:
 
     def __init__(self, local: Local) -> None:
         self._local = local
-        self._peers = Peers(local)
+        self._peers = Peers(local, self.name)
         self._agents = Agents()
         self.lanes = lanes_here()
 
@@ -67,6 +80,10 @@ class NixlTransport:
         except (OSError, ValueError, TransportUnavailable) as error:
             raise Unusable(f"its NIXL agent cannot be used: {error}") from error
 
+    def serve(self) -> OwnerSide:
+        """See `Transport.serve`."""
+        return NixlOwner()
+
     def sweep(self) -> None:
         """See `Keeping`."""
         self._peers.sweep()
@@ -78,8 +95,7 @@ class NixlTransport:
 
 
 def _find(client: ReadClient, right: ReadRight) -> AgentIs:
-    client.connection.send(FindAgent(0, right.registration, right.generation))
-    message = client.hear()
+    message = client.ask(FindAgent(0, right.registration, right.generation))
     if not isinstance(message, AgentIs):
         raise ProtocolError(f"it is asked for its agent, and answers {type(message).__name__}")
     if not message.metadata:

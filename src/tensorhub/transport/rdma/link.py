@@ -13,9 +13,9 @@ import time
 from tensorhub.cuda.device import Device
 from tensorhub.errors import OperationTimeout, ProtocolError, StateError
 from tensorhub.logs import Tally, get_logger
-from tensorhub.messages import Pair, Paired, QueueCard, Unpaired
+from tensorhub.messages import Pair, Paired, QueueCard
 from tensorhub.protocol.blocking import BlockingConnection
-from tensorhub.transport.base import Destination, NotShared, ReadFailure, ReadRight, Unusable
+from tensorhub.transport.base import Destination, ReadFailure, ReadRight, Unusable
 from tensorhub.transport.generation_words import NONCE_BYTES
 from tensorhub.transport.rdma import ports as rdma
 from tensorhub.transport.rdma.ports import GID_BYTES, Move
@@ -45,17 +45,13 @@ class Link:
 
     def ask(self, client: ReadClient, right: ReadRight) -> Paired:
         """Ask the source to read that registration through this queue pair. NotShared, Unusable; ReadFailure."""
+        message = client.ask(Pair(0, right.registration, right.generation, self.place, self.queue.card))
         with client.failures():
-            client.connection.send(Pair(0, right.registration, right.generation, self.place, self.queue.card))
-            message = client.hear()
             match message:
                 case Paired() if len(message.card.gid) == GID_BYTES and len(message.nonce) == NONCE_BYTES:
                     return message
-                case Unpaired():
-                    pass
                 case _:
                     raise ProtocolError(f"it is asked for a queue pair, and answers {type(message).__name__}")
-        raise (NotShared if message.is_usual else Unusable)(f"at the source: {message.reason}")
 
     def wait(self, connection: BlockingConnection, until: float) -> None:
         """Wait until there may be completions, or something to hear. OperationTimeout, OSError."""

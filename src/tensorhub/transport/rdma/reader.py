@@ -10,7 +10,7 @@ then asked for the new registration with the same end of the queue pair. After a
 
 A destination on a GPU is written by the device itself where that reaches it, and through a few registered buffers on the
 host where it does not: the GPU copies what is proved out of one while the others are filled. So may a source's bytes be
-(`pairing`), which then come in pieces that follow one another, as over tcp.
+(`rdma.owner`), which then come in pieces that follow one another, as over tcp.
 
 Everything that the source says is hostile: its addresses and keys are only ever read from, into the destination's own
 registered memory, with the lengths of the reader's own manifest.
@@ -20,18 +20,18 @@ from __future__ import annotations
 
 import itertools
 import mmap
+import os
 import time
 from collections import deque
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from tensorhub.errors import OperationTimeout, ProtocolError
+from tensorhub.errors import OperationTimeout, ProtocolError, TransportUnavailable
 from tensorhub.memory.tensors import address_of
 from tensorhub.messages import (
     ChunksFollow,
     ChunksPinned,
     FindPorts,
-    Locate,
     PieceStaged,
     PortsAre,
     RdmaPort,
@@ -49,16 +49,19 @@ from tensorhub.transport.base import (
     NotShared,
     ReadFailure,
     ReadRight,
+    Transport,
     Unusable,
 )
+from tensorhub.transport.owner import OwnerSide
 from tensorhub.transport.peers import Peer, Peers
 from tensorhub.transport.rdma import ports as rdma
 from tensorhub.transport.rdma.link import Link, prepare_destination
+from tensorhub.transport.rdma.owner import RdmaOwner
 from tensorhub.transport.rdma.ports import Move, Port
 from tensorhub.transport.rdma.reads import WINDOW_BYTES, Group, Reads
 from tensorhub.transport.rdma.verbs import Fabric, Keys, verbs
 from tensorhub.transport.read_client import ReadClient
-from tensorhub.transport.registry import Local
+from tensorhub.transport.registry import Local, MeantTransportUnavailable
 from tensorhub.transport.staging import Pinned
 from tensorhub.types import Endpoint, Location
 
@@ -68,7 +71,7 @@ PIECES_MAX = 64  # that a source has staged, and that are not read yet
 PIECE_BYTES_MIN = PACE_BYTES  # of one, unless it is the last one: less, now and then, would hold a chunk for days
 
 
-class RdmaTransport:
+class RdmaTransport(Transport):
     """RDMA READs through reliable queue pairs; between hosts whose ports reach each other."""
 
     name = "rdma"
@@ -77,11 +80,9 @@ class RdmaTransport:
 
     def __init__(self, local: Local) -> None:
         if self.name not in local.kept:
-            ports = rdma.usable_ports(local.options.rdma_ports)  # first: without a device nothing need be installed
-            verbs()
-            local.kept[self.name] = Fabric(ports)
+            local.kept[self.name] = _fabric(local.options.rdma_ports)
         self._options = local.options
-        self._peers = Peers(local)
+        self._peers = Peers(local, self.name)
         self.fabric: Fabric = local.kept[self.name]
         self._turns = itertools.count()
 
@@ -104,6 +105,10 @@ class RdmaTransport:
             client.close()
             raise
         return RdmaChannel(client, peer, link, right, destination, cutter, self._options.stall_timeout_s, pinned)
+
+    def serve(self) -> OwnerSide:
+        """See `Transport.serve`."""
+        return RdmaOwner(self.fabric)
 
     def sweep(self) -> None:
         """See `Keeping`."""
@@ -145,9 +150,8 @@ class RdmaTransport:
 
     @staticmethod
     def _ports_of(client: ReadClient) -> Sequence[RdmaPort]:
+        message = client.ask(FindPorts(0))
         with client.failures():
-            client.connection.send(FindPorts(0))
-            message = client.hear()
             if not isinstance(message, PortsAre):
                 raise ProtocolError(f"it is asked for its RDMA ports, and answers {type(message).__name__}")
             return message.ports
@@ -168,6 +172,18 @@ class RdmaTransport:
             link.close()
             raise
         return link
+
+
+def _fabric(wanted: str | None) -> Fabric:
+    """Of the ports that are wanted. TransportUnavailable."""
+    try:
+        ports = rdma.usable_ports(wanted)  # first: without a device nothing need be installed
+        verbs()
+    except TransportUnavailable as error:
+        if wanted or os.environ.get(rdma.PORTS_VARIABLE):
+            raise MeantTransportUnavailable(str(error)) from error
+        raise
+    return Fabric(ports)
 
 
 NOT_OFFERED = "its memory is not to be read by RDMA"
@@ -231,7 +247,7 @@ class RdmaChannel:
         return f"<RdmaChannel by {self._link!r}, {self._client!r}, {self._reads!r}>"
 
     def submit(self, chunks: Sequence[int]) -> None:
-        self._client.ask(Locate, chunks)
+        self._client.locate(chunks)
 
     def receive(self, bytes_max: int) -> Arrival | Lacking:
         started = time.perf_counter()

@@ -16,20 +16,22 @@ from collections.abc import Sequence
 
 from tensorhub.errors import ProtocolError, StateError, TransportUnavailable
 from tensorhub.messages import FindSegments, SegmentsAre
-from tensorhub.transport.base import Channel, Cutter, Destination, NotShared, ReadRight, Unusable
+from tensorhub.transport.base import Channel, Cutter, Destination, NotShared, ReadRight, Transport, Unusable
 from tensorhub.transport.generation_words import WORD_BYTES
 from tensorhub.transport.one_sided import CALL_BYTES, GROUP_BYTES, OneSidedChannel, Piece, lanes_here
+from tensorhub.transport.owner import OwnerSide
 from tensorhub.transport.peers import Peers
 from tensorhub.transport.read_client import ReadClient
 from tensorhub.transport.registry import Local
 from tensorhub.transport.shm import segments as shm
+from tensorhub.transport.shm.owner import ShmOwner
 from tensorhub.transport.streaming_digest import HOT_BYTES
 from tensorhub.types import Endpoint, Incarnation, Location, RegistrationId
 
 KEPT_S = 60.0  # of a mapping that nobody reads
 
 
-class ShmTransport:
+class ShmTransport(Transport):
     """Mappings of memory that the source's process has allocated as shared; between processes on one host."""
 
     name = "shm"
@@ -37,7 +39,7 @@ class ShmTransport:
     def __init__(self, local: Local) -> None:
         if (fault := shm.fault_here()) is not None:
             raise TransportUnavailable(fault)
-        self._peers = Peers(local)
+        self._peers = Peers(local, self.name)
         self.lanes = lanes_here()
         self._lock = threading.Lock()
         self._mapped: dict[tuple[int, int], tuple[float, shm.MappedSegment]] = {}  # by memfd: when used last
@@ -78,8 +80,7 @@ class ShmTransport:
 
     def _find(self, client: ReadClient, right: ReadRight) -> list[tuple[int, shm.MappedSegment]]:
         """The source's segments, each with its address there."""
-        client.connection.send(FindSegments(0, right.registration, right.generation))
-        message = client.hear()
+        message = client.ask(FindSegments(0, right.registration, right.generation))
         if not isinstance(message, SegmentsAre):
             raise ProtocolError(f"it is asked for its segments, and answers {type(message).__name__}")
         if message.reason:
@@ -106,6 +107,10 @@ class ShmTransport:
                 mapped = shm.MappedSegment(descriptor, nbytes)
             self._mapped[key] = (now, mapped)
         return mapped
+
+    def serve(self) -> OwnerSide:
+        """See `Transport.serve`."""
+        return ShmOwner()
 
     def sweep(self) -> None:
         """See `Keeping`."""

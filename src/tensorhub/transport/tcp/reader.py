@@ -12,17 +12,19 @@ from contextlib import closing
 
 from tensorhub.cuda.device import Device
 from tensorhub.errors import ProtocolError
-from tensorhub.messages import ChunkDigest, ChunkFollows, ChunksFollow, Read, StillWaiting
-from tensorhub.transport.base import DEVICE, HOST, Arrival, Channel, Cutter, Destination, Lacking, ReadRight
+from tensorhub.messages import ChunkDigest, ChunkFollows, ChunksFollow, StillWaiting
+from tensorhub.transport.base import DEVICE, HOST, Arrival, Channel, Cutter, Destination, Lacking, ReadRight, Transport
+from tensorhub.transport.owner import OwnerSide
 from tensorhub.transport.peers import Peers
 from tensorhub.transport.read_client import ReadClient
 from tensorhub.transport.registry import Local
 from tensorhub.transport.staging import Staging
 from tensorhub.transport.streaming_digest import SMALL_BYTES, StreamingDigests, cut
+from tensorhub.transport.tcp.owner import TcpOwner
 from tensorhub.types import Endpoint, Location
 
 
-class TcpTransport:
+class TcpTransport(Transport):
     """Blocking sockets; works everywhere."""
 
     name = "tcp"
@@ -30,7 +32,7 @@ class TcpTransport:
     fills = HOST | DEVICE
 
     def __init__(self, local: Local) -> None:
-        self._peers = Peers(local)
+        self._peers = Peers(local, self.name)
 
     def reaches(self, here: Location, there: Location) -> bool:
         """Always, as far as locations say."""
@@ -40,6 +42,10 @@ class TcpTransport:
         """Connect and prove who is who; see `Transport.open`."""
         peer = self._peers.open(endpoint.address, right, cutter)
         return TcpChannel(ReadClient(self._peers, peer, right, cutter), destination)
+
+    def serve(self) -> OwnerSide:
+        """See `Transport.serve`."""
+        return TcpOwner()
 
     def sweep(self) -> None:
         """See `Keeping`."""
@@ -64,7 +70,7 @@ class TcpChannel:
         return f"<TcpChannel, {self._client!r}>"
 
     def submit(self, chunks: Sequence[int]) -> None:
-        self._client.ask(Read, chunks)
+        self._client.read(chunks)
 
     def receive(self, bytes_max: int) -> Arrival | Lacking:
         started = time.perf_counter()

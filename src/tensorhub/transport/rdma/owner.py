@@ -5,25 +5,43 @@ host, each of which is used again when the reader has said that it has read it.
 
 The queue pair lives as long as the reader's connection, and is taken apart with it: that is how a reader is cut off, also
 one that hears nothing. Everything that the reader says is checked by its form, and used only to set up that one queue pair.
-Responsible for what a reader is told. Not responsible for who may read (`SharedOwner`).
+Responsible for what a reader is told. Not responsible for who may read (`OwnedMemory`).
 """
 
 from __future__ import annotations
 
 import errno
 from collections.abc import Sequence
+from contextlib import closing
 
-from tensorhub.accesses import Refusal
+from tensorhub.accesses import Access, Refusal
 from tensorhub.cuda.device import Device
 from tensorhub.errors import ProtocolError, StateError
 from tensorhub.logs import Tally, get_logger
 from tensorhub.memory.chunks import ChunkMemory
 from tensorhub.memory.tensors import address_of
-from tensorhub.messages import FindPorts, Pair, Paired, PieceStaged, PortsAre, QueueCard, ReadRefused, Unpaired
-from tensorhub.runtime.data.serving import SharedOwner
+from tensorhub.messages import (
+    ChunksFollow,
+    ChunksPinned,
+    FindPorts,
+    FromReader,
+    NotThisWay,
+    Pair,
+    Paired,
+    PieceStaged,
+    PieceTaken,
+    PortsAre,
+    QueueCard,
+    ReadRefused,
+)
+from tensorhub.protocol.codec import FROM_READER
+from tensorhub.protocol.lost import ConnectionLost
+from tensorhub.transport.one_sided_owner import LOCATE_BYTES
+from tensorhub.transport.owner import CannotServe, OwnedMemory, OwnerSession, OwnerSide, ServedReader
 from tensorhub.transport.rdma import ports as rdma, verbs
-from tensorhub.transport.rdma.verbs import Queue
+from tensorhub.transport.rdma.verbs import Fabric, Queue
 from tensorhub.transport.staging import Pinned, Staging
+from tensorhub.transport.tcp.owner import LOCAL_SEND_BYTES, SEND_BYTES
 from tensorhub.types import RegistrationId
 
 NOT_BY_RDMA = "this worker's memory is not to be read by RDMA: its transports are others"
@@ -35,19 +53,108 @@ _staged = Tally(log.info, "rdma_staged")
 _unpaired = Tally(log.warning, "rdma_unpaired")
 
 
-class Pairing:
+class RdmaOwner(OwnerSide):
+    """See `OwnerSide`. `fabric`: by which the memory is read; it is its transport's, and closed with that."""
+
+    name = "rdma"
+    asks = (FindPorts, Pair, PieceTaken)
+    is_one_sided = True
+
+    def __init__(self, fabric: Fabric) -> None:
+        self.fabric = fabric
+
+    def session(self, reader: ServedReader) -> OwnerSession:
+        """See `OwnerSide`."""
+        return _RdmaSession(reader, QueuePairServer(self.fabric, reader.memory))
+
+    def release(self, memory: ChunkMemory) -> None:
+        """See `OwnerSide`."""
+        self.fabric.release(memory)
+
+
+class _RdmaSession:
+    """See `OwnerSession`."""
+
+    def __init__(self, reader: ServedReader, pairs: QueuePairServer) -> None:
+        self._reader = reader
+        self._connection = reader.connection
+        self._pairs = pairs
+
+    @property
+    def bytes_max(self) -> int:
+        if not self._pairs.has_buffers:
+            return LOCATE_BYTES
+        return LOCAL_SEND_BYTES if self._reader.lane.is_local else SEND_BYTES
+
+    @property
+    def refusal(self) -> str:
+        return "" if self._pairs.is_made else "no queue pair was asked for"
+
+    def answer(self, asked: FromReader) -> None:
+        """Set up what the reader reads through; or hear that it has read a piece."""
+        match asked:
+            case FindPorts():
+                self._connection.send(self._pairs.ports(asked))
+            case Pair():
+                self._connection.send(self._pairs.pair(asked))
+            case PieceTaken():
+                self._pairs.taken()
+            case _:
+                raise ProtocolError(f"a {type(asked).__name__} is not asked for by rdma")
+
+    def serve(self, request: int, access: Access, memory: ChunkMemory) -> None:
+        """Say where the chunks are; or stage them, which takes until the reader has read all pieces but the last ones."""
+        chunks = self._reader.digests_of(access, memory)
+        word = self._reader.memory.word_of(access)
+        try:
+            if self._pairs.stages(memory):
+                self._stage(request, chunks, access, memory, word)
+            else:
+                places = self._pairs.places(memory, chunks)
+                self._connection.send(ChunksPinned(request, places, word, self._pairs.word_key(word)))
+        except OSError as error:
+            raise CannotServe(error.strerror) from error
+
+    def close(self) -> None:
+        self._pairs.close()
+
+    def _stage(
+        self, request: int, chunks: tuple[tuple[int, int], ...], access: Access, memory: ChunkMemory, word: int
+    ) -> None:
+        """Have the reader read what is on a GPU out of buffers: the next piece is copied there while one is read."""
+        places = [(memory.address(chunk), memory.sizes[chunk]) for chunk in access.chunks]
+        staging = self._pairs.staging(memory)
+        self._connection.send(ChunksFollow(request, chunks))
+        with closing(staging.outgoing(places)) as pieces:
+            for piece in pieces:
+                self._connection.send(self._pairs.staged(request, piece, word))
+                while not self._pairs.has_room:
+                    self._hear_meanwhile()
+
+    def _hear_meanwhile(self) -> None:
+        """Wait for the reader to take a piece; what else it says is answered later. OperationTimeout."""
+        match asked := self._connection.receive(FROM_READER):
+            case PieceTaken():
+                self._pairs.taken()
+            case None:
+                raise ConnectionLost("the reader has left while pieces were staged for it")
+            case _:
+                self._reader.put_aside(asked)
+
+
+class QueuePairServer:
     """One reader's. For its lane's thread."""
 
-    def __init__(self, owner: SharedOwner) -> None:
-        self._owner = owner
-        self._fabric = owner.fabric
+    def __init__(self, fabric: Fabric, owned: OwnedMemory) -> None:
+        self._owned = owned
+        self._fabric = fabric
         self._queue: Queue | None = None
         self._theirs: QueueCard | None = None  # what the queue pair is connected to
         self._pinned: Pinned | None = None  # what is staged goes through it
         self._untaken = 0  # pieces that are staged
 
     def __repr__(self) -> str:
-        return f"<Pairing: {self._queue or 'none'}>"
+        return f"<QueuePairServer: {self._queue or 'none'}>"
 
     @property
     def is_made(self) -> bool:
@@ -56,20 +163,21 @@ class Pairing:
 
     def ports(self, read: FindPorts) -> PortsAre:
         """What a reader is to know before it asks for a queue pair."""
-        return PortsAre(read.request, rdma.said_of(self._fabric.ports) if self._fabric is not None else ())
+        return PortsAre(read.request, rdma.said_of(self._fabric.ports))
 
-    def pair(self, read: Pair) -> Paired | Unpaired | ReadRefused:
+    def pair(self, read: Pair) -> Paired | NotThisWay | ReadRefused:
         """A queue pair to the reader's end, in place of the last one if that was to another."""
-        fabric, header = self._fabric, self._owner.header
-        if fabric is None or header is None or read.port >= len(fabric.ports):
-            return Unpaired(read.request, NOT_BY_RDMA, is_usual=False)
+        fabric, header = self._fabric, self._owned.header
+        if header is None or read.port >= len(fabric.ports):
+            return NotThisWay(read.request, NOT_BY_RDMA, is_usual=False)
         if len(read.card.gid) != rdma.GID_BYTES:
             raise ProtocolError(f"a GID has {rdma.GID_BYTES} bytes")
-        memory = self._owner.memory_of(RegistrationId(read.registration), read.generation)
-        if isinstance(memory, Refusal):
-            return ReadRefused(read.request, memory.reason)
+        found = self._owned.find(RegistrationId(read.registration), read.generation)
+        if isinstance(found, Refusal):
+            return ReadRefused(read.request, found.reason)
+        memory = found.memory
         if memory.is_read_only:
-            return Unpaired(read.request, "its memory is a file, which cannot be registered", is_usual=True)
+            return NotThisWay(read.request, "its memory is a file, which cannot be registered", is_usual=True)
         try:
             if self._queue is None or self._theirs != read.card:
                 self.close()
@@ -84,9 +192,9 @@ class Pairing:
         except OSError as error:
             self.close()
             _unpaired.count(reason=error.strerror)
-            return Unpaired(read.request, error.strerror or str(error), is_usual=False)
+            return NotThisWay(read.request, error.strerror or str(error), is_usual=False)
         if fault is not None:
-            return Unpaired(read.request, fault, is_usual=memory.device is None and not rdma.is_of_limit(fault))
+            return NotThisWay(read.request, fault, is_usual=memory.device is None and not rdma.is_of_limit(fault))
         return Paired(read.request, self._queue.card, header.address, key, header.nonce)
 
     def _first_fault(self, memory: ChunkMemory) -> str | None:
@@ -177,5 +285,5 @@ class Pairing:
 
     def _release(self) -> None:
         pinned, self._pinned, self._untaken = self._pinned, None, 0
-        if pinned is not None and self._fabric is not None:
+        if pinned is not None:
             self._fabric.release(pinned)

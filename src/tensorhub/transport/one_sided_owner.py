@@ -1,0 +1,42 @@
+"""The owner's side of the transports whose readers copy by themselves: it says where chunks lie, and under which word."""
+
+from __future__ import annotations
+
+from tensorhub.accesses import Access
+from tensorhub.errors import ProtocolError
+from tensorhub.memory.chunks import ChunkMemory
+from tensorhub.messages import ChunksLie, FromReader
+from tensorhub.transport.owner import ServedReader
+
+LOCATE_BYTES = 2**40  # of one answer that says where chunks lie, and sends none
+NOT_FROM_THERE = "this worker's memory is not to be read from here: it is on another host"
+
+
+class OneSidedSession:
+    """See `OwnerSession`; a transport's own adds `answer`."""
+
+    bytes_max: int = LOCATE_BYTES
+
+    def __init__(self, reader: ServedReader) -> None:
+        self._reader = reader
+        self._lane = reader.lane
+        self._connection = reader.connection
+        self._memory = reader.memory
+
+    @property
+    def refusal(self) -> str:
+        """Addresses are told within this host."""
+        return "" if self._memory.header is not None and self._lane.is_local else NOT_FROM_THERE
+
+    def answer(self, asked: FromReader) -> None:
+        """See `OwnerSession`."""
+        raise ProtocolError(f"a {type(asked).__name__} is not asked for this way")
+
+    def serve(self, request: int, access: Access, memory: ChunkMemory) -> None:
+        """Say where an access' chunks are."""
+        chunks = self._reader.digests_of(access, memory)
+        places = tuple([(chunk, digest, memory.address(chunk)) for chunk, digest in chunks])
+        self._connection.send(ChunksLie(request, places, self._memory.word_of(access)))
+
+    def close(self) -> None:
+        """Nothing was set up."""

@@ -1,0 +1,162 @@
+"""What an owner answers one reader, in that lane's thread: it has the transport serve that the reader asks by.
+
+Responsible for which chunks are served under which access, and for what is refused. Not responsible for how they get to the
+reader (`OwnerSession`), for who may read (`OwnedMemory`), nor for the connection's life.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Sequence
+
+from tensorhub.accesses import CHUNKS_PER_ACCESS_MAX, Access, Refusal, Wait
+from tensorhub.errors import ProtocolError, StateError
+from tensorhub.logs import Tally, get_logger
+from tensorhub.memory.chunks import ChunkMemory
+from tensorhub.messages import (
+    HAS_RUNS_MAX,
+    FromReader,
+    Locate,
+    NotThisWay,
+    Read,
+    ReadRefused,
+    StillWaiting,
+    TransportRequest,
+)
+from tensorhub.protocol.blocking import BlockingConnection
+from tensorhub.transport.owner import CannotServe, Lane, OwnedMemory, OwnerSession, OwnerSide
+from tensorhub.transport.streaming_digest import FIRST_SEND_BYTES, GilWatch
+from tensorhub.transport.tcp.owner import TcpSession
+from tensorhub.types import ContentId, RegistrationId
+
+FIRST_LOCATE_BYTES = 16 * 2**20  # of one answer without sending, at most: the reader copies while the next digests are made
+PENDING_MAX = 16  # requests that come while a reader is waited for
+NOT_OFFERED = "this worker's memory is not to be read this way: its transports are others"
+
+not_served = Tally(get_logger("tensorhub.owner").warning, "read_not_served")
+
+
+class ReadServer:
+    """One reader's answers: a `ServedReader` to its sessions."""
+
+    def __init__(
+        self, lane: Lane, connection: BlockingConnection, memory: OwnedMemory, sides: Sequence[OwnerSide], patience_s: float
+    ) -> None:
+        """`patience_s`: how long one request waits for chunks that the owner lacks."""
+        self.lane = lane
+        self.connection = connection
+        self.memory = memory
+        self._sides = {side.name: side for side in sides}
+        self._names = {kind: side.name for side in sides for kind in side.asks}
+        self._sessions: dict[str, OwnerSession] = {}
+        self._sender = TcpSession(self)  # whoever may read is sent what he asks for
+        self._patience_s = patience_s
+        self._is_digested = False  # what was served last had its digests: what is next has them, too
+        self._locate_bytes = FIRST_SEND_BYTES // 8  # of the last answer that had digests made: the first ones come soon
+        self._gil = GilWatch()
+        self._pending: deque[FromReader] = deque()  # what has come meanwhile
+
+    def answer(self, asked: FromReader) -> None:
+        """Say and send all that this request asks for. Errors as of `BlockingConnection`; ProtocolError."""
+        if isinstance(asked, Read):
+            self._serve(asked, self._sender)
+            return
+        name = asked.transport if isinstance(asked, Locate | TransportRequest) else self._names.get(type(asked), "")
+        session = self._session(name)
+        if session is None:
+            self.connection.send(NotThisWay(asked.request, NOT_OFFERED, is_usual=False))
+        elif isinstance(asked, Locate) and session.refusal:
+            self.connection.send(ReadRefused(asked.request, session.refusal))
+        elif isinstance(asked, Locate):
+            self._serve(asked, session)
+        else:
+            session.answer(asked)
+
+    def pending(self) -> FromReader | None:
+        """What the reader has asked for while something else was answered."""
+        return self._pending.popleft() if self._pending else None
+
+    def close(self) -> None:
+        """The reader is gone, or has to go."""
+        for session in self._sessions.values():
+            session.close()
+
+    def _session(self, name: str) -> OwnerSession | None:
+        if name not in self._sessions and name in self._sides:
+            self._sessions[name] = self._sides[name].session(self)
+        return self._sessions.get(name)
+
+    # ------------------------------------------------------------------------------------------- see `ServedReader`
+
+    @property
+    def is_contended(self) -> bool:
+        return self._gil.is_contended
+
+    def digests_of(self, access: Access, memory: ChunkMemory) -> tuple[tuple[int, int], ...]:
+        is_first = bool(memory.width) and None in access.digests
+        started = time.perf_counter()
+        try:
+            chunks = tuple(self.memory.digests_of(access, memory))
+        except StateError as error:  # a GPU's; nothing is announced yet, so that its reader can be told
+            raise CannotServe(str(error)[:1000]) from error
+        if is_first and memory.device is None:
+            self.digested(sum([memory.sizes[chunk] for chunk in access.chunks]), time.perf_counter() - started)
+        else:
+            self._is_digested = True  # a GPU digests as much as is sent at a time
+        return chunks
+
+    def digested(self, nbytes: int, seconds: float) -> None:
+        self._is_digested = False
+        self._gil.digested(nbytes, seconds)
+
+    def put_aside(self, asked: FromReader) -> None:
+        if len(self._pending) >= PENDING_MAX:
+            raise ProtocolError(f"more than {PENDING_MAX} requests are waiting, and no piece is taken")
+        self._pending.append(asked)
+
+    # ------------------------------------------------------------------------------------------------------- chunks
+
+    def _serve(self, read: Read | Locate, session: OwnerSession) -> None:
+        """Serve what is asked for, as far as it is available and becomes so within the patience; or refuse it."""
+        try:
+            self._serve_all(read, session)
+        except CannotServe as error:
+            not_served.count(reader=self.lane.reader, reason=str(error))
+            self.connection.send(ReadRefused(read.request, str(error)))
+
+    def _serve_all(self, read: Read | Locate, session: OwnerSession) -> None:
+        waited_until = time.monotonic() + self._patience_s
+        wanted: Sequence[int] = _chunks_of(read)
+        registration, content_id = RegistrationId(read.registration), ContentId(read.content_id)
+        right = (self.lane, registration, read.generation, content_id)
+        while wanted:
+            bytes_max = self._bytes_max(read, session)
+            with self.memory.access(*right, wanted, bytes_max, waited_until - time.monotonic()) as answer:
+                if isinstance(answer, tuple):
+                    session.serve(read.request, *answer)
+                    wanted = answer[0].rest
+            if isinstance(answer, Wait):
+                has = self.memory.has(registration, read.generation, HAS_RUNS_MAX)
+                self.connection.send(StillWaiting(read.request, has))
+                return
+            if isinstance(answer, Refusal):
+                self.connection.send(ReadRefused(read.request, answer.reason))
+                return
+
+    def _bytes_max(self, read: Read | Locate, session: OwnerSession) -> int:
+        """Of the next access."""
+        if self._is_digested or self._gil.is_contended:
+            return session.bytes_max
+        if isinstance(read, Read):
+            return FIRST_SEND_BYTES
+        self._locate_bytes = min(2 * self._locate_bytes, FIRST_LOCATE_BYTES)
+        return self._locate_bytes
+
+
+def _chunks_of(read: Read | Locate) -> list[int]:
+    if not 0 < sum(count for _, count in read.runs) <= CHUNKS_PER_ACCESS_MAX or any(
+        first < 0 or count < 1 for first, count in read.runs
+    ):
+        raise ProtocolError(f"a read names 1 to {CHUNKS_PER_ACCESS_MAX} chunks, in runs of one or more")
+    return [chunk for first, count in read.runs for chunk in range(first, first + count)]

@@ -1,0 +1,106 @@
+"""The owner's side of tcp: the chunks themselves, over the reader's connection.
+
+A large chunk whose digest is not known yet is sent in pieces, each digested just before, and its digest is said behind the
+bytes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import closing
+
+from tensorhub.accesses import Access
+from tensorhub.cuda.device import Device
+from tensorhub.errors import ProtocolError, StateError
+from tensorhub.memory.chunks import ChunkMemory
+from tensorhub.messages import ChunkDigest, ChunkFollows, ChunksFollow, FromReader
+from tensorhub.transport.owner import CannotServe, OwnerSession, OwnerSide, ServedReader
+from tensorhub.transport.staging import Place, Staging
+from tensorhub.transport.streaming_digest import FIRST_SEND_BYTES, StreamingDigests, cut
+
+SEND_BYTES = 16 * 2**20  # of one send call whose digests are known; a fence may have to wait for it
+LOCAL_SEND_BYTES = 64 * 2**20  # the same within a host, in some 20 ms: beside a busy Python thread each call costs 5 ms more
+
+
+class TcpOwner(OwnerSide):
+    """Any worker can be read this way."""
+
+    name = "tcp"
+
+    def session(self, reader: ServedReader) -> OwnerSession:
+        """See `OwnerSide`."""
+        return TcpSession(reader)
+
+
+class TcpSession:
+    """See `OwnerSession`."""
+
+    refusal = ""
+
+    def __init__(self, reader: ServedReader) -> None:
+        self._reader = reader
+        self._connection = reader.connection
+        self._staging: Staging | None = None  # for what is on a GPU
+
+    @property
+    def bytes_max(self) -> int:
+        return LOCAL_SEND_BYTES if self._reader.lane.is_local else SEND_BYTES
+
+    def answer(self, asked: FromReader) -> None:
+        raise ProtocolError(f"nobody asks for a {type(asked).__name__} over tcp")
+
+    def serve(self, request: int, access: Access, memory: ChunkMemory) -> None:
+        """Send an access' chunks."""
+        if self._goes_alone(access, memory):
+            self._send_one(request, access, memory)
+            return
+        chunks = self._reader.digests_of(access, memory)
+        if memory.device is not None:
+            staging = self._staging_for(memory.device)
+            self._connection.send(ChunksFollow(request, chunks))
+            self._send_staged(staging, [(memory.address(chunk), memory.sizes[chunk]) for chunk in access.chunks])
+        else:
+            buffers = [memory.buffer(chunk) for chunk in access.chunks]
+            self._connection.send_with_payload(ChunksFollow(request, chunks), buffers)
+
+    def close(self) -> None:
+        """Nothing was set up."""
+
+    def _goes_alone(self, access: Access, memory: ChunkMemory) -> bool:
+        """Whether it is one large chunk, whose digest is not known and can be made as it is sent."""
+        return (
+            len(access.chunks) == 1
+            and access.digests[0] is None
+            and memory.sizes[access.chunks[0]] > FIRST_SEND_BYTES
+            and memory.is_digested
+            and memory.device is None
+            and not self._reader.is_contended
+        )
+
+    def _staging_for(self, device: Device) -> Staging:
+        """Buffers for what is on that GPU. CannotServe: no memory."""
+        if self._staging is None or self._staging.device is not device:
+            try:
+                self._staging = Staging(device)
+            except StateError as error:
+                raise CannotServe(str(error)[:1000]) from error
+        return self._staging
+
+    def _send_staged(self, staging: Staging, places: Sequence[Place]) -> None:
+        """Send what is on a GPU: the next piece is copied to the host while one is sent."""
+        with closing(staging.outgoing(places)) as pieces:
+            for piece in pieces:
+                self._connection.send_payload([piece])
+
+    def _send_one(self, request: int, access: Access, memory: ChunkMemory) -> None:
+        """Send a large chunk, and make its digest of each piece just before that is sent: it is read from memory once."""
+        (chunk,) = access.chunks
+        view = memory.buffer(chunk)
+        digests = StreamingDigests([(chunk, view)])
+        self._connection.send(ChunkFollows(request, chunk))
+        for call in cut([view]):
+            digests.go_on([piece.nbytes for piece in call])
+            self._connection.send_payload(call)
+        digest = self._reader.memory.keep_digest(access, chunk, digests.made[chunk])
+        self._connection.send(ChunkDigest(request, digest))
+        self._reader.digested(view.nbytes, digests.seconds)
