@@ -1,0 +1,73 @@
+"""A transport that is not TensorHub's own reads and serves: it needs an entry point, and nothing else."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tensorhub.testing.conformance import CHECKS
+from tensorhub.testing.serving import ServedSource
+from tensorhub.transport.base import Keeping, Transport, Unusable
+from tensorhub.transport.built_in import TRANSPORTS
+from tensorhub.transport.registry import Local
+from tensorhub.types import Incarnation, Options
+from tests.rig import cluster, connect, holds, tensors, write
+from tests.runtime.data_rig import busy_threads
+
+SECRET = b"a secret of the test"
+LOCAL = Local(Incarnation("reader"), (SECRET,), Options(stall_timeout_s=1.0, connect_timeout_s=5.0))
+
+
+@pytest.fixture(autouse=True)
+def _installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a package of somebody else's is."""
+    info = tmp_path / "spool-1.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: spool\nVersion: 1.0\n")
+    (info / "entry_points.txt").write_text("[tensorhub.transports]\nspool = tests.transport.spool:SpoolTransport\n")
+    monkeypatch.syspath_prepend(tmp_path)
+
+
+@pytest.fixture
+def transport() -> Iterator[Transport]:
+    (made,) = TRANSPORTS.make(LOCAL, ["spool"])
+    yield made
+    assert isinstance(made, Keeping)
+    made.close()
+    assert not busy_threads()
+
+
+@pytest.mark.parametrize("check", CHECKS)
+@pytest.mark.parametrize("backend", ["asyncio", "trio"])
+def test_it_keeps_the_rule(transport: Transport, check: str, backend: str) -> None:
+    CHECKS[check](transport, lambda: ServedSource(SECRET, backend, transport.serve()))
+
+
+@pytest.mark.anyio
+async def test_workers_use_it_when_they_name_it() -> None:
+    async with (
+        cluster("any") as c,
+        connect(c.address, "trainer", transports=["spool"]) as trainer,
+        connect(c.address, "reader", transports=["spool"]) as reader,
+    ):
+        source, memory = tensors(1), tensors()
+        published = await trainer.register("m", source)
+        await published.publish(1)
+        weights = await reader.register("m", memory)
+        report = await weights.replicate()
+        assert [(each.transport, each.outcome) for each in report.sources] == [("spool", "used")]
+        assert holds(memory, 1)
+        async with published.mutate(report.version + 1):
+            write(source, 2)
+        assert [each.transport for each in (await weights.update()).sources] == ["spool"]
+        assert holds(memory, 2)
+        await published.close()
+
+
+def test_who_is_not_read_by_it_says_so(transport: Transport) -> None:
+    source = ServedSource(SECRET)
+    with pytest.raises(Unusable, match="at the source: this worker's memory is not to be read this way"):
+        CHECKS["bytes"](transport, lambda: source)
+    source.close()
