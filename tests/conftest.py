@@ -1,5 +1,6 @@
 """What every test shares: tests that need something which this machine lacks are skipped, with the reason."""
 
+import gc
 import logging
 import os
 import signal
@@ -67,6 +68,21 @@ def logging_as_it_was() -> Iterator[None]:
     logging.root.setLevel(level)
     for handler in [each for each in logging.root.handlers if each not in handlers]:
         logging.root.removeHandler(handler)
+
+
+def pytest_collection_finish() -> None:
+    """Tests that look for what is left collect garbage: among their own objects, not in all modules of torch each time."""
+    gc.collect()
+    gc.freeze()
+
+
+@pytest.fixture
+def every_object() -> Iterator[None]:
+    """For a test that looks at all objects: those as well that were here before the first test."""
+    gc.unfreeze()
+    yield
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture
