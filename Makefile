@@ -7,6 +7,10 @@ STAMP := $(VENV)/.stamp
 PIP := $(BIN)/python -m pip --disable-pip-version-check --require-virtualenv install --quiet
 
 .DEFAULT_GOAL := help
+
+# Tests start some three hundred interpreters, each of which would compile the whole package again.
+unexport PYTHONDONTWRITEBYTECODE
+
 .PHONY: bugs gpu help venv demo lint test test-slow simulate fuzz bench leaks nixl chaos rdma clean
 
 help: ## list the targets
@@ -35,10 +39,10 @@ lint: venv ## style, types, direction of imports
 	$(BIN)/lint-imports --no-logo
 
 test: lint ## lint, then all tests but the slow ones, a process for each core
-	$(BIN)/pytest -q -n auto
+	$(BIN)/pytest -q -n auto --dist worksteal
 
 bugs: venv ## the proof that the simulator's checks can fail: each deliberate bug is found
-	$(BIN)/pytest -q -n auto -m slow tests/testing/test_bugs.py tests/property -k "bug or finds or enough"
+	$(BIN)/pytest -q -n auto --dist worksteal -m slow tests/testing/test_bugs.py tests/property -k "bug or finds or enough"
 
 test-slow: venv ## the slow tests
 	$(BIN)/pytest -q -m slow

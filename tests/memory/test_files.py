@@ -416,14 +416,15 @@ def test_a_publisher_names_files_of_weights_only(name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "bomb",
+    "make",
     [
-        b'{"weight_map":{' + b'"":{},' * 2**20 + b'"":{}}}',
-        b'{"weight_map":{"a":"m.safetensors"},"metadata":{"a":[' + b"[]," * 2**21 + b"[]]}}",
-        b'{"weight_map":{' + b",".join(b'"%x":"%x.safetensors"' % (at, at) for at in range(250_000)) + b"}}",
+        lambda: b'{"weight_map":{' + b'"":{},' * 2**20 + b'"":{}}}',
+        lambda: b'{"weight_map":{"a":"m.safetensors"},"metadata":{"a":[' + b"[]," * 2**21 + b"[]]}}",
+        lambda: b'{"weight_map":{' + b",".join(b'"%x":"%x.safetensors"' % (at, at) for at in range(250_000)) + b"}}",
     ],
 )
-def test_an_index_costs_what_it_holds(bomb: bytes) -> None:
+def test_an_index_costs_what_it_holds(make: Callable[[], bytes]) -> None:
+    bomb = make()
     tracemalloc.start()
     try:
         with pytest.raises(ValueError, match=r"names|is not JSON"):
@@ -538,18 +539,20 @@ FULL = """
 import sys
 from pathlib import Path
 from tensorhub.errors import StateError
+from tensorhub.manifest import build_manifest
 from tensorhub.memory.file_target import FileTarget
-from tests.memory.test_files import FileMemory, manifest_of
+from tensorhub.memory.files import FileMemory
 with FileMemory(Path(sys.argv[1])) as memory, FileTarget(Path(sys.argv[2])) as target:
+    manifest = build_manifest(memory.descriptions, 4096, "xxh3-64", "world/1", metadata=memory.metadata)
     try:
-        target.map(manifest_of(memory))
+        target.map(manifest)
     except StateError as error:
         print(error)
 """
 
 
 def run_full(model: Path, out: Path, *around: str) -> str:
-    command = [*around, sys.executable, "-c", FULL, str(model), str(out)]
+    command = [*around, sys.executable, "-B", "-c", FULL, str(model), str(out)]  # -B: a .pyc would be cut, too
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, cwd=Path(__file__).parents[2])
     assert done.returncode == 0, done.stderr
     return done.stdout
