@@ -4,11 +4,11 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.cli.processes import line_with, started
+from tensorhub import sync
 
 
 @pytest.fixture
 def address() -> Iterator[str]:
-    """That of a coordinator of this test's own."""
-    with started("serve", "--quiet") as coordinator:
-        yield line_with("tcp://", coordinator.stdout).strip()
+    """That of a coordinator of this test's own, in this process: what is tested is who talks to it."""
+    with sync.serve(token="") as coordinator:
+        yield coordinator.address

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from tests.cli.processes import alive, children, eventually
+from tests.cli.processes import alive, children, eventually, run_here
 from tests.testing.standin import BREAKS, DIES, RAISES, SLEEPS, THIN, WAVERS
 
 ROOT = Path(__file__).parents[2]
@@ -31,12 +31,18 @@ ENVIRONMENT = os.environ | {"PYTHONPATH": PATH, "COLUMNS": "200"}
 
 
 def simulate(*arguments: object) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-c", PROGRAM, "simulate", *map(str, arguments)]
-    return subprocess.run(command, capture_output=True, text=True, timeout=110, env=ENVIRONMENT)
+    """The command in this process; those that run the seeds are its own."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("tensorhub.cli.simulate.SEARCH", "tests.testing.standin")
+        for name in ("PYTHONPATH", "COLUMNS"):
+            patch.setenv(name, ENVIRONMENT[name])
+        return run_here("simulate", *map(str, arguments))
 
 
 def simulate_json(*arguments: object) -> tuple[int, dict[str, Any]]:
-    done = simulate("--json", *arguments)
+    """The command as a process, with all that any of its processes says on stderr."""
+    command = [sys.executable, "-c", PROGRAM, "simulate", "--json", *map(str, arguments)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=110, env=ENVIRONMENT)
     assert done.stderr == ""
     return done.returncode, json.loads(done.stdout)
 
@@ -53,7 +59,8 @@ def simulating(*arguments: object) -> Iterator[subprocess.Popen[str]]:
 
 
 def test_the_verdict_comes_first_and_tables_only_if_they_are_wanted() -> None:
-    short, long = (simulate("--seeds", 2, "--start", 60, "--events", 10, *more) for more in ((), ("--verbose",)))
+    two = ("--seeds", 2, "--start", 60, "--events", 10, "--jobs", 1)
+    short, long = simulate(*two), simulate(*two, "--verbose")
     for done in (short, long):
         assert done.returncode == 0, done.stderr
         assert done.stdout.startswith("passed: 2 seeds passed, 0 failed; 20 events, ")
@@ -124,7 +131,7 @@ def test_a_seed_that_comes_to_another_end_the_second_time_fails() -> None:
 
 
 def test_only_the_faults_that_were_named_are_asked_for() -> None:
-    code, found = simulate_json("--seeds", 2, "--start", 60, "--faults", "delay")
+    code, found = simulate_json("--seeds", 2, "--start", 60, "--jobs", 1, "--faults", "delay")
     assert (code, found["faults"]) == (0, {"delay": {"times": 2, "seeds": 2}})
     wrong = simulate("--faults", "delay,rust")
     assert wrong.returncode == 2
@@ -133,7 +140,7 @@ def test_only_the_faults_that_were_named_are_asked_for() -> None:
 
 @pytest.mark.parametrize(("seeds", "start", "code"), [(1000, 1_000, 0), (999, 100_000, 0), (1000, 100_000, 1)])
 def test_from_a_thousand_seeds_on_all_must_be_reached(seeds: int, start: int, code: int) -> None:
-    done = simulate("--seeds", seeds, "--start", start, "--quiet")
+    done = simulate("--seeds", seeds, "--start", start, "--jobs", 1, "--quiet")
     assert done.returncode == code, done.stdout
     assert ("never reached: transition replica: filling -> ready\n" in done.stdout) is (code == 1)
     assert ("never reached: recovery path moved\n" in done.stdout) is (code == 1)
