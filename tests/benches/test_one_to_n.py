@@ -36,6 +36,7 @@ def test_a_ratio_compares_neighbours() -> None:
     assert row["ms over 2 x bare"] == [-6750.0, -9000.0, -4500.0]
 
 
+@pytest.mark.slow  # seven interpreters, five of which import torch
 def test_a_small_run(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "figures.json"
     sizes = ["--mib", "4", "10000000", "--receivers", "1", "2"]
