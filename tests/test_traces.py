@@ -338,7 +338,9 @@ def prefetched_then_adopted(cluster: PureCluster) -> None:
 
 def staged(cluster: PureCluster, *, breaks: bool) -> None:
     """Version 1 is held by two readers, who get 2 in a staged update; the second one's hook may break."""
-    trainers, readers = cluster.group("trainer", 2), cluster.group("reader", 2)
+    trainers = cluster.group("trainer", 2)
+    cluster.host_bytes = ROOM
+    readers = cluster.group("reader", 2)
     cluster.run()
     for number in (1, 2):
         for handle in trainers:

@@ -22,7 +22,7 @@ def copy(
 
 def published() -> tuple[PureCluster, list[Handle]]:
     """A group of two holds version 1."""
-    cluster = PureCluster()
+    cluster = PureCluster(host_bytes=2 * MANIFEST.nbytes)
     trainers = cluster.group("trainer", 2)
     cluster.run()
     for handle in trainers:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tensorhub.errors import CoordinatorUnavailable, GroupAborted, VersionConflict, VersionUnavailable
-from tensorhub.testing import Choice, PureCluster
+from tensorhub.testing import CHUNK_BYTES, CHUNKS, Choice, PureCluster
 from tensorhub.types import HandleState
 
 
@@ -501,7 +501,7 @@ def test_a_version_that_a_dissolved_group_is_about_to_commit_is_not_forgotten() 
 
 def test_what_a_rank_is_about_to_lose_by_a_commit_that_it_has_not_heard_of_is_not_counted_on() -> None:
     """G5: who else holds it may not go on the word of a rank that is staged, in doubt, and behind."""
-    cluster = PureCluster()
+    cluster = PureCluster(host_bytes=CHUNKS * CHUNK_BYTES)
     trainers, readers = cluster.group("trainer", 2), cluster.group("reader", 2)
     cluster.run()
     for handle in trainers:
@@ -536,7 +536,7 @@ def test_what_a_rank_is_about_to_lose_by_a_commit_that_it_has_not_heard_of_is_no
 
 def test_a_copy_that_a_prefetch_of_what_is_held_already_has_left_as_it_was_is_counted_on() -> None:
     """That prefetch commits its group to a content, and fills nothing."""
-    cluster, worlds = PureCluster(), 2
+    cluster, worlds = PureCluster(host_bytes=CHUNKS * CHUNK_BYTES), 2
     trainers, others = cluster.group("trainer", worlds), cluster.group("other", worlds)
     cluster.run()
     for handle in trainers:

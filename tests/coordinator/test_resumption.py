@@ -650,11 +650,11 @@ def test_the_manifest_of_what_goes_on_is_its_publishers_also_where_nobody_else_h
 
 def test_a_prefetch_in_mid_read_goes_on_although_its_version_is_about_to_be_held() -> None:
     cluster, (trainer,) = published()
+    cluster.host_bytes = CHUNKS * CHUNK_BYTES
     reader = cluster.handle("reader")
     cluster.run()
     prefetch = reader.prefetch()
-    copy = reader.prefetched.copy
-    assert copy is not None
+    copy = reader.copy
     read_half(cluster, copy)
     cluster.restart(kept=False)
     update = reader.replicate()

@@ -10,6 +10,7 @@ from tensorhub.coordinator.states import WorkerState
 from tensorhub.errors import CoordinatorUnavailable, GroupAborted, RetentionError, VersionUnavailable
 from tensorhub.messages import Heartbeat
 from tensorhub.testing import Asked, Choice, Handle, PureCluster
+from tensorhub.testing.host_copies import Wanted
 from tensorhub.types import HandleState
 from tensorhub.worker.calls import Fence
 
@@ -42,7 +43,7 @@ def run_but(cluster: PureCluster, *names: tuple[str, str]) -> None:
         cluster.do(choices[0])
 
 
-def refused(cluster: PureCluster, asked: Asked, match: str) -> None:
+def refused(cluster: PureCluster, asked: Asked | Wanted, match: str) -> None:
     """Its deadline passes; it ends with RetentionError, and everything is as it was."""
     handle = asked.handle
     generation = handle.member.content and handle.member.content.generation

@@ -8,7 +8,7 @@ from contextlib import AbstractContextManager
 import pytest
 
 from tensorhub.errors import DrainTimeout
-from tensorhub.testing import CHUNKS, GuaranteeBroken, Handle, PureCluster
+from tensorhub.testing import CHUNK_BYTES, CHUNKS, GuaranteeBroken, Handle, PureCluster
 from tensorhub.testing.memory import make_manifest
 from tensorhub.types import HandleState
 from tensorhub.worker.owner import Owner
@@ -18,9 +18,9 @@ Scenario = Callable[[], None]
 Bug = Callable[[], AbstractContextManager[None]]
 
 
-def published(*readers: str) -> tuple[PureCluster, Handle, list[Handle]]:
+def published(*readers: str, host_bytes: int = 0) -> tuple[PureCluster, Handle, list[Handle]]:
     """A trainer that has published version 1, and readers that hold nothing."""
-    cluster = PureCluster(manifest=make_manifest(CHUNKS, "xxh3-64"))
+    cluster = PureCluster(manifest=make_manifest(CHUNKS, "xxh3-64"), host_bytes=host_bytes)
     trainer, *others = (cluster.handle(name) for name in ("trainer", *readers))
     cluster.run()
     trainer.publish(1)
@@ -66,7 +66,7 @@ def a_broken_fill_is_begun_again() -> None:
 
 
 def an_update_is_staged() -> None:
-    cluster, trainer, (reader,) = published("reader")
+    cluster, trainer, (reader,) = published("reader", host_bytes=CHUNKS * CHUNK_BYTES)
     reader.replicate()
     cluster.run()
     trainer.unpublish()

@@ -28,6 +28,7 @@ from tensorhub.messages import (
     Write,
 )
 from tensorhub.testing import CHUNK_BYTES, Asked, Handle, PureCluster
+from tensorhub.testing.host_copies import Wanted
 from tensorhub.types import HandleState
 from tensorhub.worker.running import DEADLINE_SLACK_S
 from tensorhub.worker.states import Phase
@@ -328,7 +329,7 @@ def test_an_abort_of_a_fill_whose_write_was_never_heard_leaves_nothing_behind() 
 # ------------------------------------------------------------------------------------------------ fences that do not end
 
 
-def stays_published(cluster: PureCluster, asked: Asked) -> None:
+def stays_published(cluster: PureCluster, asked: Asked | Wanted) -> None:
     """The call ended with DrainTimeout, and its memory is a source as before, under another generation (R4)."""
     handle = asked.handle
     assert isinstance(asked.error, DrainTimeout)

@@ -35,7 +35,7 @@ from tensorhub.messages import (
 )
 from tensorhub.types import OpKey, VersionInfo
 from tensorhub.worker.enrolment import Shard
-from tensorhub.worker.router import Answered, Look, Make, Reply, Router, Tell
+from tensorhub.worker.router import Answered, Look, Reply, Router, Tell
 
 VERSION = VersionInfo("m", 1, "c1", 1, 8)
 ERROR = ErrorInfo("StateError", "no", False)
@@ -125,13 +125,9 @@ def test_a_question_about_memory_that_is_not_here_is_answered_at_once() -> None:
     assert router.route(digests) == [Reply(Digests("a", 7, 0, (), b"", True))]
 
 
-def test_an_ordered_copy_comes_with_its_source_if_that_is_here() -> None:
-    here, elsewhere = MakeCopy("k", VERSION, 0, "a"), MakeCopy("k", VERSION, 0, "")
-    assert two_ranks().route(here) == [Make(here, "a")]
-    assert two_ranks().route(elsewhere) == [Make(elsewhere, None)]
-
-
-@pytest.mark.parametrize("message", [Announce("m", None), CutReader("l", "r"), TellChunks("a", 1), DropCopy("k")])
+@pytest.mark.parametrize(
+    "message", [Announce("m", None), CutReader("l", "r"), TellChunks("a", 1), MakeCopy("k", VERSION, 0, ""), DropCopy("k")]
+)
 def test_what_concerns_the_worker_itself_is_handed_on(message: FromCoordinator) -> None:
     assert two_ranks().route(message) == [message]
 

@@ -38,6 +38,7 @@ from tensorhub.messages import (
     FromWorker,
     Join,
     Leave,
+    MakeCopy,
     ReaderCut,
     TellChunks,
     Welcome,
@@ -79,7 +80,7 @@ from tensorhub.worker.calls import FillCall
 from tensorhub.worker.copies import Copies
 from tensorhub.worker.enrolment import Shard
 from tensorhub.worker.member import Member
-from tensorhub.worker.router import Answered, Look, Make, Reply, Router, Tell
+from tensorhub.worker.router import Answered, Look, Reply, Router, Tell
 from tensorhub.worker.telling import tell_chunks
 
 log = get_logger("tensorhub.worker")
@@ -307,8 +308,8 @@ class Worker:
                     routed.handle.receive(routed.message)
                 case Look():
                     self._tasks.start_soon(routed.handle.look, routed.question, self._digesting)
-                case Make():
-                    self.copies.ordered(routed.order)
+                case MakeCopy():
+                    self.copies.ordered(routed)
                 case Answered():
                     self.questions.answered(routed.message)
                 case Reply():

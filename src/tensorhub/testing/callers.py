@@ -2,7 +2,7 @@
 
 The public classes themselves are used, so that signatures, checks of arguments and the order of what `mutate` does cannot
 differ; so are the runtime's questions, pins, news and prefetcher, which only wait and send. Here is what `runtime.worker`,
-`runtime.handle`, `runtime.host_copies` and `runtime.loop_thread` are to them, on simulated machines in virtual time.
+`runtime.handle` and `runtime.loop_thread` are to them, on simulated machines in virtual time.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from tensorhub.errors import (
     StateError,
     TensorHubError,
 )
-from tensorhub.manifest import Digest, Manifest, build_manifest
+from tensorhub.manifest import Digest, build_manifest
 from tensorhub.memory.tensors import Memory
-from tensorhub.messages import CopyRefused, FromWorker, Leave, MakeCopy
+from tensorhub.messages import FromWorker, Leave
 from tensorhub.runtime.callers_work import CallersWork
 from tensorhub.runtime.calling import CallersHandle, Report
 from tensorhub.runtime.ending import CLOSE_S, Parting
@@ -34,24 +34,23 @@ from tensorhub.runtime.pins import Arguments, Pins
 from tensorhub.runtime.ports import Handle, HookRequest
 from tensorhub.runtime.prefetcher import Prefetcher
 from tensorhub.runtime.questions import Questions
+from tensorhub.testing.host_copies import Wanted
 from tensorhub.testing.network import TimedLink
 from tensorhub.testing.registered import EmbeddedHandle
 from tensorhub.types import (
     FetchReport,
     HandleState,
-    Medium,
     OpKind,
     Options,
-    Purpose,
     Selector,
     VersionInfo,
     as_timeout_s,
 )
 from tensorhub.worker.calls import (
     Call,
+    CloseCall,
     FillCall,
     Finish,
-    SetAsideCall,
 )
 from tensorhub.worker.enrolment import Shard
 
@@ -192,89 +191,61 @@ def _simulated(handle: Handle) -> EmbeddedHandle:
     return handle.simulated
 
 
-class HostCopies:
-    """See `runtime.host_copies.HostCopies`: what a caller wants of it, and what the coordinator orders."""
+class CallersCopies:
+    """See `runtime.host_copies.HostCopyRunner`, as far as callers use it."""
 
     def __init__(self, shell: WorkerShell) -> None:
         self._shell = shell
+        self._waiting: set[anyio.Event] = set()
 
     async def prefetch(self, handle: Handle, selector: Selector, timeout_s: float) -> FetchReport:
-        simulated, shard = _simulated(handle), handle.member.shard
-        assert shard.manifest is not None
-        if handle.member.state is HandleState.CLOSED:
-            raise StateError(f"{shard.title} is closed; register again")
-        handle.member.tell_loss()
-        copy = simulated.prefetched.copy
-        if copy is not None and copy.asked is not None and not copy.asked.done:
-            text = f"{shard.title}: a prefetch is still running on this handle; one prefetch at a time"
-            raise StateError(text, retryable=True)
-        try:
-            self.check_room(shard.manifest.nbytes, copy)
-        except StateError as error:
-            if shard.world_size > 1:
-                simulated.prefetched.refuse(error, timeout_s)
-            raise
-        asked = simulated.prefetch(selector, timeout_s)
-        copy = simulated.prefetched.copy
-        assert isinstance(copy, EmbeddedHandle)
-        try:
-            return copy.report_of(await copy.end_of(asked))
-        except TensorHubError as error:
-            error.memory = "intact"  # what was torn is not the caller's
-            raise
-
-    def check_room(self, nbytes: int, instead: object = None) -> None:
-        """Raise StateError if there is no room for so many bytes more."""
-        handles = [h for h in self._shell.worker.handles if h.shard.medium is Medium.HOST and h is not instead]
-        taken = sum(h.member.content.manifest.nbytes for h in handles if h.member.content is not None)
-        room = self._shell.options.host_memory_bytes
-        if not room:
-            raise StateError("prefetch() needs host memory: set Options.host_memory_bytes")
-        if taken + nbytes > room:
-            text = f"{nbytes} bytes are wanted of host memory, {taken} of {room} are in use: set Options.host_memory_bytes"
-            raise StateError(text)
+        wanted = await self._end_of(self._shell.worker.copies.prefetch(_simulated(handle), selector, timeout_s))
+        assert wanted.report is not None
+        return wanted.report
 
     async def seed(self, info: VersionInfo, shard: int, timeout_s: float) -> FetchReport:
-        raise StateError("a simulation has no seeds")
+        wanted = await self._end_of(self._shell.worker.copies.seed(info, shard, timeout_s))
+        assert wanted.report is not None
+        return wanted.report
 
     async def close(self, handle: Handle, timeout_s: float, *, abandon: bool) -> None:
-        prefetched = _simulated(handle).prefetched
-        aside, closing = prefetched.aside, self._shell.worker.closing
-        if prefetched in closing:
-            raise StateError(f"{handle.member.shard.title}: it is being closed already; one call at a time", retryable=True)
-        closing.append(prefetched)
-        try:
-            for copy in prefetched.ending(abandon=abandon):
-                assert isinstance(copy, EmbeddedHandle)
-                await copy.end_call(StateError("its handle was closed"))
-                if not abandon and copy.member.state is not HandleState.CLOSED:
-                    aside.append(copy)
-                    await copy.run(SetAsideCall(), timeout_s)
-            await handle.close(timeout_s, abandon=abandon)
-        finally:
-            closing.remove(prefetched)
-            for copy in [copy for copy in aside if copy.worker.alive and copy.idle and not self._shell.cluster.is_over]:
-                if handle.member.state is not HandleState.CLOSED:
-                    prefetched.take_back(copy)
-                else:
-                    prefetched.give_up(copy)
-            aside.clear()
+        assert isinstance(handle, Caller)
+        was_closed = handle.member.state is HandleState.CLOSED
+        await self._end_of(self._shell.worker.copies.close(handle.simulated, timeout_s, abandon=abandon))
+        if not was_closed:
+            handle.interpreter.raise_for(CloseCall(abandon), Finish())
 
-    async def make(self, order: MakeCopy) -> None:
-        """The coordinator wants a copy: find out what it is made of, and read it."""
-        shell, info = self._shell, order.version
+    async def _end_of(self, wanted: Wanted) -> Wanted:
+        """Wait for it; cancelling ends it as soon as may be, and leaves nothing running."""
         try:
-            encoded = await shell.questions.manifest(info, order.shard, shell.options.op_timeout_s)
-            manifest = Manifest.decode(encoded)
-            self.check_room(manifest.nbytes)
-        except TensorHubError as error:
-            shell.say(CopyRefused(order.copy, str(error)[:1000]))
-            return
-        if order.copy not in shell.cluster.by_registration:
-            group = f"copy/{order.copy}"
-            where = (Medium.HOST, Purpose.RETENTION)
-            copy = Shard(order.copy, info.model, group, 0, 1, False, manifest.layout_id, manifest, order.shard, *where)
-            shell.worker.take(copy).replicate(info.version, shell.options.op_timeout_s)
+            await self._wait(wanted)
+        except anyio.get_cancelled_exc_class():
+            with anyio.CancelScope(shield=True), contextlib.suppress(StateError):  # it has crashed meanwhile
+                self._check_running()
+                self._shell.cluster.sync()
+                self._shell.worker.copies.cancel(wanted)
+                await self._wait(wanted)
+            raise
+        if wanted.error is not None:
+            raise wanted.error
+        return wanted
+
+    async def _wait(self, wanted: Wanted) -> None:
+        while not wanted.done:
+            self._check_running()
+            event = anyio.Event()
+            self._waiting.add(event)
+            wanted.ends = event.set
+            await event.wait()
+            self._waiting.discard(event)
+
+    def _check_running(self) -> None:
+        self._shell.cluster.check_running(self._shell.worker)
+
+    def let_go(self) -> None:
+        """Nothing will end any more."""
+        for event in list(self._waiting):
+            event.set()
 
 
 class WorkerShell:
@@ -296,7 +267,7 @@ class WorkerShell:
         self.questions = Questions(self, cluster.numbers, self._new_id)
         self.pins = Pins(self.questions, options.op_timeout_s)
         self.pins.tasks = self.tasks
-        self.copies = HostCopies(self)
+        self.copies = CallersCopies(self)
         self.callers: list[Caller] = []
 
     def __repr__(self) -> str:
@@ -408,6 +379,7 @@ class WorkerShell:
     def crashed(self) -> None:
         """The process is no more: nobody waits for an answer any longer."""
         self.tasks.cancel()
+        self.copies.let_go()
         for handle in self.worker.handles:
             if isinstance(handle, EmbeddedHandle):
                 handle.let_callers_go()

@@ -234,6 +234,7 @@ class Cluster:
         for worker in self.workers.values():
             if worker.alive:
                 worker.owner.check_invariants()
+                worker.copies.machine.check_invariants()
         for handle in self.all_handles():
             self.guarantees.check_handle(handle)
 
@@ -306,6 +307,9 @@ class Cluster:
 
     def handle_moved(self, handle: Handle) -> None:
         """Its member has had an input: there may be something to do, and another deadline."""
+
+    def copies_moved(self, worker: SimWorker) -> None:
+        """Its host copies have had an input: there may be another deadline."""
 
     def hook_called(self, handle: Handle) -> None:
         """Its before_write runs."""

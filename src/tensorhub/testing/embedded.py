@@ -22,7 +22,6 @@ from tensorhub.messages import (
     Deregister,
     FromWorker,
     Grant,
-    MakeCopy,
     Pin,
     Retain,
     Unpin,
@@ -34,6 +33,7 @@ from tensorhub.testing.clock import Party
 from tensorhub.testing.demands import GuaranteeBroken
 from tensorhub.testing.faults import Fault, FaultPlan
 from tensorhub.testing.handle import Asked, BrokenHook, Handle
+from tensorhub.testing.host_copies import SimulatedCopies
 from tensorhub.testing.injecting import Injector
 from tensorhub.testing.process import TimedWorker
 from tensorhub.testing.pulling import Lane, Reading
@@ -67,6 +67,7 @@ class EmbeddedWorker(TimedWorker):
         self.lives = life
         self.incarnation = f"{name}.{life}"
         self.host_bytes = options.host_memory_bytes
+        self.copies = SimulatedCopies(self, options.op_timeout_s)
         self.scope = anyio.CancelScope()  # of the code that runs in it
         self.is_preempted = False
         self.has_crashed = False
@@ -162,10 +163,6 @@ class EmbeddedWorker(TimedWorker):
     def _state_lost(self) -> None:
         super()._state_lost()
         self.shell.news.state_lost({handle.shard.model for handle in self.router.handles.values()})
-
-    def _make_copy(self, message: MakeCopy, source: Handle | None) -> None:
-        if message.copy not in self.cluster.by_registration:
-            self.shell.tasks.start_soon(self.shell.copies.make, message)
 
 
 class EmbeddedInjector(Injector):

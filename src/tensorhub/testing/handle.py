@@ -16,16 +16,17 @@ from typing import TYPE_CHECKING, assert_never
 
 from tensorhub.accesses import Access
 from tensorhub.coordinator import Digested
-from tensorhub.errors import GroupAborted, StateError
+from tensorhub.errors import GroupAborted, StateError, TensorHubError
 from tensorhub.messages import Deregister, DigestAgain, ErrorInfo, Prepared, Publish, TellDigests
 from tensorhub.testing.demands import HOLDING, demand
 from tensorhub.testing.filler import Filler
+from tensorhub.testing.host_copies import Wanted
 from tensorhub.testing.memory import CHUNK_BYTES, digest_of, sent_digest, written
-from tensorhub.testing.prefetching import Prefetched
 from tensorhub.testing.pulling import Lane, Reading
 from tensorhub.testing.rendering import show
 from tensorhub.types import (
     ContentId,
+    FetchReport,
     HandleState,
     Medium,
     OpKey,
@@ -40,7 +41,6 @@ from tensorhub.worker.calls import (
     AddPullSource,
     Call,
     CallHook,
-    CloseCall,
     CompareDigests,
     CopyLocally,
     DropPullSource,
@@ -141,7 +141,9 @@ class Handle:
         self.hook_calls = 0
         self.reads_backwards = False  # the last chunk of a request first
         self.registration_error: Exception | None = None
-        self.dropped = False  # a copy that is not wanted any more
+        self.is_stopping = False  # it was given up: it is no more once nobody reads it
+        self.room: Wanted | None = None  # for what is about to be staged
+        self.unopened: TensorHubError | None = None  # why there is no memory for the running fill
         self.registered = False
         self.member = Member(
             shard,
@@ -155,8 +157,6 @@ class Handle:
         self.staging_id = RegistrationId(staging_of(shard.registration))
         self.staging: list[str] | None = None  # the cells of what is staged
         self.filler = Filler(self)
-        self.prefetched = Prefetched(self)  # its host copy
-        self.copy_of: Handle | None = None  # whose host copy it is
 
     def __repr__(self) -> str:
         return f"<Handle {self.name} {self.member.state} v={self.member.version}>"
@@ -218,9 +218,16 @@ class Handle:
         """An update that overwrites nothing before it is committed."""
         return self.call(FillCall(OpKind.UPDATE, selector, hold=hold, staged=True), timeout_s)
 
-    def prefetch(self, selector: Selector = "latest", timeout_s: float = 60.0) -> Asked:
+    def prefetch(self, selector: Selector = "latest", timeout_s: float = 60.0) -> Wanted:
         """Fill its host copy, which is made the first time."""
-        return self.prefetched.fill(selector, timeout_s)
+        return self.worker.copies.prefetch(self, selector, timeout_s)
+
+    @property
+    def copy(self) -> Handle:
+        """Its host copy."""
+        copy = self.worker.copies.of(self)
+        assert copy is not None, f"nothing was prefetched for {self}"
+        return copy
 
     def fetch(self, selector: Selector = "latest", timeout_s: float = 60.0) -> Asked:
         """The one call of what `SimWorker.fetcher` made."""
@@ -230,9 +237,9 @@ class Handle:
         """Take the memory back."""
         return self.call(UnpublishCall(), timeout_s)
 
-    def close(self, timeout_s: float = 60.0, *, abandon: bool = False) -> Asked:
-        """End the registration."""
-        return self.call(CloseCall(abandon), timeout_s)
+    def close(self, timeout_s: float = 60.0, *, abandon: bool = False) -> Wanted:
+        """End the registration, with the host copies that end with it."""
+        return self.worker.copies.close(self, timeout_s, abandon=abandon)
 
     def refuse(self, reason: str = "the body raised") -> Asked:
         """Do not make the next group call."""
@@ -324,13 +331,17 @@ class Handle:
         """Whether its next action can be carried out, or gone on with, now."""
         if self.todo and isinstance(self.todo[0], CompareDigests) and self.access is not None:
             return False  # what is wrong may be what is accessed
+        if self.room is not None and not self.room.done and not any(isinstance(each, StopPull) for each in self.todo):
+            return False
         until = self.fence_waits_until()
         return bool(self.todo) and (until is None or until <= self.cluster.now)
 
     # -- what its shell does
 
     def apply(self, actions: list[Action]) -> None:
-        """Queue what the member wants done."""
+        """Queue what the member wants done. Nobody does it where the registration was given up."""
+        if self.is_stopping:
+            return
         running = self.member.running
         if running is not None and self.asked is not None and running.key is not None:
             self.asked.key = running.key
@@ -343,6 +354,8 @@ class Handle:
         if isinstance(action, Fence):
             self._fence(action)
             return
+        if isinstance(action, StartPull | CopyLocally) and action.staged and not self._has_room(action):
+            return
         if isinstance(action, StopPull):
             if self.pull is not None:
                 self.pull.stop()
@@ -354,6 +367,61 @@ class Handle:
         self.todo.popleft()
         self._do(action)
 
+    def _has_room(self, action: StartPull | CopyLocally) -> bool:
+        """Whether what is to be staged has its room now. It is waited for; where there is none, the fill hears why."""
+        if self.staging is not None:
+            return True
+        if self.room is None:
+            self.room = self.worker.copies.make_room(self.staging_id, Purpose.USE, action.manifest.nbytes)
+            self.room.ends = lambda: self.apply([])
+        stops = any(isinstance(each, StopPull) for each in self.todo)
+        if stops and not self.room.done:
+            self.worker.copies.cancel(self.room)
+        if not self.room.done:
+            return False
+        error, self.room = self.room.error, None
+        if error is not None or stops:
+            self.todo.popleft()
+        if error is None and not stops:
+            self.worker.copies.take(self.staging_id, action.manifest.nbytes)
+            return True
+        if not stops:
+            assert isinstance(error, TensorHubError)
+            self.apply(self.member.pull_failed(error, self.cluster.now))
+        return False
+
+    def _has_memory(self, action: OpenMemory | StartPull | CopyLocally) -> bool:
+        """Whether there is memory for what is to be in it: of a host copy it is taken now."""
+        if isinstance(action, OpenMemory):
+            self.unopened = None
+        if self.shard.medium is Medium.HOST and self.unopened is None:
+            try:
+                self.worker.copies.take(self.id, action.manifest.nbytes, self.shard.purpose)
+            except StateError as error:
+                self.unopened = error
+        if self.unopened is not None and not isinstance(action, OpenMemory):
+            self.apply(self.member.pull_failed(self.unopened, self.cluster.now))
+        return self.unopened is None
+
+    def stop(self) -> None:
+        """Its registration was given up: nothing of it is done any more, and it is no more once nobody reads it."""
+        self.is_stopping = True
+        self.cluster.note(f"{self.name} is given up")
+        self.cluster.guarantees.retained.lost(self)
+        self.worker.router.leave(self.shard)
+        self.hooks.clear()
+        self.todo.clear()
+        if self.asked is not None and not self.asked.done:
+            self.asked.done, self.asked.error = True, self.interpreter.give_up().error
+            self.worker.copies.call_ended(self, self.asked)
+        self.todo.extend((StopPull(), Fence(self.generation)))
+        self.cluster.handle_moved(self)
+
+    def report_of(self, asked: Asked) -> FetchReport:
+        """What a fill took."""
+        assert asked.version is not None
+        return FetchReport(asked.version.version, asked.changed)
+
     def _do(self, action: Action) -> None:
         owner = self.worker.owner
         match action:
@@ -364,6 +432,8 @@ class Handle:
                     self.asked.votes = (*self.asked.votes, action.message.key)
                 self.worker.say(action.message)
             case OpenMemory():
+                if not self._has_memory(action):
+                    return
                 content, sizes = ContentId(action.content_id), [CHUNK_BYTES] * action.manifest.chunk_count
                 tells = action.complete and action.manifest.digest != "none"
                 owner.open(self.id, action.generation, content, sizes, complete=action.complete, tells=tells)
@@ -371,11 +441,14 @@ class Handle:
                 self.cluster.verified.holds(self.id, action.content_id)
                 self.generation, self.changed = action.generation, ""
             case ReopenMemory():
-                owner.reopen(self.id, action.generation)
+                if self.unopened is None:
+                    owner.reopen(self.id, action.generation)
                 self.generation = action.generation
             case CallHook():
                 self.hooks.append(action)
                 self.cluster.hook_called(self)
+            case StartPull() | CopyLocally() if not action.staged and not self._has_memory(action):
+                pass
             case StartPull():
                 self.pull = Reading(self, self.filler.begin_pull(action), self.cluster.new_lane)
                 if self.pull.over:
@@ -394,23 +467,27 @@ class Handle:
                     self.apply(self.member.source_failed(action.lease, "dropped", "", self.cluster.now))
             case Registered():
                 self.registered = True
+                self.worker.copies.answered(self, None)
             case RegistrationFailed():
                 self.registration_error = action.error
+                self.worker.copies.answered(self, action.error)
                 if not self.registered:
                     self.worker.router.leave(self.shard)
             case Finish():
                 self._finish(action)
             case EndPrefetch():
-                self.prefetched.end()
+                self.worker.copies.end_prefetch(self)
             case FreePrefetch():
-                self.prefetched.free()
+                self.worker.copies.free_prefetch(self)
             case FreeStaging():
                 owner.close(self.staging_id)
                 owner.forget(self.staging_id)
                 self.staging = None
+                self.worker.copies.free(self.staging_id)
             case FreeMemory():
                 owner.forget(self.id)
                 self.cluster.verified.forget(self.id)
+                self.worker.copies.free(self.id)
             case Fence() | StopPull():
                 raise AssertionError("these take time: see do_next")
             case _:
@@ -469,6 +546,11 @@ class Handle:
             self.todo.popleft()
             self.fencing_since = None
             self.cluster.guarantees.fenced(self, action.generation)
+            if self.is_stopping:
+                self.todo.clear()
+                owner.forget(self.id)
+                self.worker.drop(self)
+                return
             self.tell_made()
             self.apply(self.interpreter.fenced(action, now))
             return
@@ -492,13 +574,9 @@ class Handle:
         if not self.shard.serves:  # it was made for this call
             self.worker.drop(self)
             self.worker.say(Deregister(0, self.shard.registration, True))
-        if self.shard.purpose is Purpose.RETENTION or self.dropped:
-            self.worker.copy_ended(self, asked)
-        self.prefetched.handle_ended(asked)
-        if self.copy_of is not None:
-            self.copy_of.prefetched.copy_ended(self, asked)
-        for closing in list(self.worker.closing):
-            closing.ending_copy_ended(self, asked)
+        self.worker.copies.call_ended(self, asked)
+        if self.member.state is HandleState.CLOSED and self in self.worker.handles and not self.is_stopping:
+            self.worker.closed(self)
 
     def hook_returns(self) -> None:
         """Its before_write is over."""

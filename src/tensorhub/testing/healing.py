@@ -82,6 +82,7 @@ class Healing:
         if not cluster.run_until(self._is_at_rest, REST_S):
             handles = [handle for handle in cluster.live_handles() if not handle.idle]
             offline = [w for w in cluster.workers.values() if w.alive and (w.link is None or not w.link.welcomed)]
+            offline += [worker for worker in cluster.workers.values() if worker.alive and not worker.copies.machine.is_idle]
             told = [f"{handle}: {handle.member.running}, to do {list(handle.todo)}" for handle in handles]
             demand(False, f"liveness: no rest {when}: {told} {offline} {len(cluster.unstored)} not stored")
 
@@ -91,7 +92,7 @@ class Healing:
             cluster.process.alive
             and not cluster.unstored
             and cluster.process.stopped_until <= cluster.now
-            and all(self._is_connected(w) for w in cluster.workers.values() if w.alive)
+            and all(self._is_connected(w) and w.copies.machine.is_idle for w in cluster.workers.values() if w.alive)
             and all((handle.idle or self._waits(handle)) and handle.is_answered for handle in cluster.live_handles())
         )
 

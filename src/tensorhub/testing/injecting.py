@@ -16,7 +16,7 @@ from tensorhub.testing.network import COORDINATOR, TimedLink
 from tensorhub.testing.process import TimedWorker
 from tensorhub.testing.wires import TimedLane
 from tensorhub.testing.worker import SimWorker
-from tensorhub.types import HandleState
+from tensorhub.types import HandleState, Purpose
 
 if TYPE_CHECKING:
     from tensorhub.testing.simulated import SimulatedCluster
@@ -378,8 +378,8 @@ class Injector:
             return False
         notice_s = self._random.choice((0.2, 2.0))
         for handle in list(worker.handles):
-            if handle.idle and handle.copy_of is None:
-                handle.prefetched.close(notice_s)
+            if handle.idle and handle.shard.purpose is Purpose.USE:
+                handle.close(notice_s)
         self._cluster.after(notice_s, worker, self._preempted, worker)
         return True
 

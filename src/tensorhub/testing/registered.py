@@ -136,8 +136,12 @@ class EmbeddedHandle(Handle):
 
     async def run(self, call: Call, timeout_s: float) -> Asked:
         """Begin a call and wait for its end; cancelling ends it as soon as may be, and leaves nothing running."""
-        self.lanes, self.lane_ends, self.pulled_from = [], {}, None
         return await self.end_of(self.call(call, timeout_s))
+
+    def call(self, call: Call, timeout_s: float = 60.0) -> Asked:
+        asked = super().call(call, timeout_s)
+        self.lanes, self.lane_ends, self.pulled_from = [], {}, None
+        return asked
 
     async def end_of(self, asked: Asked) -> Asked:
         """Wait for the end of a call, as `run`; raises what it raised."""

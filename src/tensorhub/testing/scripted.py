@@ -129,6 +129,9 @@ class PureCluster(Cluster):
         """Those of workers whose threads run."""
         return (handle for handle in self.live_handles() if handle.worker.stopped_until <= self.now)
 
+    def _running_workers(self) -> list[SimWorker]:
+        return [worker for worker in self.workers.values() if worker.alive and worker.stopped_until <= self.now]
+
     def do(self, choice: Choice) -> None:
         """Let it happen, and check everything."""
         kind, name = choice
@@ -250,6 +253,7 @@ class PureCluster(Cluster):
                 self.run()
             due = [self.heartbeat_at, self.coordinator.next_deadline()]
             due += [handle.member.next_deadline() for handle in self._running_handles()]
+            due += [worker.copies.machine.next_deadline() for worker in self._running_workers()]
             due += [until for handle in self._running_handles() if (until := handle.fence_waits_until() or 0.0) > self.now]
             when = max(self.now, min(d for d in due if d is not None))
             if when > end:
@@ -271,6 +275,8 @@ class PureCluster(Cluster):
         due = self.coordinator.next_deadline()
         if due is not None and due <= self.now:
             self.step(Tick())
+        for worker in self._running_workers():
+            worker.copies.tick()
         for handle in list(self._running_handles()):
             for lane in [lane for lane in handle.serving if lane.access is None and lane.queue and not lane.is_stopped]:
                 if lane in self.open_lanes(lane.reader) and not self._can_go_on(lane):

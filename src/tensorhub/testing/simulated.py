@@ -77,6 +77,7 @@ class SimulatedCluster(Cluster):
         self._touched: dict[Handle, None] = {}
         self._doing: set[Handle] = set()  # whose next action is on its way; never iterated over
         self._wakes: dict[Handle, float] = {}  # when its deadline will be looked at
+        self._copies_wake: dict[SimWorker, float] = {}  # the same, of a worker's host copies
         self._tick_at: float | None = None
         self._dies = False  # the coordinator, in the midst of what it has to do
         self._stored_at = 0.0  # when the store is done with what it has
@@ -371,6 +372,17 @@ class SimulatedCluster(Cluster):
         if due is not None and self._wakes.get(handle) != due:
             self._wakes[handle] = due
             self.at(max(due, self.now), handle.worker, self._wake, handle, due)
+
+    def copies_moved(self, worker: SimWorker) -> None:
+        due = worker.copies.machine.next_deadline()
+        if due is not None and self._copies_wake.get(worker) != due:
+            self._copies_wake[worker] = due
+            self.at(max(due, self.now), worker, self._wake_copies, worker, due)
+
+    def _wake_copies(self, worker: SimWorker, due: float) -> None:
+        if self._copies_wake.get(worker) == due:
+            del self._copies_wake[worker]
+            worker.copies.tick()
 
     def _do_soon(self, handle: Handle, seconds: float) -> None:
         if handle not in self._doing:

@@ -93,7 +93,7 @@ class Users:
         random, name = self._random, f"w{self._workers}"
         self._workers += 1
         location = Location(site=random.choice(("here", "there")), host=random.choice((name, "shared")))
-        self._cluster.host_bytes = random.choice((0, 0, 1, 2)) * self._cluster.manifest.nbytes
+        self._cluster.host_bytes = random.choice((0, 1, 2, 3)) * self._cluster.manifest.nbytes
         worker = self._cluster.worker(name, location)
         assert isinstance(worker, TimedWorker)
         worker.copies_refused = random.choice((0, 0, 0, 1, 3))
@@ -132,10 +132,9 @@ class Users:
             if not worker.alive or not gone or not handle.idle or handle.serving:
                 continue
             if state in HOLDING or state is HandleState.IN_DOUBT:
-                handle.prefetched.close(1.0, abandon=True)
+                handle.close(1.0, abandon=True)
             else:
                 worker.drop(handle)
-                handle.prefetched.handle_over()
                 team.ranks[rank] = worker.register(team.name, rank, team.world_size, spot=team.spot)
 
     def replace(self, team: Team, rank: int) -> None:
@@ -202,7 +201,7 @@ class Users:
                 case "unpublish":
                     handle.unpublish(timeout_s)
                 case "close":
-                    handle.prefetched.close(timeout_s, abandon=random.random() < 0.3)
+                    handle.close(timeout_s, abandon=random.random() < 0.3)
                 case _:
                     handle.refuse()
         except StateError:

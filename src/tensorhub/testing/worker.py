@@ -41,19 +41,18 @@ from tensorhub.messages import (
     Write,
 )
 from tensorhub.runtime.questions import Answer
-from tensorhub.testing.handle import Asked, Handle
+from tensorhub.testing.handle import Handle
+from tensorhub.testing.host_copies import SimulatedCopies
 from tensorhub.testing.network import Link
-from tensorhub.types import Endpoint, HandleState, Location, Medium, Purpose
-from tensorhub.worker.calls import CopyCall, FillCall, LocalCopy, UnpublishCall
+from tensorhub.types import Endpoint, Location, Medium
 from tensorhub.worker.copies import Copies
 from tensorhub.worker.enrolment import Shard
 from tensorhub.worker.owner import Owner
-from tensorhub.worker.router import Answered, Look, Make, Reply, Router, Tell
+from tensorhub.worker.router import Answered, Look, Reply, Router, Tell
 from tensorhub.worker.telling import tell_chunks
 
 if TYPE_CHECKING:
     from tensorhub.testing.cluster import Cluster
-    from tensorhub.testing.prefetching import Prefetched
 
 
 class SimWorker:
@@ -80,9 +79,8 @@ class SimWorker:
         self.dismissals: list[str] = []
         self.answers: dict[int, TensorHubError | None] = {}  # to what the worker itself asked, by request
         self.host_bytes = cluster.host_bytes
+        self.copies = SimulatedCopies(self)
         self.copies_refused = 0  # that it will refuse to make
-        self.closing: list[Prefetched] = []  # of handles that their user is closing
-        self.has_closed = False  # a user has closed one
         self.pins: dict[str, tuple[str, int]] = {}  # that it wants: model and version, by id
         self.unpinned: dict[str, str] = {}  # pins that it has ended, and has not heard the end of: their models, by id
         self.router = Router[Handle](cluster.numbers)
@@ -114,6 +112,7 @@ class SimWorker:
         handle = self.new_handle(shard)
         self.handles.append(handle)
         self.router.add(shard, handle)
+        self.copies.machine.began(handle.member)
         self.cluster.by_registration[shard.registration] = handle
         if self.link is not None and self.link.welcomed:
             handle.apply(handle.member.connected(self.cluster.now, self.cluster.options.lease_s))
@@ -129,6 +128,14 @@ class SimWorker:
         self.router.remove(handle.shard)
         self.host_copies.remove(handle.shard.registration)
         self.cluster.by_registration.pop(handle.shard.registration, None)
+        self.copies.ended(handle)
+
+    def closed(self, handle: Handle) -> None:
+        """It is closed: its user still has it, and a host copy has no user."""
+        if handle.shard.medium is Medium.HOST:
+            self.drop(handle)
+        else:
+            self.copies.ended(handle)
 
     # -- its connection
 
@@ -244,65 +251,6 @@ class SimWorker:
         self.say(Unpin(request, pin, model))
         return request
 
-    # -- copies in host memory
-
-    @property
-    def ends(self) -> bool:
-        """Whether a user has closed a handle, or is about to, and none is left: this process may end at any time."""
-        used = [
-            h for h in self.handles if h.shard.serves and h.shard.purpose is Purpose.USE and h.registration_error is None
-        ]
-        closing = [prefetched.handle for prefetched in self.closing]
-        left = [h for h in used if h.member.state is not HandleState.CLOSED and h not in closing]
-        return (self.has_closed or bool(closing)) and not left
-
-    def _make_copy(self, message: MakeCopy, source: Handle | None) -> None:
-        """Read it like any reader, also where it is in this worker's own memory."""
-        if message.copy in self.cluster.by_registration:
-            return
-        if self.copies_refused or self.ends:
-            self.copies_refused = max(0, self.copies_refused - 1)
-            self.say(CopyRefused(message.copy, "not here"))
-            return
-        info, group, manifest = message.version, f"copy/{message.copy}", self.cluster.manifest
-        copy = Shard(
-            message.copy, info.model, group, 0, 1, False, "", manifest, message.shard, Medium.HOST, Purpose.RETENTION
-        )
-        held = source.member.content if source is not None else None
-        if held is not None and held.version.content_id == info.content_id:
-            self.take(copy).call(CopyCall(held.version, held.manifest, LocalCopy(message.registration, held.generation)))
-        elif message.registration:
-            self.say(CopyRefused(message.copy, "not held any more"))
-        else:
-            self.take(copy).replicate(info.version)
-
-    def _drop_copy(self, copy: Handle) -> None:
-        """One step on the way to its end, after each of which it is asked again."""
-        copy.dropped = True
-        if copy.member.running is not None:
-            copy.cancel()
-        elif copy.asked is not None and not copy.asked.done:
-            pass  # its call has ended, and is about to be asked what comes next
-        elif copy.shard.purpose is Purpose.PREFETCH:
-            copy.close(abandon=True)
-        elif copy.member.state is HandleState.READY:
-            copy.unpublish()
-        else:
-            copy.close()
-
-    def copy_ended(self, copy: Handle, asked: Asked) -> None:
-        """A call of a copy has ended."""
-        if copy.member.state is HandleState.CLOSED:
-            self.drop(copy)
-        elif isinstance(asked.what, FillCall | CopyCall) and asked.error is not None:
-            if copy.shard.purpose is Purpose.RETENTION:
-                self.say(CopyRefused(copy.shard.registration, str(asked.error)))
-            self._drop_copy(copy)
-        elif isinstance(asked.what, UnpublishCall) and asked.error is not None:
-            copy.dropped = False  # it has to stay after all
-        elif copy.dropped:
-            self._drop_copy(copy)
-
     # -- what it hears
 
     def granted(self, message: LeaveGranted) -> None:
@@ -334,8 +282,11 @@ class SimWorker:
                         handle.digest_again(question)
                     else:
                         handle.tell_digests(question)
-                case Make():
-                    self._make_copy(routed.order, routed.source)
+                case MakeCopy() if self.copies_refused:
+                    self.copies_refused -= 1
+                    self.say(CopyRefused(routed.copy, "not here"))
+                case MakeCopy():
+                    self.copies.ordered(routed)
                 case Answered():
                     self._answered(routed.message)
                 case Reply():
@@ -347,9 +298,7 @@ class SimWorker:
                 case TellChunks():
                     self.say(tell_chunks(self.owner, routed))
                 case DropCopy():
-                    for copy in [handle for handle in self.handles if handle.shard.registration == routed.copy]:
-                        if not any(copy in prefetched.aside for prefetched in self.closing):  # said anew if it stays
-                            self._drop_copy(copy)
+                    self.copies.dropped(routed)
                 case _:
                     assert_never(routed)
 
@@ -379,6 +328,7 @@ class SimWorker:
         self.unsure_at = self.cluster.now
         for handle in list(self.router.handles.values()):
             handle.apply(handle.member.connected(self.cluster.now, message.lease_s))
+        self.copies.connected()
         self.say_pins()
 
     def _state_lost(self) -> None:
@@ -409,6 +359,7 @@ class SimWorker:
         self.say(ReaderCut(message.lease))
 
     def _answered(self, message: Answer) -> None:
+        self.copies.heard(message)
         if not isinstance(message, Done | Refused):
             return  # which only the runtime's questions ask for
         guarantees, request = self.cluster.guarantees, message.request

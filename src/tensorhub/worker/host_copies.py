@@ -57,6 +57,16 @@ class HostCopies:
     def budget(self) -> Budget:
         return self._hosting.budget
 
+    @property
+    def is_idle(self) -> bool:
+        """Whether nothing is under way."""
+        return not len(self._courses)
+
+    def copy_of(self, registration: str) -> str | None:
+        """The registration of what was prefetched for this handle."""
+        copy = self._prefetched.get(registration)
+        return copy.ident if copy is not None else None
+
     def _begin(self, steps: Callable[[Course], Steps[Any]], now: float, request: int | None = None) -> list[CopyAction]:
         course = Course(request)
         self._courses.begin(course, steps(course))

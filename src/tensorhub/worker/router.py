@@ -71,14 +71,6 @@ class Look(Generic[H]):
 
 
 @dataclass(frozen=True, slots=True)
-class Make(Generic[H]):
-    """A host copy is ordered. `source`: the handle that was named as holding its content, if it is here."""
-
-    order: MakeCopy
-    source: H | None
-
-
-@dataclass(frozen=True, slots=True)
 class Answered:
     """To what the worker itself has asked, unless that is answered or given up already."""
 
@@ -93,7 +85,7 @@ class Reply:
 
 
 # What is none of these concerns the worker itself.
-Routed = Tell[H] | Look[H] | Make[H] | Answered | Reply | Announce | CutReader | TellChunks | DropCopy
+Routed = Tell[H] | Look[H] | Answered | Reply | Announce | CutReader | TellChunks | MakeCopy | DropCopy
 
 
 class Router(Generic[H]):
@@ -189,9 +181,7 @@ class Router(Generic[H]):
                 handle = self.handles.get(message.registration)
                 nothing = Digests(message.registration, message.generation, 0, (), b"", True)
                 return [Look(handle, message) if handle is not None else Reply(nothing)]
-            case MakeCopy():
-                return [Make(message, self.handles.get(message.registration))]
-            case Announce() | CutReader() | TellChunks() | DropCopy():
+            case Announce() | CutReader() | TellChunks() | MakeCopy() | DropCopy():
                 return [message]
             case HeartbeatAck() | Welcome() | Dismissed():
                 return []  # the session's own

@@ -34,6 +34,7 @@ from tensorhub.coordinator.versions import Versions
 from tensorhub.messages import Join, Outcome, Register, Revoked, Start, Write
 from tensorhub.scheduler.pull import Pull, SourceState
 from tensorhub.testing import Fault
+from tensorhub.worker.budget import Budget
 from tensorhub.worker.enrolment import Enrolment
 from tensorhub.worker.leases import Leases
 from tensorhub.worker.member import Member as Rank
@@ -486,4 +487,13 @@ def answered_by_the_newest() -> Iterator[None]:
         return self.handles.get(there and next(reversed(self.handles)))
 
     with replaced(Router, "_answer", answer):
+        yield
+
+
+# -- host copies and their budget
+
+
+@bug("R5: room is reserved whatever other copies have reserved")
+def room_reserved_twice() -> Iterator[None]:
+    with replaced(Budget, "_missing", lambda self, ident, nbytes: 0), replaced(Budget, "check_invariants", nothing):
         yield

@@ -1,0 +1,249 @@
+"""The shell of a simulated worker's host copies: carries out what the real machine wants, on simulated handles.
+
+As `runtime.host_copies`, without tasks: a call's end is told when its handle comes to it. Decides nothing.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, assert_never
+
+from tensorhub.errors import StateError, TensorHubError
+from tensorhub.messages import Deregister, DropCopy, GetManifest, MakeCopy, ManifestReply, Refused
+from tensorhub.testing.demands import demand
+from tensorhub.types import FetchReport, Purpose, Selector, VersionInfo
+from tensorhub.worker.calls import Say
+from tensorhub.worker.copy_actions import (
+    AskManifest,
+    BeginCall,
+    CancelCall,
+    CopyAction,
+    DropHandle,
+    EndCopysPrefetch,
+    FinishRequest,
+    StartHandle,
+    Tell,
+)
+from tensorhub.worker.host_copies import HostCopies
+
+if TYPE_CHECKING:
+    from tensorhub.runtime.questions import Answer
+    from tensorhub.testing.handle import Asked, Handle
+    from tensorhub.testing.worker import SimWorker
+
+
+@dataclass(eq=False)
+class Wanted:
+    """What was asked of a worker's host copies, and how it ended. `ends` is called then."""
+
+    request: int
+    of: Handle | None = None  # the handle that it is about
+    done: bool = False
+    report: FetchReport | None = None
+    error: Exception | None = None
+    ends: Callable[[], None] = lambda: None
+
+    def has_ended(self) -> bool:
+        return self.done
+
+    @property
+    def handle(self) -> Handle:
+        assert self.of is not None
+        return self.of
+
+    @property
+    def changed(self) -> bool:
+        return self.report is not None and self.report.changed
+
+    @property
+    def number(self) -> int:
+        """The version that a prefetch ended with; raises what it raised."""
+        assert self.done, "it has not ended"
+        if self.error is not None:
+            raise self.error
+        assert self.report is not None
+        return self.report.version
+
+
+class SimulatedCopies:
+    """Those of one worker."""
+
+    def __init__(self, worker: SimWorker, op_timeout_s: float = 60.0) -> None:
+        self._worker = worker
+        self._cluster = cluster = worker.cluster
+        self.machine = HostCopies(worker.host_bytes, op_timeout_s, lambda: f"r{next(cluster.registrations)}h")
+        self._calls: dict[Asked, int] = {}  # that run, and their numbers
+        self._questions: dict[int, AskManifest] = {}  # by request
+        self.wanted: dict[int, Wanted] = {}  # that has not ended, by request
+        self._todo: deque[CopyAction] = deque()
+        self._is_busy = False
+        self.memory: dict[str, int] = {}  # that copies, and staged updates, have in truth, by their id
+
+    # -- what is asked for
+
+    def prefetch(self, handle: Handle, selector: Selector, timeout_s: float) -> Wanted:
+        return self._want(lambda n: self.machine.prefetch(n, handle.member, selector, timeout_s, self._cluster.now), handle)
+
+    def seed(self, info: VersionInfo, shard: int, timeout_s: float) -> Wanted:
+        return self._want(lambda n: self.machine.seed(n, info, shard, timeout_s, self._cluster.now))
+
+    def close(self, handle: Handle, timeout_s: float, *, abandon: bool) -> Wanted:
+        return self._want(
+            lambda n: self.machine.close(n, handle.member, timeout_s, self._cluster.now, abandon=abandon), handle
+        )
+
+    def make_room(self, ident: str, purpose: Purpose, nbytes: int) -> Wanted:
+        return self._want(lambda n: self.machine.make_room(n, ident, purpose, nbytes, self._cluster.now))
+
+    def _want(self, ask: Callable[[int], list[CopyAction]], handle: Handle | None = None) -> Wanted:
+        wanted = Wanted(next(self._cluster.numbers), handle)
+        self.wanted[wanted.request] = wanted
+        self._apply(ask(wanted.request))
+        return wanted
+
+    def cancel(self, wanted: Wanted) -> None:
+        """Whoever asked for it wants it no more."""
+        self._apply(self.machine.cancel(wanted.request, self._cluster.now))
+
+    def of(self, handle: Handle) -> Handle | None:
+        """What was prefetched for it."""
+        copy = self.machine.copy_of(handle.shard.registration)
+        return self._worker.router.handles.get(copy) if copy is not None else None
+
+    # -- what is heard of
+
+    def ended(self, handle: Handle) -> None:
+        """It is no more, and nor is its memory."""
+        for ident in (handle.id, handle.staging_id):
+            self.free(ident)
+        self._apply(self.machine.ended(handle.shard.registration, self._cluster.now))
+
+    def answered(self, handle: Handle, refusal: Exception | None) -> None:
+        self._apply(self.machine.answered(handle.shard.registration, refusal, self._cluster.now))
+
+    def call_ended(self, handle: Handle, asked: Asked) -> None:
+        number = self._calls.pop(asked, None)
+        if number is not None:
+            report = handle.report_of(asked) if asked.error is None and asked.version is not None else None
+            nbytes = self.memory.get(handle.id, 0)
+            self._apply(self.machine.call_ended(number, self._cluster.now, report=report, error=asked.error, nbytes=nbytes))
+
+    def end_prefetch(self, handle: Handle) -> None:
+        self._apply(self.machine.end_prefetch(handle.shard.registration, self._cluster.now))
+
+    def free_prefetch(self, handle: Handle) -> None:
+        self._apply(self.machine.free_prefetch(handle.shard.registration, self._cluster.now))
+
+    def take(self, ident: str, nbytes: int, purpose: Purpose | None = None) -> None:
+        """Memory is taken; StateError: there is no room. `purpose`: of one that was not reserved, or is of another size."""
+        if purpose is not None and self.memory.get(ident) != nbytes:
+            self.machine.take(ident, purpose, nbytes)
+        self.memory[ident] = nbytes
+        taken, room = sum(self.memory.values()), self._worker.host_bytes
+        demand(taken <= room, f"host memory: {self._worker} has taken {taken} of {room} bytes: {self.memory}")
+
+    def free(self, ident: str) -> None:
+        """Memory is given back."""
+        self.memory.pop(ident, None)
+        self._apply(self.machine.freed(ident, self._cluster.now))
+
+    def ordered(self, order: MakeCopy) -> None:
+        self._apply(self.machine.ordered(order, self._cluster.now))
+
+    def dropped(self, order: DropCopy) -> None:
+        self._apply(self.machine.dropped(order, self._cluster.now))
+
+    def heard(self, message: Answer) -> None:
+        """The answer to a question of its own, or of somebody else."""
+        question = self._questions.pop(message.request, None)
+        if question is not None and isinstance(message, ManifestReply):
+            self._apply(self.machine.manifest_came(question.number, message.manifest, self._cluster.now))
+        elif question is not None and isinstance(message, Refused):
+            self._apply(self.machine.manifest_failed(question.number, message.error.error(), self._cluster.now))
+
+    def connected(self) -> None:
+        """What the last session has not answered is asked again."""
+        asked = list(self._questions.values())
+        self._questions.clear()
+        for question in asked:
+            self._ask(question)
+
+    def tick(self) -> None:
+        """Time has passed."""
+        due = self.machine.next_deadline()
+        if due is not None and due <= self._cluster.now:
+            self._apply(self.machine.tick(self._cluster.now))
+
+    # -- what is to be done
+
+    def _apply(self, actions: list[CopyAction]) -> None:
+        self._todo.extend(actions)
+        if self._is_busy:
+            return
+        self._is_busy = True
+        try:
+            while self._todo and self._worker.alive:
+                self._do(self._todo.popleft())
+        finally:
+            self._is_busy = False
+        if self._worker.alive:
+            self.machine.check_invariants()
+            self._cluster.copies_moved(self._worker)
+
+    def _do(self, action: CopyAction) -> None:
+        worker, now = self._worker, self._cluster.now
+        match action:
+            case Say():
+                worker.say(action.message)
+            case StartHandle():
+                worker.take(action.shard)
+            case DropHandle():
+                handle = worker.router.handles.get(action.registration)
+                if handle is not None:
+                    worker.say(Deregister(next(self._cluster.numbers), action.registration, True))
+                    handle.stop()
+            case BeginCall():
+                self._begin(action)
+            case CancelCall():
+                if action.number in self._calls.values():
+                    handle = worker.router.handles[action.registration]
+                    handle.apply(handle.member.cancel(action.error, now))
+            case EndCopysPrefetch():
+                handle = worker.router.handles.get(action.registration)
+                if handle is not None:
+                    handle.apply(handle.member.end_prefetch(now))
+            case AskManifest():
+                self._ask(action)
+            case Tell():
+                self._cluster.note(f"{worker.name}: {action.event} {action.registration}: {action.reason}")
+                self._cluster.took(action.event.replace("_", " "))
+            case FinishRequest():
+                wanted = self.wanted.pop(action.request)
+                wanted.done, wanted.report, wanted.error = True, action.report, action.error
+                wanted.ends()
+            case _:
+                assert_never(action)
+
+    def _begin(self, action: BeginCall) -> None:
+        handle = self._worker.router.handles.get(action.registration)
+        error: TensorHubError = StateError("it was given up; register again")
+        if handle is not None and not handle.is_stopping:
+            try:
+                asked = handle.call(action.call, action.timeout_s)
+            except StateError as raised:
+                error = raised
+            else:
+                self._calls[asked] = action.number
+                if asked.done:
+                    self.call_ended(handle, asked)
+                return
+        nbytes = self.memory.get(action.registration, 0)
+        self._apply(self.machine.call_ended(action.number, self._cluster.now, error=error, nbytes=nbytes))
+
+    def _ask(self, question: AskManifest) -> None:
+        request = next(self._cluster.numbers)
+        self._questions[request] = question
+        version = question.version
+        self._worker.say(GetManifest(request, version.model, version.content_id, question.shard))
