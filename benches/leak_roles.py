@@ -22,10 +22,11 @@ from benches.remotes import obey
 from tensorhub.coordinator import cluster, entities, limits, lineage, membership
 from tensorhub.errors import TensorHubError
 from tensorhub.hub import Coordinator, Hub
-from tensorhub.runtime import news, store
-from tensorhub.runtime.link import CoordinatorLink
+from tensorhub.runtime.control import store
+from tensorhub.runtime.control.link import CoordinatorLink
 from tensorhub.runtime.loop_thread import LoopThread
-from tensorhub.runtime.worker import Worker
+from tensorhub.runtime.worker import version_watches
+from tensorhub.runtime.worker.worker import Worker
 from tensorhub.weights import Weights
 
 MIB = 2**20
@@ -75,7 +76,7 @@ def _lower_bounds() -> None:
     cluster.LOST_KEPT_MAX = membership.LOST_KEPT_MAX = BOUND  # type: ignore[attr-defined]
     entities.FORGOTTEN_KEPT_MAX = lineage.FORGOTTEN_KEPT_MAX = BOUND  # type: ignore[attr-defined]
     limits.DECISIONS_MAX = store.PUBLICATIONS_KEPT_MAX = store.PRUNED_AT = BOUND
-    news.IDLE_NAMES_MAX = BOUND
+    version_watches.IDLE_NAMES_MAX = BOUND
 
 
 async def coordinator(pipe: Connection, durable: bool) -> None:

@@ -22,9 +22,9 @@ import numpy.typing as npt
 import tensorhub
 from tensorhub.hub import Coordinator, Hub
 from tensorhub.protocol.blocking import BlockingConnection
-from tensorhub.runtime.handle import Handle
 from tensorhub.runtime.loop_thread import LoopThread
-from tensorhub.runtime.worker import Worker
+from tensorhub.runtime.worker.handle import Handle
+from tensorhub.runtime.worker.worker import Worker
 from tensorhub.transport import built_in
 from tensorhub.transport.base import (
     Arrival,

@@ -17,7 +17,7 @@ from tensorhub.messages import Watch
 from tensorhub.protocol.codec import FROM_COORDINATOR
 from tensorhub.protocol.handshake import NONCE_BYTES, ClientHandshake
 from tensorhub.protocol.stream import MessageStream
-from tensorhub.runtime import keyring, server
+from tensorhub.runtime.control import keyring, server
 from tensorhub.runtime.data.lanes import PullRunner
 from tensorhub.types import parse_address
 from tests.rig import CHUNK_BYTES, CHUNKS, OPTIONS, WAIT_S, gated, holds, nothing_left, tensors, thread_of, until, worker_of

@@ -225,7 +225,7 @@ async def test_calls_that_run_end() -> None:
                 for call in (replicate, fetch, wait_for, watch):
                     tasks.start_soon(call)
                 await until(lambda: gate.holds and hubs[2].newest("m") is not None)
-                await until(lambda: hubs[1]._worker.news.listeners("m") == 1)
+                await until(lambda: hubs[1]._worker.version_watches.listeners("m") == 1)
                 await coordinator.restart(*hubs)
                 gate.open()
                 with pytest.raises(LeaseLost, match=LOST):
@@ -242,7 +242,7 @@ async def test_what_is_newest_never_goes_back_silently() -> None:
         async def ask(how: str) -> int:
             match how:
                 case "newest":
-                    await until(lambda: reader._worker.news.newest("m") is not None)
+                    await until(lambda: reader._worker.version_watches.newest("m") is not None)
                     info = reader.newest("m")
                     assert info is not None
                     return info.version
@@ -260,7 +260,7 @@ async def test_what_is_newest_never_goes_back_silently() -> None:
                 await source.publish(1)
             await source.publish(1)
             if how != "fetch":
-                await until(lambda: reader._worker.news.newest("m") is not None)
+                await until(lambda: reader._worker.version_watches.newest("m") is not None)
             with pytest.raises(LeaseLost, match=f"'m': {LOST}"):
                 await ask(how)
             assert await ask(how) == 1
@@ -379,7 +379,7 @@ async def test_a_prefetch_in_the_background_leaves_the_loss_to_be_told_to_the_ca
             with pytest.raises(LeaseLost):
                 await source.unpublish()
             await source.publish(1)
-            await until(lambda: hub._worker.news.newest("m") is not None)
+            await until(lambda: hub._worker.version_watches.newest("m") is not None)
             await hub.describe("m")  # whatever would have been prefetched for that news has been begun
             with pytest.raises(LeaseLost):
                 await weights.update()

@@ -21,7 +21,7 @@ from tensorhub.protocol.codec import FROM_COORDINATOR
 from tensorhub.protocol.handshake import NONCE_BYTES, ClientHandshake
 from tensorhub.protocol.lost import ConnectionLost
 from tensorhub.protocol.secret import read_only_token
-from tensorhub.runtime import pending_handshakes as strangers_module
+from tensorhub.runtime.control import pending_handshakes as strangers_module
 from tensorhub.types import Location, Medium, Options, Purpose, parse_address
 from tests.rig import CHUNK_BYTES, WAIT_S, Cluster, cluster, connect, holds, tensors, until, worker_of
 

@@ -622,7 +622,7 @@ async def test_watching_ends_when_the_hub_closes() -> None:
 
         async with connect(c.address) as hub:
             tasks.start_soon(follow, hub)
-            await until(lambda: hub._worker.news.watches("m"))
+            await until(lambda: hub._worker.version_watches.watches("m"))
         await ended.wait()
 
 
@@ -638,12 +638,12 @@ async def test_a_watcher_that_nobody_iterates_goes_away() -> None:
     async with cluster("watcher") as c:
         hub = c.hubs[0]
         watcher = hub.watch("m")
-        await until(lambda: hub._worker.news.listeners("m") > 0)
+        await until(lambda: hub._worker.version_watches.listeners("m") > 0)
         gone = weakref.ref(watcher)
         del watcher
         gc.collect()
         assert gone() is None
-        await until(lambda: not hub._worker.news.listeners("m"))
+        await until(lambda: not hub._worker.version_watches.listeners("m"))
 
 
 # ---------------------------------------------------------------------------------------------------- loops and threads

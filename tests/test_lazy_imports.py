@@ -9,7 +9,7 @@ WITHOUT_TORCH = (
     "tensorhub.cli.app",
     "tensorhub.coordinator",
     "tensorhub.protocol",
-    "tensorhub.runtime.server",
+    "tensorhub.runtime.control.server",
     "tensorhub.scheduler",
     "tensorhub.memory.file_target",
     "tensorhub.memory.files",

@@ -17,8 +17,8 @@ import tensorhub
 from tensorhub.errors import GroupAborted, OperationTimeout, RetentionError, StateError, TensorHubError, VersionUnavailable
 from tensorhub.hub import Hub
 from tensorhub.memory.host import HostMemory
-from tensorhub.runtime import prefetcher
-from tensorhub.runtime.host_copies import HostCopyRunner
+from tensorhub.runtime.worker import prefetcher
+from tensorhub.runtime.worker.host_copies import HostCopyRunner
 from tensorhub.types import FetchReport, Purpose
 from tensorhub.weights import Weights
 from tensorhub.worker.courses import Course

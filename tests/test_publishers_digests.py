@@ -12,7 +12,7 @@ import pytest
 from tensorhub.errors import GroupAborted, IntegrityError, TensorHubError
 from tensorhub.hub import Hub
 from tensorhub.messages import Compare
-from tensorhub.runtime.server import CoordinatorServer
+from tensorhub.runtime.control.server import CoordinatorServer
 from tensorhub.weights import Weights
 from tests.rig import OPTIONS, Tensors, cluster, connect, holds, tensors, until, worker_of, write
 from tests.test_coordinator_restart import cluster as restartable

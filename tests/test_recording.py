@@ -13,7 +13,7 @@ import pytest
 
 from tensorhub.coordinator import Entry, Publication
 from tensorhub.errors import CoordinatorUnavailable, VersionConflict
-from tensorhub.runtime.store import SqliteStore
+from tensorhub.runtime.control.store import SqliteStore
 from tests.rig import WAIT_S, tensors, until
 from tests.test_coordinator_restart import cluster
 

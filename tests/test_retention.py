@@ -80,7 +80,7 @@ async def test_newest_and_wait_for_are_right_as_soon_as_rollback_returns() -> No
                 found.append((info.version, info.content_id))
 
             tasks.start_soon(wait)
-            await until(lambda: trainer._worker.news.listeners("m") > 0)
+            await until(lambda: trainer._worker.version_watches.listeners("m") > 0)
             async with published.mutate(93):
                 pass
             async with published.mutate(95):
@@ -96,7 +96,7 @@ async def test_wait_for_does_not_return_what_was_rolled_back_before_it_woke() ->
 
         def hear(*infos: VersionInfo) -> None:
             for info in infos:
-                hub._worker.news.announced(Announce("m", info))
+                hub._worker.version_watches.announced(Announce("m", info))
 
         found: list[VersionInfo] = []
 
@@ -105,7 +105,7 @@ async def test_wait_for_does_not_return_what_was_rolled_back_before_it_woke() ->
 
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(wait)
-            await until(lambda: hub._worker.news.listeners("m") > 0)
+            await until(lambda: hub._worker.version_watches.listeners("m") > 0)
             await hub.describe()  # its answer comes after the one to the question for news, which knows of none
             hub._thread.post(partial(hear, first, older))
             await until(lambda: hub.newest("m") == older)

@@ -22,13 +22,13 @@ from tensorhub.memory.tensors import CallersMemory, Memory, RegisteredMemory
 from tensorhub.opening import Block, Opening, Unpicklable, close_after
 from tensorhub.protocol.secret import Secret, check_open_access, resolve_token
 from tensorhub.runtime import ports
+from tensorhub.runtime.control.keyring import open_keyring
+from tensorhub.runtime.control.server import CoordinatorServer
+from tensorhub.runtime.control.store import MemoryStore, SqliteStore, Store
 from tensorhub.runtime.ending import CLOSE_S, Parting
-from tensorhub.runtime.filler import ProgressListener
-from tensorhub.runtime.keyring import open_keyring
 from tensorhub.runtime.loop_thread import AsyncSide, LoopThread, Side
-from tensorhub.runtime.server import CoordinatorServer
-from tensorhub.runtime.store import MemoryStore, SqliteStore, Store
-from tensorhub.runtime.worker import Worker
+from tensorhub.runtime.worker.fill import ProgressListener
+from tensorhub.runtime.worker.worker import Worker
 from tensorhub.types import (
     LATEST,
     VERSION_MAX,
@@ -338,11 +338,11 @@ class Hub(Unpicklable):
         """
         check_name("model", model)
         self._thread.check_usable()
-        self._worker.news.tell_loss(model)
-        if not self._worker.news.watches(model):
-            self._worker.news.check_room(model)
-            self._thread.post(partial(self._worker.news.watch, model))
-        return self._worker.news.newest(model)
+        self._worker.version_watches.tell_loss(model)
+        if not self._worker.version_watches.watches(model):
+            self._worker.version_watches.check_room(model)
+            self._thread.post(partial(self._worker.version_watches.watch, model))
+        return self._worker.version_watches.newest(model)
 
     async def wait_for(self, model: str, *, at_least: int, timeout: float | None = None) -> VersionInfo:
         """The newest version of `model`, once it is `at_least`; 0: whatever is the newest. While nothing is published under
@@ -353,7 +353,8 @@ class Hub(Unpicklable):
         """
         check_name("model", model)
         check_version(at_least)
-        return await self._thread.call(self._worker.news.wait_for, model, at_least, self._worker.timeout_s(timeout))
+        wait_for, timeout_s = self._worker.version_watches.wait_for, self._worker.timeout_s(timeout)
+        return await self._thread.call(wait_for, model, at_least, timeout_s)
 
     def watch(self, model: str) -> Watcher:
         """Iterate over newest versions, the known one first; a slow consumer gets only the newest of those it missed.
@@ -363,7 +364,7 @@ class Hub(Unpicklable):
         """
         check_name("model", model)
         self._thread.check_usable()
-        self._worker.news.tell_loss(model)
+        self._worker.version_watches.tell_loss(model)
         return Watcher(self._worker, self._thread, model, keeps=self)
 
     @overload
@@ -377,7 +378,7 @@ class Hub(Unpicklable):
         """
         if model is not None:
             check_name("model", model)
-        found = await self._thread.call(self._worker.questions.describe, model, self._worker.timeout_s(timeout))
+        found = await self._thread.call(self._worker.coordinator.describe, model, self._worker.timeout_s(timeout))
         return found if model is None else found[0]
 
     async def retain(self, model: str, *, latest: int, timeout: float | None = None) -> None:
@@ -393,7 +394,7 @@ class Hub(Unpicklable):
         _check_full(self._worker, "retain")
         check_name("model", model)
         _check_latest(latest)
-        await self._thread.call(self._worker.questions.retain, model, latest, self._worker.timeout_s(timeout))
+        await self._thread.call(self._worker.coordinator.retain, model, latest, self._worker.timeout_s(timeout))
 
     def pin(self, model: str, version: int, timeout: float | None = None) -> contextlib.AbstractAsyncContextManager[None]:
         """Keep one version fetchable for the length of the block, whatever `retain` says; pins of one version count.
@@ -432,7 +433,7 @@ class Hub(Unpicklable):
         _check_full(self._worker, "rollback")
         check_name("model", model)
         check_version(to)
-        await self._thread.call(self._worker.questions.rollback, model, to, self._worker.timeout_s(timeout))
+        await self._thread.call(self._worker.coordinator.rollback, model, to, self._worker.timeout_s(timeout))
 
     async def fetch(
         self,

@@ -28,9 +28,9 @@ class Watcher(Unpicklable):
         self._has_ended = False
         self._losses: list[LeaseLost] = []
         listener = _Listener(self._box, self._losses, self._wakeup)
-        worker.news.check_room(model)
-        thread.post(partial(worker.news.listen, model, listener, listener.lost))
-        weakref.finalize(self, thread.post, partial(worker.news.unlisten, model, listener, listener.lost))
+        worker.version_watches.check_room(model)
+        thread.post(partial(worker.version_watches.listen, model, listener, listener.lost))
+        weakref.finalize(self, thread.post, partial(worker.version_watches.unlisten, model, listener, listener.lost))
         thread.tell_end(self)
 
     if not TYPE_CHECKING:

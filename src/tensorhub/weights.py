@@ -75,7 +75,7 @@ class Weights(Unpicklable):
         return await self._publish(version, timeout)
 
     async def _publish(self, version: int, timeout: float | None) -> VersionInfo:
-        self._handle.callers_work.note()
+        self._handle.stream_sync.note()
         return await self._thread.call(self._handle.publish, version, self._worker.timeout_s(timeout))
 
     async def unpublish(self, timeout: float | None = None) -> None:
@@ -107,7 +107,7 @@ class Weights(Unpicklable):
         self._memory.check_current()
         timeout_s = self._worker.timeout_s(timeout)
         await self._thread.call(self._handle.check_idle)
-        await self._thread.call(self._worker.questions.check_number, self.model, version, timeout_s)
+        await self._thread.call(self._worker.coordinator.check_number, self.model, version, timeout_s)
         await self._thread.call(self._handle.tell_loss)  # to each rank of the group: none refuses the others' call for it
         where = "unpublish() in"
         try:
@@ -154,7 +154,7 @@ class Weights(Unpicklable):
         """
         call = FillCall(OpKind.REPLICATE, check_selector(selector))
         self._memory.check_current()
-        self._handle.callers_work.note()
+        self._handle.stream_sync.note()
         return await self._thread.call(self._handle.fill, call, self._worker.timeout_s(timeout))
 
     async def update(
@@ -191,7 +191,7 @@ class Weights(Unpicklable):
             job.ask_caller(partial(self._run_hook, before_write, info))
 
         self._memory.check_current()
-        self._handle.callers_work.note()
+        self._handle.stream_sync.note()
         job = self._thread.job(self._handle.fill, call, self._worker.timeout_s(timeout), ask)
         return await self._thread.run_job(job)
 
@@ -207,7 +207,7 @@ class Weights(Unpicklable):
                     )
                 await made
                 self._memory.check_current()
-                self._handle.callers_work.note()
+                self._handle.stream_sync.note()
         except Exception as error:
             problem = error
         self._thread.post(partial(self._handle.hook_returned, problem))

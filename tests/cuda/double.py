@@ -112,11 +112,11 @@ class Double:
     def owns(self, address: int) -> bool:
         return not self.is_beside
 
-    def callers_work(self) -> CallersWork:
-        return CallersWork(self)
+    def stream_sync(self) -> StreamSync:
+        return StreamSync(self)
 
 
-class CallersWork:
+class StreamSync:
     """See `Mark`."""
 
     def __init__(self, device: Double) -> None:

@@ -269,10 +269,10 @@ class Torch:
 def test_what_is_captured_is_not_waited_for(library: Library, monkeypatch: pytest.MonkeyPatch) -> None:
     torch = Torch()
     monkeypatch.setitem(sys.modules, "torch", torch)
-    cuda_device(1).callers_work()
+    cuda_device(1).stream_sync()
     torch.is_capturing = True
     with pytest.raises(StateError, match="a CUDA graph is being captured on cuda:1's present stream"):
-        cuda_device(1).callers_work()
+        cuda_device(1).stream_sync()
     assert torch.recorded == ["stream of 1"]
     assert threading.get_ident() not in library.modes  # a caller's thread stays as it is
 

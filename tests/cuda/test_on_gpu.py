@@ -205,7 +205,7 @@ def test_a_capture_goes_on_while_other_threads_use_the_gpu(device: CudaDevice) -
         thread.start()
         thread.join()
         with pytest.raises(StateError, match="a CUDA graph is being captured"):
-            device.callers_work()
+            device.stream_sync()
         held += 1
     assert not failures
     graph.replay()

@@ -39,7 +39,7 @@ from tensorhub.memory.checkpoint import FORMAT, SUFFIX, Checkpoint, Index, file_
 from tensorhub.memory.file_target import FileTarget, plan
 from tensorhub.memory.safetensors import METADATA, TORCH_NAMES, Header, make_header, parse_header, read_from
 from tensorhub.protocol.secret import TOKEN_BYTES_MAX, TOKENS_MAX, is_loopback, read_token_file
-from tensorhub.runtime.store import SqliteStore
+from tensorhub.runtime.control.store import SqliteStore
 from tensorhub.types import OpKey, Options, check_name, check_selector, format_address, parse_address
 from tests.fuzz.protocol import bounded
 from tests.fuzz.source import Source

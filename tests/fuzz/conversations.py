@@ -70,7 +70,7 @@ def pools_of(coordinator: Coordinator, registrations: tuple[str, ...]) -> dict[s
 
 
 class _Shell:
-    """What drives a coordinator, as `runtime.server` does; the store is as fast as the input wants it."""
+    """What drives a coordinator, as `runtime.control.server` does; the store is as fast as the input wants it."""
 
     def __init__(self, source: Source) -> None:
         self.source = source

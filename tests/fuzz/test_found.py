@@ -12,7 +12,7 @@ from tensorhub.coordinator import Publication
 from tensorhub.errors import ProtocolError, StateError
 from tensorhub.memory.checkpoint import Index, rewritten
 from tensorhub.messages import AddSource, FromCoordinator, Outcome, Start, Write
-from tensorhub.runtime.store import SqliteStore
+from tensorhub.runtime.control.store import SqliteStore
 from tensorhub.testing import Handle, PureCluster
 from tensorhub.types import OpKey, VersionInfo
 from tests.rig import nothing_left

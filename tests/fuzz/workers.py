@@ -71,7 +71,7 @@ GRANTS = [
 
 
 class _Shell:
-    """What drives a rank's machine, as `runtime.handle` does, over the real owner and the real books of a pull."""
+    """What drives a rank's machine, as `runtime.worker.handle` does, over the real owner and the real books of a pull."""
 
     def __init__(self, source: Source) -> None:
         self.source = source

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from tensorhub.coordinator import Disconnected, Received
 from tensorhub.manifest import Manifest
 from tensorhub.messages import Grant
-from tensorhub.runtime.link import BEATS_PER_LEASE
+from tensorhub.runtime.control.link import BEATS_PER_LEASE
 from tensorhub.testing import Choice, Fault, Handle, PureCluster, SimWorker
 from tensorhub.testing.network import COORDINATOR, Link, TimedLink, Ways
 from tensorhub.testing.pulling import Frame, Lane, Reading

@@ -13,7 +13,7 @@ import pytest
 from tensorhub.coordinator import Connected, Coordinator, Received, Send, limits, views
 from tensorhub.coordinator.answers import Answers
 from tensorhub.messages import Describe, Description, Heartbeat, HeartbeatAck, Leave
-from tensorhub.runtime.server import CoordinatorServer
+from tensorhub.runtime.control.server import CoordinatorServer
 from tensorhub.testing import PureCluster
 from tests.rig import OPTIONS, WAIT_S, connect, nothing_left, until
 from tests.runtime.test_server import JOIN, serving, talk

@@ -16,8 +16,8 @@ import anyio.lowlevel
 import pytest
 
 from tensorhub.logs import Tally, get_logger
-from tensorhub.runtime.doorstep import Doorstep, Stranger
-from tensorhub.runtime.pending_handshakes import PendingHandshakes
+from tensorhub.runtime.control.doorstep import Doorstep, Stranger
+from tensorhub.runtime.control.pending_handshakes import PendingHandshakes
 from tensorhub.transport import sockets, unix
 from tests.rig import WAIT_S, nothing_left, until
 

@@ -35,9 +35,9 @@ from tensorhub.protocol.handshake import NONCE_BYTES, ClientHandshake
 from tensorhub.protocol.lost import ConnectionLost
 from tensorhub.protocol.secret import read_only_secret
 from tensorhub.protocol.stream import MessageStream
-from tensorhub.runtime import server as server_module
-from tensorhub.runtime.server import CoordinatorServer
-from tensorhub.runtime.store import MemoryStore
+from tensorhub.runtime.control import server as server_module
+from tensorhub.runtime.control.server import CoordinatorServer
+from tensorhub.runtime.control.store import MemoryStore
 from tensorhub.types import Location, Medium, OpKey, Options, Purpose, VersionInfo, parse_address
 from tests.rig import CHUNK_BYTES, WAIT_S, nothing_left, tensors, until
 

@@ -11,7 +11,7 @@ import pytest
 from tensorhub.errors import AuthenticationFailed
 from tensorhub.logs import repeats
 from tensorhub.protocol.secret import Secret, resolve_token
-from tensorhub.runtime.keyring import LOOK_S, TokenFile, open_keyring
+from tensorhub.runtime.control.keyring import LOOK_S, TokenFile, open_keyring
 
 
 class Clock:

@@ -21,9 +21,9 @@ from tensorhub.protocol import codec
 from tensorhub.protocol.codec import FROM_COORDINATOR
 from tensorhub.protocol.handshake import NONCE_BYTES, ClientHandshake
 from tensorhub.protocol.stream import MessageStream
-from tensorhub.runtime import server as server_module
-from tensorhub.runtime.server import CoordinatorServer
-from tensorhub.runtime.store import MemoryStore
+from tensorhub.runtime.control import server as server_module
+from tensorhub.runtime.control.server import CoordinatorServer
+from tensorhub.runtime.control.store import MemoryStore
 from tensorhub.types import Location, Medium, Options, Purpose, parse_address
 from tests.rig import OPTIONS, WAIT_S, cluster, connect, holds, nothing_left, tensors, until
 

@@ -23,8 +23,8 @@ from tensorhub.coordinator import (
     Unpinned,
 )
 from tensorhub.errors import StateError
-from tensorhub.runtime import store as store_module
-from tensorhub.runtime.store import PUBLICATIONS_READ_MAX, MemoryStore, SqliteStore
+from tensorhub.runtime.control import store as store_module
+from tensorhub.runtime.control.store import PUBLICATIONS_READ_MAX, MemoryStore, SqliteStore
 from tensorhub.types import OpKey
 
 

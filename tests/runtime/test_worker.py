@@ -14,12 +14,12 @@ import trio.testing
 
 from tensorhub.errors import CoordinatorUnavailable, OperationTimeout, TensorHubError, VersionUnavailable
 from tensorhub.memory.tensors import RegisteredMemory
-from tensorhub.runtime import questions
+from tensorhub.runtime.control.server import CoordinatorServer
+from tensorhub.runtime.control.store import MemoryStore, SqliteStore, Store
 from tensorhub.runtime.ending import CLOSE_S, Parting
-from tensorhub.runtime.handle import Handle
-from tensorhub.runtime.server import CoordinatorServer
-from tensorhub.runtime.store import MemoryStore, SqliteStore, Store
-from tensorhub.runtime.worker import Worker
+from tensorhub.runtime.worker import coordinator_client
+from tensorhub.runtime.worker.handle import Handle
+from tensorhub.runtime.worker.worker import Worker
 from tensorhub.types import HandleState, Location, OpKind, Options
 from tensorhub.worker.calls import FillCall
 from tests.rig import nothing_left, tensors
@@ -116,7 +116,7 @@ async def registered(worker: Worker, group: str | None = None, content: int | No
 
 
 async def states(worker: Worker) -> list[str]:
-    return [info.state for info in (await worker.questions.describe("m", 60))[0].workers]
+    return [info.state for info in (await worker.coordinator.describe("m", 60))[0].workers]
 
 
 REPLICATE = FillCall(OpKind.REPLICATE, "latest")
@@ -145,14 +145,14 @@ def test_a_cut_way_costs_the_lease_and_healing_brings_the_version_back_under_a_n
             await anyio.sleep(0.8 * LEASE_S)
             assert await states(near) == ["suspect"]
             await anyio.sleep(LEASE_S)
-            assert (await near.questions.describe("m", 60))[0].replicas == ()
+            assert (await near.coordinator.describe("m", 60))[0].replicas == ()
             assert "offline" in repr(far)  # it has noticed by itself
             assert handle.member.state is HandleState.READY  # its memory is its own
             way.heal()
             await anyio.sleep(3 * LEASE_S)
             assert far.incarnation != life
-            assert await near.news.wait_for("m", 1, 60) == info
-            assert [r.state for r in (await near.questions.describe("m", 60))[0].replicas] == ["ready"]
+            assert await near.version_watches.wait_for("m", 1, 60) == info
+            assert [r.state for r in (await near.coordinator.describe("m", 60))[0].replicas] == ["ready"]
             assert handle.member.version == 1
 
     in_no_time(main)
@@ -195,7 +195,7 @@ async def timed(call: Awaitable[object]) -> tuple[TensorHubError, float]:
 
 
 def test_every_call_ends_at_its_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(questions, "RECONNECT_S_FIRST", 1.0)  # each wait costs the mock clock 0.03 s of ours
+    monkeypatch.setattr(coordinator_client, "RECONNECT_S_FIRST", 1.0)  # each wait costs the mock clock 0.03 s of ours
 
     async def main() -> None:
         async with joined(Options(lease_s=20)) as (far, way, near):
@@ -203,7 +203,7 @@ def test_every_call_ends_at_its_deadline(monkeypatch: pytest.MonkeyPatch) -> Non
             error, seconds = await timed(handle.fill(REPLICATE, 45))
             assert (type(error), error.memory) == (VersionUnavailable, "intact")
             assert 45 <= seconds < 46
-            error, seconds = await timed(near.news.wait_for("m", 1, 33))
+            error, seconds = await timed(near.version_watches.wait_for("m", 1, 33))
             assert type(error) is OperationTimeout
             assert 33 <= seconds < 34
             lonely = await registered(far)
@@ -211,7 +211,7 @@ def test_every_call_ends_at_its_deadline(monkeypatch: pytest.MonkeyPatch) -> Non
             error, seconds = await timed(lonely.fill(REPLICATE, 45))
             assert (type(error), error.retryable, error.memory) == (CoordinatorUnavailable, True, "intact")
             assert 45 <= seconds < 50
-            error, seconds = await timed(far.questions.describe("m", 20))
+            error, seconds = await timed(far.coordinator.describe("m", 20))
             assert type(error) is CoordinatorUnavailable
             assert 20 <= seconds < 21
 
@@ -229,7 +229,7 @@ def test_a_publish_whose_outcome_is_not_known_is_in_doubt_until_it_is() -> None:
             with contextlib.suppress(TensorHubError):  # there is nothing to unpublish if it never happened
                 await handle.unpublish(60)
             assert handle.member.state is HandleState.EMPTY
-            await near.questions.check_number("m", 5, 60)
+            await near.coordinator.check_number("m", 5, 60)
             assert (await handle.publish(5, 60)).version == 5
 
     in_no_time(main)
@@ -261,7 +261,7 @@ def test_a_coordinator_that_restarts_on_its_state_finds_everything_again(tmp_pat
             await made.serve()
             report = await other.fill(REPLICATE, 60)
             assert (report.version, other.member.version, handle.member.version) == (1, 1, 1)
-            assert await reader.news.wait_for("m", 1, 60) == info
+            assert await reader.version_watches.wait_for("m", 1, 60) == info
             for worker in (trainer, reader):
                 await worker.close(Parting(CLOSE_S))
         store.close()

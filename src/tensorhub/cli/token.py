@@ -14,7 +14,7 @@ import typer
 from tensorhub.cli.common import EXIT_CODES, HELP, CommandError, TokenFileOption, check_token_file, report, usage
 from tensorhub.errors import TensorHubError
 from tensorhub.protocol.secret import read_only_token, resolve_token
-from tensorhub.runtime.keyring import open_keyring
+from tensorhub.runtime.control.keyring import open_keyring
 
 TOKEN_BYTES = 32  # of randomness
 

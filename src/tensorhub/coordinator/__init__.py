@@ -1,7 +1,7 @@
 """The coordinator's mind: which worker holds which version, who may read from whom, what is decided.
 
 PURE: events in, actions out; time is an argument. Responsible for versions, leases, replicas, groups and retention. Not
-responsible for sockets, files or a clock (`runtime.server`), nor for protecting memory: its owner does that.
+responsible for sockets, files or a clock (`runtime.control.server`), nor for protecting memory: its owner does that.
 """
 
 from tensorhub.coordinator.actions import (

@@ -232,7 +232,7 @@ class CudaDevice:
         except driver.DriverError as error:
             raise StateError(f"{self.name} gives no dma-buf of this memory: {error}") from error
 
-    def callers_work(self) -> CudaMark:
+    def stream_sync(self) -> CudaMark:
         torch = sys.modules["torch"]
         with failures(f"marking the caller's stream on {self.name}"):
             with torch.cuda.device(self.index):

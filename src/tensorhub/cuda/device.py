@@ -3,7 +3,7 @@ CPU cannot address.
 
 Ordering. Each `Queue` is a stream of its own, that waits for no other one, the caller's included. So whoever may touch
 memory waits, on the host, for all that was queued on it before: a publish and the first byte of a fill for the caller's
-own work (`Device.callers_work`), the end of an access or of a fill for our own copies. What the caller queues after his call
+own work (`Device.stream_sync`), the end of an access or of a fill for our own copies. What the caller queues after his call
 has returned therefore finds its bytes in place, on whatever stream.
 """
 
@@ -108,7 +108,7 @@ class Device(Protocol):
     def owns(self, address: int) -> bool:
         """Whether that address of this process is in this device's own memory."""
 
-    def callers_work(self) -> Mark:
+    def stream_sync(self) -> Mark:
         """What the calling thread has queued so far, on its present stream. StateError: that stream is being captured."""
 
 

@@ -102,7 +102,7 @@ class AllocatedMemory:
         try:
             self._bytes = {place: self._allocate(place.nbytes) for place in places}
             if self._gpu is not None:  # torch gives memory out again before it is quiet, in the order of this stream
-                self._gpu.callers_work().wait()
+                self._gpu.stream_sync().wait()
         except (RuntimeError, MemoryError) as error:
             text = (
                 f"{nbytes} bytes of {'host memory' if self._gpu is None else self._gpu.name} cannot be allocated "

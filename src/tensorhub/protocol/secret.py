@@ -2,8 +2,8 @@
 
 Responsible for finding the token (argument, environment, file), for reading token files, for the read-only token that
 belongs to a token, for never showing either, and for refusing open access beyond loopback. Not responsible for proving it
-to a peer (`handshake`), nor for noticing that a token file has changed (`runtime.keyring`). Raises `AuthenticationFailed`,
-with what to do.
+to a peer (`handshake`), nor for noticing that a token file has changed (`runtime.control.keyring`). Raises
+`AuthenticationFailed`, with what to do.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """What the public classes need of the library's other side: a worker, its handles, its host copies, and a thread to call.
 
-`runtime.worker`, `runtime.handle`, `runtime.host_copies` and `runtime.loop_thread` are that; so is a simulation, which the
-same `Hub` and `Weights` stand on. What is in neither of these protocols is not used by them.
+`runtime.worker.worker`, `runtime.worker.handle`, `runtime.worker.host_copies` and `runtime.loop_thread` are that; so is a
+simulation, which the same `Hub` and `Weights` stand on. What is in neither of these protocols is not used by them.
 """
 
 from __future__ import annotations
@@ -12,13 +12,13 @@ from typing import Any, Protocol, TypeVar
 
 from tensorhub.errors import TensorHubError
 from tensorhub.memory.tensors import Memory
-from tensorhub.runtime.callers_work import CallersWork
 from tensorhub.runtime.ending import Parting
-from tensorhub.runtime.filler import ProgressListener
 from tensorhub.runtime.loop_thread import Job, Waiter, Watching
-from tensorhub.runtime.news import News
-from tensorhub.runtime.pins import Pins
-from tensorhub.runtime.questions import Questions
+from tensorhub.runtime.worker.coordinator_client import CoordinatorClient
+from tensorhub.runtime.worker.fill import ProgressListener
+from tensorhub.runtime.worker.pins import Pins
+from tensorhub.runtime.worker.stream_sync import StreamSync
+from tensorhub.runtime.worker.version_watches import VersionWatches
 from tensorhub.types import FetchReport, Options, Selector, VersionInfo
 from tensorhub.worker.calls import FillCall
 from tensorhub.worker.member import Member
@@ -36,7 +36,7 @@ class Handle(Protocol):
     def member(self) -> Member: ...
 
     @property
-    def callers_work(self) -> CallersWork: ...
+    def stream_sync(self) -> StreamSync: ...
 
     @property
     def was_filled(self) -> bool:
@@ -85,10 +85,10 @@ class Worker(Protocol):
     def read_only(self) -> bool: ...
 
     @property
-    def news(self) -> News: ...
+    def version_watches(self) -> VersionWatches: ...
 
     @property
-    def questions(self) -> Questions: ...
+    def coordinator(self) -> CoordinatorClient: ...
 
     @property
     def pins(self) -> Pins: ...

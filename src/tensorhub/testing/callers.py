@@ -1,8 +1,9 @@
 """What `tensorhub.Hub` and `tensorhub.Weights` stand on, in a simulation: the worker's shell, its handles', and no thread.
 
 The public classes themselves are used, so that signatures, checks of arguments and the order of what `mutate` does cannot
-differ; so are the runtime's questions, pins, news and prefetcher, which only wait and send. Here is what `runtime.worker`,
-`runtime.handle` and `runtime.loop_thread` are to them, on simulated machines in virtual time.
+differ; so are the runtime's questions, pins, news and prefetcher, which only wait and send. Here is what
+`runtime.worker.worker`, `runtime.worker.handle` and `runtime.loop_thread` are to them, on simulated machines in virtual
+time.
 """
 
 from __future__ import annotations
@@ -24,16 +25,16 @@ from tensorhub.errors import (
 from tensorhub.manifest import Digest, build_manifest
 from tensorhub.memory.tensors import Memory
 from tensorhub.messages import FromWorker, Leave
-from tensorhub.runtime.callers_work import CallersWork
-from tensorhub.runtime.calling import CallersHandle, Report
 from tensorhub.runtime.ending import CLOSE_S, Parting
-from tensorhub.runtime.filler import ProgressListener
 from tensorhub.runtime.loop_thread import AsyncSide, Job, Watching
-from tensorhub.runtime.news import News
-from tensorhub.runtime.pins import Arguments, Pins
 from tensorhub.runtime.ports import Handle, HookRequest
-from tensorhub.runtime.prefetcher import Prefetcher
-from tensorhub.runtime.questions import Questions
+from tensorhub.runtime.worker.calling import CallersHandle, Report
+from tensorhub.runtime.worker.coordinator_client import CoordinatorClient
+from tensorhub.runtime.worker.fill import ProgressListener
+from tensorhub.runtime.worker.pins import Arguments, Pins
+from tensorhub.runtime.worker.prefetcher import Prefetcher
+from tensorhub.runtime.worker.stream_sync import StreamSync
+from tensorhub.runtime.worker.version_watches import VersionWatches
 from tensorhub.testing.host_copies import Wanted
 from tensorhub.testing.network import TimedLink
 from tensorhub.testing.registered import EmbeddedHandle
@@ -169,7 +170,7 @@ class Caller(CallersHandle):
     """What carries the calls of `Weights` out: a simulated handle."""
 
     def __init__(self, simulated: EmbeddedHandle) -> None:
-        super().__init__(simulated.interpreter, CallersWork(None))  # the simulator has no GPUs
+        super().__init__(simulated.interpreter, StreamSync(None))  # the simulator has no GPUs
         self.simulated = simulated
         simulated.call_ended = lambda: self.call_ended()
 
@@ -192,7 +193,7 @@ def _simulated(handle: Handle) -> EmbeddedHandle:
 
 
 class CallersCopies:
-    """See `runtime.host_copies.HostCopyRunner`, as far as callers use it."""
+    """See `runtime.worker.host_copies.HostCopyRunner`, as far as callers use it."""
 
     def __init__(self, shell: WorkerShell) -> None:
         self._shell = shell
@@ -249,7 +250,7 @@ class CallersCopies:
 
 
 class WorkerShell:
-    """See `runtime.worker.Worker`, as far as `Hub` uses it."""
+    """See `runtime.worker.worker.Worker`, as far as `Hub` uses it."""
 
     read_only = False  # nobody is without the full token
 
@@ -263,9 +264,9 @@ class WorkerShell:
         self._idents = count(1)
         self.welcome_came = anyio.Event()
         self.tasks = Tasks(cluster)
-        self.news = News(self)
-        self.questions = Questions(self, cluster.numbers, self._new_id)
-        self.pins = Pins(self.questions, options.op_timeout_s)
+        self.version_watches = VersionWatches(self)
+        self.coordinator = CoordinatorClient(self, cluster.numbers, self._new_id)
+        self.pins = Pins(self.coordinator, options.op_timeout_s)
         self.pins.tasks = self.tasks
         self.copies = CallersCopies(self)
         self.callers: list[Caller] = []
@@ -279,7 +280,7 @@ class WorkerShell:
     def timeout_s(self, timeout: float | None) -> float:
         return as_timeout_s(timeout, self.options.op_timeout_s)
 
-    # -- as a line, see `questions.Line`
+    # -- as a line, see `questions.MessageSink`
 
     @property
     def online(self) -> bool:
@@ -310,7 +311,7 @@ class WorkerShell:
             self.drop_handle(caller)
             raise
         if self._prefetch:
-            follower = Prefetcher(caller, self.news, self.copies, self.options.op_timeout_s)
+            follower = Prefetcher(caller, self.version_watches, self.copies, self.options.op_timeout_s)
             self.tasks.start_soon(follower.run)
         return caller
 
@@ -342,7 +343,7 @@ class WorkerShell:
         timeout_s: float,
         progress: ProgressListener | None = None,
     ) -> tuple[VersionInfo, FetchReport]:
-        self.news.tell_loss(model)
+        self.version_watches.tell_loss(model)
         ident = f"r{next(self.cluster.registrations)}"
         shard = Shard(ident, model, self._fresh_group(), 0, 1, True, "", None, rank)
         caller = Caller(self.worker.take_memory(shard, memory))
@@ -351,7 +352,7 @@ class WorkerShell:
         except TensorHubError as error:
             error.memory = "intact"  # what was torn is nobody's
             raise
-        self.news.heard_of(model)
+        self.version_watches.heard_of(model)
         return found
 
     # -- its end

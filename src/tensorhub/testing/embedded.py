@@ -27,7 +27,7 @@ from tensorhub.messages import (
     Unpin,
     Welcome,
 )
-from tensorhub.runtime.questions import Answer
+from tensorhub.runtime.worker.coordinator_client import Answer
 from tensorhub.testing.callers import NoThread, WorkerShell
 from tensorhub.testing.clock import Party
 from tensorhub.testing.demands import GuaranteeBroken
@@ -96,7 +96,7 @@ class EmbeddedWorker(TimedWorker):
 
     def disconnect(self) -> None:
         super().disconnect()
-        self.shell.questions.lost()
+        self.shell.coordinator.lost()
 
     # -- registering
 
@@ -149,20 +149,20 @@ class EmbeddedWorker(TimedWorker):
         """`Pins` does."""
 
     def _announced(self, message: Announce) -> None:
-        self.shell.news.announced(message)
+        self.shell.version_watches.announced(message)
 
     def _answered(self, message: Answer) -> None:
         super()._answered(message)
-        self.shell.questions.answered(message)
+        self.shell.coordinator.answered(message)
 
     def _welcomed(self, message: Welcome) -> None:
         super()._welcomed(message)
-        self.shell.news.welcomed()
+        self.shell.version_watches.welcomed()
         self.shell.welcome_came.set()
 
     def _state_lost(self) -> None:
         super()._state_lost()
-        self.shell.news.state_lost({handle.shard.model for handle in self.router.handles.values()})
+        self.shell.version_watches.state_lost({handle.shard.model for handle in self.router.handles.values()})
 
 
 class EmbeddedInjector(Injector):

@@ -1,4 +1,4 @@
-"""How a simulated handle's memory is filled, as `runtime.filler` does it: with what it held, by copying, and by lanes.
+"""How a simulated handle's memory is filled, as `runtime.worker.fill` does it: with what it held, by copying, and by lanes.
 
 Responsible for which cells a fill writes, the memory's own or those that are staged for it, and for what others may then
 read of them. Not responsible for what is read from whom (`pulling`).

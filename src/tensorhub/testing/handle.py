@@ -1,4 +1,4 @@
-"""One registration's shell, as `runtime.handle` is: the real member, cells for tensors, and what is still to be done.
+"""One registration's shell, as `runtime.worker.handle` is: the real member, cells for tensors, and what is still to be done.
 
 Responsible for carrying out what the member wants, one action after the other, and for the verbs with which a test calls
 it. A new action of `worker.calls` gets its case in `Handle._do`. Not responsible for what a fill writes (`filler`), nor for

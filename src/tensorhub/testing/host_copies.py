@@ -1,6 +1,6 @@
 """The shell of a simulated worker's host copies: carries out what the real machine wants, on simulated handles.
 
-As `runtime.host_copies`, without tasks: a call's end is told when its handle comes to it. Decides nothing.
+As `runtime.worker.host_copies`, without tasks: a call's end is told when its handle comes to it. Decides nothing.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from tensorhub.worker.copy_actions import (
 from tensorhub.worker.host_copies import HostCopies
 
 if TYPE_CHECKING:
-    from tensorhub.runtime.questions import Answer
+    from tensorhub.runtime.worker.coordinator_client import Answer
     from tensorhub.testing.handle import Asked, Handle
     from tensorhub.testing.worker import SimWorker
 
@@ -75,7 +75,7 @@ class SimulatedCopies:
         self._cluster = cluster = worker.cluster
         self.machine = HostCopies(worker.host_bytes, op_timeout_s, lambda: f"r{next(cluster.registrations)}h")
         self._calls: dict[Asked, int] = {}  # that run, and their numbers
-        self._questions: dict[int, AskManifest] = {}  # by request
+        self._coordinator: dict[int, AskManifest] = {}  # by request
         self.wanted: dict[int, Wanted] = {}  # that has not ended, by request
         self._todo: deque[CopyAction] = deque()
         self._is_busy = False
@@ -142,7 +142,7 @@ class SimulatedCopies:
             self.machine.take(ident, purpose, nbytes)
         self.memory[ident] = nbytes
         taken, room = sum(self.memory.values()), self._worker.host_bytes
-        demand(taken <= room, f"host memory: {self._worker} has taken {taken} of {room} bytes: {self.memory}")
+        demand(taken <= room, f"host copies: {self._worker} has taken {taken} of {room} bytes: {self.memory}")
 
     def free(self, ident: str) -> None:
         """Memory is given back."""
@@ -157,7 +157,7 @@ class SimulatedCopies:
 
     def heard(self, message: Answer) -> None:
         """The answer to a question of its own, or of somebody else."""
-        question = self._questions.pop(message.request, None)
+        question = self._coordinator.pop(message.request, None)
         if question is not None and isinstance(message, ManifestReply):
             self._apply(self.machine.manifest_came(question.number, message.manifest, self._cluster.now))
         elif question is not None and isinstance(message, Refused):
@@ -165,8 +165,8 @@ class SimulatedCopies:
 
     def connected(self) -> None:
         """What the last session has not answered is asked again."""
-        asked = list(self._questions.values())
-        self._questions.clear()
+        asked = list(self._coordinator.values())
+        self._coordinator.clear()
         for question in asked:
             self._ask(question)
 
@@ -244,6 +244,6 @@ class SimulatedCopies:
 
     def _ask(self, question: AskManifest) -> None:
         request = next(self._cluster.numbers)
-        self._questions[request] = question
+        self._coordinator[request] = question
         version = question.version
         self._worker.say(GetManifest(request, version.model, version.content_id, question.shard))

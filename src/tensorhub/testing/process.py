@@ -1,7 +1,8 @@
-"""A worker process in virtual time: it keeps a connection to the coordinator, as `runtime.link` does, and its deadlines.
+"""A worker process in virtual time: it keeps a connection to the coordinator, as `runtime.control.link` does, and its
+deadlines.
 
-Also what the coordinator's process does with connections, as `runtime.server` has it. Not responsible for what messages
-mean (`worker`), nor for faults: it finds out about them.
+Also what the coordinator's process does with connections, as `runtime.control.server` has it. Not responsible for what
+messages mean (`worker`), nor for faults: it finds out about them.
 """
 
 from __future__ import annotations
@@ -10,8 +11,8 @@ from typing import TYPE_CHECKING
 
 from tensorhub.coordinator import Connected, Disconnected, Received
 from tensorhub.messages import Announce, Dismissed, FromCoordinator, FromWorker, Prepared, Rollback, Watch
-from tensorhub.runtime.link import BEATS_PER_LEASE, RECONNECT_S_FIRST, RECONNECT_S_MAX
-from tensorhub.runtime.server import LAST_WORDS_S
+from tensorhub.runtime.control.link import BEATS_PER_LEASE, RECONNECT_S_FIRST, RECONNECT_S_MAX
+from tensorhub.runtime.control.server import LAST_WORDS_S
 from tensorhub.testing.network import COORDINATOR, Link, TimedLink
 from tensorhub.testing.worker import SimWorker
 from tensorhub.types import Location, VersionInfo

@@ -1,4 +1,4 @@
-"""One simulated worker process, as `runtime.worker` is: its connection, its owner, its handles, its own questions.
+"""One simulated worker process, as `runtime.worker.worker` is: its connection, its owner, its handles, its own questions.
 
 Responsible for carrying out what `worker.router` says of each message. Not responsible for when anything is delivered.
 """
@@ -40,7 +40,7 @@ from tensorhub.messages import (
     Welcome,
     Write,
 )
-from tensorhub.runtime.questions import Answer
+from tensorhub.runtime.worker.coordinator_client import Answer
 from tensorhub.testing.handle import Handle
 from tensorhub.testing.host_copies import SimulatedCopies
 from tensorhub.testing.network import Link

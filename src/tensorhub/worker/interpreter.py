@@ -1,9 +1,9 @@
 """One handle's calls, and the actions that its member wants carried out for them, one after the other.
 
-Theory of operation. What the member wants is queued in `todo`; the shell (`runtime.handle`, or a simulated one) takes the
-first action, carries it out, and only then takes the next: so nothing is said, opened or finished before a fence stands
-that came before it. A call is begun here, and is over when its `Finish` has come to the front: the member is done with it
-earlier, while its fences are still to be carried out. One call runs at a time.
+Theory of operation. What the member wants is queued in `todo`; the shell (`runtime.worker.handle`, or a simulated one)
+takes the first action, carries it out, and only then takes the next: so nothing is said, opened or finished before a fence
+stands that came before it. A call is begun here, and is over when its `Finish` has come to the front: the member is done
+with it earlier, while its fences are still to be carried out. One call runs at a time.
 
 Responsible for what a caller may do now, for what his call raises in the end, and for what is told of memory. Not
 responsible for what the calls do (`worker.member`), nor for how anything is carried out.

@@ -27,9 +27,9 @@ from tensorhub.protocol.codec import FROM_READER
 from tensorhub.protocol.frames import NotAuthentic
 from tensorhub.protocol.handshake import NONCE_BYTES, ServerHandshake
 from tensorhub.protocol.lost import ConnectionLost
+from tensorhub.runtime.control.doorstep import Doorstep, Stranger
+from tensorhub.runtime.control.pending_handshakes import READERS_MET_MAX, PendingHandshakes, readers_share
 from tensorhub.runtime.data.serving import SharedOwner
-from tensorhub.runtime.doorstep import Doorstep, Stranger
-from tensorhub.runtime.pending_handshakes import READERS_MET_MAX, PendingHandshakes, readers_share
 from tensorhub.transport import sockets, unix
 from tensorhub.transport.owner import Lane
 from tensorhub.transport.read_server import ReadServer, not_served

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from tensorhub.messages import Announce, FromWorker, Unwatch, Watch
-from tensorhub.runtime import news as news_module
-from tensorhub.runtime.news import News
+from tensorhub.runtime.worker import version_watches as news_module
+from tensorhub.runtime.worker.version_watches import VersionWatches
 from tensorhub.types import VersionInfo
 from tests.rig import cluster, tensors, until
 
@@ -18,7 +18,7 @@ def few(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(news_module, "IDLE_NAMES_MAX", KEPT)
 
 
-class Line:
+class MessageSink:
     """What is said."""
 
     online = True
@@ -35,8 +35,8 @@ def version(model: str) -> VersionInfo:
 
 
 def test_the_names_asked_for_first_are_left_first() -> None:
-    line = Line()
-    news = News(line)
+    line = MessageSink()
+    news = VersionWatches(line)
     for number in range(KEPT + 2):
         news.watch(f"m{number}")
     assert line.said[-3:] == [Unwatch("m0"), Watch(f"m{KEPT + 1}"), Unwatch("m1")]
@@ -49,8 +49,8 @@ def test_the_names_asked_for_first_are_left_first() -> None:
 
 
 def test_a_name_with_a_listener_or_a_version_is_watched_on() -> None:
-    line, heard = Line(), list[VersionInfo | None]()
-    news = News(line)
+    line, heard = MessageSink(), list[VersionInfo | None]()
+    news = VersionWatches(line)
     news.listen("heard", heard.append)
     news.watch("published")
     news.announced(Announce("published", version("published")))

@@ -22,15 +22,15 @@ from tensorhub.logs import get_logger
 from tensorhub.memory.tensors import Memory
 from tensorhub.messages import DIGESTS_BYTES_MAX, DigestAgain, Outcome, Start, TellDigests, ToRank
 from tensorhub.runtime import clock
-from tensorhub.runtime.callers_work import CallersWork
-from tensorhub.runtime.calling import CallersHandle, Report
 from tensorhub.runtime.data.serving import SharedOwner
-from tensorhub.runtime.filler import Filler, Line, ProgressListener
-from tensorhub.runtime.places import HostRoom, Places
 from tensorhub.runtime.ports import HookRequest
 from tensorhub.runtime.reports import CallTimes
 from tensorhub.runtime.threads import run_in_thread
-from tensorhub.runtime.writes import Writes
+from tensorhub.runtime.worker.calling import CallersHandle, Report
+from tensorhub.runtime.worker.fill import Filler, MessageSink, ProgressListener
+from tensorhub.runtime.worker.mapped_memory import HostRoom, MappedMemory
+from tensorhub.runtime.worker.stream_sync import StreamSync
+from tensorhub.runtime.worker.writes import Writes
 from tensorhub.types import (
     ContentId,
     FetchReport,
@@ -88,12 +88,12 @@ class Handle(CallersHandle):
         member: Member,
         memory: Memory,
         owner: SharedOwner,
-        line: Line,
+        line: MessageSink,
         room: HostRoom,
         page_bytes: int = DIGESTS_BYTES_MAX,  # of digests in one message
     ) -> None:
         self._writes = Writes(member, memory, owner)
-        super().__init__(Interpreter(member, self._writes.written, page_bytes), CallersWork(memory.device))
+        super().__init__(Interpreter(member, self._writes.written, page_bytes), StreamSync(memory.device))
         self.memory = memory
         self.registered = anyio.Event()
         self.registration_error: Exception | None = None
@@ -101,8 +101,8 @@ class Handle(CallersHandle):
         self._owner = owner
         self._line = line
         self._room = room
-        self._places = Places(memory, self._registration, owner, room)
-        self._filler = Filler(member, memory, owner, self._places, line, self.apply, self.callers_work, self._writes)
+        self._mapped = MappedMemory(memory, self._registration, owner, room)
+        self._filler = Filler(member, memory, owner, self._mapped, line, self.apply, self.stream_sync, self._writes)
         self._todo = self.interpreter.todo
         self._todo_wanted = anyio.Event()
         self._call: _Call | None = None
@@ -123,11 +123,11 @@ class Handle(CallersHandle):
         return info
 
     async def _before_publish(self, timeout_s: float) -> None:
-        await self.callers_work.done(timeout_s)
+        await self.stream_sync.done(timeout_s)
         manifest = self.member.shard.manifest
         holds_nothing = self.member.running is None and self.member.state in (HandleState.EMPTY, HandleState.TORN)
         if manifest is not None and holds_nothing:
-            self._places.map_to_publish(manifest)
+            self._mapped.map_to_publish(manifest)
         if manifest is not None and self.memory.digests_first:
             make = partial(self.memory.digests, manifest, anyio.from_thread.check_cancelled)
             self._digests = await anyio.to_thread.run_sync(make)
@@ -272,7 +272,7 @@ class Handle(CallersHandle):
             case OpenMemory():
                 await self._open(action)
             case ReopenMemory():
-                if self._places.unopened is None:
+                if self._mapped.unopened is None:
                     self._owner.reopen(self._registration, action.generation)
             case Fence():
                 await self._fence(action)
@@ -292,9 +292,9 @@ class Handle(CallersHandle):
             case FreePrefetch():
                 self._room.free_prefetch(self._registration)
             case FreeStaging():
-                await self._places.free_staging()
+                await self._mapped.free_staging()
             case FreeMemory():
-                await self._places.free()
+                await self._mapped.free()
             case StopPull():
                 await self._filler.stop()
                 self.apply(self.member.pull_stopped(clock.now()))
@@ -327,7 +327,7 @@ class Handle(CallersHandle):
         self.apply(self.member.receive(message, clock.now()))
 
     async def _open(self, action: OpenMemory) -> None:
-        chunks = await self._places.prepare(action.manifest)
+        chunks = await self._mapped.prepare(action.manifest)
         if chunks is None:
             return
         content_id, digests = ContentId(action.content_id), self._digests if action.complete else None
@@ -336,7 +336,7 @@ class Handle(CallersHandle):
         self._writes.made()
         self.interpreter.guard.made()
         if action.complete:  # behind `made`: what is written while it is packed breaks the promise, too
-            await self._places.pack(action.manifest)
+            await self._mapped.pack(action.manifest)
         self._owner.open(
             self._registration,
             action.generation,
@@ -379,5 +379,5 @@ class Handle(CallersHandle):
         else:
             # Of many gigabytes, what RDMA devices have registered takes long to be given back.
             await run_in_thread(self._owner.forget, self._registration)
-            await self._places.free()
-        await self._places.free_staging()
+            await self._mapped.free()
+        await self._mapped.free_staging()

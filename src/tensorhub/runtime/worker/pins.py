@@ -12,8 +12,8 @@ import anyio
 from tensorhub.errors import CoordinatorUnavailable, LeaseLost, OperationTimeout, TensorHubError
 from tensorhub.logs import get_logger
 from tensorhub.messages import Pin, Unpin
-from tensorhub.runtime.link import RECONNECT_S_MAX
-from tensorhub.runtime.questions import Questions
+from tensorhub.runtime.control.link import RECONNECT_S_MAX
+from tensorhub.runtime.worker.coordinator_client import CoordinatorClient
 
 log = get_logger("tensorhub.worker")
 
@@ -43,8 +43,8 @@ class _Pin:
 class Pins:
     """`question_s`: how long one attempt to say something takes at most where no caller waits for it."""
 
-    def __init__(self, questions: Questions, question_s: float) -> None:
-        self._questions = questions
+    def __init__(self, coordinator: CoordinatorClient, question_s: float) -> None:
+        self._coordinator = coordinator
         self._question_s = question_s
         self._pins: dict[str, _Pin] = {}  # by the pin's id
         self.tasks: Tasks | None = None  # the worker's, while it runs
@@ -67,7 +67,7 @@ class Pins:
 
     async def pin(self, model: str, version: int, timeout_s: float) -> str:
         """Keep one version until `unpin`; durable, and known to every live holder, on return. The id of the pin."""
-        ident = self._questions.new_id()
+        ident = self._coordinator.new_id()
         self._pins[ident] = pin = _Pin(model, version)
         try:
             await self._say(ident, pin, timeout_s)
@@ -79,7 +79,7 @@ class Pins:
         return ident
 
     async def _say(self, ident: str, pin: _Pin, timeout_s: float) -> None:
-        await self._questions.ask(lambda request: Pin(request, ident, pin.model, pin.version), str(pin), timeout_s)
+        await self._coordinator.ask(lambda request: Pin(request, ident, pin.model, pin.version), str(pin), timeout_s)
 
     async def _say_again(self, ident: str, pin: _Pin) -> None:
         with pin.again:
@@ -112,7 +112,7 @@ class Pins:
     async def _say_ended(self, ident: str, pin: _Pin, ended: anyio.Event) -> None:
         while True:
             with contextlib.suppress(TensorHubError):
-                await self._questions.ask(
+                await self._coordinator.ask(
                     lambda request: Unpin(request, ident, pin.model), f"end of {pin}", self._question_s
                 )
                 ended.set()

@@ -91,7 +91,7 @@ def pinning(device: Device | None) -> Pin | None:
     return pin
 
 
-class Places:
+class MappedMemory:
     """Of one handle."""
 
     def __init__(self, memory: Memory, registration: RegistrationId, owner: SharedOwner, room: HostRoom) -> None:
@@ -105,7 +105,7 @@ class Places:
         self._mapped: tuple[str, MappedRegions, ChunkMemory] | None = None  # of the manifest with this id
 
     def __repr__(self) -> str:
-        return f"<Places of {self._memory!r}{' and what is staged' if self._staging is not None else ''}>"
+        return f"<MappedMemory of {self._memory!r}{' and what is staged' if self._staging is not None else ''}>"
 
     async def prepare(self, manifest: Manifest) -> ChunkMemory | None:
         """Find the manifest's chunks, which are about to be opened. None: there is no memory for them (`unopened`)."""

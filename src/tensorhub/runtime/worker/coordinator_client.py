@@ -22,13 +22,13 @@ from tensorhub.messages import (
     Retain,
     Rollback,
 )
-from tensorhub.runtime.link import RECONNECT_S_FIRST
+from tensorhub.runtime.control.link import RECONNECT_S_FIRST
 from tensorhub.types import ModelInfo, VersionInfo
 
 Answer = Done | Refused | Description | ManifestReply
 
 
-class Line(Protocol):
+class MessageSink(Protocol):
     """What questions need of a worker's connection."""
 
     @property
@@ -41,10 +41,10 @@ def _random_id() -> str:
     return secrets.token_hex(12)
 
 
-class Questions:
+class CoordinatorClient:
     """Each question has a number of its own, and ends with its answer or at its deadline."""
 
-    def __init__(self, link: Line, numbers: Iterator[int], new_id: Callable[[], str] = _random_id) -> None:
+    def __init__(self, link: MessageSink, numbers: Iterator[int], new_id: Callable[[], str] = _random_id) -> None:
         """`new_id` makes ids that nobody ever made before, for what is asked again and must be done once."""
         self.new_id = new_id
         self._link = link
@@ -53,7 +53,7 @@ class Questions:
         self._rolling_back = anyio.Lock()
 
     def __repr__(self) -> str:
-        return f"<Questions: {len(self._waiting)} without an answer>"
+        return f"<CoordinatorClient: {len(self._waiting)} without an answer>"
 
     def answered(self, message: Answer) -> None:
         waiting = self._waiting.get(message.request)

@@ -19,7 +19,7 @@ import anyio.lowlevel
 
 from tensorhub.logs import Tally
 from tensorhub.runtime import clock
-from tensorhub.runtime.pending_handshakes import PendingHandshakes, origin_of
+from tensorhub.runtime.control.pending_handshakes import PendingHandshakes, origin_of
 from tensorhub.runtime.wakeup import Wakeup
 from tensorhub.transport import unix
 

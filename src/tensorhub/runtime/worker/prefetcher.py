@@ -10,8 +10,8 @@ import anyio
 
 from tensorhub.errors import TensorHubError
 from tensorhub.logs import get_logger
-from tensorhub.runtime.news import News
 from tensorhub.runtime.ports import Copies, Handle
+from tensorhub.runtime.worker.version_watches import VersionWatches
 from tensorhub.types import LATEST, HandleState, VersionInfo
 
 log = get_logger("tensorhub.worker")
@@ -20,9 +20,9 @@ log = get_logger("tensorhub.worker")
 class Prefetcher:
     """Follows one handle's model for it; `run` until cancelled."""
 
-    def __init__(self, handle: Handle, news: News, copies: Copies, timeout_s: float) -> None:
+    def __init__(self, handle: Handle, version_watches: VersionWatches, copies: Copies, timeout_s: float) -> None:
         self._handle = handle
-        self._news = news
+        self._version_watches = version_watches
         self._copies = copies
         self._timeout_s = timeout_s
         self._changed = anyio.Event()
@@ -34,17 +34,17 @@ class Prefetcher:
     async def run(self) -> None:
         model = self._handle.member.shard.model
         self._handle.call_ended = self._wake
-        self._news.listen(model, self._heard)
+        self._version_watches.listen(model, self._heard)
         try:
             while self._handle.member.state is not HandleState.CLOSED:
                 self._changed = anyio.Event()
-                newest = self._news.newest(model)
+                newest = self._version_watches.newest(model)
                 if newest is not None and self._is_wanted(newest):
                     await self._prefetch(newest)
                 else:
                     await self._changed.wait()
         finally:
-            self._news.unlisten(model, self._heard)
+            self._version_watches.unlisten(model, self._heard)
 
     def _heard(self, newest: VersionInfo | None) -> None:
         self._wake()

@@ -61,10 +61,10 @@ from tensorhub.protocol.pot import Pot
 from tensorhub.protocol.secret import check_open_access
 from tensorhub.protocol.stream import MessageStream
 from tensorhub.runtime import clock
-from tensorhub.runtime.doorstep import Doorstep, Stranger
-from tensorhub.runtime.keyring import LOOK_S, TokenFile
-from tensorhub.runtime.pending_handshakes import MET_MAX, PendingHandshakes, shares
-from tensorhub.runtime.store import Store
+from tensorhub.runtime.control.doorstep import Doorstep, Stranger
+from tensorhub.runtime.control.keyring import LOOK_S, TokenFile
+from tensorhub.runtime.control.pending_handshakes import MET_MAX, PendingHandshakes, shares
+from tensorhub.runtime.control.store import Store
 from tensorhub.transport import sockets
 from tensorhub.types import Options, format_address
 

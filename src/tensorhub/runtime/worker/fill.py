@@ -25,14 +25,14 @@ from tensorhub.memory.chunks import ChunkMemory
 from tensorhub.memory.tensors import MappedRegions, Memory
 from tensorhub.messages import FromWorker, Progress
 from tensorhub.runtime import clock
-from tensorhub.runtime.callers_work import CallersWork
 from tensorhub.runtime.data.channels import Channels
 from tensorhub.runtime.data.copying import copy_chunks
 from tensorhub.runtime.data.lanes import PullEvent, PullReport, PullRunner, SourceFailed
 from tensorhub.runtime.data.serving import SharedOwner
-from tensorhub.runtime.places import Places
 from tensorhub.runtime.reports import CallTimes
-from tensorhub.runtime.writes import Writes
+from tensorhub.runtime.worker.mapped_memory import MappedMemory
+from tensorhub.runtime.worker.stream_sync import StreamSync
+from tensorhub.runtime.worker.writes import Writes
 from tensorhub.types import ContentId, LeaseId, RegistrationId
 from tensorhub.worker.calls import Action, AddPullSource, CompareDigests, CopyLocally, DropPullSource, StartPull, staging_of
 from tensorhub.worker.member import Member
@@ -46,7 +46,7 @@ log = get_logger("tensorhub.worker")
 ProgressListener = Callable[[int, int], None]  # (bytes verified so far, bytes wanted)
 
 
-class Line(Protocol):
+class MessageSink(Protocol):
     """What a handle and its filler need of their worker."""
 
     channels: Channels
@@ -72,10 +72,10 @@ class Filler:
         member: Member,
         memory: Memory,
         owner: SharedOwner,
-        places: Places,
-        line: Line,
+        places: MappedMemory,
+        line: MessageSink,
         apply: Callable[[list[Action]], None],
-        callers_work: CallersWork,
+        stream_sync: StreamSync,
         writes: Writes,
     ) -> None:
         self.times = CallTimes()  # of the running call
@@ -83,10 +83,10 @@ class Filler:
         self._member = member
         self._memory = memory
         self._owner = owner
-        self._places = places
+        self._mapped = places
         self._line = line
         self._apply = apply
-        self._callers_work = callers_work
+        self.stream_sync = stream_sync
         self._writes = writes
         self._registration = RegistrationId(member.shard.registration)
         self._pull: _Pull | None = None
@@ -128,8 +128,8 @@ class Filler:
         try:
             with pull.scope:
                 self._memory.check_unreplaced()  # its bytes may have been freed meanwhile
-                await self._callers_work.done()
-                target, mapped, chunks = await self._places.destination(action)
+                await self.stream_sync.done()
+                target, mapped, chunks = await self._mapped.destination(action)
                 if not self._member.shard.serves:
                     self._owner.keep_books(target, action.generation, ContentId(action.version.content_id), chunks)
                 kept = await self._verify_kept(target, action.generation)
@@ -195,8 +195,8 @@ class Filler:
         try:
             with pull.scope:
                 self._memory.check_unreplaced()
-                await self._callers_work.done()
-                target, mapped, chunks = await self._places.destination(action)
+                await self.stream_sync.done()
+                target, mapped, chunks = await self._mapped.destination(action)
                 arrived = partial(self._owner.mark_available, target, action.generation)
                 content_id, check = ContentId(action.version.content_id), anyio.from_thread.check_cancelled
                 work = partial(copy_chunks, self._owner, action.sources, content_id, chunks, action.copied, arrived, check)

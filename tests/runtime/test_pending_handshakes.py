@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, strategies as st
 
 from tensorhub.logs import Tally
-from tensorhub.runtime.pending_handshakes import (
+from tensorhub.runtime.control.pending_handshakes import (
     PATIENCE_S,
     QUEUE_PER_PLACE,
     READING_STRANGERS_MAX,

@@ -10,7 +10,7 @@ import anyio
 from tensorhub.errors import CoordinatorUnavailable, LeaseLost, OperationTimeout, StateError
 from tensorhub.logs import get_logger
 from tensorhub.messages import WATCHES_MAX, Announce, Unwatch, Watch
-from tensorhub.runtime.questions import Line
+from tensorhub.runtime.worker.coordinator_client import MessageSink
 from tensorhub.types import VersionInfo
 
 log = get_logger("tensorhub.worker")
@@ -26,10 +26,10 @@ LossListener = Callable[[LeaseLost], None]
 IDLE_NAMES_MAX = 1024  # models without a version, for which nobody listens, that are watched on; the oldest are left first
 
 
-class News:
+class VersionWatches:
     """`newest`, `watches`, `check_room` and `tell_loss` may be called from any thread; the rest from the library's loop."""
 
-    def __init__(self, link: Line) -> None:
+    def __init__(self, link: MessageSink) -> None:
         self._link = link
         self._newest: dict[str, VersionInfo | None] = {}  # of the watched models
         self._idle: dict[str, None] = {}  # watched models without a version and without listeners, IDLE_NAMES_MAX at most
@@ -40,7 +40,7 @@ class News:
         self._lost: set[str] = set()  # models whose history is lost, which nobody who asked was told yet
 
     def __repr__(self) -> str:
-        return f"<News of {len(self._newest)} models>"
+        return f"<VersionWatches of {len(self._newest)} models>"
 
     def newest(self, model: str) -> VersionInfo | None:
         """The last known newest version."""

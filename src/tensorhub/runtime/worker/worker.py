@@ -46,19 +46,19 @@ from tensorhub.messages import (
 )
 from tensorhub.protocol.secret import check_open_access
 from tensorhub.runtime import clock, ports
+from tensorhub.runtime.control.link import CoordinatorLink, Dial
 from tensorhub.runtime.data.acceptor import ServeSettings, serve_readers
 from tensorhub.runtime.data.channels import Channels
 from tensorhub.runtime.data.serving import SharedOwner
 from tensorhub.runtime.ending import Parting
-from tensorhub.runtime.filler import ProgressListener
-from tensorhub.runtime.handle import Handle
-from tensorhub.runtime.host_copies import HostCopyRunner
-from tensorhub.runtime.link import CoordinatorLink, Dial
-from tensorhub.runtime.news import News
-from tensorhub.runtime.pins import Pins
-from tensorhub.runtime.prefetcher import Prefetcher
-from tensorhub.runtime.questions import Questions
-from tensorhub.runtime.telling import Telling
+from tensorhub.runtime.worker.coordinator_client import CoordinatorClient
+from tensorhub.runtime.worker.fill import ProgressListener
+from tensorhub.runtime.worker.handle import Handle
+from tensorhub.runtime.worker.host_copies import HostCopyRunner
+from tensorhub.runtime.worker.pins import Pins
+from tensorhub.runtime.worker.prefetcher import Prefetcher
+from tensorhub.runtime.worker.telling import Telling
+from tensorhub.runtime.worker.version_watches import VersionWatches
 from tensorhub.transport import sockets, unix
 from tensorhub.types import (
     READ_ONLY,
@@ -112,9 +112,9 @@ class Worker:
         self.channels.become(self.incarnation)
         self._numbers = itertools.count(1)
         self._link = CoordinatorLink(addresses, secrets_accepted, options, self, dial)
-        self.questions = Questions(self._link, self._numbers)
-        self.pins = Pins(self.questions, options.op_timeout_s)
-        self.news = News(self._link)
+        self.coordinator = CoordinatorClient(self._link, self._numbers)
+        self.pins = Pins(self.coordinator, options.op_timeout_s)
+        self.version_watches = VersionWatches(self._link)
         self._owner = SharedOwner(self.channels.sides())
         self._telling = Telling(self._tell_made)
         self._owner.on_made = self._telling.made
@@ -267,16 +267,16 @@ class Worker:
         self._link.say(message)
 
     def introduce(self) -> Join:
-        """See `Ears`."""
+        """See `SessionHandler`."""
         return Join(self.name, self.location, self._endpoints, os.getpid(), self.options.host_memory_bytes)
 
     def welcomed(self, message: Welcome) -> None:
-        """See `Ears`: say everything that is wanted and held, anew."""
+        """See `SessionHandler`: say everything that is wanted and held, anew."""
         log.info("worker_welcomed", incarnation=self.incarnation, epoch=message.epoch, known=message.known)
         self.read_only = message.read_only
         if self.router.welcomed(message):
             self._state_lost()
-        self.news.welcomed()
+        self.version_watches.welcomed()
         for handle in list(self.router.handles.values()):
             handle.apply(handle.member.connected(clock.now(), message.lease_s))
         self.pins.welcomed()
@@ -286,22 +286,22 @@ class Worker:
         log.error("coordinator_lost_its_state", coordinator=self._link.addresses)
         for handle in list(self.router.handles.values()):
             handle.apply(handle.member.state_lost(clock.now()))
-        self.news.state_lost({handle.member.shard.model for handle in self.router.handles.values()})
+        self.version_watches.state_lost({handle.member.shard.model for handle in self.router.handles.values()})
 
     def lost(self) -> None:
-        """See `Ears`."""
+        """See `SessionHandler`."""
         for handle in list(self.router.handles.values()):
             handle.apply(handle.member.disconnected(clock.now()))
-        self.questions.lost()
+        self.coordinator.lost()
 
     def dismissed(self) -> None:
-        """See `Ears`: this incarnation is lost for good; the same memory goes on as a new one."""
+        """See `SessionHandler`: this incarnation is lost for good; the same memory goes on as a new one."""
         self.incarnation = Incarnation(secrets.token_hex(16))
         self.channels.become(self.incarnation)
         self._serving.cancel()
 
     def received(self, message: FromCoordinator) -> None:
-        """See `Ears`: to whom it concerns."""
+        """See `SessionHandler`: to whom it concerns."""
         for routed in self.router.route(message):
             match routed:
                 case Tell():
@@ -311,11 +311,11 @@ class Worker:
                 case MakeCopy():
                     self.copies.ordered(routed)
                 case Answered():
-                    self.questions.answered(routed.message)
+                    self.coordinator.answered(routed.message)
                 case Reply():
                     self.say(routed.message)
                 case Announce():
-                    self.news.announced(routed)
+                    self.version_watches.announced(routed)
                 case CutReader():
                     self._tasks.start_soon(self._cut, routed)
                 case TellChunks():
@@ -395,7 +395,7 @@ class Worker:
             self.drop_handle(handle)
             raise
         if self._prefetch:
-            handle.follow(Prefetcher(handle, self.news, self.copies, self.options.op_timeout_s).run)
+            handle.follow(Prefetcher(handle, self.version_watches, self.copies, self.options.op_timeout_s).run)
         return handle
 
     async def fetch(
@@ -409,7 +409,7 @@ class Worker:
         progress: ProgressListener | None,
     ) -> tuple[VersionInfo, FetchReport]:
         """Fill memory that serves nobody, and is the caller's when this returns: a group of its own, for one call."""
-        self.news.tell_loss(model)
+        self.version_watches.tell_loss(model)
         apart = READ_ONLY if self.read_only else ""
         shard = Shard(
             registration=apart + secrets.token_hex(12),
@@ -425,7 +425,7 @@ class Worker:
         handle = self.start_handle(shard, memory)
         try:
             found = await handle.fetch(FillCall(OpKind.FETCH, selector), timeout_s, progress=progress)
-            self.news.heard_of(model)
+            self.version_watches.heard_of(model)
             return found
         except TensorHubError as error:
             error.memory = "intact"  # what was torn is nobody's
@@ -481,7 +481,7 @@ class Worker:
         """A first fill may wait for a version that never comes, as of a name that is mistyped: say so while it waits."""
         model = handle.member.shard.model
         with contextlib.suppress(TensorHubError):
-            is_new = await self.questions.nothing_published(model, min(timeout_s, self.options.op_timeout_s))
+            is_new = await self.coordinator.nothing_published(model, min(timeout_s, self.options.op_timeout_s))
             if is_new and handle.interpreter.is_busy:
                 hint = "nothing is published under this name yet: it waits for the first version. Is the name right?"
                 log.warning("call_waits", model=model, call=kind.value, up_to_s=timeout_s, hint=hint)

@@ -9,7 +9,7 @@ import pytest
 
 from tensorhub.errors import OperationTimeout
 from tensorhub.messages import Done, FromWorker, Rollback
-from tensorhub.runtime.questions import Questions
+from tensorhub.runtime.worker.coordinator_client import CoordinatorClient
 from tests.rig import until
 
 pytestmark = pytest.mark.anyio
@@ -35,7 +35,7 @@ class Link:
 
 async def test_a_rollback_waits_for_the_one_before() -> None:
     link = Link()
-    questions = Questions(link, itertools.count(1))
+    questions = CoordinatorClient(link, itertools.count(1))
     async with anyio.create_task_group() as tasks:
         tasks.start_soon(questions.rollback, "m", 1, 60.0)
         await until(lambda: len(link.said) == 1)
@@ -52,7 +52,7 @@ async def test_a_rollback_waits_for_the_one_before() -> None:
 
 async def test_whose_turn_does_not_come_is_told_so() -> None:
     link = Link()
-    questions = Questions(link, itertools.count(1))
+    questions = CoordinatorClient(link, itertools.count(1))
     async with anyio.create_task_group() as tasks:
         tasks.start_soon(questions.rollback, "m", 1, 60.0)
         await until(lambda: len(link.said) == 1)

@@ -1,7 +1,8 @@
 """A worker's connection to its coordinator: one session at a time, for as long as the worker lives.
 
 Responsible for connecting and connecting again, for the heartbeat, for giving up a session in which nothing comes back, and
-for a bounded queue of what is to be said. Not responsible for what is said: its `Ears` hear of each session's begin and end.
+for a bounded queue of what is to be said. Not responsible for what is said: its `SessionHandler` hears
+of each session's begin and end.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ Messages = MessageStream[FromCoordinator]
 Dial = Callable[[str, int], Awaitable[anyio.abc.ByteStream]]  # a connection to (host, port); raises OSError
 
 
-class Ears(Protocol):
+class SessionHandler(Protocol):
     """Who hears what comes over the link, in the loop and in order."""
 
     incarnation: Incarnation  # as whom to connect
@@ -62,7 +63,7 @@ class CoordinatorLink:
         addresses: Sequence[str],
         secrets_presented: Sequence[bytes],
         options: Options,
-        ears: Ears,
+        ears: SessionHandler,
         dial: Dial = anyio.connect_tcp,
     ) -> None:
         """Raises StateError for an address that is none."""

@@ -1,7 +1,7 @@
 """What callers do with a registered memory: which calls follow from that, and what each raises before and after.
 
-Responsible for being the handle of `runtime.ports`. Not responsible for carrying a call out: `runtime.handle` does, and in a
-simulation `testing.callers`. Lives in the worker runtime's loop.
+Responsible for being the handle of `runtime.ports`. Not responsible for carrying a call out: `runtime.worker.handle` does,
+and in a simulation `testing.callers`. Lives in the worker runtime's loop.
 """
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ from collections.abc import Callable
 
 from tensorhub.errors import TensorHubError
 from tensorhub.messages import ErrorInfo
-from tensorhub.runtime.callers_work import CallersWork
 from tensorhub.runtime.ports import HookRequest
+from tensorhub.runtime.worker.stream_sync import StreamSync
 from tensorhub.types import FetchReport, HandleState, VersionInfo
 from tensorhub.worker.calls import Call, CloseCall, FillCall, Finish, PublishCall, RefuseCall, UnpublishCall
 from tensorhub.worker.interpreter import Interpreter
@@ -24,9 +24,9 @@ Report = Callable[[], FetchReport]  # of a fill that has ended well, asked for a
 class CallersHandle(ABC):
     """One registered memory and its calls."""
 
-    def __init__(self, interpreter: Interpreter, callers_work: CallersWork) -> None:
+    def __init__(self, interpreter: Interpreter, stream_sync: StreamSync) -> None:
         self.interpreter = interpreter
-        self.callers_work = callers_work
+        self.stream_sync = stream_sync
         self.call_ended: Callable[[], None] = lambda: None
 
     @property

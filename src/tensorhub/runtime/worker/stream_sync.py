@@ -14,7 +14,7 @@ from tensorhub.errors import OperationTimeout
 PAUSE_S = (0.0001, 0.005)  # between two looks, first and last
 
 
-class CallersWork:
+class StreamSync:
     """Of one handle. `note` is called by its caller's threads, the rest in the library's."""
 
     def __init__(self, device: Device | None) -> None:
@@ -22,12 +22,12 @@ class CallersWork:
         self._mark: Mark | None = None
 
     def __repr__(self) -> str:
-        return f"<CallersWork on {self._device.name if self._device is not None else 'no device'}>"
+        return f"<StreamSync on {self._device.name if self._device is not None else 'no device'}>"
 
     def note(self) -> None:
         """All that the calling thread has queued so far comes before what the library does next."""
         if self._device is not None:
-            self._mark = self._device.callers_work()
+            self._mark = self._device.stream_sync()
 
     async def done(self, timeout_s: float | None = None) -> None:
         """Return when it is. OperationTimeout; None: whoever calls has a deadline. StateError: the device has failed."""

@@ -24,9 +24,9 @@ from tensorhub.memory.host import HostMemory
 from tensorhub.memory.tensors import Memory
 from tensorhub.messages import DropCopy, FromWorker, MakeCopy
 from tensorhub.runtime import clock, ports
-from tensorhub.runtime.handle import Handle
-from tensorhub.runtime.places import pinning
-from tensorhub.runtime.questions import Questions
+from tensorhub.runtime.worker.coordinator_client import CoordinatorClient
+from tensorhub.runtime.worker.handle import Handle
+from tensorhub.runtime.worker.mapped_memory import pinning
 from tensorhub.types import FetchReport, Options, Purpose, Selector, VersionInfo
 from tensorhub.worker.budget import Budget
 from tensorhub.worker.calls import CloseCall, FillCall, Say
@@ -51,7 +51,7 @@ class Desk(Protocol):
     """What the copies need of their worker."""
 
     options: Options
-    questions: Questions
+    coordinator: CoordinatorClient
 
     def say(self, message: FromWorker) -> None: ...
 
@@ -284,7 +284,7 @@ class HostCopyRunner:
 
     async def _ask_manifest(self, ask: AskManifest) -> None:
         try:
-            encoded = await self._desk.questions.manifest(ask.version, ask.shard, ask.timeout_s)
+            encoded = await self._desk.coordinator.manifest(ask.version, ask.shard, ask.timeout_s)
         except TensorHubError as error:
             self._apply(self.machine.manifest_failed(ask.number, error, clock.now()))
         else:
