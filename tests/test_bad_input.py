@@ -82,7 +82,7 @@ def answering(answer: bytes) -> Iterator[str]:
         (b"HTTP/1.1 400 Bad Request\r\n\r\n", "not a TensorHub peer: .*HTTP/1.1.*check the address"),
         (
             PREFACE[:-1] + b"\x09",
-            "speaks version 9 of the protocol, this side version 2: upgrade the TensorHub on this side",
+            "speaks version 9 of the protocol, this side version 3: upgrade the TensorHub on this side",
         ),
         (PREFACE + b"\xff\xff\xff\xff", "4294967295 bytes"),
         (PREFACE + b"\x00\x00\x00\x03abc", "."),
