@@ -154,7 +154,8 @@ class Retained:
         if asked is None or content is None:
             return
         content_id, asked.granted_at = content.version.content_id, self._cluster.now
-        asked.follows = any(self._is_let_go(mate, content_id) for mate in self._cluster.mates(handle))
+        goes = any(self._is_let_go(mate, content_id) for mate in self._cluster.mates(handle))
+        asked.follows = goes or self._goes_before(handle, content_id)
         if asked.follows:
             return  # its replica does not serve any more, whoever of them hears it first
         if isinstance(asked.what, CloseCall | SetAsideCall) and self._is_whole(handle, asked, content_id):
@@ -162,6 +163,15 @@ class Retained:
             shards = [handle.shard.number] if is_one else list(self._contents.truth[content_id])
             alone = (shard for shard in shards if not self._others(handle, shard, asked, elsewhere=True))
             asked.alone = next(alone, None)
+
+    def _goes_before(self, handle: Handle, content_id: str) -> bool:
+        """Whether a mate's leave is decided, which waits for that one's readers. (It is judged when they are gone.)"""
+        model = self._cluster.coordinator.cluster.models[handle.shard.model]
+        begun = (each.holding for each in model.withdrawals.values() if each.begun)
+        mates = (
+            held for held in begun if held.member.group.name == handle.shard.group and held.member.rank != handle.shard.rank
+        )
+        return any(held.version.info.content_id == content_id for held in mates)
 
     @staticmethod
     def _is_let_go(handle: Handle, content_id: str) -> bool:
