@@ -28,6 +28,7 @@ from tensorhub.messages import (
     Heartbeat,
     HeartbeatAck,
     Join,
+    Leave,
     Outcome,
     Prepared,
     ReaderCut,
@@ -55,7 +56,10 @@ class Lobby(Desk):
     def guest(self, session: int, origin: str = HERE, *, joins: bool = True, incarnation: str = "") -> None:
         self.step(Connected(session, incarnation or f"read-only-{session}", "worker", True, origin))
         if joins:
-            self.say(session, Join(f"g{session}", Location(), (Endpoint("tcp", "x"),), 1, 0))
+            self.joins(session)
+
+    def joins(self, session: int) -> None:
+        self.say(session, Join(f"g{session}", Location(), (Endpoint("tcp", "x"),), 1, 0))
 
     def newcomer(self, session: int, origin: str = HERE, role: str = "worker") -> None:
         self.step(Connected(session, f"life{session}", role, False, origin))
@@ -275,6 +279,28 @@ def test_guests_that_have_voted_and_wait_for_agreement_are_not_among_those_who_a
     assert not version.guests_bound
     outcomes = [heard.error for heard in lobby.heard[1] if isinstance(heard, Outcome)]
     assert [error.kind for error in outcomes if error is not None] == ["StateError", *["VersionUnavailable"] * 2]
+
+
+def test_readers_of_a_copy_whose_source_has_gone_are_looked_at_some_in_each_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """None of them waited before. Until it is its turn, each is among those that are stirred."""
+    monkeypatch.setattr(real, "GUESTS_OF_HOLDING_MAX", 2)
+    monkeypatch.setattr(real, "GUESTS_PER_STEP", 1)
+    lobby = Lobby()
+    for session, name in ((2, "t"), (3, "r")):
+        lobby.connect(session)
+        lobby.register(session, name)
+    lobby.publish(2, "t", 1, 0)
+    key = OpKey("m", "r", lobby.core.cluster.models["m"].groups["r"].epoch, 0)
+    lobby.say(3, Fill(key, 0, "r", OpKind.REPLICATE, "latest", None, 1, False, False, 1000.0))
+    lobby.guest(1)
+    keys = [lobby.asks(1, str(number)) for number in range(4)]
+    assert lobby.readers("t", "r") == [3, 2]
+    model = lobby.core.cluster.models["m"]
+    lobby.say(2, Leave("done"))  # nobody holds all of it any more: all of them lack a source
+    assert list(lobby.core.cluster.stirred) == keys
+    assert not model.guests_waiting
+    assert lobby.ticks() == len(keys)
+    assert list(model.guests_waiting) == keys
 
 
 def test_a_guest_that_never_had_its_turn_is_told_why(monkeypatch: pytest.MonkeyPatch) -> None:

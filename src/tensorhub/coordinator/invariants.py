@@ -369,7 +369,7 @@ def _operation(cluster: Cluster, operation: Operation) -> None:
     starving = not (operation.writing or operation.unchanged) or any(part.needs_source for part in parts)
     starving = starving or operation.awaits_agreement
     waits = operation.waits_in.get(operation.key) is operation
-    if operation.state is not OperationState.PREPARED:
+    if operation.state is not OperationState.PREPARED and operation.key not in cluster.stirred:  # it will be looked at
         wants = operation.gathered and (starving or bool(operation.staying))
         _demand(waits == wants, "who lacks a source, or somebody to take over, waits", operation)  # G7
     for rank, part in operation.parts.items():
