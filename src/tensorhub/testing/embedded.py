@@ -23,7 +23,6 @@ from tensorhub.messages import (
     FromWorker,
     Grant,
     Pin,
-    Retain,
     Unpin,
     Welcome,
 )
@@ -125,19 +124,13 @@ class EmbeddedWorker(TimedWorker):
 
     def say_for_caller(self, message: FromWorker) -> None:
         """What the worker itself asks: what it promises is noted as it is said."""
-        guarantees = self.cluster.guarantees
         if self.link is None:
             return
         match message:
-            case Retain():
-                guarantees.retained.wish(message.request, message.model, message.latest)
-                self._wishes.append(message.request)
             case Pin():
                 self.pins[message.pin] = (message.model, message.version)
-                self._asked_pins[message.request] = message.pin
             case Unpin():
                 self.pins.pop(message.pin, None)
-                guarantees.retained.unpin(message.pin)
             case _:
                 pass
         self.say(message)

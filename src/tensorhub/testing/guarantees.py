@@ -1,7 +1,8 @@
-"""The guarantees of the design, checked from outside: by what memory holds, and by what calls have returned.
+"""The guarantees of the design, checked from outside: by what memory holds, and by how calls end.
 
-Responsible for G1 to G6 and G8 to G10, each named in what `GuaranteeBroken` says; G7 (liveness) is demanded by who drives
-the cluster, once faults are over. What the coordinator's own books say is used as little as may be: its invariants are
+Responsible for G1, G2, G4 to G6 and G8 to G10, each named in what `GuaranteeBroken` says. Which versions callers may see
+(G3, R1, R12) is the affair of the reference model, which `judging` feeds; G7 (liveness) is demanded by who drives the
+cluster, once faults are over. What the coordinator's own books say is used as little as may be: its invariants are
 its own affair. `check_*` costs what it looks at.
 """
 
@@ -13,15 +14,16 @@ from typing import TYPE_CHECKING
 
 from tensorhub.coordinator import Decision, Entry, Publication, Rollback
 from tensorhub.coordinator.fills import LEFT, UNCHANGED
-from tensorhub.errors import DrainTimeout, IntegrityError, LeaseLost, TensorHubError, VersionConflict, VersionUnavailable
+from tensorhub.errors import DrainTimeout, IntegrityError, LeaseLost, TensorHubError, VersionUnavailable
 from tensorhub.messages import Fenced, FromWorker, LeaveRequest, Outcome, Register, Registered, Start, Write
 from tensorhub.testing.available import Available
 from tensorhub.testing.contents import Contents
 from tensorhub.testing.demands import HOLDING, demand
+from tensorhub.testing.judging import Judging
 from tensorhub.testing.rendering import show_error
 from tensorhub.testing.retained import Retained, abandons
-from tensorhub.types import LATEST, PREVIOUS, HandleState, Medium, OpKey, OpKind, Purpose, VersionInfo
-from tensorhub.worker.calls import Call, CloseCall, FillCall, PublishCall, SetAsideCall, UnpublishCall
+from tensorhub.types import HandleState, Medium, OpKey, OpKind, Purpose, VersionInfo
+from tensorhub.worker.calls import Call, CloseCall, FillCall, SetAsideCall, UnpublishCall
 from tensorhub.worker.enrolment import LEASE_MARGIN
 from tensorhub.worker.holding import Content
 from tensorhub.worker.running import DEADLINE_SLACK_S
@@ -42,15 +44,13 @@ class Guarantees:
     def __init__(self, cluster: Cluster) -> None:
         self._cluster = cluster
         self.contents = Contents()
-        self.retained = Retained(cluster, self.contents)
+        self.judging = Judging(cluster, self.contents)
+        self.retained = Retained(cluster, self.contents, self.judging)
         self.available = Available(cluster, self.contents)
         self.outcomes: dict[OpKey, dict[int, tuple[bool, str]]] = {}  # by rank: committed, and how it was learnt
         self.bound: dict[OpKey, int] = {}  # of each group call: the version that a rank returned
-        self.returned: dict[str, int] = {}  # by model: the newest number of its lineage whose publish has returned
         self.rolled_back: set[OpKey] = set()  # publications of these
-        self.used: dict[str, tuple[int, float]] = {}  # by model: the largest number ever published; when it was rolled back
         self._epochs: dict[tuple[str, str, int, int], str] = {}  # which registration a group's rank has had in an epoch
-        self._numbers: set[tuple[str, int, int]] = set()  # (model, lineage, number) that are durable
         self._given_up: dict[str, float] = {}  # when some owner of which content took it from its readers, or wanted to
         self._fenced: dict[str, str] = {}  # by registration: the content that was, unless the coordinator has heard of it
 
@@ -58,9 +58,7 @@ class Guarantees:
         """Whatever was published before must not come back; what was wanted of the former cluster counts no more."""
         self.contents.retired.update(entry.content_id for entry in store if isinstance(entry, Publication))
         self.contents.state_lost()
-        self.retained.state_lost()
-        self.returned.clear()
-        self._numbers.clear()
+        self.judging.state_lost()
         self.forget()
 
     def forget(self) -> None:
@@ -74,21 +72,13 @@ class Guarantees:
         """The coordinator wants this recorded."""
         if isinstance(entry, Publication):
             self.contents.minted(entry)
-            self.retained.loosen(entry.model)  # an older one than the newest need not stay, also if this one is rolled back
-            newest, when = self.used.get(entry.model, (-1, float("-inf")))
-            self.used[entry.model] = max(newest, entry.number), when
 
     def stored(self, entry: Entry, before: Iterable[Entry]) -> None:
         """It is durable now. After a rollback nobody may see what it retires any more."""
         self.retained.stored(entry)
         match entry:
-            case Decision():
+            case Decision() | Publication():
                 self._learn(entry.key, RECORD, True, "that was recorded")
-            case Publication():
-                self._learn(entry.key, RECORD, True, "that was recorded")
-                number = entry.model, entry.lineage, entry.number
-                demand(number not in self._numbers, f"publication numbers: a number was published twice: {number}")
-                self._numbers.add(number)
             case Rollback():
                 again = any(isinstance(e, Rollback) and e.ident == entry.ident for e in before)
                 demand(not again, f"durable mark: a rollback that was asked for again was done twice: {entry}")
@@ -96,25 +86,15 @@ class Guarantees:
                 gone = [e for e in published if e.number > entry.to]
                 self.contents.retired.update(e.content_id for e in gone)
                 self.rolled_back.update(e.key for e in gone)
-                self._lower_floors(entry.model, published)
-                self.used[entry.model] = self.used.get(entry.model, (-1, 0.0))[0], self._cluster.now
                 numbers = self.contents.numbers.get(entry.model, {})
                 self.contents.numbers[entry.model] = {n: c for n, c in numbers.items() if n <= entry.to}
             case _:
                 pass
 
-    def _lower_floors(self, model: str, published: list[Publication]) -> None:
-        newest = max((e.number for e in published if e.content_id not in self.contents.retired), default=-1)
-        if model in self.returned:
-            self.returned[model] = min(self.returned[model], newest)
-        for handle in self._cluster.all_handles():
-            asked = handle.asked
-            if asked is not None and asked.floor is not None and handle.shard.model == model:
-                asked.floor = min(asked.floor, newest)
-
     def ended(self, handle: Handle, asked: Asked) -> None:
         """A call has returned, or raised."""
         error, key = asked.error, asked.key
+        self.judging.ended(handle, asked)
         if isinstance(asked.what, UnpublishCall | CloseCall):
             self._given_up[handle.last_held] = self._cluster.now  # also in vain: its readers may have been told
         if isinstance(error, DrainTimeout):
@@ -130,8 +110,6 @@ class Guarantees:
                 self._blamed(handle, asked, str(error))
             if isinstance(error, VersionUnavailable) and LEFT in str(error):
                 self._left(handle, asked, str(error))
-            if isinstance(asked.what, PublishCall) and isinstance(error, VersionConflict) and not error.retryable:
-                self._refused(handle, asked, asked.what.version)
             if key is not None and getattr(error, "memory", "") != "in_doubt" and not isinstance(error, LeaseLost):
                 for each in {**dict.fromkeys(asked.votes), key: None}:
                     self._learn(each, handle.shard.rank, False, f"{handle.name} raised {show_error(error)}")
@@ -142,26 +120,15 @@ class Guarantees:
             bound = self.bound.setdefault(key, number)
             demand(bound == number, f"group atomicity: {key} ended with version {bound} and with {number} ({handle.name})")
         match asked.what:
-            case PublishCall():
-                if asked.version is not None and asked.version.content_id not in self.contents.retired:
-                    newest = self.returned.get(handle.shard.model, -1)
-                    self.returned[handle.shard.model] = max(asked.what.version, newest)
             case FillCall():
-                self._filled(handle, asked, asked.what)
+                self.check_content(handle)
+                if asked.what.kind is OpKind.FETCH and asked.version is not None:
+                    self.contents.check_cells(handle, asked.version)
             case UnpublishCall() | CloseCall():
                 demand(handle.worker.owner.is_quiet(handle.id), f"mutability: {handle.name} is read after {asked.what}")
                 self.check_closed(handle)
             case _:
                 pass
-
-    def _refused(self, handle: Handle, asked: Asked, number: int) -> None:
-        """R1: only what was published, or what a rollback has overtaken, stands in the way of a number."""
-        newest, rolled_back_at = self.used.get(handle.shard.model, (-1, float("-inf")))
-        ok = number <= newest or rolled_back_at >= asked.began
-        demand(
-            ok or self.contents.strangers,
-            f"publication numbers: {handle} may not publish {number}, but {newest} is the newest: {asked.error}",
-        )
 
     def _blamed(self, handle: Handle, asked: Asked, text: str) -> None:
         """R8: a reader is at fault, before its time is over, only if several unchanged sources have sent it other bytes."""
@@ -200,25 +167,6 @@ class Guarantees:
             gone or going or not wanted or self.contents.strangers,
             f"selectors: nobody has left what {handle} waited for: {text}",
         )
-
-    def _filled(self, handle: Handle, asked: Asked, call: FillCall) -> None:
-        assert asked.version is not None
-        number = asked.version.version
-        demand(
-            asked.version.content_id not in asked.retired, f"visibility: {handle.name} got {number}, which was rolled back"
-        )
-        if call.selector == LATEST and asked.floor is not None:
-            demand(number >= asked.floor, f"visibility: {handle.name} got {number} after publish({asked.floor}) returned")
-        if call.selector == PREVIOUS:
-            newest, _ = self.used.get(handle.shard.model, (-1, 0.0))
-            demand(
-                number < newest, f"selectors: {handle.name} asked for {PREVIOUS}, and got {number}: {newest} is the newest"
-            )
-        if isinstance(call.selector, int):
-            demand(number == call.selector, f"selectors: {handle.name} asked for {call.selector}, got {number}")
-        self.check_content(handle)
-        if call.kind is OpKind.FETCH:
-            self.contents.check_cells(handle, asked.version)
 
     def resolved(self, handle: Handle, outcome: Outcome) -> None:
         """A rank that was in doubt hears what has become of its operation."""

@@ -18,6 +18,7 @@ from tensorhub.accesses import Access
 from tensorhub.coordinator import Digested
 from tensorhub.errors import GroupAborted, StateError, TensorHubError
 from tensorhub.messages import Deregister, DigestAgain, ErrorInfo, Prepared, Publish, TellDigests
+from tensorhub.testing import reference_model
 from tensorhub.testing.demands import HOLDING, demand
 from tensorhub.testing.filler import Filler
 from tensorhub.testing.host_copies import Wanted
@@ -82,9 +83,7 @@ class Asked:
 
     what: Call
     handle: Handle
-    floor: int | None  # the newest number whose publish had returned when this call began, and not rolled back since
-    retired: frozenset[str] = frozenset()  # content ids that were rolled back when this call began
-    retained: frozenset[str] = frozenset()  # content ids that had to stay when this call began
+    call: reference_model.Call  # the same, as the reference model knows it
     began: float = 0.0
     until: float = inf  # its deadline
     online: bool = True  # its worker has been connected all the time
@@ -181,20 +180,11 @@ class Handle:
 
     def call(self, call: Call, timeout_s: float = 60.0) -> Asked:
         """Begin a call; raises StateError where the handle's state forbids it."""
-        cluster, model = self.cluster, self.shard.model
+        cluster = self.cluster
         actions = self.interpreter.begin(call, timeout_s, cluster.now)
         cluster.note(f"{self.name} calls {show(call)}")
-        guarantees = cluster.guarantees
-        self.asked = Asked(
-            call,
-            self,
-            guarantees.returned.get(model),
-            frozenset(guarantees.contents.retired),
-            guarantees.retained.content_ids(model),
-            cluster.now,
-            cluster.now + timeout_s,
-            self.worker.link is not None,
-        )
+        judged, online = cluster.guarantees.judging.begins(self, call), self.worker.link is not None
+        self.asked = Asked(call, self, judged, cluster.now, cluster.now + timeout_s, online)
         self.apply(actions)
         return self.asked
 

@@ -71,6 +71,7 @@ class TimedWorker(SimWorker):
         self.hear(message)
         if isinstance(message, Announce):
             self.newest[message.model] = message.newest
+            self.cluster.guarantees.judging.announced(self, message)
         if isinstance(message, Dismissed):
             self.disconnect()
         elif link.welcomed and not was_welcomed:

@@ -1,6 +1,6 @@
-"""What must stay (R4, R5), who has been let go, and whether what must stay is held by others then (G5).
+"""Who has been let go, and whether what must stay is held by others then (R4, R5, G5).
 
-Responsible for what `retain` and pins ask for, as far as their callers know, and for each rank that leaves. What the
+Responsible for each rank that leaves. What must stay, as far as callers know, is the reference model's affair. What the
 coordinator's own books say is used as little as may be.
 """
 
@@ -13,6 +13,8 @@ from tensorhub.coordinator.states import ReplicaState
 from tensorhub.messages import Done
 from tensorhub.testing.contents import Contents
 from tensorhub.testing.demands import HOLDING, demand
+from tensorhub.testing.judging import Judging
+from tensorhub.testing.reference_model import Pinning, Retaining
 from tensorhub.types import Medium, Purpose, VersionInfo
 from tensorhub.worker.calls import CloseCall, SetAsideCall, UnpublishCall
 
@@ -22,27 +24,17 @@ if TYPE_CHECKING:
 
 
 class Retained:
-    """What was promised to stay in one cluster, and whether it does."""
+    """Whether what must stay in one cluster does."""
 
-    def __init__(self, cluster: Cluster, contents: Contents) -> None:
+    def __init__(self, cluster: Cluster, contents: Contents, judging: Judging) -> None:
         self._cluster = cluster
         self._contents = contents
-        self.recorded: dict[str, int] = {}  # by model: what the last `retain` that is durable asks for
-        self.policy: dict[str, int] = {}  # by model: what holds of it, as some `retain` has returned since
-        self.wishes: dict[int, tuple[str, int]] = {}  # by request: a `retain` that has not returned
-        self.pin_wishes: dict[int, tuple[str, int]] = {}  # by request: the model and version of a new pin
-        self.pins: dict[str, tuple[str, int, str]] = {}  # by id: model, number and incarnation of pins that have returned
+        self._judging = judging
         self._undone: dict[int, Retention | str] = {}  # by request: what has to be durable before it returns
-        self._pinned: dict[str, str] = {}  # by id: the content of each pin that is durable
         # By group and content: the first rank that was let go, and when; its replica serves no more.
         self._leaving: dict[tuple[str, str], tuple[Handle, float]] = {}
         self._stayed: dict[tuple[str, str], set[Handle]] = {}  # of these: who serves again, in a replica that began since
         self._lost: dict[tuple[str, str], float] = {}  # when which registration has lost which content without leave
-
-    def state_lost(self) -> None:
-        """What was wanted of the former cluster counts no more."""
-        for past in (self.recorded, self.policy, self.wishes, self.pins):
-            past.clear()
 
     def asks(self, request: int, what: Retention | str) -> None:
         """What is asked for is to be durable before it is answered: a `retain`, or the name of a pin or of a rollback."""
@@ -54,51 +46,18 @@ class Retained:
         match entry:
             case Retention():
                 done: Retention | str = entry
-                self.recorded[entry.model] = entry.retain
-                self.policy[entry.model] = min(entry.retain, self.policy.get(entry.model, 0))
-                self.loosen(entry.model)
             case Pinned():
                 done = entry.pin
-                self._pinned[entry.pin] = entry.content_id
             case Rollback():
                 done = entry.ident
             case _:
                 return
         self._undone = {request: what for request, what in self._undone.items() if what != done}
 
-    def retains(self, model: str, latest: int) -> None:
-        """That `retain` has returned: at once, or after later ones, as it waits until every holder knows."""
-        self.policy[model] = min(latest, self.recorded.get(model, 0))
-
-    def content_ids(self, model: str) -> frozenset[str]:
-        """Content ids that must stay: what every `retain` and pin that has returned agrees on (G5)."""
-        if self._contents.strangers:
-            return frozenset()
-        numbers = self._contents.numbers.get(model, {})
-        wanted = [self.policy.get(model, 0), *(latest for name, latest in self.wishes.values() if name == model)]
-        newest = sorted(numbers, reverse=True)[: min(wanted)]
-        live = self._cluster.coordinator.cluster.workers  # with a pin's worker, or with what is pinned, ends the pin
-        pins = {pin: n for pin, (name, n, incarnation) in self.pins.items() if name == model and incarnation in live}
-        pinned = [n for pin, n in pins.items() if n in numbers and self._pinned.get(pin) == numbers[n]]
-        return frozenset(numbers[number] for number in [*newest, *pinned])
-
-    def wish(self, request: int, model: str, latest: int) -> None:
-        """A `retain` is said: from now on it may count."""
-        self.wishes[request] = (model, latest)
-        self.loosen(model)
-
-    def unpin(self, pin: str) -> None:
-        """From now on it may count no more."""
-        model, *_ = self.pins.pop(pin, ("", 0, ""))
-        if model:
-            self.loosen(model)
-
-    def loosen(self, model: str) -> None:
-        """What need not stay now may have been let go by a call that is running, whatever is wished for later."""
-        retained = self.content_ids(model)
-        for handle in self._cluster.live_handles():
-            if handle.asked is not None and handle.shard.model == model:
-                handle.asked.retained &= retained
+    def _must_stay(self, handle: Handle, content_id: str) -> bool:
+        """Whether that has had to stay ever since this handle's call began (G5)."""
+        asked = handle.asked
+        return asked is not None and content_id in self._judging.must_stay(handle.shard.model, asked.call)
 
     # -- who leaves
 
@@ -180,12 +139,11 @@ class Retained:
         holds = content is not None and content.version.content_id == content_id
         return holds and asked is not None and not asked.done and asked.granted_at > 0
 
-    @staticmethod
-    def _may_be_on_its_way(handle: Handle, content_id: str) -> bool:
+    def _may_be_on_its_way(self, handle: Handle, content_id: str) -> bool:
         """Whether it has asked for its leave when that content was anybody's to give up."""
         content, asked = handle.member.content, handle.asked
         holds = content is not None and content.version.content_id == content_id
-        return holds and _asks_to_leave(handle) and asked is not None and content_id not in asked.retained
+        return holds and _asks_to_leave(handle) and asked is not None and not self._must_stay(handle, content_id)
 
     def fenced(self, handle: Handle, generation: int) -> None:
         """Nobody reads that memory any more: a version that must stay must be held by others (G5)."""
@@ -196,7 +154,7 @@ class Retained:
             self.lost(handle)  # not by its owner's own wish, or without asking anybody
             return
         content_id = content.version.content_id
-        if content_id not in asked.retained & self.content_ids(model) or self._cluster.is_recording_rollback(model):
+        if not self._must_stay(handle, content_id) or self._cluster.is_recording_rollback(model):
             return
         if self._contents.is_spoilt(handle, content_id) or any(abandons(mate) for mate in self._cluster.mates(handle)):
             return  # nobody wants it, or a rank of its replica does not care
@@ -320,13 +278,12 @@ class Retained:
         """R2, R4: when `retain` and `pin` return, that is durable, and every holder knows."""
         request, models = message.request, self._cluster.coordinator.cluster.models
         demand(request not in self._undone, f"leaving: {message} is said, and {self._undone.get(request)} is not durable")
-        if request in self.pin_wishes:
-            model, number = self.pin_wishes[request]
-            numbers = [number]
-        elif request in self.wishes:
-            model, latest = self.wishes[request]
+        model, call = self._judging.questions.get(request, ("", None))
+        if isinstance(call, Pinning) and request in self._judging.new_pins:
+            numbers = [call.number]
+        elif isinstance(call, Retaining):
             visible = [v.number for v in models[model].versions.values() if v.visible] if model in models else []
-            numbers = sorted(visible, reverse=True)[:latest]
+            numbers = sorted(visible, reverse=True)[: call.latest]
         else:
             return
         versions = models[model].versions if model in models else {}

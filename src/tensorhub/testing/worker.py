@@ -85,8 +85,6 @@ class SimWorker:
         self.unpinned: dict[str, str] = {}  # pins that it has ended, and has not heard the end of: their models, by id
         self.router = Router[Handle](cluster.numbers)
         self._said_held: dict[int, str] = {}  # of these: what content such a request says is held
-        self._wishes: list[int] = []  # requests of `retain` that are not answered
-        self._asked_pins: dict[int, str] = {}  # by request
         self._asked_unpins: dict[int, str] = {}  # by request
         self.rollbacks: dict[int, Rollback] = {}  # by request: those that were said, and not answered
 
@@ -171,6 +169,8 @@ class SimWorker:
         for handle in self.handles:
             self.cluster.guarantees.retained.lost(handle)
             handle.access = None
+            if handle.asked is not None:
+                self.cluster.guarantees.judging.crashed(handle.asked)
             handle.todo.clear()
             handle.hooks.clear()
             if handle.pull is not None:
@@ -187,7 +187,7 @@ class SimWorker:
     def _pins_uncertain(self) -> None:
         """They count for a lease; nobody can rely on them until they are said again."""
         for pin in self.pins:
-            self.cluster.guarantees.retained.unpin(pin)
+            self.cluster.guarantees.judging.unpinned(pin)
 
     def say(self, message: FromWorker) -> None:
         """Tell the coordinator; without a connection it is not said."""
@@ -197,6 +197,7 @@ class SimWorker:
                 asker = self.router.asker(message.request)
                 if asker is not None:
                     self.cluster.guarantees.announced(asker, message.held.content_id)
+            self.cluster.guarantees.judging.says(self, message)
             self.link.up.append(message)
             self.cluster.said_up(self, self.link)
 
@@ -223,9 +224,7 @@ class SimWorker:
         """Ask for it; its answer will be in `answers`."""
         request = next(self.cluster.numbers)
         if self.link is not None:
-            self.cluster.guarantees.retained.wish(request, model, latest)
             self.cluster.guarantees.retained.asks(request, Retention(model, latest))
-            self._wishes.append(request)
         self.say(Retain(request, model, latest))
         return request
 
@@ -234,10 +233,8 @@ class SimWorker:
         request = next(self.cluster.numbers)
         if not pin:
             pin = f"pin{request}"
-            self.cluster.guarantees.retained.pin_wishes[request] = (model, version)
             self.cluster.guarantees.retained.asks(request, pin)
         self.pins[pin] = (model, version)
-        self._asked_pins[request] = pin
         self.say(Pin(request, pin, model, version))
         return pin, request
 
@@ -247,7 +244,7 @@ class SimWorker:
         model = self.unpinned.get(pin) or self.pins.pop(pin)[0]
         self.unpinned[pin] = model
         self._asked_unpins[request] = pin
-        self.cluster.guarantees.retained.unpin(pin)
+        self.cluster.guarantees.judging.unpinned(pin)
         self.say(Unpin(request, pin, model))
         return request
 
@@ -362,23 +359,12 @@ class SimWorker:
         self.copies.heard(message)
         if not isinstance(message, Done | Refused):
             return  # which only the runtime's questions ask for
-        guarantees, request = self.cluster.guarantees, message.request
-        refused = isinstance(message, Refused)
+        request, refused = message.request, isinstance(message, Refused)
+        self.cluster.guarantees.judging.answered(self, message)
         self.answers[request] = message.error.error() if isinstance(message, Refused) else None
-        for wish in [wish for wish in self._wishes if wish <= request]:  # what was said before can not come later
-            self._wishes.remove(wish)
-            wished = guarantees.retained.wishes.pop(wish, None)
-            if wish == request and wished is not None and not refused:
-                guarantees.retained.retains(*wished)
         rollback = self.rollbacks.pop(request, None)
         if rollback is not None and not refused:
             self.cluster.rolled_back(rollback.to)
         ended = self._asked_unpins.pop(request, "")
         if ended and not refused:
             self.unpinned.pop(ended, None)
-        pin = self._asked_pins.pop(request, "")
-        guarantees.retained.pin_wishes.pop(request, None)
-        if pin in self.pins and not refused:
-            guarantees.retained.pins[pin] = (*self.pins[pin], self.incarnation)
-        elif pin in self.pins:
-            guarantees.retained.unpin(pin)

@@ -1,0 +1,174 @@
+"""What simulated callers call, are told and return, as the reference model of each model hears it.
+
+Responsible for which of a handle's and a worker's doings are whose calls. What is possible is the model's affair.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from math import inf
+from typing import TYPE_CHECKING
+
+from tensorhub.errors import LeaseLost, VersionConflict, VersionUnavailable
+from tensorhub.messages import Announce, Done, FromWorker, Pin, Refused, Retain, Rollback, Unpin, Watch
+from tensorhub.testing.contents import Contents
+from tensorhub.testing.demands import HOLDING
+from tensorhub.testing.reference_model import Call, Pinning, Publishing, Reading, ReferenceModel, Retaining, RollingBack
+from tensorhub.worker.calls import Call as Called, FillCall, PublishCall
+
+if TYPE_CHECKING:
+    from tensorhub.testing.cluster import Cluster
+    from tensorhub.testing.handle import Asked, Handle
+    from tensorhub.testing.worker import SimWorker
+
+
+class Judging:
+    """One cluster's callers. Where some are strangers to it, it judges nothing."""
+
+    def __init__(self, cluster: Cluster, contents: Contents) -> None:
+        self._cluster = cluster
+        self._contents = contents
+        self.models: defaultdict[str, ReferenceModel] = defaultdict(ReferenceModel)
+        self.questions: dict[int, tuple[str, Call]] = {}  # by request: of which model a worker itself asks what
+        self.new_pins: set[int] = set()  # of these: pins that are said for the first time
+        self._said: set[str] = set()  # the ids of all pins
+        self._pins: dict[str, tuple[str, Pinning]] = {}  # by id: those that may count, and their models
+        self._rollbacks: dict[str, RollingBack] = {}  # by the names under which they are said again
+
+    def state_lost(self) -> None:
+        """The coordinator will be back without its state, as a new cluster."""
+        self._pins.clear()
+        for model in self.models.values():
+            model.state_lost()
+
+    # -- handles
+
+    def begins(self, handle: Handle, what: Called) -> Call:
+        """A handle is called."""
+        shard, content = handle.shard, handle.member.content if handle.member.state in HOLDING else None
+        call = Call(handle.name)
+        if isinstance(what, PublishCall):
+            call = Publishing(shard.group, what.version)
+        elif isinstance(what, FillCall):
+            holds = content.version if content is not None else None
+            if holds is not None and self._contents.is_spoilt(handle, holds.content_id):
+                holds = None  # it does not count
+            call = Reading(handle.name, what.selector, what.at_least, holds)
+        self.models[shard.model].begins(call)
+        return call
+
+    @staticmethod
+    def crashed(asked: Asked) -> None:
+        """Its process is no more."""
+        if isinstance(asked.call, Publishing):
+            asked.call.left = True
+
+    def ended(self, handle: Handle, asked: Asked) -> None:
+        """That call has returned, or raised."""
+        model, call, error, version = self.models[handle.shard.model], asked.call, asked.error, asked.version
+        in_doubt = isinstance(error, LeaseLost) or getattr(error, "memory", "") == "in_doubt"
+        if self._contents.strangers:
+            return
+        match call:
+            case Publishing() if version is not None:
+                model.published(call, version)
+            case Publishing() if in_doubt:
+                call.left = True
+            case Publishing():
+                model.not_published(call, taken=isinstance(error, VersionConflict) and not error.retryable)
+            case Reading() if version is not None:
+                model.read(call, version)
+            case Reading(selector=int(number)) if _says_there_is_none(error):
+                model.denied(call, number)
+            case _:
+                pass
+
+    # -- workers
+
+    def says(self, worker: SimWorker, message: FromWorker) -> None:
+        """A worker asks for something itself."""
+        match message:
+            case Watch():
+                self.models[message.model].listens(worker.incarnation)
+            case Rollback():
+                rollback = self._rollbacks.get(message.ident)
+                if rollback is None:
+                    rollback = self._rollbacks[message.ident] = RollingBack(worker.name, message.to)
+                    self.models[message.model].begins(rollback)
+                self.questions[message.request] = message.model, rollback
+            case Retain():
+                retain = Retaining(worker.name, message.latest)
+                self.models[message.model].begins(retain)
+                self.questions[message.request] = message.model, retain
+            case Pin():
+                self.unpinned(message.pin)
+                pin = Pinning(worker.incarnation, message.version)
+                self.models[message.model].begins(pin)
+                self.questions[message.request] = self._pins[message.pin] = message.model, pin
+                if message.pin not in self._said:
+                    self._said.add(message.pin)
+                    self.new_pins.add(message.request)
+            case Unpin():
+                self.unpinned(message.pin)
+            case _:
+                pass
+
+    def unpinned(self, pin: str) -> None:
+        """Nobody can count on that pin any more, until it is said again."""
+        if pin in self._pins:
+            model, call = self._pins.pop(pin)
+            self.models[model].unpinned(call)
+
+    def announced(self, worker: SimWorker, message: Announce) -> None:
+        """A worker is told which version is the newest."""
+        if not self._contents.strangers:
+            self.models[message.model].announced(worker.incarnation, message.newest)
+
+    def answered(self, worker: SimWorker, message: Done | Refused) -> None:
+        """A worker hears what became of what it has asked for."""
+        name, call = self.questions.pop(message.request, ("", None))
+        model, error = self.models[name], message.error.error() if isinstance(message, Refused) else None
+        if self._contents.strangers:
+            return
+        match call:
+            case RollingBack() if call.ended < inf:
+                pass  # it was answered before
+            case RollingBack() if error is None:
+                model.rolled_back(call)
+            case RollingBack():
+                model.not_rolled_back(call, beyond=isinstance(error, VersionConflict))
+            case Retaining() if error is None:
+                self._end_earlier(worker, message.request)
+                model.retained(call)
+            case Retaining():
+                model.not_retained(call, unknown=False)
+            case Pinning() if error is None:
+                model.pinned(call)
+            case Pinning() if _says_there_is_none(error):
+                model.denied(call, call.number)
+            case _:
+                pass
+
+    def _end_earlier(self, worker: SimWorker, request: int) -> None:
+        """What it said before is recorded by now, or never will be: records keep the order in which they were asked for."""
+        for earlier, (model, call) in list(self.questions.items()):
+            if isinstance(call, Retaining) and call.who == worker.name and earlier < request:
+                del self.questions[earlier]
+                self.models[model].not_retained(call, unknown=True)
+
+    # -- what must stay
+
+    def must_stay(self, model: str, since: Call) -> frozenset[str]:
+        """Content ids that have had to stay since that call began."""
+        if self._contents.strangers:
+            return frozenset()
+        live = self._cluster.coordinator.cluster.workers
+        for pin in [pin for pin, (_, call) in self._pins.items() if call.who not in live]:
+            self.unpinned(pin)  # it ends with its worker
+        return self.models[model].must_stay(since)
+
+
+def _says_there_is_none(error: Exception | None) -> bool:
+    """Whether a number is not published, or not any more; not: nobody holds it."""
+    texts = ("does not exist", "is not published")
+    return isinstance(error, VersionUnavailable) and any(text in str(error) for text in texts)
