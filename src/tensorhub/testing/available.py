@@ -20,7 +20,7 @@ from tensorhub.worker.calls import FillCall
 
 if TYPE_CHECKING:
     from tensorhub.testing.cluster import Cluster
-    from tensorhub.testing.handle import Handle
+    from tensorhub.testing.handle import Asked, Handle
 
 
 class Available:
@@ -40,19 +40,23 @@ class Available:
         ranks = [h for h in (handle, *self._cluster.mates(handle)) if h.asked is not None and h.asked.key == message.key]
         held = [n for rank in ranks if (n := self._held(rank)) is not None]
         if isinstance(message, Start):
-            self._bound(handle, message, held)
+            self._bound(handle, asked, message, held)
         elif message.error is not None and GONE in message.error.message:
             self._lost(handle, message.error.message)
         elif message.error is not None and NOBODY in message.error.message:
             self._failed(handle, max([asked.what.at_least or 0, *held]))
 
-    def _bound(self, handle: Handle, message: Start, held: list[int]) -> None:
+    def _bound(self, handle: Handle, asked: Asked, message: Start, held: list[int]) -> None:
         model = self._cluster.coordinator.cluster.models[handle.shard.model]
         group = model.groups[handle.shard.group]
         if group.operation is not None and group.operation.resumes is not None:
             return  # it goes on with what it was bound to
         number, what = message.version.version, f"{handle} asked for {AVAILABLE}, and got {message.version}"
         demand(not held or max(held) <= number, f"selectors: {what}: its ranks hold {held}")
+        content_id = message.version.content_id
+        goes_on, asked.bound = asked.bound == content_id, content_id
+        has_it = goes_on or held == [number] * group.world_size or self._is_heard_of(content_id)
+        demand(has_it, f"selectors: {what}, and nobody is heard of who holds it")
         for newer, content_id in self._published(handle.shard.model, number + 1):
             demand(not self._can_be_read(content_id), f"selectors: {what}: {newer} can be read")
             if self._recovers():
@@ -94,6 +98,16 @@ class Available:
         """Whether every shard of it is held by somebody of whom the coordinator hears."""
         shards = self._contents.truth.get(content_id, {})
         return bool(shards) and all(any(self._offers(h, content_id) for h in self._holders(shard)) for shard in shards)
+
+    def _is_heard_of(self, content_id: str) -> bool:
+        """Whether each shard of it is held as a whole by some worker that is heard of: it may be gone since."""
+        held = [
+            (m.shard, m.holding)
+            for m in self._cluster.coordinator.cluster.members.values()
+            if m.worker.state is WorkerState.LIVE
+        ]
+        sources = {shard for shard, h in held if h is not None and h.is_source and h.version.info.content_id == content_id}
+        return sources >= set(self._contents.truth[content_id])
 
     def _holders(self, shard: int) -> Iterator[Handle]:
         return (h for h in self._cluster.live_handles() if h.shard.number == shard and h.shard.serves)

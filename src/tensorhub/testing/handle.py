@@ -93,6 +93,7 @@ class Asked:
     committed: bool = False  # it has heard that its operation was
     alone: int | None = None  # a shard that no other process kept when the coordinator let its process go
     damaged: set[str] = field(default_factory=set)  # names of sources from which it got bytes without their digest
+    bound: str = ""  # the content id that "available" was when that was said first
     key: OpKey | None = None
     votes: tuple[OpKey, ...] = ()  # the operations in which this call has voted, under each coordinator
     done: bool = False
