@@ -382,6 +382,9 @@ class Worker:
             manifest=manifest,
             number=rank,
         )
+        before = self.router.rank_at(model, shard.group, rank)
+        if before is not None and before.member.state is HandleState.CLOSED:
+            self.router.leave(before.member.shard)  # its caller has heard so, though its memory is still being given back
         self.router.check_free(model, shard.group, rank)
         handle = self.start_handle(shard, memory)
         try:
