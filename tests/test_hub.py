@@ -13,6 +13,7 @@ from functools import partial
 
 import anyio
 import anyio.lowlevel
+import anyio.to_thread
 import numpy as np
 import pytest
 
@@ -30,6 +31,7 @@ from tensorhub.hub import Hub
 from tensorhub.memory.tensors import RegisteredMemory
 from tensorhub.messages import FromCoordinator, Registered
 from tensorhub.runtime.loop_thread import running_backend
+from tensorhub.runtime.worker.handle import Handle
 from tensorhub.types import Options, VersionInfo
 from tensorhub.weights import Weights
 from tests.rig import (
@@ -260,6 +262,24 @@ async def test_closing_a_handle() -> None:
         assert (await c.hubs[1].describe("m")).replicas == ()
         again = await c.hubs[0].register("m", tensors(2), group="g")
         await again.publish(2)
+
+
+async def test_a_closed_handles_rank_is_free_while_its_memory_is_still_being_given_back(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    let_go, registered = Handle._let_go, threading.Event()
+
+    async def later(self: Handle) -> None:
+        await anyio.to_thread.run_sync(registered.wait, 10)
+        await let_go(self)
+
+    monkeypatch.setattr(Handle, "_let_go", later)
+    async with cluster("trainer") as c:
+        source = await c.hubs[0].register("m", tensors(1), group="g")
+        await source.close()
+        again = await c.hubs[0].register("m", tensors(2), group="g")
+        registered.set()
+        await again.publish(1)
 
 
 # ------------------------------------------------------------------------------------------------------------- mutate
