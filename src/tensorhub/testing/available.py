@@ -47,14 +47,13 @@ class Available:
             self._failed(handle, max([asked.what.at_least or 0, *held]))
 
     def _bound(self, handle: Handle, asked: Asked, message: Start, held: list[int]) -> None:
-        model = self._cluster.coordinator.cluster.models[handle.shard.model]
-        group = model.groups[handle.shard.group]
-        if group.operation is not None and group.operation.resumes is not None:
+        group = self._cluster.coordinator.cluster.models[handle.shard.model].groups[handle.shard.group]
+        operation, content_id = group.operation, message.version.content_id
+        goes_on, asked.bound = asked.bound == content_id, content_id
+        if goes_on if operation is None else operation.resumes is not None:  # None: it has ended in this very step
             return  # it goes on with what it was bound to
         number, what = message.version.version, f"{handle} asked for {AVAILABLE}, and got {message.version}"
         demand(not held or max(held) <= number, f"selectors: {what}: its ranks hold {held}")
-        content_id = message.version.content_id
-        goes_on, asked.bound = asked.bound == content_id, content_id
         has_it = goes_on or held == [number] * group.world_size or self._is_heard_of(content_id)
         demand(has_it, f"selectors: {what}, and nobody is heard of who holds it")
         for newer, content_id in self._published(handle.shard.model, number + 1):
