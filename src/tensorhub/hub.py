@@ -21,12 +21,12 @@ from tensorhub.memory.allocated import AllocatedMemory
 from tensorhub.memory.tensors import CallersMemory, Memory, RegisteredMemory
 from tensorhub.opening import Block, Opening, Unpicklable, close_after
 from tensorhub.protocol.secret import Secret, check_open_access, resolve_token
-from tensorhub.runtime import ports
 from tensorhub.runtime.control.keyring import open_keyring
 from tensorhub.runtime.control.server import CoordinatorServer
 from tensorhub.runtime.control.store import MemoryStore, SqliteStore, Store
 from tensorhub.runtime.ending import CLOSE_S, Parting
 from tensorhub.runtime.loop_thread import AsyncSide, LoopThread, Side
+from tensorhub.runtime.worker import ports
 from tensorhub.runtime.worker.fill import ProgressListener
 from tensorhub.runtime.worker.worker import Worker
 from tensorhub.types import (

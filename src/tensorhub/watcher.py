@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Self
 from tensorhub.errors import LeaseLost
 from tensorhub.opening import Unpicklable, wrong_use
 from tensorhub.runtime.loop_thread import Waiter
-from tensorhub.runtime.ports import Thread, Worker
+from tensorhub.runtime.worker.ports import Thread, Worker
 from tensorhub.types import VersionInfo
 
 

@@ -12,7 +12,7 @@ from functools import partial
 from tensorhub.errors import GroupAborted, InvalidType, StaleWeightsWarning, StateError, TensorHubError, shown, text_of
 from tensorhub.memory.tensors import CallersMemory
 from tensorhub.opening import Block, Unpicklable
-from tensorhub.runtime.ports import Handle, Thread, Worker
+from tensorhub.runtime.worker.ports import Handle, Thread, Worker
 from tensorhub.types import (
     LATEST,
     FetchReport,

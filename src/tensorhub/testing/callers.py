@@ -27,11 +27,11 @@ from tensorhub.memory.tensors import Memory
 from tensorhub.messages import FromWorker, Leave
 from tensorhub.runtime.ending import CLOSE_S, Parting
 from tensorhub.runtime.loop_thread import AsyncSide, Job, Watching
-from tensorhub.runtime.ports import Handle, HookRequest
 from tensorhub.runtime.worker.calling import CallersHandle, Report
 from tensorhub.runtime.worker.coordinator_client import CoordinatorClient
 from tensorhub.runtime.worker.fill import ProgressListener
 from tensorhub.runtime.worker.pins import Arguments, Pins
+from tensorhub.runtime.worker.ports import Handle, HookRequest
 from tensorhub.runtime.worker.prefetcher import Prefetcher
 from tensorhub.runtime.worker.stream_sync import StreamSync
 from tensorhub.runtime.worker.version_watches import VersionWatches

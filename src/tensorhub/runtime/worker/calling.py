@@ -1,7 +1,7 @@
 """What callers do with a registered memory: which calls follow from that, and what each raises before and after.
 
-Responsible for being the handle of `runtime.ports`. Not responsible for carrying a call out: `runtime.worker.handle` does,
-and in a simulation `testing.callers`. Lives in the worker runtime's loop.
+Responsible for being the handle of `runtime.worker.ports`. Not responsible for carrying a call out:
+`runtime.worker.handle` does, and in a simulation `testing.callers`. Lives in the worker runtime's loop.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from collections.abc import Callable
 
 from tensorhub.errors import TensorHubError
 from tensorhub.messages import ErrorInfo
-from tensorhub.runtime.ports import HookRequest
+from tensorhub.runtime.worker.ports import HookRequest
 from tensorhub.runtime.worker.stream_sync import StreamSync
 from tensorhub.types import FetchReport, HandleState, VersionInfo
 from tensorhub.worker.calls import Call, CloseCall, FillCall, Finish, PublishCall, RefuseCall, UnpublishCall

@@ -23,12 +23,12 @@ from tensorhub.memory.tensors import Memory
 from tensorhub.messages import DIGESTS_BYTES_MAX, DigestAgain, Outcome, Start, TellDigests, ToRank
 from tensorhub.runtime import clock
 from tensorhub.runtime.data.serving import SharedOwner
-from tensorhub.runtime.ports import HookRequest
 from tensorhub.runtime.reports import CallTimes
 from tensorhub.runtime.threads import run_in_thread
 from tensorhub.runtime.worker.calling import CallersHandle, Report
 from tensorhub.runtime.worker.fill import Filler, MessageSink, ProgressListener
 from tensorhub.runtime.worker.mapped_memory import HostRoom, MappedMemory
+from tensorhub.runtime.worker.ports import HookRequest
 from tensorhub.runtime.worker.stream_sync import StreamSync
 from tensorhub.runtime.worker.writes import Writes
 from tensorhub.types import (

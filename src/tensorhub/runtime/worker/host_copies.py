@@ -23,7 +23,8 @@ from tensorhub.logs import get_logger
 from tensorhub.memory.host import HostMemory
 from tensorhub.memory.tensors import Memory
 from tensorhub.messages import DropCopy, FromWorker, MakeCopy
-from tensorhub.runtime import clock, ports
+from tensorhub.runtime import clock
+from tensorhub.runtime.worker import ports
 from tensorhub.runtime.worker.coordinator_client import CoordinatorClient
 from tensorhub.runtime.worker.handle import Handle
 from tensorhub.runtime.worker.mapped_memory import pinning

@@ -10,7 +10,7 @@ import anyio
 
 from tensorhub.errors import TensorHubError
 from tensorhub.logs import get_logger
-from tensorhub.runtime.ports import Copies, Handle
+from tensorhub.runtime.worker.ports import Copies, Handle
 from tensorhub.runtime.worker.version_watches import VersionWatches
 from tensorhub.types import LATEST, HandleState, VersionInfo
 

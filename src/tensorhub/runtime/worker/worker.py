@@ -45,12 +45,13 @@ from tensorhub.messages import (
     digests_bytes_max,
 )
 from tensorhub.protocol.secret import check_open_access
-from tensorhub.runtime import clock, ports
+from tensorhub.runtime import clock
 from tensorhub.runtime.control.link import CoordinatorLink, Dial
 from tensorhub.runtime.data.acceptor import ServeSettings, serve_readers
 from tensorhub.runtime.data.channels import Channels
 from tensorhub.runtime.data.serving import SharedOwner
 from tensorhub.runtime.ending import Parting
+from tensorhub.runtime.worker import ports
 from tensorhub.runtime.worker.coordinator_client import CoordinatorClient
 from tensorhub.runtime.worker.fill import ProgressListener
 from tensorhub.runtime.worker.handle import Handle
