@@ -11,40 +11,40 @@ from pathlib import Path
 
 import pytest
 
-from tensorhub.testing import CHUNK_BYTES, CHUNKS, BrokenHook, Choice, Handle, PureCluster
-from tensorhub.testing.memory import make_manifest
+from tensorhub.testing import CHUNK_BYTES, CHUNKS, BrokenHook, Choice, SimHandle, StepwiseCluster
+from tensorhub.testing.sim.memory import make_manifest
 from tensorhub.types import Location
 
 TRACES = Path(__file__).parent / "traces"
 ROOM = CHUNKS * CHUNK_BYTES  # host memory for one copy
 
 
-def run_but(cluster: PureCluster, *left: Choice) -> None:
+def run_but(cluster: StepwiseCluster, *left: Choice) -> None:
     """Let everything happen but that."""
     while (choices := [choice for choice in cluster.choices() if choice not in left]) != []:
         cluster.do(choices[0])
 
 
-def read_one_chunk(cluster: PureCluster, reader: Handle) -> None:
+def read_one_chunk(cluster: StepwiseCluster, reader: SimHandle) -> None:
     """Its fill begins, and gets so far."""
     while reader.pull is None or len(reader.pull.missing) != CHUNKS - 1:
         cluster.do(cluster.choices()[0])
 
 
-def from_here(cluster: PureCluster, line: str) -> None:
+def from_here(cluster: StepwiseCluster, line: str) -> None:
     """What came before is in other traces."""
     cluster.log.clear()
     cluster.note(line)
 
 
-def come_back(cluster: PureCluster) -> None:
+def come_back(cluster: StepwiseCluster) -> None:
     """Everybody finds the coordinator again."""
     for worker in cluster.workers.values():
         worker.connect()
     cluster.run()
 
 
-def retained(cluster: PureCluster, room: str) -> Handle:
+def retained(cluster: StepwiseCluster, room: str) -> SimHandle:
     """A trainer that is the only holder of a retained version; the worker of the name `room` has some for a copy."""
     for name in ("trainer", "other"):
         cluster.host_bytes = ROOM * (name == room)
@@ -57,7 +57,7 @@ def retained(cluster: PureCluster, room: str) -> Handle:
     return trainer
 
 
-def chain_and_update(cluster: PureCluster) -> None:
+def chain_and_update(cluster: StepwiseCluster) -> None:
     """A trainer publishes; one rollout reads from it, the next one from the first; the trainer publishes again."""
     trainer, first, second = cluster.handle("trainer"), cluster.handle("first"), cluster.handle("second")
     cluster.run()
@@ -83,7 +83,7 @@ def chain_and_update(cluster: PureCluster) -> None:
         cluster.run()
 
 
-def groups_of_two(cluster: PureCluster) -> None:
+def groups_of_two(cluster: StepwiseCluster) -> None:
     """Two ranks publish, two fetch; then one rank of the readers cannot pause, and the update ends on both."""
     trainers, readers = cluster.group("trainer", 2), cluster.group("reader", 2)
     cluster.run()
@@ -107,7 +107,7 @@ def groups_of_two(cluster: PureCluster) -> None:
     cluster.run()
 
 
-def source_lost_in_mid_read(cluster: PureCluster) -> None:
+def source_lost_in_mid_read(cluster: StepwiseCluster) -> None:
     """The near source dies after one chunk; the reader goes on elsewhere and reads the other chunk only."""
     trainer = cluster.handle("trainer")
     near = cluster.worker("near", Location(host="h1")).register("near")
@@ -126,7 +126,7 @@ def source_lost_in_mid_read(cluster: PureCluster) -> None:
     cluster.advance(11)
 
 
-def timeouts(cluster: PureCluster) -> None:
+def timeouts(cluster: StepwiseCluster) -> None:
     """Nothing to fetch; then a rank that does not call; then it calls late, and is in step with the others."""
     first, second = cluster.group("trainer", 2)
     cluster.run()
@@ -143,7 +143,7 @@ def timeouts(cluster: PureCluster) -> None:
     cluster.run()
 
 
-def withdrawn_under_a_reader(cluster: PureCluster) -> None:
+def withdrawn_under_a_reader(cluster: StepwiseCluster) -> None:
     """The only source leaves: it waits out its grace, cuts its reader, and the reader is told at once."""
     trainer, reader = cluster.handle("trainer"), cluster.handle("reader")
     cluster.run()
@@ -160,7 +160,7 @@ def withdrawn_under_a_reader(cluster: PureCluster) -> None:
         run_but(cluster, stuck)
 
 
-def fetched_from_a_source_that_leaves(cluster: PureCluster) -> None:
+def fetched_from_a_source_that_leaves(cluster: StepwiseCluster) -> None:
     """Memory that serves nobody is filled, from one source and then from the other, and is gone."""
     trainer, keeper = cluster.handle("trainer"), cluster.handle("keeper")
     cluster.run()
@@ -176,7 +176,7 @@ def fetched_from_a_source_that_leaves(cluster: PureCluster) -> None:
     cluster.run()
 
 
-def coordinator_restarts(cluster: PureCluster) -> None:
+def coordinator_restarts(cluster: StepwiseCluster) -> None:
     """It dies while a publish is being made durable, which counts; and in the midst of a fill, which goes on."""
     trainer, reader = cluster.handle("trainer"), cluster.handle("reader")
     cluster.run()
@@ -192,7 +192,7 @@ def coordinator_restarts(cluster: PureCluster) -> None:
     come_back(cluster)
 
 
-def last_holder_waits(cluster: PureCluster) -> None:
+def last_holder_waits(cluster: StepwiseCluster) -> None:
     """The last reliable holder of a retained version may leave once another one has it; that one is refused."""
     trainer, reader = cluster.handle("trainer"), cluster.handle("reader")
     cluster.run()
@@ -210,7 +210,7 @@ def last_holder_waits(cluster: PureCluster) -> None:
     cluster.advance(3)
 
 
-def rolled_back(cluster: PureCluster) -> None:
+def rolled_back(cluster: StepwiseCluster) -> None:
     """Versions 1 and 2; a reader in the midst of 2; a new lineage after 1, in which 2 is another content."""
     trainer, keeper, reader = cluster.handle("trainer"), cluster.handle("keeper"), cluster.handle("reader")
     cluster.run()
@@ -233,7 +233,7 @@ def rolled_back(cluster: PureCluster) -> None:
     cluster.run()
 
 
-def handed_over_to_another_worker(cluster: PureCluster) -> None:
+def handed_over_to_another_worker(cluster: StepwiseCluster) -> None:
     """The last holder of a retained version takes its memory back: first another worker gets a copy."""
     trainer = retained(cluster, room="other")
     from_here(cluster, "-- it takes its memory back")
@@ -244,7 +244,7 @@ def handed_over_to_another_worker(cluster: PureCluster) -> None:
     cluster.run()
 
 
-def handed_over_to_its_own_host_copy(cluster: PureCluster) -> None:
+def handed_over_to_its_own_host_copy(cluster: StepwiseCluster) -> None:
     """The last holder's own worker has room: it copies the version, and only then overwrites it."""
     cluster.host_bytes = ROOM
     trainer = cluster.handle("trainer")
@@ -268,7 +268,7 @@ def handed_over_to_its_own_host_copy(cluster: PureCluster) -> None:
     cluster.run()
 
 
-def close_hands_over(cluster: PureCluster) -> None:
+def close_hands_over(cluster: StepwiseCluster) -> None:
     """What closes may end with its process: its own host copy does not count, another worker's does."""
     trainer = retained(cluster, room="trainer")
     from_here(cluster, "-- only its own worker has room")
@@ -282,7 +282,7 @@ def close_hands_over(cluster: PureCluster) -> None:
     cluster.run()
 
 
-def retain_is_acknowledged(cluster: PureCluster) -> None:
+def retain_is_acknowledged(cluster: StepwiseCluster) -> None:
     """`retain` returns once it is durable and every live holder knows; one that comes back is told then."""
     trainer, near, away = cluster.handle("trainer"), cluster.handle("near"), cluster.handle("away")
     cluster.run()
@@ -300,7 +300,7 @@ def retain_is_acknowledged(cluster: PureCluster) -> None:
     cluster.run()
 
 
-def cut_off_owner_waits_for_its_lease(cluster: PureCluster) -> None:
+def cut_off_owner_waits_for_its_lease(cluster: StepwiseCluster) -> None:
     """The last holder cannot ask: it takes its memory back when its own lease is over, and nobody counts on it any more."""
     trainer = retained(cluster, room="")
     from_here(cluster, "-- it is cut off, and takes its memory back")
@@ -314,7 +314,7 @@ def cut_off_owner_waits_for_its_lease(cluster: PureCluster) -> None:
         cluster.run()
 
 
-def prefetched_then_adopted(cluster: PureCluster) -> None:
+def prefetched_then_adopted(cluster: StepwiseCluster) -> None:
     """The next version comes into host memory while the current one is in use; the update reads nothing over the network."""
     trainer = cluster.handle("trainer")
     cluster.host_bytes = ROOM
@@ -336,7 +336,7 @@ def prefetched_then_adopted(cluster: PureCluster) -> None:
     cluster.run()
 
 
-def staged(cluster: PureCluster, *, breaks: bool) -> None:
+def staged(cluster: StepwiseCluster, *, breaks: bool) -> None:
     """Version 1 is held by two readers, who get 2 in a staged update; the second one's hook may break."""
     trainers = cluster.group("trainer", 2)
     cluster.host_bytes = ROOM
@@ -361,17 +361,17 @@ def staged(cluster: PureCluster, *, breaks: bool) -> None:
     cluster.run()
 
 
-def staged_update_committed(cluster: PureCluster) -> None:
+def staged_update_committed(cluster: StepwiseCluster) -> None:
     """It is in host memory first, and is copied over the old version once that is decided."""
     staged(cluster, breaks=False)
 
 
-def staged_update_aborted(cluster: PureCluster) -> None:
+def staged_update_aborted(cluster: StepwiseCluster) -> None:
     """One rank's hook breaks: both hold the old version, which was never closed."""
     staged(cluster, breaks=True)
 
 
-def readers_complete_each_other(cluster: PureCluster) -> None:
+def readers_complete_each_other(cluster: StepwiseCluster) -> None:
     """The only complete source dies; two readers have half of it each, and that is enough."""
     trainer, first, second = (cluster.worker(name, Location(host="h")).register(name) for name in ("trainer", "a", "b"))
     cluster.run()
@@ -396,7 +396,7 @@ def readers_complete_each_other(cluster: PureCluster) -> None:
     cluster.advance(11)
 
 
-def changed_source_is_quarantined(cluster: PureCluster) -> None:
+def changed_source_is_quarantined(cluster: StepwiseCluster) -> None:
     """A trainer's memory is written while it is published: its reader notices, it is found guilty, and is read no more."""
     cluster.manifest = make_manifest(CHUNKS, "xxh3-64")
     trainer, keeper = cluster.handle("trainer"), cluster.handle("keeper")
@@ -415,7 +415,7 @@ def changed_source_is_quarantined(cluster: PureCluster) -> None:
     cluster.run()
 
 
-def restart_resumes_a_fill(cluster: PureCluster) -> None:
+def restart_resumes_a_fill(cluster: StepwiseCluster) -> None:
     """One rank has read everything and voted, the other one chunk: after the restart that one reads the rest only."""
     trainers, readers = cluster.group("trainer", 2), cluster.group("reader", 2)
     cluster.run()
@@ -433,7 +433,7 @@ def restart_resumes_a_fill(cluster: PureCluster) -> None:
     come_back(cluster)
 
 
-def coordinator_without_state(cluster: PureCluster) -> None:
+def coordinator_without_state(cluster: StepwiseCluster) -> None:
     """It is a new cluster: every handle says so once, nothing that was published before comes back, and life goes on."""
     trainer, reader = cluster.handle("trainer"), cluster.handle("reader")
     cluster.run()
@@ -455,7 +455,7 @@ def coordinator_without_state(cluster: PureCluster) -> None:
     cluster.run()
 
 
-SCENES: list[Callable[[PureCluster], None]] = [
+SCENES: list[Callable[[StepwiseCluster], None]] = [
     chain_and_update,
     groups_of_two,
     source_lost_in_mid_read,
@@ -481,8 +481,8 @@ SCENES: list[Callable[[PureCluster], None]] = [
 
 
 @pytest.mark.parametrize("scene", SCENES, ids=lambda scene: scene.__name__)
-def test_the_trace_is_the_golden_one(scene: Callable[[PureCluster], None], rewrite_traces: bool) -> None:
-    cluster = PureCluster()
+def test_the_trace_is_the_golden_one(scene: Callable[[StepwiseCluster], None], rewrite_traces: bool) -> None:
+    cluster = StepwiseCluster()
     scene(cluster)
     text = "\n".join([f"# {scene.__doc__}", *cluster.log]) + "\n"
     path = TRACES / f"{scene.__name__}.txt"

@@ -61,8 +61,8 @@ from tensorhub.messages import (
     Watch,
     Welcome,
 )
-from tensorhub.testing import CHUNKS, DEVICE, Handle, PureCluster
-from tensorhub.testing.memory import make_manifest
+from tensorhub.testing import CHUNKS, DEVICE, SimHandle, StepwiseCluster
+from tensorhub.testing.sim.memory import make_manifest
 from tensorhub.types import Endpoint, Location, Medium, OpKey, OpKind, Purpose
 from tests.coordinator.test_buggy_workers import Babbler
 
@@ -74,7 +74,7 @@ MINE = "read-only-1"
 class Guest:
     """A peer with the read-only token, by hand."""
 
-    def __init__(self, cluster: PureCluster, session: int = SESSION, incarnation: str = "read-only-x") -> None:
+    def __init__(self, cluster: StepwiseCluster, session: int = SESSION, incarnation: str = "read-only-x") -> None:
         self.cluster = cluster
         self.session = session
         self.incarnation = incarnation
@@ -116,9 +116,9 @@ def fills(key: OpKey, kind: OpKind, registration: str = MINE, resume: Begun | No
     return Fill(key, 0, registration, kind, "latest", None, 9, False, False, 60.0, (key,), resume)
 
 
-def world() -> tuple[PureCluster, Guest, Handle]:
+def world() -> tuple[StepwiseCluster, Guest, SimHandle]:
     """A trainer that has published version 1 and is read by nobody, and a guest that has joined."""
-    cluster = PureCluster(manifest=make_manifest(CHUNKS, "xxh3-64"))
+    cluster = StepwiseCluster(manifest=make_manifest(CHUNKS, "xxh3-64"))
     trainer = cluster.handle("trainer")
     cluster.run()
     trainer.publish(1)
@@ -128,7 +128,7 @@ def world() -> tuple[PureCluster, Guest, Handle]:
     return cluster, guest, trainer
 
 
-def key(cluster: PureCluster, group: str = "trainer") -> OpKey:
+def key(cluster: StepwiseCluster, group: str = "trainer") -> OpKey:
     found = cluster.coordinator.cluster.models["actor"].groups[group]
     return OpKey("actor", group, found.epoch, found.sequence)
 
@@ -169,7 +169,7 @@ def test_it_fetches_and_looks() -> None:
     assert not guest.closed
 
 
-def refused_messages(cluster: PureCluster) -> dict[str, list[FromWorker]]:
+def refused_messages(cluster: StepwiseCluster) -> dict[str, list[FromWorker]]:
     """Each call that is refused, by its name in the error."""
     own = OpKey("actor", MINE, key(cluster).epoch, 0)
     fetch = registers(MINE, MINE, serves=False, manifest=b"")
@@ -243,7 +243,7 @@ def test_its_host_memory_is_none_and_it_is_no_source() -> None:
     assert all(holding.member.worker.incarnation != guest.incarnation for holding in holdings(cluster))
 
 
-def holdings(cluster: PureCluster) -> list[Any]:
+def holdings(cluster: StepwiseCluster) -> list[Any]:
     versions = cluster.coordinator.cluster.models["actor"].versions.values()
     return [holding for version in versions for each in version.holdings.values() for holding in each]
 
@@ -346,7 +346,7 @@ def test_a_guests_calls_that_are_over_are_not_piled_up() -> None:
 SAID = [kind for kind in typing.get_args(FromWorker) if kind not in (Join, Leave)]  # they end the session
 
 
-def books(cluster: PureCluster) -> dict[str, Any]:
+def books(cluster: StepwiseCluster) -> dict[str, Any]:
     """All that others can see, or that would change what becomes of them; leases of guests aside."""
     core, found = cluster.coordinator.cluster, dict[str, Any]()
     full = {incarnation: worker for incarnation, worker in core.workers.items() if not worker.read_only}

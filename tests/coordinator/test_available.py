@@ -7,7 +7,7 @@ import pytest
 from tensorhub.coordinator.entities import Share
 from tensorhub.errors import VersionUnavailable
 from tensorhub.messages import ChunksThere
-from tensorhub.testing import Asked, Choice, Handle, PureCluster
+from tensorhub.testing import CallRecord, Choice, SimHandle, StepwiseCluster
 from tensorhub.types import HandleState
 from tests.coordinator.test_partial import (
     let_all_but_reads_happen,
@@ -17,7 +17,7 @@ from tests.coordinator.test_partial import (
 from tests.coordinator.test_recovery import reconnect
 
 
-def publish(cluster: PureCluster, *trainers: Handle, number: int) -> None:
+def publish(cluster: StepwiseCluster, *trainers: SimHandle, number: int) -> None:
     for handle in trainers:
         if handle.member.state is HandleState.READY:
             handle.unpublish()
@@ -27,15 +27,15 @@ def publish(cluster: PureCluster, *trainers: Handle, number: int) -> None:
     cluster.run()
 
 
-def replicate(cluster: PureCluster, *handles: Handle) -> None:
+def replicate(cluster: StepwiseCluster, *handles: SimHandle) -> None:
     asked = [handle.update("latest") for handle in handles]
     cluster.run()
     assert all(each.error is None for each in asked)
 
 
-def newest_left() -> tuple[PureCluster, Handle, Handle, Handle]:
+def newest_left() -> tuple[StepwiseCluster, SimHandle, SimHandle, SimHandle]:
     """Version 1 is held by a keeper; version 2, the newest, by nobody: its trainer has left."""
-    cluster = PureCluster()
+    cluster = StepwiseCluster()
     trainer, keeper, reader = cluster.handle("trainer"), cluster.handle("keeper"), cluster.handle("reader")
     cluster.run()
     publish(cluster, trainer, number=1)
@@ -46,7 +46,7 @@ def newest_left() -> tuple[PureCluster, Handle, Handle, Handle]:
     return cluster, trainer, keeper, reader
 
 
-def error_of(asked: Asked) -> VersionUnavailable:
+def error_of(asked: CallRecord) -> VersionUnavailable:
     assert asked.done
     assert isinstance(asked.error, VersionUnavailable), asked.error
     return asked.error
@@ -82,7 +82,7 @@ def test_it_is_latest_where_somebody_holds_that() -> None:
 
 
 def test_it_waits_while_nothing_was_ever_published() -> None:
-    cluster = PureCluster()
+    cluster = StepwiseCluster()
     trainer, reader = cluster.handle("trainer"), cluster.handle("reader")
     cluster.run()
     asked = reader.replicate("available")
@@ -108,7 +108,7 @@ def test_it_fails_at_once_where_nobody_holds_what_was_published() -> None:
 
 def test_what_waits_for_a_first_version_fails_when_it_is_given_up_before_it_could_be_bound() -> None:
     """A group whose second rank comes late: it binds when it has gathered, to what is there then."""
-    cluster = PureCluster()
+    cluster = StepwiseCluster()
     trainers, readers = cluster.group("trainer", 2), cluster.group("reader", 2)
     cluster.run()
     first = readers[0].replicate("available")
@@ -124,7 +124,7 @@ def test_what_waits_for_a_first_version_fails_when_it_is_given_up_before_it_coul
 
 
 def test_a_group_is_bound_in_one_step_to_one_version() -> None:
-    cluster = PureCluster()
+    cluster = StepwiseCluster()
     trainers, keepers, readers = cluster.group("trainer", 2), cluster.group("keeper", 2), cluster.group("reader", 2)
     cluster.run()
     publish(cluster, *trainers, number=1)
@@ -160,7 +160,7 @@ def test_every_shard_must_be_held_by_somebody_who_is_heard_of() -> None:
 
 
 def test_a_silent_holder_that_is_heard_again_is_read() -> None:
-    cluster = PureCluster()
+    cluster = StepwiseCluster()
     trainer, reader = cluster.handle("trainer"), cluster.handle("reader")
     cluster.run()
     publish(cluster, trainer, number=1)
@@ -190,7 +190,7 @@ def test_the_callers_own_copy_counts() -> None:
 
 def test_what_a_rank_holds_is_never_replaced_by_an_older_one() -> None:
     """Rank 1 of a reader is a new process, and nobody else holds its shard of version 2: version 1 can be fetched."""
-    cluster = PureCluster()
+    cluster = StepwiseCluster()
     trainers, keepers, readers = cluster.group("trainer", 2), cluster.group("keeper", 2), cluster.group("reader", 2)
     cluster.run()
     publish(cluster, *trainers, number=1)
@@ -231,7 +231,7 @@ def test_after_a_rollback_an_older_version_of_the_new_lineage_may_replace_what_w
 
 def test_a_version_that_a_rollback_has_made_the_newest_and_nobody_holds_is_not_waited_for() -> None:
     """It was published, and forgotten since: nothing is left of this lineage."""
-    cluster = PureCluster()
+    cluster = StepwiseCluster()
     trainer, reader = cluster.handle("trainer"), cluster.handle("reader")
     cluster.run()
     for number in range(1, 6):
@@ -244,7 +244,7 @@ def test_a_version_that_a_rollback_has_made_the_newest_and_nobody_holds_is_not_w
 
 
 def test_what_a_rollback_is_about_to_retire_is_not_offered() -> None:
-    cluster = PureCluster()
+    cluster = StepwiseCluster()
     trainer, keepers = cluster.handle("trainer"), [cluster.handle(name) for name in ("one", "two")]
     reader = cluster.handle("reader")
     cluster.run()
@@ -287,7 +287,9 @@ def test_at_least_that_never_comes_says_so() -> None:
 # ------------------------------------------------------------------------------------------------- partial copies (G6)
 
 
-def left_in_parts(*backwards: bool, keeper: bool = True) -> tuple[PureCluster, list[Handle], list[Asked], Handle]:
+def left_in_parts(
+    *backwards: bool, keeper: bool = True
+) -> tuple[StepwiseCluster, list[SimHandle], list[CallRecord], SimHandle]:
     """Version 1 is left in partial copies of these readers; version 0 is held by a keeper."""
     cluster, trainer, readers, asked = readers_of_a_trainer(*backwards, keeper=keeper)
     late = cluster.handle("late")
@@ -357,7 +359,7 @@ def test_when_one_of_them_dies_what_is_left_counts() -> None:
     assert mine.number == 0
 
 
-def share_of(cluster: PureCluster, reader: Handle) -> Share:
+def share_of(cluster: StepwiseCluster, reader: SimHandle) -> Share:
     holding = cluster.coordinator.cluster.members[reader.id].holding
     assert holding is not None
     assert holding.share is not None
@@ -472,7 +474,7 @@ def test_partial_copies_that_together_are_whole_go_on() -> None:
     assert [each.number for each in asked] == [1, 1]
 
 
-def let_it_be_lost(cluster: PureCluster) -> None:
+def let_it_be_lost(cluster: StepwiseCluster) -> None:
     """More than a lease passes, in which nobody reads."""
     for _ in range(20):
         cluster.advance(cluster.options.lease_s / 16, run=False)
@@ -514,9 +516,9 @@ def test_a_hook_that_runs_when_the_source_is_lost_leaves_everything_as_it_was() 
 # ------------------------------------------------------------------------------------------------------- after a restart
 
 
-def restarted(*, but: str) -> tuple[PureCluster, Handle, Handle]:
+def restarted(*, but: str) -> tuple[StepwiseCluster, SimHandle, SimHandle]:
     """Version 2 is held by the trainer only, version 1 by a keeper; the coordinator has restarted, and one is not back."""
-    cluster = PureCluster()
+    cluster = StepwiseCluster()
     trainer, keeper, reader = cluster.handle("trainer"), cluster.handle("keeper"), cluster.handle("reader")
     cluster.run()
     publish(cluster, trainer, number=1)
@@ -562,7 +564,7 @@ def test_once_every_recorded_holder_is_back_what_is_held_counts() -> None:
 
 
 def test_a_recorded_group_is_back_with_its_last_rank() -> None:
-    cluster = PureCluster()
+    cluster = StepwiseCluster()
     trainers, keepers, readers = cluster.group("trainer", 2), cluster.group("keeper", 2), cluster.group("reader", 2)
     cluster.run()
     publish(cluster, *trainers, number=1)
@@ -635,7 +637,7 @@ def test_a_number_that_does_not_exist_says_what_is_held() -> None:
 
 
 def test_only_the_newest_few_are_named() -> None:
-    cluster = PureCluster()
+    cluster = StepwiseCluster()
     trainer = cluster.handle("trainer")
     keepers = [cluster.handle(f"keeper{number}") for number in range(5)]
     reader = cluster.handle("reader")

@@ -11,7 +11,7 @@ from tensorhub.coordinator.entities import DECIDED_KEPT_MAX, Holding, Operation,
 from tensorhub.coordinator.operations import LATER_PER_RANK_MAX
 from tensorhub.errors import VersionConflict
 from tensorhub.messages import Heartbeat, Leave, Watch
-from tensorhub.testing import BrokenHook, Choice, PureCluster
+from tensorhub.testing import BrokenHook, Choice, StepwiseCluster
 from tensorhub.types import Options
 
 ENTITIES = (Version, Replica, Holding, ReadLease, Operation, RankPart)
@@ -23,7 +23,7 @@ def alive() -> dict[str, int]:
     return {kind.__name__: sum(type(o) is kind for o in objects) for kind in ENTITIES}
 
 
-def one_round(cluster: PureCluster, number: int) -> None:
+def one_round(cluster: StepwiseCluster, number: int) -> None:
     """Publish, replicate, an aborted update, a timeout, a lost connection, an update, an unpublish."""
     trainer, *readers = cluster.all_handles()
     trainer.publish(number)
@@ -43,7 +43,7 @@ def one_round(cluster: PureCluster, number: int) -> None:
 
 
 def test_books_stay_bounded_over_many_operations() -> None:
-    cluster = PureCluster(Options(lease_s=5.0))
+    cluster = StepwiseCluster(Options(lease_s=5.0))
     for name in ("trainer", "r0", "r1"):
         cluster.handle(name)
     cluster.run()
@@ -70,7 +70,7 @@ def test_books_stay_bounded_over_many_operations() -> None:
 
 
 def test_workers_and_groups_that_come_and_go_leave_nothing() -> None:
-    cluster = PureCluster()
+    cluster = StepwiseCluster()
     cluster.handle("trainer").publish(1)
     cluster.run()
     for number in range(50):
@@ -110,7 +110,7 @@ def test_timers_that_are_set_again_and_again_are_swept() -> None:
 
 
 def test_a_name_that_is_only_asked_for_is_forgotten_with_who_asked() -> None:
-    cluster = PureCluster()
+    cluster = StepwiseCluster()
     worker = cluster.worker("curious")
     cluster.run()
     for number in range(50):
@@ -131,7 +131,7 @@ def test_a_name_that_is_only_asked_for_is_forgotten_with_who_asked() -> None:
 
 def test_a_name_is_forgotten_in_the_very_step_that_speaks_of_it() -> None:
     """The lease of its only worker ends as somebody asks for a rollback of what was never published."""
-    cluster = PureCluster()
+    cluster = StepwiseCluster()
     cluster.handle("trainer")
     asker = cluster.worker("asker")
     cluster.run()
@@ -148,7 +148,7 @@ def test_a_name_is_forgotten_in_the_very_step_that_speaks_of_it() -> None:
 
 
 def test_a_name_is_forgotten_with_the_publish_that_never_was() -> None:
-    cluster = PureCluster()
+    cluster = StepwiseCluster()
     worker = cluster.worker("trainer")
     first = worker.register("trainer", 0, 2)
     worker.register("trainer", 1, 2)
@@ -161,7 +161,7 @@ def test_a_name_is_forgotten_with_the_publish_that_never_was() -> None:
 
 
 def test_the_manifests_of_what_nobody_holds_are_not_kept_and_come_back_with_a_holder() -> None:
-    cluster = PureCluster()
+    cluster = StepwiseCluster()
     trainer, reader = cluster.handle("trainer"), cluster.handle("reader")
     trainer.publish(1)
     cluster.run()
@@ -184,7 +184,7 @@ def test_the_manifests_of_what_nobody_holds_are_not_kept_and_come_back_with_a_ho
 def test_decisions_of_groups_that_are_gone_are_forgotten_the_oldest_first(monkeypatch: pytest.MonkeyPatch) -> None:
     """In the store, too; those of groups that are there stay, however old."""
     monkeypatch.setattr(limits, "DECISIONS_MAX", 4)
-    cluster = PureCluster()
+    cluster = StepwiseCluster()
     publishers = cluster.group("trainer", 2)
     for publisher in publishers:
         publisher.publish(1)
@@ -209,7 +209,7 @@ def test_decisions_of_groups_that_are_gone_are_forgotten_the_oldest_first(monkey
 
 def test_what_a_rank_says_of_later_operations_stays_bounded_and_its_last_word_counts() -> None:
     """Its process was restarted while a decision is being recorded by a slow store; it calls, gives up and calls again."""
-    cluster = PureCluster()
+    cluster = StepwiseCluster()
     first, second = cluster.group("trainer", 2)
     cluster.run()
     promises = [handle.publish(1) for handle in (first, second)]

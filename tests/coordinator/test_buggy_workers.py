@@ -14,11 +14,11 @@ from tensorhub.coordinator import Connected, Disconnected, Received, Tick
 from tensorhub.coordinator.entities import Model
 from tensorhub.errors import RegistrationError, StateError
 from tensorhub.messages import Fill, FromWorker, Held, Join, Leave, Pin, Register, Retain, Rollback
-from tensorhub.testing import DEVICE, MANIFEST, PureCluster, SimulatedCluster, SimWorker
+from tensorhub.testing import DEVICE, MANIFEST, SimulatedCluster, SimWorker, StepwiseCluster
 from tensorhub.types import Endpoint, Location, OpKey, OpKind, Range
 
 
-def model_of(cluster: PureCluster) -> Model:
+def model_of(cluster: StepwiseCluster) -> Model:
     return cluster.coordinator.cluster.models["actor"]
 
 
@@ -30,12 +30,12 @@ def registers(registration: str, group: str, held: Held | None = None, *, world_
 
 def say(worker: SimWorker, message: FromWorker) -> None:
     worker.say(message)
-    assert isinstance(worker.cluster, PureCluster)
+    assert isinstance(worker.cluster, StepwiseCluster)
     worker.cluster.run()
 
 
 def test_a_registration_is_its_own_workers() -> None:
-    cluster = PureCluster()
+    cluster = StepwiseCluster()
     trainer, buggy = cluster.handle("trainer"), cluster.worker("buggy")
     cluster.run()
     trainer.publish(1)
@@ -53,7 +53,7 @@ def test_a_registration_is_its_own_workers() -> None:
 
 
 def test_a_publication_is_not_a_fill() -> None:
-    cluster = PureCluster()
+    cluster = StepwiseCluster()
     trainer, buggy = cluster.handle("trainer"), cluster.handle("buggy")
     cluster.run()
     key = OpKey("actor", "buggy", cluster.coordinator.cluster.members[buggy.id].group.epoch, 0)
@@ -66,7 +66,7 @@ def test_a_publication_is_not_a_fill() -> None:
 
 
 def test_a_pin_is_its_own_workers() -> None:
-    cluster = PureCluster()
+    cluster = StepwiseCluster()
     trainer, one, other = cluster.handle("trainer"), cluster.worker("one"), cluster.worker("other")
     cluster.run()
     trainer.publish(1)
@@ -80,7 +80,7 @@ def test_a_pin_is_its_own_workers() -> None:
 
 
 def test_a_rollback_that_is_said_again_with_another_number_is_what_it_was() -> None:
-    cluster = PureCluster()
+    cluster = StepwiseCluster()
     trainer = cluster.handle("trainer")
     cluster.run()
     for number in (1, 2, 3):
@@ -98,7 +98,7 @@ def test_a_rollback_that_is_said_again_with_another_number_is_what_it_was() -> N
 
 
 def test_who_publishes_holds_nothing_else() -> None:
-    cluster = PureCluster()
+    cluster = StepwiseCluster()
     trainer, buggy = cluster.handle("trainer"), cluster.handle("buggy")
     cluster.run()
     trainer.publish(1)
@@ -206,7 +206,7 @@ def standing(cluster: SimulatedCluster) -> dict[str, int | None]:
 @pytest.mark.parametrize("seed", range(8))
 def test_whatever_a_buggy_worker_says_the_others_keep_what_they_have(seed: int) -> None:
     cluster, random = SimulatedCluster(seed), Random(~seed)
-    cluster.guarantees.contents.strangers = True
+    cluster.guarantees.contents.has_outsiders = True
     babbler = Babbler(cluster, random)
     cluster.begin()
     for _ in range(1000):

@@ -5,14 +5,14 @@ from __future__ import annotations
 import pytest
 
 from tensorhub.errors import GroupAborted, ManifestMismatch, RegistrationError, StateError
-from tensorhub.testing import MANIFEST, Handle, PureCluster
+from tensorhub.testing import MANIFEST, SimHandle, StepwiseCluster
 from tensorhub.types import Medium, Purpose
 from tensorhub.worker.enrolment import Shard
 
 
 def copy(
-    cluster: PureCluster, name: str, shard: int, world_size: int = 1, purpose: Purpose = Purpose.SEED, rank: int = 0
-) -> Handle:
+    cluster: StepwiseCluster, name: str, shard: int, world_size: int = 1, purpose: Purpose = Purpose.SEED, rank: int = 0
+) -> SimHandle:
     """Host memory of a worker, for one shard."""
     worker = cluster.workers.get(name) or cluster.worker(name)
     ident = f"copy{name}{shard}{rank}"
@@ -20,9 +20,9 @@ def copy(
     return worker.take(Shard(ident, "actor", group, rank, world_size, False, "", MANIFEST, shard, Medium.HOST, purpose))
 
 
-def published() -> tuple[PureCluster, list[Handle]]:
+def published() -> tuple[StepwiseCluster, list[SimHandle]]:
     """A group of two holds version 1."""
-    cluster = PureCluster(host_bytes=2 * MANIFEST.nbytes)
+    cluster = StepwiseCluster(host_bytes=2 * MANIFEST.nbytes)
     trainers = cluster.group("trainer", 2)
     cluster.run()
     for handle in trainers:

@@ -10,14 +10,14 @@ from tensorhub.coordinator.states import VersionState
 from tensorhub.coordinator.views import describe
 from tensorhub.errors import IntegrityError, VersionUnavailable
 from tensorhub.messages import DigestAgain, DigestedAgain, ReadFailed
-from tensorhub.testing import CHUNKS, Choice, Handle, PureCluster
-from tensorhub.testing.memory import make_manifest
+from tensorhub.testing import CHUNKS, Choice, SimHandle, StepwiseCluster
+from tensorhub.testing.sim.memory import make_manifest
 from tensorhub.types import HandleState
 
 
-def holders(*names: str) -> tuple[PureCluster, list[Handle]]:
+def holders(*names: str) -> tuple[StepwiseCluster, list[SimHandle]]:
     """Workers of these names that hold version 1, which the first has published, and a reader that holds nothing."""
-    cluster = PureCluster(manifest=make_manifest(CHUNKS, "xxh3-64"))
+    cluster = StepwiseCluster(manifest=make_manifest(CHUNKS, "xxh3-64"))
     handles = [cluster.handle(name) for name in (*names, "reader")]
     cluster.run()
     handles[0].publish(1)
@@ -28,27 +28,27 @@ def holders(*names: str) -> tuple[PureCluster, list[Handle]]:
     return cluster, handles
 
 
-def shard_states(cluster: PureCluster) -> dict[str, str]:
+def shard_states(cluster: StepwiseCluster) -> dict[str, str]:
     info = describe(cluster.coordinator.cluster.models["actor"])
     return {shard.worker: shard.state for replica in info.replicas for shard in replica.shards}
 
 
-def source_of(reader: Handle) -> str:
+def source_of(reader: SimHandle) -> str:
     assert reader.pull is not None
     return next(iter(reader.pull.grants.values())).source
 
 
-def let_all_but_reads_happen(cluster: PureCluster) -> None:
+def let_all_but_reads_happen(cluster: StepwiseCluster) -> None:
     while choices := [choice for choice in cluster.choices() if choice.kind != "read"]:
         cluster.do(choices[0])
 
 
-def begin(cluster: PureCluster, reader: Handle) -> None:
+def begin(cluster: StepwiseCluster, reader: SimHandle) -> None:
     reader.replicate()
     let_all_but_reads_happen(cluster)
 
 
-def accuse(cluster: PureCluster, reader: Handle, chunk: int = 0) -> str:
+def accuse(cluster: StepwiseCluster, reader: SimHandle, chunk: int = 0) -> str:
     """The reader says that its source's chunk came without its digest; whose that was."""
     assert reader.pull is not None
     lane = next(iter(reader.pull.lanes.values()))
@@ -58,7 +58,7 @@ def accuse(cluster: PureCluster, reader: Handle, chunk: int = 0) -> str:
     return name
 
 
-def questions(cluster: PureCluster) -> int:
+def questions(cluster: StepwiseCluster) -> int:
     return sum("<- DigestAgain" in line for line in cluster.log)
 
 
@@ -94,7 +94,7 @@ def test_a_reader_that_became_a_holder_gives_up_what_has_changed() -> None:
     assert again.number == 1
 
 
-def hear_guilty(handle: Handle, message: object) -> None:
+def hear_guilty(handle: SimHandle, message: object) -> None:
     """As if its memory had changed; the simulated one has not, so that the other guarantees still hold."""
     if isinstance(message, DigestAgain):
         error = IntegrityError("changed")
@@ -117,7 +117,7 @@ def test_a_source_that_is_cleared_serves_on_and_the_reader_goes_elsewhere_first(
 def test_a_reader_that_gets_damaged_bytes_from_everybody_is_the_guilty_one() -> None:
     cluster, (_, _, reader) = holders("trainer", "other")
     begin(cluster, reader)
-    asked = reader.asked
+    asked = reader.last_call
     assert asked is not None
     assert {accuse(cluster, reader), accuse(cluster, reader)} == {"trainer", "other"}
     says = r"(?s)what rank 0 got from 'other', 'trainer' does not .* unchanged. The machine of worker 'reader', or the way"
@@ -156,7 +156,7 @@ def test_with_one_source_the_deadline_says_that_it_is_unchanged() -> None:
     cluster.fetcher("first").fetch()  # so that there are digests
     cluster.run()
     begin(cluster, reader)
-    asked = reader.asked
+    asked = reader.last_call
     assert asked is not None
     for _ in range(200):
         if asked.done:
@@ -218,7 +218,7 @@ def test_an_accusation_of_what_one_does_not_read_asks_nobody() -> None:
 def test_a_quarantined_only_source_leaves_its_version_unavailable() -> None:
     cluster, (trainer, reader) = holders("trainer")
     begin(cluster, reader)
-    asked = reader.asked
+    asked = reader.last_call
     assert asked is not None
     trainer.worker.hear = lambda message: hear_guilty(trainer, message)  # type: ignore[method-assign]
     accuse(cluster, reader)
@@ -236,7 +236,7 @@ def test_a_quarantined_only_source_leaves_its_version_unavailable() -> None:
 
 
 def test_a_reader_that_is_lost_before_it_has_left_what_is_quarantined_leaves_no_lease() -> None:
-    cluster = PureCluster(manifest=make_manifest(CHUNKS, "xxh3-64"))
+    cluster = StepwiseCluster(manifest=make_manifest(CHUNKS, "xxh3-64"))
     trainer, reader, lost = [cluster.handle(name) for name in ("trainer", "reader", "lost")]
     cluster.run()
     trainer.publish(1)

@@ -7,14 +7,14 @@ import pytest
 from tensorhub.coordinator import Connected, views
 from tensorhub.errors import ManifestMismatch, OperationTimeout, StateError, VersionUnavailable
 from tensorhub.messages import Fill, Join, Outcome, Publish, Refused, Register, Registered
-from tensorhub.testing import DEVICE, MANIFEST, Asked, Handle, PureCluster
+from tensorhub.testing import DEVICE, MANIFEST, CallRecord, SimHandle, StepwiseCluster
 from tensorhub.types import HandleState, Location, ModelInfo, OpKey, OpKind
 from tests.coordinator.test_membership import answers
 
 
-def published(readers: int = 0, world_size: int = 1) -> tuple[PureCluster, list[list[Handle]]]:
+def published(readers: int = 0, world_size: int = 1) -> tuple[StepwiseCluster, list[list[SimHandle]]]:
     """Version 1, held by a trainer's group and so many others."""
-    cluster = PureCluster()
+    cluster = StepwiseCluster()
     groups = [cluster.group(name, world_size) for name in ("trainer", *(f"reader{n}-" for n in range(readers)))]
     cluster.run()
     for rank in groups[0]:
@@ -27,18 +27,18 @@ def published(readers: int = 0, world_size: int = 1) -> tuple[PureCluster, list[
     return cluster, groups
 
 
-def in_mid_read(cluster: PureCluster, fetcher: Handle) -> Asked:
+def in_mid_read(cluster: StepwiseCluster, fetcher: SimHandle) -> CallRecord:
     asked = fetcher.fetch()
     while fetcher.pull is None or len(fetcher.pull.missing) != 1:
         cluster.do(cluster.choices()[0])
     return asked
 
 
-def described(cluster: PureCluster) -> ModelInfo:
+def described(cluster: StepwiseCluster) -> ModelInfo:
     return views.describe(cluster.coordinator.cluster.models["actor"])
 
 
-def assert_nothing_is_left(cluster: PureCluster, groups: list[list[Handle]]) -> None:
+def assert_nothing_is_left(cluster: StepwiseCluster, groups: list[list[SimHandle]]) -> None:
     model = cluster.coordinator.cluster.models["actor"]
     assert list(model.groups) == [group[0].shard.group for group in groups]
     assert not cluster.coordinator.cluster.leases
@@ -80,7 +80,7 @@ def test_it_is_no_replica_no_source_and_its_lease_is_shown() -> None:
 
 
 def test_it_waits_for_a_version_and_takes_the_newest() -> None:
-    cluster = PureCluster()
+    cluster = StepwiseCluster()
     asked = cluster.fetcher("reader").fetch()
     trainer = cluster.handle("trainer")
     cluster.run()
@@ -91,7 +91,7 @@ def test_it_waits_for_a_version_and_takes_the_newest() -> None:
 
 
 def test_a_version_that_never_comes_is_named_with_the_call() -> None:
-    cluster = PureCluster()
+    cluster = StepwiseCluster()
     asked = cluster.fetcher("reader").fetch(timeout_s=2)
     cluster.advance(3)
     with pytest.raises(VersionUnavailable, match="fetch of 'actor': nothing was published"):
@@ -207,7 +207,7 @@ def test_what_is_verified_needs_nobodys_decision() -> None:
 REGISTER = Register(1, "odd", "actor", "odd", 0, 0, 1, False, False, *DEVICE, "", 0, 0, b"", None)
 
 
-def say(cluster: PureCluster, register: Register, *calls: type[Fill] | type[Publish] | OpKind) -> list[object]:
+def say(cluster: StepwiseCluster, register: Register, *calls: type[Fill] | type[Publish] | OpKind) -> list[object]:
     cluster.coordinator.step(Connected(77, "x.1", "worker"), 0.0)
     said = answers(cluster, 77, Join("x", Location(), (), 1, 0), register)
     (answer,) = [each for each in said if isinstance(each, Registered | Refused)]

@@ -16,12 +16,12 @@ from tensorhub.errors import (
 )
 from tensorhub.messages import Start, Write
 from tensorhub.scheduler import choice as source_choice
-from tensorhub.testing import Asked, BrokenHook, Choice, Handle, PureCluster
+from tensorhub.testing import BrokenHook, CallRecord, Choice, SimHandle, StepwiseCluster
 from tensorhub.types import HandleState, Location
 
 
-def trainer_and_reader(version: int = 1) -> tuple[PureCluster, Handle, Handle]:
-    cluster = PureCluster()
+def trainer_and_reader(version: int = 1) -> tuple[StepwiseCluster, SimHandle, SimHandle]:
+    cluster = StepwiseCluster()
     trainer, reader = cluster.handle("trainer"), cluster.handle("reader")
     cluster.run()
     trainer.publish(version)
@@ -29,7 +29,7 @@ def trainer_and_reader(version: int = 1) -> tuple[PureCluster, Handle, Handle]:
     return cluster, trainer, reader
 
 
-def run_until(cluster: PureCluster, line: str) -> None:
+def run_until(cluster: StepwiseCluster, line: str) -> None:
     """Let things happen until a message is delivered that is shown with `line`."""
     seen = len(cluster.log)
     for _ in range(1000):
@@ -62,7 +62,7 @@ def test_a_reader_is_a_source_from_its_first_chunk_on() -> None:
 
 
 def test_latest_waits_for_a_first_version() -> None:
-    cluster = PureCluster()
+    cluster = StepwiseCluster()
     trainer, reader = cluster.handle("trainer"), cluster.handle("reader")
     cluster.run()
     asked = reader.replicate("latest")
@@ -74,7 +74,7 @@ def test_latest_waits_for_a_first_version() -> None:
 
 
 def test_a_wait_for_a_version_that_never_comes_names_the_model() -> None:
-    cluster = PureCluster()
+    cluster = StepwiseCluster()
     reader = cluster.handle("reader")
     cluster.run()
     asked = reader.replicate("latest", timeout_s=5)
@@ -163,10 +163,10 @@ def test_at_least_waits_for_that_number() -> None:
 
 def test_at_least_is_waited_for_by_who_holds_an_older_version_and_by_its_whole_group() -> None:
     """What is held, and any newer version below that number, is not enough."""
-    cluster = PureCluster()
+    cluster = StepwiseCluster()
     trainers, readers = cluster.group("trainer", 2), cluster.group("reader", 2)
     cluster.run()
-    calls: list[Asked] = []
+    calls: list[CallRecord] = []
     for number in range(1, 5):
         for handle in trainers:
             if handle.member.state is HandleState.READY:
@@ -256,7 +256,7 @@ def test_update_calls_the_hook_with_everything_intact_and_then_writes() -> None:
 
 
 def test_no_rank_writes_before_every_hook_has_returned() -> None:
-    cluster = PureCluster()
+    cluster = StepwiseCluster()
     trainers, readers = cluster.group("trainer", 2), cluster.group("reader", 2)
     cluster.run()
     for handle in trainers:
@@ -272,7 +272,7 @@ def test_no_rank_writes_before_every_hook_has_returned() -> None:
 
 
 def test_a_hook_that_raises_ends_the_update_on_all_ranks_intact() -> None:
-    cluster = PureCluster()
+    cluster = StepwiseCluster()
     trainers, readers = cluster.group("trainer", 2), cluster.group("reader", 2)
     cluster.run()
     for number in (1, 2):
@@ -300,7 +300,7 @@ def test_a_hook_that_raises_ends_the_update_on_all_ranks_intact() -> None:
 
 def test_an_empty_rank_beside_one_that_holds_something_says_that_it_is_ready() -> None:
     """Its Start is no Write: nobody writes before its manifest, however late, has come and fits."""
-    cluster = PureCluster()
+    cluster = StepwiseCluster()
     trainers, readers = cluster.group("trainer", 2), cluster.group("reader", 2)
     cluster.run()
     for handle in trainers:
@@ -330,7 +330,7 @@ def test_an_empty_rank_beside_one_that_holds_something_says_that_it_is_ready() -
 
 
 def test_a_no_op_update_is_a_barrier_of_its_group() -> None:
-    cluster = PureCluster()
+    cluster = StepwiseCluster()
     trainers = cluster.group("trainer", 2)
     cluster.run()
     for handle in trainers:
@@ -346,7 +346,7 @@ def test_a_no_op_update_is_a_barrier_of_its_group() -> None:
 
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_an_update_with_nothing_new_is_one_round_trip_after_the_last_rank_has_called(ranks: int) -> None:
-    cluster = PureCluster()
+    cluster = StepwiseCluster()
     trainers = cluster.group("trainer", ranks)
     cluster.run()
     for handle in trainers:
@@ -365,7 +365,7 @@ def test_an_update_with_nothing_new_is_one_round_trip_after_the_last_rank_has_ca
 
 def test_a_group_in_which_one_rank_holds_the_version_already() -> None:
     """Only the newcomer reads; the other's memory stays a source throughout."""
-    cluster = PureCluster()
+    cluster = StepwiseCluster()
     trainers, readers = cluster.group("trainer", 2), cluster.group("reader", 2)
     cluster.run()
     for handle in trainers:
@@ -386,7 +386,7 @@ def test_a_group_in_which_one_rank_holds_the_version_already() -> None:
 
 
 def test_that_ranks_memory_survives_when_the_newcomer_fails() -> None:
-    cluster = PureCluster()
+    cluster = StepwiseCluster()
     trainers, readers = cluster.group("trainer", 2), cluster.group("reader", 2)
     cluster.run()
     for handle in trainers:
@@ -544,7 +544,7 @@ def test_the_only_source_is_tried_again_after_a_while_that_grows() -> None:
 
 
 def test_two_ranks_failing_sources_are_each_tried_again_in_time() -> None:
-    cluster = PureCluster()
+    cluster = StepwiseCluster()
     trainers, readers = cluster.group("trainer", 2), cluster.group("reader", 2)
     cluster.run()
     for handle in trainers:
@@ -580,7 +580,7 @@ def test_a_lost_last_source_is_waited_for_until_the_deadline() -> None:
 
 
 def test_a_fill_that_takes_too_long_names_the_slow_ranks() -> None:
-    cluster = PureCluster()
+    cluster = StepwiseCluster()
     trainers, readers = cluster.group("trainer", 2), cluster.group("reader", 2)
     cluster.run()
     for handle in trainers:
@@ -601,7 +601,7 @@ def test_a_fill_that_takes_too_long_names_the_slow_ranks() -> None:
         assert caught.value.memory == "torn"
 
 
-def let_fail(cluster: PureCluster, asked: Asked, reasons: dict[str, str]) -> None:
+def let_fail(cluster: StepwiseCluster, asked: CallRecord, reasons: dict[str, str]) -> None:
     """Each read ends as its source's reason says, until the call does."""
     while not asked.done:
         for choice in [c for c in cluster.choices() if c.kind != "read"]:
@@ -628,7 +628,7 @@ def test_bad_digests_from_every_source_are_an_integrity_error(last: str) -> None
 
 
 def test_a_rank_without_a_sound_source_is_its_groups_cause() -> None:
-    cluster = PureCluster()
+    cluster = StepwiseCluster()
     trainers, readers = cluster.group("trainer", 2), cluster.group("reader", 2)
     cluster.run()
     for handle in trainers:
@@ -644,7 +644,7 @@ def test_a_rank_without_a_sound_source_is_its_groups_cause() -> None:
 
 
 def test_a_source_on_the_same_host_is_preferred() -> None:
-    cluster = PureCluster()
+    cluster = StepwiseCluster()
     trainer = cluster.handle("trainer")
     near = cluster.worker("near", Location(host="h1")).register("near")
     reader = cluster.worker("reader", Location(host="h1")).register("reader")
@@ -660,7 +660,7 @@ def test_a_source_on_the_same_host_is_preferred() -> None:
 
 def test_without_a_transport_in_common_nothing_is_overwritten() -> None:
     """R7: the only holder speaks another transport; the old version stays."""
-    cluster = PureCluster()
+    cluster = StepwiseCluster()
     trainer = cluster.worker("trainer", transports=("rdma", "tcp")).register("trainer")
     reader = cluster.handle("reader")
     cluster.run()
@@ -684,7 +684,7 @@ def test_without_a_transport_in_common_nothing_is_overwritten() -> None:
 
 @pytest.mark.parametrize(("host", "found"), [("here", True), ("elsewhere", False)])
 def test_a_transport_of_one_host_is_none_in_common_with_another_host(host: str, found: bool) -> None:
-    cluster = PureCluster()
+    cluster = StepwiseCluster()
     trainer = cluster.worker("trainer", Location(host="here"), transports=("cma",)).register("trainer")
     reader = cluster.worker("reader", Location(host=host), transports=("cma",)).register("reader")
     cluster.run()
@@ -737,7 +737,7 @@ def test_a_source_given_up_unheard_is_not_taken_for_another_one() -> None:
 
 
 def test_a_rank_that_missed_more_operations_than_are_remembered_meets_the_others_again() -> None:
-    cluster = PureCluster()
+    cluster = StepwiseCluster()
     first, second = cluster.group("reader", 2)
     cluster.run()
     for _ in range(DECIDED_KEPT_MAX + 8):
@@ -762,7 +762,7 @@ def test_readers_that_copy_out_of_memory_need_no_chain(
 ) -> None:
     """Over sockets the source's host would send the same bytes three times; who copies is in nobody's way."""
     monkeypatch.setattr(source_choice, "LATENCY_S", (0.0, 0.0, 0.0, 0.0))
-    cluster = PureCluster()
+    cluster = StepwiseCluster()
     for name in ("trainer", "a", "b", "c"):
         cluster.worker(name, Location(host="one"), transports)
     trainer, *readers = (cluster.handle(name) for name in ("trainer", "a", "b", "c"))

@@ -5,12 +5,12 @@ from __future__ import annotations
 import pytest
 
 from tensorhub.errors import CoordinatorUnavailable, GroupAborted
-from tensorhub.testing import Asked, Choice, Handle, PureCluster
+from tensorhub.testing import CallRecord, Choice, SimHandle, StepwiseCluster
 from tensorhub.types import HandleState
 from tests.coordinator.test_resumption import publish, published, restart, until
 
 
-def holding_one(world_size: int) -> tuple[PureCluster, list[Handle]]:
+def holding_one(world_size: int) -> tuple[StepwiseCluster, list[SimHandle]]:
     """Readers that hold version 1, of which there is a version 2."""
     cluster, trainers = published(world_size)
     readers = cluster.group("reader", world_size)
@@ -22,12 +22,12 @@ def holding_one(world_size: int) -> tuple[PureCluster, list[Handle]]:
     return cluster, readers
 
 
-def in_phase(handle: Handle, phase: str) -> bool:
+def in_phase(handle: SimHandle, phase: str) -> bool:
     running = handle.member.running
     return running is not None and running.phase.value == phase
 
 
-def replace(cluster: PureCluster, handle: Handle) -> Handle:
+def replace(cluster: StepwiseCluster, handle: SimHandle) -> SimHandle:
     """Its process dies, and another one takes its rank's place within its lease."""
     handle.worker.crash()
     while cluster.ending:
@@ -36,7 +36,7 @@ def replace(cluster: PureCluster, handle: Handle) -> Handle:
     return cluster.handle("spare", shard.group, shard.rank, shard.world_size)
 
 
-def end_well(cluster: PureCluster, ranks: list[Handle], number: int) -> None:
+def end_well(cluster: StepwiseCluster, ranks: list[SimHandle], number: int) -> None:
     calls = [handle.update() for handle in ranks]
     cluster.run()
     assert [call.number for call in calls] == [number] * len(ranks)
@@ -101,7 +101,7 @@ def test_a_rank_that_is_restarted_once_all_have_voted_does_not_undo_it(kept: boo
 
 
 def test_a_rank_that_is_restarted_in_the_midst_of_a_publish_leaves_the_number_unused() -> None:
-    cluster = PureCluster()
+    cluster = StepwiseCluster()
     ranks = cluster.group("trainer", 3)
     cluster.run()
     calls = [handle.publish(1) for handle in ranks[:2]]
@@ -125,10 +125,10 @@ def test_a_rank_that_is_restarted_in_the_midst_of_a_publish_leaves_the_number_un
     ],
 )
 def test_differing_calls_end_on_all_ranks_at_once_and_are_both_named(one: str, two: str) -> None:
-    cluster = PureCluster()
+    cluster = StepwiseCluster()
     ranks = cluster.group("trainer", 2)
     cluster.run()
-    calls: list[Asked] = [_call(handle, what) for handle, what in zip(ranks, (one, two), strict=True)]
+    calls: list[CallRecord] = [_call(handle, what) for handle, what in zip(ranks, (one, two), strict=True)]
     cluster.run()
     for call in calls:
         assert isinstance(call.error, GroupAborted)
@@ -140,7 +140,7 @@ def test_differing_calls_end_on_all_ranks_at_once_and_are_both_named(one: str, t
     assert [call.number for call in again] == [1, 1]
 
 
-def _call(handle: Handle, what: str) -> Asked:
+def _call(handle: SimHandle, what: str) -> CallRecord:
     name, _, arguments = what.removesuffix(")").partition("(")
     if name == "publish":
         return handle.publish(int(arguments))
@@ -195,7 +195,7 @@ def test_one_rank_in_doubt_and_one_that_has_heard_agree_after_a_restart() -> Non
 
 def test_a_group_of_eight_in_every_order_of_its_ranks_calls() -> None:
     """Each rank is the last one once; each barrier changes nothing; each version comes to all."""
-    cluster, world_size = PureCluster(), 8
+    cluster, world_size = StepwiseCluster(), 8
     trainers, readers = cluster.group("trainer", world_size), cluster.group("reader", world_size)
     cluster.run()
     for number in range(1, world_size + 1):
@@ -218,7 +218,7 @@ def test_a_group_of_eight_in_every_order_of_its_ranks_calls() -> None:
 
 def test_two_groups_of_one_model_in_one_process_do_not_mix() -> None:
     """As double buffering needs them: each has its own ranks, keys and versions."""
-    cluster = PureCluster()
+    cluster = StepwiseCluster()
     workers = [cluster.worker(f"w{rank}") for rank in range(2)]
     front = [worker.register("front", rank, 2) for rank, worker in enumerate(workers)]
     back = [worker.register("back", rank, 2) for rank, worker in enumerate(workers)]

@@ -43,7 +43,7 @@ from tensorhub.messages import (
     Welcome,
 )
 from tensorhub.testing import CHUNKS
-from tensorhub.testing.memory import make_manifest
+from tensorhub.testing.sim.memory import make_manifest
 from tensorhub.types import Endpoint, Location, Medium, OpKey, OpKind, Options, Purpose
 from tests.coordinator.test_limits import Desk, refusal
 

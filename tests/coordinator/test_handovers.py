@@ -6,17 +6,19 @@ import pytest
 
 from tensorhub.coordinator.entities import Member, Model
 from tensorhub.errors import RetentionError
-from tensorhub.testing import CHUNK_BYTES, CHUNKS, Asked, Handle, PureCluster
-from tensorhub.testing.host_copies import Wanted
+from tensorhub.testing import CHUNK_BYTES, CHUNKS, CallRecord, SimHandle, StepwiseCluster
+from tensorhub.testing.sim.host_copies import CopyRequest
 from tensorhub.types import HandleState, Location, Purpose
 from tensorhub.worker.calls import CloseCall
 
 ROOM = CHUNKS * CHUNK_BYTES  # for one copy
 
 
-def cluster_of(*more: str, room: tuple[str, ...] = (), latest: int = 1, spot: bool = False) -> tuple[PureCluster, Handle]:
+def cluster_of(
+    *more: str, room: tuple[str, ...] = (), latest: int = 1, spot: bool = False
+) -> tuple[StepwiseCluster, SimHandle]:
     """The trainer, and others, who are registered if their name does not begin with a dash. Those in `room` take a copy."""
-    cluster = PureCluster()
+    cluster = StepwiseCluster()
     for name in ("trainer", *more):
         cluster.host_bytes = ROOM if name.lstrip("-") in room else 0
         if name.startswith("-"):
@@ -32,11 +34,11 @@ def cluster_of(*more: str, room: tuple[str, ...] = (), latest: int = 1, spot: bo
     return cluster, trainer
 
 
-def model_of(cluster: PureCluster) -> Model:
+def model_of(cluster: StepwiseCluster) -> Model:
     return cluster.coordinator.cluster.models["actor"]
 
 
-def copies(cluster: PureCluster) -> dict[str, int]:
+def copies(cluster: StepwiseCluster) -> dict[str, int]:
     """The version that each worker's copy holds."""
     held = [member for member in model_of(cluster).copies.values() if member.holding is not None]
     return {member.worker.name: number_of(member) for member in held}
@@ -47,16 +49,16 @@ def number_of(member: Member) -> int:
     return member.holding.version.number
 
 
-def asked_for(cluster: PureCluster) -> list[str]:
+def asked_for(cluster: StepwiseCluster) -> list[str]:
     """Whom the coordinator has asked to make a copy, in order."""
     return [line.split()[1] for line in cluster.log if "<- MakeCopy" in line]
 
 
-def ended(asked: Asked | Wanted) -> bool:
+def ended(asked: CallRecord | CopyRequest) -> bool:
     return asked.has_ended() and asked.error is None
 
 
-def still_there(cluster: PureCluster, number: int = 1) -> bool:
+def still_there(cluster: StepwiseCluster, number: int = 1) -> bool:
     """Whether somebody who comes now gets that version."""
     name = f"late{next(cluster.numbers)}"
     late = cluster.handle(name)
@@ -101,7 +103,7 @@ def test_without_room_it_is_refused_at_its_deadline() -> None:
 
 
 def test_the_nearest_worker_takes_it() -> None:
-    cluster = PureCluster()
+    cluster = StepwiseCluster()
     trainer = cluster.handle("trainer")
     cluster.handle("reader")
     cluster.host_bytes = 4 * ROOM
@@ -116,13 +118,13 @@ def test_the_nearest_worker_takes_it() -> None:
     assert copies(cluster) == {"near": 1}
 
 
-def ended_after(cluster: PureCluster, asked: Asked | Wanted) -> bool:
+def ended_after(cluster: StepwiseCluster, asked: CallRecord | CopyRequest) -> bool:
     cluster.run()
     return ended(asked)
 
 
 def test_each_shard_is_handed_over() -> None:
-    cluster = PureCluster(host_bytes=ROOM)
+    cluster = StepwiseCluster(host_bytes=ROOM)
     trainers = cluster.group("trainer", 2)
     cluster.group("reader", 2)
     cluster.run()
@@ -142,7 +144,7 @@ def test_each_shard_is_handed_over() -> None:
 @pytest.mark.parametrize("rank", [0, 1])
 def test_for_one_rank_that_leaves_every_shard_is_handed_over_once(rank: int) -> None:
     """A copy of a shard whose rank stays is needed as well: it stops to serve with the first of its replica that leaves."""
-    cluster = PureCluster()
+    cluster = StepwiseCluster()
     trainers = cluster.group("trainer", 2)
     cluster.host_bytes = ROOM
     for name in ("one", "other"):
@@ -164,7 +166,7 @@ def test_for_one_rank_that_leaves_every_shard_is_handed_over_once(rank: int) -> 
 @pytest.mark.parametrize("alone", [True, False])
 def test_a_copy_of_its_own_shard_lets_only_a_group_of_one_go_unasked(alone: bool) -> None:
     """With the first rank that leaves the others' shards stop to serve, and it does not know who holds those."""
-    cluster = PureCluster(host_bytes=ROOM)
+    cluster = StepwiseCluster(host_bytes=ROOM)
     handles = [cluster.handle("first", "g", 0, 1 if alone else 2)]
     cluster.host_bytes = 0
     if not alone:
@@ -238,7 +240,7 @@ def test_close_does_not_count_on_its_own_process() -> None:
 
 
 def test_with_its_last_handle_a_worker_hands_its_copies_over_too() -> None:
-    cluster = PureCluster(host_bytes=2 * ROOM)
+    cluster = StepwiseCluster(host_bytes=2 * ROOM)
     trainer = cluster.handle("trainer")
     cluster.run()
     trainer.worker.retain(2)
@@ -287,7 +289,7 @@ def test_two_that_close_at_the_same_time_do_not_count_on_one_another() -> None:
 
 def test_a_closing_holder_that_is_rolled_back_waits_for_nothing() -> None:
     """What it held is ordered out; the copies of its worker are not what it waits for any more (seed 10151)."""
-    cluster = PureCluster(host_bytes=2 * ROOM)
+    cluster = StepwiseCluster(host_bytes=2 * ROOM)
     trainer = cluster.handle("trainer")
     cluster.run()
     trainer.worker.retain(2)
@@ -304,7 +306,7 @@ def test_a_closing_holder_that_is_rolled_back_waits_for_nothing() -> None:
 
 
 def test_ranks_that_close_do_not_count_on_one_another() -> None:
-    cluster = PureCluster(host_bytes=ROOM)
+    cluster = StepwiseCluster(host_bytes=ROOM)
     trainers = cluster.group("trainer", 2)
     for name in ("one", "two"):
         cluster.worker(name)
@@ -535,7 +537,7 @@ def test_a_copy_that_was_being_made_when_the_coordinator_died_is_made_anew() -> 
 
 def test_who_becomes_the_last_handle_while_it_closes_hands_its_workers_copies_over_too() -> None:
     """Its shell did not set them aside: there was another handle then, which was given up meanwhile."""
-    cluster = PureCluster(host_bytes=2 * ROOM)
+    cluster = StepwiseCluster(host_bytes=2 * ROOM)
     trainer = cluster.handle("trainer")
     other = cluster.handle("trainer", "second")
     cluster.run()
@@ -547,12 +549,12 @@ def test_who_becomes_the_last_handle_while_it_closes_hands_its_workers_copies_ov
     assert copies(cluster) == {"trainer": 2}
     trainer.close(60.0)
     cluster.run()
-    assert trainer.asked is not None
-    assert not trainer.asked.has_ended()  # version 3 has to stay
+    assert trainer.last_call is not None
+    assert not trainer.last_call.has_ended()  # version 3 has to stay
     other.close(60.0, abandon=True)
     cluster.run()
     assert other.member.state is HandleState.CLOSED
     cluster.host_bytes = ROOM
     cluster.worker("roomy")
     cluster.advance(61)
-    assert isinstance(trainer.asked.error, RetentionError)  # there is room for one of the two only
+    assert isinstance(trainer.last_call.error, RetentionError)  # there is room for one of the two only

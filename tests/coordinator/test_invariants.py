@@ -13,7 +13,7 @@ from tensorhub.coordinator import Action, Coordinator, Event, invariants
 from tensorhub.coordinator.cluster import Cluster
 from tensorhub.coordinator.entities import Group, Holding, Member, Noted, Operation, RankPart, Withdrawal
 from tensorhub.machine import InvariantBroken, Stateful
-from tensorhub.testing import PureCluster
+from tensorhub.testing import StepwiseCluster
 from tensorhub.testing.search import run_seed
 
 Step = Callable[[Coordinator, Event, float], list[Action]]
@@ -104,7 +104,7 @@ def test_a_step_notes_all_that_it_changes(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_a_step_notes_little_of_a_large_cluster() -> None:
-    cluster = PureCluster()
+    cluster = StepwiseCluster()
     handles = [cluster.handle(f"w{number}") for number in range(100)]
     cluster.run()
     handles[0].publish(1)

@@ -5,13 +5,13 @@ from __future__ import annotations
 import pytest
 
 from tensorhub.errors import DrainTimeout, StateError, VersionUnavailable
-from tensorhub.testing import Handle, PureCluster
+from tensorhub.testing import SimHandle, StepwiseCluster
 from tensorhub.types import HandleState, Options
 
 
-def reading() -> tuple[PureCluster, Handle, Handle]:
+def reading() -> tuple[StepwiseCluster, SimHandle, SimHandle]:
     """A trainer that is being read: no byte has arrived yet."""
-    cluster = PureCluster()
+    cluster = StepwiseCluster()
     trainer, reader = cluster.handle("trainer"), cluster.handle("reader")
     cluster.run()
     trainer.publish(1)
@@ -21,17 +21,17 @@ def reading() -> tuple[PureCluster, Handle, Handle]:
     return cluster, trainer, reader
 
 
-def run_without_reads(cluster: PureCluster) -> None:
+def run_without_reads(cluster: StepwiseCluster) -> None:
     while (choices := [choice for choice in cluster.choices() if choice.kind != "read"]) != []:
         cluster.do(choices[0])
 
 
-def holdings(cluster: PureCluster, number: int = 1) -> int:
+def holdings(cluster: StepwiseCluster, number: int = 1) -> int:
     return len(cluster.coordinator.cluster.models["actor"].versions[number].holdings[0])
 
 
 def test_unpublish_without_readers_returns_at_once() -> None:
-    cluster = PureCluster()
+    cluster = StepwiseCluster()
     trainer = cluster.handle("trainer")
     cluster.run()
     trainer.publish(1)
@@ -45,7 +45,7 @@ def test_unpublish_without_readers_returns_at_once() -> None:
 
 
 def test_unpublish_moves_its_readers_to_another_source() -> None:
-    cluster = PureCluster()
+    cluster = StepwiseCluster()
     trainer, other, reader = cluster.handle("trainer"), cluster.handle("other"), cluster.handle("reader")
     cluster.run()
     trainer.publish(1)
@@ -86,9 +86,9 @@ def test_after_the_grace_the_reader_is_cut_and_told_that_the_version_is_gone() -
     run_without_reads(cluster)
     assert asked.has_ended()
     assert asked.error is None
-    assert reader.asked is not None
+    assert reader.last_call is not None
     with pytest.raises(VersionUnavailable, match="its last holder has left on purpose") as caught:
-        _ = reader.asked.number
+        _ = reader.last_call.number
     assert caught.value.memory == "torn"
     assert caught.value.retryable
 
@@ -119,9 +119,9 @@ def test_unpublish_needs_no_coordinator() -> None:
     trainer.worker.connect()
     run_without_reads(cluster)
     assert holdings(cluster) == 0
-    assert reader.asked is not None
+    assert reader.last_call is not None
     cluster.advance(1)
-    assert isinstance(reader.asked.error, VersionUnavailable)
+    assert isinstance(reader.last_call.error, VersionUnavailable)
 
 
 def test_unpublish_whose_connection_breaks_fences_by_itself() -> None:
@@ -137,7 +137,7 @@ def test_unpublish_whose_connection_breaks_fences_by_itself() -> None:
 
 def test_a_fence_that_was_never_heard_of_is_restated() -> None:
     """Fenced is lost on the way: after the next Register nobody is sent to that memory."""
-    cluster = PureCluster()
+    cluster = StepwiseCluster()
     trainer, reader = cluster.handle("trainer"), cluster.handle("reader")
     cluster.run()
     trainer.publish(1)
@@ -166,12 +166,12 @@ def test_an_update_moves_the_readers_of_the_old_version_and_never_waits_for_them
     assert trainer.pull is not None  # the trainer is being overwritten already
     cluster.run()
     assert asked.number == 2
-    assert reader.asked is not None
-    assert isinstance(reader.asked.error, VersionUnavailable)
+    assert reader.last_call is not None
+    assert isinstance(reader.last_call.error, VersionUnavailable)
 
 
 def test_close_lets_go_of_everything() -> None:
-    cluster = PureCluster()
+    cluster = StepwiseCluster()
     trainer = cluster.handle("trainer")
     cluster.run()
     trainer.publish(1)
@@ -188,7 +188,7 @@ def test_close_lets_go_of_everything() -> None:
 
 
 def test_a_handle_that_was_closed_while_nobody_heard_it_is_forgotten() -> None:
-    cluster = PureCluster()
+    cluster = StepwiseCluster()
     trainer = cluster.handle("trainer")
     cluster.run()
     trainer.publish(1)
@@ -207,7 +207,7 @@ def test_a_handle_that_was_closed_while_nobody_heard_it_is_forgotten() -> None:
 
 def test_an_abandoned_version_that_is_held_again_is_waited_for_like_any_other() -> None:
     """Once a new holder has come, losing that one by a crash is no leave on purpose."""
-    cluster = PureCluster()
+    cluster = StepwiseCluster()
     trainer, second, reader = cluster.handle("trainer"), cluster.handle("second"), cluster.handle("reader")
     cluster.run()
     trainer.publish(1)
@@ -236,7 +236,7 @@ def test_an_abandoned_version_that_is_held_again_is_waited_for_like_any_other() 
 
 def test_a_group_whose_rank_could_not_leave_serves_as_before() -> None:
     """One rank could not be fenced in time: it stays published under a new generation, and the version with it (R4)."""
-    cluster = PureCluster()
+    cluster = StepwiseCluster()
     trainers, readers = cluster.group("trainers", 2), cluster.group("readers", 2)
     cluster.run()
     for trainer in trainers:
@@ -254,7 +254,7 @@ def test_a_group_whose_rank_could_not_leave_serves_as_before() -> None:
 
 
 def test_a_group_that_one_rank_leaves_serves_no_more_although_another_could_not() -> None:
-    cluster = PureCluster()
+    cluster = StepwiseCluster()
     trainers = cluster.group("trainers", 2)
     cluster.run()
     for trainer in trainers:
@@ -269,7 +269,7 @@ def test_a_group_that_one_rank_leaves_serves_no_more_although_another_could_not(
 
 
 def test_a_source_that_is_lost_while_its_readers_have_their_grace_leaves_no_wish_behind() -> None:
-    cluster = PureCluster(Options(lease_s=2.0, drain_grace_s=60.0))
+    cluster = StepwiseCluster(Options(lease_s=2.0, drain_grace_s=60.0))
     trainer, reader = cluster.handle("trainer"), cluster.handle("reader")
     cluster.run()
     trainer.publish(1)
@@ -293,7 +293,7 @@ def test_a_source_that_is_lost_while_its_readers_have_their_grace_leaves_no_wish
 
 def test_a_rank_that_gave_its_wish_to_leave_up_while_it_was_read_is_not_thought_to_leave() -> None:
     """Its fence was not over at the deadline: it is open under a new generation, and nothing is left of the old."""
-    cluster = PureCluster()
+    cluster = StepwiseCluster()
     trainer, reader = cluster.handle("trainer"), cluster.handle("reader")
     cluster.run()
     trainer.publish(1)

@@ -58,7 +58,7 @@ from tensorhub.messages import (
     Watch,
 )
 from tensorhub.messages.values import FORMER_KEYS_MAX
-from tensorhub.testing import CHUNKS, MANIFEST, PureCluster
+from tensorhub.testing import CHUNKS, MANIFEST, StepwiseCluster
 from tensorhub.types import Endpoint, Location, Medium, OpKey, OpKind, Options, Purpose
 
 
@@ -184,7 +184,7 @@ def test_what_ranks_go_on_with_is_counted_with_their_manifests(desk: Desk, monke
 
 def test_who_goes_on_with_what_there_is_no_room_for_hears_so(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nobody could be told the manifest of what it would serve; its memory is torn, and its next call begins anew."""
-    cluster = PureCluster()
+    cluster = StepwiseCluster()
     trainer, reader = cluster.handle("trainer"), cluster.handle("reader")
     cluster.run()
     trainer.publish(1)

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from tensorhub.messages import Flow, Progress
 from tensorhub.scheduler.links import SUPPOSED_BYTES_PER_S, Distance
-from tensorhub.testing import Asked, Handle, PureCluster
+from tensorhub.testing import CallRecord, SimHandle, StepwiseCluster
 from tensorhub.types import Location
 
 SITE = Distance.SITE
@@ -16,16 +16,16 @@ class Readers:
     """A trainer, and readers in other racks of its site that have all been granted a source, and have read nothing."""
 
     def __init__(self, count: int, *, fetch: bool = False) -> None:
-        self.cluster = PureCluster()
+        self.cluster = StepwiseCluster()
         for number in range(count + 1):
             self.cluster.worker(f"w{number}", Location(rack=f"rack {number}", host=f"host {number}"))
         self.trainer = self.cluster.handle("w0")
-        make: Callable[[str], Handle] = self.cluster.fetcher if fetch else self.cluster.handle
+        make: Callable[[str], SimHandle] = self.cluster.fetcher if fetch else self.cluster.handle
         self.handles = [make(f"w{number}") for number in range(1, count + 1)]
         self.cluster.run()
         self.trainer.publish(1)
         self.cluster.run()
-        self.asked: list[Asked] = []
+        self.asked: list[CallRecord] = []
         for reader in self.handles:
             self.asked.append(reader.fetch() if fetch else reader.replicate())
             self.let_all_but_reads_happen()

@@ -5,29 +5,29 @@ from __future__ import annotations
 import pytest
 
 from tensorhub.errors import GroupAborted, LeaseLost, StateError
-from tensorhub.testing import Asked, Choice, Handle, PureCluster
+from tensorhub.testing import CallRecord, Choice, SimHandle, StepwiseCluster
 from tensorhub.types import HandleState
 from tests.worker.test_member import published, run_but_reads
 
 
-def lose_state(cluster: PureCluster) -> None:
+def lose_state(cluster: StepwiseCluster) -> None:
     cluster.restart(lost=True)
     for worker in cluster.workers.values():
         worker.connect()
     cluster.run()
 
 
-def says_so(asked: Asked, memory: str = "intact") -> None:
+def says_so(asked: CallRecord, memory: str = "intact") -> None:
     assert isinstance(asked.error, LeaseLost), asked.error
     assert "has come back without its state, as a new cluster" in str(asked.error)
     assert (asked.error.retryable, asked.error.memory) == (True, memory)
 
 
-def state_of(handle: Handle) -> HandleState:
+def state_of(handle: SimHandle) -> HandleState:
     return handle.member.state
 
 
-def run(cluster: PureCluster, asked: Asked) -> Asked:
+def run(cluster: StepwiseCluster, asked: CallRecord) -> CallRecord:
     cluster.run()
     assert asked.done
     return asked
@@ -111,7 +111,7 @@ def test_a_fill_that_runs_ends_and_the_handle_goes_on(phase: str) -> None:
 
 
 def test_a_publish_that_runs_ends_and_can_be_made_again() -> None:
-    cluster = PureCluster()
+    cluster = StepwiseCluster()
     trainer = cluster.handle("trainer")
     cluster.run()
     asked = trainer.publish(1)
@@ -172,7 +172,7 @@ def test_a_fence_is_over_before_its_owner_is_told() -> None:
 
 
 def test_every_rank_of_a_group_is_told_and_they_stay_in_step() -> None:
-    cluster = PureCluster()
+    cluster = StepwiseCluster()
     ranks = cluster.group("trainer", 3)
     cluster.run()
     for handle in ranks:
@@ -218,7 +218,7 @@ def test_two_losses_are_told_of_once_by_who_called_in_between_twice() -> None:
 
 def test_a_fetch_that_runs_ends() -> None:
     cluster, _, _ = published()
-    fetcher: Handle = cluster.fetcher("fetcher")
+    fetcher: SimHandle = cluster.fetcher("fetcher")
     cluster.run()
     asked = fetcher.fetch()
     while fetcher.pull is None:

@@ -8,17 +8,17 @@ from tensorhub.coordinator import CloseSession, Connected, Disconnected, Receive
 from tensorhub.coordinator.views import describe
 from tensorhub.errors import GroupAborted, RegistrationError
 from tensorhub.messages import Dismissed, Heartbeat, HeartbeatAck, Join, Leave, Register, Welcome
-from tensorhub.testing import DEVICE, MANIFEST, Handle, PureCluster
+from tensorhub.testing import DEVICE, MANIFEST, SimHandle, StepwiseCluster
 from tensorhub.types import HandleState, Location
 
 
-def worker_state(cluster: PureCluster, handle: Handle) -> str:
+def worker_state(cluster: StepwiseCluster, handle: SimHandle) -> str:
     worker = cluster.coordinator.cluster.workers.get(handle.worker.incarnation)
     return worker.state.value if worker is not None else "lost"
 
 
-def published() -> tuple[PureCluster, Handle, Handle]:
-    cluster = PureCluster()
+def published() -> tuple[StepwiseCluster, SimHandle, SimHandle]:
+    cluster = StepwiseCluster()
     trainer, reader = cluster.handle("trainer"), cluster.handle("reader")
     cluster.run()
     trainer.publish(1)
@@ -44,7 +44,7 @@ def test_a_disconnected_worker_is_suspected_then_lost() -> None:
     assert worker_state(cluster, trainer) == "lost"
 
 
-def shard_states(cluster: PureCluster) -> list[str]:
+def shard_states(cluster: StepwiseCluster) -> list[str]:
     info = describe(cluster.coordinator.cluster.models["actor"])
     return [shard.state for replica in info.replicas for shard in replica.shards]
 
@@ -128,7 +128,7 @@ def test_a_half_open_connection_is_replaced() -> None:
 
 def test_a_join_that_comes_late_over_a_former_connection_does_not_replace_the_newer_one() -> None:
     """G9: the worker has given that connection up before anybody heard of it."""
-    cluster = PureCluster()
+    cluster = StepwiseCluster()
     join = Join("x", Location(), (), 1, 0)
     for session in (77, 78):
         cluster.coordinator.step(Connected(session, "x.1", "worker"), 0.0)
@@ -159,7 +159,7 @@ def test_a_connected_rank_is_not_replaced() -> None:
 
 
 def test_a_disconnected_rank_is_replaced_under_a_new_epoch() -> None:
-    cluster = PureCluster()
+    cluster = StepwiseCluster()
     first, second = cluster.group("trainer", 2)
     cluster.run()
     group = cluster.coordinator.cluster.models["actor"].groups["trainer"]
@@ -176,7 +176,7 @@ def test_a_disconnected_rank_is_replaced_under_a_new_epoch() -> None:
 
 def test_a_rank_that_missed_the_change_of_epoch_learns_of_it() -> None:
     """Without that, each of its calls would be of an epoch that is over, for ever."""
-    cluster = PureCluster()
+    cluster = StepwiseCluster()
     first, second, third = cluster.group("trainer", 3)
     cluster.run()
     first.worker.disconnect()
@@ -192,7 +192,7 @@ def test_a_rank_that_missed_the_change_of_epoch_learns_of_it() -> None:
 
 
 def test_a_call_that_waits_for_its_connection_takes_its_key_from_the_new_epoch() -> None:
-    cluster = PureCluster()
+    cluster = StepwiseCluster()
     first, second = cluster.group("trainer", 2)
     cluster.run()
     first.worker.disconnect()
@@ -208,7 +208,7 @@ def test_a_call_that_waits_for_its_connection_takes_its_key_from_the_new_epoch()
 
 
 def test_a_changed_epoch_ends_the_calls_of_the_old_one() -> None:
-    cluster = PureCluster()
+    cluster = StepwiseCluster()
     first, second = cluster.group("trainer", 2)
     cluster.run()
     asked = first.publish(1)
@@ -228,7 +228,7 @@ def test_a_changed_epoch_ends_the_calls_of_the_old_one() -> None:
     ],
 )
 def test_registrations_that_do_not_fit(rank: int, world_size: int, layout: str, text: str) -> None:
-    cluster = PureCluster()
+    cluster = StepwiseCluster()
     cluster.handle("t0", "trainer", 0, 2)
     cluster.run()
     odd = cluster.handle("t1", "trainer", rank, world_size, layout=layout)
@@ -300,7 +300,7 @@ def test_a_lost_source_whose_reader_has_no_other_may_still_serve_it() -> None:
 
 def test_deadlines_that_rounding_puts_in_the_past_end() -> None:
     """8.01 + 10 - 8.01 < 10: a timer that is due, and a lease that is a hair short of over."""
-    cluster = PureCluster()
+    cluster = StepwiseCluster()
     cluster.heartbeat_at = 1e9
     cluster.now = 8.01
     cluster.handle("trainer")
@@ -333,7 +333,7 @@ def test_a_key_is_taken_once_also_across_a_lost_connection() -> None:
 
 
 def test_a_call_that_was_given_up_while_nobody_heard_it_ends_on_the_other_ranks_at_the_next_connection() -> None:
-    cluster = PureCluster()
+    cluster = StepwiseCluster()
     first, second = cluster.group("reader", 2)
     cluster.run()
     mine, theirs = first.replicate(timeout_s=60), second.replicate(timeout_s=60)
@@ -352,7 +352,7 @@ def test_a_call_that_was_given_up_while_nobody_heard_it_ends_on_the_other_ranks_
 # -- what a peer must not do
 
 
-def answers(cluster: PureCluster, session: int, *messages: object) -> list[object]:
+def answers(cluster: StepwiseCluster, session: int, *messages: object) -> list[object]:
     found: list[object] = []
     for message in messages:
         for action in cluster.coordinator.step(Received(session, message), cluster.now):  # type: ignore[arg-type]
@@ -362,14 +362,14 @@ def answers(cluster: PureCluster, session: int, *messages: object) -> list[objec
 
 
 def test_speaking_before_join_costs_the_connection() -> None:
-    cluster = PureCluster()
+    cluster = StepwiseCluster()
     cluster.coordinator.step(Connected(77, "x.1", "worker"), 0.0)
     assert answers(cluster, 77, Heartbeat(1)) == ["Heartbeat before Join"]
     assert answers(cluster, 99, Heartbeat(1)) == []  # a session that nobody knows
 
 
 def test_only_workers_join_and_only_once() -> None:
-    cluster = PureCluster()
+    cluster = StepwiseCluster()
     join = Join("x", Location(), (), 1, 0)
     cluster.coordinator.step(Connected(77, "x.1", "observer"), 0.0)
     assert answers(cluster, 77, join) == ["only a worker joins, and only once"]
@@ -383,7 +383,7 @@ def test_only_workers_join_and_only_once() -> None:
 
 
 def test_a_lost_incarnation_is_sent_away() -> None:
-    cluster = PureCluster()
+    cluster = StepwiseCluster()
     join = Join("x", Location(), (), 1, 0)
     cluster.coordinator.step(Connected(77, "x.1", "worker"), 0.0)
     said = answers(cluster, 77, join, Heartbeat(3), Leave("bye"))

@@ -8,27 +8,27 @@ from tensorhub.coordinator.entities import Version
 from tensorhub.coordinator.readers import PATCHES_MAX
 from tensorhub.coordinator.states import LeaseState, VersionState
 from tensorhub.errors import VersionUnavailable
-from tensorhub.testing import Asked, Choice, Handle, PureCluster
+from tensorhub.testing import CallRecord, Choice, SimHandle, StepwiseCluster
 from tensorhub.types import HandleState, Location
 
 
-def version_of(cluster: PureCluster, number: int = 1) -> Version:
+def version_of(cluster: StepwiseCluster, number: int = 1) -> Version:
     return cluster.coordinator.cluster.models["actor"].versions[number]
 
 
-def sources_of(cluster: PureCluster, reader: Handle) -> list[str]:
+def sources_of(cluster: StepwiseCluster, reader: SimHandle) -> list[str]:
     leases = [lease for lease in cluster.coordinator.cluster.leases.values() if lease.part.member.registration == reader.id]
     return sorted(lease.holding.member.worker.name for lease in leases if lease.state is LeaseState.ACTIVE)
 
 
 def readers_of_a_trainer(
     *backwards: bool, fetch: bool = False, far: str = "", keeper: bool = False, selector: str = "latest"
-) -> tuple[PureCluster, Handle, list[Handle], list[Asked]]:
+) -> tuple[StepwiseCluster, SimHandle, list[SimHandle], list[CallRecord]]:
     """Readers on the trainer's host, all bound, each with one chunk: the first one, or the last one of `backwards`.
 
     `keeper`: somebody holds version 0.
     """
-    cluster = PureCluster()
+    cluster = StepwiseCluster()
     here, there = Location(host="here"), Location(site="there")
     names = [f"r{number}" for number in range(len(backwards))]
     for name in ("trainer", *names):
@@ -58,19 +58,19 @@ def readers_of_a_trainer(
     return cluster, trainer, readers, asked
 
 
-def let_all_but_reads_happen(cluster: PureCluster) -> None:
+def let_all_but_reads_happen(cluster: StepwiseCluster) -> None:
     while choices := [choice for choice in cluster.choices() if choice.kind != "read"]:
         cluster.do(choices[0])
 
 
-def let_go(reader: Handle) -> None:
+def let_go(reader: SimHandle) -> None:
     """Its reads break off."""
     assert reader.pull is not None
     for lease in list(reader.pull.grants):
         reader.source_ended(lease, "lost")
 
 
-def lose(cluster: PureCluster, trainer: Handle, readers: list[Handle], *, crash: bool = True) -> None:
+def lose(cluster: StepwiseCluster, trainer: SimHandle, readers: list[SimHandle], *, crash: bool = True) -> None:
     """The source breaks off, and is lost; nobody reads meanwhile."""
     if crash:
         trainer.worker.crash()

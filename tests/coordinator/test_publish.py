@@ -13,16 +13,16 @@ from tensorhub.errors import (
     VersionUnavailable,
 )
 from tensorhub.messages import Prepared, Publish
-from tensorhub.testing import PureCluster
+from tensorhub.testing import StepwiseCluster
 from tensorhub.types import HandleState
 
 
-def states(cluster: PureCluster) -> dict[int, str]:
+def states(cluster: StepwiseCluster) -> dict[int, str]:
     return {n: v.state.value for n, v in cluster.coordinator.cluster.models["actor"].versions.items()}
 
 
 def test_a_version_is_visible_once_it_is_durable() -> None:
-    cluster = PureCluster()
+    cluster = StepwiseCluster()
     trainer = cluster.handle("trainer")
     cluster.run()
     published = trainer.publish(1)
@@ -37,7 +37,7 @@ def test_a_version_is_visible_once_it_is_durable() -> None:
 
 
 def test_a_group_publishes_together() -> None:
-    cluster = PureCluster()
+    cluster = StepwiseCluster()
     first, second = cluster.group("trainer", 2)
     cluster.run()
     one = first.publish(1)
@@ -53,7 +53,7 @@ def test_a_group_publishes_together() -> None:
 
 
 def test_a_used_number_is_a_conflict_even_for_equal_bytes() -> None:
-    cluster = PureCluster()
+    cluster = StepwiseCluster()
     trainer, other = cluster.handle("trainer"), cluster.handle("other")
     cluster.run()
     trainer.publish(3)
@@ -67,7 +67,7 @@ def test_a_used_number_is_a_conflict_even_for_equal_bytes() -> None:
 
 
 def test_a_number_that_another_group_stages_is_a_conflict() -> None:
-    cluster = PureCluster()
+    cluster = StepwiseCluster()
     first, _ = cluster.group("trainer", 2)
     other = cluster.handle("other")
     cluster.run()
@@ -81,7 +81,7 @@ def test_a_number_that_another_group_stages_is_a_conflict() -> None:
 
 def test_a_staged_number_that_was_overtaken_is_not_published() -> None:
     """The mark never goes back, although 5 was free when its first rank called."""
-    cluster = PureCluster()
+    cluster = StepwiseCluster()
     first, second = cluster.group("trainer", 2)
     other = cluster.handle("other")
     cluster.run()
@@ -97,7 +97,7 @@ def test_a_staged_number_that_was_overtaken_is_not_published() -> None:
 
 
 def test_differing_calls_abort_all_and_name_both() -> None:
-    cluster = PureCluster()
+    cluster = StepwiseCluster()
     first, second = cluster.group("trainer", 2)
     cluster.run()
     one, two = first.publish(1), second.publish(2)
@@ -111,7 +111,7 @@ def test_differing_calls_abort_all_and_name_both() -> None:
 
 
 def test_a_publish_and_a_fill_differ() -> None:
-    cluster = PureCluster()
+    cluster = StepwiseCluster()
     first, second = cluster.group("trainer", 2)
     cluster.run()
     one, two = first.publish(1), second.replicate("latest")
@@ -122,7 +122,7 @@ def test_a_publish_and_a_fill_differ() -> None:
 
 
 def test_a_missing_rank_is_named_at_the_deadline_and_may_come_late() -> None:
-    cluster = PureCluster()
+    cluster = StepwiseCluster()
     first, second = cluster.group("trainer", 2)
     cluster.run()
     asked = first.publish(1, timeout_s=3)
@@ -136,7 +136,7 @@ def test_a_missing_rank_is_named_at_the_deadline_and_may_come_late() -> None:
 
 
 def test_a_rank_that_was_not_registered_is_named() -> None:
-    cluster = PureCluster()
+    cluster = StepwiseCluster()
     first = cluster.handle("t0", "trainer", 0, 2)
     cluster.run()
     asked = first.publish(1, timeout_s=3)
@@ -146,7 +146,7 @@ def test_a_rank_that_was_not_registered_is_named() -> None:
 
 
 def test_late_ranks_stay_in_step_however_often_one_times_out() -> None:
-    cluster = PureCluster()
+    cluster = StepwiseCluster()
     first, second = cluster.group("trainer", 2)
     cluster.run()
     for _ in range(5):
@@ -158,7 +158,7 @@ def test_late_ranks_stay_in_step_however_often_one_times_out() -> None:
 
 
 def test_a_rank_that_refuses_ends_the_others_call_at_once() -> None:
-    cluster = PureCluster()
+    cluster = StepwiseCluster()
     first, second = cluster.group("trainer", 2)
     cluster.run()
     first.refuse("ValueError: loss is NaN")
@@ -173,7 +173,7 @@ def test_a_rank_that_refuses_ends_the_others_call_at_once() -> None:
 
 
 def test_a_refusal_after_the_others_called_counts_as_well() -> None:
-    cluster = PureCluster()
+    cluster = StepwiseCluster()
     first, second = cluster.group("trainer", 2)
     cluster.run()
     asked = second.publish(1)
@@ -185,7 +185,7 @@ def test_a_refusal_after_the_others_called_counts_as_well() -> None:
 
 
 def test_cancelling_a_publish_before_the_decision_ends_it_on_all_ranks() -> None:
-    cluster = PureCluster()
+    cluster = StepwiseCluster()
     first, second = cluster.group("trainer", 2)
     cluster.run()
     asked = first.publish(1)
@@ -200,7 +200,7 @@ def test_cancelling_a_publish_before_the_decision_ends_it_on_all_ranks() -> None
 
 
 def test_cancelling_after_the_decision_is_in_the_making_comes_too_late() -> None:
-    cluster = PureCluster()
+    cluster = StepwiseCluster()
     trainer = cluster.handle("trainer")
     cluster.run()
     asked = trainer.publish(1)
@@ -212,7 +212,7 @@ def test_cancelling_after_the_decision_is_in_the_making_comes_too_late() -> None
 
 
 def test_a_store_that_fails_leaves_the_number_unused() -> None:
-    cluster = PureCluster()
+    cluster = StepwiseCluster()
     trainer = cluster.handle("trainer")
     cluster.run()
     asked = trainer.publish(1)
@@ -229,7 +229,7 @@ def test_a_store_that_fails_leaves_the_number_unused() -> None:
 
 def test_a_retry_by_key_is_not_a_second_publication() -> None:
     """The outcome is lost with the connection; the same message, said again, is answered with it."""
-    cluster = PureCluster()
+    cluster = StepwiseCluster()
     trainer = cluster.handle("trainer")
     cluster.run()
     asked = trainer.publish(1)
@@ -245,7 +245,7 @@ def test_a_retry_by_key_is_not_a_second_publication() -> None:
 
 
 def test_publishing_published_memory_is_refused_here() -> None:
-    cluster = PureCluster()
+    cluster = StepwiseCluster()
     trainer = cluster.handle("trainer")
     cluster.run()
     trainer.publish(1)
@@ -255,7 +255,7 @@ def test_publishing_published_memory_is_refused_here() -> None:
 
 
 def test_one_call_at_a_time() -> None:
-    cluster = PureCluster()
+    cluster = StepwiseCluster()
     trainer = cluster.handle("trainer")
     cluster.run()
     trainer.publish(1)
@@ -264,7 +264,7 @@ def test_one_call_at_a_time() -> None:
 
 
 def test_a_rank_that_is_lost_before_the_decision_aborts_it() -> None:
-    cluster = PureCluster()
+    cluster = StepwiseCluster()
     first, second = cluster.group("trainer", 2)
     cluster.run()
     asked = first.publish(1)
@@ -277,7 +277,7 @@ def test_a_rank_that_is_lost_before_the_decision_aborts_it() -> None:
     assert states(cluster) == {}
 
 
-def unstored(cluster: PureCluster) -> None:
+def unstored(cluster: StepwiseCluster) -> None:
     """Let everything happen but what the store does."""
     while (choices := [choice for choice in cluster.choices() if choice.kind != "store"]) != []:
         cluster.do(choices[0])
@@ -285,7 +285,7 @@ def unstored(cluster: PureCluster) -> None:
 
 def test_a_rank_replaced_while_its_publish_is_being_recorded() -> None:
     """The decision stands; the newcomer's first call waits for it, and belongs to the new epoch."""
-    cluster = PureCluster()
+    cluster = StepwiseCluster()
     first, second = cluster.group("trainer", 2)
     cluster.run()
     one = first.publish(1)
@@ -308,7 +308,7 @@ def test_a_rank_replaced_while_its_publish_is_being_recorded() -> None:
 
 def test_a_newcomer_that_asks_again_is_answered_with_its_call() -> None:
     """Its publish waits for the older one's decision; a lost connection meanwhile does not end it on this rank alone."""
-    cluster = PureCluster()
+    cluster = StepwiseCluster()
     first, second = cluster.group("trainer", 2)
     cluster.run()
     one = first.publish(1)
@@ -337,7 +337,7 @@ def test_a_newcomer_that_asks_again_is_answered_with_its_call() -> None:
 
 def test_a_rank_that_calls_again_while_its_last_call_is_being_recorded() -> None:
     """It left that one while it was away; what is being recorded is decided all the same, and then it is heard."""
-    cluster = PureCluster()
+    cluster = StepwiseCluster()
     first, second = cluster.group("trainer", 2)
     cluster.run()
     first.publish(1)
@@ -365,7 +365,7 @@ def test_a_rank_that_calls_again_while_its_last_call_is_being_recorded() -> None
 
 def test_messages_of_an_old_session_or_of_strangers_change_nothing() -> None:
     """G9: a key of another epoch is answered, and opens nothing."""
-    cluster = PureCluster()
+    cluster = StepwiseCluster()
     trainer = cluster.handle("trainer")
     cluster.run()
     published = trainer.publish(1)
@@ -382,7 +382,7 @@ def test_messages_of_an_old_session_or_of_strangers_change_nothing() -> None:
 
 
 def test_an_integer_that_is_not_visible_fails_at_once_and_says_what_to_do() -> None:
-    cluster = PureCluster()
+    cluster = StepwiseCluster()
     trainer, reader = cluster.handle("trainer"), cluster.handle("reader")
     cluster.run()
     nothing = reader.replicate(4)
@@ -404,7 +404,7 @@ def test_an_integer_that_is_not_visible_fails_at_once_and_says_what_to_do() -> N
 
 
 def test_a_refusal_in_a_group_of_a_million_ranks_costs_what_its_members_cost() -> None:
-    cluster = PureCluster()
+    cluster = StepwiseCluster()
     one, two = cluster.handle("one", "huge", 0, 2**20), cluster.handle("two", "huge", 1, 2**20)
     cluster.run()
     one.refuse()

@@ -16,20 +16,20 @@ from tensorhub.messages import (
     Refused,
     Watch,
 )
-from tensorhub.testing import MANIFEST, Handle, PureCluster
+from tensorhub.testing import MANIFEST, SimHandle, StepwiseCluster
 
 OBSERVER = 1000
 
 
-def observed() -> tuple[PureCluster, Handle]:
-    cluster = PureCluster()
+def observed() -> tuple[StepwiseCluster, SimHandle]:
+    cluster = StepwiseCluster()
     trainer = cluster.handle("trainer")
     cluster.run()
     cluster.coordinator.step(Connected(OBSERVER, "observer.1", "observer"), 0.0)
     return cluster, trainer
 
 
-def ask(cluster: PureCluster, message: FromWorker) -> FromCoordinator:
+def ask(cluster: StepwiseCluster, message: FromWorker) -> FromCoordinator:
     (answer,) = cluster.coordinator.step(Received(OBSERVER, message), cluster.now)
     assert isinstance(answer, Send)
     assert answer.session == OBSERVER

@@ -6,17 +6,17 @@ import pytest
 
 from tensorhub.coordinator import Publication
 from tensorhub.errors import CoordinatorUnavailable, GroupAborted, VersionConflict
-from tensorhub.testing import Asked, Handle, PureCluster
+from tensorhub.testing import CallRecord, SimHandle, StepwiseCluster
 from tests.coordinator.test_publish import unstored
 
 
-def handles(cluster: PureCluster, *names: str) -> list[Handle]:
+def handles(cluster: StepwiseCluster, *names: str) -> list[SimHandle]:
     found = [cluster.handle(name) for name in names]
     cluster.run()
     return found
 
 
-def register_under(cluster: PureCluster, name: str, model: str) -> Handle:
+def register_under(cluster: StepwiseCluster, name: str, model: str) -> SimHandle:
     """A worker with one registration of another model than everybody else's."""
     worker = cluster.worker(name)
     handle = worker.register(name, 0, 1, model=model)
@@ -24,12 +24,12 @@ def register_under(cluster: PureCluster, name: str, model: str) -> Handle:
     return handle
 
 
-def numbers(cluster: PureCluster, model: str = "actor") -> list[int]:
+def numbers(cluster: StepwiseCluster, model: str = "actor") -> list[int]:
     """What is durable, in the order in which it was stored: a store whose mark goes back cannot be opened again."""
     return [entry.number for entry in cluster.store if isinstance(entry, Publication) and entry.model == model]
 
 
-def is_overtaken(asked: Asked, by: int) -> bool:
+def is_overtaken(asked: CallRecord, by: int) -> bool:
     assert isinstance(asked.error, VersionConflict), asked.error
     assert asked.error.retryable
     return f"{by} is being recorded" in str(asked.error)
@@ -39,7 +39,7 @@ def is_overtaken(asked: Asked, by: int) -> bool:
 
 
 def test_a_lower_number_is_refused_while_a_higher_one_is_being_recorded() -> None:
-    cluster = PureCluster()
+    cluster = StepwiseCluster()
     first, second = handles(cluster, "first", "second")
     higher = first.publish(5)
     unstored(cluster)
@@ -55,7 +55,7 @@ def test_a_lower_number_is_refused_while_a_higher_one_is_being_recorded() -> Non
 
 
 def test_a_lower_number_that_was_staged_before_is_refused_when_its_last_rank_calls() -> None:
-    cluster = PureCluster()
+    cluster = StepwiseCluster()
     pair, (other,) = cluster.group("pair", 2), handles(cluster, "other")
     calls = [pair[0].publish(3)]
     unstored(cluster)
@@ -71,7 +71,7 @@ def test_a_lower_number_that_was_staged_before_is_refused_when_its_last_rank_cal
 
 @pytest.mark.parametrize("before", [True, False])
 def test_another_model_that_is_being_recorded_beside_it_hides_nothing_and_is_in_nobodys_way(before: bool) -> None:
-    cluster = PureCluster()
+    cluster = StepwiseCluster()
     first, second, third = handles(cluster, "first", "second", "third")
     critic = register_under(cluster, "critic", "critic")
     calls = []
@@ -91,7 +91,7 @@ def test_another_model_that_is_being_recorded_beside_it_hides_nothing_and_is_in_
 
 
 def test_a_lower_number_may_be_tried_again_where_the_higher_one_was_not_recorded() -> None:
-    cluster = PureCluster()
+    cluster = StepwiseCluster()
     first, second = handles(cluster, "first", "second")
     first.publish(5)
     unstored(cluster)
@@ -109,11 +109,11 @@ def test_a_lower_number_may_be_tried_again_where_the_higher_one_was_not_recorded
 # ------------------------------------------------------------------------------------------- behind a write that fails
 
 
-def not_recorded(asked: Asked) -> bool:
+def not_recorded(asked: CallRecord) -> bool:
     return isinstance(asked.error, CoordinatorUnavailable) and "disk full" in str(asked.error)
 
 
-def replaced_while_recording(cluster: PureCluster) -> tuple[Handle, Asked, Handle]:
+def replaced_while_recording(cluster: StepwiseCluster) -> tuple[SimHandle, CallRecord, SimHandle]:
     """A group's publish is being recorded; one of its processes was lost meanwhile, and another one is in its place."""
     first, second = cluster.group("trainer", 2)
     cluster.run()
@@ -129,7 +129,7 @@ def replaced_while_recording(cluster: PureCluster) -> tuple[Handle, Asked, Handl
 
 @pytest.mark.parametrize("breaks", [False, True])
 def test_a_call_that_waits_for_a_decision_goes_on_when_its_write_fails(breaks: bool) -> None:
-    cluster = PureCluster()
+    cluster = StepwiseCluster()
     first, asked, newcomer = replaced_while_recording(cluster)
     theirs = newcomer.publish(2)
     unstored(cluster)
@@ -149,7 +149,7 @@ def test_a_call_that_waits_for_a_decision_goes_on_when_its_write_fails(breaks: b
 
 
 def test_a_call_that_is_given_up_meanwhile_ends_on_all_ranks_when_the_write_fails() -> None:
-    cluster = PureCluster()
+    cluster = StepwiseCluster()
     first, asked, newcomer = replaced_while_recording(cluster)
     theirs = newcomer.publish(2)
     unstored(cluster)
@@ -169,7 +169,7 @@ def test_a_call_that_is_given_up_meanwhile_ends_on_all_ranks_when_the_write_fail
 
 
 def test_a_fill_that_waits_for_a_barriers_decision_goes_on_when_its_write_fails() -> None:
-    cluster = PureCluster()
+    cluster = StepwiseCluster()
     first, second = cluster.group("trainer", 2)
     cluster.run()
     for handle in (first, second):
@@ -197,7 +197,7 @@ def test_a_fill_that_waits_for_a_barriers_decision_goes_on_when_its_write_fails(
 
 
 def test_a_rollback_that_waits_for_a_publication_goes_on_when_its_write_fails() -> None:
-    cluster = PureCluster()
+    cluster = StepwiseCluster()
     first, second = handles(cluster, "first", "second")
     first.publish(1)
     cluster.run()
@@ -216,7 +216,7 @@ def test_a_rollback_that_waits_for_a_publication_goes_on_when_its_write_fails() 
 
 
 def test_a_groups_fill_that_waits_for_a_rollback_goes_on_when_its_write_fails() -> None:
-    cluster = PureCluster()
+    cluster = StepwiseCluster()
     trainers, readers, (other,) = cluster.group("trainer", 2), cluster.group("reader", 2), handles(cluster, "other")
     for handle in trainers:
         handle.publish(1)

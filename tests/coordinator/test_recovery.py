@@ -5,23 +5,23 @@ from __future__ import annotations
 import pytest
 
 from tensorhub.errors import CoordinatorUnavailable, GroupAborted, VersionConflict, VersionUnavailable
-from tensorhub.testing import CHUNK_BYTES, CHUNKS, Choice, PureCluster
+from tensorhub.testing import CHUNK_BYTES, CHUNKS, Choice, StepwiseCluster
 from tensorhub.types import HandleState
 
 
-def reconnect(cluster: PureCluster, *, but: str = "") -> None:
+def reconnect(cluster: StepwiseCluster, *, but: str = "") -> None:
     for worker in cluster.workers.values():
         if worker.alive and worker.link is None and worker.name != but:
             worker.connect()
 
 
-def until_it_is_being_stored(cluster: PureCluster) -> None:
+def until_it_is_being_stored(cluster: StepwiseCluster) -> None:
     while not cluster.unstored:
         cluster.do(next(choice for choice in cluster.choices() if choice.kind != "store"))
 
 
 def test_everything_is_announced_again() -> None:
-    cluster = PureCluster()
+    cluster = StepwiseCluster()
     trainer, reader, late = cluster.handle("trainer"), cluster.handle("reader"), cluster.handle("late")
     cluster.run()
     trainer.publish(1)
@@ -42,7 +42,7 @@ def test_everything_is_announced_again() -> None:
 
 def test_latest_is_what_is_durable_not_who_came_back_first() -> None:
     """G3: the holder of 1 is back, that of 2 is not yet: `latest` waits."""
-    cluster = PureCluster()
+    cluster = StepwiseCluster()
     trainer, keeper, reader = cluster.handle("trainer"), cluster.handle("keeper"), cluster.handle("reader")
     cluster.run()
     trainer.publish(1)
@@ -68,7 +68,7 @@ def test_latest_is_what_is_durable_not_who_came_back_first() -> None:
 
 
 def test_a_number_that_was_used_before_the_restart_stays_used() -> None:
-    cluster = PureCluster()
+    cluster = StepwiseCluster()
     trainer = cluster.handle("trainer")
     cluster.run()
     trainer.publish(3)
@@ -84,7 +84,7 @@ def test_a_number_that_was_used_before_the_restart_stays_used() -> None:
 
 
 def test_a_publish_that_became_durable_is_committed_although_its_coordinator_died() -> None:
-    cluster = PureCluster()
+    cluster = StepwiseCluster()
     trainer, reader = cluster.handle("trainer"), cluster.handle("reader")
     cluster.run()
     asked = trainer.publish(1)
@@ -100,7 +100,7 @@ def test_a_publish_that_became_durable_is_committed_although_its_coordinator_die
 
 
 def test_a_publish_that_did_not_is_aborted_and_its_number_free() -> None:
-    cluster = PureCluster()
+    cluster = StepwiseCluster()
     trainer = cluster.handle("trainer")
     cluster.run()
     asked = trainer.publish(1)
@@ -118,7 +118,7 @@ def test_a_publish_that_did_not_is_aborted_and_its_number_free() -> None:
 
 @pytest.mark.parametrize("kept", [True, False])
 def test_a_groups_fill_ends_the_same_on_all_ranks(kept: bool) -> None:
-    cluster = PureCluster()
+    cluster = StepwiseCluster()
     trainers, readers = cluster.group("trainer", 2), cluster.group("reader", 2)
     cluster.run()
     for handle in trainers:
@@ -134,7 +134,7 @@ def test_a_groups_fill_ends_the_same_on_all_ranks(kept: bool) -> None:
 
 
 def test_a_group_of_which_one_rank_has_heard_the_outcome() -> None:
-    cluster = PureCluster()
+    cluster = StepwiseCluster()
     trainers, readers = cluster.group("trainer", 2), cluster.group("reader", 2)
     cluster.run()
     for handle in trainers:
@@ -156,7 +156,7 @@ def test_a_group_of_which_one_rank_has_heard_the_outcome() -> None:
 @pytest.mark.parametrize("kept", [0, 1])
 def test_a_barrier_ends_the_same_on_all_ranks(kept: int) -> None:
     """Nothing was read; yet who has heard that it was a barrier must not differ from who has not."""
-    cluster = PureCluster()
+    cluster = StepwiseCluster()
     trainers = cluster.group("trainer", 2)
     cluster.run()
     for handle in trainers:
@@ -174,7 +174,7 @@ def test_a_barrier_ends_the_same_on_all_ranks(kept: int) -> None:
 
 def test_both_ranks_lost_after_the_decision_still_hear_it() -> None:
     """The group was dissolved meanwhile: the record, not its memory, has the answer."""
-    cluster = PureCluster()
+    cluster = StepwiseCluster()
     trainers, readers = cluster.group("trainer", 2), cluster.group("reader", 2)
     cluster.run()
     for handle in trainers:
@@ -194,7 +194,7 @@ def test_both_ranks_lost_after_the_decision_still_hear_it() -> None:
 
 
 def test_a_decision_that_is_still_in_the_making_is_not_denied() -> None:
-    cluster = PureCluster()
+    cluster = StepwiseCluster()
     trainers = cluster.group("trainer", 2)
     cluster.run()
     calls = [handle.publish(1, timeout_s=100) for handle in trainers]
@@ -215,7 +215,7 @@ def test_a_decision_that_is_still_in_the_making_is_not_denied() -> None:
 
 
 def test_a_fence_begun_while_nobody_could_hear_it_is_not_announced_as_held() -> None:
-    cluster = PureCluster()
+    cluster = StepwiseCluster()
     trainer = cluster.handle("trainer")
     cluster.run()
     trainer.publish(1)
@@ -231,7 +231,7 @@ def test_a_fence_begun_while_nobody_could_hear_it_is_not_announced_as_held() -> 
 
 def test_another_content_of_that_number_is_ordered_out() -> None:
     """R2: the number was used by another content since; who still holds the old one is emptied."""
-    cluster = PureCluster()
+    cluster = StepwiseCluster()
     trainer, keeper = cluster.handle("trainer"), cluster.handle("keeper")
     cluster.run()
     trainer.publish(1)
@@ -252,7 +252,7 @@ def test_another_content_of_that_number_is_ordered_out() -> None:
 
 
 def test_a_call_without_a_coordinator_ends_and_says_so() -> None:
-    cluster = PureCluster()
+    cluster = StepwiseCluster()
     reader = cluster.handle("reader")
     cluster.run()
     reader.worker.disconnect()
@@ -263,7 +263,7 @@ def test_a_call_without_a_coordinator_ends_and_says_so() -> None:
 
 
 def test_a_publisher_that_hears_nothing_is_in_doubt_and_resolves_it_first() -> None:
-    cluster = PureCluster()
+    cluster = StepwiseCluster()
     trainer, reader = cluster.handle("trainer"), cluster.handle("reader")
     cluster.run()
     asked = trainer.publish(1, timeout_s=3)
@@ -283,7 +283,7 @@ def test_a_publisher_that_hears_nothing_is_in_doubt_and_resolves_it_first() -> N
 
 
 def test_a_publisher_in_doubt_whose_publication_failed_is_empty() -> None:
-    cluster = PureCluster()
+    cluster = StepwiseCluster()
     trainer = cluster.handle("trainer")
     cluster.run()
     trainer.publish(1, timeout_s=3)
@@ -305,7 +305,7 @@ def test_a_publisher_in_doubt_whose_publication_failed_is_empty() -> None:
 @pytest.mark.parametrize("publishes", [False, True])
 def test_whoever_comes_back_before_the_recovery_lease_is_over_keeps_what_it_holds(publishes: bool) -> None:
     """However old it is, and whoever came first: nobody can know yet that nobody holds it."""
-    cluster = PureCluster()
+    cluster = StepwiseCluster()
     trainer, keepers = cluster.handle("trainer"), [cluster.handle(f"keeper{number}") for number in range(4)]
     pair = cluster.group("pair", 2)
     cluster.run()
@@ -343,7 +343,7 @@ def test_whoever_comes_back_before_the_recovery_lease_is_over_keeps_what_it_hold
 
 def test_a_rank_that_comes_back_late_is_kept_with_its_group() -> None:
     """One rank is back at once, the other one at the end of the recovery lease: neither is ordered out meanwhile."""
-    cluster = PureCluster()
+    cluster = StepwiseCluster()
     trainers, keepers = cluster.group("trainer", 2), cluster.group("keeper", 2)
     cluster.run()
     for number in range(4):
@@ -370,7 +370,7 @@ def test_a_rank_that_comes_back_late_is_kept_with_its_group() -> None:
 
 
 def test_only_the_newest_versions_are_recovered() -> None:
-    cluster = PureCluster()
+    cluster = StepwiseCluster()
     trainer = cluster.handle("trainer")
     cluster.run()
     for number in range(80):
@@ -389,7 +389,7 @@ def test_only_the_newest_versions_are_recovered() -> None:
 
 def test_a_call_after_a_doubt_that_ended_badly_waits_for_the_fence() -> None:
     """A new coordinator counts on what was voted for; it must hear that it is gone before it hears the next call."""
-    cluster = PureCluster()
+    cluster = StepwiseCluster()
     trainer, reader = cluster.handle("trainer"), cluster.handle("reader")
     cluster.run()
     trainer.publish(1)
@@ -413,7 +413,7 @@ def test_a_call_after_a_doubt_that_ended_badly_waits_for_the_fence() -> None:
 
 def test_a_rank_that_announces_what_is_still_being_decided_makes_no_whole_replica() -> None:
     """G4: it has voted, was taken for dead and comes back; its group's decision is on its way to the store."""
-    cluster = PureCluster()
+    cluster = StepwiseCluster()
     trainers, readers = cluster.group("trainer", 2), cluster.group("reader", 2)
     cluster.run()
     for rank in trainers:
@@ -442,7 +442,7 @@ def test_a_rank_that_announces_what_is_still_being_decided_makes_no_whole_replic
 
 def test_a_publish_is_not_denied_to_the_rank_that_comes_when_its_version_is_forgotten() -> None:
     """One rank has heard of the commit, the other has not; the coordinator restarts, and newer ones overtake it (G4)."""
-    cluster = PureCluster()
+    cluster = StepwiseCluster()
     trainers, others = cluster.group("trainer", 2), cluster.group("other", 2)
     cluster.run()
     calls = [handle.publish(1, timeout_s=100) for handle in trainers]
@@ -471,7 +471,7 @@ def test_a_publish_is_not_denied_to_the_rank_that_comes_when_its_version_is_forg
 
 def test_a_version_that_a_dissolved_group_is_about_to_commit_is_not_forgotten() -> None:
     """Its record is on its way to the store: what it says has to be true when it is there (R2)."""
-    cluster = PureCluster()
+    cluster = StepwiseCluster()
     trainers, readers = cluster.group("trainer", 2), cluster.group("reader", 2)
     cluster.run()
     for handle in trainers:
@@ -502,7 +502,7 @@ def test_a_version_that_a_dissolved_group_is_about_to_commit_is_not_forgotten() 
 
 def test_what_a_rank_is_about_to_lose_by_a_commit_that_it_has_not_heard_of_is_not_counted_on() -> None:
     """G5: who else holds it may not go on the word of a rank that is staged, in doubt, and behind."""
-    cluster = PureCluster(host_bytes=CHUNKS * CHUNK_BYTES)
+    cluster = StepwiseCluster(host_bytes=CHUNKS * CHUNK_BYTES)
     trainers, readers = cluster.group("trainer", 2), cluster.group("reader", 2)
     cluster.run()
     for handle in trainers:
@@ -537,7 +537,7 @@ def test_what_a_rank_is_about_to_lose_by_a_commit_that_it_has_not_heard_of_is_no
 
 def test_a_copy_that_a_prefetch_of_what_is_held_already_has_left_as_it_was_is_counted_on() -> None:
     """That prefetch commits its group to a content, and fills nothing."""
-    cluster, worlds = PureCluster(host_bytes=CHUNKS * CHUNK_BYTES), 2
+    cluster, worlds = StepwiseCluster(host_bytes=CHUNKS * CHUNK_BYTES), 2
     trainers, others = cluster.group("trainer", worlds), cluster.group("other", worlds)
     cluster.run()
     for handle in trainers:

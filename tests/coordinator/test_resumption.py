@@ -9,21 +9,21 @@ import pytest
 from tensorhub.errors import GroupAborted, OperationTimeout, StateError, VersionUnavailable
 from tensorhub.manifest import TensorDescription, build_manifest
 from tensorhub.messages import Fill
-from tensorhub.testing import CHUNK_BYTES, CHUNKS, MANIFEST, Asked, BrokenHook, Choice, Handle, PureCluster
+from tensorhub.testing import CHUNK_BYTES, CHUNKS, MANIFEST, BrokenHook, CallRecord, Choice, SimHandle, StepwiseCluster
 from tensorhub.types import HandleState
 from tensorhub.worker.calls import Say
 from tensorhub.worker.enrolment import Shard
 
 
-def published(world_size: int = 1, versions: int = 1) -> tuple[PureCluster, list[Handle]]:
-    cluster = PureCluster()
+def published(world_size: int = 1, versions: int = 1) -> tuple[StepwiseCluster, list[SimHandle]]:
+    cluster = StepwiseCluster()
     trainers = cluster.group("trainer", world_size)
     cluster.run()
     publish(cluster, trainers, range(1, versions + 1))
     return cluster, trainers
 
 
-def publish(cluster: PureCluster, ranks: list[Handle], numbers: Iterable[int]) -> None:
+def publish(cluster: StepwiseCluster, ranks: list[SimHandle], numbers: Iterable[int]) -> None:
     for number in numbers:
         for handle in ranks:
             if handle.member.state is HandleState.READY:
@@ -35,7 +35,7 @@ def publish(cluster: PureCluster, ranks: list[Handle], numbers: Iterable[int]) -
 
 
 def until(
-    cluster: PureCluster,
+    cluster: StepwiseCluster,
     reached: Callable[[], bool],
     *,
     kinds: str = "up down do store hook read",
@@ -46,33 +46,33 @@ def until(
         cluster.do(next(choice for choice in cluster.choices() if choice.kind in kinds.split() and choice != but))
 
 
-def is_about_to_call(handle: Handle) -> bool:
+def is_about_to_call(handle: SimHandle) -> bool:
     say = handle.todo[0] if handle.todo else None
     return isinstance(say, Say) and isinstance(say.message, Fill)
 
 
-def run_but(cluster: PureCluster, *left: Choice | str) -> None:
+def run_but(cluster: StepwiseCluster, *left: Choice | str) -> None:
     """Let everything happen but that."""
     while (choices := [c for c in cluster.choices() if c not in left and c.kind not in left]) != []:
         cluster.do(choices[0])
 
 
-def is_reading(handle: Handle) -> bool:
+def is_reading(handle: SimHandle) -> bool:
     return handle.pull is not None and any(lane.access for lane in handle.pull.lanes.values())
 
 
-def is_half_read(handle: Handle) -> bool:
+def is_half_read(handle: SimHandle) -> bool:
     return handle.pull is not None and not is_reading(handle) and len(handle.pull.missing) == 1
 
 
-def read_half(cluster: PureCluster, *handles: Handle) -> None:
+def read_half(cluster: StepwiseCluster, *handles: SimHandle) -> None:
     """Let each of them read one of its two chunks."""
     while not all(map(is_half_read, handles)):
         waiting = [Choice("read", handle.name) for handle in handles if is_half_read(handle)]
         cluster.do(next(choice for choice in cluster.choices() if choice not in waiting))
 
 
-def restart(cluster: PureCluster, *, but: Iterable[Handle] = (), kept: bool = False) -> None:
+def restart(cluster: StepwiseCluster, *, but: Iterable[SimHandle] = (), kept: bool = False) -> None:
     cluster.restart(kept=kept)
     away = [handle.worker for handle in but]
     for worker in cluster.workers.values():
@@ -80,13 +80,13 @@ def restart(cluster: PureCluster, *, but: Iterable[Handle] = (), kept: bool = Fa
             worker.connect()
 
 
-def reads(cluster: PureCluster, *handles: Handle) -> list[int]:
+def reads(cluster: StepwiseCluster, *handles: SimHandle) -> list[int]:
     """How often each of them has begun a pull. A pull never reads a chunk twice: its `missing` only shrinks."""
     opened = [[line for line in cluster.log if f"{h.worker.name} -> Fill" in line] for h in handles]
     return [len({line.partition("generation=")[2].split()[0] for line in each}) for each in opened]
 
 
-def calls_again(cluster: PureCluster, handle: Handle) -> None:
+def calls_again(cluster: StepwiseCluster, handle: SimHandle) -> None:
     """Until its call is on its way to the new coordinator, the next to be heard."""
     link = handle.worker.link
     assert link is not None
@@ -393,7 +393,7 @@ def test_ranks_that_had_begun_with_different_versions_do_not_go_on_together() ->
     cluster.run()
     readers = cluster.group("reader", 2)
     cluster.run()
-    calls: list[Asked] = []
+    calls: list[CallRecord] = []
     first = [handle.replicate(1) for handle in readers]
     read_half(cluster, *readers)
     content = readers[1].member.content
@@ -558,7 +558,7 @@ def test_a_connection_that_is_lost_again_before_all_is_said(heard: bool) -> None
 
 def test_a_publish_without_a_record_ends() -> None:
     """It has moved no bytes, so its caller can say it again; a rollback in between could not be told from here."""
-    cluster = PureCluster()
+    cluster = StepwiseCluster()
     trainers = cluster.group("trainer", 2)
     cluster.run()
     asked = trainers[0].publish(1)

@@ -9,19 +9,19 @@ from tensorhub.coordinator.entities import Model
 from tensorhub.coordinator.states import WorkerState
 from tensorhub.errors import CoordinatorUnavailable, GroupAborted, RetentionError, VersionUnavailable
 from tensorhub.messages import Heartbeat
-from tensorhub.testing import Asked, Choice, Handle, PureCluster
-from tensorhub.testing.host_copies import Wanted
+from tensorhub.testing import CallRecord, Choice, SimHandle, StepwiseCluster
+from tensorhub.testing.sim.host_copies import CopyRequest
 from tensorhub.types import HandleState
 from tensorhub.worker.calls import Fence
 
 
-def model_of(cluster: PureCluster) -> Model:
+def model_of(cluster: StepwiseCluster) -> Model:
     return cluster.coordinator.cluster.models["actor"]
 
 
-def retained(latest: int, *more: str, spot: bool = False) -> tuple[PureCluster, Handle, list[Handle]]:
+def retained(latest: int, *more: str, spot: bool = False) -> tuple[StepwiseCluster, SimHandle, list[SimHandle]]:
     """The trainer holds version 1, and so many of the newest are kept."""
-    cluster = PureCluster()
+    cluster = StepwiseCluster()
     trainer = cluster.handle("trainer", spot=spot)
     others = [cluster.handle(name) for name in more]
     cluster.run()
@@ -31,19 +31,19 @@ def retained(latest: int, *more: str, spot: bool = False) -> tuple[PureCluster, 
     return cluster, trainer, others
 
 
-def fill(cluster: PureCluster, *handles: Handle) -> None:
+def fill(cluster: StepwiseCluster, *handles: SimHandle) -> None:
     for handle in handles:
         asked = handle.replicate()
         cluster.run()
         assert asked.error is None
 
 
-def run_but(cluster: PureCluster, *names: tuple[str, str]) -> None:
+def run_but(cluster: StepwiseCluster, *names: tuple[str, str]) -> None:
     while (choices := [c for c in cluster.choices() if c not in names]) != []:
         cluster.do(choices[0])
 
 
-def refused(cluster: PureCluster, asked: Asked | Wanted, match: str) -> None:
+def refused(cluster: StepwiseCluster, asked: CallRecord | CopyRequest, match: str) -> None:
     """Its deadline passes; it ends with RetentionError, and everything is as it was."""
     handle = asked.handle
     generation = handle.member.content and handle.member.content.generation
@@ -108,7 +108,7 @@ def test_a_spot_holder_leaves_freely_and_does_not_count() -> None:
 
 
 def test_a_group_is_spot_if_any_rank_is() -> None:
-    cluster = PureCluster()
+    cluster = StepwiseCluster()
     first, second = cluster.handle("a", "g", 0, 2), cluster.handle("b", "g", 1, 2, spot=True)
     cluster.run()
     for handle in (first, second):
@@ -135,7 +135,7 @@ def test_a_suspect_holder_does_not_count() -> None:
 
 
 def test_each_rank_has_to_stay_for_its_own_shard() -> None:
-    cluster = PureCluster()
+    cluster = StepwiseCluster()
     trainers, readers = cluster.group("trainer", 2), cluster.group("reader", 2)
     cluster.run()
     for handle in trainers:
@@ -153,7 +153,7 @@ def test_each_rank_has_to_stay_for_its_own_shard() -> None:
 
 def test_nothing_is_kept_for_a_version_that_is_lost() -> None:
     """Rank 1 has crashed: what rank 0 holds is of no use to anybody."""
-    cluster = PureCluster()
+    cluster = StepwiseCluster()
     first, second = cluster.group("trainer", 2)
     cluster.run()
     for handle in (first, second):
@@ -466,7 +466,7 @@ def test_a_waiting_holder_whose_content_nobody_knows_any_more_goes() -> None:
 # --------------------------------------------------------------------------------------------- what holders are told
 
 
-def knows(handle: Handle) -> bool:
+def knows(handle: SimHandle) -> bool:
     return handle.member.content is not None and handle.member.content.retained
 
 
@@ -587,9 +587,9 @@ def test_what_an_older_version_is_told_when_a_newer_one_is_retained_in_its_place
 # ----------------------------------------------------------------------------------------------------------- update
 
 
-def newer(latest: int, world_size: int = 1) -> tuple[PureCluster, list[Handle], list[Handle]]:
+def newer(latest: int, world_size: int = 1) -> tuple[StepwiseCluster, list[SimHandle], list[SimHandle]]:
     """One group holds version 1 and another one version 2; so many are kept."""
-    cluster = PureCluster()
+    cluster = StepwiseCluster()
     old, new = cluster.group("old", world_size), cluster.group("new", world_size)
     cluster.run()
     for number, group in enumerate((old, new), start=1):
@@ -715,7 +715,7 @@ def test_the_last_other_holder_leaves_between_start_and_write() -> None:
 # ------------------------------------------------------------------------------------------------------------- pins
 
 
-def ask_pin(cluster: PureCluster, handle: Handle, version: int = 1) -> str:
+def ask_pin(cluster: StepwiseCluster, handle: SimHandle, version: int = 1) -> str:
     pin, request = handle.worker.pin(version)
     cluster.run()
     error = handle.worker.answers[request]
@@ -849,7 +849,7 @@ def test_an_unpin_that_is_not_recorded_is_asked_again() -> None:
 
 
 def test_the_last_retain_wins_and_is_durable() -> None:
-    cluster = PureCluster()
+    cluster = StepwiseCluster()
     worker = cluster.worker("w")
     cluster.run()
     for latest in (3, 1, 2):

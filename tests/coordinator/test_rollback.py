@@ -10,13 +10,13 @@ from tensorhub.coordinator.actions import IDENTS_CHARS_MAX
 from tensorhub.coordinator.entities import Model
 from tensorhub.errors import CoordinatorUnavailable, StateError, VersionConflict, VersionUnavailable
 from tensorhub.messages import Announce, Watch
-from tensorhub.testing import Handle, PureCluster
+from tensorhub.testing import SimHandle, StepwiseCluster
 from tensorhub.types import HandleState
 
 
-def trained(*more: str, to: int = 3) -> tuple[PureCluster, Handle, list[Handle]]:
+def trained(*more: str, to: int = 3) -> tuple[StepwiseCluster, SimHandle, list[SimHandle]]:
     """Versions 1 to `to`; each of `more` holds the version of its place, the trainer the newest."""
-    cluster = PureCluster()
+    cluster = StepwiseCluster()
     trainer, others = cluster.handle("trainer"), [cluster.handle(name) for name in more]
     cluster.run()
     for number in range(1, to + 1):
@@ -31,11 +31,11 @@ def trained(*more: str, to: int = 3) -> tuple[PureCluster, Handle, list[Handle]]
     return cluster, trainer, others
 
 
-def model_of(cluster: PureCluster) -> Model:
+def model_of(cluster: StepwiseCluster) -> Model:
     return cluster.coordinator.cluster.models["actor"]
 
 
-def rollback(cluster: PureCluster, handle: Handle, to: int) -> None:
+def rollback(cluster: StepwiseCluster, handle: SimHandle, to: int) -> None:
     """Roll back and wait for the answer; raises what it is refused with."""
     request = handle.worker.rollback(to)
     cluster.run()
@@ -44,12 +44,12 @@ def rollback(cluster: PureCluster, handle: Handle, to: int) -> None:
         raise error
 
 
-def until_it_is_being_stored(cluster: PureCluster, records: int = 1) -> None:
+def until_it_is_being_stored(cluster: StepwiseCluster, records: int = 1) -> None:
     while len(cluster.unstored) < records:
         cluster.do(next(choice for choice in cluster.choices() if choice.kind != "store"))
 
 
-def run_but(cluster: PureCluster, *kinds: str) -> None:
+def run_but(cluster: StepwiseCluster, *kinds: str) -> None:
     while (choices := [c for c in cluster.choices() if c.kind not in kinds]) != []:
         cluster.do(choices[0])
 
@@ -129,7 +129,7 @@ def test_a_publish_that_is_being_recorded_finishes_first() -> None:
 
 
 def test_a_fill_that_is_being_recorded_finishes_first() -> None:
-    cluster = PureCluster()
+    cluster = StepwiseCluster()
     trainers, readers = cluster.group("trainer", 2), cluster.group("reader", 2)
     cluster.run()
     for number in (1, 2):
@@ -153,7 +153,7 @@ def test_a_fill_that_is_being_recorded_finishes_first() -> None:
 
 def test_nothing_else_begins_to_be_recorded_while_a_rollback_is() -> None:
     """Whoever publishes then is told to come again; a group's fill of an older version waits."""
-    cluster = PureCluster()
+    cluster = StepwiseCluster()
     trainers, readers = cluster.group("trainer", 2), cluster.group("reader", 2)
     other = cluster.handle("other")
     cluster.run()
@@ -371,23 +371,23 @@ def test_the_lineage_is_recovered_without_any_version() -> None:
     assert (model_of(cluster).lineage, model_of(cluster).mark, trainer.member.version) == (1, 1, 1)
 
 
-def begin_unpublish(cluster: PureCluster, trainer: Handle) -> None:
+def begin_unpublish(cluster: StepwiseCluster, trainer: SimHandle) -> None:
     trainer.unpublish()
 
 
-def begin_close(cluster: PureCluster, trainer: Handle) -> None:
+def begin_close(cluster: StepwiseCluster, trainer: SimHandle) -> None:
     trainer.close()
 
 
-def begin_update(cluster: PureCluster, trainer: Handle) -> None:
+def begin_update(cluster: StepwiseCluster, trainer: SimHandle) -> None:
     trainer.update(2, hold=True)
 
 
-def begin_no_op(cluster: PureCluster, trainer: Handle) -> None:
+def begin_no_op(cluster: StepwiseCluster, trainer: SimHandle) -> None:
     trainer.update("latest")
 
 
-def cancel_update(cluster: PureCluster, trainer: Handle) -> None:
+def cancel_update(cluster: StepwiseCluster, trainer: SimHandle) -> None:
     trainer.update(2, hold=True)
     run_but(cluster, "store", "hook")
     trainer.cancel()
@@ -399,13 +399,13 @@ CALLS = [begin_unpublish, begin_close, begin_update, begin_no_op, cancel_update]
 @pytest.mark.parametrize("away", [False, True], ids=["connected", "away"])
 @pytest.mark.parametrize("steps", range(14))
 @pytest.mark.parametrize("begin", CALLS, ids=lambda call: call.__name__)
-def test_a_holder_with_a_call_running(begin: Callable[[PureCluster, Handle], None], steps: int, away: bool) -> None:
+def test_a_holder_with_a_call_running(begin: Callable[[StepwiseCluster, SimHandle], None], steps: int, away: bool) -> None:
     """Wherever that call is when the rollback happens: it ends, and nothing of the retired version is left."""
     cluster, trainer, (_, two) = trained("one", "two")
     two.worker.rollback(2)
     until_it_is_being_stored(cluster)
     begin(cluster, trainer)
-    asked = trainer.asked
+    asked = trainer.last_call
     assert asked is not None
     for _ in range(steps):
         choices = [c for c in cluster.choices() if c.kind != "store"]
@@ -430,7 +430,7 @@ def test_a_holder_with_a_call_running(begin: Callable[[PureCluster, Handle], Non
 @pytest.mark.parametrize("restarted", [False, True])
 def test_a_fill_whose_outcome_is_in_doubt(restarted: bool) -> None:
     """It was committed, and rolled back before this rank heard of it."""
-    cluster = PureCluster()
+    cluster = StepwiseCluster()
     trainers, (first, second) = cluster.group("trainer", 2), cluster.group("reader", 2)
     cluster.run()
     for handle in trainers:
@@ -466,7 +466,7 @@ def test_a_fill_whose_outcome_is_in_doubt(restarted: bool) -> None:
 
 def test_a_commit_that_is_heard_after_the_rollback() -> None:
     """The rank asks within its lease what became of its fill: it was committed, and is to be given up."""
-    cluster = PureCluster()
+    cluster = StepwiseCluster()
     trainers, (first, second) = cluster.group("trainer", 2), cluster.group("reader", 2)
     cluster.run()
     for handle in trainers:

@@ -25,8 +25,8 @@ from tensorhub.messages import (
     digests_bytes_max,
 )
 from tensorhub.protocol import codec
-from tensorhub.testing import CHUNK_BYTES, CHUNKS, Choice, Handle, PureCluster
-from tensorhub.testing.memory import digest_of, make_manifest
+from tensorhub.testing import CHUNK_BYTES, CHUNKS, Choice, SimHandle, StepwiseCluster
+from tensorhub.testing.sim.memory import digest_of, make_manifest
 from tensorhub.types import HandleState, Location, OpKey, Options
 from tensorhub.worker.telling import tell
 from tests.test_traces import run_but
@@ -34,9 +34,9 @@ from tests.test_traces import run_but
 HERE = Location(host="here")
 
 
-def published(*names: str) -> tuple[PureCluster, list[Handle]]:
+def published(*names: str) -> tuple[StepwiseCluster, list[SimHandle]]:
     """A trainer that has published version 1, and registrations on another host that hold nothing."""
-    cluster = PureCluster(manifest=make_manifest(CHUNKS, "xxh3-64"), host_bytes=CHUNKS * CHUNK_BYTES)
+    cluster = StepwiseCluster(manifest=make_manifest(CHUNKS, "xxh3-64"), host_bytes=CHUNKS * CHUNK_BYTES)
     handles = [cluster.handle("trainer"), *(cluster.worker(name, HERE).register(name) for name in names)]
     cluster.run()
     handles[0].publish(1)
@@ -44,15 +44,15 @@ def published(*names: str) -> tuple[PureCluster, list[Handle]]:
     return cluster, handles
 
 
-def list_of(cluster: PureCluster) -> entities.Testimony:
+def list_of(cluster: StepwiseCluster) -> entities.Testimony:
     return cluster.coordinator.cluster.models["actor"].versions[1].testimonies[0]
 
 
-def said(cluster: PureCluster, word: str) -> list[str]:
+def said(cluster: StepwiseCluster, word: str) -> list[str]:
     return [line.split()[1] for line in cluster.log if f" {word} " in line]
 
 
-def truth_of(trainer: Handle) -> list[str]:
+def truth_of(trainer: SimHandle) -> list[str]:
     return list(trainer.cells)
 
 
@@ -260,7 +260,7 @@ def test_only_a_publisher_and_who_is_asked_are_heard() -> None:
     assert reader.member.version == 1
 
 
-def tell_it(cluster: PureCluster, handle: Handle, message: FromWorker) -> None:
+def tell_it(cluster: StepwiseCluster, handle: SimHandle, message: FromWorker) -> None:
     handle.worker.say(message)
     cluster.do(Choice("up", handle.worker.name))
 
@@ -299,7 +299,7 @@ def test_a_list_is_told_again_where_only_its_root_is_known() -> None:
     assert list_of(cluster).is_there
 
 
-def compares(cluster: PureCluster, *names: str) -> list[Compare]:
+def compares(cluster: StepwiseCluster, *names: str) -> list[Compare]:
     """What these workers were sent to compare, and have not taken."""
     links = [cluster.workers[name].link for name in names]
     return [each for link in links if link is not None for each in link.down if isinstance(each, Compare)]
@@ -349,7 +349,7 @@ def test_pages_together_are_the_list() -> None:
 def test_pages_fit_the_frames_that_there_are() -> None:
     """Who was sent one that did not lost its connection, and again when it was back."""
     least = 65_536  # as `Options.frame_bytes_max` may be
-    cluster = PureCluster(manifest=make_manifest(CHUNKS, "xxh3-64"), options=Options(frame_bytes_max=least))
+    cluster = StepwiseCluster(manifest=make_manifest(CHUNKS, "xxh3-64"), options=Options(frame_bytes_max=least))
     cluster.handle("trainer").publish(1)
     cluster.run()
     testimony, chunks = list_of(cluster), DIGESTS_BYTES_MAX // 8
@@ -495,7 +495,7 @@ def test_who_takes_a_publishers_place_is_not_its_publisher() -> None:
     assert list_of(cluster).root == root_of(pack([digest_of(cell) for cell in truth], 8))
 
 
-def only_a_root_is_known(*names: str) -> tuple[PureCluster, list[Handle]]:
+def only_a_root_is_known(*names: str) -> tuple[StepwiseCluster, list[SimHandle]]:
     """The named ones hold version 1, of which the coordinator knows the root, and its publisher has left."""
     cluster, (trainer, *holders, reader) = published(*names, "reader")
     for holder in holders:
@@ -563,7 +563,7 @@ def test_a_list_of_another_root_is_not_taken_and_convicts_who_says_it() -> None:
     assert (reader.member.version, reader.cells) == (1, honest.cells)
 
 
-def _told_wrongly() -> tuple[PureCluster, tuple[Handle, Handle, Handle]]:
+def _told_wrongly() -> tuple[StepwiseCluster, tuple[SimHandle, SimHandle, SimHandle]]:
     """Who is asked first for the list says another one; somebody else has made the reader ask."""
     cluster, (teller, honest, liar, reader) = only_a_root_is_known("teller", "honest", "liar")
     root, content = list_of(cluster).root, teller.member.content

@@ -21,7 +21,7 @@ from tensorhub.coordinator import (
 )
 from tensorhub.messages import FromWorker, Join, Leave, Register, Retain, Rollback
 from tensorhub.protocol import codec
-from tensorhub.testing import DEVICE, MANIFEST, Handle, PureCluster
+from tensorhub.testing import DEVICE, MANIFEST, SimHandle, StepwiseCluster
 from tensorhub.types import Location, OpKey, Options
 from tests.fuzz.source import Source
 
@@ -165,8 +165,8 @@ CHANGE_ALL = (Rollback, Retain, Leave)  # whoever has the secret may
 
 def bystanders(data: bytes) -> None:
     """Beside an honest trainer and reader: they keep what they have, and go on publishing and reading."""
-    source, cluster = Source(data), PureCluster()
-    cluster.guarantees.contents.strangers = True
+    source, cluster = Source(data), StepwiseCluster()
+    cluster.guarantees.contents.has_outsiders = True
     trainer, reader = cluster.handle("trainer"), cluster.handle("reader")
     cluster.run()
     trainer.publish(1)
@@ -191,7 +191,7 @@ def bystanders(data: bytes) -> None:
     assert published.number == got.number == 1
 
 
-def _babbler(cluster: PureCluster, number: int) -> int:
+def _babbler(cluster: StepwiseCluster, number: int) -> int:
     session = next(cluster.sessions)
     cluster.step(Connected(session, f"babbler.{session}", "worker"))
     cluster.step(Received(session, Join(f"babbler{number}", Location(), (), 1, 0)))
@@ -204,7 +204,7 @@ def _babbler(cluster: PureCluster, number: int) -> int:
     return session
 
 
-def _any_step(cluster: PureCluster, source: Source, sessions: list[int], honest: tuple[Handle, ...]) -> None:
+def _any_step(cluster: StepwiseCluster, source: Source, sessions: list[int], honest: tuple[SimHandle, ...]) -> None:
     index, kind = source.below(len(sessions)), source.byte()
     before = {handle.id: held for handle in honest if (held := _holds(cluster, handle)) is not None}
     if sessions[index] not in cluster.coordinator.cluster.sessions or kind < 8:
@@ -230,7 +230,7 @@ def _any_step(cluster: PureCluster, source: Source, sessions: list[int], honest:
         assert before.get(handle.id) in (None, _holds(cluster, handle)), (kind, before)
 
 
-def _holds(cluster: PureCluster, handle: Handle) -> int | None:
+def _holds(cluster: StepwiseCluster, handle: SimHandle) -> int | None:
     """Under which generation the coordinator counts on its memory."""
     member = cluster.coordinator.cluster.members[handle.id]
     return member.holding.generation if member.holding is not None and member.holding.committed else None

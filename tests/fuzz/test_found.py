@@ -13,7 +13,7 @@ from tensorhub.errors import ProtocolError, StateError
 from tensorhub.memory.checkpoint import Index, rewritten
 from tensorhub.messages import AddSource, FromCoordinator, Outcome, Start, Write
 from tensorhub.runtime.control.store import SqliteStore
-from tensorhub.testing import Handle, PureCluster
+from tensorhub.testing import SimHandle, StepwiseCluster
 from tensorhub.types import OpKey, VersionInfo
 from tests.rig import nothing_left
 
@@ -84,9 +84,9 @@ def test_an_index_that_is_nested_too_deeply_to_be_written_is_none() -> None:
         rewritten(index, {})
 
 
-def bound() -> tuple[PureCluster, Handle, OpKey]:
+def bound() -> tuple[StepwiseCluster, SimHandle, OpKey]:
     """A reader that is about to be told to read."""
-    cluster = PureCluster()
+    cluster = StepwiseCluster()
     trainer, reader = cluster.handle("trainer"), cluster.handle("reader")
     cluster.run()
     trainer.publish(1)

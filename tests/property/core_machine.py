@@ -14,10 +14,10 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 
 from tensorhub.coordinator import invariants
 from tensorhub.errors import GroupAborted, LeaseLost, OperationTimeout, StateError
-from tensorhub.testing import CHUNK_BYTES, CHUNKS, BrokenHook, Fault, GuaranteeBroken, Handle, SimWorker
-from tensorhub.testing.handle import Asked
-from tensorhub.testing.memory import make_manifest
-from tensorhub.testing.network import COORDINATOR, TimedLink
+from tensorhub.testing import CHUNK_BYTES, CHUNKS, BrokenHook, Fault, GuaranteeBroken, SimHandle, SimWorker
+from tensorhub.testing.sim.handle import CallRecord
+from tensorhub.testing.sim.memory import make_manifest
+from tensorhub.testing.sim.network import COORDINATOR, TimedLink
 from tensorhub.types import HandleState, Selector
 from tests.property.faulty import FaultyCluster
 
@@ -54,11 +54,11 @@ class CoreMachine(RuleBasedStateMachine):
 
     # -- choosing
 
-    def users(self) -> list[Handle]:
+    def users(self) -> list[SimHandle]:
         """What users have and call."""
         return [h for group in self.groups for h in group if h.worker.alive and h.member.state is not HandleState.CLOSED]
 
-    def pick(self, index: int) -> Handle | None:
+    def pick(self, index: int) -> SimHandle | None:
         """One of them."""
         users = self.users()
         return users[index % len(users)] if users else None
@@ -68,7 +68,7 @@ class CoreMachine(RuleBasedStateMachine):
         workers = [worker for worker in self.cluster.workers.values() if worker.alive]
         return workers[index % len(workers)] if workers else None
 
-    def ranks(self, group: int) -> list[Handle]:
+    def ranks(self, group: int) -> list[SimHandle]:
         """The ranks of a group that can be called."""
         return [handle for handle in self.groups[group] if handle in self.users() and handle.idle and handle.registered]
 
@@ -82,7 +82,7 @@ class CoreMachine(RuleBasedStateMachine):
         self.cluster.happened[Fault.HASTE] += 1
         return 0.05
 
-    def call(self, handle: Handle, what: str, timeout_s: float, *args: Any, **more: Any) -> None:
+    def call(self, handle: SimHandle, what: str, timeout_s: float, *args: Any, **more: Any) -> None:
         """Call it, if its state allows that."""
         with suppress(StateError):
             getattr(handle, what)(*args, self.time_s(timeout_s), **more)
@@ -162,7 +162,7 @@ class CoreMachine(RuleBasedStateMachine):
         self.enrol(self.groups[group])
         self.go_on(then)
 
-    def enrol(self, ranks: list[Handle]) -> None:
+    def enrol(self, ranks: list[SimHandle]) -> None:
         """Register again who has closed, or was refused."""
         for rank, handle in enumerate(ranks):
             gone = handle.registration_error is not None or handle.member.state is HandleState.CLOSED
@@ -236,7 +236,7 @@ class CoreMachine(RuleBasedStateMachine):
     @rule()
     def connect_all(self) -> None:
         for worker in self.cluster.workers.values():
-            if worker.alive and worker.link is None and not self.cluster.ways.blocked_until(worker.name, COORDINATOR):
+            if worker.alive and worker.link is None and not self.cluster.partitions.blocked_until(worker.name, COORDINATOR):
                 worker.connect()
 
     @rule(seconds=LONG_S)
@@ -255,7 +255,7 @@ class CoreMachine(RuleBasedStateMachine):
         if worker is not None and second is not None and (other is None or worker is not second):
             self.happens(Fault.PARTITION)
             name = second.name if other is not None else COORDINATOR
-            self.cluster.ways.block(worker.name, name, self.cluster.now + seconds)
+            self.cluster.partitions.block(worker.name, name, self.cluster.now + seconds)
         self.go_on(then)
 
     @rule(index=ANY, then=THEN)
@@ -448,7 +448,7 @@ class CoreMachine(RuleBasedStateMachine):
                 return
             self.cluster.advance(4.0)
 
-    def converge(self, writer: list[Handle], whole: list[list[Handle]]) -> None:
+    def converge(self, writer: list[SimHandle], whole: list[list[SimHandle]]) -> None:
         """This group publishes, and the others get it."""
         for handle in writer:
             if handle.member.state in (HandleState.READY, HandleState.IN_DOUBT):
@@ -462,9 +462,9 @@ class CoreMachine(RuleBasedStateMachine):
                     if asked.number != number:
                         raise GuaranteeBroken(f"liveness: {asked.handle} got {asked.number}, not {number}")
 
-    def must(self, ranks: list[Handle], call: Any) -> list[Asked]:
+    def must(self, ranks: list[SimHandle], call: Any) -> list[CallRecord]:
         """This call of all ranks has to succeed, once what happened before is paid for."""
-        asked: list[Asked] = []
+        asked: list[CallRecord] = []
         for _ in range(TRIES):
             asked = [call(handle) for handle in ranks]
             end = self.cluster.now + 100.0

@@ -13,14 +13,14 @@ from tensorhub.coordinator import Disconnected, Received
 from tensorhub.manifest import Manifest
 from tensorhub.messages import Grant
 from tensorhub.runtime.control.link import BEATS_PER_LEASE
-from tensorhub.testing import Choice, Fault, Handle, PureCluster, SimWorker
-from tensorhub.testing.network import COORDINATOR, Link, TimedLink, Ways
-from tensorhub.testing.pulling import Frame, Lane, Reading
+from tensorhub.testing import Choice, Fault, SimHandle, SimWorker, StepwiseCluster
+from tensorhub.testing.sim.network import COORDINATOR, Link, Partitions, TimedLink
+from tensorhub.testing.sim.pulling import Frame, Reading, SimLane
 
 SLOW_S = 15.0  # how long a way between two workers is slow
 
 
-class FaultyLane(Lane):
+class FaultyLane(SimLane):
     """One over which nothing may come, or something else than was sent."""
 
     stalled = False
@@ -35,12 +35,12 @@ class FaultyLane(Lane):
         super().settle(frame)
 
 
-class FaultyCluster(PureCluster):
+class FaultyCluster(StepwiseCluster):
     """`ways`, `stopped_until`, `slow_store_until` and the counters of what is still to strike are the caller's to set."""
 
     def __init__(self, *, host_bytes: int, manifest: Manifest) -> None:
         self.happened: Counter[Fault] = Counter()
-        self.ways = Ways()
+        self.partitions = Partitions()
         self.slow_store_until = 0.0
         self.doubles: Counter[str] = Counter()  # by worker: messages that will come twice
         self.garbled: Counter[str] = Counter()  # by worker: messages that will be damaged
@@ -85,19 +85,19 @@ class FaultyCluster(PureCluster):
     def _is_slow(self, choice: Choice) -> bool:
         return choice.kind == "read" and all(self._crawls(lane) for lane in self.open_lanes(self._named(choice.name)))
 
-    def _crawls(self, lane: Lane) -> bool:
-        return self.ways.slow_until(lane.reader.worker.name, lane.grant.source) > self.now
+    def _crawls(self, lane: SimLane) -> bool:
+        return self.partitions.slow_until(lane.reader.worker.name, lane.grant.source) > self.now
 
     def _cut_off(self, worker: SimWorker) -> bool:
-        return self.ways.blocked_until(worker.name, COORDINATOR) > self.now
+        return self.partitions.blocked_until(worker.name, COORDINATOR) > self.now
 
-    def open_lanes(self, handle: Handle) -> list[Lane]:
+    def open_lanes(self, handle: SimHandle) -> list[SimLane]:
         return sorted(filter(self._passes, super().open_lanes(handle)), key=self._crawls)
 
-    def _passes(self, lane: Lane) -> bool:
+    def _passes(self, lane: SimLane) -> bool:
         assert isinstance(lane, FaultyLane)
         reader, source = lane.reader.worker, self.workers[lane.grant.source]
-        blocked = self.ways.blocked_until(reader.name, source.name) > self.now
+        blocked = self.partitions.blocked_until(reader.name, source.name) > self.now
         return not lane.stalled and not blocked and max(reader.stopped_until, source.stopped_until) <= self.now
 
     def do(self, choice: Choice) -> None:
@@ -174,12 +174,12 @@ class FaultyCluster(PureCluster):
             self.tails.pop(event.session, None)
         super().step(event)  # type: ignore[arg-type]
 
-    def new_lane(self, reading: Reading, grant: Grant) -> Lane:
+    def new_lane(self, reading: Reading, grant: Grant) -> SimLane:
         lane = FaultyLane(reading, grant)
         self.spoil(lane)
         return lane
 
-    def spoil(self, lane: Lane) -> None:
+    def spoil(self, lane: SimLane) -> None:
         """It may be one that goes wrong."""
         assert isinstance(lane, FaultyLane)
         if not self.for_lanes:
@@ -189,7 +189,7 @@ class FaultyCluster(PureCluster):
         if kind is Fault.STALL:
             lane.stalled = True
         else:
-            self.ways.slow(lane.reader.worker.name, lane.grant.source, self.now + SLOW_S)
+            self.partitions.slow(lane.reader.worker.name, lane.grant.source, self.now + SLOW_S)
 
     # -- time
 
@@ -219,7 +219,7 @@ class FaultyCluster(PureCluster):
         elif not self._cut_off(worker):
             worker.connect()
 
-    def _watch(self, handle: Handle) -> None:
+    def _watch(self, handle: SimHandle) -> None:
         """Give up sources that are silent for too long."""
         for lane in list(handle.pull.lanes.values()) if handle.pull is not None else []:
             assert isinstance(lane, FaultyLane)
@@ -232,7 +232,7 @@ class FaultyCluster(PureCluster):
 
     def heal(self, seconds: float = 200.0) -> None:
         """What is broken is mended; then everything comes to rest."""
-        self.ways.heal()
+        self.partitions.heal()
         self.slow_store_until = 0.0
         self.for_lanes.clear()
         for left in (self.doubles, self.garbled, self.damaged, self.failing, self.late_tails):

@@ -31,7 +31,7 @@ from tensorhub.messages import (
     Rollback,
 )
 from tensorhub.testing import CHUNKS
-from tensorhub.testing.memory import make_manifest
+from tensorhub.testing.sim.memory import make_manifest
 from tensorhub.types import OpKey, OpKind, Options
 from tests.coordinator.test_guests import Lobby
 

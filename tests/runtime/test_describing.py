@@ -14,7 +14,7 @@ from tensorhub.coordinator import Connected, Coordinator, Received, Send, limits
 from tensorhub.coordinator.answers import Answers
 from tensorhub.messages import Describe, Description, Heartbeat, HeartbeatAck, Leave
 from tensorhub.runtime.control.server import CoordinatorServer
-from tensorhub.testing import PureCluster
+from tensorhub.testing import StepwiseCluster
 from tests.rig import OPTIONS, WAIT_S, connect, nothing_left, until
 from tests.runtime.test_server import JOIN, serving, talk
 
@@ -115,14 +115,14 @@ async def test_who_asks_for_pages_and_takes_none_holds_nobody_up(monkeypatch: py
 # ---------------------------------------------------------------------------------------------------- what it shows
 
 
-def ask(cluster: PureCluster, message: Describe) -> Description:
+def ask(cluster: StepwiseCluster, message: Describe) -> Description:
     (answer,) = cluster.coordinator.step(Received(OBSERVER, message), cluster.now)
     assert isinstance(answer, Send)
     assert isinstance(answer.message, Description)
     return answer.message
 
 
-def pages(cluster: PureCluster) -> Iterator[Description]:
+def pages(cluster: StepwiseCluster) -> Iterator[Description]:
     after: str | None = None
     while True:
         page = ask(cluster, Describe(1, None, after))
@@ -134,7 +134,7 @@ def pages(cluster: PureCluster) -> Iterator[Description]:
 
 def test_pages_have_every_model_once_and_no_page_is_large(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(limits, "DESCRIBED_MAX", 7)
-    cluster = PureCluster()
+    cluster = StepwiseCluster()
     names = crowd(cluster.coordinator, 30)
     trainer, _ = cluster.handle("trainer"), cluster.handle("reader")
     cluster.run()
@@ -148,7 +148,7 @@ def test_pages_have_every_model_once_and_no_page_is_large(monkeypatch: pytest.Mo
 
 
 def test_what_was_acknowledged_before_the_question_is_in_its_answer() -> None:
-    cluster = PureCluster()
+    cluster = StepwiseCluster()
     crowd(cluster.coordinator, 300)
     trainer = cluster.handle("trainer")
     cluster.run()
@@ -167,7 +167,7 @@ def test_what_was_acknowledged_before_the_question_is_in_its_answer() -> None:
 
 def test_a_name_that_is_forgotten_leaves_no_gap() -> None:
     """Between two pages the last model of the first one goes, and others come."""
-    cluster = PureCluster()
+    cluster = StepwiseCluster()
     names = crowd(cluster.coordinator, 600)
     cluster.coordinator.step(Connected(OBSERVER, "observer.1", "observer"), 0.0)
     first = ask(cluster, Describe(1, None))
@@ -198,7 +198,7 @@ class Unlooked(dict[str, Any]):
 
 
 def test_one_models_leases_are_found_without_looking_at_the_others() -> None:
-    cluster = PureCluster()
+    cluster = StepwiseCluster()
     trainer, reader = cluster.handle("trainer"), cluster.handle("reader")
     cluster.run()
     trainer.publish(1)

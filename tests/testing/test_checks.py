@@ -13,18 +13,18 @@ from tensorhub.coordinator.states import OperationState, WorkerState
 from tensorhub.errors import OperationTimeout
 from tensorhub.machine import InvariantBroken
 from tensorhub.messages import LeaveRequest, Pin, Watch
-from tensorhub.testing import GuaranteeBroken, Handle, PureCluster, SimulatedCluster
-from tensorhub.testing.handle import Asked
-from tensorhub.testing.healing import Healing
-from tensorhub.testing.memory import CHUNKS, make_manifest
-from tensorhub.testing.scripted import Choice
-from tensorhub.testing.users import Team
-from tensorhub.testing.worker import SimWorker
+from tensorhub.testing import GuaranteeBroken, SimHandle, SimulatedCluster, StepwiseCluster
+from tensorhub.testing.drivers.healing import Healing
+from tensorhub.testing.drivers.stepwise import Choice
+from tensorhub.testing.drivers.users import UserGroup
+from tensorhub.testing.sim.handle import CallRecord
+from tensorhub.testing.sim.memory import CHUNKS, make_manifest
+from tensorhub.testing.sim.worker import SimWorker
 from tests.testing.bugs import inside, outside, replaced
 
 
-def published() -> tuple[PureCluster, Handle, Handle]:
-    cluster = PureCluster()
+def published() -> tuple[StepwiseCluster, SimHandle, SimHandle]:
+    cluster = StepwiseCluster()
     trainer, reader = cluster.handle("trainer"), cluster.handle("reader")
     cluster.run()
     trainer.publish(1)
@@ -116,7 +116,7 @@ def test_a_holder_whose_bytes_have_changed_and_that_is_counted_on_is_noticed() -
 
 def test_a_reader_that_is_blamed_for_one_sources_bytes_is_noticed() -> None:
     """R8: two sources that are unchanged are needed for that."""
-    cluster = PureCluster(manifest=make_manifest(CHUNKS, "xxh3-64"))
+    cluster = StepwiseCluster(manifest=make_manifest(CHUNKS, "xxh3-64"))
     trainer, other, reader = cluster.handle("trainer"), cluster.handle("other"), cluster.handle("reader")
     cluster.run()
     trainer.publish(1)
@@ -132,21 +132,21 @@ def test_a_reader_that_is_blamed_for_one_sources_bytes_is_noticed() -> None:
             cluster.run()
 
 
-def one_published(world_size: int) -> tuple[SimulatedCluster, Team, Team]:
+def one_published(world_size: int) -> tuple[SimulatedCluster, UserGroup, UserGroup]:
     """Without chance users: a group of two has published, and another, of `world_size`, holds nothing."""
     cluster = SimulatedCluster(1, faults=())
     for name, size in (("writers", 2), ("readers", world_size)):
         ranks = [cluster.handle(f"{name}{rank}", name, rank, world_size=size) for rank in range(size)]
-        cluster.users.teams.append(Team(name, size, spot=False, ranks=ranks))
-    writers, readers = cluster.users.teams
-    assert cluster.run_until(lambda: all(h.registered for team in cluster.users.teams for h in team.ranks), 10.0)
+        cluster.users.groups.append(UserGroup(name, size, spot=False, ranks=ranks))
+    writers, readers = cluster.users.groups
+    assert cluster.run_until(lambda: all(h.registered for group in cluster.users.groups for h in group.ranks), 10.0)
     published = [handle.publish(1) for handle in writers.ranks]
     assert cluster.run_until(lambda: all(asked.done for asked in published), 10.0)
     cluster.users.next_version = 2
     return cluster, writers, readers
 
 
-def two_that_begin() -> tuple[SimulatedCluster, Healing, Team]:
+def two_that_begin() -> tuple[SimulatedCluster, Healing, UserGroup]:
     """Both ranks of another group than the publishers are just calling, with ample time."""
     cluster, _, readers = one_published(2)
     healing = Healing(cluster)
@@ -154,7 +154,7 @@ def two_that_begin() -> tuple[SimulatedCluster, Healing, Team]:
     return cluster, healing, readers
 
 
-def two_that_fill() -> tuple[SimulatedCluster, Healing, Team]:
+def two_that_fill() -> tuple[SimulatedCluster, Healing, UserGroup]:
     """The same, and the coordinator has heard both calls."""
     cluster, healing, readers = two_that_begin()
     operations = cluster.coordinator.cluster.operations
@@ -167,7 +167,7 @@ def test_a_rank_need_not_end_while_it_waits_for_one_of_whose_death_no_coordinato
     cluster, healing, readers = two_that_fill()
     cluster.crash_coordinator(kept=True, down_s=1.0)
     readers.ranks[1].worker.crash()
-    survivor = readers.ranks[0].asked
+    survivor = readers.ranks[0].last_call
     cluster.end_faults()
     healing.run()
     assert survivor is not None
@@ -191,7 +191,7 @@ def test_a_rank_may_end_at_the_deadline_of_one_that_has_hardly_any_time() -> Non
     cluster.crash_coordinator(kept=True, down_s=1.0)
     readers.ranks[1].worker.crash()
     cluster.users.replace(readers, 1)
-    patient = readers.ranks[0].asked
+    patient = readers.ranks[0].last_call
     assert patient is not None
     cluster.run_until(lambda: False, 10.0)  # all have come back to the coordinator
     assert [operation.key for operation in cluster.coordinator.cluster.operations()] == [patient.key]
@@ -212,10 +212,10 @@ def test_ranks_that_end_before_their_deadline_are_noticed() -> None:
         healing.run()
 
 
-def fetching(cluster: SimulatedCluster, healing: Healing, reader: SimWorker) -> tuple[Asked, Operation]:
+def fetching(cluster: SimulatedCluster, healing: Healing, reader: SimWorker) -> tuple[CallRecord, Operation]:
     """This worker has asked for the first shard only, with ample time; the coordinator has bound that fetch."""
     healing.ask()
-    fetch = reader.handles[-1].asked
+    fetch = reader.handles[-1].last_call
     assert fetch is not None
     while True:
         for operation in cluster.coordinator.cluster.operations():

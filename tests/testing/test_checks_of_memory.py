@@ -8,8 +8,8 @@ from contextlib import AbstractContextManager
 import pytest
 
 from tensorhub.errors import DrainTimeout
-from tensorhub.testing import CHUNK_BYTES, CHUNKS, GuaranteeBroken, Handle, PureCluster
-from tensorhub.testing.memory import make_manifest
+from tensorhub.testing import CHUNK_BYTES, CHUNKS, GuaranteeBroken, SimHandle, StepwiseCluster
+from tensorhub.testing.sim.memory import make_manifest
 from tensorhub.types import HandleState
 from tensorhub.worker.owner import Owner
 from tests.testing.bugs import outside, replaced
@@ -18,9 +18,9 @@ Scenario = Callable[[], None]
 Bug = Callable[[], AbstractContextManager[None]]
 
 
-def published(*readers: str, host_bytes: int = 0) -> tuple[PureCluster, Handle, list[Handle]]:
+def published(*readers: str, host_bytes: int = 0) -> tuple[StepwiseCluster, SimHandle, list[SimHandle]]:
     """A trainer that has published version 1, and readers that hold nothing."""
-    cluster = PureCluster(manifest=make_manifest(CHUNKS, "xxh3-64"), host_bytes=host_bytes)
+    cluster = StepwiseCluster(manifest=make_manifest(CHUNKS, "xxh3-64"), host_bytes=host_bytes)
     trainer, *others = (cluster.handle(name) for name in ("trainer", *readers))
     cluster.run()
     trainer.publish(1)
@@ -28,13 +28,13 @@ def published(*readers: str, host_bytes: int = 0) -> tuple[PureCluster, Handle, 
     return cluster, trainer, others
 
 
-def run_without(cluster: PureCluster, *kinds: str) -> None:
+def run_without(cluster: StepwiseCluster, *kinds: str) -> None:
     """Let everything happen but that."""
     while choices := [choice for choice in cluster.choices() if choice.kind not in kinds]:
         cluster.do(choices[0])
 
 
-def read_one_chunk(cluster: PureCluster, reader: Handle) -> None:
+def read_one_chunk(cluster: StepwiseCluster, reader: SimHandle) -> None:
     run_without(cluster, "read")
     assert reader.pull is not None
     while reader.pull.books.chunks_verified == 0:
@@ -176,7 +176,7 @@ def test_its_check_sees(scenario: Scenario, bug: Bug, says: str) -> None:
 
 
 def test_a_rank_may_follow_one_whose_leave_was_granted_before_the_version_was_to_be_kept() -> None:
-    cluster = PureCluster()
+    cluster = StepwiseCluster()
     ranks, reader = cluster.group("writers", 2), cluster.fetcher("reader", 0)
     cluster.run()
     for rank in ranks:
@@ -196,7 +196,7 @@ def test_a_rank_may_follow_one_whose_leave_was_granted_before_the_version_was_to
     assert second.error is None
 
 
-def waits_for_an_access() -> tuple[PureCluster, Handle]:
+def waits_for_an_access() -> tuple[StepwiseCluster, SimHandle]:
     """A fill that is given up while its reader's own lane is in the memory, long after its deadline."""
     cluster, _, (reader,) = published("reader")
     asked = reader.replicate(timeout_s=5)

@@ -16,8 +16,8 @@ from tensorhub.coordinator.states import WorkerState
 from tensorhub.machine import IllegalTransition, counting_transitions
 from tensorhub.scheduler.pull import Pull
 from tensorhub.testing.coverage import MACHINES, UNBUILT, transitions
-from tensorhub.testing.paths import WAYS
 from tensorhub.testing.search import run_seed
+from tensorhub.testing.sim.recovery_paths import RECOVERY_PATHS
 from tensorhub.types import LeaseId, Location
 
 PURE = ("coordinator", "worker", "scheduler")
@@ -65,8 +65,8 @@ def test_each_way_of_recovery_is_one_that_a_search_asks_for() -> None:
     for seed in range(10):
         taken.update(run_seed(seed).paths)
     errors = ("refused: ", "call ended with ")
-    assert {way for way in taken if not way.startswith(errors)} <= set(WAYS)
-    assert len(set(WAYS)) == len(WAYS)
+    assert {way for way in taken if not way.startswith(errors)} <= set(RECOVERY_PATHS)
+    assert len(set(RECOVERY_PATHS)) == len(RECOVERY_PATHS)
 
 
 def test_the_sources_of_a_pull_are_counted() -> None:

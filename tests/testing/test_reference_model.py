@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 
 from tensorhub.testing import GuaranteeBroken
-from tensorhub.testing.reference_model import (
+from tensorhub.testing.sim.judges.reference_model import (
     Call,
     Pinning,
     Publishing,

@@ -26,7 +26,7 @@ from tensorhub.errors import (
     VersionUnavailable,
 )
 from tensorhub.messages import CopyRefused, DropCopy, MakeCopy
-from tensorhub.testing.memory import make_manifest
+from tensorhub.testing.sim.memory import make_manifest
 from tensorhub.types import FetchReport, HandleState, Medium, OpKind, Purpose, VersionInfo
 from tensorhub.worker.calls import (
     Call,

@@ -9,8 +9,8 @@ import pytest
 
 from tensorhub.errors import LeaseLost, MutabilityViolation, StateError, VersionConflict
 from tensorhub.messages import DigestAgain, TellDigests
-from tensorhub.testing import Handle, PureCluster
-from tensorhub.testing.memory import make_manifest
+from tensorhub.testing import SimHandle, StepwiseCluster
+from tensorhub.testing.sim.memory import make_manifest
 from tensorhub.types import HandleState, OpKind, RegistrationId
 from tensorhub.worker.calls import Call, CloseCall, Fence, FillCall, Finish, PublishCall, UnpublishCall
 from tensorhub.worker.interpreter import Interpreter
@@ -22,8 +22,8 @@ REPLICATE = FillCall(OpKind.REPLICATE, "latest")
 class Rig(NamedTuple):
     """A handle whose calls go by its interpreter, and the names of tensors that were written."""
 
-    cluster: PureCluster
-    handle: Handle
+    cluster: StepwiseCluster
+    handle: SimHandle
     interpreter: Interpreter
     written: list[str]
 
@@ -51,7 +51,7 @@ class Rig(NamedTuple):
 
 
 def rig(version: int | None = None) -> Rig:
-    cluster, written = PureCluster(manifest=make_manifest(2, "xxh3-64")), list[str]()
+    cluster, written = StepwiseCluster(manifest=make_manifest(2, "xxh3-64")), list[str]()
     handle = cluster.handle("trainer")
     handle.interpreter.guard._written = lambda: written
     cluster.run()

@@ -27,15 +27,15 @@ from tensorhub.messages import (
     Start,
     Write,
 )
-from tensorhub.testing import CHUNK_BYTES, Asked, Handle, PureCluster
-from tensorhub.testing.host_copies import Wanted
+from tensorhub.testing import CHUNK_BYTES, CallRecord, SimHandle, StepwiseCluster
+from tensorhub.testing.sim.host_copies import CopyRequest
 from tensorhub.types import HandleState
 from tensorhub.worker.running import DEADLINE_SLACK_S
 from tensorhub.worker.states import Phase
 
 
-def published(*readers: str) -> tuple[PureCluster, Handle, list[Handle]]:
-    cluster = PureCluster()
+def published(*readers: str) -> tuple[StepwiseCluster, SimHandle, list[SimHandle]]:
+    cluster = StepwiseCluster()
     trainer, others = cluster.handle("trainer"), [cluster.handle(name) for name in readers]
     cluster.run()
     trainer.publish(1)
@@ -43,12 +43,12 @@ def published(*readers: str) -> tuple[PureCluster, Handle, list[Handle]]:
     return cluster, trainer, others
 
 
-def run_but_reads(cluster: PureCluster) -> None:
+def run_but_reads(cluster: StepwiseCluster) -> None:
     while (choices := [choice for choice in cluster.choices() if choice.kind != "read"]) != []:
         cluster.do(choices[0])
 
 
-def run_but_the_store(cluster: PureCluster) -> None:
+def run_but_the_store(cluster: StepwiseCluster) -> None:
     while (choices := [choice for choice in cluster.choices() if choice.kind != "store"]) != []:
         cluster.do(choices[0])
 
@@ -230,7 +230,7 @@ def _error() -> ErrorInfo:
 @pytest.mark.parametrize("kept", [True, False])
 def test_a_voted_fill_cannot_be_cancelled_alone(kept: bool) -> None:
     """R6: it stays in doubt, keeps its memory as it is, and takes the outcome when it hears it."""
-    cluster = PureCluster()
+    cluster = StepwiseCluster()
     trainers, readers = cluster.group("trainer", 2), cluster.group("reader", 2)
     cluster.run()
     for handle in trainers:
@@ -256,7 +256,7 @@ def test_a_voted_fill_cannot_be_cancelled_alone(kept: bool) -> None:
 
 def test_a_barrier_is_in_doubt_also_where_what_was_held_is_given_up_before_its_end() -> None:
     """R6: what this rank held was its vote. The record comes after both ranks have left, and says committed (G4)."""
-    cluster = PureCluster()
+    cluster = StepwiseCluster()
     trainers, readers = cluster.group("trainer", 2), cluster.group("reader", 2)
     cluster.run()
     for handle in trainers:
@@ -329,7 +329,7 @@ def test_an_abort_of_a_fill_whose_write_was_never_heard_leaves_nothing_behind() 
 # ------------------------------------------------------------------------------------------------ fences that do not end
 
 
-def stays_published(cluster: PureCluster, asked: Asked | Wanted) -> None:
+def stays_published(cluster: StepwiseCluster, asked: CallRecord | CopyRequest) -> None:
     """The call ended with DrainTimeout, and its memory is a source as before, under another generation (R4)."""
     handle = asked.handle
     assert isinstance(asked.error, DrainTimeout)
@@ -371,7 +371,7 @@ def test_memory_that_is_read_beyond_the_deadline_stays_published(what: str, onli
     cluster.check_agreement()
 
 
-def announced_open(handle: Handle) -> list[int]:
+def announced_open(handle: SimHandle) -> list[int]:
     """Have it checked that whenever it says what it holds, that can be read: the generations under which it has said so."""
     worker, say, said = handle.worker, handle.worker.say, list[int]()
 
@@ -474,7 +474,7 @@ def test_what_is_ordered_out_while_it_is_fenced_for_an_update_is_overwritten_all
 
 
 def test_on_one_rank_a_fence_that_does_not_end_ends_the_groups_update() -> None:
-    cluster = PureCluster()
+    cluster = StepwiseCluster()
     trainers, readers = cluster.group("trainer", 2), cluster.group("reader", 2)
     cluster.run()
     for version in (1, 2):
@@ -691,7 +691,7 @@ def test_the_outcome_of_a_call_that_was_left_announces_no_closed_handle_again(la
     assert reader.shard.registration not in cluster.coordinator.cluster.members
 
 
-def run_actions(cluster: PureCluster) -> None:
+def run_actions(cluster: StepwiseCluster) -> None:
     """What shells do by themselves; nothing that was sent arrives."""
     while (choices := [choice for choice in cluster.choices() if choice.kind == "do"]) != []:
         cluster.do(choices[0])

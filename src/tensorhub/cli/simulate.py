@@ -119,7 +119,7 @@ async def _simulate(plan: Plan, search: ModuleType, as_json: bool, quiet: bool, 
     from tensorhub.testing.coverage import UNBUILT, transitions
 
     kinds = plan.faults if plan.faults is not None else [str(fault) for fault in search.Fault]
-    found = Found(Ledger(kinds, transitions(), search.WAYS, UNBUILT))
+    found = Found(Ledger(kinds, transitions(), search.RECOVERY_PATHS, UNBUILT))
     with _bar(plan, quiet) as show:
         await _run(plan, found, show, fails=(lambda result: None) if as_json else partial(_tell_failure, plan))
     never = found.ledger.never() if found.ledger.seeds >= COMPLETE_FROM and plan.faults is None else []

@@ -8,39 +8,39 @@ Not responsible for anything that happens outside tests: no other package import
 """
 
 from tensorhub.testing.conformance import ConformanceBroken, transport_conformance
-from tensorhub.testing.demands import GuaranteeBroken
-from tensorhub.testing.embedded import WorkerCrashed
-from tensorhub.testing.faults import Fault
-from tensorhub.testing.handle import Asked, BrokenHook, Handle
+from tensorhub.testing.drivers.hosted import WorkerCrashed
+from tensorhub.testing.drivers.stepwise import Choice, StepwiseCluster
+from tensorhub.testing.drivers.timed import SimulatedCluster
+from tensorhub.testing.drivers.virtual import VirtualLoop
 from tensorhub.testing.loopback import Loopback
-from tensorhub.testing.memory import CHUNK_BYTES, CHUNKS, DEVICE, MANIFEST
 from tensorhub.testing.running import RunningCluster, simulate
-from tensorhub.testing.scripted import Choice, PureCluster
 from tensorhub.testing.search import SeedReport, run_seed
 from tensorhub.testing.serving import ServedSource
-from tensorhub.testing.simulated import SimulatedCluster
-from tensorhub.testing.virtual import VirtualLoop
-from tensorhub.testing.worker import SimWorker
+from tensorhub.testing.sim.assertion import GuaranteeBroken
+from tensorhub.testing.sim.faults import Fault
+from tensorhub.testing.sim.handle import BrokenHook, CallRecord, SimHandle
+from tensorhub.testing.sim.memory import CHUNK_BYTES, CHUNKS, DEVICE, MANIFEST
+from tensorhub.testing.sim.worker import SimWorker
 
 __all__ = [
     "CHUNKS",
     "CHUNK_BYTES",
     "DEVICE",
     "MANIFEST",
-    "Asked",
     "BrokenHook",
+    "CallRecord",
     "Choice",
     "ConformanceBroken",
     "Fault",
     "GuaranteeBroken",
-    "Handle",
     "Loopback",
-    "PureCluster",
     "RunningCluster",
     "SeedReport",
     "ServedSource",
+    "SimHandle",
     "SimWorker",
     "SimulatedCluster",
+    "StepwiseCluster",
     "VirtualLoop",
     "WorkerCrashed",
     "run_seed",

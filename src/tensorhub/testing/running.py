@@ -24,14 +24,14 @@ import anyio.abc
 from tensorhub.errors import CoordinatorUnavailable, StateError
 from tensorhub.hub import Hub
 from tensorhub.opening import Opening
-from tensorhub.testing.clock import Party
-from tensorhub.testing.demands import GuaranteeBroken
-from tensorhub.testing.embedded import OVER, USERS_OWN, EmbeddedCluster, EmbeddedWorker, WorkerCrashed
-from tensorhub.testing.faults import Fault
-from tensorhub.testing.network import COORDINATOR, TimedLink
-from tensorhub.testing.simulated import SimulatedCluster
-from tensorhub.testing.virtual import VirtualLoop, check_virtual, ordered_tasks
-from tensorhub.testing.wires import TimedLane
+from tensorhub.testing.drivers.clock import Party
+from tensorhub.testing.drivers.data_network import TimedLane
+from tensorhub.testing.drivers.hosted import OVER, USERS_OWN, HostedCluster, HostedWorker, WorkerCrashed
+from tensorhub.testing.drivers.timed import SimulatedCluster
+from tensorhub.testing.drivers.virtual import VirtualLoop, check_virtual, ordered_tasks
+from tensorhub.testing.sim.assertion import GuaranteeBroken
+from tensorhub.testing.sim.faults import Fault
+from tensorhub.testing.sim.network import COORDINATOR, TimedLink
 from tensorhub.types import Location, Options, check_flag, check_name
 
 T = TypeVar("T")
@@ -76,7 +76,7 @@ class RunningCluster:
     every task waits. A fault by order happens at once, and raises StateError where there is nobody of that name.
     """
 
-    def __init__(self, simulation: EmbeddedCluster, tasks: anyio.abc.TaskGroup) -> None:
+    def __init__(self, simulation: HostedCluster, tasks: anyio.abc.TaskGroup) -> None:
         self._simulation = simulation
         self._tasks = tasks
         self._processes: dict[str, _Process] = {}
@@ -155,12 +155,12 @@ class RunningCluster:
         join = partial(self._simulation.join, check_name("worker", name), place, options, prefetch=prefetch)
         return _Opening(partial(self._hub, join), self._block(join))
 
-    def _join(self, join: Callable[[], EmbeddedWorker]) -> EmbeddedWorker:
+    def _join(self, join: Callable[[], HostedWorker]) -> HostedWorker:
         self._simulation.check_over()
         self._simulation.sync()
         return join()
 
-    async def _hub(self, join: Callable[[], EmbeddedWorker]) -> Hub:
+    async def _hub(self, join: Callable[[], HostedWorker]) -> Hub:
         worker = self._join(join)
         try:
             await self._welcomed(worker)
@@ -171,7 +171,7 @@ class RunningCluster:
         return Hub(worker.shell, worker.thread)
 
     @contextlib.asynccontextmanager
-    async def _block(self, join: Callable[[], EmbeddedWorker]) -> AsyncIterator[Hub]:
+    async def _block(self, join: Callable[[], HostedWorker]) -> AsyncIterator[Hub]:
         worker, simulation = self._join(join), self._simulation
         try:
             await self._welcomed(worker)
@@ -193,7 +193,7 @@ class RunningCluster:
         if worker.is_gone:
             raise WorkerCrashed(f"{worker.name} has crashed")
 
-    async def _welcomed(self, worker: EmbeddedWorker) -> None:
+    async def _welcomed(self, worker: HostedWorker) -> None:
         simulation = self._simulation
         seconds = simulation.options.connect_timeout_s if simulation.process.alive else 0.0
         with anyio.move_on_after(seconds):
@@ -324,12 +324,12 @@ class RunningCluster:
         """Nothing passes between two parties; nothing is lost."""
         self._check_parties(a, b)
         self._simulation.note(f"{a} and {b} are cut off for {seconds:g} s")
-        self._simulation.ways.block(a, b, self._now() + seconds)
+        self._simulation.partitions.block(a, b, self._now() + seconds)
 
     def slow(self, a: str, b: str, seconds: float) -> None:
         """What two workers read from each other takes a hundred times as long."""
         self._check_parties(a, b)
-        self._simulation.ways.slow(a, b, self._now() + seconds)
+        self._simulation.partitions.slow(a, b, self._now() + seconds)
 
     def cut(self, name: str) -> None:
         """The worker's connection to the coordinator breaks; it connects again."""
@@ -404,7 +404,7 @@ class RunningCluster:
         self._simulation.sync()
         return self._simulation.now
 
-    def _worker(self, name: str) -> EmbeddedWorker:
+    def _worker(self, name: str) -> HostedWorker:
         self._now()
         worker = self._simulation.processes().get(name)
         if worker is None:
@@ -429,7 +429,7 @@ async def running(
     if mistakes:
         raise StateError(f"faults={', '.join(mistakes)}: only a user can commit these, and the users are yours here")
     kinds = [kind for kind in Fault if kind not in USERS_OWN and (allowed is None or kind in allowed)]
-    simulation = EmbeddedCluster(seed, kinds, options, spared, seconds_max)
+    simulation = HostedCluster(seed, kinds, options, spared, seconds_max)
     try:
         with ordered_tasks(seed):
             async with anyio.create_task_group() as simulation.tasks:

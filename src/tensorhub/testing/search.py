@@ -7,11 +7,11 @@ from collections.abc import Collection
 from dataclasses import dataclass, field
 
 from tensorhub.machine import counting_transitions
-from tensorhub.testing.faults import Fault
-from tensorhub.testing.paths import WAYS
-from tensorhub.testing.simulated import SimulatedCluster
+from tensorhub.testing.drivers.timed import SimulatedCluster
+from tensorhub.testing.sim.faults import Fault
+from tensorhub.testing.sim.recovery_paths import RECOVERY_PATHS
 
-__all__ = ["WAYS", "Fault", "SeedReport", "run_seed"]
+__all__ = ["RECOVERY_PATHS", "Fault", "SeedReport", "run_seed"]
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ def run_seed(seed: int, *, faults: Collection[Fault] | None = None, events: int 
     return SeedReport(
         seed=seed,
         events=cluster.events,
-        groups=len(cluster.users.teams),
+        groups=len(cluster.users.groups),
         versions=len(cluster.users.published),
         faults=Counter({str(kind): times for kind, times in cluster.injector.happened.items()}),
         transitions=transitions,

@@ -295,7 +295,7 @@ def retain_returns_early() -> Iterator[None]:
 
 
 @bug("G7: a worker that could not make a copy is never asked again")
-def custody_never_retried() -> Iterator[None]:
+def handover_never_retried() -> Iterator[None]:
     def fail(before: Callable[..., None], self: Any, model: Model, handover: Handover) -> None:
         before(self, model, handover)
         failures, _ = handover.version.refusals[handover.shard, handover.worker.incarnation]

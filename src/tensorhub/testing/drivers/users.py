@@ -10,14 +10,14 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from tensorhub.errors import StateError, TensorHubError
-from tensorhub.testing.demands import HOLDING
-from tensorhub.testing.handle import Asked, Handle
-from tensorhub.testing.process import TimedWorker
+from tensorhub.testing.drivers.control_network import TimedWorker
+from tensorhub.testing.sim.assertion import HOLDING
+from tensorhub.testing.sim.handle import CallRecord, SimHandle
 from tensorhub.types import HandleState, Location, Selector
 from tensorhub.worker.calls import CloseCall, FillCall, PublishCall, UnpublishCall
 
 if TYPE_CHECKING:
-    from tensorhub.testing.simulated import SimulatedCluster
+    from tensorhub.testing.drivers.timed import SimulatedCluster
 
 TIMEOUTS_S = (3.0, 10.0, 30.0)
 NO_TIME_S = (0.0, 0.05, 0.5)
@@ -30,13 +30,13 @@ NEEDED = ("publish", "fill")  # without them nothing happens at all
 
 
 @dataclass(eq=False)
-class Team:
+class UserGroup:
     """One group of a user: its ranks, whichever processes they are in now."""
 
     name: str
     world_size: int
     spot: bool
-    ranks: list[Handle] = field(default_factory=list)
+    ranks: list[SimHandle] = field(default_factory=list)
     differs: bool = False  # its next call is not the same on all ranks
 
 
@@ -46,13 +46,13 @@ class Users:
     def __init__(self, cluster: SimulatedCluster) -> None:
         self._cluster = cluster
         self._random = random = cluster.random
-        self.teams: list[Team] = []
+        self.groups: list[UserGroup] = []
         self.published: set[str] = set()  # content ids of versions whose publish has returned
         self.next_version = 1
         self._newest = 0  # the largest number that was ever meant to be published
         self.hasty_until = 0.0  # calls have hardly any time
         self.is_over = False  # nobody calls by himself any more
-        self._pause_s = random.choice((0.2, 0.5, 1.5))  # between two calls of one team, on average
+        self._pause_s = random.choice((0.2, 0.5, 1.5))  # between two calls of one group, on average
         self._fetch_rate = random.choice((0.0, 0.1, 0.3))
         self._order_rate = random.choice((0.05, 0.05, 0.2))
         self._counts_on = random.random() < 0.3  # after a rollback too
@@ -61,7 +61,7 @@ class Users:
         self._workers = 0
 
     def __repr__(self) -> str:
-        return f"<Users in {len(self.teams)} groups, {len(self.published)} versions>"
+        return f"<Users in {len(self.groups)} groups, {len(self.published)} versions>"
 
     def _habits(self, usual: dict[str, int]) -> tuple[str, ...]:
         """What is done in this seed, as often as it stands there: some things never, so that others come thick and fast
@@ -78,14 +78,14 @@ class Users:
         world_size = random.choice((1, 1, 1, 2, 2, 3, LARGE_GROUP))
         for number in range(3 if world_size == LARGE_GROUP else random.randint(3, 5)):
             odd = random.random() < 0.04
-            team = Team(f"g{number}", world_size + odd, random.random() < 0.15)
-            before = self.teams[-1] if self.teams and random.random() < 0.2 else None
-            for rank in range(team.world_size):
+            group = UserGroup(f"g{number}", world_size + odd, random.random() < 0.15)
+            before = self.groups[-1] if self.groups and random.random() < 0.2 else None
+            for rank in range(group.world_size):
                 shared = before.ranks[rank].worker if before is not None and rank < len(before.ranks) else None
                 worker = shared or self.new_process()
-                team.ranks.append(worker.register(team.name, rank, team.world_size, spot=team.spot))
-            self.teams.append(team)
-            self._cluster.after(random.random(), None, self._turn, team)
+                group.ranks.append(worker.register(group.name, rank, group.world_size, spot=group.spot))
+            self.groups.append(group)
+            self._cluster.after(random.random(), None, self._turn, group)
         self._cluster.after(REVIVE_S, None, self._revive)
 
     def new_process(self) -> TimedWorker:
@@ -105,28 +105,28 @@ class Users:
         self.hasty_until = 0.0
         self.next_version = max(self.next_version, self._newest + 1)
 
-    # -- one team
+    # -- one group
 
-    def _turn(self, team: Team) -> None:
+    def _turn(self, group: UserGroup) -> None:
         """Do something, or nothing if the last call runs; and again later."""
         if self.is_over:
             return
-        self._cluster.after(self._random.expovariate(1 / self._pause_s), None, self._turn, team)
-        self.enrol(team)
+        self._cluster.after(self._random.expovariate(1 / self._pause_s), None, self._turn, group)
+        self.enrol(group)
         random = self._random
         if self._fetch_rate and random.random() < self._fetch_rate:
-            self._fetch(team)
+            self._fetch(group)
         if random.random() < self._order_rate:
-            self._order(team)
-        ranks = [handle for handle in team.ranks if handle.worker.alive and handle.idle and handle.registered]
-        live = [handle for handle in team.ranks if handle.worker.alive]
+            self._order(group)
+        ranks = [handle for handle in group.ranks if handle.worker.alive and handle.idle and handle.registered]
+        live = [handle for handle in group.ranks if handle.worker.alive]
         if not ranks or (len(ranks) < len(live) and random.random() < 0.8):
             return
-        self._call(team, ranks)
+        self._call(group, ranks)
 
-    def enrol(self, team: Team) -> None:
+    def enrol(self, group: UserGroup) -> None:
         """Register again whoever was refused, or has closed."""
-        for rank, handle in enumerate(team.ranks):
+        for rank, handle in enumerate(group.ranks):
             state, worker = handle.member.state, handle.worker
             gone = handle.registration_error is not None or state is HandleState.CLOSED
             if not worker.alive or not gone or not handle.idle or handle.serving:
@@ -135,24 +135,24 @@ class Users:
                 handle.close(1.0, abandon=True)
             else:
                 worker.drop(handle)
-                team.ranks[rank] = worker.register(team.name, rank, team.world_size, spot=team.spot)
+                group.ranks[rank] = worker.register(group.name, rank, group.world_size, spot=group.spot)
 
-    def replace(self, team: Team, rank: int) -> None:
+    def replace(self, group: UserGroup, rank: int) -> None:
         """A new process takes a dead one's place."""
-        team.ranks[rank] = self.new_process().register(team.name, rank, team.world_size, spot=team.spot)
+        group.ranks[rank] = self.new_process().register(group.name, rank, group.world_size, spot=group.spot)
 
     def _revive(self) -> None:
         """Where hardly any group is whole, somebody starts processes again: a seed has to go somewhere."""
         if self.is_over:
             return
         self._cluster.after(REVIVE_S, None, self._revive)
-        broken = [team for team in self.teams if not all(handle.worker.alive for handle in team.ranks)]
-        if len(self.teams) - len(broken) < 2:
-            team = self._random.choice(broken)
-            for rank in [rank for rank, handle in enumerate(team.ranks) if not handle.worker.alive]:
-                self.replace(team, rank)
+        broken = [group for group in self.groups if not all(handle.worker.alive for handle in group.ranks)]
+        if len(self.groups) - len(broken) < 2:
+            group = self._random.choice(broken)
+            for rank in [rank for rank, handle in enumerate(group.ranks) if not handle.worker.alive]:
+                self.replace(group, rank)
 
-    def _call(self, team: Team, ranks: list[Handle]) -> None:
+    def _call(self, group: UserGroup, ranks: list[SimHandle]) -> None:
         random = self._random
         what = random.choice(self._calls)
         if what == "rare":
@@ -167,7 +167,7 @@ class Users:
         selector: Selector = random.choice(("latest", "latest", "latest", "available", "latest-1", recent))
         hold = random.random() < 0.3
         timeout_s = random.choice(NO_TIME_S if self._cluster.now < self.hasty_until else TIMEOUTS_S)
-        differs, team.differs = team.differs, False
+        differs, group.differs = group.differs, False
         if differs:
             self._cluster.injector.happens("differ")
         for handle in ranks:
@@ -178,7 +178,7 @@ class Users:
             late_s = random.random() * random.choice((0.001, 0.001, 0.5))
             self._cluster.after(late_s, handle.worker, self._one_call, handle, what, number, selector, hold, timeout_s)
 
-    def _one_call(self, handle: Handle, what: str, number: int, selector: Selector, hold: bool, timeout_s: float) -> None:
+    def _one_call(self, handle: SimHandle, what: str, number: int, selector: Selector, hold: bool, timeout_s: float) -> None:
         if not handle.idle or self.is_over:
             return
         state, random = handle.member.state, self._random
@@ -207,18 +207,18 @@ class Users:
         except StateError:
             pass  # not in this state
 
-    def _fetch(self, team: Team) -> None:
+    def _fetch(self, group: UserGroup) -> None:
         random = self._random
-        workers = [handle.worker for handle in team.ranks if handle.worker.alive and not handle.worker.stopped_until]
+        workers = [handle.worker for handle in group.ranks if handle.worker.alive and not handle.worker.stopped_until]
         if workers:
             selector: Selector = random.choice(("latest", "latest", "available", "latest-1", max(0, self.next_version - 1)))
-            fetcher = random.choice(workers).fetcher(random.randrange(team.world_size))
+            fetcher = random.choice(workers).fetcher(random.randrange(group.world_size))
             fetcher.fetch(selector, random.choice(TIMEOUTS_S))
 
-    def _order(self, team: Team) -> None:
+    def _order(self, group: UserGroup) -> None:
         """A worker asks for something that concerns the whole model."""
         random = self._random
-        workers = [handle.worker for handle in team.ranks if handle.worker.alive]
+        workers = [handle.worker for handle in group.ranks if handle.worker.alive]
         worker = random.choice(workers) if workers else None
         if worker is None or worker.link is None:
             return
@@ -243,28 +243,28 @@ class Users:
         if not self._counts_on and not self.is_over:
             self.next_version = min(self.next_version, to + 1)
 
-    def ended(self, handle: Handle, asked: Asked) -> None:
+    def ended(self, handle: SimHandle, record: CallRecord) -> None:
         """A call is over: which way was that?"""
-        cluster, error = self._cluster, asked.error
+        cluster, error = self._cluster, record.error
         if isinstance(error, TensorHubError):
             cluster.took(f"call ended with {type(error).__name__}")
             if error.memory == "in_doubt":
                 cluster.took("left in doubt")
-        match asked.what:
+        match record.what:
             case PublishCall() if error is None:
-                assert asked.version is not None
-                self.published.add(asked.version.content_id)
-            case UnpublishCall() | CloseCall() if not asked.online:
+                assert record.version is not None
+                self.published.add(record.version.content_id)
+            case UnpublishCall() | CloseCall() if not record.online:
                 cluster.took("left offline")
-            case FillCall() if error is None and asked.changed:
+            case FillCall() if error is None and record.changed:
                 pull = handle.pull
-                if asked.what.staged:
+                if record.what.staged:
                     cluster.took("staged update done")
                 if pull is not None and pull.books.retries:
                     cluster.took("fill completed after a failure")
                 if pull is not None and pull.patched:
                     cluster.took("completed from partial replicas")
-            case FillCall() if asked.what.staged and handle.member.state is HandleState.READY:
+            case FillCall() if record.what.staged and handle.member.state is HandleState.READY:
                 cluster.took("staged update given up, nothing written")
             case _:
                 pass

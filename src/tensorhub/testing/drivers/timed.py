@@ -5,8 +5,8 @@ All chance comes from one `Random(seed)`, and nothing iterates over what has no 
 tells one from another. `run` has two phases: users call and faults happen, until there were enough events; then all faults
 end, every call must, and everybody must be able to publish and to fetch (G7).
 
-Responsible for putting the parts together. What users do is `users`, what goes wrong `injecting`, the control plane's wires
-`process`, the data plane's `wires`.
+Responsible for putting the parts together. What users do is in `users`, what goes wrong in `injecting`, what is on its way
+between processes in `control_network` and `data_network`.
 """
 
 from __future__ import annotations
@@ -20,22 +20,22 @@ from typing import TYPE_CHECKING, Any
 
 from tensorhub.coordinator import Action, Event, Persist, Persisted, PersistFailed, Tick
 from tensorhub.messages import FromCoordinator, FromWorker, Grant, Heartbeat, HeartbeatAck
-from tensorhub.testing.clock import Clock, Party, Process
-from tensorhub.testing.cluster import Cluster
-from tensorhub.testing.demands import GuaranteeBroken, demand
-from tensorhub.testing.faults import KINDS_LEAST, Fault, FaultPlan
-from tensorhub.testing.handle import Asked, Handle
-from tensorhub.testing.healing import Healing
-from tensorhub.testing.injecting import Injector
-from tensorhub.testing.memory import make_manifest
-from tensorhub.testing.network import Link, TimedLink, Ways
-from tensorhub.testing.paths import path_of
-from tensorhub.testing.process import Telephone, TimedWorker
-from tensorhub.testing.pulling import Lane, Reading
-from tensorhub.testing.rendering import show
-from tensorhub.testing.users import Users
-from tensorhub.testing.wires import TimedLane, Wires
-from tensorhub.testing.worker import SimWorker
+from tensorhub.testing.drivers.clock import Clock, Party, Process
+from tensorhub.testing.drivers.control_network import ControlNetwork, TimedWorker
+from tensorhub.testing.drivers.data_network import DataNetwork, TimedLane
+from tensorhub.testing.drivers.healing import Healing
+from tensorhub.testing.drivers.injecting import Injector
+from tensorhub.testing.drivers.users import Users
+from tensorhub.testing.sim.assertion import GuaranteeBroken, demand
+from tensorhub.testing.sim.faults import KINDS_LEAST, Fault, FaultPlan
+from tensorhub.testing.sim.handle import CallRecord, SimHandle
+from tensorhub.testing.sim.memory import make_manifest
+from tensorhub.testing.sim.network import Link, Partitions, TimedLink
+from tensorhub.testing.sim.pulling import Reading, SimLane
+from tensorhub.testing.sim.recovery_paths import path_of
+from tensorhub.testing.sim.rendering import show
+from tensorhub.testing.sim.worker import SimWorker
+from tensorhub.testing.sim.world import World
 from tensorhub.types import Location, Options
 from tensorhub.worker.calls import Fence, Say
 
@@ -51,7 +51,7 @@ ASKED_BEFORE_S = 3.0  # things still go wrong, while fills run that have to end 
 GAP = 0.1  # how often a shell does something else between two actions
 
 
-class SimulatedCluster(Cluster):
+class SimulatedCluster(World):
     """One seed's cluster. `run` raises GuaranteeBroken, which ends with a line that reproduces it."""
 
     fence_grace_s = 1.0
@@ -69,14 +69,14 @@ class SimulatedCluster(Cluster):
         self.events_least = events
         self.clock = Clock()
         self.process = Process("coordinator")
-        self.ways = Ways()
+        self.partitions = Partitions()
         self.events = 0
         self.paths: Counter[str] = Counter()
         self._trace: deque[tuple[float, str, str, object]] = deque(maxlen=TRACE_LINES)
         self._hash = hashlib.blake2b(digest_size=12)
-        self._touched: dict[Handle, None] = {}
-        self._doing: set[Handle] = set()  # whose next action is on its way; never iterated over
-        self._wakes: dict[Handle, float] = {}  # when its deadline will be looked at
+        self._touched: dict[SimHandle, None] = {}
+        self._doing: set[SimHandle] = set()  # whose next action is on its way; never iterated over
+        self._wakes: dict[SimHandle, float] = {}  # when its deadline will be looked at
         self._copies_wake: dict[SimWorker, float] = {}  # the same, of a worker's host copies
         self._tick_at: float | None = None
         self._dies = False  # the coordinator, in the midst of what it has to do
@@ -90,8 +90,8 @@ class SimulatedCluster(Cluster):
         )
         super().__init__(options or drawn, chunks=chunks, manifest=make_manifest(chunks, "xxh3-64"))
         self.plan = FaultPlan(random, self.allowed)
-        self.wires = Wires(self)
-        self.telephone = Telephone(self)
+        self.data_network = DataNetwork(self)
+        self.control_network = ControlNetwork(self)
         self.injector = Injector(self, self.plan)
         self.users = Users(self)
         self._tick_soon()
@@ -152,8 +152,8 @@ class SimulatedCluster(Cluster):
         if self.events < self.events_least:
             return False
         full = len(self.users.published) >= VERSIONS_LEAST and len(self.injector.happened) >= KINDS_LEAST
-        asked = self.allowed is None and self.events_least >= EVENTS_LEAST
-        return full or self.events >= (GIVEN_UP if asked else 4) * self.events_least
+        wants_all = self.allowed is None and self.events_least >= EVENTS_LEAST
+        return full or self.events >= (GIVEN_UP if wants_all else 4) * self.events_least
 
     def take_event(self) -> None:
         """Let the next thing happen, and check what it touched."""
@@ -281,7 +281,7 @@ class SimulatedCluster(Cluster):
         if lost:
             self.note("its state is lost")
             self.lose_state()
-        self.telephone.coordinator_died()
+        self.control_network.coordinator_died()
         self.after(down_s, None, self._restart_coordinator)
 
     def gets_out(self, actions: list[Action]) -> list[Action]:
@@ -343,28 +343,28 @@ class SimulatedCluster(Cluster):
         return TimedWorker(self, name, location, transports)
 
     def new_link(self, worker: SimWorker) -> Link:
-        return self.telephone.open(worker)
+        return self.control_network.open(worker)
 
     def said_up(self, worker: SimWorker, link: Link) -> None:
         assert isinstance(link, TimedLink)
-        self.telephone.said_up(worker, link)
+        self.control_network.said_up(worker, link)
 
     def said_down(self, worker: SimWorker, link: Link) -> None:
         assert isinstance(link, TimedLink)
-        self.telephone.said_down(worker, link)
+        self.control_network.said_down(worker, link)
 
     def link_lost(self, worker: SimWorker, link: Link) -> None:
         assert isinstance(link, TimedLink)
         self.injector.link_lost(link)
-        self.telephone.hung_up(worker, link)
+        self.control_network.hung_up(worker, link)
 
     # -- handles
 
-    def touch(self, handle: Handle) -> None:
+    def touch(self, handle: SimHandle) -> None:
         """Have it checked after this event."""
         self._touched[handle] = None
 
-    def handle_moved(self, handle: Handle) -> None:
+    def handle_moved(self, handle: SimHandle) -> None:
         self._touched[handle] = None
         if handle.todo:
             self._do_soon(handle, 0.0)
@@ -384,12 +384,12 @@ class SimulatedCluster(Cluster):
             del self._copies_wake[worker]
             worker.copies.tick()
 
-    def _do_soon(self, handle: Handle, seconds: float) -> None:
+    def _do_soon(self, handle: SimHandle, seconds: float) -> None:
         if handle not in self._doing:
             self._doing.add(handle)
             self.after(seconds, handle.worker, self._do, handle)
 
-    def _do(self, handle: Handle) -> None:
+    def _do(self, handle: SimHandle) -> None:
         """Its shell carries out what it can, as far as it comes."""
         self._doing.discard(handle)
         self._touched[handle] = None
@@ -399,84 +399,84 @@ class SimulatedCluster(Cluster):
             if handle.todo and handle.todo[0] is action and len(handle.todo) >= left:
                 return  # it takes time, and whoever ends it comes back here
             if handle.todo and not isinstance(action, Say) and self.random.random() < GAP:
-                self._do_soon(handle, self.wires.wake())
+                self._do_soon(handle, self.data_network.wake())
                 return
 
-    def _wake(self, handle: Handle, due: float) -> None:
+    def _wake(self, handle: SimHandle, due: float) -> None:
         if self._wakes.get(handle) != due:
             return
         del self._wakes[handle]
         self._touched[handle] = None
         handle.apply(handle.member.tick(self.now))
 
-    def hook_called(self, handle: Handle) -> None:
+    def hook_called(self, handle: SimHandle) -> None:
         self.after(self.random.choice((0.0, 0.01, 0.5)), handle.worker, self._hook_returns, handle)
 
-    def _hook_returns(self, handle: Handle) -> None:
+    def _hook_returns(self, handle: SimHandle) -> None:
         if handle.hooks:
             handle.hook_returns()
 
-    def fence_begun(self, handle: Handle, fence: Fence) -> None:
+    def fence_begun(self, handle: SimHandle, fence: Fence) -> None:
         self._chunks_gone(handle)
         self.after(self.fence_grace_s, handle.worker, self._fence_again, handle)
         if fence.until is not None:
             self.at(max(fence.until, self.now), handle.worker, self._fence_again, handle)
 
-    def _fence_again(self, handle: Handle) -> None:
+    def _fence_again(self, handle: SimHandle) -> None:
         if handle.fencing_since is not None:
             self._do_soon(handle, 0.0)
 
-    def access_ended(self, handle: Handle) -> None:
+    def access_ended(self, handle: SimHandle) -> None:
         if handle.fencing_since is not None:
             self._do_soon(handle, 0.0)
 
-    def call_ended(self, handle: Handle, asked: Asked) -> None:
-        super().call_ended(handle, asked)
-        self.users.ended(handle, asked)
+    def call_ended(self, handle: SimHandle, record: CallRecord) -> None:
+        super().call_ended(handle, record)
+        self.users.ended(handle, record)
 
     # -- lanes
 
-    def new_lane(self, reading: Reading, grant: Grant) -> Lane:
+    def new_lane(self, reading: Reading, grant: Grant) -> SimLane:
         lane = TimedLane(reading, grant)
         lease = self.coordinator.cluster.leases.get(grant.lease)
         reading.patched = reading.patched or (lease is not None and lease.partial)
         self.injector.spoils(lane)
         return lane
 
-    def lane_made(self, lane: Lane) -> None:
-        self.after(self.wires.latency(), lane.reader.worker, self.wires.connect, lane)
+    def lane_made(self, lane: SimLane) -> None:
+        self.after(self.data_network.latency(), lane.reader.worker, self.data_network.connect, lane)
 
     def lanes_wanted(self, reading: Reading) -> None:
         for lane in reading.lanes.values():
             assert isinstance(lane, TimedLane)
-            self.wires.wake_reader(lane)
+            self.data_network.wake_reader(lane)
 
-    def chunks_offered(self, handle: Handle) -> None:
+    def chunks_offered(self, handle: SimHandle) -> None:
         self._chunks_gone(handle)
 
-    def _chunks_gone(self, handle: Handle) -> None:
+    def _chunks_gone(self, handle: SimHandle) -> None:
         """What its lanes wait for has come, or never will."""
         for lane in handle.serving:
             assert isinstance(lane, TimedLane)
-            self.wires.wake_owner(lane)
+            self.data_network.wake_owner(lane)
 
-    def lane_closed(self, lane: Lane) -> None:
+    def lane_closed(self, lane: SimLane) -> None:
         assert isinstance(lane, TimedLane)
-        self.wires.reader_gone(lane)
+        self.data_network.reader_gone(lane)
 
-    def lane_cut(self, lane: Lane) -> None:
+    def lane_cut(self, lane: SimLane) -> None:
         assert isinstance(lane, TimedLane)
-        self.wires.cut(lane)
+        self.data_network.cut(lane)
 
-    def lane_shut(self, lane: Lane) -> None:
+    def lane_shut(self, lane: SimLane) -> None:
         assert isinstance(lane, TimedLane)
-        self.wires.shut(lane)
+        self.data_network.shut(lane)
 
-    def reader_died(self, lane: Lane) -> None:
+    def reader_died(self, lane: SimLane) -> None:
         lane.end()
 
-    def source_died(self, lane: Lane) -> None:
+    def source_died(self, lane: SimLane) -> None:
         assert isinstance(lane, TimedLane)
         lane.access = None
         lane.is_stopped = True
-        self.after(self.wires.latency(), lane.reader.worker, self.wires.lost, lane)
+        self.after(self.data_network.latency(), lane.reader.worker, self.data_network.lost, lane)

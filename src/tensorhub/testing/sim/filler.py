@@ -13,18 +13,18 @@ from typing import TYPE_CHECKING
 from tensorhub.accesses import Access
 from tensorhub.digests import pack, root_of, unpack
 from tensorhub.messages import Origin
-from tensorhub.testing.memory import CHUNK_BYTES, digest_of, sent_digest
+from tensorhub.testing.sim.memory import CHUNK_BYTES, digest_of, sent_digest
 from tensorhub.types import ContentId, RegistrationId
 from tensorhub.worker.calls import CompareDigests, CopyLocally, StartPull
 
 if TYPE_CHECKING:
-    from tensorhub.testing.handle import Handle
+    from tensorhub.testing.sim.handle import SimHandle
 
 
-class Filler:
+class SimFiller:
     """That of one handle."""
 
-    def __init__(self, handle: Handle) -> None:
+    def __init__(self, handle: SimHandle) -> None:
         self._handle = handle
 
     def begin_pull(self, start: StartPull) -> StartPull:

@@ -13,12 +13,12 @@ from tensorhub.coordinator import Connected, Disconnected, Received
 from tensorhub.messages import Announce, Dismissed, FromCoordinator, FromWorker, Prepared, Rollback, Watch
 from tensorhub.runtime.control.link import BEATS_PER_LEASE, RECONNECT_S_FIRST, RECONNECT_S_MAX
 from tensorhub.runtime.control.server import LAST_WORDS_S
-from tensorhub.testing.network import COORDINATOR, Link, TimedLink
-from tensorhub.testing.worker import SimWorker
+from tensorhub.testing.sim.network import COORDINATOR, Link, TimedLink
+from tensorhub.testing.sim.worker import SimWorker
 from tensorhub.types import Location, VersionInfo
 
 if TYPE_CHECKING:
-    from tensorhub.testing.simulated import SimulatedCluster
+    from tensorhub.testing.drivers.timed import SimulatedCluster
 
 
 class TimedWorker(SimWorker):
@@ -38,7 +38,7 @@ class TimedWorker(SimWorker):
         simulation = self.simulation
         if self.link is not None or not self.alive:
             return
-        blocked = simulation.ways.blocked_until(self.name, COORDINATOR)
+        blocked = simulation.partitions.blocked_until(self.name, COORDINATOR)
         if blocked > simulation.now or not simulation.process.alive:
             simulation.after(self._next_wait(), self, self.connect)
             return
@@ -71,7 +71,7 @@ class TimedWorker(SimWorker):
         self.hear(message)
         if isinstance(message, Announce):
             self.newest[message.model] = message.newest
-            self.cluster.guarantees.judging.announced(self, message)
+            self.cluster.guarantees.history.announced(self, message)
         if isinstance(message, Dismissed):
             self.disconnect()
         elif link.welcomed and not was_welcomed:
@@ -85,8 +85,8 @@ class TimedWorker(SimWorker):
         """Whoever still waits for a rollback asks for it again, by its name."""
         undone = list(self.rollbacks.values())
         self.rollbacks.clear()
-        for asked in undone:
-            self.rollback(asked.to, asked.model, asked.ident)
+        for each in undone:
+            self.rollback(each.to, each.model, each.ident)
 
     def _end_pins(self) -> None:
         """Say again, until it is heard and done, which pins are over."""
@@ -108,7 +108,7 @@ class TimedWorker(SimWorker):
         self.simulation.after(self.simulation.options.lease_s / BEATS_PER_LEASE, self, self._beat, link)
 
 
-class Telephone:
+class ControlNetwork:
     """What is on its way between workers and the coordinator, in virtual time."""
 
     def __init__(self, cluster: SimulatedCluster) -> None:
@@ -120,7 +120,7 @@ class Telephone:
         return self.latency_s * (0.5 + self._cluster.random.random())
 
     def _blocked(self, worker: SimWorker, link: TimedLink) -> float:
-        until = max(link.held_until, self._cluster.ways.blocked_until(worker.name, COORDINATOR))
+        until = max(link.held_until, self._cluster.partitions.blocked_until(worker.name, COORDINATOR))
         return until if until > self._cluster.now else 0.0
 
     def open(self, worker: SimWorker) -> TimedLink:

@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from math import inf
 
-from tensorhub.testing.demands import demand
+from tensorhub.testing.sim.assertion import demand
 from tensorhub.types import AVAILABLE, LATEST, PREVIOUS, Selector, VersionInfo
 
 OLD = 2  # so many newer versions, and one that nothing keeps may be forgotten

@@ -17,12 +17,12 @@ from tensorhub.messages import HAS_RUNS_MAX, Flow, Grant, Origin, Progress
 from tensorhub.runtime.data.lanes import BATCHES_OPEN
 from tensorhub.scheduler.links import SECONDS_MIN
 from tensorhub.scheduler.pull import Pull
-from tensorhub.testing.memory import digest_of, sent_digest
+from tensorhub.testing.sim.memory import digest_of, sent_digest
 from tensorhub.types import ContentId, LeaseId
 from tensorhub.worker.calls import StartPull
 
 if TYPE_CHECKING:
-    from tensorhub.testing.handle import Handle
+    from tensorhub.testing.sim.handle import SimHandle
 
 
 class Frame(NamedTuple):
@@ -36,7 +36,7 @@ class Frame(NamedTuple):
     failure: str = ""
 
 
-class Lane:
+class SimLane:
     """One source of one fill."""
 
     def __init__(self, reading: Reading, grant: Grant) -> None:
@@ -45,7 +45,7 @@ class Lane:
         self.grant = grant
         self.lease = LeaseId(grant.lease)
         self.incarnation = reading.reader.worker.incarnation  # as whom it reads
-        self.source: Handle | None = None  # once connected
+        self.source: SimHandle | None = None  # once connected
         self.asked: list[set[int]] = []  # of each open batch, what has not arrived; none is empty
         self.queue: deque[tuple[int, ...]] = deque()  # at the owner: what it was asked for, and has not begun to send
         self.access: Access | None = None  # the owner's running one
@@ -55,7 +55,7 @@ class Lane:
         self.failure = ""  # why it has, where its reader did not want it
 
     def __repr__(self) -> str:
-        return f"<Lane {self.lease} {self.reader.name} <- {self.grant.source}{', ended' if self.ended else ''}>"
+        return f"<SimLane {self.lease} {self.reader.name} <- {self.grant.source}{', ended' if self.ended else ''}>"
 
     # -- the reader's side
 
@@ -164,8 +164,8 @@ class Lane:
             return
         self.ended = True
         self.failure = failure
-        if failure == "corrupt" and self.reader.asked is not None:
-            self.reader.asked.damaged.add(self.grant.source)
+        if failure == "corrupt" and self.reader.last_call is not None:
+            self.reader.last_call.damaged.add(self.grant.source)
         self.reader.cluster.lane_closed(self)
         self.reading.lane_ended(self, failure, chunk)
 
@@ -181,12 +181,12 @@ class Lane:
 class Reading:
     """What a fill still lacks, and whom it may read from."""
 
-    def __init__(self, reader: Handle, start: StartPull, make_lane: Callable[[Reading, Grant], Lane]) -> None:
+    def __init__(self, reader: SimHandle, start: StartPull, make_lane: Callable[[Reading, Grant], SimLane]) -> None:
         self.reader = reader
         self.start = start
         self.books = Pull([chunk.nbytes for chunk in start.manifest.chunks], start.copied)
         self.chunk_bytes = max((chunk.nbytes for chunk in start.manifest.chunks), default=1)
-        self.lanes: dict[str, Lane] = {}  # by lease; those that have not ended
+        self.lanes: dict[str, SimLane] = {}  # by lease; those that have not ended
         self.over = self.books.done  # all is verified, or it was stopped: nothing more is asked for
         self.stopped = False
         self.patched = False  # some source was granted while nobody held all of it
@@ -253,7 +253,7 @@ class Reading:
             progress = Progress(running.key, rank, self.books.chunks_verified, self.books.bytes_read, flows)
             self.reader.worker.say(progress)
 
-    def settled(self, lane: Lane) -> None:
+    def settled(self, lane: SimLane) -> None:
         """Something has arrived."""
         if self.books.done and not self.over:
             self.over = True
@@ -268,7 +268,7 @@ class Reading:
             lane.is_cut = True
             self.reader.cluster.lane_cut(lane)
 
-    def lane_ended(self, lane: Lane, failure: str, chunk: int | None) -> None:
+    def lane_ended(self, lane: SimLane, failure: str, chunk: int | None) -> None:
         """Its thread is over."""
         del self.lanes[lane.grant.lease]
         self.books.lane_ended(lane.lease)

@@ -35,9 +35,9 @@ from tensorhub.runtime.worker.ports import Handle, HookRequest
 from tensorhub.runtime.worker.prefetcher import Prefetcher
 from tensorhub.runtime.worker.stream_sync import StreamSync
 from tensorhub.runtime.worker.version_watches import VersionWatches
-from tensorhub.testing.host_copies import Wanted
-from tensorhub.testing.network import TimedLink
-from tensorhub.testing.registered import EmbeddedHandle
+from tensorhub.testing.drivers.tensor_handle import TensorHandle
+from tensorhub.testing.sim.host_copies import CopyRequest
+from tensorhub.testing.sim.network import TimedLink
 from tensorhub.types import (
     FetchReport,
     HandleState,
@@ -56,7 +56,7 @@ from tensorhub.worker.calls import (
 from tensorhub.worker.enrolment import Shard
 
 if TYPE_CHECKING:
-    from tensorhub.testing.embedded import EmbeddedCluster, EmbeddedWorker
+    from tensorhub.testing.drivers.hosted import HostedCluster, HostedWorker
 
 T = TypeVar("T")
 
@@ -80,10 +80,10 @@ class _Side(AsyncSide):
         return Flag()
 
 
-class NoThread:
+class CallersLoop:
     """See `loop_thread.LoopThread`: calls run in the caller's own loop, which the simulation shares."""
 
-    def __init__(self, cluster: EmbeddedCluster, worker: EmbeddedWorker) -> None:
+    def __init__(self, cluster: HostedCluster, worker: HostedWorker) -> None:
         self.side = _Side()
         self._cluster = cluster
         self._worker = worker
@@ -146,7 +146,7 @@ class NoThread:
 class Tasks:
     """Tasks of one worker, which end with it."""
 
-    def __init__(self, cluster: EmbeddedCluster) -> None:
+    def __init__(self, cluster: HostedCluster) -> None:
         self._cluster = cluster
         self._scopes: dict[anyio.CancelScope, None] = {}
 
@@ -166,10 +166,10 @@ class Tasks:
             scope.cancel()
 
 
-class Caller(CallersHandle):
+class HandleFacade(CallersHandle):
     """What carries the calls of `Weights` out: a simulated handle."""
 
-    def __init__(self, simulated: EmbeddedHandle) -> None:
+    def __init__(self, simulated: TensorHandle) -> None:
         super().__init__(simulated.interpreter, StreamSync(None))  # the simulator has no GPUs
         self.simulated = simulated
         simulated.call_ended = lambda: self.call_ended()
@@ -180,22 +180,22 @@ class Caller(CallersHandle):
     async def _carry_out(self, call: Call, timeout_s: float, hook: HookRequest | None) -> tuple[Finish, Report]:
         handle = self.simulated
         handle.hook = hook
-        asked = await handle.run(call, timeout_s)
-        return Finish(asked.version, asked.changed), lambda: handle.report_of(asked)
+        record = await handle.run(call, timeout_s)
+        return Finish(record.version, record.changed), lambda: handle.report_of(record)
 
     def hook_returned(self, error: Exception | None) -> None:
         self.simulated.before_write_returned(error)
 
 
-def _simulated(handle: Handle) -> EmbeddedHandle:
-    assert isinstance(handle, Caller)
+def _simulated(handle: Handle) -> TensorHandle:
+    assert isinstance(handle, HandleFacade)
     return handle.simulated
 
 
-class CallersCopies:
+class HostCopiesFacade:
     """See `runtime.worker.host_copies.HostCopyRunner`, as far as callers use it."""
 
-    def __init__(self, shell: WorkerShell) -> None:
+    def __init__(self, shell: WorkerFacade) -> None:
         self._shell = shell
         self._waiting: set[anyio.Event] = set()
 
@@ -210,13 +210,13 @@ class CallersCopies:
         return wanted.report
 
     async def close(self, handle: Handle, timeout_s: float, *, abandon: bool) -> None:
-        assert isinstance(handle, Caller)
+        assert isinstance(handle, HandleFacade)
         was_closed = handle.member.state is HandleState.CLOSED
         await self._end_of(self._shell.worker.copies.close(handle.simulated, timeout_s, abandon=abandon))
         if not was_closed:
             handle.interpreter.raise_for(CloseCall(abandon), Finish())
 
-    async def _end_of(self, wanted: Wanted) -> Wanted:
+    async def _end_of(self, wanted: CopyRequest) -> CopyRequest:
         """Wait for it; cancelling ends it as soon as may be, and leaves nothing running."""
         try:
             await self._wait(wanted)
@@ -231,7 +231,7 @@ class CallersCopies:
             raise wanted.error
         return wanted
 
-    async def _wait(self, wanted: Wanted) -> None:
+    async def _wait(self, wanted: CopyRequest) -> None:
         while not wanted.done:
             self._check_running()
             event = anyio.Event()
@@ -249,12 +249,12 @@ class CallersCopies:
             event.set()
 
 
-class WorkerShell:
+class WorkerFacade:
     """See `runtime.worker.worker.Worker`, as far as `Hub` uses it."""
 
     read_only = False  # nobody is without the full token
 
-    def __init__(self, cluster: EmbeddedCluster, worker: EmbeddedWorker, options: Options, *, prefetch: bool) -> None:
+    def __init__(self, cluster: HostedCluster, worker: HostedWorker, options: Options, *, prefetch: bool) -> None:
         self.cluster = cluster
         self.worker = worker
         self.name = worker.name
@@ -268,8 +268,8 @@ class WorkerShell:
         self.coordinator = CoordinatorClient(self, cluster.numbers, self._new_id)
         self.pins = Pins(self.coordinator, options.op_timeout_s)
         self.pins.tasks = self.tasks
-        self.copies = CallersCopies(self)
-        self.callers: list[Caller] = []
+        self.copies = HostCopiesFacade(self)
+        self.callers: list[HandleFacade] = []
 
     def __repr__(self) -> str:
         return f"<simulated {self.worker!r} handles={len(self.callers)}>"
@@ -295,7 +295,7 @@ class WorkerShell:
 
     async def register(
         self, model: str, memory: Memory, *, group: str | None, rank: int, world_size: int, spot: bool, timeout_s: float
-    ) -> Caller:
+    ) -> HandleFacade:
         digest: Digest = "xxh3-64" if self.options.integrity else "none"  # a cell's is the same, whatever it is called
         layout = f"world/{world_size}"
         manifest = build_manifest(memory.descriptions, self.options.chunk_bytes, digest, layout, metadata=memory.metadata)
@@ -303,7 +303,7 @@ class WorkerShell:
         self.worker.router.check_free(model, group, rank)
         ident = f"r{next(self.cluster.registrations)}"
         shard = Shard(ident, model, group, rank, world_size, spot, layout, manifest, rank)
-        caller = Caller(self.worker.take_memory(shard, memory))
+        caller = HandleFacade(self.worker.take_memory(shard, memory))
         self.callers.append(caller)
         try:
             await self._answered(caller.simulated, timeout_s)
@@ -315,7 +315,7 @@ class WorkerShell:
             self.tasks.start_soon(follower.run)
         return caller
 
-    async def _answered(self, handle: EmbeddedHandle, timeout_s: float) -> None:
+    async def _answered(self, handle: TensorHandle, timeout_s: float) -> None:
         with anyio.move_on_after(timeout_s):
             await handle.answered.wait()
         self.cluster.check_running(self.worker)
@@ -346,7 +346,7 @@ class WorkerShell:
         self.version_watches.tell_loss(model)
         ident = f"r{next(self.cluster.registrations)}"
         shard = Shard(ident, model, self._fresh_group(), 0, 1, True, "", None, rank)
-        caller = Caller(self.worker.take_memory(shard, memory))
+        caller = HandleFacade(self.worker.take_memory(shard, memory))
         try:
             found = await caller.fetch(FillCall(OpKind.FETCH, selector), timeout_s)
         except TensorHubError as error:
@@ -371,7 +371,7 @@ class WorkerShell:
         self.worker.thread.has_ended = True
         self.tasks.cancel()
 
-    async def _close_quietly(self, caller: Caller) -> None:
+    async def _close_quietly(self, caller: HandleFacade) -> None:
         await caller.simulated.end_call(StateError("the hub was closed while the call was running"))
         if self.worker.alive and not self.cluster.is_over:
             with contextlib.suppress(TensorHubError):
@@ -382,5 +382,5 @@ class WorkerShell:
         self.tasks.cancel()
         self.copies.let_go()
         for handle in self.worker.handles:
-            if isinstance(handle, EmbeddedHandle):
+            if isinstance(handle, TensorHandle):
                 handle.let_callers_go()

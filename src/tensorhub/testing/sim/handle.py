@@ -1,8 +1,8 @@
 """One registration's shell, as `runtime.worker.handle` is: the real member, cells for tensors, and what is still to be done.
 
 Responsible for carrying out what the member wants, one action after the other, and for the verbs with which a test calls
-it. A new action of `worker.calls` gets its case in `Handle._do`. Not responsible for what a fill writes (`filler`), nor for
-when anything happens.
+it. A new action of `worker.calls` gets its case in `SimHandle._do`. Not responsible for what a fill writes (`filler`), nor
+for when anything happens.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from tensorhub.accesses import Access
 from tensorhub.coordinator import Digested
 from tensorhub.errors import GroupAborted, StateError, TensorHubError
 from tensorhub.messages import Deregister, DigestAgain, ErrorInfo, Prepared, Publish, TellDigests
-from tensorhub.testing import reference_model
-from tensorhub.testing.demands import HOLDING, demand
-from tensorhub.testing.filler import Filler
-from tensorhub.testing.host_copies import Wanted
-from tensorhub.testing.memory import CHUNK_BYTES, digest_of, sent_digest, written
-from tensorhub.testing.pulling import Lane, Reading
-from tensorhub.testing.rendering import show
+from tensorhub.testing.sim.assertion import HOLDING, demand
+from tensorhub.testing.sim.filler import SimFiller
+from tensorhub.testing.sim.host_copies import CopyRequest
+from tensorhub.testing.sim.judges import reference_model
+from tensorhub.testing.sim.memory import CHUNK_BYTES, digest_of, sent_digest, written
+from tensorhub.testing.sim.pulling import Reading, SimLane
+from tensorhub.testing.sim.rendering import show
 from tensorhub.types import (
     ContentId,
     FetchReport,
@@ -69,8 +69,8 @@ from tensorhub.worker.interpreter import Interpreter
 from tensorhub.worker.member import Member
 
 if TYPE_CHECKING:
-    from tensorhub.testing.cluster import Cluster
-    from tensorhub.testing.worker import SimWorker
+    from tensorhub.testing.sim.worker import SimWorker
+    from tensorhub.testing.sim.world import World
 
 
 class BrokenHook(Exception):
@@ -78,11 +78,11 @@ class BrokenHook(Exception):
 
 
 @dataclass(eq=False)
-class Asked:
+class CallRecord:
     """One call, and how it ended."""
 
     what: Call
-    handle: Handle
+    handle: SimHandle
     call: reference_model.Call  # the same, as the reference model knows it
     began: float = 0.0
     until: float = inf  # its deadline
@@ -114,12 +114,12 @@ class Asked:
         return self.version.version
 
 
-class Handle:
+class SimHandle:
     """One registration of a simulated worker."""
 
     unwanted: frozenset[int] = frozenset()  # chunks that its fetch leaves out
 
-    def __init__(self, cluster: Cluster, worker: SimWorker, shard: Shard) -> None:
+    def __init__(self, cluster: World, worker: SimWorker, shard: Shard) -> None:
         self.cluster = cluster
         self.worker = worker
         self.shard = shard
@@ -128,11 +128,11 @@ class Handle:
         self.cells: MutableSequence[str] = ["unset"] * cluster.chunks
         self.hooks: deque[CallHook] = deque()
         self.pull: Reading | None = None  # the last fill's
-        self.serving: dict[Lane, None] = {}  # of others, which read this memory
+        self.serving: dict[SimLane, None] = {}  # of others, which read this memory
         self.access: tuple[Access, str] | None = None  # one that no fence can end, and what it read in the cell at first
         self.fencing_since: float | None = None  # its next action is a fence, which was begun
         self.freed_at = 0.0  # when its own access ended that a fence has waited for, last
-        self.asked: Asked | None = None
+        self.last_call: CallRecord | None = None
         self.last_held = ""  # the content id that it held last
         self.generation = 0  # under which its memory is open, or was last
         self.lied = ""  # the content id that it vouches for with bytes of its own
@@ -142,7 +142,7 @@ class Handle:
         self.reads_backwards = False  # the last chunk of a request first
         self.registration_error: Exception | None = None
         self.is_stopping = False  # it was given up: it is no more once nobody reads it
-        self.room: Wanted | None = None  # for what is about to be staged
+        self.room: CopyRequest | None = None  # for what is about to be staged
         self.unopened: TensorHubError | None = None  # why there is no memory for the running fill
         self.registered = False
         self.member = Member(
@@ -156,10 +156,10 @@ class Handle:
         self.todo = self.interpreter.todo
         self.staging_id = RegistrationId(staging_of(shard.registration))
         self.staging: list[str] | None = None  # the cells of what is staged
-        self.filler = Filler(self)
+        self.filler = SimFiller(self)
 
     def __repr__(self) -> str:
-        return f"<Handle {self.name} {self.member.state} v={self.member.version}>"
+        return f"<SimHandle {self.name} {self.member.state} v={self.member.version}>"
 
     @property
     def idle(self) -> bool:
@@ -179,60 +179,60 @@ class Handle:
         assert self.member.state in (HandleState.EMPTY, HandleState.TORN), self
         self.cells = written(f"{self.name}#{next(self.cluster.numbers)}", self.cluster.chunks)
 
-    def call(self, call: Call, timeout_s: float = 60.0) -> Asked:
+    def call(self, call: Call, timeout_s: float = 60.0) -> CallRecord:
         """Begin a call; raises StateError where the handle's state forbids it."""
         cluster = self.cluster
         actions = self.interpreter.begin(call, timeout_s, cluster.now)
         cluster.note(f"{self.name} calls {show(call)}")
-        judged, online = cluster.guarantees.judging.begins(self, call), self.worker.link is not None
-        self.asked = Asked(call, self, judged, cluster.now, cluster.now + timeout_s, online)
+        judged, online = cluster.guarantees.history.begins(self, call), self.worker.link is not None
+        self.last_call = CallRecord(call, self, judged, cluster.now, cluster.now + timeout_s, online)
         self.apply(actions)
-        return self.asked
+        return self.last_call
 
-    def publish(self, version: int, timeout_s: float = 60.0) -> Asked:
+    def publish(self, version: int, timeout_s: float = 60.0) -> CallRecord:
         """Write the memory, where it is the caller's to write, and publish it."""
         if self.idle and self.member.state in (HandleState.EMPTY, HandleState.TORN):
             self.write()
         return self.call(PublishCall(version), timeout_s)
 
-    def replicate(self, selector: Selector = "latest", timeout_s: float = 60.0, *, hold: bool = False) -> Asked:
+    def replicate(self, selector: Selector = "latest", timeout_s: float = 60.0, *, hold: bool = False) -> CallRecord:
         """`hold`: with a before_write."""
         return self.call(FillCall(OpKind.REPLICATE, selector, hold=hold), timeout_s)
 
     def update(
         self, selector: Selector = "latest", timeout_s: float = 60.0, *, hold: bool = False, at_least: int | None = None
-    ) -> Asked:
+    ) -> CallRecord:
         """`hold`: with a before_write."""
         return self.call(FillCall(OpKind.UPDATE, selector, at_least, hold), timeout_s)
 
-    def stage(self, selector: Selector = "latest", timeout_s: float = 60.0, *, hold: bool = False) -> Asked:
+    def stage(self, selector: Selector = "latest", timeout_s: float = 60.0, *, hold: bool = False) -> CallRecord:
         """An update that overwrites nothing before it is committed."""
         return self.call(FillCall(OpKind.UPDATE, selector, hold=hold, staged=True), timeout_s)
 
-    def prefetch(self, selector: Selector = "latest", timeout_s: float = 60.0) -> Wanted:
+    def prefetch(self, selector: Selector = "latest", timeout_s: float = 60.0) -> CopyRequest:
         """Fill its host copy, which is made the first time."""
         return self.worker.copies.prefetch(self, selector, timeout_s)
 
     @property
-    def copy(self) -> Handle:
+    def copy(self) -> SimHandle:
         """Its host copy."""
         copy = self.worker.copies.of(self)
         assert copy is not None, f"nothing was prefetched for {self}"
         return copy
 
-    def fetch(self, selector: Selector = "latest", timeout_s: float = 60.0) -> Asked:
+    def fetch(self, selector: Selector = "latest", timeout_s: float = 60.0) -> CallRecord:
         """The one call of what `SimWorker.fetcher` made."""
         return self.call(FillCall(OpKind.FETCH, selector), timeout_s)
 
-    def unpublish(self, timeout_s: float = 60.0) -> Asked:
+    def unpublish(self, timeout_s: float = 60.0) -> CallRecord:
         """Take the memory back."""
         return self.call(UnpublishCall(), timeout_s)
 
-    def close(self, timeout_s: float = 60.0, *, abandon: bool = False) -> Wanted:
+    def close(self, timeout_s: float = 60.0, *, abandon: bool = False) -> CopyRequest:
         """End the registration, with the host copies that end with it."""
         return self.worker.copies.close(self, timeout_s, abandon=abandon)
 
-    def refuse(self, reason: str = "the body raised") -> Asked:
+    def refuse(self, reason: str = "the body raised") -> CallRecord:
         """Do not make the next group call."""
         return self.call(RefuseCall(ErrorInfo.of(GroupAborted(reason))), 60.0)
 
@@ -334,8 +334,8 @@ class Handle:
         if self.is_stopping:
             return
         running = self.member.running
-        if running is not None and self.asked is not None and running.key is not None:
-            self.asked.key = running.key
+        if running is not None and self.last_call is not None and running.key is not None:
+            self.last_call.key = running.key
         self.todo.extend(actions)
         self.cluster.handle_moved(self)
 
@@ -402,16 +402,16 @@ class Handle:
         self.worker.router.leave(self.shard)
         self.hooks.clear()
         self.todo.clear()
-        if self.asked is not None and not self.asked.done:
-            self.asked.done, self.asked.error = True, self.interpreter.give_up().error
-            self.worker.copies.call_ended(self, self.asked)
+        if self.last_call is not None and not self.last_call.done:
+            self.last_call.done, self.last_call.error = True, self.interpreter.give_up().error
+            self.worker.copies.call_ended(self, self.last_call)
         self.todo.extend((StopPull(), Fence(self.generation)))
         self.cluster.handle_moved(self)
 
-    def report_of(self, asked: Asked) -> FetchReport:
+    def report_of(self, record: CallRecord) -> FetchReport:
         """What a fill took."""
-        assert asked.version is not None
-        return FetchReport(asked.version.version, asked.changed)
+        assert record.version is not None
+        return FetchReport(record.version.version, record.changed)
 
     def _do(self, action: Action) -> None:
         owner = self.worker.owner
@@ -419,8 +419,12 @@ class Handle:
             case Say():
                 if isinstance(action.message, Publish):
                     self.cluster.guarantees.contents.promise(action.message.key, self.shard.rank, self.cells)
-                if isinstance(action.message, Prepared) and self.asked is not None and self.asked.key == action.message.key:
-                    self.asked.votes = (*self.asked.votes, action.message.key)
+                if (
+                    isinstance(action.message, Prepared)
+                    and self.last_call is not None
+                    and self.last_call.key == action.message.key
+                ):
+                    self.last_call.votes = (*self.last_call.votes, action.message.key)
                 self.worker.say(action.message)
             case OpenMemory():
                 if not self._has_memory(action):
@@ -554,18 +558,18 @@ class Handle:
             self.apply(self.member.fence_failed(action.generation, now))
 
     def _finish(self, action: Finish) -> None:
-        asked = self.asked
-        assert asked is not None
-        assert not asked.done, f"{self.name}: {action} without a call"
+        record = self.last_call
+        assert record is not None
+        assert not record.done, f"{self.name}: {action} without a call"
         self.interpreter.finished(action)
-        asked.done, asked.version, asked.changed, asked.error = True, action.version, action.changed, action.error
-        self.cluster.call_ended(self, asked)
+        record.done, record.version, record.changed, record.error = True, action.version, action.changed, action.error
+        self.cluster.call_ended(self, record)
         if self.interpreter.is_over:
             self.worker.router.remove(self.shard)
         if not self.shard.serves:  # it was made for this call
             self.worker.drop(self)
             self.worker.say(Deregister(0, self.shard.registration, True))
-        self.worker.copies.call_ended(self, asked)
+        self.worker.copies.call_ended(self, record)
         if self.member.state is HandleState.CLOSED and self in self.worker.handles and not self.is_stopping:
             self.worker.closed(self)
 

@@ -1,9 +1,9 @@
 """A whole cluster without bytes, sockets, threads or a clock: the real coordinator, members, owners and pulls.
 
-`Cluster` is what there is and what each step does: the coordinator with its store, workers, connections. It asks, in the
-methods under "what follows", that something happen later. `PureCluster` lets the caller decide when: every step that could
-happen now is a `Choice`; who drives it picks one: in turn (`run`), one by one (`do`), or Hypothesis. `SimulatedCluster` has
-a clock, latencies and faults instead.
+`World` is what there is and what each step does: the coordinator with its store, workers, connections. It asks, in the
+methods under "what follows", that something happen later. `StepwiseCluster` lets the caller decide when: every step that
+could happen now is a `Choice`; who drives it picks one: in turn (`run`), one by one (`do`), or Hypothesis.
+`SimulatedCluster` has a clock, latencies and faults instead.
 """
 
 from __future__ import annotations
@@ -38,20 +38,20 @@ from tensorhub.messages import (
     Welcome,
     Write,
 )
-from tensorhub.testing.demands import GuaranteeBroken, demand
-from tensorhub.testing.guarantees import Guarantees
-from tensorhub.testing.handle import Asked, BrokenHook, Handle
-from tensorhub.testing.memory import CHUNKS, MANIFEST
-from tensorhub.testing.network import Link
-from tensorhub.testing.pulling import Lane, Reading
-from tensorhub.testing.rendering import show_error
-from tensorhub.testing.verified import Verified
-from tensorhub.testing.worker import SimWorker
+from tensorhub.testing.sim.assertion import GuaranteeBroken, demand
+from tensorhub.testing.sim.handle import BrokenHook, CallRecord, SimHandle
+from tensorhub.testing.sim.judges.guarantees import Guarantees
+from tensorhub.testing.sim.judges.verified import VerifiedChunks
+from tensorhub.testing.sim.memory import CHUNKS, MANIFEST
+from tensorhub.testing.sim.network import Link
+from tensorhub.testing.sim.pulling import Reading, SimLane
+from tensorhub.testing.sim.rendering import show_error
+from tensorhub.testing.sim.worker import SimWorker
 from tensorhub.types import HandleState, Location, Options
 from tensorhub.worker.calls import Fence
 
 
-class Cluster:
+class World:
     """The coordinator, its store, its workers, and the guarantees."""
 
     user_errors: tuple[type[Exception], ...] = (BrokenHook,)  # that a user's own code raises
@@ -70,7 +70,7 @@ class Cluster:
         self.ids = count(1)
         self.sessions = count(1)
         self.workers: dict[str, SimWorker] = {}
-        self.by_registration: dict[str, Handle] = {}
+        self.by_registration: dict[str, SimHandle] = {}
         self.links: dict[int, tuple[SimWorker, Link]] = {}  # that the coordinator has not seen end
         self.store: list[Entry] = []
         self.unstored: dict[int, Persist] = {}
@@ -78,7 +78,7 @@ class Cluster:
         self.ident = "c"  # of the coordinator's state
         self._joined: dict[str, int] = {}  # by incarnation: its newest connection that this coordinator has welcomed
         self.guarantees = Guarantees(self)
-        self.verified = Verified()
+        self.verified = VerifiedChunks()
         self.coordinator = self._new_coordinator()
 
     # -- making things
@@ -89,16 +89,16 @@ class Cluster:
         worker.connect()
         return worker
 
-    def handle(self, name: str, group: str | None = None, rank: int = 0, world_size: int = 1, **more: Any) -> Handle:
+    def handle(self, name: str, group: str | None = None, rank: int = 0, world_size: int = 1, **more: Any) -> SimHandle:
         """A worker of this name, if there is none yet, with one registration."""
         worker = self.workers.get(name) or self.worker(name)
         return worker.register(group or name, rank, world_size, **more)
 
-    def fetcher(self, name: str, shard: int = 0) -> Handle:
+    def fetcher(self, name: str, shard: int = 0) -> SimHandle:
         """A worker of this name, if there is none yet, that fetches."""
         return (self.workers.get(name) or self.worker(name)).fetcher(shard)
 
-    def group(self, name: str, world_size: int, *, spot: bool = False) -> list[Handle]:
+    def group(self, name: str, world_size: int, *, spot: bool = False) -> list[SimHandle]:
         """A worker per rank."""
         return [self.handle(f"{name}{rank}", name, rank, world_size, spot=spot) for rank in range(world_size)]
 
@@ -122,16 +122,16 @@ class Cluster:
 
     # -- looking
 
-    def all_handles(self) -> Iterator[Handle]:
+    def all_handles(self) -> Iterator[SimHandle]:
         """Those of dead workers, too."""
         for worker in self.workers.values():
             yield from worker.handles
 
-    def live_handles(self) -> Iterator[Handle]:
+    def live_handles(self) -> Iterator[SimHandle]:
         """Those of workers that are alive."""
         return (handle for handle in self.all_handles() if handle.worker.alive)
 
-    def find(self, grant: Grant) -> Handle | None:
+    def find(self, grant: Grant) -> SimHandle | None:
         """The memory that a grant names, if its process is alive."""
         handle = self.by_registration.get(grant.registration)
         return handle if handle is not None and handle.worker.alive else None
@@ -148,7 +148,7 @@ class Cluster:
 
     # -- the coordinator
 
-    def mates(self, handle: Handle) -> list[Handle]:
+    def mates(self, handle: SimHandle) -> list[SimHandle]:
         """The other ranks of its group."""
         return [h for h in self.live_handles() if h.shard.group == handle.shard.group and h is not handle]
 
@@ -259,11 +259,11 @@ class Cluster:
         for lease in self.coordinator.cluster.leases.values():
             raise GuaranteeBroken(f"liveness: a lease is left: {lease}. Story:\n{lease.story}")
 
-    def call_ended(self, handle: Handle, asked: Asked) -> None:
+    def call_ended(self, handle: SimHandle, record: CallRecord) -> None:
         """A call has returned, or raised."""
-        what = f"v{asked.version.version} changed={asked.changed}" if asked.version else show_error(asked.error)
-        self.note(f"{handle.name} {type(asked.what).__name__.removesuffix('Call').lower()} ends: {what}")
-        self.guarantees.ended(handle, asked)
+        what = f"v{record.version.version} changed={record.changed}" if record.version else show_error(record.error)
+        self.note(f"{handle.name} {type(record.what).__name__.removesuffix('Call').lower()} ends: {what}")
+        self.guarantees.ended(handle, record)
 
     # -- what follows: each is told of something that will go on, at once or some time
 
@@ -289,7 +289,7 @@ class Cluster:
         """A connection that the coordinator will see."""
         raise NotImplementedError
 
-    def new_lane(self, reading: Reading, grant: Grant) -> Lane:
+    def new_lane(self, reading: Reading, grant: Grant) -> SimLane:
         """What reads one source."""
         raise NotImplementedError
 
@@ -305,46 +305,46 @@ class Cluster:
     def to_be_stored(self, persist: Persist) -> None:
         """The coordinator wants this recorded."""
 
-    def handle_moved(self, handle: Handle) -> None:
+    def handle_moved(self, handle: SimHandle) -> None:
         """Its member has had an input: there may be something to do, and another deadline."""
 
     def copies_moved(self, worker: SimWorker) -> None:
         """Its host copies have had an input: there may be another deadline."""
 
-    def hook_called(self, handle: Handle) -> None:
+    def hook_called(self, handle: SimHandle) -> None:
         """Its before_write runs."""
 
-    def fence_begun(self, handle: Handle, fence: Fence) -> None:
+    def fence_begun(self, handle: SimHandle, fence: Fence) -> None:
         """It is tried from now on."""
 
-    def access_ended(self, handle: Handle) -> None:
+    def access_ended(self, handle: SimHandle) -> None:
         """A fence may stand now."""
 
-    def lane_made(self, lane: Lane) -> None:
+    def lane_made(self, lane: SimLane) -> None:
         """It is to connect."""
 
     def lanes_wanted(self, reading: Reading) -> None:
         """There may be chunks to ask for."""
 
-    def chunks_offered(self, handle: Handle) -> None:
+    def chunks_offered(self, handle: SimHandle) -> None:
         """Readers that wait there may go on."""
 
-    def lane_closed(self, lane: Lane) -> None:
+    def lane_closed(self, lane: SimLane) -> None:
         """Its reader's end is over; its owner's will be."""
         raise NotImplementedError
 
-    def lane_cut(self, lane: Lane) -> None:
+    def lane_cut(self, lane: SimLane) -> None:
         """Its reader wants it to end."""
         raise NotImplementedError
 
-    def lane_shut(self, lane: Lane) -> None:
+    def lane_shut(self, lane: SimLane) -> None:
         """Its owner shuts the connection."""
         raise NotImplementedError
 
-    def reader_died(self, lane: Lane) -> None:
+    def reader_died(self, lane: SimLane) -> None:
         """Its reader's process is no more."""
         raise NotImplementedError
 
-    def source_died(self, lane: Lane) -> None:
+    def source_died(self, lane: SimLane) -> None:
         """Its owner's process is no more."""
         raise NotImplementedError

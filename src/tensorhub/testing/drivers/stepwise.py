@@ -9,14 +9,14 @@ from tensorhub.accesses import Access, Refusal, Wait
 from tensorhub.coordinator import Connected, Disconnected, Persisted, PersistFailed, Received, Tick
 from tensorhub.manifest import Manifest
 from tensorhub.messages import FromCoordinator, FromWorker, Grant, Heartbeat, HeartbeatAck
-from tensorhub.testing.cluster import Cluster
-from tensorhub.testing.demands import GuaranteeBroken
-from tensorhub.testing.handle import Handle
-from tensorhub.testing.memory import CHUNK_BYTES, MANIFEST
-from tensorhub.testing.network import Link
-from tensorhub.testing.pulling import Lane, Reading
-from tensorhub.testing.rendering import show
-from tensorhub.testing.worker import SimWorker
+from tensorhub.testing.sim.assertion import GuaranteeBroken
+from tensorhub.testing.sim.handle import SimHandle
+from tensorhub.testing.sim.memory import CHUNK_BYTES, MANIFEST
+from tensorhub.testing.sim.network import Link
+from tensorhub.testing.sim.pulling import Reading, SimLane
+from tensorhub.testing.sim.rendering import show
+from tensorhub.testing.sim.worker import SimWorker
+from tensorhub.testing.sim.world import World
 from tensorhub.types import Location, Options
 
 
@@ -27,7 +27,7 @@ class Choice(NamedTuple):
     name: str
 
 
-class PureCluster(Cluster):
+class StepwiseCluster(World):
     """Nothing happens by itself. `choices` lists what could; `do` lets one of them happen, and checks everything."""
 
     def __init__(self, options: Options | None = None, *, host_bytes: int = 0, manifest: Manifest = MANIFEST) -> None:
@@ -73,31 +73,31 @@ class PureCluster(Cluster):
     def link_lost(self, worker: SimWorker, link: Link) -> None:
         self.ending.append(link.session)
 
-    def new_lane(self, reading: Reading, grant: Grant) -> Lane:
-        return Lane(reading, grant)
+    def new_lane(self, reading: Reading, grant: Grant) -> SimLane:
+        return SimLane(reading, grant)
 
-    def lane_made(self, lane: Lane) -> None:
+    def lane_made(self, lane: SimLane) -> None:
         self.lanes_wanted(lane.reading)
 
     def lanes_wanted(self, reading: Reading) -> None:
         for lane in reading.lanes.values():
             lane.queue.extend(lane.submit(reading.start.manifest.nbytes))
 
-    def lane_closed(self, lane: Lane) -> None:
+    def lane_closed(self, lane: SimLane) -> None:
         lane.close()
 
-    def lane_cut(self, lane: Lane) -> None:
+    def lane_cut(self, lane: SimLane) -> None:
         lane.end()
 
-    def lane_shut(self, lane: Lane) -> None:
+    def lane_shut(self, lane: SimLane) -> None:
         lane.is_stopped = True
         if lane.access is not None:
             lane.end("lost")
 
-    def reader_died(self, lane: Lane) -> None:
+    def reader_died(self, lane: SimLane) -> None:
         lane.end()
 
-    def source_died(self, lane: Lane) -> None:
+    def source_died(self, lane: SimLane) -> None:
         if lane.access is not None:
             lane.access = None
             lane.end("lost")
@@ -125,7 +125,7 @@ class PureCluster(Cluster):
             found.append(Choice("store", str(min(self.unstored))))
         return found
 
-    def _running_handles(self) -> Iterator[Handle]:
+    def _running_handles(self) -> Iterator[SimHandle]:
         """Those of workers whose threads run."""
         return (handle for handle in self.live_handles() if handle.worker.stopped_until <= self.now)
 
@@ -168,37 +168,37 @@ class PureCluster(Cluster):
                 self.read(self._named(name))
         self.check()
 
-    def _named(self, name: str) -> Handle:
+    def _named(self, name: str) -> SimHandle:
         return next(handle for handle in self.live_handles() if handle.name == name)
 
     def _note_message(self, worker: str, arrow: str, message: FromWorker | FromCoordinator) -> None:
         if not isinstance(message, Heartbeat | HeartbeatAck):
             self.note(f"{worker} {arrow} {show(message)}")
 
-    def can_read(self, handle: Handle) -> bool:
+    def can_read(self, handle: SimHandle) -> bool:
         """Whether its fill can go on."""
         return self._next_lane(handle) is not None
 
-    def _next_lane(self, handle: Handle) -> Lane | None:
+    def _next_lane(self, handle: SimHandle) -> SimLane | None:
         """The lane of its fill that has something to do."""
         lanes = self.open_lanes(handle)
         running = [lane for lane in lanes if lane.access is not None]
         able = running or [lane for lane in lanes if self._can_go_on(lane)]
         return next(iter(able or [lane for lane in lanes if self._lacks_in_vain(lane)]), None)
 
-    def open_lanes(self, handle: Handle) -> list[Lane]:
+    def open_lanes(self, handle: SimHandle) -> list[SimLane]:
         """Those of its fill over which something can come, in the order in which they are looked at."""
         return list(handle.pull.lanes.values()) if handle.pull is not None else []
 
     @staticmethod
-    def _lacks_in_vain(lane: Lane) -> bool:
+    def _lacks_in_vain(lane: SimLane) -> bool:
         """Whether it waits for what its source lacks, while some source has what this reader lacks."""
         lanes, missing = lane.reading.lanes.values(), lane.reading.missing
         runs = [run for each in lanes if each.source is not None and each.source.worker.alive for run in each.has()]
         return bool(lane.queue) and any(first <= chunk < first + count for first, count in runs for chunk in missing)
 
     @staticmethod
-    def _can_go_on(lane: Lane) -> bool:
+    def _can_go_on(lane: SimLane) -> bool:
         if lane.is_stopped or lane.connect():
             return True
         if not lane.queue:
@@ -207,7 +207,7 @@ class PureCluster(Cluster):
         lane.let_go()
         return not isinstance(begun, Wait)
 
-    def read(self, handle: Handle) -> None:
+    def read(self, handle: SimHandle) -> None:
         """One step of a fill: end the access that runs, begin one, or find out that a source is no more."""
         lane = self._next_lane(handle)
         assert lane is not None
@@ -301,6 +301,6 @@ class PureCluster(Cluster):
             if connected and quiet and self.now > start + 2 * self.options.lease_s:
                 break
         for handle in self.live_handles():
-            if handle.asked is not None and not handle.asked.done:
-                raise GuaranteeBroken(f"liveness: {handle}: {handle.asked.what} never ended: {handle.member.running}")
+            if handle.last_call is not None and not handle.last_call.done:
+                raise GuaranteeBroken(f"liveness: {handle}: {handle.last_call.what} never ended: {handle.member.running}")
         self.check_agreement()

@@ -41,9 +41,9 @@ from tensorhub.messages import (
     Write,
 )
 from tensorhub.runtime.worker.coordinator_client import Answer
-from tensorhub.testing.handle import Handle
-from tensorhub.testing.host_copies import SimulatedCopies
-from tensorhub.testing.network import Link
+from tensorhub.testing.sim.handle import SimHandle
+from tensorhub.testing.sim.host_copies import SimHostCopies
+from tensorhub.testing.sim.network import Link
 from tensorhub.types import Endpoint, Location, Medium
 from tensorhub.worker.copies import Copies
 from tensorhub.worker.enrolment import Shard
@@ -52,13 +52,13 @@ from tensorhub.worker.router import Answered, Look, Reply, Router, Tell
 from tensorhub.worker.telling import tell_chunks
 
 if TYPE_CHECKING:
-    from tensorhub.testing.cluster import Cluster
+    from tensorhub.testing.sim.world import World
 
 
 class SimWorker:
     """One worker process."""
 
-    def __init__(self, cluster: Cluster, name: str, location: Location, transports: tuple[str, ...]) -> None:
+    def __init__(self, cluster: World, name: str, location: Location, transports: tuple[str, ...]) -> None:
         self.cluster = cluster
         self.name = name
         self.location = location
@@ -69,7 +69,7 @@ class SimWorker:
         self.stopped_until = 0.0  # its threads do not run before
         self.owner = Owner()
         self.manifests: dict[str, Manifest] = {}
-        self.handles: list[Handle] = []
+        self.handles: list[SimHandle] = []
         self.host_copies = Copies()
         self.link: Link | None = None
         self.known_since = 0.0  # when a coordinator that did not know it has welcomed it
@@ -79,11 +79,11 @@ class SimWorker:
         self.dismissals: list[str] = []
         self.answers: dict[int, TensorHubError | None] = {}  # to what the worker itself asked, by request
         self.host_bytes = cluster.host_bytes
-        self.copies = SimulatedCopies(self)
+        self.copies = SimHostCopies(self)
         self.copies_refused = 0  # that it will refuse to make
         self.pins: dict[str, tuple[str, int]] = {}  # that it wants: model and version, by id
         self.unpinned: dict[str, str] = {}  # pins that it has ended, and has not heard the end of: their models, by id
-        self.router = Router[Handle](cluster.numbers)
+        self.router = Router[SimHandle](cluster.numbers)
         self._said_held: dict[int, str] = {}  # of these: what content such a request says is held
         self._asked_unpins: dict[int, str] = {}  # by request
         self.rollbacks: dict[int, Rollback] = {}  # by request: those that were said, and not answered
@@ -95,17 +95,17 @@ class SimWorker:
 
     def register(
         self, group: str, rank: int = 0, world_size: int = 1, *, model: str = "actor", spot: bool = False, layout: str = ""
-    ) -> Handle:
+    ) -> SimHandle:
         """One rank's memory."""
         number = next(self.cluster.registrations)
         return self.take(Shard(f"r{number}", model, group, rank, world_size, spot, layout, self.cluster.manifest, rank))
 
-    def fetcher(self, shard: int = 0, *, model: str = "actor") -> Handle:
+    def fetcher(self, shard: int = 0, *, model: str = "actor") -> SimHandle:
         """What can fetch once."""
         number = next(self.cluster.registrations)
         return self.take(Shard(f"r{number}", model, f"fetch{number}", 0, 1, True, "", None, shard))
 
-    def take(self, shard: Shard) -> Handle:
+    def take(self, shard: Shard) -> SimHandle:
         """What registers that memory, of any kind."""
         handle = self.new_handle(shard)
         self.handles.append(handle)
@@ -116,11 +116,11 @@ class SimWorker:
             handle.apply(handle.member.connected(self.cluster.now, self.cluster.options.lease_s))
         return handle
 
-    def new_handle(self, shard: Shard) -> Handle:
+    def new_handle(self, shard: Shard) -> SimHandle:
         """Its shell."""
-        return Handle(self.cluster, self, shard)
+        return SimHandle(self.cluster, self, shard)
 
-    def drop(self, handle: Handle) -> None:
+    def drop(self, handle: SimHandle) -> None:
         """Forget a handle that has served."""
         self.handles.remove(handle)
         self.router.remove(handle.shard)
@@ -128,7 +128,7 @@ class SimWorker:
         self.cluster.by_registration.pop(handle.shard.registration, None)
         self.copies.ended(handle)
 
-    def closed(self, handle: Handle) -> None:
+    def closed(self, handle: SimHandle) -> None:
         """It is closed: its user still has it, and a host copy has no user."""
         if handle.shard.medium is Medium.HOST:
             self.drop(handle)
@@ -157,8 +157,8 @@ class SimWorker:
         self._pins_uncertain()
         self.cluster.link_lost(self, link)
         for handle in self.handles:
-            if handle.asked is not None and not handle.asked.done:
-                handle.asked.online = False
+            if handle.last_call is not None and not handle.last_call.done:
+                handle.last_call.online = False
         for handle in list(self.router.handles.values()):
             handle.apply(handle.member.disconnected(self.cluster.now))
 
@@ -169,8 +169,8 @@ class SimWorker:
         for handle in self.handles:
             self.cluster.guarantees.retained.lost(handle)
             handle.access = None
-            if handle.asked is not None:
-                self.cluster.guarantees.judging.crashed(handle.asked)
+            if handle.last_call is not None:
+                self.cluster.guarantees.history.crashed(handle.last_call)
             handle.todo.clear()
             handle.hooks.clear()
             if handle.pull is not None:
@@ -187,7 +187,7 @@ class SimWorker:
     def _pins_uncertain(self) -> None:
         """They count for a lease; nobody can rely on them until they are said again."""
         for pin in self.pins:
-            self.cluster.guarantees.judging.unpinned(pin)
+            self.cluster.guarantees.history.unpinned(pin)
 
     def say(self, message: FromWorker) -> None:
         """Tell the coordinator; without a connection it is not said."""
@@ -197,7 +197,7 @@ class SimWorker:
                 asker = self.router.asker(message.request)
                 if asker is not None:
                     self.cluster.guarantees.announced(asker, message.held.content_id)
-            self.cluster.guarantees.judging.says(self, message)
+            self.cluster.guarantees.history.says(self, message)
             self.link.up.append(message)
             self.cluster.said_up(self, self.link)
 
@@ -244,7 +244,7 @@ class SimWorker:
         model = self.unpinned.get(pin) or self.pins.pop(pin)[0]
         self.unpinned[pin] = model
         self._asked_unpins[request] = pin
-        self.cluster.guarantees.judging.unpinned(pin)
+        self.cluster.guarantees.history.unpinned(pin)
         self.say(Unpin(request, pin, model))
         return request
 
@@ -302,14 +302,14 @@ class SimWorker:
     def _announced(self, message: Announce) -> None:
         """Which version is the newest: users of this worker look for themselves (`process`)."""
 
-    def _tell(self, handle: Handle, message: ToRank) -> None:
-        guarantees, asked = self.cluster.guarantees, handle.asked
-        if asked is not None and not asked.done and isinstance(message, LeaveGranted | Write | Start):
-            asked.granted = True
+    def _tell(self, handle: SimHandle, message: ToRank) -> None:
+        guarantees, record = self.cluster.guarantees, handle.last_call
+        if record is not None and not record.done and isinstance(message, LeaveGranted | Write | Start):
+            record.granted = True
             if isinstance(message, LeaveGranted):
                 guarantees.retained.let_go(handle)
-        if asked is not None and isinstance(message, Outcome) and message.key == asked.key:
-            asked.committed = message.committed
+        if record is not None and isinstance(message, Outcome) and message.key == record.key:
+            record.committed = message.committed
         if isinstance(message, Outcome) and handle.member._holding.doubt == message.key:
             guarantees.resolved(handle, message)
         if isinstance(message, Revoked) and handle.lied == message.content_id:
@@ -360,7 +360,7 @@ class SimWorker:
         if not isinstance(message, Done | Refused):
             return  # which only the runtime's questions ask for
         request, refused = message.request, isinstance(message, Refused)
-        self.cluster.guarantees.judging.answered(self, message)
+        self.cluster.guarantees.history.answered(self, message)
         self.answers[request] = message.error.error() if isinstance(message, Refused) else None
         rollback = self.rollbacks.pop(request, None)
         if rollback is not None and not refused:

@@ -11,17 +11,17 @@ from typing import TYPE_CHECKING
 from tensorhub.accesses import Access, Refusal
 from tensorhub.messages import Grant
 from tensorhub.runtime.data.acceptor import PATIENCE_S
-from tensorhub.testing.memory import CHUNK_BYTES
-from tensorhub.testing.pulling import Frame, Lane, Reading
+from tensorhub.testing.sim.memory import CHUNK_BYTES
+from tensorhub.testing.sim.pulling import Frame, Reading, SimLane
 
 if TYPE_CHECKING:
-    from tensorhub.testing.simulated import SimulatedCluster
+    from tensorhub.testing.drivers.timed import SimulatedCluster
 
 THREAD_S = 0.002  # until a thread that was woken runs
 SLOW = 100  # times as slow
 
 
-class TimedLane(Lane):
+class TimedLane(SimLane):
     """A lane with its connection's clocks."""
 
     def __init__(self, reading: Reading, grant: Grant) -> None:
@@ -37,7 +37,7 @@ class TimedLane(Lane):
         self.stalled_until = 0.0  # its owner sends nothing before
 
 
-class Wires:
+class DataNetwork:
     """Moves lanes on."""
 
     def __init__(self, cluster: SimulatedCluster) -> None:
@@ -58,7 +58,7 @@ class Wires:
     def _blocked(self, lane: TimedLane) -> float:
         """Until when nothing passes; 0: it does."""
         cluster = self._cluster
-        until = cluster.ways.blocked_until(lane.reader.worker.name, lane.grant.source)
+        until = cluster.partitions.blocked_until(lane.reader.worker.name, lane.grant.source)
         return until if until > cluster.now else 0.0
 
     # -- the reader's end
@@ -215,7 +215,7 @@ class Wires:
 
     def _send_s(self, lane: TimedLane, chunks: int) -> float:
         assert lane.source is not None
-        slow = self._cluster.ways.slow_until(lane.reader.worker.name, lane.source.worker.name) > self._cluster.now
+        slow = self._cluster.partitions.slow_until(lane.reader.worker.name, lane.source.worker.name) > self._cluster.now
         return self.chunk_s * chunks * (0.5 + self._cluster.random.random()) * (SLOW if slow else 1)
 
     def _sent(self, lane: TimedLane, number: int) -> None:

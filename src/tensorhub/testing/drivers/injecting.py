@@ -10,16 +10,16 @@ from typing import TYPE_CHECKING
 
 from tensorhub.coordinator import Action, Send
 from tensorhub.messages import FromCoordinator, FromWorker, Outcome, Prepared
-from tensorhub.testing.faults import KINDS_LEAST, Fault, FaultPlan
-from tensorhub.testing.handle import BrokenHook, Handle
-from tensorhub.testing.network import COORDINATOR, TimedLink
-from tensorhub.testing.process import TimedWorker
-from tensorhub.testing.wires import TimedLane
-from tensorhub.testing.worker import SimWorker
+from tensorhub.testing.drivers.control_network import TimedWorker
+from tensorhub.testing.drivers.data_network import TimedLane
+from tensorhub.testing.sim.faults import KINDS_LEAST, Fault, FaultPlan
+from tensorhub.testing.sim.handle import BrokenHook, SimHandle
+from tensorhub.testing.sim.network import COORDINATOR, TimedLink
+from tensorhub.testing.sim.worker import SimWorker
 from tensorhub.types import HandleState, Purpose
 
 if TYPE_CHECKING:
-    from tensorhub.testing.simulated import SimulatedCluster
+    from tensorhub.testing.drivers.timed import SimulatedCluster
 
 SHORT_S = (0.05, 0.5, 2.0)
 LONG_S = (0.5, 3.0, 8.0, 15.0)
@@ -96,7 +96,7 @@ class Injector:
         # What is damaged last may be all that its reader has: nothing else will happen that makes anybody look at it again.
         last = list(cluster.workers) if Fault.CORRUPT in self._plan.weights else []
         self._damaged = dict.fromkeys(last, 1)
-        cluster.ways.heal()
+        cluster.partitions.heal()
         cluster.hurry_store()
         for handle in cluster.live_handles():
             handle.hook_error = None
@@ -148,7 +148,9 @@ class Injector:
         """The coordinator is about to hear that worker's vote: the way back may break before it hears the outcome, and stay
         so until its call gives up.
         """
-        voters = [h for h in worker.handles if h.asked is not None and h.asked.key == vote.key and not h.asked.done]
+        voters = [
+            h for h in worker.handles if h.last_call is not None and h.last_call.key == vote.key and not h.last_call.done
+        ]
         if not voters or not worker.alive:
             return
         if self._changes_of_mind and self._changes_of_mind[0] <= (voters[0].member.staged is not None):
@@ -208,7 +210,7 @@ class Injector:
         if kind is Fault.STALL:
             lane.stalled_until = now + self._random.choice((1.0, 5.0, 60.0))
         else:
-            self._cluster.ways.slow(lane.reader.worker.name, lane.grant.source, now + self._random.choice(LONG_S))
+            self._cluster.partitions.slow(lane.reader.worker.name, lane.grant.source, now + self._random.choice(LONG_S))
         self.happens(kind)
 
     # -- striking
@@ -224,7 +226,7 @@ class Injector:
         assert worker is None or isinstance(worker, TimedWorker)
         return worker
 
-    def _handle(self) -> Handle | None:
+    def _handle(self) -> SimHandle | None:
         handles = [handle for handle in self._cluster.live_handles() if handle.shard.serves]
         return self._random.choice(handles) if handles else None
 
@@ -267,7 +269,7 @@ class Injector:
                 cluster.users.hasty_until = now + random.choice(LONG_S)
                 return True
             case Fault.DIFFER:
-                random.choice(cluster.users.teams).differs = True
+                random.choice(cluster.users.groups).differs = True
                 return False
             case Fault.CANCEL if random.random() < AMBUSHES:
                 self._changes_of_mind = [random.random() < 0.5]
@@ -284,9 +286,9 @@ class Injector:
     def _restart(self) -> bool:
         """A dead rank's place is taken by a new process."""
         places = [
-            (team, rank)
-            for team in self._cluster.users.teams
-            for rank, handle in enumerate(team.ranks)
+            (group, rank)
+            for group in self._cluster.users.groups
+            for rank, handle in enumerate(group.ranks)
             if not handle.worker.alive
         ]
         if not places:
@@ -329,7 +331,7 @@ class Injector:
         return True
 
     @staticmethod
-    def _mend_hook(handle: Handle) -> None:
+    def _mend_hook(handle: SimHandle) -> None:
         handle.hook_error = None
 
     def _strike_worker(self, kind: Fault, worker: TimedWorker, other: str = "", until: float = 0.0) -> bool:
@@ -348,7 +350,7 @@ class Injector:
                 other = other or random.choice([COORDINATOR, *others[:3]])
                 until = max(until, now + random.choice(LONG_S))
                 cluster.note(f"{worker.name} and {other} are cut off until {until:.3f}")
-                cluster.ways.block(worker.name, other, until)
+                cluster.partitions.block(worker.name, other, until)
             case Fault.CUT if link is not None:
                 worker.disconnect()
             case Fault.DELAY if isinstance(link, TimedLink):

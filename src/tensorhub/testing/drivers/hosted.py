@@ -27,20 +27,20 @@ from tensorhub.messages import (
     Welcome,
 )
 from tensorhub.runtime.worker.coordinator_client import Answer
-from tensorhub.testing.callers import NoThread, WorkerShell
-from tensorhub.testing.clock import Party
-from tensorhub.testing.demands import GuaranteeBroken
-from tensorhub.testing.faults import Fault, FaultPlan
-from tensorhub.testing.handle import Asked, BrokenHook, Handle
-from tensorhub.testing.host_copies import SimulatedCopies
-from tensorhub.testing.injecting import Injector
-from tensorhub.testing.process import TimedWorker
-from tensorhub.testing.pulling import Lane, Reading
-from tensorhub.testing.registered import EmbeddedHandle
-from tensorhub.testing.simulated import SimulatedCluster
-from tensorhub.testing.virtual import idle
-from tensorhub.testing.wires import TimedLane
-from tensorhub.testing.worker import SimWorker
+from tensorhub.testing.drivers.clock import Party
+from tensorhub.testing.drivers.control_network import TimedWorker
+from tensorhub.testing.drivers.data_network import TimedLane
+from tensorhub.testing.drivers.facades import CallersLoop, WorkerFacade
+from tensorhub.testing.drivers.injecting import Injector
+from tensorhub.testing.drivers.tensor_handle import TensorHandle
+from tensorhub.testing.drivers.timed import SimulatedCluster
+from tensorhub.testing.drivers.virtual import idle
+from tensorhub.testing.sim.assertion import GuaranteeBroken
+from tensorhub.testing.sim.faults import Fault, FaultPlan
+from tensorhub.testing.sim.handle import BrokenHook, CallRecord, SimHandle
+from tensorhub.testing.sim.host_copies import SimHostCopies
+from tensorhub.testing.sim.pulling import Reading, SimLane
+from tensorhub.testing.sim.worker import SimWorker
 from tensorhub.types import Location, Options
 from tensorhub.worker.enrolment import Shard
 
@@ -55,23 +55,23 @@ class WorkerCrashed(Exception):
     """This simulated process has died: its code ends here, as if it had been killed. Leaves the `connect` block."""
 
 
-class EmbeddedWorker(TimedWorker):
+class HostedWorker(TimedWorker):
     """A process whose user is one `connect` block."""
 
     def __init__(
-        self, cluster: EmbeddedCluster, name: str, location: Location, options: Options, life: int, *, prefetch: bool
+        self, cluster: HostedCluster, name: str, location: Location, options: Options, life: int, *, prefetch: bool
     ) -> None:
         super().__init__(cluster, name, location)
-        self.embedded = cluster
+        self.hosted = cluster
         self.lives = life
         self.incarnation = f"{name}.{life}"
         self.host_bytes = options.host_memory_bytes
-        self.copies = SimulatedCopies(self, options.op_timeout_s)
+        self.copies = SimHostCopies(self, options.op_timeout_s)
         self.scope = anyio.CancelScope()  # of the code that runs in it
         self.is_preempted = False
         self.has_crashed = False
-        self.thread = NoThread(cluster, self)
-        self.shell = WorkerShell(cluster, self, options, prefetch=prefetch)
+        self.thread = CallersLoop(cluster, self)
+        self.shell = WorkerFacade(cluster, self, options, prefetch=prefetch)
 
     # -- its end
 
@@ -85,11 +85,11 @@ class EmbeddedWorker(TimedWorker):
         super().crash()
         self.scope.cancel()
         self.shell.crashed()
-        self.embedded.died(self.name)
+        self.hosted.died(self.name)
 
     def leave(self) -> None:
         """It has said goodbye: what it holds goes with it."""
-        self.embedded.note(f"{self.name} leaves")
+        self.hosted.note(f"{self.name} leaves")
         super().crash()
         self.shell.crashed()
 
@@ -99,22 +99,22 @@ class EmbeddedWorker(TimedWorker):
 
     # -- registering
 
-    def new_handle(self, shard: Shard) -> Handle:
-        return EmbeddedHandle(self.embedded, self, shard, self._memory)
+    def new_handle(self, shard: Shard) -> SimHandle:
+        return TensorHandle(self.hosted, self, shard, self._memory)
 
     _memory: Memory | None = None
 
-    def take_memory(self, shard: Shard, memory: Memory) -> EmbeddedHandle:
+    def take_memory(self, shard: Shard, memory: Memory) -> TensorHandle:
         """Register a caller's own memory."""
         self._memory = memory
         try:
             handle = self.take(shard)
         finally:
             self._memory = None
-        assert isinstance(handle, EmbeddedHandle)
+        assert isinstance(handle, TensorHandle)
         return handle
 
-    def drop_memory(self, handle: Handle) -> None:
+    def drop_memory(self, handle: SimHandle) -> None:
         """Its caller has not got it."""
         if handle in self.handles:
             self.drop(handle)
@@ -158,12 +158,12 @@ class EmbeddedWorker(TimedWorker):
         self.shell.version_watches.state_lost({handle.shard.model for handle in self.router.handles.values()})
 
 
-class EmbeddedInjector(Injector):
+class HostedInjector(Injector):
     """Strikes processes of the caller's code: what dies there is the caller's to start again."""
 
-    cluster: EmbeddedCluster
+    cluster: HostedCluster
 
-    def __init__(self, cluster: EmbeddedCluster, plan: FaultPlan) -> None:
+    def __init__(self, cluster: HostedCluster, plan: FaultPlan) -> None:
         super().__init__(cluster, plan)
         self.cluster = cluster
 
@@ -202,7 +202,7 @@ class EmbeddedInjector(Injector):
         return True
 
 
-class EmbeddedCluster(SimulatedCluster):
+class HostedCluster(SimulatedCluster):
     """`begin` and `run` of the base are for its own users, of which there are none here."""
 
     def __init__(
@@ -211,7 +211,7 @@ class EmbeddedCluster(SimulatedCluster):
         self._sleeps_until = float("-inf")  # nobody is to be woken for what is earlier
         self._sooner = anyio.Event()
         super().__init__(seed, faults=faults, options=options)
-        self.injector: EmbeddedInjector = EmbeddedInjector(self, self.plan)
+        self.injector: HostedInjector = HostedInjector(self, self.plan)
         self.spared = frozenset(spared)
         self.seconds_max = seconds_max
         self.is_over = False
@@ -275,7 +275,7 @@ class EmbeddedCluster(SimulatedCluster):
         """Nothing happens any more."""
         self.is_over = True
         for worker in self.workers.values():
-            if isinstance(worker, EmbeddedWorker) and worker.alive:
+            if isinstance(worker, HostedWorker) and worker.alive:
                 worker.shell.crashed()
 
     def check_over(self) -> None:
@@ -296,21 +296,21 @@ class EmbeddedCluster(SimulatedCluster):
 
     # -- workers
 
-    def join(self, name: str, location: Location, options: Options, *, prefetch: bool) -> EmbeddedWorker:
+    def join(self, name: str, location: Location, options: Options, *, prefetch: bool) -> HostedWorker:
         """A new process, which connects."""
         if name in self.processes():
             raise StateError(f"a worker {name!r} is connected already: in a simulation each needs a name of its own")
         life = self._lives.get(name, 0)
         older = [worker.lives for worker in self.workers.values() if worker.name == name]
         self._lives[name] = life = max([life, *older]) + 1
-        worker = EmbeddedWorker(self, name, location, options, life, prefetch=prefetch)
+        worker = HostedWorker(self, name, location, options, life, prefetch=prefetch)
         self.workers[f"{name}.{life}"] = worker
         worker.connect()
         return worker
 
-    def processes(self) -> dict[str, EmbeddedWorker]:
+    def processes(self) -> dict[str, HostedWorker]:
         """Those that are alive, by name."""
-        return {w.name: w for w in self.workers.values() if isinstance(w, EmbeddedWorker) and w.alive}
+        return {w.name: w for w in self.workers.values() if isinstance(w, HostedWorker) and w.alive}
 
     def expect_error(self, error: Exception) -> None:
         """A caller's own code has raised this: it may end a call."""
@@ -321,25 +321,25 @@ class EmbeddedCluster(SimulatedCluster):
 
     # -- what follows
 
-    def hook_called(self, handle: Handle) -> None:
-        assert isinstance(handle, EmbeddedHandle)
+    def hook_called(self, handle: SimHandle) -> None:
+        assert isinstance(handle, TensorHandle)
         if handle.hook is not None:
             handle.hook(handle.hooks[-1].version)
 
-    def call_ended(self, handle: Handle, asked: Asked) -> None:
-        super().call_ended(handle, asked)
-        if isinstance(handle, EmbeddedHandle):
-            handle.ends(asked)
+    def call_ended(self, handle: SimHandle, record: CallRecord) -> None:
+        super().call_ended(handle, record)
+        if isinstance(handle, TensorHandle):
+            handle.ends(record)
 
-    def new_lane(self, reading: Reading, grant: Grant) -> Lane:
+    def new_lane(self, reading: Reading, grant: Grant) -> SimLane:
         lane = super().new_lane(reading, grant)
         assert isinstance(lane, TimedLane)
         lane.stalled_until = max(lane.stalled_until, self.stalled.get(grant.source, 0.0))
-        if isinstance(reading.reader, EmbeddedHandle):
+        if isinstance(reading.reader, TensorHandle):
             reading.reader.lane_begins(lane)
         return lane
 
-    def lane_closed(self, lane: Lane) -> None:
+    def lane_closed(self, lane: SimLane) -> None:
         super().lane_closed(lane)
-        if isinstance(lane.reader, EmbeddedHandle):
+        if isinstance(lane.reader, TensorHandle):
             lane.reader.lane_ends[lane] = self.now

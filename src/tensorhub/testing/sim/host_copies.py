@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, assert_never
 
 from tensorhub.errors import StateError, TensorHubError
 from tensorhub.messages import Deregister, DropCopy, GetManifest, MakeCopy, ManifestReply, Refused
-from tensorhub.testing.demands import demand
+from tensorhub.testing.sim.assertion import demand
 from tensorhub.types import FetchReport, Purpose, Selector, VersionInfo
 from tensorhub.worker.calls import Say
 from tensorhub.worker.copy_actions import (
@@ -30,16 +30,16 @@ from tensorhub.worker.host_copies import HostCopies
 
 if TYPE_CHECKING:
     from tensorhub.runtime.worker.coordinator_client import Answer
-    from tensorhub.testing.handle import Asked, Handle
-    from tensorhub.testing.worker import SimWorker
+    from tensorhub.testing.sim.handle import CallRecord, SimHandle
+    from tensorhub.testing.sim.worker import SimWorker
 
 
 @dataclass(eq=False)
-class Wanted:
+class CopyRequest:
     """What was asked of a worker's host copies, and how it ended. `ends` is called then."""
 
     request: int
-    of: Handle | None = None  # the handle that it is about
+    of: SimHandle | None = None  # the handle that it is about
     done: bool = False
     report: FetchReport | None = None
     error: Exception | None = None
@@ -49,7 +49,7 @@ class Wanted:
         return self.done
 
     @property
-    def handle(self) -> Handle:
+    def handle(self) -> SimHandle:
         assert self.of is not None
         return self.of
 
@@ -67,73 +67,73 @@ class Wanted:
         return self.report.version
 
 
-class SimulatedCopies:
+class SimHostCopies:
     """Those of one worker."""
 
     def __init__(self, worker: SimWorker, op_timeout_s: float = 60.0) -> None:
         self._worker = worker
         self._cluster = cluster = worker.cluster
         self.machine = HostCopies(worker.host_bytes, op_timeout_s, lambda: f"r{next(cluster.registrations)}h")
-        self._calls: dict[Asked, int] = {}  # that run, and their numbers
+        self._calls: dict[CallRecord, int] = {}  # that run, and their numbers
         self._coordinator: dict[int, AskManifest] = {}  # by request
-        self.wanted: dict[int, Wanted] = {}  # that has not ended, by request
+        self.wanted: dict[int, CopyRequest] = {}  # that has not ended, by request
         self._todo: deque[CopyAction] = deque()
         self._is_busy = False
         self.memory: dict[str, int] = {}  # that copies, and staged updates, have in truth, by their id
 
     # -- what is asked for
 
-    def prefetch(self, handle: Handle, selector: Selector, timeout_s: float) -> Wanted:
+    def prefetch(self, handle: SimHandle, selector: Selector, timeout_s: float) -> CopyRequest:
         return self._want(lambda n: self.machine.prefetch(n, handle.member, selector, timeout_s, self._cluster.now), handle)
 
-    def seed(self, info: VersionInfo, shard: int, timeout_s: float) -> Wanted:
+    def seed(self, info: VersionInfo, shard: int, timeout_s: float) -> CopyRequest:
         return self._want(lambda n: self.machine.seed(n, info, shard, timeout_s, self._cluster.now))
 
-    def close(self, handle: Handle, timeout_s: float, *, abandon: bool) -> Wanted:
+    def close(self, handle: SimHandle, timeout_s: float, *, abandon: bool) -> CopyRequest:
         return self._want(
             lambda n: self.machine.close(n, handle.member, timeout_s, self._cluster.now, abandon=abandon), handle
         )
 
-    def make_room(self, ident: str, purpose: Purpose, nbytes: int) -> Wanted:
+    def make_room(self, ident: str, purpose: Purpose, nbytes: int) -> CopyRequest:
         return self._want(lambda n: self.machine.make_room(n, ident, purpose, nbytes, self._cluster.now))
 
-    def _want(self, ask: Callable[[int], list[CopyAction]], handle: Handle | None = None) -> Wanted:
-        wanted = Wanted(next(self._cluster.numbers), handle)
+    def _want(self, ask: Callable[[int], list[CopyAction]], handle: SimHandle | None = None) -> CopyRequest:
+        wanted = CopyRequest(next(self._cluster.numbers), handle)
         self.wanted[wanted.request] = wanted
         self._apply(ask(wanted.request))
         return wanted
 
-    def cancel(self, wanted: Wanted) -> None:
+    def cancel(self, wanted: CopyRequest) -> None:
         """Whoever asked for it wants it no more."""
         self._apply(self.machine.cancel(wanted.request, self._cluster.now))
 
-    def of(self, handle: Handle) -> Handle | None:
+    def of(self, handle: SimHandle) -> SimHandle | None:
         """What was prefetched for it."""
         copy = self.machine.copy_of(handle.shard.registration)
         return self._worker.router.handles.get(copy) if copy is not None else None
 
     # -- what is heard of
 
-    def ended(self, handle: Handle) -> None:
+    def ended(self, handle: SimHandle) -> None:
         """It is no more, and nor is its memory."""
         for ident in (handle.id, handle.staging_id):
             self.free(ident)
         self._apply(self.machine.ended(handle.shard.registration, self._cluster.now))
 
-    def answered(self, handle: Handle, refusal: Exception | None) -> None:
+    def answered(self, handle: SimHandle, refusal: Exception | None) -> None:
         self._apply(self.machine.answered(handle.shard.registration, refusal, self._cluster.now))
 
-    def call_ended(self, handle: Handle, asked: Asked) -> None:
-        number = self._calls.pop(asked, None)
+    def call_ended(self, handle: SimHandle, record: CallRecord) -> None:
+        number = self._calls.pop(record, None)
         if number is not None:
-            report = handle.report_of(asked) if asked.error is None and asked.version is not None else None
+            report = handle.report_of(record) if record.error is None and record.version is not None else None
             nbytes = self.memory.get(handle.id, 0)
-            self._apply(self.machine.call_ended(number, self._cluster.now, report=report, error=asked.error, nbytes=nbytes))
+            self._apply(self.machine.call_ended(number, self._cluster.now, report=report, error=record.error, nbytes=nbytes))
 
-    def end_prefetch(self, handle: Handle) -> None:
+    def end_prefetch(self, handle: SimHandle) -> None:
         self._apply(self.machine.end_prefetch(handle.shard.registration, self._cluster.now))
 
-    def free_prefetch(self, handle: Handle) -> None:
+    def free_prefetch(self, handle: SimHandle) -> None:
         self._apply(self.machine.free_prefetch(handle.shard.registration, self._cluster.now))
 
     def take(self, ident: str, nbytes: int, purpose: Purpose | None = None) -> None:
@@ -165,9 +165,9 @@ class SimulatedCopies:
 
     def connected(self) -> None:
         """What the last session has not answered is asked again."""
-        asked = list(self._coordinator.values())
+        questions = list(self._coordinator.values())
         self._coordinator.clear()
-        for question in asked:
+        for question in questions:
             self._ask(question)
 
     def tick(self) -> None:
@@ -231,13 +231,13 @@ class SimulatedCopies:
         error: TensorHubError = StateError("it was given up; register again")
         if handle is not None and not handle.is_stopping:
             try:
-                asked = handle.call(action.call, action.timeout_s)
+                record = handle.call(action.call, action.timeout_s)
             except StateError as raised:
                 error = raised
             else:
-                self._calls[asked] = action.number
-                if asked.done:
-                    self.call_ended(handle, asked)
+                self._calls[record] = action.number
+                if record.done:
+                    self.call_ended(handle, record)
                 return
         nbytes = self.memory.get(action.registration, 0)
         self._apply(self.machine.call_ended(action.number, self._cluster.now, error=error, nbytes=nbytes))

@@ -18,10 +18,10 @@ from tensorhub.errors import StateError, TensorHubError
 from tensorhub.manifest import Manifest
 from tensorhub.memory.tensors import Memory
 from tensorhub.messages import Publish
-from tensorhub.testing.handle import Asked, Handle
-from tensorhub.testing.memory import written
-from tensorhub.testing.pulling import Lane
-from tensorhub.testing.tensors import TensorCells
+from tensorhub.testing.drivers.tensors import TensorCells
+from tensorhub.testing.sim.handle import CallRecord, SimHandle
+from tensorhub.testing.sim.memory import written
+from tensorhub.testing.sim.pulling import SimLane
 from tensorhub.types import FetchReport, SourceReport, VersionInfo
 from tensorhub.worker.calls import (
     Action,
@@ -37,23 +37,23 @@ from tensorhub.worker.calls import (
 from tensorhub.worker.enrolment import Shard
 
 if TYPE_CHECKING:
-    from tensorhub.testing.embedded import EmbeddedCluster, EmbeddedWorker
+    from tensorhub.testing.drivers.hosted import HostedCluster, HostedWorker
 
 
-class EmbeddedHandle(Handle):
+class TensorHandle(SimHandle):
     """`memory` None: it is host memory, of which nobody sees the bytes."""
 
-    def __init__(self, cluster: EmbeddedCluster, worker: EmbeddedWorker, shard: Shard, memory: Memory | None) -> None:
+    def __init__(self, cluster: HostedCluster, worker: HostedWorker, shard: Shard, memory: Memory | None) -> None:
         super().__init__(cluster, worker, shard)
-        self.embedded = cluster
+        self.hosted = cluster
         self.memory = memory
         self.answered = anyio.Event()  # the coordinator has taken it, or refused it
         self.call_ended: Callable[[], None] = lambda: None
         self.hook: Callable[[VersionInfo], None] | None = None
-        self.lanes: list[tuple[Lane, float]] = []  # of the last fill, and when each began
-        self.lane_ends: dict[Lane, float] = {}
+        self.lanes: list[tuple[SimLane, float]] = []  # of the last fill, and when each began
+        self.lane_ends: dict[SimLane, float] = {}
         self.pulled_from: float | None = None
-        self._ended: dict[Asked, anyio.Event] = {}
+        self._ended: dict[CallRecord, anyio.Event] = {}
         self._cells_of_tensors: TensorCells | None = None
         if shard.manifest is not None:
             self._lay_out(shard.manifest)
@@ -92,7 +92,7 @@ class EmbeddedHandle(Handle):
             case OpenMemory(complete=False) | Finish(changed=True) if self.memory is not None:
                 self.memory.count_write()
             case StartPull() | CopyLocally():
-                self.pulled_from = self.embedded.now
+                self.pulled_from = self.hosted.now
                 if not action.staged and not self._could_lay_out(action.manifest):
                     return
                 if isinstance(action, StartPull) and self.unwanted:
@@ -107,7 +107,7 @@ class EmbeddedHandle(Handle):
         try:
             self._lay_out(manifest)
         except TensorHubError as error:
-            self.apply(self.member.pull_failed(error, self.embedded.now))
+            self.apply(self.member.pull_failed(error, self.hosted.now))
             return False
         return True
 
@@ -115,63 +115,63 @@ class EmbeddedHandle(Handle):
         """The caller's own code is over."""
         if self.hooks and self.worker.alive:
             if problem is not None:
-                self.embedded.expect_error(problem)
-            self.embedded.sync()
+                self.hosted.expect_error(problem)
+            self.hosted.sync()
             self.hook_error = problem
             self.hook_returns()
             self.hook_error = None
 
-    def lane_begins(self, lane: Lane) -> None:
+    def lane_begins(self, lane: SimLane) -> None:
         """For the report."""
-        self.lanes.append((lane, self.embedded.now))
+        self.lanes.append((lane, self.hosted.now))
 
-    def ends(self, asked: Asked) -> None:
+    def ends(self, record: CallRecord) -> None:
         """A call has returned, or raised."""
-        event = self._ended.pop(asked, None)
+        event = self._ended.pop(record, None)
         if event is not None:
             event.set()
         self.call_ended()
 
     # -- its caller waits
 
-    async def run(self, call: Call, timeout_s: float) -> Asked:
+    async def run(self, call: Call, timeout_s: float) -> CallRecord:
         """Begin a call and wait for its end; cancelling ends it as soon as may be, and leaves nothing running."""
         return await self.end_of(self.call(call, timeout_s))
 
-    def call(self, call: Call, timeout_s: float = 60.0) -> Asked:
-        asked = super().call(call, timeout_s)
+    def call(self, call: Call, timeout_s: float = 60.0) -> CallRecord:
+        record = super().call(call, timeout_s)
         self.lanes, self.lane_ends, self.pulled_from = [], {}, None
-        return asked
+        return record
 
-    async def end_of(self, asked: Asked) -> Asked:
+    async def end_of(self, record: CallRecord) -> CallRecord:
         """Wait for the end of a call, as `run`; raises what it raised."""
         try:
-            await self._wait(asked)
+            await self._wait(record)
         except anyio.get_cancelled_exc_class():
             with anyio.CancelScope(shield=True):
-                await self._end(asked, self.interpreter.cancelled)
+                await self._end(record, self.interpreter.cancelled)
             raise
-        if asked.error is not None:
-            raise asked.error
-        return asked
+        if record.error is not None:
+            raise record.error
+        return record
 
-    async def _wait(self, asked: Asked) -> None:
-        while not asked.done:
-            self.embedded.check_running(self.worker)
-            event = self._ended.setdefault(asked, anyio.Event())
+    async def _wait(self, record: CallRecord) -> None:
+        while not record.done:
+            self.hosted.check_running(self.worker)
+            event = self._ended.setdefault(record, anyio.Event())
             await event.wait()
 
     async def end_call(self, error: Exception) -> None:
         """End the running call, if there is one, with `error`."""
-        if self.asked is not None:
-            await self._end(self.asked, partial(self.member.cancel, error))
+        if self.last_call is not None:
+            await self._end(self.last_call, partial(self.member.cancel, error))
 
-    async def _end(self, asked: Asked, cancel: Callable[[float], list[Action]]) -> None:
-        if not asked.done and self.worker.alive and not self.embedded.is_over:
-            self.embedded.sync()
-            self.apply(cancel(self.embedded.now))
+    async def _end(self, record: CallRecord, cancel: Callable[[float], list[Action]]) -> None:
+        if not record.done and self.worker.alive and not self.hosted.is_over:
+            self.hosted.sync()
+            self.apply(cancel(self.hosted.now))
             with contextlib.suppress(StateError):  # it has crashed meanwhile
-                await self._wait(asked)
+                await self._wait(record)
 
     def let_callers_go(self) -> None:
         """No call will end any more."""
@@ -180,24 +180,24 @@ class EmbeddedHandle(Handle):
         self._ended.clear()
         self.answered.set()
 
-    def report_of(self, asked: Asked) -> FetchReport:
+    def report_of(self, record: CallRecord) -> FetchReport:
         """What a fill took. Copies and digests take no virtual time."""
-        assert asked.version is not None
-        now, number = self.embedded.now, asked.version.version
-        seconds = now - asked.began
+        assert record.version is not None
+        now, number = self.hosted.now, record.version.version
+        seconds = now - record.began
         if self.pulled_from is None:
-            return FetchReport(number, asked.changed, seconds=seconds, phases={"resolve": seconds})
+            return FetchReport(number, record.changed, seconds=seconds, phases={"resolve": seconds})
         pulled = max((self.lane_ends.get(lane, now) for lane, _ in self.lanes), default=self.pulled_from)
         phases = dict.fromkeys(("resolve", "wait", "transfer", "verify", "unpack", "commit"), 0.0)
-        phases["resolve"] = self.pulled_from - asked.began
+        phases["resolve"] = self.pulled_from - record.began
         phases["transfer"] = pulled - self.pulled_from
         phases["commit"] = now - pulled
         if self.pull is None:
-            return FetchReport(number, asked.changed, seconds=seconds, phases=phases)
+            return FetchReport(number, record.changed, seconds=seconds, phases=phases)
         books = self.pull.books
         return FetchReport(
             number,
-            asked.changed,
+            record.changed,
             books.bytes_read,
             seconds,
             phases,

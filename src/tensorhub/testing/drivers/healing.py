@@ -6,15 +6,15 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from tensorhub.errors import GroupAborted, LeaseLost, OperationTimeout
-from tensorhub.testing.demands import demand
-from tensorhub.testing.handle import Asked, Handle
-from tensorhub.testing.network import TimedLink
-from tensorhub.testing.users import Team
-from tensorhub.testing.worker import SimWorker
+from tensorhub.testing.drivers.users import UserGroup
+from tensorhub.testing.sim.assertion import demand
+from tensorhub.testing.sim.handle import CallRecord, SimHandle
+from tensorhub.testing.sim.network import TimedLink
+from tensorhub.testing.sim.worker import SimWorker
 from tensorhub.types import HandleState
 
 if TYPE_CHECKING:
-    from tensorhub.testing.simulated import SimulatedCluster
+    from tensorhub.testing.drivers.timed import SimulatedCluster
 
 TRIES = 12
 REST_S = 400.0
@@ -28,24 +28,24 @@ class Healing:
 
     def __init__(self, cluster: SimulatedCluster) -> None:
         self._cluster = cluster
-        self._waiting: list[Asked] = []  # fills that were called while things still went wrong, of a version to come
+        self._waiting: list[CallRecord] = []  # fills that were called while things still went wrong, of a version to come
         self._awaited = 0  # its number
-        self._reading: list[Asked] = []  # fills of what there is, with ample time
+        self._reading: list[CallRecord] = []  # fills of what there is, with ample time
 
     def ask(self) -> None:
         """While things still go wrong: of those at rest some want what there is, and some the next version; they wait."""
         users = self._cluster.users
         self._awaited = users.next_version + OUT_OF_REACH
-        ready = [team for team in users.teams if self._is_whole(team) and all(handle.idle for handle in team.ranks)]
-        for team in [team for team in ready[1:] if team.world_size == ready[0].world_size]:
-            reads = all(handle.member.state in (HandleState.EMPTY, HandleState.TORN) for handle in team.ranks)
-            for handle in team.ranks:
+        ready = [group for group in users.groups if self._is_whole(group) and all(handle.idle for handle in group.ranks)]
+        for group in [group for group in ready[1:] if group.world_size == ready[0].world_size]:
+            reads = all(handle.member.state in (HandleState.EMPTY, HandleState.TORN) for handle in group.ranks)
+            for handle in group.ranks:
                 if reads:
                     self._reading.append(handle.replicate("latest", WAITS_S))
                 else:
                     self._waiting.append(handle.update("latest", WAITS_S, at_least=self._awaited))
-        for team in users.teams:
-            worker = team.ranks[0].worker
+        for group in users.groups:
+            worker = group.ranks[0].worker
             if worker.alive:
                 self._reading.append(worker.fetcher(0).fetch("latest", WAITS_S))
 
@@ -56,25 +56,27 @@ class Healing:
         self._rest("after the last fault")
         cluster.run_until(lambda: False, 2 * cluster.options.lease_s)
         self._rest("two leases after the last fault")
-        for asked in waiting:
-            demand(asked.done or not asked.handle.worker.alive, f"liveness: {asked.handle}: {asked.what} never ended")
+        for record in waiting:
+            demand(record.done or not record.handle.worker.alive, f"liveness: {record.handle}: {record.what} never ended")
         self._end_reading()
         cluster.check()
         cluster.check_agreement()
         self._let_go()
         self._meet_the_waiting()
-        whole = [team for team in cluster.users.teams if self._is_whole(team)]
+        whole = [group for group in cluster.users.groups if self._is_whole(group)]
         for writer in whole:
             self._publish_and_update(writer, whole)
         for writer in whole[:1]:
             self._leave_as_last(writer)
         cluster.check()
 
-    def _running_calls(self) -> list[Asked]:
+    def _running_calls(self) -> list[CallRecord]:
         """Calls that run when the last fault ends."""
-        handles = [handle for handle in self._cluster.live_handles() if handle.asked is not None]
+        handles = [handle for handle in self._cluster.live_handles() if handle.last_call is not None]
         patient = [*self._waiting, *self._reading]
-        return [h.asked for h in handles if h.asked is not None and not h.asked.done and h.asked not in patient]
+        return [
+            h.last_call for h in handles if h.last_call is not None and not h.last_call.done and h.last_call not in patient
+        ]
 
     def _rest(self, when: str) -> None:
         """Let everything that was asked for come to its end."""
@@ -101,41 +103,42 @@ class Healing:
         runs = worker.stopped_until <= self._cluster.now
         return runs and isinstance(link, TimedLink) and link.welcomed and not link.is_lossy and not worker.unpinned
 
-    def _waits(self, handle: Handle) -> bool:
-        return not handle.todo and (handle.asked in self._waiting or handle.asked in self._reading)
+    def _waits(self, handle: SimHandle) -> bool:
+        return not handle.todo and (handle.last_call in self._waiting or handle.last_call in self._reading)
 
     def _end_reading(self) -> None:
         """Whoever fills a version that there is all of has it by now (G7)."""
         self._cluster.run_until(lambda: not any(map(self._could_end, self._reading)), REST_S)
-        for asked in self._reading:
+        for record in self._reading:
             demand(
-                not self._could_end(asked), f"liveness: {asked.handle} still fills, and could: {asked.handle.member.running}"
+                not self._could_end(record),
+                f"liveness: {record.handle} still fills, and could: {record.handle.member.running}",
             )
-            late = isinstance(asked.error, OperationTimeout) and self._has_met_all(asked)
-            demand(not late, f"liveness: {asked.handle} has waited too long: {asked.error}")
-            if not asked.done and asked.handle.worker.alive:
-                asked.handle.cancel()
+            late = isinstance(record.error, OperationTimeout) and self._has_met_all(record)
+            demand(not late, f"liveness: {record.handle} has waited too long: {record.error}")
+            if not record.done and record.handle.worker.alive:
+                record.handle.cancel()
         self._reading.clear()
         self._rest("after fills of what is lost were cancelled")
         self._cluster.run_until(lambda: False, 1.0)  # what was said last arrives
 
-    def _has_met_all(self, asked: Asked) -> bool:
+    def _has_met_all(self, record: CallRecord) -> bool:
         """Whether all ranks of its group were in one operation with their calls of ample time. Where a rank's has ended
         before, its user may have called again with hardly any, and a rank that gives up ends it for all (R6).
         """
-        together = [each for each in self._reading if each.key == asked.key]
-        return asked.key is None or len(together) == asked.handle.shard.world_size
+        together = [each for each in self._reading if each.key == record.key]
+        return record.key is None or len(together) == record.handle.shard.world_size
 
-    def _could_end(self, asked: Asked) -> bool:
+    def _could_end(self, record: CallRecord) -> bool:
         """Whether it is still a fill of all ranks, and there is all of what it wants."""
-        shard = asked.handle.shard
-        operation = next((o for o in self._cluster.coordinator.cluster.operations() if o.key == asked.key), None)
+        shard = record.handle.shard
+        operation = next((o for o in self._cluster.coordinator.cluster.operations() if o.key == record.key), None)
         # A coordinator that came back after a rank's process died never hears of it: the others wait for it until their
         # deadline, as for any rank that has not called. One that has heard its call ends theirs with its lease.
         heard = operation.parts if operation is not None else {}
         handles = [each.handle for each in self._reading if each.handle.shard.group == shard.group and not each.done]
         ranks = [handle for handle in handles if handle.worker.alive or handle.shard.rank in heard]
-        if asked.done or not asked.handle.worker.alive or len(ranks) < shard.world_size:
+        if record.done or not record.handle.worker.alive or len(ranks) < shard.world_size:
             return False
         model = self._cluster.coordinator.cluster.models[shard.model]
         wanted = operation.version if operation is not None else None
@@ -164,7 +167,7 @@ class Healing:
                 there.update(chunk for first, count in runs for chunk in range(first, first + count))
         return len(there) == self._cluster.chunks
 
-    def _leave_as_last(self, writer: Team) -> None:
+    def _leave_as_last(self, writer: UserGroup) -> None:
         """Who alone holds a retained version may leave, if somebody has room for it (G5, R5)."""
         cluster = self._cluster
         workers = [worker for worker in cluster.workers.values() if worker.alive]
@@ -176,34 +179,34 @@ class Healing:
         self._must(writer, number, lambda handle: handle.publish(number))
         hosts = [w for w in workers if not any(h.shard.spot for h in w.handles if h.shard.serves)]
         room = sum(worker.host_bytes // cluster.manifest.nbytes for worker in hosts)
-        asked = [handle.unpublish(LEAVES_S) for handle in writer.ranks]
+        records = [handle.unpublish(LEAVES_S) for handle in writer.ranks]
         self._rest("after the last holder's leave")
-        for each in asked:
+        for each in records:
             ok = each.error is None or room < writer.world_size
             demand(ok, f"retention: {each.handle} is kept, though others have room for what it holds: {each.error!r}")
 
-    def _that_wait_whole(self) -> list[Asked]:
+    def _that_wait_whole(self) -> list[CallRecord]:
         """Calls that all ranks of their group still wait with; where one rank's has ended, the others' are cancelled."""
-        waiting = [asked for asked in self._waiting if not asked.done and asked.handle.worker.alive]
-        whole: list[Asked] = []
-        for asked in waiting:
-            shard = asked.handle.shard
+        waiting = [record for record in self._waiting if not record.done and record.handle.worker.alive]
+        whole: list[CallRecord] = []
+        for record in waiting:
+            shard = record.handle.shard
             if sum(other.handle.shard.group == shard.group for other in waiting) == shard.world_size:
-                whole.append(asked)
+                whole.append(record)
             else:
-                asked.handle.cancel()
+                record.handle.cancel()
         return whole
 
     def _meet_the_waiting(self) -> None:
         """What is waited for is published: each call that still waits ends well (G7)."""
         cluster, waiting = self._cluster, self._that_wait_whole()
-        groups = {asked.handle.shard.group for asked in waiting}
-        writers = [team for team in cluster.users.teams if self._is_whole(team) and team.name not in groups]
-        sizes = {asked.handle.shard.world_size for asked in waiting}
-        writers = [team for team in writers if team.world_size in sizes]
+        groups = {record.handle.shard.group for record in waiting}
+        writers = [group for group in cluster.users.groups if self._is_whole(group) and group.name not in groups]
+        sizes = {record.handle.shard.world_size for record in waiting}
+        writers = [group for group in writers if group.world_size in sizes]
         if not writers:
-            for asked in waiting:
-                asked.handle.cancel()
+            for record in waiting:
+                record.handle.cancel()
             self._waiting.clear()
             self._rest("after waiting calls were cancelled")
             return
@@ -212,14 +215,14 @@ class Healing:
         self._must(writers[0], self._awaited, lambda handle: handle.publish(self._awaited))
         self._waiting.clear()
         self._rest("after what was waited for was published")
-        for asked in waiting:
-            ok = not asked.handle.worker.alive or (asked.error is None and asked.number == self._awaited)
-            demand(ok, f"liveness: {asked.handle} waited for {self._awaited}: {asked.error!r} {asked.version}")
+        for record in waiting:
+            ok = not record.handle.worker.alive or (record.error is None and record.number == self._awaited)
+            demand(ok, f"liveness: {record.handle} waited for {self._awaited}: {record.error!r} {record.version}")
 
     @staticmethod
-    def _is_whole(team: Team) -> bool:
-        return all(h.worker.alive and h.registered and h.registration_error is None for h in team.ranks) and all(
-            h.member.state is not HandleState.CLOSED for h in team.ranks
+    def _is_whole(group: UserGroup) -> bool:
+        return all(h.worker.alive and h.registered and h.registration_error is None for h in group.ranks) and all(
+            h.member.state is not HandleState.CLOSED for h in group.ranks
         )
 
     def _let_go(self) -> None:
@@ -231,14 +234,14 @@ class Healing:
             for pin in list(worker.pins):
                 worker.unpin(pin)
             worker.pins.clear()
-        for team in cluster.users.teams:
-            cluster.users.enrol(team)
+        for group in cluster.users.groups:
+            cluster.users.enrol(group)
         cluster.run_until(lambda: False, 2.0)
         self._rest("after everything was let go")
         for model in cluster.coordinator.cluster.models.values():
             demand(not live or not model.retained(), f"liveness: still retained: {model.retained()}, pins {model.pins}")
 
-    def _publish_and_update(self, writer: Team, whole: list[Team]) -> None:
+    def _publish_and_update(self, writer: UserGroup, whole: list[UserGroup]) -> None:
         users = self._cluster.users
         self._take_back(writer)
         users.next_version += 10
@@ -248,28 +251,28 @@ class Healing:
             if reader is not writer and reader.world_size == writer.world_size:
                 self._must(reader, number, lambda handle: handle.update("latest"))
 
-    def _take_back(self, writer: Team) -> None:
+    def _take_back(self, writer: UserGroup) -> None:
         """Its memory is its own again."""
         for handle in writer.ranks:
             if handle.member.state in (HandleState.READY, HandleState.IN_DOUBT):
-                asked = handle.unpublish()
+                record = handle.unpublish()
                 self._rest("after unpublish")
-                demand(asked.error is None, f"liveness: {handle}: unpublish: {asked.error!r}")
+                demand(record.error is None, f"liveness: {handle}: unpublish: {record.error!r}")
 
-    def _must(self, team: Team, number: int, call: Callable[[Handle], Asked]) -> None:
+    def _must(self, group: UserGroup, number: int, call: Callable[[SimHandle], CallRecord]) -> None:
         """This call of all ranks has to succeed, once what happened before is paid for: each refusal (a body raised) that a
         rank has not heard of yet ends one call of that rank, and ranks may have several before them. So does the loss of the
         coordinator's state.
         """
-        asked: list[Asked] = []
+        record: list[CallRecord] = []
         for _ in range(TRIES):
-            asked = [call(handle) for handle in team.ranks]
-            self._rest(f"after {asked[0].what} of {team.name}")
-            errors = [each.error for each in asked if each.error is not None]
+            records = [call(handle) for handle in group.ranks]
+            self._rest(f"after {records[0].what} of {group.name}")
+            errors = [each.error for each in records if each.error is not None]
             if not errors:
                 break
             known = all(isinstance(error, GroupAborted | OperationTimeout | LeaseLost) for error in errors)
-            demand(known, f"liveness: {team.ranks[0]}: {errors!r}")
-        for each in asked:
+            demand(known, f"liveness: {group.ranks[0]}: {errors!r}")
+        for each in record:
             ok = each.error is None and each.number == number
             demand(ok, f"liveness: {each.handle} {each.what}: {each.error!r} {each.version}")

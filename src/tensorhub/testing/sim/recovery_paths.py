@@ -51,7 +51,7 @@ PATHS: dict[type, str] = {
 READ_FAILURES = ("corrupt", "dropped", "lost", "refused", "stalled", "unreachable")
 SOURCE_FAILURES = ("lost", "refused", "stalled", "unreachable")
 # All that a long search has to take. (The kinds of errors that calls end with are counted besides.)
-WAYS: Final = (
+RECOVERY_PATHS: Final = (
     *PATHS.values(),
     "connected again",
     "completed from partial replicas",

@@ -1,7 +1,7 @@
 """The guarantees of the design, checked from outside: by what memory holds, and by how calls end.
 
 Responsible for G1, G2, G4 to G6 and G8 to G10, each named in what `GuaranteeBroken` says. Which versions callers may see
-(G3, R1, R12) is the affair of the reference model, which `judging` feeds; G7 (liveness) is demanded by who drives the
+(G3, R1, R12) is the affair of the reference model, which `history` feeds; G7 (liveness) is demanded by who drives the
 cluster, once faults are over. What the coordinator's own books say is used as little as may be: its invariants are
 its own affair. `check_*` costs what it looks at.
 """
@@ -16,12 +16,12 @@ from tensorhub.coordinator import Decision, Entry, Publication, Rollback
 from tensorhub.coordinator.fills import LEFT, UNCHANGED
 from tensorhub.errors import DrainTimeout, IntegrityError, LeaseLost, TensorHubError, VersionUnavailable
 from tensorhub.messages import Fenced, FromWorker, LeaveRequest, Outcome, Register, Registered, Start, Write
-from tensorhub.testing.available import Available
-from tensorhub.testing.contents import Contents
-from tensorhub.testing.demands import HOLDING, demand
-from tensorhub.testing.judging import Judging
-from tensorhub.testing.rendering import show_error
-from tensorhub.testing.retained import Retained, abandons
+from tensorhub.testing.sim.assertion import HOLDING, demand
+from tensorhub.testing.sim.judges.availability import AvailabilityJudge
+from tensorhub.testing.sim.judges.call_history import CallHistory
+from tensorhub.testing.sim.judges.contents import Contents
+from tensorhub.testing.sim.judges.retention import RetentionJudge, abandons
+from tensorhub.testing.sim.rendering import show_error
 from tensorhub.types import HandleState, Medium, OpKey, OpKind, Purpose, VersionInfo
 from tensorhub.worker.calls import Call, CloseCall, FillCall, SetAsideCall, UnpublishCall
 from tensorhub.worker.enrolment import LEASE_MARGIN
@@ -29,8 +29,8 @@ from tensorhub.worker.holding import Content
 from tensorhub.worker.running import DEADLINE_SLACK_S
 
 if TYPE_CHECKING:
-    from tensorhub.testing.cluster import Cluster
-    from tensorhub.testing.handle import Asked, Handle
+    from tensorhub.testing.sim.handle import CallRecord, SimHandle
+    from tensorhub.testing.sim.world import World
 
 LATE_S_MAX = 3 * DEADLINE_SLACK_S  # it is given up after one, and some ends wait for another one
 EXONERATED_MAX = 2  # sources that are not at fault: then it is the reader
@@ -41,12 +41,12 @@ RECORD = -1  # stands for a rank: what the store says of an operation
 class Guarantees:
     """What was promised in one cluster, and whether it is kept."""
 
-    def __init__(self, cluster: Cluster) -> None:
+    def __init__(self, cluster: World) -> None:
         self._cluster = cluster
         self.contents = Contents()
-        self.judging = Judging(cluster, self.contents)
-        self.retained = Retained(cluster, self.contents, self.judging)
-        self.available = Available(cluster, self.contents)
+        self.history = CallHistory(cluster, self.contents)
+        self.retained = RetentionJudge(cluster, self.contents, self.history)
+        self.available = AvailabilityJudge(cluster, self.contents)
         self.outcomes: dict[OpKey, dict[int, tuple[bool, str]]] = {}  # by rank: committed, and how it was learnt
         self.bound: dict[OpKey, int] = {}  # of each group call: the version that a rank returned
         self.rolled_back: set[OpKey] = set()  # publications of these
@@ -58,7 +58,7 @@ class Guarantees:
         """Whatever was published before must not come back; what was wanted of the former cluster counts no more."""
         self.contents.retired.update(entry.content_id for entry in store if isinstance(entry, Publication))
         self.contents.state_lost()
-        self.judging.state_lost()
+        self.history.state_lost()
         self.forget()
 
     def forget(self) -> None:
@@ -91,52 +91,56 @@ class Guarantees:
             case _:
                 pass
 
-    def ended(self, handle: Handle, asked: Asked) -> None:
+    def ended(self, handle: SimHandle, record: CallRecord) -> None:
         """A call has returned, or raised."""
-        error, key = asked.error, asked.key
-        self.judging.ended(handle, asked)
-        if isinstance(asked.what, UnpublishCall | CloseCall):
+        error, key = record.error, record.key
+        self.history.ended(handle, record)
+        if isinstance(record.what, UnpublishCall | CloseCall):
             self._given_up[handle.last_held] = self._cluster.now  # also in vain: its readers may have been told
         if isinstance(error, DrainTimeout):
             self._given_up[handle.last_held] = self._cluster.now  # for a while
         if error is not None:
-            if isinstance(asked.what, UnpublishCall | CloseCall | SetAsideCall):
+            if isinstance(record.what, UnpublishCall | CloseCall | SetAsideCall):
                 self.retained.refused(handle)
             demand(
                 isinstance(error, (TensorHubError, *self._cluster.user_errors)),
                 f"bounds: every refusal is a typed error: {error!r}",
             )
             if isinstance(error, IntegrityError) and UNCHANGED in str(error):
-                self._blamed(handle, asked, str(error))
+                self._blamed(handle, record, str(error))
             if isinstance(error, VersionUnavailable) and LEFT in str(error):
-                self._left(handle, asked, str(error))
+                self._left(handle, record, str(error))
             if key is not None and getattr(error, "memory", "") != "in_doubt" and not isinstance(error, LeaseLost):
-                for each in {**dict.fromkeys(asked.votes), key: None}:
+                for each in {**dict.fromkeys(record.votes), key: None}:
                     self._learn(each, handle.shard.rank, False, f"{handle.name} raised {show_error(error)}")
             return
-        if key is not None and asked.version is not None:
-            number = asked.version.version
+        if key is not None and record.version is not None:
+            number = record.version.version
             self._learn(key, handle.shard.rank, True, f"{handle.name} returned {number}")
             bound = self.bound.setdefault(key, number)
             demand(bound == number, f"group atomicity: {key} ended with version {bound} and with {number} ({handle.name})")
-        match asked.what:
+        match record.what:
             case FillCall():
                 self.check_content(handle)
-                if asked.what.kind is OpKind.FETCH and asked.version is not None:
-                    self.contents.check_cells(handle, asked.version)
+                if record.what.kind is OpKind.FETCH and record.version is not None:
+                    self.contents.check_cells(handle, record.version)
             case UnpublishCall() | CloseCall():
-                demand(handle.worker.owner.is_quiet(handle.id), f"mutability: {handle.name} is read after {asked.what}")
+                demand(handle.worker.owner.is_quiet(handle.id), f"mutability: {handle.name} is read after {record.what}")
                 self.check_closed(handle)
             case _:
                 pass
 
-    def _blamed(self, handle: Handle, asked: Asked, text: str) -> None:
+    def _blamed(self, handle: SimHandle, record: CallRecord, text: str) -> None:
         """R8: a reader is at fault, before its time is over, only if several unchanged sources have sent it other bytes."""
-        mates = [h.asked for h in (handle, *self._cluster.mates(handle)) if h.asked is not None and h.asked.key == asked.key]
+        mates = [
+            h.last_call
+            for h in (handle, *self._cluster.mates(handle))
+            if h.last_call is not None and h.last_call.key == record.key
+        ]
         several = any(len(mate.damaged) >= EXONERATED_MAX for mate in mates)
         late = any(mate.until <= self._cluster.now for mate in mates)
         demand(
-            several or late or self.contents.strangers,
+            several or late or self.contents.has_outsiders,
             f"digests: {handle} is blamed for {[mate.damaged for mate in mates]}: {text}",
         )
 
@@ -150,25 +154,25 @@ class Guarantees:
             content_id = self._fenced.pop(message.registration, "")
             self._given_up[content_id] = self._cluster.now
 
-    def _left(self, handle: Handle, asked: Asked, text: str) -> None:
+    def _left(self, handle: SimHandle, record: CallRecord, text: str) -> None:
         """R12: only where a last holder leaves on purpose nobody waits for it."""
         wanted = {
             c for n, c in self.contents.numbers.get(handle.shard.model, {}).items() if text.startswith(f"version {n} of ")
         }
-        gone = any(self._given_up.get(content_id, -inf) >= asked.began for content_id in wanted)
+        gone = any(self._given_up.get(content_id, -inf) >= record.began for content_id in wanted)
         going = any(
             h.last_held in wanted
-            and h.asked is not None
-            and h.asked.what is not asked.what
-            and (not h.asked.done or h.member.state is HandleState.IN_DOUBT)  # its update may commit without its user
+            and h.last_call is not None
+            and h.last_call.what is not record.what
+            and (not h.last_call.done or h.member.state is HandleState.IN_DOUBT)  # its update may commit without its user
             for h in self._cluster.all_handles()
         )
         demand(
-            gone or going or not wanted or self.contents.strangers,
+            gone or going or not wanted or self.contents.has_outsiders,
             f"selectors: nobody has left what {handle} waited for: {text}",
         )
 
-    def resolved(self, handle: Handle, outcome: Outcome) -> None:
+    def resolved(self, handle: SimHandle, outcome: Outcome) -> None:
         """A rank that was in doubt hears what has become of its operation."""
         if not self._is_forgotten(outcome.key):
             self._learn(outcome.key, handle.shard.rank, outcome.committed, f"{handle.name} was told so")
@@ -189,7 +193,7 @@ class Guarantees:
         known = model is not None and any(version.publisher == key for version in model.versions.values())
         return key in self.contents.promised and not known
 
-    def registered(self, handle: Handle, message: Registered) -> None:
+    def registered(self, handle: SimHandle, message: Registered) -> None:
         """R6: another process in a rank's place makes a new membership epoch."""
         shard = handle.shard
         place = shard.model, shard.group, shard.rank, message.epoch
@@ -201,7 +205,7 @@ class Guarantees:
 
     # -- memory
 
-    def served(self, handle: Handle, generation: int, chunks: Iterable[int], version: VersionInfo) -> None:
+    def served(self, handle: SimHandle, generation: int, chunks: Iterable[int], version: VersionInfo) -> None:
         """A lane begins to read these chunks there, as that version's (G6: only what is verified), under that generation."""
         demand(generation == handle.generation, f"incarnations: {handle} serves what was asked of generation {generation}")
         if self.contents.is_spoilt(handle, version.content_id):
@@ -219,27 +223,27 @@ class Guarantees:
                 f"partial replicas: {handle} serves {cell} as {truth[chunk]} of version {version.version}",
             )
 
-    def announced(self, handle: Handle, content_id: str) -> None:
+    def announced(self, handle: SimHandle, content_id: str) -> None:
         """It says to the coordinator that it holds that."""
         demand(handle.changed != content_id, f"digests: {handle} is announced, and it knows that its bytes have changed")
 
-    def fencing(self, handle: Handle, generation: int) -> None:
+    def fencing(self, handle: SimHandle, generation: int) -> None:
         """A fence begins."""
-        content, asked = handle.member.content, handle.asked
+        content, record = handle.member.content, handle.last_call
         held = content is not None and content.generation == generation and handle.member.state in HOLDING
-        if content is None or asked is None or asked.done or not held:
+        if content is None or record is None or record.done or not held:
             return
-        call, what = asked.what, f"{handle}, which holds version {content.version.version}"
-        if isinstance(call, FillCall) and call.staged and asked.key is not None:
-            demand(asked.committed, f"update destroys last: {what}, is overwritten by {call}, which is not committed")
-        asks_nobody = isinstance(call, UnpublishCall | CloseCall) and not asked.granted and not abandons(handle)
+        call, what = record.what, f"{handle}, which holds version {content.version.version}"
+        if isinstance(call, FillCall) and call.staged and record.key is not None:
+            demand(record.committed, f"update destroys last: {what}, is overwritten by {call}, which is not committed")
+        asks_nobody = isinstance(call, UnpublishCall | CloseCall) and not record.granted and not abandons(handle)
         if asks_nobody and content.retained and not self._keeps(handle, content, call):
             free_at = handle.worker.cut_off_at + (1 + LEASE_MARGIN) * self._cluster.options.lease_s
             ok = self._cluster.now >= free_at - 1e-6
             demand(ok, f"leaving: {what} to be kept, is cut off, and leaves before {free_at:.3f}")
 
     @staticmethod
-    def _keeps(handle: Handle, content: Content, call: Call) -> bool:
+    def _keeps(handle: SimHandle, content: Content, call: Call) -> bool:
         """Whether what it holds stays in its worker when it leaves: in a host copy, where it was all of the version."""
         if content.version.world_size > 1 or isinstance(call, CloseCall):
             return False
@@ -247,13 +251,13 @@ class Guarantees:
         held = [copy.content for copy in copies if copy.state in HOLDING]
         return any(c is not None and c.version.content_id == content.version.content_id for c in held)
 
-    def fenced(self, handle: Handle, generation: int) -> None:
+    def fenced(self, handle: SimHandle, generation: int) -> None:
         """Nobody reads that memory any more."""
         self._given_up[handle.last_held] = self._cluster.now
         self._fenced[handle.id] = handle.last_held
         self.retained.fenced(handle, generation)
 
-    def told_to_write(self, handle: Handle | None, message: Start | Write) -> None:
+    def told_to_write(self, handle: SimHandle | None, message: Start | Write) -> None:
         """The coordinator tells a rank that it may overwrite its memory, for the first time: R7, there is a source."""
         if handle is None or handle.member.state is HandleState.FILLING or handle.staging is not None:
             return  # it goes on with what it has begun before
@@ -262,7 +266,7 @@ class Guarantees:
             f"update destroys last: {handle} is to be overwritten with {message}, and nobody is said to have it",
         )
 
-    def writes(self, handle: Handle) -> None:
+    def writes(self, handle: SimHandle) -> None:
         """A lane writes a chunk of a fill into the memory itself."""
         state = handle.member.state
         demand(state is HandleState.FILLING, f"mutability: {handle} is written while it is {state}")
@@ -271,7 +275,7 @@ class Guarantees:
 
     # -- what holds between any two steps
 
-    def check_handle(self, handle: Handle) -> None:
+    def check_handle(self, handle: SimHandle) -> None:
         """Everything about one registration."""
         if not handle.worker.alive:
             return
@@ -284,28 +288,28 @@ class Guarantees:
             handle.pull.books.check_invariants()
         demand(len(handle.todo) <= TODO_MAX, f"bounds: {handle} has {len(handle.todo)} actions to carry out")
 
-    def check_in_time(self, handle: Handle) -> None:
+    def check_in_time(self, handle: SimHandle) -> None:
         """G10: a call ends at its deadline, also where nobody can be told. (A process that is stopped ends nothing; what was
         staged and is committed is put in place; and what was given up is fenced, which waits for the owner's own accesses
         and goes on a moment after they have ended.)
         """
-        asked, worker = handle.asked, handle.worker
-        if asked is None or asked.done or (asked.committed and isinstance(asked.what, FillCall) and asked.what.staged):
+        record, worker = handle.last_call, handle.worker
+        if record is None or record.done or (record.committed and isinstance(record.what, FillCall) and record.what.staged):
             return
         if handle.access is not None and handle.fencing_since is not None:
             return
-        late_s = self._cluster.now - max(asked.until, worker.stopped_until, handle.freed_at)
+        late_s = self._cluster.now - max(record.until, worker.stopped_until, handle.freed_at)
         running = handle.member.running
-        demand(late_s <= LATE_S_MAX, f"bounds: {handle}: {asked.what} should have ended {late_s:.1f} s ago: {running}")
+        demand(late_s <= LATE_S_MAX, f"bounds: {handle}: {record.what} should have ended {late_s:.1f} s ago: {running}")
 
-    def check_content(self, handle: Handle) -> None:
+    def check_content(self, handle: SimHandle) -> None:
         """G1: who holds a version holds its publisher's bytes."""
         content = handle.member.content
         if content is not None and handle.member.state in HOLDING:
             handle.last_held = content.version.content_id
             self.contents.check_cells(handle, content.version)
 
-    def check_closed(self, handle: Handle) -> None:
+    def check_closed(self, handle: SimHandle) -> None:
         """G2: nobody can begin to read memory that is its owner's to write. (What a broken fill has left in host memory, or
         was set aside, is not: its own worker may read it, under a generation that nobody else knows.)
         """

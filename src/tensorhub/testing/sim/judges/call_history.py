@@ -11,21 +11,29 @@ from typing import TYPE_CHECKING
 
 from tensorhub.errors import LeaseLost, VersionConflict, VersionUnavailable
 from tensorhub.messages import Announce, Done, FromWorker, Pin, Refused, Retain, Rollback, Unpin, Watch
-from tensorhub.testing.contents import Contents
-from tensorhub.testing.demands import HOLDING
-from tensorhub.testing.reference_model import Call, Pinning, Publishing, Reading, ReferenceModel, Retaining, RollingBack
+from tensorhub.testing.sim.assertion import HOLDING
+from tensorhub.testing.sim.judges.contents import Contents
+from tensorhub.testing.sim.judges.reference_model import (
+    Call,
+    Pinning,
+    Publishing,
+    Reading,
+    ReferenceModel,
+    Retaining,
+    RollingBack,
+)
 from tensorhub.worker.calls import Call as Called, FillCall, PublishCall
 
 if TYPE_CHECKING:
-    from tensorhub.testing.cluster import Cluster
-    from tensorhub.testing.handle import Asked, Handle
-    from tensorhub.testing.worker import SimWorker
+    from tensorhub.testing.sim.handle import CallRecord, SimHandle
+    from tensorhub.testing.sim.worker import SimWorker
+    from tensorhub.testing.sim.world import World
 
 
-class Judging:
-    """One cluster's callers. Where some are strangers to it, it judges nothing."""
+class CallHistory:
+    """One cluster's callers. Where some callers are outsiders, it judges nothing."""
 
-    def __init__(self, cluster: Cluster, contents: Contents) -> None:
+    def __init__(self, cluster: World, contents: Contents) -> None:
         self._cluster = cluster
         self._contents = contents
         self.models: defaultdict[str, ReferenceModel] = defaultdict(ReferenceModel)
@@ -43,7 +51,7 @@ class Judging:
 
     # -- handles
 
-    def begins(self, handle: Handle, what: Called) -> Call:
+    def begins(self, handle: SimHandle, what: Called) -> Call:
         """A handle is called."""
         shard, content = handle.shard, handle.member.content if handle.member.state in HOLDING else None
         call = Call(handle.name)
@@ -58,16 +66,16 @@ class Judging:
         return call
 
     @staticmethod
-    def crashed(asked: Asked) -> None:
+    def crashed(record: CallRecord) -> None:
         """Its process is no more."""
-        if isinstance(asked.call, Publishing):
-            asked.call.left = True
+        if isinstance(record.call, Publishing):
+            record.call.left = True
 
-    def ended(self, handle: Handle, asked: Asked) -> None:
+    def ended(self, handle: SimHandle, record: CallRecord) -> None:
         """That call has returned, or raised."""
-        model, call, error, version = self.models[handle.shard.model], asked.call, asked.error, asked.version
+        model, call, error, version = self.models[handle.shard.model], record.call, record.error, record.version
         in_doubt = isinstance(error, LeaseLost) or getattr(error, "memory", "") == "in_doubt"
-        if self._contents.strangers:
+        if self._contents.has_outsiders:
             return
         match call:
             case Publishing() if version is not None:
@@ -121,14 +129,14 @@ class Judging:
 
     def announced(self, worker: SimWorker, message: Announce) -> None:
         """A worker is told which version is the newest."""
-        if not self._contents.strangers:
+        if not self._contents.has_outsiders:
             self.models[message.model].announced(worker.incarnation, message.newest)
 
     def answered(self, worker: SimWorker, message: Done | Refused) -> None:
         """A worker hears what became of what it has asked for."""
         name, call = self.questions.pop(message.request, ("", None))
         model, error = self.models[name], message.error.error() if isinstance(message, Refused) else None
-        if self._contents.strangers:
+        if self._contents.has_outsiders:
             return
         match call:
             case RollingBack() if call.ended < inf:
@@ -160,7 +168,7 @@ class Judging:
 
     def must_stay(self, model: str, since: Call) -> frozenset[str]:
         """Content ids that have had to stay since that call began."""
-        if self._contents.strangers:
+        if self._contents.has_outsiders:
             return frozenset()
         live = self._cluster.coordinator.cluster.workers
         for pin in [pin for pin, (_, call) in self._pins.items() if call.who not in live]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 
-from tensorhub.testing.demands import demand
+from tensorhub.testing.sim.assertion import demand
 from tensorhub.types import RegistrationId
 
 
@@ -18,7 +18,7 @@ class _Filled:
     cells: dict[int, str] = field(default_factory=dict)  # that were verified, by chunk
 
 
-class Verified:
+class VerifiedChunks:
     """What each memory of a cluster, staging memory included, has verified of the content that it was filled with last."""
 
     def __init__(self) -> None:

@@ -6,18 +6,18 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from tensorhub.coordinator import Publication
-from tensorhub.testing.demands import demand
+from tensorhub.testing.sim.assertion import demand
 from tensorhub.types import OpKey, VersionInfo
 
 if TYPE_CHECKING:
-    from tensorhub.testing.handle import Handle
+    from tensorhub.testing.sim.handle import SimHandle
 
 
 class Contents:
     """The contents that were published in one cluster, as their publishers had them."""
 
     def __init__(self) -> None:
-        self.strangers = False  # some who publish are no handles of this cluster: nobody can know what they promised
+        self.has_outsiders = False  # some who publish are no handles of this cluster: nobody can know what they promised
         self.promised: dict[OpKey, dict[int, tuple[str, ...]]] = {}  # cells of each publish, by rank
         self.truth: dict[str, dict[int, tuple[str, ...]]] = {}  # cells of each content, by shard
         self.publications: dict[str, OpKey] = {}  # by content id: which publish has minted it
@@ -37,7 +37,7 @@ class Contents:
     def minted(self, entry: Publication) -> None:
         """The coordinator wants this recorded: every rank has voted."""
         cells = self.promised.get(entry.key, {})
-        if not cells and self.strangers:
+        if not cells and self.has_outsiders:
             cells = dict.fromkeys(range(entry.world_size), ())
         whole = len(cells) == entry.world_size
         demand(whole, f"group atomicity: {entry.key} is published, but only ranks {sorted(cells)} have called")
@@ -45,7 +45,7 @@ class Contents:
         self.publications[entry.content_id] = entry.key
         self.numbers.setdefault(entry.model, {})[entry.number] = entry.content_id
 
-    def spoil(self, handle: Handle, content_id: str, chunk: int, cell: str) -> None:
+    def spoil(self, handle: SimHandle, content_id: str, chunk: int, cell: str) -> None:
         """A user writes published memory. Nobody may get those bytes, unless nobody could know better: a publisher's chunk
         of which no digest has been made yet is what it is then.
         """
@@ -57,16 +57,16 @@ class Contents:
         else:
             self._spoilt.add((handle.id, content_id))
 
-    def misled(self, handle: Handle, content_id: str) -> None:
+    def misled(self, handle: SimHandle, content_id: str) -> None:
         """Its own process has lied to it: the coordinator will not count it."""
         handle.lied = content_id
         self._spoilt.add((handle.id, content_id))
 
-    def is_spoilt(self, handle: Handle, content_id: str) -> bool:
+    def is_spoilt(self, handle: SimHandle, content_id: str) -> bool:
         """Whether its own user has overwritten that there."""
         return (handle.id, content_id) in self._spoilt
 
-    def check_cells(self, handle: Handle, version: VersionInfo) -> None:
+    def check_cells(self, handle: SimHandle, version: VersionInfo) -> None:
         if self.is_spoilt(handle, version.content_id):
             return
         truth, cells = self.truth[version.content_id][handle.shard.number], tuple(handle.cells)

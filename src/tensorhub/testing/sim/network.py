@@ -34,7 +34,7 @@ class TimedLink(Link):
     unanswered: int = 0  # heartbeats since anything was heard
 
 
-class Ways:
+class Partitions:
     """Which pairs of parties are cut off from each other, or slow, and until when."""
 
     def __init__(self) -> None:

@@ -13,43 +13,50 @@ from tensorhub.coordinator import Decision, Publication
 from tensorhub.coordinator.availability import GONE, NOBODY
 from tensorhub.coordinator.states import WorkerState
 from tensorhub.messages import Outcome, Start
-from tensorhub.testing.contents import Contents
-from tensorhub.testing.demands import HOLDING, demand
+from tensorhub.testing.sim.assertion import HOLDING, demand
+from tensorhub.testing.sim.judges.contents import Contents
 from tensorhub.types import AVAILABLE
 from tensorhub.worker.calls import FillCall
 
 if TYPE_CHECKING:
-    from tensorhub.testing.cluster import Cluster
-    from tensorhub.testing.handle import Asked, Handle
+    from tensorhub.testing.sim.handle import CallRecord, SimHandle
+    from tensorhub.testing.sim.world import World
 
 
-class Available:
+class AvailabilityJudge:
     """Whether "available" is the newest version that can be read."""
 
-    def __init__(self, cluster: Cluster, contents: Contents) -> None:
+    def __init__(self, cluster: World, contents: Contents) -> None:
         self._cluster = cluster
         self._contents = contents
 
-    def told(self, handle: Handle, message: Start | Outcome) -> None:
+    def told(self, handle: SimHandle, message: Start | Outcome) -> None:
         """The coordinator is about to say to a rank what its call is bound to, or that it has ended."""
-        asked = handle.asked
-        if asked is None or asked.key != message.key or not isinstance(asked.what, FillCall) or self._contents.strangers:
+        record = handle.last_call
+        if (
+            record is None
+            or record.key != message.key
+            or not isinstance(record.what, FillCall)
+            or self._contents.has_outsiders
+        ):
             return
-        if asked.what.selector != AVAILABLE:
+        if record.what.selector != AVAILABLE:
             return
-        ranks = [h for h in (handle, *self._cluster.mates(handle)) if h.asked is not None and h.asked.key == message.key]
+        ranks = [
+            h for h in (handle, *self._cluster.mates(handle)) if h.last_call is not None and h.last_call.key == message.key
+        ]
         held = [n for rank in ranks if (n := self._held(rank)) is not None]
         if isinstance(message, Start):
-            self._bound(handle, asked, message, held)
+            self._bound(handle, record, message, held)
         elif message.error is not None and GONE in message.error.message:
             self._lost(handle, message.error.message)
         elif message.error is not None and NOBODY in message.error.message:
-            self._failed(handle, max([asked.what.at_least or 0, *held]))
+            self._failed(handle, max([record.what.at_least or 0, *held]))
 
-    def _bound(self, handle: Handle, asked: Asked, message: Start, held: list[int]) -> None:
+    def _bound(self, handle: SimHandle, record: CallRecord, message: Start, held: list[int]) -> None:
         group = self._cluster.coordinator.cluster.models[handle.shard.model].groups[handle.shard.group]
         operation, content_id = group.operation, message.version.content_id
-        goes_on, asked.bound = asked.bound == content_id, content_id
+        goes_on, record.bound = record.bound == content_id, content_id
         if goes_on if operation is None else operation.resumes is not None:  # None: it has ended in this very step
             return  # it goes on with what it was bound to
         number, what = message.version.version, f"{handle} asked for {AVAILABLE}, and got {message.version}"
@@ -62,7 +69,7 @@ class Available:
                 away = self._away(handle.shard.model, content_id)
                 demand(not away, f"selectors: {what}: {away} of {newer} may come back")
 
-    def _lost(self, handle: Handle, text: str) -> None:
+    def _lost(self, handle: SimHandle, text: str) -> None:
         numbers = self._contents.numbers.get(handle.shard.model, {})
         named = [
             content_id
@@ -72,7 +79,7 @@ class Available:
         held = any(content_id not in self._contents.retired and self._can_be_read(content_id) for content_id in named)
         demand(not held, f"selectors: {handle} was told what is not so: {text}")
 
-    def _failed(self, handle: Handle, least: int) -> None:
+    def _failed(self, handle: SimHandle, least: int) -> None:
         what = f"{handle} was told that nobody holds what was published"
         demand(not self._recovers(), f"selectors: {what}, before all had time to come back")
         for number, content_id in self._published(handle.shard.model, least):
@@ -86,7 +93,7 @@ class Available:
         numbers = self._contents.numbers.get(model, {})
         return ((n, c) for n, c in numbers.items() if n >= least and c not in self._contents.retired)
 
-    def _held(self, handle: Handle) -> int | None:
+    def _held(self, handle: SimHandle) -> int | None:
         """The version that a rank holds, as the coordinator knows."""
         content, known = handle.member.content, self._cluster.coordinator.cluster.members.get(handle.id)
         if content is None or handle.member.state not in HOLDING or known is None or known.holding is None:
@@ -108,10 +115,10 @@ class Available:
         sources = {shard for shard, h in held if h is not None and h.is_source and h.version.info.content_id == content_id}
         return sources >= set(self._contents.truth[content_id])
 
-    def _holders(self, shard: int) -> Iterator[Handle]:
+    def _holders(self, shard: int) -> Iterator[SimHandle]:
         return (h for h in self._cluster.live_handles() if h.shard.number == shard and h.shard.serves)
 
-    def _offers(self, handle: Handle, content_id: str) -> bool:
+    def _offers(self, handle: SimHandle, content_id: str) -> bool:
         content, known = handle.member.content, self._cluster.coordinator.cluster.members.get(handle.id)
         if content is None or content.version.content_id != content_id or known is None or known.holding is None:
             return False
