@@ -289,7 +289,7 @@ def worker_of(used: Hub | Weights) -> Worker:
 def copies_of(hub: Hub) -> list[Handle]:
     """The handles of its copies in host memory."""
     copies = worker_of(hub).copies
-    return [copies._handles[ident] for ident in copies.machine._hosting.copies if ident in copies._handles]
+    return [copies._handles[ident] for ident in copies.machine._pool.copies if ident in copies._handles]
 
 
 def thread_of(hub: Hub) -> LoopThread:

@@ -115,7 +115,12 @@ def test_what_an_entry_names_exists(code: str) -> None:
 
 
 def test_names_are_looked_up_in_the_tree() -> None:
-    for name in ("worker.owner", "worker.owner.Owner.begin", "errors.TensorHubError", "worker.enrolment.LEASE_MARGIN"):
+    for name in (
+        "worker.owner",
+        "worker.owner.Owner.begin",
+        "errors.TensorHubError",
+        "worker.registration_session.LEASE_MARGIN",
+    ):
         assert exists(name), name
     for name in ("worker.nobody", "worker.owner.Nobody", "worker.owner.Owner.nothing", "worker.owner.Owner.begin.more"):
         assert not exists(name), name

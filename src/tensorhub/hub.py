@@ -25,7 +25,7 @@ from tensorhub.runtime.control.keyring import open_keyring
 from tensorhub.runtime.control.server import CoordinatorServer
 from tensorhub.runtime.control.store import MemoryStore, SqliteStore, Store
 from tensorhub.runtime.ending import CLOSE_S, Parting
-from tensorhub.runtime.loop_thread import AsyncSide, LoopThread, Side
+from tensorhub.runtime.loop_thread import AsyncMode, CallerMode, LoopThread
 from tensorhub.runtime.worker import ports
 from tensorhub.runtime.worker.fill import ProgressListener
 from tensorhub.runtime.worker.worker import Worker
@@ -97,7 +97,7 @@ def serve(
     """
     secret, token = resolve_token(token), None  # what this frame has, a traceback with locals shows
     serves = serving(host, port, secret, state_dir, options)
-    return Opening(lambda: serves(AsyncSide()), "serve")
+    return Opening(lambda: serves(AsyncMode()), "serve")
 
 
 def serving(
@@ -106,7 +106,7 @@ def serving(
     token: Secret | Path,
     state_dir: str | os.PathLike[str] | None,
     options: Options | None,
-) -> Callable[[Side], Coroutine[Any, Any, Coordinator]]:
+) -> Callable[[CallerMode], Coroutine[Any, Any, Coordinator]]:
     """What `serve` is, for either kind of caller, with its arguments checked."""
     if not isinstance(host, str):
         raise InvalidType(f"host={shown(host)}: give a name or an address to listen on, as text")
@@ -131,7 +131,7 @@ def _checked(options: Options | None) -> Options:
 
 
 async def _serve(
-    side: Side,
+    mode: CallerMode,
     *,
     host: str,
     port: int,
@@ -149,7 +149,7 @@ async def _serve(
             server.append(CoordinatorServer(options=options, secrets_accepted=secrets, store=store))
             await server[0].run(host, port, thread.ready)
 
-    thread = LoopThread("tensorhub-coordinator", main, side, exit_s=options.exit_timeout_s, ends_last=True)
+    thread = LoopThread("tensorhub-coordinator", main, mode, exit_s=options.exit_timeout_s, ends_last=True)
     try:
         await thread.start()
     except BaseException:
@@ -191,7 +191,7 @@ def connect(
     """
     secret, token = resolve_token(token), None  # what this frame has, a traceback with locals shows
     joins = joining(address, name, location, secret, transports, options, prefetch)
-    return Opening(lambda: joins(AsyncSide()), "connect")
+    return Opening(lambda: joins(AsyncMode()), "connect")
 
 
 def joining(
@@ -202,7 +202,7 @@ def joining(
     transports: Sequence[str] | None,
     options: Options | None,
     prefetch: bool,
-) -> Callable[[Side], Coroutine[Any, Any, Hub]]:
+) -> Callable[[CallerMode], Coroutine[Any, Any, Hub]]:
     """What `connect` is, for either kind of caller, with its arguments checked."""
     if not isinstance(address, str) and not _is_list(address):
         raise InvalidType(f'address={shown(address)}: give a coordinator\'s "tcp://HOST:PORT", or a list of them')
@@ -235,7 +235,7 @@ def joining(
 
 
 async def _join(
-    side: Side,
+    mode: CallerMode,
     *,
     addresses: Sequence[str],
     called: str,
@@ -266,7 +266,7 @@ async def _join(
         for each in worker:
             await each.close(parting)
 
-    thread = LoopThread(f"tensorhub-{called}", main, side, farewell=farewell, exit_s=options.exit_timeout_s)
+    thread = LoopThread(f"tensorhub-{called}", main, mode, farewell=farewell, exit_s=options.exit_timeout_s)
     await thread.start()
     return Hub(worker[0], thread)
 
@@ -274,7 +274,7 @@ async def _join(
 class Hub(Unpicklable):
     """A worker's view of its cluster. Made by `connect`. `async with hub:` closes it at the end."""
 
-    def __init__(self, worker: ports.Worker, thread: ports.Thread) -> None:
+    def __init__(self, worker: ports.WorkerPort, thread: ports.ThreadPort) -> None:
         self._worker = worker
         self._thread = thread
         weakref.finalize(self, thread.dropped).atexit = False
@@ -338,7 +338,7 @@ class Hub(Unpicklable):
         """
         check_name("model", model)
         self._thread.check_usable()
-        self._worker.version_watches.tell_loss(model)
+        self._worker.version_watches.report_loss(model)
         if not self._worker.version_watches.watches(model):
             self._worker.version_watches.check_room(model)
             self._thread.post(partial(self._worker.version_watches.watch, model))
@@ -364,7 +364,7 @@ class Hub(Unpicklable):
         """
         check_name("model", model)
         self._thread.check_usable()
-        self._worker.version_watches.tell_loss(model)
+        self._worker.version_watches.report_loss(model)
         return Watcher(self._worker, self._thread, model, keeps=self)
 
     @overload
@@ -417,7 +417,7 @@ class Hub(Unpicklable):
         try:
             yield
         except BaseException:
-            with self._thread.side.shield(), contextlib.suppress(TensorHubError):
+            with self._thread.mode.shield(), contextlib.suppress(TensorHubError):
                 await self._thread.call(self._worker.pins.unpin, ident, timeout_s)
             raise
         await self._thread.call(self._worker.pins.unpin, ident, timeout_s)
@@ -541,7 +541,7 @@ async def seed_shard(hub: Hub, info: VersionInfo, shard: int, timeout: float | N
     return await hub._thread.call(hub._worker.copies.seed, info, shard, timeout_s)
 
 
-def _check_full(worker: ports.Worker, call: str) -> None:
+def _check_full(worker: ports.WorkerPort, call: str) -> None:
     """Raise AuthenticationFailed, naming the call, if the token is read-only; the coordinator would refuse it, too."""
     if worker.read_only:
         raise read_only_refusal(call)

@@ -21,7 +21,7 @@ from tensorhub import hub as _async
 from tensorhub.fetched import Fetched
 from tensorhub.opening import Unpicklable, close_after, wrong_use
 from tensorhub.protocol.secret import resolve_token
-from tensorhub.runtime.loop_thread import BlockingSide, finish_blocking as _finish
+from tensorhub.runtime.loop_thread import BlockingMode, finish_blocking as _finish
 from tensorhub.types import LATEST, FetchReport, HandleState, Location, ModelInfo, Options, Selector, VersionInfo
 from tensorhub.watcher import Watcher as AsyncWatcher
 from tensorhub.weights import BeforeWrite, Weights as AsyncWeights
@@ -46,7 +46,7 @@ def serve(
     `tensorhub.serve`.
     """
     secret, token = resolve_token(token), None  # what this frame has, a traceback with locals shows
-    return Coordinator(_finish(_async.serving(host, port, secret, state_dir, options)(BlockingSide())))
+    return Coordinator(_finish(_async.serving(host, port, secret, state_dir, options)(BlockingMode())))
 
 
 def connect(
@@ -64,7 +64,7 @@ def connect(
     """
     secret, token = resolve_token(token), None  # what this frame has, a traceback with locals shows
     joins = _async.joining(address, name, location, secret, transports, options, prefetch)
-    return Hub(_finish(joins(BlockingSide())))
+    return Hub(_finish(joins(BlockingMode())))
 
 
 class Coordinator(Unpicklable):

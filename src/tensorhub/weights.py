@@ -12,7 +12,7 @@ from functools import partial
 from tensorhub.errors import GroupAborted, InvalidType, StaleWeightsWarning, StateError, TensorHubError, shown, text_of
 from tensorhub.memory.tensors import CallersMemory
 from tensorhub.opening import Block, Unpicklable
-from tensorhub.runtime.worker.ports import Handle, Thread, Worker
+from tensorhub.runtime.worker.ports import HandlePort, ThreadPort, WorkerPort
 from tensorhub.types import (
     LATEST,
     FetchReport,
@@ -36,7 +36,9 @@ class Weights(Unpicklable):
     or mapping has other tensors by now: see `Hub.register`.
     """
 
-    def __init__(self, handle: Handle, memory: CallersMemory, worker: Worker, thread: Thread, *, keeps: object) -> None:
+    def __init__(
+        self, handle: HandlePort, memory: CallersMemory, worker: WorkerPort, thread: ThreadPort, *, keeps: object
+    ) -> None:
         """`keeps`: stays open as long as somebody holds this."""
         self._keeps = keeps
         self._handle = handle
@@ -108,7 +110,7 @@ class Weights(Unpicklable):
         timeout_s = self._worker.timeout_s(timeout)
         await self._thread.call(self._handle.check_idle)
         await self._thread.call(self._worker.coordinator.check_number, self.model, version, timeout_s)
-        await self._thread.call(self._handle.tell_loss)  # to each rank of the group: none refuses the others' call for it
+        await self._thread.call(self._handle.report_loss)  # to each rank of the group: none refuses the others' call for it
         where = "unpublish() in"
         try:
             await self._thread.call(self._handle.unpublish_if_published, timeout_s)
@@ -121,7 +123,7 @@ class Weights(Unpicklable):
                 self._tell_stale()
         except BaseException as error:
             if self._handle.member.shard.world_size > 1:
-                with self._thread.side.shield(), contextlib.suppress(TensorHubError):
+                with self._thread.mode.shield(), contextlib.suppress(TensorHubError):
                     reason = f"{where} mutate({version}) raised {text_of(error)}"
                     await self._thread.call(self._handle.refuse, GroupAborted(reason[:1000]), timeout_s)
             raise

@@ -7,7 +7,7 @@ import pytest
 from tensorhub.errors import GroupAborted, ManifestMismatch, RegistrationError, StateError
 from tensorhub.testing import MANIFEST, SimHandle, StepwiseCluster
 from tensorhub.types import Medium, Purpose
-from tensorhub.worker.enrolment import Shard
+from tensorhub.worker.registration_session import Shard
 
 
 def copy(

@@ -163,7 +163,7 @@ def test_a_fence_is_over_before_its_owner_is_told() -> None:
     cluster, trainer, _ = published()
     trainer.hold_access()
     lose_state(cluster)
-    assert trainer.member.is_letting_go
+    assert trainer.member.has_pending_work
     asked = trainer.update()
     cluster.run()
     assert not asked.has_ended()

@@ -12,7 +12,7 @@ from tensorhub.messages import Fill
 from tensorhub.testing import CHUNK_BYTES, CHUNKS, MANIFEST, BrokenHook, CallRecord, Choice, SimHandle, StepwiseCluster
 from tensorhub.types import HandleState
 from tensorhub.worker.calls import Say
-from tensorhub.worker.enrolment import Shard
+from tensorhub.worker.registration_session import Shard
 
 
 def published(world_size: int = 1, versions: int = 1) -> tuple[StepwiseCluster, list[SimHandle]]:
@@ -211,7 +211,7 @@ def test_a_vote_without_a_record_counts_again(world_size: int) -> None:
     readers = cluster.group("reader", world_size)
     cluster.run()
     calls = [handle.replicate() for handle in readers]
-    until(cluster, lambda: all(h.member._holding.voted is not None for h in readers), kinds="up down do read")
+    until(cluster, lambda: all(h.member._memory.voted is not None for h in readers), kinds="up down do read")
     for handle in trainers:
         handle.worker.crash()
     restart(cluster)
@@ -452,7 +452,7 @@ def test_a_voted_rank_does_not_wait_for_ever_for_one_that_never_calls() -> None:
     first, second = cluster.group("reader", 2)
     cluster.run()
     asked, left = first.replicate(timeout_s=20), second.replicate(timeout_s=20)
-    until(cluster, lambda: first.member._holding.voted is not None, kinds="up down do read")
+    until(cluster, lambda: first.member._memory.voted is not None, kinds="up down do read")
     second.worker.disconnect()
     second.cancel()
     cluster.advance(5, run=False)

@@ -13,7 +13,7 @@ from tensorhub.coordinator import states
 from tensorhub.coordinator.core import Coordinator
 from tensorhub.coordinator.entities import Operation, ReadLease, Replica, Version, Worker
 from tensorhub.machine import STORY_EVENTS_MAX, IllegalTransition, Stateful
-from tensorhub.worker.holding import Holding
+from tensorhub.worker.member_memory import MemberMemory
 from tensorhub.worker.states import HANDLE_TABLE
 
 Table = Mapping[Any, frozenset[Any]]
@@ -41,7 +41,7 @@ MACHINES: dict[str, tuple[type[Stateful[Any]], str, str]] = {
     ),
     "coordinator": (Coordinator, "RECOVERING", "RECOVERING -> SERVING; SERVING -> DEPOSED; RECOVERING -> DEPOSED"),
     "handle": (
-        Holding,
+        MemberMemory,
         "EMPTY",
         """EMPTY -> FILLING | READY | IN_DOUBT | CLOSED;
         FILLING -> READY | TORN | IN_DOUBT | CLOSED;

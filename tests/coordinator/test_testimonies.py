@@ -28,7 +28,7 @@ from tensorhub.protocol import codec
 from tensorhub.testing import CHUNK_BYTES, CHUNKS, Choice, SimHandle, StepwiseCluster
 from tensorhub.testing.sim.memory import digest_of, make_manifest
 from tensorhub.types import HandleState, Location, OpKey, Options
-from tensorhub.worker.telling import tell
+from tensorhub.worker.chunk_reports import tell
 from tests.test_traces import run_but
 
 HERE = Location(host="here")

@@ -34,18 +34,18 @@ from tensorhub.worker.calls import (
     Fence,
     FillCall,
     Finish,
-    OpenMemory,
+    OpenGeneration,
     PublishCall,
     RefuseCall,
-    ReopenMemory,
+    ReopenGeneration,
     Say,
     StartPull,
     StopPull,
     UnpublishCall,
 )
-from tensorhub.worker.enrolment import Shard
 from tensorhub.worker.member import Member
 from tensorhub.worker.owner import Owner
+from tensorhub.worker.registration_session import Shard
 from tests.fuzz.source import Source
 
 STEPS_MAX = 300
@@ -114,11 +114,11 @@ class _Shell:
                 self._say(action.message)
                 key = getattr(action.message, "key", None)
                 self.keys += [key] if isinstance(key, OpKey) and key not in self.keys else []
-            case OpenMemory():
+            case OpenGeneration():
                 sizes = [chunk.nbytes for chunk in action.manifest.chunks]
                 content_id = ContentId(action.content_id)
                 self.owner.open(REGISTRATION, action.generation, content_id, sizes, complete=action.complete)
-            case ReopenMemory():
+            case ReopenGeneration():
                 self.owner.reopen(REGISTRATION, action.generation)
             case Fence():
                 self.owner.close(REGISTRATION)

@@ -15,11 +15,11 @@ import pytest
 
 from tensorhub.errors import StateError
 from tensorhub.runtime.ending import Parting
-from tensorhub.runtime.loop_thread import AsyncSide, LoopThread, running_backend
+from tensorhub.runtime.loop_thread import AsyncMode, LoopThread, running_backend
 from tests.rig import WAIT_S, nothing_left, until
 
 
-class Inside(AsyncSide):
+class Inside(AsyncMode):
     """The library's loop is of this kind, or (None) of its owner's."""
 
     def __init__(self, kind: str | None) -> None:
@@ -35,8 +35,8 @@ async def idle(thread: LoopThread) -> None:
 
 
 @contextlib.asynccontextmanager
-async def running(main: Callable[[LoopThread], Awaitable[None]], side: AsyncSide) -> AsyncIterator[LoopThread]:
-    thread = LoopThread("tensorhub-test", main, side)
+async def running(main: Callable[[LoopThread], Awaitable[None]], mode: AsyncMode) -> AsyncIterator[LoopThread]:
+    thread = LoopThread("tensorhub-test", main, mode)
     await thread.start()
     try:
         yield thread
@@ -90,7 +90,7 @@ async def test_a_call_cancelled_before_it_begins() -> None:
     async def never() -> None:
         await anyio.sleep_forever()
 
-    async with nothing_left(), running(idle, AsyncSide()) as thread:
+    async with nothing_left(), running(idle, AsyncMode()) as thread:
         with anyio.CancelScope() as scope:
             scope.cancel()
             await thread.call(never)
@@ -114,7 +114,7 @@ async def test_a_result_that_comes_when_its_caller_is_cancelled_is_given_back() 
             cancels.append(task.cancel)
         seen.append(await thread.call(work, undo=given_back.append))
 
-    async with nothing_left(), running(idle, AsyncSide()) as thread:
+    async with nothing_left(), running(idle, AsyncMode()) as thread:
         async with anyio.create_task_group() as tasks:
             cancels.append(tasks.cancel_scope.cancel)
             tasks.start_soon(call)
@@ -171,7 +171,7 @@ async def test_an_error_in_what_the_caller_was_asked_ends_the_call() -> None:
         finally:
             ended.set()
 
-    async with nothing_left(), running(idle, AsyncSide()) as thread:
+    async with nothing_left(), running(idle, AsyncMode()) as thread:
         job = thread.job(work)
         with pytest.raises(LookupError, match="mine"):
             await thread.run_job(job)
@@ -185,7 +185,7 @@ async def test_what_cannot_start_raises_from_enter() -> None:
 
     async with nothing_left():
         with pytest.raises(StateError, match="the port is taken"):
-            async with running(fails, AsyncSide()):
+            async with running(fails, AsyncMode()):
                 raise AssertionError("not entered")
 
 
@@ -203,7 +203,7 @@ async def test_what_breaks_later_raises_from_exit_and_ends_calls() -> None:
 
     async with nothing_left():
         with pytest.raises(LookupError, match="broken"):  # noqa: PT012
-            async with running(breaks, AsyncSide()) as thread:
+            async with running(breaks, AsyncMode()) as thread:
                 async with anyio.create_task_group() as tasks:
 
                     async def call() -> None:
@@ -229,7 +229,7 @@ async def test_a_call_that_comes_too_late_to_be_started_is_told_so() -> None:
     async def never() -> None:
         raise AssertionError("it must not be started")
 
-    async with nothing_left(), running(ends, AsyncSide()) as thread:
+    async with nothing_left(), running(ends, AsyncMode()) as thread:
         await anyio.to_thread.run_sync(blocks.wait, 30)
         async with anyio.create_task_group() as tasks:
 
@@ -252,7 +252,7 @@ async def test_cancelled_while_it_starts() -> None:
     async with nothing_left(), anyio.create_task_group() as tasks:
 
         async def enter() -> None:
-            async with running(starts, AsyncSide()):
+            async with running(starts, AsyncMode()):
                 raise AssertionError("not entered")
 
         tasks.start_soon(enter)
@@ -265,7 +265,7 @@ async def test_many_calls_from_many_loops() -> None:
         await anyio.lowlevel.checkpoint()
         return 2 * number
 
-    async with nothing_left(), running(idle, AsyncSide()) as thread:
+    async with nothing_left(), running(idle, AsyncMode()) as thread:
         found: list[int] = []
 
         async def several(first: int) -> None:
@@ -296,7 +296,7 @@ async def test_posting_from_a_finalizer_within_posting() -> None:
     async def flush() -> None:
         await anyio.lowlevel.checkpoint()
 
-    async with nothing_left(), running(idle, AsyncSide()) as thread:
+    async with nothing_left(), running(idle, AsyncMode()) as thread:
         Collected(lambda: thread.post(lambda: done.append("inner")))
         with thread._lock:
             gc.collect()

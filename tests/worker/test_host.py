@@ -32,9 +32,9 @@ from tensorhub.worker.calls import (
     Finish,
     FreeStaging,
     LocalCopy,
-    OpenMemory,
+    OpenGeneration,
     ReleaseCall,
-    ReopenMemory,
+    ReopenGeneration,
     Say,
     SetAsideCall,
     StartPull,
@@ -42,9 +42,9 @@ from tensorhub.worker.calls import (
     UnpublishCall,
     staging_of,
 )
-from tensorhub.worker.copies import Copies
-from tensorhub.worker.enrolment import Shard
+from tensorhub.worker.local_copies import LocalCopies
 from tensorhub.worker.member import Member
+from tensorhub.worker.registration_session import Shard
 
 A = TypeVar("A")
 CHUNKS = 3
@@ -62,7 +62,7 @@ def version(number: int) -> VersionInfo:
 class Rank:
     """A member that is connected, and everything that it has wanted so far."""
 
-    def __init__(self, copies: Copies, medium: Medium = Medium.DEVICE, purpose: Purpose = Purpose.USE) -> None:
+    def __init__(self, copies: LocalCopies, medium: Medium = Medium.DEVICE, purpose: Purpose = Purpose.USE) -> None:
         name = f"{medium.value}-{purpose.value}"
         self.shard = Shard(name, "m", name, 0, 1, False, "world/1", manifest(), 0, medium, purpose)
         numbers = count(1)
@@ -111,7 +111,7 @@ class Rank:
 
     def outcome(self, number: int | None) -> None:
         running = self.member.running
-        key = running.key if running is not None and running.key is not None else self.member._holding.doubt
+        key = running.key if running is not None and running.key is not None else self.member._memory.doubt
         assert key is not None
         error = ErrorInfo.of(GroupAborted("aborted")) if number is None else None
         done = Outcome(key, 0, number is not None, True, version(number) if number is not None else None, error)
@@ -145,17 +145,17 @@ def kinds(actions: list[Action]) -> list[str]:
 
 
 def test_what_a_running_prefetch_has_is_copied_first_and_again_after_it_broke_off() -> None:
-    copies = Copies()
+    copies = LocalCopies()
     host, rank = Rank(copies, Medium.HOST, Purpose.PREFETCH), Rank(copies)
     host.fill(2, kind=OpKind.PREFETCH)
     under = of(host.take(), StartPull).generation
     rank.fill(2)
     actions = rank.take()
-    assert kinds(actions) == ["OpenMemory", "CopyLocally"]
+    assert kinds(actions) == ["OpenGeneration", "CopyLocally"]
     assert of(actions, CopyLocally).sources == (LocalCopy(host.shard.registration, under),)
     host.do(host.member.end_prefetch(0))  # as another rank's update would have it
     host.do(host.member.pull_stopped(0))
-    salvage = of(host.take(), ReopenMemory).generation
+    salvage = of(host.take(), ReopenGeneration).generation
     rank.do(rank.member.copied(frozenset({0}), 0))
     again = of(rank.take(), CopyLocally)
     assert (again.sources, again.copied) == ((LocalCopy(host.shard.registration, salvage),), frozenset({0}))
@@ -169,15 +169,15 @@ def test_what_a_running_prefetch_has_is_copied_first_and_again_after_it_broke_of
 
 
 def test_only_copies_of_that_content_and_shard_are_of_use() -> None:
-    copies = Copies()
+    copies = LocalCopies()
     Rank(copies, Medium.HOST, Purpose.PREFETCH).hold(1)
     rank = Rank(copies)
     rank.fill(2)
-    assert kinds(rank.take()) == ["OpenMemory", "EndPrefetch", "StartPull"]
+    assert kinds(rank.take()) == ["OpenGeneration", "EndPrefetch", "StartPull"]
 
 
 def test_a_fill_that_is_given_up_while_it_copies_is_torn_behind_the_copying() -> None:
-    copies = Copies()
+    copies = LocalCopies()
     Rank(copies, Medium.HOST, Purpose.PREFETCH).hold(2)
     rank = Rank(copies)
     rank.fill(2)
@@ -192,7 +192,7 @@ def test_a_fill_that_is_given_up_while_it_copies_is_torn_behind_the_copying() ->
 
 
 def test_a_prefetch_that_is_whole_is_not_ended() -> None:
-    host = Rank(Copies(), Medium.HOST, Purpose.PREFETCH)
+    host = Rank(LocalCopies(), Medium.HOST, Purpose.PREFETCH)
     host.fill(2, kind=OpKind.PREFETCH)
     host.do(host.member.pull_done(0))
     assert host.member.end_prefetch(0) == []
@@ -202,7 +202,7 @@ def test_a_prefetch_that_is_whole_is_not_ended() -> None:
 
 
 def test_a_release_frees_the_memory_when_its_fence_stands() -> None:
-    host = Rank(Copies(), Medium.HOST, Purpose.PREFETCH)
+    host = Rank(LocalCopies(), Medium.HOST, Purpose.PREFETCH)
     host.hold(2)
     host.do(host.member.begin(ReleaseCall(), 60, 0))
     (withdraw,) = host.said(LeaveRequest)
@@ -219,7 +219,7 @@ def test_a_release_frees_the_memory_when_its_fence_stands() -> None:
 
 
 def test_what_was_set_aside_is_held_again_or_given_up() -> None:
-    copies = Copies()
+    copies = LocalCopies()
     host = Rank(copies, Medium.HOST, Purpose.PREFETCH)
     host.hold(2)
 
@@ -230,12 +230,12 @@ def test_what_was_set_aside_is_held_again_or_given_up() -> None:
         host.take()
         host.do(host.member.receive(LeaveGranted(withdraw.request), 0))
         host.fenced()
-        assert kinds(host.actions) == ["Say", "ReopenMemory", "Finish"]
+        assert kinds(host.actions) == ["Say", "ReopenGeneration", "Finish"]
         assert (host.member.state, host.member.version) == (HandleState.EMPTY, None)
 
     set_aside()
-    under = of(host.take(), ReopenMemory).generation
-    (found,) = copies.beside(Rank(copies).shard).find("content2")  # meanwhile it is of use to this worker
+    under = of(host.take(), ReopenGeneration).generation
+    (found,) = copies.of_shard(Rank(copies).shard).find("content2")  # meanwhile it is of use to this worker
     assert found == LocalCopy(host.shard.registration, under)
     host.do(host.member.begin(TakeBackCall(), 60, 0))
     (said,) = host.said(Register)
@@ -243,7 +243,7 @@ def test_what_was_set_aside_is_held_again_or_given_up() -> None:
     assert (said.held.version, said.held.generation, host.member.version) == (2, under, 2)
     assert kinds(host.take()) == ["Finish"]
     set_aside()
-    under = of(host.take(), ReopenMemory).generation
+    under = of(host.take(), ReopenGeneration).generation
     host.do(host.member.begin(CloseCall(), 60, 0))
     (said_last,) = host.said(Deregister)
     host.do(host.member.receive(Done(said_last.request), 0))
@@ -252,7 +252,7 @@ def test_what_was_set_aside_is_held_again_or_given_up() -> None:
 
 
 def test_there_may_be_nothing_to_take_back() -> None:
-    host = Rank(Copies(), Medium.HOST, Purpose.PREFETCH)
+    host = Rank(LocalCopies(), Medium.HOST, Purpose.PREFETCH)
     for call in (SetAsideCall(), TakeBackCall()):
         host.do(host.member.begin(call, 60, 0))
         assert kinds(host.take()) == ["Finish"]
@@ -266,21 +266,21 @@ def test_there_may_be_nothing_to_take_back() -> None:
 
 
 def test_a_copy_from_ones_own_memory_is_held_when_it_is_whole() -> None:
-    copies = Copies()
+    copies = LocalCopies()
     host = Rank(copies, Medium.HOST, Purpose.RETENTION)
     source = LocalCopy("r", 7)
     host.do(host.member.begin(CopyCall(version(1), manifest(), source), 60, 0))
     assert of(host.take(), CopyLocally).sources == (source,)
-    assert not copies.beside(Rank(copies).shard).keep("content1")
+    assert not copies.of_shard(Rank(copies).shard).keep("content1")
     host.do(host.member.copied(ALL, 0))
     assert [r.held.version for r in host.said(Register) if r.held is not None] == [1]
     assert host.member.version == 1
-    assert copies.beside(Rank(copies).shard).keep("content1")
-    assert not copies.beside(host.shard).keep("content1")  # it is not its own reason to leave
+    assert copies.of_shard(Rank(copies).shard).keep("content1")
+    assert not copies.of_shard(host.shard).keep("content1")  # it is not its own reason to leave
 
 
 def test_a_copy_from_memory_that_was_given_up_meanwhile_fails() -> None:
-    host = Rank(Copies(), Medium.HOST, Purpose.RETENTION)
+    host = Rank(LocalCopies(), Medium.HOST, Purpose.RETENTION)
     host.do(host.member.begin(CopyCall(version(1), manifest(), LocalCopy("r", 7)), 60, 0))
     host.do(host.member.copied(frozenset({0}), 0))
     error = of(host.take(), Finish).error
@@ -290,7 +290,7 @@ def test_a_copy_from_memory_that_was_given_up_meanwhile_fails() -> None:
 
 
 def test_what_a_fill_has_begun_to_use_again_is_not_freed_with_what_was_ordered_out() -> None:
-    host = Rank(Copies(), Medium.HOST, Purpose.PREFETCH)
+    host = Rank(LocalCopies(), Medium.HOST, Purpose.PREFETCH)
     host.hold(2)
     host.do(host.member.begin(FillCall(OpKind.PREFETCH, "latest"), 60, 0))  # waits for a source
     host.do(host.member.receive(Revoked(host.shard.registration, "content2", "rolled back"), 0))
@@ -309,7 +309,7 @@ def test_what_a_fill_has_begun_to_use_again_is_not_freed_with_what_was_ordered_o
 
 def staged(*, hold: bool = False) -> tuple[Rank, int]:
     """A rank that holds version 1, and has staged version 2; and the generation of version 1."""
-    rank = Rank(Copies())
+    rank = Rank(LocalCopies())
     rank.hold(1)
     content = rank.member.content
     assert content is not None
@@ -333,8 +333,8 @@ def test_staged_fences_and_writes_after_the_commit_only() -> None:
     assert rank.actions == [Fence(held)]  # without a deadline: it is not given up any more
     rank.fenced()
     actions = rank.take()
-    assert kinds(actions) == ["OpenMemory", "CopyLocally"]
-    copy, opened = of(actions, CopyLocally), of(actions, OpenMemory)
+    assert kinds(actions) == ["OpenGeneration", "CopyLocally"]
+    copy, opened = of(actions, CopyLocally), of(actions, OpenGeneration)
     assert (copy.sources, copy.last) == ((LocalCopy(staging_of("device-use"), opened.generation),), True)
     assert not opened.complete
     assert rank.member.state is HandleState.FILLING
@@ -383,9 +383,9 @@ def test_a_doubt_about_what_was_staged_that_ends_in_a_commit_applies_it_before_t
     rank.take()
     rank.outcome(2)
     assert rank.actions == [Fence(held)]
-    assert rank.member.is_letting_go
+    assert rank.member.has_pending_work
     rank.fenced()
-    assert kinds(rank.take()) == ["OpenMemory", "CopyLocally"]
+    assert kinds(rank.take()) == ["OpenGeneration", "CopyLocally"]
     rank.do(rank.member.copied(ALL, 0))
     assert len(rank.said(LeaveRequest)) == 1  # the unpublish, of version 2
     assert kinds(rank.take()) == ["FreeStaging"]
@@ -414,12 +414,12 @@ def test_what_was_staged_and_does_not_come_through_is_torn_and_the_coordinator_h
 
 
 def test_what_is_empty_has_nothing_to_lose_and_is_filled_at_once() -> None:
-    rank = Rank(Copies())
+    rank = Rank(LocalCopies())
     rank.fill(2, staged=True, hold=True)
     assert kinds(rank.take()) == ["CallHook"]
     rank.do(rank.member.hook_returned(None, 0))
     actions = rank.take()
-    assert kinds(actions) == ["OpenMemory", "EndPrefetch", "StartPull"]
+    assert kinds(actions) == ["OpenGeneration", "EndPrefetch", "StartPull"]
     assert not of(actions, StartPull).staged
 
 

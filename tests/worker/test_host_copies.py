@@ -40,7 +40,8 @@ from tensorhub.worker.calls import (
     SetAsideCall,
     TakeBackCall,
 )
-from tensorhub.worker.copy_actions import (
+from tensorhub.worker.host_copies import HostCopies
+from tensorhub.worker.host_copy_actions import (
     AskManifest,
     BeginCall,
     CancelCall,
@@ -48,12 +49,11 @@ from tensorhub.worker.copy_actions import (
     DropHandle,
     EndCopysPrefetch,
     FinishRequest,
+    LogEvent,
     StartHandle,
-    Tell,
 )
-from tensorhub.worker.enrolment import Shard
-from tensorhub.worker.host_copies import HostCopies
 from tensorhub.worker.member import Member
+from tensorhub.worker.registration_session import Shard
 
 MANIFEST = make_manifest(1, "xxh3-64")
 ONE = MANIFEST.nbytes
@@ -91,7 +91,7 @@ class FakeMember:
     nbytes: int = 0  # of host memory
     running: Running | None = None
 
-    def tell_loss(self) -> None: ...
+    def report_loss(self) -> None: ...
 
 
 @dataclass
@@ -172,7 +172,7 @@ class World:
             case Say():
                 assert isinstance(action.message, CopyRefused)
                 self.refused[action.message.copy] = action.message.reason
-            case Tell():
+            case LogEvent():
                 self.told.append(action.event)
             case EndCopysPrefetch():
                 running = self.members[action.registration].running

@@ -254,4 +254,4 @@ def test_a_loss_of_state_is_told_by_the_member() -> None:
     at.cluster.run()
     at.interpreter.check_idle()
     with pytest.raises(LeaseLost):
-        at.handle.member.tell_loss()
+        at.handle.member.report_loss()

@@ -30,7 +30,7 @@ from tensorhub.messages import (
 from tensorhub.testing import CHUNK_BYTES, CallRecord, SimHandle, StepwiseCluster
 from tensorhub.testing.sim.host_copies import CopyRequest
 from tensorhub.types import HandleState
-from tensorhub.worker.running import DEADLINE_SLACK_S
+from tensorhub.worker.active_call import DEADLINE_SLACK_S
 from tensorhub.worker.states import Phase
 
 
@@ -565,7 +565,7 @@ def test_what_was_ordered_out_is_told_by_the_next_unpublish_once() -> None:
     trainer.worker.connect()
     trainer.hold_access()
     cluster.run()
-    assert (trainer.member.state, trainer.member.is_letting_go) == (HandleState.EMPTY, True)
+    assert (trainer.member.state, trainer.member.has_pending_work) == (HandleState.EMPTY, True)
     asked = trainer.unpublish()
     cluster.advance(1)
     assert not asked.has_ended()  # it says that the memory may be written, so it waits for the fence (G2)
@@ -573,7 +573,7 @@ def test_what_was_ordered_out_is_told_by_the_next_unpublish_once() -> None:
     cluster.run()
     assert isinstance(asked.error, LeaseLost)
     assert "version 1, which it held, is unknown to the coordinator" in str(asked.error)
-    assert (asked.error.retryable, asked.error.memory, trainer.member.is_letting_go) == (False, "intact", False)
+    assert (asked.error.retryable, asked.error.memory, trainer.member.has_pending_work) == (False, "intact", False)
     with pytest.raises(StateError, match="there is nothing to unpublish"):
         trainer.unpublish()
     trainer.publish(5)
@@ -684,10 +684,10 @@ def test_the_outcome_of_a_call_that_was_left_announces_no_closed_handle_again(la
         cluster.advance(2.5, run=False)
         run_actions(cluster)
     assert closed.has_ended() is (late == "when it is closed")
-    registers = reader.member._enrolment._register_request
+    registers = reader.member._session._register_request
     cluster.run()
     assert reader.member.state is HandleState.CLOSED
-    assert reader.member._enrolment._register_request == registers
+    assert reader.member._session._register_request == registers
     assert reader.shard.registration not in cluster.coordinator.cluster.members
 
 

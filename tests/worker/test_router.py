@@ -34,8 +34,8 @@ from tensorhub.messages import (
     Welcome,
 )
 from tensorhub.types import OpKey, VersionInfo
-from tensorhub.worker.enrolment import Shard
-from tensorhub.worker.router import Answered, Look, Reply, Router, Tell
+from tensorhub.worker.registration_session import Shard
+from tensorhub.worker.router import Answered, Deliver, Examine, Reply, Router
 
 VERSION = VersionInfo("m", 1, "c1", 1, 8)
 ERROR = ErrorInfo("StateError", "no", False)
@@ -73,8 +73,8 @@ def test_an_answer_goes_to_who_asked_and_only_once(number: int) -> None:
     request = router.new_request(shard("b", rank=1))
     answer = answers_of_handles(request)[number]
     assert router.asker(request) == "b"
-    assert router.route(answer) == [Tell("b", answer)]
-    assert not any(isinstance(routed, Tell) for routed in router.route(answer)), "it has come twice"
+    assert router.route(answer) == [Deliver("b", answer)]
+    assert not any(isinstance(routed, Deliver) for routed in router.route(answer)), "it has come twice"
 
 
 def test_what_no_handle_has_asked_is_the_workers_own() -> None:
@@ -95,20 +95,20 @@ def test_a_new_session_answers_nothing_that_was_asked_before_it() -> None:
 def test_what_names_a_rank_goes_to_that_rank_of_that_group() -> None:
     router = two_ranks()
     for group, rank, handle in (("g", 0, "a"), ("g", 1, "b"), ("other", 0, "c")):
-        assert router.route(outcome(group, rank)) == [Tell(handle, outcome(group, rank))]
+        assert router.route(outcome(group, rank)) == [Deliver(handle, outcome(group, rank))]
     assert router.route(outcome("other", 1)) == []
 
 
 def test_an_epoch_is_told_to_every_rank_of_its_group() -> None:
     message = EpochChanged("m", "g", 2, 1)
-    assert two_ranks().route(message) == [Tell("a", message), Tell("b", message)]
+    assert two_ranks().route(message) == [Deliver("a", message), Deliver("b", message)]
     assert two_ranks().route(EpochChanged("another", "g", 2, 1)) == []
 
 
 def test_what_names_a_registration_goes_there_or_nowhere() -> None:
     router = two_ranks()
     for message in (Revoked("c", "c1", "rolled back"), SetRetained("c", "c1", True, 1)):
-        assert router.route(message) == [Tell("c", message)]
+        assert router.route(message) == [Deliver("c", message)]
         router.remove(shard("c", group="other"))
         assert router.route(message) == []
         router.add(shard("c", group="other"), "c")
@@ -118,8 +118,8 @@ def test_a_question_about_memory_that_is_not_here_is_answered_at_once() -> None:
     """Else the coordinator would wait for it, and readers for the coordinator."""
     router = two_ranks()
     again, digests = DigestAgain("i", "a", 1, 0), TellDigests("a", 7, "")
-    assert router.route(again) == [Look("a", again)]
-    assert router.route(digests) == [Look("a", digests)]
+    assert router.route(again) == [Examine("a", again)]
+    assert router.route(digests) == [Examine("a", digests)]
     router.remove(shard("a"))
     assert router.route(again) == [Reply(DigestedAgain("i", "a", None))]
     assert router.route(digests) == [Reply(Digests("a", 7, 0, (), b"", True))]
@@ -145,10 +145,10 @@ def test_a_rank_is_free_as_soon_as_its_registration_leaves() -> None:
     router.leave(first)
     router.check_free("m", "g", 0)
     assert router.route(outcome("g", 0)) == []
-    assert router.route(LeaveGranted(request)) == [Tell("a", LeaveGranted(request))], "it is still about to end"
+    assert router.route(LeaveGranted(request)) == [Deliver("a", LeaveGranted(request))], "it is still about to end"
     router.add(second, "d")
     router.remove(first)
-    assert router.route(outcome("g", 0)) == [Tell("d", outcome("g", 0))], "the end of the first is not the second's"
+    assert router.route(outcome("g", 0)) == [Deliver("d", outcome("g", 0))], "the end of the first is not the second's"
 
 
 def test_nothing_is_kept_of_what_has_ended() -> None:

@@ -51,7 +51,7 @@ class Waiter(Protocol):
     async def wait(self) -> None: ...
 
 
-class Side(Protocol):
+class CallerMode(Protocol):
     """How the owner of a loop thread waits: as a task of a loop, or as a thread."""
 
     def waiter(self) -> Waiter: ...
@@ -65,7 +65,7 @@ class Side(Protocol):
         ...
 
 
-class AsyncSide:
+class AsyncMode:
     """The owner is a task, on asyncio or trio; the library's loop is of the same kind."""
 
     def waiter(self) -> Waiter:
@@ -78,7 +78,7 @@ class AsyncSide:
         return running_backend()
 
 
-class BlockingSide:
+class BlockingMode:
     """The owner is a thread. What it awaits blocks it and never suspends: see `finish_blocking`."""
 
     def waiter(self) -> Waiter:
@@ -108,7 +108,7 @@ class _ThreadWaiter:
 
 
 def finish_blocking(coroutine: Coroutine[Any, Any, T]) -> T:
-    """Run a coroutine of the public API, made on a `BlockingSide`, to its end in this thread; it never suspends."""
+    """Run a coroutine of the public API, made on a `BlockingMode`, to its end in this thread; it never suspends."""
     try:
         coroutine.send(None)
     except StopIteration as end:
@@ -213,7 +213,7 @@ class LoopThread:
     """Runs `main(thread)` in a loop of its own kind, in a thread of its own, until it is ended; then cancels what is left.
 
     `main` is awaited first; it calls `ready()` once calls may come. `farewell(parting)` is awaited there, beside it, before
-    it is ended. `start` and `ended` are awaited in any loop, or, on a `BlockingSide`, in a thread without one. What is still
+    it is ended. `start` and `ended` are awaited in any loop, or, on a `BlockingMode`, in a thread without one. What is still
     open when the process ends is ended then, within `exit_s`; `ends_last`: after the others.
     """
 
@@ -221,13 +221,13 @@ class LoopThread:
         self,
         name: str,
         main: Callable[[LoopThread], Awaitable[None]],
-        side: Side,
+        mode: CallerMode,
         *,
         farewell: Farewell | None = None,
         exit_s: float = CLOSE_S,
         ends_last: bool = False,
     ) -> None:
-        self.side = side  # how its owner waits
+        self.mode = mode  # how its owner waits
         self.exit_s = exit_s
         self.ends_last = ends_last
         self.ends_until = 0.0
@@ -255,8 +255,8 @@ class LoopThread:
 
     async def start(self) -> None:
         """Returns when `main` is ready; raises what it raises before."""
-        self._backend = self.side.backend()
-        self._started = self.side.waiter()
+        self._backend = self.mode.backend()
+        self._started = self.mode.waiter()
         try:
             if sys.is_finalizing():
                 raise RuntimeError("the interpreter is being taken apart")  # no thread would ever run
@@ -304,10 +304,10 @@ class LoopThread:
                 raise error
 
     async def _wait_ended(self) -> None:
-        waiter = self.side.waiter()
+        waiter = self.mode.waiter()
         with self._lock:
             self._waiters.append(waiter)
-        with self.side.shield():
+        with self.mode.shield():
             while not self._ended:
                 await waiter.wait()
             if not self._given_up:
@@ -338,11 +338,11 @@ class LoopThread:
 
         `undo(result)` is called over there if it had ended already when it was to be cancelled.
         """
-        return await self.run_job(Job(function, arguments, self.side.waiter(), undo))
+        return await self.run_job(Job(function, arguments, self.mode.waiter(), undo))
 
     def job(self, function: Callable[..., Awaitable[T]], *arguments: Any) -> Job[T]:
         """A call that is not made yet."""
-        return Job(function, arguments, self.side.waiter())
+        return Job(function, arguments, self.mode.waiter())
 
     async def run_job(self, job: Job[T]) -> T:
         """As `call`, for a job that may ask its caller back."""
@@ -355,7 +355,7 @@ class LoopThread:
             await job.wait()
         except BaseException:
             self.post(job.cancel)
-            with self.side.shield():
+            with self.mode.shield():
                 while not job.finished and job in self._jobs:
                     job.upcalls.clear()
                     await job.wait()

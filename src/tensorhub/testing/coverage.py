@@ -15,7 +15,7 @@ from tensorhub.coordinator.entities import Operation, ReadLease, Replica, Versio
 from tensorhub.machine import Stateful, transition
 from tensorhub.scheduler.pull import SOURCE, SOURCE_TABLE, SourceState
 from tensorhub.types import HandleState
-from tensorhub.worker.holding import Holding
+from tensorhub.worker.member_memory import MemberMemory
 
 
 class Machine(NamedTuple):
@@ -37,7 +37,7 @@ MACHINES: Final = (
     _machine(Replica, states.ReplicaState.FILLING),
     _machine(ReadLease, states.LeaseState.ACTIVE),
     _machine(Operation, states.OperationState.GATHERING),
-    _machine(Holding, HandleState.EMPTY),
+    _machine(MemberMemory, HandleState.EMPTY),
     Machine(SOURCE, SourceState.LIVE, SOURCE_TABLE),
 )
 

@@ -96,7 +96,7 @@ class Say:
 
 
 @dataclass(frozen=True, slots=True)
-class OpenMemory:
+class OpenGeneration:
     """From now on readers may ask for this memory under `generation`: all of it, or what is marked available.
 
     `content_id` is empty where a publisher opens before it is minted.
@@ -109,7 +109,7 @@ class OpenMemory:
 
 
 @dataclass(frozen=True, slots=True)
-class ReopenMemory:
+class ReopenGeneration:
     """Let readers in again under `generation`: the bytes, and what is available of them, are as before the last fence."""
 
     generation: int
@@ -218,7 +218,7 @@ class FreePrefetch:
 
 
 @dataclass(frozen=True, slots=True)
-class Registered:
+class RegistrationConfirmed:
     """The coordinator knows this memory now."""
 
 
@@ -238,8 +238,8 @@ class Finish:
 
 Action = (
     Say
-    | OpenMemory
-    | ReopenMemory
+    | OpenGeneration
+    | ReopenGeneration
     | Fence
     | CallHook
     | CopyLocally
@@ -252,7 +252,7 @@ Action = (
     | AddPullSource
     | DropPullSource
     | StopPull
-    | Registered
+    | RegistrationConfirmed
     | RegistrationFailed
     | Finish
 )

@@ -15,16 +15,16 @@ from contextlib import suppress
 from tensorhub.errors import StateError, TensorHubError
 from tensorhub.types import HandleState, Purpose
 from tensorhub.worker.calls import CloseCall, SetAsideCall, TakeBackCall
-from tensorhub.worker.courses import Course, Steps
-from tensorhub.worker.hosting import Copy, Hosting
+from tensorhub.worker.copy_pool import Copy, CopyPool
 from tensorhub.worker.member import Member
+from tensorhub.worker.procedures import Procedure, Steps
 
 
 class Closings:
     """One worker's. `prefetched`: copies by the registration of their handle; `ordered`: those that are made now, by id."""
 
-    def __init__(self, hosting: Hosting, prefetched: dict[str, Copy], ordered: dict[str, Course]) -> None:
-        self._hosting = hosting
+    def __init__(self, pool: CopyPool, prefetched: dict[str, Copy], ordered: dict[str, Procedure]) -> None:
+        self._pool = pool
         self._prefetched = prefetched
         self._ordered = ordered
         self._closing: list[str] = []  # registrations of handles that their callers are closing
@@ -33,60 +33,60 @@ class Closings:
     @property
     def process_ends(self) -> bool:
         """Whether a caller has closed a handle, or is about to, and none is left: this process may end at any time."""
-        used = (member for member in self._hosting.members.values() if member.shard.serves)
+        used = (member for member in self._pool.members.values() if member.shard.serves)
         mine = (member for member in used if member.shard.purpose is Purpose.USE and member.state is not HandleState.CLOSED)
         return (self._has_closed or bool(self._closing)) and {m.shard.registration for m in mine} <= set(self._closing)
 
-    def close(self, course: Course, member: Member, timeout_s: float, *, abandon: bool) -> Steps[None]:
-        hosting, registration = self._hosting, member.shard.registration
-        until, ending, aside = hosting.now + timeout_s, list[Copy](), list[Copy]()
+    def close(self, procedure: Procedure, member: Member, timeout_s: float, *, abandon: bool) -> Steps[None]:
+        pool, registration = self._pool, member.shard.registration
+        until, ending, aside = pool.now + timeout_s, list[Copy](), list[Copy]()
         self._closing.append(registration)
         try:
             try:
                 yield from self._add_ending(registration, ending, abandon=abandon)
                 for copy in ending:
-                    copy.ends.add(course)
-                    yield from hosting.end_call(copy.ident, StateError("its handle was closed"))
+                    copy.ends.add(procedure)
+                    yield from pool.end_call(copy.ident, StateError("its handle was closed"))
                     if not abandon:
-                        yield from copy.turn.take(course)
+                        yield from copy.turn.take(procedure)
                         aside.append(copy)
-                        if not hosting.is_closed(copy.ident):
-                            yield from hosting.call(course, copy.ident, SetAsideCall(), max(0.0, until - hosting.now))
+                        if not pool.is_closed(copy.ident):
+                            yield from pool.call(procedure, copy.ident, SetAsideCall(), max(0.0, until - pool.now))
                 if member.state is not HandleState.CLOSED:
-                    yield from hosting.call(course, registration, CloseCall(abandon), max(0.0, until - hosting.now))
+                    yield from pool.call(procedure, registration, CloseCall(abandon), max(0.0, until - pool.now))
             except Exception:
-                with course.shielded():
-                    yield from self._take_back(course, member, aside)
+                with procedure.shielded():
+                    yield from self._take_back(procedure, member, aside)
                 raise
             for copy in ending:
-                if not hosting.is_closed(copy.ident):
+                if not pool.is_closed(copy.ident):
                     with suppress(TensorHubError):  # it is dropped, then
-                        yield from hosting.call(course, copy.ident, CloseCall(abandon=True), timeout_s)
+                        yield from pool.call(procedure, copy.ident, CloseCall(abandon=True), timeout_s)
         finally:
-            self._end(course, member, ending)
+            self._end(procedure, member, ending)
             for copy in aside:
                 copy.turn.give_back()
 
     def _add_ending(self, registration: str, ending: list[Copy], *, abandon: bool) -> Steps[None]:
         """Which copies end with the handle. What is being made is made elsewhere."""
-        prefetched, copies = self._prefetched.get(registration), self._hosting.copies
+        prefetched, copies = self._prefetched.get(registration), self._pool.copies
         if prefetched is not None:
             ending.append(prefetched)
-        if self.process_ends and not abandon and not self._hosting.is_spot:
+        if self.process_ends and not abandon and not self._pool.is_spot:
             making = dict(self._ordered)
             for each in making.values():
                 each.is_cancelled = True
             yield lambda: not making.keys() & self._ordered.keys()
             ending += [copy for copy in copies.values() if copy.shard.purpose is Purpose.RETENTION]
 
-    def _take_back(self, course: Course, member: Member, aside: list[Copy]) -> Steps[None]:
+    def _take_back(self, procedure: Procedure, member: Member, aside: list[Copy]) -> Steps[None]:
         """What was set aside holds again what it held, unless the handle is closed."""
         for copy in reversed(aside):
             if member.state is not HandleState.CLOSED:
                 with suppress(TensorHubError):  # it may have ended meanwhile
-                    yield from self._hosting.call(course, copy.ident, TakeBackCall(), self._hosting.op_timeout_s)
+                    yield from self._pool.call(procedure, copy.ident, TakeBackCall(), self._pool.op_timeout_s)
 
-    def _end(self, course: Course, member: Member, ending: list[Copy]) -> None:
+    def _end(self, procedure: Procedure, member: Member, ending: list[Copy]) -> None:
         registration = member.shard.registration
         self._closing.remove(registration)
         is_closed = member.state is HandleState.CLOSED
@@ -94,6 +94,6 @@ class Closings:
             self._has_closed = True
             self._prefetched.pop(registration, None)
         for copy in ending:
-            copy.ends.discard(course)
-            if is_closed and copy.ident in self._hosting.copies:
-                self._hosting.drop(copy)
+            copy.ends.discard(procedure)
+            if is_closed and copy.ident in self._pool.copies:
+                self._pool.drop(copy)

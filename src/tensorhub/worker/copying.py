@@ -5,46 +5,46 @@ from __future__ import annotations
 from tensorhub.errors import StateError, TensorHubError
 from tensorhub.machine import InvariantBroken
 from tensorhub.types import HandleState
+from tensorhub.worker.active_call import ActiveCall
 from tensorhub.worker.calls import CopyCall, CopyLocally, StopPull
-from tensorhub.worker.holding import Holding
-from tensorhub.worker.rank import Rank
-from tensorhub.worker.running import Running
+from tensorhub.worker.member_context import MemberContext
+from tensorhub.worker.member_memory import MemberMemory
 from tensorhub.worker.states import Phase
 
 
-class Copying(Running):
+class Copying(ActiveCall):
     """QUEUED -> COPYING -> (STOPPING) -> over. What is held then is said to the coordinator, and counts."""
 
     alone = True
 
-    def __init__(self, call: CopyCall, rank: Rank, holding: Holding, timeout_s: float) -> None:
-        super().__init__("copy", rank, holding, timeout_s)
+    def __init__(self, call: CopyCall, context: MemberContext, memory: MemberMemory, timeout_s: float) -> None:
+        super().__init__("copy", context, memory, timeout_s)
         self._call = call
         self._generation = 0  # under which it is filled
 
     def check_allowed(self) -> None:
         super().check_allowed()
-        if self._holding.state is not HandleState.EMPTY:
-            raise StateError(f"{self._rank.title} is {self._holding.state.value}: it is not empty")
+        if self._memory.state is not HandleState.EMPTY:
+            raise StateError(f"{self._context.title} is {self._memory.state.value}: it is not empty")
 
     def start(self) -> None:
         version, manifest = self._call.version, self._call.manifest
-        self._generation = self._rank.new_generation()
-        self._holding.fill(version, manifest, self._generation)
+        self._generation = self._context.new_generation()
+        self._memory.fill(version, manifest, self._generation)
         self.phase = Phase.COPYING
-        self._rank.act(CopyLocally(version, manifest, self._generation, (self._call.source,), last=True))
+        self._context.act(CopyLocally(version, manifest, self._generation, (self._call.source,), last=True))
 
     def copied(self, chunks: frozenset[int], root: bytes) -> None:
         if self.phase is not Phase.COPYING:
             return
         if len(chunks) == self._call.manifest.chunk_count:
-            assert self._holding.content is not None
-            self._holding.content.root = root  # the coordinator compares it, as with a vote
-            self._holding.filled()
-            self._holding.restate()
+            assert self._memory.content is not None
+            self._memory.content.root = root  # the coordinator compares it, as with a vote
+            self._memory.filled()
+            self._memory.restate()
             self.finish(version=self._call.version, changed=True)
         else:
-            text = f"{self._rank.title}: version {self._call.version.version} was given up here while it was copied"
+            text = f"{self._context.title}: version {self._call.version.version} was given up here while it was copied"
             self._torn(StateError(text, retryable=True))
 
     def pull_failed(self, error: TensorHubError) -> None:
@@ -56,7 +56,7 @@ class Copying(Running):
             self._torn(self.error)
 
     def _torn(self, error: Exception | None) -> None:
-        self._holding.tear()
+        self._memory.tear()
         self.finish(error=error)
 
     def _give_up(self, error: Exception) -> None:
@@ -64,8 +64,8 @@ class Copying(Running):
             case Phase.COPYING:
                 self.error = error
                 self.phase = Phase.STOPPING
-                self._rank.act(StopPull())
+                self._context.act(StopPull())
             case Phase.STOPPING:
                 pass
             case _:
-                raise InvariantBroken(f"{self} is in no phase of a copy. Story:\n{self._holding.story}")
+                raise InvariantBroken(f"{self} is in no phase of a copy. Story:\n{self._memory.story}")

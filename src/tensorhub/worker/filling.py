@@ -39,6 +39,7 @@ from tensorhub.messages import (
     Write,
 )
 from tensorhub.types import HandleState, Medium, OpKey, OpKind, VersionInfo
+from tensorhub.worker.active_call import GroupCall, set_memory
 from tensorhub.worker.calls import (
     CallHook,
     CompareDigests,
@@ -51,11 +52,10 @@ from tensorhub.worker.calls import (
     StartPull,
     StopPull,
 )
-from tensorhub.worker.holding import Content, Holding
 from tensorhub.worker.leases import Leases
-from tensorhub.worker.manifests import Manifests
-from tensorhub.worker.rank import Rank
-from tensorhub.worker.running import GroupCall, set_memory
+from tensorhub.worker.manifests import KnownManifests
+from tensorhub.worker.member_context import MemberContext
+from tensorhub.worker.member_memory import Content, MemberMemory
 from tensorhub.worker.states import UNVOTED, Phase
 
 
@@ -68,15 +68,17 @@ class Filling(GroupCall):
 
     unbound = Phase.ASKED
 
-    def __init__(self, call: FillCall, rank: Rank, holding: Holding, manifests: Manifests, timeout_s: float) -> None:
-        super().__init__(call.kind.value, rank, holding, timeout_s)
+    def __init__(
+        self, call: FillCall, context: MemberContext, memory: MemberMemory, manifests: KnownManifests, timeout_s: float
+    ) -> None:
+        super().__init__(call.kind.value, context, memory, timeout_s)
         self._call = call
         self._manifests = manifests
         self._version: VersionInfo | None = None  # bound
         self._manifest: Manifest | None = None  # of the bound version
-        self._leases = Leases(rank, lambda: self.operation)
+        self._leases = Leases(context, lambda: self.operation)
         self._write_said = False  # the coordinator has told every rank to overwrite
-        self._deaf = False  # a connection was lost in the midst of it, and perhaps that word
+        self._may_have_missed_write = False  # a connection was lost in the midst of it, and perhaps that word
         self._tried: set[LocalCopy] = set()  # has been copied from
         self._copied: frozenset[int] = frozenset()  # chunks that came from there
         self.stages = False  # the memory holds what must stay as it is until the commit
@@ -95,8 +97,8 @@ class Filling(GroupCall):
 
     def check_allowed(self) -> None:
         super().check_allowed()
-        if self._call.kind is OpKind.REPLICATE and self._holding.version is not None:
-            raise StateError(f"{self._rank.title} holds version {self._holding.version}: update() replaces it")
+        if self._call.kind is OpKind.REPLICATE and self._memory.version is not None:
+            raise StateError(f"{self._context.title} holds version {self._memory.version}: update() replaces it")
 
     # ------------------------------------------------------------------------------------------------- what is said
 
@@ -106,11 +108,11 @@ class Filling(GroupCall):
         self._say_call()
 
     def _say_call(self) -> None:
-        call, shard, begun = self._call, self._rank.shard, self._begun()
+        call, shard, begun = self._call, self._context.shard, self._begun()
         if begun is not None and self._manifest is not None and shard.serves:
-            self._rank.say(BegunWith(shard.registration, self._manifest.encode()))
-        self._may_hold = self._may_hold or self._holding.state is HandleState.READY
-        self._rank.say(
+            self._context.say(BegunWith(shard.registration, self._manifest.encode()))
+        self._may_hold = self._may_hold or self._memory.state is HandleState.READY
+        self._context.say(
             Fill(
                 key=self.operation,
                 rank=shard.rank,
@@ -121,7 +123,7 @@ class Filling(GroupCall):
                 generation=self.generation,
                 hold=call.hold and not call.staged,
                 staged=call.staged,
-                timeout_s=max(0.0, self.deadline - self._rank.now),
+                timeout_s=max(0.0, self.deadline - self._context.now),
                 former=self.former,
                 resume=begun,
             )
@@ -153,7 +155,7 @@ class Filling(GroupCall):
         return self._is_anew or super()._is_unbound()
 
     def _say_phase_again(self) -> None:
-        self._deaf = True
+        self._may_have_missed_write = True
         if self._is_anew:
             self._say_call()
             return
@@ -163,7 +165,7 @@ class Filling(GroupCall):
             case Phase.MANIFEST:
                 self._ask_manifest()
             case Phase.HELD:
-                self._rank.say(ReadyToWrite(self.operation, self._rank.shard.rank))
+                self._context.say(ReadyToWrite(self.operation, self._context.shard.rank))
             case Phase.PULLING if self._rereads:
                 self._say_rereads()
             case Phase.VOTED:
@@ -173,7 +175,7 @@ class Filling(GroupCall):
 
     # ------------------------------------------------------------------------------------------- until it may write
 
-    def told(self, message: Start | Write | AddSource | DropSource | Compare) -> None:
+    def instructed(self, message: Start | Write | AddSource | DropSource | Compare) -> None:
         """The coordinator says something about this operation."""
         match message:
             case Start() if self.phase is Phase.ASKED:
@@ -186,7 +188,7 @@ class Filling(GroupCall):
                 self._may_write(message.grants)
             case Start():
                 if self._is_anew and self.phase is Phase.HELD:
-                    self._rank.say(ReadyToWrite(message.key, message.rank))
+                    self._context.say(ReadyToWrite(message.key, message.rank))
                 self._is_anew = False
             case AddSource():
                 if self.phase in UNVOTED:
@@ -225,9 +227,9 @@ class Filling(GroupCall):
 
     def _ask_manifest(self) -> None:
         assert self._version is not None
-        self.request = self._rank.new_request()
-        shard = self._rank.shard
-        self._rank.say(GetManifest(self.request, shard.model, self._version.content_id, shard.number))
+        self.request = self._context.new_request()
+        shard = self._context.shard
+        self._context.say(GetManifest(self.request, shard.model, self._version.content_id, shard.number))
 
     def manifest_came(self, reply: ManifestReply) -> None:
         if self.phase is not Phase.MANIFEST or reply.request != self.request:
@@ -246,7 +248,7 @@ class Filling(GroupCall):
         except TensorHubError as error:
             self.give_up(error)
             return
-        self.stages = self._call.staged and self._holding.state is HandleState.READY
+        self.stages = self._call.staged and self._memory.state is HandleState.READY
         if self._call.hold and not self.stages:
             self._run_hook()
         else:
@@ -255,7 +257,7 @@ class Filling(GroupCall):
     def _run_hook(self) -> None:
         assert self._version is not None
         self.phase = Phase.HOOK
-        self._rank.act(CallHook(self._version))
+        self._context.act(CallHook(self._version))
 
     def hook_returned(self, error: Exception | None) -> None:
         if self.phase is not Phase.HOOK:
@@ -273,7 +275,7 @@ class Filling(GroupCall):
             self._write()
         else:
             self.phase = Phase.HELD
-            self._rank.say(ReadyToWrite(self.operation, self._rank.shard.rank))
+            self._context.say(ReadyToWrite(self.operation, self._context.shard.rank))
 
     def _write(self) -> None:
         """Every rank is ready: fence what this one holds, then fill."""
@@ -281,7 +283,7 @@ class Filling(GroupCall):
         if self.stages:
             self._has_staging = True
             self._begin_copying()
-        elif self._holding.state is HandleState.READY:
+        elif self._memory.state is HandleState.READY:
             self._fence()
         else:
             self._begin_fill()
@@ -304,13 +306,13 @@ class Filling(GroupCall):
 
     def _old_one_stays(self) -> None:
         """Nothing was written: let readers in again (R7)."""
-        self._holding.reopen()
+        self._memory.reopen()
         self.finish(error=self.error)
 
     def _begin_fill(self) -> None:
         assert self._version is not None
         assert self._manifest is not None
-        self._holding.fill(self._version, self._manifest, self.generation)
+        self._memory.fill(self._version, self._manifest, self.generation)
         self._begin_copying()
 
     # ------------------------------------------------------------------------------------- what needs no network
@@ -324,17 +326,17 @@ class Filling(GroupCall):
         """Copy from host copies that were not copied from yet, if there are any."""
         assert self._version is not None
         assert self._manifest is not None
-        shard, chunks = self._rank.shard, self._manifest.chunk_count
+        shard, chunks = self._context.shard, self._manifest.chunk_count
         if not shard.serves or len(self._copied) == chunks:
             return False
-        found = self._rank.copies.find(self._version.content_id)
+        found = self._context.copies.find(self._version.content_id)
         found = [c for c in found if c not in self._tried]
         if not found:
             return False
         self.phase = Phase.COPYING
         self._tried.update(found)
         sources = tuple(found)
-        self._rank.act(
+        self._context.act(
             CopyLocally(self._version, self._manifest, self.generation, sources, self._copied, staged=self.stages)
         )
         return True
@@ -351,12 +353,12 @@ class Filling(GroupCall):
     def _start_pull(self) -> None:
         assert self._version is not None
         assert self._manifest is not None
-        shard = self._rank.shard
+        shard = self._context.shard
         if shard.serves and shard.medium is Medium.DEVICE:
-            self._rank.act(EndPrefetch())  # what it had of this content is copied; and both would read the rest
+            self._context.act(EndPrefetch())  # what it had of this content is copied; and both would read the rest
         self.phase = Phase.PULLING
         grants = self._leases.begin_reading()
-        self._rank.act(StartPull(self._version, self._manifest, self.generation, grants, self._copied, self.stages))
+        self._context.act(StartPull(self._version, self._manifest, self.generation, grants, self._copied, self.stages))
 
     def source_failed(self, lane: str, reason: str, detail: str, chunk: int | None) -> None:
         """`lane`: the lease under which the pull began to read there."""
@@ -377,17 +379,17 @@ class Filling(GroupCall):
         assert self._manifest is not None
         self.phase = Phase.VOTED
         if self.stages:
-            self._holding.stage(Content(self._version, self._manifest, self.generation, root=self._root))
+            self._memory.stage(Content(self._version, self._manifest, self.generation, root=self._root))
         else:
-            self._holding.verified(self._root)
+            self._memory.verified(self._root)
         self._say_vote()
         # No other memory depends on a fetch. One that can tell by itself that it is as was published need not wait.
-        if not self._rank.shard.serves and (self._manifest.digest == "none" or self._root == self._published != b""):
-            self._holding.fetched()
+        if not self._context.shard.serves and (self._manifest.digest == "none" or self._root == self._published != b""):
+            self._memory.fetched()
             self.finish(version=self._version, changed=True)
 
     def _say_vote(self) -> None:
-        self._rank.say(Prepared(self.operation, self._rank.shard.rank, self._root))
+        self._context.say(Prepared(self.operation, self._context.shard.rank, self._root))
 
     # ------------------------------------------------------------------------------------- the publisher's digests decide
 
@@ -399,7 +401,7 @@ class Filling(GroupCall):
             self._wrong.clear()
             self._strays.clear()
         self._compares_last = message.last
-        self._rank.act(CompareDigests(self._manifest, self.generation, self.stages, message.first, message.digests))
+        self._context.act(CompareDigests(self._manifest, self.generation, self.stages, message.first, message.digests))
 
     def compared(self, following: int, wrong: Sequence[tuple[int, int, Origin | None]]) -> None:
         """Which chunks of that part are not as was published, which digests they must have, and where they were read."""
@@ -412,25 +414,25 @@ class Filling(GroupCall):
         if self._compares_last and self._wrong:
             self._reread()
         else:
-            self._rank.say(Compared(self.operation, self._rank.shard.rank, following, ()))
+            self._context.say(Compared(self.operation, self._context.shard.rank, following, ()))
 
     def _reread(self) -> None:
         """The vote is void: what is wrong is read once more, from wherever it can be had."""
         assert self._version is not None
         assert self._manifest is not None
-        self._holding.unvote()
+        self._memory.unvote()
         self.phase, self._rereads = Phase.PULLING, True
         self._say_rereads()
         self._leases.granted(())
         self._leases.begin_reading()
         there = frozenset(range(self._manifest.chunk_count)) - self._wrong.keys()
         wrong, self._wrong = self._wrong, {}
-        self._rank.act(StartPull(self._version, self._manifest, self.generation, (), there, self.stages, wrong))
+        self._context.act(StartPull(self._version, self._manifest, self.generation, (), there, self.stages, wrong))
 
     def _say_rereads(self) -> None:
         assert self._manifest is not None
-        shard, strays = self._rank.shard, tuple(self._strays.values())
-        self._rank.say(Compared(self.operation, shard.rank, self._manifest.chunk_count, strays, rereads=True))
+        shard, strays = self._context.shard, tuple(self._strays.values())
+        self._context.say(Compared(self.operation, shard.rank, self._manifest.chunk_count, strays, rereads=True))
 
     def pull_failed(self, error: TensorHubError) -> None:
         """Nor can copying."""
@@ -441,13 +443,13 @@ class Filling(GroupCall):
         self.error = error
         self.phase = Phase.STOPPING
         self._leases.end_reading()
-        self._rank.act(StopPull())
+        self._context.act(StopPull())
 
     def pull_stopped(self) -> None:
         if self.phase is not Phase.STOPPING:
             return
         if self.stages:
-            self._holding.restate()
+            self._memory.restate()
             self.finish(error=self.error)
         else:
             self._torn(self.error)
@@ -458,21 +460,21 @@ class Filling(GroupCall):
         return self.phase is Phase.VOTED or self._version is None  # a barrier is not told before its end
 
     def committed(self, version: VersionInfo) -> None:
-        content, changed = self._holding.content, True
-        held = self._holding.state is not HandleState.FILLING
+        content, changed = self._memory.content, True
+        held = self._memory.state is not HandleState.FILLING
         if self.phase is Phase.APPLYING:
             return  # it is known
         if self.phase is Phase.VOTED and self.stages:
-            self._has_staging = False  # the holding's now
+            self._has_staging = False  # the memory's now
             self.phase = Phase.APPLYING
-            self._holding.apply()
+            self._memory.apply()
             return
-        if self.phase is Phase.VOTED and not self._rank.shard.serves:
-            self._holding.fetched()
+        if self.phase is Phase.VOTED and not self._context.shard.serves:
+            self._memory.fetched()
             self.finish(version=version, changed=True)
             return
         if self.phase is Phase.VOTED:
-            self._holding.filled()
+            self._memory.filled()
         elif content is not None and content.version.content_id == version.content_id and held:
             changed = False  # a barrier: this content was held already
         elif self.phase in (Phase.ASKED, Phase.ABANDONING) and (content is None or self._call.kind is OpKind.PREFETCH):
@@ -489,7 +491,7 @@ class Filling(GroupCall):
             assert self._version is not None
             self._finish_committed(self._version)
             return
-        text = f"{self._rank.title}: what was staged did not arrive as it was verified: this machine's memory is at fault"
+        text = f"{self._context.title}: what was staged did not arrive as it was verified: this machine's memory is at fault"
         error = IntegrityError(text)
         set_memory(error, "torn")
         self.finish(error=error)
@@ -497,10 +499,10 @@ class Filling(GroupCall):
     def finish(self, *, version: VersionInfo | None = None, changed: bool = False, error: Exception | None = None) -> None:
         if self._has_staging:
             self._has_staging = False
-            self._rank.act(FreeStaging())
-        shard = self._rank.shard
+            self._context.act(FreeStaging())
+        shard = self._context.shard
         if changed and shard.serves and shard.medium is Medium.DEVICE:
-            self._rank.act(FreePrefetch())
+            self._context.act(FreePrefetch())
         super().finish(version=version, changed=changed, error=error)
 
     def aborted(self, error: Exception) -> None:
@@ -513,13 +515,13 @@ class Filling(GroupCall):
                 pass  # its commit was heard
             case Phase.VOTED if self.stages:
                 self._has_staging = False
-                self._holding.drop_staged()
+                self._memory.drop_staged()
                 self.finish(error=error)
             case Phase.VOTED:
                 self._torn(error)
             case _:
-                if self._write_said or self._deaf:  # the coordinator may count on a fill that was never begun
-                    self._holding.restate()
+                if self._write_said or self._may_have_missed_write:  # it may count on a fill that was never begun
+                    self._memory.restate()
                 self.finish(error=error)
 
     def _give_up(self, error: Exception) -> None:
@@ -534,7 +536,7 @@ class Filling(GroupCall):
             case Phase.COPYING | Phase.PULLING:
                 self._abandon(error)
                 self._stop_pull(error)
-            case Phase.VOTED if not self._rank.shard.serves:  # nobody else has a part in it
+            case Phase.VOTED if not self._context.shard.serves:  # nobody else has a part in it
                 self._abandon(error)
                 self._torn(error)
             case Phase.VOTED:
@@ -547,7 +549,7 @@ class Filling(GroupCall):
             case Phase.STOPPING:
                 pass
             case _:
-                raise InvariantBroken(f"{self} is in no phase of a fill. Story:\n{self._holding.story}")
+                raise InvariantBroken(f"{self} is in no phase of a fill. Story:\n{self._memory.story}")
 
     def _leave_unheard(self) -> None:
         """The outcome does not come, and nothing was written here."""
@@ -557,7 +559,7 @@ class Filling(GroupCall):
         self.finish(error=self.error)
 
     def _torn(self, error: Exception | None) -> None:
-        self._holding.tear()
+        self._memory.tear()
         if error is not None:
             set_memory(error, "torn")
         self.finish(error=error)

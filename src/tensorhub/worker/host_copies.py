@@ -3,10 +3,10 @@
 Each copy is a handle of its own, with a registration and a `Member`. Events in, actions out: every input returns what is to
 be done, in order. What somebody has asked for ends with `FinishRequest`, under the number that it came with.
 
-Theory of operation. What takes several steps is a course (`worker.courses`), made of the steps of `Hosting`. Whoever has a
-copy's turn fills or releases it, so no fill begins in the midst of a release. Room in the one budget is made for one course
-after the other, by releasing copies that are outranked. A close first sets aside the copies that end with its handle
-(`Closings`).
+Theory of operation. What takes several steps is a procedure (`worker.procedures`), made of the steps of `CopyPool`. A
+procedure takes a copy's turn before it fills or releases the copy, so no fill begins in the midst of a release. One
+procedure at a time makes room in the budget, by releasing copies that are outranked. A close first sets aside the copies
+that end with its handle (`Closings`).
 
 Responsible for which copies there are, and for how much memory they may take (`worker.budget`). Not responsible for what
 they hold or who reads it: each copy's `Member` is, and the coordinator, to which they are ordinary holders. Not responsible
@@ -28,11 +28,11 @@ from tensorhub.types import LATEST, FetchReport, HandleState, Medium, OpKind, Pu
 from tensorhub.worker.budget import Budget
 from tensorhub.worker.calls import Call, CloseCall, CopyCall, FillCall, LocalCopy, RefuseCall, Say
 from tensorhub.worker.closings import Closings
-from tensorhub.worker.copy_actions import CopyAction, EndCopysPrefetch, FinishRequest, Tell
-from tensorhub.worker.courses import Cancelled, Course, Courses, Steps
-from tensorhub.worker.enrolment import Shard
-from tensorhub.worker.hosting import Copy, Hosting
+from tensorhub.worker.copy_pool import Copy, CopyPool
+from tensorhub.worker.host_copy_actions import CopyAction, EndCopysPrefetch, FinishRequest, LogEvent
 from tensorhub.worker.member import Member
+from tensorhub.worker.procedures import Cancelled, Procedure, Procedures, Steps
+from tensorhub.worker.registration_session import Shard
 
 
 class HostCopies:
@@ -42,49 +42,49 @@ class HostCopies:
 
     def __init__(self, bytes_max: int, op_timeout_s: float, idents: Callable[[], str]) -> None:
         self._idents = idents
-        self._hosting = Hosting(bytes_max, op_timeout_s)
-        self._courses = Courses(self._course_ended)
+        self._pool = CopyPool(bytes_max, op_timeout_s)
+        self._procedures = Procedures(self._procedure_ended)
         self._in_files: set[str] = set()  # handles whose bytes are read by calls of the kernel only (see FileMemory)
         self._prefetched: dict[str, Copy] = {}  # by the registration of the handle that they are for
-        self._ordered: dict[str, Course] = {}  # retention copies that are being made, by id
-        self._closings = Closings(self._hosting, self._prefetched, self._ordered)
+        self._ordered: dict[str, Procedure] = {}  # retention copies that are being made, by id
+        self._closings = Closings(self._pool, self._prefetched, self._ordered)
         self._is_stopped = False  # the worker closes
 
     def __repr__(self) -> str:
-        return f"<HostCopies: {len(self._hosting.copies)}, {len(self._courses)} under way, {self.budget!r}>"
+        return f"<HostCopies: {len(self._pool.copies)}, {len(self._procedures)} under way, {self.budget!r}>"
 
     @property
     def budget(self) -> Budget:
-        return self._hosting.budget
+        return self._pool.budget
 
     @property
     def is_idle(self) -> bool:
         """Whether nothing is under way."""
-        return not len(self._courses)
+        return not len(self._procedures)
 
     def copy_of(self, registration: str) -> str | None:
         """The registration of what was prefetched for this handle."""
         copy = self._prefetched.get(registration)
         return copy.ident if copy is not None else None
 
-    def _begin(self, steps: Callable[[Course], Steps[Any]], now: float, request: int | None = None) -> list[CopyAction]:
-        course = Course(request)
-        self._courses.begin(course, steps(course))
+    def _begin(self, steps: Callable[[Procedure], Steps[Any]], now: float, request: int | None = None) -> list[CopyAction]:
+        procedure = Procedure(request)
+        self._procedures.begin(procedure, steps(procedure))
         return self._go_on(now)
 
     def _go_on(self, now: float) -> list[CopyAction]:
         """What follows of what has just come."""
-        hosting = self._hosting
-        hosting.now = now
-        self._courses.go_on(now)
-        actions, hosting.actions = hosting.actions, []
+        pool = self._pool
+        pool.now = now
+        self._procedures.go_on(now)
+        actions, pool.actions = pool.actions, []
         return actions
 
-    def _course_ended(self, course: Course, report: FetchReport | None, error: Exception | None) -> None:
-        if course.request is not None:
+    def _procedure_ended(self, procedure: Procedure, report: FetchReport | None, error: Exception | None) -> None:
+        if procedure.request is not None:
             cancelled = isinstance(error, Cancelled)
             error = StateError("the call was cancelled by its caller") if cancelled else error
-            self._hosting.act(FinishRequest(course.request, report, error))
+            self._pool.act(FinishRequest(procedure.request, report, error))
         elif error is not None:
             raise error
 
@@ -92,25 +92,27 @@ class HostCopies:
 
     def prefetch(self, request: int, member: Member, selector: Selector, timeout_s: float, now: float) -> list[CopyAction]:
         """Fill this handle's host copy with a version, in place of what it held."""
-        return self._begin(lambda course: self._prefetch(course, member, selector, timeout_s), now, request)
+        return self._begin(lambda procedure: self._prefetch(procedure, member, selector, timeout_s), now, request)
 
     def seed(self, request: int, info: VersionInfo, shard: int, timeout_s: float, now: float) -> list[CopyAction]:
         """Have this worker's seed of that shard of the model hold its newest version; the first time, make the seed."""
-        return self._begin(lambda course: self._seed(course, info, shard, timeout_s), now, request)
+        return self._begin(lambda procedure: self._seed(procedure, info, shard, timeout_s), now, request)
 
     def close(
         self, request: int, member: Member, timeout_s: float, now: float, *, abandon: bool = False
     ) -> list[CopyAction]:
         """Close a handle with the host copies that end with it."""
-        return self._begin(lambda course: self._closings.close(course, member, timeout_s, abandon=abandon), now, request)
+        return self._begin(
+            lambda procedure: self._closings.close(procedure, member, timeout_s, abandon=abandon), now, request
+        )
 
     def make_room(self, request: int, ident: str, purpose: Purpose, nbytes: int, now: float) -> list[CopyAction]:
         """Reserve so many bytes for `ident`, once those that it outranks are gone. StateError: there is no room for it."""
-        return self._begin(lambda course: self._hosting.make_room(course, ident, purpose, nbytes), now, request)
+        return self._begin(lambda procedure: self._pool.make_room(procedure, ident, purpose, nbytes), now, request)
 
     def cancel(self, request: int, now: float) -> list[CopyAction]:
         """Nobody wants that any more: it finishes once nothing of it runs."""
-        self._courses.cancel(request)
+        self._procedures.cancel(request)
         return self._go_on(now)
 
     def stop(self) -> None:
@@ -121,13 +123,13 @@ class HostCopies:
 
     def began(self, member: Member, *, in_file: bool = False) -> None:
         """A handle was made: a caller's, or what StartHandle asked for. `in_file`: its memory is a file."""
-        self._hosting.members[member.shard.registration] = member
+        self._pool.members[member.shard.registration] = member
         if in_file:
             self._in_files.add(member.shard.registration)
 
     def answered(self, registration: str, refusal: Exception | None, now: float) -> list[CopyAction]:
         """The coordinator has it, or not: `refusal`."""
-        copy = self._hosting.copies.get(registration)
+        copy = self._pool.copies.get(registration)
         if copy is not None:
             copy.is_known, copy.refusal = True, refusal
         return self._go_on(now)
@@ -136,16 +138,16 @@ class HostCopies:
         self, number: int, now: float, *, report: FetchReport | None = None, error: Exception | None = None, nbytes: int = 0
     ) -> list[CopyAction]:
         """What BeginCall asked for is over. `nbytes`: of host memory that its handle has now."""
-        self._hosting.call_ended(number, nbytes)
-        self._hosting.ended(number, report, error)
+        self._pool.call_ended(number, nbytes)
+        self._pool.ended(number, report, error)
         return self._go_on(now)
 
     def manifest_came(self, number: int, encoded: bytes, now: float) -> list[CopyAction]:
-        self._hosting.ended(number, encoded, None)
+        self._pool.ended(number, encoded, None)
         return self._go_on(now)
 
     def manifest_failed(self, number: int, error: Exception, now: float) -> list[CopyAction]:
-        self._hosting.ended(number, None, error)
+        self._pool.ended(number, None, error)
         return self._go_on(now)
 
     def take(self, ident: str, purpose: Purpose, nbytes: int) -> None:
@@ -155,19 +157,19 @@ class HostCopies:
     def freed(self, ident: str, now: float) -> list[CopyAction]:
         """Memory was given back, a copy's or what was staged."""
         self.budget.free(ident)
-        copy = self._hosting.copies.get(ident)
+        copy = self._pool.copies.get(ident)
         if copy is not None:
             copy.nbytes = 0
             is_made = copy.shard.purpose is Purpose.RETENTION and ident not in self._ordered
-            if is_made and not self._hosting.is_closed(ident):
-                self._hosting.drop(copy)  # it was ordered out
+            if is_made and not self._pool.is_closed(ident):
+                self._pool.drop(copy)  # it was ordered out
         return self._go_on(now)
 
     def end_prefetch(self, registration: str, now: float) -> list[CopyAction]:
         """An update of this handle has taken what its copy has got so far."""
         copy = self._prefetched.get(registration)
         if copy is not None:
-            self._hosting.act(EndCopysPrefetch(copy.ident))
+            self._pool.act(EndCopysPrefetch(copy.ident))
         return self._go_on(now)
 
     def free_prefetch(self, registration: str, now: float) -> list[CopyAction]:
@@ -175,13 +177,13 @@ class HostCopies:
         copy = self._prefetched.get(registration)
         if copy is None or self._is_stopped or self.budget.reservation(copy.ident) is None:
             return []
-        return self._begin(lambda course: self._release_quietly(course, copy, copy.fills), now)
+        return self._begin(lambda procedure: self._release_quietly(procedure, copy, copy.fills), now)
 
     def ended(self, registration: str, now: float) -> list[CopyAction]:
         """A handle is no more: what was made for it ends too."""
         self._in_files.discard(registration)
-        self._hosting.members.pop(registration, None)
-        gone, copy = self._hosting.copies.pop(registration, None), self._prefetched.pop(registration, None)
+        self._pool.members.pop(registration, None)
+        gone, copy = self._pool.copies.pop(registration, None), self._prefetched.pop(registration, None)
         if gone is not None:
             gone.is_known, gone.refusal = (
                 True,
@@ -189,7 +191,7 @@ class HostCopies:
             )
             self._forget_prefetched(gone)
         if copy is not None and not copy.ends:
-            self._hosting.drop(copy)
+            self._pool.drop(copy)
         return self._go_on(now)
 
     def _forget_prefetched(self, copy: Copy) -> None:
@@ -200,26 +202,26 @@ class HostCopies:
 
     def ordered(self, order: MakeCopy, now: float) -> list[CopyAction]:
         """The coordinator wants a copy."""
-        if order.copy in self._hosting.copies or order.copy in self._ordered:
+        if order.copy in self._pool.copies or order.copy in self._ordered:
             return []  # said again
         if self._is_stopped or self._closings.process_ends:
             return [Say(CopyRefused(order.copy, "this worker closes"))]
-        source, course = self._hosting.members.get(order.registration), Course()
-        self._ordered[order.copy] = course
-        self._courses.begin(course, self._make_ordered(course, order, source))
+        source, procedure = self._pool.members.get(order.registration), Procedure()
+        self._ordered[order.copy] = procedure
+        self._procedures.begin(procedure, self._make_ordered(procedure, order, source))
         return self._go_on(now)
 
     def dropped(self, order: DropCopy, now: float) -> list[CopyAction]:
         """The coordinator needs it no more."""
-        making, copy = self._ordered.get(order.copy), self._hosting.copies.get(order.copy)
+        making, copy = self._ordered.get(order.copy), self._pool.copies.get(order.copy)
         if making is not None:
             making.is_cancelled = True
         elif copy is not None and not self._is_stopped and not copy.ends:  # set aside, it is said anew if it stays
-            return self._begin(lambda course: self._end_ordered(course, copy), now)
+            return self._begin(lambda procedure: self._end_ordered(procedure, copy), now)
         return self._go_on(now)
 
     def next_deadline(self) -> float | None:
-        return self._courses.next_deadline()
+        return self._procedures.next_deadline()
 
     def tick(self, now: float) -> list[CopyAction]:
         """What has waited long enough ends."""
@@ -227,29 +229,31 @@ class HostCopies:
 
     # ---------------------------------------------------------------------------------------------------- prefetch and seed
 
-    def _prefetch(self, course: Course, member: Member, selector: Selector, timeout_s: float) -> Steps[FetchReport | None]:
+    def _prefetch(
+        self, procedure: Procedure, member: Member, selector: Selector, timeout_s: float
+    ) -> Steps[FetchReport | None]:
         shard = member.shard
         manifest = shard.manifest
         assert manifest is not None
         if member.state is HandleState.CLOSED:
             raise StateError(f"{shard.title} is closed; register again")
-        member.tell_loss()
+        member.report_loss()
         copy = self._prefetched.get(shard.registration)
         if copy is not None and copy.refusal is not None and not copy.filling:
-            self._hosting.drop(copy)  # a coordinator that has come back did not take it: it may take another
+            self._pool.drop(copy)  # a coordinator that has come back did not take it: it may take another
             copy = None
         if copy is None:
             if shard.world_size == 1:  # nobody else has to hear of it: before anything is said
                 self._check_possible(manifest.nbytes)
             group, ident = host_group(shard.group), self._idents()
             of_host = replace(shard, registration=ident, group=group, medium=Medium.HOST, purpose=Purpose.PREFETCH)
-            copy = self._prefetched[shard.registration] = self._hosting.start(of_host)
+            copy = self._prefetched[shard.registration] = self._pool.start(of_host)
             try:
-                yield from self._hosting.known(course, copy, timeout_s)
+                yield from self._pool.known(procedure, copy, timeout_s)
             except Exception:
                 self._forget_prefetched(copy)
                 raise
-        return (yield from self._refill(course, copy, selector, manifest.nbytes, timeout_s))
+        return (yield from self._refill(procedure, copy, selector, manifest.nbytes, timeout_s))
 
     def _check_possible(self, nbytes: int) -> None:
         """Raise StateError if there is no room for so many bytes to be prefetched."""
@@ -257,31 +261,31 @@ class HostCopies:
             raise StateError("prefetch() needs host memory: set Options.host_memory_bytes")
         self.budget.plan("", Purpose.PREFETCH, nbytes)
 
-    def _seed(self, course: Course, info: VersionInfo, shard: int, timeout_s: float) -> Steps[FetchReport | None]:
-        manifest = yield from self._hosting.manifest(course, info, shard, timeout_s)
-        mine = [each for each in self._hosting.copies.values() if each.shard.purpose is Purpose.SEED]
+    def _seed(self, procedure: Procedure, info: VersionInfo, shard: int, timeout_s: float) -> Steps[FetchReport | None]:
+        manifest = yield from self._pool.manifest(procedure, info, shard, timeout_s)
+        mine = [each for each in self._pool.copies.values() if each.shard.purpose is Purpose.SEED]
         copy = next((each for each in mine if (each.shard.model, each.shard.number) == (info.model, shard)), None)
         if copy is None:
             self.budget.plan("", Purpose.SEED, manifest.nbytes)
             ident = self._idents()
             of_host = _one_shard(ident, f"seed/{ident}", info, shard, manifest, Purpose.SEED, spot=False)
-            copy = self._hosting.start(of_host)
-            yield from self._hosting.known(course, copy, timeout_s)
-        return (yield from self._refill(course, copy, LATEST, manifest.nbytes, timeout_s))
+            copy = self._pool.start(of_host)
+            yield from self._pool.known(procedure, copy, timeout_s)
+        return (yield from self._refill(procedure, copy, LATEST, manifest.nbytes, timeout_s))
 
     def _refill(
-        self, course: Course, copy: Copy, selector: Selector, nbytes: int, timeout_s: float
+        self, procedure: Procedure, copy: Copy, selector: Selector, nbytes: int, timeout_s: float
     ) -> Steps[FetchReport | None]:
         if copy.filling:
             text = f"{copy.shard.title}: a prefetch is still running on this handle; one prefetch at a time"
             raise StateError(text, retryable=True)
-        copy.filling, until = True, self._hosting.now + timeout_s
+        copy.filling, until = True, self._pool.now + timeout_s
         try:
-            yield from self._take_turn(course, copy, nbytes, timeout_s)
+            yield from self._take_turn(procedure, copy, nbytes, timeout_s)
             try:
                 copy.fills += 1
-                call, left_s = FillCall(OpKind.PREFETCH, selector), max(0.0, until - self._hosting.now)
-                return (yield from self._hosting.call(course, copy.ident, call, left_s))
+                call, left_s = FillCall(OpKind.PREFETCH, selector), max(0.0, until - self._pool.now)
+                return (yield from self._pool.call(procedure, copy.ident, call, left_s))
             finally:
                 copy.turn.give_back()
         except TensorHubError as error:
@@ -292,66 +296,64 @@ class HostCopies:
             if not copy.nbytes:  # nothing of it was begun, or the handle itself holds that version
                 self.budget.free(copy.ident)
 
-    def _take_turn(self, course: Course, copy: Copy, nbytes: int, timeout_s: float) -> Steps[None]:
+    def _take_turn(self, procedure: Procedure, copy: Copy, nbytes: int, timeout_s: float) -> Steps[None]:
         """Have the copy's turn, and room for it. Both may have to wait for readers of what is being given back."""
         text = f"{copy.shard.title}: no host memory within {timeout_s:g} s: what it held before, or what has to make room, "
         late = f"{text}is still being read; try again"
-        with course.within(self._hosting.now + timeout_s, lambda: OperationTimeout(late)):
-            yield from copy.turn.take(course)
+        with procedure.within(self._pool.now + timeout_s, lambda: OperationTimeout(late)):
+            yield from copy.turn.take(procedure)
             try:
-                if copy.ends or copy.ident not in self._hosting.copies:
+                if copy.ends or copy.ident not in self._pool.copies:
                     raise StateError(f"{copy.shard.title}: its handle was closed")
                 if self.budget.reservation(copy.ident) is None:
-                    yield from self._take_room(course, copy, nbytes, timeout_s)
+                    yield from self._take_room(procedure, copy, nbytes, timeout_s)
             except BaseException:
                 copy.turn.give_back()
                 raise
 
-    def _take_room(self, course: Course, copy: Copy, nbytes: int, timeout_s: float) -> Steps[None]:
+    def _take_room(self, procedure: Procedure, copy: Copy, nbytes: int, timeout_s: float) -> Steps[None]:
         """Where there is none, the other ranks' calls end, too: they would wait for this one until their deadlines."""
         try:
             if copy.shard.purpose is Purpose.PREFETCH:
                 self._check_possible(nbytes)
-            yield from self._hosting.make_room(course, copy.ident, copy.shard.purpose, nbytes)
+            yield from self._pool.make_room(procedure, copy.ident, copy.shard.purpose, nbytes)
         except TensorHubError as error:
             if copy.shard.world_size > 1:
                 with suppress(TensorHubError):
-                    yield from self._hosting.call(course, copy.ident, RefuseCall(ErrorInfo.of(error)), timeout_s)
+                    yield from self._pool.call(procedure, copy.ident, RefuseCall(ErrorInfo.of(error)), timeout_s)
             raise
 
-    def _release_quietly(self, course: Course, copy: Copy, fills: int) -> Steps[None]:
+    def _release_quietly(self, procedure: Procedure, copy: Copy, fills: int) -> Steps[None]:
         """`fills`: what was begun later is for another version, and goes on."""
         try:
-            yield from self._hosting.end_call(
-                copy.ident, StateError("an update has taken what was prefetched", retryable=True)
-            )
-            yield from self._hosting.give_back(course, copy, lambda: copy.fills == fills)
+            yield from self._pool.end_call(copy.ident, StateError("an update has taken what was prefetched", retryable=True))
+            yield from self._pool.give_back(procedure, copy, lambda: copy.fills == fills)
         except RetentionError as error:
-            self._hosting.act(Tell("copy_must_stay", copy.ident, str(error)))
+            self._pool.act(LogEvent("copy_must_stay", copy.ident, str(error)))
         except TensorHubError as error:
-            self._hosting.act(Tell("copy_not_released", copy.ident, str(error), is_warning=True))
+            self._pool.act(LogEvent("copy_not_released", copy.ident, str(error), is_warning=True))
 
     # ---------------------------------------------------------------------------------------------------- retention copies
 
-    def _make_ordered(self, course: Course, order: MakeCopy, source: Member | None) -> Steps[None]:
+    def _make_ordered(self, procedure: Procedure, order: MakeCopy, source: Member | None) -> Steps[None]:
         reason = ""
         try:
-            yield from self._make(course, order, source)
+            yield from self._make(procedure, order, source)
         except TensorHubError as error:
             reason = str(error)
         except Cancelled:
             reason = "it was not needed any more, or this worker closes"
         finally:
             del self._ordered[order.copy]
-        copy, member = self._hosting.copies.get(order.copy), self._hosting.members.get(order.copy)
+        copy, member = self._pool.copies.get(order.copy), self._pool.members.get(order.copy)
         if reason:
-            self._hosting.act(Tell("copy_refused", order.copy, reason, is_warning=True))
-            self._hosting.act(Say(CopyRefused(order.copy, reason[:1000])))
+            self._pool.act(LogEvent("copy_refused", order.copy, reason, is_warning=True))
+            self._pool.act(Say(CopyRefused(order.copy, reason[:1000])))
         if copy is not None and (reason or member is None or member.content is None):  # or it was ordered out meanwhile
-            self._hosting.drop(copy)
+            self._pool.drop(copy)
 
-    def _make(self, course: Course, order: MakeCopy, source: Member | None) -> Steps[None]:
-        hosting, info, timeout_s = self._hosting, order.version, self._hosting.op_timeout_s
+    def _make(self, procedure: Procedure, order: MakeCopy, source: Member | None) -> Steps[None]:
+        pool, info, timeout_s = self._pool, order.version, self._pool.op_timeout_s
         held = source.content if source is not None else None
         if held is not None and held.version.content_id != info.content_id:
             held = None
@@ -360,40 +362,40 @@ class HostCopies:
         if held is not None:
             manifest = held.manifest
         else:
-            manifest = yield from hosting.manifest(course, info, order.shard, timeout_s)
+            manifest = yield from pool.manifest(procedure, info, order.shard, timeout_s)
         if order.registration in self.budget.plan(order.copy, Purpose.RETENTION, manifest.nbytes):
             raise StateError("there is room for it in the place of its source only, which has to stay until it is made")
-        yield from hosting.make_room(course, order.copy, Purpose.RETENTION, manifest.nbytes)
-        group, spot = f"copy/{order.copy}", hosting.is_spot
+        yield from pool.make_room(procedure, order.copy, Purpose.RETENTION, manifest.nbytes)
+        group, spot = f"copy/{order.copy}", pool.is_spot
         of_host = _one_shard(order.copy, group, info, order.shard, manifest, Purpose.RETENTION, spot=spot)
-        yield from hosting.known(course, hosting.start(of_host), timeout_s)
+        yield from pool.known(procedure, pool.start(of_host), timeout_s)
         if held is not None and order.registration not in self._in_files:
             call: Call = CopyCall(held.version, manifest, LocalCopy(order.registration, held.generation))
         else:
             call = FillCall(OpKind.REPLICATE, info.version)
-        yield from hosting.call(course, order.copy, call, timeout_s)
-        made = hosting.members.get(order.copy)
+        yield from pool.call(procedure, order.copy, call, timeout_s)
+        made = pool.members.get(order.copy)
         if made is not None and made.content is not None and made.content.version.content_id != info.content_id:
             raise VersionUnavailable(f"version {info.version} of {info.model!r} is another one by now")
 
-    def _end_ordered(self, course: Course, copy: Copy) -> Steps[None]:
+    def _end_ordered(self, procedure: Procedure, copy: Copy) -> Steps[None]:
         try:
-            yield from self._hosting.call(course, copy.ident, CloseCall(), self._hosting.op_timeout_s)
+            yield from self._pool.call(procedure, copy.ident, CloseCall(), self._pool.op_timeout_s)
         except TensorHubError as error:
-            self._hosting.act(Tell("copy_not_ended", copy.ident, str(error), is_warning=True))
+            self._pool.act(LogEvent("copy_not_ended", copy.ident, str(error), is_warning=True))
 
     # ------------------------------------------------------------------------------------------------------------- checks
 
     def check_invariants(self) -> None:
         """Raise InvariantBroken if the copies and what is known of them disagree."""
-        hosting = self._hosting
+        pool = self._pool
         self.budget.check_invariants()
-        for ident, copy in hosting.copies.items():
+        for ident, copy in pool.copies.items():
             if copy.nbytes and self.budget.reservation(ident) is None:
                 raise InvariantBroken(f"{self!r}: {ident} has {copy.nbytes} bytes of host memory that were not reserved")
-        left = hosting.calls or hosting.attempts or self._ordered or any(copy.filling for copy in hosting.copies.values())
-        if left and not len(self._courses):
-            raise InvariantBroken(f"{self!r}: nothing is under way, and there is {hosting.calls}, {self._ordered}")
+        left = pool.calls or pool.attempts or self._ordered or any(copy.filling for copy in pool.copies.values())
+        if left and not len(self._procedures):
+            raise InvariantBroken(f"{self!r}: nothing is under way, and there is {pool.calls}, {self._ordered}")
 
 
 def _one_shard(

@@ -22,9 +22,9 @@ from tensorhub.errors import Memory as TensorState, MutabilityViolation, StateEr
 from tensorhub.messages import DIGESTS_BYTES_MAX, DigestAgain, Digests, TellDigests
 from tensorhub.types import HandleState, OpKind, RegistrationId
 from tensorhub.worker.calls import Action, Call, CloseCall, Fence, FillCall, Finish, PublishCall, UnpublishCall, staging_of
+from tensorhub.worker.chunk_reports import tell
 from tensorhub.worker.member import Member
 from tensorhub.worker.mutation_guard import MutationGuard
-from tensorhub.worker.telling import tell
 
 HOLDING = (HandleState.READY, HandleState.DRAINING)
 
@@ -129,7 +129,7 @@ class Interpreter:
         title = self.member.shard.title
         if self.member.state is HandleState.CLOSED:
             raise StateError(f"{title} is closed; register again")
-        if self.member.is_letting_go:
+        if self.member.has_pending_work:
             text = f"{title}: what it held was ordered out, and is still being read; try again"
             raise StateError(text, retryable=True)
 

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from tensorhub.messages import Grant, ReadFailed
 from tensorhub.types import OpKey
 from tensorhub.worker.calls import AddPullSource, DropPullSource
-from tensorhub.worker.rank import Rank
+from tensorhub.worker.member_context import MemberContext
 
 FAILED_KEPT_MAX = 64  # leases of one fill that were given up, in case the coordinator has not heard of it
 
@@ -23,8 +23,8 @@ class Leases:
     `operation`: which one the fill belongs to now.
     """
 
-    def __init__(self, rank: Rank, operation: Callable[[], OpKey]) -> None:
-        self._rank = rank
+    def __init__(self, context: MemberContext, operation: Callable[[], OpKey]) -> None:
+        self._context = context
         self._operation = operation
         self._reads = False  # the pull runs
         self._grants: tuple[Grant, ...] = ()  # to begin the pull with
@@ -56,7 +56,7 @@ class Leases:
         for lease in sorted(self._lanes.keys() - wanted):
             same = next((g for g in grants if g.lease not in self._lanes and _is_same(g, self._lanes[lease])), None)
             if same is None:
-                self._rank.act(DropPullSource(self._lane_names[lease]))
+                self._context.act(DropPullSource(self._lane_names[lease]))
             else:
                 del self._lanes[lease]
                 self._lanes[same.lease], self._lane_names[same.lease] = same, self._lane_names.pop(lease)
@@ -67,29 +67,29 @@ class Leases:
         if not self._reads:
             self.granted((*self._grants, grant))
         elif grant.lease in self._failed:
-            self._rank.say(self._failed[grant.lease])  # it was not heard: a lease is read under once
+            self._context.say(self._failed[grant.lease])  # it was not heard: a lease is read under once
         elif grant.lease not in self._lanes:
             self._lanes[grant.lease], self._lane_names[grant.lease] = grant, grant.lease
-            self._rank.act(AddPullSource(grant))
+            self._context.act(AddPullSource(grant))
 
     def drop(self, lease: str) -> None:
         """The coordinator takes it back; it hears when nothing is read under it any more."""
         if self._reads and lease in self._lanes:
-            self._rank.act(DropPullSource(self._lane_names[lease]))
+            self._context.act(DropPullSource(self._lane_names[lease]))
         else:
             self._grants = tuple(grant for grant in self._grants if grant.lease != lease)
-            self._rank.say(ReadFailed(self._operation(), self._rank.shard.rank, lease, "dropped", ""))
+            self._context.say(ReadFailed(self._operation(), self._context.shard.rank, lease, "dropped", ""))
 
     def failed(self, lane: str, reason: str, detail: str, chunk: int | None) -> None:
         """That lane has ended. `lane`: the lease under which the pull began to read there."""
         lease = next((lease for lease, name in self._lane_names.items() if name == lane), None)
         if lease is not None:
             del self._lanes[lease], self._lane_names[lease]
-            failed = ReadFailed(self._operation(), self._rank.shard.rank, lease, reason, detail[:1000], chunk)
+            failed = ReadFailed(self._operation(), self._context.shard.rank, lease, reason, detail[:1000], chunk)
             self._failed[lease] = failed
             while len(self._failed) > FAILED_KEPT_MAX:
                 del self._failed[next(iter(self._failed))]
-            self._rank.say(failed)
+            self._context.say(failed)
 
 
 def _is_same(one: Grant, other: Grant) -> bool:

@@ -15,26 +15,28 @@ from tensorhub.errors import LeaseLost, RetentionError, StateError, TensorHubErr
 from tensorhub.machine import InvariantBroken
 from tensorhub.messages import Deregister, Done, LeaveGranted, LeaveRequest
 from tensorhub.types import HandleState
+from tensorhub.worker.active_call import DEADLINE_SLACK_S, ActiveCall
 from tensorhub.worker.calls import CloseCall, FreeMemory
-from tensorhub.worker.holding import Holding
-from tensorhub.worker.rank import Rank
-from tensorhub.worker.running import DEADLINE_SLACK_S, Running
+from tensorhub.worker.member_context import MemberContext
+from tensorhub.worker.member_memory import MemberMemory
 from tensorhub.worker.states import Phase
 
 
-class Leaving(Running):
+class Leaving(ActiveCall):
     """QUEUED -> (WITHDRAWING) -> FENCING -> over, where something is held. The handle is DRAINING meanwhile."""
 
     alone = True
     _closes: ClassVar[bool] = False
 
-    def __init__(self, what: str, rank: Rank, holding: Holding, timeout_s: float, *, abandon: bool = False) -> None:
-        super().__init__(what, rank, holding, timeout_s)
-        self._began = rank.now
+    def __init__(
+        self, what: str, context: MemberContext, memory: MemberMemory, timeout_s: float, *, abandon: bool = False
+    ) -> None:
+        super().__init__(what, context, memory, timeout_s)
+        self._began = context.now
         self._abandon = abandon  # it may leave, whatever is lost with it
 
     def start(self) -> None:
-        if self._holding.state is HandleState.READY:
+        if self._memory.state is HandleState.READY:
             self._withdraw()
         else:
             self._holds_nothing()
@@ -46,9 +48,9 @@ class Leaving(Running):
     # ------------------------------------------------------------------------------------------- asking for the leave
 
     def _withdraw(self) -> None:
-        self._holding.withdraw()
+        self._memory.withdraw()
         self.phase = Phase.WITHDRAWING
-        if self._rank.enrolment.ready:
+        if self._context.session.ready:
             self.say_again()
         else:
             self._take_unasked()
@@ -56,15 +58,15 @@ class Leaving(Running):
     def say_again(self) -> None:
         """WITHDRAWING: ask. Over a new connection the wish is a new one."""
         if self.phase is Phase.WITHDRAWING:
-            self.request = self._rank.new_request()
+            self.request = self._context.new_request()
             self._say_withdraw(hurry=False)
 
     def _say_withdraw(self, *, hurry: bool) -> None:
-        content = self._holding.content
+        content = self._memory.content
         assert content is not None
-        left_s = 0.0 if hurry else max(0.0, self.deadline - self._rank.now)
-        registration = self._rank.shard.registration
-        self._rank.say(
+        left_s = 0.0 if hurry else max(0.0, self.deadline - self._context.now)
+        registration = self._context.shard.registration
+        self._context.say(
             LeaveRequest(self.request, registration, content.generation, left_s, self._abandon, self._closes, hurry)
         )
 
@@ -81,28 +83,28 @@ class Leaving(Running):
 
     def _must_stay(self, error: TensorHubError) -> None:
         """The coordinator does not let this memory go: it stays published, under the generation that was never closed."""
-        self._holding.stay("must stay")
+        self._memory.stay("must stay")
         self.finish(error=error)
 
     def _take_unasked(self) -> None:
         """No word came, or none can come: an owner needs nobody (R3), unless it knows that its version is retained (R4)."""
-        if self._rank.now >= self._free_at():
+        if self._context.now >= self._free_at():
             self._fence()
-        elif self._rank.now >= self.deadline:
-            text = f"{self._rank.title}: version {self._holding.version} is retained"
+        elif self._context.now >= self.deadline:
+            text = f"{self._context.title}: version {self._memory.version} is retained"
             text += ", and the coordinator can not be asked who else holds it"
             self._must_stay(RetentionError(f"{text}; it stays published: try again, or close(abandon=True)"))
 
     def _free_at(self) -> float:
         """From when on nobody's leave is asked for: with its lease this memory stops to count for retention anywhere."""
-        content, enrolment = self._holding.content, self._rank.enrolment
+        content, session = self._memory.content, self._context.session
         assert content is not None
         if not content.retained or self._abandon:
             return -inf
         alone = content.version.world_size == 1  # else the other ranks' shards would stop to serve with this one
-        if alone and not self._closes and self._rank.copies.keep(content.version.content_id):
+        if alone and not self._closes and self._context.copies.keep(content.version.content_id):
             return -inf
-        return inf if enrolment.online else enrolment.lease_over
+        return inf if session.online else session.lease_over
 
     def next_deadline(self) -> float:
         if self.phase is not Phase.WITHDRAWING:
@@ -132,22 +134,22 @@ class Leaving(Running):
     def fence_failed(self) -> None:
         """FENCING: accesses still run at the deadline."""
         error = self._still_read()
-        self._holding.stay("not fenced in time")
-        self._holding.reopen()
+        self._memory.stay("not fenced in time")
+        self._memory.reopen()
         self.finish(error=error)
 
     # ----------------------------------------------------------------------------------------------- given up
 
     def cancel(self, error: Exception) -> None:
         """Who cancels waits for the coordinator only for the slack."""
-        self._began = self._rank.now
+        self._began = self._context.now
         self.deadline = min(self.deadline, self._began + DEADLINE_SLACK_S)
         if self.phase is not Phase.WITHDRAWING:
             self.give_up(error)
-        elif self._rank.enrolment.online:
+        elif self._context.session.online:
             self._say_withdraw(hurry=True)  # it may have to stay
         else:
-            self.deadline = self._rank.now
+            self.deadline = self._context.now
             self._take_unasked()
 
     def _give_up(self, error: Exception) -> None:
@@ -157,54 +159,54 @@ class Leaving(Running):
             case Phase.FENCING:
                 pass  # it ends by itself
             case _:
-                raise InvariantBroken(f"{self} is in no phase of a leave. Story:\n{self._holding.story}")
+                raise InvariantBroken(f"{self} is in no phase of a leave. Story:\n{self._memory.story}")
 
 
 class Unpublishing(Leaving):
     """Over when the memory is fenced."""
 
-    def __init__(self, rank: Rank, holding: Holding, timeout_s: float) -> None:
-        super().__init__("unpublish", rank, holding, timeout_s)
+    def __init__(self, context: MemberContext, memory: MemberMemory, timeout_s: float) -> None:
+        super().__init__("unpublish", context, memory, timeout_s)
 
     def check_allowed(self) -> None:
         super().check_allowed()
-        state = self._holding.state
-        if state not in (HandleState.READY, HandleState.IN_DOUBT) and self._holding.given_up is None:
-            raise StateError(f"{self._rank.title} is {state.value}: there is nothing to unpublish")
+        state = self._memory.state
+        if state not in (HandleState.READY, HandleState.IN_DOUBT) and self._memory.given_up is None:
+            raise StateError(f"{self._context.title} is {state.value}: there is nothing to unpublish")
 
     def _holds_nothing(self) -> None:
         """It was given up without this call, unless the doubt about it has just been resolved."""
-        number, self._holding.given_up = self._holding.given_up, None
-        self._holding.is_loss_untold = self._holding.is_loss_untold and number is None
+        number, self._memory.given_up = self._memory.given_up, None
+        self._memory.is_loss_unreported = self._memory.is_loss_unreported and number is None
         if number is None:
             self.finish()
             return
-        text = f"{self._rank.title}: version {number}, which it held, is unknown to the coordinator"
+        text = f"{self._context.title}: version {number}, which it held, is unknown to the coordinator"
         why = "it was given up or rolled back while this worker was away, or the coordinator has lost its state"
         do = "Nobody reads the memory any more: write it, and publish a new version"
         self.finish(error=LeaseLost(f"{text}: {why}. {do}", retryable=False))
 
     def fenced(self) -> None:
-        self._holding.forget("unpublished")
+        self._memory.forget("unpublished")
         self.finish()
 
 
 class Releasing(Leaving):
     """A host copy gives up what it holds, and its memory, once nobody reads it. It may be filled again."""
 
-    def __init__(self, rank: Rank, holding: Holding, timeout_s: float) -> None:
-        super().__init__("release", rank, holding, timeout_s)
+    def __init__(self, context: MemberContext, memory: MemberMemory, timeout_s: float) -> None:
+        super().__init__("release", context, memory, timeout_s)
 
     def _holds_nothing(self) -> None:
-        self._holding.drop_salvage()
+        self._memory.drop_salvage()
         self._freed()
 
     def fenced(self) -> None:
-        self._holding.forget("released")
+        self._memory.forget("released")
         self._freed()
 
     def _freed(self) -> None:
-        self._rank.act(FreeMemory())
+        self._context.act(FreeMemory())
         self.finish()
 
 
@@ -213,27 +215,27 @@ class SettingAside(Leaving):
 
     _closes = True
 
-    def __init__(self, rank: Rank, holding: Holding, timeout_s: float) -> None:
-        super().__init__("set aside", rank, holding, timeout_s)
+    def __init__(self, context: MemberContext, memory: MemberMemory, timeout_s: float) -> None:
+        super().__init__("set aside", context, memory, timeout_s)
 
     def _holds_nothing(self) -> None:
         self.finish()
 
     def fenced(self) -> None:
-        self._holding.set_aside()
+        self._memory.set_aside()
         self.finish()
 
 
-class TakingBack(Running):
+class TakingBack(ActiveCall):
     """What was set aside is held again, and said to the coordinator."""
 
     alone = True
 
-    def __init__(self, rank: Rank, holding: Holding, timeout_s: float) -> None:
-        super().__init__("take back", rank, holding, timeout_s)
+    def __init__(self, context: MemberContext, memory: MemberMemory, timeout_s: float) -> None:
+        super().__init__("take back", context, memory, timeout_s)
 
     def start(self) -> None:
-        self._holding.take_back()
+        self._memory.take_back()
         self.finish()
 
     def _give_up(self, error: Exception) -> None:
@@ -245,26 +247,26 @@ class Closing(Leaving):
 
     _closes = True
 
-    def __init__(self, call: CloseCall, rank: Rank, holding: Holding, timeout_s: float) -> None:
-        super().__init__("close", rank, holding, timeout_s, abandon=call.abandon)
+    def __init__(self, call: CloseCall, context: MemberContext, memory: MemberMemory, timeout_s: float) -> None:
+        super().__init__("close", context, memory, timeout_s, abandon=call.abandon)
 
     def check_allowed(self) -> None:
         """Whatever the handle holds, it can be closed, and closed again."""
 
     def _holds_nothing(self) -> None:
-        if self._holding.state is HandleState.CLOSED:
+        if self._memory.state is HandleState.CLOSED:
             self.finish()
         else:
             self._deregister()
 
     def fenced(self) -> None:
-        self._holding.forget("closed")
+        self._memory.forget("closed")
         self._deregister()
 
     def _deregister(self) -> None:
-        self.phase, self.request = Phase.DEREGISTERING, self._rank.new_request()
-        self._rank.say(Deregister(self.request, self._rank.shard.registration, self._abandon))
-        if not self._rank.enrolment.ready:
+        self.phase, self.request = Phase.DEREGISTERING, self._context.new_request()
+        self._context.say(Deregister(self.request, self._context.shard.registration, self._abandon))
+        if not self._context.session.ready:
             self._closed()  # offline it is forgotten anyway; and where it is not confirmed yet, nobody else knows of it
 
     def answered(self, message: LeaveGranted | Done) -> None:
@@ -286,5 +288,5 @@ class Closing(Leaving):
             super()._give_up(error)
 
     def _closed(self) -> None:
-        self._holding.close()
+        self._memory.close()
         self.finish()

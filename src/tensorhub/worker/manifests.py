@@ -7,12 +7,12 @@ from __future__ import annotations
 
 from tensorhub.manifest import Manifest, check_compatible
 from tensorhub.types import Purpose
-from tensorhub.worker.enrolment import Shard
+from tensorhub.worker.registration_session import Shard
 
 MANIFESTS_KEPT_MAX = 16
 
 
-class Manifests:
+class KnownManifests:
     """The manifests that are known, and which of them fit one registration. Outlives its fills.
 
     `known`: by id; shared by a worker's handles.

@@ -3,9 +3,9 @@
 Theory of operation. At most one call runs at a time and is in one `Phase`; the handle's state follows its table. Every
 input returns the actions that follow, in order. The machine never waits: the shell tells it what came back.
 
-The parts: `Enrolment` (this rank's standing with the coordinator), `Holding` (what its memory holds), and the call that
-runs, which is a `Publishing`, a `Filling`, a `Leaving` or a `Refusing`; they share a `Rank`. `Member` hands each input
-to the part that it is about, and begins a queued call when the others allow it.
+The parts: `RegistrationSession` (this rank's standing with the coordinator), `MemberMemory` (what its memory holds), and
+the call that runs, which is a `Publishing`, a `Filling`, a `Leaving` or a `Refusing`; they share a `MemberContext`.
+`Member` hands each input to the part that it is about, and begins a queued call when the others allow it.
 
 Responsible for what a rank may promise (R6: after its vote only the coordinator decides) and for the order of fences
 and writes (R3, R7). Not responsible for reading bytes (`scheduler.pull`), for access to memory (`worker.owner`), for
@@ -34,7 +34,7 @@ from tensorhub.messages import (
     Origin,
     Outcome,
     Refused,
-    Registered as RegisteredReply,
+    Registered,
     Revoked,
     SetRetained,
     Start,
@@ -42,6 +42,7 @@ from tensorhub.messages import (
     Write,
 )
 from tensorhub.types import HandleState, Options
+from tensorhub.worker.active_call import ActiveCall, GroupCall, Refusing
 from tensorhub.worker.calls import (
     Action,
     Call,
@@ -50,23 +51,22 @@ from tensorhub.worker.calls import (
     FillCall,
     PublishCall,
     RefuseCall,
-    Registered,
+    RegistrationConfirmed,
     RegistrationFailed,
     ReleaseCall,
     SetAsideCall,
     TakeBackCall,
     UnpublishCall,
 )
-from tensorhub.worker.copies import Copies
 from tensorhub.worker.copying import Copying
-from tensorhub.worker.enrolment import Shard
 from tensorhub.worker.filling import Filling
-from tensorhub.worker.holding import Content, Holding
 from tensorhub.worker.leaving import Closing, Leaving, Releasing, SettingAside, TakingBack, Unpublishing
-from tensorhub.worker.manifests import Manifests
+from tensorhub.worker.local_copies import LocalCopies
+from tensorhub.worker.manifests import KnownManifests
+from tensorhub.worker.member_context import MemberContext
+from tensorhub.worker.member_memory import Content, MemberMemory
 from tensorhub.worker.publishing import Publishing
-from tensorhub.worker.rank import Rank
-from tensorhub.worker.running import GroupCall, Refusing, Running
+from tensorhub.worker.registration_session import Shard
 from tensorhub.worker.states import UNVOTED, Phase
 
 LEASE_S = Options().lease_s  # where nothing else was heard
@@ -85,17 +85,17 @@ class Member:
         requests: Callable[[], int],
         generations: Callable[[], int],
         manifests: dict[str, Manifest],
-        copies: Copies | None = None,
+        copies: LocalCopies | None = None,
     ) -> None:
         self.shard = shard
-        copies = copies if copies is not None else Copies()
-        self._rank = Rank(shard, requests, generations, copies.beside(shard))
-        self._enrolment = self._rank.enrolment
-        self._holding = Holding(self._rank)
-        self._manifests = Manifests(manifests, shard)
-        self._call: Running | None = None  # the last one that was begun
-        if self._holding.is_host:
-            copies.add(shard.registration, self._holding)
+        copies = copies if copies is not None else LocalCopies()
+        self._context = MemberContext(shard, requests, generations, copies.of_shard(shard))
+        self._session = self._context.session
+        self._memory = MemberMemory(self._context)
+        self._manifests = KnownManifests(manifests, shard)
+        self._call: ActiveCall | None = None  # the last one that was begun
+        if self._memory.is_host:
+            copies.add(shard.registration, self._memory)
 
     def __repr__(self) -> str:
         phase = self.running.phase.value if self.running is not None else "idle"
@@ -105,25 +105,25 @@ class Member:
     @property
     def state(self) -> HandleState:
         """What `weights.state` shows."""
-        return self._holding.state
+        return self._memory.state
 
     @property
     def version(self) -> int | None:
         """What `weights.version` shows."""
-        return self._holding.version
+        return self._memory.version
 
     @property
     def content(self) -> Content | None:
         """What the memory holds (READY, DRAINING), is filled with (FILLING) or was voted for (IN_DOUBT)."""
-        return self._holding.content
+        return self._memory.content
 
     @property
     def staged(self) -> Content | None:
         """What was voted for in staging memory, and is not yet in place."""
-        return self._holding.staged
+        return self._memory.staged
 
     @property
-    def running(self) -> Running | None:
+    def running(self) -> ActiveCall | None:
         """The call that runs now."""
         return None if self._call is None or self._call.over else self._call
 
@@ -134,15 +134,15 @@ class Member:
         return call.deadline if call is not None and call.phase is Phase.FENCING else None
 
     @property
-    def is_letting_go(self) -> bool:
+    def has_pending_work(self) -> bool:
         """Whether memory is still to be fenced, or overwritten, without a call: it is not the caller's to write."""
-        return self._holding.letting_go is not None or self._holding.applying
+        return self._memory.pending_fence is not None or self._memory.applying
 
     # ------------------------------------------------------------------------------------------- inputs: the caller
 
     def begin(self, call: Call, timeout_s: float, now: float) -> list[Action]:
         """Start a call; raises StateError, and starts nothing, where the state forbids it."""
-        self._rank.enter(now)
+        self._context.enter(now)
         if self.running is not None:
             text = f"{self.shard.title}: {self.running.what} is running on this handle; one call at a time"
             raise StateError(text, retryable=True)
@@ -150,47 +150,47 @@ class Member:
         new.check_allowed()
         self._call = new
         self._go_on()
-        return self._rank.take_actions()
+        return self._context.take_actions()
 
-    def _new(self, call: Call, timeout_s: float) -> Running:
-        rank, holding = self._rank, self._holding
+    def _new(self, call: Call, timeout_s: float) -> ActiveCall:
+        context, memory = self._context, self._memory
         match call:
             case PublishCall():
-                return Publishing(call, rank, holding, timeout_s)
+                return Publishing(call, context, memory, timeout_s)
             case FillCall():
-                return Filling(call, rank, holding, self._manifests, timeout_s)
+                return Filling(call, context, memory, self._manifests, timeout_s)
             case UnpublishCall():
-                return Unpublishing(rank, holding, timeout_s)
+                return Unpublishing(context, memory, timeout_s)
             case CloseCall():
-                return Closing(call, rank, holding, timeout_s)
+                return Closing(call, context, memory, timeout_s)
             case RefuseCall():
-                return Refusing(call, rank, holding, timeout_s)
+                return Refusing(call, context, memory, timeout_s)
             case ReleaseCall():
-                return Releasing(rank, holding, timeout_s)
+                return Releasing(context, memory, timeout_s)
             case SetAsideCall():
-                return SettingAside(rank, holding, timeout_s)
+                return SettingAside(context, memory, timeout_s)
             case TakeBackCall():
-                return TakingBack(rank, holding, timeout_s)
+                return TakingBack(context, memory, timeout_s)
             case CopyCall():
-                return Copying(call, rank, holding, timeout_s)
+                return Copying(call, context, memory, timeout_s)
             case _:
                 assert_never(call)
 
     def _go_on(self) -> None:
         """Let a queued call say what it has to say, as soon as somebody can hear it."""
         call = self.running
-        if call is None or call.phase is not Phase.QUEUED or self.is_letting_go:
+        if call is None or call.phase is not Phase.QUEUED or self.has_pending_work:
             return
-        if call.alone and self._holding.doubt is None:
+        if call.alone and self._memory.doubt is None:
             call.start()
-        elif isinstance(call, GroupCall) and self._holding.is_loss_untold:
-            self._holding.is_loss_untold = False
-            call.finish(error=self._holding.loss_error())
-        elif self._enrolment.refusal is not None:
-            call.finish(error=self._enrolment.refusal.error())
-        elif self._enrolment.ready and self._holding.doubt is not None:
-            self._holding.ask_outcome(vote=False)
-        elif self._enrolment.ready:
+        elif isinstance(call, GroupCall) and self._memory.is_loss_unreported:
+            self._memory.is_loss_unreported = False
+            call.finish(error=self._memory.loss_error())
+        elif self._session.refusal is not None:
+            call.finish(error=self._session.refusal.error())
+        elif self._session.ready and self._memory.doubt is not None:
+            self._memory.ask_outcome(vote=False)
+        elif self._session.ready:
             try:
                 call.check_allowed()  # once more: a doubt may have been resolved
             except StateError as error:
@@ -199,74 +199,74 @@ class Member:
                 call.start()
 
     @property
-    def is_loss_untold(self) -> bool:
+    def is_loss_unreported(self) -> bool:
         """Whether the coordinator has lost its state, and no call has said so yet."""
-        return self._holding.is_loss_untold
+        return self._memory.is_loss_unreported
 
-    def tell_loss(self) -> None:
+    def report_loss(self) -> None:
         """Raise LeaseLost if the coordinator has lost its state and no call has said so yet."""
-        if self._holding.is_loss_untold:
-            self._holding.is_loss_untold = False
-            raise self._holding.loss_error()
+        if self._memory.is_loss_unreported:
+            self._memory.is_loss_unreported = False
+            raise self._memory.loss_error()
 
     def cancel(self, error: Exception, now: float) -> list[Action]:
         """End the running call with `error`, if it is not this rank's to finish any more."""
-        self._rank.enter(now)
+        self._context.enter(now)
         if self.running is not None and self.running.error is None:
             self.running.cancel(error)
-        return self._rank.take_actions()
+        return self._context.take_actions()
 
     def hook_returned(self, error: Exception | None, now: float) -> list[Action]:
-        self._rank.enter(now)
+        self._context.enter(now)
         if isinstance(self.running, Filling):
             self.running.hook_returned(error)
-        return self._rank.take_actions()
+        return self._context.take_actions()
 
     def end_prefetch(self, now: float) -> list[Action]:
         """Of a host copy: an update has taken what its fill has got so far. What is whole already is left as it is."""
-        self._rank.enter(now)
+        self._context.enter(now)
         call = self.running
         if isinstance(call, Filling) and call.error is None and call.phase in UNVOTED:
             call.cancel(StateError(f"{self.shard.title}: an update has taken what was prefetched so far", retryable=True))
-        return self._rank.take_actions()
+        return self._context.take_actions()
 
     # -------------------------------------------------------------------------------------- inputs: the owner's side
 
     def fenced(self, generation: int, now: float) -> list[Action]:
         """Nothing is read under that generation any more."""
-        self._rank.enter(now)
-        self._rank.say(Fenced(self.shard.registration, generation))
-        if generation == self._holding.letting_go:
-            self._holding.let_go_ended()
+        self._context.enter(now)
+        self._context.say(Fenced(self.shard.registration, generation))
+        if generation == self._memory.pending_fence:
+            self._memory.pending_fence_stands()
             self._go_on()
-        elif self._holding.fenced_to_apply(generation):
-            return self._rank.take_actions()
+        elif self._memory.fenced_to_apply(generation):
+            return self._context.take_actions()
         waits = self._waits_for(generation)
         if waits is not None:
             waits.fenced()
-        return self._rank.take_actions()
+        return self._context.take_actions()
 
     def fence_failed(self, generation: int, now: float) -> list[Action]:
         """Accesses still run at the fence's deadline. The bytes are what they were: published they stay (G2, R4)."""
-        self._rank.enter(now)
+        self._context.enter(now)
         waits = self._waits_for(generation)
         if waits is not None:
             waits.fence_failed()
-        return self._rank.take_actions()
+        return self._context.take_actions()
 
     def _waits_for(self, generation: int) -> Filling | Leaving | None:
         """The running call, if it waits for that generation's fence."""
-        call, content = self.running, self._holding.content
+        call, content = self.running, self._memory.content
         if isinstance(call, Filling | Leaving) and call.phase is Phase.FENCING:
             return call if content is not None and content.generation == generation else None
         return None
 
     def source_failed(self, lease: str, reason: str, detail: str, now: float, *, chunk: int | None = None) -> list[Action]:
         """A read has ended before its time (reason "dropped": because it was told to). `chunk`: that had another digest."""
-        self._rank.enter(now)
+        self._context.enter(now)
         if isinstance(self.running, Filling):
             self.running.source_failed(lease, reason, detail, chunk)
-        return self._rank.take_actions()
+        return self._context.take_actions()
 
     def digested_again(
         self,
@@ -282,40 +282,40 @@ class Member:
         """What was asked with DigestAgain. `error`: what is wrong with memory that has changed. `digest`: what is sent with
         the chunk; `origin`: where it was read.
         """
-        self._rank.enter(now)
-        content = self._holding.content
+        self._context.enter(now)
+        content = self._memory.content
         known = content is not None and content.generation == generation and self.state is not HandleState.IN_DOUBT
         registration = self.shard.registration
-        self._rank.say(DigestedAgain(inquiry, registration, changed if known else None, digest, origin))
+        self._context.say(DigestedAgain(inquiry, registration, changed if known else None, digest, origin))
         if known and changed:
             if isinstance(self.running, Filling):
                 self.running.pull_failed(error)
-            self._holding.spoil()
-        return self._rank.take_actions()
+            self._memory.spoil()
+        return self._context.take_actions()
 
     def pull_done(self, now: float, root: bytes = b"") -> list[Action]:
         """Every chunk is in place and verified, with digests of that root (empty: not all have one): vote."""
-        self._rank.enter(now)
+        self._context.enter(now)
         if isinstance(self.running, Filling):
             self.running.pull_done(root)
-        return self._rank.take_actions()
+        return self._context.take_actions()
 
     def compared(
         self, generation: int, following: int, wrong: Sequence[tuple[int, int, Origin | None]], now: float
     ) -> list[Action]:
         """What was asked with CompareDigests: up to which chunk, and what is wrong (chunk, published digest, origin)."""
-        self._rank.enter(now)
+        self._context.enter(now)
         if isinstance(self.running, Filling) and self.running.generation == generation:
             self.running.compared(following, wrong)
-        return self._rank.take_actions()
+        return self._context.take_actions()
 
     def copied(self, chunks: frozenset[int], now: float, root: bytes = b"") -> list[Action]:
         """What could be copied of the running CopyLocally is there, and verified; `root`: of the digests, if that is all."""
-        self._rank.enter(now)
-        content = self._holding.content
-        if self._holding.applying and content is not None:
+        self._context.enter(now)
+        content = self._memory.content
+        if self._memory.applying and content is not None:
             whole = len(chunks) == content.manifest.chunk_count
-            self._holding.applied(whole=whole)
+            self._memory.applied(whole=whole)
             if isinstance(self.running, Filling) and self.running.phase is Phase.APPLYING:
                 self.running.applied(whole=whole)
             else:
@@ -324,20 +324,20 @@ class Member:
             self.running.copied(chunks)
         elif isinstance(self.running, Copying):
             self.running.copied(chunks, root)
-        return self._rank.take_actions()
+        return self._context.take_actions()
 
     def pull_failed(self, error: TensorHubError, now: float) -> list[Action]:
         """The pull cannot go on with any source, or there is no memory to copy or pull into."""
-        self._rank.enter(now)
+        self._context.enter(now)
         if isinstance(self.running, Filling | Copying):
             self.running.pull_failed(error)
-        return self._rank.take_actions()
+        return self._context.take_actions()
 
     def pull_stopped(self, now: float) -> list[Action]:
-        self._rank.enter(now)
+        self._context.enter(now)
         if isinstance(self.running, Filling | Copying):
             self.running.pull_stopped()
-        return self._rank.take_actions()
+        return self._context.take_actions()
 
     # ------------------------------------------------------------------------------------- inputs: the coordinator
 
@@ -346,34 +346,34 @@ class Member:
 
         What was held or voted for is given up, and that is told once: by the group call that runs, or else by the next.
         """
-        self._rank.enter(now)
-        call, known, told = self.running, self._enrolment.was_known, False
-        self._enrolment.left = None
+        self._context.enter(now)
+        call, known, reported = self.running, self._session.was_known, False
+        self._session.left = None
         if isinstance(call, GroupCall):
-            told = call.state_lost(self._holding.loss_error())
-        self._holding.lose(told=told or not known)
-        return self._rank.take_actions()
+            reported = call.state_lost(self._memory.loss_error())
+        self._memory.lose(reported=reported or not known)
+        return self._context.take_actions()
 
     def connected(self, now: float, lease_s: float = LEASE_S) -> list[Action]:
         """A session is up: say what was left, what is held, and then (`_registered`) ask for what may be missing.
 
         `lease_s`: the coordinator's, as its Welcome says.
         """
-        self._rank.enter(now)
-        self._enrolment.connected(lease_s)
+        self._context.enter(now)
+        self._session.connected(lease_s)
         if self.state is not HandleState.CLOSED:
-            if self._enrolment.left is not None:
-                self._rank.say(self._enrolment.left)
-            self._holding.restate()
-        return self._rank.take_actions()
+            if self._session.left is not None:
+                self._context.say(self._session.left)
+            self._memory.restate()
+        return self._context.take_actions()
 
     def disconnected(self, now: float) -> list[Action]:
         """Nobody can be told anything for now. An owner needs nobody to take its memory back."""
-        self._rank.enter(now)
-        self._enrolment.disconnected(now)
+        self._context.enter(now)
+        self._session.disconnected(now)
         if isinstance(self.running, Leaving):
             self.running.disconnected()
-        return self._rank.take_actions()
+        return self._context.take_actions()
 
     def receive(
         self,
@@ -381,22 +381,22 @@ class Member:
         now: float,
     ) -> list[Action]:
         """The coordinator says something about this registration. What is stale changes nothing (G9)."""
-        self._rank.enter(now)
+        self._context.enter(now)
         call = self.running
         match message:
-            case RegisteredReply():
+            case Registered():
                 self._registered(message)
             case EpochChanged():
-                self._enrolment.epoch_changed(message)
+                self._session.epoch_changed(message)
                 if isinstance(call, GroupCall):
                     call.epoch_changed(message)
             case Outcome():
                 self._outcome(message)
             case SetRetained():
-                self._holding.told(message.keep, message.seq, message.content_id)
+                self._memory.set_retained(message.keep, message.seq, message.content_id)
             case Revoked():
-                self._holding.order_out(message)
-            case Refused() if self._enrolment.asked(message.request):
+                self._memory.order_out(message)
+            case Refused() if self._session.asked(message.request):
                 self._refused(message.error)
             case Refused():
                 if call is not None and message.request == call.request:
@@ -405,33 +405,33 @@ class Member:
                 if isinstance(call, Leaving):
                     call.answered(message)
                 elif isinstance(message, LeaveGranted) and self.state is HandleState.READY:
-                    self._holding.restate()  # that wish was given up, unheard: what is held stays
+                    self._memory.restate()  # that wish was given up, unheard: what is held stays
             case ManifestReply():
                 if isinstance(call, Filling):
                     call.manifest_came(message)
             case Start() | Write() | AddSource() | DropSource() | Compare():
                 if isinstance(call, Filling) and message.key == call.key:
-                    call.told(message)
+                    call.instructed(message)
             case _:
                 assert_never(message)
-        return self._rank.take_actions()
+        return self._context.take_actions()
 
-    def _registered(self, message: RegisteredReply) -> None:
-        if not self._enrolment.asked(message.request):
+    def _registered(self, message: Registered) -> None:
+        if not self._session.asked(message.request):
             return
-        first = self._enrolment.confirm(message)
+        first = self._session.confirm(message)
         if not message.keep:
-            self._holding.not_kept()
+            self._memory.not_kept()
         elif message.retained is not None:
-            self._holding.told(True, message.retained)
+            self._memory.set_retained(True, message.retained)
         if first:
-            self._rank.act(Registered())
+            self._context.act(RegistrationConfirmed())
             self._say_again()
 
     def _say_again(self) -> None:
         """After a new connection: ask for what may have been missed."""
-        if self._holding.doubt is not None:
-            self._holding.ask_outcome(vote=True)
+        if self._memory.doubt is not None:
+            self._memory.ask_outcome(vote=True)
         call = self.running
         if isinstance(call, GroupCall | Leaving) and call.phase is not Phase.QUEUED:
             call.say_again()
@@ -440,15 +440,15 @@ class Member:
 
     def _refused(self, info: ErrorInfo) -> None:
         """The coordinator does not take this memory (any more): no group call can be made."""
-        self._enrolment.refusal = info
-        self._rank.act(RegistrationFailed(info.error()))
+        self._session.refusal = info
+        self._context.act(RegistrationFailed(info.error()))
         if self.running is not None:
             self.running.give_up(info.error())  # one for each call: what it says of the memory is that call's
 
     def _outcome(self, message: Outcome) -> None:
-        call, was_left = self.running, self._enrolment.heard(message.key)
-        if self._holding.doubt == message.key:
-            self._holding.resolve(message)
+        call, was_left = self.running, self._session.heard(message.key)
+        if self._memory.doubt == message.key:
+            self._memory.resolve(message)
             self._heard_retained(message)
             self._go_on()
         elif isinstance(call, GroupCall) and call.key == message.key:
@@ -461,11 +461,11 @@ class Member:
                 call.committed(message.version)
                 self._heard_retained(message)
         elif was_left and self.state is not HandleState.CLOSED and not (call and call.phase is Phase.DEREGISTERING):
-            self._holding.restate()  # the call has ended without us; whatever became of it, this is what is held
+            self._memory.restate()  # the call has ended without us; whatever became of it, this is what is held
 
     def _heard_retained(self, outcome: Outcome) -> None:
         if outcome.retained is not None and outcome.version is not None:
-            self._holding.told(True, outcome.retained, outcome.version.content_id)
+            self._memory.set_retained(True, outcome.retained, outcome.version.content_id)
 
     # ------------------------------------------------------------------------------------------------------- time
 
@@ -474,22 +474,22 @@ class Member:
 
     def tick(self, now: float) -> list[Action]:
         """End a call whose deadline passed without a word from the coordinator."""
-        self._rank.enter(now)
+        self._context.enter(now)
         if self.running is not None and now >= self.running.next_deadline():
             self.running.overdue()
-        return self._rank.take_actions()
+        return self._context.take_actions()
 
     def check_invariants(self) -> None:
         """Raise InvariantBroken if the handle's parts disagree."""
-        call, holding = self.running, self._holding
-        holding.check_invariants()
+        call, memory = self.running, self._memory
+        memory.check_invariants()
         phase = None if call is None else call.phase
         is_filled = self.state is HandleState.FILLING
         if phase in (Phase.COPYING, Phase.PULLING) and not is_filled and not (isinstance(call, Filling) and call.stages):
-            raise InvariantBroken(f"{self}: pulls in state {self.state}. Story:\n{holding.story}")
+            raise InvariantBroken(f"{self}: pulls in state {self.state}. Story:\n{memory.story}")
         voted = phase is Phase.VOTED or (phase is Phase.ABANDONING and isinstance(call, Publishing))
-        has_staged = holding.staged is not None and not holding.applying and holding.doubt is None
-        if voted != (holding.voted is not None or has_staged):
-            raise InvariantBroken(f"{self}: voted for {holding.voted}. Story:\n{holding.story}")
-        if holding.fencing != (phase is Phase.FENCING):
-            raise InvariantBroken(f"{self}: fences {holding.content}. Story:\n{holding.story}")
+        has_staged = memory.staged is not None and not memory.applying and memory.doubt is None
+        if voted != (memory.voted is not None or has_staged):
+            raise InvariantBroken(f"{self}: voted for {memory.voted}. Story:\n{memory.story}")
+        if memory.fencing != (phase is Phase.FENCING):
+            raise InvariantBroken(f"{self}: fences {memory.content}. Story:\n{memory.story}")

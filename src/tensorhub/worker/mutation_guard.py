@@ -10,8 +10,8 @@ from collections.abc import Callable, Sequence
 
 from tensorhub.errors import MutabilityViolation
 from tensorhub.types import HandleState
-from tensorhub.worker.holding import Content
 from tensorhub.worker.member import Member
+from tensorhub.worker.member_memory import Content
 
 TENSORS_NAMED_MAX = 5  # in an error
 

@@ -6,10 +6,10 @@ from tensorhub.errors import StateError
 from tensorhub.machine import InvariantBroken
 from tensorhub.messages import Publish
 from tensorhub.types import VersionInfo
+from tensorhub.worker.active_call import GroupCall
 from tensorhub.worker.calls import PublishCall
-from tensorhub.worker.holding import Holding
-from tensorhub.worker.rank import Rank
-from tensorhub.worker.running import GroupCall
+from tensorhub.worker.member_context import MemberContext
+from tensorhub.worker.member_memory import MemberMemory
 from tensorhub.worker.states import Phase
 
 
@@ -18,26 +18,26 @@ class Publishing(GroupCall):
 
     unbound = Phase.VOTED
 
-    def __init__(self, call: PublishCall, rank: Rank, holding: Holding, timeout_s: float) -> None:
-        super().__init__("publish", rank, holding, timeout_s)
+    def __init__(self, call: PublishCall, context: MemberContext, memory: MemberMemory, timeout_s: float) -> None:
+        super().__init__("publish", context, memory, timeout_s)
         self._version = call.version
 
     def check_allowed(self) -> None:
         super().check_allowed()
-        if self._holding.version is not None:
-            text = f"{self._rank.title} holds version {self._holding.version}, which is published"
+        if self._memory.version is not None:
+            text = f"{self._context.title} holds version {self._memory.version}, which is published"
             raise StateError(f"{text}: unpublish() first, or use mutate()")
 
     def start(self) -> None:
         """The promise begins here."""
         self._take_key()
-        self._holding.promise(self._version, self.generation)
+        self._memory.promise(self._version, self.generation)
         self.phase = Phase.VOTED
         self._say_call()
 
     def _say_call(self) -> None:
-        shard, left_s = self._rank.shard, max(0.0, self.deadline - self._rank.now)
-        self._rank.say(Publish(self.operation, shard.rank, shard.registration, self._version, self.generation, left_s))
+        shard, left_s = self._context.shard, max(0.0, self.deadline - self._context.now)
+        self._context.say(Publish(self.operation, shard.rank, shard.registration, self._version, self.generation, left_s))
 
     def _say_phase_again(self) -> None:
         if self.phase is Phase.VOTED:
@@ -47,11 +47,11 @@ class Publishing(GroupCall):
         return True
 
     def committed(self, version: VersionInfo) -> None:
-        self._holding.publish(version)
+        self._memory.publish(version)
         self._finish_committed(version)
 
     def aborted(self, error: Exception) -> None:
-        self._holding.break_promise()
+        self._memory.break_promise()
         self.finish(error=error)
 
     def _give_up(self, error: Exception) -> None:
@@ -63,4 +63,4 @@ class Publishing(GroupCall):
             case Phase.ABANDONING:
                 self._doubt(error)
             case _:
-                raise InvariantBroken(f"{self} is in no phase of a publish. Story:\n{self._holding.story}")
+                raise InvariantBroken(f"{self} is in no phase of a publish. Story:\n{self._memory.story}")

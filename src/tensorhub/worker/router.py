@@ -49,13 +49,13 @@ from tensorhub.messages import (
     Welcome,
     Write,
 )
-from tensorhub.worker.enrolment import Shard
+from tensorhub.worker.registration_session import Shard
 
 H = TypeVar("H")
 
 
 @dataclass(frozen=True, slots=True)
-class Tell(Generic[H]):
+class Deliver(Generic[H]):
     """This handle's member receives it."""
 
     handle: H
@@ -63,7 +63,7 @@ class Tell(Generic[H]):
 
 
 @dataclass(frozen=True, slots=True)
-class Look(Generic[H]):
+class Examine(Generic[H]):
     """This handle looks at its memory, and answers."""
 
     handle: H
@@ -85,7 +85,7 @@ class Reply:
 
 
 # What is none of these concerns the worker itself.
-Routed = Tell[H] | Look[H] | Answered | Reply | Announce | CutReader | TellChunks | MakeCopy | DropCopy
+Routed = Deliver[H] | Examine[H] | Answered | Reply | Announce | CutReader | TellChunks | MakeCopy | DropCopy
 
 
 class Router(Generic[H]):
@@ -172,15 +172,15 @@ class Router(Generic[H]):
                 return self._tell(self.rank_at(key.model, key.group, message.rank), message)
             case EpochChanged():
                 group = message.model, message.group
-                return [Tell(self.handles[there], message) for place, there in self._at.items() if place[:2] == group]
+                return [Deliver(self.handles[there], message) for place, there in self._at.items() if place[:2] == group]
             case DigestAgain():
                 handle = self.handles.get(message.registration)
                 missing = DigestedAgain(message.inquiry, message.registration, None)
-                return [Look(handle, message) if handle is not None else Reply(missing)]
+                return [Examine(handle, message) if handle is not None else Reply(missing)]
             case TellDigests():
                 handle = self.handles.get(message.registration)
                 nothing = Digests(message.registration, message.generation, 0, (), b"", True)
-                return [Look(handle, message) if handle is not None else Reply(nothing)]
+                return [Examine(handle, message) if handle is not None else Reply(nothing)]
             case Announce() | CutReader() | TellChunks() | MakeCopy() | DropCopy():
                 return [message]
             case HeartbeatAck() | Welcome() | Dismissed():
@@ -194,4 +194,4 @@ class Router(Generic[H]):
 
     @staticmethod
     def _tell(handle: H | None, message: ToRank) -> list[Routed[H]]:
-        return [] if handle is None else [Tell(handle, message)]
+        return [] if handle is None else [Deliver(handle, message)]

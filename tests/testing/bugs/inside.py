@@ -34,13 +34,13 @@ from tensorhub.coordinator.versions import Versions
 from tensorhub.messages import Join, Outcome, Register, Revoked, Start, Write
 from tensorhub.scheduler.pull import Pull, SourceState
 from tensorhub.testing import Fault
+from tensorhub.worker.active_call import GroupCall
 from tensorhub.worker.budget import Budget
-from tensorhub.worker.enrolment import Enrolment
 from tensorhub.worker.leases import Leases
 from tensorhub.worker.member import Member as Rank
 from tensorhub.worker.owner import Owner
+from tensorhub.worker.registration_session import RegistrationSession
 from tensorhub.worker.router import Router
-from tensorhub.worker.running import GroupCall
 from tests.testing.bugs import bug, replaced
 
 
@@ -96,7 +96,7 @@ def key_taken_twice() -> Iterator[None]:
     def move(self: Any, epoch: int, sequence: int) -> None:
         self._epoch, self._sequence = epoch, sequence
 
-    with replaced(Enrolment, "_move_to", move):
+    with replaced(RegistrationSession, "_move_to", move):
         yield
 
 

@@ -36,12 +36,12 @@ from tensorhub.messages import Join, Publish
 from tensorhub.scheduler.pull import Pull
 from tensorhub.testing import Fault
 from tensorhub.types import ContentId, LeaseId, OpKind, RegistrationId
-from tensorhub.worker import holding as worker_holding
-from tensorhub.worker.calls import OpenMemory
+from tensorhub.worker.calls import OpenGeneration
 from tensorhub.worker.filling import Filling
 from tensorhub.worker.leaving import Leaving
+from tensorhub.worker.member_context import MemberContext
+from tensorhub.worker.member_memory import MemberMemory
 from tensorhub.worker.owner import Owner
-from tensorhub.worker.rank import Rank
 from tensorhub.worker.states import Phase
 from tests.testing.bugs import bug, replaced
 
@@ -104,14 +104,14 @@ def digests_kept_for_another_content() -> Iterator[None]:
 
 @bug("G6: memory that is being filled is opened as if all of it were there")
 def partial_copy_serves_everything() -> Iterator[None]:
-    act = Rank.act
+    act = MemberContext.act
 
-    def broken(self: Rank, action: Any) -> None:
-        if isinstance(action, OpenMemory):
-            action = OpenMemory(action.generation, action.content_id, action.manifest, complete=True)
+    def broken(self: MemberContext, action: Any) -> None:
+        if isinstance(action, OpenGeneration):
+            action = OpenGeneration(action.generation, action.content_id, action.manifest, complete=True)
         act(self, action)
 
-    with replaced(Rank, "act", broken):
+    with replaced(MemberContext, "act", broken):
         yield
 
 
@@ -218,7 +218,7 @@ def cut_off_call_waits_for_ever() -> Iterator[None]:
     next_deadline = Filling.next_deadline
 
     def broken(self: Filling) -> float:
-        return next_deadline(self) if self._rank.enrolment.online else inf
+        return next_deadline(self) if self._context.session.online else inf
 
     with replaced(Filling, "next_deadline", broken):
         yield
@@ -463,7 +463,7 @@ def cut_off_owner_does_not_wait() -> Iterator[None]:
     free_at = Leaving._free_at
 
     def broken(self: Leaving) -> float:
-        return free_at(self) if self._rank.enrolment.online else -inf
+        return free_at(self) if self._context.session.online else -inf
 
     with replaced(Leaving, "_free_at", broken):
         yield
@@ -574,14 +574,14 @@ def quarantine_forgotten() -> Iterator[None]:
     faults=(Fault.OVERWRITE, Fault.CUT, Fault.CORRUPT),
 )
 def spoiled_memory_announced() -> Iterator[None]:
-    restate = worker_holding.Holding.restate
+    restate = MemberMemory.restate
 
-    def broken(self: worker_holding.Holding) -> None:
+    def broken(self: MemberMemory) -> None:
         if self.content is not None:
             self.content.spoiled = False
         restate(self)
 
-    with replaced(worker_holding.Holding, "restate", broken):
+    with replaced(MemberMemory, "restate", broken):
         yield
 
 

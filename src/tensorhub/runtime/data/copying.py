@@ -1,7 +1,7 @@
 """Chunks from one memory of this worker to another: no network, but the same rights and the same digests.
 
 Each batch is an access of the source's owner (R3), so that a fence waits for it. Responsible for the copying and for what
-has its digest at the destination. Not responsible for which copies there are (`worker.copies`).
+has its digest at the destination. Not responsible for which copies there are (`worker.local_copies`).
 """
 
 from __future__ import annotations

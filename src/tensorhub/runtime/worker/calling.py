@@ -96,7 +96,7 @@ class CallersHandle(ABC):
         """Raise StateError if the memory is not the caller's to write: a call runs on it, or it is closed."""
         self.interpreter.check_idle()
 
-    async def tell_loss(self) -> None:
+    async def report_loss(self) -> None:
         """Raise LeaseLost, once, if the coordinator has lost its state; StateError while the memory is still read."""
         self.interpreter.check_idle()
-        self.member.tell_loss()
+        self.member.report_loss()

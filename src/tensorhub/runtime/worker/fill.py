@@ -46,7 +46,7 @@ log = get_logger("tensorhub.worker")
 ProgressListener = Callable[[int, int], None]  # (bytes verified so far, bytes wanted)
 
 
-class MessageSink(Protocol):
+class WorkerServices(Protocol):
     """What a handle and its filler need of their worker."""
 
     channels: Channels
@@ -73,7 +73,7 @@ class Filler:
         memory: Memory,
         owner: SharedOwner,
         places: MappedMemory,
-        line: MessageSink,
+        line: WorkerServices,
         apply: Callable[[list[Action]], None],
         stream_sync: StreamSync,
         writes: Writes,
@@ -208,7 +208,7 @@ class Filler:
                     root = await self._root(target, action.generation)
         except TensorHubError as error:
             log.warning("copy_failed", registration=self._registration, reason=str(error))
-            if self._member.is_letting_go:  # it is committed: what does not arrive is torn
+            if self._member.has_pending_work:  # it is committed: what does not arrive is torn
                 self._apply(self._member.copied(frozenset(), clock.now()))
             else:
                 self._apply(self._member.pull_failed(error, clock.now()))

@@ -26,7 +26,7 @@ from tensorhub.runtime.data.serving import SharedOwner
 from tensorhub.runtime.reports import CallTimes
 from tensorhub.runtime.threads import run_in_thread
 from tensorhub.runtime.worker.calling import CallersHandle, Report
-from tensorhub.runtime.worker.fill import Filler, MessageSink, ProgressListener
+from tensorhub.runtime.worker.fill import Filler, ProgressListener, WorkerServices
 from tensorhub.runtime.worker.mapped_memory import HostRoom, MappedMemory
 from tensorhub.runtime.worker.ports import HookRequest
 from tensorhub.runtime.worker.stream_sync import StreamSync
@@ -54,10 +54,10 @@ from tensorhub.worker.calls import (
     FreeMemory,
     FreePrefetch,
     FreeStaging,
-    OpenMemory,
-    Registered,
+    OpenGeneration,
+    RegistrationConfirmed,
     RegistrationFailed,
-    ReopenMemory,
+    ReopenGeneration,
     Say,
     StartPull,
     StopPull,
@@ -88,7 +88,7 @@ class Handle(CallersHandle):
         member: Member,
         memory: Memory,
         owner: SharedOwner,
-        line: MessageSink,
+        line: WorkerServices,
         room: HostRoom,
         page_bytes: int = DIGESTS_BYTES_MAX,  # of digests in one message
     ) -> None:
@@ -269,9 +269,9 @@ class Handle(CallersHandle):
         match action:
             case Say():
                 self._line.say(action.message)
-            case OpenMemory():
+            case OpenGeneration():
                 await self._open(action)
-            case ReopenMemory():
+            case ReopenGeneration():
                 if self._mapped.unopened is None:
                     self._owner.reopen(self._registration, action.generation)
             case Fence():
@@ -298,7 +298,7 @@ class Handle(CallersHandle):
             case StopPull():
                 await self._filler.stop()
                 self.apply(self.member.pull_stopped(clock.now()))
-            case Registered():
+            case RegistrationConfirmed():
                 self._answered(None)
             case RegistrationFailed():
                 self._answered(action.error)
@@ -326,7 +326,7 @@ class Handle(CallersHandle):
             self._call.times.bound = clock.now()
         self.apply(self.member.receive(message, clock.now()))
 
-    async def _open(self, action: OpenMemory) -> None:
+    async def _open(self, action: OpenGeneration) -> None:
         chunks = await self._mapped.prepare(action.manifest)
         if chunks is None:
             return

@@ -31,7 +31,8 @@ from tensorhub.runtime.worker.mapped_memory import pinning
 from tensorhub.types import FetchReport, Options, Purpose, Selector, VersionInfo
 from tensorhub.worker.budget import Budget
 from tensorhub.worker.calls import CloseCall, FillCall, Say
-from tensorhub.worker.copy_actions import (
+from tensorhub.worker.host_copies import HostCopies
+from tensorhub.worker.host_copy_actions import (
     AskManifest,
     BeginCall,
     CancelCall,
@@ -39,11 +40,10 @@ from tensorhub.worker.copy_actions import (
     DropHandle,
     EndCopysPrefetch,
     FinishRequest,
+    LogEvent,
     StartHandle,
-    Tell,
 )
-from tensorhub.worker.enrolment import Shard
-from tensorhub.worker.host_copies import HostCopies
+from tensorhub.worker.registration_session import Shard
 
 log = get_logger("tensorhub.worker")
 
@@ -61,7 +61,7 @@ class Desk(Protocol):
 
     def start_handle(self, shard: Shard, memory: Memory) -> Handle: ...
 
-    def drop_handle(self, handle: ports.Handle) -> None: ...
+    def drop_handle(self, handle: ports.HandlePort) -> None: ...
 
 
 @dataclass(slots=True)
@@ -107,13 +107,13 @@ class HostCopyRunner:
 
     # -------------------------------------------------------------------------------------------------- what is asked for
 
-    async def prefetch(self, handle: ports.Handle, selector: Selector, timeout_s: float) -> FetchReport:
+    async def prefetch(self, handle: ports.HandlePort, selector: Selector, timeout_s: float) -> FetchReport:
         return await self._fill(lambda n: self.machine.prefetch(n, handle.member, selector, timeout_s, clock.now()))
 
     async def seed(self, info: VersionInfo, shard: int, timeout_s: float) -> FetchReport:
         return await self._fill(lambda n: self.machine.seed(n, info, shard, timeout_s, clock.now()))
 
-    async def close(self, handle: ports.Handle, timeout_s: float, *, abandon: bool) -> None:
+    async def close(self, handle: ports.HandlePort, timeout_s: float, *, abandon: bool) -> None:
         await self._ask(lambda n: self.machine.close(n, handle.member, timeout_s, clock.now(), abandon=abandon))
 
     async def make_room(self, ident: str, purpose: Purpose, nbytes: int) -> None:
@@ -231,7 +231,7 @@ class HostCopyRunner:
             case AskManifest():
                 if self.tasks is not None:
                     self.tasks.start_soon(self._ask_manifest, action)
-            case Tell():
+            case LogEvent():
                 tell = log.warning if action.is_warning else log.info
                 tell(action.event, registration=action.registration, reason=action.reason)
             case FinishRequest():

@@ -6,14 +6,13 @@ simulation, which the same `Hub` and `Weights` stand on. What is in neither of t
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Awaitable, Callable
 from typing import Any, Protocol, TypeVar
 
 from tensorhub.errors import TensorHubError
 from tensorhub.memory.tensors import Memory
 from tensorhub.runtime.ending import Parting
-from tensorhub.runtime.loop_thread import Job, Waiter, Watching
+from tensorhub.runtime.loop_thread import CallerMode, Job, Watching
 from tensorhub.runtime.worker.coordinator_client import CoordinatorClient
 from tensorhub.runtime.worker.fill import ProgressListener
 from tensorhub.runtime.worker.pins import Pins
@@ -27,8 +26,8 @@ T = TypeVar("T")
 HookRequest = Callable[[VersionInfo], None]  # has the caller run before_write
 
 
-class Handle(Protocol):
-    """One registered memory and its calls: each is awaited over there, see `Thread`."""
+class HandlePort(Protocol):
+    """One registered memory and its calls: each is awaited over there, see `ThreadPort`."""
 
     call_ended: Callable[[], None]  # called over there whenever a call has ended
 
@@ -58,21 +57,21 @@ class Handle(Protocol):
 
     async def check_idle(self) -> None: ...
 
-    async def tell_loss(self) -> None: ...
+    async def report_loss(self) -> None: ...
 
 
-class Copies(Protocol):
+class HostCopiesPort(Protocol):
     """A worker's copies in host memory, as its callers use them."""
 
-    async def prefetch(self, handle: Handle, selector: Selector, timeout_s: float) -> FetchReport: ...
+    async def prefetch(self, handle: HandlePort, selector: Selector, timeout_s: float) -> FetchReport: ...
 
-    async def close(self, handle: Handle, timeout_s: float, *, abandon: bool) -> None:
+    async def close(self, handle: HandlePort, timeout_s: float, *, abandon: bool) -> None:
         """Close a handle with the host copies that end with it."""
 
     async def seed(self, info: VersionInfo, shard: int, timeout_s: float) -> FetchReport: ...
 
 
-class Worker(Protocol):
+class WorkerPort(Protocol):
     """One worker of one cluster."""
 
     @property
@@ -94,16 +93,16 @@ class Worker(Protocol):
     def pins(self) -> Pins: ...
 
     @property
-    def copies(self) -> Copies: ...
+    def copies(self) -> HostCopiesPort: ...
 
     def timeout_s(self, timeout: float | None) -> float:
         """The seconds that a call has: those given, or the default. Raises StateError."""
 
     async def register(
         self, model: str, memory: Memory, *, group: str | None, rank: int, world_size: int, spot: bool, timeout_s: float
-    ) -> Handle: ...
+    ) -> HandlePort: ...
 
-    def drop_handle(self, handle: Handle) -> None:
+    def drop_handle(self, handle: HandlePort) -> None:
         """Its caller has not got it."""
 
     async def fetch(
@@ -118,19 +117,11 @@ class Worker(Protocol):
     ) -> tuple[VersionInfo, FetchReport]: ...
 
 
-class CallersSide(Protocol):
-    """How the caller waits."""
-
-    def waiter(self) -> Waiter: ...
-
-    def shield(self) -> contextlib.AbstractContextManager[object]: ...
-
-
-class Thread(Protocol):
+class ThreadPort(Protocol):
     """Where calls run. See `loop_thread.LoopThread`."""
 
     @property
-    def side(self) -> CallersSide: ...
+    def mode(self) -> CallerMode: ...
 
     def check_usable(self) -> None: ...
 

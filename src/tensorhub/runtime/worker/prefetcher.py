@@ -10,7 +10,7 @@ import anyio
 
 from tensorhub.errors import TensorHubError
 from tensorhub.logs import get_logger
-from tensorhub.runtime.worker.ports import Copies, Handle
+from tensorhub.runtime.worker.ports import HandlePort, HostCopiesPort
 from tensorhub.runtime.worker.version_watches import VersionWatches
 from tensorhub.types import LATEST, HandleState, VersionInfo
 
@@ -20,7 +20,9 @@ log = get_logger("tensorhub.worker")
 class Prefetcher:
     """Follows one handle's model for it; `run` until cancelled."""
 
-    def __init__(self, handle: Handle, version_watches: VersionWatches, copies: Copies, timeout_s: float) -> None:
+    def __init__(
+        self, handle: HandlePort, version_watches: VersionWatches, copies: HostCopiesPort, timeout_s: float
+    ) -> None:
         self._handle = handle
         self._version_watches = version_watches
         self._copies = copies
@@ -57,7 +59,7 @@ class Prefetcher:
         member = self._handle.member
         if not self._handle.was_filled or member.running is not None or newest.content_id == self._tried:
             return False
-        if member.is_loss_untold:
+        if member.is_loss_unreported:
             return False  # its caller is to be told, by a call of its own
         return member.content is None or member.content.version.content_id != newest.content_id
 

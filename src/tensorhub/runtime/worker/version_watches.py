@@ -27,7 +27,7 @@ IDLE_NAMES_MAX = 1024  # models without a version, for which nobody listens, tha
 
 
 class VersionWatches:
-    """`newest`, `watches`, `check_room` and `tell_loss` may be called from any thread; the rest from the library's loop."""
+    """`newest`, `watches`, `check_room` and `report_loss` are for any thread, the rest for the library's loop."""
 
     def __init__(self, link: MessageSink) -> None:
         self._link = link
@@ -97,7 +97,7 @@ class VersionWatches:
             for listener in list(listeners):
                 listener(_lost(model))
 
-    def tell_loss(self, model: str) -> None:
+    def report_loss(self, model: str) -> None:
         """Raise LeaseLost, once, if what was known of this model was lost with its coordinator's state (G3)."""
         if model in self._lost:
             self._lost.discard(model)
@@ -143,7 +143,7 @@ class VersionWatches:
 
     async def wait_for(self, model: str, at_least: int, timeout_s: float) -> VersionInfo:
         """The newest version of `model` once it is `at_least`. Raises StateError for one model too many."""
-        self.tell_loss(model)
+        self.report_loss(model)
         self.check_room(model)
         found, losses, reached = list[VersionInfo](), list[LeaseLost](), anyio.Event()
 

@@ -53,12 +53,12 @@ from tensorhub.runtime.data.serving import SharedOwner
 from tensorhub.runtime.ending import Parting
 from tensorhub.runtime.worker import ports
 from tensorhub.runtime.worker.coordinator_client import CoordinatorClient
+from tensorhub.runtime.worker.digest_reporter import DigestReporter
 from tensorhub.runtime.worker.fill import ProgressListener
 from tensorhub.runtime.worker.handle import Handle
 from tensorhub.runtime.worker.host_copies import HostCopyRunner
 from tensorhub.runtime.worker.pins import Pins
 from tensorhub.runtime.worker.prefetcher import Prefetcher
-from tensorhub.runtime.worker.telling import Telling
 from tensorhub.runtime.worker.version_watches import VersionWatches
 from tensorhub.transport import sockets, unix
 from tensorhub.types import (
@@ -78,11 +78,11 @@ from tensorhub.types import (
     parse_address,
 )
 from tensorhub.worker.calls import FillCall
-from tensorhub.worker.copies import Copies
-from tensorhub.worker.enrolment import Shard
+from tensorhub.worker.chunk_reports import tell_chunks
+from tensorhub.worker.local_copies import LocalCopies
 from tensorhub.worker.member import Member
-from tensorhub.worker.router import Answered, Look, Reply, Router, Tell
-from tensorhub.worker.telling import tell_chunks
+from tensorhub.worker.registration_session import Shard
+from tensorhub.worker.router import Answered, Deliver, Examine, Reply, Router
 
 log = get_logger("tensorhub.worker")
 
@@ -117,11 +117,11 @@ class Worker:
         self.pins = Pins(self.coordinator, options.op_timeout_s)
         self.version_watches = VersionWatches(self._link)
         self._owner = SharedOwner(self.channels.sides())
-        self._telling = Telling(self._tell_made)
-        self._owner.on_made = self._telling.made
+        self._digest_reporter = DigestReporter(self._tell_made)
+        self._owner.on_made = self._digest_reporter.made
         self.router = Router[Handle](self._numbers)
         self._manifests: dict[str, Manifest] = {}
-        self._found_copies = Copies()
+        self._found_copies = LocalCopies()
         self.copies = HostCopyRunner(self)
         self._generations = itertools.count(1)
         self._endpoints: tuple[Endpoint, ...] = ()
@@ -166,7 +166,7 @@ class Worker:
                 self._tasks.start_soon(self._serve_readers, listeners)
                 self._tasks.start_soon(self._keep_time)
                 self._tasks.start_soon(self.copies.keep_time)
-                self._tasks.start_soon(self._telling.run)
+                self._tasks.start_soon(self._digest_reporter.run)
                 self._tasks.start_soon(self.channels.keep_swept)
                 self._tasks.start_soon(self._link.keep, messages, ready)
                 with anyio.move_on_after(self.options.connect_timeout_s):
@@ -305,9 +305,9 @@ class Worker:
         """See `SessionHandler`: to whom it concerns."""
         for routed in self.router.route(message):
             match routed:
-                case Tell():
+                case Deliver():
                     routed.handle.receive(routed.message)
-                case Look():
+                case Examine():
                     self._tasks.start_soon(routed.handle.look, routed.question, self._digesting)
                 case MakeCopy():
                     self.copies.ordered(routed)
@@ -413,7 +413,7 @@ class Worker:
         progress: ProgressListener | None,
     ) -> tuple[VersionInfo, FetchReport]:
         """Fill memory that serves nobody, and is the caller's when this returns: a group of its own, for one call."""
-        self.version_watches.tell_loss(model)
+        self.version_watches.report_loss(model)
         apart = READ_ONLY if self.read_only else ""
         shard = Shard(
             registration=apart + secrets.token_hex(12),
@@ -455,7 +455,7 @@ class Worker:
             handle.apply(handle.member.connected(clock.now(), self._link.lease_s))
         return handle
 
-    def drop_handle(self, handle: ports.Handle) -> None:
+    def drop_handle(self, handle: ports.HandlePort) -> None:
         """Give up a registration that its caller has not got, or that has served. Its place is free at once."""
         shard = handle.member.shard
         running = self.router.handles.get(shard.registration)

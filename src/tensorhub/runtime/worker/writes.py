@@ -15,8 +15,8 @@ from tensorhub.memory.tensors import Memory
 from tensorhub.messages import DigestAgain
 from tensorhub.runtime.data.serving import SharedOwner
 from tensorhub.types import ContentId, RegistrationId
-from tensorhub.worker.holding import Content
 from tensorhub.worker.member import Member
+from tensorhub.worker.member_memory import Content
 
 
 class Writes:

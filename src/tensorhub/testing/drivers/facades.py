@@ -26,12 +26,12 @@ from tensorhub.manifest import Digest, build_manifest
 from tensorhub.memory.tensors import Memory
 from tensorhub.messages import FromWorker, Leave
 from tensorhub.runtime.ending import CLOSE_S, Parting
-from tensorhub.runtime.loop_thread import AsyncSide, Job, Watching
+from tensorhub.runtime.loop_thread import AsyncMode, Job, Watching
 from tensorhub.runtime.worker.calling import CallersHandle, Report
 from tensorhub.runtime.worker.coordinator_client import CoordinatorClient
 from tensorhub.runtime.worker.fill import ProgressListener
 from tensorhub.runtime.worker.pins import Arguments, Pins
-from tensorhub.runtime.worker.ports import Handle, HookRequest
+from tensorhub.runtime.worker.ports import HandlePort, HookRequest
 from tensorhub.runtime.worker.prefetcher import Prefetcher
 from tensorhub.runtime.worker.stream_sync import StreamSync
 from tensorhub.runtime.worker.version_watches import VersionWatches
@@ -53,7 +53,7 @@ from tensorhub.worker.calls import (
     FillCall,
     Finish,
 )
-from tensorhub.worker.enrolment import Shard
+from tensorhub.worker.registration_session import Shard
 
 if TYPE_CHECKING:
     from tensorhub.testing.drivers.hosted import HostedCluster, HostedWorker
@@ -75,7 +75,7 @@ class Flag:
         self._event = anyio.Event()
 
 
-class _Side(AsyncSide):
+class _Mode(AsyncMode):
     def waiter(self) -> Flag:
         return Flag()
 
@@ -84,7 +84,7 @@ class CallersLoop:
     """See `loop_thread.LoopThread`: calls run in the caller's own loop, which the simulation shares."""
 
     def __init__(self, cluster: HostedCluster, worker: HostedWorker) -> None:
-        self.side = _Side()
+        self.mode = _Mode()
         self._cluster = cluster
         self._worker = worker
         self.has_ended = False
@@ -121,7 +121,7 @@ class CallersLoop:
         self._cluster.sync()
 
     def job(self, function: Callable[..., Awaitable[T]], *arguments: Any) -> Job[T]:
-        return Job(function, arguments, self.side.waiter())
+        return Job(function, arguments, self.mode.waiter())
 
     async def run_job(self, job: Job[T]) -> T:
         await self._enter()
@@ -187,7 +187,7 @@ class HandleFacade(CallersHandle):
         self.simulated.before_write_returned(error)
 
 
-def _simulated(handle: Handle) -> TensorHandle:
+def _simulated(handle: HandlePort) -> TensorHandle:
     assert isinstance(handle, HandleFacade)
     return handle.simulated
 
@@ -199,7 +199,7 @@ class HostCopiesFacade:
         self._shell = shell
         self._waiting: set[anyio.Event] = set()
 
-    async def prefetch(self, handle: Handle, selector: Selector, timeout_s: float) -> FetchReport:
+    async def prefetch(self, handle: HandlePort, selector: Selector, timeout_s: float) -> FetchReport:
         wanted = await self._end_of(self._shell.worker.copies.prefetch(_simulated(handle), selector, timeout_s))
         assert wanted.report is not None
         return wanted.report
@@ -209,7 +209,7 @@ class HostCopiesFacade:
         assert wanted.report is not None
         return wanted.report
 
-    async def close(self, handle: Handle, timeout_s: float, *, abandon: bool) -> None:
+    async def close(self, handle: HandlePort, timeout_s: float, *, abandon: bool) -> None:
         assert isinstance(handle, HandleFacade)
         was_closed = handle.member.state is HandleState.CLOSED
         await self._end_of(self._shell.worker.copies.close(handle.simulated, timeout_s, abandon=abandon))
@@ -328,7 +328,7 @@ class WorkerFacade:
     def _fresh_group(self) -> str:
         return f"{self.worker.incarnation[:400]}-{next(self._groups)}"
 
-    def drop_handle(self, handle: Handle) -> None:
+    def drop_handle(self, handle: HandlePort) -> None:
         self.callers = [caller for caller in self.callers if caller is not handle]
         if self.worker.alive and not self.cluster.is_over:
             self.worker.drop_memory(_simulated(handle))
@@ -343,7 +343,7 @@ class WorkerFacade:
         timeout_s: float,
         progress: ProgressListener | None = None,
     ) -> tuple[VersionInfo, FetchReport]:
-        self.version_watches.tell_loss(model)
+        self.version_watches.report_loss(model)
         ident = f"r{next(self.cluster.registrations)}"
         shard = Shard(ident, model, self._fresh_group(), 0, 1, True, "", None, rank)
         caller = HandleFacade(self.worker.take_memory(shard, memory))

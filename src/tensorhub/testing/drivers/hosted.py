@@ -42,7 +42,7 @@ from tensorhub.testing.sim.host_copies import SimHostCopies
 from tensorhub.testing.sim.pulling import Reading, SimLane
 from tensorhub.testing.sim.worker import SimWorker
 from tensorhub.types import Location, Options
-from tensorhub.worker.enrolment import Shard
+from tensorhub.worker.registration_session import Shard
 
 USERS_OWN = frozenset(
     {Fault.HOOK, Fault.CANCEL, Fault.DIFFER, Fault.HASTE, Fault.OVERWRITE, Fault.LIE}

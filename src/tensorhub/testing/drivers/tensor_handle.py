@@ -28,13 +28,13 @@ from tensorhub.worker.calls import (
     Call,
     CopyLocally,
     Finish,
-    OpenMemory,
-    Registered,
+    OpenGeneration,
+    RegistrationConfirmed,
     RegistrationFailed,
     Say,
     StartPull,
 )
-from tensorhub.worker.enrolment import Shard
+from tensorhub.worker.registration_session import Shard
 
 if TYPE_CHECKING:
     from tensorhub.testing.drivers.hosted import HostedCluster, HostedWorker
@@ -89,7 +89,7 @@ class TensorHandle(SimHandle):
         match action:
             case Say() if isinstance(action.message, Publish) and self._cells_of_tensors is not None:
                 self._cells_of_tensors.look()
-            case OpenMemory(complete=False) | Finish(changed=True) if self.memory is not None:
+            case OpenGeneration(complete=False) | Finish(changed=True) if self.memory is not None:
                 self.memory.count_write()
             case StartPull() | CopyLocally():
                 self.pulled_from = self.hosted.now
@@ -100,7 +100,7 @@ class TensorHandle(SimHandle):
             case _:
                 pass
         super()._do(action)
-        if isinstance(action, Registered | RegistrationFailed):
+        if isinstance(action, RegistrationConfirmed | RegistrationFailed):
             self.answered.set()
 
     def _could_lay_out(self, manifest: Manifest) -> bool:

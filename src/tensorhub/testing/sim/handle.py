@@ -52,21 +52,21 @@ from tensorhub.worker.calls import (
     FreeMemory,
     FreePrefetch,
     FreeStaging,
-    OpenMemory,
+    OpenGeneration,
     PublishCall,
     RefuseCall,
-    Registered,
+    RegistrationConfirmed,
     RegistrationFailed,
-    ReopenMemory,
+    ReopenGeneration,
     Say,
     StartPull,
     StopPull,
     UnpublishCall,
     staging_of,
 )
-from tensorhub.worker.enrolment import Shard
 from tensorhub.worker.interpreter import Interpreter
 from tensorhub.worker.member import Member
+from tensorhub.worker.registration_session import Shard
 
 if TYPE_CHECKING:
     from tensorhub.testing.sim.worker import SimWorker
@@ -381,16 +381,16 @@ class SimHandle:
             self.apply(self.member.pull_failed(error, self.cluster.now))
         return False
 
-    def _has_memory(self, action: OpenMemory | StartPull | CopyLocally) -> bool:
+    def _has_memory(self, action: OpenGeneration | StartPull | CopyLocally) -> bool:
         """Whether there is memory for what is to be in it: of a host copy it is taken now."""
-        if isinstance(action, OpenMemory):
+        if isinstance(action, OpenGeneration):
             self.unopened = None
         if self.shard.medium is Medium.HOST and self.unopened is None:
             try:
                 self.worker.copies.take(self.id, action.manifest.nbytes, self.shard.purpose)
             except StateError as error:
                 self.unopened = error
-        if self.unopened is not None and not isinstance(action, OpenMemory):
+        if self.unopened is not None and not isinstance(action, OpenGeneration):
             self.apply(self.member.pull_failed(self.unopened, self.cluster.now))
         return self.unopened is None
 
@@ -426,7 +426,7 @@ class SimHandle:
                 ):
                     self.last_call.votes = (*self.last_call.votes, action.message.key)
                 self.worker.say(action.message)
-            case OpenMemory():
+            case OpenGeneration():
                 if not self._has_memory(action):
                     return
                 content, sizes = ContentId(action.content_id), [CHUNK_BYTES] * action.manifest.chunk_count
@@ -435,7 +435,7 @@ class SimHandle:
                 self.interpreter.guard.made()
                 self.cluster.verified.holds(self.id, action.content_id)
                 self.generation, self.changed = action.generation, ""
-            case ReopenMemory():
+            case ReopenGeneration():
                 if self.unopened is None:
                     owner.reopen(self.id, action.generation)
                 self.generation = action.generation
@@ -460,7 +460,7 @@ class SimHandle:
                 if self.pull is not None and not self.pull.ended:
                     self.pull.drop(action.lease)
                     self.apply(self.member.source_failed(action.lease, "dropped", "", self.cluster.now))
-            case Registered():
+            case RegistrationConfirmed():
                 self.registered = True
                 self.worker.copies.answered(self, None)
             case RegistrationFailed():

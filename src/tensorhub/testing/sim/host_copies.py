@@ -15,7 +15,8 @@ from tensorhub.messages import Deregister, DropCopy, GetManifest, MakeCopy, Mani
 from tensorhub.testing.sim.assertion import demand
 from tensorhub.types import FetchReport, Purpose, Selector, VersionInfo
 from tensorhub.worker.calls import Say
-from tensorhub.worker.copy_actions import (
+from tensorhub.worker.host_copies import HostCopies
+from tensorhub.worker.host_copy_actions import (
     AskManifest,
     BeginCall,
     CancelCall,
@@ -23,10 +24,9 @@ from tensorhub.worker.copy_actions import (
     DropHandle,
     EndCopysPrefetch,
     FinishRequest,
+    LogEvent,
     StartHandle,
-    Tell,
 )
-from tensorhub.worker.host_copies import HostCopies
 
 if TYPE_CHECKING:
     from tensorhub.runtime.worker.coordinator_client import Answer
@@ -216,7 +216,7 @@ class SimHostCopies:
                     handle.apply(handle.member.end_prefetch(now))
             case AskManifest():
                 self._ask(action)
-            case Tell():
+            case LogEvent():
                 self._cluster.note(f"{worker.name}: {action.event} {action.registration}: {action.reason}")
                 self._cluster.took(action.event.replace("_", " "))
             case FinishRequest():

@@ -45,11 +45,11 @@ from tensorhub.testing.sim.handle import SimHandle
 from tensorhub.testing.sim.host_copies import SimHostCopies
 from tensorhub.testing.sim.network import Link
 from tensorhub.types import Endpoint, Location, Medium
-from tensorhub.worker.copies import Copies
-from tensorhub.worker.enrolment import Shard
+from tensorhub.worker.chunk_reports import tell_chunks
+from tensorhub.worker.local_copies import LocalCopies
 from tensorhub.worker.owner import Owner
-from tensorhub.worker.router import Answered, Look, Reply, Router, Tell
-from tensorhub.worker.telling import tell_chunks
+from tensorhub.worker.registration_session import Shard
+from tensorhub.worker.router import Answered, Deliver, Examine, Reply, Router
 
 if TYPE_CHECKING:
     from tensorhub.testing.sim.world import World
@@ -70,7 +70,7 @@ class SimWorker:
         self.owner = Owner()
         self.manifests: dict[str, Manifest] = {}
         self.handles: list[SimHandle] = []
-        self.host_copies = Copies()
+        self.host_copies = LocalCopies()
         self.link: Link | None = None
         self.known_since = 0.0  # when a coordinator that did not know it has welcomed it
         self.unsure_at = 0.0  # when the coordinator could last not count on it
@@ -272,9 +272,9 @@ class SimWorker:
             self._dismissed(message)
         for routed in self.router.route(message):
             match routed:
-                case Tell():
+                case Deliver():
                     self._tell(routed.handle, routed.message)
-                case Look(handle=handle, question=question):
+                case Examine(handle=handle, question=question):
                     if isinstance(question, DigestAgain):
                         handle.digest_again(question)
                     else:
@@ -310,7 +310,7 @@ class SimWorker:
                 guarantees.retained.let_go(handle)
         if record is not None and isinstance(message, Outcome) and message.key == record.key:
             record.committed = message.committed
-        if isinstance(message, Outcome) and handle.member._holding.doubt == message.key:
+        if isinstance(message, Outcome) and handle.member._memory.doubt == message.key:
             guarantees.resolved(handle, message)
         if isinstance(message, Revoked) and handle.lied == message.content_id:
             guarantees.retained.lost(handle)  # the coordinator has found out

@@ -23,10 +23,10 @@ from tensorhub.testing.sim.judges.contents import Contents
 from tensorhub.testing.sim.judges.retention import RetentionJudge, abandons
 from tensorhub.testing.sim.rendering import show_error
 from tensorhub.types import HandleState, Medium, OpKey, OpKind, Purpose, VersionInfo
+from tensorhub.worker.active_call import DEADLINE_SLACK_S
 from tensorhub.worker.calls import Call, CloseCall, FillCall, SetAsideCall, UnpublishCall
-from tensorhub.worker.enrolment import LEASE_MARGIN
-from tensorhub.worker.holding import Content
-from tensorhub.worker.running import DEADLINE_SLACK_S
+from tensorhub.worker.member_memory import Content
+from tensorhub.worker.registration_session import LEASE_MARGIN
 
 if TYPE_CHECKING:
     from tensorhub.testing.sim.handle import CallRecord, SimHandle

@@ -10,11 +10,11 @@ from typing import Protocol
 
 from tensorhub.messages import FromWorker
 from tensorhub.worker.calls import Action, LocalCopy, Say
-from tensorhub.worker.enrolment import Enrolment, Shard
+from tensorhub.worker.registration_session import RegistrationSession, Shard
 
 
-class CopiesBeside(Protocol):
-    """What a rank asks of its worker's other host copies; see `worker.copies`."""
+class ShardCopies(Protocol):
+    """What a rank asks of its worker's other host copies; see `worker.local_copies`."""
 
     def find(self, content_id: str) -> list[LocalCopy]:
         """Where (some of) this content's chunks are, whole copies first."""
@@ -23,7 +23,7 @@ class CopiesBeside(Protocol):
         """Whether one holds all of it, and stays when the handle's memory is written (R4)."""
 
 
-class Rank:
+class MemberContext:
     """One rank under one registration. `requests` and `generations` mint numbers that are used once."""
 
     def __init__(
@@ -31,10 +31,10 @@ class Rank:
         shard: Shard,
         requests: Callable[[], int],
         generations: Callable[[], int],
-        copies: CopiesBeside,
+        copies: ShardCopies,
     ) -> None:
         self.shard = shard
-        self.enrolment = Enrolment(shard, requests)
+        self.session = RegistrationSession(shard, requests)
         self.new_request = requests
         self.new_generation = generations
         self.copies = copies  # that this worker has in host memory
@@ -61,5 +61,5 @@ class Rank:
 
     def say(self, message: FromWorker) -> None:
         """Tell the coordinator. Without a connection it is not said (what matters is said again when there is one)."""
-        if self.enrolment.online:
+        if self.session.online:
             self.act(Say(message))

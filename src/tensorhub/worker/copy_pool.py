@@ -1,6 +1,6 @@
-"""What all courses about host copies share: which copies there are, the calls that run on them, and the room that they take.
+"""What the procedures about host copies share: the copies, the calls that run on them, and the room that they take.
 
-Responsible for the steps that those courses are made of, and for the actions that follow from a step. Not responsible for
+Responsible for the steps of those procedures, and for the actions that follow from a step. Not responsible for
 why a copy is made or ended (`worker.host_copies`).
 """
 
@@ -15,10 +15,18 @@ from tensorhub.manifest import Manifest
 from tensorhub.types import FetchReport, HandleState, Purpose, VersionInfo
 from tensorhub.worker.budget import Budget
 from tensorhub.worker.calls import Call, ReleaseCall
-from tensorhub.worker.copy_actions import AskManifest, BeginCall, CancelCall, CopyAction, DropHandle, StartHandle, Tell
-from tensorhub.worker.courses import Cancelled, Course, Steps, Turns
-from tensorhub.worker.enrolment import Shard
+from tensorhub.worker.host_copy_actions import (
+    AskManifest,
+    BeginCall,
+    CancelCall,
+    CopyAction,
+    DropHandle,
+    LogEvent,
+    StartHandle,
+)
 from tensorhub.worker.member import Member
+from tensorhub.worker.procedures import Cancelled, Procedure, Steps, Turns
+from tensorhub.worker.registration_session import Shard
 
 
 @dataclass(eq=False, slots=True)
@@ -31,7 +39,7 @@ class Copy:
     nbytes: int = 0  # of memory that it had when its last call ended
     fills: int = 0  # that were begun
     filling: bool = False
-    ends: set[Course] = field(default_factory=set)  # closes, under way, of handles with which it ends
+    ends: set[Procedure] = field(default_factory=set)  # closes, under way, of handles with which it ends
     turn: Turns = field(default_factory=Turns)  # to fill or release it: no fill begins in the midst of a release
 
     @property
@@ -50,7 +58,7 @@ class Attempt:
     error: Exception | None = None
 
 
-class Hosting:
+class CopyPool:
     """One worker's. `actions`: what is to be done, in order; whoever takes them leaves it empty."""
 
     def __init__(self, bytes_max: int, op_timeout_s: float) -> None:
@@ -79,7 +87,7 @@ class Hosting:
 
     # ------------------------------------------------------------------------------------------------------------ calls
 
-    def call(self, course: Course, registration: str, call: Call, timeout_s: float) -> Steps[FetchReport | None]:
+    def call(self, procedure: Procedure, registration: str, call: Call, timeout_s: float) -> Steps[FetchReport | None]:
         """Begin a call and wait for its end; cancelling ends it as soon as may be, and leaves nothing running."""
         attempt = self._attempt()
         self.calls.setdefault(registration, attempt)  # where one runs, this one is refused
@@ -87,7 +95,7 @@ class Hosting:
         try:
             yield lambda: attempt.is_over
         except Cancelled:
-            with course.shielded():
+            with procedure.shielded():
                 error = StateError("the call was cancelled by its caller")  # other ranks and the log see it
                 yield from self._end(registration, attempt, error)
             raise
@@ -125,13 +133,13 @@ class Hosting:
         self.attempts[attempt.number] = attempt
         return attempt
 
-    def manifest(self, course: Course, info: VersionInfo, shard: int, timeout_s: float) -> Steps[Manifest]:
+    def manifest(self, procedure: Procedure, info: VersionInfo, shard: int, timeout_s: float) -> Steps[Manifest]:
         attempt = self._attempt()
         self.act(AskManifest(attempt.number, info, shard, timeout_s))
         what = f"manifest of shard {shard} of version {info.version} of {info.model!r}"
         text = f"{what}: the coordinator did not answer within {timeout_s:g} s"
         try:
-            with course.within(self.now + timeout_s, lambda: OperationTimeout(text)):
+            with procedure.within(self.now + timeout_s, lambda: OperationTimeout(text)):
                 yield lambda: attempt.is_over
         finally:
             self.attempts.pop(attempt.number, None)
@@ -148,11 +156,11 @@ class Hosting:
         self.act(StartHandle(shard))
         return copy
 
-    def known(self, course: Course, copy: Copy, timeout_s: float) -> Steps[None]:
+    def known(self, procedure: Procedure, copy: Copy, timeout_s: float) -> Steps[None]:
         """Goes on when the coordinator knows it; raises, and it is dropped, if that does not come."""
         text = f"{copy.shard.title}: the coordinator did not answer within {timeout_s:g} s"
         try:
-            with course.within(self.now + timeout_s, lambda: CoordinatorUnavailable(text)):
+            with procedure.within(self.now + timeout_s, lambda: CoordinatorUnavailable(text)):
                 yield lambda: copy.is_known
             if copy.refusal is not None:
                 raise copy.refusal
@@ -167,27 +175,27 @@ class Hosting:
 
     # ------------------------------------------------------------------------------------------------------------- room
 
-    def make_room(self, course: Course, ident: str, purpose: Purpose, nbytes: int) -> Steps[None]:
+    def make_room(self, procedure: Procedure, ident: str, purpose: Purpose, nbytes: int) -> Steps[None]:
         """Reserve so many bytes for `ident`, once those that it outranks are gone. StateError: there is no room for it."""
-        yield from self._room.take(course)
+        yield from self._room.take(procedure)
         try:
             for other in self.budget.plan(ident, purpose, nbytes):
                 copy = self.copies.get(other)
                 if copy is not None:
-                    self.act(Tell("copy_evicted", other, f"its memory is needed for another's {purpose.value}"))
+                    self.act(LogEvent("copy_evicted", other, f"its memory is needed for another's {purpose.value}"))
                     error = StateError("its host memory is needed for something that comes first", retryable=True)
                     yield from self.end_call(other, error)
                     if self.budget.reservation(other) is not None:  # else a fill may have its turn, and wait for this room
-                        yield from self.give_back(course, copy)
+                        yield from self.give_back(procedure, copy)
             self.budget.reserve(ident, purpose, nbytes)
         finally:
             self._room.give_back()
 
-    def give_back(self, course: Course, copy: Copy, wanted: Callable[[], bool] = lambda: True) -> Steps[None]:
+    def give_back(self, procedure: Procedure, copy: Copy, wanted: Callable[[], bool] = lambda: True) -> Steps[None]:
         """Give a copy's memory back, once its readers are moved or fenced; if that is still wanted when its turn comes."""
-        yield from copy.turn.take(course)
+        yield from copy.turn.take(procedure)
         try:
             if wanted() and self.budget.reservation(copy.ident) is not None and not self.is_closed(copy.ident):
-                yield from self.call(course, copy.ident, ReleaseCall(), self.op_timeout_s)
+                yield from self.call(procedure, copy.ident, ReleaseCall(), self.op_timeout_s)
         finally:
             copy.turn.give_back()

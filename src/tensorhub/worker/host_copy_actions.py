@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from tensorhub.types import FetchReport, VersionInfo
 from tensorhub.worker.calls import Call, Say
-from tensorhub.worker.enrolment import Shard
+from tensorhub.worker.registration_session import Shard
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +60,7 @@ class AskManifest:
 
 
 @dataclass(frozen=True, slots=True)
-class Tell:
+class LogEvent:
     """Log this about a copy."""
 
     event: str
@@ -78,4 +78,6 @@ class FinishRequest:
     error: Exception | None = None
 
 
-CopyAction = Say | StartHandle | DropHandle | BeginCall | CancelCall | EndCopysPrefetch | AskManifest | Tell | FinishRequest
+CopyAction = (
+    Say | StartHandle | DropHandle | BeginCall | CancelCall | EndCopysPrefetch | AskManifest | LogEvent | FinishRequest
+)

@@ -2,7 +2,7 @@
 
 Responsible for the membership epoch and the sequence of this rank's group calls (an `OpKey` is taken once). After each lost
 connection it says anew what the memory holds, and ends the operation that was left without hearing its outcome. Not
-responsible for calls (`worker.running`) or memory (`worker.holding`).
+responsible for calls (`worker.active_call`) or memory (`worker.member_memory`).
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class Shard:
         return f"{self.model!r} (group {self.group!r}, rank {self.rank})"
 
 
-class Enrolment:
+class RegistrationSession:
     """What the coordinator knows of one registration, as far as can be told from here."""
 
     def __init__(self, shard: Shard, requests: Callable[[], int]) -> None:

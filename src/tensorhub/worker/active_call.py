@@ -5,7 +5,7 @@ a module: `publishing`, `filling`, `leaving`. The machine of the handle (`worker
 what is about it.
 
 Responsible for a call's deadline, for how it is given up, and for a vote that was not answered. Not responsible for
-what the memory holds (`worker.holding`).
+what the memory holds (`worker.member_memory`).
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from tensorhub.errors import (
 from tensorhub.messages import FORMER_KEYS_MAX, Abandon, EpochChanged, ErrorInfo, Resolve
 from tensorhub.types import HandleState, OpKey, VersionInfo
 from tensorhub.worker.calls import Finish, RefuseCall
-from tensorhub.worker.holding import Holding
-from tensorhub.worker.rank import Rank
+from tensorhub.worker.member_context import MemberContext
+from tensorhub.worker.member_memory import MemberMemory
 from tensorhub.worker.states import Phase
 
 # The coordinator ends calls at their deadline and knows why; a rank that does not hear of it ends them by itself later.
@@ -35,22 +35,22 @@ DEADLINE_SLACK_S = 2.0
 ERROR_CHARS_MAX = 2000  # of what other ranks are told: a coordinator passes no more on
 
 
-class Running(ABC):
+class ActiveCall(ABC):
     """The call that runs now."""
 
     alone: ClassVar[bool] = False  # can be made without the coordinator
 
-    def __init__(self, what: str, rank: Rank, holding: Holding, timeout_s: float) -> None:
+    def __init__(self, what: str, context: MemberContext, memory: MemberMemory, timeout_s: float) -> None:
         self.what = what  # what errors call it
         self.timeout_s = timeout_s
-        self.deadline = rank.now + timeout_s
+        self.deadline = context.now + timeout_s
         self.phase = Phase.QUEUED
         self.key: OpKey | None = None  # of its group operation, once said
         self.request = 0  # of the question whose answer is awaited
         self.error: Exception | None = None  # with which it will end
         self.over = False  # Finish was said
-        self._rank = rank
-        self._holding = holding
+        self._context = context
+        self._memory = memory
 
     def __repr__(self) -> str:
         return f"<{type(self).__name__} {self.what} {self.phase.value} until {self.deadline:.3f}>"
@@ -59,8 +59,8 @@ class Running(ABC):
 
     def check_allowed(self) -> None:
         """Raise StateError where the handle's state forbids this call. In doubt it is judged again afterwards."""
-        if self._holding.state is HandleState.CLOSED:
-            raise StateError(f"{self._rank.title} is closed; register again")
+        if self._memory.state is HandleState.CLOSED:
+            raise StateError(f"{self._context.title} is closed; register again")
 
     @abstractmethod
     def start(self) -> None:
@@ -68,13 +68,13 @@ class Running(ABC):
 
     def finish(self, *, version: VersionInfo | None = None, changed: bool = False, error: Exception | None = None) -> None:
         self.over = True
-        self._rank.act(Finish(version, changed, error))
+        self._context.act(Finish(version, changed, error))
 
     # -- given up from this side
 
     def cancel(self, error: Exception) -> None:
         """The caller does not want it any more: end with `error`, if it is not this rank's to finish."""
-        self.deadline = min(self.deadline, self._rank.now)
+        self.deadline = min(self.deadline, self._context.now)
         self.give_up(error)
 
     def give_up(self, error: Exception) -> None:
@@ -82,7 +82,7 @@ class Running(ABC):
         if self.phase is not Phase.QUEUED:
             self._give_up(error)
             return
-        if self._holding.doubt is not None:
+        if self._memory.doubt is not None:
             set_memory(error, "in_doubt")
         self.finish(error=error)
 
@@ -95,12 +95,12 @@ class Running(ABC):
 
     def overdue(self) -> None:
         """Its deadline has passed without a word from the coordinator."""
-        self.deadline = self._rank.now  # each further step gets DEADLINE_SLACK_S
-        if self._rank.enrolment.online:
-            text = f"{self._rank.title}: {self.what} did not end within {self.timeout_s:g} s"
+        self.deadline = self._context.now  # each further step gets DEADLINE_SLACK_S
+        if self._context.session.online:
+            text = f"{self._context.title}: {self.what} did not end within {self.timeout_s:g} s"
             self.give_up(OperationTimeout(text))
         else:
-            text = f"{self._rank.title}: {self.what}: the coordinator could not be reached within {self.timeout_s:g} s"
+            text = f"{self._context.title}: {self.what}: the coordinator could not be reached within {self.timeout_s:g} s"
             self.give_up(CoordinatorUnavailable(text))
 
     def refused(self, error: TensorHubError) -> None:
@@ -111,20 +111,20 @@ class Running(ABC):
 
     def _fence(self) -> None:
         self.phase = Phase.FENCING
-        self._holding.fence(self.deadline)
+        self._memory.fence(self.deadline)
 
     def _still_read(self) -> DrainTimeout:
-        text = f"{self._rank.title}: version {self._holding.version} is still being read after {self.timeout_s:g} s"
+        text = f"{self._context.title}: version {self._memory.version} is still being read after {self.timeout_s:g} s"
         return DrainTimeout(f"{text}: it stays published and must not be written; try again, with a longer timeout")
 
 
-class GroupCall(Running):
+class GroupCall(ActiveCall):
     """A call that all ranks of the group make, and that ends alike for all of them (G4)."""
 
     unbound: ClassVar[Phase]  # it is said, and may still become a part of another operation than the one it named
 
-    def __init__(self, what: str, rank: Rank, holding: Holding, timeout_s: float) -> None:
-        super().__init__(what, rank, holding, timeout_s)
+    def __init__(self, what: str, context: MemberContext, memory: MemberMemory, timeout_s: float) -> None:
+        super().__init__(what, context, memory, timeout_s)
         self.generation = 0  # under which this call publishes or fills
         self.former: tuple[OpKey, ...] = ()  # the operations that it named before, newest last
 
@@ -136,10 +136,10 @@ class GroupCall(Running):
 
     def _take_key(self) -> None:
         if self.key is None:
-            self.generation = self._rank.new_generation()
+            self.generation = self._context.new_generation()
         else:
             self.former = (*self.former, self.key)[-FORMER_KEYS_MAX:]
-        self.key = self._rank.enrolment.take_key()
+        self.key = self._context.session.take_key()
 
     @abstractmethod
     def _say_call(self) -> None: ...
@@ -159,7 +159,7 @@ class GroupCall(Running):
     def say_again(self) -> None:
         """After a new connection: ask for what may have been missed."""
         self._say_phase_again()
-        self._rank.say(Resolve(self.operation, self._rank.shard.rank))
+        self._context.say(Resolve(self.operation, self._context.shard.rank))
 
     @abstractmethod
     def _say_phase_again(self) -> None:
@@ -191,28 +191,28 @@ class GroupCall(Running):
         self.aborted(error)
 
     def _finish_committed(self, version: VersionInfo, *, changed: bool = True) -> None:
-        self._holding.restate_after(self.operation)
+        self._memory.restate_after(self.operation)
         self.finish(version=version, changed=changed)
 
     def _abandon(self, error: Exception) -> None:
-        self._rank.say(self._rank.enrolment.abandon(self.operation, _to_others(error)))
+        self._context.say(self._context.session.abandon(self.operation, _to_others(error)))
 
     def _doubt(self, error: Exception) -> None:
         """Voted, and no word of the outcome (R6)."""
-        self._holding.doubt_outcome(self.operation)
+        self._memory.doubt_outcome(self.operation)
         set_memory(error, "in_doubt")
         self.finish(error=error)
 
 
-class Refusing(Running):
+class Refusing(ActiveCall):
     """This rank does not make its next group call: the other ranks' ends at once."""
 
-    def __init__(self, call: RefuseCall, rank: Rank, holding: Holding, timeout_s: float) -> None:
-        super().__init__("refuse", rank, holding, timeout_s)
+    def __init__(self, call: RefuseCall, context: MemberContext, memory: MemberMemory, timeout_s: float) -> None:
+        super().__init__("refuse", context, memory, timeout_s)
         self._error = call.error
 
     def start(self) -> None:
-        self._rank.say(Abandon(self._rank.enrolment.take_key(), self._rank.shard.rank, self._error))
+        self._context.say(Abandon(self._context.session.take_key(), self._context.shard.rank, self._error))
         self.finish()
 
     def _give_up(self, error: Exception) -> None:

@@ -4,7 +4,7 @@ Theory of operation. Each verb is one thing that can happen to the memory: it mo
 resets all that depends on it, and asks the shell for what has to be done (open, fence, open again).
 
 Responsible for `state` and `content`, for what is restated to the coordinator, and for giving up what must not be held
-any longer. Not responsible for when any of it happens: the call that runs decides that (`worker.running`), also what
+any longer. Not responsible for when any of it happens: the call that runs decides that (`worker.active_call`), also what
 comes after a fence. Access to memory is `worker.owner`'s.
 """
 
@@ -23,12 +23,12 @@ from tensorhub.worker.calls import (
     FreeMemory,
     FreeStaging,
     LocalCopy,
-    OpenMemory,
-    ReopenMemory,
+    OpenGeneration,
+    ReopenGeneration,
     staging_of,
 )
-from tensorhub.worker.enrolment import Shard
-from tensorhub.worker.rank import Rank
+from tensorhub.worker.member_context import MemberContext
+from tensorhub.worker.registration_session import Shard
 from tensorhub.worker.states import HANDLE_TABLE
 
 
@@ -59,31 +59,31 @@ class Content:
         )
 
 
-class Holding(Stateful[HandleState]):
+class MemberMemory(Stateful[HandleState]):
     """The memory of one registration."""
 
     machine = "handle"
     table = HANDLE_TABLE
 
-    def __init__(self, rank: Rank) -> None:
+    def __init__(self, context: MemberContext) -> None:
         super().__init__(HandleState.EMPTY)
         self.content: Content | None = None  # READY, DRAINING: held; FILLING: filled with; IN_DOUBT: voted for; else None
         self.voted: Content | None = None  # what the running call has voted for: only the coordinator ends that
         self.doubt: OpKey | None = None  # IN_DOUBT: the operation whose outcome is not known
         self.fencing = False  # the fence of `content` was asked for: nobody may count on it
         self.given_up: int | None = None  # the version held until the coordinator knew that content no more (R2)
-        self.is_loss_untold = False  # the coordinator has lost its state, and no call has said so yet (R2)
-        self.letting_go: int | None = None  # the generation of content that was given up without a call, until fenced
+        self.is_loss_unreported = False  # the coordinator has lost its state, and no call has said so yet (R2)
+        self.pending_fence: int | None = None  # the generation of content that was given up without a call, until fenced
         # TORN host copy: what was verified can be copied by this worker, under this; EMPTY: all of what was set aside.
         self.salvage: Content | None = None
         self.staged: Content | None = None  # voted for, in staging memory; `content` is still held, until it is applied
         self.applying = False  # `staged` was committed, and is on its way into the memory
-        self._is_out = False  # what was said of it since the vote may be out of date: it is said again once it is applied
-        self._rank = rank
+        self._restate_pending = False  # what was said since the vote may be out of date: said again once it is applied
+        self._context = context
 
     def __repr__(self) -> str:
-        s = self._rank.shard
-        return f"<Holding {s.model}/{s.group}[{s.rank}] {self.state.value} v={self.version}>"
+        s = self._context.shard
+        return f"<MemberMemory {s.model}/{s.group}[{s.rank}] {self.state.value} v={self.version}>"
 
     @property
     def version(self) -> int | None:
@@ -95,12 +95,12 @@ class Holding(Stateful[HandleState]):
     @property
     def shard(self) -> Shard:
         """What this memory is registered as."""
-        return self._rank.shard
+        return self._context.shard
 
     @property
     def is_host(self) -> bool:
         """Whether it is the library's own host memory."""
-        return self._rank.shard.medium is Medium.HOST
+        return self._context.shard.medium is Medium.HOST
 
     @property
     def readable(self) -> Content | None:
@@ -113,11 +113,11 @@ class Holding(Stateful[HandleState]):
 
     def promise(self, version: int, generation: int) -> None:
         """This rank's vote to publish; the content id is not known yet. Readers may come the moment it is decided."""
-        s = self._rank.shard
+        s = self._context.shard
         assert s.manifest is not None
         info = VersionInfo(s.model, version, "", s.manifest.nbytes, s.world_size)
         self.voted = Content(info, s.manifest, generation, published=True)
-        self._rank.act(OpenMemory(generation, "", s.manifest, complete=True))
+        self._context.act(OpenGeneration(generation, "", s.manifest, complete=True))
 
     def publish(self, version: VersionInfo) -> None:
         """The promise counts from now on."""
@@ -129,7 +129,7 @@ class Holding(Stateful[HandleState]):
     def break_promise(self) -> None:
         """The publication was aborted: the memory is as it was."""
         assert self.voted is not None
-        self._rank.act(Fence(self.voted.generation))
+        self._context.act(Fence(self.voted.generation))
         self.voted = None
 
     # ------------------------------------------------------------------------------------ being filled, and its vote
@@ -139,8 +139,8 @@ class Holding(Stateful[HandleState]):
         self.drop_salvage()
         self.content = Content(version, manifest, generation)
         self._become(HandleState.FILLING, f"filled with {version.version}")
-        if self._rank.shard.serves:
-            self._rank.act(OpenMemory(generation, version.content_id, manifest, complete=False))
+        if self._context.shard.serves:
+            self._context.act(OpenGeneration(generation, version.content_id, manifest, complete=False))
 
     def verified(self, root: bytes) -> None:
         """All of it is in place, with digests of that root: this rank's vote."""
@@ -165,17 +165,17 @@ class Holding(Stateful[HandleState]):
         """The fill is broken off; nobody may read what is there."""
         assert self.content is not None
         broken = self.content
-        self._rank.act(Fence(broken.generation))
+        self._context.act(Fence(broken.generation))
         self.content = None
         self._become(HandleState.TORN, "fill broken off")
         if self.is_host:  # what has its digest is not lost for an update of this worker
-            self.salvage = Content(broken.version, broken.manifest, self._rank.new_generation())
-            self._rank.act(ReopenMemory(self.salvage.generation))
+            self.salvage = Content(broken.version, broken.manifest, self._context.new_generation())
+            self._context.act(ReopenGeneration(self.salvage.generation))
 
     def drop_salvage(self) -> None:
         """What was left of a broken fill, or set aside, is not wanted any more."""
         if self.salvage is not None:
-            self._rank.act(Fence(self.salvage.generation))
+            self._context.act(Fence(self.salvage.generation))
             self.salvage = None
 
     # -------------------------------------------------------------------------------- staged: filled beside, then applied
@@ -186,8 +186,8 @@ class Holding(Stateful[HandleState]):
 
     def drop_staged(self) -> None:
         """It was aborted: what is held stays, and the coordinator is told so, as it may count on that no more."""
-        self.staged, self._is_out = None, False
-        self._rank.act(FreeStaging())
+        self.staged, self._restate_pending = None, False
+        self._context.act(FreeStaging())
         self.restate()
 
     def apply(self) -> None:
@@ -195,7 +195,7 @@ class Holding(Stateful[HandleState]):
         assert self.staged is not None
         self.applying = True
         if self.content is not None:
-            self._rank.act(Fence(self.content.generation))
+            self._context.act(Fence(self.content.generation))
         else:
             self._overwrite()
 
@@ -211,19 +211,19 @@ class Holding(Stateful[HandleState]):
         assert self.staged is not None
         version, manifest, generation = self.staged.version, self.staged.manifest, self.staged.generation
         self.fill(version, manifest, generation)
-        source = LocalCopy(staging_of(self._rank.shard.registration), generation)
-        self._rank.act(CopyLocally(version, manifest, generation, (source,), last=True))
+        source = LocalCopy(staging_of(self._context.shard.registration), generation)
+        self._context.act(CopyLocally(version, manifest, generation, (source,), last=True))
 
     def applied(self, *, whole: bool) -> None:
         """It is in place; or (not `whole`) its bytes did not come through, which only broken memory can do."""
         staged, self.staged, self.applying = self.staged, None, False
-        self._rank.act(FreeStaging())
+        self._context.act(FreeStaging())
         if whole:
             self.filled()
             assert self.content is not None
             self.content.retained = staged is not None and staged.retained
-            if self._is_out:  # whether it is to be kept is asked again, now that it can be given up
-                self._is_out = False
+            if self._restate_pending:  # whether it is to be kept is asked again, now that it can be given up
+                self._restate_pending = False
                 self.restate()
         else:
             self.tear()
@@ -242,14 +242,14 @@ class Holding(Stateful[HandleState]):
         """Take the content from its readers; at `until` that is given up."""
         assert self.content is not None
         self.fencing = True
-        self._rank.act(Fence(self.content.generation, until))
+        self._context.act(Fence(self.content.generation, until))
 
     def reopen(self) -> None:
         """What is held is whole, but closed: open and announce it again (R7)."""
         assert self.content is not None
         self.fencing = False
-        self.content.generation = self._rank.new_generation()
-        self._rank.act(ReopenMemory(self.content.generation))
+        self.content.generation = self._context.new_generation()
+        self._context.act(ReopenGeneration(self.content.generation))
         self.restate()
 
     def forget(self, why: str) -> None:
@@ -260,11 +260,11 @@ class Holding(Stateful[HandleState]):
     def set_aside(self) -> None:
         """A host copy is fenced: it holds nothing, as far as others know, and has the bytes still."""
         assert self.content is not None
-        aside = replace(self.content, generation=self._rank.new_generation(), retained=False)
+        aside = replace(self.content, generation=self._context.new_generation(), retained=False)
         self.content = None
         self._become(HandleState.EMPTY, "set aside")
         self.salvage = aside
-        self._rank.act(ReopenMemory(aside.generation))
+        self._context.act(ReopenGeneration(aside.generation))
 
     def take_back(self) -> None:
         """What was set aside, if it was, is held again."""
@@ -277,10 +277,10 @@ class Holding(Stateful[HandleState]):
         """Nothing is held (any more), and nothing will be."""
         self.drop_salvage()
         if self.is_host:
-            self._rank.act(FreeMemory())
+            self._context.act(FreeMemory())
         if self.staged is not None:
             self.staged, self.applying = None, False
-            self._rank.act(FreeStaging())
+            self._context.act(FreeStaging())
         if self.state is not HandleState.CLOSED:
             self._become(HandleState.CLOSED, "closed")
 
@@ -294,45 +294,45 @@ class Holding(Stateful[HandleState]):
         elif self.state is HandleState.IN_DOUBT or (holds and not self.fencing):
             content = self.content
         if self.staged is not None and not self.applying:
-            self._is_out = True  # if it is committed already, the coordinator counts on what is held no longer
+            self._restate_pending = True  # if it is committed already, the coordinator counts on what is held no longer
         held = content.held() if content is not None and not content.spoiled else None
         undecided = content is self.voted or (self.state is HandleState.IN_DOUBT and self.staged is None)
         if held is not None and undecided:
             held = replace(held, voted=True)
-        self._rank.say(self._rank.enrolment.register(held))
+        self._context.say(self._context.session.register(held))
 
     def restate_after(self, commit: OpKey) -> None:
         """A coordinator that knows a commit from its records only does not know that this memory holds it."""
-        if self._rank.enrolment.is_older(commit):
+        if self._context.session.is_older(commit):
             self.restate()
 
     def not_kept(self) -> None:
         """The coordinator does not know the content that was restated. What is about to be overwritten is fenced already."""
         if self.applying:
-            self._is_out = True
+            self._restate_pending = True
         elif self.state is HandleState.READY and not self.fencing:
             number = self.version
-            self._let_go(HandleState.EMPTY, "ordered out: the coordinator does not know that content")
+            self._give_up_held(HandleState.EMPTY, "ordered out: the coordinator does not know that content")
             self.given_up = number
 
-    def told(self, keep: bool, seq: int, content_id: str | None = None) -> None:
+    def set_retained(self, keep: bool, seq: int, content_id: str | None = None) -> None:
         """Whether what is held (if it is that content) is to be kept. That is known now, unless it is being fenced."""
         content = self.staged if self.applying else self.content
         holds = self.applying or (self.state in (HandleState.READY, HandleState.DRAINING) and not self.fencing)
         if content is not None and holds and content_id in (None, content.version.content_id):
             content.retained = keep
-            self._rank.say(RetainedAck(self._rank.shard.registration, content.version.content_id, keep, seq))
+            self._context.say(RetainedAck(self._context.shard.registration, content.version.content_id, keep, seq))
 
     def order_out(self, order: Revoked) -> None:
         """What was held is retired. What is on its way out, or about to be overwritten, is fenced without that word; if it
         is announced again after all, the answer is that it is not kept.
         """
         if self.applying:
-            self._is_out = True
+            self._restate_pending = True
             return
         held = self.content is not None and self.content.version.content_id == order.content_id
         if held and self.state is HandleState.READY and not self.fencing:
-            self._let_go(HandleState.EMPTY, order.reason)
+            self._give_up_held(HandleState.EMPTY, order.reason)
 
     def spoil(self) -> None:
         """Its bytes have changed since they were published, or verified (R8). A publisher has it until it takes it back, and
@@ -341,9 +341,9 @@ class Holding(Stateful[HandleState]):
         assert self.content is not None
         self.content.spoiled = True
         if self.state is HandleState.READY and not self.content.published and not self.fencing and not self.applying:
-            self._let_go(HandleState.EMPTY, "its bytes have changed")
+            self._give_up_held(HandleState.EMPTY, "its bytes have changed")
 
-    def lose(self, *, told: bool) -> None:
+    def lose(self, *, reported: bool) -> None:
         """The coordinator has lost its state: nobody knows of this content, nor will anybody of the vote for it.
 
         What is about to be fenced, filled, torn or overwritten by what was staged is its call's to end. A host copy has no
@@ -351,39 +351,39 @@ class Holding(Stateful[HandleState]):
         """
         number = self.content.version.version if self.content is not None else None
         if self.applying:
-            self._is_out = True
+            self._restate_pending = True
         elif self.state is HandleState.READY and not self.fencing:
-            self._let_go(HandleState.EMPTY, "the coordinator has lost its state")
+            self._give_up_held(HandleState.EMPTY, "the coordinator has lost its state")
             self.given_up = number
         elif self.doubt is not None:
             self._lose_doubt()
-        self.is_loss_untold = not told and not self.is_host and self.state is not HandleState.CLOSED
+        self.is_loss_unreported = not reported and not self.is_host and self.state is not HandleState.CLOSED
 
     def _lose_doubt(self) -> None:
         intact, why = self.staged is not None or self._publishes, "in doubt, and the coordinator has lost its state"
         self.doubt = None
         if self.staged is not None:
             self.staged = None
-            self._rank.act(FreeStaging())
+            self._context.act(FreeStaging())
         state = HandleState.EMPTY if intact else HandleState.TORN
         if self.content is not None:
-            self._let_go(state, why)
+            self._give_up_held(state, why)
         else:
             self._become(state, why)
 
     def loss_error(self) -> LeaseLost:
         """What tells of that loss."""
         return LeaseLost(
-            f"{self._rank.title}: the coordinator has come back without its state, as a new cluster: what was published, "
+            f"{self._context.title}: the coordinator has come back without its state, as a new cluster: what was published, "
             "retained and pinned before is unknown to it, and nobody reads what this handle held. The next call goes on "
             "in the new cluster: publish anew, or fetch what it has (a state_dir keeps a coordinator's state)"
         )
 
-    def _let_go(self, state: HandleState, why: str) -> None:
+    def _give_up_held(self, state: HandleState, why: str) -> None:
         """Give up what is held. The next call waits for the fence, so that nobody counts on this memory any more."""
         assert self.content is not None
-        self.letting_go = self.content.generation
-        self._rank.act(Fence(self.content.generation))
+        self.pending_fence = self.content.generation
+        self._context.act(Fence(self.content.generation))
         self.content = None
         self._become(state, why)
 
@@ -402,11 +402,11 @@ class Holding(Stateful[HandleState]):
     def ask_outcome(self, *, vote: bool) -> None:
         """IN_DOUBT: ask what became of it. `vote`: say the vote of a fill again (that of a publication is restated)."""
         assert self.doubt is not None
-        rank = self._rank.shard.rank
+        rank = self._context.shard.rank
         if vote and not self._publishes:
             content = self.staged or self.content
-            self._rank.say(Prepared(self.doubt, rank, content.root if content is not None else b""))
-        self._rank.say(Resolve(self.doubt, rank))
+            self._context.say(Prepared(self.doubt, rank, content.root if content is not None else b""))
+        self._context.say(Resolve(self.doubt, rank))
 
     def resolve(self, outcome: Outcome) -> None:
         """What became of the operation that was in doubt."""
@@ -420,7 +420,7 @@ class Holding(Stateful[HandleState]):
             self._become(HandleState.READY, "doubt resolved: committed")
             self.restate_after(outcome.key)
         else:
-            self._let_go(HandleState.EMPTY if self._publishes else HandleState.TORN, "doubt resolved: aborted")
+            self._give_up_held(HandleState.EMPTY if self._publishes else HandleState.TORN, "doubt resolved: aborted")
 
     def _resolve_staged(self, outcome: Outcome) -> None:
         if outcome.committed:
@@ -432,17 +432,17 @@ class Holding(Stateful[HandleState]):
             self._become(HandleState.EMPTY, "doubt resolved: aborted; nothing was written")
             self.drop_staged()
 
-    def let_go_ended(self) -> None:
+    def pending_fence_stands(self) -> None:
         """The fence of what was given up stands."""
-        self.letting_go = None
+        self.pending_fence = None
         if self.is_host and self.content is None:  # a fill that was asked for before may have begun meanwhile
-            self._rank.act(FreeMemory())
+            self._context.act(FreeMemory())
 
     # -------------------------------------------------------------------------------------------------- helpers
 
     def _become(self, state: HandleState, why: str) -> None:
         self.given_up, self.voted, self.fencing = None, None, False
-        self.become(state, self._rank.cause, self._rank.now, why)
+        self.become(state, self._context.cause, self._context.now, why)
 
     def check_invariants(self) -> None:
         """Raise InvariantBroken if the parts disagree."""

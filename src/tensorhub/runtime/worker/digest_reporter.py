@@ -13,10 +13,10 @@ from tensorhub.runtime import clock
 from tensorhub.runtime.wakeup import Wakeup
 from tensorhub.types import RegistrationId
 
-TELL_S = 0.25  # what was made in that time is told together
+REPORT_S = 0.25  # what was made in that time is told together
 
 
-class Telling:
+class DigestReporter:
     """Of one worker. `say(registration, if_all)`: says what was made there, or (`if_all`) only if it is all there is to
     make; whether there is nothing left to say.
     """
@@ -27,7 +27,7 @@ class Telling:
         self._wakeup: Wakeup | None = None
 
     def __repr__(self) -> str:
-        return f"<Telling: {len(self._news)} registrations have news>"
+        return f"<DigestReporter: {len(self._news)} registrations have news>"
 
     def made(self, registration: RegistrationId) -> None:
         """Digests were made there. Any thread may say so."""
@@ -41,7 +41,7 @@ class Telling:
         while True:
             if not self._news:
                 await self._wakeup.wait()
-            until = clock.now() + TELL_S
+            until = clock.now() + REPORT_S
             while self._tell(if_all=True) and clock.now() < until:
                 with anyio.move_on_after(until - clock.now()):
                     await self._wakeup.wait()

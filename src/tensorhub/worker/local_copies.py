@@ -10,43 +10,43 @@ from dataclasses import dataclass
 
 from tensorhub.types import HandleState, Purpose
 from tensorhub.worker.calls import LocalCopy
-from tensorhub.worker.enrolment import Shard
-from tensorhub.worker.holding import Holding
+from tensorhub.worker.member_memory import MemberMemory
+from tensorhub.worker.registration_session import Shard
 
 
-class Copies:
+class LocalCopies:
     """One worker's registrations in host memory, in the order in which they were made. Its handles share it."""
 
     def __init__(self) -> None:
-        self._holdings: dict[str, Holding] = {}  # by registration
+        self._memories: dict[str, MemberMemory] = {}  # by registration
 
     def __repr__(self) -> str:
-        return f"<Copies: {len(self._holdings)}>"
+        return f"<LocalCopies: {len(self._memories)}>"
 
-    def add(self, registration: str, holding: Holding) -> None:
-        self._holdings[registration] = holding
+    def add(self, registration: str, memory: MemberMemory) -> None:
+        self._memories[registration] = memory
 
     def remove(self, registration: str) -> None:
-        self._holdings.pop(registration, None)
+        self._memories.pop(registration, None)
 
-    def beside(self, shard: Shard) -> Beside:
+    def of_shard(self, shard: Shard) -> CopiesOfShard:
         """What one registration asks about the others: only copies of its shard are of use to it."""
-        return Beside(self, shard)
+        return CopiesOfShard(self, shard)
 
-    def readable(self, content_id: str, shard: Shard) -> Iterator[tuple[str, Holding, int]]:
-        """Those that have (some of) this content: registration, holding, and under which generation it can be copied."""
-        for registration, holding in self._holdings.items():
-            content, is_other = holding.readable, registration != shard.registration
+    def readable(self, content_id: str, shard: Shard) -> Iterator[tuple[str, MemberMemory, int]]:
+        """Those that have (some of) this content: registration, memory, and under which generation it can be copied."""
+        for registration, memory in self._memories.items():
+            content, is_other = memory.readable, registration != shard.registration
             is_it = content is not None and content.version.content_id == content_id
-            if content is not None and is_it and is_other and holding.shard.number == shard.number:
-                yield registration, holding, content.generation
+            if content is not None and is_it and is_other and memory.shard.number == shard.number:
+                yield registration, memory, content.generation
 
 
 @dataclass(frozen=True, slots=True)
-class Beside:
+class CopiesOfShard:
     """The other copies of one registration's shard."""
 
-    copies: Copies
+    copies: LocalCopies
     shard: Shard
 
     def find(self, content_id: str) -> list[LocalCopy]:
@@ -55,8 +55,8 @@ class Beside:
         Those of a fill that is going on, and of one that was broken off, have what was verified there.
         """
         found = [
-            (holding.version is None, LocalCopy(registration, generation))
-            for registration, holding, generation in self.copies.readable(content_id, self.shard)
+            (memory.version is None, LocalCopy(registration, generation))
+            for registration, memory, generation in self.copies.readable(content_id, self.shard)
         ]
         return [copy for _, copy in sorted(found, key=lambda pair: pair[0])]
 
@@ -65,6 +65,6 @@ class Beside:
         is on its way out itself.
         """
         return any(
-            holding.state is HandleState.READY and holding.shard.purpose is Purpose.RETENTION
-            for _, holding, _ in self.copies.readable(content_id, self.shard)
+            memory.state is HandleState.READY and memory.shard.purpose is Purpose.RETENTION
+            for _, memory, _ in self.copies.readable(content_id, self.shard)
         )

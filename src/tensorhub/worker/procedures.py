@@ -1,11 +1,12 @@
 """What takes a pure machine several steps: a generator that yields what it waits for, and acts in between.
 
-Theory of operation. A course waits for a condition. The condition is looked at after each of the machine's events, in the
-order in which the courses began, and the course goes on in the same event in which it came true. A wait ends earlier, with
-`Cancelled`, at the deadline of a `within` block, or when nobody wants the course any more, unless it is `shielded` then.
+Theory of operation. A procedure waits for a condition. After each of the machine's events the conditions are checked, in the
+order in which the procedures began, and a procedure goes on in the event in which its condition came true. A wait ends
+earlier, with `Cancelled`, at the deadline of a `within` block, or when nobody wants the procedure any more, unless it is
+`shielded` then.
 
-Responsible for when each course goes on, and for the order in which courses that want one thing get it (`Turns`). No clock:
-time is an argument. Not responsible for what courses do.
+Responsible for when each procedure goes on, and for the order in which procedures that want one thing get it (`Turns`). No
+clock: time is an argument. Not responsible for what procedures do.
 """
 
 from __future__ import annotations
@@ -21,13 +22,13 @@ Steps = Generator[Callable[[], bool], None, T]
 
 
 class Cancelled(Exception):
-    """Raised where a course waits: it is to end, or is too late. (No TensorHubError: nobody takes it for one.)"""
+    """Raised where a procedure waits: it is to end, or is too late. (No TensorHubError: nobody takes it for one.)"""
 
 
-class Course:
+class Procedure:
     """One of them. `request`: whoever asked for it, and hears of its end; None: nobody does."""
 
-    __slots__ = ("_is_late", "_is_shielded", "_is_told", "is_cancelled", "request", "steps", "until", "waits_for")
+    __slots__ = ("_is_late", "_is_notified", "_is_shielded", "is_cancelled", "request", "steps", "until", "waits_for")
 
     def __init__(self, request: int | None = None) -> None:
         self.request = request
@@ -35,7 +36,7 @@ class Course:
         self.waits_for: Callable[[], bool] = lambda: True
         self.until = inf  # when its wait ends if nothing has come
         self.is_cancelled = False
-        self._is_told = False  # of that: once is enough, so that it can put things in order
+        self._is_notified = False  # of that: once is enough, so that it can put things in order
         self._is_late = False
         self._is_shielded = False
 
@@ -66,8 +67,8 @@ class Course:
 
     def go_on(self, now: float) -> bool:
         """Take one step, if what it waits for has come, or it has to end. Raises StopIteration, and what the steps raise."""
-        if self.is_cancelled and not self._is_told and not self._is_shielded:
-            self._is_told = True
+        if self.is_cancelled and not self._is_notified and not self._is_shielded:
+            self._is_notified = True
         elif self.waits_for():
             self.waits_for = next(self.steps)
             return True
@@ -79,63 +80,63 @@ class Course:
         return True
 
 
-class Courses:
+class Procedures:
     """Those of one machine that are under way. `ended` is told how each has ended: its result, or what it raised."""
 
-    def __init__(self, ended: Callable[[Course, Any, Exception | None], None]) -> None:
+    def __init__(self, ended: Callable[[Procedure, Any, Exception | None], None]) -> None:
         self._ended = ended
-        self._running: dict[Course, None] = {}  # in the order in which they began
+        self._running: dict[Procedure, None] = {}  # in the order in which they began
 
     def __len__(self) -> int:
         return len(self._running)
 
-    def begin(self, course: Course, steps: Steps[Any]) -> None:
+    def begin(self, procedure: Procedure, steps: Steps[Any]) -> None:
         """Its first step is taken with the next `go_on`."""
-        course.steps = steps
-        self._running[course] = None
+        procedure.steps = steps
+        self._running[procedure] = None
 
     def cancel(self, request: int) -> None:
         """Nobody wants that any more."""
-        for course in self._running:
-            course.is_cancelled = course.is_cancelled or course.request == request
+        for procedure in self._running:
+            procedure.is_cancelled = procedure.is_cancelled or procedure.request == request
 
     def go_on(self, now: float) -> None:
         """Take every step that can be taken now."""
-        while any(self._take_step(course, now) for course in list(self._running)):
+        while any(self._take_step(procedure, now) for procedure in list(self._running)):
             pass
 
-    def _take_step(self, course: Course, now: float) -> bool:
+    def _take_step(self, procedure: Procedure, now: float) -> bool:
         try:
-            return course.go_on(now)
+            return procedure.go_on(now)
         except StopIteration as end:
             result, error = end.value, None
         except Exception as raised:
             result, error = None, raised
-        del self._running[course]
-        self._ended(course, result, error)
+        del self._running[procedure]
+        self._ended(procedure, result, error)
         return True
 
     def next_deadline(self) -> float | None:
         """When the earliest wait ends without what it is for, or None."""
-        until = min((course.next_deadline() for course in self._running), default=inf)
+        until = min((procedure.next_deadline() for procedure in self._running), default=inf)
         return None if until == inf else until
 
 
 class Turns:
-    """One thing that several courses want: one has it at a time, in the order in which they asked."""
+    """One thing that several procedures want: one has it at a time, in the order in which they asked."""
 
     def __init__(self) -> None:
-        self._line: deque[Course] = deque()  # the first has it
+        self._line: deque[Procedure] = deque()  # the first has it
 
     def __repr__(self) -> str:
         return f"<Turns: {len(self._line)} in line>"
 
-    def take(self, course: Course) -> Steps[None]:
-        self._line.append(course)
+    def take(self, procedure: Procedure) -> Steps[None]:
+        self._line.append(procedure)
         try:
-            yield lambda: self._line[0] is course
+            yield lambda: self._line[0] is procedure
         except BaseException:
-            self._line.remove(course)
+            self._line.remove(procedure)
             raise
 
     def give_back(self) -> None:
