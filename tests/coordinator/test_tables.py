@@ -39,7 +39,7 @@ MACHINES: dict[str, tuple[type[Stateful[Any]], str, str]] = {
         "GATHERING",
         "GATHERING -> RUNNING | ABORTED; RUNNING -> PREPARED | ABORTED; PREPARED -> COMMITTED | ABORTED",
     ),
-    "coordinator": (Coordinator, "RECOVERING", "RECOVERING -> SERVING; SERVING -> DEPOSED; RECOVERING -> DEPOSED"),
+    "coordinator": (Coordinator, "RECOVERING", "RECOVERING -> SERVING"),
     "handle": (
         MemberMemory,
         "EMPTY",
@@ -57,7 +57,7 @@ TERMINAL = {
     "read lease": {"RELEASED", "FENCED"},
     "worker lease": {"LOST"},
     "group operation": {"COMMITTED", "ABORTED"},
-    "coordinator": {"DEPOSED"},
+    "coordinator": {"SERVING"},
     "handle": {"CLOSED"},
 }
 

@@ -15,7 +15,7 @@ from tensorhub.coordinator.entities import Worker
 from tensorhub.coordinator.states import WorkerState
 from tensorhub.machine import IllegalTransition, counting_transitions
 from tensorhub.scheduler.pull import Pull
-from tensorhub.testing.coverage import MACHINES, UNBUILT, transitions
+from tensorhub.testing.coverage import MACHINES, transitions
 from tensorhub.testing.search import run_seed
 from tensorhub.testing.sim.recovery_paths import RECOVERY_PATHS
 from tensorhub.types import LeaseId, Location
@@ -41,12 +41,10 @@ def test_every_table_of_the_pure_packages_is_listed() -> None:
     assert all(any(table is machine.table for machine in MACHINES) for table in found)
 
 
-def test_each_transition_has_one_name_and_what_is_unbuilt_is_a_transition() -> None:
+def test_each_transition_has_one_name() -> None:
     names = transitions()
     assert len(set(names)) == len(names) == sum(len(new) for machine in MACHINES for new in machine.table.values())
     assert "replica: filling -> ready" in names
-    assert set(UNBUILT) <= set(names)
-    assert all(UNBUILT.values())
 
 
 def test_each_transition_is_counted_by_its_name() -> None:
@@ -54,7 +52,6 @@ def test_each_transition_is_counted_by_its_name() -> None:
     for seed in range(3):
         counted.update(run_seed(seed).transitions)
     assert set(counted) <= set(transitions())
-    assert set(UNBUILT).isdisjoint(counted)
     for machine in MACHINES:
         assert any(name.startswith(f"{machine.name}: ") for name in counted), machine.name
 

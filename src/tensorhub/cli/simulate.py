@@ -116,10 +116,10 @@ def _chosen_faults(search: ModuleType, names: str | None) -> tuple[str, ...] | N
 
 
 async def _simulate(plan: Plan, search: ModuleType, as_json: bool, quiet: bool, verbose: bool) -> int:
-    from tensorhub.testing.coverage import UNBUILT, transitions
+    from tensorhub.testing.coverage import transitions
 
     kinds = plan.faults if plan.faults is not None else [str(fault) for fault in search.Fault]
-    found = Found(Ledger(kinds, transitions(), search.RECOVERY_PATHS, UNBUILT))
+    found = Found(Ledger(kinds, transitions(), search.RECOVERY_PATHS))
     with _bar(plan, quiet) as show:
         await _run(plan, found, show, fails=(lambda result: None) if as_json else partial(_tell_failure, plan))
     never = found.ledger.never() if found.ledger.seeds >= COMPLETE_FROM and plan.faults is None else []
@@ -230,8 +230,6 @@ def _print(plan: Plan, found: Found, never: list[str], verbose: bool) -> None:
         print(f"never reached: {name}")
     least = ", ".join(f"{number:,} {name}" for name, number in LEAST.items())
     print(f"{found.ledger.full:,} seeds had at least {least}")
-    for name, why in found.ledger.transitions.unbuilt.items():
-        print(f"not asked for: {name}: needs a feature that is not built yet: {why}")
     for result in found.failures:
         _print_failure(plan, result)
     if verbose:

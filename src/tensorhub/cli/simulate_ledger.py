@@ -20,11 +20,10 @@ def lacking(report: Mapping[str, Any]) -> str:
 class Tally:
     """How often each thing of one kind has happened."""
 
-    def __init__(self, known: Iterable[str], unbuilt: Mapping[str, str] | None = None) -> None:
-        """`known`: what could happen; `unbuilt`: what of it cannot yet, and why."""
+    def __init__(self, known: Iterable[str]) -> None:
+        """`known`: what could happen."""
         self.times: Counter[str] = Counter(dict.fromkeys(known, 0))
         self.seeds: Counter[str] = Counter(dict.fromkeys(self.times, 0))  # in how many seeds
-        self.unbuilt = dict(unbuilt or {})
 
     def add(self, times: Mapping[str, int]) -> None:
         """What happened in one seed. (What a report names, even with 0, is known from then on.)"""
@@ -33,13 +32,12 @@ class Tally:
 
     def never(self) -> list[str]:
         """What should have happened, and did not."""
-        return [name for name, times in self.times.items() if times == 0 and name not in self.unbuilt]
+        return [name for name, times in self.times.items() if times == 0]
 
     def lines(self, title: str) -> list[str]:
         """One row each, in the order in which they became known."""
-        shown = [name for name, times in self.times.items() if times or name not in self.unbuilt]
-        width = max(map(len, [title, *shown]))
-        rows = ((name, f"{self.times[name]:,}" if self.times[name] else "never", f"{self.seeds[name]:,}") for name in shown)
+        width = max(map(len, [title, *self.times]))
+        rows = ((name, f"{times:,}" if times else "never", f"{self.seeds[name]:,}") for name, times in self.times.items())
         return [f"{name:{width}}  {times:>10}  {seeds:>10}" for name, times, seeds in ((title, "times", "seeds"), *rows)]
 
     def as_json(self) -> dict[str, Any]:
@@ -49,13 +47,11 @@ class Tally:
 class Ledger:
     """The sum of all reports."""
 
-    def __init__(
-        self, faults: Iterable[str], transitions: Iterable[str], paths: Iterable[str], unbuilt: Mapping[str, str]
-    ) -> None:
+    def __init__(self, faults: Iterable[str], transitions: Iterable[str], paths: Iterable[str]) -> None:
         self.seeds = 0
         self.events = 0
         self.faults = Tally(faults)
-        self.transitions = Tally(transitions, unbuilt)
+        self.transitions = Tally(transitions)
         self.paths = Tally(paths)
         self.hashes: dict[int, str] = {}  # end hash by seed
         self.full = 0  # seeds that had all of `LEAST`
@@ -88,6 +84,5 @@ class Ledger:
             "faults": self.faults.as_json(),
             "transitions": self.transitions.as_json(),
             "paths": self.paths.as_json(),
-            "unbuilt": self.transitions.unbuilt,
             "never": self.never(),
         }

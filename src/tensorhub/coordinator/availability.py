@@ -45,7 +45,7 @@ class Availability:
         """
         model, parts = operation.group.model, operation.parts.values()
         held = [part.member.holding.version.number for part in parts if part.member.holding is not None]
-        least, waits = max([at_least or 0, *held]), ("recovery", "") in self._cluster.timers
+        least, waits = max([at_least or 0, *held]), self._cluster.is_recovering
         numbers = sorted((n for n, v in model.versions.items() if v.visible and n >= least), reverse=True)
         for version in map(model.versions.__getitem__, numbers):
             if all(p.member.holding is not None and p.member.holding.version is version for p in parts):
@@ -68,8 +68,7 @@ class Availability:
         version, model = operation.version, operation.group.model
         assert version is not None
         waits = not operation.writing or any(part.wants_source for part in operation.parts.values())
-        recovers = ("recovery", "") in self._cluster.timers
-        if recovers or not waits or version.abandoned or self._held(version) is not HowHeld.NOT:
+        if self._cluster.is_recovering or not waits or version.abandoned or self._held(version) is not HowHeld.NOT:
             return None
         return VersionUnavailable(f"version {version.number} of {model.name!r}: {GONE}; {held_text(model)}")
 
@@ -108,7 +107,7 @@ class Availability:
 
     def _may_come_back(self, version: Version) -> bool:
         """After a restart: whether a group that is recorded to have committed to it last is not back with every rank."""
-        if ("recovery", "") not in self._cluster.timers:
+        if not self._cluster.is_recovering:
             return False
         decisions = self._cluster.decisions.values()
         return any(d.content_id == version.info.content_id and not self._is_back(d) for d in decisions)

@@ -263,6 +263,11 @@ class Cluster:
         if session.is_guest:
             self.guests.watches.add(session.origin, session, more)
 
+    @property
+    def is_recovering(self) -> bool:
+        """Whether the first lease after a restart still runs: holders of a former coordinator may come back."""
+        return ("recovery", "") in self.timers
+
     def operations(self) -> Iterator[Operation]:
         for model in self.models.values():
             for group in model.groups.values():

@@ -111,7 +111,8 @@ class Coordinator(Stateful[CoordinatorState]):
         self._answers = Answers(self.cluster, self._versions)
         if durable is not None:
             self._recover(durable)
-        self.become(CoordinatorState.SERVING, 0, now, "recovered")
+        if not self.cluster.is_recovering:
+            self.become(CoordinatorState.SERVING, 0, now, "nothing was published before")
 
     def __repr__(self) -> str:
         c = self.cluster
@@ -207,6 +208,7 @@ class Coordinator(Stateful[CoordinatorState]):
                 case ("digests", model_name):
                     self._operations.digests_overdue(model_name)
                 case ("recovery", _):
+                    self.become(CoordinatorState.SERVING, self.cluster.cause, self.cluster.now, "a lease has passed")
                     self._retentions.recovery_over()
                     for model in self.cluster.models.values():
                         self.cluster.touch(model)

@@ -76,7 +76,7 @@ class Retentions:
 
     def is_lost(self, version: Version) -> bool:
         """Whether some shard has no holder, and none is expected back."""
-        return ("recovery", "") not in self._cluster.timers and not all(version.holdings.values())
+        return not self._cluster.is_recovering and not all(version.holdings.values())
 
     def refusal(self, holding: Holding, what: str = "") -> RetentionError:
         """Why this holder may not go, for the error of `what`."""

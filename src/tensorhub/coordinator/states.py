@@ -61,9 +61,8 @@ class OperationState(StrEnum):
 class CoordinatorState(StrEnum):
     """How far a coordinator knows its cluster."""
 
-    RECOVERING = "recovering"  # the first lease after a start: workers say what they hold, and nothing counts as lost
-    SERVING = "serving"  # what nobody has announced is lost
-    DEPOSED = "deposed"  # another coordinator has taken over
+    RECOVERING = "recovering"  # the first lease after a restart: workers announce what they hold, and nothing counts as lost
+    SERVING = "serving"  # what nobody holds or has announced is lost
 
 
 V, R, L, W, P, C = VersionState, ReplicaState, LeaseState, WorkerState, OperationState, CoordinatorState
@@ -101,7 +100,6 @@ OPERATION_TABLE: Mapping[OperationState, frozenset[OperationState]] = {
     P.ABORTED: frozenset(),
 }
 COORDINATOR_TABLE: Mapping[CoordinatorState, frozenset[CoordinatorState]] = {
-    C.RECOVERING: frozenset({C.SERVING, C.DEPOSED}),
-    C.SERVING: frozenset({C.DEPOSED}),
-    C.DEPOSED: frozenset(),
+    C.RECOVERING: frozenset({C.SERVING}),
+    C.SERVING: frozenset(),
 }

@@ -183,8 +183,7 @@ class Versions:
 
     def _is_left(self, version: Version) -> bool:
         """Whether nobody holds, fills or is about to announce any of it."""
-        recovers = ("recovery", "") in self._cluster.timers
-        return not (recovers or version.bound or version.guests_bound or any(version.holdings.values()))
+        return not (self._cluster.is_recovering or version.bound or version.guests_bound or any(version.holdings.values()))
 
     @staticmethod
     def _is_old(model: Model, version: Version) -> bool:

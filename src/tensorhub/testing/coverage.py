@@ -41,12 +41,6 @@ MACHINES: Final = (
     Machine(SOURCE, SourceState.LIVE, SOURCE_TABLE),
 )
 
-# The transitions that nothing can take yet, and why their tables have them all the same.
-UNBUILT: Final[Mapping[str, str]] = {
-    "coordinator: recovering -> deposed": "a standby takes over",
-    "coordinator: serving -> deposed": "a standby takes over",
-}
-
 
 def transitions() -> tuple[str, ...]:
     """Every transition of every table, as it is counted: `"replica: filling -> ready"`. In the order of the tables."""

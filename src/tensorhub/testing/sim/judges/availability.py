@@ -86,7 +86,7 @@ class AvailabilityJudge:
             demand(not self._can_be_read(content_id), f"selectors: {what}, and {number} can be read")
 
     def _recovers(self) -> bool:
-        return ("recovery", "") in self._cluster.coordinator.cluster.timers
+        return self._cluster.coordinator.cluster.is_recovering
 
     def _published(self, model: str, least: int) -> Iterator[tuple[int, str]]:
         """The numbers from `least` on, and what was published under them."""
