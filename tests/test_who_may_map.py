@@ -34,8 +34,8 @@ from tensorhub.transport.shm.reader import ShmTransport
 from tensorhub.types import UNMAPPED_UID, Incarnation, Options
 from tests.cuda.double import Double
 from tests.rig import BEST, OPTIONS, WAIT_S, cluster, connect, holds, tensors, write
-from tests.runtime.test_cuda_ipc_channel import Target
-from tests.runtime.test_shm_channel import Destination, mappings
+from tests.runtime.data.test_cuda_ipc_channel import Target
+from tests.runtime.data.test_shm_channel import Destination, mappings
 
 pytestmark = [
     pytest.mark.anyio,

@@ -1,4 +1,7 @@
-"""G10: whatever is done however often, the coordinator's and the members' books stay bounded."""
+"""G10: whatever is done however often, the coordinator's and the members' books stay bounded.
+
+A story of several modules: `decisions`, `operations`, `membership`, `cluster`, and the books of `worker`.
+"""
 
 from __future__ import annotations
 
@@ -92,21 +95,6 @@ def test_workers_and_groups_that_come_and_go_leave_nothing() -> None:
     assert list(books.models["actor"].groups) == ["trainer"]
     assert len(books.workers) == len(books.members) == 1
     assert books.leases == {}
-
-
-def test_timers_that_are_set_again_and_again_are_swept() -> None:
-    from tensorhub.machine import Timers
-
-    timers = Timers()
-    for number in range(10_000):
-        timers.set("operation", "k", 1e6 + number)
-        timers.set("other", str(number), 1e6)
-        timers.cancel("other", str(number))
-    assert len(timers) == 1
-    assert len(timers._heap) < 200
-    assert timers.next() == 1e6 + 9_999
-    assert timers.pop_due(2e6) == ("operation", "k")
-    assert timers.next() is None
 
 
 def test_a_name_that_is_only_asked_for_is_forgotten_with_who_asked() -> None:

@@ -1,4 +1,7 @@
-"""A worker that has the secret and is wrong: what it says of others, or cannot mean, costs nobody else anything (G9)."""
+"""A worker that has the secret and is wrong: what it says of others, or cannot mean, costs nobody else anything (G9).
+
+A story of several modules: every message that `core` takes; `membership`, `retention`, `lineage` and `operations`.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Copies of one shard in a worker's host memory: an ordinary registration, an ordinary source, of any layout (R5)."""
+"""Copies of one shard in a worker's host memory: an ordinary registration, an ordinary source, of any layout (R5).
+
+A story of several modules: `membership` (what may be registered), `fills` and `availability`.
+"""
 
 from __future__ import annotations
 

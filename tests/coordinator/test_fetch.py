@@ -1,4 +1,7 @@
-"""A fetch: a fill of memory that serves nobody, in a group of its own."""
+"""A fetch: a fill of memory that serves nobody, in a group of its own.
+
+Covers `fills` and `membership`, for memory that serves nobody.
+"""
 
 from __future__ import annotations
 

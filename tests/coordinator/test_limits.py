@@ -22,7 +22,6 @@ from tensorhub.coordinator import (
 )
 from tensorhub.coordinator.actions import Action, Persist
 from tensorhub.coordinator.entities import Operation
-from tensorhub.coordinator.manifests import Manifests
 from tensorhub.coordinator.operations import Operations
 from tensorhub.errors import CoordinatorUnavailable, RegistrationError, StateError, TensorHubError
 from tensorhub.messages import (
@@ -319,19 +318,6 @@ def test_a_manifest_is_named_once_however_often_somebody_asks(desk: Desk, monkey
     desk.say(2, Leave("done"))
     desk.say(1, Leave("done"))
     assert not kept._ids
-
-
-def test_equal_manifests_are_one_object() -> None:
-    manifests = Manifests()
-    one, same = bytes([1, 2, 3]), bytes([1, 2, 3])
-    assert one is not same
-    assert manifests.keep(one) is manifests.keep(same) is one
-    assert manifests.keep(b"") == b""
-    assert (manifests.nbytes, manifests.new_bytes(same, b"four", b"four")) == (3, 4)
-    manifests.release(same)
-    assert manifests.nbytes == 3
-    manifests.release(one)
-    assert manifests.nbytes == manifests.new_bytes() == 0
 
 
 def test_models_and_watches(desk: Desk, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,4 +1,7 @@
-"""A coordinator that comes back without its state is a new cluster, and every old handle says so once (R2, G3)."""
+"""A coordinator that comes back without its state is a new cluster, and every old handle says so once (R2, G3).
+
+A story of several modules: `membership`, `operations`, and `worker.member`, which tells its caller.
+"""
 
 from __future__ import annotations
 

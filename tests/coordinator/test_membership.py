@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tensorhub.coordinator import CloseSession, Connected, Disconnected, Received, Send
+from tensorhub.coordinator import CloseSession, Connected, Received, Send
 from tensorhub.coordinator.views import describe
 from tensorhub.errors import GroupAborted, RegistrationError
 from tensorhub.messages import Dismissed, Heartbeat, HeartbeatAck, Join, Leave, Register, Welcome
@@ -237,78 +237,6 @@ def test_registrations_that_do_not_fit(rank: int, world_size: int, layout: str, 
     assert text in str(odd.registration_error)
 
 
-def test_a_dead_readers_source_is_told_to_cut_it_off() -> None:
-    cluster, trainer, reader = published()
-    reader.replicate(timeout_s=60)
-    while reader.pull is None:
-        cluster.do(cluster.choices()[0])
-    (lease,) = reader.pull.grants
-    reader.worker.crash()
-    cluster.advance(11)
-    assert any(f"trainer <- CutReader lease={lease}" in line for line in cluster.log)
-    assert trainer.worker.cut == {lease}
-    assert cluster.coordinator.cluster.leases == {}
-
-
-def test_a_cut_that_was_lost_on_the_way_is_repeated() -> None:
-    cluster, trainer, reader = published()
-    reader.replicate(timeout_s=60)
-    while reader.pull is None:
-        cluster.do(cluster.choices()[0])
-    trainer.worker.disconnect()
-    reader.worker.crash()
-    cluster.advance(9)
-    trainer.worker.connect()
-    trainer.worker.say(Heartbeat(0))
-    while cluster.now < 10.5:
-        cluster.advance(0.5, run=True)
-    assert worker_state(cluster, trainer) == "live"
-    trainer.worker.disconnect()
-    trainer.worker.connect()
-    cluster.advance(1)
-    assert cluster.coordinator.cluster.leases == {}
-
-
-def test_a_source_lost_together_with_its_reader_leaves_no_lease() -> None:
-    cluster, trainer, reader = published()
-    reader.replicate(timeout_s=60)
-    while reader.pull is None:
-        cluster.do(cluster.choices()[0])
-    trainer.worker.crash()
-    reader.worker.crash()
-    cluster.advance(30)
-    assert cluster.coordinator.cluster.leases == {}
-    assert cluster.coordinator.cluster.workers == {}
-
-
-def test_a_lost_source_whose_reader_has_no_other_may_still_serve_it() -> None:
-    """R11: LOST only removes it from counts; immutable bytes may still be read."""
-    cluster, trainer, reader = published()
-    asked = reader.replicate(timeout_s=60)
-    while reader.pull is None:
-        cluster.do(cluster.choices()[0])
-    trainer.worker.disconnect()
-    while cluster.now < 11:
-        for choice in [c for c in cluster.choices() if c.kind != "read"]:
-            cluster.do(choice)
-        cluster.advance(0.5, run=False)
-    assert worker_state(cluster, trainer) == "lost"
-    cluster.run()
-    assert asked.number == 1
-    assert reader.cells == trainer.cells
-
-
-def test_deadlines_that_rounding_puts_in_the_past_end() -> None:
-    """8.01 + 10 - 8.01 < 10: a timer that is due, and a lease that is a hair short of over."""
-    cluster = StepwiseCluster()
-    cluster.heartbeat_at = 1e9
-    cluster.now = 8.01
-    cluster.handle("trainer")
-    cluster.run()
-    cluster.advance(20, run=False)
-    assert cluster.coordinator.cluster.workers == {}
-
-
 def test_a_key_is_taken_once_also_across_a_lost_connection() -> None:
     """The coordinator counts only what it has decided; a rank also counts what it has called."""
     cluster, trainer, reader = published()
@@ -359,27 +287,6 @@ def answers(cluster: StepwiseCluster, session: int, *messages: object) -> list[o
             if isinstance(action, Send | CloseSession) and action.session == session:
                 found.append(action.message if isinstance(action, Send) else action.reason)
     return found
-
-
-def test_speaking_before_join_costs_the_connection() -> None:
-    cluster = StepwiseCluster()
-    cluster.coordinator.step(Connected(77, "x.1", "worker"), 0.0)
-    assert answers(cluster, 77, Heartbeat(1)) == ["Heartbeat before Join"]
-    assert answers(cluster, 99, Heartbeat(1)) == []  # a session that nobody knows
-
-
-def test_only_workers_join_and_only_once() -> None:
-    cluster = StepwiseCluster()
-    join = Join("x", Location(), (), 1, 0)
-    cluster.coordinator.step(Connected(77, "x.1", "observer"), 0.0)
-    assert answers(cluster, 77, join) == ["only a worker joins, and only once"]
-    cluster.coordinator.step(Connected(78, "x.2", "worker"), 0.0)
-    assert answers(cluster, 78, join, join) == [
-        Welcome("c", 1, 10.0, False),
-        "only a worker joins, and only once",
-    ]
-    cluster.coordinator.step(Disconnected(78), 0.0)
-    cluster.coordinator.step(Disconnected(78), 0.0)
 
 
 def test_a_lost_incarnation_is_sent_away() -> None:

@@ -1,4 +1,7 @@
-"""A version that only partial copies are left of: they complete one another, if together they hold all of it (G6, R9)."""
+"""A version that only partial copies are left of: they complete one another, if together they hold all of it (G6, R9).
+
+Covers `readers` (partial leases) and `availability`.
+"""
 
 from __future__ import annotations
 

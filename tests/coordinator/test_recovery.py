@@ -1,4 +1,7 @@
-"""A coordinator that comes back on what is durable (R2, R6, R11, G3)."""
+"""A coordinator that comes back on what is durable (R2, R6, R11, G3).
+
+A story of several modules: `core` (what the store gave back), `membership`, `decisions`, `versions` and `withdrawals`.
+"""
 
 from __future__ import annotations
 
@@ -367,24 +370,6 @@ def test_a_rank_that_comes_back_late_is_kept_with_its_group() -> None:
     cluster.advance(cluster.options.lease_s)
     assert [handle.member.version for handle in keepers] == [0, 0]
     cluster.check_agreement()
-
-
-def test_only_the_newest_versions_are_recovered() -> None:
-    cluster = StepwiseCluster()
-    trainer = cluster.handle("trainer")
-    cluster.run()
-    for number in range(80):
-        if number:
-            trainer.unpublish()
-            cluster.run()
-        trainer.publish(number)
-        cluster.run()
-    cluster.restart()
-    model = cluster.coordinator.cluster.models["actor"]
-    assert (len(model.versions), model.mark) == (64, 79)
-    reconnect(cluster)
-    cluster.advance(15)
-    assert sorted(model.versions) == [78, 79]  # what nobody holds is forgotten once everybody had time to come back
 
 
 def test_a_call_after_a_doubt_that_ended_badly_waits_for_the_fence() -> None:

@@ -1,4 +1,7 @@
-"""A fill that is under way when its coordinator restarts goes on, and reads nothing twice (G8, R6)."""
+"""A fill that is under way when its coordinator restarts goes on, and reads nothing twice (G8, R6).
+
+A story of several modules: `fills`, `operations`, `testimonies`, and `worker.filling`.
+"""
 
 from __future__ import annotations
 

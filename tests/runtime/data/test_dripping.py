@@ -1,4 +1,7 @@
-"""Peers that move next to nothing: they are given up like those that move nothing, and what they held goes on elsewhere."""
+"""Peers that move next to nothing: they are given up like those that move nothing, and what they held goes on elsewhere.
+
+Covers `runtime.data.lanes` and `runtime.data.acceptor`.
+"""
 
 from __future__ import annotations
 

@@ -621,14 +621,6 @@ def test_latest_that_ends_says_what_is_held_by_how_many_and_which_selector_gets_
     )
 
 
-def test_what_was_left_of_a_calls_time_is_said_rounded() -> None:
-    cluster, _, _, reader = newest_left()
-    for timeout_s, told in ((59.99871, "60 s"), (2.99376, "3 s"), (0.9987, "0.999 s")):
-        asked = reader.replicate("latest", timeout_s=timeout_s)
-        cluster.advance(timeout_s + 1)
-        assert str(error_of(asked)).endswith(f"; waited {told}")
-
-
 def test_a_number_that_does_not_exist_says_what_is_held() -> None:
     cluster, _, _, reader = newest_left()
     asked = reader.replicate(9)

@@ -1,4 +1,7 @@
-"""Where a worker listens for its readers, and what they are told: `Options.listen_port` and `Options.advertise`."""
+"""Where a worker listens for its readers, and what they are told: `Options.listen_port` and `Options.advertise`.
+
+Covers `runtime.worker.worker`.
+"""
 
 from __future__ import annotations
 

@@ -195,7 +195,7 @@ def test_every_commit_is_synced(tmp_path: Path) -> None:
 
 def test_what_was_written_survives_a_kill(tmp_path: Path) -> None:
     script = (
-        "import os, signal, sys; sys.path[:0] = sys.argv[2:]; from tests.runtime.test_store import *\n"
+        "import os, signal, sys; sys.path[:0] = sys.argv[2:]; from tests.runtime.control.test_store import *\n"
         "store = SqliteStore(sys.argv[1]); store.write([publication(1), decision(1)])\n"
         "store._db.execute('BEGIN IMMEDIATE'); store._write(publication(2)); os.kill(os.getpid(), signal.SIGKILL)"
     )

@@ -1,4 +1,7 @@
-"""What is said while an entry is on its way to the store: lower numbers, other models, and calls that come after it."""
+"""What is said while an entry is on its way to the store: lower numbers, other models, and calls that come after it.
+
+Covers `decisions`, `operations` (calls that wait for a decision) and `lineage` (the order of recording).
+"""
 
 from __future__ import annotations
 
@@ -7,7 +10,7 @@ import pytest
 from tensorhub.coordinator import Publication
 from tensorhub.errors import CoordinatorUnavailable, GroupAborted, VersionConflict
 from tensorhub.testing import CallRecord, SimHandle, StepwiseCluster
-from tests.coordinator.test_publish import unstored
+from tests.coordinator.test_publishes import unstored
 
 
 def handles(cluster: StepwiseCluster, *names: str) -> list[SimHandle]:

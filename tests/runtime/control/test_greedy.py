@@ -1,5 +1,7 @@
 """Sessions that send large frames, and do not finish them: what the coordinator holds of those is bounded, and nobody whose
 token is another one waits for that.
+
+Covers `runtime.control.server` and `protocol.pot`.
 """
 
 from __future__ import annotations

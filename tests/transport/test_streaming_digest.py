@@ -6,7 +6,7 @@ import xxhash
 from hypothesis import given, strategies as st
 
 from tensorhub.protocol.blocking import BUFFERS_MAX
-from tensorhub.transport.streaming_digest import StreamingDigests, cut
+from tensorhub.transport.streaming_digest import DIGEST_BYTES_PER_S, SLACK_S, GilWatch, StreamingDigests, cut
 
 SIZES = st.lists(st.integers(0, 5000), max_size=30)
 
@@ -28,3 +28,13 @@ def test_pieces_are_all_bytes_in_order_and_digests_are_of_whole_chunks(sizes: li
 def test_a_call_takes_no_more_buffers_than_the_kernel_does() -> None:
     calls = list(cut([memoryview(b"x")] * (2 * BUFFERS_MAX + 1)))
     assert [len(call) for call in calls] == [BUFFERS_MAX, BUFFERS_MAX, 1]
+
+
+def test_another_thread_keeps_the_gil_if_two_digests_in_a_row_take_long() -> None:
+    watch, nbytes = GilWatch(), 2**20
+    fast, slow = nbytes / DIGEST_BYTES_PER_S, nbytes / DIGEST_BYTES_PER_S + 2 * SLACK_S
+    seen = []
+    for seconds in (fast, slow, fast, slow, slow, slow, fast):
+        watch.digested(nbytes, seconds)
+        seen.append(watch.is_contended)
+    assert seen == [False, False, False, False, True, True, False]

@@ -9,10 +9,7 @@ from tensorhub.errors import (
     GroupAborted,
     OperationTimeout,
     StateError,
-    VersionConflict,
-    VersionUnavailable,
 )
-from tensorhub.messages import Prepared, Publish
 from tensorhub.testing import StepwiseCluster
 from tensorhub.types import HandleState
 
@@ -52,50 +49,6 @@ def test_a_group_publishes_together() -> None:
     assert one.version.world_size == 2
 
 
-def test_a_used_number_is_a_conflict_even_for_equal_bytes() -> None:
-    cluster = StepwiseCluster()
-    trainer, other = cluster.handle("trainer"), cluster.handle("other")
-    cluster.run()
-    trainer.publish(3)
-    cluster.run()
-    for number in (3, 2):
-        asked = other.publish(number)
-        cluster.run()
-        with pytest.raises(VersionConflict, match="the newest number so far is 3; publish 4 or more"):
-            _ = asked.number
-        assert other.member.state is HandleState.EMPTY
-
-
-def test_a_number_that_another_group_stages_is_a_conflict() -> None:
-    cluster = StepwiseCluster()
-    first, _ = cluster.group("trainer", 2)
-    other = cluster.handle("other")
-    cluster.run()
-    first.publish(5)
-    cluster.run()
-    asked = other.publish(5)
-    cluster.run()
-    with pytest.raises(VersionConflict, match="is being published by group 'trainer'"):
-        _ = asked.number
-
-
-def test_a_staged_number_that_was_overtaken_is_not_published() -> None:
-    """The mark never goes back, although 5 was free when its first rank called."""
-    cluster = StepwiseCluster()
-    first, second = cluster.group("trainer", 2)
-    other = cluster.handle("other")
-    cluster.run()
-    slow = first.publish(5)
-    cluster.run()
-    other.publish(7)
-    cluster.run()
-    second.publish(5)
-    cluster.run()
-    with pytest.raises(VersionConflict, match="the newest number so far is 7"):
-        _ = slow.number
-    assert cluster.coordinator.cluster.models["actor"].mark == 7
-
-
 def test_differing_calls_abort_all_and_name_both() -> None:
     cluster = StepwiseCluster()
     first, second = cluster.group("trainer", 2)
@@ -119,42 +72,6 @@ def test_a_publish_and_a_fill_differ() -> None:
     for asked in (one, two):
         with pytest.raises(GroupAborted, match=r"publish\(1\) on rank 0, replicate\('latest'\) on rank 1"):
             _ = asked.number
-
-
-def test_a_missing_rank_is_named_at_the_deadline_and_may_come_late() -> None:
-    cluster = StepwiseCluster()
-    first, second = cluster.group("trainer", 2)
-    cluster.run()
-    asked = first.publish(1, timeout_s=3)
-    cluster.advance(4)
-    with pytest.raises(OperationTimeout, match="waited 3 s for group 'trainer'; these ranks did not call: 1"):
-        _ = asked.number
-    assert first.member.state is HandleState.EMPTY
-    late, again = second.publish(1), first.publish(1)
-    cluster.run()
-    assert late.number == again.number == 1
-
-
-def test_a_rank_that_was_not_registered_is_named() -> None:
-    cluster = StepwiseCluster()
-    first = cluster.handle("t0", "trainer", 0, 2)
-    cluster.run()
-    asked = first.publish(1, timeout_s=3)
-    cluster.advance(4)
-    with pytest.raises(OperationTimeout, match=r"did not call: 1 \(not registered\)"):
-        _ = asked.number
-
-
-def test_late_ranks_stay_in_step_however_often_one_times_out() -> None:
-    cluster = StepwiseCluster()
-    first, second = cluster.group("trainer", 2)
-    cluster.run()
-    for _ in range(5):
-        first.publish(1, timeout_s=1)
-        cluster.advance(2)
-    calls = [second.publish(1), first.publish(1)]
-    cluster.run()
-    assert [call.number for call in calls] == [1, 1]
 
 
 def test_a_rank_that_refuses_ends_the_others_call_at_once() -> None:
@@ -361,46 +278,6 @@ def test_a_rank_that_calls_again_while_its_last_call_is_being_recorded() -> None
     cluster.run()
     assert again.number == after.number == 1
     cluster.heal()
-
-
-def test_messages_of_an_old_session_or_of_strangers_change_nothing() -> None:
-    """G9: a key of another epoch is answered, and opens nothing."""
-    cluster = StepwiseCluster()
-    trainer = cluster.handle("trainer")
-    cluster.run()
-    published = trainer.publish(1)
-    cluster.run()
-    key = published.key
-    assert key is not None
-    old = type(key)(key.model, key.group, key.epoch - 1, 0)
-    trainer.worker.say(Publish(old, 0, trainer.id, 9, 999, 60.0))
-    trainer.worker.say(Prepared(old, 0))
-    trainer.worker.say(Prepared(key, 0))
-    cluster.run()
-    assert states(cluster) == {1: "available"}
-    assert cluster.coordinator.cluster.models["actor"].groups["trainer"].operation is None
-
-
-def test_an_integer_that_is_not_visible_fails_at_once_and_says_what_to_do() -> None:
-    cluster = StepwiseCluster()
-    trainer, reader = cluster.handle("trainer"), cluster.handle("reader")
-    cluster.run()
-    nothing = reader.replicate(4)
-    cluster.run()
-    with pytest.raises(VersionUnavailable, match="nothing was published under that model yet"):
-        _ = nothing.number
-    trainer.publish(3)
-    cluster.run()
-    early = reader.replicate(4)
-    cluster.run()
-    with pytest.raises(VersionUnavailable, match=r"not published yet \(the newest is 3\); wait_for\(\)") as caught:
-        _ = early.number
-    assert caught.value.retryable
-    never = reader.replicate(1)
-    cluster.run()
-    with pytest.raises(VersionUnavailable, match="does not exist any more; held now: version 3 by 1 replica") as caught:
-        _ = never.number
-    assert not caught.value.retryable
 
 
 def test_a_refusal_in_a_group_of_a_million_ranks_costs_what_its_members_cost() -> None:

@@ -17,7 +17,6 @@ from tensorhub.errors import DrainTimeout
 from tensorhub.messages import ChunkFollows, ChunksFollow, Read, ReadRefused, StillWaiting
 from tensorhub.protocol.blocking import BlockingConnection
 from tensorhub.protocol.codec import FROM_OWNER
-from tensorhub.protocol.frames import PREFACE
 from tensorhub.protocol.handshake import NONCE_BYTES, ClientHandshake
 from tensorhub.protocol.lost import ConnectionLost
 from tensorhub.runtime.data.lanes import SourceFailed
@@ -166,37 +165,6 @@ async def test_cut_ends_one_readers_connections_and_no_others() -> None:
         await finish(to_c)
 
 
-async def test_more_readers_than_allowed_are_turned_away() -> None:
-    manifest = manifest_of()
-    a = Node("a", manifest, filled=True, readers_max=1).open(complete=False)
-    b, c = (Node(name, manifest, filled=False).open(complete=False) for name in "bc")
-    async with serving(a, b, c), b.runner() as to_b, c.runner() as to_c:
-        to_b.add_source(a.grant())
-        a.make_available(0)
-        await until(lambda: b.has(0))
-        to_c.add_source(a.grant())
-        failed = await next_event(to_c)
-        assert isinstance(failed, SourceFailed)
-        assert failed.reason == "refused"
-        assert "1 connections are served here already (Options.readers_max)" in failed.detail
-        a.make_available(*range(CHUNKS))
-        await finish(to_b)
-
-
-@pytest.mark.parametrize("data", [b"", b"GET / HTTP/1.1\r\n\r\n", PREFACE + b"\xff\xff\xff\xff"])
-async def test_a_malformed_peer_loses_its_connection_and_nobody_else_anything(data: bytes) -> None:
-    manifest = manifest_of()
-    a = Node("a", manifest, filled=True).open(complete=True)
-    b = Node("b", manifest, filled=False).open(complete=False)
-    async with serving(a, b), b.runner() as runner:
-        with socket.create_connection(a.listener.getsockname()) as peer:
-            peer.sendall(data)
-            peer.shutdown(socket.SHUT_WR)
-            runner.add_source(a.grant())
-            await finish(runner)
-            await until(lambda: "1 lanes" in repr(a.owner))  # the reader's, which it keeps
-
-
 async def test_a_request_for_what_is_lacked_ends_in_time_and_tells_what_is_there() -> None:
     a = Node("a", manifest_of(), filled=True).open(complete=False)
     a.make_available(0, 2, 3)
@@ -219,17 +187,6 @@ async def test_a_read_of_too_much_or_nothing_costs_the_connection(runs: tuple[tu
             return connection.receive(FROM_OWNER)
 
         assert await anyio.to_thread.run_sync(ask) is None
-
-
-async def test_a_listener_that_is_cancelled_ends_lanes_in_the_middle_of_a_send() -> None:
-    a = Node("a", manifest_of((LARGE,), chunk_bytes=LARGE), filled=True).open(complete=True)
-    with socket.create_connection(a.listener.getsockname()) as sock:
-        async with serving(a):  # which checks, at its end, that the lane is over, though its reader takes nothing
-            connection = BlockingConnection(sock, stall_timeout_s=WAIT_S)
-            handshake = ClientHandshake("reader", "raw-1", SECRET, os.urandom(NONCE_BYTES))
-            await anyio.to_thread.run_sync(connection.handshake, handshake, WAIT_S)
-            connection.send(read(a, (0, 1)))
-            await until(lambda: "1 accesses" in repr(a.owner))
 
 
 async def test_a_local_access_waits_no_longer_than_its_patience() -> None:

@@ -1,4 +1,7 @@
-"""`describe` of everything: a page at a time, so that nobody else waits for it; and never older than what the asker did."""
+"""`describe` of everything: a page at a time, so that nobody else waits for it; and never older than what the asker did.
+
+Covers `runtime.control.server` (long answers), with `coordinator.views` and `coordinator.answers`.
+"""
 
 from __future__ import annotations
 
@@ -12,11 +15,11 @@ import pytest
 
 from tensorhub.coordinator import Connected, Coordinator, Received, Send, limits, views
 from tensorhub.coordinator.answers import Answers
-from tensorhub.messages import Describe, Description, Heartbeat, HeartbeatAck, Leave
+from tensorhub.messages import Describe, Description, Heartbeat, HeartbeatAck
 from tensorhub.runtime.control.server import CoordinatorServer
 from tensorhub.testing import StepwiseCluster
 from tests.rig import OPTIONS, WAIT_S, connect, nothing_left, until
-from tests.runtime.test_server import JOIN, serving, talk
+from tests.runtime.control.test_server import JOIN, serving, talk
 
 MODELS = 2000
 OBSERVER = 1000
@@ -132,21 +135,6 @@ def pages(cluster: StepwiseCluster) -> Iterator[Description]:
         after = page.models[-1].model
 
 
-def test_pages_have_every_model_once_and_no_page_is_large(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(limits, "DESCRIBED_MAX", 7)
-    cluster = StepwiseCluster()
-    names = crowd(cluster.coordinator, 30)
-    trainer, _ = cluster.handle("trainer"), cluster.handle("reader")
-    cluster.run()
-    trainer.publish(1)
-    cluster.run()
-    cluster.coordinator.step(Connected(OBSERVER, "observer.1", "observer"), 0.0)
-    found = list(pages(cluster))
-    assert [model.model for page in found for model in page.models] == ["actor", *names]
-    # "actor" has two workers, a version, a replica and its shard: with it the page has room for one more.
-    assert [len(page.models) for page in found] == [2, 7, 7, 7, 7, 1]
-
-
 def test_what_was_acknowledged_before_the_question_is_in_its_answer() -> None:
     cluster = StepwiseCluster()
     crowd(cluster.coordinator, 300)
@@ -165,22 +153,6 @@ def test_what_was_acknowledged_before_the_question_is_in_its_answer() -> None:
         cluster.run()
 
 
-def test_a_name_that_is_forgotten_leaves_no_gap() -> None:
-    """Between two pages the last model of the first one goes, and others come."""
-    cluster = StepwiseCluster()
-    names = crowd(cluster.coordinator, 600)
-    cluster.coordinator.step(Connected(OBSERVER, "observer.1", "observer"), 0.0)
-    first = ask(cluster, Describe(1, None))
-    last = first.models[-1].model
-    core = cluster.coordinator.cluster
-    core.models[last].retain = 0
-    core.forget_if_unused(core.models[last])
-    core.model("a-new-one")
-    second = ask(cluster, Describe(2, None, last))
-    place = names.index(last) + 1
-    assert [model.model for model in second.models] == names[place : place + limits.DESCRIBED_MAX]
-
-
 class Unlooked(dict[str, Any]):
     """What nobody walks through."""
 
@@ -195,22 +167,3 @@ class Unlooked(dict[str, Any]):
 
     def __iter__(self) -> Any:
         self._walked()
-
-
-def test_one_models_leases_are_found_without_looking_at_the_others() -> None:
-    cluster = StepwiseCluster()
-    trainer, reader = cluster.handle("trainer"), cluster.handle("reader")
-    cluster.run()
-    trainer.publish(1)
-    cluster.run()
-    reader.replicate()
-    while reader.pull is None:
-        cluster.do(cluster.choices()[0])
-    core = cluster.coordinator.cluster
-    core.leases = Unlooked(core.leases)
-    cluster.coordinator.step(Connected(OBSERVER, "observer.1", "observer"), 0.0)
-    (model,) = ask(cluster, Describe(1, "actor")).models
-    assert [(lease.reader, lease.source) for lease in model.leases] == [("reader", "trainer")]
-    lost = core.members[reader.shard.registration].worker  # also what a lost reader reads is found without
-    cluster.coordinator.step(Received(lost.session or 0, Leave("")), cluster.now)
-    assert {lease.state.value for lease in dict.values(core.leases)} <= {"fencing"}

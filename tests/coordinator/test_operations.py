@@ -1,4 +1,7 @@
-"""Groups (R6): ranks that are restarted in the midst of a call, calls that differ, doubts across a coordinator's restart."""
+"""Groups (R6): ranks that are restarted in the midst of a call, calls that differ, doubts across a coordinator's restart.
+
+Covers `operations` and `decisions`.
+"""
 
 from __future__ import annotations
 

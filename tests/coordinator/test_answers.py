@@ -1,0 +1,65 @@
+"""Answers to what anybody may ask: check, manifests, and a model that is not known."""
+
+from __future__ import annotations
+
+from tensorhub.coordinator import Connected, Received, Send
+from tensorhub.messages import (
+    Check,
+    Describe,
+    Done,
+    FromCoordinator,
+    FromWorker,
+    GetManifest,
+    ManifestReply,
+    Refused,
+)
+from tensorhub.testing import MANIFEST, SimHandle, StepwiseCluster
+
+OBSERVER = 1000
+
+
+def observed() -> tuple[StepwiseCluster, SimHandle]:
+    cluster = StepwiseCluster()
+    trainer = cluster.handle("trainer")
+    cluster.run()
+    cluster.coordinator.step(Connected(OBSERVER, "observer.1", "observer"), 0.0)
+    return cluster, trainer
+
+
+def ask(cluster: StepwiseCluster, message: FromWorker) -> FromCoordinator:
+    (answer,) = cluster.coordinator.step(Received(OBSERVER, message), cluster.now)
+    assert isinstance(answer, Send)
+    assert answer.session == OBSERVER
+    return answer.message
+
+
+def test_check_says_whether_a_number_could_be_published() -> None:
+    cluster, trainer = observed()
+    assert ask(cluster, Check(1, "actor", 1)) == Done(1)
+    trainer.publish(1)
+    cluster.run()
+    refused = ask(cluster, Check(2, "actor", 1))
+    assert isinstance(refused, Refused)
+    assert refused.error.kind == "VersionConflict"
+    assert ask(cluster, Check(3, "unheard", 1)) == Done(3)
+    assert "unheard" not in cluster.coordinator.cluster.models
+
+
+def test_manifests_are_found_by_content_and_rank() -> None:
+    cluster, trainer = observed()
+    published = trainer.publish(1)
+    cluster.run()
+    assert published.version is not None
+    content = published.version.content_id
+    assert ask(cluster, GetManifest(1, "actor", content, 0)) == ManifestReply(1, MANIFEST.encode())
+    for wrong in (GetManifest(2, "actor", content, 1), GetManifest(2, "actor", "?", 0), GetManifest(2, "?", content, 0)):
+        refused = ask(cluster, wrong)
+        assert isinstance(refused, Refused)
+        assert refused.error.kind == "VersionUnavailable"
+
+
+def test_describing_an_unknown_model_names_the_known_ones() -> None:
+    cluster, _ = observed()
+    refused = ask(cluster, Describe(1, "criti"))
+    assert isinstance(refused, Refused)
+    assert "no model 'criti' is known here; known models: actor" in refused.error.message

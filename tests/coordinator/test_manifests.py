@@ -1,0 +1,18 @@
+"""Encoded manifests: each is kept once, and counted."""
+
+from __future__ import annotations
+
+from tensorhub.coordinator.manifests import Manifests
+
+
+def test_equal_manifests_are_one_object() -> None:
+    manifests = Manifests()
+    one, same = bytes([1, 2, 3]), bytes([1, 2, 3])
+    assert one is not same
+    assert manifests.keep(one) is manifests.keep(same) is one
+    assert manifests.keep(b"") == b""
+    assert (manifests.nbytes, manifests.new_bytes(same, b"four", b"four")) == (3, 4)
+    manifests.release(same)
+    assert manifests.nbytes == 3
+    manifests.release(one)
+    assert manifests.nbytes == manifests.new_bytes() == 0

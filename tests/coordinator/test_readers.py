@@ -1,0 +1,365 @@
+"""Who reads from whom: leases, sources that fail, leave or are lost, and what readers tell of links (R7, R9, G9)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+from tensorhub.errors import (
+    TransportUnavailable,
+    VersionUnavailable,
+)
+from tensorhub.messages import (
+    Flow,
+    Heartbeat,
+    Progress,
+)
+from tensorhub.scheduler import choice as source_choice
+from tensorhub.scheduler.links import SUPPOSED_BYTES_PER_S, Distance
+from tensorhub.testing import CallRecord, SimHandle, StepwiseCluster
+from tensorhub.types import HandleState, Location
+from tests.coordinator.test_fills import trainer_and_reader
+from tests.coordinator.test_membership import published, worker_state
+
+SITE = Distance.SITE
+
+
+class Readers:
+    """A trainer, and readers in other racks of its site that have all been granted a source, and have read nothing."""
+
+    def __init__(self, count: int, *, fetch: bool = False) -> None:
+        self.cluster = StepwiseCluster()
+        for number in range(count + 1):
+            self.cluster.worker(f"w{number}", Location(rack=f"rack {number}", host=f"host {number}"))
+        self.trainer = self.cluster.handle("w0")
+        make: Callable[[str], SimHandle] = self.cluster.fetcher if fetch else self.cluster.handle
+        self.handles = [make(f"w{number}") for number in range(1, count + 1)]
+        self.cluster.run()
+        self.trainer.publish(1)
+        self.cluster.run()
+        self.asked: list[CallRecord] = []
+        for reader in self.handles:
+            self.asked.append(reader.fetch() if fetch else reader.replicate())
+            self.let_all_but_reads_happen()
+
+    def let_all_but_reads_happen(self) -> None:
+        while choices := [choice for choice in self.cluster.choices() if choice.kind != "read"]:
+            self.cluster.do(choices[0])
+
+    def lease(self, number: int) -> str:
+        reader = self.handles[number]
+        leases = self.cluster.coordinator.cluster.leases.values()
+        return next(lease.id for lease in leases if lease.part.member.registration == reader.id)
+
+    def tells(self, number: int, *flows: Flow) -> None:
+        """A reader says how far it is."""
+        key = self.asked[number].key
+        assert key is not None
+        self.handles[number].worker.say(Progress(key, 0, 0, 0, flows))
+        self.let_all_but_reads_happen()
+
+    def flows(self, number: int, nbytes: int, seconds: float) -> None:
+        self.tells(number, Flow(self.lease(number), nbytes, seconds))
+
+    @property
+    def rate(self) -> float:
+        """What a link within the site is taken to carry."""
+        known = self.cluster.coordinator.cluster
+        return known.links.rates(known.now)[SITE]
+
+
+def test_a_reader_that_had_a_whole_source_for_itself_tells_what_a_link_carries() -> None:
+    readers = Readers(1)
+    readers.flows(0, 25_000_000, 1.0)
+    assert readers.rate == 25e6
+
+
+def test_only_what_came_since_the_last_word_counts() -> None:
+    """A link that has become ten times as slow is found so at once."""
+    readers = Readers(1)
+    readers.flows(0, 500_000_000, 1.0)
+    assert readers.rate == 500e6
+    readers.flows(0, 550_000_000, 2.0)
+    assert readers.rate == 50e6
+
+
+def test_readers_that_share_a_source_tell_of_all_that_it_gives() -> None:
+    """Fetches have one source only, since they are none themselves."""
+    readers = Readers(4, fetch=True)
+    assert len(readers.trainer.serving) == 4
+    for number in range(4):
+        readers.flows(number, 50_000_000, 1.0)
+    assert readers.rate == 200e6
+
+
+def test_who_waits_for_its_source_does_not_tell_of_its_link() -> None:
+    readers = Readers(2)
+    first, second = readers.handles
+    assert [lane.reader for lane in first.serving] == [second]
+    readers.flows(1, 1000, 1.0)
+    assert readers.rate == SUPPOSED_BYTES_PER_S[SITE]
+    readers.flows(0, 25_000_000, 1.0)
+    assert readers.rate == 25e6
+
+
+def test_wild_words_change_nothing() -> None:
+    readers = Readers(1)
+    readers.tells(0, Flow("nobody's", 1, 1.0), Flow("", 2**64 - 1, 10.0**9))
+    readers.flows(0, 1, 0.0)
+    assert readers.rate == SUPPOSED_BYTES_PER_S[SITE]
+    readers.flows(0, 2**64 - 1, 1.0)
+    readers.flows(0, 0, 10.0)
+    assert readers.rate == SUPPOSED_BYTES_PER_S[SITE]
+    readers.cluster.run()
+    assert readers.asked[0].number == 1
+
+
+def test_a_lost_source_is_replaced_and_nothing_verified_is_read_again() -> None:
+    cluster, _, reader = trainer_and_reader()
+    second = cluster.handle("second")
+    cluster.run()
+    second.replicate()
+    cluster.run()
+    asked = reader.replicate()
+    while reader.pull is None or len(reader.pull.missing) != 1:
+        cluster.do(cluster.choices()[0])
+    assert reader.pull is not None
+    (grant,) = reader.pull.grants.values()
+    cluster.find(grant).worker.crash()  # type: ignore[union-attr]
+    before = len(cluster.log)
+    cluster.run()
+    cluster.advance(1)
+    assert asked.number == 1
+    assert any("reader <- AddSource" in line for line in cluster.log[before:])
+    assert len(reader.pull.missing) == 0
+
+
+def test_a_source_that_is_given_up_while_nobody_could_hear_it_is_not_read_under_the_same_lease_again() -> None:
+    cluster, _, reader = trainer_and_reader()
+    asked = reader.replicate()
+    while reader.pull is None or len(reader.pull.missing) != 1:
+        cluster.do(cluster.choices()[0])
+    assert reader.pull is not None
+    (lease,) = reader.pull.grants
+    reader.worker.disconnect()
+    reader.source_ended(lease, "lost")
+    cluster.run()
+    reader.worker.connect()
+    cluster.run()
+    cluster.advance(1)
+    assert asked.number == 1
+    assert len(cluster.guarantees.contents.truth) == 1
+
+
+def test_the_only_source_is_tried_again_after_a_while_that_grows() -> None:
+    cluster, _, reader = trainer_and_reader()
+    asked = reader.replicate()
+    while reader.pull is None:
+        cluster.do(cluster.choices()[0])
+    waits = []
+    for _ in range(7):
+        assert reader.pull is not None
+        reader.source_ended(next(iter(reader.pull.grants)), "stalled")
+        began = cluster.now
+        while not reader.pull.grants:
+            for choice in [c for c in cluster.choices() if c.kind != "read"]:
+                cluster.do(choice)
+            cluster.advance(0.01, run=False)
+        waits.append(cluster.now - began)
+    cluster.run()
+    assert asked.number == 1
+    assert waits == pytest.approx([0.05, 0.1, 0.2, 0.4, 0.8, 1.6, 2.0], abs=0.04)
+
+
+def test_two_ranks_failing_sources_are_each_tried_again_in_time() -> None:
+    cluster = StepwiseCluster()
+    trainers, readers = cluster.group("trainer", 2), cluster.group("reader", 2)
+    cluster.run()
+    for handle in trainers:
+        handle.publish(1)
+    cluster.run()
+    calls = [handle.replicate() for handle in readers]
+    while any(handle.pull is None for handle in readers):
+        cluster.do(next(c for c in cluster.choices() if c.kind != "read"))
+    for times, handle in ((4, readers[0]), (1, readers[1])):
+        for _ in range(times):
+            assert handle.pull is not None
+            while not handle.pull.grants:
+                for choice in [c for c in cluster.choices() if c.kind != "read"]:
+                    cluster.do(choice)
+                cluster.advance(0.01, run=False)
+            handle.source_ended(next(iter(handle.pull.grants)), "stalled")
+    cluster.advance(5)
+    assert [call.number for call in calls] == [1, 1]
+
+
+def test_a_source_on_the_same_host_is_preferred() -> None:
+    cluster = StepwiseCluster()
+    trainer = cluster.handle("trainer")
+    near = cluster.worker("near", Location(host="h1")).register("near")
+    reader = cluster.worker("reader", Location(host="h1")).register("reader")
+    cluster.run()
+    trainer.publish(1)
+    cluster.run()
+    near.replicate()
+    cluster.run()
+    reader.replicate()
+    cluster.run()
+    assert any("reader <- Start" in line and ":near(" in line for line in cluster.log)
+
+
+def test_without_a_transport_in_common_nothing_is_overwritten() -> None:
+    """R7: the only holder speaks another transport; the old version stays."""
+    cluster = StepwiseCluster()
+    trainer = cluster.worker("trainer", transports=("rdma", "tcp")).register("trainer")
+    reader = cluster.handle("reader")
+    cluster.run()
+    trainer.publish(1)
+    cluster.run()
+    reader.replicate()
+    cluster.run()
+    trainer.unpublish()
+    cluster.run()
+    other = cluster.worker("other", transports=("rdma",)).register("other")
+    cluster.run()
+    other.publish(2)
+    cluster.run()
+    asked = reader.update()
+    cluster.run()
+    with pytest.raises(TransportUnavailable, match="rank 0 has tcp, and version 2 is offered over rdma") as caught:
+        _ = asked.number
+    assert caught.value.memory == "intact"
+    assert reader.member.version == 1
+
+
+@pytest.mark.parametrize(("host", "found"), [("here", True), ("elsewhere", False)])
+def test_a_transport_of_one_host_is_none_in_common_with_another_host(host: str, found: bool) -> None:
+    cluster = StepwiseCluster()
+    trainer = cluster.worker("trainer", Location(host="here"), transports=("cma",)).register("trainer")
+    reader = cluster.worker("reader", Location(host=host), transports=("cma",)).register("reader")
+    cluster.run()
+    trainer.publish(1)
+    cluster.run()
+    asked = reader.replicate()
+    cluster.run()
+    if found:
+        assert asked.number == 1
+    else:
+        with pytest.raises(TransportUnavailable, match="rank 0 has cma, and version 1 is offered over cma only"):
+            _ = asked.number
+
+
+def test_nothing_is_overwritten_while_its_only_source_is_suspected() -> None:
+    cluster, trainer, reader = trainer_and_reader()
+    trainer.worker.disconnect()
+    cluster.run()
+    asked = reader.replicate(timeout_s=5)
+    cluster.run()
+    assert reader.member.state is HandleState.EMPTY
+    cluster.advance(6)
+    assert isinstance(asked.error, VersionUnavailable)
+    assert "no holder of version 1 can be reached now" in str(asked.error)
+    assert asked.error.memory == "intact"
+
+
+def test_a_source_given_up_unheard_is_not_taken_for_another_one() -> None:
+    """The reader's word is lost with its connection, and the coordinator speaks of that lease once more."""
+    cluster, trainer, reader = trainer_and_reader()
+    asked = reader.replicate()
+    while reader.pull is None:
+        cluster.do(cluster.choices()[0])
+    (lease,) = reader.pull.grants
+    reader.worker.disconnect()
+    reader.source_ended(lease, "lost")
+    while cluster.choices():
+        cluster.do(cluster.choices()[0])
+    reader.worker.connect()
+    cluster.advance(1.0)
+    assert asked.number == 1
+    assert sum(f"-> ReadFailed key=reader@1.2#0 rank=0 lease={lease} " in line for line in cluster.log) == 1
+    assert reader.cells == trainer.cells
+
+
+@pytest.mark.parametrize(("transports", "sources"), [(("tcp",), 3), (("cma", "tcp"), 1)])
+def test_readers_that_copy_out_of_memory_need_no_chain(
+    monkeypatch: pytest.MonkeyPatch, transports: tuple[str, ...], sources: int
+) -> None:
+    """Over sockets the source's host would send the same bytes three times; who copies is in nobody's way."""
+    monkeypatch.setattr(source_choice, "LATENCY_S", (0.0, 0.0, 0.0, 0.0))
+    cluster = StepwiseCluster()
+    for name in ("trainer", "a", "b", "c"):
+        cluster.worker(name, Location(host="one"), transports)
+    trainer, *readers = (cluster.handle(name) for name in ("trainer", "a", "b", "c"))
+    cluster.run()
+    trainer.publish(1)
+    cluster.run()
+    for reader in readers:
+        reader.replicate()
+        while steps := [step for step in cluster.choices() if step.kind != "read"]:
+            cluster.do(steps[0])
+    leases = cluster.coordinator.cluster.leases.values()
+    assert len({lease.holding.member.worker.name for lease in leases}) == sources
+    cluster.run()
+    assert all(reader.cells == trainer.cells for reader in readers)
+
+
+def test_a_dead_readers_source_is_told_to_cut_it_off() -> None:
+    cluster, trainer, reader = published()
+    reader.replicate(timeout_s=60)
+    while reader.pull is None:
+        cluster.do(cluster.choices()[0])
+    (lease,) = reader.pull.grants
+    reader.worker.crash()
+    cluster.advance(11)
+    assert any(f"trainer <- CutReader lease={lease}" in line for line in cluster.log)
+    assert trainer.worker.cut == {lease}
+    assert cluster.coordinator.cluster.leases == {}
+
+
+def test_a_cut_that_was_lost_on_the_way_is_repeated() -> None:
+    cluster, trainer, reader = published()
+    reader.replicate(timeout_s=60)
+    while reader.pull is None:
+        cluster.do(cluster.choices()[0])
+    trainer.worker.disconnect()
+    reader.worker.crash()
+    cluster.advance(9)
+    trainer.worker.connect()
+    trainer.worker.say(Heartbeat(0))
+    while cluster.now < 10.5:
+        cluster.advance(0.5, run=True)
+    assert worker_state(cluster, trainer) == "live"
+    trainer.worker.disconnect()
+    trainer.worker.connect()
+    cluster.advance(1)
+    assert cluster.coordinator.cluster.leases == {}
+
+
+def test_a_source_lost_together_with_its_reader_leaves_no_lease() -> None:
+    cluster, trainer, reader = published()
+    reader.replicate(timeout_s=60)
+    while reader.pull is None:
+        cluster.do(cluster.choices()[0])
+    trainer.worker.crash()
+    reader.worker.crash()
+    cluster.advance(30)
+    assert cluster.coordinator.cluster.leases == {}
+    assert cluster.coordinator.cluster.workers == {}
+
+
+def test_a_lost_source_whose_reader_has_no_other_may_still_serve_it() -> None:
+    """R11: LOST only removes it from counts; immutable bytes may still be read."""
+    cluster, trainer, reader = published()
+    asked = reader.replicate(timeout_s=60)
+    while reader.pull is None:
+        cluster.do(cluster.choices()[0])
+    trainer.worker.disconnect()
+    while cluster.now < 11:
+        for choice in [c for c in cluster.choices() if c.kind != "read"]:
+            cluster.do(choice)
+        cluster.advance(0.5, run=False)
+    assert worker_state(cluster, trainer) == "lost"
+    cluster.run()
+    assert asked.number == 1
+    assert reader.cells == trainer.cells

@@ -1,0 +1,69 @@
+"""Accepting readers: how many are served, peers that do not behave, and what is left when the listener ends."""
+
+from __future__ import annotations
+
+import os
+import socket
+
+import anyio
+import anyio.to_thread
+import pytest
+
+from tensorhub.protocol.blocking import BlockingConnection
+from tensorhub.protocol.frames import PREFACE
+from tensorhub.protocol.handshake import NONCE_BYTES, ClientHandshake
+from tensorhub.runtime.data.lanes import SourceFailed
+from tests.runtime.data.test_serving import LARGE, read
+from tests.runtime.data_rig import (
+    CHUNKS,
+    SECRET,
+    WAIT_S,
+    Node,
+    finish,
+    manifest_of,
+    next_event,
+    serving,
+    until,
+)
+
+
+async def test_more_readers_than_allowed_are_turned_away() -> None:
+    manifest = manifest_of()
+    a = Node("a", manifest, filled=True, readers_max=1).open(complete=False)
+    b, c = (Node(name, manifest, filled=False).open(complete=False) for name in "bc")
+    async with serving(a, b, c), b.runner() as to_b, c.runner() as to_c:
+        to_b.add_source(a.grant())
+        a.make_available(0)
+        await until(lambda: b.has(0))
+        to_c.add_source(a.grant())
+        failed = await next_event(to_c)
+        assert isinstance(failed, SourceFailed)
+        assert failed.reason == "refused"
+        assert "1 connections are served here already (Options.readers_max)" in failed.detail
+        a.make_available(*range(CHUNKS))
+        await finish(to_b)
+
+
+@pytest.mark.parametrize("data", [b"", b"GET / HTTP/1.1\r\n\r\n", PREFACE + b"\xff\xff\xff\xff"])
+async def test_a_malformed_peer_loses_its_connection_and_nobody_else_anything(data: bytes) -> None:
+    manifest = manifest_of()
+    a = Node("a", manifest, filled=True).open(complete=True)
+    b = Node("b", manifest, filled=False).open(complete=False)
+    async with serving(a, b), b.runner() as runner:
+        with socket.create_connection(a.listener.getsockname()) as peer:
+            peer.sendall(data)
+            peer.shutdown(socket.SHUT_WR)
+            runner.add_source(a.grant())
+            await finish(runner)
+            await until(lambda: "1 lanes" in repr(a.owner))  # the reader's, which it keeps
+
+
+async def test_a_listener_that_is_cancelled_ends_lanes_in_the_middle_of_a_send() -> None:
+    a = Node("a", manifest_of((LARGE,), chunk_bytes=LARGE), filled=True).open(complete=True)
+    with socket.create_connection(a.listener.getsockname()) as sock:
+        async with serving(a):  # which checks, at its end, that the lane is over, though its reader takes nothing
+            connection = BlockingConnection(sock, stall_timeout_s=WAIT_S)
+            handshake = ClientHandshake("reader", "raw-1", SECRET, os.urandom(NONCE_BYTES))
+            await anyio.to_thread.run_sync(connection.handshake, handshake, WAIT_S)
+            connection.send(read(a, (0, 1)))
+            await until(lambda: "1 accesses" in repr(a.owner))
