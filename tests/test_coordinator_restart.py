@@ -17,7 +17,7 @@ from tensorhub.errors import CoordinatorUnavailable, LeaseLost, StateError
 from tensorhub.hub import Hub
 from tensorhub.types import FetchReport, Options, VersionInfo, parse_address
 from tensorhub.weights import Weights
-from tensorhub.worker import running
+from tensorhub.worker import active_call
 from tests.rig import (
     CHUNK_BYTES,
     CHUNKS,
@@ -325,7 +325,7 @@ async def test_what_was_staged_and_is_in_doubt_is_dropped(
     lost: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Nobody has recorded it, or nobody knows any more; nothing was overwritten."""
-    monkeypatch.setattr(running, "DEADLINE_SLACK_S", 0.1)  # for a coordinator's answer: there is none
+    monkeypatch.setattr(active_call, "DEADLINE_SLACK_S", 0.1)  # for a coordinator's answer: there is none
     state_dir = None if lost else tmp_path
     async with cluster("trainer", "reader", state_dir=state_dir, options=HOSTED) as (coordinator, hubs):
         source, weights, theirs = await holding_one(hubs)

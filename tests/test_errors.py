@@ -40,7 +40,7 @@ from tensorhub.memory.tensors import RegisteredMemory
 from tensorhub.messages import ErrorInfo
 from tensorhub.types import ContentId, Options, VersionInfo, parse_address
 from tensorhub.weights import Weights
-from tensorhub.worker import running
+from tensorhub.worker import active_call
 from tests.rig import (
     CHUNK_BYTES,
     CHUNKS,
@@ -771,7 +771,7 @@ async def test_a_transport_that_there_is_not() -> None:
 
 @provokes(CoordinatorUnavailable)
 async def test_a_coordinator_that_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(running, "DEADLINE_SLACK_S", 0.1)  # for its answer
+    monkeypatch.setattr(active_call, "DEADLINE_SLACK_S", 0.1)  # for its answer
     async with restartable() as coordinator, contextlib.AsyncExitStack() as stack:
         hub, peer = [await stack.enter_async_context(connect(coordinator.address, name)) for name in ("worker", "peer")]
         held, empty = await published(hub), await hub.register("n", tensors())
