@@ -23,8 +23,8 @@ from typing import Any
 
 from benches.chaos import namespaces
 from benches.chaos.namespaces import Namespaces
+from benches.child_processes import Process
 from benches.comparison.facts import facts
-from benches.processes import Process
 
 PUBLISHER = "publisher"
 MODULE = "benches.capped_party"

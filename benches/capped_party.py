@@ -1,4 +1,4 @@
-"""A process of `benches.capped`: a coordinator, or a worker behind its own link (`benches.orders`)."""
+"""A process of `benches.capped`: a coordinator, or a worker behind its own link (`benches.commands`)."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import anyio
 
 import tensorhub
 from benches import words
-from benches.orders import obey
+from benches.commands import obey
 from tensorhub.types import Location, Options
 from tensorhub.weights import Weights
 

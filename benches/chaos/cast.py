@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Final, Protocol
 
-from benches.processes import Failed, Gone, Pending, Process
+from benches.child_processes import Failed, Gone, Pending, Process
 
 MARGIN_S: Final = 15.0  # what a call may take beyond its own timeout, on a busy machine
 SLICE_S: Final = 0.5

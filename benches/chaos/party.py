@@ -1,4 +1,4 @@
-"""One party's process: a coordinator or a worker that does what the run says (`benches.orders`).
+"""One party's process: a coordinator or a worker that does what the run says (`benches.commands`).
 
 Each call answers with what it returned or raised and with which contents' words the memory holds then, found word by word
 (`benches.words`). An error that is not a TensorHubError is told as such.
@@ -19,7 +19,7 @@ import anyio.to_thread
 
 import tensorhub
 from benches import words
-from benches.orders import obey
+from benches.commands import obey
 from tensorhub.errors import TensorHubError
 from tensorhub.hub import Hub, fetch_into
 from tensorhub.memory.file_target import FileTarget

@@ -9,7 +9,6 @@ import contextlib
 import json
 import os
 import shutil
-import subprocess
 import tempfile
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
@@ -19,18 +18,16 @@ from typing import Any
 
 import anyio
 import anyio.to_thread
-from anyio.abc import Process
-from anyio.streams.buffered import BufferedByteReceiveStream
 
+from tensorhub.cli.child_processes import AsyncChildProcess, ChildEnded, Line, closing_all
 from tensorhub.cli.common import leaf_of
 
-from . import environments, family
+from . import environments, process_tree
 from .sizes import half_tiny
 from .ways import Way
 
 ROOT = Path(__file__).parents[__package__.count(".") + 1]  # from where this package is imported
-LINE_BYTES_MAX = 64 * 2**20
-LEAVE_S = 10.0  # for parties that were told to close; then they are killed
+LEAVE_S = 10.0  # for processes that were told to close; then they are killed
 SAMPLE_S = 0.1
 MEMORY = Path("/dev/shm")
 
@@ -105,8 +102,8 @@ async def visit(plan: Plan, way: Way, fan: int, number: int) -> Visit:
     scratch = _scratch()
     try:
         settings = [_setting(plan, scratch, fan, who) for who in range(fan + 1)]
-        async with _parties(plan, way, scratch, settings) as parties:
-            await _measure(plan, parties, done, scratch)
+        async with _processes(plan, way, scratch, settings) as processes:
+            await _measure(plan, processes, done, scratch)
     except VisitFailed as error:
         done.copies.clear()
         done.reason = str(error)
@@ -124,21 +121,21 @@ def _setting(plan: Plan, scratch: Path, fan: int, number: int) -> str:
     return json.dumps({"number": number, "receivers": fan, "sizes": half_tiny(plan.nbytes), "scratch": str(scratch)})
 
 
-async def _measure(plan: Plan, parties: Sequence[Party], done: Visit, scratch: Path) -> None:
-    source, *receivers = parties
-    greetings = await _within(plan, "start", _hear_all(parties))
+async def _measure(plan: Plan, processes: Sequence[BenchProcess], done: Visit, scratch: Path) -> None:
+    source, *receivers = processes
+    greetings = await _within(plan, "start", _hear_all(processes))
     done.versions, hellos = greetings[0]["versions"], [answer["value"] for answer in greetings]
-    await _within(plan, "meet", _ask(parties, "meet", hellos))
+    await _within(plan, "meet", _ask(processes, "meet", hellos))
     for number in range(plan.copies + 1):
         if number == 0:
             await _within(plan, "clear", _ask(receivers, "clear"))
-            copied, done.peak_bytes = await _watched(parties, scratch, _within(plan, "first copy", _copy(parties, 0)))
+            copied, done.peak_bytes = await _watched(processes, scratch, _within(plan, "first copy", _copy(processes, 0)))
         else:
-            copied = await _within(plan, f"copy {number}", _copy(parties, number))
+            copied = await _within(plan, f"copy {number}", _copy(processes, number))
             done.copies.append(copied)
         check = "sample" if number else "digest"
-        expected, *found = [answer["value"] for answer in await _within(plan, check, _ask(parties, check))]
-        wrong = [party.name for party, value in zip(receivers, found, strict=True) if value != expected]
+        expected, *found = [answer["value"] for answer in await _within(plan, check, _ask(processes, check))]
+        wrong = [process.name for process, value in zip(receivers, found, strict=True) if value != expected]
         if wrong:
             raise VisitFailed(f"{', '.join(wrong)} got other bytes than {source.name} has, in copy {number}")
     with contextlib.suppress(VisitFailed, TimeoutError):
@@ -146,36 +143,36 @@ async def _measure(plan: Plan, parties: Sequence[Party], done: Visit, scratch: P
             await _ask([*receivers, source], "close")
 
 
-async def _copy(parties: Sequence[Party], number: int) -> Copy:
+async def _copy(processes: Sequence[BenchProcess], number: int) -> Copy:
     """A new content, to all receivers. None of our own messages is in the time."""
-    source, *receivers = parties
-    retired = await source.ask("retire")
-    await source.ask("change")
-    before_s = await _cpu_s(parties)
-    offered = await source.ask("offer", number + 1)
+    source, *receivers = processes
+    retired = await source.do("retire")
+    await source.do("change")
+    before_s = await _cpu_s(processes)
+    offered = await source.do("offer", number + 1)
     for receiver in receivers:
-        await receiver.tell("take", offered["value"])
-    await source.tell("give")
-    given, *taken = await _hear_all(parties)
-    cpu_s = await _cpu_s(parties) - before_s
+        await receiver.tell(do="take", arguments=[offered["value"]])
+    await source.tell(do="give", arguments=[])
+    given, *taken = await _hear_all(processes)
+    cpu_s = await _cpu_s(processes) - before_s
     offered_s = sum(answer["end"] - answer["start"] for answer in (retired, offered))
     moved_s = max(answer["end"] for answer in taken) - min(answer["start"] for answer in [given, *taken])
     return Copy(offered_s + moved_s, offered_s, cpu_s)
 
 
-async def _cpu_s(parties: Sequence[Party]) -> float:
-    return float(sum(answer["value"] for answer in await _ask(parties, "cpu")))
+async def _cpu_s(processes: Sequence[BenchProcess]) -> float:
+    return float(sum(answer["value"] for answer in await _ask(processes, "cpu")))
 
 
-async def _watched(parties: Sequence[Party], scratch: Path, copying: Any) -> tuple[Copy, int]:
+async def _watched(processes: Sequence[BenchProcess], scratch: Path, copying: Any) -> tuple[Copy, int]:
     """The copy, and the most memory that the visit's processes had during it."""
     most = 0
 
     async def watch() -> None:
         nonlocal most
         while True:
-            pids = family.family([party.process.pid for party in parties])
-            most = max(most, await anyio.to_thread.run_sync(family.memory_bytes, pids, scratch))
+            pids = process_tree.members([process.pid for process in processes])
+            most = max(most, await anyio.to_thread.run_sync(process_tree.memory_bytes, pids, scratch))
             await anyio.sleep(SAMPLE_S)
 
     async with _leaves(), anyio.create_task_group() as tasks:
@@ -185,60 +182,43 @@ async def _watched(parties: Sequence[Party], scratch: Path, copying: Any) -> tup
     return copied, most
 
 
-# ------------------------------------------------------------------------------------------------------- the parties
+# ------------------------------------------------------------------------------------------------------- the processes
 
 
-class Party:
+class BenchProcess(AsyncChildProcess):
     """A process of a visit."""
 
-    def __init__(self, name: str, process: Process, log: Path) -> None:
-        self.name = name
-        self.process = process
-        self._log = log
-        self._lines = BufferedByteReceiveStream(process.stdout) if process.stdout else None
-
-    async def tell(self, do: str, *arguments: object) -> None:
-        with contextlib.suppress(anyio.BrokenResourceError, anyio.ClosedResourceError):  # its end is what we then hear
-            if self.process.stdin is not None:
-                await self.process.stdin.send(json.dumps({"do": do, "with": arguments}).encode() + b"\n")
-
-    async def hear(self) -> dict[str, Any]:
+    async def hear(self) -> Line:
         """The next answer; VisitFailed if it failed or is gone."""
         try:
-            answer = json.loads(await self._lines.receive_until(b"\n", LINE_BYTES_MAX)) if self._lines else {}
-        except (anyio.IncompleteRead, anyio.EndOfStream, anyio.BrokenResourceError):
-            code = await self.process.wait()
-            raise VisitFailed(f"{self.name} ended with code {code}: {self._last_line()}") from None
+            answer = await super().hear()
+        except ChildEnded as ended:
+            raise VisitFailed(str(ended)) from None
         if "failed" in answer:
             raise VisitFailed(f"{self.name}: {' '.join(answer['failed'].split())[:500]}")
-        return dict(answer)
+        return answer
 
-    async def ask(self, do: str, *arguments: object) -> dict[str, Any]:
-        await self.tell(do, *arguments)
-        return await self.hear()
-
-    def _last_line(self) -> str:
-        lines = [line for line in self._log.read_text(errors="replace").splitlines() if line.strip()]
-        return lines[-1].strip()[:500] if lines else "it left no message"
+    async def do(self, what: str, *arguments: object) -> Line:
+        return await self.ask(do=what, arguments=arguments)
 
 
-async def _ask(parties: Sequence[Party], do: str, *arguments: object) -> list[dict[str, Any]]:
-    for party in parties:
-        await party.tell(do, *arguments)
-    return await _hear_all(parties)
+async def _ask(processes: Sequence[BenchProcess], do: str, *arguments: object) -> list[dict[str, Any]]:
+    for process in processes:
+        await process.tell(do=do, arguments=arguments)
+    return await _hear_all(processes)
 
 
-async def _hear_all(parties: Sequence[Party]) -> list[dict[str, Any]]:
+async def _hear_all(processes: Sequence[BenchProcess]) -> list[dict[str, Any]]:
     """An answer of each; the first failure of any at once, for the others may be waiting for that one."""
     answers: dict[str, dict[str, Any]] = {}
 
-    async def hear(party: Party) -> None:
-        answers[party.name] = await party.hear()
+    async def hear(process: BenchProcess) -> None:
+        answers[process.name] = await process.hear()
 
     async with _leaves(), anyio.create_task_group() as tasks:
-        for party in parties:
-            tasks.start_soon(hear, party)
-    return [answers[party.name] for party in parties]
+        for process in processes:
+            tasks.start_soon(hear, process)
+    return [answers[process.name] for process in processes]
 
 
 @contextlib.asynccontextmanager
@@ -259,40 +239,28 @@ async def _within(plan: Plan, step: str, doing: Any) -> Any:
 
 
 @contextlib.asynccontextmanager
-async def _parties(plan: Plan, way: Way, scratch: Path, settings: Sequence[str]) -> AsyncIterator[list[Party]]:
+async def _processes(plan: Plan, way: Way, scratch: Path, settings: Sequence[str]) -> AsyncIterator[list[BenchProcess]]:
     """A process for each setting, the source first; all of them and whatever they have started are gone afterwards."""
     path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
     variables = {"PYTHONPATH": path, "OMP_NUM_THREADS": "1", "UCX_POSIX_DIR": str(scratch), **way.variables}
     python = str(environments.interpreter(plan.environments, way.environment))
-    parties: list[Party] = []
-    try:
-        with tempfile.TemporaryDirectory(prefix=f"thb{os.getpid()}-") as logs:
+    started: list[BenchProcess] = []
+    async with closing_all() as children:
+        try:
             for number, setting in enumerate(settings):
                 name = f"receiver {number}" if number else "the source"
-                log = Path(logs) / str(number)
-                with log.open("wb") as errors:
-                    process = await anyio.open_process(
-                        [python, "-m", f"{__package__}.party", way.name, setting],
-                        stdin=subprocess.PIPE,
-                        stdout=subprocess.PIPE,
-                        stderr=errors,
-                        env=os.environ | variables,
-                        start_new_session=True,
-                    )
-                parties.append(Party(name, process, log))
-            yield parties
-    finally:
-        with anyio.CancelScope(shield=True):
-            await _end(parties)
+                command = [python, "-m", f"{__package__}.bench_process", way.name, setting]
+                started.append(BenchProcess(name, command, environment=os.environ | variables))
+                children.append(started[-1])
+            yield started
+        finally:
+            with anyio.CancelScope(shield=True):
+                await _end_trees([process.pid for process in started])
 
 
-async def _end(parties: Sequence[Party]) -> None:
+async def _end_trees(roots: Sequence[int]) -> None:
     """Kill whoever is left of the visit, until nobody is."""
-    roots = {party.process.pid for party in parties}
     deadline = time.monotonic() + LEAVE_S
-    while (left := family.family(roots)) and time.monotonic() < deadline:
-        family.end(left)
+    while (left := process_tree.members(roots)) and time.monotonic() < deadline:
+        process_tree.end(left)
         await anyio.sleep(0.02)
-    for party in parties:
-        with anyio.move_on_after(LEAVE_S):
-            await party.process.aclose()

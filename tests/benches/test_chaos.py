@@ -22,7 +22,7 @@ from benches.chaos.events import Event
 from benches.chaos.ledger import ATTEMPTS, Answer, Call, Ledger, Seat
 from benches.chaos.plan import Fault
 from benches.chaos.relay import Weather
-from benches.processes import ROOT, children
+from benches.child_processes import ROOT, children
 from tests.cli.processes import alive, eventually
 from tests.testing.test_slice import first_seed
 

@@ -14,7 +14,7 @@ from tensorhub.cli.common import (
     CommandError,
     check_address,
     check_token_file,
-    checked_model,
+    checking,
     format_bytes,
     report,
     run,
@@ -24,6 +24,7 @@ from tensorhub.cli.common import (
     whole,
 )
 from tensorhub.errors import CoordinatorUnavailable, VersionConflict
+from tensorhub.types import check_name
 
 
 def exit_code(error: Exception | None = None, number: int | None = None) -> int:
@@ -130,8 +131,8 @@ def test_what_cleaning_up_after_a_signal_raises_is_not_the_outcome() -> None:
 
 @pytest.mark.parametrize("name", ["", "a\nb", "m" * 513])
 def test_a_name_that_no_model_can_have_cannot_be_used(name: str) -> None:
-    with pytest.raises(CommandError, match="cannot name a model") as refused:
-        checked_model(name)
+    with pytest.raises(CommandError, match=r"--model: .* cannot name a model") as refused, checking("--model"):
+        check_name("model", name)
     assert refused.value.code == USAGE
 
 

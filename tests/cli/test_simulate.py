@@ -20,9 +20,9 @@ from tests.testing.standin import BREAKS, DIES, RAISES, SLEEPS, THIN, WAVERS
 
 ROOT = Path(__file__).parents[2]
 PROGRAM = """
-import tensorhub.cli.simulate, tensorhub.cli.simulate_crew
+import tensorhub.cli.simulate
 tensorhub.cli.simulate.SEARCH = "tests.testing.standin"
-tensorhub.cli.simulate_crew.SEED_S_MAX = 6.0
+tensorhub.cli.simulate.SEED_S_MAX = 6.0
 from tensorhub.cli import main
 main()
 """
@@ -103,7 +103,7 @@ def test_a_process_that_ends_costs_its_seed_only() -> None:
     assert code == 1
     failures = {failure["seed"]: failure["failure"] for failure in found["failures"]}
     assert failures.keys() == {BREAKS, RAISES, DIES}
-    assert failures[DIES] == "its process has ended, with exit code 3"
+    assert failures[DIES] == "its process ended with exit code 3"
     assert 'raise KeyError("lost")' in failures[RAISES]
     assert found["seeds"] == 22
 

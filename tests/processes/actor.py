@@ -1,4 +1,4 @@
-"""One process of a test's cluster: does what its parent says (`benches.orders`), and answers each command.
+"""One process of a test's cluster: does what its parent says (`benches.commands`), and answers each command.
 
 Commands run at the same time, but for `block`, which blocks this process' only Python thread and its loop.
 """
@@ -20,7 +20,7 @@ import numpy.typing as npt
 
 import tensorhub
 from benches import words
-from benches.orders import obey
+from benches.commands import obey
 from tensorhub.errors import TensorHubError
 from tensorhub.hub import Hub
 from tensorhub.types import FetchReport, Options

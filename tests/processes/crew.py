@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from benches.processes import WAIT_S, Aborted, Failed, Pending, Process, children
+from benches.child_processes import WAIT_S, Aborted, Failed, Pending, Process, children
 
 __all__ = ["WAIT_S", "Aborted", "Crew", "Failed", "Pending", "Process", "crew"]
 

@@ -7,7 +7,7 @@ import typer
 
 import tensorhub
 from tensorhub.cli.bench import bench
-from tensorhub.cli.common import EXIT_CODES, HELP
+from tensorhub.cli.common import EXIT_CODES, HELP, reporting
 from tensorhub.cli.demo import demo
 from tensorhub.cli.doctor import doctor
 from tensorhub.cli.fetch import fetch
@@ -58,5 +58,5 @@ _COMMANDS: dict[Callable[..., None], str] = {
     bench: "Compare with this machine's ceilings and with peers.",
 }
 for _command, _short in _COMMANDS.items():
-    app.command(short_help=_short, epilog=EXIT_CODES, context_settings=HELP)(_command)
+    app.command(short_help=_short, epilog=EXIT_CODES, context_settings=HELP)(reporting(_command))
 app.add_typer(token, name="token", short_help="Make tokens, also read-only ones.")

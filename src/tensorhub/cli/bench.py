@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import importlib
-import sys
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
-from tensorhub.cli.common import CommandError, QuietOption, report as report_error, seconds, whole
+from tensorhub.cli.common import QuietOption, import_shipped, seconds, whole
 
 MIB_MIN = 2
 
@@ -43,35 +41,23 @@ def bench(
     Each way runs in processes of its own, in turns; what arrives is verified. As root, all of them run in a network
     namespace of their own, under the same congestion control. What is not installed is told at the end (docs/benchmarks.md).
     """
-    comparison = _comparison()
+    comparison = import_shipped("benches.comparison.command")
     if list_ways:
         comparison.list_ways()
         return
-    try:
-        comparison.compare(
-            comparison.Wanted(
-                rounds=rounds,
-                copies=copies,
-                mib=mib,
-                receivers=receivers,
-                only=only,
-                skip=skip,
-                timeout_s=timeout,
-                results=results,
-                picture=picture,
-                environments=environments_at,
-                install=install,
-                quiet=quiet,
-            )
+    comparison.compare(
+        comparison.Wanted(
+            rounds=rounds,
+            copies=copies,
+            mib=mib,
+            receivers=receivers,
+            only=only,
+            skip=skip,
+            timeout_s=timeout,
+            results=results,
+            picture=picture,
+            environments=environments_at,
+            install=install,
+            quiet=quiet,
         )
-    except CommandError as error:
-        raise typer.Exit(report_error(error)) from None
-
-
-def _comparison() -> Any:
-    """The module benches/comparison/command.py: a part of an installed TensorHub, in a source tree a file of its own."""
-    root = Path(__file__).parents[3]
-    if (root / "benches" / "comparison").is_dir():
-        sys.path.append(str(root))
-        return importlib.import_module("benches.comparison.command")
-    return importlib.import_module("tensorhub._benches.comparison.command")
+    )

@@ -1,12 +1,14 @@
-"""What all commands share: exit codes, error lines, signals, the address and the secret.
+"""What all commands share: exit codes, error lines, signals, options, tables and bars.
 
-Exit codes: 0 it worked; 1 the operation failed; 2 what was given cannot be used; 128 + n ended by signal n (130 is
-Ctrl-C). An error is one line on stderr, `error: <kind>: <what happened, and what to do>`; stdout carries results only.
+Exit codes: 0 it worked; 1 the operation failed; 2 what was given cannot be used; 128 + n signal n ended it (130 is
+Ctrl-C). An error is one line on stderr, `error: <kind>: <what happened, and what to do>`. Only results go to stdout.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
+import importlib
 import logging
 import math
 import os
@@ -14,25 +16,36 @@ import re
 import signal
 import sys
 from collections.abc import Awaitable, Callable, Iterator
+from contextlib import AbstractAsyncContextManager
 from decimal import Decimal
 from pathlib import Path
-from typing import Annotated, NoReturn
+from typing import Annotated, Any, NoReturn
 
 import anyio
 import typer
 from anyio.abc import TaskStatus
 from rich.console import Console
-from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
+from rich.progress import (
+    BarColumn,
+    DownloadColumn,
+    Progress,
+    ProgressColumn,
+    TextColumn,
+    TimeRemainingColumn,
+    TransferSpeedColumn,
+)
 from rich.table import Table
 
+import tensorhub
 from tensorhub.errors import AuthenticationFailed, StateError, TensorHubError, VersionUnavailable
 from tensorhub.hub import Hub
 from tensorhub.protocol.secret import read_token_file
-from tensorhub.types import check_name, parse_address, printable
+from tensorhub.types import parse_address, printable
 
 FAILED = 1
 USAGE = 2
 INTERRUPTED = 128 + signal.SIGINT
+TERMINATED = 128 + signal.SIGTERM
 
 HELP = {"help_option_names": ["-h", "--help"], "max_content_width": 100}
 WIDE = 1000  # of a line that nobody's terminal wraps
@@ -54,6 +67,7 @@ TokenFileOption = Annotated[
     ),
 ]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON, and nothing else, on stdout.")]
+Connect = Callable[..., AbstractAsyncContextManager[Hub]]
 QuietOption = Annotated[bool, typer.Option("--quiet", "-q", help="Print results and errors only.")]
 
 
@@ -118,19 +132,23 @@ def check_address(address: str | None) -> str:
     """The address that a command was given; a usage error if there is none or it is not one."""
     if address is None:
         raise usage("no coordinator to talk to: give --address tcp://HOST:PORT or set TENSORHUB_ADDRESS")
-    try:
+    with checking():
         parse_address(address)
-    except StateError as error:
-        raise usage(str(error)) from error
     return address
 
 
-def checked_model(name: str) -> str:
-    """The name of a model that a command was given; a usage error if it cannot be one."""
+@contextlib.contextmanager
+def checking(option: str = "") -> Iterator[None]:
+    """What the library refuses in this block was given by the user: a usage error, about `option`."""
     try:
-        return check_name("model", name)
-    except StateError as error:
-        raise usage(str(error)) from error
+        yield
+    except (AuthenticationFailed, StateError, ValueError) as error:
+        raise usage(f"{option}: {error}" if option else str(error)) from error
+
+
+def connecting(address: str | None, token_file: Path | None) -> Connect:
+    """What connects to the coordinator that a command was given; a usage error if it cannot be used."""
+    return functools.partial(tensorhub.connect, check_address(address), token=check_token_file(token_file))
 
 
 def format_bytes(nbytes: int) -> str:
@@ -142,10 +160,8 @@ def format_bytes(nbytes: int) -> str:
 def check_token_file(path: Path | None) -> Path | None:
     """The token file that a command was given; a usage error if it cannot be used now."""
     if path is not None:
-        try:
+        with checking():
             read_token_file(path)
-        except AuthenticationFailed as error:
-            raise usage(str(error)) from error
     return path
 
 
@@ -165,8 +181,29 @@ def logs_to_stderr(level: int) -> None:
     logging.basicConfig(stream=sys.stderr, level=level, format="%(asctime)s %(levelname)s %(message)s", force=True)
 
 
-def run(body: Callable[[], Awaitable[int]], *, logs: int = logging.ERROR) -> NoReturn:
-    """Run `body` until it returns its exit code, fails or is ended by SIGINT or SIGTERM; then leave the command."""
+def reporting(command: Callable[..., None]) -> Callable[..., None]:
+    """The command, whose expected errors are reported."""
+
+    @functools.wraps(command)
+    def reported(*arguments: Any, **options: Any) -> None:
+        try:
+            command(*arguments, **options)
+        except (CommandError, TensorHubError) as error:
+            raise typer.Exit(report(error)) from None
+
+    return reported
+
+
+def run(
+    body: Callable[[], Awaitable[int]],
+    *,
+    logs: int = logging.ERROR,
+    sigterm_is_ordinary: Callable[[], bool] = lambda: False,
+) -> NoReturn:
+    """Run `body` until it returns its exit code, fails, or gets SIGINT or SIGTERM; then leave the command.
+
+    `sigterm_is_ordinary`: asked when SIGTERM has come; True makes the exit code 0.
+    """
     logs_to_stderr(logs)
     try:
         code = anyio.run(_until_signal, body)
@@ -174,7 +211,7 @@ def run(body: Callable[[], Awaitable[int]], *, logs: int = logging.ERROR) -> NoR
         code = INTERRUPTED
     except Exception as error:
         code = report(error)
-    raise typer.Exit(code)
+    raise typer.Exit(0 if code == TERMINATED and sigterm_is_ordinary() else code)
 
 
 def report(error: BaseException) -> int:
@@ -211,14 +248,34 @@ def print_table(table: Table) -> None:
     print("\n".join(line.rstrip() for line in text.get().splitlines()), flush=True)
 
 
+def progress_bars(*columns: ProgressColumn | str, quiet: bool) -> Progress:
+    """Bars on stderr; disabled if that is no terminal or nobody wants them."""
+    console = Console(stderr=True)
+    return Progress(*columns, console=console, disable=quiet or not console.is_terminal)
+
+
 @contextlib.contextmanager
 def bytes_bar(title: str, quiet: bool) -> Iterator[Callable[[int, int], None]]:
-    """A bar on stderr, if that is a terminal and nobody wants quiet. Told (bytes done, bytes in all), from any thread."""
-    console = Console(stderr=True)
+    """A bar on stderr. It is told (bytes done, bytes in all), from any thread."""
     columns = (TextColumn("{task.description}", markup=False), BarColumn(), DownloadColumn(), TransferSpeedColumn())
-    with Progress(*columns, TimeRemainingColumn(), console=console, disable=quiet or not console.is_terminal) as progress:
+    with progress_bars(*columns, TimeRemainingColumn(), quiet=quiet) as progress:
         task = progress.add_task(title, total=None)
         yield lambda done, total: progress.update(task, completed=done, total=total)
+
+
+def import_shipped(name: str) -> Any:
+    """A module of the source tree, as "examples.encoder", that an installed TensorHub has as `tensorhub._examples.encoder`.
+
+    Raises FileNotFoundError if this installation has neither.
+    """
+    root = Path(__file__).parents[3]
+    if root.joinpath(*name.split(".")).with_suffix(".py").is_file():
+        sys.path.insert(0, str(root))
+        return importlib.import_module(name)
+    installed = Path(__file__).parents[1].joinpath(*f"_{name}".split(".")).with_suffix(".py")
+    if not installed.is_file():
+        raise FileNotFoundError(f"this installation of TensorHub lacks {installed}")
+    return importlib.import_module(f"tensorhub._{name}")
 
 
 async def _until_signal(body: Callable[[], Awaitable[int]]) -> int:

@@ -1,40 +1,48 @@
 """`tensorhub demo`: a real run on this machine.
 
-This process embeds the coordinator. A trainer and the rollouts are processes of their own (`demo_worker`), which talk
-to it and to each other over TCP, under a random secret. What they hold is compared here, by digests that each of them
-computed from its own memory.
+This process runs the coordinator. The trainer and the rollouts are child processes (`demo_worker`). They talk to the
+coordinator and to each other over TCP, under a random secret. Each process digests its own memory, and this one compares the
+digests.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
 import secrets
-from dataclasses import dataclass
+import sys
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+from dataclasses import asdict, dataclass
 from enum import StrEnum
 from functools import partial
 from pathlib import Path
 from typing import Annotated
 
+import anyio
 import typer
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
+from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn
 
 import tensorhub
+from tensorhub.cli.child_processes import AsyncChildProcess, ChildEnded, Line, closing_all
 from tensorhub.cli.common import (
     FAILED,
     CommandError,
     JsonOption,
     QuietOption,
     print_table,
+    progress_bars,
     report,
     run,
     seconds,
     usage,
     whole,
 )
-from tensorhub.cli.demo_crew import Crew, Event, hire
-from tensorhub.cli.demo_ledger import MB, TRAINER, Fetch, Ledger, Publication
+from tensorhub.cli.demo_results import TRAINER, Results
+from tensorhub.cli.demo_worker import WorkerSettings
 from tensorhub.memory.safetensors import read_header
+
+LEAVE_S = 20.0  # for processes that were told to stop
 
 
 class Pace(StrEnum):
@@ -63,11 +71,11 @@ def demo(
     ] = None,
     pace: Annotated[
         Pace,
-        typer.Option(help="wait: the trainer waits until every rollout has its version; free: it goes on."),
+        typer.Option(help="wait: each step waits until every rollout has the version before; free: it does not."),
     ] = Pace.WAIT,
     seed: Annotated[int, typer.Option(help="Of the training's randomness.")] = 0,
     timeout_s: Annotated[
-        float, typer.Option(parser=seconds(1, 86_400), metavar="S", help="Give up when nobody has news for this long.")
+        float, typer.Option(parser=seconds(1, 86_400), metavar="S", help="Give up after so long without news.")
     ] = 120.0,
     as_json: JsonOption = False,
     quiet: QuietOption = False,
@@ -75,17 +83,13 @@ def demo(
     """Train a real model here, and let rollout processes follow its weights.
 
     One trainer and several rollouts, each a process, with TCP between them. Every rollout proves by a digest and a
-    forward pass that it holds the trainer's bytes; exit code 1 if one does not. Progress goes to stderr, the tables
-    (or, with --json, one JSON object) to stdout.
+    forward pass that it holds the trainer's bytes. The exit code is 1 if one does not. Progress goes to stderr, the tables
+    (with --json, one JSON object) to stdout.
     """
     names = tuple(f"rollout-{number}" for number in range(1, rollouts + 1))
-    settings = Settings(versions, names, weights, pace, seed, timeout_s, as_json, quiet)
-    try:
-        if weights is not None:
-            _check(weights)
-    except CommandError as error:
-        raise typer.Exit(report(error)) from None
-    run(partial(_demo, settings))
+    if weights is not None:
+        _check(weights)
+    run(partial(_demo, Settings(versions, names, weights, pace, seed, timeout_s, as_json, quiet)))
 
 
 def _check(weights: Path) -> None:
@@ -101,127 +105,117 @@ def _check(weights: Path) -> None:
 
 async def _demo(settings: Settings) -> int:
     token = secrets.token_hex(16)
-    ledger = Ledger(settings.rollouts)
-    with View(settings) as view:
-        async with (
-            tensorhub.serve(token=token) as coordinator,
-            hire(_children(settings, coordinator.address), token) as crew,
-        ):
-            await _conduct(settings, crew, ledger, view)
-            await crew.dismiss()
-    _print_results(settings, ledger)
-    for problem in ledger.problems():
+    results = Results(settings.rollouts)
+    with _view(settings) as tell:
+        async with tensorhub.serve(token=token) as coordinator, _started(settings, coordinator.address, token) as children:
+            await Run(settings, children, results, tell).conduct()
+    _print_results(settings, results)
+    for problem in results.problems():
         report(CommandError("DemoFailed", problem))
-    return FAILED if ledger.problems() else 0
+    return FAILED if results.problems() else 0
 
 
-def _children(settings: Settings, address: str) -> dict[str, list[str]]:
-    """Arguments of each process by name."""
-    common = [
-        "--address",
-        address,
-        f"--seed={settings.seed}",
-        f"--op-timeout-s={settings.timeout_s}",
-    ]
-    if settings.weights is not None:
-        common += ["--weights", str(settings.weights)]
-    children = {TRAINER: ["trainer", "--name", TRAINER, *common]}
-    return children | {name: ["rollout", "--name", name, *common] for name in settings.rollouts}
+@contextlib.asynccontextmanager
+async def _started(settings: Settings, address: str, token: str) -> AsyncIterator[dict[str, AsyncChildProcess]]:
+    """The trainer and the rollouts, by name."""
+    environment = os.environ | {"TENSORHUB_TOKEN": token, "OMP_NUM_THREADS": "1"}
+    async with closing_all() as children:
+        for name in (TRAINER, *settings.rollouts):
+            weights = None if settings.weights is None else str(settings.weights)
+            worker = WorkerSettings(name, address, weights, settings.seed, settings.timeout_s)
+            command = [sys.executable, "-m", "tensorhub.cli.demo_worker", json.dumps(asdict(worker))]
+            children.append(AsyncChildProcess(name, command, environment=environment))
+        yield {child.name: child for child in children}
 
 
-async def _conduct(settings: Settings, crew: Crew, ledger: Ledger, view: View) -> None:
-    """The run itself: everyone is ready; then, for each version, a step, and news until the next may begin."""
-    ready: set[str] = set()
-    while len(ready) < len(settings.rollouts) + 1:
-        event = await crew.event(settings.timeout_s)
-        ready.add(event.name)
-        record(event, ledger)
-        view.show(event, ledger)
-    for version in range(1, settings.versions + 1):
-        view.training(version)
-        await crew.order(TRAINER, do="step", version=version)
-        wait = settings.pace is Pace.WAIT or version == settings.versions
-        while version not in ledger.publications or (wait and not ledger.passed_by_all(version)):
-            event = await crew.event(settings.timeout_s)
-            record(event, ledger)
-            view.show(event, ledger)
+class Run:
+    """One run: the children, what they have said, and who waits for more."""
+
+    def __init__(
+        self, settings: Settings, children: Mapping[str, AsyncChildProcess], results: Results, tell: Callable[..., None]
+    ) -> None:
+        self._settings = settings
+        self._children = children
+        self._results = results
+        self._tell = tell  # the user
+        self._news = anyio.Event()  # set at the next line of any child
+        self._is_over = False  # from here on children end, because they were told to
+
+    async def conduct(self) -> None:
+        """Everyone is ready; then, for each version, a step, and news until the next may begin; then everyone leaves."""
+        results, settings = self._results, self._settings
+        async with anyio.create_task_group() as tasks:
+            for child in self._children.values():
+                tasks.start_soon(self._listen, child)
+            await self._until(lambda: len(results.ready) == len(self._children))
+            for version in range(1, settings.versions + 1):
+                self._tell(TRAINER, f"version {version}: an optimizer step")
+                await self._children[TRAINER].tell(do="step", version=version)
+                wait = settings.pace is Pace.WAIT or version == settings.versions
+                await self._until(partial(results.is_done, version, wait))
+            self._is_over = True
+            for child in self._children.values():
+                await child.tell(do="stop")
+            tasks.cancel_scope.deadline = anyio.current_time() + LEAVE_S
+        late = sorted(child.name for child in self._children.values() if child.returncode is None)
+        if late:
+            raise CommandError("DemoFailed", f"{', '.join(late)} did not leave within {LEAVE_S:g} s")
+
+    async def _until(self, condition: Callable[[], bool]) -> None:
+        """Wait for news until the condition holds; CommandError if all are silent too long."""
+        while not condition():
+            self._news = anyio.Event()
+            try:
+                with anyio.fail_after(self._settings.timeout_s):
+                    await self._news.wait()
+            except TimeoutError:
+                text = f"no process of the demo had news for {self._settings.timeout_s:g} s; see --timeout-s"
+                raise CommandError("DemoFailed", text) from None
+
+    async def _listen(self, child: AsyncChildProcess) -> None:
+        """Record all that a child says; CommandError if it fails, or ends unasked."""
+        while True:
+            try:
+                line = await child.hear()
+            except ChildEnded as ended:
+                if self._is_over and ended.code == 0:
+                    return
+                raise CommandError("DemoFailed", str(ended)) from None
+            self._record(child.name, line)
+            self._news.set()
+
+    def _record(self, name: str, line: Line) -> None:
+        event = line.pop("event")
+        if event == "failed":
+            if line["kind"] == "usage":
+                raise usage(line["text"])
+            raise CommandError(line["kind"], f"in {name}: {line['text']}")
+        self._tell(name, self._results.record(name, event, line), line.get("version"))
 
 
-def record(event: Event, ledger: Ledger) -> None:
-    """Enter one event of a healthy child."""
-    fields = event.fields
-    match event.kind:
-        case "ready":
-            ledger.tensors, ledger.nbytes = fields["tensors"], fields["nbytes"]
-        case "published":
-            ledger.publications[fields["version"]] = Publication(**fields)
-        case "fetched":
-            ledger.fetches[fields["version"], event.name] = Fetch(**fields)
-        case "retry":
-            ledger.retried.append(fields["kind"])
-        case _:
-            raise CommandError("DemoFailed", f"{event.name} said {event.kind!r}, which is not known here")
-
-
-def _print_results(settings: Settings, ledger: Ledger) -> None:
-    weights = str(settings.weights or "all-MiniLM-L6-v2")
+def _print_results(settings: Settings, results: Results) -> None:
     if settings.as_json:
-        print(json.dumps(ledger.as_json(weights)), flush=True)
+        print(json.dumps(results.as_json(str(settings.weights or "all-MiniLM-L6-v2"))), flush=True)
         return
-    print_table(ledger.fetch_table())
+    print_table(results.fetch_table())
     print()
-    print_table(ledger.read_table())
-    if not ledger.problems():
-        print(f"\n{ledger.summary()}", flush=True)
+    print_table(results.read_table())
+    if not results.problems():
+        print(f"\n{results.summary()}", flush=True)
 
 
-class View:
+@contextlib.contextmanager
+def _view(settings: Settings) -> Iterator[Callable[..., None]]:
     """Live progress on stderr: a bar for each process, or a line for each event where there is no terminal."""
+    columns = (BarColumn(bar_width=24), MofNCompleteColumn(), TimeElapsedColumn())
+    news_column = TextColumn("{task.fields[news]}", markup=False)
+    with progress_bars("{task.description}", *columns, news_column, quiet=settings.quiet) as progress:
+        names = (TRAINER, *settings.rollouts)
+        bars = {name: progress.add_task(name, total=settings.versions, news="starting") for name in names}
 
-    def __init__(self, settings: Settings) -> None:
-        self._quiet = settings.quiet
-        self._console = Console(stderr=True, soft_wrap=True)
-        self._progress = Progress(
-            TextColumn("{task.description}"),
-            BarColumn(bar_width=24),
-            MofNCompleteColumn(),
-            TimeElapsedColumn(),
-            TextColumn("{task.fields[news]}", markup=False),
-            console=self._console,
-            disable=settings.quiet or not self._console.is_terminal,
-        )
-        self._bars: dict[str, TaskID] = {
-            name: self._progress.add_task(name, total=settings.versions, news="starting")
-            for name in (TRAINER, *settings.rollouts)
-        }
+        def tell(name: str, news: str, completed: int | None = None) -> None:
+            progress.update(bars[name], completed=completed, news=news)
+            if progress.disable and not settings.quiet:
+                progress.console.print(f"{name}: {news}", markup=False, highlight=False, soft_wrap=True)
 
-    def __enter__(self) -> View:
-        self._progress.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._progress.stop()
-
-    def training(self, version: int) -> None:
-        self._tell(TRAINER, f"version {version}: an optimizer step")
-
-    def show(self, event: Event, ledger: Ledger) -> None:
-        """Show one event that the ledger knows."""
-        match event.kind:
-            case "ready":
-                self._tell(event.name, f"ready: {ledger.tensors} tensors, {ledger.nbytes / MB:,.1f} MB")
-            case "published":
-                made = ledger.publications[event.fields["version"]]
-                self._tell(event.name, f"version {made.version} published, loss {made.loss:.4f}", made.version)
-            case "fetched":
-                fetch = ledger.fetches[event.fields["version"], event.name]
-                sources = ", ".join(source["name"] for source in fetch.sources)
-                news = f"version {fetch.version} in {fetch.seconds:.3f} s from {sources}"
-                self._tell(event.name, news, fetch.version)
-            case "retry":
-                self._tell(event.name, f"tries again: {event.fields['kind']}")
-
-    def _tell(self, name: str, news: str, completed: int | None = None) -> None:
-        self._progress.update(self._bars[name], completed=completed, news=news)
-        if self._progress.disable and not self._quiet:
-            self._console.print(f"{name}: {news}", markup=False, highlight=False)
+        yield tell

@@ -12,28 +12,23 @@ from typing import Annotated
 import anyio.to_thread
 import typer
 
-import tensorhub
 from tensorhub.cli.common import (
     AddressOption,
-    CommandError,
+    Connect,
     JsonOption,
     QuietOption,
     TokenFileOption,
     bytes_bar,
-    check_address,
-    check_token_file,
-    checked_model,
-    report,
+    checking,
+    connecting,
     run,
     seconds,
     tell_if_unpublished,
-    usage,
     whole,
 )
-from tensorhub.errors import StateError
 from tensorhub.hub import fetch_into
 from tensorhub.memory.file_target import FileTarget
-from tensorhub.types import FetchReport, Options, Selector, VersionInfo, check_selector
+from tensorhub.types import FetchReport, Options, Selector, VersionInfo, check_name, check_selector
 
 
 def fetch(
@@ -69,13 +64,11 @@ def fetch(
     with exit code 2 before anything is fetched, except with --force, which replaces file by file. The result is one line
     on stdout ({"model", "version", "content_id", "files", "bytes", "seconds", "phases"} with --json).
     """
-    try:
-        token = check_token_file(token_file)
-        fetching = Fetching(
-            checked_model(model), out, names, _selector(version), rank, timeout, check_address(address), token, force, quiet
-        )
-    except CommandError as error:
-        raise typer.Exit(report(error)) from None
+    with checking():
+        check_name("model", model)
+    with checking("--version"):
+        selector = check_selector(int(version) if version.isdecimal() else version)  # int() refuses thousands of digits
+    fetching = Fetching(model, out, names, selector, rank, timeout, connecting(address, token_file), force, quiet)
 
     async def body() -> int:
         fetched = await fetching.run()
@@ -89,13 +82,6 @@ def _until(timeout: float | None) -> str:
     """How long a fetch waits, in words."""
     seconds_ = Options().op_timeout_s if timeout is None else timeout
     return "until it is" if math.isinf(seconds_) else f"{seconds_:g} s at most"
-
-
-def _selector(text: str) -> Selector:
-    try:
-        return check_selector(int(text) if text.isdecimal() else text)
-    except (StateError, ValueError) as error:  # int() refuses thousands of digits
-        raise usage(f"--version: {error}") from error
 
 
 @dataclass(frozen=True)
@@ -136,14 +122,15 @@ class Fetching:
     selector: Selector
     rank: int
     timeout: float | None
-    address: str
-    token: Path | None
+    connect: Connect
     force: bool
     quiet: bool
 
     async def run(self) -> Fetched:
-        with self._target() as target:
-            async with tensorhub.connect(self.address, token=self.token) as hub:
+        with checking():
+            target = FileTarget(self.out, self.names or None, force=self.force)
+        with target:
+            async with self.connect() as hub:
                 if not self.quiet and not isinstance(self.selector, int):
                     await tell_if_unpublished(hub, self.model, _until(self.timeout))
                 with bytes_bar(f"fetching {self.model}", self.quiet) as bar:
@@ -153,9 +140,3 @@ class Fetching:
             started = time.perf_counter()
             await anyio.to_thread.run_sync(target.commit)
             return Fetched(info, report, target.files, time.perf_counter() - started)
-
-    def _target(self) -> FileTarget:
-        try:
-            return FileTarget(self.out, self.names or None, force=self.force)
-        except StateError as error:
-            raise usage(str(error)) from error

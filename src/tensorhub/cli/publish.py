@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import signal
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,15 +14,13 @@ import typer
 import tensorhub
 from tensorhub.cli.common import (
     AddressOption,
-    CommandError,
+    Connect,
     JsonOption,
     QuietOption,
     TokenFileOption,
     bytes_bar,
-    check_address,
-    check_token_file,
-    checked_model,
-    report,
+    checking,
+    connecting,
     run,
     usage,
     whole,
@@ -31,7 +28,7 @@ from tensorhub.cli.common import (
 from tensorhub.errors import MutabilityViolation, VersionConflict, VersionUnavailable
 from tensorhub.hub import register_memory
 from tensorhub.memory.files import FileMemory
-from tensorhub.types import VERSION_MAX, VersionInfo
+from tensorhub.types import VERSION_MAX, VersionInfo, check_name
 
 POLL_S = 0.25  # how often the files are looked at
 
@@ -61,16 +58,10 @@ def publish(
     "content_id", "bytes", "tensors", "files"} with --json). From then on SIGTERM is the ordinary way to stop it: exit
     code 0. What cannot be published is exit code 2.
     """
-    try:
-        token = check_token_file(token_file)
-        publisher = Publisher(path, checked_model(model), version, check_address(address), token, as_json, quiet)
-    except CommandError as error:
-        raise typer.Exit(report(error)) from None
-    try:
-        run(publisher.run)
-    except typer.Exit as ended:
-        is_ordinary = publisher.is_visible and ended.exit_code == 128 + signal.SIGTERM
-        raise typer.Exit(0 if is_ordinary else ended.exit_code) from None
+    with checking():
+        check_name("model", model)
+    publisher = Publisher(path, model, version, connecting(address, token_file), as_json, quiet)
+    run(publisher.run, sigterm_is_ordinary=lambda: publisher.is_visible)
 
 
 @dataclass
@@ -78,15 +69,14 @@ class Publisher:
     path: Path
     model: str
     version: int | None
-    address: str
-    token: Path | None
+    connect: Connect
     as_json: bool
     quiet: bool
     is_visible: bool = False
 
     async def run(self) -> int:
         with self._open() as memory:
-            async with tensorhub.connect(self.address, token=self.token) as hub:
+            async with self.connect() as hub:
                 weights = await register_memory(hub, self.model, memory)
                 number = self._number((await hub.describe(self.model)).mark)
                 with bytes_bar(f"reading {self.path.name}", self.quiet) as memory.progress:
@@ -97,13 +87,11 @@ class Publisher:
 
     def _open(self) -> FileMemory:
         try:
-            return FileMemory(self.path)
+            with checking():
+                return FileMemory(self.path)
         except OSError as error:
-            raise usage(
-                f"{error.filename or self.path}: {error.strerror}; give a safetensors file or a directory"
-            ) from error
-        except ValueError as error:
-            raise usage(str(error)) from error
+            text = f"{error.filename or self.path}: {error.strerror}; give a safetensors file or a directory"
+            raise usage(text) from error
 
     def _number(self, mark: int | None) -> int:
         """The number to publish; a used one is refused before gigabytes are read."""

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import json
-import signal
 import sys
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Annotated
 
 import anyio
@@ -16,20 +14,18 @@ import typer
 import tensorhub
 from tensorhub.cli.common import (
     AddressOption,
-    CommandError,
+    Connect,
     JsonOption,
     QuietOption,
     TokenFileOption,
-    check_address,
-    check_token_file,
-    checked_model,
-    report,
+    checking,
+    connecting,
     run,
     size,
     tell_if_unpublished,
     usage,
 )
-from tensorhub.errors import LeaseLost, StateError, TensorHubError, VersionUnavailable
+from tensorhub.errors import LeaseLost, TensorHubError, VersionUnavailable
 from tensorhub.hub import seed_shard
 from tensorhub.types import FetchReport, Location, Options, VersionInfo, check_name, printable
 
@@ -60,24 +56,11 @@ def seed(
     "bytes_read", "seconds"} with --json). From the first one on SIGTERM is the ordinary way to stop it: exit code 0. Too
     little --host-memory, or a rank that the model has not, ends it with exit code 1.
     """
-    try:
-        token = check_token_file(token_file)
-        here = Location() if site is None else replace(Location(), site=_checked_site(site))
-        seeder = Seeder(checked_model(model), _ranks(rank), host_memory, here, check_address(address), token, as_json, quiet)
-    except CommandError as error:
-        raise typer.Exit(report(error)) from None
-    try:
-        run(seeder.run)
-    except typer.Exit as ended:
-        is_ordinary = seeder.has_seeded and ended.exit_code == 128 + signal.SIGTERM
-        raise typer.Exit(0 if is_ordinary else ended.exit_code) from None
-
-
-def _checked_site(name: str) -> str:
-    try:
-        return check_name("site", name)
-    except StateError as error:
-        raise usage(str(error)) from error
+    with checking():
+        check_name("model", model)
+        here = Location() if site is None else replace(Location(), site=check_name("site", site))
+    seeder = Seeder(model, _ranks(rank), host_memory, here, connecting(address, token_file), as_json, quiet)
+    run(seeder.run, sigterm_is_ordinary=lambda: seeder.has_seeded)
 
 
 def _ranks(given: list[str] | None) -> tuple[int, ...] | None:
@@ -95,15 +78,14 @@ class Seeder:
     ranks: tuple[int, ...] | None
     host_memory_bytes: int
     location: Location
-    address: str
-    token: Path | None
+    connect: Connect
     as_json: bool
     quiet: bool
     has_seeded: bool = False
 
     async def run(self) -> int:
         options = Options(host_memory_bytes=self.host_memory_bytes)
-        async with tensorhub.connect(self.address, token=self.token, location=self.location, options=options) as hub:
+        async with self.connect(location=self.location, options=options) as hub:
             if not self.quiet:
                 await tell_if_unpublished(hub, self.model, "until it is")
             watcher = hub.watch(self.model)

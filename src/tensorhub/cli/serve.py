@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import logging
-import signal
 import sys
 from functools import partial
 from pathlib import Path
@@ -14,18 +13,7 @@ import anyio
 import typer
 
 import tensorhub
-from tensorhub.cli.common import (
-    CommandError,
-    JsonOption,
-    QuietOption,
-    TokenFileOption,
-    check_token_file,
-    report,
-    run,
-    usage,
-    whole,
-)
-from tensorhub.errors import StateError
+from tensorhub.cli.common import JsonOption, QuietOption, TokenFileOption, check_token_file, checking, run, whole
 from tensorhub.types import Options
 
 
@@ -47,22 +35,10 @@ def serve(
     --token-file; without one, access is open, and only on loopback. SIGTERM is the ordinary way to stop it: exit
     code 0.
     """
-    try:
-        options = _options(lease_s, drain_grace_s)
-        body = partial(_serve, host, port, state_dir, check_token_file(token_file), options, as_json, quiet)
-    except CommandError as error:
-        raise typer.Exit(report(error)) from None
-    try:
-        run(body, logs=logging.WARNING if quiet else logging.INFO)
-    except typer.Exit as ended:
-        raise typer.Exit(0 if ended.exit_code == 128 + signal.SIGTERM else ended.exit_code) from None
-
-
-def _options(lease_s: float, drain_grace_s: float) -> Options:
-    try:
-        return Options(lease_s=lease_s, drain_grace_s=drain_grace_s)
-    except StateError as error:
-        raise usage(str(error)) from error
+    with checking():
+        options = Options(lease_s=lease_s, drain_grace_s=drain_grace_s)
+    body = partial(_serve, host, port, state_dir, check_token_file(token_file), options, as_json, quiet)
+    run(body, logs=logging.WARNING if quiet else logging.INFO, sigterm_is_ordinary=lambda: True)
 
 
 async def _serve(

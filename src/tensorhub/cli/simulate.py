@@ -15,17 +15,18 @@ from itertools import count
 from types import ModuleType
 from typing import Annotated, Any
 
+import anyio
 import typer
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
-from tensorhub.cli.common import FAILED, CommandError, JsonOption, QuietOption, report, run, usage, whole
-from tensorhub.cli.simulate_crew import Order, Result, run_all
-from tensorhub.cli.simulate_ledger import COMPLETE_FROM, LEAST, Ledger, lacking
+from tensorhub.cli.child_processes import AsyncChildProcess, ChildEnded, closing_all
+from tensorhub.cli.common import FAILED, CommandError, JsonOption, QuietOption, progress_bars, run, usage, whole
+from tensorhub.cli.simulate_results import COMPLETE_FROM, LEAST, Results, lacking
 
 SEARCH = "tensorhub.testing.search"
 SEEDS_END = 2**63  # seeds are below this
 EVENTS = 1000
+SEED_S_MAX = 300.0  # for one seed; a run of it takes about a second
 TWICE_EACH = 50  # one of so many seeds is run again, in another process
 
 
@@ -44,21 +45,27 @@ class Plan:
         """Whether each seed has to have all of `LEAST`: not with fewer events, or with some kinds of faults only."""
         return self.faults is None and self.events >= LEAST["events"]
 
-    def order(self, seed: int) -> Order:
-        return Order(seed, self.events, self.faults)
-
     def reproduce(self, seed: int) -> str:
         """The one line that runs this seed again."""
         faults = "" if self.faults is None else f" --faults {','.join(self.faults)}"
         return f"tensorhub simulate --seed {seed}{faults} --events {self.events}"
 
 
+@dataclass(frozen=True, slots=True)
+class SeedResult:
+    """How one seed ended: with the fields of its report, or with what was broken."""
+
+    seed: int
+    report: dict[str, Any] | None
+    failure: str | None
+
+
 @dataclass
 class Found:
     """What has come of it."""
 
-    ledger: Ledger
-    failures: list[Result] = field(default_factory=list)
+    covered: Results
+    failures: list[SeedResult] = field(default_factory=list)
     repeated: int = 0  # seeds that were run twice
     seconds: float = 0.0
 
@@ -87,13 +94,10 @@ def simulate(
     broken, the end of its trace and the line that runs it again (stderr has that line at once). From 1,000 seeds on, every
     fault, transition and recovery path must have been taken.
     """
-    try:
-        search = _search()
-        chosen = _chosen_faults(search, faults)
-        numbers = range(start, min(start + seeds, SEEDS_END)) if seed is None else range(seed, seed + 1)
-        plan = Plan(numbers, events, chosen, jobs or os.cpu_count() or 1, failures_max)
-    except CommandError as error:
-        raise typer.Exit(report(error)) from None
+    search = _search()
+    chosen = _chosen_faults(search, faults)
+    numbers = range(start, min(start + seeds, SEEDS_END)) if seed is None else range(seed, seed + 1)
+    plan = Plan(numbers, events, chosen, jobs or os.cpu_count() or 1, failures_max)
     run(partial(_simulate, plan, search, as_json, quiet, verbose))
 
 
@@ -119,10 +123,10 @@ async def _simulate(plan: Plan, search: ModuleType, as_json: bool, quiet: bool, 
     from tensorhub.testing.coverage import transitions
 
     kinds = plan.faults if plan.faults is not None else [str(fault) for fault in search.Fault]
-    found = Found(Ledger(kinds, transitions(), search.RECOVERY_PATHS))
+    found = Found(Results(kinds, transitions(), search.RECOVERY_PATHS))
     with _bar(plan, quiet) as show:
         await _run(plan, found, show, fails=(lambda result: None) if as_json else partial(_tell_failure, plan))
-    never = found.ledger.never() if found.ledger.seeds >= COMPLETE_FROM and plan.faults is None else []
+    never = found.covered.never() if found.covered.seeds >= COMPLETE_FROM and plan.faults is None else []
     if as_json:
         print(json.dumps(_as_json(plan, found)), flush=True)
     else:
@@ -130,27 +134,27 @@ async def _simulate(plan: Plan, search: ModuleType, as_json: bool, quiet: bool, 
     return FAILED if found.failures or never else 0
 
 
-async def _run(plan: Plan, found: Found, show: Callable[[Found], None], fails: Callable[[Result], None]) -> None:
+async def _run(plan: Plan, found: Found, show: Callable[[Found], None], fails: Callable[[SeedResult], None]) -> None:
     """All seeds; then some of them again, in new processes: the same seed must come to the same end."""
     begun, hash_seeds = time.monotonic(), count(1)
 
-    def hear(result: Result) -> bool:
+    def hear(result: SeedResult) -> bool:
         lacks = lacking(result.report) if result.report is not None and plan.are_full else ""
         if lacks:
-            result = Result(result.order, None, f"it proves too little: {lacks}")
+            result = SeedResult(result.seed, None, f"it proves too little: {lacks}")
         elif result.report is not None:
-            found.ledger.add(result.report)
+            found.covered.add(result.report)
         return go_on(result)
 
-    def hear_again(result: Result) -> bool:
+    def hear_again(result: SeedResult) -> bool:
         found.repeated += 1
-        first = found.ledger.hashes[result.order.seed]
+        first = found.covered.hashes[result.seed]
         if result.report is not None and result.report["end_hash"] != first:
             text = f"the same seed came to another end in another process: {result.report['end_hash']}, first {first}"
-            result = Result(result.order, None, text)
+            result = SeedResult(result.seed, None, text)
         return go_on(result)
 
-    def go_on(result: Result) -> bool:
+    def go_on(result: SeedResult) -> bool:
         if result.failure is not None:
             found.failures.append(result)
             fails(result)
@@ -158,43 +162,78 @@ async def _run(plan: Plan, found: Found, show: Callable[[Found], None], fails: C
         show(found)
         return len(found.failures) < plan.failures_max
 
-    run_some = partial(run_all, jobs=plan.jobs, module=SEARCH, hash_seeds=hash_seeds)
-    await run_some([plan.order(seed) for seed in plan.seeds], hear=hear)
+    await _run_all(plan, plan.seeds, hash_seeds, hear)
     seconds = found.seconds
-    again = [seed for seed in list(plan.seeds)[::TWICE_EACH] if seed in found.ledger.hashes]
+    again = [seed for seed in plan.seeds[::TWICE_EACH] if seed in found.covered.hashes]
     if len(found.failures) < plan.failures_max:
-        await run_some([plan.order(seed) for seed in again], hear=hear_again)
+        await _run_all(plan, again, hash_seeds, hear_again)
     found.seconds = seconds  # of the search alone: events per second are its
 
 
+async def _run_all(plan: Plan, seeds: Sequence[int], hash_seeds: Iterator[int], hear: Callable[[SeedResult], bool]) -> None:
+    """Run each seed in one of `plan.jobs` child processes. `hear` is told each result; False ends it all.
+
+    Each child has a hash seed of its own, so that what depends on the order of a set differs from child to child.
+    """
+    left = iter(seeds)
+    command = [sys.executable, "-m", "tensorhub.cli.simulate_worker", SEARCH]
+
+    async def work() -> None:
+        """Give one child a seed after the other. One that has ended, or is too slow, is replaced."""
+        for first in left:
+            async with closing_all() as children:
+                environment = os.environ | {"PYTHONHASHSEED": str(next(hash_seeds))}
+                child = AsyncChildProcess("its process", command, environment=environment, keeps_errors=False)
+                children.append(child)
+                seed: int | None = first
+                while seed is not None:
+                    result, can_go_on = await _run_seed(plan, seed, child)
+                    seed = next(left, None) if can_go_on else None
+                    if not hear(result):
+                        tasks.cancel_scope.cancel()
+                        return
+
+    async with anyio.create_task_group() as tasks:
+        for _ in range(min(plan.jobs, len(seeds))):
+            tasks.start_soon(work)
+
+
+async def _run_seed(plan: Plan, seed: int, child: AsyncChildProcess) -> tuple[SeedResult, bool]:
+    """The result of one seed, and whether its child can run another one."""
+    try:
+        with anyio.fail_after(SEED_S_MAX):
+            answer = await child.ask(seed=seed, events=plan.events, faults=plan.faults)
+    except TimeoutError:
+        return SeedResult(seed, None, f"it did not end within {SEED_S_MAX:g} s"), False
+    except ChildEnded as ended:
+        return SeedResult(seed, None, str(ended)), False
+    return SeedResult(seed, answer.get("report"), answer.get("failure")), True
+
+
 def _speed(found: Found) -> float:
-    return found.ledger.events / max(found.seconds, 1e-9)
+    return found.covered.events / max(found.seconds, 1e-9)
 
 
 @contextlib.contextmanager
 def _bar(plan: Plan, quiet: bool) -> Iterator[Callable[[Found], None]]:
-    """A bar on stderr, if that is a terminal."""
-    console = Console(stderr=True)
+    """A bar on stderr."""
     columns = (TextColumn("seeds"), BarColumn(), MofNCompleteColumn(), TextColumn("{task.description}", markup=False))
-    hidden = quiet or not console.is_terminal
-    with Progress(*columns, TimeElapsedColumn(), TimeRemainingColumn(), console=console, disable=hidden) as progress:
+    with progress_bars(*columns, TimeElapsedColumn(), TimeRemainingColumn(), quiet=quiet) as progress:
         task = progress.add_task("", total=len(plan.seeds))
 
         def show(found: Found) -> None:
             failed = f", {len(found.failures)} failed" if found.failures else ""
             again = f", {found.repeated} run twice" if found.repeated else ""
             description = f"{_speed(found):,.0f} events/s{failed}{again}"
-            progress.update(task, completed=found.ledger.seeds + len(found.failures), description=description)
+            progress.update(task, completed=found.covered.seeds + len(found.failures), description=description)
 
         yield show
 
 
 def _as_json(plan: Plan, found: Found) -> dict[str, Any]:
-    failures = [
-        {"seed": r.order.seed, "failure": r.failure, "reproduce": plan.reproduce(r.order.seed)} for r in found.failures
-    ]
+    failures = [{"seed": r.seed, "failure": r.failure, "reproduce": plan.reproduce(r.seed)} for r in found.failures]
     return {
-        **found.ledger.as_json(),
+        **found.covered.as_json(),
         "start": plan.seeds[0],
         "jobs": plan.jobs,
         "seconds": round(found.seconds, 3),
@@ -204,14 +243,14 @@ def _as_json(plan: Plan, found: Found) -> dict[str, Any]:
     }
 
 
-def _tell_failure(plan: Plan, result: Result) -> None:
+def _tell_failure(plan: Plan, result: SeedResult) -> None:
     """At once: a search may go on for long."""
-    print(f"seed {result.order.seed} failed: {plan.reproduce(result.order.seed)}", file=sys.stderr, flush=True)
+    print(f"seed {result.seed} failed: {plan.reproduce(result.seed)}", file=sys.stderr, flush=True)
 
 
-def _print_failure(plan: Plan, result: Result) -> None:
-    again = plan.reproduce(result.order.seed)
-    print(f"\nseed {result.order.seed} failed:\n{result.failure}")
+def _print_failure(plan: Plan, result: SeedResult) -> None:
+    again = plan.reproduce(result.seed)
+    print(f"\nseed {result.seed} failed:\n{result.failure}")
     if again not in (result.failure or ""):  # what a broken guarantee says ends with it
         print(f"reproduce: {again}")
 
@@ -221,17 +260,17 @@ def _print(plan: Plan, found: Found, never: list[str], verbose: bool) -> None:
     verdict = "FAILED" if found.failures or never else "passed"
     each = f"{_speed(found) / min(plan.jobs, len(plan.seeds)):,.0f} per process"
     words = [
-        f"{verdict}: {found.ledger.seeds:,} seeds passed, {len(found.failures)} failed",
-        f"{found.ledger.events:,} events, {_speed(found):,.0f} per second ({each})",
+        f"{verdict}: {found.covered.seeds:,} seeds passed, {len(found.failures)} failed",
+        f"{found.covered.events:,} events, {_speed(found):,.0f} per second ({each})",
         f"{found.repeated} seeds run twice, to the same end" if not found.failures else f"{found.repeated} seeds run twice",
     ]
     print("; ".join(words))
     for name in never:
         print(f"never reached: {name}")
     least = ", ".join(f"{number:,} {name}" for name, number in LEAST.items())
-    print(f"{found.ledger.full:,} seeds had at least {least}")
+    print(f"{found.covered.full:,} seeds had at least {least}")
     for result in found.failures:
         _print_failure(plan, result)
     if verbose:
-        print(f"\n{found.ledger.render()}")
+        print(f"\n{found.covered.render()}")
     sys.stdout.flush()

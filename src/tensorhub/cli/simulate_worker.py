@@ -1,41 +1,27 @@
-"""One process of `tensorhub simulate`: runs the seeds that it is told to, one after the other.
-
-Orders come from stdin and answers go to stdout, a line of JSON each. The end of stdin ends the process at once, in the
-midst of a seed too, so that none outlives the command.
-"""
+"""One child process of `tensorhub simulate`: runs the seeds that its parent names, one after the other."""
 
 from __future__ import annotations
 
 import importlib
-import json
-import os
 import queue
 import sys
-import threading
 import traceback
 from types import ModuleType
 from typing import Any
 
+from tensorhub.cli.child_processes import Line, Parent
+
 REPORTED = ("seed", "events", "groups", "versions", "faults", "transitions", "paths", "end_hash")
-FRAMES_MAX = 12  # of an error that is no broken promise, in what is told of it
+FRAMES_MAX = 12  # of the traceback of an error that is no broken guarantee
 
 
 def main(module: str) -> None:
-    """Run what stdin says with `module.run_seed`."""
-    answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
-    os.dup2(2, 1)  # whatever else is printed is no answer
-    orders: queue.SimpleQueue[str] = queue.SimpleQueue()
-    threading.Thread(target=_listen, args=(orders,), daemon=True).start()
+    """Run what the parent says with `module.run_seed`."""
+    commands: queue.SimpleQueue[Line] = queue.SimpleQueue()
+    parent = Parent(commands.put)
     search = importlib.import_module(module)
     while True:
-        answers.write(json.dumps(run(search, **json.loads(orders.get()))) + "\n")
-        answers.flush()
-
-
-def _listen(orders: queue.SimpleQueue[str]) -> None:
-    for line in sys.stdin:
-        orders.put(line)
-    os._exit(0)
+        parent.say(**run(search, **commands.get()))
 
 
 def run(search: ModuleType, seed: int, events: int, faults: list[str] | None) -> dict[str, Any]:
@@ -45,7 +31,7 @@ def run(search: ModuleType, seed: int, events: int, faults: list[str] | None) ->
         report = search.run_seed(seed, faults=kinds, events=events)
     except Exception as error:
         lines = [f"{type(error).__name__}: {error}", *getattr(error, "__notes__", ())]
-        if not isinstance(error, AssertionError):  # a defect that shows as an error of some machine: where?
+        if not isinstance(error, AssertionError):  # a defect that shows as an error of some machine: say where
             lines += traceback.format_tb(error.__traceback__)[-FRAMES_MAX:]
         return {"failure": "\n".join(line.rstrip("\n") for line in lines)}
     return {"report": {name: getattr(report, name) for name in REPORTED}}

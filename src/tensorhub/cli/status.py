@@ -7,7 +7,6 @@ import sys
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from functools import partial
-from pathlib import Path
 from typing import Annotated
 
 import anyio
@@ -21,13 +20,11 @@ from rich.text import Text
 import tensorhub
 from tensorhub.cli.common import (
     AddressOption,
-    CommandError,
+    Connect,
     JsonOption,
     TokenFileOption,
-    check_address,
-    check_token_file,
+    connecting,
     format_bytes,
-    report,
     run,
     seconds,
 )
@@ -49,23 +46,12 @@ def status(
     A replica is doubtful while its worker is not heard: it may be dead. In a file or a pipe, each row is one plain line.
     With --json: a list of models on one line; with --watch too, one such line each time.
     """
-    try:
-        body = partial(
-            _status,
-            check_address(address),
-            check_token_file(token_file),
-            model,
-            interval_s if watch else None,
-            as_json,
-        )
-    except CommandError as error:
-        raise typer.Exit(report(error)) from None
-    run(body)
+    run(partial(_status, connecting(address, token_file), model, interval_s if watch else None, as_json))
 
 
-async def _status(address: str, token: Path | None, model: str | None, interval_s: float | None, as_json: bool) -> int:
+async def _status(connect: Connect, model: str | None, interval_s: float | None, as_json: bool) -> int:
     """Ask once (`interval_s` None) or again and again, and print what comes back."""
-    async with tensorhub.connect(address, token=token) as hub:
+    async with connect() as hub:
         models = await _models(hub, model)
         if as_json:
             print(json.dumps([asdict(each) for each in models]), flush=True)

@@ -5,14 +5,12 @@ from __future__ import annotations
 import os
 import secrets
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from tensorhub.cli.common import EXIT_CODES, HELP, CommandError, TokenFileOption, check_token_file, report, usage
-from tensorhub.errors import TensorHubError
+from tensorhub.cli.common import EXIT_CODES, HELP, CommandError, TokenFileOption, check_token_file, reporting, usage
 from tensorhub.protocol.secret import read_only_token, resolve_token
 from tensorhub.runtime.control.keyring import open_keyring
 
@@ -27,16 +25,18 @@ token = typer.Typer(
 
 
 @token.command(short_help="Make a fresh random token.", epilog=EXIT_CODES, context_settings=HELP)
+@reporting
 def new(out: Annotated[Path, typer.Option(metavar="FILE", help="The token file to make; it must not exist.")]) -> None:
     """Make a token file with a fresh random token, readable by this user only.
 
     To change a cluster's token, put the old and the new one into its token file, each on a line of its own: the first is
     presented, each is accepted, and the file is read again by itself.
     """
-    _finish(lambda: _write(out, secrets.token_urlsafe(TOKEN_BYTES)))
+    _write(out, secrets.token_urlsafe(TOKEN_BYTES))
 
 
 @token.command("read-only", short_help="Print the read-only token of one.", epilog=EXIT_CODES, context_settings=HELP)
+@reporting
 def read_only(
     token_file: TokenFileOption = None,
     out: Annotated[
@@ -47,22 +47,11 @@ def read_only(
 
     The cluster accepts it without being told, for as long as it accepts that token. It does not reveal that token.
     """
-
-    def make() -> None:
-        made = read_only_token(open_keyring(resolve_token(check_token_file(token_file)))[0])
-        if out is None:
-            print(made, flush=True)
-        else:
-            _write(out, made)
-
-    _finish(make)
-
-
-def _finish(body: Callable[[], None]) -> None:
-    try:
-        body()
-    except (CommandError, TensorHubError) as error:
-        raise typer.Exit(report(error)) from None
+    made = read_only_token(open_keyring(resolve_token(check_token_file(token_file)))[0])
+    if out is None:
+        print(made, flush=True)
+    else:
+        _write(out, made)
 
 
 def _write(path: Path, text: str) -> None:

@@ -14,7 +14,9 @@ from benches.comparison.ways import Kind, Way
 
 def way(case: str) -> Way:
     sleeping = [sys.executable, "-c", "import time; time.sleep(600)"]
-    if case in ("hangs", "dies") and "benches.comparison.party" in " ".join(sys.orig_argv):  # in a party, before torch
+    if case in ("hangs", "dies") and "benches.comparison.bench_process" in " ".join(
+        sys.orig_argv
+    ):  # in a bench process, before torch
         child = subprocess.Popen(sleeping)
         with open(os.environ["STANDIN_NOTES"], "a") as notes:
             notes.write(f"{child.pid}\n")

@@ -16,7 +16,7 @@ import anyio
 import pytest
 from typer.testing import CliRunner
 
-from benches.comparison import environments, family, suite
+from benches.comparison import environments, process_tree, suite
 from benches.comparison.suite import Plan, Visit
 from benches.comparison.ways import WAYS, Kind, Way
 from tensorhub.cli.app import app
@@ -35,7 +35,7 @@ def notes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     given = filter(None, [os.environ.get("PYTHONPATH")])
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(ROOT), str(ROOT / "src"), *given]))
     yield path
-    family.end(alive([int(line) for line in path.read_text().split()]))
+    process_tree.end(alive([int(line) for line in path.read_text().split()]))
 
 
 @pytest.fixture(autouse=True)
@@ -79,7 +79,7 @@ def test_a_way_that_delivers_other_bytes_is_found_out(notes: Path) -> None:
 
 @pytest.mark.parametrize(
     ("case", "reason"),
-    [("hangs", "no end of its start within 2 s"), ("dies", "the source ended with code -6: words")],
+    [("hangs", "no end of its start within 2 s"), ("dies", "the source ended with exit code -6: words")],
 )
 def test_a_way_that_goes_wrong_is_a_row_and_leaves_no_process(notes: Path, case: str, reason: str) -> None:
     found = visits_of(Way(f"{standin.__name__}:{case}", case, Kind.PEER, ""), timeout_s=2.0 if case == "hangs" else 60.0)

@@ -1,4 +1,4 @@
-"""Processes by /proc: who belongs to whom, what they use, and their end."""
+"""Trees of processes, by /proc: who belongs to one, what its processes use, and their end."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _PROC = Path("/proc")
 _STATE, _PARENT, _SESSION, _USER, _SYSTEM = 0, 1, 3, 11, 12  # fields after the name, in /proc/PID/stat
 
 
-def family(roots: Collection[int]) -> set[int]:
+def members(roots: Collection[int]) -> set[int]:
     """Those of these processes that are there, whoever descends from them, and whoever is in a session of one of them."""
     stats = {int(place.name): _stat(place) for place in _PROC.iterdir() if place.name.isdigit()}
     found = {pid for pid, stat in stats.items() if stat and (pid in roots or int(stat[_SESSION]) in roots)}

@@ -1,22 +1,22 @@
-"""Processes of Python modules that do what their parent says, in JSON lines: the parent's side (`orders` is the child's).
+"""Child processes that run many commands at the same time: the parent's side (`commands` is the child's).
 
-Responsible for starting, asking, stopping and ending them; each wait has a deadline. A child ends when its standard input
-does, so that none outlives its parent. It is a process group of its own in the parent's session, so that the kernel wakes
-one that is stopped when the parent dies.
+On top of `tensorhub.cli.child_processes`, each command has a number, which its answer repeats. Each wait has a deadline.
+A child is in its parent's session.
 """
 
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import signal
-import subprocess
 import sys
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from itertools import count
 from pathlib import Path
 from typing import Any
+
+from tensorhub.cli.child_processes import ChildProcess, Line
 
 WAIT_S = 40.0
 ROOT = Path(__file__).parents[1]
@@ -57,11 +57,10 @@ class Pending:
         return self._process.has_answered(self._number)
 
 
-class Process:
-    """One child, as its parent sees it: `python -m MODULE ARGUMENTS`, with `environment` instead of TENSORHUB_*.
+class Process(ChildProcess):
+    """`python -m MODULE ARGUMENTS`, with `environment` instead of TENSORHUB_*; any thread may give it commands.
 
-    `prefix`: a command that runs the command behind it. `heard`: called, in a thread of its own, with each line that is
-    no answer. `errors`: a file to which its standard error is appended.
+    `prefix`: a command that runs the command behind it. `errors`: a file to which its standard error is appended.
     """
 
     def __init__(
@@ -71,66 +70,35 @@ class Process:
         *arguments: str,
         environment: Mapping[str, str] | None = None,
         prefix: Sequence[str] = (),
-        heard: Callable[[dict[str, Any]], None] | None = None,
         errors: Path | None = None,
     ) -> None:
-        self.name = name
         given = {key: value for key, value in os.environ.items() if not key.startswith("TENSORHUB_")}
         given["PYTHONPATH"] = os.pathsep.join([str(ROOT), *filter(None, sys.path)])
-        self._heard = heard
-        with contextlib.ExitStack() as opened:
-            self._popen = subprocess.Popen(
-                [*prefix, sys.executable, "-m", module, *arguments],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=None if errors is None else opened.enter_context(errors.open("ab")),
-                text=True,
-                cwd=ROOT,
-                env=given | dict(environment or {}),
-                process_group=0,
-            )
         self._changed = threading.Condition()
-        self._answers: dict[int, dict[str, Any]] = {}
+        self._answers: dict[int, Line] = {}
         self._is_over = False
-        self._asking = threading.Lock()
-        self._asked = 0
-        self._reader = threading.Thread(target=self._read, name=f"hears-{name}", daemon=True)
-        self._reader.start()
+        self._numbers = count(1)
+        super().__init__(
+            name,
+            [*prefix, sys.executable, "-m", module, *arguments],
+            self._keep,
+            environment=given | dict(environment or {}),
+            errors=None if errors is None else errors.open("ab"),
+            own_session=False,
+        )
 
-    def __repr__(self) -> str:
-        return f"<Process {self.name} {self.pid}, {self._asked} commands, exit code {self.returncode}>"
-
-    @property
-    def pid(self) -> int:
-        return self._popen.pid
-
-    @property
-    def returncode(self) -> int | None:
-        return self._popen.returncode
-
-    def _read(self) -> None:
-        assert self._popen.stdout is not None
-        for line in self._popen.stdout:
-            answer = json.loads(line)
-            if "id" not in answer:
-                if self._heard is not None:
-                    self._heard(answer)
-                continue
-            with self._changed:
-                self._answers[answer["id"]] = answer
-                self._changed.notify_all()
+    def _keep(self, answer: Line | None) -> None:
         with self._changed:
-            self._is_over = True
+            if answer is None:
+                self._is_over = True
+            else:
+                self._answers[answer["id"]] = answer
             self._changed.notify_all()
 
     def begin(self, what: str, **arguments: Any) -> Pending:
-        """Give a command, and do not wait for it. Raises BrokenPipeError if the process has ended."""
-        assert self._popen.stdin is not None
-        with self._asking:
-            self._asked += 1
-            number = self._asked
-            self._popen.stdin.write(json.dumps({"id": number, "do": what, **arguments}) + "\n")
-            self._popen.stdin.flush()
+        """Give a command, and do not wait for it. Raises OSError or ValueError if the process has ended."""
+        number = next(self._numbers)
+        self.write({"id": number, "do": what, **arguments})
         return Pending(self, number, what)
 
     def do(self, what: str, **arguments: Any) -> Any:
@@ -154,26 +122,22 @@ class Process:
         return answer["value"]
 
     def kill(self) -> None:
-        """As a machine's failure does."""
-        self._popen.kill()
-        self._popen.wait(WAIT_S)
+        """As a machine's failure does; returns once it has ended."""
+        super().kill()
+        self.wait(WAIT_S)
 
     def stop(self) -> None:
         """Stop it where it is (SIGSTOP); returns once it has stopped."""
         self._popen.send_signal(signal.SIGSTOP)
-        os.waitid(os.P_PID, self._popen.pid, os.WSTOPPED | os.WEXITED | os.WNOWAIT)
+        os.waitid(os.P_PID, self.pid, os.WSTOPPED | os.WEXITED | os.WNOWAIT)
 
     def go_on(self) -> None:
         self._popen.send_signal(signal.SIGCONT)
 
     def leave(self, timeout_s: float = WAIT_S) -> int | None:
         """Let it end by itself, as its input ends; its exit code, None if it has not ended in time."""
-        assert self._popen.stdin is not None
-        with contextlib.suppress(OSError):
-            self._popen.stdin.close()
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            self._popen.wait(timeout_s)
-        return self._popen.returncode
+        self.end_input()
+        return self.wait(timeout_s)
 
     def end(self) -> None:
         """Let it leave; kill it if it does not."""
@@ -182,10 +146,7 @@ class Process:
         try:
             self.leave()
         finally:
-            self.kill()
-            self._reader.join(WAIT_S)
-            assert self._popen.stdout is not None
-            self._popen.stdout.close()
+            self.close()
 
 
 def children(pid: int) -> list[int]:

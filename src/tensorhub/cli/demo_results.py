@@ -1,18 +1,20 @@
-"""What the demo found out: who held what, how it got there, and whether the bytes are the trainer's.
+"""The demo's results: who held which version, how it got there, and whether the bytes are the trainer's.
 
-Pure: events in, tables and JSON out.
+Pure: events go in, news, tables and JSON come out.
 """
 
 from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from rich.table import Table
 from rich.text import Text
+
+from tensorhub.cli.common import CommandError
 
 TRAINER = "trainer"
 MB = 1_000_000
@@ -58,21 +60,46 @@ class Fetch:
 
 
 @dataclass
-class Ledger:
-    """All events of a run. A rollout has *passed* a version when it holds that or a newer one."""
+class Results:
+    """All that the processes of a run have said. A rollout has *passed* a version when it holds that or a newer one."""
 
     rollouts: Sequence[str]
+    ready: set[str] = field(default_factory=set)  # names of processes
     tensors: int = 0
     nbytes: int = 0
     publications: dict[int, Publication] = field(default_factory=dict)
     fetches: dict[tuple[int, str], Fetch] = field(default_factory=dict)
     retried: list[str] = field(default_factory=list)  # kinds of the errors that a retry cured
 
+    def record(self, name: str, event: str, fields: Mapping[str, Any]) -> str:
+        """Enter one event of the process `name`; returns it in words. Raises CommandError for an unknown event."""
+        match event:
+            case "ready":
+                self.ready.add(name)
+                self.tensors, self.nbytes = fields["tensors"], fields["nbytes"]
+                return f"ready: {self.tensors} tensors, {self.nbytes / MB:,.1f} MB"
+            case "published":
+                made = self.publications[fields["version"]] = Publication(**fields)
+                return f"version {made.version} published, loss {made.loss:.4f}"
+            case "fetched":
+                fetch = self.fetches[fields["version"], name] = Fetch(**fields)
+                sources = ", ".join(source["name"] for source in fetch.sources)
+                return f"version {fetch.version} in {fetch.seconds:.3f} s from {sources}"
+            case "retry":
+                self.retried.append(fields["kind"])
+                return f"tries again: {fields['kind']}"
+            case _:
+                raise CommandError("DemoFailed", f"{name} sent an unknown event: {event!r}")
+
     def passed(self, version: int, rollout: str) -> bool:
         return any(held >= version for held, name in self.fetches if name == rollout)
 
     def passed_by_all(self, version: int) -> bool:
         return all(self.passed(version, rollout) for rollout in self.rollouts)
+
+    def is_done(self, version: int, by_all: bool) -> bool:
+        """Whether the version is published, and (`by_all`) has been passed by every rollout."""
+        return version in self.publications and (not by_all or self.passed_by_all(version))
 
     def same_bytes(self, version: int, rollout: str) -> bool:
         return self.fetches[version, rollout].digest == self.publications[version].digest

@@ -1,7 +1,4 @@
-"""A process of a visit: `python -m benches.comparison.party WAY SETTING`. It obeys its stdin, and answers on stdout.
-
-Both are lines of JSON. Whatever else is printed goes to stderr. It ends with its stdin, so that none outlives the suite.
-"""
+"""A process of a visit: `python -m benches.comparison.bench_process WAY SETTING`. It does what the suite says."""
 
 from __future__ import annotations
 
@@ -11,39 +8,15 @@ import os
 import queue
 import resource
 import sys
-import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from . import family
+from tensorhub.cli.child_processes import Line, Parent
+
+from . import process_tree
 from .ways import WAYS, Way
-
-
-class Wire:
-    """The two pipes to the suite."""
-
-    def __init__(self) -> None:
-        """Takes stdout for answers alone."""
-        self._out = os.dup(1)
-        os.dup2(2, 1)
-        self._orders: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
-        threading.Thread(target=self._listen, daemon=True).start()
-
-    def _listen(self) -> None:
-        with open(0, "rb", buffering=0, closefd=False) as stdin:
-            for line in stdin:
-                self._orders.put(json.loads(line))
-        os._exit(1)
-
-    def order(self) -> dict[str, Any]:
-        return self._orders.get()
-
-    def say(self, **fields: object) -> None:
-        line = memoryview(json.dumps(fields).encode() + b"\n")
-        while line:
-            line = line[os.write(self._out, line) :]
 
 
 def way_of(name: str) -> tuple[Way, Any]:
@@ -59,10 +32,12 @@ def way_of(name: str) -> tuple[Way, Any]:
 def cpu_s() -> float:
     """CPU seconds so far: of this process, of what it has waited for, and of what has come of it and runs."""
     both = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
-    return sum(use.ru_utime + use.ru_stime for use in both) + family.cpu_s(family.family([os.getpid()]) - {os.getpid()})
+    return sum(use.ru_utime + use.ru_stime for use in both) + process_tree.cpu_s(
+        process_tree.members([os.getpid()]) - {os.getpid()}
+    )
 
 
-def work(wire: Wire, way: Way, module: Any, setting: dict[str, Any]) -> None:
+def work(parent: Parent, told: queue.SimpleQueue[Line], way: Way, module: Any, setting: dict[str, Any]) -> None:
     """Make the tensors and this side of the way; then obey."""
     import torch
 
@@ -87,23 +62,24 @@ def work(wire: Wire, way: Way, module: Any, setting: dict[str, Any]) -> None:
         "digest": memory.digest,
         "cpu": cpu_s,
     }
-    wire.say(value=side.hello(), versions={"torch": torch.__version__, **module.versions()})
+    parent.say(value=side.hello(), versions={"torch": torch.__version__, **module.versions()})
     while True:
-        order = wire.order()
+        command = told.get()
         start = time.monotonic()
-        value = commands[order["do"]](*order["with"])
-        wire.say(start=start, end=time.monotonic(), value=value)
-        if order["do"] == "close":
+        value = commands[command["do"]](*command["arguments"])
+        parent.say(start=start, end=time.monotonic(), value=value)
+        if command["do"] == "close":
             os._exit(0)  # a peer's own threads and exit handlers may take for ever
 
 
 def main() -> None:
-    wire = Wire()
+    told: queue.SimpleQueue[Line] = queue.SimpleQueue()
+    parent = Parent(told.put)
     try:
         way, module = way_of(sys.argv[1])
-        work(wire, way, module, json.loads(sys.argv[2]))
+        work(parent, told, way, module, json.loads(sys.argv[2]))
     except BaseException as error:
-        wire.say(failed=f"{type(error).__name__}: {error}")
+        parent.say(failed=f"{type(error).__name__}: {error}")
         raise
 
 

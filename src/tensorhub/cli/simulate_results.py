@@ -1,4 +1,4 @@
-"""What a search has covered: how often each fault, transition and recovery path was really taken, and by how many seeds."""
+"""What a search has covered: how often each fault, transition and recovery path was taken, and by how many seeds."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class Tally:
         return {name: {"times": times, "seeds": self.seeds[name]} for name, times in self.times.items()}
 
 
-class Ledger:
+class Results:
     """The sum of all reports."""
 
     def __init__(self, faults: Iterable[str], transitions: Iterable[str], paths: Iterable[str]) -> None:
