@@ -72,6 +72,7 @@ class Cluster:
         self.pins: Counter[str] = Counter()  # how many each incarnation has, in all models
         self.changed_models: dict[str, bool] = {}  # whose consequences are to be worked out; True: of who waits, too
         self.changed_operations: dict[OpKey, Operation] = {}
+        self.weighed = 0  # sources, in this step
         self.stirred: dict[OpKey, Operation] = {}  # the same, of guests who wait: some of them in each step, oldest first
         self.noted: dict[Noted, None] = {}  # what the last step has changed, or may have: `invariants` looks at it
         self.epochs_minted = epoch << 32  # group epochs of a later coordinator are always larger

@@ -159,6 +159,7 @@ class Coordinator(Stateful[CoordinatorState]):
         cluster.now = max(now, cluster.now)
         cluster.cause += 1
         cluster.noted.clear()
+        cluster.weighed = 0
         self._run_timers()
         self._handle(event)
         self._settle()
@@ -358,7 +359,8 @@ class Coordinator(Stateful[CoordinatorState]):
         cluster = self.cluster
         if is_their_turn or len(cluster.stirred) <= limits.GUESTS_PER_STEP:
             for key in list(islice(cluster.stirred, limits.GUESTS_PER_STEP)):
-                cluster.changed_operations[key] = cluster.stirred.pop(key)
-            self._settle()
+                if cluster.weighed < limits.SOURCES_PER_STEP and key in cluster.stirred:
+                    cluster.changed_operations[key] = cluster.stirred.pop(key)
+                    self._settle()
         if cluster.stirred:
             cluster.timers.set("guests", "", cluster.now)

@@ -59,6 +59,7 @@ class Worker(Stateful[WorkerState]):
         "read_only",
         "session",
         "spot",
+        "transports",
     )
 
     def __init__(
@@ -77,7 +78,7 @@ class Worker(Stateful[WorkerState]):
         self.incarnation = incarnation
         self.name = name
         self.location = location
-        self.endpoints = endpoints
+        self.come_by(endpoints)
         self.session: int | None = session  # the connection over which it can be told something
         self.spot = False  # it has registered as such: all that is in its memory may be gone at any time
         self.read_only = read_only  # it fetches and looks: it never holds anything for others
@@ -85,6 +86,11 @@ class Worker(Stateful[WorkerState]):
         self.host_bytes = host_bytes  # that its copies in host memory may take; 0 if it is read-only
         self.heard_at = now  # when its newest message arrived
         self.members: dict[str, Member] = {}  # by registration id; empty once LOST
+
+    def come_by(self, endpoints: tuple[Endpoint, ...]) -> None:
+        """These are the ways to it."""
+        self.endpoints = endpoints
+        self.transports = frozenset(endpoint.transport for endpoint in endpoints)  # kept: each reader looks at every source
 
     def __repr__(self) -> str:
         return f"<Worker {self.name} {self.incarnation[:8]} {self.state} members={len(self.members)}>"

@@ -94,7 +94,8 @@ class Membership:
         elif worker.session is not None and worker.session != session.number:
             cluster.act(CloseSession(cluster.cause, worker.session, "the same worker has connected again"))
             cluster.sessions[worker.session].worker = None
-        worker.session, worker.endpoints = session.number, message.endpoints
+        worker.session = session.number
+        worker.come_by(message.endpoints)
         session.worker = worker
         cluster.guests.joined(session)
         cluster.guests.away.pop(worker, None)

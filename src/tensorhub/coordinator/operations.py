@@ -273,7 +273,7 @@ class Operations:
 
     def rolled_back(self, model: Model, to: int) -> None:
         """A new lineage begins after `to`: what is bound to a later version, or would publish one, is over."""
-        later = [version for version in model.versions.values() if version.number > to]
+        later, left = [version for version in model.versions.values() if version.number > to], held_text(model)
         for operation in [o for version in later for o in (*version.bound.values(), *version.guests_bound.values())]:
             assert operation.version is not None
             what = f"version {operation.version.number} of {model.name!r}"
@@ -282,8 +282,7 @@ class Operations:
                 self._decisions.abort(operation, Blame(VersionConflict(text)))
             else:
                 text = f"{what} is no more: {model.name!r} was rolled back to {to}; ask again for a version that is left; "
-                text += held_text(model)
-                self._decisions.abort(operation, Blame(VersionUnavailable(text)))
+                self._decisions.abort(operation, Blame(VersionUnavailable(text + left)))
 
     def reconsider(self, model: Model) -> None:
         """What held this model's operations up may be over."""
@@ -321,7 +320,7 @@ class Operations:
         operation = self._cluster.undecided.get(key)
         if operation is not None:
             self._readers.set_retry_timer(operation)
-            self._changed(operation)
+            self._cluster.stir(operation)
 
     def deadline_passed(self, key: str) -> None:
         """A rank gives up: before all have voted, the operation is over for all of them."""

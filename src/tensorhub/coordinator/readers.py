@@ -96,6 +96,9 @@ class Readers:
         """New leases for a reader that nothing it lacks may come to: on a source, or, while nobody holds all of it, on other
         readers' partial copies. What they lack they wait for together (R9: no chunk waits for itself).
         """
+        if part.member.worker.read_only:
+            for lease in [each for each in part.leases.values() if each.holding.leaving]:
+                self._move(lease)
         version = part.operation.version
         if version is None or not part.needs_source:
             return []
@@ -139,17 +142,21 @@ class Readers:
     def _choose(self, part: RankPart, version: Version, other_than: Holding | None) -> Holding | None:
         # The core never assumes that shard k reads shard k; with equal layouts it does. Newest first: of equals, the
         # publisher, which is the oldest, is chosen last, so that its unpublish is short.
+        self._cluster.weighed += len(version.holdings[part.shard])
         holdings = {
             h.member.registration: h
             for h in reversed(version.holdings[part.shard])
-            if h is not other_than and h is not part.holding and self._readable(h, part)
+            if h is not other_than and self._may_read(h, part)
         }
         while holdings:
             holding = holdings.pop(self._best(part, holdings.values(), version))
-            filled = holding.complete or _reaches_whole(_fillers(holding))
-            if filled and not self._reads_from(holding, part):
+            if self._feeds(holding, part):
                 return holding
         return None
+
+    def _feeds(self, holding: Holding, part: RankPart) -> bool:
+        """Whether all of it comes there without this reader."""
+        return (holding.complete or _reaches_whole(_fillers(holding))) and not self._reads_from(holding, part)
 
     def _best(self, part: RankPart, holdings: Iterable[Holding], version: Version) -> str:
         """The registration of that one of these, one at least, from which it would have everything first."""
@@ -162,21 +169,22 @@ class Readers:
         return best.ident
 
     def finds_source(self, part: RankPart, version: Version) -> bool:
-        """Whether there is a source for this reader now."""
-        return self._choose(part, version, None) is not None
+        """Whether there is a source for this reader now: the first one will do."""
+        return any(self._feeds(h, part) for h in version.holdings[part.shard] if self._may_read(h, part))
 
     @staticmethod
     def offered_in_vain(part: RankPart, version: Version) -> list[str]:
         """The transports of this shard's sources, if there are sources, and the reader has none of those."""
         sources = [h for h in version.holdings[part.shard] if h.is_source and h.member is not part.member]
-        theirs = {endpoint.transport for h in sources for endpoint in h.member.worker.endpoints}
+        theirs = {transport for h in sources for transport in h.member.worker.transports}
         holds = part.member.holding is not None and part.member.holding.version is version
         has_way = any(_common(part.member.worker, h.member.worker) for h in sources)
         return sorted(theirs) if sources and not holds and not has_way else []
 
-    def _readable(self, holding: Holding, part: RankPart) -> bool:
-        """Whether it can be reached, and does not wait for a source itself."""
-        return self._reachable(holding, part) and (holding.complete or bool(_fillers(holding)))
+    def _may_read(self, holding: Holding, part: RankPart) -> bool:
+        """Whether it is another one that can be reached, and does not wait for a source itself."""
+        there = holding is not part.holding and self._reachable(holding, part)
+        return there and (holding.complete or bool(_fillers(holding)))
 
     def _reachable(self, holding: Holding, part: RankPart) -> bool:
         if not holding.takes_readers or holding.member.worker.state is not WorkerState.LIVE:
@@ -297,7 +305,7 @@ class Readers:
         self._cluster.note(model, part.member)
         self._reader_less(lease.holding)
         if lease.part.wants_source:
-            self._cluster.changed(lease.part.operation)
+            self._cluster.stir(lease.part.operation)
 
     def _reader_less(self, holding: Holding) -> None:
         """A lease counts no more; if it was the last, its owner may take the memory that it has asked for."""
@@ -401,7 +409,15 @@ class Readers:
             self._cluster.stirred.update(version.guests_bound)
 
     def move(self, lease: ReadLease) -> None:
-        """Give the reader another source, if there is one, and let it leave this one."""
+        """Give the reader another source, if there is one, and let it leave this one. A guest is given it in its turn: there
+        may be many of them, and each looks at all sources.
+        """
+        if lease.part.member.worker.read_only:
+            self._cluster.stir(lease.part.operation)
+        else:
+            self._move(lease)
+
+    def _move(self, lease: ReadLease) -> None:
         if lease.state is not LeaseState.ACTIVE or lease.dropping:
             return
         part = lease.part
@@ -422,7 +438,7 @@ class Readers:
                     self._cluster.tell(part.member, DropSource(part.operation.key, part.rank, lease.id, why))
                 self.fence(lease, why)
                 if part.wants_source:
-                    self._cluster.changed(part.operation)
+                    self._cluster.stir(part.operation)
 
     def _end(self, holding: Holding, *, cut: bool = True) -> None:
         """Nothing of it is left: its leases are fenced, and its replica goes with its last holding."""
@@ -464,12 +480,10 @@ class Readers:
         self._cluster.note(lease.part.operation, lease.holding.member)
 
 
-def _common(reader: Worker, source: Worker) -> set[str]:
+def _common(reader: Worker, source: Worker) -> frozenset[str]:
     """The transports of both that reach from where one is to where the other is."""
-    mine = {endpoint.transport for endpoint in reader.endpoints}
-    if reader.location.host != source.location.host:
-        mine -= SAME_HOST_TRANSPORTS
-    return mine.intersection(endpoint.transport for endpoint in source.endpoints)
+    both = reader.transports & source.transports
+    return both if reader.location.host == source.location.host else both - SAME_HOST_TRANSPORTS
 
 
 def _fillers(holding: Holding) -> list[ReadLease]:
