@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from tensorhub.memory.tensors import address_of
-from tensorhub.messages import QueueCard
+from tensorhub.transport.rdma.messages import QueueCard
 from tensorhub.transport.rdma.ports import usable_ports
 from tensorhub.transport.rdma.verbs import Fabric, Queue, ReaderQueue, register, verbs
 

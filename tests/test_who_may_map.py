@@ -17,7 +17,7 @@ import pytest
 import tensorhub
 from tensorhub.cuda import cupy_device
 from tensorhub.errors import StateError, TensorHubError
-from tensorhub.messages import AllocationsAre, FindAllocations, FindSegments, SegmentsAre
+from tensorhub.messages import NotThisWay
 from tensorhub.protocol.blocking import BlockingConnection
 from tensorhub.protocol.codec import FROM_OWNER
 from tensorhub.protocol.handshake import NONCE_BYTES, ClientHandshake
@@ -27,6 +27,7 @@ from tensorhub.transport import unix
 from tensorhub.transport.base import Cutter, NotShared, Unusable
 from tensorhub.transport.cuda_ipc.owner import CudaIpcOwner
 from tensorhub.transport.cuda_ipc.reader import CudaIpcTransport
+from tensorhub.transport.dialect import Find
 from tensorhub.transport.registry import Local
 from tensorhub.transport.shm import segments as shm
 from tensorhub.transport.shm.owner import ShmOwner
@@ -104,21 +105,18 @@ def opened(source: ServedSource, secret: bytes) -> None:
         transport.open(source.endpoint, source.right, destination, Cutter()).close()
 
 
-def asked(source: ServedSource, secret: bytes) -> SegmentsAre | AllocationsAre:
+def asked(source: ServedSource, secret: bytes) -> NotThisWay:
     """What it says, and that it gives nothing, and goes on."""
     sock = unix.connect(source.endpoint.address, WAIT_S, Cutter())
     with BlockingConnection(sock, stall_timeout_s=WAIT_S) as connection:
         connection.handshake(ClientHandshake("reader", "reader", secret, os.urandom(NONCE_BYTES)), WAIT_S)
-        right = (source.right.registration, source.right.generation)
-        kind = FindSegments if source.device is None else FindAllocations
-        connection.send(kind(0, *right))
+        find = Find(source.right.registration, source.right.generation)
+        connection.send(source.side.dialect.request(0, find))
         said = connection.receive(FROM_OWNER)
-        connection.send(kind(1, *right))
+        connection.send(source.side.dialect.request(1, find))
         again = connection.receive(FROM_OWNER)  # a byte with descriptors would come first
-    assert isinstance(said, SegmentsAre | AllocationsAre)
-    assert isinstance(again, SegmentsAre | AllocationsAre)
-    assert (said.reason, said.is_usual) == (again.reason, again.is_usual)
-    assert not (said.segments if isinstance(said, SegmentsAre) else said.allocations)
+    assert isinstance(said, NotThisWay)
+    assert again == NotThisWay(1, said.reason, said.is_usual)
     return said
 
 

@@ -15,33 +15,20 @@ from tensorhub.errors import ProtocolError
 from tensorhub.manifest import Digest, TensorDescription, build_manifest
 from tensorhub.memory.chunks import ChunkMemory
 from tensorhub.messages import (
-    AgentIs,
-    AllocationsAre,
     ChunkDigest,
     ChunkFollows,
     ChunksFollow,
     ChunksLie,
-    ChunksPinned,
-    FindAgent,
-    FindAllocations,
-    FindMemory,
-    FindPorts,
-    FindSegments,
+    FromOwner,
     FromReader,
     Grant,
     Locate,
-    MemoryIs,
     NotThisWay,
     Origin,
-    Pair,
-    Paired,
-    PieceStaged,
-    PieceTaken,
-    PortsAre,
     Read,
     ReadRefused,
-    SegmentsAre,
     StillWaiting,
+    TransportReply,
     TransportRequest,
 )
 from tensorhub.protocol import codec
@@ -53,18 +40,22 @@ from tensorhub.runtime.data.lanes import Opened, PullRunner, _Lane
 from tensorhub.runtime.data.serving import SharedOwner
 from tensorhub.transport import read_server
 from tensorhub.transport.base import Channel, Cutter, Destination, ReadRight
-from tensorhub.transport.cma import process as cma
+from tensorhub.transport.cma import messages as cma_messages, process as cma
 from tensorhub.transport.cma.owner import CmaOwner
+from tensorhub.transport.cuda_ipc import messages as cuda_ipc
 from tensorhub.transport.cuda_ipc.owner import CudaIpcOwner
+from tensorhub.transport.dialect import Find
 from tensorhub.transport.generation_words import GenerationWords
 from tensorhub.transport.one_sided import OneSidedChannel
 from tensorhub.transport.owner import Lane
 from tensorhub.transport.peers import Peer, Peers
+from tensorhub.transport.rdma import messages as rdma
 from tensorhub.transport.rdma.owner import RdmaOwner
 from tensorhub.transport.rdma.verbs import Fabric
 from tensorhub.transport.read_client import ReadClient
 from tensorhub.transport.read_server import ReadServer
 from tensorhub.transport.registry import Local
+from tensorhub.transport.shm import messages as shm
 from tensorhub.transport.shm.owner import ShmOwner
 from tensorhub.transport.streaming_digest import FIRST_SEND_BYTES
 from tensorhub.transport.tcp import owner as tcp_owner
@@ -81,7 +72,7 @@ GRANT = Grant("lease", "source", "source.1", "theirs", 5, (), Location(host="h")
 STALL_S = 5.0
 ANSWERS: tuple[type[Any], ...] = (
     *(ChunksFollow, ChunkFollows, ChunkDigest, StillWaiting, ReadRefused),
-    *(ChunksLie, ChunksPinned, PieceStaged, MemoryIs, SegmentsAre, AllocationsAre, AgentIs, PortsAre, Paired, NotThisWay),
+    *(ChunksLie, TransportReply, NotThisWay),
 )
 ASKED_MAX = 12  # requests of one input
 
@@ -108,7 +99,8 @@ class _Memory:
         assert all(array.endswith(CANARY) for array in self.arrays), "bytes beyond a region were written"
 
 
-NAMES = ("cma", "shm", "cuda_ipc", "rdma")  # of the owner's sides
+DIALECTS = {each.transport: each for each in (cma_messages.DIALECT, shm.DIALECT, cuda_ipc.DIALECT, rdma.DIALECT)}
+NAMES = tuple(DIALECTS)  # of the owner's sides
 
 
 @contextlib.contextmanager
@@ -128,7 +120,7 @@ def readers(data: bytes) -> None:
     source = Source(data)
     memory = _Memory(source.choice(("xxh3-64", "none")), filled=False)
 
-    def make(client: ReadClient, destination: Destination, cutter: Cutter) -> TcpChannel:
+    def make(client: ReadClient, destination: Destination) -> TcpChannel:
         return TcpChannel(client, destination)
 
     _read(source, memory, make, lambda: _answers(source, memory.chunks), len(data) + 2**17)
@@ -141,8 +133,8 @@ def locators(data: bytes) -> None:
     words = GenerationWords()
     words.set(RIGHT.registration, RIGHT.generation)
 
-    def make(client: ReadClient, destination: Destination, cutter: Cutter) -> OneSidedChannel:
-        return OneSidedChannel(client, cma.Process(words.header), RIGHT, destination, cutter)
+    def make(client: ReadClient, destination: Destination) -> OneSidedChannel:
+        return OneSidedChannel(client, cma.Process(words.header), destination)
 
     _read(source, memory, make, lambda: _places(source, theirs.chunks, words.address(RIGHT.registration)), 2**17)
 
@@ -150,19 +142,19 @@ def locators(data: bytes) -> None:
 def _read(
     source: Source,
     memory: _Memory,
-    make: Callable[[ReadClient, Destination, Cutter], Channel],
+    make: Callable[[ReadClient, Destination], Channel],
     answers: Callable[[], bytes],
     bytes_max: int,
 ) -> None:
     owner = SharedOwner()
     owner.open(REGISTRATION, GENERATION, CONTENT, memory.chunks, complete=False)
-    peers = Peers(Local(Incarnation("reader"), (b"",), Options()), "tcp")
+    peers = Peers(Local(Incarnation("reader"), (b"",), Options()), tcp_owner.DIALECT)
     peers.close()
     with _connected() as (connection, theirs):
 
         def open_channel(grant: Grant, destination: Destination, cutter: Cutter) -> Opened:
             peer = Peer(connection, "", RIGHT.incarnation, b"", is_local=True)
-            return Opened("any", make(ReadClient(peers, peer, RIGHT, cutter), destination, cutter))
+            return Opened("any", make(ReadClient(peers, peer, RIGHT, cutter), destination))
 
         runner = PullRunner(
             memory.chunks, owner, REGISTRATION, GENERATION, open_channel, batch_bytes=source.choice((1, 20, 10**6))
@@ -294,8 +286,11 @@ def _question(source: Source, kind: int) -> bytes:
         "transport": [*NAMES, "other"],
         "runs": [((0, CHUNKS),), ((1, 2), (4, 1)), ((0, 1),) * 100, (), ((3, 9),), ((2**63, 1024),), ((0, 0),)],
     }
-    finds = {3: FindMemory, 4: FindSegments, 5: FindAgent, 6: FindAllocations, 7: FindPorts, 8: Pair, 9: TransportRequest}
-    asked: type[FromReader] = finds.get(kind // 10, Locate if kind > 200 else Read)
+    if 30 <= kind < 90:
+        dialect = DIALECTS[source.choice(NAMES)]
+        said = source.value(source.choice(list(dialect.from_reader.forms)), pools)
+        return frame(codec.encode(dialect.request(source.below(2**16), said)), FRAME_BYTES_MAX)
+    asked: type[FromReader] = TransportRequest if kind < 100 else Locate if kind > 200 else Read
     return frame(codec.encode(source.value(asked, pools)), FRAME_BYTES_MAX)
 
 
@@ -328,37 +323,9 @@ def _serve(
             patch.object(tcp_owner, "FIRST_SEND_BYTES", first_send_bytes),
         ):
             ReadServer(lane, connection, owner, owner.sides, 0.0).answer(read)
-        if isinstance(read, FindMemory):
-            return _is_found(read, lane, owner, theirs)
-        if isinstance(read, FindAgent):
-            with BlockingConnection(theirs.dup(), stall_timeout_s=STALL_S) as hears:
-                answer = hears.receive(codec.FROM_OWNER)
-                assert isinstance(answer, NotThisWay)  # nixl is not among its transports
-            return True
-        if isinstance(read, FindSegments):
-            with BlockingConnection(theirs.dup(), stall_timeout_s=STALL_S) as hears:
-                answer = hears.receive(codec.FROM_OWNER)
-                assert isinstance(answer, SegmentsAre | ReadRefused)
-                assert not isinstance(answer, SegmentsAre) or not answer.segments  # none of it is in shared memory
-            return True
-        if isinstance(read, FindAllocations):
-            with BlockingConnection(theirs.dup(), stall_timeout_s=STALL_S) as hears:
-                answer = hears.receive(codec.FROM_OWNER)
-                assert isinstance(answer, AllocationsAre | ReadRefused)
-                assert not isinstance(answer, AllocationsAre) or not answer.allocations  # none of it is on a GPU
-            return True
         if isinstance(read, TransportRequest):
-            assert read.transport not in NAMES, "it has no messages of its own"
             with BlockingConnection(theirs.dup(), stall_timeout_s=STALL_S) as hears:
-                refused = hears.receive(codec.FROM_OWNER)
-                assert isinstance(refused, NotThisWay)
-            return True
-        if isinstance(read, PieceTaken):
-            raise AssertionError("nothing is staged, and a piece can be taken")
-        if isinstance(read, FindPorts | Pair):
-            with BlockingConnection(theirs.dup(), stall_timeout_s=STALL_S) as hears:
-                said = hears.receive(codec.FROM_OWNER)
-                assert said == PortsAre(read.request, ()) or isinstance(said, NotThisWay)  # it has none
+                _check_answer(read, hears.receive(codec.FROM_OWNER), lane, owner, held is not None)
             return True
     except (ProtocolError, ConnectionLost):
         return False
@@ -406,10 +373,26 @@ def _serve(
     return True
 
 
-def _is_found(read: FindMemory, lane: Lane, owner: SharedOwner, theirs: socket.socket) -> bool:
-    with BlockingConnection(theirs.dup(), stall_timeout_s=STALL_S) as hears:
-        process = owner.header if owner.header and lane.is_local else (0, 0, b"")
-        return hears.receive(codec.FROM_OWNER) == MemoryIs(read.request, *process)
+def _check_answer(asked: TransportRequest, answer: FromOwner | None, lane: Lane, owner: SharedOwner, is_held: bool) -> None:
+    """What an owner says in a transport's dialect: where its memory is to who may know it, and nothing else of it."""
+    if asked.transport not in NAMES:
+        assert isinstance(answer, NotThisWay)
+        return
+    dialect = DIALECTS[asked.transport]
+    match dialect.message(asked):
+        case rdma.FindPorts():
+            assert answer == dialect.reply(asked.request, rdma.PortsAre(()))
+        case rdma.Pair():
+            assert isinstance(answer, NotThisWay)  # it has no ports
+        case Find(registration, generation):
+            if not is_held or (registration, generation) != (REGISTRATION, GENERATION):
+                assert isinstance(answer, ReadRefused)
+            elif asked.transport == "cma" and lane.is_local and owner.header is not None:
+                assert answer == dialect.reply(asked.request, cma_messages.MemoryIs(*owner.header))
+            else:  # none of it is in shared memory, or on a GPU
+                assert isinstance(answer, NotThisWay)
+        case said:
+            raise AssertionError(f"nothing is staged, and {said} is heard")
 
 
 @functools.cache

@@ -170,7 +170,7 @@ def bodies(data: bytes) -> None:
     except ProtocolError as error:
         assert len(str(error)) < ERROR_CHARS_MAX
         return
-    assert type(message) in allowed.kinds
+    assert type(message) in allowed.forms
     again = codec.decode(codec.encode(message), allowed)
     assert again == message
     assert codec.encode(again) == codec.encode(message)
@@ -179,7 +179,7 @@ def bodies(data: bytes) -> None:
 def messages(data: bytes) -> None:
     """A message of any values that its annotations allow is heard as it was said; damaged, it is refused or another one."""
     source = Source(data)
-    kind = source.choice(sorted(codec.ANYTHING.kinds, key=lambda kind: kind.__name__))
+    kind = source.choice(sorted(codec.ANYTHING.forms, key=lambda kind: kind.__name__))
     message = source.value(kind)
     body = codec.encode(message)
     assert codec.decode(body, codec.ANYTHING) == message

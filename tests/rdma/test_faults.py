@@ -11,13 +11,13 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from tensorhub.errors import TransportUnavailable
-from tensorhub.messages import QueueCard
 from tensorhub.runtime.data import serving as serving_module
 from tensorhub.testing.conformance import SIZES, Target, content
 from tensorhub.testing.serving import ServedSource
 from tensorhub.transport.base import Arrival, Cutter, ReadFailure, Unusable
 from tensorhub.transport.owner import Lane
 from tensorhub.transport.rdma import reader as rdma_reader
+from tensorhub.transport.rdma.messages import QueueCard
 from tensorhub.transport.rdma.ports import Move, find_ports, usable_ports
 from tensorhub.transport.rdma.reader import RdmaChannel, RdmaTransport
 from tensorhub.transport.rdma.verbs import Fabric, ReaderQueue, _event_descriptors

@@ -10,7 +10,7 @@ import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from tensorhub.messages import QueueCard
+from tensorhub.transport.rdma.messages import QueueCard
 from tensorhub.transport.rdma.owner import RdmaOwner
 from tensorhub.transport.rdma.ports import Move, Port
 from tensorhub.transport.rdma.verbs import Device, Fabric, Keys, Landing, Queue, ReaderQueue, Registered, Spanned

@@ -9,45 +9,43 @@ import os
 import tempfile
 from collections import deque
 from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Annotated
 
 from tensorhub.accesses import Access
 from tensorhub.errors import ProtocolError
 from tensorhub.memory.chunks import ChunkMemory
-from tensorhub.messages import ChunksLie, FromReader, StillWaiting, TransportReply, TransportRequest
-from tensorhub.transport.base import Arrival, Channel, Cutter, Destination, Lacking, ReadFailure, ReadRight, Transport
+from tensorhub.messages import ChunksLie, StillWaiting
+from tensorhub.transport.base import Arrival, Channel, Destination, Lacking, ReadFailure
+from tensorhub.transport.connected import ConnectedTransport
+from tensorhub.transport.dialect import Dialect, Find
 from tensorhub.transport.owner import OwnerSession, OwnerSide, ServedReader
-from tensorhub.transport.peers import Peers
 from tensorhub.transport.read_client import ReadClient
-from tensorhub.transport.registry import Local
-from tensorhub.types import Endpoint, Location
+from tensorhub.types import Length, Location
 
 
-class SpoolTransport(Transport):
-    name = "spool"
+@dataclass(frozen=True, slots=True)
+class FileIs:
+    """What is located from now on is copied into that file."""
 
-    def __init__(self, local: Local) -> None:
-        self._peers = Peers(local, self.name)
+    path: Annotated[str, Length(4096)]
+
+
+DIALECT = Dialect("spool", from_reader={Find: 1}, from_owner={FileIs: 2})
+
+
+class SpoolTransport(ConnectedTransport):
+    dialect = DIALECT
 
     def reaches(self, here: Location, there: Location) -> bool:
         return here.host == there.host
 
-    def open(self, endpoint: Endpoint, right: ReadRight, destination: Destination, cutter: Cutter) -> Channel:
-        client = ReadClient(self._peers, self._peers.open(endpoint.address, right, cutter), right, cutter)
-        try:
-            file = os.open(client.request(b"which file?"), os.O_RDONLY)
-        except BaseException:
-            client.close()
-            raise
-        return _SpoolChannel(client, file, destination)
+    def channel(self, client: ReadClient, destination: Destination) -> Channel:
+        said = client.ask(Find(client.right.registration, client.right.generation), FileIs)
+        return _SpoolChannel(client, os.open(said.path, os.O_RDONLY), destination)
 
     def serve(self) -> OwnerSide:
         return SpoolOwner()
-
-    def sweep(self) -> None:
-        self._peers.sweep()
-
-    def close(self) -> None:
-        self._peers.close()
 
 
 class _SpoolChannel:
@@ -83,7 +81,7 @@ class _SpoolChannel:
 
 
 class SpoolOwner(OwnerSide):
-    name = "spool"
+    dialect = DIALECT
 
     def session(self, reader: ServedReader) -> OwnerSession:
         return _SpoolSession(reader)
@@ -101,9 +99,8 @@ class _SpoolSession:
     def refusal(self) -> str:
         return "" if self._reader.lane.is_local else "the file is on another host"
 
-    def answer(self, asked: FromReader) -> None:
-        assert isinstance(asked, TransportRequest)
-        self._reader.connection.send(TransportReply(asked.request, asked.transport, self._path.encode()))
+    def answer(self, request: int, asked: Find) -> None:
+        self._reader.connection.send(DIALECT.reply(request, FileIs(self._path)))
 
     def serve(self, request: int, access: Access, memory: ChunkMemory) -> None:
         places: list[tuple[int, int, int]] = []

@@ -22,7 +22,7 @@ from tensorhub.memory.chunks import ChunkMemory
 from tensorhub.memory.tensors import address_of
 from tensorhub.runtime.data.serving import SharedOwner
 from tensorhub.transport.cma import process as cma
-from tensorhub.transport.cma.process import Look
+from tensorhub.transport.cma.process import Process
 from tensorhub.transport.generation_words import WORD_BYTES, GenerationWords
 from tensorhub.transport.one_sided import CALL_BYTES, CALL_PIECES_MAX, Piece, cut_up
 from tensorhub.types import ContentId, RegistrationId
@@ -134,7 +134,7 @@ def test_every_registration_has_a_word_of_its_own() -> None:
     places = {words.address(RegistrationId(str(number))) for number in range(many)}
     assert len(places) == many
     assert all(place % WORD_BYTES == 0 for place in places)
-    look = Look(words.header)
+    look = Process(words.header)
     assert all(look.is_unchanged(words.address(RegistrationId(str(n))), n + 1) for n in range(many))
     words.close()
     assert not look.is_there()
@@ -146,13 +146,13 @@ def test_a_word_is_looked_at_with_the_nonce() -> None:
     words, other = GenerationWords(), GenerationWords()
     words.set(RegistrationId("r"), 5)
     at = words.address(RegistrationId("r"))
-    assert Look(words.header).is_unchanged(at, 5)
-    assert not Look(words.header).is_unchanged(at, 6)
-    assert not Look(words.header._replace(nonce=other.header.nonce)).is_unchanged(at, 5)
-    assert not Look(words.header._replace(nonce=other.header.nonce)).is_there()
+    assert Process(words.header).is_unchanged(at, 5)
+    assert not Process(words.header).is_unchanged(at, 6)
+    assert not Process(words.header._replace(nonce=other.header.nonce)).is_unchanged(at, 5)
+    assert not Process(words.header._replace(nonce=other.header.nonce)).is_there()
     words.set(RegistrationId("r"), 0)
-    assert not Look(words.header).is_unchanged(at, 5)
-    assert not Look(words.header).is_unchanged(at, 0)  # no generation at all
+    assert not Process(words.header).is_unchanged(at, 5)
+    assert not Process(words.header).is_unchanged(at, 0)  # no generation at all
 
 
 def test_what_is_forgotten_makes_room() -> None:
@@ -244,7 +244,7 @@ class _Reader:
         if self.located is None or not self.copied:
             return
         generation, _, word = self.located
-        if Look(self.owner.words.header).is_unchanged(word, generation):
+        if Process(self.owner.words.header).is_unchanged(word, generation):
             assert set(self.target[: self.copied]) == {generation % 256}
         self.located = None
 
@@ -279,7 +279,7 @@ def test_an_undisturbed_reader_names_what_it_read() -> None:
     reader = _Reader(owner)
     reader.locate()
     assert reader.located is not None
-    assert Look(owner.words.header).is_unchanged(reader.located[2], owner.generation)
+    assert Process(owner.words.header).is_unchanged(reader.located[2], owner.generation)
     owner.shared.end_reading()
-    assert not Look(owner.words.header).is_unchanged(reader.located[2], owner.generation)
+    assert not Process(owner.words.header).is_unchanged(reader.located[2], owner.generation)
     assert owner.shared.header is None

@@ -17,6 +17,7 @@ from tensorhub.transport import peers as peers_module, sockets
 from tensorhub.transport.base import Cutter, ReadFailure, ReadRight
 from tensorhub.transport.peers import Peer, Peers
 from tensorhub.transport.registry import Local
+from tensorhub.transport.tcp.owner import DIALECT
 from tensorhub.types import Incarnation, LeaseId, Options
 from tests.rig import cluster, holds, tensors, worker_of, write
 from tests.runtime.data_rig import CONTENT, SECRET, WAIT_S, Node, finish, manifest_of, open_sockets, serving, until
@@ -32,7 +33,7 @@ def anyio_backend(request: pytest.FixtureRequest) -> str:
 
 @asynccontextmanager
 async def reading(*nodes: Node, secrets: list[bytes] | None = None) -> AsyncIterator[Peers]:
-    peers = Peers(Local(READER, secrets or [SECRET], Options(connect_timeout_s=WAIT_S, stall_timeout_s=WAIT_S)), "tcp")
+    peers = Peers(Local(READER, secrets or [SECRET], Options(connect_timeout_s=WAIT_S, stall_timeout_s=WAIT_S)), DIALECT)
     async with serving(*nodes):
         yield peers
         peers.close()

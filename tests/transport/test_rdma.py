@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 from tensorhub.errors import StateError, TransportUnavailable
-from tensorhub.messages import RdmaPort
 from tensorhub.transport.rdma import ports as rdma
+from tensorhub.transport.rdma.messages import RdmaPort
 from tensorhub.transport.rdma.ports import (
     Move,
     Port,

@@ -11,7 +11,8 @@ the input.
 from __future__ import annotations
 
 import typing
-from typing import Final, Generic, TypeVar
+from collections.abc import Mapping
+from typing import Any, Final, Generic, TypeVar
 
 import msgpack
 from msgpack.exceptions import UnpackException
@@ -24,60 +25,64 @@ from tensorhub.unpacking import unpacker
 
 M = TypeVar("M")
 
-_RECORDS: Final[dict[type, tuple[int, Record]]] = {kind: (tag, record_of(kind)) for kind, tag in TAGS.items()}
-_NAMES: Final[dict[int, str]] = {tag: kind.__name__ for kind, tag in TAGS.items()}
-
 
 class Vocabulary(Generic[M]):
-    """What one kind of peer may say: a union of messages. `speaker` names the peer in errors."""
+    """What one kind of peer may say: messages with their tags. `speaker` names the peer in errors."""
 
-    __slots__ = ("_by_tag", "kinds", "speaker")
+    __slots__ = ("_by_tag", "_known", "forms", "speaker")
 
-    def __init__(self, speaker: str, union: object) -> None:
+    def __init__(self, speaker: str, tags: Mapping[type, int], known: Mapping[type, int] = TAGS) -> None:
+        """`known`: all messages of which the errors know the names."""
         self.speaker = speaker
-        self.kinds: frozenset[type[M]] = frozenset(typing.get_args(union) or (union,))
-        self._by_tag = dict(_RECORDS[kind] for kind in self.kinds)
+        self.forms = {kind: (tag, record_of(kind)) for kind, tag in tags.items()}
+        self._by_tag = dict(self.forms.values())
+        self._known = known
 
     def __repr__(self) -> str:
-        return f"<Vocabulary of {self.speaker}: {len(self.kinds)} messages>"
+        return f"<Vocabulary of {self.speaker}: {len(self.forms)} messages>"
 
     def record(self, tag: object, length: int) -> Record:
         """What reads a message of `length` items under `tag`; ProtocolError if nothing does."""
         found = self._by_tag.get(tag) if type(tag) is int else None
         if found is None:
-            name = _NAMES.get(tag) if type(tag) is int else None
+            names = [kind.__name__ for kind, known in self._known.items() if type(tag) is int and known == tag]
             raise ProtocolError(
-                f"{name} is not for {self.speaker} to say here"
-                if name is not None
+                f"{names[0]} is not for {self.speaker} to say here"
+                if names
                 else f"{brief(tag)} is not the tag of any message; peers of equal versions have equal tags"
             )
         if length != found.size + 1:
             raise ProtocolError(f"{found.kind.__name__}: {length - 1} fields instead of {found.size}")
         return found
 
+    def encode(self, message: M) -> bytes:
+        """The body of `message`'s frame; ProtocolError if a field's value is not what its annotation allows."""
+        try:
+            tag, record = self.forms[type(message)]
+        except KeyError:
+            raise ProtocolError(f"a {type(message).__name__} is not a message and cannot be sent") from None
+        try:
+            fields = record.encode(message)
+        except Violation as error:
+            raise _refusal(record, error) from None
+        body: bytes = msgpack.packb([tag, *fields])
+        return body
 
-CLIENT_HELLO: Final[Vocabulary[messages.ClientHello]] = Vocabulary("a client", messages.ClientHello)
-SERVER_HELLO: Final[Vocabulary[messages.ServerHello]] = Vocabulary("a server", messages.ServerHello)
-PROOF: Final[Vocabulary[messages.Proof]] = Vocabulary("a peer that must prove itself", messages.Proof)
-FROM_WORKER: Final[Vocabulary[messages.FromWorker]] = Vocabulary("a worker", messages.FromWorker)
-FROM_COORDINATOR: Final[Vocabulary[messages.FromCoordinator]] = Vocabulary("the coordinator", messages.FromCoordinator)
-FROM_READER: Final[Vocabulary[messages.FromReader]] = Vocabulary("a reader", messages.FromReader)
-FROM_OWNER: Final[Vocabulary[messages.FromOwner]] = Vocabulary("an owner", messages.FromOwner)
-ANYTHING: Final[Vocabulary[messages.Message]] = Vocabulary("anyone", messages.Message)
+
+def _said_by(speaker: str, union: object) -> Vocabulary[Any]:
+    return Vocabulary(speaker, {kind: TAGS[kind] for kind in typing.get_args(union) or (union,)})
 
 
-def encode(message: messages.Message) -> bytes:
-    """The body of `message`'s frame; ProtocolError if a field's value is not what its annotation allows."""
-    try:
-        tag, record = _RECORDS[type(message)]
-    except KeyError:
-        raise ProtocolError(f"a {type(message).__name__} is not a message and cannot be sent") from None
-    try:
-        fields = record.encode(message)
-    except Violation as error:
-        raise _refusal(record, error) from None
-    body: bytes = msgpack.packb([tag, *fields])
-    return body
+CLIENT_HELLO: Final[Vocabulary[messages.ClientHello]] = _said_by("a client", messages.ClientHello)
+SERVER_HELLO: Final[Vocabulary[messages.ServerHello]] = _said_by("a server", messages.ServerHello)
+PROOF: Final[Vocabulary[messages.Proof]] = _said_by("a peer that must prove itself", messages.Proof)
+FROM_WORKER: Final[Vocabulary[messages.FromWorker]] = _said_by("a worker", messages.FromWorker)
+FROM_COORDINATOR: Final[Vocabulary[messages.FromCoordinator]] = _said_by("the coordinator", messages.FromCoordinator)
+FROM_READER: Final[Vocabulary[messages.FromReader]] = _said_by("a reader", messages.FromReader)
+FROM_OWNER: Final[Vocabulary[messages.FromOwner]] = _said_by("an owner", messages.FromOwner)
+ANYTHING: Final[Vocabulary[messages.Message]] = _said_by("anyone", messages.Message)
+
+encode: Final = ANYTHING.encode
 
 
 def decode(body: bytes, allowed: Vocabulary[M]) -> M:

@@ -289,8 +289,6 @@ class Record:
     def __init__(self, kind: type) -> None:
         hints = typing.get_type_hints(kind, include_extras=True)
         names = [field.name for field in dataclasses.fields(kind)]
-        if not names:
-            raise TypeError(f"{kind.__name__} has no fields; the wire keeps the empty array for an absent record")
         self.kind = kind
         self.size = len(names)
         self._fields = [(name, form.encode, form.decode) for name in names for form in (form_of(hints[name]),)]
@@ -322,6 +320,8 @@ class Record:
 
 def _record_form(kind: type, *, optional: bool) -> Form:
     record = record_of(kind)
+    if not record.size:
+        raise TypeError(f"{kind.__name__} has no fields; the wire keeps the empty array for an absent record")
 
     def encode(value: object) -> list[Any]:
         return [] if optional and value is None else record.encode(value)

@@ -10,6 +10,8 @@ their digest.
 
 from __future__ import annotations
 
+import bisect
+import errno
 import os
 import threading
 import time
@@ -19,7 +21,7 @@ from typing import NamedTuple, Protocol
 
 from tensorhub.errors import ProtocolError
 from tensorhub.messages import ChunksLie, StillWaiting
-from tensorhub.transport.base import Arrival, Cutter, Destination, Lacking, ReadFailure, ReadRight
+from tensorhub.transport.base import Arrival, Destination, Lacking, ReadFailure
 from tensorhub.transport.read_client import ReadClient
 from tensorhub.transport.streaming_digest import SMALL_BYTES, StreamingDigests
 
@@ -75,6 +77,29 @@ class Source(Protocol):
         """Whether its word at that address says that generation, and it is that process. OSError: it cannot be read."""
 
 
+class Translated:
+    """A source's memory that is at other addresses here. A part of `Source`."""
+
+    def __init__(self, places: Sequence[tuple[int, int, int]]) -> None:
+        """`places`: (address at the source, bytes, address here)."""
+        self._places = sorted(places)
+        self._starts = [start for start, _, _ in self._places]
+        self.is_short = False  # something was looked for that is in none of them
+
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__}, {len(self._places)} places>"
+
+    def _here(self, there: int, nbytes: int) -> int:
+        """Where that is in this process. OSError: nowhere."""
+        number = bisect.bisect_right(self._starts, there) - 1
+        if number >= 0:
+            start, size, here = self._places[number]
+            if there + nbytes <= start + size:
+                return here + there - start
+        self.is_short = True
+        raise OSError(errno.EFAULT, "it is in nothing that was shared")
+
+
 class _Located(NamedTuple):
     chunk: int
     digest: int
@@ -85,19 +110,12 @@ class _Located(NamedTuple):
 class OneSidedChannel:
     """See `transport.base.Channel`. Several threads may drive it."""
 
-    def __init__(
-        self,
-        client: ReadClient,
-        source: Source,
-        right: ReadRight,
-        destination: Destination,
-        cutter: Cutter,
-    ) -> None:
+    def __init__(self, client: ReadClient, source: Source, destination: Destination) -> None:
         self._client = client
         self._source = source
-        self._right = right
+        self._right = client.right
         self._destination = destination
-        self._cutter = cutter
+        self._cutter = client.cutter
         self._turn = threading.Lock()  # guards hearing and what was heard: one listens, the others wait for what it hears
         self._located: deque[_Located] = deque()  # and not taken yet
 

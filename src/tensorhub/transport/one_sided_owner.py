@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from tensorhub.accesses import Access
-from tensorhub.errors import ProtocolError
 from tensorhub.memory.chunks import ChunkMemory
-from tensorhub.messages import ChunksLie, FromReader
+from tensorhub.messages import ChunksLie
+from tensorhub.transport.base import NotShared, Unusable
 from tensorhub.transport.owner import ServedReader
 
 LOCATE_BYTES = 2**40  # of one answer that says where chunks lie, and sends none
@@ -28,15 +28,17 @@ class OneSidedSession:
         """Addresses are told within this host."""
         return "" if self._memory.header is not None and self._lane.is_local else NOT_FROM_THERE
 
-    def answer(self, asked: FromReader) -> None:
-        """See `OwnerSession`."""
-        raise ProtocolError(f"a {type(asked).__name__} is not asked for this way")
-
     def serve(self, request: int, access: Access, memory: ChunkMemory) -> None:
         """Say where an access' chunks are."""
         chunks = self._reader.digests_of(access, memory)
         places = tuple([(chunk, digest, memory.address(chunk)) for chunk, digest in chunks])
         self._connection.send(ChunksLie(request, places, self._memory.word_of(access)))
+
+    def _check_given(self) -> None:
+        """Unusable (NotShared): this reader is given no memory to map or to open."""
+        reason, is_usual = self._lane.withheld
+        if reason:
+            raise (NotShared if is_usual else Unusable)(reason)
 
     def close(self) -> None:
         """Nothing was set up."""

@@ -5,7 +5,7 @@ A worker has one `OwnerSide` of each of its transports, and that one has a `Owne
     side = transport.serve()             once per worker
     side.endpoint(...)                   what others are told to connect to
     session = side.session(reader)       a reader has asked for something that is this transport's
-    session.answer(asked)                one of its own messages (`OwnerSide.asks`, or TransportRequest with its name)
+    session.answer(request, asked)       the reader has said something of the transport's own dialect
     session.serve(request, access, ...)  the reader wants these chunks, and may touch them until this returns
     session.close()                      the reader is gone, or has to go
 
@@ -24,18 +24,23 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from tensorhub.accesses import Access, Refusal, Wait
 from tensorhub.memory.chunks import ChunkMemory
 from tensorhub.messages import FromReader
 from tensorhub.protocol.blocking import BlockingConnection
+from tensorhub.transport.dialect import Dialect
 from tensorhub.transport.generation_words import Header
 from tensorhub.types import READ_ONLY, ContentId, Incarnation, RegistrationId
 
 
 class CannotServe(Exception):
     """The memory is held, and this transport cannot have it read. The reader is told why."""
+
+
+class NotOpen(Exception):
+    """The memory is not open under that generation. The reader is refused."""
 
 
 class Endable(Protocol):
@@ -97,9 +102,6 @@ class OwnedMemory(Protocol):
     def holds(self, registration: RegistrationId, memory: ChunkMemory) -> bool:
         """Whether that memory was not let go meanwhile."""
 
-    def is_on_device(self, registration: RegistrationId) -> bool:
-        """Whether its bytes are where the CPU cannot address them."""
-
     def word_of(self, access: Access) -> int:
         """Where the generation word of this access' registration is."""
 
@@ -132,6 +134,9 @@ class ServedReader(Protocol):
     connection: BlockingConnection
     memory: OwnedMemory
 
+    def find(self, registration: str, generation: int) -> OpenMemory:
+        """See `OwnedMemory.find`. NotOpen."""
+
     def digests_of(self, access: Access, memory: ChunkMemory) -> tuple[tuple[int, int], ...]:
         """See `OwnedMemory.digests_of`. CannotServe: a GPU has failed."""
 
@@ -157,8 +162,10 @@ class OwnerSession(Protocol):
     def refusal(self) -> str:
         """Why this reader is not served this way; "": it is."""
 
-    def answer(self, asked: FromReader) -> None:
-        """Answer a message of this transport's own."""
+    def answer(self, request: int, asked: Any) -> None:
+        """Answer a message of the transport's dialect, which is one that readers say. NotOpen; Unusable (NotShared), which
+        the reader's `open` raises.
+        """
 
     def serve(self, request: int, access: Access, memory: ChunkMemory) -> None:
         """Have the reader read the chunks of this access. CannotServe, before anything of them is said."""
@@ -170,10 +177,14 @@ class OwnerSession(Protocol):
 class OwnerSide(Protocol):
     """A transport's side at one worker that is read by it. For any thread. Inherit from it, for what is usual."""
 
-    name: str
-    asks: tuple[type[FromReader], ...] = ()  # messages that only its readers say, besides TransportRequest
+    dialect: Dialect
     is_one_sided: bool = False  # its readers look at generation words
     shares_memory: bool = False  # so that words have to be in memory that can be shared; and they come by a Unix socket
+
+    @property
+    def name(self) -> str:
+        """Of the transport."""
+        return self.dialect.transport
 
     def endpoint(self, address: str, unix_address: str | None) -> str | None:
         """What its readers connect to, of the worker's two listeners, or its own; None: they cannot."""

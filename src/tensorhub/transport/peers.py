@@ -18,12 +18,13 @@ from tensorhub.protocol.handshake import NONCE_BYTES, ClientHandshake
 from tensorhub.protocol.lost import ConnectionLost
 from tensorhub.transport import sockets, unix
 from tensorhub.transport.base import Cutter, ReadFailure, ReadRight
+from tensorhub.transport.dialect import Dialect
 from tensorhub.transport.generation_words import Header
+from tensorhub.transport.kept import KEPT_S
 from tensorhub.transport.registry import Local
 from tensorhub.types import Incarnation, RegistrationId
 
 KEPT_MAX = 32  # of one worker's, for each transport: beyond it the one that was used longest ago goes
-KEPT_S = 60.0  # of one that is not used; an owner that needs its place takes it earlier
 
 
 class Closable(Protocol):
@@ -60,8 +61,8 @@ class Peer:
 class Peers:
     """Those of one transport of one incarnation. For any thread."""
 
-    def __init__(self, local: Local, transport: str) -> None:
-        self.transport = transport  # its name
+    def __init__(self, local: Local, dialect: Dialect) -> None:
+        self.dialect = dialect  # what is said on them
         self._local = local
         self._lock = threading.Lock()  # guards both
         self._kept: list[Peer] = []  # the one that was used last at the end
@@ -95,7 +96,7 @@ class Peers:
         _close(gone)
 
     def sweep(self) -> None:
-        """Close what was not used for a while. Called now and then."""
+        """Close what was not used for a while. (An owner that needs a place takes it earlier.)"""
         before = time.monotonic() - KEPT_S
         with self._lock:
             gone = [peer for peer in self._kept if peer.used < before]

@@ -10,26 +10,25 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
+from typing import TypeVar
 
 from tensorhub.errors import AuthenticationFailed, OperationTimeout, ProtocolError
 from tensorhub.logs import Tally, get_logger
 from tensorhub.messages import (
     FromOwner,
-    FromReader,
     Locate,
     NotThisWay,
-    PieceTaken,
     Read,
     ReadRefused,
     StillWaiting,
-    TransportReply,
-    TransportRequest,
 )
 from tensorhub.protocol.codec import FROM_OWNER
 from tensorhub.protocol.frames import NotAuthentic
 from tensorhub.protocol.lost import ConnectionLost
 from tensorhub.transport.base import Cutter, Lacking, NotShared, ReadFailure, ReadRight, Unusable
 from tensorhub.transport.peers import Peer, Peers
+
+R = TypeVar("R")
 
 _meddled = Tally(get_logger("tensorhub.worker").warning, "frame_not_authentic")
 
@@ -39,27 +38,28 @@ class ReadClient:
 
     def __init__(self, peers: Peers, peer: Peer, right: ReadRight, cutter: Cutter) -> None:
         self.connection = peer.connection
+        self.peer = peer
+        self.right = right
+        self.cutter = cutter
+        self.dialect = peers.dialect
         self._peers = peers
-        self._peer = peer
-        self._right = right
-        self._cutter = cutter
         self._is_closed = False
         self._sending = threading.Lock()  # guards the order of requests
         self._next_request = 0
         self._asked: dict[int, set[int]] = {}  # request -> its chunks that were not announced yet; never empty
 
     def __repr__(self) -> str:
-        return f"<ReadClient {self._right.incarnation}, {len(self._asked)} requests open>"
+        return f"<ReadClient {self.right.incarnation}, {len(self._asked)} requests open>"
 
     def failures(self) -> Failures:
         """What all that uses the connection is done within."""
-        return Failures(self._peer)
+        return Failures(self.peer)
 
     def close(self) -> None:
         """Give the connection back. A second call does nothing."""
         if not self._is_closed:
             self._is_closed = True
-            self._peers.give_back(self._peer, self._cutter, is_answered=self.is_answered)
+            self._peers.give_back(self.peer, self.cutter, is_answered=self.is_answered)
 
     @property
     def is_answered(self) -> bool:
@@ -72,40 +72,35 @@ class ReadClient:
 
     def locate(self, chunks: Sequence[int]) -> None:
         """Have them served as this transport's owner side does."""
-        self._ask(partial(Locate, transport=self._peers.transport), chunks)
+        self._ask(partial(Locate, transport=self.dialect.transport), chunks)
 
-    def ask(self, asked: FromReader) -> FromOwner:
-        """Ask something of this transport's own, before chunks are asked for. As `hear`; NotShared, Unusable: the owner is
-        not read by it.
+    def ask(self, asked: object, reply: type[R]) -> R:
+        """Ask something of the transport's dialect, before chunks are asked for. Raises as `hear`; NotShared, Unusable: the
+        owner is not read this way.
         """
+        self.say(0, asked)
         with self.failures():
-            self.connection.send(asked)
             said = self.hear()
-        if isinstance(said, NotThisWay):
-            raise (NotShared if said.is_usual else Unusable)(f"at the source: {said.reason}")
-        return said
+            if not isinstance(said, NotThisWay):
+                message = self.dialect.message(said)
+                if not isinstance(message, reply):
+                    raise ProtocolError(f"a {type(asked).__name__} is answered with {type(message).__name__}")
+                return message
+        raise (NotShared if said.is_usual else Unusable)(f"at the source: {said.reason}")
 
-    def request(self, body: bytes) -> bytes:
-        """As `ask`, of a transport that TensorHub knows nothing of: the owner's reply."""
-        said = self.ask(TransportRequest(0, self._peers.transport, body))
-        with self.failures():
-            if not isinstance(said, TransportReply):
-                raise ProtocolError(f"a request of {self._peers.transport} is answered with {type(said).__name__}")
-        return said.body
+    def say(self, request: int, message: object) -> None:
+        """Say something of the transport's dialect, about that request."""
+        with self._sending, self.failures():
+            self.connection.send(self.dialect.request(request, message))
 
     def _ask(self, kind: Callable[..., Read | Locate], chunks: Sequence[int]) -> None:
-        right = self._right
+        right = self.right
         with self._sending, self.failures():
             request = self._next_request
             self._next_request += 1
             self._asked[request] = set(chunks)
             runs = tuple(_runs(chunks))
             self.connection.send(kind(request, right.lease, right.registration, right.generation, right.content_id, runs))
-
-    def say_taken(self, request: int) -> None:
-        """A piece that was staged for this request is read."""
-        with self._sending, self.failures():
-            self.connection.send(PieceTaken(request))
 
     def hear(self) -> FromOwner:
         """What the owner says next, within `failures`. ReadFailure: "refused" if it serves no more, "lost" if it is gone."""

@@ -25,13 +25,15 @@ from tensorhub.messages import (
     TransportRequest,
 )
 from tensorhub.protocol.blocking import BlockingConnection
-from tensorhub.transport.owner import CannotServe, Lane, OwnedMemory, OwnerSession, OwnerSide
+from tensorhub.transport.base import NotShared, Unusable
+from tensorhub.transport.owner import CannotServe, Lane, NotOpen, OpenMemory, OwnedMemory, OwnerSession, OwnerSide
 from tensorhub.transport.streaming_digest import FIRST_SEND_BYTES, GilWatch
 from tensorhub.transport.tcp.owner import TcpSession
 from tensorhub.types import ContentId, RegistrationId
 
 FIRST_LOCATE_BYTES = 16 * 2**20  # of one answer without sending, at most: the reader copies while the next digests are made
 PENDING_MAX = 16  # requests that come while a reader is waited for
+REASON_CHARS_MAX = 1000  # of what a reader is told
 NOT_OFFERED = "this worker's memory is not to be read this way: its transports are others"
 
 not_served = Tally(get_logger("tensorhub.owner").warning, "read_not_served")
@@ -47,8 +49,7 @@ class ReadServer:
         self.lane = lane
         self.connection = connection
         self.memory = memory
-        self._sides = {side.name: side for side in sides}
-        self._names = {kind: side.name for side in sides for kind in side.asks}
+        self._sides = {side.dialect.transport: side for side in sides}
         self._sessions: dict[str, OwnerSession] = {}
         self._sender = TcpSession(self)  # whoever may read is sent what he asks for
         self._patience_s = patience_s
@@ -62,16 +63,24 @@ class ReadServer:
         if isinstance(asked, Read):
             self._serve(asked, self._sender)
             return
-        name = asked.transport if isinstance(asked, Locate | TransportRequest) else self._names.get(type(asked), "")
-        session = self._session(name)
+        session = self._session(asked.transport)
         if session is None:
             self.connection.send(NotThisWay(asked.request, NOT_OFFERED, is_usual=False))
-        elif isinstance(asked, Locate) and session.refusal:
+        elif isinstance(asked, TransportRequest):
+            self._answer(asked, session)
+        elif session.refusal:
             self.connection.send(ReadRefused(asked.request, session.refusal))
-        elif isinstance(asked, Locate):
-            self._serve(asked, session)
         else:
-            session.answer(asked)
+            self._serve(asked, session)
+
+    def _answer(self, asked: TransportRequest, session: OwnerSession) -> None:
+        try:
+            session.answer(asked.request, self._sides[asked.transport].dialect.message(asked))
+        except NotOpen as error:
+            self.connection.send(ReadRefused(asked.request, str(error)))
+        except Unusable as error:
+            reason = str(error)[:REASON_CHARS_MAX]
+            self.connection.send(NotThisWay(asked.request, reason, is_usual=isinstance(error, NotShared)))
 
     def pending(self) -> FromReader | None:
         """What the reader has asked for while something else was answered."""
@@ -93,13 +102,19 @@ class ReadServer:
     def is_contended(self) -> bool:
         return self._gil.is_contended
 
+    def find(self, registration: str, generation: int) -> OpenMemory:
+        found = self.memory.find(RegistrationId(registration), generation)
+        if isinstance(found, Refusal):
+            raise NotOpen(found.reason)
+        return found
+
     def digests_of(self, access: Access, memory: ChunkMemory) -> tuple[tuple[int, int], ...]:
         is_first = bool(memory.width) and None in access.digests
         started = time.perf_counter()
         try:
             chunks = tuple(self.memory.digests_of(access, memory))
         except StateError as error:  # a GPU's; nothing is announced yet, so that its reader can be told
-            raise CannotServe(str(error)[:1000]) from error
+            raise CannotServe(str(error)[:REASON_CHARS_MAX]) from error
         if is_first and memory.device is None:
             self.digested(sum([memory.sizes[chunk] for chunk in access.chunks]), time.perf_counter() - started)
         else:

@@ -28,6 +28,7 @@ from tensorhub.transport.base import (
     Transport,
     Unusable,
 )
+from tensorhub.transport.dialect import Dialect
 from tensorhub.transport.owner import OwnerSide
 from tensorhub.transport.registry import Local, Registry
 from tensorhub.transport.tcp.reader import TcpTransport
@@ -59,7 +60,7 @@ class Faulty(Transport):
     def serve(self) -> OwnerSide | None:
         side = self._inner.serve()
         assert side is not None
-        side.name = self.name
+        side.dialect = Dialect(self.name, {}, {})
         return side
 
     def reaches(self, here: Location, there: Location) -> bool:

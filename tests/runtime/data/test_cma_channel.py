@@ -13,7 +13,7 @@ import pytest
 from tensorhub.errors import TransportUnavailable, VersionUnavailable
 from tensorhub.hub import Hub
 from tensorhub.memory.chunks import ChunkMemory
-from tensorhub.messages import ChunksFollow, ChunksLie, MemoryIs
+from tensorhub.messages import ChunksFollow, ChunksLie, TransportReply
 from tensorhub.protocol.blocking import BlockingConnection
 from tensorhub.protocol.codec import FROM_READER
 from tensorhub.protocol.handshake import NONCE_BYTES, ServerHandshake
@@ -21,6 +21,7 @@ from tensorhub.runtime.data import lanes as lanes_module, receive_sizer
 from tensorhub.runtime.data.lanes import PullRunner, SourceFailed
 from tensorhub.transport import generation_words
 from tensorhub.transport.cma import process as cma
+from tensorhub.transport.cma.messages import DIALECT, MemoryIs
 from tensorhub.transport.generation_words import GenerationWords, Header
 from tensorhub.types import LeaseId
 from tests.rig import cluster, connect, gated, holds, tensors, until, worker_of, write
@@ -178,7 +179,7 @@ async def test_digests_are_made_of_the_pieces_in_which_bytes_are_copied(monkeypa
 # ------------------------------------------------------------------------------------------------- sources that lie
 
 
-def answers(a: Node, *said: Callable[[GenerationWords], MemoryIs | ChunksLie | ChunksFollow]) -> threading.Thread:
+def answers(a: Node, *said: Callable[[GenerationWords], TransportReply | ChunksLie | ChunksFollow]) -> threading.Thread:
     """A source that says this, one after the other, to whatever it is asked; then it waits for the reader to go."""
     words = GenerationWords()
     words.set(a.registration, a.generation)
@@ -198,8 +199,8 @@ def answers(a: Node, *said: Callable[[GenerationWords], MemoryIs | ChunksLie | C
     return thread
 
 
-def header(words: GenerationWords) -> MemoryIs:
-    return MemoryIs(0, *words.header)
+def header(words: GenerationWords) -> TransportReply:
+    return DIALECT.reply(0, MemoryIs(*words.header))
 
 
 def lie(

@@ -17,7 +17,7 @@ from tensorhub.cuda import cupy_device
 from tensorhub.cuda.copies import joined
 from tensorhub.cuda.device import HANDLE_BYTES, Allocation
 from tensorhub.errors import StateError
-from tensorhub.messages import ALLOCATIONS_MAX, AllocationsAre, ChunksLie
+from tensorhub.messages import TRANSPORT_BYTES_MAX, ChunksLie, NotThisWay, TransportReply
 from tensorhub.protocol.blocking import BlockingConnection
 from tensorhub.protocol.codec import FROM_READER
 from tensorhub.protocol.handshake import NONCE_BYTES, ServerHandshake
@@ -26,6 +26,7 @@ from tensorhub.transport.base import Channel, Cutter, NotShared, ReadFailure, Re
 from tensorhub.transport.cma import process as cma
 from tensorhub.transport.cuda_ipc import allocations as ipc, reader as cuda_ipc_reader
 from tensorhub.transport.cuda_ipc.allocations import Imports
+from tensorhub.transport.cuda_ipc.messages import ALLOCATIONS_MAX, DIALECT, AllocationsAre
 from tensorhub.transport.cuda_ipc.reader import CudaIpcTransport, OnDevice
 from tensorhub.transport.one_sided import Piece
 from tensorhub.transport.registry import Local
@@ -244,23 +245,18 @@ def said_by(listener: socket.socket, device: Double, say: Callable[[BlockingConn
 HANDLE = bytes(HANDLE_BYTES)
 
 
-def allocations(
-    *named: tuple[int, int, bytes], words: tuple[int, int] = (0, 4096), reason: str = "", is_usual: bool = False
-) -> AllocationsAre:
-    return AllocationsAre(0, b"p" * 16, named, words, reason, is_usual)
+def allocations(*named: tuple[int, int, bytes], words: tuple[int, int] = (0, 4096)) -> TransportReply:
+    return DIALECT.reply(0, AllocationsAre(b"p" * 16, named, words))
 
 
 async def test_what_cannot_be_opened_is_said_with_the_reason(listener: socket.socket) -> None:
     device, segment = Double(), Segment(4096)
 
     def refuses(connection: BlockingConnection) -> None:
-        connection.send(allocations(reason="expandable"))
+        connection.send(NotThisWay(0, "expandable", is_usual=False))
 
     def withholds(connection: BlockingConnection) -> None:
-        connection.send(allocations(reason="read-only", is_usual=True))
-
-    def has_none(connection: BlockingConnection) -> None:
-        connection.send(allocations())
+        connection.send(NotThisWay(0, "read-only", is_usual=True))
 
     def lies(connection: BlockingConnection) -> None:
         connection.send(allocations((1, 2, HANDLE)))
@@ -280,11 +276,10 @@ async def test_what_cannot_be_opened_is_said_with_the_reason(listener: socket.so
     for say, error, text in (
         (refuses, Unusable, "expandable"),
         (withholds, NotShared, "read-only"),
-        (has_none, NotShared, "not on a GPU"),
         (lies, Unusable, "its memory cannot be opened"),
         (stretches, Unusable, "is said to have"),
         (cuts, ReadFailure, "a handle has 64 bytes"),
-        (strays, ReadFailure, "answers ChunksLie"),
+        (strays, ReadFailure, "a ChunksLie is no message of cuda_ipc"),
     ):
         with pytest.raises(error, match=text):
             await anyio.to_thread.run_sync(said_by, listener, device, say)
@@ -301,7 +296,7 @@ def test_only_what_was_opened_is_read() -> None:
         return source.is_unchanged(word, 5)
 
     for there, word in ((999, 50_000), (1001, 50_000), (1000, 49_999), (1000, 50_000 + 4089)):
-        with pytest.raises(OSError, match=r"it is in no allocation|its word is not"):
+        with pytest.raises(OSError, match=r"it is in nothing|its word is not"):
             read(there, word)
     segment.bytes_at(8, 8)[:] = (5).to_bytes(8, "little")
     assert not read(1000, 50_000)
@@ -310,4 +305,4 @@ def test_only_what_was_opened_is_read() -> None:
     assert not source.is_unchanged(50_000, 0)
     handle = theirs.address.to_bytes(HANDLE_BYTES, "little")
     assert ipc.export(device, [(theirs.address, 8)]) == [Allocation(theirs.address, 8, handle)]
-    assert ALLOCATIONS_MAX * (HANDLE_BYTES + 20) < 2**20  # they fit a frame
+    assert ALLOCATIONS_MAX * (HANDLE_BYTES + 22) < TRANSPORT_BYTES_MAX - 1000  # they fit a message

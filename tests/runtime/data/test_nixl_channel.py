@@ -18,7 +18,7 @@ import pytest
 
 import tensorhub
 from tensorhub import Hub
-from tensorhub.messages import AGENT_BYTES_MAX, AgentIs, ChunksLie, ReadRefused
+from tensorhub.messages import ChunksLie, NotThisWay, ReadRefused, TransportReply
 from tensorhub.protocol.blocking import BlockingConnection
 from tensorhub.protocol.codec import FROM_READER
 from tensorhub.protocol.handshake import NONCE_BYTES, ServerHandshake
@@ -27,6 +27,7 @@ from tensorhub.testing.serving import ServedSource
 from tensorhub.transport import sockets
 from tensorhub.transport.base import Cutter, NotShared, ReadFailure, ReadRight, Unusable
 from tensorhub.transport.nixl import agents as nixl
+from tensorhub.transport.nixl.messages import AGENT_BYTES_MAX, DIALECT, ON_HOST, AgentIs
 from tensorhub.transport.nixl.owner import NixlOwner
 from tensorhub.transport.nixl.reader import NixlTransport
 from tensorhub.transport.registry import Local
@@ -276,12 +277,16 @@ def metadata(name: str, places: int = 1) -> bytes:
     return b"nixlSerDes|Agent" + len(name).to_bytes(8, sys.byteorder) + name.encode() + b"|Conns" + b"x" * places
 
 
+def agent(name: str, metadata: bytes, word: int = 0) -> TransportReply:
+    return DIALECT.reply(0, AgentIs(name, metadata, word, ON_HOST))
+
+
 LIES: dict[str, tuple[object, type[Exception], str]] = {
-    "no agent": (AgentIs(0, "", b"", 0, "there is none"), NotShared, "there is none"),
-    "another name": (AgentIs(0, "other", metadata("agent"), 0, ""), Unusable, "none of that agent"),
-    "nonsense": (AgentIs(0, "agent", b"\xff" * AGENT_BYTES_MAX, 0, ""), Unusable, "none of that agent"),
-    "nobody": (AgentIs(0, "agent", metadata("agent"), 0, ""), Unusable, "NIXL cannot reach it"),
-    "something else": (ChunksLie(0, ((0, 0, 0),), 0), ReadFailure, "asked for its agent"),
+    "no agent": (NotThisWay(0, "there is none", is_usual=True), NotShared, "there is none"),
+    "another name": (agent("other", metadata("agent")), Unusable, "none of that agent"),
+    "nonsense": (agent("agent", b"\xff" * AGENT_BYTES_MAX), Unusable, "none of that agent"),
+    "nobody": (agent("agent", metadata("agent")), Unusable, "NIXL cannot reach it"),
+    "something else": (ChunksLie(0, ((0, 0, 0),), 0), ReadFailure, "a ChunksLie is no message of nixl"),
     "refused": (ReadRefused(0, "not now"), ReadFailure, "not now"),
     "the end": (None, ReadFailure, "closed"),
 }
@@ -330,12 +335,12 @@ def test_a_word_that_is_none(fabric: Fabric, at: int, kind: type[Exception], tex
 
     with sockets.listen("127.0.0.1") as listener:
         listener.setblocking(True)
-        said = AgentIs(0, exposed.name, exposed.metadata, memory.ctypes.data + at, "")
+        said = agent(exposed.name, exposed.metadata, memory.ctypes.data + at)
         thread = says(listener, say)
         transport = NixlTransport(local())
         with pytest.raises(kind, match=text):
             transport.open(Endpoint("nixl", sockets.address_of(listener)), RIGHT, Nowhere(), Cutter())
-        transport.close()  # and so the connection, which is kept
+        transport.close()
         thread.join()
     exposures.close()
     assert not fabric.agents

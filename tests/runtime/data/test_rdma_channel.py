@@ -16,23 +16,9 @@ import pytest
 from tensorhub.errors import ProtocolError, StateError
 from tensorhub.manifest import TensorDescription, build_manifest
 from tensorhub.memory.chunks import ChunkMemory
-from tensorhub.messages import (
-    ChunksLie,
-    ChunksPinned,
-    FindPorts,
-    Locate,
-    NotThisWay,
-    Pair,
-    Paired,
-    PieceStaged,
-    PieceTaken,
-    PortsAre,
-    QueueCard,
-    RdmaPort,
-    ReadRefused,
-)
+from tensorhub.messages import ChunksLie, Locate, NotThisWay, ReadRefused, TransportReply
 from tensorhub.protocol.blocking import BlockingConnection
-from tensorhub.protocol.codec import FROM_READER
+from tensorhub.protocol.codec import FROM_OWNER, FROM_READER, decode
 from tensorhub.protocol.handshake import NONCE_BYTES, ServerHandshake
 from tensorhub.runtime.data import acceptor
 from tensorhub.runtime.data.serving import SharedOwner
@@ -42,6 +28,18 @@ from tensorhub.transport import peers as peers_module, read_server, sockets, sta
 from tensorhub.transport.base import Arrival, Channel, Cutter, NotShared, ReadFailure, ReadRight, Unusable
 from tensorhub.transport.peers import Peers
 from tensorhub.transport.rdma import ports as rdma, reader as rdma_reader
+from tensorhub.transport.rdma.messages import (
+    DIALECT,
+    ChunksPinned,
+    FindPorts,
+    Pair,
+    Paired,
+    PieceStaged,
+    PieceTaken,
+    PortsAre,
+    QueueCard,
+    RdmaPort,
+)
 from tensorhub.transport.rdma.owner import RdmaOwner
 from tensorhub.transport.rdma.ports import Port, said_of
 from tensorhub.transport.rdma.reader import RdmaChannel, RdmaTransport
@@ -291,7 +289,7 @@ def test_a_piece_stays_until_it_is_taken(monkeypatch: pytest.MonkeyPatch, small_
     monkeypatch.setattr(Double, "pinned", pinned)
     with closing(ServedSource(SECRET, side=OwnRdma(FakeFabric()), device=device)) as source:
         source.fill(LARGEST, content(LARGEST))
-        answers = asks(source, Pair(1, source.right.registration, 1, 0, CARD), locate(source, 2, LARGEST), count=5)
+        answers = asks(source, Pair(source.right.registration, 1, 0, CARD), locate(source, 2, LARGEST), count=5)
         pieces = [answer for answer in answers if isinstance(answer, PieceStaged)]
         assert [type(answer).__name__ for answer in answers] == ["Paired", "ChunksFollow", *["PieceStaged"] * 3]
         assert [bytes(each) for each in buffers[:3]] == [content(LARGEST)[at : at + 1000] for at in (0, 1000, 2000)]
@@ -382,7 +380,7 @@ def test_the_limit_counts_all_of_the_memory(
 # ------------------------------------------------------------------------------------------------------ sources that lie
 
 CARD = QueueCard(5, 7, GID, 0, 5, 16)
-PORTS = PortsAre(0, said_of([PORT]))
+PORTS = PortsAre(said_of([PORT]))
 
 
 @pytest.fixture
@@ -401,39 +399,41 @@ def lies(listener: socket.socket, answers: list[Callable[[BlockingConnection, An
 
 
 def says(message: object) -> Callable[[BlockingConnection, Any], object]:
-    return lambda connection, _: connection.send(message)  # type: ignore[arg-type]
+    """Words of the dialect are, like any other's, about the request that was made last, which is 0."""
+    said: Any = DIALECT.reply(0, message) if type(message) in DIALECT.numbers else message
+    return lambda connection, _: connection.send(said)
 
 
 def elsewhere(port: Port) -> PortsAre:
-    return PortsAre(0, said_of([port]))
+    return PortsAre(said_of([port]))
 
 
 LIES: dict[str, tuple[list[Any], type[Exception], str]] = {
-    "no ports": ([says(PortsAre(0, ()))], Unusable, "not to be read by RDMA"),
-    "ports of nonsense": ([says(PortsAre(0, (RdmaPort("ethernet", b"", 1.0),)))], Unusable, "no RDMA port here"),
+    "no ports": ([says(PortsAre(()))], Unusable, "not to be read by RDMA"),
+    "ports of nonsense": ([says(PortsAre((RdmaPort("ethernet", b"", 1.0),)))], Unusable, "no RDMA port here"),
     "another network": (
         [says(elsewhere(Port("ib0", 1, "infiniband", 0, GID, 1.0, "ACTIVE")))],
         Unusable,
         "no RDMA port here",
     ),
-    "something else": ([says(ChunksLie(0, ((0, 0, 0),), 0))], ReadFailure, "asked for its RDMA ports"),
+    "something else": ([says(ChunksLie(0, ((0, 0, 0),), 0))], ReadFailure, "a ChunksLie is no message of rdma"),
     "no queue pair": ([says(PORTS), says(NotThisWay(0, "not today", is_usual=False))], Unusable, "not today"),
     "a file": ([says(PORTS), says(NotThisWay(0, "it is a file", is_usual=True))], NotShared, "it is a file"),
     "a queue pair of nobody": (
-        [says(PORTS), says(Paired(0, CARD, 4096, 1, bytes(16)))],
+        [says(PORTS), says(Paired(CARD, 4096, 1, bytes(16)))],
         Unusable,
         "cannot be read over RDMA from fake0:1:1 .* to 10.0.0.1: .*does not answer",
     ),
-    "a short nonce": ([says(PORTS), says(Paired(0, CARD, 4096, 1, b""))], ReadFailure, "asked for a queue pair"),
+    "a short nonce": ([says(PORTS), says(Paired(CARD, 4096, 1, b""))], ReadFailure, "a nonce 16"),
     "a short GID": (
-        [says(PORTS), says(Paired(0, replace(CARD, gid=b"short"), 4096, 1, bytes(16)))],
+        [says(PORTS), says(Paired(replace(CARD, gid=b"short"), 4096, 1, bytes(16)))],
         ReadFailure,
-        "asked for a queue pair",
+        "a GID has 16 bytes",
     ),
     "chunks": (
-        [says(PORTS), says(ChunksPinned(0, ((0, 0, 0, 0),), 0, 0))],
+        [says(PORTS), says(ChunksPinned(((0, 0, 0, 0),), 0, 0))],
         ReadFailure,
-        "asked for a queue pair, and answers ChunksPinned",
+        "a Pair is answered with ChunksPinned",
     ),
     "the end": ([says(PORTS)], ReadFailure, "closed|gone"),
 }
@@ -453,7 +453,7 @@ def test_what_a_source_says_of_its_memory_is_only_read_from(transport: RdmaTrans
     """Addresses and keys that are none give an error, and nothing is written."""
     target = Target()
     channel = transport.open(source.endpoint, source.right, target, Cutter())
-    pairing_places = "tensorhub.transport.rdma.owner.QueuePairServer.places"
+    pairing_places = "tensorhub.transport.rdma.owner.RdmaSession._places"
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(pairing_places, lambda self, memory, chunks: ((0, 0, 2**61, 77),))
         channel.submit([0])
@@ -472,19 +472,23 @@ def locate(source: ServedSource, request: int, chunk: int) -> Locate:
 
 
 def asks(source: ServedSource, *messages: object, count: int = 0) -> list[object]:
-    """What a source answers to a reader that says this; `count`: so many answers, if not one for each."""
-    from tensorhub.protocol.codec import FROM_OWNER
-
-    peers = Peers(Local(Incarnation("reader"), (SECRET,), Options()), "rdma")
+    """What a source answers to a reader that says this, words of the dialect without what is around them; `count`: so many
+    answers, if not one for each.
+    """
+    peers = Peers(Local(Incarnation("reader"), (SECRET,), Options()), DIALECT)
     connection = peers.open(source.endpoint.address, source.right, Cutter()).connection
     answers: list[object] = []
-    vocabulary: Any = FROM_OWNER
+
+    def hear() -> None:
+        said = connection.receive(FROM_OWNER)
+        answers.append(DIALECT.message(said) if isinstance(said, TransportReply) else said)
+
     with connection:
-        for message in messages:
-            connection.send(message)  # type: ignore[arg-type]
-            answers.append(connection.receive(vocabulary))
+        for number, message in enumerate(messages, 1):
+            connection.send(message if isinstance(message, Locate) else DIALECT.request(number, message))
+            hear()
         while len(answers) < count:
-            answers.append(connection.receive(vocabulary))
+            hear()
     return answers
 
 
@@ -493,23 +497,21 @@ def test_a_source_makes_one_queue_pair_for_each_reader_and_none_for_what_is_not_
     other = QueueCard(6, 7, GID, 0, 5, 16)
     answers = asks(
         source,
-        FindPorts(1),
-        Pair(2, registration, generation, 9, CARD),
-        Pair(3, registration, generation + 1, 0, CARD),
-        Pair(4, registration, generation, 0, CARD),
-        Pair(5, registration, generation, 0, CARD),
-        Pair(6, registration, generation, 0, other),
+        FindPorts(),
+        Pair(registration, generation, 9, CARD),
+        Pair(registration, generation + 1, 0, CARD),
+        Pair(registration, generation, 0, CARD),
+        Pair(registration, generation, 0, CARD),
+        Pair(registration, generation, 0, other),
     )
-    assert answers[0] == PortsAre(1, said_of([PORT]))
+    assert answers[0] == PortsAre(said_of([PORT]))
     assert [type(answer).__name__ for answer in answers[1:]] == ["NotThisWay", "ReadRefused", "Paired", "Paired", "Paired"]
     fourth, fifth, sixth = answers[3:]
     assert isinstance(fourth, Paired)
     assert isinstance(fifth, Paired)
     assert isinstance(sixth, Paired)
     assert fourth.card == fifth.card
-    assert asks(source, Pair(7, registration, generation, 0, replace(CARD, gid=b"short"))) == [
-        None
-    ]  # it breaks the protocol
+    assert asks(source, Pair(registration, generation, 0, replace(CARD, gid=b"short"))) == [None]  # it breaks the protocol
     source.close()
     assert open_queues() == 0
 
@@ -524,7 +526,7 @@ def test_a_queue_pair_for_what_is_in_host_memory_reads_nothing_on_a_gpu(source: 
         Locate(number, right.lease, registration, 1, right.content_id, ((0, 1),), "rdma")
         for number, registration in ((2, right.registration), (3, other))
     ]
-    answers = asks(source, Pair(1, right.registration, right.generation, 0, CARD), *locates)
+    answers = asks(source, Pair(right.registration, right.generation, 0, CARD), *locates)
     assert [type(answer).__name__ for answer in answers[:2]] == ["Paired", "ChunksPinned"]
     assert answers[2] == ReadRefused(3, "its tensors are on a GPU, and the queue pair was made to read others")
     registered = fabric_of(source).only._memories
@@ -595,26 +597,24 @@ def test_a_link_is_not_kept_with_pieces_that_nobody_takes(
 
 
 LOW: dict[str, Any] = {
-    "ChunksPinned": ChunksPinned(0, ((0, 0, 2**62, 7),), 0, 7),
-    "PieceStaged": PieceStaged(0, 2**62, 2**32, 7, 2**62, 7),
+    "ChunksPinned": ChunksPinned(((0, 0, 2**62, 7),), 0, 7),
+    "PieceStaged": PieceStaged(2**62, 2**32, 7, 2**62, 7),
 }
 
 
 @pytest.mark.parametrize("name", LOW)
 def test_no_address_leaves_the_range_of_an_address(name: str) -> None:
     """Whatever is added to it within a chunk: no request could be made of it, and no error is to come of that."""
-    from tensorhub.protocol import codec
-
-    body = codec.encode(LOW[name])
-    assert codec.decode(body, codec.FROM_OWNER) == LOW[name]
+    encode = DIALECT.from_owner.encode
+    assert decode(encode(LOW[name]), DIALECT.from_owner) == LOW[name]
     for field in ("address", "word") if name == "PieceStaged" else ("word",):
         for wrong in (-1, 2**62 + 1):
             with pytest.raises(ProtocolError, match="is not from 0 to"):
-                codec.encode(replace(LOW[name], **{field: wrong}))
+                encode(replace(LOW[name], **{field: wrong}))
     with pytest.raises(ProtocolError, match="is not from 0 to"):
-        codec.encode(ChunksPinned(0, ((0, 0, -1, 7),), 0, 7))
+        encode(ChunksPinned(((0, 0, -1, 7),), 0, 7))
     with pytest.raises(ProtocolError, match="is not from 0 to"):
-        codec.encode(ChunksPinned(0, ((0, 0, 0, 2**32),), 0, 7))
+        encode(ChunksPinned(((0, 0, 0, 2**32),), 0, 7))
 
 
 def test_a_reader_that_takes_nothing_is_given_up(monkeypatch: pytest.MonkeyPatch, small_pieces: int) -> None:
@@ -623,8 +623,8 @@ def test_a_reader_that_takes_nothing_is_given_up(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(read_server, "PENDING_MAX", 2)
     with closing(ServedSource(SECRET, side=OwnRdma(FakeFabric()), device=device)) as source:
         source.fill(LARGEST, content(LARGEST))
-        pair = Pair(1, source.right.registration, 1, 0, CARD)
-        assert asks(source, pair, PieceTaken(2))[1] is None  # none is staged
+        pair = Pair(source.right.registration, 1, 0, CARD)
+        assert asks(source, pair, PieceTaken())[1] is None  # none is staged
         more = [locate(source, number, LARGEST) for number in range(3, 7)]
         answers = asks(source, pair, locate(source, 2, LARGEST), *more, count=12)
         staged = [answer for answer in answers if isinstance(answer, PieceStaged)]

@@ -16,7 +16,7 @@ import torch
 
 import tensorhub
 from tensorhub.errors import VersionUnavailable
-from tensorhub.messages import SEGMENTS_MAX, ChunksLie, SegmentsAre
+from tensorhub.messages import ChunksLie, NotThisWay
 from tensorhub.protocol.blocking import BlockingConnection
 from tensorhub.protocol.codec import FROM_READER
 from tensorhub.protocol.handshake import NONCE_BYTES, ServerHandshake
@@ -25,6 +25,7 @@ from tensorhub.transport.base import Cutter, NotShared, ReadFailure, ReadRight, 
 from tensorhub.transport.one_sided import Piece
 from tensorhub.transport.registry import Local
 from tensorhub.transport.shm import reader as shm_reader, segments as shm
+from tensorhub.transport.shm.messages import DIALECT, SEGMENTS_MAX, SegmentsAre
 from tensorhub.transport.shm.reader import Mapped, ShmTransport
 from tensorhub.transport.shm.segments import MappedSegment, Segment
 from tensorhub.types import ContentId, Endpoint, Incarnation, LeaseId, Options, RegistrationId
@@ -157,9 +158,9 @@ def test_only_what_is_in_a_segment_is_read() -> None:
     source.copy([Piece(here, there + 100, 2), Piece(here + 2, there + 102, 2)])
     assert target[:4] == b"abcd"
     for wrong in (there - 1, there + 8192 - 3, there + 8192, 0, 2**63):
-        with pytest.raises(OSError, match="in no segment"):
+        with pytest.raises(OSError, match="in nothing that was shared"):
             source.copy([Piece(here, wrong, 4)])
-        with pytest.raises(OSError, match="in no segment"):
+        with pytest.raises(OSError, match="in nothing that was shared"):
             source.is_unchanged(wrong, 5)
     assert not source.is_unchanged(there, 0)
     segment.bytes_at(0, 8)[:] = (5).to_bytes(8, "little")
@@ -209,7 +210,7 @@ def unsealed(connection: BlockingConnection) -> None:
     descriptor = os.memfd_create("theirs", os.MFD_ALLOW_SEALING)
     try:
         os.ftruncate(descriptor, 4096)
-        connection.send(SegmentsAre(0, ((4096, 4096),), "", False))
+        connection.send(DIALECT.reply(0, SegmentsAre(((4096, 4096),))))
         connection.send_descriptors([descriptor])
     finally:
         os.close(descriptor)
@@ -217,19 +218,19 @@ def unsealed(connection: BlockingConnection) -> None:
 
 def too_many(connection: BlockingConnection) -> None:
     segment = Segment(4096)
-    connection.send(SegmentsAre(0, ((4096, 4096),), "", False))
+    connection.send(DIALECT.reply(0, SegmentsAre(((4096, 4096),))))
     connection.send_descriptors([segment.descriptor] * 3)
 
 
 def too_few(connection: BlockingConnection) -> None:
     segment = Segment(4096)
-    connection.send(SegmentsAre(0, ((4096, 4096),) * SEGMENTS_MAX, "", False))
+    connection.send(DIALECT.reply(0, SegmentsAre(((4096, 4096),) * SEGMENTS_MAX)))
     connection.send_descriptors([segment.descriptor])
 
 
 def other_size(connection: BlockingConnection) -> None:
     segment = Segment(4096)
-    connection.send(SegmentsAre(0, ((4096, 8192),), "", False))
+    connection.send(DIALECT.reply(0, SegmentsAre(((4096, 8192),))))
     connection.send_descriptors([segment.descriptor])
 
 
@@ -238,11 +239,14 @@ LIES: dict[str, tuple[Callable[[BlockingConnection], object], type[Exception], s
     "another size": (other_size, Unusable, "said to have 8192 bytes"),
     "too many": (too_many, ReadFailure, "descriptors are said to follow"),
     "too few": (too_few, ReadFailure, "descriptors are said to follow"),
-    "none": (lambda c: c.send(SegmentsAre(0, ((4096, 4096),), "", False)), ReadFailure, "descriptors are said to follow"),
-    "nothing shared": (lambda c: c.send(SegmentsAre(0, (), "", False)), NotShared, "shared_empty_like"),
-    "withheld": (lambda c: c.send(SegmentsAre(0, (), "user 7", False)), Unusable, "user 7"),
-    "withheld as usual": (lambda c: c.send(SegmentsAre(0, (), "read-only", True)), NotShared, "read-only"),
-    "something else": (lambda c: c.send(ChunksLie(0, ((0, 0, 0),), 0)), ReadFailure, "asked for its segments"),
+    "none": (
+        lambda c: c.send(DIALECT.reply(0, SegmentsAre(((4096, 4096),)))),
+        ReadFailure,
+        "descriptors are said to follow",
+    ),
+    "withheld": (lambda c: c.send(NotThisWay(0, "user 7", False)), Unusable, "user 7"),
+    "withheld as usual": (lambda c: c.send(NotThisWay(0, "read-only", True)), NotShared, "read-only"),
+    "something else": (lambda c: c.send(ChunksLie(0, ((0, 0, 0),), 0)), ReadFailure, "a ChunksLie is no message of shm"),
     "the end": (lambda c: None, ReadFailure, "closed"),
 }
 

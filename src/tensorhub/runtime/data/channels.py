@@ -35,8 +35,8 @@ from tensorhub.transport.base import (
     Unusable,
     can_fill,
 )
+from tensorhub.transport.kept import KEPT_S
 from tensorhub.transport.owner import OwnerSide
-from tensorhub.transport.peers import KEPT_S
 from tensorhub.transport.registry import Local, MeantTransportUnavailable
 from tensorhub.types import ContentId, Endpoint, Incarnation, LeaseId, Location, Options, RegistrationId
 

@@ -241,12 +241,6 @@ class SharedOwner:
                 raise InvariantBroken("there are no words here")
             return self._words.address(access.registration)
 
-    def is_on_device(self, registration: RegistrationId) -> bool:
-        """Whether its bytes are where the CPU cannot address them."""
-        with self._changed:
-            memory = self._memory.get(registration)
-            return memory is not None and memory.device is not None
-
     def find(self, registration: RegistrationId, generation: int) -> OpenMemory | Refusal:
         """What one-sided readers may read there, and its word."""
         with self._changed:

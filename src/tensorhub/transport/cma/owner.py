@@ -1,18 +1,18 @@
-"""The owner's side of cma: it says which process this is, so that a reader can prove that it reads that one."""
+"""The owner's side of cma: it says which process this is, so that a reader can check that it reads that one."""
 
 from __future__ import annotations
 
-from tensorhub.messages import FindMemory, FromReader, MemoryIs
-from tensorhub.transport.one_sided_owner import OneSidedSession
+from tensorhub.transport.base import NotShared, Unusable
+from tensorhub.transport.cma.messages import DIALECT, MemoryIs
+from tensorhub.transport.dialect import Find
+from tensorhub.transport.one_sided_owner import NOT_FROM_THERE, OneSidedSession
 from tensorhub.transport.owner import OwnerSession, OwnerSide, ServedReader
-from tensorhub.types import RegistrationId
 
 
 class CmaOwner(OwnerSide):
     """See `OwnerSide`."""
 
-    name = "cma"
-    asks = (FindMemory,)
+    dialect = DIALECT
     is_one_sided = True
 
     def session(self, reader: ServedReader) -> OwnerSession:
@@ -21,10 +21,11 @@ class CmaOwner(OwnerSide):
 
 
 class _CmaSession(OneSidedSession):
-    def answer(self, asked: FromReader) -> None:
+    def answer(self, request: int, asked: Find) -> None:
         """Say in which process this is; or that it is not to be read from there."""
-        if not isinstance(asked, FindMemory):
-            return super().answer(asked)
-        header, on_device = self._memory.header, self._memory.is_on_device(RegistrationId(asked.registration))
-        process = header if header is not None and self._lane.is_local else (0, 0, b"")
-        self._connection.send(MemoryIs(asked.request, *process, on_device))
+        found, header = self._reader.find(asked.registration, asked.generation), self._memory.header
+        if found.memory.device is not None:
+            raise NotShared("its tensors are on a GPU, which is not read this way")
+        if header is None or not self._lane.is_local:
+            raise Unusable(NOT_FROM_THERE)
+        self._connection.send(DIALECT.reply(request, MemoryIs(*header)))

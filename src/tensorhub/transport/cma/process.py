@@ -119,38 +119,24 @@ class Process:
     group_bytes = GROUP_BYTES
 
     def __init__(self, header: Header) -> None:
-        self._header = header
+        self.header = header
 
     def __repr__(self) -> str:
-        return f"<Process {self._header.pid}>"
+        return f"<Process {self.header.pid}>"
 
     def copy(self, call: Sequence[Piece]) -> None:
         """See `copy`."""
-        copy(self._header.pid, call)
-
-    def is_unchanged(self, word: int, generation: int) -> bool:
-        """See `Look.is_unchanged`."""
-        return Look(self._header).is_unchanged(word, generation)
-
-
-class Look:
-    """What a reader sees of an owner's nonce and word, after it has copied. For one thread."""
-
-    def __init__(self, header: Header) -> None:
-        self._header = header
-        self._seen = ctypes.create_string_buffer(NONCE_BYTES + WORD_BYTES)
-        self._at = ctypes.addressof(self._seen)
+        copy(self.header.pid, call)
 
     def is_there(self) -> bool:
         """Whether that process is the one that the header is of. OSError if it cannot be read."""
-        copy(self._header.pid, [self._nonce_piece()])
-        return self._seen.raw[:NONCE_BYTES] == self._header.nonce
+        seen = ctypes.create_string_buffer(NONCE_BYTES)
+        copy(self.header.pid, [Piece(ctypes.addressof(seen), self.header.address, NONCE_BYTES)])
+        return seen.raw == self.header.nonce
 
     def is_unchanged(self, word: int, generation: int) -> bool:
-        """Whether it is, and its word at that address says that generation. OSError if it cannot be read."""
-        copy(self._header.pid, [self._nonce_piece(), Piece(self._at + NONCE_BYTES, word, WORD_BYTES)])
-        expected = self._header.nonce + generation.to_bytes(WORD_BYTES, sys.byteorder)
-        return generation != 0 and self._seen.raw == expected
-
-    def _nonce_piece(self) -> Piece:
-        return Piece(self._at, self._header.address, NONCE_BYTES)
+        """See `Source.is_unchanged`: one call looks at the nonce and at the word."""
+        seen = ctypes.create_string_buffer(NONCE_BYTES + WORD_BYTES)
+        at = ctypes.addressof(seen)
+        copy(self.header.pid, [Piece(at, self.header.address, NONCE_BYTES), Piece(at + NONCE_BYTES, word, WORD_BYTES)])
+        return generation != 0 and seen.raw == self.header.nonce + generation.to_bytes(WORD_BYTES, sys.byteorder)

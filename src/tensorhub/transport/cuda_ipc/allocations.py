@@ -9,14 +9,13 @@ Not responsible for who may open what.
 from __future__ import annotations
 
 import os
-import threading
-import time
 import weakref
 from collections.abc import Iterable, Sequence
 from functools import lru_cache
 
 from tensorhub.cuda.device import Allocation, Device
 from tensorhub.errors import StateError
+from tensorhub.transport.kept import Kept
 
 
 @lru_cache(maxsize=1)
@@ -54,39 +53,27 @@ class Imports:
     """Those of one worker. One that is not in use is kept for the next version, for a while. For all threads."""
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._opened: dict[tuple[str, bytes], tuple[float, Opened]] = {}  # by device and handle: when used last
+        self._opened: Kept[tuple[str, bytes], Opened] = Kept()  # by device and handle
 
     def __repr__(self) -> str:
         return f"<Imports: {len(self._opened)} allocations>"
 
     def open(self, device: Device, allocations: Sequence[Allocation]) -> list[Opened]:
         """Each of them, in their order. StateError: one cannot be opened."""
-        now = time.monotonic()
-        with self._lock:  # a handle is opened by one thread
-            found = []
-            for allocation in allocations:
-                key = device.name, allocation.handle
-                _, opened = self._opened.get(key, (now, None))
-                if opened is None or opened.nbytes != allocation.nbytes:
-                    opened = self._open(device, allocation)
-                self._opened[key] = now, opened
-                found.append(opened)
-            return found
+        return [self._open(device, allocation) for allocation in allocations]
 
     def _open(self, device: Device, allocation: Allocation) -> Opened:
-        try:
+        def make() -> Opened:
+            try:
+                return Opened(device, allocation)
+            except StateError:
+                # CUDA opens nothing where that process had other memory, which it has freed, and which is open here still.
+                self.sweep(0.0)
             return Opened(device, allocation)
-        except StateError:
-            # CUDA opens nothing where that process had other memory, which it has freed, and which is open here still.
-            if not self._opened:
-                raise
-            self._opened.clear()
-        return Opened(device, allocation)
+
+        key = device.name, allocation.handle
+        return self._opened.find_or_make(key, lambda known: known.nbytes == allocation.nbytes, make)
 
     def sweep(self, kept_s: float) -> None:
         """Close what was not used for so long. (What a channel still uses stays open until that is closed.)"""
-        before = time.monotonic() - kept_s
-        with self._lock:
-            for key in [key for key, (used, _) in self._opened.items() if used <= before]:
-                del self._opened[key]
+        self._opened.sweep(kept_s)

@@ -6,7 +6,6 @@ is done (`transport.one_sided`). A source in this very process is read by its ow
 
 from __future__ import annotations
 
-import bisect
 import ctypes
 import errno
 import os
@@ -16,27 +15,28 @@ from tensorhub.cuda import cupy_device
 from tensorhub.cuda.copies import copy_pieces
 from tensorhub.cuda.device import HANDLE_BYTES, Allocation, Device
 from tensorhub.errors import ProtocolError, StateError, TransportUnavailable
-from tensorhub.messages import AllocationsAre, FindAllocations
-from tensorhub.transport.base import DEVICE, Channel, Cutter, Destination, NotShared, ReadRight, Transport, Unusable
+from tensorhub.transport.base import DEVICE, Channel, Destination, NotShared, Unusable
+from tensorhub.transport.connected import ConnectedTransport
 from tensorhub.transport.cuda_ipc.allocations import Imports, Opened, this_process
+from tensorhub.transport.cuda_ipc.messages import DIALECT, AllocationsAre
 from tensorhub.transport.cuda_ipc.owner import CudaIpcOwner
+from tensorhub.transport.dialect import Find
 from tensorhub.transport.generation_words import WORD_BYTES
-from tensorhub.transport.one_sided import OneSidedChannel, Piece
+from tensorhub.transport.kept import KEPT_S
+from tensorhub.transport.one_sided import OneSidedChannel, Piece, Translated
 from tensorhub.transport.owner import OwnerSide
-from tensorhub.transport.peers import Peers
 from tensorhub.transport.read_client import ReadClient
 from tensorhub.transport.registry import Local
 from tensorhub.transport.shm import segments as shm
-from tensorhub.types import Endpoint, Location
+from tensorhub.types import Location
 
-KEPT_S = 60.0  # of an allocation that nobody reads
 GROUP_BYTES = 4 * 2**30  # copied before the GPU is waited for: some 2 ms within one; a wait costs some 0.03 ms
 
 
-class CudaIpcTransport(Transport):
+class CudaIpcTransport(ConnectedTransport):
     """CUDA IPC; between GPU tensors of processes on one host."""
 
-    name = "cuda_ipc"
+    dialect = DIALECT
     lanes = 1  # the GPU does the work
     fills = DEVICE
     batch_bytes = GROUP_BYTES
@@ -45,43 +45,28 @@ class CudaIpcTransport(Transport):
         """Nothing of CUDA is imported before a GPU's tensor is read."""
         if (fault := shm.fault_here() or cupy_device.missing()) is not None:
             raise TransportUnavailable(fault)
-        self._peers = Peers(local, self.name)
+        super().__init__(local)
         self._imports = Imports()
 
     def reaches(self, here: Location, there: Location) -> bool:
         """Between equal hosts."""
         return here.host == there.host
 
-    def open(self, endpoint: Endpoint, right: ReadRight, destination: Destination, cutter: Cutter) -> Channel:
-        """Connect, prove who is who, and open what is to be read. Unusable (NotShared); see `Transport.open`."""
-        device = destination.device
-        if device is None:
+    def channel(self, client: ReadClient, destination: Destination) -> Channel:
+        """Open what is to be read."""
+        if destination.device is None:
             raise NotShared("the destination is in host memory")
-        peer = self._peers.open(endpoint.address, right, cutter)
-        client = ReadClient(self._peers, peer, right, cutter)
-        try:
-            with client.failures():
-                source = self._open(client, right, device)
-        except BaseException:
-            client.close()
-            raise
-        return OneSidedChannel(client, source, right, destination, cutter)
+        return OneSidedChannel(client, self._open(client, destination.device), destination)
 
-    def _open(self, client: ReadClient, right: ReadRight, device: Device) -> OnDevice:
-        message = client.ask(FindAllocations(0, right.registration, right.generation))
-        if not isinstance(message, AllocationsAre):
-            raise ProtocolError(f"it is asked for its allocations, and answers {type(message).__name__}")
-        if message.reason:
-            raise (NotShared if message.is_usual else Unusable)(message.reason)
-        if not message.allocations:
-            raise NotShared("its tensors are not on a GPU")
+    def _open(self, client: ReadClient, device: Device) -> OnDevice:
+        said = client.ask(Find(client.right.registration, client.right.generation), AllocationsAre)
         (descriptor,) = client.connection.receive_descriptors(1)
         try:
-            words = shm.MappedSegment(descriptor, message.words[1])
-            allocations = [Allocation(*each) for each in message.allocations]
+            words = shm.MappedSegment(descriptor, said.words[1])
+            allocations = [Allocation(*each) for each in said.allocations]
             if any(len(each.handle) != HANDLE_BYTES for each in allocations):
                 raise ProtocolError(f"a handle has {HANDLE_BYTES} bytes")
-            is_here = message.process == this_process()
+            is_here = said.process == this_process()
             opened = [] if is_here else self._imports.open(device, allocations)
             # A kernel reads another GPU's memory only once it was opened for that; a copy is made by the driver.
             by_kernel = not is_here or all(device.owns(each.address) for each in allocations)
@@ -91,7 +76,7 @@ class CudaIpcTransport(Transport):
             os.close(descriptor)
         addresses = [each.address for each in opened or allocations]
         places = [(each.address, each.nbytes, here) for each, here in zip(allocations, addresses, strict=True)]
-        return OnDevice(device, places, words, message.words[0], opened, by_kernel=by_kernel)
+        return OnDevice(device, places, words, said.words[0], opened, by_kernel=by_kernel)
 
     def serve(self) -> OwnerSide:
         """See `Transport.serve`."""
@@ -100,15 +85,15 @@ class CudaIpcTransport(Transport):
     def sweep(self) -> None:
         """See `Keeping`."""
         self._imports.sweep(KEPT_S)
-        self._peers.sweep()
+        super().sweep()
 
     def close(self) -> None:
         """See `Keeping`. A channel's allocations are closed with the last one that uses them."""
         self._imports.sweep(0.0)
-        self._peers.close()
+        super().close()
 
 
-class OnDevice:
+class OnDevice(Translated):
     """See `transport.one_sided.Source`."""
 
     hot_bytes = call_bytes = group_bytes = GROUP_BYTES
@@ -126,16 +111,12 @@ class OnDevice:
         """`places`: each allocation's address at the source, bytes, and address here; `opened`: kept open. `by_kernel`:
         this device's kernels can read there.
         """
-        self._places = sorted(places)
-        self._starts = [start for start, _, _ in self._places]
+        super().__init__(places)
         self._words = words
         self._words_there = words_there
         self._opened = opened
         self._by_kernel = by_kernel
         self._queue = device.queue(spins=True)
-
-    def __repr__(self) -> str:
-        return f"<OnDevice, {len(self._places)} allocations>"
 
     def copy(self, call: Sequence[Piece]) -> None:
         """See `Source.copy`. StateError: the GPU has failed."""
@@ -149,12 +130,3 @@ class OnDevice:
         if not 0 <= at <= self._words.nbytes - WORD_BYTES:
             raise OSError(errno.EFAULT, "its word is not in the memory that was shared")
         return generation != 0 and ctypes.c_uint64.from_address(self._words.address + at).value == generation
-
-    def _here(self, there: int, nbytes: int) -> int:
-        """Where that is in this process. OSError: nowhere."""
-        number = bisect.bisect_right(self._starts, there) - 1
-        if number >= 0:
-            start, size, here = self._places[number]
-            if there + nbytes <= start + size:
-                return here + there - start
-        raise OSError(errno.EFAULT, "it is in no allocation that was opened")

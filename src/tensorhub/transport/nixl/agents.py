@@ -28,8 +28,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from tensorhub.errors import TransportUnavailable
-from tensorhub.messages import AGENT_BYTES_MAX, ON_HOST
 from tensorhub.transport.base import NotShared
+from tensorhub.transport.nixl.messages import AGENT_BYTES_MAX, ON_HOST
 from tensorhub.types import RegistrationId
 
 PLACES_MAX = 4096  # of one agent, after those that touch were joined

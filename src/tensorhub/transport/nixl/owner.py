@@ -2,22 +2,21 @@
 
 from __future__ import annotations
 
-from tensorhub.accesses import Refusal
 from tensorhub.errors import TransportUnavailable
 from tensorhub.memory.chunks import ChunkMemory
-from tensorhub.messages import AgentIs, FindAgent, FromReader, ReadRefused
 from tensorhub.transport.base import NotShared
-from tensorhub.transport.nixl.agents import Exposed, Exposures, OnGpu, fault_with
+from tensorhub.transport.dialect import Find
+from tensorhub.transport.nixl.agents import Exposures, OnGpu, fault_with
+from tensorhub.transport.nixl.messages import DIALECT, AgentIs
 from tensorhub.transport.one_sided_owner import OneSidedSession
-from tensorhub.transport.owner import OwnedMemory, OwnerSession, OwnerSide, ServedReader
+from tensorhub.transport.owner import NotOpen, OwnerSession, OwnerSide, ServedReader
 from tensorhub.types import RegistrationId
 
 
 class NixlOwner(OwnerSide):
     """See `OwnerSide`."""
 
-    name = "nixl"
-    asks = (FindAgent,)
+    dialect = DIALECT
     is_one_sided = True
 
     def __init__(self) -> None:
@@ -47,46 +46,27 @@ class _NixlSession(OneSidedSession):
         """Whoever knows an agent knows addresses."""
         return "" if self._knows_agent else super().refusal
 
-    def answer(self, asked: FromReader) -> None:
-        """Tell of the agent."""
-        if not isinstance(asked, FindAgent):
-            return super().answer(asked)
-        registration = RegistrationId(asked.registration)
-        is_near = self._lane.is_local and not self._memory.is_on_device(registration)
+    def answer(self, request: int, asked: Find) -> None:
+        """Tell of the agent, which is made if there is none. May take long."""
+        memory, word = self._reader.find(asked.registration, asked.generation)
+        if (fault := self._fault(memory)) is not None:
+            raise NotShared(fault)
+        registration, places = RegistrationId(asked.registration), tuple(memory.places)
+        gpu = OnGpu(memory.device.index, places) if memory.device is not None else None
+        try:
+            exposed = self._exposures.of(registration, [*(places if gpu is None else ()), word], memory, gpu)
+        except TransportUnavailable as error:
+            raise NotShared(str(error)) from error
+        if not self._memory.holds(registration, memory):  # the agent was being made: what it reads may be freed next
+            self._exposures.end(registration)
+            raise NotOpen("this memory is not open under that generation")
+        self._knows_agent = True
+        self._connection.send(DIALECT.reply(request, AgentIs(exposed.name, exposed.metadata, word[0], exposed.device)))
+
+    def _fault(self, memory: ChunkMemory) -> str | None:
+        """Why this reader may not read this memory by an agent; None: it may."""
         if self._lane.is_read_only:  # whoever has an agent's metadata can write, too
-            found: tuple[Exposed, int] | str | Refusal = "a token that is read-only gives no access to memory"
-        elif (fault := fault_with(is_near=is_near)) is not None:
-            found = fault
-        else:
-            found = agent_of(self._exposures, self._memory, registration, asked.generation)
-        match found:
-            case Refusal():
-                self._connection.send(ReadRefused(asked.request, found.reason))
-            case str():
-                self._connection.send(AgentIs(asked.request, "", b"", 0, found))
-            case _:
-                self._knows_agent = True
-                exposed, word = found
-                self._connection.send(AgentIs(asked.request, exposed.name, exposed.metadata, word, "", exposed.device))
-
-
-def agent_of(
-    exposures: Exposures, owned: OwnedMemory, registration: RegistrationId, generation: int
-) -> tuple[Exposed, int] | str | Refusal:
-    """The agent by which NIXL reads all of it, and where its word is; or why there is none. May take long."""
-    found = owned.find(registration, generation)
-    if isinstance(found, Refusal):
-        return found
-    memory: ChunkMemory = found.memory
-    if memory.is_read_only:
-        return "what is served from a file is not read by NIXL"
-    places = tuple(memory.places)
-    gpu = OnGpu(memory.device.index, places) if memory.device is not None else None
-    try:
-        exposed = exposures.of(registration, [*(places if gpu is None else ()), found.word], memory, gpu)
-    except (NotShared, TransportUnavailable) as error:
-        return str(error)
-    if not owned.holds(registration, memory):  # it was let go while the agent was made: what it reads may be freed next
-        exposures.end(registration)
-        return Refusal("this memory is not open under that generation")
-    return exposed, found.word[0]
+            return "a token that is read-only gives no access to memory"
+        if (fault := fault_with(is_near=self._lane.is_local and memory.device is None)) is not None:
+            return fault
+        return "what is served from a file is not read by NIXL" if memory.is_read_only else None

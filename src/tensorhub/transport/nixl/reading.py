@@ -26,10 +26,10 @@ from typing import Any
 from tensorhub.cuda.copies import copy_pieces
 from tensorhub.cuda.device import Device, Mark
 from tensorhub.errors import TransportUnavailable
-from tensorhub.messages import ON_HOST
 from tensorhub.transport.base import NotShared
 from tensorhub.transport.generation_words import WORD_BYTES
 from tensorhub.transport.nixl.agents import GPU_ADVICE, make_agent, name_of
+from tensorhub.transport.nixl.messages import ON_HOST
 from tensorhub.transport.one_sided import CALL_BYTES, GROUP_BYTES, Piece, cut_up
 
 SLOT_BYTES = 2 * 2**20  # of one read: where UCX copies by itself (cma), nothing cuts it short

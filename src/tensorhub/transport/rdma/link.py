@@ -13,12 +13,12 @@ import time
 from tensorhub.cuda.device import Device
 from tensorhub.errors import OperationTimeout, ProtocolError, StateError
 from tensorhub.logs import Tally, get_logger
-from tensorhub.messages import Pair, Paired, QueueCard
 from tensorhub.protocol.blocking import BlockingConnection
-from tensorhub.transport.base import Destination, ReadFailure, ReadRight, Unusable
+from tensorhub.transport.base import Destination, ReadFailure, Unusable
 from tensorhub.transport.generation_words import NONCE_BYTES
 from tensorhub.transport.rdma import ports as rdma
-from tensorhub.transport.rdma.ports import GID_BYTES, Move
+from tensorhub.transport.rdma.messages import GID_BYTES, Pair, Paired, QueueCard
+from tensorhub.transport.rdma.ports import Move
 from tensorhub.transport.rdma.verbs import ReaderQueue
 from tensorhub.transport.read_client import ReadClient
 from tensorhub.transport.staging import Pinned, Staging
@@ -43,15 +43,14 @@ class Link:
     def __repr__(self) -> str:
         return f"<Link by {self.queue!r}>"
 
-    def ask(self, client: ReadClient, right: ReadRight) -> Paired:
-        """Ask the source to read that registration through this queue pair. NotShared, Unusable; ReadFailure."""
-        message = client.ask(Pair(0, right.registration, right.generation, self.place, self.queue.card))
+    def ask(self, client: ReadClient) -> Paired:
+        """Ask the source to be read through this queue pair, under the client's right. NotShared, Unusable; ReadFailure."""
+        right = client.right
+        paired = client.ask(Pair(right.registration, right.generation, self.place, self.queue.card), Paired)
         with client.failures():
-            match message:
-                case Paired() if len(message.card.gid) == GID_BYTES and len(message.nonce) == NONCE_BYTES:
-                    return message
-                case _:
-                    raise ProtocolError(f"it is asked for a queue pair, and answers {type(message).__name__}")
+            if len(paired.card.gid) != GID_BYTES or len(paired.nonce) != NONCE_BYTES:
+                raise ProtocolError(f"a GID has {GID_BYTES} bytes, and a nonce {NONCE_BYTES}")
+        return paired
 
     def wait(self, connection: BlockingConnection, until: float) -> None:
         """Wait until there may be completions, or something to hear. OperationTimeout, OSError."""

@@ -11,42 +11,43 @@ Responsible for what a reader is told. Not responsible for who may read (`OwnedM
 from __future__ import annotations
 
 import errno
-from collections.abc import Sequence
 from contextlib import closing
 
-from tensorhub.accesses import Access, Refusal
+from tensorhub.accesses import Access
 from tensorhub.cuda.device import Device
 from tensorhub.errors import ProtocolError, StateError
 from tensorhub.logs import Tally, get_logger
 from tensorhub.memory.chunks import ChunkMemory
 from tensorhub.memory.tensors import address_of
-from tensorhub.messages import (
-    ChunksFollow,
+from tensorhub.messages import ChunksFollow, TransportRequest
+from tensorhub.protocol.codec import FROM_READER
+from tensorhub.protocol.lost import ConnectionLost
+from tensorhub.transport.base import NotShared, Unusable
+from tensorhub.transport.one_sided_owner import LOCATE_BYTES
+from tensorhub.transport.owner import CannotServe, OwnerSession, OwnerSide, ServedReader
+from tensorhub.transport.rdma import ports as rdma, verbs
+from tensorhub.transport.rdma.messages import (
+    DIALECT,
+    GID_BYTES,
     ChunksPinned,
     FindPorts,
-    FromReader,
-    NotThisWay,
     Pair,
     Paired,
     PieceStaged,
     PieceTaken,
     PortsAre,
     QueueCard,
-    ReadRefused,
 )
-from tensorhub.protocol.codec import FROM_READER
-from tensorhub.protocol.lost import ConnectionLost
-from tensorhub.transport.one_sided_owner import LOCATE_BYTES
-from tensorhub.transport.owner import CannotServe, OwnedMemory, OwnerSession, OwnerSide, ServedReader
-from tensorhub.transport.rdma import ports as rdma, verbs
 from tensorhub.transport.rdma.verbs import Fabric, Queue
 from tensorhub.transport.staging import Pinned, Staging
 from tensorhub.transport.tcp.owner import LOCAL_SEND_BYTES, SEND_BYTES
-from tensorhub.types import RegistrationId
 
 NOT_BY_RDMA = "this worker's memory is not to be read by RDMA: its transports are others"
 STAGED_BUFFERS = 4  # one is copied by the GPU, one is on the wire, one is announced, one is free
 UNTAKEN_MAX = STAGED_BUFFERS - 2  # when another piece is to be staged (see `Staging.outgoing`)
+
+Chunks = tuple[tuple[int, int], ...]
+"""(chunk, digest)."""
 
 log = get_logger("tensorhub.owner")
 _staged = Tally(log.info, "rdma_staged")
@@ -56,8 +57,7 @@ _unpaired = Tally(log.warning, "rdma_unpaired")
 class RdmaOwner(OwnerSide):
     """See `OwnerSide`. `fabric`: by which the memory is read; it is its transport's, and closed with that."""
 
-    name = "rdma"
-    asks = (FindPorts, Pair, PieceTaken)
+    dialect = DIALECT
     is_one_sided = True
 
     def __init__(self, fabric: Fabric) -> None:
@@ -65,88 +65,19 @@ class RdmaOwner(OwnerSide):
 
     def session(self, reader: ServedReader) -> OwnerSession:
         """See `OwnerSide`."""
-        return _RdmaSession(reader, QueuePairServer(self.fabric, reader.memory))
+        return RdmaSession(reader, self.fabric)
 
     def release(self, memory: ChunkMemory) -> None:
         """See `OwnerSide`."""
         self.fabric.release(memory)
 
 
-class _RdmaSession:
+class RdmaSession:
     """See `OwnerSession`."""
 
-    def __init__(self, reader: ServedReader, pairs: QueuePairServer) -> None:
+    def __init__(self, reader: ServedReader, fabric: Fabric) -> None:
         self._reader = reader
         self._connection = reader.connection
-        self._pairs = pairs
-
-    @property
-    def bytes_max(self) -> int:
-        if not self._pairs.has_buffers:
-            return LOCATE_BYTES
-        return LOCAL_SEND_BYTES if self._reader.lane.is_local else SEND_BYTES
-
-    @property
-    def refusal(self) -> str:
-        return "" if self._pairs.is_made else "no queue pair was asked for"
-
-    def answer(self, asked: FromReader) -> None:
-        """Set up what the reader reads through; or hear that it has read a piece."""
-        match asked:
-            case FindPorts():
-                self._connection.send(self._pairs.ports(asked))
-            case Pair():
-                self._connection.send(self._pairs.pair(asked))
-            case PieceTaken():
-                self._pairs.taken()
-            case _:
-                raise ProtocolError(f"a {type(asked).__name__} is not asked for by rdma")
-
-    def serve(self, request: int, access: Access, memory: ChunkMemory) -> None:
-        """Say where the chunks are; or stage them, which takes until the reader has read all pieces but the last ones."""
-        chunks = self._reader.digests_of(access, memory)
-        word = self._reader.memory.word_of(access)
-        try:
-            if self._pairs.stages(memory):
-                self._stage(request, chunks, access, memory, word)
-            else:
-                places = self._pairs.places(memory, chunks)
-                self._connection.send(ChunksPinned(request, places, word, self._pairs.word_key(word)))
-        except OSError as error:
-            raise CannotServe(error.strerror) from error
-
-    def close(self) -> None:
-        self._pairs.close()
-
-    def _stage(
-        self, request: int, chunks: tuple[tuple[int, int], ...], access: Access, memory: ChunkMemory, word: int
-    ) -> None:
-        """Have the reader read what is on a GPU out of buffers: the next piece is copied there while one is read."""
-        places = [(memory.address(chunk), memory.sizes[chunk]) for chunk in access.chunks]
-        staging = self._pairs.staging(memory)
-        self._connection.send(ChunksFollow(request, chunks))
-        with closing(staging.outgoing(places)) as pieces:
-            for piece in pieces:
-                self._connection.send(self._pairs.staged(request, piece, word))
-                while not self._pairs.has_room:
-                    self._hear_meanwhile()
-
-    def _hear_meanwhile(self) -> None:
-        """Wait for the reader to take a piece; what else it says is answered later. OperationTimeout."""
-        match asked := self._connection.receive(FROM_READER):
-            case PieceTaken():
-                self._pairs.taken()
-            case None:
-                raise ConnectionLost("the reader has left while pieces were staged for it")
-            case _:
-                self._reader.put_aside(asked)
-
-
-class QueuePairServer:
-    """One reader's. For its lane's thread."""
-
-    def __init__(self, fabric: Fabric, owned: OwnedMemory) -> None:
-        self._owned = owned
         self._fabric = fabric
         self._queue: Queue | None = None
         self._theirs: QueueCard | None = None  # what the queue pair is connected to
@@ -154,48 +85,86 @@ class QueuePairServer:
         self._untaken = 0  # pieces that are staged
 
     def __repr__(self) -> str:
-        return f"<QueuePairServer: {self._queue or 'none'}>"
+        return f"<RdmaSession: {self._queue or 'no queue pair'}>"
 
     @property
-    def is_made(self) -> bool:
-        """Whether there is a queue pair to read through."""
-        return self._queue is not None
+    def bytes_max(self) -> int:
+        if self._pinned is None:
+            return LOCATE_BYTES
+        return LOCAL_SEND_BYTES if self._reader.lane.is_local else SEND_BYTES
 
-    def ports(self, read: FindPorts) -> PortsAre:
-        """What a reader is to know before it asks for a queue pair."""
-        return PortsAre(read.request, rdma.said_of(self._fabric.ports))
+    @property
+    def refusal(self) -> str:
+        return "" if self._queue is not None else "no queue pair was asked for"
 
-    def pair(self, read: Pair) -> Paired | NotThisWay | ReadRefused:
-        """A queue pair to the reader's end, in place of the last one if that was to another."""
-        fabric, header = self._fabric, self._owned.header
-        if header is None or read.port >= len(fabric.ports):
-            return NotThisWay(read.request, NOT_BY_RDMA, is_usual=False)
-        if len(read.card.gid) != rdma.GID_BYTES:
-            raise ProtocolError(f"a GID has {rdma.GID_BYTES} bytes")
-        found = self._owned.find(RegistrationId(read.registration), read.generation)
-        if isinstance(found, Refusal):
-            return ReadRefused(read.request, found.reason)
-        memory = found.memory
-        if memory.is_read_only:
-            return NotThisWay(read.request, "its memory is a file, which cannot be registered", is_usual=True)
+    def answer(self, request: int, asked: FindPorts | Pair | PieceTaken) -> None:
+        """Set up what the reader reads through; or hear that it has read a piece."""
+        match asked:
+            case FindPorts():
+                self._connection.send(DIALECT.reply(request, PortsAre(rdma.said_of(self._fabric.ports))))
+            case Pair():
+                self._connection.send(DIALECT.reply(request, self._pair(asked)))
+            case PieceTaken():
+                self._hear_taken()
+
+    def serve(self, request: int, access: Access, memory: ChunkMemory) -> None:
+        """Say where the chunks are; or stage them, which takes until the reader has read all pieces but the last ones."""
+        chunks = self._reader.digests_of(access, memory)
+        word = self._reader.memory.word_of(access)
         try:
-            if self._queue is None or self._theirs != read.card:
-                self.close()
-                self._queue = fabric.source(fabric.ports[read.port])
-                self._queue.connect(read.card)
-                self._theirs = read.card
-            key = self._queue.device.page_key(header.address)
+            assert self._queue is not None
+            word_key = self._queue.device.page_key(word)
+            if memory.device is not None and self._first_fault(memory) is not None:
+                self._stage(request, chunks, memory, word, word_key)
+            else:
+                places = self._places(memory, chunks)
+                self._connection.send(DIALECT.reply(request, ChunksPinned(places, word, word_key)))
+        except OSError as error:
+            raise CannotServe(error.strerror) from error
+
+    def close(self) -> None:
+        """Take the queue pair apart: this reader reads nothing more."""
+        queue, self._queue, self._theirs = self._queue, None, None
+        try:
+            if queue is not None:
+                queue.close()
+        finally:
+            self._release()
+
+    # --------------------------------------------------------------------------------------------- the queue pair
+
+    def _pair(self, asked: Pair) -> Paired:
+        """A queue pair to the reader's end, in place of the last one if that was to another. NotOpen, Unusable."""
+        header = self._reader.memory.header
+        if header is None or asked.port >= len(self._fabric.ports):
+            raise Unusable(NOT_BY_RDMA)
+        if len(asked.card.gid) != GID_BYTES:
+            raise ProtocolError(f"a GID has {GID_BYTES} bytes")
+        memory, _ = self._reader.find(asked.registration, asked.generation)
+        if memory.is_read_only:
+            raise NotShared("its memory is a file, which cannot be registered")
+        try:
+            queue = self._connected(asked)
+            key = queue.device.page_key(header.address)
             fault = self._first_fault(memory)
             if fault is not None and memory.device is not None:
                 _staged.count(reason=fault)
-                fault = self._prepare(self._queue.device, memory.device)
+                fault = self._prepare(queue.device, memory.device)
         except OSError as error:
             self.close()
             _unpaired.count(reason=error.strerror)
-            return NotThisWay(read.request, error.strerror or str(error), is_usual=False)
+            raise Unusable(error.strerror or str(error)) from error
         if fault is not None:
-            return NotThisWay(read.request, fault, is_usual=memory.device is None and not rdma.is_of_limit(fault))
-        return Paired(read.request, self._queue.card, header.address, key, header.nonce)
+            raise (NotShared if memory.device is None and not rdma.is_of_limit(fault) else Unusable)(fault)
+        return Paired(queue.card, header.address, key, header.nonce)
+
+    def _connected(self, asked: Pair) -> Queue:
+        if self._queue is None or self._theirs != asked.card:
+            self.close()
+            self._queue = self._fabric.source(self._fabric.ports[asked.port])
+            self._queue.connect(asked.card)
+            self._theirs = asked.card
+        return self._queue
 
     def _first_fault(self, memory: ChunkMemory) -> str | None:
         """Why the memory cannot be registered, as far as its first span and the limit tell; it is registered by then."""
@@ -224,42 +193,12 @@ class QueuePairServer:
         self._pinned = pinned
         return None
 
-    def stages(self, memory: ChunkMemory) -> bool:
-        """Whether that is to be staged, since the device does not reach it."""
-        return self._queue is not None and memory.device is not None and self._first_fault(memory) is not None
+    def _release(self) -> None:
+        pinned, self._pinned, self._untaken = self._pinned, None, 0
+        if pinned is not None:
+            self._fabric.release(pinned)
 
-    def staging(self, memory: ChunkMemory) -> Staging:
-        """What that goes through. OSError: a queue pair was not asked for to read it."""
-        if self._pinned is None or self._pinned.staging.device is not memory.device:
-            raise OSError(errno.EOPNOTSUPP, "its tensors are on a GPU, and the queue pair was made to read others")
-        return self._pinned.staging
-
-    def staged(self, request: int, piece: memoryview, word: int) -> PieceStaged:
-        """A piece of what `staging` has, which is the reader's until that has taken it. OSError."""
-        assert self._queue is not None
-        assert self._pinned is not None
-        self._untaken += 1
-        address = address_of(piece)
-        key = self._queue.device.keys(self._pinned, address, piece.nbytes).remote
-        return PieceStaged(request, address, piece.nbytes, key, word, self.word_key(word))
-
-    @property
-    def has_buffers(self) -> bool:
-        """Whether something may have to be staged."""
-        return self._pinned is not None
-
-    @property
-    def has_room(self) -> bool:
-        """Whether another piece can be staged."""
-        return self._untaken <= UNTAKEN_MAX
-
-    def taken(self) -> None:
-        """The reader has read a piece."""
-        if not self._untaken:
-            raise ProtocolError("a piece is said to be taken, and none is staged")
-        self._untaken -= 1
-
-    def places(self, memory: ChunkMemory, chunks: Sequence[tuple[int, int]]) -> tuple[tuple[int, int, int, int], ...]:
+    def _places(self, memory: ChunkMemory, chunks: Chunks) -> tuple[tuple[int, int, int, int], ...]:
         """Each chunk with its digest, its address and its remote key. OSError: it cannot be registered."""
         assert self._queue is not None
         found: list[tuple[int, int, int, int]] = []
@@ -269,21 +208,39 @@ class QueuePairServer:
             found.append((chunk, digest, address + keys.shift, keys.remote))
         return tuple(found)
 
-    def word_key(self, word: int) -> int:
-        """The remote key of the generation word there. OSError."""
+    # ------------------------------------------------------------------------------------------------------ staging
+
+    def _stage(self, request: int, chunks: Chunks, memory: ChunkMemory, word: int, word_key: int) -> None:
+        """Have the reader read what is on a GPU out of buffers: the next piece is copied there while one is read. OSError: a
+        queue pair was not asked for to read it.
+        """
         assert self._queue is not None
-        return self._queue.device.page_key(word)
+        if self._pinned is None or self._pinned.staging.device is not memory.device:
+            raise OSError(errno.EOPNOTSUPP, "its tensors are on a GPU, and the queue pair was made to read others")
+        places = [(memory.address(chunk), memory.sizes[chunk]) for chunk, _ in chunks]
+        self._connection.send(ChunksFollow(request, chunks))
+        with closing(self._pinned.staging.outgoing(places)) as pieces:
+            for piece in pieces:
+                self._untaken += 1
+                address = address_of(piece)
+                key = self._queue.device.keys(self._pinned, address, piece.nbytes).remote
+                staged = PieceStaged(address, piece.nbytes, key, word, word_key)
+                self._connection.send(DIALECT.reply(request, staged))
+                while self._untaken > UNTAKEN_MAX:
+                    self._hear_meanwhile()
 
-    def close(self) -> None:
-        """Take the queue pair apart: this reader reads nothing more."""
-        queue, self._queue, self._theirs = self._queue, None, None
-        try:
-            if queue is not None:
-                queue.close()
-        finally:
-            self._release()
+    def _hear_meanwhile(self) -> None:
+        """Wait for the reader to take a piece; what else it says is answered later. OperationTimeout."""
+        asked = self._connection.receive(FROM_READER)
+        if asked is None:
+            raise ConnectionLost("the reader has left while pieces were staged for it")
+        if isinstance(asked, TransportRequest) and isinstance(DIALECT.message(asked), PieceTaken):
+            self._hear_taken()
+        else:
+            self._reader.put_aside(asked)
 
-    def _release(self) -> None:
-        pinned, self._pinned, self._untaken = self._pinned, None, 0
-        if pinned is not None:
-            self._fabric.release(pinned)
+    def _hear_taken(self) -> None:
+        """The reader has read a piece."""
+        if not self._untaken:
+            raise ProtocolError("a piece is said to be taken, and none is staged")
+        self._untaken -= 1

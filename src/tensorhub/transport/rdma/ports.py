@@ -23,17 +23,15 @@ from pathlib import Path
 from typing import Literal, NamedTuple
 
 from tensorhub.errors import StateError, TransportUnavailable
-from tensorhub.messages import RdmaPort
 from tensorhub.transport.base import ReadFailure, Reason
+from tensorhub.transport.rdma.messages import GID_BYTES, PORTS_MAX, RdmaPort
 
 PIECE_BYTES = 2**20  # of one work request
 PORTS_VARIABLE = "TENSORHUB_RDMA_PORTS"
-PORTS_MAX = 16  # of one worker
 EMPTY_MAX = 32  # entries of a GID table in a row, behind which no other one is looked for: tables have up to 1024
 SYSFS = Path("/sys/class/infiniband")
 NODES = Path("/dev/infiniband")
 _CAP_IPC_LOCK = 14
-GID_BYTES = 16
 _NO_GID = bytes(GID_BYTES)
 
 Link = Literal["ethernet", "infiniband"]

@@ -28,34 +28,24 @@ from typing import NamedTuple
 
 from tensorhub.errors import OperationTimeout, ProtocolError, TransportUnavailable
 from tensorhub.memory.tensors import address_of
-from tensorhub.messages import (
-    ChunksFollow,
-    ChunksPinned,
-    FindPorts,
-    PieceStaged,
-    PortsAre,
-    RdmaPort,
-    StillWaiting,
-)
+from tensorhub.messages import ChunksFollow, StillWaiting
 from tensorhub.protocol.blocking import PACE_BYTES
 from tensorhub.transport.base import (
     DEVICE,
     HOST,
     Arrival,
     Channel,
-    Cutter,
     Destination,
     Lacking,
     NotShared,
     ReadFailure,
-    ReadRight,
-    Transport,
     Unusable,
 )
+from tensorhub.transport.connected import ConnectedTransport
 from tensorhub.transport.owner import OwnerSide
-from tensorhub.transport.peers import Peer, Peers
 from tensorhub.transport.rdma import ports as rdma
 from tensorhub.transport.rdma.link import Link, prepare_destination
+from tensorhub.transport.rdma.messages import DIALECT, ChunksPinned, FindPorts, PieceStaged, PieceTaken, PortsAre
 from tensorhub.transport.rdma.owner import RdmaOwner
 from tensorhub.transport.rdma.ports import Move, Port
 from tensorhub.transport.rdma.reads import WINDOW_BYTES, Group, Reads
@@ -63,7 +53,7 @@ from tensorhub.transport.rdma.verbs import Fabric, Keys, verbs
 from tensorhub.transport.read_client import ReadClient
 from tensorhub.transport.registry import Local, MeantTransportUnavailable
 from tensorhub.transport.staging import Pinned
-from tensorhub.types import Endpoint, Location
+from tensorhub.types import Location
 
 GROUP_BYTES = 4 * 2**20  # of chunks that are named together, at least one
 PAIRS_TRIED_MAX = 4  # of ports, for one link
@@ -71,18 +61,17 @@ PIECES_MAX = 64  # that a source has staged, and that are not read yet
 PIECE_BYTES_MIN = PACE_BYTES  # of one, unless it is the last one: less, now and then, would hold a chunk for days
 
 
-class RdmaTransport(Transport):
+class RdmaTransport(ConnectedTransport):
     """RDMA READs through reliable queue pairs; between hosts whose ports reach each other."""
 
-    name = "rdma"
+    dialect = DIALECT
     lanes = 1  # the device reads while the lane digests what has come
     fills = HOST | DEVICE
 
     def __init__(self, local: Local) -> None:
+        super().__init__(local)
         if self.name not in local.kept:
             local.kept[self.name] = _fabric(local.options.rdma_ports)
-        self._options = local.options
-        self._peers = Peers(local, self.name)
         self.fabric: Fabric = local.kept[self.name]
         self._turns = itertools.count()
 
@@ -93,53 +82,39 @@ class RdmaTransport(Transport):
         """Within a site: between datacenters every pair of ports would be tried in vain."""
         return here.site == there.site
 
-    def open(self, endpoint: Endpoint, right: ReadRight, destination: Destination, cutter: Cutter) -> Channel:
-        """Connect, prove who is who, and set up a queue pair, or take up what there is of it; see `Transport.open`."""
-        peer = self._peers.open(endpoint.address, right, cutter)
-        client = ReadClient(self._peers, peer, right, cutter)
-        try:
-            link = self._linked(peer, client, right)
-            pinned = prepare_destination(link, destination)
-        except BaseException:
-            peer.is_sound = False  # a queue pair that is of no use goes, at both ends
-            client.close()
-            raise
-        return RdmaChannel(client, peer, link, right, destination, cutter, self._options.stall_timeout_s, pinned)
+    def channel(self, client: ReadClient, destination: Destination) -> Channel:
+        """Set up a queue pair, or take up what there is of it. One that is of no use goes, at both ends."""
+        link = self._linked(client)
+        pinned = prepare_destination(link, destination)
+        return RdmaChannel(client, link, destination, self._options.stall_timeout_s, pinned)
 
     def serve(self) -> OwnerSide:
         """See `Transport.serve`."""
         return RdmaOwner(self.fabric)
 
-    def sweep(self) -> None:
-        """See `Keeping`."""
-        self._peers.sweep()
-
-    def close(self) -> None:
-        """See `Keeping`."""
-        self._peers.close()
-
-    def _linked(self, peer: Peer, client: ReadClient, right: ReadRight) -> Link:
+    def _linked(self, client: ReadClient) -> Link:
         """The connection's queue pair, if its source has kept it, too; else a new one. As of `Link.ask`."""
+        peer = client.peer
         link = peer.link
         if isinstance(link, Link):
-            if link.ask(client, right).card == link.theirs:
+            if link.ask(client).card == link.theirs:
                 return link
             peer.link = None
             link.close()
-        peer.link = link = self._new_link(client, right)
+        peer.link = link = self._new_link(client)
         return link
 
-    def _new_link(self, client: ReadClient, right: ReadRight) -> Link:
+    def _new_link(self, client: ReadClient) -> Link:
         """By one of the pairs of ports. Unusable, which says of each what is in the way."""
         until = time.monotonic() + self._options.connect_timeout_s
-        ports = self._ports_of(client)
+        ports = client.ask(FindPorts(), PortsAre).ports
         pairs = rdma.pairs(self.fabric.ports, ports, next(self._turns))
         if not pairs:
             raise Unusable(rdma.apart(self.fabric.ports, ports) if ports else NOT_OFFERED)
         faults: list[str] = []
         for here, there in pairs[:PAIRS_TRIED_MAX]:
             try:
-                return self._pair(client, right, self.fabric.ports[here], there, until)
+                return self._pair(client, self.fabric.ports[here], there, until)
             except NotShared:
                 raise
             except (Unusable, OSError, OperationTimeout) as error:
@@ -148,15 +123,7 @@ class RdmaTransport(Transport):
                     break
         raise Unusable("; ".join(dict.fromkeys(faults)))
 
-    @staticmethod
-    def _ports_of(client: ReadClient) -> Sequence[RdmaPort]:
-        message = client.ask(FindPorts(0))
-        with client.failures():
-            if not isinstance(message, PortsAre):
-                raise ProtocolError(f"it is asked for its RDMA ports, and answers {type(message).__name__}")
-            return message.ports
-
-    def _pair(self, client: ReadClient, right: ReadRight, port: Port, place: int, until: float) -> Link:
+    def _pair(self, client: ReadClient, port: Port, place: int, until: float) -> Link:
         queue = self.fabric.reader(port)
         try:
             link = Link(queue, place)
@@ -164,7 +131,7 @@ class RdmaTransport(Transport):
             queue.close()
             raise
         try:
-            paired = link.ask(client, right)
+            paired = link.ask(client)
             link.theirs = paired.card
             queue.connect(paired.card)
             link.prove(client.connection, paired, until)
@@ -214,24 +181,15 @@ class RdmaChannel:
     """See `transport.base.Channel`."""
 
     def __init__(
-        self,
-        client: ReadClient,
-        peer: Peer,
-        link: Link,
-        right: ReadRight,
-        destination: Destination,
-        cutter: Cutter,
-        stall_timeout_s: float,
-        pinned: Pinned | None = None,
+        self, client: ReadClient, link: Link, destination: Destination, stall_timeout_s: float, pinned: Pinned | None = None
     ) -> None:
         """`pinned`: what is read lands there first."""
         self._client = client
         self._connection = client.connection
-        self._peer = peer
         self._link = link
-        self._right = right
+        self._right = client.right
         self._destination = destination
-        self._cutter = cutter
+        self._cutter = client.cutter
         self._stall_timeout_s = stall_timeout_s
         self._pinned = pinned
         self._buffers = deque(range(len(pinned.staging.buffers) if pinned is not None else 0))  # that are free
@@ -294,20 +252,24 @@ class RdmaChannel:
         match message:
             case StillWaiting():
                 return self._client.lacking(message)
-            case ChunksPinned():
-                self._client.announced(message.request, [chunk for chunk, *_ in message.chunks])
-                word = message.word, message.key
-                for chunk, digest, there, key in message.chunks:
-                    self._locate(_Part(chunk, digest, 0, self._destination.sizes[chunk], there, key, word))
-                return None
             case ChunksFollow():
                 self._client.announced(message.request, [chunk for chunk, _ in message.chunks])
                 self._coming.extend(message.chunks)
                 self._name_empty()
                 return None
-            case PieceStaged():
-                self._locate_piece(message)
+            case _:
+                self._hear_places(message.request, self._client.dialect.message(message))
                 return None
+
+    def _hear_places(self, request: int, message: object) -> None:
+        match message:
+            case ChunksPinned():
+                self._client.announced(request, [chunk for chunk, *_ in message.chunks])
+                word = message.word, message.key
+                for chunk, digest, there, key in message.chunks:
+                    self._locate(_Part(chunk, digest, 0, self._destination.sizes[chunk], there, key, word))
+            case PieceStaged():
+                self._locate_piece(request, message)
             case _:
                 raise ProtocolError(f"a Locate is answered with {type(message).__name__}")
 
@@ -318,7 +280,7 @@ class RdmaChannel:
             size, offset, there = min(room, part.nbytes - start), part.offset + start, part.there + start
             self._located.append(part._replace(offset=offset, nbytes=size, there=there))
 
-    def _locate_piece(self, piece: PieceStaged) -> None:
+    def _locate_piece(self, request: int, piece: PieceStaged) -> None:
         """The next bytes of what is coming are there."""
         self._pieces += 1
         if self._pieces > PIECES_MAX:
@@ -337,7 +299,7 @@ class RdmaChannel:
                 self._name_empty()
         if self._coming and piece.nbytes < PIECE_BYTES_MIN:
             raise ProtocolError(f"a piece of {piece.nbytes} bytes is staged, and more is to follow")
-        self._located[-1] = self._located[-1]._replace(staged_for=piece.request)
+        self._located[-1] = self._located[-1]._replace(staged_for=request)
 
     def _name_empty(self) -> None:
         """Chunks without bytes need no piece."""
@@ -398,7 +360,7 @@ class RdmaChannel:
             landed: _Landed = group.tag
             for request in landed.taken:
                 self._pieces -= 1
-                self._client.say_taken(request)
+                self._client.say(request, PieceTaken())
             if self._pinned is not None and landed.buffer is not None:
                 self._pinned.staging.scatter(landed.copies)
                 self._buffers.append(landed.buffer)
@@ -424,5 +386,5 @@ class RdmaChannel:
 
     def close(self) -> None:
         if not self._reads.is_idle or self._located or self._coming:
-            self._peer.is_sound = False  # the queue pair goes, and with it what is under way
+            self._client.peer.is_sound = False  # the queue pair goes, and with it what is under way
         self._client.close()

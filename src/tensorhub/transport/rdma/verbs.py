@@ -35,7 +35,7 @@ from typing import Any, NamedTuple, Protocol
 
 from tensorhub.cuda.device import Device as Accelerator
 from tensorhub.errors import StateError, TransportUnavailable
-from tensorhub.messages import QueueCard
+from tensorhub.transport.rdma.messages import QueueCard
 from tensorhub.transport.rdma.ports import Move, Port, gid_text, registration_fault
 
 DEPTH = 64  # work requests of a queue pair that are not completed

@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-from tensorhub.accesses import Refusal
-from tensorhub.messages import SEGMENTS_MAX, FindSegments, FromReader, ReadRefused, SegmentsAre
+from tensorhub.transport.base import NotShared
+from tensorhub.transport.dialect import Find
 from tensorhub.transport.one_sided_owner import OneSidedSession
-from tensorhub.transport.owner import OpenMemory, OwnerSession, OwnerSide, ServedReader
-from tensorhub.transport.shm.segments import Segment, segments_of
-from tensorhub.types import RegistrationId
+from tensorhub.transport.owner import OwnerSession, OwnerSide, ServedReader
+from tensorhub.transport.shm.messages import DIALECT, SEGMENTS_MAX, SegmentsAre
+from tensorhub.transport.shm.segments import segments_of
 
 
 class ShmOwner(OwnerSide):
     """See `OwnerSide`."""
 
-    name = "shm"
-    asks = (FindSegments,)
+    dialect = DIALECT
     is_one_sided = True
     shares_memory = True
 
@@ -24,24 +23,13 @@ class ShmOwner(OwnerSide):
 
 
 class _ShmSession(OneSidedSession):
-    def answer(self, asked: FromReader) -> None:
+    def answer(self, request: int, asked: Find) -> None:
         """Hand over what the registration and its generation word are in."""
-        if not isinstance(asked, FindSegments):
-            return super().answer(asked)
-        found = self._memory.find(RegistrationId(asked.registration), asked.generation)
-        if isinstance(found, Refusal):
-            self._connection.send(ReadRefused(asked.request, found.reason))
-            return
-        segments = _segments_of(found) if self._connection.passes_descriptors else ()
-        reason, is_usual = self._lane.withheld if segments else ("", False)
-        segments = () if reason else segments
-        places = tuple([(each.address, each.nbytes) for each in segments])
-        self._connection.send(SegmentsAre(asked.request, places, reason, is_usual))
-        if segments:
-            self._connection.send_descriptors([segment.descriptor for segment in segments])
-
-
-def _segments_of(found: OpenMemory) -> tuple[Segment, ...]:
-    """In which all of it is; none if it is not in such memory, or in too many."""
-    segments = segments_of([*found.memory.places, found.word]) or ()
-    return segments if len(segments) <= SEGMENTS_MAX else ()
+        found = self._reader.find(asked.registration, asked.generation)
+        segments = segments_of([*found.memory.places, found.word])
+        if not self._connection.passes_descriptors or not segments or len(segments) > SEGMENTS_MAX:
+            raise NotShared("its tensors are not in shared memory: allocate them by tensorhub.shared_empty_like")
+        self._check_given()
+        said = SegmentsAre(tuple([(each.address, each.nbytes) for each in segments]))
+        self._connection.send(DIALECT.reply(request, said))
+        self._connection.send_descriptors([segment.descriptor for segment in segments])

@@ -11,9 +11,10 @@ from contextlib import closing
 
 from tensorhub.accesses import Access
 from tensorhub.cuda.device import Device
-from tensorhub.errors import ProtocolError, StateError
+from tensorhub.errors import StateError
 from tensorhub.memory.chunks import ChunkMemory
-from tensorhub.messages import ChunkDigest, ChunkFollows, ChunksFollow, FromReader
+from tensorhub.messages import ChunkDigest, ChunkFollows, ChunksFollow
+from tensorhub.transport.dialect import Dialect
 from tensorhub.transport.owner import CannotServe, OwnerSession, OwnerSide, ServedReader
 from tensorhub.transport.staging import Place, Staging
 from tensorhub.transport.streaming_digest import FIRST_SEND_BYTES, StreamingDigests, cut
@@ -22,10 +23,13 @@ SEND_BYTES = 16 * 2**20  # of one send call whose digests are known; a fence may
 LOCAL_SEND_BYTES = 64 * 2**20  # the same within a host, in some 20 ms: beside a busy Python thread each call costs 5 ms more
 
 
+DIALECT = Dialect("tcp", from_reader={}, from_owner={})
+
+
 class TcpOwner(OwnerSide):
     """Any worker can be read this way."""
 
-    name = "tcp"
+    dialect = DIALECT
 
     def session(self, reader: ServedReader) -> OwnerSession:
         """See `OwnerSide`."""
@@ -46,8 +50,8 @@ class TcpSession:
     def bytes_max(self) -> int:
         return LOCAL_SEND_BYTES if self._reader.lane.is_local else SEND_BYTES
 
-    def answer(self, asked: FromReader) -> None:
-        raise ProtocolError(f"nobody asks for a {type(asked).__name__} over tcp")
+    def answer(self, request: int, asked: object) -> None:
+        """Nothing is asked for besides chunks."""
 
     def serve(self, request: int, access: Access, memory: ChunkMemory) -> None:
         """Send an access' chunks."""

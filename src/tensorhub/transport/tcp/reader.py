@@ -13,47 +13,34 @@ from contextlib import closing
 from tensorhub.cuda.device import Device
 from tensorhub.errors import ProtocolError
 from tensorhub.messages import ChunkDigest, ChunkFollows, ChunksFollow, StillWaiting
-from tensorhub.transport.base import DEVICE, HOST, Arrival, Channel, Cutter, Destination, Lacking, ReadRight, Transport
+from tensorhub.transport.base import DEVICE, HOST, Arrival, Channel, Destination, Lacking
+from tensorhub.transport.connected import ConnectedTransport
 from tensorhub.transport.owner import OwnerSide
-from tensorhub.transport.peers import Peers
 from tensorhub.transport.read_client import ReadClient
-from tensorhub.transport.registry import Local
 from tensorhub.transport.staging import Staging
 from tensorhub.transport.streaming_digest import SMALL_BYTES, StreamingDigests, cut
-from tensorhub.transport.tcp.owner import TcpOwner
-from tensorhub.types import Endpoint, Location
+from tensorhub.transport.tcp.owner import DIALECT, TcpOwner
+from tensorhub.types import Location
 
 
-class TcpTransport(Transport):
+class TcpTransport(ConnectedTransport):
     """Blocking sockets; works everywhere."""
 
-    name = "tcp"
+    dialect = DIALECT
     lanes = 1
     fills = HOST | DEVICE
-
-    def __init__(self, local: Local) -> None:
-        self._peers = Peers(local, self.name)
 
     def reaches(self, here: Location, there: Location) -> bool:
         """Always, as far as locations say."""
         return True
 
-    def open(self, endpoint: Endpoint, right: ReadRight, destination: Destination, cutter: Cutter) -> Channel:
-        """Connect and prove who is who; see `Transport.open`."""
-        peer = self._peers.open(endpoint.address, right, cutter)
-        return TcpChannel(ReadClient(self._peers, peer, right, cutter), destination)
+    def channel(self, client: ReadClient, destination: Destination) -> Channel:
+        """Nothing more is set up."""
+        return TcpChannel(client, destination)
 
     def serve(self) -> OwnerSide:
         """See `Transport.serve`."""
         return TcpOwner()
-
-    def sweep(self) -> None:
-        """See `Keeping`."""
-        self._peers.sweep()
-
-    def close(self) -> None:
-        """See `Keeping`."""
-        self._peers.close()
 
 
 class TcpChannel:
