@@ -69,6 +69,17 @@ def test_a_root_is_known_and_durable_once_all_chunks_were_read() -> None:
     assert list_of(cluster).root == root
 
 
+def test_digests_of_what_nobody_has_asked_for_change_nothing() -> None:
+    """Those of generation 0, of memory that is not open, ended the coordinator."""
+    cluster, (trainer, reader) = published("reader")
+    reader.replicate()
+    cluster.run()
+    root = list_of(cluster).root
+    for generation in (0, 12345):
+        tell_it(cluster, trainer, Digests(trainer.id, generation, CHUNKS, ((0, CHUNKS),), b"x" * 8 * CHUNKS, True))
+    assert list_of(cluster).root == root
+
+
 def test_a_liar_is_found_behind_an_honest_middleman_who_is_not_blamed() -> None:
     cluster, (trainer, liar, middle, reader) = published("liar", "middle", "reader")
     liar.replicate()

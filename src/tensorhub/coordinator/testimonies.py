@@ -150,7 +150,8 @@ class Testimonies:
         """It does not hold that any more."""
         for version in member.group.model.versions.values():
             for testimony in version.testimonies.values():
-                if testimony.asked.get(member.registration, (0, 0))[1] == message.generation:
+                asked = testimony.asked.get(member.registration)
+                if asked is not None and asked[1] == message.generation:
                     del testimony.asked[member.registration]
                     testimony.answered.add(member.registration)
         self._cluster.touch(member.group.model)
