@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import socket
 
@@ -12,6 +13,7 @@ import pytest
 from tensorhub.protocol.blocking import BlockingConnection
 from tensorhub.protocol.frames import PREFACE
 from tensorhub.protocol.handshake import NONCE_BYTES, ClientHandshake
+from tensorhub.protocol.secret import read_only_secret
 from tensorhub.runtime.data.lanes import SourceFailed
 from tests.runtime.data.test_serving import LARGE, read
 from tests.runtime.data_rig import (
@@ -42,6 +44,25 @@ async def test_more_readers_than_allowed_are_turned_away() -> None:
         assert "1 connections are served here already (Options.readers_max)" in failed.detail
         a.make_available(*range(CHUNKS))
         await finish(to_b)
+
+
+async def test_read_only_readers_give_way_where_they_have_most_places() -> None:
+    """Those that take what they asked for as slowly as they may kept a trainer's readers out for as long as they liked."""
+    manifest = manifest_of((LARGE,), chunk_bytes=LARGE)
+    a = Node("a", manifest, filled=True, readers_max=4).open(complete=True)
+    b = Node("b", manifest, filled=False).open(complete=False)
+    async with serving(a, b), b.runner() as to_b:
+        with contextlib.ExitStack() as stack:
+            for name in ("raw-1", "raw-1", "raw-2", "raw-2"):
+                peer = stack.enter_context(socket.create_connection(a.listener.getsockname()))
+                connection = BlockingConnection(peer, stall_timeout_s=WAIT_S)
+                handshake = ClientHandshake("reader", name, read_only_secret(SECRET), os.urandom(NONCE_BYTES))
+                await anyio.to_thread.run_sync(connection.handshake, handshake, WAIT_S)
+                connection.send(read(a, (0, 1)))
+            await until(lambda: "4 accesses" in repr(a.owner))
+            to_b.add_source(a.grant())
+            await finish(to_b)
+            await until(lambda: "3 accesses" in repr(a.owner))
 
 
 @pytest.mark.parametrize("data", [b"", b"GET / HTTP/1.1\r\n\r\n", PREFACE + b"\xff\xff\xff\xff"])

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 
@@ -26,7 +27,7 @@ from tensorhub.runtime.threads import run_in_thread
 from tensorhub.transport.generation_words import WORD_BYTES, GenerationWords, Header
 from tensorhub.transport.owner import Lane, OpenMemory, OwnerSide
 from tensorhub.transport.shm.segments import Segment
-from tensorhub.types import ContentId, Incarnation, RegistrationId
+from tensorhub.types import READ_ONLY, ContentId, Incarnation, RegistrationId
 from tensorhub.worker.owner import Owner
 
 FENCE_GRACE_S = 1.0  # how long a send call may go on before its reader is taken for stopped
@@ -387,7 +388,10 @@ class SharedOwner:
                         f"{of_one_max} connections of this reader are served here already (half of Options.readers_max): "
                         "let some fetches end first"
                     )
-            elif len(served) >= readers_max and not self._stop_resting(served):
+            elif len(served) >= readers_max and not (
+                self._stop_resting(served)
+                or (not reader.startswith(READ_ONLY) and self._stop_guest(served, readers_max // 2))
+            ):
                 return f"{readers_max} connections are served here already (Options.readers_max): try again, or elsewhere"
             lane.reader, lane.rests_from = reader, time.monotonic()
             return ""
@@ -399,6 +403,14 @@ class SharedOwner:
         if lane is None or time.monotonic() - since < REST_S:
             return False
         self._stop(lane)
+        return True
+
+    def _stop_guest(self, lanes: Sequence[Lane], guests_max: int) -> bool:
+        """End one of the read-only reader that has most, if all of these have more than so many: they give way to others."""
+        of = Counter(each.reader for each in lanes if each.is_read_only)
+        if of.total() <= guests_max:
+            return False
+        self._stop(max(lanes, key=lambda each: of[each.reader]))
         return True
 
     def remove_lane(self, lane: Lane) -> None:
