@@ -15,7 +15,15 @@ from docs import api
 from tensorhub.testing.coverage import MACHINES
 
 DOCS = Path(__file__).parent
-TITLES = {"handle": "Handle (`weights.state`)", "source": "Source of a pull"}
+TITLES = {
+    "handle": "Handle (`weights.state`)",
+    "publish": "Phases of a publish",
+    "fill": "Phases of a fill",
+    "leave": "Phases of a leave (unpublish, close; of a host copy: release, set aside)",
+    "copy": "Phases of a copy from another registration",
+    "immediate call": "Phases of a call that ends when it starts (refuse, take back)",
+    "source": "Source of a pull",
+}
 
 
 def meanings(states: type[StrEnum]) -> tuple[str, dict[str, str]]:

@@ -15,7 +15,13 @@ from tensorhub.coordinator.entities import Operation, ReadLease, Replica, Versio
 from tensorhub.machine import Stateful, transition
 from tensorhub.scheduler.pull import SOURCE, SOURCE_TABLE, SourceState
 from tensorhub.types import HandleState
+from tensorhub.worker.active_call import Refusing
+from tensorhub.worker.copying import Copying
+from tensorhub.worker.filling import Filling
+from tensorhub.worker.leaving import Leaving
 from tensorhub.worker.member_memory import MemberMemory
+from tensorhub.worker.publishing import Publishing
+from tensorhub.worker.states import Phase
 
 
 class Machine(NamedTuple):
@@ -38,6 +44,11 @@ MACHINES: Final = (
     _machine(ReadLease, states.LeaseState.ACTIVE),
     _machine(Operation, states.OperationState.GATHERING),
     _machine(MemberMemory, HandleState.EMPTY),
+    _machine(Publishing, Phase.QUEUED),
+    _machine(Filling, Phase.QUEUED),
+    _machine(Leaving, Phase.QUEUED),
+    _machine(Copying, Phase.QUEUED),
+    _machine(Refusing, Phase.QUEUED),
     Machine(SOURCE, SourceState.LIVE, SOURCE_TABLE),
 )
 

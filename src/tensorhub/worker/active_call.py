@@ -1,8 +1,8 @@
 """A call that runs: what all of them have in common, and what those of a group do (R6).
 
-Each call is an object of its own, which lives from `begin` to its `Finish` and is in one `Phase`; each kind of call is
-a module: `publishing`, `filling`, `leaving`. The machine of the handle (`worker.member`) tells it what happened, and only
-what is about it.
+Each call is an object of its own, which lives from `begin` to its `Finish`, and moves from `Phase` to `Phase` along the
+table of its kind. Each kind of call is a module: `publishing`, `filling`, `leaving`, `copying`. The machine of the handle
+(`worker.member`) tells the call what happened, and only what is about it.
 
 Responsible for a call's deadline, for how it is given up, and for a vote that was not answered. Not responsible for
 what the memory holds (`worker.member_memory`).
@@ -11,7 +11,7 @@ what the memory holds (`worker.member_memory`).
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from typing import ClassVar
+from typing import ClassVar, Generic, TypeVar
 
 from tensorhub.errors import (
     CoordinatorUnavailable,
@@ -23,37 +23,53 @@ from tensorhub.errors import (
     TensorHubError,
     text_of,
 )
+from tensorhub.machine import Stateful
 from tensorhub.messages import FORMER_KEYS_MAX, Abandon, EpochChanged, ErrorInfo, Resolve
 from tensorhub.types import HandleState, OpKey, VersionInfo
-from tensorhub.worker.calls import Finish, RefuseCall
+from tensorhub.worker.calls import Call, Finish, RefuseCall
 from tensorhub.worker.member_context import MemberContext
 from tensorhub.worker.member_memory import MemberMemory
-from tensorhub.worker.states import Phase
+from tensorhub.worker.states import AT_ONCE_TABLE, Phase
+
+C = TypeVar("C", bound=Call)
 
 # The coordinator ends calls at their deadline and knows why; a rank that does not hear of it ends them by itself later.
 DEADLINE_SLACK_S = 2.0
 ERROR_CHARS_MAX = 2000  # of what other ranks are told: a coordinator passes no more on
 
 
-class ActiveCall(ABC):
-    """The call that runs now."""
+class ActiveCall(Stateful[Phase], Generic[C], ABC):
+    """The call that runs now; `call` is what its caller has asked for."""
 
     alone: ClassVar[bool] = False  # can be made without the coordinator
+    what: str  # what errors call it
 
-    def __init__(self, what: str, context: MemberContext, memory: MemberMemory, timeout_s: float) -> None:
-        self.what = what  # what errors call it
+    def __init__(self, call: C, context: MemberContext, memory: MemberMemory, timeout_s: float) -> None:
+        super().__init__(Phase.QUEUED)
+        self.story = memory.story  # one for the handle and its calls
         self.timeout_s = timeout_s
         self.deadline = context.now + timeout_s
-        self.phase = Phase.QUEUED
         self.key: OpKey | None = None  # of its group operation, once said
         self.request = 0  # of the question whose answer is awaited
         self.error: Exception | None = None  # with which it will end
-        self.over = False  # Finish was said
+        self._call = call
         self._context = context
         self._memory = memory
 
     def __repr__(self) -> str:
         return f"<{type(self).__name__} {self.what} {self.phase.value} until {self.deadline:.3f}>"
+
+    @property
+    def phase(self) -> Phase:
+        return self.state
+
+    @property
+    def over(self) -> bool:
+        """Whether Finish was said."""
+        return self.state is Phase.OVER
+
+    def enter(self, phase: Phase) -> None:
+        self.become(phase, self._context.cause, self._context.now, self.what)
 
     # -- its beginning and end
 
@@ -67,7 +83,7 @@ class ActiveCall(ABC):
         """Say what there is to say: QUEUED is over."""
 
     def finish(self, *, version: VersionInfo | None = None, changed: bool = False, error: Exception | None = None) -> None:
-        self.over = True
+        self.enter(Phase.OVER)
         self._context.act(Finish(version, changed, error))
 
     # -- given up from this side
@@ -86,9 +102,8 @@ class ActiveCall(ABC):
             set_memory(error, "in_doubt")
         self.finish(error=error)
 
-    @abstractmethod
     def _give_up(self, error: Exception) -> None:
-        """The same, once it has started."""
+        """The same, once it has started. (By default it ends when it starts.)"""
 
     def next_deadline(self) -> float:
         return self.deadline + DEADLINE_SLACK_S
@@ -110,7 +125,7 @@ class ActiveCall(ABC):
     # -- for those that fence, which have `fenced` and `fence_failed`
 
     def _fence(self) -> None:
-        self.phase = Phase.FENCING
+        self.enter(Phase.FENCING)
         self._memory.fence(self.deadline)
 
     def _still_read(self) -> DrainTimeout:
@@ -118,13 +133,13 @@ class ActiveCall(ABC):
         return DrainTimeout(f"{text}: it stays published and must not be written; try again, with a longer timeout")
 
 
-class GroupCall(ActiveCall):
+class GroupCall(ActiveCall[C]):
     """A call that all ranks of the group make, and that ends alike for all of them (G4)."""
 
     unbound: ClassVar[Phase]  # it is said, and may still become a part of another operation than the one it named
 
-    def __init__(self, what: str, context: MemberContext, memory: MemberMemory, timeout_s: float) -> None:
-        super().__init__(what, context, memory, timeout_s)
+    def __init__(self, call: C, context: MemberContext, memory: MemberMemory, timeout_s: float) -> None:
+        super().__init__(call, context, memory, timeout_s)
         self.generation = 0  # under which this call publishes or fills
         self.former: tuple[OpKey, ...] = ()  # the operations that it named before, newest last
 
@@ -204,19 +219,14 @@ class GroupCall(ActiveCall):
         self.finish(error=error)
 
 
-class Refusing(ActiveCall):
+class Refusing(ActiveCall[RefuseCall]):
     """This rank does not make its next group call: the other ranks' ends at once."""
 
-    def __init__(self, call: RefuseCall, context: MemberContext, memory: MemberMemory, timeout_s: float) -> None:
-        super().__init__("refuse", context, memory, timeout_s)
-        self._error = call.error
+    machine, table, what = "immediate call", AT_ONCE_TABLE, "refuse"
 
     def start(self) -> None:
-        self._context.say(Abandon(self._context.session.take_key(), self._context.shard.rank, self._error))
+        self._context.say(Abandon(self._context.session.take_key(), self._context.shard.rank, self._call.error))
         self.finish()
-
-    def _give_up(self, error: Exception) -> None:
-        """It ends when it starts."""
 
 
 def set_memory(error: Exception, memory: TensorState) -> None:

@@ -9,17 +9,17 @@ from tensorhub.worker.active_call import ActiveCall
 from tensorhub.worker.calls import CopyCall, CopyLocally, StopPull
 from tensorhub.worker.member_context import MemberContext
 from tensorhub.worker.member_memory import MemberMemory
-from tensorhub.worker.states import Phase
+from tensorhub.worker.states import COPY_TABLE, Phase
 
 
-class Copying(ActiveCall):
-    """QUEUED -> COPYING -> (STOPPING) -> over. What is held then is said to the coordinator, and counts."""
+class Copying(ActiveCall[CopyCall]):
+    """What is held in the end is said to the coordinator, and counts."""
 
+    machine, table, what = "copy", COPY_TABLE, "copy"
     alone = True
 
     def __init__(self, call: CopyCall, context: MemberContext, memory: MemberMemory, timeout_s: float) -> None:
-        super().__init__("copy", context, memory, timeout_s)
-        self._call = call
+        super().__init__(call, context, memory, timeout_s)
         self._generation = 0  # under which it is filled
 
     def check_allowed(self) -> None:
@@ -31,7 +31,7 @@ class Copying(ActiveCall):
         version, manifest = self._call.version, self._call.manifest
         self._generation = self._context.new_generation()
         self._memory.fill(version, manifest, self._generation)
-        self.phase = Phase.COPYING
+        self.enter(Phase.COPYING)
         self._context.act(CopyLocally(version, manifest, self._generation, (self._call.source,), last=True))
 
     def copied(self, chunks: frozenset[int], root: bytes) -> None:
@@ -63,7 +63,7 @@ class Copying(ActiveCall):
         match self.phase:
             case Phase.COPYING:
                 self.error = error
-                self.phase = Phase.STOPPING
+                self.enter(Phase.STOPPING)
                 self._context.act(StopPull())
             case Phase.STOPPING:
                 pass

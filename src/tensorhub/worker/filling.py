@@ -53,27 +53,20 @@ from tensorhub.worker.calls import (
     StopPull,
 )
 from tensorhub.worker.leases import Leases
-from tensorhub.worker.manifests import KnownManifests
 from tensorhub.worker.member_context import MemberContext
 from tensorhub.worker.member_memory import Content, MemberMemory
-from tensorhub.worker.states import UNVOTED, Phase
+from tensorhub.worker.states import FILL_TABLE, UNVOTED, Phase
 
 
-class Filling(GroupCall):
-    """QUEUED -> ASKED -> (MANIFEST) -> (HOOK) -> (HELD) -> (FENCING) -> (COPYING) -> PULLING -> VOTED -> over.
+class Filling(GroupCall[FillCall]):
+    """replicate, update, prefetch and fetch."""
 
-    Until the old version is fenced it ends by ABANDONING, while it pulls by STOPPING. Staged:
-    QUEUED -> ASKED -> (MANIFEST) -> (HELD) -> (COPYING) -> PULLING -> (HOOK) -> VOTED -> APPLYING -> over.
-    """
-
+    machine, table = "fill", FILL_TABLE
     unbound = Phase.ASKED
 
-    def __init__(
-        self, call: FillCall, context: MemberContext, memory: MemberMemory, manifests: KnownManifests, timeout_s: float
-    ) -> None:
-        super().__init__(call.kind.value, context, memory, timeout_s)
-        self._call = call
-        self._manifests = manifests
+    def __init__(self, call: FillCall, context: MemberContext, memory: MemberMemory, timeout_s: float) -> None:
+        super().__init__(call, context, memory, timeout_s)
+        self.what = call.kind.value
         self._version: VersionInfo | None = None  # bound
         self._manifest: Manifest | None = None  # of the bound version
         self._leases = Leases(context, lambda: self.operation)
@@ -104,7 +97,7 @@ class Filling(GroupCall):
 
     def start(self) -> None:
         self._take_key()
-        self.phase = Phase.ASKED
+        self.enter(Phase.ASKED)
         self._say_call()
 
     def _say_call(self) -> None:
@@ -146,7 +139,8 @@ class Filling(GroupCall):
             self.aborted(error)
             return
         if self.phase is Phase.MANIFEST:  # nothing depends on what it was bound to
-            self.phase, self._version, self._bound_as = Phase.ASKED, None, None
+            self.enter(Phase.ASKED)
+            self._version = self._bound_as = None
         self._take_key()
         self._is_anew = self.phase is not Phase.ASKED
         self._say_call()
@@ -218,9 +212,9 @@ class Filling(GroupCall):
                 pass
 
     def _find_manifest(self, manifest_id: str) -> None:
-        manifest = self._manifests.get(manifest_id)
+        manifest = self._context.manifests.get(manifest_id)
         if manifest is None:
-            self.phase = Phase.MANIFEST
+            self.enter(Phase.MANIFEST)
             self._ask_manifest()
         else:
             self._manifest_found(manifest)
@@ -235,7 +229,7 @@ class Filling(GroupCall):
         if self.phase is not Phase.MANIFEST or reply.request != self.request:
             return
         try:
-            manifest = self._manifests.add(reply.manifest)
+            manifest = self._context.manifests.add(reply.manifest)
         except TensorHubError as error:
             self.give_up(error)
         else:
@@ -244,7 +238,7 @@ class Filling(GroupCall):
     def _manifest_found(self, manifest: Manifest) -> None:
         self._manifest = manifest
         try:
-            self._manifests.check_fits(manifest)
+            self._context.manifests.check_fits(manifest)
         except TensorHubError as error:
             self.give_up(error)
             return
@@ -256,7 +250,7 @@ class Filling(GroupCall):
 
     def _run_hook(self) -> None:
         assert self._version is not None
-        self.phase = Phase.HOOK
+        self.enter(Phase.HOOK)
         self._context.act(CallHook(self._version))
 
     def hook_returned(self, error: Exception | None) -> None:
@@ -274,7 +268,7 @@ class Filling(GroupCall):
         if self._write_said:
             self._write()
         else:
-            self.phase = Phase.HELD
+            self.enter(Phase.HELD)
             self._context.say(ReadyToWrite(self.operation, self._context.shard.rank))
 
     def _write(self) -> None:
@@ -333,7 +327,7 @@ class Filling(GroupCall):
         found = [c for c in found if c not in self._tried]
         if not found:
             return False
-        self.phase = Phase.COPYING
+        self.enter(Phase.COPYING)
         self._tried.update(found)
         sources = tuple(found)
         self._context.act(
@@ -356,7 +350,7 @@ class Filling(GroupCall):
         shard = self._context.shard
         if shard.serves and shard.medium is Medium.DEVICE:
             self._context.act(EndPrefetch())  # what it had of this content is copied; and both would read the rest
-        self.phase = Phase.PULLING
+        self.enter(Phase.PULLING)
         grants = self._leases.begin_reading()
         self._context.act(StartPull(self._version, self._manifest, self.generation, grants, self._copied, self.stages))
 
@@ -377,7 +371,7 @@ class Filling(GroupCall):
     def _vote(self) -> None:
         assert self._version is not None
         assert self._manifest is not None
-        self.phase = Phase.VOTED
+        self.enter(Phase.VOTED)
         if self.stages:
             self._memory.stage(Content(self._version, self._manifest, self.generation, root=self._root))
         else:
@@ -421,7 +415,8 @@ class Filling(GroupCall):
         assert self._version is not None
         assert self._manifest is not None
         self._memory.unvote()
-        self.phase, self._rereads = Phase.PULLING, True
+        self.enter(Phase.PULLING)
+        self._rereads = True
         self._say_rereads()
         self._leases.granted(())
         self._leases.begin_reading()
@@ -441,7 +436,7 @@ class Filling(GroupCall):
 
     def _stop_pull(self, error: Exception) -> None:
         self.error = error
-        self.phase = Phase.STOPPING
+        self.enter(Phase.STOPPING)
         self._leases.end_reading()
         self._context.act(StopPull())
 
@@ -466,7 +461,7 @@ class Filling(GroupCall):
             return  # it is known
         if self.phase is Phase.VOTED and self.stages:
             self._has_staging = False  # the memory's now
-            self.phase = Phase.APPLYING
+            self.enter(Phase.APPLYING)
             self._memory.apply()
             return
         if self.phase is Phase.VOTED and not self._context.shard.serves:
@@ -528,7 +523,7 @@ class Filling(GroupCall):
         match self.phase:
             case Phase.ASKED | Phase.MANIFEST | Phase.HOOK | Phase.HELD:
                 self.error = error
-                self.phase = Phase.ABANDONING
+                self.enter(Phase.ABANDONING)
                 self._abandon(error)
             case Phase.FENCING:
                 self.error = error

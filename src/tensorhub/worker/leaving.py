@@ -15,25 +15,24 @@ from tensorhub.errors import LeaseLost, RetentionError, StateError, TensorHubErr
 from tensorhub.machine import InvariantBroken
 from tensorhub.messages import Deregister, Done, LeaveGranted, LeaveRequest
 from tensorhub.types import HandleState
-from tensorhub.worker.active_call import DEADLINE_SLACK_S, ActiveCall
-from tensorhub.worker.calls import CloseCall, FreeMemory
+from tensorhub.worker.active_call import DEADLINE_SLACK_S, ActiveCall, C
+from tensorhub.worker.calls import CloseCall, FreeMemory, ReleaseCall, SetAsideCall, TakeBackCall, UnpublishCall
 from tensorhub.worker.member_context import MemberContext
 from tensorhub.worker.member_memory import MemberMemory
-from tensorhub.worker.states import Phase
+from tensorhub.worker.states import AT_ONCE_TABLE, LEAVE_TABLE, Phase
 
 
-class Leaving(ActiveCall):
-    """QUEUED -> (WITHDRAWING) -> FENCING -> over, where something is held. The handle is DRAINING meanwhile."""
+class Leaving(ActiveCall[C]):
+    """Where something is held, the handle is DRAINING meanwhile."""
 
+    machine, table = "leave", LEAVE_TABLE
     alone = True
     _closes: ClassVar[bool] = False
 
-    def __init__(
-        self, what: str, context: MemberContext, memory: MemberMemory, timeout_s: float, *, abandon: bool = False
-    ) -> None:
-        super().__init__(what, context, memory, timeout_s)
+    def __init__(self, call: C, context: MemberContext, memory: MemberMemory, timeout_s: float) -> None:
+        super().__init__(call, context, memory, timeout_s)
         self._began = context.now
-        self._abandon = abandon  # it may leave, whatever is lost with it
+        self._abandon = isinstance(call, CloseCall) and call.abandon  # it may leave, whatever is lost with it
 
     def start(self) -> None:
         if self._memory.state is HandleState.READY:
@@ -49,7 +48,7 @@ class Leaving(ActiveCall):
 
     def _withdraw(self) -> None:
         self._memory.withdraw()
-        self.phase = Phase.WITHDRAWING
+        self.enter(Phase.WITHDRAWING)
         if self._context.session.ready:
             self.say_again()
         else:
@@ -162,11 +161,10 @@ class Leaving(ActiveCall):
                 raise InvariantBroken(f"{self} is in no phase of a leave. Story:\n{self._memory.story}")
 
 
-class Unpublishing(Leaving):
+class Unpublishing(Leaving[UnpublishCall]):
     """Over when the memory is fenced."""
 
-    def __init__(self, context: MemberContext, memory: MemberMemory, timeout_s: float) -> None:
-        super().__init__("unpublish", context, memory, timeout_s)
+    what = "unpublish"
 
     def check_allowed(self) -> None:
         super().check_allowed()
@@ -191,11 +189,10 @@ class Unpublishing(Leaving):
         self.finish()
 
 
-class Releasing(Leaving):
+class Releasing(Leaving[ReleaseCall]):
     """A host copy gives up what it holds, and its memory, once nobody reads it. It may be filled again."""
 
-    def __init__(self, context: MemberContext, memory: MemberMemory, timeout_s: float) -> None:
-        super().__init__("release", context, memory, timeout_s)
+    what = "release"
 
     def _holds_nothing(self) -> None:
         self._memory.drop_salvage()
@@ -210,13 +207,11 @@ class Releasing(Leaving):
         self.finish()
 
 
-class SettingAside(Leaving):
+class SettingAside(Leaving[SetAsideCall]):
     """A host copy gives up what it holds, as if its process ended, and keeps the bytes until that is certain."""
 
+    what = "set aside"
     _closes = True
-
-    def __init__(self, context: MemberContext, memory: MemberMemory, timeout_s: float) -> None:
-        super().__init__("set aside", context, memory, timeout_s)
 
     def _holds_nothing(self) -> None:
         self.finish()
@@ -226,29 +221,22 @@ class SettingAside(Leaving):
         self.finish()
 
 
-class TakingBack(ActiveCall):
+class TakingBack(ActiveCall[TakeBackCall]):
     """What was set aside is held again, and said to the coordinator."""
 
+    machine, table, what = "immediate call", AT_ONCE_TABLE, "take back"
     alone = True
-
-    def __init__(self, context: MemberContext, memory: MemberMemory, timeout_s: float) -> None:
-        super().__init__("take back", context, memory, timeout_s)
 
     def start(self) -> None:
         self._memory.take_back()
         self.finish()
 
-    def _give_up(self, error: Exception) -> None:
-        """It ends when it starts."""
 
-
-class Closing(Leaving):
+class Closing(Leaving[CloseCall]):
     """... -> (DEREGISTERING) -> over: the coordinator forgets the registration, at once or, if it is away, a lease later."""
 
+    what = "close"
     _closes = True
-
-    def __init__(self, call: CloseCall, context: MemberContext, memory: MemberMemory, timeout_s: float) -> None:
-        super().__init__("close", context, memory, timeout_s, abandon=call.abandon)
 
     def check_allowed(self) -> None:
         """Whatever the handle holds, it can be closed, and closed again."""
@@ -264,7 +252,8 @@ class Closing(Leaving):
         self._deregister()
 
     def _deregister(self) -> None:
-        self.phase, self.request = Phase.DEREGISTERING, self._context.new_request()
+        self.enter(Phase.DEREGISTERING)
+        self.request = self._context.new_request()
         self._context.say(Deregister(self.request, self._context.shard.registration, self._abandon))
         if not self._context.session.ready:
             self._closed()  # offline it is forgotten anyway; and where it is not confirmed yet, nobody else knows of it

@@ -14,8 +14,8 @@ connections, or for time, which is an argument.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import assert_never
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, assert_never
 
 from tensorhub.errors import GroupAborted, StateError, TensorHubError
 from tensorhub.machine import InvariantBroken
@@ -70,6 +70,17 @@ from tensorhub.worker.registration_session import Shard
 from tensorhub.worker.states import UNVOTED, Phase
 
 LEASE_S = Options().lease_s  # where nothing else was heard
+CALLS: Mapping[type[Call], type[ActiveCall[Any]]] = {
+    PublishCall: Publishing,
+    FillCall: Filling,
+    UnpublishCall: Unpublishing,
+    CloseCall: Closing,
+    RefuseCall: Refusing,
+    ReleaseCall: Releasing,
+    SetAsideCall: SettingAside,
+    TakeBackCall: TakingBack,
+    CopyCall: Copying,
+}
 
 
 class Member:
@@ -89,11 +100,10 @@ class Member:
     ) -> None:
         self.shard = shard
         copies = copies if copies is not None else LocalCopies()
-        self._context = MemberContext(shard, requests, generations, copies.of_shard(shard))
+        self._context = MemberContext(shard, requests, generations, copies.of_shard(shard), KnownManifests(manifests, shard))
         self._session = self._context.session
         self._memory = MemberMemory(self._context)
-        self._manifests = KnownManifests(manifests, shard)
-        self._call: ActiveCall | None = None  # the last one that was begun
+        self._call: ActiveCall[Any] | None = None  # the last one that was begun
         if self._memory.is_host:
             copies.add(shard.registration, self._memory)
 
@@ -123,7 +133,7 @@ class Member:
         return self._memory.staged
 
     @property
-    def running(self) -> ActiveCall | None:
+    def running(self) -> ActiveCall[Any] | None:
         """The call that runs now."""
         return None if self._call is None or self._call.over else self._call
 
@@ -146,35 +156,11 @@ class Member:
         if self.running is not None:
             text = f"{self.shard.title}: {self.running.what} is running on this handle; one call at a time"
             raise StateError(text, retryable=True)
-        new = self._new(call, timeout_s)
+        new = CALLS[type(call)](call, self._context, self._memory, timeout_s)
         new.check_allowed()
         self._call = new
         self._go_on()
         return self._context.take_actions()
-
-    def _new(self, call: Call, timeout_s: float) -> ActiveCall:
-        context, memory = self._context, self._memory
-        match call:
-            case PublishCall():
-                return Publishing(call, context, memory, timeout_s)
-            case FillCall():
-                return Filling(call, context, memory, self._manifests, timeout_s)
-            case UnpublishCall():
-                return Unpublishing(context, memory, timeout_s)
-            case CloseCall():
-                return Closing(call, context, memory, timeout_s)
-            case RefuseCall():
-                return Refusing(call, context, memory, timeout_s)
-            case ReleaseCall():
-                return Releasing(context, memory, timeout_s)
-            case SetAsideCall():
-                return SettingAside(context, memory, timeout_s)
-            case TakeBackCall():
-                return TakingBack(context, memory, timeout_s)
-            case CopyCall():
-                return Copying(call, context, memory, timeout_s)
-            case _:
-                assert_never(call)
 
     def _go_on(self) -> None:
         """Let a queued call say what it has to say, as soon as somebody can hear it."""
@@ -254,7 +240,7 @@ class Member:
             waits.fence_failed()
         return self._context.take_actions()
 
-    def _waits_for(self, generation: int) -> Filling | Leaving | None:
+    def _waits_for(self, generation: int) -> Filling | Leaving[Any] | None:
         """The running call, if it waits for that generation's fence."""
         call, content = self.running, self._memory.content
         if isinstance(call, Filling | Leaving) and call.phase is Phase.FENCING:

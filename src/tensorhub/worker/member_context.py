@@ -10,6 +10,7 @@ from typing import Protocol
 
 from tensorhub.messages import FromWorker
 from tensorhub.worker.calls import Action, LocalCopy, Say
+from tensorhub.worker.manifests import KnownManifests
 from tensorhub.worker.registration_session import RegistrationSession, Shard
 
 
@@ -32,12 +33,14 @@ class MemberContext:
         requests: Callable[[], int],
         generations: Callable[[], int],
         copies: ShardCopies,
+        manifests: KnownManifests,
     ) -> None:
         self.shard = shard
         self.session = RegistrationSession(shard, requests)
         self.new_request = requests
         self.new_generation = generations
         self.copies = copies  # that this worker has in host memory
+        self.manifests = manifests
         self.now = 0.0
         self.cause = 0  # ordinal number of the input being handled
         self._actions: list[Action] = []

@@ -8,19 +8,14 @@ from tensorhub.messages import Publish
 from tensorhub.types import VersionInfo
 from tensorhub.worker.active_call import GroupCall
 from tensorhub.worker.calls import PublishCall
-from tensorhub.worker.member_context import MemberContext
-from tensorhub.worker.member_memory import MemberMemory
-from tensorhub.worker.states import Phase
+from tensorhub.worker.states import PUBLISH_TABLE, Phase
 
 
-class Publishing(GroupCall):
-    """QUEUED -> VOTED -> (ABANDONING) -> over."""
+class Publishing(GroupCall[PublishCall]):
+    """Votes when it starts."""
 
+    machine, table, what = "publish", PUBLISH_TABLE, "publish"
     unbound = Phase.VOTED
-
-    def __init__(self, call: PublishCall, context: MemberContext, memory: MemberMemory, timeout_s: float) -> None:
-        super().__init__("publish", context, memory, timeout_s)
-        self._version = call.version
 
     def check_allowed(self) -> None:
         super().check_allowed()
@@ -31,13 +26,15 @@ class Publishing(GroupCall):
     def start(self) -> None:
         """The promise begins here."""
         self._take_key()
-        self._memory.promise(self._version, self.generation)
-        self.phase = Phase.VOTED
+        self._memory.promise(self._call.version, self.generation)
+        self.enter(Phase.VOTED)
         self._say_call()
 
     def _say_call(self) -> None:
         shard, left_s = self._context.shard, max(0.0, self.deadline - self._context.now)
-        self._context.say(Publish(self.operation, shard.rank, shard.registration, self._version, self.generation, left_s))
+        self._context.say(
+            Publish(self.operation, shard.rank, shard.registration, self._call.version, self.generation, left_s)
+        )
 
     def _say_phase_again(self) -> None:
         if self.phase is Phase.VOTED:
@@ -58,7 +55,7 @@ class Publishing(GroupCall):
         match self.phase:
             case Phase.VOTED:
                 self.error = error
-                self.phase = Phase.ABANDONING
+                self.enter(Phase.ABANDONING)
                 self._abandon(error)
             case Phase.ABANDONING:
                 self._doubt(error)

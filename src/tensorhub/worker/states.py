@@ -1,4 +1,4 @@
-"""The state machine of a handle, and the phases of the call that runs on it."""
+"""The tables of a handle: what its memory is, and in which phase the call is that runs on it."""
 
 from __future__ import annotations
 
@@ -30,24 +30,55 @@ class Phase(StrEnum):
     HELD = "held"  # ReadyToWrite is said; waits for Write
     FENCING = "fencing"  # waits for the owner's own accesses to end
     COPYING = "copying"  # from this worker's own host copies
-    PULLING = "pulling"
+    PULLING = "pulling"  # from other workers
     VOTED = "voted"  # Publish or Prepared is said: only the coordinator ends it
     APPLYING = "applying"  # staged and committed; waits until it is in place
     ABANDONING = "abandoning"  # Abandon is said; waits for the outcome
     STOPPING = "stopping"  # the pull is being ended
     WITHDRAWING = "withdrawing"  # LeaveRequest is said
-    DEREGISTERING = "deregistering"
+    DEREGISTERING = "deregistering"  # Deregister is said
+    OVER = "over"  # it has returned, or raised
 
 
-UNVOTED = frozenset(
-    {
-        Phase.QUEUED,
-        Phase.ASKED,
-        Phase.MANIFEST,
-        Phase.HOOK,
-        Phase.HELD,
-        Phase.FENCING,
-        Phase.COPYING,
-        Phase.PULLING,
-    }
-)
+P = Phase
+UNVOTED = frozenset({P.QUEUED, P.ASKED, P.MANIFEST, P.HOOK, P.HELD, P.FENCING, P.COPYING, P.PULLING})
+
+# Each kind of call has a table of its own; `ActiveCall.enter` is the only writer.
+PUBLISH_TABLE: Mapping[P, frozenset[P]] = {
+    P.QUEUED: frozenset({P.VOTED, P.OVER}),
+    P.VOTED: frozenset({P.ABANDONING, P.OVER}),
+    P.ABANDONING: frozenset({P.OVER}),
+    P.OVER: frozenset(),
+}
+# Until the old version is fenced a fill ends by ABANDONING, while it copies or pulls by STOPPING. A staged one copies and
+# pulls without a fence, runs its hook behind that, and is fenced only while it is APPLYING.
+_WRITING = frozenset({P.FENCING, P.COPYING, P.PULLING})
+FILL_TABLE: Mapping[P, frozenset[P]] = {
+    P.QUEUED: frozenset({P.ASKED, P.OVER}),
+    P.ASKED: _WRITING | {P.MANIFEST, P.HOOK, P.HELD, P.ABANDONING, P.OVER},
+    P.MANIFEST: _WRITING | {P.ASKED, P.HOOK, P.HELD, P.ABANDONING, P.OVER},
+    P.HOOK: _WRITING | {P.HELD, P.VOTED, P.ABANDONING, P.OVER},
+    P.HELD: _WRITING | {P.ABANDONING, P.OVER},
+    P.FENCING: frozenset({P.COPYING, P.PULLING, P.OVER}),
+    P.COPYING: frozenset({P.COPYING, P.PULLING, P.STOPPING}),
+    P.PULLING: frozenset({P.HOOK, P.VOTED, P.STOPPING}),
+    P.VOTED: frozenset({P.PULLING, P.APPLYING, P.OVER}),
+    P.APPLYING: frozenset({P.OVER}),
+    P.ABANDONING: frozenset({P.OVER}),
+    P.STOPPING: frozenset({P.OVER}),
+    P.OVER: frozenset(),
+}
+LEAVE_TABLE: Mapping[P, frozenset[P]] = {
+    P.QUEUED: frozenset({P.WITHDRAWING, P.DEREGISTERING, P.OVER}),
+    P.WITHDRAWING: frozenset({P.FENCING, P.OVER}),
+    P.FENCING: frozenset({P.DEREGISTERING, P.OVER}),
+    P.DEREGISTERING: frozenset({P.OVER}),
+    P.OVER: frozenset(),
+}
+COPY_TABLE: Mapping[P, frozenset[P]] = {
+    P.QUEUED: frozenset({P.COPYING, P.OVER}),
+    P.COPYING: frozenset({P.STOPPING, P.OVER}),
+    P.STOPPING: frozenset({P.OVER}),
+    P.OVER: frozenset(),
+}
+AT_ONCE_TABLE: Mapping[P, frozenset[P]] = {P.QUEUED: frozenset({P.OVER}), P.OVER: frozenset()}

@@ -462,7 +462,7 @@ def retain_not_durable() -> Iterator[None]:
 def cut_off_owner_does_not_wait() -> Iterator[None]:
     free_at = Leaving._free_at
 
-    def broken(self: Leaving) -> float:
+    def broken(self: Leaving[Any]) -> float:
         return free_at(self) if self._context.session.online else -inf
 
     with replaced(Leaving, "_free_at", broken):
