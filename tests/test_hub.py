@@ -10,6 +10,7 @@ import time
 import weakref
 from collections.abc import Awaitable, Callable
 from functools import partial
+from typing import Any
 
 import anyio
 import anyio.lowlevel
@@ -30,7 +31,7 @@ from tensorhub.errors import (
 from tensorhub.hub import Hub
 from tensorhub.memory.tensors import RegisteredMemory
 from tensorhub.messages import FromCoordinator, Registered
-from tensorhub.runtime.loop_thread import running_backend
+from tensorhub.runtime.loop_thread import Job, LoopThread, running_backend
 from tensorhub.runtime.worker.handle import Handle
 from tensorhub.types import Options, VersionInfo
 from tensorhub.weights import Weights
@@ -293,6 +294,30 @@ async def test_mutate_checks_the_number_before_anything_else() -> None:
             async with source.mutate(3):
                 raise AssertionError("the body must not run")
         assert (source.state, source.version) == ("ready", 3)
+
+
+@pytest.mark.parametrize("version", [2, 1])
+async def test_mutate_crosses_threads_once_before_its_body_and_once_behind_it(
+    monkeypatch: pytest.MonkeyPatch, version: int
+) -> None:
+    """Checks and the unpublish, then the publish; a number that is refused costs nothing more."""
+    crossings, run_job = list[str](), LoopThread.run_job
+
+    async def counted(self: LoopThread, job: Job[Any]) -> Any:
+        crossings.append(job.function.__name__)
+        return await run_job(self, job)
+
+    async with cluster("trainer") as c:
+        source = await c.hubs[0].register("m", tensors(1))
+        await source.publish(1)
+        monkeypatch.setattr(LoopThread, "run_job", counted)
+        try:
+            async with source.mutate(version):
+                assert crossings == ["begin_mutate"]
+        except VersionConflict:
+            assert crossings == ["begin_mutate"]
+        else:
+            assert crossings == ["begin_mutate", "publish"]
 
 
 async def test_mutate_whose_body_raises_publishes_nothing() -> None:

@@ -116,7 +116,28 @@ def serving(
         raise InvalidType(f"state_dir={shown(state_dir)}: give the path of a directory, or None")
     if isinstance(state_dir, str) and (not state_dir or "\0" in state_dir):
         raise InvalidValue(f"state_dir={shown(state_dir)}: give the path of a directory, or None")
-    return partial(_serve, host=host, port=port, token=token, state_dir=state_dir, options=_checked(options))
+    checked = _checked(options)
+
+    async def serve(mode: CallerMode) -> Coordinator:
+        secrets = open_keyring(token)
+        check_open_access(secrets[0], host)
+        store: Store = MemoryStore() if state_dir is None else SqliteStore(state_dir)
+        server: list[CoordinatorServer] = []
+
+        async def main(thread: LoopThread) -> None:
+            with contextlib.closing(store):
+                server.append(CoordinatorServer(options=checked, secrets_accepted=secrets, store=store))
+                await server[0].run(host, port, thread.ready)
+
+        thread = LoopThread("tensorhub-coordinator", main, mode, exit_s=checked.exit_timeout_s, ends_last=True)
+        try:
+            await thread.start()
+        except BaseException:
+            store.close()
+            raise
+        return Coordinator(server[0], thread)
+
+    return serve
 
 
 def _is_list(given: object) -> bool:
@@ -128,34 +149,6 @@ def _checked(options: Options | None) -> Options:
     if not isinstance(options, Options | None):
         raise InvalidType(f"options={shown(options)}: give tensorhub.Options(...), or None")
     return options or Options()
-
-
-async def _serve(
-    mode: CallerMode,
-    *,
-    host: str,
-    port: int,
-    token: Secret | Path,
-    state_dir: str | os.PathLike[str] | None,
-    options: Options,
-) -> Coordinator:
-    secrets = open_keyring(token)
-    check_open_access(secrets[0], host)
-    store: Store = MemoryStore() if state_dir is None else SqliteStore(state_dir)
-    server: list[CoordinatorServer] = []
-
-    async def main(thread: LoopThread) -> None:
-        with contextlib.closing(store):
-            server.append(CoordinatorServer(options=options, secrets_accepted=secrets, store=store))
-            await server[0].run(host, port, thread.ready)
-
-    thread = LoopThread("tensorhub-coordinator", main, mode, exit_s=options.exit_timeout_s, ends_last=True)
-    try:
-        await thread.start()
-    except BaseException:
-        store.close()
-        raise
-    return Coordinator(server[0], thread)
 
 
 # -------------------------------------------------------------------------------------------------------------- hub
@@ -222,53 +215,27 @@ def joining(
     check_flag("prefetch", prefetch)
     if prefetch and not _checked(options).host_memory_bytes:
         raise InvalidValue("prefetch=True needs host memory: set Options.host_memory_bytes")
-    return partial(
-        _join,
-        addresses=addresses,
-        called=check_name("worker", name) if name is not None else f"{here.host}-{os.getpid()}",
-        location=here,
-        token=token,
-        transports=transports,
-        options=_checked(options),
-        prefetch=prefetch,
-    )
+    called = check_name("worker", name) if name is not None else f"{here.host}-{os.getpid()}"
+    checked = _checked(options)
+    make = partial(Worker, addresses, name=called, location=here, transports=transports, options=checked, prefetch=prefetch)
 
+    async def join(mode: CallerMode) -> Hub:
+        secrets = open_keyring(token)
+        worker: list[Worker] = []
 
-async def _join(
-    mode: CallerMode,
-    *,
-    addresses: Sequence[str],
-    called: str,
-    location: Location,
-    token: Secret | Path,
-    transports: Sequence[str] | None,
-    options: Options,
-    prefetch: bool,
-) -> Hub:
-    secrets = open_keyring(token)
-    worker: list[Worker] = []
+        async def main(thread: LoopThread) -> None:
+            worker.append(make(secrets_accepted=secrets))
+            await worker[0].run(thread.ready)
 
-    async def main(thread: LoopThread) -> None:
-        worker.append(
-            Worker(
-                addresses,
-                name=called,
-                location=location,
-                secrets_accepted=secrets,
-                transports=transports,
-                options=options,
-                prefetch=prefetch,
-            )
-        )
-        await worker[0].run(thread.ready)
+        async def farewell(parting: Parting) -> None:
+            for each in worker:
+                await each.close(parting)
 
-    async def farewell(parting: Parting) -> None:
-        for each in worker:
-            await each.close(parting)
+        thread = LoopThread(f"tensorhub-{called}", main, mode, farewell=farewell, exit_s=checked.exit_timeout_s)
+        await thread.start()
+        return Hub(worker[0], thread)
 
-    thread = LoopThread(f"tensorhub-{called}", main, mode, farewell=farewell, exit_s=options.exit_timeout_s)
-    await thread.start()
-    return Hub(worker[0], thread)
+    return join
 
 
 class Hub(Unpicklable):

@@ -12,7 +12,8 @@ from functools import partial
 from tensorhub.errors import GroupAborted, InvalidType, StaleWeightsWarning, StateError, TensorHubError, shown, text_of
 from tensorhub.memory.tensors import CallersMemory
 from tensorhub.opening import Block, Unpicklable
-from tensorhub.runtime.worker.ports import HandlePort, ThreadPort, WorkerPort
+from tensorhub.runtime.worker.calling import CallersHandle
+from tensorhub.runtime.worker.ports import ThreadPort, WorkerPort
 from tensorhub.types import (
     LATEST,
     FetchReport,
@@ -37,7 +38,7 @@ class Weights(Unpicklable):
     """
 
     def __init__(
-        self, handle: HandlePort, memory: CallersMemory, worker: WorkerPort, thread: ThreadPort, *, keeps: object
+        self, handle: CallersHandle, memory: CallersMemory, worker: WorkerPort, thread: ThreadPort, *, keeps: object
     ) -> None:
         """`keeps`: stays open as long as somebody holds this."""
         self._keeps = keeps
@@ -108,12 +109,15 @@ class Weights(Unpicklable):
         check_version(version)
         self._memory.check_current()
         timeout_s = self._worker.timeout_s(timeout)
-        await self._thread.call(self._handle.check_idle)
-        await self._thread.call(self._worker.coordinator.check_number, self.model, version, timeout_s)
-        await self._thread.call(self._handle.report_loss)  # to each rank of the group: none refuses the others' call for it
-        where = "unpublish() in"
+        check_number = partial(self._worker.coordinator.check_number, self.model, version, timeout_s)
+        where = ""
+
+        def begins() -> None:
+            nonlocal where
+            where = "unpublish() in"
+
         try:
-            await self._thread.call(self._handle.unpublish_if_published, timeout_s)
+            await self._thread.call(self._handle.begin_mutate, check_number, begins, timeout_s)
             where = "the body of"
             is_unwritten = self._memory.watch() if self._worker.options.stale_weights != "ignore" else None
             yield
@@ -122,7 +126,7 @@ class Weights(Unpicklable):
             if is_unwritten is not None and is_unwritten():
                 self._tell_stale()
         except BaseException as error:
-            if self._handle.member.shard.world_size > 1:
+            if where and self._handle.member.shard.world_size > 1:
                 with self._thread.mode.shield(), contextlib.suppress(TensorHubError):
                     reason = f"{where} mutate({version}) raised {text_of(error)}"
                     await self._thread.call(self._handle.refuse, GroupAborted(reason[:1000]), timeout_s)

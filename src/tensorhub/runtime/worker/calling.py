@@ -7,17 +7,17 @@ Responsible for being the handle of `runtime.worker.ports`. Not responsible for 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 
 from tensorhub.errors import TensorHubError
 from tensorhub.messages import ErrorInfo
-from tensorhub.runtime.worker.ports import HookRequest
 from tensorhub.runtime.worker.stream_sync import StreamSync
 from tensorhub.types import FetchReport, HandleState, VersionInfo
 from tensorhub.worker.calls import Call, CloseCall, FillCall, Finish, PublishCall, RefuseCall, UnpublishCall
 from tensorhub.worker.interpreter import Interpreter
 from tensorhub.worker.member import Member
 
+HookRequest = Callable[[VersionInfo], None]  # has the caller run before_write
 Report = Callable[[], FetchReport]  # of a fill that has ended well, asked for at once
 
 
@@ -67,7 +67,17 @@ class CallersHandle(ABC):
     async def unpublish(self, timeout_s: float) -> None:
         await self._run(UnpublishCall(), timeout_s)
 
-    async def unpublish_if_published(self, timeout_s: float) -> None:
+    async def begin_mutate(
+        self, check_number: Callable[[], Awaitable[None]], begins: Callable[[], None], timeout_s: float
+    ) -> None:
+        """All that comes before the body of a `mutate`. `begins` is called once the checks are over: from then on the other
+        ranks' call counts on this rank's.
+        """
+        self.interpreter.check_idle()
+        await check_number()
+        self.interpreter.check_idle()
+        self.member.report_loss()  # to each rank of the group: none refuses the others' call for it
+        begins()
         call = self.interpreter.call_before_body()
         if call is not None:
             await self._run(call, timeout_s)
@@ -91,12 +101,3 @@ class CallersHandle(ABC):
         finish, report = await self._run(call, timeout_s, hook)
         assert finish.version is not None
         return finish.version, report()
-
-    async def check_idle(self) -> None:
-        """Raise StateError if the memory is not the caller's to write: a call runs on it, or it is closed."""
-        self.interpreter.check_idle()
-
-    async def report_loss(self) -> None:
-        """Raise LeaseLost, once, if the coordinator has lost its state; StateError while the memory is still read."""
-        self.interpreter.check_idle()
-        self.member.report_loss()

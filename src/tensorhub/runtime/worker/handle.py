@@ -25,10 +25,9 @@ from tensorhub.runtime import clock
 from tensorhub.runtime.data.serving import SharedOwner
 from tensorhub.runtime.reports import CallTimes
 from tensorhub.runtime.threads import run_in_thread
-from tensorhub.runtime.worker.calling import CallersHandle, Report
+from tensorhub.runtime.worker.calling import CallersHandle, HookRequest, Report
 from tensorhub.runtime.worker.fill import Filler, ProgressListener, WorkerServices
 from tensorhub.runtime.worker.mapped_memory import HostRoom, MappedMemory
-from tensorhub.runtime.worker.ports import HookRequest
 from tensorhub.runtime.worker.stream_sync import StreamSync
 from tensorhub.runtime.worker.writes import Writes
 from tensorhub.types import (

@@ -24,7 +24,7 @@ from tensorhub.memory.host import HostMemory
 from tensorhub.memory.tensors import Memory
 from tensorhub.messages import DropCopy, FromWorker, MakeCopy
 from tensorhub.runtime import clock
-from tensorhub.runtime.worker import ports
+from tensorhub.runtime.worker.calling import CallersHandle
 from tensorhub.runtime.worker.coordinator_client import CoordinatorClient
 from tensorhub.runtime.worker.handle import Handle
 from tensorhub.runtime.worker.mapped_memory import pinning
@@ -61,7 +61,7 @@ class Desk(Protocol):
 
     def start_handle(self, shard: Shard, memory: Memory) -> Handle: ...
 
-    def drop_handle(self, handle: ports.HandlePort) -> None: ...
+    def drop_handle(self, handle: CallersHandle) -> None: ...
 
 
 @dataclass(slots=True)
@@ -107,13 +107,13 @@ class HostCopyRunner:
 
     # -------------------------------------------------------------------------------------------------- what is asked for
 
-    async def prefetch(self, handle: ports.HandlePort, selector: Selector, timeout_s: float) -> FetchReport:
+    async def prefetch(self, handle: CallersHandle, selector: Selector, timeout_s: float) -> FetchReport:
         return await self._fill(lambda n: self.machine.prefetch(n, handle.member, selector, timeout_s, clock.now()))
 
     async def seed(self, info: VersionInfo, shard: int, timeout_s: float) -> FetchReport:
         return await self._fill(lambda n: self.machine.seed(n, info, shard, timeout_s, clock.now()))
 
-    async def close(self, handle: ports.HandlePort, timeout_s: float, *, abandon: bool) -> None:
+    async def close(self, handle: CallersHandle, timeout_s: float, *, abandon: bool) -> None:
         await self._ask(lambda n: self.machine.close(n, handle.member, timeout_s, clock.now(), abandon=abandon))
 
     async def make_room(self, ident: str, purpose: Purpose, nbytes: int) -> None:

@@ -9,63 +9,25 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable
 from typing import Any, Protocol, TypeVar
 
-from tensorhub.errors import TensorHubError
 from tensorhub.memory.tensors import Memory
 from tensorhub.runtime.ending import Parting
 from tensorhub.runtime.loop_thread import CallerMode, Job, Watching
+from tensorhub.runtime.worker.calling import CallersHandle
 from tensorhub.runtime.worker.coordinator_client import CoordinatorClient
 from tensorhub.runtime.worker.fill import ProgressListener
 from tensorhub.runtime.worker.pins import Pins
-from tensorhub.runtime.worker.stream_sync import StreamSync
 from tensorhub.runtime.worker.version_watches import VersionWatches
 from tensorhub.types import FetchReport, Options, Selector, VersionInfo
-from tensorhub.worker.calls import FillCall
-from tensorhub.worker.member import Member
 
 T = TypeVar("T")
-HookRequest = Callable[[VersionInfo], None]  # has the caller run before_write
-
-
-class HandlePort(Protocol):
-    """One registered memory and its calls: each is awaited over there, see `ThreadPort`."""
-
-    call_ended: Callable[[], None]  # called over there whenever a call has ended
-
-    @property
-    def member(self) -> Member: ...
-
-    @property
-    def stream_sync(self) -> StreamSync: ...
-
-    @property
-    def was_filled(self) -> bool:
-        """Whether what the memory got last came from others, not from its publisher."""
-
-    async def publish(self, version: int, timeout_s: float) -> VersionInfo: ...
-
-    async def unpublish(self, timeout_s: float) -> None: ...
-
-    async def unpublish_if_published(self, timeout_s: float) -> None: ...
-
-    async def refuse(self, error: TensorHubError, timeout_s: float) -> None: ...
-
-    async def close(self, timeout_s: float, *, abandon: bool = False) -> None: ...
-
-    async def fill(self, call: FillCall, timeout_s: float, hook: HookRequest | None = None) -> FetchReport: ...
-
-    def hook_returned(self, error: Exception | None) -> None: ...
-
-    async def check_idle(self) -> None: ...
-
-    async def report_loss(self) -> None: ...
 
 
 class HostCopiesPort(Protocol):
     """A worker's copies in host memory, as its callers use them."""
 
-    async def prefetch(self, handle: HandlePort, selector: Selector, timeout_s: float) -> FetchReport: ...
+    async def prefetch(self, handle: CallersHandle, selector: Selector, timeout_s: float) -> FetchReport: ...
 
-    async def close(self, handle: HandlePort, timeout_s: float, *, abandon: bool) -> None:
+    async def close(self, handle: CallersHandle, timeout_s: float, *, abandon: bool) -> None:
         """Close a handle with the host copies that end with it."""
 
     async def seed(self, info: VersionInfo, shard: int, timeout_s: float) -> FetchReport: ...
@@ -100,9 +62,9 @@ class WorkerPort(Protocol):
 
     async def register(
         self, model: str, memory: Memory, *, group: str | None, rank: int, world_size: int, spot: bool, timeout_s: float
-    ) -> HandlePort: ...
+    ) -> CallersHandle: ...
 
-    def drop_handle(self, handle: HandlePort) -> None:
+    def drop_handle(self, handle: CallersHandle) -> None:
         """Its caller has not got it."""
 
     async def fetch(

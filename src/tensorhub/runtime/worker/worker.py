@@ -51,7 +51,7 @@ from tensorhub.runtime.data.acceptor import ServeSettings, serve_readers
 from tensorhub.runtime.data.channels import Channels
 from tensorhub.runtime.data.serving import SharedOwner
 from tensorhub.runtime.ending import Parting
-from tensorhub.runtime.worker import ports
+from tensorhub.runtime.worker.calling import CallersHandle
 from tensorhub.runtime.worker.coordinator_client import CoordinatorClient
 from tensorhub.runtime.worker.digest_reporter import DigestReporter
 from tensorhub.runtime.worker.fill import ProgressListener
@@ -455,7 +455,7 @@ class Worker:
             handle.apply(handle.member.connected(clock.now(), self._link.lease_s))
         return handle
 
-    def drop_handle(self, handle: ports.HandlePort) -> None:
+    def drop_handle(self, handle: CallersHandle) -> None:
         """Give up a registration that its caller has not got, or that has served. Its place is free at once."""
         shard = handle.member.shard
         running = self.router.handles.get(shard.registration)

@@ -27,11 +27,10 @@ from tensorhub.memory.tensors import Memory
 from tensorhub.messages import FromWorker, Leave
 from tensorhub.runtime.ending import CLOSE_S, Parting
 from tensorhub.runtime.loop_thread import AsyncMode, Job, Watching
-from tensorhub.runtime.worker.calling import CallersHandle, Report
+from tensorhub.runtime.worker.calling import CallersHandle, HookRequest, Report
 from tensorhub.runtime.worker.coordinator_client import CoordinatorClient
 from tensorhub.runtime.worker.fill import ProgressListener
 from tensorhub.runtime.worker.pins import Arguments, Pins
-from tensorhub.runtime.worker.ports import HandlePort, HookRequest
 from tensorhub.runtime.worker.prefetcher import Prefetcher
 from tensorhub.runtime.worker.stream_sync import StreamSync
 from tensorhub.runtime.worker.version_watches import VersionWatches
@@ -187,7 +186,7 @@ class HandleFacade(CallersHandle):
         self.simulated.before_write_returned(error)
 
 
-def _simulated(handle: HandlePort) -> TensorHandle:
+def _simulated(handle: CallersHandle) -> TensorHandle:
     assert isinstance(handle, HandleFacade)
     return handle.simulated
 
@@ -199,7 +198,7 @@ class HostCopiesFacade:
         self._shell = shell
         self._waiting: set[anyio.Event] = set()
 
-    async def prefetch(self, handle: HandlePort, selector: Selector, timeout_s: float) -> FetchReport:
+    async def prefetch(self, handle: CallersHandle, selector: Selector, timeout_s: float) -> FetchReport:
         wanted = await self._end_of(self._shell.worker.copies.prefetch(_simulated(handle), selector, timeout_s))
         assert wanted.report is not None
         return wanted.report
@@ -209,7 +208,7 @@ class HostCopiesFacade:
         assert wanted.report is not None
         return wanted.report
 
-    async def close(self, handle: HandlePort, timeout_s: float, *, abandon: bool) -> None:
+    async def close(self, handle: CallersHandle, timeout_s: float, *, abandon: bool) -> None:
         assert isinstance(handle, HandleFacade)
         was_closed = handle.member.state is HandleState.CLOSED
         await self._end_of(self._shell.worker.copies.close(handle.simulated, timeout_s, abandon=abandon))
@@ -328,7 +327,7 @@ class WorkerFacade:
     def _fresh_group(self) -> str:
         return f"{self.worker.incarnation[:400]}-{next(self._groups)}"
 
-    def drop_handle(self, handle: HandlePort) -> None:
+    def drop_handle(self, handle: CallersHandle) -> None:
         self.callers = [caller for caller in self.callers if caller is not handle]
         if self.worker.alive and not self.cluster.is_over:
             self.worker.drop_memory(_simulated(handle))
