@@ -235,7 +235,7 @@ async def _ask(hub: Hub, version: int, failures: Failures) -> None:
 
 def _link(hub: Hub) -> CoordinatorLink:
     assert isinstance(hub._worker, Worker)
-    return hub._worker._link
+    return hub._worker.link
 
 
 async def _cut(hub: Hub) -> None:

@@ -224,7 +224,7 @@ async def test_who_is_left_with_a_read_only_token_keeps_its_memory_and_hears_why
             source = await hub.register("m", tensors(1))
             await source.publish(1)
             token_file(file, READ_ONLY)
-            thread_of(hub).post(lambda: worker_of(hub)._link._outbox.close())  # type: ignore[union-attr]
+            thread_of(hub).post(lambda: worker_of(hub).link._outbox.close())  # type: ignore[union-attr]
             await until(lambda: "read-only" in repr(hub))
             await source.unpublish()
             with pytest.raises(AuthenticationFailed, match="this token is read-only: register"):

@@ -106,13 +106,13 @@ async def test_a_copy_that_has_no_room_is_refused() -> None:
 def listen(hub: Hub) -> list[FromWorker]:
     """What this hub says from now on."""
     said: list[FromWorker] = []
-    say: Callable[[FromWorker], None] = worker_of(hub).say
+    say: Callable[[FromWorker], None] = worker_of(hub).link.say
 
     def overhear(message: FromWorker) -> None:
         said.append(message)
         say(message)
 
-    worker_of(hub).say = overhear  # type: ignore[method-assign]
+    worker_of(hub).link.say = overhear  # type: ignore[method-assign]
     return said
 
 

@@ -620,7 +620,7 @@ async def test_memory_taken_back_without_the_coordinators_knowledge_is_read_no_m
             worker = worker_of(c.hubs[0])
 
             async def lose_the_coordinator() -> None:
-                worker._link._outbox = None
+                worker.link._outbox = None
                 handle_of(source).apply(handle_of(source).member.disconnected(anyio.current_time()))
 
             async with anyio.create_task_group() as tasks:

@@ -425,7 +425,7 @@ async def test_a_coordinator_that_is_gone_is_complained_of_once(caplog: pytest.L
             tries.append(port)
             raise OSError("refused")
 
-        worker_of(hub)._link._dial = refuse
+        worker_of(hub).link._dial = refuse
         await until(lambda: len(tries) >= 4)
         await hub.close()
     events = [record.getMessage() for record in caplog.records if "coordinator_unreachable" in record.getMessage()]

@@ -346,7 +346,7 @@ async def test_a_pin_outlives_the_coordinator(tmp_path: Path) -> None:
         async with tensorhub.serve(port=port, token="", options=OPTIONS, state_dir=tmp_path):
             info = await trainer.describe("m")
             assert [v.retained for v in info.versions] == [True]
-            await until(lambda: worker_of(evaluator)._link.online)
+            await until(lambda: worker_of(evaluator).link.online)
             await stack.aclose()
 
 

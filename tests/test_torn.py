@@ -149,6 +149,6 @@ async def test_across_a_restart_of_the_coordinator(tmp_path: Path) -> None:
                 weights = await reader.register("m", memory)
                 await break_off(weights, gate)
             async with tensorhub.serve(port=port, token="", options=OPTIONS, state_dir=tmp_path):
-                await until(lambda: worker_of(trainer)._link.online and worker_of(reader)._link.online)
+                await until(lambda: worker_of(trainer).link.online and worker_of(reader).link.online)
                 check(await weights.replicate(), memory, reads=CHUNKS - HAD)
                 await stack.aclose()

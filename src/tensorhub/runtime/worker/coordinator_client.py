@@ -29,7 +29,7 @@ Answer = Done | Refused | Description | ManifestReply
 
 
 class MessageSink(Protocol):
-    """What questions need of a worker's connection."""
+    """A worker's connection to its coordinator. `say` drops what is said without a session."""
 
     @property
     def online(self) -> bool: ...

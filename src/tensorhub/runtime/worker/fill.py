@@ -10,7 +10,6 @@ import contextlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Protocol
 
 import anyio
 import anyio.abc
@@ -23,13 +22,14 @@ from tensorhub.logs import get_logger
 from tensorhub.manifest import Manifest
 from tensorhub.memory.chunks import ChunkMemory
 from tensorhub.memory.tensors import MappedRegions, Memory
-from tensorhub.messages import FromWorker, Progress
+from tensorhub.messages import Progress
 from tensorhub.runtime import clock
 from tensorhub.runtime.data.channels import Channels
 from tensorhub.runtime.data.copying import copy_chunks
 from tensorhub.runtime.data.lanes import PullEvent, PullReport, PullRunner, SourceFailed
 from tensorhub.runtime.data.serving import SharedOwner
 from tensorhub.runtime.reports import CallTimes
+from tensorhub.runtime.worker.coordinator_client import MessageSink
 from tensorhub.runtime.worker.mapped_memory import MappedMemory
 from tensorhub.runtime.worker.stream_sync import StreamSync
 from tensorhub.runtime.worker.writes import Writes
@@ -44,14 +44,6 @@ TENSORS_NAMED_MAX = 5  # in an error
 log = get_logger("tensorhub.worker")
 
 ProgressListener = Callable[[int, int], None]  # (bytes verified so far, bytes wanted)
-
-
-class WorkerServices(Protocol):
-    """What a handle and its filler need of their worker."""
-
-    channels: Channels
-
-    def say(self, message: FromWorker) -> None: ...
 
 
 @dataclass(slots=True)
@@ -72,8 +64,9 @@ class Filler:
         member: Member,
         memory: Memory,
         owner: SharedOwner,
-        places: MappedMemory,
-        line: WorkerServices,
+        mapped: MappedMemory,
+        link: MessageSink,
+        channels: Channels,
         apply: Callable[[list[Action]], None],
         stream_sync: StreamSync,
         writes: Writes,
@@ -83,8 +76,9 @@ class Filler:
         self._member = member
         self._memory = memory
         self._owner = owner
-        self._mapped = places
-        self._line = line
+        self._mapped = mapped
+        self._link = link
+        self._channels = channels
         self._apply = apply
         self.stream_sync = stream_sync
         self._writes = writes
@@ -242,7 +236,7 @@ class Filler:
         chunks: ChunkMemory,
         kept: list[int],
     ) -> None:
-        opener = self._line.channels.opener(ContentId(action.version.content_id))
+        opener = self._channels.opener(ContentId(action.version.content_id))
         there = {*chunks.unwanted, *action.copied, *kept}
         runner = PullRunner(
             chunks, self._owner, target, action.generation, opener, verified=there, published=action.published
@@ -290,7 +284,7 @@ class Filler:
         running = self._member.running
         if running is not None and running.key is not None:
             rank = self._member.shard.rank
-            self._line.say(Progress(running.key, rank, report.chunks_verified, report.bytes_read, report.flows))
+            self._link.say(Progress(running.key, rank, report.chunks_verified, report.bytes_read, report.flows))
 
     def _show_progress(self, report: PullReport) -> None:
         if self.progress is None:

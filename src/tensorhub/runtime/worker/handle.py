@@ -22,11 +22,13 @@ from tensorhub.logs import get_logger
 from tensorhub.memory.tensors import Memory
 from tensorhub.messages import DIGESTS_BYTES_MAX, DigestAgain, Outcome, Start, TellDigests, ToRank
 from tensorhub.runtime import clock
+from tensorhub.runtime.data.channels import Channels
 from tensorhub.runtime.data.serving import SharedOwner
 from tensorhub.runtime.reports import CallTimes
 from tensorhub.runtime.threads import run_in_thread
 from tensorhub.runtime.worker.calling import CallersHandle, HookRequest, Report
-from tensorhub.runtime.worker.fill import Filler, ProgressListener, WorkerServices
+from tensorhub.runtime.worker.coordinator_client import MessageSink
+from tensorhub.runtime.worker.fill import Filler, ProgressListener
 from tensorhub.runtime.worker.mapped_memory import HostRoom, MappedMemory
 from tensorhub.runtime.worker.stream_sync import StreamSync
 from tensorhub.runtime.worker.writes import Writes
@@ -87,7 +89,8 @@ class Handle(CallersHandle):
         member: Member,
         memory: Memory,
         owner: SharedOwner,
-        line: WorkerServices,
+        link: MessageSink,
+        channels: Channels,
         room: HostRoom,
         page_bytes: int = DIGESTS_BYTES_MAX,  # of digests in one message
     ) -> None:
@@ -98,10 +101,12 @@ class Handle(CallersHandle):
         self.registration_error: Exception | None = None
         self._registration = RegistrationId(member.shard.registration)
         self._owner = owner
-        self._line = line
+        self._link = link
         self._room = room
         self._mapped = MappedMemory(memory, self._registration, owner, room)
-        self._filler = Filler(member, memory, owner, self._mapped, line, self.apply, self.stream_sync, self._writes)
+        self._filler = Filler(
+            member, memory, owner, self._mapped, link, channels, self.apply, self.stream_sync, self._writes
+        )
         self._todo = self.interpreter.todo
         self._todo_wanted = anyio.Event()
         self._call: _Call | None = None
@@ -207,7 +212,7 @@ class Handle(CallersHandle):
         """Say which digests were made of what is published (`if_all`: once it is all). Whether nothing is left to say."""
         said, is_all = self.interpreter.tell_made(self._owner, if_all=if_all)
         for message in said:
-            self._line.say(message)
+            self._link.say(message)
         return is_all
 
     async def _tell_digests(self, question: TellDigests, limiter: anyio.CapacityLimiter) -> None:
@@ -224,7 +229,7 @@ class Handle(CallersHandle):
             return self._owner.read_from(target, generation, question.origin)
 
         for message in self.interpreter.tell_digests(question, listed, read_from):
-            self._line.say(message)
+            self._link.say(message)
 
     # ------------------------------------------------------------------------------------------------- actions
 
@@ -267,7 +272,7 @@ class Handle(CallersHandle):
     async def _do(self, action: Action) -> None:
         match action:
             case Say():
-                self._line.say(action.message)
+                self._link.say(action.message)
             case OpenGeneration():
                 await self._open(action)
             case ReopenGeneration():

@@ -22,10 +22,10 @@ from tensorhub.errors import StateError, TensorHubError
 from tensorhub.logs import get_logger
 from tensorhub.memory.host import HostMemory
 from tensorhub.memory.tensors import Memory
-from tensorhub.messages import DropCopy, FromWorker, MakeCopy
+from tensorhub.messages import DropCopy, MakeCopy
 from tensorhub.runtime import clock
 from tensorhub.runtime.worker.calling import CallersHandle
-from tensorhub.runtime.worker.coordinator_client import CoordinatorClient
+from tensorhub.runtime.worker.coordinator_client import CoordinatorClient, MessageSink
 from tensorhub.runtime.worker.handle import Handle
 from tensorhub.runtime.worker.mapped_memory import pinning
 from tensorhub.types import FetchReport, Options, Purpose, Selector, VersionInfo
@@ -54,7 +54,8 @@ class Desk(Protocol):
     options: Options
     coordinator: CoordinatorClient
 
-    def say(self, message: FromWorker) -> None: ...
+    @property
+    def link(self) -> MessageSink: ...
 
     def callers(self) -> Iterable[Handle]:
         """The handles of its callers that are not closed."""
@@ -209,7 +210,7 @@ class HostCopyRunner:
     def _do(self, action: CopyAction) -> None:
         match action:
             case Say():
-                self._desk.say(action.message)
+                self._desk.link.say(action.message)
             case StartHandle():
                 self._start(action.shard)
             case DropHandle():

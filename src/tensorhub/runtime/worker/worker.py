@@ -35,7 +35,6 @@ from tensorhub.messages import (
     Deregister,
     DropCopy,
     FromCoordinator,
-    FromWorker,
     Join,
     Leave,
     MakeCopy,
@@ -112,10 +111,10 @@ class Worker:
         self.channels = Channels(secrets_accepted, options, location, transports)
         self.channels.become(self.incarnation)
         self._numbers = itertools.count(1)
-        self._link = CoordinatorLink(addresses, secrets_accepted, options, self, dial)
-        self.coordinator = CoordinatorClient(self._link, self._numbers)
+        self.link = CoordinatorLink(addresses, secrets_accepted, options, self, dial)
+        self.coordinator = CoordinatorClient(self.link, self._numbers)
         self.pins = Pins(self.coordinator, options.op_timeout_s)
-        self.version_watches = VersionWatches(self._link)
+        self.version_watches = VersionWatches(self.link)
         self._owner = SharedOwner(self.channels.sides())
         self._digest_reporter = DigestReporter(self._tell_made)
         self._owner.on_made = self._digest_reporter.made
@@ -133,7 +132,7 @@ class Worker:
         self._serving = anyio.CancelScope()
 
     def __repr__(self) -> str:
-        online = "online" if self._link.online else "offline"
+        online = "online" if self.link.online else "offline"
         token = " read-only" if self.read_only else ""
         return f"<Worker {self.name} {self.incarnation[:8]} {online}{token} handles={len(self.router.handles)}>"
 
@@ -152,7 +151,7 @@ class Worker:
             self.channels.close()
 
     async def _run(self, ready: Callable[[], None]) -> None:
-        messages = await self._link.connect()
+        messages = await self.link.connect()
         try:
             listeners = self._listen()
         except BaseException:
@@ -168,12 +167,12 @@ class Worker:
                 self._tasks.start_soon(self.copies.keep_time)
                 self._tasks.start_soon(self._digest_reporter.run)
                 self._tasks.start_soon(self.channels.keep_swept)
-                self._tasks.start_soon(self._link.keep, messages, ready)
+                self._tasks.start_soon(self.link.keep, messages, ready)
                 with anyio.move_on_after(self.options.connect_timeout_s):
-                    await self._link.welcome_came.wait()
-                if not self._link.welcome_came.is_set():
-                    why = self._link.refusal or "it does not answer"
-                    raise CoordinatorUnavailable(f"the coordinator at {self._link.addresses} takes no connection: {why}")
+                    await self.link.welcome_came.wait()
+                if not self.link.welcome_came.is_set():
+                    why = self.link.refusal or "it does not answer"
+                    raise CoordinatorUnavailable(f"the coordinator at {self.link.addresses} takes no connection: {why}")
                 await self._closed.wait()
                 self._tasks.cancel_scope.cancel()
         finally:
@@ -183,7 +182,7 @@ class Worker:
 
     async def close(self, parting: Parting) -> None:
         """Close every handle, say goodbye, and let `run` return. Within that time."""
-        self._link.begin_closing()
+        self.link.begin_closing()
         self.copies.machine.stop()
         with anyio.move_on_after(parting.within_s * 0.9, shield=True):
             if parting.hand_over:
@@ -198,7 +197,7 @@ class Worker:
         on this host with whom it shares memory.
         """
         options = self.options
-        host, port, advertised = options.listen_host or self._link.local_host, options.listen_port, options.advertise
+        host, port, advertised = options.listen_host or self.link.local_host, options.listen_port, options.advertise
         check_open_access(self._secrets[0], host)
         if advertised is not None:  # whoever forwards to loopback takes it beyond
             check_open_access(self._secrets[0], parse_address(f"tcp://{advertised}")[0])
@@ -254,7 +253,7 @@ class Worker:
         async with anyio.create_task_group() as tasks:
             for handle in list(self.router.handles.values()):
                 tasks.start_soon(self._close_quietly, handle, parting)
-        await self._link.close(Leave("closed"))
+        await self.link.close(Leave("closed"))
 
     async def _close_quietly(self, handle: Handle, parting: Parting) -> None:
         await handle.end_call(StateError(f"{parting.reason} while the call was running"))
@@ -262,10 +261,6 @@ class Worker:
             await handle.close(parting.within_s / 5 if parting.hand_over else parting.within_s / 2, abandon=True)
 
     # --------------------------------------------------------------------------------------------- the link
-
-    def say(self, message: FromWorker) -> None:
-        """Tell the coordinator; without a session it is not said."""
-        self._link.say(message)
 
     def introduce(self) -> Join:
         """See `SessionHandler`."""
@@ -284,7 +279,7 @@ class Worker:
 
     def _state_lost(self) -> None:
         """The coordinator is a new cluster, or has an older state than before: nothing may go back silently (R2, G3)."""
-        log.error("coordinator_lost_its_state", coordinator=self._link.addresses)
+        log.error("coordinator_lost_its_state", coordinator=self.link.addresses)
         for handle in list(self.router.handles.values()):
             handle.apply(handle.member.state_lost(clock.now()))
         self.version_watches.state_lost({handle.member.shard.model for handle in self.router.handles.values()})
@@ -314,13 +309,13 @@ class Worker:
                 case Answered():
                     self.coordinator.answered(routed.message)
                 case Reply():
-                    self.say(routed.message)
+                    self.link.say(routed.message)
                 case Announce():
                     self.version_watches.announced(routed)
                 case CutReader():
                     self._tasks.start_soon(self._cut, routed)
                 case TellChunks():
-                    self.say(tell_chunks(self._owner, routed))
+                    self.link.say(tell_chunks(self._owner, routed))
                 case DropCopy():
                     self.copies.dropped(routed)
                 case _:
@@ -332,7 +327,7 @@ class Worker:
 
     async def _cut(self, message: CutReader) -> None:
         await anyio.to_thread.run_sync(self._owner.cut, Incarnation(message.reader))
-        self.say(ReaderCut(message.lease))
+        self.link.say(ReaderCut(message.lease))
 
     async def _keep_time(self) -> None:
         """Wake the members at their deadlines."""
@@ -451,8 +446,8 @@ class Worker:
         self.router.add(shard, handle)
         self.copies.began(handle)
         self._tasks.start_soon(self._run_handle, handle)
-        if self._link.online:
-            handle.apply(handle.member.connected(clock.now(), self._link.lease_s))
+        if self.link.online:
+            handle.apply(handle.member.connected(clock.now(), self.link.lease_s))
         return handle
 
     def drop_handle(self, handle: CallersHandle) -> None:
@@ -462,7 +457,7 @@ class Worker:
         self.router.leave(shard)
         if running is not None:
             running.stop()
-        self.say(Deregister(next(self._numbers), shard.registration, abandon=True))  # if it came through
+        self.link.say(Deregister(next(self._numbers), shard.registration, abandon=True))  # if it came through
 
     def _make_handle(self, shard: Shard, memory: Memory) -> Handle:
         def first_fill_begins(kind: OpKind, timeout_s: float) -> None:
@@ -476,7 +471,7 @@ class Worker:
             copies=self._found_copies,
         )
         page_bytes = digests_bytes_max(self.options.frame_bytes_max)
-        handle = Handle(member, memory, self._owner, self, self.copies, page_bytes)
+        handle = Handle(member, memory, self._owner, self.link, self.channels, self.copies, page_bytes)
         handle.deadline_moved = lambda: self._time_moved.set()
         handle.first_fill_begins = first_fill_begins
         return handle
