@@ -16,55 +16,26 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import assert_never
 
+from tensorhub import messages
 from tensorhub.errors import IntegrityError, OperationTimeout, ProtocolError, StateError, TensorHubError
 from tensorhub.machine import InvariantBroken
 from tensorhub.manifest import Manifest
-from tensorhub.messages import (
-    STRAYS_MAX,
-    AddSource,
-    Begun,
-    BegunWith,
-    Compare,
-    Compared,
-    DropSource,
-    Fill,
-    GetManifest,
-    Grant,
-    ManifestReply,
-    Origin,
-    Prepared,
-    ReadyToWrite,
-    Start,
-    Stray,
-    Write,
-)
 from tensorhub.types import HandleState, Medium, OpKey, OpKind, VersionInfo
+from tensorhub.worker import calls
 from tensorhub.worker.active_call import GroupCall, set_memory
-from tensorhub.worker.calls import (
-    CallHook,
-    CompareDigests,
-    CopyLocally,
-    EndPrefetch,
-    FillCall,
-    FreePrefetch,
-    FreeStaging,
-    LocalCopy,
-    StartPull,
-    StopPull,
-)
 from tensorhub.worker.leases import Leases
 from tensorhub.worker.member_context import MemberContext
 from tensorhub.worker.member_memory import Content, MemberMemory
 from tensorhub.worker.states import FILL_TABLE, UNVOTED, Phase
 
 
-class Filling(GroupCall[FillCall]):
+class Filling(GroupCall[calls.FillCall]):
     """replicate, update, prefetch and fetch."""
 
     machine, table = "fill", FILL_TABLE
     unbound = Phase.ASKED
 
-    def __init__(self, call: FillCall, context: MemberContext, memory: MemberMemory, timeout_s: float) -> None:
+    def __init__(self, call: calls.FillCall, context: MemberContext, memory: MemberMemory, timeout_s: float) -> None:
         super().__init__(call, context, memory, timeout_s)
         self.what = call.kind.value
         self._version: VersionInfo | None = None  # bound
@@ -72,7 +43,7 @@ class Filling(GroupCall[FillCall]):
         self._leases = Leases(context, lambda: self.operation)
         self._write_said = False  # the coordinator has told every rank to overwrite
         self._may_have_missed_write = False  # a connection was lost in the midst of it, and perhaps that word
-        self._tried: set[LocalCopy] = set()  # has been copied from
+        self._tried: set[calls.LocalCopy] = set()  # has been copied from
         self._copied: frozenset[int] = frozenset()  # chunks that came from there
         self.stages = False  # the memory holds what must stay as it is until the commit
         self._has_staging = False  # staging memory may be in use, and nobody else is to free it
@@ -84,7 +55,7 @@ class Filling(GroupCall[FillCall]):
         self._root = b""  # of this rank's own, once all is there
         self._hooked = False  # before_write has returned
         self._wrong: dict[int, int] = {}  # chunks that are not as was published, and their published digests
-        self._strays: dict[Origin | None, Stray] = {}  # one of each memory from which such chunks came
+        self._strays: dict[messages.Origin | None, messages.Stray] = {}  # one of each memory from which such chunks came
         self._rereads = False  # they are being read again
         self._may_hold = call.kind is OpKind.PREFETCH  # when it was said, this rank may have held what it is bound to
 
@@ -103,10 +74,10 @@ class Filling(GroupCall[FillCall]):
     def _say_call(self) -> None:
         call, shard, begun = self._call, self._context.shard, self._begun()
         if begun is not None and self._manifest is not None and shard.serves:
-            self._context.say(BegunWith(shard.registration, self._manifest.encode()))
+            self._context.say(messages.BegunWith(shard.registration, self._manifest.encode()))
         self._may_hold = self._may_hold or self._memory.state is HandleState.READY
         self._context.say(
-            Fill(
+            messages.Fill(
                 key=self.operation,
                 rank=shard.rank,
                 registration=shard.registration,
@@ -122,13 +93,13 @@ class Filling(GroupCall[FillCall]):
             )
         )
 
-    def _begun(self) -> Begun | None:
+    def _begun(self) -> messages.Begun | None:
         """How far it is, for a coordinator that has not bound it."""
         if self._bound_as is None or self._version is None or self._manifest is None:
             return None
         written = self._has_staging or self.phase in (Phase.FENCING, Phase.COPYING, Phase.PULLING, Phase.VOTED)
         version = self._version
-        return Begun(self._bound_as, version.version, version.content_id, self._manifest.manifest_id, written)
+        return messages.Begun(self._bound_as, version.version, version.content_id, self._manifest.manifest_id, written)
 
     def unheard_of(self, error: Exception) -> None:
         """Say the call again under a new key, and go on with what was begun: the pull does not stop for that (G8).
@@ -159,7 +130,7 @@ class Filling(GroupCall[FillCall]):
             case Phase.MANIFEST:
                 self._ask_manifest()
             case Phase.HELD:
-                self._context.say(ReadyToWrite(self.operation, self._context.shard.rank))
+                self._context.say(messages.ReadyToWrite(self.operation, self._context.shard.rank))
             case Phase.PULLING if self._rereads:
                 self._say_rereads()
             case Phase.VOTED:
@@ -169,32 +140,34 @@ class Filling(GroupCall[FillCall]):
 
     # ------------------------------------------------------------------------------------------- until it may write
 
-    def instructed(self, message: Start | Write | AddSource | DropSource | Compare) -> None:
+    def instructed(
+        self, message: messages.Start | messages.Write | messages.AddSource | messages.DropSource | messages.Compare
+    ) -> None:
         """The coordinator says something about this operation."""
         match message:
-            case Start() if self.phase is Phase.ASKED:
+            case messages.Start() if self.phase is Phase.ASKED:
                 self._version, self._write_said, self._published = message.version, message.write, message.root
                 self._leases.granted(message.grants)
                 self._bound_as = message.key
                 self._find_manifest(message.manifest_id)
-            case Start(write=True) | Write():
+            case messages.Start(write=True) | messages.Write():
                 self._is_anew = False
                 self._may_write(message.grants)
-            case Start():
+            case messages.Start():
                 if self._is_anew and self.phase is Phase.HELD:
-                    self._context.say(ReadyToWrite(message.key, message.rank))
+                    self._context.say(messages.ReadyToWrite(message.key, message.rank))
                 self._is_anew = False
-            case AddSource():
+            case messages.AddSource():
                 if self.phase in UNVOTED:
                     self._leases.add(message.grant)
-            case DropSource():
+            case messages.DropSource():
                 self._leases.drop(message.lease)
-            case Compare():
+            case messages.Compare():
                 self._compare(message)
             case _:
                 assert_never(message)
 
-    def _may_write(self, grants: tuple[Grant, ...]) -> None:
+    def _may_write(self, grants: tuple[messages.Grant, ...]) -> None:
         """Every rank may; perhaps this one does so already, and has missed who else may be read."""
         match self.phase:
             case Phase.HELD:
@@ -223,9 +196,9 @@ class Filling(GroupCall[FillCall]):
         assert self._version is not None
         self.request = self._context.new_request()
         shard = self._context.shard
-        self._context.say(GetManifest(self.request, shard.model, self._version.content_id, shard.number))
+        self._context.say(messages.GetManifest(self.request, shard.model, self._version.content_id, shard.number))
 
-    def manifest_came(self, reply: ManifestReply) -> None:
+    def manifest_came(self, reply: messages.ManifestReply) -> None:
         if self.phase is not Phase.MANIFEST or reply.request != self.request:
             return
         try:
@@ -251,7 +224,7 @@ class Filling(GroupCall[FillCall]):
     def _run_hook(self) -> None:
         assert self._version is not None
         self.enter(Phase.HOOK)
-        self._context.act(CallHook(self._version))
+        self._context.act(calls.CallHook(self._version))
 
     def hook_returned(self, error: Exception | None) -> None:
         if self.phase is not Phase.HOOK:
@@ -269,7 +242,7 @@ class Filling(GroupCall[FillCall]):
             self._write()
         else:
             self.enter(Phase.HELD)
-            self._context.say(ReadyToWrite(self.operation, self._context.shard.rank))
+            self._context.say(messages.ReadyToWrite(self.operation, self._context.shard.rank))
 
     def _write(self) -> None:
         """Every rank is ready: fence what this one holds, then fill."""
@@ -331,7 +304,7 @@ class Filling(GroupCall[FillCall]):
         self._tried.update(found)
         sources = tuple(found)
         self._context.act(
-            CopyLocally(self._version, self._manifest, self.generation, sources, self._copied, staged=self.stages)
+            calls.CopyLocally(self._version, self._manifest, self.generation, sources, self._copied, staged=self.stages)
         )
         return True
 
@@ -349,10 +322,10 @@ class Filling(GroupCall[FillCall]):
         assert self._manifest is not None
         shard = self._context.shard
         if shard.serves and shard.medium is Medium.DEVICE:
-            self._context.act(EndPrefetch())  # what it had of this content is copied; and both would read the rest
+            self._context.act(calls.EndPrefetch())  # what it had of this content is copied; and both would read the rest
         self.enter(Phase.PULLING)
         grants = self._leases.begin_reading()
-        self._context.act(StartPull(self._version, self._manifest, self.generation, grants, self._copied, self.stages))
+        self._context.act(calls.StartPull(self._version, self._manifest, self.generation, grants, self._copied, self.stages))
 
     def source_failed(self, lane: str, reason: str, detail: str, chunk: int | None) -> None:
         """`lane`: the lease under which the pull began to read there."""
@@ -383,11 +356,11 @@ class Filling(GroupCall[FillCall]):
             self.finish(version=self._version, changed=True)
 
     def _say_vote(self) -> None:
-        self._context.say(Prepared(self.operation, self._context.shard.rank, self._root))
+        self._context.say(messages.Prepared(self.operation, self._context.shard.rank, self._root))
 
     # ------------------------------------------------------------------------------------- the publisher's digests decide
 
-    def _compare(self, message: Compare) -> None:
+    def _compare(self, message: messages.Compare) -> None:
         """What this rank has voted for has not the digests that were published."""
         if self.phase is not Phase.VOTED or self._manifest is None:
             return
@@ -395,20 +368,20 @@ class Filling(GroupCall[FillCall]):
             self._wrong.clear()
             self._strays.clear()
         self._compares_last = message.last
-        self._context.act(CompareDigests(self._manifest, self.generation, self.stages, message.first, message.digests))
+        self._context.act(calls.CompareDigests(self._manifest, self.generation, self.stages, message.first, message.digests))
 
-    def compared(self, following: int, wrong: Sequence[tuple[int, int, Origin | None]]) -> None:
+    def compared(self, following: int, wrong: Sequence[tuple[int, int, messages.Origin | None]]) -> None:
         """Which chunks of that part are not as was published, which digests they must have, and where they were read."""
         if self.phase is not Phase.VOTED:
             return
         for chunk, published, origin in wrong:
             self._wrong[chunk] = published
-            if len(self._strays) < STRAYS_MAX:
-                self._strays.setdefault(origin, Stray(chunk, origin))
+            if len(self._strays) < messages.STRAYS_MAX:
+                self._strays.setdefault(origin, messages.Stray(chunk, origin))
         if self._compares_last and self._wrong:
             self._reread()
         else:
-            self._context.say(Compared(self.operation, self._context.shard.rank, following, ()))
+            self._context.say(messages.Compared(self.operation, self._context.shard.rank, following, ()))
 
     def _reread(self) -> None:
         """The vote is void: what is wrong is read once more, from wherever it can be had."""
@@ -422,12 +395,12 @@ class Filling(GroupCall[FillCall]):
         self._leases.begin_reading()
         there = frozenset(range(self._manifest.chunk_count)) - self._wrong.keys()
         wrong, self._wrong = self._wrong, {}
-        self._context.act(StartPull(self._version, self._manifest, self.generation, (), there, self.stages, wrong))
+        self._context.act(calls.StartPull(self._version, self._manifest, self.generation, (), there, self.stages, wrong))
 
     def _say_rereads(self) -> None:
         assert self._manifest is not None
         shard, strays = self._context.shard, tuple(self._strays.values())
-        self._context.say(Compared(self.operation, shard.rank, self._manifest.chunk_count, strays, rereads=True))
+        self._context.say(messages.Compared(self.operation, shard.rank, self._manifest.chunk_count, strays, rereads=True))
 
     def pull_failed(self, error: TensorHubError) -> None:
         """Nor can copying."""
@@ -438,7 +411,7 @@ class Filling(GroupCall[FillCall]):
         self.error = error
         self.enter(Phase.STOPPING)
         self._leases.end_reading()
-        self._context.act(StopPull())
+        self._context.act(calls.StopPull())
 
     def pull_stopped(self) -> None:
         if self.phase is not Phase.STOPPING:
@@ -494,10 +467,10 @@ class Filling(GroupCall[FillCall]):
     def finish(self, *, version: VersionInfo | None = None, changed: bool = False, error: Exception | None = None) -> None:
         if self._has_staging:
             self._has_staging = False
-            self._context.act(FreeStaging())
+            self._context.act(calls.FreeStaging())
         shard = self._context.shard
         if changed and shard.serves and shard.medium is Medium.DEVICE:
-            self._context.act(FreePrefetch())
+            self._context.act(calls.FreePrefetch())
         super().finish(version=version, changed=changed, error=error)
 
     def aborted(self, error: Exception) -> None:

@@ -17,47 +17,13 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, assert_never
 
+from tensorhub import messages
 from tensorhub.errors import GroupAborted, StateError, TensorHubError
 from tensorhub.machine import InvariantBroken
 from tensorhub.manifest import Manifest
-from tensorhub.messages import (
-    AddSource,
-    Compare,
-    DigestedAgain,
-    Done,
-    DropSource,
-    EpochChanged,
-    ErrorInfo,
-    Fenced,
-    LeaveGranted,
-    ManifestReply,
-    Origin,
-    Outcome,
-    Refused,
-    Registered,
-    Revoked,
-    SetRetained,
-    Start,
-    ToRank,
-    Write,
-)
 from tensorhub.types import HandleState, Options
+from tensorhub.worker import calls
 from tensorhub.worker.active_call import ActiveCall, GroupCall, Refusing
-from tensorhub.worker.calls import (
-    Action,
-    Call,
-    CloseCall,
-    CopyCall,
-    FillCall,
-    PublishCall,
-    RefuseCall,
-    RegistrationConfirmed,
-    RegistrationFailed,
-    ReleaseCall,
-    SetAsideCall,
-    TakeBackCall,
-    UnpublishCall,
-)
 from tensorhub.worker.copying import Copying
 from tensorhub.worker.filling import Filling
 from tensorhub.worker.leaving import Closing, Leaving, Releasing, SettingAside, TakingBack, Unpublishing
@@ -70,16 +36,16 @@ from tensorhub.worker.registration_session import Shard
 from tensorhub.worker.states import UNVOTED, Phase
 
 LEASE_S = Options().lease_s  # where nothing else was heard
-CALLS: Mapping[type[Call], type[ActiveCall[Any]]] = {
-    PublishCall: Publishing,
-    FillCall: Filling,
-    UnpublishCall: Unpublishing,
-    CloseCall: Closing,
-    RefuseCall: Refusing,
-    ReleaseCall: Releasing,
-    SetAsideCall: SettingAside,
-    TakeBackCall: TakingBack,
-    CopyCall: Copying,
+CALLS: Mapping[type[calls.Call], type[ActiveCall[Any]]] = {
+    calls.PublishCall: Publishing,
+    calls.FillCall: Filling,
+    calls.UnpublishCall: Unpublishing,
+    calls.CloseCall: Closing,
+    calls.RefuseCall: Refusing,
+    calls.ReleaseCall: Releasing,
+    calls.SetAsideCall: SettingAside,
+    calls.TakeBackCall: TakingBack,
+    calls.CopyCall: Copying,
 }
 
 
@@ -150,7 +116,7 @@ class Member:
 
     # ------------------------------------------------------------------------------------------- inputs: the caller
 
-    def begin(self, call: Call, timeout_s: float, now: float) -> list[Action]:
+    def begin(self, call: calls.Call, timeout_s: float, now: float) -> list[calls.Action]:
         """Start a call; raises StateError, and starts nothing, where the state forbids it."""
         self._context.enter(now)
         if self.running is not None:
@@ -195,20 +161,20 @@ class Member:
             self._memory.is_loss_unreported = False
             raise self._memory.loss_error()
 
-    def cancel(self, error: Exception, now: float) -> list[Action]:
+    def cancel(self, error: Exception, now: float) -> list[calls.Action]:
         """End the running call with `error`, if it is not this rank's to finish any more."""
         self._context.enter(now)
         if self.running is not None and self.running.error is None:
             self.running.cancel(error)
         return self._context.take_actions()
 
-    def hook_returned(self, error: Exception | None, now: float) -> list[Action]:
+    def hook_returned(self, error: Exception | None, now: float) -> list[calls.Action]:
         self._context.enter(now)
         if isinstance(self.running, Filling):
             self.running.hook_returned(error)
         return self._context.take_actions()
 
-    def end_prefetch(self, now: float) -> list[Action]:
+    def end_prefetch(self, now: float) -> list[calls.Action]:
         """Of a host copy: an update has taken what its fill has got so far. What is whole already is left as it is."""
         self._context.enter(now)
         call = self.running
@@ -218,10 +184,10 @@ class Member:
 
     # -------------------------------------------------------------------------------------- inputs: the owner's side
 
-    def fenced(self, generation: int, now: float) -> list[Action]:
+    def fenced(self, generation: int, now: float) -> list[calls.Action]:
         """Nothing is read under that generation any more."""
         self._context.enter(now)
-        self._context.say(Fenced(self.shard.registration, generation))
+        self._context.say(messages.Fenced(self.shard.registration, generation))
         if generation == self._memory.pending_fence:
             self._memory.pending_fence_stands()
             self._go_on()
@@ -232,7 +198,7 @@ class Member:
             waits.fenced()
         return self._context.take_actions()
 
-    def fence_failed(self, generation: int, now: float) -> list[Action]:
+    def fence_failed(self, generation: int, now: float) -> list[calls.Action]:
         """Accesses still run at the fence's deadline. The bytes are what they were: published they stay (G2, R4)."""
         self._context.enter(now)
         waits = self._waits_for(generation)
@@ -247,7 +213,9 @@ class Member:
             return call if content is not None and content.generation == generation else None
         return None
 
-    def source_failed(self, lease: str, reason: str, detail: str, now: float, *, chunk: int | None = None) -> list[Action]:
+    def source_failed(
+        self, lease: str, reason: str, detail: str, now: float, *, chunk: int | None = None
+    ) -> list[calls.Action]:
         """A read has ended before its time (reason "dropped": because it was told to). `chunk`: that had another digest."""
         self._context.enter(now)
         if isinstance(self.running, Filling):
@@ -263,8 +231,8 @@ class Member:
         now: float,
         *,
         digest: bytes = b"",
-        origin: Origin | None = None,
-    ) -> list[Action]:
+        origin: messages.Origin | None = None,
+    ) -> list[calls.Action]:
         """What was asked with DigestAgain. `error`: what is wrong with memory that has changed. `digest`: what is sent with
         the chunk; `origin`: where it was read.
         """
@@ -272,14 +240,14 @@ class Member:
         content = self._memory.content
         known = content is not None and content.generation == generation and self.state is not HandleState.IN_DOUBT
         registration = self.shard.registration
-        self._context.say(DigestedAgain(inquiry, registration, changed if known else None, digest, origin))
+        self._context.say(messages.DigestedAgain(inquiry, registration, changed if known else None, digest, origin))
         if known and changed:
             if isinstance(self.running, Filling):
                 self.running.pull_failed(error)
             self._memory.spoil()
         return self._context.take_actions()
 
-    def pull_done(self, now: float, root: bytes = b"") -> list[Action]:
+    def pull_done(self, now: float, root: bytes = b"") -> list[calls.Action]:
         """Every chunk is in place and verified, with digests of that root (empty: not all have one): vote."""
         self._context.enter(now)
         if isinstance(self.running, Filling):
@@ -287,15 +255,15 @@ class Member:
         return self._context.take_actions()
 
     def compared(
-        self, generation: int, following: int, wrong: Sequence[tuple[int, int, Origin | None]], now: float
-    ) -> list[Action]:
+        self, generation: int, following: int, wrong: Sequence[tuple[int, int, messages.Origin | None]], now: float
+    ) -> list[calls.Action]:
         """What was asked with CompareDigests: up to which chunk, and what is wrong (chunk, published digest, origin)."""
         self._context.enter(now)
         if isinstance(self.running, Filling) and self.running.generation == generation:
             self.running.compared(following, wrong)
         return self._context.take_actions()
 
-    def copied(self, chunks: frozenset[int], now: float, root: bytes = b"") -> list[Action]:
+    def copied(self, chunks: frozenset[int], now: float, root: bytes = b"") -> list[calls.Action]:
         """What could be copied of the running CopyLocally is there, and verified; `root`: of the digests, if that is all."""
         self._context.enter(now)
         content = self._memory.content
@@ -312,14 +280,14 @@ class Member:
             self.running.copied(chunks, root)
         return self._context.take_actions()
 
-    def pull_failed(self, error: TensorHubError, now: float) -> list[Action]:
+    def pull_failed(self, error: TensorHubError, now: float) -> list[calls.Action]:
         """The pull cannot go on with any source, or there is no memory to copy or pull into."""
         self._context.enter(now)
         if isinstance(self.running, Filling | Copying):
             self.running.pull_failed(error)
         return self._context.take_actions()
 
-    def pull_stopped(self, now: float) -> list[Action]:
+    def pull_stopped(self, now: float) -> list[calls.Action]:
         self._context.enter(now)
         if isinstance(self.running, Filling | Copying):
             self.running.pull_stopped()
@@ -327,7 +295,7 @@ class Member:
 
     # ------------------------------------------------------------------------------------- inputs: the coordinator
 
-    def state_lost(self, now: float) -> list[Action]:
+    def state_lost(self, now: float) -> list[calls.Action]:
         """The coordinator of the next session knows nothing of the former one's state (R2). Say it before `connected`.
 
         What was held or voted for is given up, and that is told once: by the group call that runs, or else by the next.
@@ -340,7 +308,7 @@ class Member:
         self._memory.lose(reported=reported or not known)
         return self._context.take_actions()
 
-    def connected(self, now: float, lease_s: float = LEASE_S) -> list[Action]:
+    def connected(self, now: float, lease_s: float = LEASE_S) -> list[calls.Action]:
         """A session is up: say what was left, what is held, and then (`_registered`) ask for what may be missing.
 
         `lease_s`: the coordinator's, as its Welcome says.
@@ -353,7 +321,7 @@ class Member:
             self._memory.restate()
         return self._context.take_actions()
 
-    def disconnected(self, now: float) -> list[Action]:
+    def disconnected(self, now: float) -> list[calls.Action]:
         """Nobody can be told anything for now. An owner needs nobody to take its memory back."""
         self._context.enter(now)
         self._session.disconnected(now)
@@ -363,46 +331,46 @@ class Member:
 
     def receive(
         self,
-        message: ToRank,
+        message: messages.ToRank,
         now: float,
-    ) -> list[Action]:
+    ) -> list[calls.Action]:
         """The coordinator says something about this registration. What is stale changes nothing (G9)."""
         self._context.enter(now)
         call = self.running
         match message:
-            case Registered():
+            case messages.Registered():
                 self._registered(message)
-            case EpochChanged():
+            case messages.EpochChanged():
                 self._session.epoch_changed(message)
                 if isinstance(call, GroupCall):
                     call.epoch_changed(message)
-            case Outcome():
+            case messages.Outcome():
                 self._outcome(message)
-            case SetRetained():
+            case messages.SetRetained():
                 self._memory.set_retained(message.keep, message.seq, message.content_id)
-            case Revoked():
+            case messages.Revoked():
                 self._memory.order_out(message)
-            case Refused() if self._session.asked(message.request):
+            case messages.Refused() if self._session.asked(message.request):
                 self._refused(message.error)
-            case Refused():
+            case messages.Refused():
                 if call is not None and message.request == call.request:
                     call.refused(message.error.error())
-            case Done() | LeaveGranted():
+            case messages.Done() | messages.LeaveGranted():
                 if isinstance(call, Leaving):
                     call.answered(message)
-                elif isinstance(message, LeaveGranted) and self.state is HandleState.READY:
+                elif isinstance(message, messages.LeaveGranted) and self.state is HandleState.READY:
                     self._memory.restate()  # that wish was given up, unheard: what is held stays
-            case ManifestReply():
+            case messages.ManifestReply():
                 if isinstance(call, Filling):
                     call.manifest_came(message)
-            case Start() | Write() | AddSource() | DropSource() | Compare():
+            case messages.Start() | messages.Write() | messages.AddSource() | messages.DropSource() | messages.Compare():
                 if isinstance(call, Filling) and message.key == call.key:
                     call.instructed(message)
             case _:
                 assert_never(message)
         return self._context.take_actions()
 
-    def _registered(self, message: Registered) -> None:
+    def _registered(self, message: messages.Registered) -> None:
         if not self._session.asked(message.request):
             return
         first = self._session.confirm(message)
@@ -411,7 +379,7 @@ class Member:
         elif message.retained is not None:
             self._memory.set_retained(True, message.retained)
         if first:
-            self._context.act(RegistrationConfirmed())
+            self._context.act(calls.RegistrationConfirmed())
             self._say_again()
 
     def _say_again(self) -> None:
@@ -424,14 +392,14 @@ class Member:
         else:
             self._go_on()  # nothing of it was said before
 
-    def _refused(self, info: ErrorInfo) -> None:
+    def _refused(self, info: messages.ErrorInfo) -> None:
         """The coordinator does not take this memory (any more): no group call can be made."""
         self._session.refusal = info
-        self._context.act(RegistrationFailed(info.error()))
+        self._context.act(calls.RegistrationFailed(info.error()))
         if self.running is not None:
             self.running.give_up(info.error())  # one for each call: what it says of the memory is that call's
 
-    def _outcome(self, message: Outcome) -> None:
+    def _outcome(self, message: messages.Outcome) -> None:
         call, was_left = self.running, self._session.heard(message.key)
         if self._memory.doubt == message.key:
             self._memory.resolve(message)
@@ -449,7 +417,7 @@ class Member:
         elif was_left and self.state is not HandleState.CLOSED and not (call and call.phase is Phase.DEREGISTERING):
             self._memory.restate()  # the call has ended without us; whatever became of it, this is what is held
 
-    def _heard_retained(self, outcome: Outcome) -> None:
+    def _heard_retained(self, outcome: messages.Outcome) -> None:
         if outcome.retained is not None and outcome.version is not None:
             self._memory.set_retained(True, outcome.retained, outcome.version.content_id)
 
@@ -458,7 +426,7 @@ class Member:
     def next_deadline(self) -> float | None:
         return None if self.running is None else self.running.next_deadline()
 
-    def tick(self, now: float) -> list[Action]:
+    def tick(self, now: float) -> list[calls.Action]:
         """End a call whose deadline passed without a word from the coordinator."""
         self._context.enter(now)
         if self.running is not None and now >= self.running.next_deadline():

@@ -17,16 +17,7 @@ from tensorhub.machine import InvariantBroken, Stateful
 from tensorhub.manifest import Manifest
 from tensorhub.messages import Held, Outcome, Prepared, Resolve, RetainedAck, Revoked
 from tensorhub.types import HandleState, Medium, OpKey, VersionInfo
-from tensorhub.worker.calls import (
-    CopyLocally,
-    Fence,
-    FreeMemory,
-    FreeStaging,
-    LocalCopy,
-    OpenGeneration,
-    ReopenGeneration,
-    staging_of,
-)
+from tensorhub.worker import calls
 from tensorhub.worker.member_context import MemberContext
 from tensorhub.worker.registration_session import Shard
 from tensorhub.worker.states import HANDLE_TABLE
@@ -117,7 +108,7 @@ class MemberMemory(Stateful[HandleState]):
         assert s.manifest is not None
         info = VersionInfo(s.model, version, "", s.manifest.nbytes, s.world_size)
         self.voted = Content(info, s.manifest, generation, published=True)
-        self._context.act(OpenGeneration(generation, "", s.manifest, complete=True))
+        self._context.act(calls.OpenGeneration(generation, "", s.manifest, complete=True))
 
     def publish(self, version: VersionInfo) -> None:
         """The promise counts from now on."""
@@ -129,7 +120,7 @@ class MemberMemory(Stateful[HandleState]):
     def break_promise(self) -> None:
         """The publication was aborted: the memory is as it was."""
         assert self.voted is not None
-        self._context.act(Fence(self.voted.generation))
+        self._context.act(calls.Fence(self.voted.generation))
         self.voted = None
 
     # ------------------------------------------------------------------------------------ being filled, and its vote
@@ -140,7 +131,7 @@ class MemberMemory(Stateful[HandleState]):
         self.content = Content(version, manifest, generation)
         self._become(HandleState.FILLING, f"filled with {version.version}")
         if self._context.shard.serves:
-            self._context.act(OpenGeneration(generation, version.content_id, manifest, complete=False))
+            self._context.act(calls.OpenGeneration(generation, version.content_id, manifest, complete=False))
 
     def verified(self, root: bytes) -> None:
         """All of it is in place, with digests of that root: this rank's vote."""
@@ -165,17 +156,17 @@ class MemberMemory(Stateful[HandleState]):
         """The fill is broken off; nobody may read what is there."""
         assert self.content is not None
         broken = self.content
-        self._context.act(Fence(broken.generation))
+        self._context.act(calls.Fence(broken.generation))
         self.content = None
         self._become(HandleState.TORN, "fill broken off")
         if self.is_host:  # what has its digest is not lost for an update of this worker
             self.salvage = Content(broken.version, broken.manifest, self._context.new_generation())
-            self._context.act(ReopenGeneration(self.salvage.generation))
+            self._context.act(calls.ReopenGeneration(self.salvage.generation))
 
     def drop_salvage(self) -> None:
         """What was left of a broken fill, or set aside, is not wanted any more."""
         if self.salvage is not None:
-            self._context.act(Fence(self.salvage.generation))
+            self._context.act(calls.Fence(self.salvage.generation))
             self.salvage = None
 
     # -------------------------------------------------------------------------------- staged: filled beside, then applied
@@ -187,7 +178,7 @@ class MemberMemory(Stateful[HandleState]):
     def drop_staged(self) -> None:
         """It was aborted: what is held stays, and the coordinator is told so, as it may count on that no more."""
         self.staged, self._restate_pending = None, False
-        self._context.act(FreeStaging())
+        self._context.act(calls.FreeStaging())
         self.restate()
 
     def apply(self) -> None:
@@ -195,7 +186,7 @@ class MemberMemory(Stateful[HandleState]):
         assert self.staged is not None
         self.applying = True
         if self.content is not None:
-            self._context.act(Fence(self.content.generation))
+            self._context.act(calls.Fence(self.content.generation))
         else:
             self._overwrite()
 
@@ -211,13 +202,13 @@ class MemberMemory(Stateful[HandleState]):
         assert self.staged is not None
         version, manifest, generation = self.staged.version, self.staged.manifest, self.staged.generation
         self.fill(version, manifest, generation)
-        source = LocalCopy(staging_of(self._context.shard.registration), generation)
-        self._context.act(CopyLocally(version, manifest, generation, (source,), last=True))
+        source = calls.LocalCopy(calls.staging_of(self._context.shard.registration), generation)
+        self._context.act(calls.CopyLocally(version, manifest, generation, (source,), last=True))
 
     def applied(self, *, whole: bool) -> None:
         """It is in place; or (not `whole`) its bytes did not come through, which only broken memory can do."""
         staged, self.staged, self.applying = self.staged, None, False
-        self._context.act(FreeStaging())
+        self._context.act(calls.FreeStaging())
         if whole:
             self.filled()
             assert self.content is not None
@@ -242,14 +233,14 @@ class MemberMemory(Stateful[HandleState]):
         """Take the content from its readers; at `until` that is given up."""
         assert self.content is not None
         self.fencing = True
-        self._context.act(Fence(self.content.generation, until))
+        self._context.act(calls.Fence(self.content.generation, until))
 
     def reopen(self) -> None:
         """What is held is whole, but closed: open and announce it again (R7)."""
         assert self.content is not None
         self.fencing = False
         self.content.generation = self._context.new_generation()
-        self._context.act(ReopenGeneration(self.content.generation))
+        self._context.act(calls.ReopenGeneration(self.content.generation))
         self.restate()
 
     def forget(self, why: str) -> None:
@@ -264,7 +255,7 @@ class MemberMemory(Stateful[HandleState]):
         self.content = None
         self._become(HandleState.EMPTY, "set aside")
         self.salvage = aside
-        self._context.act(ReopenGeneration(aside.generation))
+        self._context.act(calls.ReopenGeneration(aside.generation))
 
     def take_back(self) -> None:
         """What was set aside, if it was, is held again."""
@@ -277,10 +268,10 @@ class MemberMemory(Stateful[HandleState]):
         """Nothing is held (any more), and nothing will be."""
         self.drop_salvage()
         if self.is_host:
-            self._context.act(FreeMemory())
+            self._context.act(calls.FreeMemory())
         if self.staged is not None:
             self.staged, self.applying = None, False
-            self._context.act(FreeStaging())
+            self._context.act(calls.FreeStaging())
         if self.state is not HandleState.CLOSED:
             self._become(HandleState.CLOSED, "closed")
 
@@ -364,7 +355,7 @@ class MemberMemory(Stateful[HandleState]):
         self.doubt = None
         if self.staged is not None:
             self.staged = None
-            self._context.act(FreeStaging())
+            self._context.act(calls.FreeStaging())
         state = HandleState.EMPTY if intact else HandleState.TORN
         if self.content is not None:
             self._give_up_held(state, why)
@@ -383,7 +374,7 @@ class MemberMemory(Stateful[HandleState]):
         """Give up what is held. The next call waits for the fence, so that nobody counts on this memory any more."""
         assert self.content is not None
         self.pending_fence = self.content.generation
-        self._context.act(Fence(self.content.generation))
+        self._context.act(calls.Fence(self.content.generation))
         self.content = None
         self._become(state, why)
 
@@ -436,7 +427,7 @@ class MemberMemory(Stateful[HandleState]):
         """The fence of what was given up stands."""
         self.pending_fence = None
         if self.is_host and self.content is None:  # a fill that was asked for before may have begun meanwhile
-            self._context.act(FreeMemory())
+            self._context.act(calls.FreeMemory())
 
     # -------------------------------------------------------------------------------------------------- helpers
 

@@ -16,39 +16,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Generic, TypeVar, assert_never
 
+from tensorhub import messages
 from tensorhub.errors import RegistrationError
-from tensorhub.messages import (
-    AddSource,
-    Announce,
-    Compare,
-    CutReader,
-    Description,
-    DigestAgain,
-    DigestedAgain,
-    Digests,
-    Dismissed,
-    Done,
-    DropCopy,
-    DropSource,
-    EpochChanged,
-    FromCoordinator,
-    FromWorker,
-    HeartbeatAck,
-    LeaveGranted,
-    MakeCopy,
-    ManifestReply,
-    Outcome,
-    Refused,
-    Registered,
-    Revoked,
-    SetRetained,
-    Start,
-    TellChunks,
-    TellDigests,
-    ToRank,
-    Welcome,
-    Write,
-)
 from tensorhub.worker.registration_session import Shard
 
 H = TypeVar("H")
@@ -59,7 +28,7 @@ class Deliver(Generic[H]):
     """This handle's member receives it."""
 
     handle: H
-    message: ToRank
+    message: messages.ToRank
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,25 +36,35 @@ class Examine(Generic[H]):
     """This handle looks at its memory, and answers."""
 
     handle: H
-    question: DigestAgain | TellDigests
+    question: messages.DigestAgain | messages.TellDigests
 
 
 @dataclass(frozen=True, slots=True)
 class Answered:
     """To what the worker itself has asked, unless that is answered or given up already."""
 
-    message: Done | Refused | ManifestReply | Description
+    message: messages.Done | messages.Refused | messages.ManifestReply | messages.Description
 
 
 @dataclass(frozen=True, slots=True)
 class Reply:
     """Say this at once: there is nobody here who could."""
 
-    message: FromWorker
+    message: messages.FromWorker
 
 
 # What is none of these concerns the worker itself.
-Routed = Deliver[H] | Examine[H] | Answered | Reply | Announce | CutReader | TellChunks | MakeCopy | DropCopy
+Routed = (
+    Deliver[H]
+    | Examine[H]
+    | Answered
+    | Reply
+    | messages.Announce
+    | messages.CutReader
+    | messages.TellChunks
+    | messages.MakeCopy
+    | messages.DropCopy
+)
 
 
 class Router(Generic[H]):
@@ -96,7 +75,7 @@ class Router(Generic[H]):
         self._numbers = numbers
         self._at: dict[tuple[str, str, int], str] = {}  # by (model, group, rank): a registration that has not left
         self._asked: dict[int, str] = {}  # by request that is not answered yet: a registration that has not ended
-        self._coordinator: Welcome | None = None  # the one of the newest session
+        self._coordinator: messages.Welcome | None = None  # the one of the newest session
 
     def __repr__(self) -> str:
         return f"<Router: {len(self.handles)} handles, {len(self._asked)} without an answer>"
@@ -150,40 +129,53 @@ class Router(Generic[H]):
 
     # -- what is heard
 
-    def welcomed(self, message: Welcome) -> bool:
+    def welcomed(self, message: messages.Welcome) -> bool:
         """A session is up. True: the coordinator is a new cluster, or has an older state than the one before (R2, G3)."""
         before, self._coordinator = self._coordinator, message
         self._asked.clear()  # nothing that was said before is answered over it
         return before is not None and (before.cluster != message.cluster or before.epoch > message.epoch)
 
-    def route(self, message: FromCoordinator) -> list[Routed[H]]:
+    def route(self, message: messages.FromCoordinator) -> list[Routed[H]]:
         """Whom it concerns, in order."""
         match message:
-            case Registered() | LeaveGranted():
+            case messages.Registered() | messages.LeaveGranted():
                 return self._tell(self._answer(message.request), message)
-            case Done() | Refused() | ManifestReply():
+            case messages.Done() | messages.Refused() | messages.ManifestReply():
                 return self._tell(self._answer(message.request), message) or [Answered(message)]
-            case Description():
+            case messages.Description():
                 return [Answered(message)]
-            case Revoked() | SetRetained():
+            case messages.Revoked() | messages.SetRetained():
                 return self._tell(self.handles.get(message.registration), message)
-            case Start() | Write() | AddSource() | DropSource() | Compare() | Outcome():
+            case (
+                messages.Start()
+                | messages.Write()
+                | messages.AddSource()
+                | messages.DropSource()
+                | messages.Compare()
+                | messages.Outcome()
+            ):
                 key = message.key
                 return self._tell(self.rank_at(key.model, key.group, message.rank), message)
-            case EpochChanged():
+            case messages.EpochChanged():
                 group = message.model, message.group
                 return [Deliver(self.handles[there], message) for place, there in self._at.items() if place[:2] == group]
-            case DigestAgain():
+            case messages.DigestAgain():
                 handle = self.handles.get(message.registration)
-                missing = DigestedAgain(message.inquiry, message.registration, None)
+                missing = messages.DigestedAgain(message.inquiry, message.registration, None)
                 return [Examine(handle, message) if handle is not None else Reply(missing)]
-            case TellDigests():
+            case messages.TellDigests():
                 handle = self.handles.get(message.registration)
-                nothing = Digests(message.registration, message.generation, 0, (), b"", True)
+                nothing = messages.Digests(message.registration, message.generation, 0, (), b"", True)
                 return [Examine(handle, message) if handle is not None else Reply(nothing)]
-            case Announce() | CutReader() | TellChunks() | MakeCopy() | DropCopy():
+            case (
+                messages.Announce()
+                | messages.CutReader()
+                | messages.TellChunks()
+                | messages.MakeCopy()
+                | messages.DropCopy()
+            ):
                 return [message]
-            case HeartbeatAck() | Welcome() | Dismissed():
+            case messages.HeartbeatAck() | messages.Welcome() | messages.Dismissed():
                 return []  # the session's own
             case _:
                 assert_never(message)
@@ -193,5 +185,5 @@ class Router(Generic[H]):
         return self.handles.get(self._asked.pop(request, ""))
 
     @staticmethod
-    def _tell(handle: H | None, message: ToRank) -> list[Routed[H]]:
+    def _tell(handle: H | None, message: messages.ToRank) -> list[Routed[H]]:
         return [] if handle is None else [Deliver(handle, message)]

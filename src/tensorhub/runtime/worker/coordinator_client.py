@@ -9,23 +9,12 @@ from typing import Protocol
 
 import anyio
 
+from tensorhub import messages
 from tensorhub.errors import CoordinatorUnavailable, OperationTimeout, VersionConflict
-from tensorhub.messages import (
-    Check,
-    Describe,
-    Description,
-    Done,
-    FromWorker,
-    GetManifest,
-    ManifestReply,
-    Refused,
-    Retain,
-    Rollback,
-)
 from tensorhub.runtime.control.link import RECONNECT_S_FIRST
 from tensorhub.types import ModelInfo, VersionInfo
 
-Answer = Done | Refused | Description | ManifestReply
+Answer = messages.Done | messages.Refused | messages.Description | messages.ManifestReply
 
 
 class MessageSink(Protocol):
@@ -34,7 +23,7 @@ class MessageSink(Protocol):
     @property
     def online(self) -> bool: ...
 
-    def say(self, message: FromWorker) -> None: ...
+    def say(self, message: messages.FromWorker) -> None: ...
 
 
 def _random_id() -> str:
@@ -66,11 +55,11 @@ class CoordinatorClient:
         for event, _ in self._waiting.values():
             event.set()
 
-    async def ask(self, make: Callable[[int], FromWorker], what: str, timeout_s: float) -> Answer:
+    async def ask(self, make: Callable[[int], messages.FromWorker], what: str, timeout_s: float) -> Answer:
         """Raises what the coordinator refuses with, CoordinatorUnavailable, OperationTimeout."""
         return await self._ask(make, what, timeout_s, anyio.current_time() + timeout_s)
 
-    async def _ask(self, make: Callable[[int], FromWorker], what: str, timeout_s: float, deadline: float) -> Answer:
+    async def _ask(self, make: Callable[[int], messages.FromWorker], what: str, timeout_s: float, deadline: float) -> Answer:
         """The same, of `timeout_s` seconds for several questions, which end at `deadline`."""
         with anyio.CancelScope(deadline=deadline):
             while True:
@@ -86,7 +75,7 @@ class CoordinatorClient:
                 finally:
                     del self._waiting[request]
                 if answers:
-                    if isinstance(answers[0], Refused):
+                    if isinstance(answers[0], messages.Refused):
                         raise answers[0].error.error()
                     return answers[0]
         if not self._link.online:
@@ -102,8 +91,8 @@ class CoordinatorClient:
         is_last = False
         while not is_last:
             after = found[-1].model if found else None
-            answer = await self._ask(partial(Describe, model=model, after=after), "describe", timeout_s, deadline)
-            assert isinstance(answer, Description)
+            answer = await self._ask(partial(messages.Describe, model=model, after=after), "describe", timeout_s, deadline)
+            assert isinstance(answer, messages.Description)
             found += answer.models
             is_last = not (answer.more and answer.models)
         return tuple(found)
@@ -111,13 +100,15 @@ class CoordinatorClient:
     async def manifest(self, info: VersionInfo, shard: int, timeout_s: float) -> bytes:
         """The encoded manifest of one shard of a version. VersionUnavailable if it has no such shard, or is no more."""
         what = f"manifest of shard {shard} of version {info.version} of {info.model!r}"
-        answer = await self.ask(lambda request: GetManifest(request, info.model, info.content_id, shard), what, timeout_s)
-        assert isinstance(answer, ManifestReply)
+        answer = await self.ask(
+            lambda request: messages.GetManifest(request, info.model, info.content_id, shard), what, timeout_s
+        )
+        assert isinstance(answer, messages.ManifestReply)
         return answer.manifest
 
     async def check_number(self, model: str, version: int, timeout_s: float) -> None:
         """Raise VersionConflict if `version` could not be published now."""
-        await self.ask(lambda request: Check(request, model, version), f"version {version} of {model!r}", timeout_s)
+        await self.ask(lambda request: messages.Check(request, model, version), f"version {version} of {model!r}", timeout_s)
 
     async def nothing_published(self, model: str, timeout_s: float) -> bool:
         """Whether no version of `model` was ever published. Raises as `ask`."""
@@ -137,10 +128,10 @@ class CoordinatorClient:
         try:
             ident = self.new_id()  # the same on each retry: a second one would retire what was published since
             left_s = max(0.0, turn.deadline - anyio.current_time())
-            await self.ask(lambda request: Rollback(request, ident, model, to), what, left_s)
+            await self.ask(lambda request: messages.Rollback(request, ident, model, to), what, left_s)
         finally:
             self._rolling_back.release()
 
     async def retain(self, model: str, latest: int, timeout_s: float) -> None:
         """Keep the newest `latest` versions; durable, and known to every live holder, on return."""
-        await self.ask(lambda request: Retain(request, model, latest), f"retain of {model!r}", timeout_s)
+        await self.ask(lambda request: messages.Retain(request, model, latest), f"retain of {model!r}", timeout_s)

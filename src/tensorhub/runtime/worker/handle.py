@@ -40,29 +40,7 @@ from tensorhub.types import (
     RegistrationId,
     VersionInfo,
 )
-from tensorhub.worker.calls import (
-    Action,
-    AddPullSource,
-    Call,
-    CallHook,
-    CompareDigests,
-    CopyLocally,
-    DropPullSource,
-    EndPrefetch,
-    Fence,
-    FillCall,
-    Finish,
-    FreeMemory,
-    FreePrefetch,
-    FreeStaging,
-    OpenGeneration,
-    RegistrationConfirmed,
-    RegistrationFailed,
-    ReopenGeneration,
-    Say,
-    StartPull,
-    StopPull,
-)
+from tensorhub.worker import calls
 from tensorhub.worker.interpreter import Interpreter
 from tensorhub.worker.member import Member
 
@@ -78,7 +56,7 @@ class _Call:
     ended: anyio.Event
     times: CallTimes = field(default_factory=CallTimes)
     hook: HookRequest | None = None
-    result: Finish | None = None
+    result: calls.Finish | None = None
 
 
 class Handle(CallersHandle):
@@ -138,7 +116,7 @@ class Handle(CallersHandle):
 
     async def fetch(
         self,
-        call: FillCall,
+        call: calls.FillCall,
         timeout_s: float,
         hook: HookRequest | None = None,
         progress: ProgressListener | None = None,
@@ -146,14 +124,14 @@ class Handle(CallersHandle):
         self._filler.progress = progress
         return await super().fetch(call, timeout_s, hook)
 
-    async def run_call(self, call: Call, timeout_s: float) -> None:
+    async def run_call(self, call: calls.Call, timeout_s: float) -> None:
         """One that only `worker.host_copies` makes."""
         await self._run(call, timeout_s)
 
-    async def _carry_out(self, call: Call, timeout_s: float, hook: HookRequest | None) -> tuple[Finish, Report]:
+    async def _carry_out(self, call: calls.Call, timeout_s: float, hook: HookRequest | None) -> tuple[calls.Finish, Report]:
         started, is_first = clock.now(), not self.was_filled and self.member.version is None
         actions = self.interpreter.begin(call, timeout_s, started)
-        if isinstance(call, FillCall) and is_first and not isinstance(call.selector, int):
+        if isinstance(call, calls.FillCall) and is_first and not isinstance(call.selector, int):
             self.first_fill_begins(call.kind, timeout_s)
         running = self._call = _Call(anyio.Event(), hook=hook)
         self._filler.times = running.times
@@ -233,7 +211,7 @@ class Handle(CallersHandle):
 
     # ------------------------------------------------------------------------------------------------- actions
 
-    def apply(self, actions: list[Action]) -> None:
+    def apply(self, actions: list[calls.Action]) -> None:
         """Queue what the member wants done. `Say` and `Finish` keep their place behind fences and openings."""
         self._todo.extend(actions)
         if actions:
@@ -269,44 +247,44 @@ class Handle(CallersHandle):
         """Run something beside this handle, as long as it runs."""
         self._tasks.start_soon(task)
 
-    async def _do(self, action: Action) -> None:
+    async def _do(self, action: calls.Action) -> None:
         match action:
-            case Say():
+            case calls.Say():
                 self._link.say(action.message)
-            case OpenGeneration():
+            case calls.OpenGeneration():
                 await self._open(action)
-            case ReopenGeneration():
+            case calls.ReopenGeneration():
                 if self._mapped.unopened is None:
                     self._owner.reopen(self._registration, action.generation)
-            case Fence():
+            case calls.Fence():
                 await self._fence(action)
-            case CallHook():
+            case calls.CallHook():
                 assert self._call is not None
                 assert self._call.hook is not None
                 self._call.times.hooked = clock.now() if self._call.times.prepared else None
                 self._call.hook(action.version)
-            case CompareDigests():
+            case calls.CompareDigests():
                 await self._filler.compare(action)
-            case StartPull() | CopyLocally():
+            case calls.StartPull() | calls.CopyLocally():
                 self._filler.begin(action, self._tasks)
-            case AddPullSource() | DropPullSource():
+            case calls.AddPullSource() | calls.DropPullSource():
                 self._filler.change_source(action)
-            case EndPrefetch():
+            case calls.EndPrefetch():
                 self._room.end_prefetch(self._registration)
-            case FreePrefetch():
+            case calls.FreePrefetch():
                 self._room.free_prefetch(self._registration)
-            case FreeStaging():
+            case calls.FreeStaging():
                 await self._mapped.free_staging()
-            case FreeMemory():
+            case calls.FreeMemory():
                 await self._mapped.free()
-            case StopPull():
+            case calls.StopPull():
                 await self._filler.stop()
                 self.apply(self.member.pull_stopped(clock.now()))
-            case RegistrationConfirmed():
+            case calls.RegistrationConfirmed():
                 self._answered(None)
-            case RegistrationFailed():
+            case calls.RegistrationFailed():
                 self._answered(action.error)
-            case Finish():
+            case calls.Finish():
                 self._end_call(action)
             case _:
                 assert_never(action)
@@ -316,7 +294,7 @@ class Handle(CallersHandle):
         self.registered.set()
         self._room.answered(self._registration, refusal)
 
-    def _end_call(self, finish: Finish) -> None:
+    def _end_call(self, finish: calls.Finish) -> None:
         if self._call is not None and self.interpreter.is_busy:
             self.interpreter.finished(finish)
             self._call.result = finish
@@ -330,7 +308,7 @@ class Handle(CallersHandle):
             self._call.times.bound = clock.now()
         self.apply(self.member.receive(message, clock.now()))
 
-    async def _open(self, action: OpenGeneration) -> None:
+    async def _open(self, action: calls.OpenGeneration) -> None:
         chunks = await self._mapped.prepare(action.manifest)
         if chunks is None:
             return
@@ -351,7 +329,7 @@ class Handle(CallersHandle):
             tells=action.complete and bool(chunks.width),
         )
 
-    async def _fence(self, action: Fence) -> None:
+    async def _fence(self, action: calls.Fence) -> None:
         """Fence the memory, or give up at the deadline; without one, try until it stands."""
         while True:
             try:
@@ -370,7 +348,7 @@ class Handle(CallersHandle):
         if violation is not None and violation is not known:
             log.warning("published_memory_written", registration=self._registration, reason=str(violation))
 
-    def _left_s(self, fence: Fence) -> float:
+    def _left_s(self, fence: calls.Fence) -> float:
         """Until it is given up."""
         return max(0.0, self.interpreter.fence_until(fence) - clock.now())
 
