@@ -120,10 +120,9 @@ def _chosen_faults(search: ModuleType, names: str | None) -> tuple[str, ...] | N
 
 
 async def _simulate(plan: Plan, search: ModuleType, as_json: bool, quiet: bool, verbose: bool) -> int:
-    from tensorhub.testing.coverage import transitions
 
     kinds = plan.faults if plan.faults is not None else [str(fault) for fault in search.Fault]
-    found = Found(Results(kinds, transitions(), search.RECOVERY_PATHS))
+    found = Found(Results(kinds, wanted(), search.RECOVERY_PATHS))
     with _bar(plan, quiet) as show:
         await _run(plan, found, show, fails=(lambda result: None) if as_json else partial(_tell_failure, plan))
     never = found.covered.never() if found.covered.seeds >= COMPLETE_FROM and plan.faults is None else []

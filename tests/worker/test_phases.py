@@ -1,0 +1,137 @@
+"""Phases of calls that a search of a thousand seeds may not meet: each is entered here, from where the table says."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+
+import pytest
+
+from tensorhub.errors import GroupAborted, StateError
+from tensorhub.machine import counting_transitions
+from tensorhub.messages import Compare, ErrorInfo, ManifestReply, Outcome, Revoked, Start
+from tensorhub.testing.coverage import RARE, transitions
+from tensorhub.types import Medium, OpKind, Purpose
+from tensorhub.worker.calls import CopyCall, FillCall, LocalCopy
+from tensorhub.worker.local_copies import LocalCopies
+from tests.worker.test_host import ALL, Rank, manifest, version
+
+
+def host(copies: LocalCopies, purpose: Purpose = Purpose.PREFETCH) -> Rank:
+    return Rank(copies, Medium.HOST, purpose)
+
+
+def asks_manifest(rank: Rank, *, write: bool) -> int:
+    """It is bound to version 2 and does not know its manifest: the number of its question."""
+    rank.member._context.manifests._known.clear()
+    rank.do(rank.member.begin(FillCall(OpKind.UPDATE, "latest"), 60, 0))
+    running = rank.member.running
+    assert running is not None
+    assert running.key is not None
+    rank.do(rank.member.receive(Start(running.key, 0, version(2), manifest().manifest_id, write, ()), 0))
+    assert running.phase == "manifest"
+    return running.request
+
+
+def manifest_comes(rank: Rank, request: int) -> None:
+    rank.do(rank.member.receive(ManifestReply(request, manifest().encode()), 0))
+
+
+def manifest_to_asked() -> None:
+    rank = Rank(LocalCopies())
+    asks_manifest(rank, write=False)
+    running = rank.member.running
+    assert running is not None
+    assert running.key is not None
+    unknown = Outcome(running.key, 0, False, False, None, ErrorInfo.of(GroupAborted("new")), unknown=True)
+    rank.do(rank.member.receive(unknown, 0))
+
+
+def manifest_to_copying() -> None:
+    copies = LocalCopies()
+    host(copies).hold(2)
+    rank = Rank(copies)
+    manifest_comes(rank, asks_manifest(rank, write=True))
+
+
+def manifest_to_fencing() -> None:
+    rank = Rank(LocalCopies())
+    rank.hold(1)
+    manifest_comes(rank, asks_manifest(rank, write=True))
+
+
+def hook_to_fencing() -> None:
+    rank = Rank(LocalCopies())
+    rank.hold(1)
+    rank.fill(2, hold=True)
+    rank.do(rank.member.hook_returned(None, 0))
+
+
+def copying_to_copying() -> None:
+    copies = LocalCopies()
+    prefetched, rank = host(copies), Rank(copies)
+    prefetched.fill(2, kind=OpKind.PREFETCH)
+    rank.fill(2)
+    prefetched.do(prefetched.member.end_prefetch(0))
+    prefetched.do(prefetched.member.pull_stopped(0))
+    rank.do(rank.member.copied(frozenset({0}), 0))
+
+
+def copying_to_stopping() -> None:
+    copies = LocalCopies()
+    host(copies).hold(2)
+    rank = Rank(copies)
+    rank.fill(2)
+    rank.do(rank.member.cancel(StateError("cancelled"), 0))
+
+
+def voted_to_pulling() -> None:
+    rank = Rank(LocalCopies())
+    rank.fill(2)
+    rank.do(rank.member.pull_done(0))
+    content, running = rank.member.content, rank.member.running
+    assert content is not None
+    assert running is not None
+    assert running.key is not None
+    rank.do(rank.member.receive(Compare(running.key, 0, 0, b"", True), 0))
+    rank.do(rank.member.compared(content.generation, len(ALL), [(1, 7, None)], 0))
+
+
+def queued_copy_is_given_up() -> None:
+    copy = host(LocalCopies(), Purpose.RETENTION)
+    copy.hold(1)
+    copy.do(copy.member.receive(Revoked(copy.shard.registration, "content1", "rolled back"), 0))
+    copy.do(copy.member.begin(CopyCall(version(2), manifest(), LocalCopy("r", 7)), 60, 0))  # waits for the fence
+    copy.do(copy.member.cancel(StateError("cancelled"), 0))
+
+
+def copy_is_stopped() -> None:
+    copy = host(LocalCopies(), Purpose.RETENTION)
+    copy.do(copy.member.begin(CopyCall(version(1), manifest(), LocalCopy("r", 7)), 60, 0))
+    copy.do(copy.member.cancel(StateError("cancelled"), 0))
+    copy.do(copy.member.pull_stopped(0))
+
+
+WAYS: dict[Callable[[], None], set[str]] = {
+    manifest_to_asked: {"fill: manifest -> asked"},
+    manifest_to_copying: {"fill: manifest -> copying"},
+    manifest_to_fencing: {"fill: manifest -> fencing"},
+    hook_to_fencing: {"fill: hook -> fencing"},
+    copying_to_copying: {"fill: copying -> copying"},
+    copying_to_stopping: {"fill: copying -> stopping"},
+    voted_to_pulling: {"fill: voted -> pulling"},
+    queued_copy_is_given_up: {"copy: queued -> over"},
+    copy_is_stopped: {"copy: copying -> stopping", "copy: stopping -> over"},
+}
+
+
+@pytest.mark.parametrize("way", WAYS, ids=lambda way: way.__name__)
+def test_each_rare_phase_is_entered(way: Callable[[], None]) -> None:
+    with counting_transitions() as counted:
+        way()
+    assert WAYS[way] <= set(counted)
+    assert set(counted) <= set(transitions())
+
+
+def test_a_search_is_spared_what_is_entered_here_and_nothing_else() -> None:
+    assert Counter(RARE) == Counter(each for rare in WAYS.values() for each in rare)
