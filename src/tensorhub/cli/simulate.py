@@ -120,6 +120,7 @@ def _chosen_faults(search: ModuleType, names: str | None) -> tuple[str, ...] | N
 
 
 async def _simulate(plan: Plan, search: ModuleType, as_json: bool, quiet: bool, verbose: bool) -> int:
+    from tensorhub.testing.coverage import wanted
 
     kinds = plan.faults if plan.faults is not None else [str(fault) for fault in search.Fault]
     found = Found(Results(kinds, wanted(), search.RECOVERY_PATHS))
