@@ -41,7 +41,7 @@ class SpoolTransport(ConnectedTransport):
         return here.host == there.host
 
     def channel(self, client: ReadClient, destination: Destination) -> Channel:
-        said = client.ask(Find(client.right.registration, client.right.generation), FileIs)
+        said = client.find(FileIs)
         return _SpoolChannel(client, os.open(said.path, os.O_RDONLY), destination)
 
     def serve(self) -> OwnerSide:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import importlib
 import warnings
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from fnmatch import fnmatchcase
 from itertools import islice
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from tensorhub.cuda.cupy_device import cuda_device, fault_here
 from tensorhub.cuda.device import Device, DeviceBytes
 from tensorhub.errors import InvalidType, InvalidValue, ManifestMismatch, StateError, shown
-from tensorhub.manifest import Manifest, TensorDescription, TensorSpec
-from tensorhub.memory.tensors import Bytes, MappedRegions, check_padding, is_packed, view
+from tensorhub.manifest import Manifest, TensorSpec
+from tensorhub.memory.tensors import Bytes, FilledMemory, MappedRegions, check_padding, is_packed, view
 
 if TYPE_CHECKING:
     import torch
@@ -38,7 +38,7 @@ def _place(tensor: TensorSpec) -> _Place:
     return _Place(tensor.region, tensor.offset, tensor.nbytes)
 
 
-class AllocatedMemory:
+class AllocatedMemory(FilledMemory):
     """See `Memory`; for one fetch. It is never published.
 
     `names`: a tensor's name or a glob over names (`layers.0.*`), or several; None: all tensors. `device`: where the
@@ -47,11 +47,6 @@ class AllocatedMemory:
 
     Raises StateError (names that are none, no torch, a device that cannot be used).
     """
-
-    descriptions: tuple[TensorDescription, ...] = ()
-    metadata = b""
-    digests_first = False
-    device: Device | None = None
 
     def __init__(self, names: str | Sequence[str] | None = None, device: object = "cpu") -> None:
         self._patterns = patterns(names)
@@ -73,18 +68,6 @@ class AllocatedMemory:
         if made.type == "meta":
             raise InvalidValue("device='meta': there are no bytes there; take 'cpu' or an accelerator")
         return made
-
-    def check_unreplaced(self) -> None:
-        """Nobody else has it."""
-
-    def versions(self) -> tuple[int, ...]:
-        return ()
-
-    def count_write(self) -> None:
-        """Nobody else has it."""
-
-    def digests(self, manifest: Manifest, check: Callable[[], object]) -> None:
-        """It is never published."""
 
     def map(self, manifest: Manifest) -> MappedRegions:
         """Allocate what is wanted of this manifest, anew each time.

@@ -13,18 +13,17 @@ import mmap
 import os
 import secrets
 import shutil
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Self
 
-from tensorhub.cuda.device import Device
 from tensorhub.errors import ManifestMismatch, StateError
-from tensorhub.manifest import Manifest, TensorDescription, TensorSpec
+from tensorhub.manifest import Manifest, TensorSpec
 from tensorhub.memory.allocated import choose, patterns
 from tensorhub.memory.checkpoint import SUFFIX, Checkpoint, agreed, rewritten, sync_directory
 from tensorhub.memory.safetensors import Entry, Header, make_header
-from tensorhub.memory.tensors import MappedRegions, Pieces, alias_classes, check_padding, is_packed
+from tensorhub.memory.tensors import FilledMemory, MappedRegions, Pieces, alias_classes, check_padding, is_packed
 
 ONE_FILE = "model" + SUFFIX  # of a directory, where the publisher had no file names
 
@@ -103,18 +102,13 @@ def _mismatch(text: str) -> ManifestMismatch:
 # ----------------------------------------------------------------------------------------------------------- writing
 
 
-class FileTarget:
+class FileTarget(FilledMemory):
     """The output of a fetch, as memory that is made when the version is known. See `Memory`; it is never published.
 
     `out`: one file if it ends in .safetensors, else a directory. `names`: as `Hub.fetch` takes them. `force`: replace
     what is there. Use as a context manager: what was not committed in it is removed at its end. Raises StateError, before
     anything is fetched, if the output exists or cannot be made.
     """
-
-    descriptions: tuple[TensorDescription, ...] = ()
-    metadata = b""
-    digests_first = False
-    device: Device | None = None
 
     def __init__(self, out: Path, names: str | Sequence[str] | None = None, *, force: bool = False) -> None:
         self._is_file = out.name.endswith(SUFFIX)
@@ -166,18 +160,6 @@ class FileTarget:
         return any(path.name != self._temporary_name for path in self._out.iterdir())
 
     # ------------------------------------------------------------------------------------------------- as memory
-
-    def check_unreplaced(self) -> None:
-        """Nobody else has it."""
-
-    def versions(self) -> tuple[int, ...]:
-        return ()
-
-    def count_write(self) -> None:
-        """Nobody else has it."""
-
-    def digests(self, manifest: Manifest, check: Callable[[], object]) -> None:
-        """It is never published."""
 
     def map(self, manifest: Manifest) -> MappedRegions:
         """Make the files, with all their blocks, and find the wanted tensors' regions in them.

@@ -12,22 +12,16 @@ import mmap
 from collections.abc import Callable
 from itertools import accumulate
 
-from tensorhub.cuda.device import Device
 from tensorhub.errors import StateError
-from tensorhub.manifest import Manifest, TensorDescription
-from tensorhub.memory.tensors import MappedRegions
+from tensorhub.manifest import Manifest
+from tensorhub.memory.tensors import FilledMemory, MappedRegions
 
 Pin = Callable[[memoryview], Callable[[], None]]
 """Page-locks this memory; what comes back undoes that."""
 
 
-class HostMemory:
+class HostMemory(FilledMemory):
     """See `Memory`. It has no tensors: its regions are those of whichever manifest it is mapped for."""
-
-    descriptions: tuple[TensorDescription, ...] = ()
-    metadata = b""
-    digests_first = False
-    device: Device | None = None
 
     def __init__(self, reserve: Callable[[int], None] | None = None, pin: Pin | None = None) -> None:
         """`pin`: for memory that a GPU copies from and to."""
@@ -39,18 +33,6 @@ class HostMemory:
 
     def __repr__(self) -> str:
         return f"<HostMemory of {self.nbytes} bytes>"
-
-    def check_unreplaced(self) -> None:
-        """Nobody else has it."""
-
-    def versions(self) -> tuple[int, ...]:
-        return ()
-
-    def count_write(self) -> None:
-        """Nobody else has it."""
-
-    def digests(self, manifest: Manifest, check: Callable[[], object]) -> None:
-        """What is filled from elsewhere has come with its digests."""
 
     def map(self, manifest: Manifest) -> MappedRegions:
         """Allocate all regions of this manifest, in place of those before. StateError: no room, or no memory."""

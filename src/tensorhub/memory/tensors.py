@@ -186,6 +186,27 @@ class Memory(Protocol):
         """Find the regions of a manifest, its own or a compatible source's. ManifestMismatch if they are not here."""
 
 
+class FilledMemory(Memory):
+    """Memory of the library's own, which nobody else has: it is filled, and not published from tensors. Inherit from it."""
+
+    descriptions: tuple[TensorDescription, ...] = ()
+    metadata = b""
+    digests_first = False
+    device: Device | None = None
+
+    def check_unreplaced(self) -> None:
+        """Nobody else could have replaced it."""
+
+    def versions(self) -> tuple[int, ...]:
+        return ()
+
+    def count_write(self) -> None:
+        """Nobody looks at a count."""
+
+    def digests(self, manifest: Manifest, check: Callable[[], object]) -> None:
+        """What is filled from elsewhere has come with its digests."""
+
+
 _OF_TORCH = (
     methodcaller("data_ptr"),
     attrgetter("shape"),

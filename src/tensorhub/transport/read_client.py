@@ -26,6 +26,7 @@ from tensorhub.protocol.codec import FROM_OWNER
 from tensorhub.protocol.frames import NotAuthentic
 from tensorhub.protocol.lost import ConnectionLost
 from tensorhub.transport.base import Cutter, Lacking, NotShared, ReadFailure, ReadRight, Unusable
+from tensorhub.transport.dialect import Find
 from tensorhub.transport.peers import Peer, Peers
 
 R = TypeVar("R")
@@ -87,6 +88,10 @@ class ReadClient:
                     raise ProtocolError(f"a {type(asked).__name__} is answered with {type(message).__name__}")
                 return message
         raise (NotShared if said.is_usual else Unusable)(f"at the source: {said.reason}")
+
+    def find(self, reply: type[R]) -> R:
+        """Ask how the right's registration is read this way: see `Find`. Raises as `ask`."""
+        return self.ask(Find(self.right.registration, self.right.generation), reply)
 
     def say(self, request: int, message: object) -> None:
         """Say something of the transport's dialect, about that request."""

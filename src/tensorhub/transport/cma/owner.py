@@ -9,17 +9,6 @@ from tensorhub.transport.one_sided_owner import NOT_FROM_THERE, OneSidedSession
 from tensorhub.transport.owner import OwnerSession, OwnerSide, ServedReader
 
 
-class CmaOwner(OwnerSide):
-    """See `OwnerSide`."""
-
-    dialect = DIALECT
-    is_one_sided = True
-
-    def session(self, reader: ServedReader) -> OwnerSession:
-        """See `OwnerSide`."""
-        return _CmaSession(reader)
-
-
 class _CmaSession(OneSidedSession):
     def answer(self, request: int, asked: Find) -> None:
         """Say in which process this is; or that it is not to be read from there."""
@@ -29,3 +18,13 @@ class _CmaSession(OneSidedSession):
         if header is None or not self._lane.is_local:
             raise Unusable(NOT_FROM_THERE)
         self._connection.send(DIALECT.reply(request, MemoryIs(*header)))
+
+
+class CmaOwner(OwnerSide):
+    """See `OwnerSide`."""
+
+    dialect = DIALECT
+    is_one_sided = True
+
+    def session(self, reader: ServedReader) -> OwnerSession:
+        return _CmaSession(reader)

@@ -8,7 +8,6 @@ from tensorhub.transport.cma import process as cma
 from tensorhub.transport.cma.messages import DIALECT, MemoryIs
 from tensorhub.transport.cma.owner import CmaOwner
 from tensorhub.transport.connected import ConnectedTransport
-from tensorhub.transport.dialect import Find
 from tensorhub.transport.generation_words import NONCE_BYTES, Header
 from tensorhub.transport.one_sided import OneSidedChannel, lanes_here
 from tensorhub.transport.owner import OwnerSide
@@ -34,6 +33,9 @@ class CmaTransport(ConnectedTransport):
         """Between equal hosts."""
         return here.host == there.host
 
+    def serve(self) -> OwnerSide:
+        return CmaOwner()
+
     def channel(self, client: ReadClient, destination: Destination) -> Channel:
         """Find the process. Unusable: it is out of reach."""
         peer, right = client.peer, client.right
@@ -41,16 +43,12 @@ class CmaTransport(ConnectedTransport):
             peer.header, peer.registration = _find(client), right.registration
         return OneSidedChannel(client, cma.Process(peer.header), destination)
 
-    def serve(self) -> OwnerSide:
-        """See `Transport.serve`."""
-        return CmaOwner()
-
 
 def _find(client: ReadClient) -> Header:
     """What the owner says of its process, once that has proved to be that one here."""
     if not client.peer.is_local:
         raise Unusable("it is connected from another host: workers on different hosts need different Location.host")
-    said = client.ask(Find(client.right.registration, client.right.generation), MemoryIs)
+    said = client.find(MemoryIs)
     if len(said.nonce) != NONCE_BYTES:
         raise ProtocolError(f"a nonce has {NONCE_BYTES} bytes")
     process = cma.Process(Header(said.pid, said.address, said.nonce))

@@ -14,18 +14,6 @@ from tensorhub.transport.owner import OwnerSession, OwnerSide, ServedReader
 from tensorhub.transport.shm.segments import segments_of
 
 
-class CudaIpcOwner(OwnerSide):
-    """See `OwnerSide`."""
-
-    dialect = DIALECT
-    is_one_sided = True
-    shares_memory = True
-
-    def session(self, reader: ServedReader) -> OwnerSession:
-        """See `OwnerSide`."""
-        return _CudaIpcSession(reader)
-
-
 class _CudaIpcSession(OneSidedSession):
     def answer(self, request: int, asked: Find) -> None:
         """Say how the registration's memory is opened."""
@@ -44,3 +32,14 @@ class _CudaIpcSession(OneSidedSession):
         said = AllocationsAre(allocations.this_process(), exported, (words[0].address, words[0].nbytes))
         self._connection.send(DIALECT.reply(request, said))
         self._connection.send_descriptors([words[0].descriptor])
+
+
+class CudaIpcOwner(OwnerSide):
+    """See `OwnerSide`."""
+
+    dialect = DIALECT
+    is_one_sided = True
+    shares_memory = True
+
+    def session(self, reader: ServedReader) -> OwnerSession:
+        return _CudaIpcSession(reader)

@@ -20,7 +20,6 @@ from tensorhub.transport.connected import ConnectedTransport
 from tensorhub.transport.cuda_ipc.allocations import Imports, Opened, this_process
 from tensorhub.transport.cuda_ipc.messages import DIALECT, AllocationsAre
 from tensorhub.transport.cuda_ipc.owner import CudaIpcOwner
-from tensorhub.transport.dialect import Find
 from tensorhub.transport.generation_words import WORD_BYTES
 from tensorhub.transport.kept import KEPT_S
 from tensorhub.transport.one_sided import OneSidedChannel, Piece, Translated
@@ -52,6 +51,9 @@ class CudaIpcTransport(ConnectedTransport):
         """Between equal hosts."""
         return here.host == there.host
 
+    def serve(self) -> OwnerSide:
+        return CudaIpcOwner()
+
     def channel(self, client: ReadClient, destination: Destination) -> Channel:
         """Open what is to be read."""
         if destination.device is None:
@@ -59,7 +61,7 @@ class CudaIpcTransport(ConnectedTransport):
         return OneSidedChannel(client, self._open(client, destination.device), destination)
 
     def _open(self, client: ReadClient, device: Device) -> OnDevice:
-        said = client.ask(Find(client.right.registration, client.right.generation), AllocationsAre)
+        said = client.find(AllocationsAre)
         (descriptor,) = client.connection.receive_descriptors(1)
         try:
             words = shm.MappedSegment(descriptor, said.words[1])
@@ -78,12 +80,7 @@ class CudaIpcTransport(ConnectedTransport):
         places = [(each.address, each.nbytes, here) for each, here in zip(allocations, addresses, strict=True)]
         return OnDevice(device, places, words, said.words[0], opened, by_kernel=by_kernel)
 
-    def serve(self) -> OwnerSide:
-        """See `Transport.serve`."""
-        return CudaIpcOwner()
-
     def sweep(self) -> None:
-        """See `Keeping`."""
         self._imports.sweep(KEPT_S)
         super().sweep()
 

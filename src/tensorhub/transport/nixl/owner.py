@@ -23,15 +23,12 @@ class NixlOwner(OwnerSide):
         self.exposures = Exposures()  # thread-safe itself: making one takes long
 
     def session(self, reader: ServedReader) -> OwnerSession:
-        """See `OwnerSide`."""
         return _NixlSession(reader, self.exposures)
 
     def forget(self, registration: RegistrationId) -> None:
-        """See `OwnerSide`."""
         self.exposures.end(registration)
 
     def close(self) -> None:
-        """See `OwnerSide`."""
         self.exposures.close()
 
 

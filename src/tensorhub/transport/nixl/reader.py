@@ -10,7 +10,6 @@ from tensorhub.errors import TransportUnavailable
 from tensorhub.protocol.blocking import BlockingConnection
 from tensorhub.transport.base import DEVICE, HOST, Channel, Destination, NotShared, ReadFailure, Unusable
 from tensorhub.transport.connected import ConnectedTransport
-from tensorhub.transport.dialect import Find
 from tensorhub.transport.nixl.agents import fault_with
 from tensorhub.transport.nixl.messages import DIALECT, AgentIs
 from tensorhub.transport.nixl.owner import NixlOwner
@@ -40,12 +39,15 @@ class NixlTransport(ConnectedTransport):
         """Anywhere, as far as locations say."""
         return True
 
+    def serve(self) -> OwnerSide:
+        return NixlOwner()
+
     def channel(self, client: ReadClient, destination: Destination) -> Channel:
         """Know the source's agent, and read the generation word by it."""
         device, connection, right = destination.device, client.connection, client.right
         if (fault := fault_with(is_near=client.peer.is_local and device is None)) is not None:
             raise (Unusable if device is None else NotShared)(fault)
-        found = client.ask(Find(right.registration, right.generation), AgentIs)
+        found = client.find(AgentIs)
         wait = (lambda: connection.has_ended), self._options.stall_timeout_s
         try:
             remote = Remote(self._agents, found.name, found.metadata, *wait, found.device, device)
@@ -58,12 +60,7 @@ class NixlTransport(ConnectedTransport):
             raise
         return NixlChannel(client, remote, destination)
 
-    def serve(self) -> OwnerSide:
-        """See `Transport.serve`."""
-        return NixlOwner()
-
     def close(self) -> None:
-        """See `Keeping`."""
         self._agents.close()
         super().close()
 

@@ -380,7 +380,6 @@ class Remote:
             raise TimeoutError(errno.ETIMEDOUT, f"NIXL has brought nothing for {self._stall_timeout_s:g} s")
 
     def copy(self, call: Sequence[Piece]) -> None:
-        """See `Source.copy`."""
         self._agent.read(self._name, call, self._watch, self._there, self._here)
 
     def is_unchanged(self, word: int, generation: int) -> bool:

@@ -64,11 +64,9 @@ class RdmaOwner(OwnerSide):
         self.fabric = fabric
 
     def session(self, reader: ServedReader) -> OwnerSession:
-        """See `OwnerSide`."""
         return RdmaSession(reader, self.fabric)
 
     def release(self, memory: ChunkMemory) -> None:
-        """See `OwnerSide`."""
         self.fabric.release(memory)
 
 

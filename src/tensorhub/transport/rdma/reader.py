@@ -89,7 +89,6 @@ class RdmaTransport(ConnectedTransport):
         return RdmaChannel(client, link, destination, self._options.stall_timeout_s, pinned)
 
     def serve(self) -> OwnerSide:
-        """See `Transport.serve`."""
         return RdmaOwner(self.fabric)
 
     def _linked(self, client: ReadClient) -> Link:

@@ -10,18 +10,6 @@ from tensorhub.transport.shm.messages import DIALECT, SEGMENTS_MAX, SegmentsAre
 from tensorhub.transport.shm.segments import segments_of
 
 
-class ShmOwner(OwnerSide):
-    """See `OwnerSide`."""
-
-    dialect = DIALECT
-    is_one_sided = True
-    shares_memory = True
-
-    def session(self, reader: ServedReader) -> OwnerSession:
-        """See `OwnerSide`."""
-        return _ShmSession(reader)
-
-
 class _ShmSession(OneSidedSession):
     def answer(self, request: int, asked: Find) -> None:
         """Hand over what the registration and its generation word are in."""
@@ -33,3 +21,14 @@ class _ShmSession(OneSidedSession):
         said = SegmentsAre(tuple([(each.address, each.nbytes) for each in segments]))
         self._connection.send(DIALECT.reply(request, said))
         self._connection.send_descriptors([segment.descriptor for segment in segments])
+
+
+class ShmOwner(OwnerSide):
+    """See `OwnerSide`."""
+
+    dialect = DIALECT
+    is_one_sided = True
+    shares_memory = True
+
+    def session(self, reader: ServedReader) -> OwnerSession:
+        return _ShmSession(reader)

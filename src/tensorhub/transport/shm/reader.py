@@ -13,7 +13,6 @@ from collections.abc import Sequence
 from tensorhub.errors import StateError, TransportUnavailable
 from tensorhub.transport.base import Channel, Destination, Unusable
 from tensorhub.transport.connected import ConnectedTransport
-from tensorhub.transport.dialect import Find
 from tensorhub.transport.generation_words import WORD_BYTES
 from tensorhub.transport.kept import KEPT_S, Kept
 from tensorhub.transport.one_sided import CALL_BYTES, GROUP_BYTES, OneSidedChannel, Piece, Translated, lanes_here
@@ -44,6 +43,9 @@ class ShmTransport(ConnectedTransport):
         """Between equal hosts."""
         return here.host == there.host
 
+    def serve(self) -> OwnerSide:
+        return ShmOwner()
+
     def channel(self, client: ReadClient, destination: Destination) -> Channel:
         """Map what is to be read. A registration stays where it is until its end, so what is mapped of it is used again if
         that has been all that was read.
@@ -57,7 +59,7 @@ class ShmTransport(ConnectedTransport):
 
     def _find(self, client: ReadClient) -> list[tuple[int, shm.MappedSegment]]:
         """The source's segments, each with its address there."""
-        said = client.ask(Find(client.right.registration, client.right.generation), SegmentsAre)
+        said = client.find(SegmentsAre)
         descriptors = client.connection.receive_descriptors(len(said.segments))
         try:
             places = zip(descriptors, said.segments, strict=True)
@@ -77,12 +79,7 @@ class ShmTransport(ConnectedTransport):
             lambda: shm.MappedSegment(descriptor, nbytes),
         )
 
-    def serve(self) -> OwnerSide:
-        """See `Transport.serve`."""
-        return ShmOwner()
-
     def sweep(self) -> None:
-        """See `Keeping`."""
         self._mapped.sweep(KEPT_S)
         self._sources.sweep(KEPT_S)
         super().sweep()
@@ -107,7 +104,6 @@ class Mapped(Translated):
         self._segments = tuple(segments)  # keeps them mapped
 
     def copy(self, call: Sequence[Piece]) -> None:
-        """See `Source.copy`."""
         for here, there, nbytes in call:
             ctypes.memmove(here, self._here(there, nbytes), nbytes)
 

@@ -26,16 +26,6 @@ LOCAL_SEND_BYTES = 64 * 2**20  # the same within a host, in some 20 ms: beside a
 DIALECT = Dialect("tcp", from_reader={}, from_owner={})
 
 
-class TcpOwner(OwnerSide):
-    """Any worker can be read this way."""
-
-    dialect = DIALECT
-
-    def session(self, reader: ServedReader) -> OwnerSession:
-        """See `OwnerSide`."""
-        return TcpSession(reader)
-
-
 class TcpSession:
     """See `OwnerSession`."""
 
@@ -108,3 +98,12 @@ class TcpSession:
         digest = self._reader.memory.keep_digest(access, chunk, digests.made[chunk])
         self._connection.send(ChunkDigest(request, digest))
         self._reader.digested(view.nbytes, digests.seconds)
+
+
+class TcpOwner(OwnerSide):
+    """Any worker can be read this way."""
+
+    dialect = DIALECT
+
+    def session(self, reader: ServedReader) -> OwnerSession:
+        return TcpSession(reader)

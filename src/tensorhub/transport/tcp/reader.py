@@ -34,13 +34,12 @@ class TcpTransport(ConnectedTransport):
         """Always, as far as locations say."""
         return True
 
+    def serve(self) -> OwnerSide:
+        return TcpOwner()
+
     def channel(self, client: ReadClient, destination: Destination) -> Channel:
         """Nothing more is set up."""
         return TcpChannel(client, destination)
-
-    def serve(self) -> OwnerSide:
-        """See `Transport.serve`."""
-        return TcpOwner()
 
 
 class TcpChannel:
