@@ -119,7 +119,7 @@ def test_a_middleman_that_has_not_voted_leads_to_whom_it_has_read_from() -> None
     readers = cluster.coordinator.cluster.members[reader.id].group.operation
     assert readers is not None
     stray = Stray(wrong, Origin(middle.id, holding.generation))
-    cluster.coordinator._operations._corruption_checks.trace(readers.parts[0], stray)
+    cluster.coordinator._corruption_checks.trace(readers.parts[0], stray)
     cluster.run()
     cluster.advance(3.0)
     assert liar.member.state is HandleState.EMPTY
@@ -166,7 +166,7 @@ def test_whatever_others_have_said_in_its_place_a_publisher_is_not_blamed() -> N
     operation = cluster.coordinator.cluster.members[reader.id].group.operation
     assert operation is not None
     stray = Stray(0, Origin(trainer.id, content.generation))
-    cluster.coordinator._operations._corruption_checks.trace(operation.parts[0], stray)
+    cluster.coordinator._corruption_checks.trace(operation.parts[0], stray)
     for action in cluster.coordinator.cluster.take_actions():
         assert isinstance(action, Send)
         cluster._send_down(action.session, action.message)
@@ -534,7 +534,7 @@ def test_a_holder_that_says_nothing_does_not_hold_others_up() -> None:
 def test_words_of_several_are_not_mixed_where_a_root_is_known() -> None:
     """Else who says the last of them would be accused of what another one has said."""
     cluster, (liar, honest, _) = only_a_root_is_known("liar", "honest")
-    testimonies, cut = cluster.coordinator._operations._testimonies, list_of(cluster)
+    testimonies, cut = cluster.coordinator._testimonies, list_of(cluster)
     for handle in (liar, honest):
         content = handle.member.content
         assert content is not None

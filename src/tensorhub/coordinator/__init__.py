@@ -1,7 +1,18 @@
 """The coordinator's mind: which worker holds which version, who may read from whom, what is decided.
 
-PURE: events in, actions out; time is an argument. Responsible for versions, leases, replicas, groups and retention. Not
-responsible for sockets, files or a clock (`runtime.control.server`), nor for protecting memory: its owner does that.
+PURE: events in, actions out; time is an argument. Not responsible for sockets, files or a clock (`runtime.control.server`),
+nor for protecting memory: its owner does that. Where to look:
+
+    core                                    the step: `events` come in, `actions` go out
+    cluster, entities, states               what is known; `invariants` says what always holds of it
+    visitors, guests, sharing, access       sessions: who is let in, for how much, and who may say what
+    membership                              workers, ranks and groups
+    versions, availability, lineage         numbers, visibility, what selectors mean; rollbacks
+    operations, decisions, deadlines        group operations; what one does is its handler's: `publishes` or `fills`
+    readers, withdrawals                    read leases; how a source is left
+    retention, handovers                    what must stay, and who takes it over
+    testimonies, digest_lists, corruption_checks    what bytes must be, and who is to blame where they are not
+    answers, views, manifests, limits       what can be asked; encoded manifests; bounds
 """
 
 from tensorhub.coordinator.actions import (

@@ -13,93 +13,49 @@ from __future__ import annotations
 
 from typing import assert_never
 
+from tensorhub import messages
 from tensorhub.coordinator.cluster import Cluster
 from tensorhub.coordinator.entities import Session
 from tensorhub.errors import read_only_refusal
-from tensorhub.messages import (
-    Abandon,
-    BegunWith,
-    Check,
-    ChunksThere,
-    Compared,
-    CopyRefused,
-    Deregister,
-    Describe,
-    DigestedAgain,
-    Digests,
-    ErrorInfo,
-    Fenced,
-    Fill,
-    FromWorker,
-    GetManifest,
-    Heartbeat,
-    Join,
-    Leave,
-    LeaveRequest,
-    Outcome,
-    Pin,
-    Prepared,
-    Progress,
-    Publish,
-    ReaderCut,
-    ReadFailed,
-    ReadyToWrite,
-    Refused,
-    Register,
-    Resolve,
-    Retain,
-    RetainedAck,
-    Rollback,
-    Unpin,
-    Unwatch,
-    Watch,
-)
 from tensorhub.types import READ_ONLY, OpKind, Purpose
 
 
-def admits(cluster: Cluster, session: Session, message: FromWorker) -> bool:
-    """Whether this read-only session may say that; else it is answered here."""
+def admits(cluster: Cluster, session: Session, message: messages.FromWorker) -> bool:
+    """Whether this read-only session may say that; if not, whoever waits for an answer gets one here."""
+    if isinstance(message, messages.FromAnybody):
+        return True
     match message:
-        case Join() | Heartbeat() | Leave() | Watch() | Unwatch() | Describe() | GetManifest() | Check():
+        case messages.Leave() | messages.Deregister() | messages.Unpin() | messages.ReadyToWrite() | messages.Prepared():
+            return True  # about registrations and operations of its own, or about nothing; so below
+        case messages.Compared() | messages.Abandon() | messages.Resolve() | messages.ReadFailed() | messages.Progress():
             return True
-        case Compared():
-            return True
-        case Deregister() | ReadyToWrite() | Prepared() | Abandon() | Resolve() | ReadFailed() | Progress() | Unpin():
-            return True  # about registrations and operations of its own, or about nothing
-        case Register():
+        case messages.Register():
             return _fetches(cluster, session, message) or _refuse(cluster, session, message.request, "register")
-        case Fill() | Publish():
-            kind = OpKind.PUBLISH if isinstance(message, Publish) else message.kind
+        case messages.Fill() | messages.Publish():
+            kind = OpKind.PUBLISH if isinstance(message, messages.Publish) else message.kind
             if kind is not OpKind.FETCH:
-                error = ErrorInfo.of(read_only_refusal(kind.value))
-                cluster.send(session.number, Outcome(message.key, message.rank, False, False, None, error))
+                error = messages.ErrorInfo.of(read_only_refusal(kind.value))
+                cluster.send(session.number, messages.Outcome(message.key, message.rank, False, False, None, error))
             return kind is OpKind.FETCH
-        case Retain() | Pin() | Rollback():
+        case messages.Retain() | messages.Pin() | messages.Rollback():
             return _refuse(cluster, session, message.request, type(message).__name__.lower())
-        case LeaveRequest():
+        case messages.LeaveRequest():
             return _refuse(cluster, session, message.request, "unpublish")
-        case (
-            BegunWith()
-            | Fenced()
-            | CopyRefused()
-            | RetainedAck()
-            | ReaderCut()
-            | DigestedAgain()
-            | ChunksThere()
-            | Digests()
-        ):
-            return False  # those are about memory that others read; nobody waits for an answer
+        case messages.BegunWith() | messages.Fenced() | messages.CopyRefused() | messages.RetainedAck():
+            return False  # about memory that others read: nobody waits for an answer; so below
+        case messages.ReaderCut() | messages.DigestedAgain() | messages.ChunksThere() | messages.Digests():
+            return False
         case _:
             assert_never(message)
 
 
 def _refuse(cluster: Cluster, session: Session, request: int, call: str) -> bool:
-    cluster.send(session.number, Refused(request, ErrorInfo.of(read_only_refusal(call))))
+    cluster.answer(session.number, request, read_only_refusal(call))
     return False
 
 
-def _fetches(cluster: Cluster, session: Session, message: Register) -> bool:
-    """Whether that is memory to fetch into, under names that are its own."""
+def _fetches(cluster: Cluster, session: Session, message: messages.Register) -> bool:
+    """Whether this registers memory to fetch into, under names of the session's own."""
     model = cluster.models.get(message.model)
     group = model.groups.get(message.group) if model is not None else None
     others = group is not None and any(member.worker is not session.worker for member in group.members.values())

@@ -1,9 +1,9 @@
 """What a coordinator wants done: the closed union that `Coordinator.step` returns.
 
-Order: actions are to be done in the order of the list. Each carries `cause`, the ordinal number of the event that led
-to it. `Send` to a session that has ended is dropped by the shell.
+The shell does actions in the order of the list, and drops a `Send` to a session that has ended. Each action carries
+`cause`, the ordinal number of the event that led to it.
 
-The annotations of what is made durable are its validation, when a store reads it again.
+A store validates what it reads by the annotations of the entries' fields.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ class Publication:
     key: OpKey
 
     def decision(self) -> Decision:
-        """It is its group's commit record as well."""
+        """The same as its group's commit record."""
         return Decision(self.key, self.model, self.number, self.content_id, self.nbytes, self.world_size)
 
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """R6's commit record of a publish, or of a fill by several ranks; a group's newest is kept, longer than its version."""
+    """R6's commit record of a publish, or of a fill by several ranks. A group's newest one outlives its version."""
 
     key: OpKey
     model: Name
@@ -64,7 +64,7 @@ Idents = Annotated[str, Length(IDENTS_CHARS_MAX)]
 
 
 def rolled_back_by(ident: str, before: str) -> str:
-    """The idents of the newest rollbacks, each followed by a line's end: what is known of retries."""
+    """The idents of the newest rollbacks, each followed by a newline. A retry is recognised by its ident."""
     return f"{ident}\n{before}"[:IDENTS_CHARS_MAX]
 
 
@@ -104,7 +104,7 @@ class Digested:
 
 @dataclass(frozen=True, slots=True)
 class Forgotten:
-    """The newest Decision of this group, which is gone, is of no use any more."""
+    """This group is gone, and its newest Decision is of no use any more."""
 
     model: str
     group: str
@@ -136,7 +136,7 @@ class Durable:
 
     @classmethod
     def of(cls, entries: Iterable[Entry]) -> Durable:
-        """What these entries, in their order, come to. A store that keeps tables says the same."""
+        """What these entries come to, in their order. A store that keeps tables gives the same."""
         publications: dict[tuple[str, int], Publication] = {}
         decisions: dict[tuple[str, str], Decision] = {}
         models: dict[str, ModelRecord] = {}

@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from tensorhub.coordinator import views
 from tensorhub.coordinator.cluster import Cluster
 from tensorhub.coordinator.versions import Versions
-from tensorhub.errors import TensorHubError, VersionUnavailable
-from tensorhub.messages import Check, Describe, Description, ErrorInfo, GetManifest, ManifestReply, Refused
+from tensorhub.errors import VersionUnavailable
+from tensorhub.messages import Check, Describe, Description, GetManifest, ManifestReply
 
 
+@dataclass(eq=False, repr=False)
 class Answers:
     """Each is sent to the session that asked."""
 
-    def __init__(self, cluster: Cluster, versions: Versions) -> None:
-        self._cluster = cluster
-        self._versions = versions
+    _cluster: Cluster
+    _versions: Versions
 
     def describe(self, session: int, message: Describe) -> None:
         """One model, or a page of all."""
@@ -25,11 +27,8 @@ class Answers:
             models, more = (views.describe(cluster.models[message.model]),), False
         else:
             known = ", ".join(cluster.model_names[:20]) or "none yet"
-            self._refuse(
-                session,
-                message.request,
-                VersionUnavailable(f"no model {message.model!r} is known here; known models: {known}"),
-            )
+            error = VersionUnavailable(f"no model {message.model!r} is known here; known models: {known}")
+            cluster.answer(session, message.request, error)
             return
         cluster.send(session, Description(message.request, models, more))
 
@@ -41,7 +40,7 @@ class Answers:
                 self._cluster.send(session, ManifestReply(message.request, version.manifests[message.shard]))
                 return
         error = VersionUnavailable(f"no manifest of shard {message.shard} of that content is known")
-        self._refuse(session, message.request, error)
+        self._cluster.answer(session, message.request, error)
 
     def check(self, session: int, message: Check) -> None:
         """Whether a number can still be published."""
@@ -49,6 +48,3 @@ class Answers:
         model = self._cluster.models.get(message.model)
         conflict = self._versions.overtaken(model, message.version) if model is not None else None
         self._cluster.answer(session, message.request, conflict)
-
-    def _refuse(self, session: int, request: int, error: TensorHubError) -> None:
-        self._cluster.send(session, Refused(request, ErrorInfo.of(error)))

@@ -7,6 +7,7 @@ that depends on the answer is bound no sooner. Not responsible for binding (`fil
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from enum import Enum
 
 from tensorhub.coordinator.actions import Decision
@@ -29,25 +30,25 @@ class HowHeld(Enum):
     NOT = "nobody has it"
 
 
+@dataclass(eq=False, repr=False)
 class Availability:
     """Asks partial copies what they have, and resolves "available"."""
 
-    def __init__(self, cluster: Cluster) -> None:
-        self._cluster = cluster
+    _cluster: Cluster
 
     # -- the selector
 
     def resolve(self, operation: Operation, at_least: int | None) -> Version | None:
-        """The newest version that all ranks can have now, and that is not below what one of them holds; None while that has
-        to be waited for: nothing was published yet, it is about to be complete, or who may have it may come back.
+        """The newest version that all ranks can have now, and that is not older than what one of them holds.
 
-        Raises VersionUnavailable at once where nobody has what was published.
+        None: the call waits. Nothing was published yet, or a version is about to be complete, or a silent worker that may
+        have it may come back. Raises VersionUnavailable at once if nobody has what was published.
         """
         model, parts = operation.group.model, operation.parts.values()
         held = [part.member.holding.version.number for part in parts if part.member.holding is not None]
         least, waits = max([at_least or 0, *held]), self._cluster.is_recovering
-        numbers = sorted((n for n, v in model.versions.items() if v.visible and n >= least), reverse=True)
-        for version in map(model.versions.__getitem__, numbers):
+        candidates = [v for v in model.visible if v.number >= least]
+        for version in candidates:
             if all(p.member.holding is not None and p.member.holding.version is version for p in parts):
                 return version
             how = self._held(version)
@@ -56,17 +57,16 @@ class Availability:
             if how in (HowHeld.TOGETHER, HowHeld.UNKNOWN) or self._may_come_back(version):
                 return None
             waits = waits or how is HowHeld.DOUBTFUL
-        if waits or not (numbers or any(number >= least for number in model.lost)):
+        if waits or not (candidates or any(number >= least for number in model.lost)):
             return None
         raise VersionUnavailable(self._nothing(model, least, max(held, default=None)))
 
     def lost(self, operation: Operation) -> VersionUnavailable | None:
-        """Why a call for "available" that is bound ends at once, if what it is bound to can come to it from nobody any more.
+        """Why a bound call for "available" ends at once, if nobody is left who could bring it its version.
 
-        Who reads from a worker that is lost goes on for as long as that serves.
+        A reader of a lost worker goes on for as long as that worker serves it.
         """
-        version, model = operation.version, operation.group.model
-        assert version is not None
+        version, model = operation.bound, operation.group.model
         waits = not operation.writing or any(part.wants_source for part in operation.parts.values())
         if self._cluster.is_recovering or not waits or version.abandoned or self._held(version) is not HowHeld.NOT:
             return None
@@ -82,11 +82,11 @@ class Availability:
         return f"{text}; {_told(model)}; {mine}: call unpublish() on it first, or give the number of that version"
 
     def _held(self, version: Version) -> HowHeld:
-        """How all of it is held: as its least held shard is."""
+        """How the whole version is held: like the shard that is held worst."""
         if version.can_be_read():
             return HowHeld.WHOLE
         if not all(version.holdings.values()) or (version.abandoned and not version.has_live_source()):
-            return HowHeld.NOT  # who reads what was left on purpose ends
+            return HowHeld.NOT  # whoever still reads what was left on purpose ends
         shards = [self._shard(holdings) for holdings in version.holdings.values()]
         return next(how for how in (HowHeld.NOT, HowHeld.DOUBTFUL, HowHeld.UNKNOWN, HowHeld.TOGETHER) if how in shards)
 
@@ -106,7 +106,7 @@ class Availability:
         return HowHeld.DOUBTFUL if len(here) < len(holdings) else HowHeld.NOT
 
     def _may_come_back(self, version: Version) -> bool:
-        """After a restart: whether a group that is recorded to have committed to it last is not back with every rank."""
+        """After a restart: whether a group whose last recorded commit is this version is not back with every rank yet."""
         if not self._cluster.is_recovering:
             return False
         decisions = self._cluster.decisions.values()
@@ -119,9 +119,9 @@ class Availability:
     # -- partial copies
 
     def _ask(self, holding: Holding) -> Share:
-        """What it has, as its owner has said lately; else the owner is asked."""
+        """What it has, if its owner has said so lately; if not, the owner is asked."""
         share, member = holding.share, holding.member
-        # Whoever is LIVE answers within half a lease: so all answers to one question are there before the first is old.
+        # A LIVE owner answers within half a lease: all answers to one question are there before the first one is old.
         until = share.said_at + self._cluster.options.lease_s / 2 if share is not None else 0.0
         old = share is not None and share.chunks is not None and self._cluster.now > until
         if share is None or old or share.session != member.worker.session:
@@ -131,7 +131,7 @@ class Availability:
         return share
 
     def heard(self, worker: Worker, message: ChunksThere) -> None:
-        """An owner has said what a partial copy has. What was not asked, or of another generation, changes nothing (G9)."""
+        """An owner has said what a partial copy has. Unasked, or of another generation, the word changes nothing (G9)."""
         member = worker.members.get(message.registration)
         holding = member.holding if member is not None else None
         if member is None or holding is None or holding.share is None or holding.generation != message.generation:
@@ -146,7 +146,7 @@ class Availability:
 
 
 def held_text(model: Model) -> str:
-    """What of a model is held, by how many, and which selector gets it: for an error."""
+    """For an error: which versions of a model are held, by how many, and which selector gets one."""
     held = _readable(model)
     return f"{_told(model)}; the selector 'available' gets {held[0].number}" if held else _told(model)
 
@@ -163,10 +163,9 @@ def _told(model: Model) -> str:
 
 
 def _readable(model: Model) -> list[Version]:
-    """Those that can be read now, the newest first; none that a rollback is about to retire."""
+    """Versions that can be read now, the newest first, without those that a rollback is about to retire."""
     mark = -1 if model.mark is None else model.mark
-    found = [v for v in model.versions.values() if v.visible and v.number <= mark and v.can_be_read()]
-    return sorted(found, key=lambda version: -version.number)
+    return [v for v in model.visible if v.number <= mark and v.can_be_read()]
 
 
 def _replicas(count: int) -> str:

@@ -1,7 +1,7 @@
-"""All that a coordinator knows, in one place, and what its components act through.
+"""All that a coordinator knows, in one place. Components act through it.
 
-Responsible for what has changed in a step, and for what is to be done after it. Not responsible for any rule: those are the
-components'; nor for what there is: see `entities`.
+Responsible for noting what a step has changed, and for collecting what is to be done. Rules are the components'; what the
+entities are is said in `entities`.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from tensorhub.coordinator.manifests import Manifests
 from tensorhub.errors import TensorHubError
 from tensorhub.machine import Timers
 from tensorhub.manifest import id_of
-from tensorhub.messages import NO_REQUEST, Done, ErrorInfo, FromCoordinator, Refused
+from tensorhub.messages import NO_REQUEST, Dismissed, Done, ErrorInfo, FromCoordinator, Refused
 from tensorhub.scheduler.links import Links
 from tensorhub.types import OpKey, Options
 
@@ -58,22 +58,22 @@ class Cluster:
         self.model_names: list[str] = []  # theirs, sorted
         self.guest_models: set[str] = set()  # those that only guests wait for, as of the end of the last step
         self.watchers: dict[str, set[int]] = {}  # sessions by the name that they watch, whether there is a model or not
-        self.watched = 0  # all of them, each name once for each
+        self.watched = 0  # all watches: the sum of the sets' sizes
         self.guests = Guests(options)
         self.leases: dict[str, ReadLease] = {}  # ACTIVE and FENCING ones
-        self.undecided: dict[str, Operation] = {}  # every group's operation, by its key as timers say it
+        self.undecided: dict[str, Operation] = {}  # every group's operation, by its key as a text, as timers name it
         self.records: dict[int, Operation] = {}  # whose entries are on their way to the store
         self.pending_writes: dict[int, PendingWrite] = {}  # whose entries are on their way to the store
         self.decisions: dict[tuple[str, str], Decision] = {}  # each group's newest commit, by model and group
-        self.links = Links()  # what readers tell of them; nothing depends on it but which source is chosen
+        self.links = Links()  # what readers report of links; only the choice of sources depends on it
         self.manifests = Manifests()  # those of all members and versions
         self.testimonies: dict[Testimony, None] = {}  # those that have a list, oldest first
-        self.manifest_bytes: Counter[str] = Counter()  # of each incarnation's members, each counted
+        self.manifest_bytes: Counter[str] = Counter()  # by incarnation: of all its members, equal manifests included
         self.pins: Counter[str] = Counter()  # how many each incarnation has, in all models
-        self.changed_models: dict[str, bool] = {}  # whose consequences are to be worked out; True: of who waits, too
+        self.changed_models: dict[str, bool] = {}  # to be settled; True: with the operations that wait
         self.changed_operations: dict[OpKey, Operation] = {}
-        self.weighed = 0  # sources, in this step
-        self.stirred: dict[OpKey, Operation] = {}  # the same, of guests who wait: some of them in each step, oldest first
+        self.weighed = 0  # sources that were looked at for guests, in this step
+        self.stirred: dict[OpKey, Operation] = {}  # the same, of guests who wait: a few in each step, the oldest first
         self.noted: dict[Noted, None] = {}  # what the last step has changed, or may have: `invariants` looks at it
         self.epochs_minted = epoch << 32  # group epochs of a later coordinator are always larger
         self.records_minted = 0
@@ -82,7 +82,7 @@ class Cluster:
     # -- acting
 
     def send(self, session: int | None, message: FromCoordinator) -> None:
-        """Say it over this connection; without one it is not said (the peer asks again when it is back)."""
+        """Say this over a connection. Without one nothing is said: the peer asks again when it is back."""
         if session is not None:
             self._actions.append(Send(self.cause, session, message))
 
@@ -91,21 +91,27 @@ class Cluster:
         self.send(member.worker.session, message)
 
     def answer(self, session: int | None, request: int, error: TensorHubError | None = None) -> None:
-        """It is done, or refused with `error`."""
+        """Tell the asker that its request is done, or refused with `error`."""
         self.send(session, Done(request) if error is None else Refused(request, ErrorInfo.of(error)))
 
-    def act(self, action: Persist | CloseSession) -> None:
-        self._actions.append(action)
+    def close_session(self, session: int, reason: str) -> None:
+        """End this connection, once all is said."""
+        self._actions.append(CloseSession(self.cause, session, reason))
 
     def refuse_session(self, session: int, error: TensorHubError) -> None:
         """Say why, and close it."""
-        self.send(session, Refused(NO_REQUEST, ErrorInfo.of(error)))
-        self.act(CloseSession(self.cause, session, str(error)))
+        self.answer(session, NO_REQUEST, error)
+        self.close_session(session, str(error))
+
+    def dismiss(self, session: int, text: str, reason: str) -> None:
+        """Tell a worker that this incarnation of it is lost for good, and close the session."""
+        self.send(session, Dismissed(text[: limits.DISMISSED_CHARS_MAX]))
+        self.close_session(session, reason)
 
     def persist(self, entry: Entry) -> int:
-        """Have it made durable; returns the number under which `Persisted` or `PersistFailed` will speak of it."""
+        """Have an entry made durable. Returns the number by which `Persisted` or `PersistFailed` will name it."""
         self.records_minted += 1
-        self.act(Persist(self.cause, self.records_minted, entry))
+        self._actions.append(Persist(self.cause, self.records_minted, entry))
         return self.records_minted
 
     def take_actions(self) -> list[Action]:
@@ -131,7 +137,7 @@ class Cluster:
     # -- changing
 
     def note(self, *changed: Noted) -> None:
-        """These were changed in this step, by whatever else than what notes them by itself: become, tell, touch, changed."""
+        """These were changed in this step. (`become`, `tell`, `touch` and `changed` note what they change by themselves.)"""
         for about in changed:
             self.noted[about] = None
 
@@ -141,36 +147,36 @@ class Cluster:
         self.noted[entity] = None
 
     def touch(self, model: Model, *, stirs: bool = True) -> None:
-        """Have the model's consequences worked out at the end of this step. `stirs` False: only somebody read-only came or
-        went, for which nobody waits; but very many may wait, and are not all asked for that.
+        """Have the model settled at the end of this step. `stirs`: with the operations that wait for it. False where only
+        somebody read-only came or went: nobody waits for that, and very many may wait.
         """
         self.changed_models[model.name] = stirs or self.changed_models.get(model.name, False)
         self.noted[model] = None
 
     def changed(self, operation: Operation) -> None:
-        """Have the operation's consequences worked out at the end of this step, if it is not decided."""
+        """Have the operation settled at the end of this step, if it is not decided."""
         if not operation.decided:
             self.changed_operations[operation.key] = operation
 
     def bind(self, operation: Operation, version: Version) -> None:
-        """From now on, until it is decided, it is about that version."""
+        """From now on, until it is decided, the operation acts on this version."""
         operation.version = version
         version.bound_with(operation)[operation.key] = operation
         self.note(operation, version)
 
     def stir(self, operation: Operation) -> None:
-        """Have its consequences worked out: in this step, or, if it is a guest's, when it is its turn; there may be many."""
+        """Have an operation settled: in this step, or, if it is a guest's, in its turn, since there may be many."""
         if not operation.decided:
             (self.stirred if operation.is_of_guests else self.changed_operations)[operation.key] = operation
 
     def learn(self, version: Version, shard: int, manifest: bytes) -> None:
-        """That shard's manifest; one that is known stays."""
+        """Keep this manifest of a shard, unless one is known already."""
         if version.is_kept and not version.manifests.get(shard):
             version.manifests[shard] = self.manifests.keep(manifest)
             self.note(version)
 
     def unlearn(self, version: Version) -> None:
-        """The version is no more, or nobody holds any of it."""
+        """Forget the manifests and lists of a version that is retired, or that nobody holds any of."""
         if version.manifests:
             self.note(version)
         for manifest in version.manifests.values():
@@ -188,7 +194,7 @@ class Cluster:
         testimony.turned_away = False
 
     def keep_begun(self, member: Member, manifest: bytes) -> None:
-        """The manifest of what that rank goes on with, counted as its worker's; empty: it is needed no more."""
+        """Keep the manifest of what that rank goes on with, counted as its worker's. Empty: it is needed no more."""
         self.manifests.release(member.begun)
         self.manifest_bytes[member.worker.incarnation] += len(manifest) - len(member.begun)
         member.begun = self.manifests.keep(manifest)
@@ -225,7 +231,7 @@ class Cluster:
         return (self.models[self.model_names[place]] for place in range(start, len(self.model_names)))
 
     def forget_if_unused(self, model: Model) -> None:
-        """A name that was only watched, waited for or fetched in vain is not known for good."""
+        """Forget a name that was only waited for or fetched in vain; and note whether only guests need it."""
         ordered = any(write.model is model for write in self.pending_writes.values())
         if not model.is_used and not ordered:
             del self.models[model.name]

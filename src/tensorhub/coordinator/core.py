@@ -1,11 +1,11 @@
 """The coordinator: `step(event, now) -> actions`. Pure: no clock, no I/O, no randomness of its own.
 
-Theory of operation. A handler records what happened (`_handle`); what follows from it is worked out afterwards
-(`_settle`): operations that can go on go on, versions become available or not, watchers and owners are told. So the
-order in which facts arrive within a step does not matter, and each consequence has one place.
+Theory of operation. First a step records what happened (`_handle`). Then it works out what follows (`_settle`): operations
+go on as far as they can, versions become available or unavailable, watchers and owners are told. So the order of the facts
+within a step does not matter, and each consequence has one place.
 
-Not responsible for weights (it never touches a byte of them), for protecting memory (owners do, R3), or for making
-anything durable (the shell does, and says so with `Persisted`).
+Not responsible for weights (the coordinator never touches a byte of them), for protecting memory (owners do, R3), or for
+durability (the shell makes entries durable, and says so with `Persisted`).
 """
 
 from __future__ import annotations
@@ -14,10 +14,15 @@ from collections.abc import Callable
 from itertools import islice
 from typing import assert_never
 
+from tensorhub import messages
 from tensorhub.coordinator import access, invariants, limits
-from tensorhub.coordinator.actions import Action, CloseSession, Durable
+from tensorhub.coordinator.actions import Action, Durable
 from tensorhub.coordinator.answers import Answers
+from tensorhub.coordinator.availability import Availability
 from tensorhub.coordinator.cluster import Cluster
+from tensorhub.coordinator.corruption_checks import CorruptionChecks
+from tensorhub.coordinator.deadlines import Deadlines
+from tensorhub.coordinator.decisions import Decisions
 from tensorhub.coordinator.entities import Session, Version, Worker
 from tensorhub.coordinator.events import (
     Connected,
@@ -28,56 +33,30 @@ from tensorhub.coordinator.events import (
     Received,
     Tick,
 )
+from tensorhub.coordinator.fills import Fills
 from tensorhub.coordinator.handovers import Handovers
 from tensorhub.coordinator.lineage import Lineages
 from tensorhub.coordinator.membership import Membership
+from tensorhub.coordinator.operation_handlers import OperationHandler
 from tensorhub.coordinator.operations import Operations
+from tensorhub.coordinator.publishes import Publishes
 from tensorhub.coordinator.readers import Readers
 from tensorhub.coordinator.retention import Retentions
 from tensorhub.coordinator.states import COORDINATOR_TABLE, CoordinatorState
+from tensorhub.coordinator.testimonies import Testimonies
 from tensorhub.coordinator.versions import Versions
 from tensorhub.coordinator.visitors import Visitors
 from tensorhub.coordinator.withdrawals import Withdrawals
-from tensorhub.machine import InvariantBroken, Stateful
-from tensorhub.messages import (
-    BegunWith,
-    Check,
-    ChunksThere,
-    CopyRefused,
-    Deregister,
-    Describe,
-    DigestedAgain,
-    Digests,
-    Fenced,
-    Fill,
-    FromAnybody,
-    FromJoined,
-    FromWorker,
-    GetManifest,
-    Heartbeat,
-    HeartbeatAck,
-    Join,
-    Leave,
-    LeaveRequest,
-    Pin,
-    ReaderCut,
-    Register,
-    Retain,
-    RetainedAck,
-    Rollback,
-    Unpin,
-    Unwatch,
-    Watch,
-)
+from tensorhub.machine import Stateful
 from tensorhub.types import OpKind, Options, VersionInfo
 
 RECOVERED_PER_MODEL_MAX = 64  # newest versions of each model that holders may announce again; retained ones always may
 
 
 class Coordinator(Stateful[CoordinatorState]):
-    """One coordinator's whole mind.
+    """One coordinator, with all that it knows.
 
-    `cluster`: the id of its durable state. `epoch`: larger than that of any coordinator before it on that state.
+    `cluster`: the id of its durable state. `epoch`: larger than the epochs of all earlier coordinators on that state.
     `ids`: mints ids that nobody else ever mints. `durable`: what the store held at the start.
     """
 
@@ -102,13 +81,42 @@ class Coordinator(Stateful[CoordinatorState]):
         self._readers = Readers(self.cluster)
         self._withdrawals = Withdrawals(self.cluster, self._readers, self._retentions)
         self._handovers = Handovers(self.cluster, self._retentions)
-        self._operations = Operations(self.cluster, self._versions, self._readers, self._retentions)
+        self._corruption_checks = CorruptionChecks(self.cluster, self._readers)
+        self._testimonies = Testimonies(self.cluster, self._readers, self._corruption_checks)
+        self._availability = Availability(self.cluster)
+        publishes = Publishes(self.cluster, self._versions, self._readers, self._testimonies)
+        fills = Fills(self.cluster, self._versions, self._readers, self._retentions, self._testimonies, self._availability)
+        handlers: dict[OpKind, OperationHandler] = {kind: publishes if kind is OpKind.PUBLISH else fills for kind in OpKind}
+        decisions = Decisions(self.cluster, self._retentions, handlers)
+        deadlines = Deadlines(self.cluster, self._versions, self._retentions, fills)
+        self._operations = Operations(
+            self.cluster, self._readers, self._testimonies, self._corruption_checks, handlers, decisions, deadlines, fills
+        )
         self._lineages = Lineages(self.cluster, self._versions, self._readers, self._operations)
         self._membership = Membership(
-            self.cluster, self._retentions, self._readers, self._withdrawals, self._handovers, self._operations
+            self.cluster,
+            self._retentions,
+            self._readers,
+            self._withdrawals,
+            self._handovers,
+            self._operations,
+            self._testimonies,
         )
         self._visitors = Visitors(self.cluster, self._membership)
         self._answers = Answers(self.cluster, self._versions)
+        self._due: dict[str, Callable[[str], None]] = {  # by kind of timer: what is done when one is due, by its key
+            "worker": self._membership.lease_due,
+            "restate": self._membership.restate_due,
+            "guest": lambda number: self._visitors.due(int(number)),
+            "guests": lambda _: None,  # see `_settle_guests`
+            "operation": self._operations.deadline_passed,
+            "retry": self._operations.retry_due,
+            "withdrawal": self._withdrawals.due,
+            "handover": self._handovers.due,
+            "handovers": self._handovers.retry_due,
+            "digests": self._testimonies.overdue,
+            "recovery": lambda _: self._recovery_over(),
+        }
         if durable is not None:
             self._recover(durable)
         if not self.cluster.is_recovering:
@@ -141,7 +149,7 @@ class Coordinator(Stateful[CoordinatorState]):
         for digested in durable.digested:
             version = cluster.model(digested.model).versions.get(digested.number)
             if version is not None and version.info.content_id == digested.content_id:
-                self._operations.recover_roots(version, digested.roots)
+                self._testimonies.recover(version, digested.roots)
         self._retentions.recover(durable.pins)
         for model in cluster.models.values():
             for number in sorted(set(model.versions) - model.retained())[:-RECOVERED_PER_MODEL_MAX]:
@@ -154,7 +162,7 @@ class Coordinator(Stateful[CoordinatorState]):
     # ------------------------------------------------------------------------------------------------- entry points
 
     def step(self, event: Event, now: float) -> list[Action]:
-        """Take one event at time `now` (seconds, never going back); return what is to be done, in write."""
+        """Take one event at time `now` (seconds; it never goes back). Return what is to be done, in order."""
         cluster = self.cluster
         cluster.now = max(now, cluster.now)
         cluster.cause += 1
@@ -167,54 +175,35 @@ class Coordinator(Stateful[CoordinatorState]):
         return cluster.take_actions()
 
     def next_deadline(self) -> float | None:
-        """When `step(Tick(), ...)` is wanted at the latest; None: no deadline is set."""
+        """When `step(Tick(), ...)` is due; None: no deadline is set."""
         return self.cluster.timers.next()
 
     def check_invariants(self) -> None:
-        """Raise InvariantBroken, with a story, if anything that always holds does not."""
+        """Raise InvariantBroken, with the entity's story, if an invariant does not hold."""
         invariants.check(self.cluster)
 
     def check_touched(self) -> None:
-        """The same, of what the last step has changed: costs as much as that step, however large the cluster is."""
+        """The same for what the last step has changed. This costs as much as that step, however large the cluster is."""
         invariants.check_noted(self.cluster)
 
     # ------------------------------------------------------------------------------------------------------ events
 
     def _run_timers(self) -> None:
-        """Do what is due; where that is very much a part, and the rest in the next steps, for which it is time at once."""
+        """Do what is due. If very much is due, do a part of it: the rest is due at once, and has the next steps."""
         for _ in range(limits.TIMERS_PER_STEP):
             few = len(self.cluster.noted) < limits.NOTED_PER_STEP
             name = self.cluster.timers.pop_due(self.cluster.now) if few else None
-            match name:
-                case None:
-                    return
-                case ("worker", incarnation):
-                    self._membership.lease_due(incarnation)
-                case ("guest", number):
-                    self._visitors.due(int(number))
-                case ("guests", _):
-                    pass  # see `_settle_guests`
-                case ("restate", incarnation):
-                    self._membership.restate_due(incarnation)
-                case ("operation", key):
-                    self._operations.deadline_passed(key)
-                case ("retry", key):
-                    self._operations.retry_due(key)
-                case ("withdrawal", registration):
-                    self._withdrawals.due(registration)
-                case ("handover", copy):
-                    self._handovers.due(copy)
-                case ("handovers", model_name):
-                    self._handovers.retry_due(model_name)
-                case ("digests", model_name):
-                    self._operations.digests_overdue(model_name)
-                case ("recovery", _):
-                    self.become(CoordinatorState.SERVING, self.cluster.cause, self.cluster.now, "a lease has passed")
-                    self._retentions.recovery_over()
-                    for model in self.cluster.models.values():
-                        self.cluster.touch(model)
-                case _:
-                    raise InvariantBroken(f"no such timer: {name}")
+            if name is None:
+                return
+            kind, key = name
+            self._due[kind](key)
+
+    def _recovery_over(self) -> None:
+        """Whoever has not come back within the first lease after a restart is lost."""
+        self.become(CoordinatorState.SERVING, self.cluster.cause, self.cluster.now, "a lease has passed")
+        self._retentions.recovery_over()
+        for model in self.cluster.models.values():
+            self.cluster.touch(model)
 
     def _handle(self, event: Event) -> None:
         sessions = self.cluster.sessions
@@ -229,100 +218,98 @@ class Coordinator(Stateful[CoordinatorState]):
                 session = sessions.get(event.session)
                 if session is not None:
                     self._membership.disconnected(session)
-            case Persisted():
-                if event.record in self.cluster.pending_writes:
-                    write = self.cluster.pending_writes.pop(event.record)
-                    component = self._lineages if isinstance(write.message, Rollback) else self._retentions
-                    component.recorded(write)
-                else:
-                    self._operations.persisted(event.record)
-            case PersistFailed():
-                if event.record in self.cluster.pending_writes:
-                    write = self.cluster.pending_writes.pop(event.record)
-                    component = self._lineages if isinstance(write.message, Rollback) else self._retentions
-                    component.not_recorded(write, event.reason)
-                else:
-                    self._operations.persist_failed(event.record, event.reason)
+            case Persisted() | PersistFailed():
+                self._written(event.record, event.reason if isinstance(event, PersistFailed) else None)
             case Tick():
                 pass
             case _:
                 assert_never(event)
 
-    def _receive(self, session: Session, message: FromWorker) -> None:
+    def _written(self, record: int, failure: str | None) -> None:
+        """The store has this entry, or (`failure`) cannot take it."""
+        write = self.cluster.pending_writes.pop(record, None)
+        component = (
+            self._lineages if write is not None and isinstance(write.message, messages.Rollback) else self._retentions
+        )
+        if write is None:
+            self._operations.written(record, failure)
+        elif failure is None:
+            component.recorded(write)
+        else:
+            component.not_recorded(write, failure)
+
+    def _receive(self, session: Session, message: messages.FromWorker) -> None:
         self._visitors.heard(session, message)
         if session.worker is not None:
             self._membership.heard(session.worker)
         if session.read_only and not access.admits(self.cluster, session, message):
             return
-        if isinstance(message, FromAnybody):
+        if isinstance(message, messages.FromAnybody):
             self._receive_from_anybody(session, message)
         elif session.worker is None:
-            self._offend(session, f"{type(message).__name__} before Join")
-        elif isinstance(message, Fill) and message.kind is OpKind.PUBLISH:
-            self._offend(session, "a publication is not a Fill")
+            self.cluster.close_session(session.number, f"{type(message).__name__} before Join")
+        elif isinstance(message, messages.Fill) and message.kind is OpKind.PUBLISH:
+            self.cluster.close_session(session.number, "a publication is not a Fill")
         else:
             self._receive_from_worker(session.worker, message)
 
-    def _offend(self, session: Session, what: str) -> None:
-        self.cluster.act(CloseSession(self.cluster.cause, session.number, what))
-
-    def _receive_from_anybody(self, session: Session, message: FromAnybody) -> None:
+    def _receive_from_anybody(self, session: Session, message: messages.FromAnybody) -> None:
         match message:
-            case Heartbeat() if session.role == "worker" and session.worker is None:
-                self._offend(session, "Heartbeat before Join")
-            case Heartbeat():
-                self.cluster.send(session.number, HeartbeatAck(message.sequence))
-            case Join() if session.role == "worker" and session.worker is None:
+            case messages.Heartbeat() if session.role == "worker" and session.worker is None:
+                self.cluster.close_session(session.number, "Heartbeat before Join")
+            case messages.Heartbeat():
+                self.cluster.send(session.number, messages.HeartbeatAck(message.sequence))
+            case messages.Join() if session.role == "worker" and session.worker is None:
                 self._membership.join(session, message)
-            case Join():
-                self._offend(session, "only a worker joins, and only once")
-            case Watch():
+            case messages.Join():
+                self.cluster.close_session(session.number, "only a worker joins, and only once")
+            case messages.Watch():
                 self._visitors.watch(session, message.model)
-            case Unwatch():
+            case messages.Unwatch():
                 self.cluster.unwatch(session, message.model)
-            case Describe():
+            case messages.Describe():
                 self._answers.describe(session.number, message)
-            case GetManifest():
+            case messages.GetManifest():
                 self._answers.manifest(session.number, message)
-            case Check():
+            case messages.Check():
                 self._answers.check(session.number, message)
             case _:
                 assert_never(message)
 
-    def _receive_from_worker(self, worker: Worker, message: FromJoined) -> None:
+    def _receive_from_worker(self, worker: Worker, message: messages.FromJoined) -> None:
         match message:
-            case Leave():
+            case messages.Leave():
                 self._membership.leave(worker, message.reason[: limits.ERROR_CHARS_MAX])
-            case Register():
+            case messages.Register():
                 self._membership.register(worker, message)
-            case Deregister():
+            case messages.Deregister():
                 self._membership.deregister(worker, message)
-            case BegunWith():
+            case messages.BegunWith():
                 self._membership.begun_with(worker, message)
-            case LeaveRequest():
+            case messages.LeaveRequest():
                 self._withdrawals.ask(worker, message)
-            case Fenced():
+            case messages.Fenced():
                 self._readers.withdrawn(worker, message)
-            case ReaderCut():
+            case messages.ReaderCut():
                 self._readers.confirm_cut(worker, message)
-            case Rollback():
+            case messages.Rollback():
                 self._lineages.ask(worker.session, message)
-            case Retain():
+            case messages.Retain():
                 self._retentions.retain(worker.session, message)
-            case Pin():
+            case messages.Pin():
                 self._retentions.pin(worker, message)
-            case Unpin():
+            case messages.Unpin():
                 self._retentions.unpin(worker, message)
-            case RetainedAck():
+            case messages.RetainedAck():
                 self._retentions.kept(worker, message)
-            case CopyRefused():
+            case messages.CopyRefused():
                 self._handovers.refused(worker, message.copy)
-            case DigestedAgain():
-                self._operations.digested_again(worker, message)
-            case ChunksThere():
-                self._operations.chunks_there(worker, message)
-            case Digests():
-                self._operations.digests_told(worker, message)
+            case messages.DigestedAgain():
+                self._corruption_checks.answered(worker, message)
+            case messages.ChunksThere():
+                self._availability.heard(worker, message)
+            case messages.Digests():
+                self._testimonies.told(worker, message)
             case _:
                 self._operations.hear(worker, message)
 
@@ -353,8 +340,8 @@ class Coordinator(Stateful[CoordinatorState]):
                 cluster.forget_if_unused(model)
 
     def _settle_guests(self, *, is_their_turn: bool) -> None:
-        """Few are seen to at once. However many wait, and whatever happens to what they wait for, the steps of others stay
-        short: many have steps of their own, some in each, and others' come between.
+        """Settle a few of the stirred operations of guests: other steps stay short, however many guests wait. If many
+        are stirred, they have steps of their own, a few in each step; other events come in between.
         """
         cluster = self.cluster
         if is_their_turn or len(cluster.stirred) <= limits.GUESTS_PER_STEP:

@@ -10,6 +10,8 @@ Not responsible for how operations end (`fills` says what is to blame).
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from tensorhub.coordinator import limits
 from tensorhub.coordinator.cluster import Cluster
 from tensorhub.coordinator.entities import Holding, Inquiry, RankPart, Worker
@@ -20,12 +22,12 @@ from tensorhub.types import READ_ONLY
 INQUIRY_S = 1.0  # how often one reader can have one holding digest a chunk again
 
 
+@dataclass(eq=False, repr=False)
 class CorruptionChecks:
     """Asks owners, and hears their answers."""
 
-    def __init__(self, cluster: Cluster, readers: Readers) -> None:
-        self._cluster = cluster
-        self._readers = readers
+    _cluster: Cluster
+    _readers: Readers
 
     def ask(self, part: RankPart, holding: Holding, chunk: int) -> None:
         """This reader got that chunk of this holding without its digest, or with another one than was published."""
@@ -35,14 +37,14 @@ class CorruptionChecks:
         """A chunk of this reader's has another digest than was published: did it come so from where it says?"""
         holding = self._find(stray.origin)
         if holding is not None and holding.version is part.operation.version:
-            self._readers.avoid(part, holding, f"chunk {stray.chunk} has another digest than was published")
+            self._readers.avoid(part, holding, "corrupt", f"chunk {stray.chunk} has another digest than was published")
             self.ask(part, holding, stray.chunk)
 
     def _find(self, origin: Origin | None) -> Holding | None:
         """What that memory holds under that generation; None, if it does not any more."""
         member = self._cluster.members.get(origin.registration) if origin is not None else None
-        held = [member.holding, *member.leaving] if member is not None else []
-        return next((h for h in held if h is not None and origin is not None and h.generation == origin.generation), None)
+        held = member.holdings if member is not None else []
+        return next((h for h in held if origin is not None and h.generation == origin.generation), None)
 
     def _ask(self, part: RankPart | None, worker: Worker, holding: Holding, chunk: int) -> None:
         now = self._cluster.now
@@ -84,9 +86,7 @@ class CorruptionChecks:
         else:  # it will find out itself, before it commits; who has told it so?
             source = self._find(answer.origin)
             if source is not None and source is not holding and source.version is holding.version:
-                operation = holding.member.group.operation
-                part = operation.parts.get(holding.rank) if operation is not None else None
-                self._ask(part, holding.member.worker, source, inquiry.chunk)
+                self._ask(holding.member.part, holding.member.worker, source, inquiry.chunk)
 
     def condemn(self, holding: Holding) -> None:
         """It has agreed with its publisher, or says that it has read from nobody; and has other bytes."""

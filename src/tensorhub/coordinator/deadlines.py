@@ -5,6 +5,8 @@ Not responsible for ending it: `operations` asks what is to blame, and `decision
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from tensorhub.coordinator.availability import held_text
 from tensorhub.coordinator.cluster import Cluster
 from tensorhub.coordinator.entities import Blame, Operation, RankPart, Version
@@ -20,14 +22,14 @@ FAULTS_TOLD_MAX = 3  # in an error
 RANKS_TOLD_MAX = 16
 
 
+@dataclass(eq=False, repr=False)
 class Deadlines:
     """Sets operations' deadlines and explains them; changes nothing else."""
 
-    def __init__(self, cluster: Cluster, versions: Versions, retentions: Retentions, fills: Fills) -> None:
-        self._cluster = cluster
-        self._versions = versions
-        self._retentions = retentions
-        self._fills = fills
+    _cluster: Cluster
+    _versions: Versions
+    _retentions: Retentions
+    _fills: Fills
 
     def set(self, operation: Operation) -> None:
         """The earliest deadline of the ranks that may still give up."""
@@ -47,8 +49,7 @@ class Deadlines:
             blame = self._not_begun(operation, late.call, what)
             if blame is not None:
                 return blame
-        assert operation.version is not None
-        return self._not_verified(operation, late, f"{what}: version {operation.version.number}")
+        return self._not_verified(operation, late, f"{what}: version {operation.bound.number}")
 
     @staticmethod
     def _not_called(operation: Operation, late: RankPart, what: str) -> Blame:

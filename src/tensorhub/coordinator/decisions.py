@@ -7,7 +7,7 @@ nor for what a commit or an abort means for versions and memory: the operation's
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from itertools import islice
 
 from tensorhub.coordinator import limits
@@ -22,13 +22,13 @@ from tensorhub.messages import EpochChanged, ErrorInfo, Outcome, Revoked
 from tensorhub.types import OpKey, OpKind, VersionInfo
 
 
+@dataclass(eq=False, repr=False)
 class Decisions:
     """Ends operations and keeps what was decided; nobody else does."""
 
-    def __init__(self, cluster: Cluster, retentions: Retentions, handlers: Mapping[OpKind, OperationHandler]) -> None:
-        self._cluster = cluster
-        self._retentions = retentions
-        self._handlers = handlers
+    _cluster: Cluster
+    _retentions: Retentions
+    _handlers: Mapping[OpKind, OperationHandler]
 
     # -- deciding
 
@@ -62,15 +62,13 @@ class Decisions:
         return operation
 
     def _commit(self, operation: Operation) -> None:
-        version = operation.version
-        assert version is not None
         self._cluster.become(operation, OperationState.COMMITTED, "decided")
         if operation.record is not None:
             self._remember(operation.decision())
         self._handlers[operation.kind].commit(operation)
         changed = operation.kind is OpKind.PUBLISH
         outcomes = {
-            part.rank: Outcome(operation.key, part.rank, True, changed or part.needs_bytes, version.info, None)
+            part.rank: Outcome(operation.key, part.rank, True, changed or part.needs_bytes, operation.bound.info, None)
             for part in operation.parts.values()
         }
         self._close(operation, outcomes)

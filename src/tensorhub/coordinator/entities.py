@@ -1,17 +1,27 @@
-"""The things that a coordinator knows (`cluster` holds them).
+"""The things that a coordinator knows. `cluster` holds them, components change them.
 
-Each attribute's comment says what it always equals. Only the components (membership, versions, readers, operations,
-and what `operations` is made of) change them; `invariants` checks what the comments say.
+    Session ── Worker ── Member ── Group ── Model         a worker's connection, its registrations, whose ranks they are
+                           │         │        │
+                        Holding ── Replica ── Version     what a rank's memory holds, as a part of its group's copy
+                           │                  │
+                       ReadLease ── RankPart ── Operation   who reads it, for which rank's part in which group operation
+
+Each line is a reference in both directions, so all of them stand in one module. Attempts are entities of their own:
+`Withdrawal`, `Handover`, `PendingWrite`, `Inquiry`. What digests a shard has is its `Testimony`.
+
+Each attribute's comment says what it always equals; `invariants` checks that. docs/glossary.md defines the words.
 """
 
 from __future__ import annotations
 
 from collections import deque
 from dataclasses import dataclass, field
-from typing import ClassVar
+from enum import StrEnum
+from typing import Any, ClassVar, TypeVar
 
 from tensorhub.coordinator import limits, states
 from tensorhub.coordinator.actions import Decision, Pinned
+from tensorhub.coordinator.digest_lists import DigestList
 from tensorhub.coordinator.sharing import Share as Places
 from tensorhub.coordinator.states import (
     LeaseState,
@@ -23,7 +33,6 @@ from tensorhub.coordinator.states import (
 from tensorhub.errors import TensorHubError
 from tensorhub.machine import Stateful
 from tensorhub.messages import (
-    DIGESTS_BYTES_MAX,
     Abandon,
     Begun,
     Fill,
@@ -41,56 +50,47 @@ from tensorhub.types import Endpoint, Location, Medium, OpKey, OpKind, Purpose, 
 FORGOTTEN_KEPT_MAX = 4096  # numbers of a model, should a rollback make one the newest again
 DECIDED_KEPT_MAX = 32  # outcomes that a group remembers for ranks that ask late
 
+S = TypeVar("S", bound=StrEnum)
 
-class Worker(Stateful[WorkerState]):
+
+class _Moving(Stateful[S]):
+    """An entity that moves along a table, from its `first` state on."""
+
+    first: ClassVar[Any]
+    __slots__ = ()
+
+    def __post_init__(self) -> None:
+        super().__init__(self.first)
+
+
+@dataclass(slots=True, eq=False)
+class Worker(_Moving[WorkerState]):
     """One incarnation of one worker process."""
 
     machine: ClassVar = "worker lease"
     table: ClassVar = states.WORKER_TABLE
-    __slots__ = (
-        "endpoints",
-        "heard_at",
-        "host_bytes",
-        "incarnation",
-        "location",
-        "members",
-        "name",
-        "origin",
-        "read_only",
-        "session",
-        "spot",
-        "transports",
-    )
+    first: ClassVar = WorkerState.LIVE
+    incarnation: str
+    name: str
+    location: Location
+    endpoints: tuple[Endpoint, ...]
+    session: int | None  # the connection over which it can be told something
+    heard_at: float  # when its newest message arrived
+    host_bytes: int  # what its copies in host memory may take; 0 if it is read-only
+    read_only: bool = False  # it fetches and looks: it never holds anything for others
+    origin: str = ""  # where it first came from
+    spot: bool = False  # it has registered as such: all that is in its memory may be gone at any time
+    members: dict[str, Member] = field(default_factory=dict)  # by registration id; empty once LOST
+    transports: frozenset[str] = field(init=False)  # of the endpoints; kept, since each reader looks at every source
 
-    def __init__(
-        self,
-        incarnation: str,
-        name: str,
-        location: Location,
-        endpoints: tuple[Endpoint, ...],
-        session: int,
-        now: float,
-        host_bytes: int,
-        read_only: bool = False,
-        origin: str = "",
-    ) -> None:
-        super().__init__(WorkerState.LIVE)
-        self.incarnation = incarnation
-        self.name = name
-        self.location = location
-        self.come_by(endpoints)
-        self.session: int | None = session  # the connection over which it can be told something
-        self.spot = False  # it has registered as such: all that is in its memory may be gone at any time
-        self.read_only = read_only  # it fetches and looks: it never holds anything for others
-        self.origin = origin  # where it came from first
-        self.host_bytes = host_bytes  # that its copies in host memory may take; 0 if it is read-only
-        self.heard_at = now  # when its newest message arrived
-        self.members: dict[str, Member] = {}  # by registration id; empty once LOST
+    def __post_init__(self) -> None:
+        _Moving.__post_init__(self)
+        self.come_by(self.endpoints)
 
     def come_by(self, endpoints: tuple[Endpoint, ...]) -> None:
         """These are the ways to it."""
         self.endpoints = endpoints
-        self.transports = frozenset(endpoint.transport for endpoint in endpoints)  # kept: each reader looks at every source
+        self.transports = frozenset(endpoint.transport for endpoint in endpoints)
 
     def __repr__(self) -> str:
         return f"<Worker {self.name} {self.incarnation[:8]} {self.state} members={len(self.members)}>"
@@ -126,6 +126,18 @@ class Member:
         """Whether it takes its shard of any version, however that is laid out: a fetch, or a copy of one shard."""
         return not self.serves or self.purpose in (Purpose.RETENTION, Purpose.SEED)
 
+    @property
+    def part(self) -> RankPart | None:
+        """What this rank does in its group's undecided operation, if it takes part in one."""
+        operation = self.group.operation
+        part = operation.parts.get(self.rank) if operation is not None else None
+        return part if part is not None and part.member is self else None
+
+    @property
+    def holdings(self) -> list[Holding]:
+        """What its memory holds, and what it has held and not fenced yet."""
+        return [*([] if self.holding is None else [self.holding]), *self.leaving]
+
     def __repr__(self) -> str:
         return f"<Member {self.group.model.name}/{self.group.name}[{self.rank}] at {self.worker.name}>"
 
@@ -150,49 +162,29 @@ class Group:
         """A group is spot if any rank is."""
         return any(member.spot for member in self.members.values())
 
-    def torn_replica(self) -> Replica | None:
-        return next((r for r in self.replicas if r.state is ReplicaState.TORN), None)
 
-
-class Version(Stateful[VersionState]):
+@dataclass(slots=True, eq=False)
+class Version(_Moving[VersionState]):
     """One number of one lineage, with the content that was published under it."""
 
     machine: ClassVar = "version"
     table: ClassVar = states.VERSION_TABLE
-    __slots__ = (
-        "abandoned",
-        "bound",
-        "condemned",
-        "guests_bound",
-        "holdings",
-        "info",
-        "layout_id",
-        "lineage",
-        "manifests",
-        "publisher",
-        "refusals",
-        "retained",
-        "roots_stored",
-        "testimonies",
-    )
-
-    def __init__(self, info: VersionInfo, lineage: int, layout_id: str, publisher: OpKey) -> None:
-        super().__init__(VersionState.STAGED)
-        self.info = info
-        self.lineage = lineage
-        self.layout_id = layout_id
-        self.publisher = publisher  # the publish that minted it
-        self.retained = False  # so its holders were told
-        self.abandoned = False  # its last live source left on purpose, and none has come since
-        self.manifests: dict[int, bytes] = {}  # by shard; empty once nobody holds or fills any of it
-        self.holdings: dict[int, list[Holding]] = {}  # by shard; none until every rank has published
-        # By shard and incarnation: how often a copy could not be made there, and when it is asked for again at the earliest.
-        self.refusals: dict[tuple[int, str], tuple[int, float]] = {}
-        self.testimonies: dict[int, Testimony] = {}  # by shard; of those that somebody has asked about
-        self.roots_stored = False  # those of all shards are durable, or on their way to the store
-        self.condemned: dict[str, None] = {}  # incarnations that held other bytes as this; the newest ones
-        self.bound: dict[OpKey, Operation] = {}  # the undecided operations whose version this is; those that may write
-        self.guests_bound: dict[OpKey, Operation] = {}  # the same, of read-only workers
+    first: ClassVar = VersionState.STAGED
+    info: VersionInfo
+    lineage: int
+    layout_id: str
+    publisher: OpKey  # the publish that minted it
+    retained: bool = False  # its holders were told so
+    abandoned: bool = False  # its last live source left on purpose, and none has come since
+    manifests: dict[int, bytes] = field(default_factory=dict)  # by shard; empty once nobody holds or fills any of it
+    holdings: dict[int, list[Holding]] = field(default_factory=dict)  # by shard; none until every rank has published
+    # By shard and incarnation: how often a copy could not be made there, and the earliest time to ask for one again.
+    refusals: dict[tuple[int, str], tuple[int, float]] = field(default_factory=dict)
+    testimonies: dict[int, Testimony] = field(default_factory=dict)  # by shard; those that somebody has asked about
+    roots_stored: bool = False  # the roots of all shards are durable, or on their way to the store
+    condemned: dict[str, None] = field(default_factory=dict)  # incarnations that held other bytes as this; the newest
+    bound: dict[OpKey, Operation] = field(default_factory=dict)  # undecided operations on this version, of full workers
+    guests_bound: dict[OpKey, Operation] = field(default_factory=dict)  # the same, of read-only workers
 
     @property
     def number(self) -> int:
@@ -237,22 +229,19 @@ class Version(Stateful[VersionState]):
         return f"<Version {self.info.model}:{self.number} {self.state} holdings={holders}>"
 
 
-class Replica(Stateful[ReplicaState]):
+@dataclass(slots=True, eq=False)
+class Replica(_Moving[ReplicaState]):
     """One group's copy of one version, or what a broken fill left of it (TORN)."""
 
     machine: ClassVar = "replica"
     table: ClassVar = states.REPLICA_TABLE
-    __slots__ = ("group", "holdings", "id", "medium", "purpose", "version")
-
-    def __init__(self, ident: str, version: Version, member: Member) -> None:
-        """`member`: one of the ranks that hold it, or will."""
-        super().__init__(ReplicaState.FILLING)
-        self.id = ident
-        self.group = member.group
-        self.version = version
-        self.medium = member.medium
-        self.purpose = member.purpose
-        self.holdings: dict[int, Holding] = {}  # by rank; those whose memory still belongs to this replica
+    first: ClassVar = ReplicaState.FILLING
+    id: str
+    version: Version
+    group: Group
+    medium: Medium  # that of every rank's memory; so below
+    purpose: Purpose
+    holdings: dict[int, Holding] = field(default_factory=dict)  # by rank; those whose memory still belongs to this replica
 
     @property
     def is_whole(self) -> bool:
@@ -334,78 +323,33 @@ class Inquiry:
 
 
 @dataclass(slots=True, eq=False)
-class Testimony:
-    """What one shard's chunks have as digests, as their publisher has made them (R8)."""
+class Testimony(DigestList):
+    """The digests of one shard's chunks, as their publisher has made them (R8), and who can tell them."""
 
     version: Version
     shard: int
-    width: int = 0  # bytes of one digest; 0: chunks have none, or nobody has said the manifest yet
-    root: bytes = b""  # of the whole list, once that was complete
-    chunks: int = -1  # in the list; -1: there is none
-    values: bytearray = field(default_factory=bytearray)  # the list, while some of it is missing
-    known: bytearray = field(default_factory=bytearray)  # 1 for each chunk whose digest is in it, meanwhile
-    missing: int = 0  # always known.count(0)
-    pages: tuple[bytes, ...] = ()  # the whole list, as it is sent: the same bytes to however many compare
-    page_bytes: int = DIGESTS_BYTES_MAX  # of one, at most
     publisher: Holding | None = None  # what was published; it may have been taken back since
-    asked: dict[str, tuple[int, int]] = field(
-        default_factory=dict
-    )  # who is to tell: over which session, of which generation
+    asked: dict[str, tuple[int, int]] = field(default_factory=dict)  # who is to tell: (session, generation)
     answered: set[str] = field(default_factory=set)  # registrations that have told all they could
     silent: set[str] = field(default_factory=set)  # of those asked, who was silent for a while
     second_hand: bool = False  # nobody is left who has read the missing ones from their publisher
     turned_away: bool = False  # there was no room for the list
 
-    @property
-    def is_there(self) -> bool:
-        """Whether the whole list is known here."""
-        return self.chunks >= 0 and not self.missing
 
-    def begin(self, chunks: int) -> None:
-        """An empty list; a negative number: none."""
-        self.chunks, self.missing, self.pages = chunks, max(chunks, 0), ()
-        self.values, self.known = bytearray(self.missing * self.width), bytearray(self.missing)
-
-    def finish(self) -> None:
-        """All of it is there, and right."""
-        most, values = self.page_chunks * self.width, bytes(self.values)
-        self.pages = tuple([values[at : at + most] for at in range(0, len(values), most)]) or (b"",)
-        self.values, self.known = bytearray(), bytearray()
-
-    @property
-    def page_chunks(self) -> int:
-        """How many chunks' digests each page has, but for the last one."""
-        return self.page_bytes // self.width
-
-    @property
-    def nbytes(self) -> int:
-        """What the list takes."""
-        return max(self.chunks, 0) * (self.width + 1)
-
-    def digest(self, chunk: int) -> bytes:
-        """What that chunk must have; empty where that is not certain."""
-        if not self.root or not self.pages or chunk >= self.chunks:
-            return b""
-        page, at = divmod(chunk, self.page_chunks)
-        return self.pages[page][at * self.width : (at + 1) * self.width]
-
-
-class ReadLease(Stateful[LeaseState]):
+@dataclass(slots=True, eq=False)
+class ReadLease(_Moving[LeaseState]):
     """One reader's right to read one holding: one attempt, never used again."""
 
     machine: ClassVar = "read lease"
     table: ClassVar = states.LEASE_TABLE
-    __slots__ = ("dropping", "flow", "holding", "id", "is_of_whole", "part", "partial")
-
-    def __init__(self, ident: str, part: RankPart, holding: Holding, *, partial: bool = False) -> None:
-        super().__init__(LeaseState.ACTIVE)
-        self.id = ident
-        self.part = part  # the reader
-        self.holding = holding  # the source
-        self.partial = partial  # granted while nobody held all of it: the source may itself be filled from this reader
-        self.dropping = False  # the reader was told to leave this source for another one
-        self.is_of_whole = holding.complete  # when it was granted: the reader has never waited for what the source lacked
-        self.flow = Flow(ident, 0, 0.0)  # what its reader has told last that counted
+    first: ClassVar = LeaseState.ACTIVE
+    id: str
+    part: RankPart  # the reader
+    holding: Holding  # the source
+    partial: bool  # granted while nobody held all of it: the source may itself be filled from this reader
+    is_of_whole: bool  # the source was complete when it was granted: the reader has never waited for what it lacked
+    flow: Flow  # the last report of its reader that counted
+    dropping: bool = False  # the reader was told to leave this source for another one
 
     def __repr__(self) -> str:
         reader, source = self.part.member.worker.name, self.holding.member.worker.name
@@ -474,25 +418,30 @@ class RankPart:
         return self.wants_source or (self.reads and lost)
 
 
-class Operation(Stateful[OperationState]):
-    """One group call: publish, replicate, update, prefetch or fetch, on all ranks of a group."""
+@dataclass(slots=True, eq=False)
+class Operation(_Moving[OperationState]):
+    """One group operation: a publish, replicate, update, prefetch or fetch of all ranks of a group."""
 
     machine: ClassVar = "group operation"
     table: ClassVar = states.OPERATION_TABLE
-    __slots__ = ("group", "key", "kind", "later", "parts", "record", "staying", "unchanged", "version", "writing")
+    first: ClassVar = OperationState.GATHERING
+    key: OpKey
+    kind: OpKind
+    group: Group
+    parts: dict[int, RankPart] = field(default_factory=dict)  # by rank; those that have called
+    version: Version | None = None  # set while RUNNING or later, and for a publish once it is staged
+    writing: bool = False  # every rank was told to overwrite
+    unchanged: bool = False  # every rank held the bound content already
+    staying: list[Holding] = field(default_factory=list)  # what its ranks hold and must not overwrite yet (G5)
+    record: int | None = None  # of the entry that is being made durable, while PREPARED
+    # While PREPARED: what ranks have said of later operations.
+    later: list[tuple[Member, Publish | Fill | Abandon | Resolve]] = field(default_factory=list)
 
-    def __init__(self, key: OpKey, kind: OpKind, group: Group) -> None:
-        super().__init__(OperationState.GATHERING)
-        self.key = key
-        self.kind = kind
-        self.group = group
-        self.parts: dict[int, RankPart] = {}  # by rank; those that have called
-        self.version: Version | None = None  # set while RUNNING or later
-        self.writing = False  # every rank was told to overwrite
-        self.unchanged = False  # every rank held the bound content already
-        self.staying: list[Holding] = []  # what its ranks hold and must not overwrite now (G5): it waits for that
-        self.record: int | None = None  # of the entry that is being made durable, while PREPARED
-        self.later: list[tuple[Member, Publish | Fill | Abandon | Resolve]] = []  # said of later ones, while PREPARED
+    @property
+    def bound(self) -> Version:
+        """The version that it is bound to; once it is."""
+        assert self.version is not None
+        return self.version
 
     @property
     def decided(self) -> bool:
@@ -534,8 +483,7 @@ class Operation(Stateful[OperationState]):
 
     def decision(self) -> Decision:
         """The group's commit record; once it is bound."""
-        assert self.version is not None
-        info = self.version.info
+        info = self.bound.info
         return Decision(self.key, info.model, info.version, info.content_id, info.nbytes, info.world_size)
 
     def __repr__(self) -> str:
@@ -618,6 +566,11 @@ class Model:
         known = self.versions or self.members or self.pins or self.copies or self.retain or self.mark is not None
         return bool(known or self.rollbacks or self.unanswered)
 
+    @property
+    def visible(self) -> list[Version]:
+        """Its visible versions, the newest first."""
+        return sorted((v for v in self.versions.values() if v.visible), key=lambda v: -v.number)
+
     def newest_visible(self, skip: int = 0) -> Version | None:
         """The newest visible version, or the one `skip` places before it. None, too, where that one is lost for good: after
         a rollback it may be one that was forgotten, and none older may stand for it (G3).
@@ -633,8 +586,7 @@ class Model:
 
     def retained(self) -> set[int]:
         """The numbers that must stay fetchable: the newest `retain` visible ones, lost ones included, and pinned ones."""
-        visible = sorted((v.number for v in self.versions.values() if v.visible), reverse=True)
-        return {*visible[: self.retain], *(pin.number for pin in self.pins.values())}
+        return {*(v.number for v in self.visible[: self.retain]), *(pin.number for pin in self.pins.values())}
 
 
 @dataclass(slots=True, eq=False)

@@ -9,10 +9,12 @@ Not responsible for which source a reader gets (`readers`), nor for how an opera
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from tensorhub.coordinator.actions import Decision
 from tensorhub.coordinator.availability import Availability, held_text
 from tensorhub.coordinator.cluster import Cluster
-from tensorhub.coordinator.entities import Blame, Holding, Member, Operation, RankPart, Replica, Version
+from tensorhub.coordinator.entities import Blame, Holding, Member, Operation, RankPart, Version
 from tensorhub.coordinator.readers import Readers
 from tensorhub.coordinator.retention import Retentions
 from tensorhub.coordinator.states import OperationState, ReplicaState
@@ -26,7 +28,7 @@ from tensorhub.errors import (
     TransportUnavailable,
     VersionUnavailable,
 )
-from tensorhub.messages import AddSource, DropSource, Fill, Grant, Start, Write
+from tensorhub.messages import AddSource, Fill, Grant, Start, Write
 from tensorhub.types import AVAILABLE, OpKind, host_group
 
 _BEGUN = "this call was begun under a former coordinator"
@@ -36,18 +38,16 @@ LEFT = "its last holder has left on purpose"
 EXONERATED_MAX = 2  # sources whose bytes one reader got damaged and which have them unchanged: then it is not them
 
 
+@dataclass(eq=False, repr=False)
 class Fills:
     """The kind of the operations that read."""
 
-    def __init__(
-        self, cluster: Cluster, versions: Versions, readers: Readers, retentions: Retentions, testimonies: Testimonies
-    ) -> None:
-        self._cluster = cluster
-        self._testimonies = testimonies
-        self._versions = versions
-        self._readers = readers
-        self._retentions = retentions
-        self.availability = Availability(cluster)
+    _cluster: Cluster
+    _versions: Versions
+    _readers: Readers
+    _retentions: Retentions
+    _testimonies: Testimonies
+    _availability: Availability
 
     # -- questions
 
@@ -59,7 +59,7 @@ class Fills:
         numbers = [p.call.at_least for p in operation.parts.values() if isinstance(p.call, Fill) and p.call.at_least]
         at_least = max(numbers, default=None)
         if call.selector == AVAILABLE:
-            return self.availability.resolve(operation, at_least)
+            return self._availability.resolve(operation, at_least)
         return self._versions.resolve(operation.group.model, call.selector, at_least)
 
     def staying(self, operation: Operation, version: Version) -> list[Holding]:
@@ -77,8 +77,7 @@ class Fills:
 
     def all_find_a_source(self, operation: Operation) -> bool:
         """R7: before anything is overwritten, every shard that is to be read can be read."""
-        version = operation.version
-        assert version is not None
+        version = operation.bound
         readers = [part for part in operation.parts.values() if part.needs_bytes and not part.has_written]
         find = self._readers.finds_source
         return not readers or (version.has_live_source() and all(find(part, version) for part in readers))
@@ -110,7 +109,7 @@ class Fills:
                 return blame
         if not operation.running or operation.unchanged:
             return None
-        lost = self.availability.lost(operation) if first_call(operation).selector == AVAILABLE else None
+        lost = self._availability.lost(operation) if first_call(operation).selector == AVAILABLE else None
         if lost is not None:
             return Blame(lost)
         if not operation.writing:
@@ -123,8 +122,7 @@ class Fills:
         """A staged update: nothing was overwritten yet. What it replaces is given up in this step, if it may go (R4, R7)."""
         if not is_staged(operation):
             return True
-        assert operation.version is not None
-        if self._must_wait(operation, operation.version):
+        if self._must_wait(operation, operation.bound):
             return False
         for part in operation.parts.values():
             if part.needs_bytes and part.member.holding is not None:
@@ -281,12 +279,10 @@ class Fills:
         self._tell_start(part, tuple(self._readers.to_grant(lease) for lease in leases if not lease.dropping))
         for lease in leases:
             if lease.dropping:
-                drop = DropSource(part.operation.key, part.rank, lease.id, "the source leaves")
-                self._cluster.tell(part.member, drop)
+                self._readers.tell_to_drop(lease, "the source leaves")
 
     def _tell_start(self, part: RankPart, grants: tuple[Grant, ...]) -> None:
-        operation, version = part.operation, part.operation.version
-        assert version is not None
+        operation, version = part.operation, part.operation.bound
         manifest = version.manifests.get(part.shard)
         if manifest is not None:
             manifest_id = self._cluster.manifests.id_of(manifest)
@@ -299,8 +295,7 @@ class Fills:
 
     def _write_if_ready(self, operation: Operation) -> Blame | None:
         """Everything is as it was, until every rank is ready and everything that is needed is there at once."""
-        version = operation.version
-        assert version is not None
+        version = operation.bound
         if version.abandoned and not version.has_live_source():
             return _abandoned(operation)
         ready = all(part.ready for part in operation.parts.values())
@@ -324,15 +319,10 @@ class Fills:
             self._begin_replica(operation, list(operation.parts.values()))
 
     def _begin_replica(self, operation: Operation, parts: list[RankPart]) -> None:
-        cluster, group, version = self._cluster, operation.group, operation.version
-        assert version is not None
-        torn = group.torn_replica()
-        if torn is not None:
-            replica, torn.version = torn, version
-            cluster.become(replica, ReplicaState.FILLING, f"filled with {version.number}")
-        else:
-            replica = Replica(cluster.new_id(), version, parts[0].member)
-            group.replicas.append(replica)
+        version = operation.bound
+        replica = self._readers.new_or_torn_replica(version, parts[0].member)
+        if replica.state is ReplicaState.TORN:
+            self._cluster.become(replica, ReplicaState.FILLING, f"filled with {version.number}")
         for part in parts:
             old = part.member.holding
             if part.needs_bytes:
@@ -344,8 +334,7 @@ class Fills:
 
     def _feed(self, operation: Operation) -> Blame | None:
         """Find sources for each reader that needs one; in vain for ever if the last one has left on purpose."""
-        version = operation.version
-        assert version is not None
+        version = operation.bound
         for part in operation.parts.values():
             if part.reads and len(part.exonerated) >= EXONERATED_MAX:
                 return Blame(damaged(operation, part), part.rank)
@@ -389,8 +378,7 @@ def is_staged(operation: Operation) -> bool:
 
 
 def _abandoned(operation: Operation) -> Blame:
-    model, version = operation.group.model, operation.version
-    assert version is not None
+    model, version = operation.group.model, operation.bound
     text = (
         f"version {version.number} of {model.name!r}: {LEFT}; "
         f"ask again for a newer version, or retain versions that late readers need; {held_text(model)}"
@@ -407,10 +395,9 @@ def _condemned(operation: Operation, part: RankPart) -> IntegrityError:
 
 def damaged(operation: Operation, part: RankPart) -> IntegrityError:
     """What several sources have sent this rank arrives with other bytes than they have."""
-    assert operation.version is not None
     sources, reader = ", ".join(map(repr, sorted(part.exonerated))), part.member.worker.name
     return IntegrityError(
-        f"{operation.kind} of {operation.group.model.name!r}: version {operation.version.number}: what rank {part.rank} got "
+        f"{operation.kind} of {operation.group.model.name!r}: version {operation.bound.number}: what rank {part.rank} got "
         f"from {sources} does not have its digest, and {UNCHANGED}. The machine "
         f"of worker {reader!r}, or the way to it, damages bytes: look at its memory and network, or use another one"
     )

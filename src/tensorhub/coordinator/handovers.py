@@ -16,6 +16,7 @@ copy is filled (it is a group of one, which calls replicate), nor for its leave 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import NamedTuple
 
 from tensorhub.coordinator.cluster import Cluster
@@ -39,34 +40,31 @@ class Wish(NamedTuple):
     here: bool = False  # only the holder's own worker is a place for it
 
 
+@dataclass(eq=False, repr=False)
 class Handovers:
     """Changes handovers; nobody else does."""
 
-    def __init__(self, cluster: Cluster, retentions: Retentions) -> None:
-        self._cluster = cluster
-        self._retentions = retentions
+    _cluster: Cluster
+    _retentions: Retentions
 
     # ------------------------------------------------------------------------------------------------------- facts
 
     def refused(self, worker: Worker, copy: str) -> None:
         """It cannot make that copy."""
-        for model, handover in self._under_way():
-            if handover.copy == copy and handover.worker is worker:
+        for model, handover in self._under_way(copy):
+            if handover.worker is worker:
                 self._fail(model, handover)
-                return
 
     def due(self, copy: str) -> None:
         """It has had its time. One that makes progress gets as much again."""
-        for model, handover in self._under_way():
-            if handover.copy == copy:
-                member = self._cluster.members.get(copy)
-                chunks = member.holding.chunks_verified if member is not None and member.holding is not None else 0
-                if chunks > handover.chunks:
-                    handover.chunks = chunks
-                    self._set_deadline(handover)
-                else:
-                    self._fail(model, handover)
-                return
+        for model, handover in self._under_way(copy):
+            member = self._cluster.members.get(copy)
+            chunks = member.holding.chunks_verified if member is not None and member.holding is not None else 0
+            if chunks > handover.chunks:
+                handover.chunks = chunks
+                self._set_deadline(handover)
+            else:
+                self._fail(model, handover)
 
     def retry_due(self, model: str) -> None:
         """A worker that could not make a copy may be asked again."""
@@ -83,10 +81,12 @@ class Handovers:
         for model in self._cluster.models.values():
             self._cluster.touch(model)
 
-    def _under_way(self) -> Iterator[tuple[Model, Handover]]:
+    def _under_way(self, copy: str = "") -> Iterator[tuple[Model, Handover]]:
+        """All handovers, or the one of that copy."""
         for model in self._cluster.models.values():
             for handover in list(model.handovers.values()):
-                yield model, handover
+                if copy in ("", handover.copy):
+                    yield model, handover
 
     # ------------------------------------------------------------------------------------------------ consequences
 

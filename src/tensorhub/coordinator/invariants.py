@@ -425,8 +425,7 @@ def _cyclic(start: Holding) -> bool:
     todo, seen = [start], {id(start)}
     while todo:
         holding = todo.pop()
-        operation = holding.member.group.operation
-        part = operation.parts.get(holding.rank) if operation is not None else None
+        part = holding.member.part
         if part is None or part.holding is not holding or holding.complete:
             continue
         for lease in part.leases.values():

@@ -32,4 +32,5 @@ INQUIRIES_MAX = 64  # readers of one holding of which it is remembered when they
 DESCRIBED_MAX = 256  # models, versions, replicas, shards, leases and workers of one answer; one model is never cut
 FAULTS_MAX = 4  # sources of one reader of which it is remembered how they failed last; three are told
 FAULT_CHARS_MAX = 500  # of that
+DISMISSED_CHARS_MAX = 1000  # of the reason that a dismissed worker hears
 ERROR_CHARS_MAX = 2000  # of an error that one rank passes on to others

@@ -7,7 +7,7 @@ versions (`versions`) and holders (`readers`).
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from tensorhub.coordinator import actions
 from tensorhub.coordinator.cluster import Cluster
@@ -21,14 +21,14 @@ from tensorhub.messages import Rollback
 ROLLBACKS_PER_MODEL_MAX = 64  # that wait
 
 
+@dataclass(eq=False, repr=False)
 class Lineages:
     """Changes models' lineages; nobody else does."""
 
-    def __init__(self, cluster: Cluster, versions: Versions, readers: Readers, operations: Operations) -> None:
-        self._cluster = cluster
-        self._versions = versions
-        self._readers = readers
-        self._operations = operations
+    _cluster: Cluster
+    _versions: Versions
+    _readers: Readers
+    _operations: Operations
 
     def ask(self, session: int | None, message: Rollback) -> None:
         """A trainer goes back to an older version."""

@@ -5,28 +5,27 @@ Not responsible for what a lost rank's operation or memory means: `operations` a
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from tensorhub.coordinator import limits
-from tensorhub.coordinator.actions import CloseSession
 from tensorhub.coordinator.cluster import LOST_KEPT_MAX, Cluster
-from tensorhub.coordinator.entities import Group, Holding, Member, Replica, Session, Worker
+from tensorhub.coordinator.entities import Group, Holding, Member, Session, Worker
 from tensorhub.coordinator.handovers import Handovers
 from tensorhub.coordinator.operations import Operations
 from tensorhub.coordinator.readers import Readers
 from tensorhub.coordinator.retention import Retentions
 from tensorhub.coordinator.states import ReplicaState, WorkerState
+from tensorhub.coordinator.testimonies import Testimonies
 from tensorhub.coordinator.withdrawals import Withdrawals
 from tensorhub.errors import CoordinatorUnavailable, RegistrationError, TensorHubError
 from tensorhub.messages import (
     BegunWith,
     Deregister,
-    Dismissed,
     Done,
     EpochChanged,
-    ErrorInfo,
     Held,
     Join,
     Publish,
-    Refused,
     Register,
     Registered,
     Welcome,
@@ -34,24 +33,17 @@ from tensorhub.messages import (
 from tensorhub.types import Medium, Purpose
 
 
+@dataclass(eq=False, repr=False)
 class Membership:
     """Changes sessions, workers, members and groups; nobody else does."""
 
-    def __init__(
-        self,
-        cluster: Cluster,
-        retentions: Retentions,
-        readers: Readers,
-        withdrawals: Withdrawals,
-        handovers: Handovers,
-        operations: Operations,
-    ) -> None:
-        self._cluster = cluster
-        self._retentions = retentions
-        self._readers = readers
-        self._withdrawals = withdrawals
-        self._handovers = handovers
-        self._operations = operations
+    _cluster: Cluster
+    _retentions: Retentions
+    _readers: Readers
+    _withdrawals: Withdrawals
+    _handovers: Handovers
+    _operations: Operations
+    _testimonies: Testimonies
 
     # -- workers
 
@@ -59,16 +51,15 @@ class Membership:
         """A worker introduces itself on a new connection: for the first time, or again within its lease."""
         cluster = self._cluster
         if session.incarnation in cluster.lost:
-            cluster.send(session.number, Dismissed("this incarnation was lost; come back as a new one"))
-            cluster.act(CloseSession(cluster.cause, session.number, "lost incarnation"))
+            cluster.dismiss(session.number, "this incarnation was lost; come back as a new one", "lost incarnation")
             return
         worker = cluster.workers.get(session.incarnation)
         if worker is not None and worker.session is not None and worker.session > session.number:
-            cluster.act(CloseSession(cluster.cause, session.number, "the same worker has a newer connection"))
-            return  # it was said over one that its worker has given up (G9)
+            cluster.close_session(session.number, "the same worker has a newer connection")
+            return  # its worker has given up the connection over which this was said (G9)
         if worker is not None and worker.read_only is not session.read_only:
-            cluster.send(session.number, Dismissed("this incarnation has connected with another kind of token"))
-            cluster.act(CloseSession(cluster.cause, session.number, "incarnation of another kind"))
+            text = "this incarnation has connected with another kind of token"
+            cluster.dismiss(session.number, text, "incarnation of another kind")
             return
         known = worker is not None
         if worker is None and len(cluster.workers) >= 2 * cluster.options.sessions_max:
@@ -92,7 +83,7 @@ class Membership:
                 cluster.hosts[worker.incarnation] = worker
                 self._handovers.room_changed()
         elif worker.session is not None and worker.session != session.number:
-            cluster.act(CloseSession(cluster.cause, worker.session, "the same worker has connected again"))
+            cluster.close_session(worker.session, "the same worker has connected again")
             cluster.sessions[worker.session].worker = None
         worker.session = session.number
         worker.come_by(message.endpoints)
@@ -191,8 +182,7 @@ class Membership:
         for timer in ("worker", "restate"):
             cluster.timers.cancel(timer, worker.incarnation)
         if worker.session is not None:
-            cluster.send(worker.session, Dismissed(why[:1000]))
-            cluster.act(CloseSession(cluster.cause, worker.session, why))
+            cluster.dismiss(worker.session, why, why)
             cluster.sessions[worker.session].worker = None
             worker.session = None
 
@@ -215,7 +205,7 @@ class Membership:
         if error is None and worker.read_only:
             error = self._make_room(worker)
         if error is not None:
-            cluster.send(worker.session, Refused(message.request, ErrorInfo.of(error)))
+            cluster.answer(worker.session, message.request, error)
             return
         group = cluster.model(message.model).groups.get(message.group) or self._new_group(message)
         before = group.members.get(message.rank)
@@ -263,11 +253,11 @@ class Membership:
         member.said_in = member.worker.session
         self._cluster.note(member)
         member.dropped = False
-        part = group.operation.parts.get(member.rank) if group.operation is not None else None
-        filling = part.holding if part is not None and part.member is member else None
+        part = member.part
+        filling = part.holding if part is not None else None
         counts = self._withdrawals.restated(member, held.generation if held is not None else None, filling)
         self._cluster.touch(group.model)  # what it was asked before it has perhaps not heard
-        publishes = part is not None and part.member is member and isinstance(part.call, Publish)  # it holds nothing yet
+        publishes = part is not None and isinstance(part.call, Publish)  # it holds nothing yet
         keep = held is None or counts or (not publishes and self._announce(member, held))
         self._tell_registered(member, message, keep)
 
@@ -394,13 +384,12 @@ class Membership:
         cluster.learn(version, member.shard, held.manifest)
         replica = next((r for r in group.replicas if r.version is version and r.state is not ReplicaState.TORN), None)
         if replica is None:
-            replica = Replica(cluster.new_id(), version, member)
-            group.replicas.append(replica)
+            replica = self._readers.new_replica(version, member)
         holding = Holding(replica, member, held.generation, True, True)
         holding.chunks_verified = member.chunks
         self._readers.add_holding(holding)
         if held.published and group.name == version.publisher.group and member.purpose is Purpose.USE:
-            self._operations.publisher_is_back(holding)
+            self._testimonies.publisher_is_back(holding)
         if replica.state is not ReplicaState.READY and replica.is_whole:  # if DRAINING: whoever wanted to leave has stayed
             self._readers.make_ready(replica, "announced again by every rank")
         return True
@@ -417,9 +406,8 @@ class Membership:
         cluster, group = self._cluster, member.group
         self._operations.member_gone(member, why)
         self._withdrawals.member_gone(member)
-        for holding in [member.holding, *member.leaving]:
-            if holding is not None:
-                self._readers.lose(holding)
+        for holding in member.holdings:
+            self._readers.lose(holding)
         cluster.note(member, group, member.worker)
         if cluster.members.pop(member.registration, None) is not None:
             cluster.keep_begun(member, b"")

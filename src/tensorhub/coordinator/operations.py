@@ -7,7 +7,8 @@ or a fill does (`publishes`, `fills`), how an operation ends (`decisions`), nor 
 
 from __future__ import annotations
 
-from dataclasses import replace
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from typing import assert_never
 
 from tensorhub.coordinator import limits
@@ -16,23 +17,17 @@ from tensorhub.coordinator.cluster import Cluster
 from tensorhub.coordinator.corruption_checks import CorruptionChecks
 from tensorhub.coordinator.deadlines import Deadlines
 from tensorhub.coordinator.decisions import Decisions
-from tensorhub.coordinator.entities import Blame, Group, Holding, Member, Model, Operation, RankPart, Version, Worker
+from tensorhub.coordinator.entities import Blame, Group, Member, Model, Operation, RankPart, Worker
 from tensorhub.coordinator.fills import Fills
 from tensorhub.coordinator.operation_handlers import OperationHandler
-from tensorhub.coordinator.publishes import Publishes
 from tensorhub.coordinator.readers import Readers
-from tensorhub.coordinator.retention import Retentions
 from tensorhub.coordinator.states import OperationState
 from tensorhub.coordinator.testimonies import Testimonies
-from tensorhub.coordinator.versions import Versions
 from tensorhub.errors import GroupAborted, StateError, VersionConflict, VersionUnavailable
 from tensorhub.messages import (
     Abandon,
     AboutOperation,
-    ChunksThere,
     Compared,
-    DigestedAgain,
-    Digests,
     EpochChanged,
     Fill,
     Prepared,
@@ -47,21 +42,18 @@ from tensorhub.types import OpKey, OpKind, Purpose
 LATER_PER_RANK_MAX = 4  # a rank's newest messages about later operations, which wait for one's decision
 
 
+@dataclass(eq=False, repr=False)
 class Operations:
     """Changes operations until they end, with its own parts: the handlers, `decisions`, `deadlines`. Nobody else does."""
 
-    def __init__(self, cluster: Cluster, versions: Versions, readers: Readers, retentions: Retentions) -> None:
-        self._cluster = cluster
-        self._readers = readers
-        self._corruption_checks = CorruptionChecks(cluster, readers)
-        self._testimonies = Testimonies(cluster, readers, self._corruption_checks)
-        publishes = Publishes(cluster, versions, readers, self._testimonies)
-        self._fills = Fills(cluster, versions, readers, retentions, self._testimonies)
-        self._handlers: dict[OpKind, OperationHandler] = {
-            kind: publishes if kind is OpKind.PUBLISH else self._fills for kind in OpKind
-        }
-        self._decisions = Decisions(cluster, retentions, self._handlers)
-        self._deadlines = Deadlines(cluster, versions, retentions, self._fills)
+    _cluster: Cluster
+    _readers: Readers
+    _testimonies: Testimonies
+    _corruption_checks: CorruptionChecks
+    _handlers: Mapping[OpKind, OperationHandler]
+    _decisions: Decisions
+    _deadlines: Deadlines
+    _fills: Fills
 
     # ------------------------------------------------------------------------------------------------------- facts
 
@@ -76,20 +68,37 @@ class Operations:
         match message:
             case Publish() | Fill():
                 self._arrive(member, message)
-            case ReadyToWrite():
-                self._ready_to_write(member, message.key)
-            case Prepared():
-                self._prepared(member, message)
-            case Compared():
-                self._compared(member, message)
             case Abandon():
                 self._abandon(member, message)
             case Resolve():
                 self._resolve(member, message)
+            case _:
+                part = member.part
+                if part is not None and part.operation.key == message.key:
+                    self._hear_of(part, message)
+
+    def _hear_of(self, part: RankPart, message: ReadyToWrite | Prepared | Compared | ReadFailed | Progress) -> None:
+        """A rank says how its part in the group's undecided operation goes."""
+        operation = part.operation
+        match message:
+            case ReadyToWrite() if operation.running:
+                part.ready = True
+                self._cluster.changed(operation)
+            case Prepared() if operation.running and part.reading and not part.voted:
+                self._testimonies.claim(part, message.root)
+            case Compared() if operation.running:
+                self._testimonies.compared(part, message)
+            case ReadyToWrite() | Prepared() | Compared():
+                pass  # it was said already, or too late
             case ReadFailed():
-                self._read_failed(member, message)
+                holding = self._readers.failed(part, message.lease, message.reason, message.detail)
+                if holding is not None and message.reason == "corrupt" and message.chunk is not None:
+                    self._corruption_checks.ask(part, holding, message.chunk)
+                self._cluster.changed(operation)
             case Progress():
-                self._progress(member, message)
+                if part.holding is not None and not part.holding.complete:
+                    part.holding.chunks_verified = min(message.chunks_verified, part.member.chunks)
+                self._readers.learn(part, message.flows)
             case _:
                 assert_never(message)
 
@@ -117,7 +126,7 @@ class Operations:
         if blame is not None:
             self._decisions.abort(operation, blame)
         else:
-            self._changed(operation)
+            self._cluster.changed(operation)
 
     def _begin(self, member: Member, key: OpKey, kind: OpKind) -> Operation:
         """The group's undecided operation of this key; one of an older key was given up by this rank."""
@@ -171,42 +180,6 @@ class Operations:
         operation.later.append((member, message))
         return True
 
-    def _ready_to_write(self, member: Member, key: OpKey) -> None:
-        part = self._part(member, key)
-        if part is not None and part.operation.state is OperationState.RUNNING:
-            part.ready = True
-            self._changed(part.operation)
-
-    def _prepared(self, member: Member, vote: Prepared) -> None:
-        """This rank has every chunk, verified against its sources."""
-        part = self._part(member, vote.key)
-        if part is not None and part.operation.running and part.reading and not part.voted:
-            self._testimonies.claim(part, vote.root)
-
-    def _compared(self, member: Member, answer: Compared) -> None:
-        """It has compared its digests with the publisher's."""
-        part = self._part(member, answer.key)
-        if part is not None and part.operation.running:
-            self._testimonies.compared(part, answer)
-
-    def publisher_is_back(self, holding: Holding) -> None:
-        """It says again what it holds, and that it has published that."""
-        self._testimonies.publisher_is_back(holding)
-
-    def recover_roots(self, version: Version, roots: bytes) -> None:
-        """What a former coordinator has recorded of its digests."""
-        self._testimonies.recover(version, roots)
-
-    def digests_told(self, worker: Worker, message: Digests) -> None:
-        """What the chunks of a memory have as digests."""
-        self._testimonies.told(worker, message)
-
-    def digests_overdue(self, model: str) -> None:
-        """Somebody was asked for digests a while ago."""
-        known = self._cluster.models.get(model)
-        if known is not None:
-            self._testimonies.overdue(known)
-
     def _abandon(self, member: Member, message: Abandon) -> None:
         """This rank ends the operation, unless it has voted in it or it is decided."""
         group, key = member.group, message.key
@@ -239,31 +212,6 @@ class Operations:
         if part is not None:
             self._fills.restate(part)
 
-    def _read_failed(self, member: Member, message: ReadFailed) -> None:
-        part = self._part(member, message.key)
-        if part is not None:
-            holding = self._readers.failed(part, message.lease, message.reason, message.detail)
-            if holding is not None and message.reason == "corrupt" and message.chunk is not None:
-                self._corruption_checks.ask(part, holding, message.chunk)
-            self._changed(part.operation)
-
-    def digested_again(self, worker: Worker, answer: DigestedAgain) -> None:
-        """An owner has looked whether a chunk that a reader got without its digest has changed."""
-        self._corruption_checks.answered(worker, answer)
-
-    def chunks_there(self, worker: Worker, answer: ChunksThere) -> None:
-        """An owner has said what a partial copy has."""
-        self._fills.availability.heard(worker, answer)
-
-    def _progress(self, member: Member, progress: Progress) -> None:
-        """How far a rank is, and what its links have carried."""
-        part = self._part(member, progress.key)
-        if part is None:
-            return
-        if part.holding is not None and not part.holding.complete:
-            part.holding.chunks_verified = min(progress.chunks_verified, member.chunks)
-        self._readers.learn(part, progress.flows)
-
     def member_gone(self, member: Member, why: str) -> None:
         """A rank is lost, replaced or closed: before the decision, its group's operation is over."""
         self._readers.reader_lost(member)
@@ -275,8 +223,7 @@ class Operations:
         """A new lineage begins after `to`: what is bound to a later version, or would publish one, is over."""
         later, left = [version for version in model.versions.values() if version.number > to], held_text(model)
         for operation in [o for version in later for o in (*version.bound.values(), *version.guests_bound.values())]:
-            assert operation.version is not None
-            what = f"version {operation.version.number} of {model.name!r}"
+            what = f"version {operation.bound.number} of {model.name!r}"
             if operation.kind is OpKind.PUBLISH:
                 text = f"{what} cannot be published: {model.name!r} was rolled back to {to} meanwhile; take its next number"
                 self._decisions.abort(operation, Blame(VersionConflict(text)))
@@ -288,20 +235,14 @@ class Operations:
         """What held this model's operations up may be over."""
         for group in model.serving.values():
             if group.operation is not None:
-                self._changed(group.operation)
+                self._cluster.changed(group.operation)
 
-    def persisted(self, record: int) -> None:
-        """The store has an entry; if it is an operation's, that is its decision."""
-        self._testimonies.recorded(record)
-        self._hear_later(self._decisions.recorded(record))
-
-    def persist_failed(self, record: int, reason: str) -> None:
-        """The store cannot take an entry."""
-        self._testimonies.recorded(record, failed=True)
-        self._hear_later(self._decisions.not_recorded(record, reason))
-
-    def _hear_later(self, decided: Operation | None) -> None:
-        """What was said of later operations, and waited for this decision, is heard now."""
+    def written(self, record: int, failure: str | None) -> None:
+        """The store has an entry, or (`failure`) cannot take it. If it is an operation's, that is its decision, and what was
+        said of later operations meanwhile is heard now.
+        """
+        self._testimonies.recorded(record, failed=failure is not None)
+        decided = self._decisions.recorded(record) if failure is None else self._decisions.not_recorded(record, failure)
         for member, message in decided.later if decided is not None else ():
             if member.group.members.get(member.rank) is not member:
                 continue
@@ -349,16 +290,6 @@ class Operations:
             waiting[operation.key] = operation
         else:
             waiting.pop(operation.key, None)
-
-    # ---------------------------------------------------------------------------------------------------- helpers
-
-    @staticmethod
-    def _part(member: Member, key: OpKey) -> RankPart | None:
-        operation = member.group.operation
-        return operation.parts.get(member.rank) if operation is not None and operation.key == key else None
-
-    def _changed(self, operation: Operation) -> None:
-        self._cluster.changed(operation)
 
 
 def _key_of(group: Group, key: OpKey) -> OpKey:

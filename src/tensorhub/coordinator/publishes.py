@@ -5,9 +5,11 @@ Not responsible for what a number may be, nor for what `latest` means: `versions
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from tensorhub.coordinator.actions import Publication
 from tensorhub.coordinator.cluster import Cluster
-from tensorhub.coordinator.entities import Blame, Holding, Operation, RankPart, Replica
+from tensorhub.coordinator.entities import Blame, Holding, Operation, RankPart
 from tensorhub.coordinator.readers import Readers
 from tensorhub.coordinator.states import OperationState
 from tensorhub.coordinator.testimonies import Testimonies
@@ -17,14 +19,14 @@ from tensorhub.messages import Publish
 from tensorhub.types import Medium, VersionInfo
 
 
+@dataclass(eq=False, repr=False)
 class Publishes:
     """The kind of the operations that begin with memory which is complete already."""
 
-    def __init__(self, cluster: Cluster, versions: Versions, readers: Readers, testimonies: Testimonies) -> None:
-        self._cluster = cluster
-        self._testimonies = testimonies
-        self._versions = versions
-        self._readers = readers
+    _cluster: Cluster
+    _versions: Versions
+    _readers: Readers
+    _testimonies: Testimonies
 
     def called(self, part: RankPart) -> Blame | None:
         """The rank's memory is open under a new generation: that is its vote."""
@@ -44,10 +46,9 @@ class Publishes:
 
     def advance(self, operation: Operation) -> Blame | None:
         """Every rank has called; the number may have been overtaken since the first one did."""
-        version = operation.version
         if operation.running:
             return None
-        assert version is not None
+        version = operation.bound
         conflict = self._versions.overtaken(operation.group.model, version.number)
         if conflict is not None:
             return Blame(conflict)
@@ -65,9 +66,7 @@ class Publishes:
 
     def entry(self, operation: Operation) -> Publication:
         """What `latest` means is always recorded first."""
-        version = operation.version
-        assert version is not None
-        info = version.info
+        version, info = operation.bound, operation.bound.info
         return Publication(
             model=info.model,
             lineage=version.lineage,
@@ -81,13 +80,8 @@ class Publishes:
 
     def commit(self, operation: Operation) -> None:
         """Its ranks' memory becomes the first replica, without those that were lost meanwhile, and the version visible."""
-        cluster, group, version = self._cluster, operation.group, operation.version
-        assert version is not None
-        replica = group.torn_replica()
-        if replica is None:
-            replica = Replica(cluster.new_id(), version, next(iter(operation.parts.values())).member)
-            group.replicas.append(replica)
-        replica.version = version
+        cluster, version = self._cluster, operation.bound
+        replica = self._readers.new_or_torn_replica(version, next(iter(operation.parts.values())).member)
         for part in operation.parts.values():
             cluster.learn(version, part.shard, part.member.manifest)
         for part in operation.parts.values():
@@ -98,7 +92,7 @@ class Publishes:
                 self._readers.add_holding(holding)
                 self._testimonies.of(version, part.shard).publisher = holding
         self._readers.make_ready(replica, "committed")
-        self._versions.show(version, group.model)
+        self._versions.show(version, operation.group.model)
 
     def abort(self, operation: Operation) -> None:
         """The number stays unused. (No replica was made, and the ranks close their memory by themselves.)"""

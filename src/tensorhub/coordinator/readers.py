@@ -8,6 +8,7 @@ may leave (`withdrawals`).
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import dataclass
 
 from tensorhub.coordinator import limits
 from tensorhub.coordinator.cluster import Cluster
@@ -23,11 +24,11 @@ RETRY_S_MAX = 2.0
 PATCHES_MAX = 4  # partial copies that one reader reads from while nobody holds all of it
 
 
+@dataclass(eq=False, repr=False)
 class Readers:
     """Changes leases and holdings; nobody else does."""
 
-    def __init__(self, cluster: Cluster) -> None:
-        self._cluster = cluster
+    _cluster: Cluster
 
     # -- granting
 
@@ -42,7 +43,8 @@ class Readers:
         return self._lend(part, holding, partial=False)
 
     def _lend(self, part: RankPart, holding: Holding, *, partial: bool) -> Grant:
-        lease = ReadLease(self._cluster.new_id(), part, holding, partial=partial)
+        ident = self._cluster.new_id()
+        lease = ReadLease(ident, part, holding, partial, is_of_whole=holding.complete, flow=Flow(ident, 0, 0.0))
         lease.story.note(self._cluster.cause, self._cluster.now, "granted")
         self._cluster.leases[lease.id] = holding.readers[lease.id] = part.leases[lease.id] = lease
         model = holding.member.group.model
@@ -61,12 +63,9 @@ class Readers:
         if victim is not None:
             active = (lease for lease in holding.readers.values() if lease.state is LeaseState.ACTIVE)
             lease = next(lease for lease in active if lease.part.member.worker is victim)
-            part = lease.part
-            if not lease.dropping:
-                self._cluster.tell(part.member, DropSource(part.operation.key, part.rank, lease.id, "others read there"))
-            self.fence(lease, "others read there")
+            self._cut(lease, "others read there")
             self.tell_to_cut(lease)
-            self._cluster.stir(part.operation)
+            self._cluster.stir(lease.part.operation)
         holding.guests.add(guest.origin, guest)
 
     @staticmethod
@@ -245,14 +244,11 @@ class Readers:
             return None
         self.release(lease, reason)
         if reason != "dropped":
-            self._avoid(part, lease.holding, reason, detail)
+            self.avoid(part, lease.holding, reason, detail)
         return lease.holding
 
-    def avoid(self, part: RankPart, holding: Holding, detail: str) -> None:
-        """What it has read there was not what was published: it is tried again last."""
-        self._avoid(part, holding, "corrupt", detail)
-
-    def _avoid(self, part: RankPart, holding: Holding, reason: str, detail: str) -> None:
+    def avoid(self, part: RankPart, holding: Holding, reason: str, detail: str) -> None:
+        """A read there has failed this reader: the source is tried again after a while, and last."""
         source = holding.member.worker
         incarnation = source.incarnation
         text = f"worker {source.name!r}: {detail or reason}"
@@ -426,19 +422,25 @@ class Readers:
             lease.dropping = True
             self._cluster.note(lease)
             self._cluster.tell(part.member, AddSource(part.operation.key, part.rank, grant))
-            self._cluster.tell(part.member, DropSource(part.operation.key, part.rank, lease.id, "the source leaves"))
+            self.tell_to_drop(lease, "the source leaves")
+
+    def tell_to_drop(self, lease: ReadLease, why: str) -> None:
+        part = lease.part
+        self._cluster.tell(part.member, DropSource(part.operation.key, part.rank, lease.id, why))
+
+    def _cut(self, lease: ReadLease, why: str) -> None:
+        if not lease.dropping:
+            self.tell_to_drop(lease, why)
+        self.fence(lease, why)
 
     def cut_readers(self, holding: Holding, why: str, *, moved: bool) -> None:
         for lease in list(holding.readers.values()):
             if lease.state is LeaseState.ACTIVE:
                 if moved:
                     self.move(lease)
-                part = lease.part
-                if not lease.dropping:
-                    self._cluster.tell(part.member, DropSource(part.operation.key, part.rank, lease.id, why))
-                self.fence(lease, why)
-                if part.wants_source:
-                    self._cluster.stir(part.operation)
+                self._cut(lease, why)
+                if lease.part.wants_source:
+                    self._cluster.stir(lease.part.operation)
 
     def _end(self, holding: Holding, *, cut: bool = True) -> None:
         """Nothing of it is left: its leases are fenced, and its replica goes with its last holding."""
@@ -453,6 +455,21 @@ class Readers:
         if replica.holdings.get(holding.rank) is holding:
             del replica.holdings[holding.rank]
         self.settle_replica(replica)
+
+    def new_replica(self, version: Version, member: Member) -> Replica:
+        """What this rank's group holds of the version, or will."""
+        group = member.group
+        replica = Replica(self._cluster.new_id(), version, group, member.medium, member.purpose)
+        group.replicas.append(replica)
+        return replica
+
+    def new_or_torn_replica(self, version: Version, member: Member) -> Replica:
+        """The same; where a fill of this group was broken off, what that has left."""
+        torn = next((r for r in member.group.replicas if r.state is ReplicaState.TORN), None)
+        if torn is None:
+            return self.new_replica(version, member)
+        torn.version = version
+        return torn
 
     def make_ready(self, replica: Replica, why: str) -> None:
         """Every shard of it is complete and counts (G4); it is GONE at once if no memory is left by now."""
@@ -488,8 +505,7 @@ def _common(reader: Worker, source: Worker) -> frozenset[str]:
 
 def _fillers(holding: Holding) -> list[ReadLease]:
     """The ACTIVE leases through which this holding is being filled."""
-    operation = holding.member.group.operation
-    part = operation.parts.get(holding.rank) if operation is not None else None
+    part = holding.member.part
     return list(part.leases.values()) if part is not None and part.holding is holding and not holding.complete else []
 
 

@@ -6,7 +6,8 @@ responsible for what follows from the answer: `withdrawals` and `fills` let hold
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Set
+from dataclasses import dataclass
 
 from tensorhub.coordinator import limits
 from tensorhub.coordinator.actions import Pinned, Retention, Unpinned
@@ -19,11 +20,11 @@ from tensorhub.messages import Pin, Retain, RetainedAck, SetRetained, Unpin
 from tensorhub.types import Medium, Purpose
 
 
+@dataclass(eq=False, repr=False)
 class Retentions:
     """Changes models' retention and pins; nobody else does."""
 
-    def __init__(self, cluster: Cluster) -> None:
-        self._cluster = cluster
+    _cluster: Cluster
 
     # -- the question
 
@@ -238,22 +239,19 @@ class Retentions:
 
     def worker_gone(self, incarnation: str) -> None:
         """Its pins end with it."""
-        if incarnation not in self._cluster.pins:
-            return
-        for model in self._cluster.models.values():
-            for pin in [pin for pin in model.pins.values() if pin.incarnation == incarnation]:
-                self._drop(model, pin)
+        if incarnation in self._cluster.pins:
+            self._drop_pins({incarnation})
 
     def recovery_over(self) -> None:
         """Whoever has not come back within a lease is lost."""
-        for model in self._cluster.models.values():
-            for pin in [pin for pin in model.pins.values() if pin.incarnation not in self._cluster.workers]:
-                self._drop(model, pin)
+        self._drop_pins(self._cluster.pins.keys() - self._cluster.workers.keys())
 
-    def _drop(self, model: Model, pin: Pinned) -> None:
-        self._cluster.remove_pin(model, pin.pin)
-        self._cluster.persist(Unpinned(pin.pin))
-        self._cluster.touch(model)
+    def _drop_pins(self, gone: Set[str]) -> None:
+        for model in self._cluster.models.values():
+            for pin in [pin for pin in model.pins.values() if pin.incarnation in gone]:
+                self._cluster.remove_pin(model, pin.pin)
+                self._cluster.persist(Unpinned(pin.pin))
+                self._cluster.touch(model)
 
     # -- recording
 

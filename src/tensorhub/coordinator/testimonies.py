@@ -16,14 +16,14 @@ Responsible for lists and roots, for whom is asked, and for which votes count. N
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass, field
 
 from tensorhub.coordinator import limits
 from tensorhub.coordinator.actions import Digested
 from tensorhub.coordinator.cluster import Cluster
 from tensorhub.coordinator.corruption_checks import CorruptionChecks
-from tensorhub.coordinator.entities import Blame, Holding, Member, Model, Operation, RankPart, Testimony, Version, Worker
+from tensorhub.coordinator.entities import Blame, Holding, Member, Operation, RankPart, Testimony, Version, Worker
 from tensorhub.coordinator.readers import Readers
-from tensorhub.coordinator.states import OperationState
 from tensorhub.digests import ROOT_BYTES, root_of, width_in
 from tensorhub.errors import IntegrityError, StateError
 from tensorhub.messages import Compare, Compared, Digests, TellDigests, digests_bytes_max
@@ -33,14 +33,14 @@ ANSWER_S = 5.0  # who was silent for twice that is not waited for, unless only i
 COMPARISONS_MAX = 16  # of one rank in one operation, after which its memory, or its word, is not believed any more
 
 
+@dataclass(eq=False, repr=False)
 class Testimonies:
     """Changes testimonies and the claims of parts; nobody else does."""
 
-    def __init__(self, cluster: Cluster, readers: Readers, corruption_checks: CorruptionChecks) -> None:
-        self._cluster = cluster
-        self._readers = readers
-        self._corruption_checks = corruption_checks
-        self._recording: dict[int, Version] = {}  # whose roots are on their way to the store
+    _cluster: Cluster
+    _readers: Readers
+    _corruption_checks: CorruptionChecks
+    _recording: dict[int, Version] = field(default_factory=dict, init=False)  # whose roots are on their way to the store
 
     # -- votes
 
@@ -108,7 +108,7 @@ class Testimonies:
             part.holding.complete = True
             part.holding.depth = 0
         self._cluster.note(part.member)
-        self._cluster.touch(part.member.group.model)
+        self._cluster.touch(part.member.group.model, stirs=not part.member.worker.read_only)
         self._cluster.changed(part.operation)
 
     def _send_page(self, part: RankPart, testimony: Testimony, page: int) -> None:
@@ -169,21 +169,13 @@ class Testimonies:
         testimony.answered.discard(holding.member.registration)
 
     def _take(self, testimony: Testimony, message: Digests) -> bool:
-        """Enter them; the first that is told of a chunk counts. Whether all are known now."""
-        width, counts = testimony.width, [count for _, count in message.runs]
+        """Enter them. Whether all are known now."""
         within = all(first >= 0 and count > 0 and first + count <= message.chunks for first, count in message.runs)
-        if not within or len(message.digests) != sum(counts) * width:
+        if not within or len(message.digests) != sum(count for _, count in message.runs) * testimony.width:
             return False
         if testimony.chunks != message.chunks and (testimony.chunks >= 0 or not self._begin(testimony, message.chunks)):
             return False
-        at = 0
-        for first, count in message.runs:
-            for chunk, end in _unknown(testimony.known, first, first + count):
-                there = (at + (chunk - first) * width, at + (end - first) * width)
-                testimony.values[chunk * width : end * width] = message.digests[there[0] : there[1]]
-                testimony.known[chunk:end] = b"\1" * (end - chunk)
-                testimony.missing -= end - chunk
-            at += count * width
+        testimony.enter(message.runs, message.digests)
         return testimony.is_there
 
     def _begin(self, testimony: Testimony, chunks: int) -> bool:
@@ -273,8 +265,11 @@ class Testimonies:
                 self._ask_one(testimony, member, generation, "")
                 return
 
-    def overdue(self, model: Model) -> None:
-        """Who says nothing is not waited for any more. Has everybody been asked, all are asked once more."""
+    def overdue(self, model_name: str) -> None:
+        """Nobody waits any longer for those who say nothing. Once everybody has been asked, all are asked again."""
+        model = self._cluster.models.get(model_name)
+        if model is None:
+            return
         for version in model.versions.values():
             for testimony in version.testimonies.values():
                 publisher = testimony.publisher
@@ -319,23 +314,18 @@ class Testimonies:
     @staticmethod
     def _about(member: Member, generation: int) -> tuple[Holding | None, Version, int] | None:
         """What this registration holds, or fills, under that generation."""
-        for holding in [member.holding, *member.leaving]:
-            if holding is not None and holding.generation == generation:
+        for holding in member.holdings:
+            if holding.generation == generation:
                 return holding, holding.version, holding.shard
-        operation = member.group.operation
-        part = operation.parts.get(member.rank) if operation is not None else None
-        if operation is None or part is None or operation.state is not OperationState.RUNNING:
+        part = member.part
+        if part is None or not part.operation.running or part.operation.kind is OpKind.PUBLISH:
             return None
-        version = operation.version
-        known = version is not None and operation.kind is not OpKind.PUBLISH and part.call.generation == generation
-        return (part.holding, version, part.shard) if known and version is not None else None
+        return (part.holding, part.operation.bound, part.shard) if part.call.generation == generation else None
 
     # -- looking up
 
     def _of(self, part: RankPart) -> Testimony:
-        version = part.operation.version
-        assert version is not None
-        return self.of(version, part.shard, part.member.begun)
+        return self.of(part.operation.bound, part.shard, part.member.begun)
 
     def of(self, version: Version, shard: int, manifest: bytes = b"") -> Testimony:
         """What is known of that shard; `manifest`: what the asker says of it, should nobody else have said so."""
@@ -348,16 +338,6 @@ class Testimonies:
         return testimony
 
 
-def _unknown(known: bytearray, start: int, stop: int) -> Iterator[tuple[int, int]]:
-    """The runs from `start` to `stop` of which nothing is known yet."""
-    at = known.find(0, start, stop)
-    while at >= 0:
-        end = known.find(1, at, stop)
-        end = stop if end < 0 else end
-        yield at, end
-        at = known.find(0, end, stop)
-
-
 def _no_room(testimony: Testimony) -> StateError:
     info = testimony.version.info
     return StateError(
@@ -368,9 +348,8 @@ def _no_room(testimony: Testimony) -> StateError:
 
 
 def _unlike(operation: Operation, part: RankPart) -> IntegrityError:
-    assert operation.version is not None
     return IntegrityError(
-        f"{operation.kind} of {operation.group.model.name!r}: version {operation.version.number}: after {COMPARISONS_MAX} "
+        f"{operation.kind} of {operation.group.model.name!r}: version {operation.bound.number}: after {COMPARISONS_MAX} "
         f"readings rank {part.rank} still has other digests than were published. The machine of worker "
         f"{part.member.worker.name!r} may damage bytes: look at its memory, or use another one"
     )

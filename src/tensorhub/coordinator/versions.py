@@ -6,6 +6,8 @@ a number counts as used once its publication is on its way to the store.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from tensorhub.coordinator.availability import held_text
 from tensorhub.coordinator.cluster import Cluster
 from tensorhub.coordinator.entities import Model, Operation, Version
@@ -15,11 +17,11 @@ from tensorhub.messages import Announce, Begun
 from tensorhub.types import LATEST, PREVIOUS, OpKind, Selector, VersionInfo
 
 
+@dataclass(eq=False, repr=False)
 class Versions:
     """Changes versions and marks; nobody else does."""
 
-    def __init__(self, cluster: Cluster) -> None:
-        self._cluster = cluster
+    _cluster: Cluster
 
     # -- publishing
 
@@ -129,8 +131,7 @@ class Versions:
         return version
 
     def _unknown(self, model: Model, number: int) -> str:
-        visible = sorted(v.number for v in model.versions.values() if v.visible)
-        if not visible:
+        if not model.visible:
             return f"version {number} of {model.name!r} does not exist: nothing was published under that model yet"
         if model.mark is not None and number > model.mark:
             return (

@@ -6,8 +6,9 @@ responsible for workers (`membership`), nor for what a session may say (`access`
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from tensorhub.coordinator import limits
-from tensorhub.coordinator.actions import CloseSession
 from tensorhub.coordinator.cluster import Cluster
 from tensorhub.coordinator.entities import Session
 from tensorhub.coordinator.events import Connected
@@ -16,12 +17,12 @@ from tensorhub.errors import CoordinatorUnavailable, StateError, TensorHubError
 from tensorhub.messages import WATCHES_MAX, Announce, FromWorker, Heartbeat, Join
 
 
+@dataclass(eq=False, repr=False)
 class Visitors:
     """Begins sessions; `membership` makes workers of them, and ends them."""
 
-    def __init__(self, cluster: Cluster, membership: Membership) -> None:
-        self._cluster = cluster
-        self._membership = membership
+    _cluster: Cluster
+    _membership: Membership
 
     def connect(self, event: Connected) -> None:
         """A session begins, perhaps at the expense of a guest; or is refused."""
@@ -66,7 +67,7 @@ class Visitors:
             return
         self._membership.disconnected(session)
         what = "no heartbeat, watch or call came" if session.worker is None else "no registration, watch or call came"
-        cluster.act(CloseSession(cluster.cause, number, f"{what} for {cluster.now - session.called_at:.0f} s"))
+        cluster.close_session(number, f"{what} for {cluster.now - session.called_at:.0f} s")
 
     def _deadline(self, session: Session) -> float:
         """When it is idle, or may be, unless something is heard of it before. A worker's lease sees to its heartbeats."""

@@ -7,6 +7,8 @@ for its readers (`readers`).
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from tensorhub.coordinator.cluster import Cluster
 from tensorhub.coordinator.entities import Holding, Member, Model, Withdrawal, Worker
 from tensorhub.coordinator.readers import Readers
@@ -15,21 +17,21 @@ from tensorhub.coordinator.states import LeaseState
 from tensorhub.messages import LeaveGranted, LeaveRequest
 
 
+@dataclass(eq=False, repr=False)
 class Withdrawals:
     """Changes withdrawals; nobody else does."""
 
-    def __init__(self, cluster: Cluster, readers: Readers, retentions: Retentions) -> None:
-        self._cluster = cluster
-        self._readers = readers
-        self._retentions = retentions
+    _cluster: Cluster
+    _readers: Readers
+    _retentions: Retentions
 
     def restated(self, member: Member, generation: int | None, filling: Holding | None) -> bool:
         """After a lost connection the rank says under which generation it holds a version; nothing else is held (R3).
 
         `filling`: what its running operation fills, which is not spoken of. True: that generation counts already.
         """
-        for holding in [member.holding, *member.leaving]:
-            if holding is None or holding is filling:
+        for holding in member.holdings:
+            if holding is filling:
                 continue
             withdrawal = self._of(holding)
             if withdrawal is not None:
