@@ -1,7 +1,7 @@
 """How an operation ends (G4, R6): recorded first where that is needed, then the same for all ranks, and remembered.
 
-Responsible for what each rank hears, at once or when it asks late. Not responsible for when all have voted (`operations`),
-nor for what a commit or an abort means for versions and memory: the operation's kind is.
+Responsible for what each rank hears, at once or when it asks late. Not responsible for when all ranks have voted
+(`operations`), nor for what a commit or an abort means for versions and memory (the operation's handler).
 """
 
 from __future__ import annotations
@@ -43,18 +43,18 @@ class Decisions:
             self._cluster.records[operation.record] = operation
 
     def held_up(self, operation: Operation) -> bool:
-        """While a rollback of the model waits or is being recorded, nothing else of it begins to be."""
+        """Whether a rollback of the model comes first: while one waits or is being recorded, nothing else is."""
         return bool(operation.group.model.rollbacks) and self._handlers[operation.kind].entry(operation) is not None
 
     def recorded(self, record: int) -> Operation | None:
-        """It is durable: the operation that it commits, if any."""
+        """An entry is durable. Returns the operation that it commits, if any."""
         operation = self._cluster.records.pop(record, None)
         if operation is not None:
             self._commit(operation)
         return operation
 
     def not_recorded(self, record: int, reason: str) -> Operation | None:
-        """It cannot be made durable: the operation that it aborts, if any."""
+        """An entry cannot be made durable. Returns the operation that this aborts, if any."""
         operation = self._cluster.records.pop(record, None)
         if operation is not None:
             text = f"the coordinator cannot make {operation.kind} {operation.key} durable: {reason}; see its state_dir"
@@ -74,7 +74,7 @@ class Decisions:
         self._close(operation, outcomes)
 
     def _remember(self, decision: Decision) -> None:
-        """Keep it for as long as its group is there, and then for a while: of groups that are gone, the oldest goes."""
+        """Keep a decision as long as its group is there, and then for a while: of groups that are gone, the oldest goes."""
         decisions = self._cluster.decisions
         name = decision.key.model, decision.key.group
         decisions.pop(name, None)
@@ -95,9 +95,9 @@ class Decisions:
         return (model is not None and group in model.groups) or any((k.model, k.group) == (model_name, group) for k in keys)
 
     def abort(self, operation: Operation, blame: Blame, *, also_late: bool = False) -> None:
-        """End it on all ranks: the rank to blame gets its own error, the others GroupAborted with the cause.
+        """End an operation on all ranks. The rank to blame gets its own error, the others GroupAborted with the cause.
 
-        A rank that has not called yet joins the others' next operation, or (`also_late`) finds this one ended.
+        A rank that has not called yet joins the others in their next operation, or (`also_late`) finds this one ended.
         """
         self._cluster.become(operation, OperationState.ABORTED, str(blame.error))
         self._handlers[operation.kind].abort(operation)
@@ -113,10 +113,10 @@ class Decisions:
         self._close(operation, {rank: Outcome(key, rank, False, False, None, told[rank]) for rank in concerned})
 
     def _close(self, operation: Operation, outcomes: dict[int, Outcome]) -> None:
-        """It is over: its ranks hear how, its group may begin the next one, and nothing waits for it any more."""
+        """The operation is over: its ranks hear how, its group may begin the next one, and nothing waits for this one."""
         group, name = operation.group, str(operation.key)
         current = group.model.groups.get(group.name)
-        for rank in operation.parts:  # whoever has taken a lost rank's place asks for the same key
+        for rank in operation.parts:  # also if another worker has taken a lost rank's place: it asks for the same key
             member = current.members.get(rank) if current is not None else None
             if member is not None:
                 self._tell(member, outcomes[rank])
@@ -148,7 +148,7 @@ class Decisions:
         return outcomes is not None and member.rank not in outcomes
 
     def answer(self, member: Member, key: OpKey) -> None:
-        """A call or question about an operation that is over, or that this coordinator never saw."""
+        """Answer a call or question about an operation that is over, or that this coordinator has never seen."""
         if any(operation.key == key for operation in self._cluster.records.values()):
             return  # the answer comes with the decision
         outcome = member.group.decided.get(key, {}).get(member.rank)
@@ -163,7 +163,7 @@ class Decisions:
         self._tell(member, outcome)
         group = member.group
         if outcome.error is not None and key.epoch == group.epoch and key not in group.decided:
-            # So long ago that nobody remembers: its next call counts for what the others do then.
+            # It ended so long ago that it is forgotten: the rank's next call counts for what the others do then.
             self._cluster.tell(member, EpochChanged(group.model.name, group.name, group.epoch, group.sequence))
         info = outcome.version
         if info is not None:

@@ -1,8 +1,8 @@
 """Fill: bind to a version with a live source, write when every rank is ready, find sources until all is verified (R7, R12).
 
-A fill is a replicate, an update, a prefetch or a fetch. A fetch fills memory that serves nobody. It makes no replica and no
-holding; only its leases are seen. A staged update fills memory that nobody else knows of: what its ranks held before counts
-until all have voted, and the new replica begins when the update is committed.
+A fill is a replicate, an update, a prefetch or a fetch. A fetch fills memory that serves nobody: it makes no replica and no
+holding, only leases. A staged update fills memory that nobody else knows of: what its ranks held before counts until all
+ranks have voted, and the new replica begins with the commit.
 
 Not responsible for which source a reader gets (`readers`), nor for how an operation ends (`decisions`).
 """
@@ -40,7 +40,7 @@ EXONERATED_MAX = 2  # sources whose bytes one reader got damaged and which have 
 
 @dataclass(eq=False, repr=False)
 class Fills:
-    """The kind of the operations that read."""
+    """The handler of operations that read."""
 
     _cluster: Cluster
     _versions: Versions
@@ -63,7 +63,7 @@ class Fills:
         return self._versions.resolve(operation.group.model, call.selector, at_least)
 
     def staying(self, operation: Operation, version: Version) -> list[Holding]:
-        """What its ranks hold and must not overwrite with `version` now: a retained version would be lost (G5)."""
+        """What its ranks hold and must not overwrite with `version` now, since a retained version would be lost (G5)."""
         old = [part.member.holding for part in operation.parts.values() if part.member.holding is not None]
         return [h for h in old if h.version is not version and self._retentions.must_stay(h)]
 
@@ -85,10 +85,10 @@ class Fills:
     # -- an operation's steps
 
     def called(self, part: RankPart) -> Blame | None:
-        """A group waits for its last rank before it binds, so that it gets the newest version there is.
+        """A group binds once its last rank has called, so that it gets the newest version there is.
 
-        Only those go on together who had begun together: a rank that calls anew (it gave up, or is another process; R6) may
-        ask for what is newest now (G3), so that what the others have begun is over.
+        After a coordinator's restart only ranks that had begun together go on together. A rank that calls anew (it gave up,
+        or is another process; R6) may ask for what is newest now (G3): what the others have begun is over then.
         """
         operation = part.operation
         begun = {p.rank: p.begun for p in operation.parts.values() if p.begun is not None}
@@ -119,7 +119,7 @@ class Fills:
         return self._testimonies.settle(operation) or self._feed(operation)
 
     def may_commit(self, operation: Operation) -> bool:
-        """A staged update: nothing was overwritten yet. What it replaces is given up in this step, if it may go (R4, R7)."""
+        """A staged update has overwritten nothing yet. It gives up what it replaces now, if that may go (R4, R7)."""
         if not is_staged(operation):
             return True
         if self._must_wait(operation, operation.bound):
@@ -151,7 +151,7 @@ class Fills:
         self._readers.make_ready(replica, "committed")
 
     def _begin_staged(self, operation: Operation) -> None:
-        """What its ranks have staged counts from now on, under generations that they open when they have copied it."""
+        """What its ranks have staged counts from now on, under the generations that they open once they have copied it."""
         there = [p for p in operation.parts.values() if self._cluster.members.get(p.member.registration) is p.member]
         if any(part.needs_bytes for part in there):
             self._begin_replica(operation, there)
@@ -174,9 +174,9 @@ class Fills:
     # -- binding
 
     def _bind(self, operation: Operation) -> Blame | None:
-        """R12: bind only once that number has a live source, or the group holds it; until then, wait.
+        """R12: bind once that version has a live source, or the group holds it; wait until then.
 
-        R7: also until what the group holds may be given up, so that no `before_write` pauses an engine for that.
+        R7: wait also until the group may give up what it holds, so that no `before_write` pauses an engine for that.
         """
         try:
             version = self.target(operation)
@@ -211,7 +211,7 @@ class Fills:
         return None
 
     def has_no_room(self, operation: Operation, version: Version) -> bool:
-        """Whether a guest has to wait for a place at one of that version's sources, of which it is told nothing before."""
+        """Whether a guest has to wait for a place at that version's sources; it is told nothing before it has one."""
         waits = operation.is_of_guests and version.has_live_source()
         return waits and not all(self._readers.finds_source(part, version) for part in operation.parts.values())
 
@@ -249,7 +249,7 @@ class Fills:
 
     @staticmethod
     def _unnamed(operation: Operation, version: Version) -> Blame | None:
-        """Which rank goes on with what nobody could be told the manifest of: there was no room for it."""
+        """Which rank goes on with a shard whose manifest is not known, since there was no room to keep it."""
         for part in operation.parts.values():
             known = version.manifests.get(part.shard) or _named(part)
             if part.has_written and part.member.serves and not known:
@@ -260,7 +260,7 @@ class Fills:
     # -- writing
 
     def _start(self, operation: Operation) -> None:
-        """Where no rank has a hook or holds anything, all can be overwritten at once: their Start is their Write."""
+        """Tell all ranks to start. If none has a hook or holds anything, they may overwrite at once: Start is Write, too."""
         fillers = [part for part in operation.parts.values() if part.needs_bytes]
         fresh = [part for part in fillers if not part.has_written]
         bare = is_staged(operation) or not any(
@@ -272,7 +272,7 @@ class Fills:
             self._tell_start(part, self._first_grants(part) if operation.writing else ())
 
     def restate(self, part: RankPart) -> None:
-        """Tell a rank that may have missed something where it stands."""
+        """A rank may have missed something: tell it again what it was told."""
         if not part.needs_bytes or not part.operation.running:
             return
         leases = part.leases.values()
@@ -294,7 +294,7 @@ class Fills:
         self._cluster.tell(part.member, start)
 
     def _write_if_ready(self, operation: Operation) -> Blame | None:
-        """Everything is as it was, until every rank is ready and everything that is needed is there at once."""
+        """Nothing is overwritten before every rank is ready and everything that they need is there at the same time."""
         version = operation.bound
         if version.abandoned and not version.has_live_source():
             return _abandoned(operation)
@@ -311,7 +311,7 @@ class Fills:
         return () if grant is None else (grant,)
 
     def _begin_write(self, operation: Operation) -> None:
-        """Every rank is ready: the old replica leaves, the new one begins. Past this point an abort tears."""
+        """Every rank is ready: the old replica leaves, the new one begins. From here on an abort leaves torn memory."""
         operation.writing = True
         for part in operation.parts.values():
             part.reading = part.needs_bytes
@@ -333,7 +333,7 @@ class Fills:
                 self._readers.add_holding(part.holding)
 
     def _feed(self, operation: Operation) -> Blame | None:
-        """Find sources for each reader that needs one; in vain for ever if the last one has left on purpose."""
+        """Find sources for each reader that needs one. If the last one has left on purpose, that will never succeed."""
         version = operation.bound
         for part in operation.parts.values():
             if part.reads and len(part.exonerated) >= EXONERATED_MAX:
@@ -360,14 +360,14 @@ def _holds(member: Member, version: Version) -> bool:
 
 
 def _uses(part: RankPart, version: Version) -> bool:
-    """Whether the rank that a host copy is for holds that version itself: there is nothing to be prefetched."""
+    """Whether the rank that this host copy is for holds that version itself, so that nothing is to be prefetched."""
     others = part.member.worker.members.values()
     mine = (m for m in others if m.rank == part.rank and host_group(m.group.name) == part.member.group.name)
     return any(_holds(member, version) for member in mine)
 
 
 def _named(part: RankPart) -> bytes:
-    """The manifest that this rank's `resume` names, if it has said that; else empty."""
+    """The manifest that this rank's `resume` names, if the rank has sent it; else empty."""
     named = part.begun is not None and part.begun.manifest_id == part.member.begun_id
     return part.member.begun if named else b""
 
@@ -394,7 +394,7 @@ def _condemned(operation: Operation, part: RankPart) -> IntegrityError:
 
 
 def damaged(operation: Operation, part: RankPart) -> IntegrityError:
-    """What several sources have sent this rank arrives with other bytes than they have."""
+    """What several sources have sent this rank arrived with other bytes than the sources have."""
     sources, reader = ", ".join(map(repr, sorted(part.exonerated))), part.member.worker.name
     return IntegrityError(
         f"{operation.kind} of {operation.group.model.name!r}: version {operation.bound.number}: what rank {part.rank} got "

@@ -107,7 +107,7 @@ class Membership:
             self._touch_models(worker)
 
     def disconnected(self, session: Session) -> None:
-        """Its connection is gone, or is to go, and nothing that comes over it counts; its lease runs on."""
+        """Its connection has ended, or is about to, and nothing more that comes over it counts. The lease runs on."""
         cluster = self._cluster
         cluster.sessions.pop(session.number, None)
         cluster.timers.cancel("guest", str(session.number))
@@ -134,7 +134,7 @@ class Membership:
         worker = cluster.workers.get(incarnation)
         if worker is None:
             return
-        # The very sums that the timers are set to: a rounded difference could be a hair short of them, for ever.
+        # The very sums that the timers are set to: a difference, rounded, could fall short of them again and again.
         lease_s = cluster.options.lease_s
         suspect_at, lost_at = worker.heard_at + lease_s / 2, worker.heard_at + lease_s
         if cluster.now >= lost_at:
@@ -149,7 +149,7 @@ class Membership:
         cluster.timers.set("worker", incarnation, lost_at if suspect else suspect_at)
 
     def restate_due(self, incarnation: str) -> None:
-        """What a worker does not announce again after a lost connection was closed meanwhile."""
+        """What a worker has not announced again after a lost connection, it has closed meanwhile."""
         worker = self._cluster.workers.get(incarnation)
         if worker is None or worker.session is None:
             return
@@ -174,7 +174,7 @@ class Membership:
         del cluster.manifest_bytes[worker.incarnation]
         if cluster.hosts.pop(worker.incarnation, None) is not None:
             self._handovers.room_changed()
-        if not worker.read_only:  # held nothing; and however many come and go, the lost ones that did are not forgotten
+        if not worker.read_only:  # one held nothing; and however many come and go, they push no other out of this list
             cluster.lost[worker.incarnation] = None
         if len(cluster.lost) > LOST_KEPT_MAX:
             del cluster.lost[next(iter(cluster.lost))]
@@ -248,7 +248,7 @@ class Membership:
         return Group(model, message.group, message.world_size, message.layout_id, self._cluster.mint_epoch())
 
     def _register_again(self, member: Member, message: Register) -> None:
-        """A rank that was there before says anew what it holds; an operation in the middle of its fill goes on."""
+        """A rank that was there before says again what it holds. A fill that is under way goes on."""
         group, held = member.group, message.held
         member.said_in = member.worker.session
         self._cluster.note(member)
@@ -256,7 +256,7 @@ class Membership:
         part = member.part
         filling = part.holding if part is not None else None
         counts = self._withdrawals.restated(member, held.generation if held is not None else None, filling)
-        self._cluster.touch(group.model)  # what it was asked before it has perhaps not heard
+        self._cluster.touch(group.model)  # it has perhaps not heard what it was asked before
         publishes = part is not None and isinstance(part.call, Publish)  # it holds nothing yet
         keep = held is None or counts or (not publishes and self._announce(member, held))
         self._tell_registered(member, message, keep)
@@ -302,7 +302,7 @@ class Membership:
         return None
 
     def _too_much(self, worker: Worker, message: Register) -> TensorHubError | None:
-        """Which bound this registration would exceed. Those in all may be free again soon."""
+        """Which bound this registration would exceed. Where it is a bound on all workers, there may soon be room again."""
         cluster = self._cluster
         bytes_here = cluster.manifest_bytes[worker.incarnation] + len(message.manifest)
         what, in_all = "", False
@@ -323,7 +323,7 @@ class Membership:
         return RegistrationError(f"worker {worker.name!r} cannot register: {what}; close handles first", retryable=in_all)
 
     def begun_with(self, worker: Worker, message: BegunWith) -> None:
-        """What its memory is being filled with. Beyond the bounds it is not kept: the Fill that names it says so."""
+        """Keep the manifest of what this memory is filled with. If there is no room, the Fill that names it will fail."""
         member, manifest = worker.members.get(message.registration), message.manifest
         if member is None:
             return
@@ -332,7 +332,7 @@ class Membership:
             self._cluster.keep_begun(member, manifest)
 
     def _make_room(self, worker: Worker) -> TensorHubError | None:
-        """A read-only worker registers: at whose expense, if the share of all of them is used up."""
+        """A read-only worker registers. If the share of all of them is used up, another one may have to give way."""
         share = self._cluster.guests.registrations
         if not share.is_used_up:
             return None
@@ -354,10 +354,10 @@ class Membership:
         return kept.nbytes + kept.new_bytes(*manifests) <= limits.MANIFEST_BYTES_MAX
 
     def _announce(self, member: Member, held: Held) -> bool:
-        """A worker of a former session says what it holds. Another content than the recorded is ordered out (R2).
+        """A worker of a former session says what it holds. Content that is not the recorded one is ordered out (R2).
 
-        What it has voted for only is not counted on: it asks what became of that, and restates what it holds then. Nor is
-        what it held before, if that vote has committed its group to another content: it goes as soon as this rank hears so.
+        What the rank has only voted for does not count: it asks how that ended, and then says again what it holds. What it
+        held before does not count either if its vote has committed the group to another content: it goes then
         """
         cluster, group = self._cluster, member.group
         committed = None

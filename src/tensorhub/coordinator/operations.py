@@ -44,7 +44,7 @@ LATER_PER_RANK_MAX = 4  # a rank's newest messages about later operations, which
 
 @dataclass(eq=False, repr=False)
 class Operations:
-    """Changes operations until they end, with its own parts: the handlers, `decisions`, `deadlines`. Nobody else does."""
+    """Changes operations until they end, with the handlers, `decisions` and `deadlines`. Nobody else does."""
 
     _cluster: Cluster
     _readers: Readers
@@ -58,7 +58,7 @@ class Operations:
     # ------------------------------------------------------------------------------------------------------- facts
 
     def hear(self, worker: Worker, message: AboutOperation) -> None:
-        """A rank says something about its group's operation. Of an older registration it says nothing (G9)."""
+        """A rank says something about its group's operation. Only the rank's present registration is heard (G9)."""
         model = self._cluster.models.get(message.key.model)
         group = model.groups.get(message.key.group) if model is not None else None
         member = group.members.get(message.rank) if group is not None else None
@@ -110,7 +110,7 @@ class Operations:
             return
         if key.epoch != group.epoch or key.sequence < group.sequence:
             if key.epoch == group.epoch and self._decisions.ended_without(member, key):
-                # This rank comes late: the call counts for what the others do now.
+                # This rank comes late: its call counts for the operation that the others are in now.
                 self._cluster.tell(member, EpochChanged(key.model, key.group, group.epoch, group.sequence))
             else:
                 self._decisions.answer(member, key)
@@ -129,7 +129,7 @@ class Operations:
             self._cluster.changed(operation)
 
     def _begin(self, member: Member, key: OpKey, kind: OpKind) -> Operation:
-        """The group's undecided operation of this key; one of an older key was given up by this rank."""
+        """The group's undecided operation of this key. If there is one of an older key, this rank has given it up."""
         group = member.group
         if group.operation is not None and group.operation.key.sequence < key.sequence:
             left = GroupAborted(f"rank {member.rank} gave {group.operation.kind} up and called again")
@@ -141,7 +141,7 @@ class Operations:
 
     @staticmethod
     def _unlike(operation: Operation, part: RankPart) -> Blame | None:
-        """The first arrival binds kind and selector; one that differs aborts all at once and names both calls."""
+        """The first call binds kind and selector. One that differs ends the operation at once; the error names both."""
         if (operation.kind is OpKind.FETCH) is part.member.serves:
             error = StateError(f"{operation.kind}: memory either serves others, or is fetched into")
             return Blame(error, part.rank)
@@ -158,7 +158,7 @@ class Operations:
 
     @staticmethod
     def _unfenced(part: RankPart) -> Blame | None:
-        """A rank says that its fence stands before it calls again; one that never does leaves its generations here."""
+        """A rank reports its fences before it calls again. One that never does leaves more and more generations here."""
         count = len(part.member.leaving)
         if count < limits.LEAVING_OF_RANK_MAX:
             return None
@@ -168,7 +168,7 @@ class Operations:
 
     @staticmethod
     def _waits(member: Member, message: Publish | Fill | Abandon | Resolve) -> bool:
-        """Whether it is about an operation that comes after one that is still being recorded: it waits for that decision."""
+        """Whether this is about a later operation than the one that is being recorded: then it waits for that decision."""
         operation, key = member.group.operation, message.key
         if operation is None or operation.state is not OperationState.PREPARED:
             return False
@@ -186,7 +186,7 @@ class Operations:
         if self._waits(member, message):
             return
         if key.epoch == group.epoch and key.sequence >= group.sequence:
-            # If nobody has called yet, it is aborted before. What is to be called is known of a host copy only.
+            # Even if nobody has called yet. Which call it would be is known only for a host copy.
             self._begin(member, key, OpKind.PREFETCH if member.purpose is Purpose.PREFETCH else OpKind.PUBLISH)
         operation = group.operation
         if operation is None or operation.key != key:
@@ -201,7 +201,7 @@ class Operations:
                 self._decisions.answer(member, key)
 
     def _resolve(self, member: Member, message: Resolve) -> None:
-        """This rank may have missed something: tell it the outcome, or, while there is none, where it stands."""
+        """This rank may have missed something: tell it the outcome or, while there is none, what it was told before."""
         operation, key = member.group.operation, message.key
         if self._waits(member, message):
             return
@@ -220,7 +220,7 @@ class Operations:
             self._decisions.abort(operation, Blame(GroupAborted(why, causes={member.rank: why}), member.rank))
 
     def rolled_back(self, model: Model, to: int) -> None:
-        """A new lineage begins after `to`: what is bound to a later version, or would publish one, is over."""
+        """A new lineage begins after `to`: operations that fill from a later version, or publish one, are over."""
         later, left = [version for version in model.versions.values() if version.number > to], held_text(model)
         for operation in [o for version in later for o in (*version.bound.values(), *version.guests_bound.values())]:
             what = f"version {operation.bound.number} of {model.name!r}"

@@ -1,8 +1,7 @@
 """Who reads from whom: read leases, their sources, and what becomes of readers whose source leaves.
 
-Leases schedule and count; they protect nothing (R3): only an owner's own fence does. Not responsible for operations'
-outcomes: a reader without a source is left wanting one, and `operations` decides what that means; nor for when a source
-may leave (`withdrawals`).
+Leases schedule and count; they protect nothing (R3): only an owner's own fence does. Not responsible for what it means that
+a reader has no source (`operations`), nor for when a source may leave (`withdrawals`).
 """
 
 from __future__ import annotations
@@ -58,7 +57,7 @@ class Readers:
         return self.to_grant(lease)
 
     def _admit(self, holding: Holding, guest: Worker) -> None:
-        """Count one more read-only reader; where there are too many, another one makes room."""
+        """Count one more read-only reader. If there are too many, another one makes room."""
         victim = holding.guests.at_whose_expense(guest.origin, guest) if holding.guests.is_used_up else None
         if victim is not None:
             active = (lease for lease in holding.readers.values() if lease.state is LeaseState.ACTIVE)
@@ -70,13 +69,13 @@ class Readers:
 
     @staticmethod
     def _has_room(holding: Holding, worker: Worker) -> bool:
-        """Whether this worker may read there, perhaps at another one's expense."""
+        """Whether this worker may read there, if need be in another guest's place."""
         guests = holding.guests
         is_full = worker.read_only and guests.is_used_up
         return not is_full or guests.at_whose_expense(worker.origin, worker) is not None
 
     def learn(self, part: RankPart, flows: Iterable[Flow]) -> None:
-        """What a reader says has come from its sources. What a read-only one says counts for nobody."""
+        """A reader reports what has come from its sources. A read-only reader is not believed."""
         reader = part.member.worker
         for flow in flows:
             lease = part.leases.get(flow.lease)
@@ -92,8 +91,8 @@ class Readers:
             self._cluster.note(lease)
 
     def assign_sources(self, part: RankPart) -> list[Grant]:
-        """New leases for a reader that nothing it lacks may come to: on a source, or, while nobody holds all of it, on other
-        readers' partial copies. What they lack they wait for together (R9: no chunk waits for itself).
+        """New leases for a reader whose leases do not bring it everything: on a source or, while nobody holds the whole
+        shard, on other readers' partial copies. They wait together for what all of them lack (R9).
         """
         if part.member.worker.read_only:
             for lease in [each for each in part.leases.values() if each.holding.leaving]:
@@ -107,8 +106,8 @@ class Readers:
         return [] if grant is None else [grant]
 
     def _partial_holdings(self, part: RankPart, version: Version) -> list[Holding]:
-        """Partial copies that it may read and does not yet. Each reads from the next one of them all, so that what any
-        of them has comes to every other; the rest are the best ones.
+        """Partial copies that it may read and does not read yet. Every reader reads from the next one in the list, so that a
+        chunk that one of them has comes to all of them; the others are the best ones.
         """
         if version.abandoned:
             return []  # its last holder left on purpose: nobody waits for it (R12)
@@ -158,10 +157,10 @@ class Readers:
         return (holding.complete or _reaches_whole(_fillers(holding))) and not self._reads_from(holding, part)
 
     def _best(self, part: RankPart, holdings: Iterable[Holding], version: Version) -> str:
-        """The registration of that one of these, one at least, from which it would have everything first."""
+        """The registration of the holding from which the reader would have everything first. There is at least one."""
         candidates = [self._candidate(h, part) for h in holdings]
         nbytes = version.info.nbytes // version.info.world_size
-        # The grid is the publisher's; others count their own, under their options, and a copy none.
+        # The publisher's grid counts. Readers have counted their own chunks, under their options, and a copy has none.
         wanted = Wanted(nbytes, nbytes / max([1, *(h.member.chunks for h in version.holdings[part.shard])]))
         best = choose(part.member.worker.location, candidates, wanted, self._cluster.links.rates(self._cluster.now))
         assert best is not None
@@ -199,7 +198,7 @@ class Readers:
         if not holding.complete:
             left = max(0, holding.member.chunks - holding.chunks_verified)
             missing = holding.member.nbytes * left // max(1, holding.member.chunks)
-        # Who copies out of its memory shares nothing of it with its other readers.
+        # A reader that copies out of the source's memory shares no uplink with other readers.
         copies = not SAME_HOST_TRANSPORTS.isdisjoint(_common(part.member.worker, worker))
         return Candidate(
             ident=holding.member.registration,
@@ -212,7 +211,7 @@ class Readers:
 
     @staticmethod
     def _reads_from(holding: Holding, part: RankPart) -> bool:
-        """Whether `holding` is filled, directly or through others, by what `part` fills: that would be a wait cycle."""
+        """Whether `holding` is filled from what `part` fills, directly or through others: that would be a wait cycle."""
         if part.holding is None or not part.holding.readers:
             return False
         todo, seen = [holding], set()
@@ -238,7 +237,7 @@ class Readers:
             self.release(lease, why)
 
     def failed(self, part: RankPart, lease_id: str, reason: str, detail: str) -> Holding | None:
-        """The reader gave this source up; it gets another, or after a while the same one. Returns what it had read."""
+        """The reader gave this source up. It gets another one, or after a while the same. Returns the source's holding."""
         lease = part.leases.get(lease_id) or self._cluster.leases.get(lease_id)
         if lease is None or lease.part is not part:
             return None
@@ -269,7 +268,7 @@ class Readers:
             self._cluster.timers.set("retry", str(operation.key), min(later))
 
     def fence(self, lease: ReadLease, why: str) -> None:
-        """It must not count any more; FENCED once the owner has confirmed."""
+        """The lease must not count any more. It is FENCED once the owner has confirmed."""
         if lease.state is LeaseState.ACTIVE:
             self._become(lease, LeaseState.FENCING, why)
             lease.part.leases.pop(lease.id, None)
@@ -281,7 +280,7 @@ class Readers:
             self._forget(lease)
 
     def reader_lost(self, member: Member) -> None:
-        """The reader is gone: its sources are told to cut it off, also where it was told already to stop by itself."""
+        """The reader is gone: its sources are told to cut it off, even if the reader itself was told to stop before."""
         for lease in list(member.reads.values()):
             self.fence(lease, "reader lost")
             owner = lease.holding.member
@@ -304,7 +303,7 @@ class Readers:
             self._cluster.stir(lease.part.operation)
 
     def _reader_less(self, holding: Holding) -> None:
-        """A lease counts no more; if it was the last, its owner may take the memory that it has asked for."""
+        """A lease counts no more. If it was the last one, the owner may take back the memory that it has asked for."""
         model = holding.member.group.model
         if holding.member.registration in model.withdrawals:
             self._cluster.touch(model)
@@ -321,7 +320,7 @@ class Readers:
         self._cluster.touch(holding.member.group.model)
 
     def move_holding(self, holding: Holding, replica: Replica) -> None:
-        """It was there before, and becomes a part of its group's new replica."""
+        """A holding that was there before becomes a part of its group's new replica."""
         before, holding.replica = holding.replica, replica
         before.holdings.pop(holding.rank, None)
         replica.holdings[holding.rank] = holding
@@ -360,7 +359,7 @@ class Readers:
             self._end(holding)
 
     def lose(self, holding: Holding) -> None:
-        """Its worker is LOST. Its bytes may still be served: readers without another source keep their lease."""
+        """Its worker is LOST, and may still serve its bytes: readers without another source keep their lease."""
         self.leave(holding, "worker lost", on_purpose=False)
         for lease in list(holding.readers.values()):
             if lease.state is LeaseState.FENCING:
@@ -370,7 +369,7 @@ class Readers:
         self._end(holding, cut=False)
 
     def quarantine(self, holding: Holding) -> None:
-        """Its bytes have changed: nobody reads it any more. Its owner has it, and hears of it, until it takes it back."""
+        """Its bytes have changed: nobody reads it any more. It stays its owner's holding until the owner takes it back."""
         holding.quarantined = True
         self.leave(holding, "its bytes have changed", on_purpose=False)
         self.cut_readers(holding, "the source's bytes have changed", moved=True)
@@ -399,7 +398,7 @@ class Readers:
         self._cluster.touch(member.group.model)
 
     def _reconsider_readers(self, version: Version) -> None:
-        """Who holds all of it has left: its readers, also those that wait for a source, may have to complete one another."""
+        """A holder of the whole shard has left: readers, and who waits for a source, may have to complete one another."""
         if not all(map(version.is_whole, version.holdings)):
             self._cluster.changed_operations.update(version.bound)
             self._cluster.stirred.update(version.guests_bound)
