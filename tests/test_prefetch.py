@@ -21,7 +21,6 @@ from tensorhub.runtime.worker import prefetcher
 from tensorhub.runtime.worker.host_copies import HostCopyRunner
 from tensorhub.types import FetchReport, Purpose
 from tensorhub.weights import Weights
-from tensorhub.worker.procedures import Procedure
 from tests.rig import (
     CHUNK_BYTES,
     CHUNKS,
@@ -381,7 +380,7 @@ async def test_prefetch_does_not_wait_for_room_beyond_its_deadline() -> None:
     async with cluster("trainer", "reader", options=HOSTED) as c:
         _, weights = await ready(c)
         hub, room = c.hubs[1], copies(c.hubs[1]).machine._pool._room
-        assert hub._thread.post(lambda: room._line.append(Procedure()))  # somebody else makes room, and takes for ever
+        assert hub._thread.post(lambda: room._line.append(object()))  # somebody else makes room, and takes for ever
         with pytest.raises(OperationTimeout, match=r"no host memory within 0.05 s.*is still being read") as caught:
             await weights.prefetch(timeout=0.05)
         assert (caught.value.memory, caught.value.retryable, reserved(hub)) == ("intact", True, 0)

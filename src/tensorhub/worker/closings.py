@@ -37,33 +37,34 @@ class Closings:
         mine = (member for member in used if member.shard.purpose is Purpose.USE and member.state is not HandleState.CLOSED)
         return (self._has_closed or bool(self._closing)) and {m.shard.registration for m in mine} <= set(self._closing)
 
-    def close(self, procedure: Procedure, member: Member, timeout_s: float, *, abandon: bool) -> Steps[None]:
+    def close(self, member: Member, timeout_s: float, *, abandon: bool) -> Steps[None]:
         pool, registration = self._pool, member.shard.registration
         until, ending, aside = pool.now + timeout_s, list[Copy](), list[Copy]()
+        mine = object()  # this close: another one of this handle may run, too
         self._closing.append(registration)
         try:
             try:
                 yield from self._add_ending(registration, ending, abandon=abandon)
                 for copy in ending:
-                    copy.ends.add(procedure)
+                    copy.ends.add(mine)
                     yield from pool.end_call(copy.ident, StateError("its handle was closed"))
                     if not abandon:
-                        yield from copy.turn.take(procedure)
+                        yield from copy.turn.take()
                         aside.append(copy)
                         if not pool.is_closed(copy.ident):
-                            yield from pool.call(procedure, copy.ident, SetAsideCall(), max(0.0, until - pool.now))
+                            yield from pool.call(copy.ident, SetAsideCall(), max(0.0, until - pool.now))
                 if member.state is not HandleState.CLOSED:
-                    yield from pool.call(procedure, registration, CloseCall(abandon), max(0.0, until - pool.now))
+                    yield from pool.call(registration, CloseCall(abandon), max(0.0, until - pool.now))
             except Exception:
-                with procedure.shielded():
-                    yield from self._take_back(procedure, member, aside)
+                with pool.procedures.current.shielded():
+                    yield from self._take_back(member, aside)
                 raise
             for copy in ending:
                 if not pool.is_closed(copy.ident):
                     with suppress(TensorHubError):  # it is dropped, then
-                        yield from pool.call(procedure, copy.ident, CloseCall(abandon=True), timeout_s)
+                        yield from pool.call(copy.ident, CloseCall(abandon=True), timeout_s)
         finally:
-            self._end(procedure, member, ending)
+            self._end(member, ending, mine)
             for copy in aside:
                 copy.turn.give_back()
 
@@ -79,14 +80,14 @@ class Closings:
             yield lambda: not making.keys() & self._ordered.keys()
             ending += [copy for copy in copies.values() if copy.shard.purpose is Purpose.RETENTION]
 
-    def _take_back(self, procedure: Procedure, member: Member, aside: list[Copy]) -> Steps[None]:
+    def _take_back(self, member: Member, aside: list[Copy]) -> Steps[None]:
         """What was set aside holds again what it held, unless the handle is closed."""
         for copy in reversed(aside):
             if member.state is not HandleState.CLOSED:
                 with suppress(TensorHubError):  # it may have ended meanwhile
-                    yield from self._pool.call(procedure, copy.ident, TakeBackCall(), self._pool.op_timeout_s)
+                    yield from self._pool.call(copy.ident, TakeBackCall(), self._pool.op_timeout_s)
 
-    def _end(self, procedure: Procedure, member: Member, ending: list[Copy]) -> None:
+    def _end(self, member: Member, ending: list[Copy], mine: object) -> None:
         registration = member.shard.registration
         self._closing.remove(registration)
         is_closed = member.state is HandleState.CLOSED
@@ -94,6 +95,6 @@ class Closings:
             self._has_closed = True
             self._prefetched.pop(registration, None)
         for copy in ending:
-            copy.ends.discard(procedure)
+            copy.ends.discard(mine)
             if is_closed and copy.ident in self._pool.copies:
                 self._pool.drop(copy)

@@ -25,7 +25,7 @@ from tensorhub.worker.host_copy_actions import (
     StartHandle,
 )
 from tensorhub.worker.member import Member
-from tensorhub.worker.procedures import Cancelled, Procedure, Steps, Turns
+from tensorhub.worker.procedures import Cancelled, Procedures, Steps, Turns
 from tensorhub.worker.registration_session import Shard
 
 
@@ -39,7 +39,7 @@ class Copy:
     nbytes: int = 0  # of memory that it had when its last call ended
     fills: int = 0  # that were begun
     filling: bool = False
-    ends: set[Procedure] = field(default_factory=set)  # closes, under way, of handles with which it ends
+    ends: set[object] = field(default_factory=set)  # one for each close, under way, of a handle with which it ends
     turn: Turns = field(default_factory=Turns)  # to fill or release it: no fill begins in the midst of a release
 
     @property
@@ -61,7 +61,8 @@ class Attempt:
 class CopyPool:
     """One worker's. `actions`: what is to be done, in order; whoever takes them leaves it empty."""
 
-    def __init__(self, bytes_max: int, op_timeout_s: float) -> None:
+    def __init__(self, bytes_max: int, op_timeout_s: float, procedures: Procedures) -> None:
+        self.procedures = procedures
         self.budget = Budget(bytes_max)
         self.op_timeout_s = op_timeout_s
         self.now = 0.0
@@ -87,7 +88,7 @@ class CopyPool:
 
     # ------------------------------------------------------------------------------------------------------------ calls
 
-    def call(self, procedure: Procedure, registration: str, call: Call, timeout_s: float) -> Steps[FetchReport | None]:
+    def call(self, registration: str, call: Call, timeout_s: float) -> Steps[FetchReport | None]:
         """Begin a call and wait for its end; cancelling ends it as soon as may be, and leaves nothing running."""
         attempt = self._attempt()
         self.calls.setdefault(registration, attempt)  # where one runs, this one is refused
@@ -95,7 +96,7 @@ class CopyPool:
         try:
             yield lambda: attempt.is_over
         except Cancelled:
-            with procedure.shielded():
+            with self.procedures.current.shielded():
                 error = StateError("the call was cancelled by its caller")  # other ranks and the log see it
                 yield from self._end(registration, attempt, error)
             raise
@@ -133,13 +134,13 @@ class CopyPool:
         self.attempts[attempt.number] = attempt
         return attempt
 
-    def manifest(self, procedure: Procedure, info: VersionInfo, shard: int, timeout_s: float) -> Steps[Manifest]:
+    def manifest(self, info: VersionInfo, shard: int, timeout_s: float) -> Steps[Manifest]:
         attempt = self._attempt()
         self.act(AskManifest(attempt.number, info, shard, timeout_s))
         what = f"manifest of shard {shard} of version {info.version} of {info.model!r}"
         text = f"{what}: the coordinator did not answer within {timeout_s:g} s"
         try:
-            with procedure.within(self.now + timeout_s, lambda: OperationTimeout(text)):
+            with self.procedures.current.within(self.now + timeout_s, lambda: OperationTimeout(text)):
                 yield lambda: attempt.is_over
         finally:
             self.attempts.pop(attempt.number, None)
@@ -156,11 +157,11 @@ class CopyPool:
         self.act(StartHandle(shard))
         return copy
 
-    def known(self, procedure: Procedure, copy: Copy, timeout_s: float) -> Steps[None]:
+    def known(self, copy: Copy, timeout_s: float) -> Steps[None]:
         """Goes on when the coordinator knows it; raises, and it is dropped, if that does not come."""
         text = f"{copy.shard.title}: the coordinator did not answer within {timeout_s:g} s"
         try:
-            with procedure.within(self.now + timeout_s, lambda: CoordinatorUnavailable(text)):
+            with self.procedures.current.within(self.now + timeout_s, lambda: CoordinatorUnavailable(text)):
                 yield lambda: copy.is_known
             if copy.refusal is not None:
                 raise copy.refusal
@@ -175,9 +176,9 @@ class CopyPool:
 
     # ------------------------------------------------------------------------------------------------------------- room
 
-    def make_room(self, procedure: Procedure, ident: str, purpose: Purpose, nbytes: int) -> Steps[None]:
+    def make_room(self, ident: str, purpose: Purpose, nbytes: int) -> Steps[None]:
         """Reserve so many bytes for `ident`, once those that it outranks are gone. StateError: there is no room for it."""
-        yield from self._room.take(procedure)
+        yield from self._room.take()
         try:
             for other in self.budget.plan(ident, purpose, nbytes):
                 copy = self.copies.get(other)
@@ -186,16 +187,16 @@ class CopyPool:
                     error = StateError("its host memory is needed for something that comes first", retryable=True)
                     yield from self.end_call(other, error)
                     if self.budget.reservation(other) is not None:  # else a fill may have its turn, and wait for this room
-                        yield from self.give_back(procedure, copy)
+                        yield from self.give_back(copy)
             self.budget.reserve(ident, purpose, nbytes)
         finally:
             self._room.give_back()
 
-    def give_back(self, procedure: Procedure, copy: Copy, wanted: Callable[[], bool] = lambda: True) -> Steps[None]:
+    def give_back(self, copy: Copy, wanted: Callable[[], bool] = lambda: True) -> Steps[None]:
         """Give a copy's memory back, once its readers are moved or fenced; if that is still wanted when its turn comes."""
-        yield from copy.turn.take(procedure)
+        yield from copy.turn.take()
         try:
             if wanted() and self.budget.reservation(copy.ident) is not None and not self.is_closed(copy.ident):
-                yield from self.call(procedure, copy.ident, ReleaseCall(), self.op_timeout_s)
+                yield from self.call(copy.ident, ReleaseCall(), self.op_timeout_s)
         finally:
             copy.turn.give_back()

@@ -42,8 +42,7 @@ class HostCopies:
 
     def __init__(self, bytes_max: int, op_timeout_s: float, idents: Callable[[], str]) -> None:
         self._idents = idents
-        self._pool = CopyPool(bytes_max, op_timeout_s)
-        self._procedures = Procedures(self._procedure_ended)
+        self._pool = CopyPool(bytes_max, op_timeout_s, Procedures(self._procedure_ended))
         self._in_files: set[str] = set()  # handles whose bytes are read by calls of the kernel only (see FileMemory)
         self._prefetched: dict[str, Copy] = {}  # by the registration of the handle that they are for
         self._ordered: dict[str, Procedure] = {}  # retention copies that are being made, by id
@@ -51,7 +50,7 @@ class HostCopies:
         self._is_stopped = False  # the worker closes
 
     def __repr__(self) -> str:
-        return f"<HostCopies: {len(self._pool.copies)}, {len(self._procedures)} under way, {self.budget!r}>"
+        return f"<HostCopies: {len(self._pool.copies)}, {len(self._pool.procedures)} under way, {self.budget!r}>"
 
     @property
     def budget(self) -> Budget:
@@ -60,23 +59,22 @@ class HostCopies:
     @property
     def is_idle(self) -> bool:
         """Whether nothing is under way."""
-        return not len(self._procedures)
+        return not len(self._pool.procedures)
 
     def copy_of(self, registration: str) -> str | None:
         """The registration of what was prefetched for this handle."""
         copy = self._prefetched.get(registration)
         return copy.ident if copy is not None else None
 
-    def _begin(self, steps: Callable[[Procedure], Steps[Any]], now: float, request: int | None = None) -> list[CopyAction]:
-        procedure = Procedure(request)
-        self._procedures.begin(procedure, steps(procedure))
+    def _begin(self, steps: Steps[Any], now: float, request: int | None = None) -> list[CopyAction]:
+        self._pool.procedures.begin(steps, request)
         return self._go_on(now)
 
     def _go_on(self, now: float) -> list[CopyAction]:
         """What follows of what has just come."""
         pool = self._pool
         pool.now = now
-        self._procedures.go_on(now)
+        self._pool.procedures.go_on(now)
         actions, pool.actions = pool.actions, []
         return actions
 
@@ -92,27 +90,25 @@ class HostCopies:
 
     def prefetch(self, request: int, member: Member, selector: Selector, timeout_s: float, now: float) -> list[CopyAction]:
         """Fill this handle's host copy with a version, in place of what it held."""
-        return self._begin(lambda procedure: self._prefetch(procedure, member, selector, timeout_s), now, request)
+        return self._begin(self._prefetch(member, selector, timeout_s), now, request)
 
     def seed(self, request: int, info: VersionInfo, shard: int, timeout_s: float, now: float) -> list[CopyAction]:
         """Have this worker's seed of that shard of the model hold its newest version; the first time, make the seed."""
-        return self._begin(lambda procedure: self._seed(procedure, info, shard, timeout_s), now, request)
+        return self._begin(self._seed(info, shard, timeout_s), now, request)
 
     def close(
         self, request: int, member: Member, timeout_s: float, now: float, *, abandon: bool = False
     ) -> list[CopyAction]:
         """Close a handle with the host copies that end with it."""
-        return self._begin(
-            lambda procedure: self._closings.close(procedure, member, timeout_s, abandon=abandon), now, request
-        )
+        return self._begin(self._closings.close(member, timeout_s, abandon=abandon), now, request)
 
     def make_room(self, request: int, ident: str, purpose: Purpose, nbytes: int, now: float) -> list[CopyAction]:
         """Reserve so many bytes for `ident`, once those that it outranks are gone. StateError: there is no room for it."""
-        return self._begin(lambda procedure: self._pool.make_room(procedure, ident, purpose, nbytes), now, request)
+        return self._begin(self._pool.make_room(ident, purpose, nbytes), now, request)
 
     def cancel(self, request: int, now: float) -> list[CopyAction]:
         """Nobody wants that any more: it finishes once nothing of it runs."""
-        self._procedures.cancel(request)
+        self._pool.procedures.cancel(request)
         return self._go_on(now)
 
     def stop(self) -> None:
@@ -177,7 +173,7 @@ class HostCopies:
         copy = self._prefetched.get(registration)
         if copy is None or self._is_stopped or self.budget.reservation(copy.ident) is None:
             return []
-        return self._begin(lambda procedure: self._release_quietly(procedure, copy, copy.fills), now)
+        return self._begin(self._release_quietly(copy, copy.fills), now)
 
     def ended(self, registration: str, now: float) -> list[CopyAction]:
         """A handle is no more: what was made for it ends too."""
@@ -206,9 +202,8 @@ class HostCopies:
             return []  # said again
         if self._is_stopped or self._closings.process_ends:
             return [Say(CopyRefused(order.copy, "this worker closes"))]
-        source, procedure = self._pool.members.get(order.registration), Procedure()
-        self._ordered[order.copy] = procedure
-        self._procedures.begin(procedure, self._make_ordered(procedure, order, source))
+        source = self._pool.members.get(order.registration)
+        self._ordered[order.copy] = self._pool.procedures.begin(self._make_ordered(order, source))
         return self._go_on(now)
 
     def dropped(self, order: DropCopy, now: float) -> list[CopyAction]:
@@ -217,11 +212,11 @@ class HostCopies:
         if making is not None:
             making.is_cancelled = True
         elif copy is not None and not self._is_stopped and not copy.ends:  # set aside, it is said anew if it stays
-            return self._begin(lambda procedure: self._end_ordered(procedure, copy), now)
+            return self._begin(self._end_ordered(copy), now)
         return self._go_on(now)
 
     def next_deadline(self) -> float | None:
-        return self._procedures.next_deadline()
+        return self._pool.procedures.next_deadline()
 
     def tick(self, now: float) -> list[CopyAction]:
         """What has waited long enough ends."""
@@ -229,9 +224,7 @@ class HostCopies:
 
     # ---------------------------------------------------------------------------------------------------- prefetch and seed
 
-    def _prefetch(
-        self, procedure: Procedure, member: Member, selector: Selector, timeout_s: float
-    ) -> Steps[FetchReport | None]:
+    def _prefetch(self, member: Member, selector: Selector, timeout_s: float) -> Steps[FetchReport | None]:
         shard = member.shard
         manifest = shard.manifest
         assert manifest is not None
@@ -249,11 +242,11 @@ class HostCopies:
             of_host = replace(shard, registration=ident, group=group, medium=Medium.HOST, purpose=Purpose.PREFETCH)
             copy = self._prefetched[shard.registration] = self._pool.start(of_host)
             try:
-                yield from self._pool.known(procedure, copy, timeout_s)
+                yield from self._pool.known(copy, timeout_s)
             except Exception:
                 self._forget_prefetched(copy)
                 raise
-        return (yield from self._refill(procedure, copy, selector, manifest.nbytes, timeout_s))
+        return (yield from self._refill(copy, selector, manifest.nbytes, timeout_s))
 
     def _check_possible(self, nbytes: int) -> None:
         """Raise StateError if there is no room for so many bytes to be prefetched."""
@@ -261,8 +254,8 @@ class HostCopies:
             raise StateError("prefetch() needs host memory: set Options.host_memory_bytes")
         self.budget.plan("", Purpose.PREFETCH, nbytes)
 
-    def _seed(self, procedure: Procedure, info: VersionInfo, shard: int, timeout_s: float) -> Steps[FetchReport | None]:
-        manifest = yield from self._pool.manifest(procedure, info, shard, timeout_s)
+    def _seed(self, info: VersionInfo, shard: int, timeout_s: float) -> Steps[FetchReport | None]:
+        manifest = yield from self._pool.manifest(info, shard, timeout_s)
         mine = [each for each in self._pool.copies.values() if each.shard.purpose is Purpose.SEED]
         copy = next((each for each in mine if (each.shard.model, each.shard.number) == (info.model, shard)), None)
         if copy is None:
@@ -270,22 +263,20 @@ class HostCopies:
             ident = self._idents()
             of_host = _one_shard(ident, f"seed/{ident}", info, shard, manifest, Purpose.SEED, spot=False)
             copy = self._pool.start(of_host)
-            yield from self._pool.known(procedure, copy, timeout_s)
-        return (yield from self._refill(procedure, copy, LATEST, manifest.nbytes, timeout_s))
+            yield from self._pool.known(copy, timeout_s)
+        return (yield from self._refill(copy, LATEST, manifest.nbytes, timeout_s))
 
-    def _refill(
-        self, procedure: Procedure, copy: Copy, selector: Selector, nbytes: int, timeout_s: float
-    ) -> Steps[FetchReport | None]:
+    def _refill(self, copy: Copy, selector: Selector, nbytes: int, timeout_s: float) -> Steps[FetchReport | None]:
         if copy.filling:
             text = f"{copy.shard.title}: a prefetch is still running on this handle; one prefetch at a time"
             raise StateError(text, retryable=True)
         copy.filling, until = True, self._pool.now + timeout_s
         try:
-            yield from self._take_turn(procedure, copy, nbytes, timeout_s)
+            yield from self._take_turn(copy, nbytes, timeout_s)
             try:
                 copy.fills += 1
                 call, left_s = FillCall(OpKind.PREFETCH, selector), max(0.0, until - self._pool.now)
-                return (yield from self._pool.call(procedure, copy.ident, call, left_s))
+                return (yield from self._pool.call(copy.ident, call, left_s))
             finally:
                 copy.turn.give_back()
         except TensorHubError as error:
@@ -296,38 +287,38 @@ class HostCopies:
             if not copy.nbytes:  # nothing of it was begun, or the handle itself holds that version
                 self.budget.free(copy.ident)
 
-    def _take_turn(self, procedure: Procedure, copy: Copy, nbytes: int, timeout_s: float) -> Steps[None]:
+    def _take_turn(self, copy: Copy, nbytes: int, timeout_s: float) -> Steps[None]:
         """Have the copy's turn, and room for it. Both may have to wait for readers of what is being given back."""
         text = f"{copy.shard.title}: no host memory within {timeout_s:g} s: what it held before, or what has to make room, "
         late = f"{text}is still being read; try again"
-        with procedure.within(self._pool.now + timeout_s, lambda: OperationTimeout(late)):
-            yield from copy.turn.take(procedure)
+        with self._pool.procedures.current.within(self._pool.now + timeout_s, lambda: OperationTimeout(late)):
+            yield from copy.turn.take()
             try:
                 if copy.ends or copy.ident not in self._pool.copies:
                     raise StateError(f"{copy.shard.title}: its handle was closed")
                 if self.budget.reservation(copy.ident) is None:
-                    yield from self._take_room(procedure, copy, nbytes, timeout_s)
+                    yield from self._take_room(copy, nbytes, timeout_s)
             except BaseException:
                 copy.turn.give_back()
                 raise
 
-    def _take_room(self, procedure: Procedure, copy: Copy, nbytes: int, timeout_s: float) -> Steps[None]:
+    def _take_room(self, copy: Copy, nbytes: int, timeout_s: float) -> Steps[None]:
         """Where there is none, the other ranks' calls end, too: they would wait for this one until their deadlines."""
         try:
             if copy.shard.purpose is Purpose.PREFETCH:
                 self._check_possible(nbytes)
-            yield from self._pool.make_room(procedure, copy.ident, copy.shard.purpose, nbytes)
+            yield from self._pool.make_room(copy.ident, copy.shard.purpose, nbytes)
         except TensorHubError as error:
             if copy.shard.world_size > 1:
                 with suppress(TensorHubError):
-                    yield from self._pool.call(procedure, copy.ident, RefuseCall(ErrorInfo.of(error)), timeout_s)
+                    yield from self._pool.call(copy.ident, RefuseCall(ErrorInfo.of(error)), timeout_s)
             raise
 
-    def _release_quietly(self, procedure: Procedure, copy: Copy, fills: int) -> Steps[None]:
+    def _release_quietly(self, copy: Copy, fills: int) -> Steps[None]:
         """`fills`: what was begun later is for another version, and goes on."""
         try:
             yield from self._pool.end_call(copy.ident, StateError("an update has taken what was prefetched", retryable=True))
-            yield from self._pool.give_back(procedure, copy, lambda: copy.fills == fills)
+            yield from self._pool.give_back(copy, lambda: copy.fills == fills)
         except RetentionError as error:
             self._pool.act(LogEvent("copy_must_stay", copy.ident, str(error)))
         except TensorHubError as error:
@@ -335,10 +326,10 @@ class HostCopies:
 
     # ---------------------------------------------------------------------------------------------------- retention copies
 
-    def _make_ordered(self, procedure: Procedure, order: MakeCopy, source: Member | None) -> Steps[None]:
+    def _make_ordered(self, order: MakeCopy, source: Member | None) -> Steps[None]:
         reason = ""
         try:
-            yield from self._make(procedure, order, source)
+            yield from self._make(order, source)
         except TensorHubError as error:
             reason = str(error)
         except Cancelled:
@@ -352,7 +343,7 @@ class HostCopies:
         if copy is not None and (reason or member is None or member.content is None):  # or it was ordered out meanwhile
             self._pool.drop(copy)
 
-    def _make(self, procedure: Procedure, order: MakeCopy, source: Member | None) -> Steps[None]:
+    def _make(self, order: MakeCopy, source: Member | None) -> Steps[None]:
         pool, info, timeout_s = self._pool, order.version, self._pool.op_timeout_s
         held = source.content if source is not None else None
         if held is not None and held.version.content_id != info.content_id:
@@ -362,25 +353,25 @@ class HostCopies:
         if held is not None:
             manifest = held.manifest
         else:
-            manifest = yield from pool.manifest(procedure, info, order.shard, timeout_s)
+            manifest = yield from pool.manifest(info, order.shard, timeout_s)
         if order.registration in self.budget.plan(order.copy, Purpose.RETENTION, manifest.nbytes):
             raise StateError("there is room for it in the place of its source only, which has to stay until it is made")
-        yield from pool.make_room(procedure, order.copy, Purpose.RETENTION, manifest.nbytes)
+        yield from pool.make_room(order.copy, Purpose.RETENTION, manifest.nbytes)
         group, spot = f"copy/{order.copy}", pool.is_spot
         of_host = _one_shard(order.copy, group, info, order.shard, manifest, Purpose.RETENTION, spot=spot)
-        yield from pool.known(procedure, pool.start(of_host), timeout_s)
+        yield from pool.known(pool.start(of_host), timeout_s)
         if held is not None and order.registration not in self._in_files:
             call: Call = CopyCall(held.version, manifest, LocalCopy(order.registration, held.generation))
         else:
             call = FillCall(OpKind.REPLICATE, info.version)
-        yield from pool.call(procedure, order.copy, call, timeout_s)
+        yield from pool.call(order.copy, call, timeout_s)
         made = pool.members.get(order.copy)
         if made is not None and made.content is not None and made.content.version.content_id != info.content_id:
             raise VersionUnavailable(f"version {info.version} of {info.model!r} is another one by now")
 
-    def _end_ordered(self, procedure: Procedure, copy: Copy) -> Steps[None]:
+    def _end_ordered(self, copy: Copy) -> Steps[None]:
         try:
-            yield from self._pool.call(procedure, copy.ident, CloseCall(), self._pool.op_timeout_s)
+            yield from self._pool.call(copy.ident, CloseCall(), self._pool.op_timeout_s)
         except TensorHubError as error:
             self._pool.act(LogEvent("copy_not_ended", copy.ident, str(error), is_warning=True))
 
@@ -394,7 +385,7 @@ class HostCopies:
             if copy.nbytes and self.budget.reservation(ident) is None:
                 raise InvariantBroken(f"{self!r}: {ident} has {copy.nbytes} bytes of host memory that were not reserved")
         left = pool.calls or pool.attempts or self._ordered or any(copy.filling for copy in pool.copies.values())
-        if left and not len(self._procedures):
+        if left and not len(self._pool.procedures):
             raise InvariantBroken(f"{self!r}: nothing is under way, and there is {pool.calls}, {self._ordered}")
 
 

@@ -30,9 +30,9 @@ class Procedure:
 
     __slots__ = ("_is_late", "_is_notified", "_is_shielded", "is_cancelled", "request", "steps", "until", "waits_for")
 
-    def __init__(self, request: int | None = None) -> None:
+    def __init__(self, steps: Steps[Any], request: int | None) -> None:
         self.request = request
-        self.steps: Steps[Any]
+        self.steps = steps
         self.waits_for: Callable[[], bool] = lambda: True
         self.until = inf  # when its wait ends if nothing has come
         self.is_cancelled = False
@@ -86,14 +86,22 @@ class Procedures:
     def __init__(self, ended: Callable[[Procedure, Any, Exception | None], None]) -> None:
         self._ended = ended
         self._running: dict[Procedure, None] = {}  # in the order in which they began
+        self._current: Procedure | None = None
 
     def __len__(self) -> int:
         return len(self._running)
 
-    def begin(self, procedure: Procedure, steps: Steps[Any]) -> None:
-        """Its first step is taken with the next `go_on`."""
-        procedure.steps = steps
+    @property
+    def current(self) -> Procedure:
+        """The one whose step is being taken."""
+        assert self._current is not None
+        return self._current
+
+    def begin(self, steps: Steps[Any], request: int | None = None) -> Procedure:
+        """The first step is taken with the next `go_on`."""
+        procedure = Procedure(steps, request)
         self._running[procedure] = None
+        return procedure
 
     def cancel(self, request: int) -> None:
         """Nobody wants that any more."""
@@ -106,12 +114,15 @@ class Procedures:
             pass
 
     def _take_step(self, procedure: Procedure, now: float) -> bool:
+        self._current = procedure
         try:
             return procedure.go_on(now)
         except StopIteration as end:
             result, error = end.value, None
         except Exception as raised:
             result, error = None, raised
+        finally:
+            self._current = None
         del self._running[procedure]
         self._ended(procedure, result, error)
         return True
@@ -126,17 +137,18 @@ class Turns:
     """One thing that several procedures want: one has it at a time, in the order in which they asked."""
 
     def __init__(self) -> None:
-        self._line: deque[Procedure] = deque()  # the first has it
+        self._line: deque[object] = deque()  # one for each that wants it; the first has it
 
     def __repr__(self) -> str:
         return f"<Turns: {len(self._line)} in line>"
 
-    def take(self, procedure: Procedure) -> Steps[None]:
-        self._line.append(procedure)
+    def take(self) -> Steps[None]:
+        mine = object()
+        self._line.append(mine)
         try:
-            yield lambda: self._line[0] is procedure
+            yield lambda: self._line[0] is mine
         except BaseException:
-            self._line.remove(procedure)
+            self._line.remove(mine)
             raise
 
     def give_back(self) -> None:
