@@ -28,7 +28,7 @@ def anyio_backend(request: pytest.FixtureRequest) -> str:
 def lie(hub: Hub, memory: Tensors, content: int = 9) -> None:
     """Overwrite what is held, and forget its digests, so that those of the new bytes vouch for them."""
     write(memory, content)
-    for held in worker_of(hub)._owner._owner._holdings.values():
+    for held in worker_of(hub)._owner._owner._memories.values():
         held.digests[:] = [None] * len(held.digests)
 
 

@@ -377,7 +377,7 @@ def announced_open(handle: SimHandle) -> list[int]:
 
     def listening(message: FromWorker) -> None:
         if isinstance(message, Register) and message.registration == handle.id and message.held is not None:
-            held = worker.owner._holdings[handle.id]
+            held = worker.owner._memories[handle.id]
             assert held.is_open, f"{message} is said of memory that is closed"
             assert held.generation == message.held.generation
             said.append(held.generation)

@@ -37,6 +37,12 @@ def manifest_comes(rank: Rank, request: int) -> None:
     rank.do(rank.member.receive(ManifestReply(request, manifest().encode()), 0))
 
 
+def asked_to_fencing() -> None:
+    rank = Rank(LocalCopies())
+    rank.hold(1)
+    rank.fill(2)
+
+
 def manifest_to_asked() -> None:
     rank = Rank(LocalCopies())
     asks_manifest(rank, write=False)
@@ -113,6 +119,7 @@ def copy_is_stopped() -> None:
 
 
 WAYS: dict[Callable[[], None], set[str]] = {
+    asked_to_fencing: {"fill: asked -> fencing"},
     manifest_to_asked: {"fill: manifest -> asked"},
     manifest_to_copying: {"fill: manifest -> copying"},
     manifest_to_fencing: {"fill: manifest -> fencing"},

@@ -54,6 +54,7 @@ MACHINES: Final = (
 
 # What a search need not meet: tests/worker/test_phases.py takes each of them.
 RARE: Final = (
+    "fill: asked -> fencing",
     "fill: manifest -> asked",
     "fill: manifest -> copying",
     "fill: manifest -> fencing",

@@ -31,7 +31,7 @@ from tensorhub.types import ContentId, RegistrationId
 
 
 @dataclass(slots=True)
-class _Holding:
+class _OwnedMemory:
     """One registration. Kept while closed, so that its last generation cannot be opened again."""
 
     generation: int
@@ -57,11 +57,11 @@ class Owner:
     """What one worker's registered memory holds, and the accesses to it that run now."""
 
     def __init__(self) -> None:
-        self._holdings: dict[RegistrationId, _Holding] = {}
+        self._memories: dict[RegistrationId, _OwnedMemory] = {}
         self._running: dict[int, Access] = {}  # by number
         self._next_access = 0  # above every number given out
 
-    # -------------------------------------------------------------------------------------- life of a holding
+    # ------------------------------------------------------------------------------------ life of memory
 
     def open(
         self,
@@ -81,7 +81,7 @@ class Owner:
 
         Digests of that very content are kept from the last time: see `kept`.
         """
-        old = self._holdings.get(registration)
+        old = self._memories.get(registration)
         if old is not None:
             self._check_may_open(registration, old, generation)
         if digests is not None and len(digests) != len(sizes):
@@ -89,7 +89,7 @@ class Owner:
         origins: list[Origin | None] | None = None
         if digests is None and old is not None and content_id == old.content_id != "" and len(sizes) == len(old.sizes):
             digests, origins = old.digests, old.origins
-        holding = _Holding(
+        memory = _OwnedMemory(
             generation=generation,
             content_id=content_id,
             sizes=sizes,
@@ -100,14 +100,14 @@ class Owner:
             serves=serves,
         )
         if tells:
-            holding.made = [chunk for chunk, digest in enumerate(holding.digests) if digest is not None]
-            holding.undigested = len(holding.digests) - len(holding.made)
+            memory.made = [chunk for chunk, digest in enumerate(memory.digests) if digest is not None]
+            memory.undigested = len(memory.digests) - len(memory.made)
         if old is not None:
-            holding.story = old.story
-        holding.story.tell("opened", generation, content_id, "complete" if complete else "filling")
-        self._holdings[registration] = holding
+            memory.story = old.story
+        memory.story.tell("opened", generation, content_id, "complete" if complete else "filling")
+        self._memories[registration] = memory
 
-    def _check_may_open(self, registration: RegistrationId, old: _Holding, generation: int) -> None:
+    def _check_may_open(self, registration: RegistrationId, old: _OwnedMemory, generation: int) -> None:
         if old.is_open:
             raise IllegalStep(f"{registration} is open already", old.story)
         if old.accesses:
@@ -117,29 +117,29 @@ class Owner:
 
     def reopen(self, registration: RegistrationId, generation: int) -> None:
         """Let readers in again under another generation, to the very bytes of the last one."""
-        holding = self._holdings[registration]
-        if holding.is_open or generation == holding.generation:
-            raise IllegalStep(f"{registration} is open already, or was open under generation {generation}", holding.story)
-        holding.generation, holding.is_open = generation, True
-        holding.story.tell("reopened", generation, "accesses", holding.accesses)
+        memory = self._memories[registration]
+        if memory.is_open or generation == memory.generation:
+            raise IllegalStep(f"{registration} is open already, or was open under generation {generation}", memory.story)
+        memory.generation, memory.is_open = generation, True
+        memory.story.tell("reopened", generation, "accesses", memory.accesses)
 
     def close(self, registration: RegistrationId) -> None:
         """Refuse every further access; running ones go on until they end. Closing twice changes nothing."""
-        holding = self._holdings.get(registration)
-        if holding is not None and holding.is_open:
-            holding.is_open = False
-            holding.story.tell("closed", holding.generation, "accesses", holding.accesses)
+        memory = self._memories.get(registration)
+        if memory is not None and memory.is_open:
+            memory.is_open = False
+            memory.story.tell("closed", memory.generation, "accesses", memory.accesses)
 
     def forget(self, registration: RegistrationId) -> None:
         """Drop all that is known of a closed, quiet registration (it is deregistered; its id is never used
         again).
         """
-        holding = self._holdings.get(registration)
-        if holding is None:
+        memory = self._memories.get(registration)
+        if memory is None:
             return
-        if holding.is_open or holding.accesses:
-            raise IllegalStep(f"{registration} is open or in use", holding.story)
-        del self._holdings[registration]
+        if memory.is_open or memory.accesses:
+            raise IllegalStep(f"{registration} is open or in use", memory.story)
+        del self._memories[registration]
 
     # ------------------------------------------------------------------------------------------ what is there
 
@@ -153,30 +153,30 @@ class Owner:
         """Let others read these (chunk, digest) pairs, which were verified; they were read at `origin`, if at any. False:
         an older generation's, dropped.
         """
-        holding = self._at(registration, generation)
-        if holding is None:
+        memory = self._at(registration, generation)
+        if memory is None:
             return False
-        if origin is not None and holding.origins is None:
-            holding.origins = [None] * len(holding.sizes)
+        if origin is not None and memory.origins is None:
+            memory.origins = [None] * len(memory.sizes)
         for chunk, digest in arrived:
-            if not holding.available[chunk]:
-                holding.available[chunk] = 1
-                holding.missing -= 1
-                holding.digests[chunk] = digest
-                if holding.origins is not None and origin is not None:
-                    holding.origins[chunk] = origin
+            if not memory.available[chunk]:
+                memory.available[chunk] = 1
+                memory.missing -= 1
+                memory.digests[chunk] = digest
+                if memory.origins is not None and origin is not None:
+                    memory.origins[chunk] = origin
         return True
 
     def revoke(self, registration: RegistrationId, generation: int, chunks: Iterable[int]) -> frozenset[int]:
         """Let nobody begin to read these, which were not what was published. Returns the accesses to them that run."""
-        holding = self._at(registration, generation)
-        if holding is None:
+        memory = self._at(registration, generation)
+        if memory is None:
             return frozenset()
         wrong = set(chunks)
         for chunk in wrong:
-            holding.missing += holding.available[chunk]
-            holding.available[chunk], holding.digests[chunk] = 0, None
-        holding.story.tell("revoked", generation, "chunks", len(wrong))
+            memory.missing += memory.available[chunk]
+            memory.available[chunk], memory.digests[chunk] = 0, None
+        memory.story.tell("revoked", generation, "chunks", len(wrong))
         running = self._running.items()
         return frozenset(n for n, a in running if a.registration == registration and not wrong.isdisjoint(a.chunks))
 
@@ -184,44 +184,44 @@ class Owner:
         """The digests that were made since the last time, ascending; and whether all of the content's are known. `if_all`:
         take them only then.
         """
-        holding = self._holdings.get(registration)
-        if holding is None or holding.made is None:
+        memory = self._memories.get(registration)
+        if memory is None or memory.made is None:
             return [], False
-        if if_all and holding.undigested:
+        if if_all and memory.undigested:
             return [], False
-        taken, holding.made = sorted(holding.made), []
-        found = [(chunk, digest) for chunk in taken if (digest := holding.digests[chunk]) is not None]
-        return found, not holding.undigested
+        taken, memory.made = sorted(memory.made), []
+        found = [(chunk, digest) for chunk in taken if (digest := memory.digests[chunk]) is not None]
+        return found, not memory.undigested
 
     def is_news(self, registration: RegistrationId) -> bool:
         """Whether somebody should take what was made: it is the first since the last time, or the last one of all."""
-        holding = self._holdings.get(registration)
-        return holding is not None and holding.made is not None and (len(holding.made) == 1 or not holding.undigested)
+        memory = self._memories.get(registration)
+        return memory is not None and memory.made is not None and (len(memory.made) == 1 or not memory.undigested)
 
     def origin(self, registration: RegistrationId, generation: int, chunk: int) -> Origin | None:
         """Where that chunk was read, if that is known."""
-        holding = self._at(registration, generation)
-        return None if holding is None or holding.origins is None else holding.origins[chunk]
+        memory = self._at(registration, generation)
+        return None if memory is None or memory.origins is None else memory.origins[chunk]
 
     def origins(self, access: Access) -> list[Origin | None]:
         """Where the chunks of a running access were read."""
-        origins = self._holdings[access.registration].origins
+        origins = self._memories[access.registration].origins
         return [None if origins is None else origins[chunk] for chunk in access.chunks]
 
     def read_from(self, registration: RegistrationId, generation: int, origin: str) -> list[int]:
         """The chunks that were read from that registration, ascending."""
-        holding = self._at(registration, generation)
-        origins = holding.origins if holding is not None and holding.origins is not None else []
+        memory = self._at(registration, generation)
+        origins = memory.origins if memory is not None and memory.origins is not None else []
         return [chunk for chunk, each in enumerate(origins) if each is not None and each.registration == origin]
 
     def complete(self, registration: RegistrationId, generation: int) -> bool:
         """Let others read every chunk. False: an older generation's, dropped."""
-        holding = self._at(registration, generation)
-        if holding is None:
+        memory = self._at(registration, generation)
+        if memory is None:
             return False
-        holding.available = bytearray(b"\1") * len(holding.sizes)
-        holding.missing = 0
-        holding.story.tell("completed", generation)
+        memory.available = bytearray(b"\1") * len(memory.sizes)
+        memory.missing = 0
+        memory.story.tell("completed", generation)
         return True
 
     def set_digest(self, registration: RegistrationId, generation: int, chunk: int, digest: int) -> int | None:
@@ -231,68 +231,68 @@ class Owner:
         Who reads it still, although it was closed or reopened meanwhile, hears that one too: the bytes may have changed
         since it was made.
         """
-        holding = self._holdings.get(registration)
-        if holding is None or (holding.generation != generation and not holding.accesses):
+        memory = self._memories.get(registration)
+        if memory is None or (memory.generation != generation and not memory.accesses):
             return None
-        known = holding.digests[chunk]
+        known = memory.digests[chunk]
         if known is None:
-            holding.digests[chunk] = known = digest
-            if holding.made is not None:
-                holding.made.append(chunk)
-                holding.undigested -= 1
+            memory.digests[chunk] = known = digest
+            if memory.made is not None:
+                memory.made.append(chunk)
+                memory.undigested -= 1
         return known
 
     def has(self, registration: RegistrationId, generation: int, runs_max: int) -> tuple[tuple[int, int], ...]:
         """The first (first, count) runs of chunks that may be read under this generation."""
-        holding = self._at(registration, generation)
+        memory = self._at(registration, generation)
         runs: list[tuple[int, int]] = []
-        first = holding.available.find(1) if holding is not None else -1
-        while holding is not None and first >= 0 and len(runs) < runs_max:
-            end = holding.available.find(0, first)
-            end = len(holding.sizes) if end < 0 else end
+        first = memory.available.find(1) if memory is not None else -1
+        while memory is not None and first >= 0 and len(runs) < runs_max:
+            end = memory.available.find(0, first)
+            end = len(memory.sizes) if end < 0 else end
             runs.append((first, end - first))
-            first = holding.available.find(1, end)
+            first = memory.available.find(1, end)
         return tuple(runs)
 
     def there(self, registration: RegistrationId, generation: int, chunks_max: int) -> tuple[int, bytes]:
         """How many chunks there are, and one bit for each, the lowest of the first byte first: whether it may be read under
         this generation. (0, b"") for an older one, and of more chunks than `chunks_max`. One pass over the chunks.
         """
-        holding = self._at(registration, generation)
-        count = len(holding.sizes) if holding is not None else 0
-        if holding is None or not 0 < count <= chunks_max:
+        memory = self._at(registration, generation)
+        count = len(memory.sizes) if memory is not None else 0
+        if memory is None or not 0 < count <= chunks_max:
             return 0, b""
-        bits = int(bytes(holding.available).translate(_DIGITS)[::-1], 2)
+        bits = int(bytes(memory.available).translate(_DIGITS)[::-1], 2)
         return count, bits.to_bytes((count + 7) // 8, "little")
 
     def digest(self, registration: RegistrationId, generation: int, chunk: int) -> int | None:
         """The digest of a chunk, None if it is not known (or the generation is an older one)."""
-        holding = self._at(registration, generation)
-        return None if holding is None else holding.digests[chunk]
+        memory = self._at(registration, generation)
+        return None if memory is None else memory.digests[chunk]
 
     def digests(self, registration: RegistrationId, generation: int) -> tuple[int | None, ...] | None:
         """All digests, None for those that are not known; None altogether for an older generation."""
-        holding = self._at(registration, generation)
-        return None if holding is None else tuple(holding.digests)
+        memory = self._at(registration, generation)
+        return None if memory is None else tuple(memory.digests)
 
     def kept(self, registration: RegistrationId, generation: int) -> list[tuple[int, int]]:
         """Chunks that may not be read, with the digests that they had when this content was here before: what still has
         its digest need not be brought again (R9).
         """
-        holding = self._at(registration, generation)
-        if holding is None or not holding.missing:
+        memory = self._at(registration, generation)
+        if memory is None or not memory.missing:
             return []
-        known = enumerate(zip(holding.available, holding.digests, strict=True))
+        known = enumerate(zip(memory.available, memory.digests, strict=True))
         return [(chunk, digest) for chunk, (there, digest) in known if digest is not None and not there]
 
     def is_complete(self, registration: RegistrationId, generation: int) -> bool:
         """Whether every chunk may be read under this generation."""
-        holding = self._at(registration, generation)
-        return holding is not None and holding.missing == 0
+        memory = self._at(registration, generation)
+        return memory is not None and memory.missing == 0
 
-    def _at(self, registration: RegistrationId, generation: int) -> _Holding | None:
-        holding = self._holdings.get(registration)
-        return holding if holding is not None and holding.is_open and holding.generation == generation else None
+    def _at(self, registration: RegistrationId, generation: int) -> _OwnedMemory | None:
+        memory = self._memories.get(registration)
+        return memory if memory is not None and memory.is_open and memory.generation == generation else None
 
     # ----------------------------------------------------------------------------------------------- accesses
 
@@ -307,36 +307,36 @@ class Owner:
         """Start an access to those of the `wanted` chunks that may be read now, one at least, then up to
         `bytes_max`.
         """
-        holding = self._holdings.get(registration)
-        if holding is None:
+        memory = self._memories.get(registration)
+        if memory is None:
             return Refusal("nothing is registered under that id")
-        if not holding.is_open or not holding.serves or holding.generation != generation:
+        if not memory.is_open or not memory.serves or memory.generation != generation:
             return Refusal("the memory has changed its generation")
         # A publisher opens before its content id is minted; its generation alone says what is meant.
-        if holding.content_id and holding.content_id != content_id:
+        if memory.content_id and memory.content_id != content_id:
             return Refusal("the memory holds another content")
-        if not wanted or min(wanted) < 0 or max(wanted) >= len(holding.sizes):
-            return Refusal(f"the content has chunks 0 to {len(holding.sizes) - 1}, and others (or none) are asked for")
-        chunks, rest = _readable(holding, wanted, bytes_max)
+        if not wanted or min(wanted) < 0 or max(wanted) >= len(memory.sizes):
+            return Refusal(f"the content has chunks 0 to {len(memory.sizes) - 1}, and others (or none) are asked for")
+        chunks, rest = _readable(memory, wanted, bytes_max)
         if not chunks:
             return _WAIT
         number, self._next_access = self._next_access, self._next_access + 1
-        holding.accesses += 1
-        digests = tuple(holding.digests[chunk] for chunk in chunks)
+        memory.accesses += 1
+        digests = tuple(memory.digests[chunk] for chunk in chunks)
         access = self._running[number] = Access(number, registration, generation, tuple(chunks), digests, tuple(rest))
         return access
 
     def end(self, access: Access) -> None:
         """The access no longer touches the memory."""
-        holding = self._holdings[access.registration]
+        memory = self._memories[access.registration]
         if self._running.pop(access.number, None) is None:
-            raise IllegalStep(f"access {access.number} to {access.registration} has ended before", holding.story)
-        holding.accesses -= 1
+            raise IllegalStep(f"access {access.number} to {access.registration} has ended before", memory.story)
+        memory.accesses -= 1
 
     def is_quiet(self, registration: RegistrationId) -> bool:
         """Whether no access to this registration runs. Closed and quiet means: fenced."""
-        holding = self._holdings.get(registration)
-        return holding is None or holding.accesses == 0
+        memory = self._memories.get(registration)
+        return memory is None or memory.accesses == 0
 
     def is_access_to(self, number: int, registration: RegistrationId) -> bool:
         """Whether the access of this number runs, and is to this registration."""
@@ -350,33 +350,33 @@ class Owner:
         counts: dict[RegistrationId, int] = {}
         for access in self._running.values():
             counts[access.registration] = counts.get(access.registration, 0) + 1
-        for registration, holding in self._holdings.items():
+        for registration, memory in self._memories.items():
             sound = (
-                holding.accesses == counts.pop(registration, 0)
-                and holding.missing == holding.available.count(0)
-                and len(holding.available) == len(holding.digests) == len(holding.sizes)
+                memory.accesses == counts.pop(registration, 0)
+                and memory.missing == memory.available.count(0)
+                and len(memory.available) == len(memory.digests) == len(memory.sizes)
             )
             if not sound:
-                raise IllegalStep(f"the books of {registration} disagree", holding.story)
+                raise IllegalStep(f"the books of {registration} disagree", memory.story)
         if counts:
             raise IllegalStep(f"accesses run to unknown registrations {sorted(counts)}", Story())
 
     def __repr__(self) -> str:
-        live = sum(holding.is_open for holding in self._holdings.values())
-        return f"<Owner {live} open of {len(self._holdings)}, {len(self._running)} accesses>"
+        live = sum(memory.is_open for memory in self._memories.values())
+        return f"<Owner {live} open of {len(self._memories)}, {len(self._running)} accesses>"
 
 
-def _readable(holding: _Holding, wanted: Sequence[int], bytes_max: int) -> tuple[list[int], list[int]]:
+def _readable(memory: _OwnedMemory, wanted: Sequence[int], bytes_max: int) -> tuple[list[int], list[int]]:
     """Split `wanted` into what one access takes now, and the rest."""
     chunks: list[int] = []
     rest: list[int] = []
     taken_bytes = 0
     for position, chunk in enumerate(wanted):
-        nbytes = holding.sizes[chunk]
+        nbytes = memory.sizes[chunk]
         if len(chunks) == CHUNKS_PER_ACCESS_MAX or (chunks and taken_bytes + nbytes > bytes_max):
             rest.extend(wanted[position:])
             break
-        if holding.available[chunk]:
+        if memory.available[chunk]:
             chunks.append(chunk)
             taken_bytes += nbytes
         else:

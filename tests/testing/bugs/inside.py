@@ -334,7 +334,7 @@ def digests_kept() -> Iterator[None]:
         sizes: Sequence[int],
         **named: Any,
     ) -> None:
-        old = self._holdings.get(registration)
+        old = self._memories.get(registration)
         digests = old.digests if old is not None and named["complete"] else None
         before(self, registration, generation, content_id, sizes, digests=digests, complete=named["complete"])
 

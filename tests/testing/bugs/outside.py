@@ -74,7 +74,7 @@ def request_of_an_old_generation_served() -> Iterator[None]:
     begin = Owner.begin
 
     def broken(self: Owner, registration: RegistrationId, generation: int, *args: Any) -> Any:
-        known = self._holdings.get(registration)
+        known = self._memories.get(registration)
         return begin(self, registration, generation if known is None else known.generation, *args)
 
     with replaced(Owner, "begin", broken):
@@ -93,7 +93,7 @@ def digests_kept_for_another_content() -> Iterator[None]:
         sizes: Sequence[int],
         **kwargs: Any,
     ) -> None:
-        old = self._holdings.get(registration)
+        old = self._memories.get(registration)
         if old is not None and kwargs.get("digests") is None and len(old.sizes) == len(sizes):
             kwargs["digests"] = old.digests
         open_(self, registration, generation, content_id, sizes, **kwargs)

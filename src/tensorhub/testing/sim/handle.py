@@ -262,7 +262,7 @@ class SimHandle:
         content, cluster = self.member.content, self.cluster
         if content is None or self.member.state is not HandleState.READY or self.access is not None or content.published:
             return False
-        info, held = content.version, self.worker.owner._holdings.get(self.id)
+        info, held = content.version, self.worker.owner._memories.get(self.id)
         known = any(isinstance(each, Digested) and each.content_id == info.content_id for each in cluster.store)
         if not known or held is None or self.lied == info.content_id:
             return False
@@ -277,7 +277,7 @@ class SimHandle:
     def _chunk_to_spoil(self) -> int:
         """Often one that somebody has read, which others may notice."""
         number = next(self.cluster.numbers)
-        held = self.worker.owner._holdings.get(self.id)
+        held = self.worker.owner._memories.get(self.id)
         known = [chunk for chunk, digest in enumerate(held.digests) if digest is not None] if held is not None else []
         return known[number % len(known)] if known and number % 2 else number % len(self.cells)
 

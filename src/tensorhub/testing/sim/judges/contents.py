@@ -49,7 +49,7 @@ class Contents:
         """A user writes published memory. Nobody may get those bytes, unless nobody could know better: a publisher's chunk
         of which no digest has been made yet is what it is then.
         """
-        held = handle.worker.owner._holdings.get(handle.id)
+        held = handle.worker.owner._memories.get(handle.id)
         if held is not None and held.digests[chunk] is None and handle.lied != content_id:
             cells = list(self.truth[content_id][handle.shard.number])
             cells[chunk] = cell

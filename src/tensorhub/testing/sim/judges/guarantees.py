@@ -315,5 +315,5 @@ class Guarantees:
         """
         if handle.shard.medium is Medium.HOST and handle.member.state in (HandleState.TORN, HandleState.EMPTY):
             return
-        held = handle.worker.owner._holdings.get(handle.id)
+        held = handle.worker.owner._memories.get(handle.id)
         demand(held is None or not held.is_open or not held.serves, f"mutability: {handle} can still be read under {held}")
