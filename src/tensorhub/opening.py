@@ -1,6 +1,6 @@
-"""What the calls of the async API return that are no coroutines; each says what to write where it is used as something else.
+"""What the async API's calls return where that is no coroutine. A wrong use raises an error that says what to write.
 
-Responsible for forms only: `await` and `async with`, and what a plain `with`, `for` or an attribute is told.
+Responsible for forms only: `await` and `async with`, and the errors of a plain `with`, `for` or an attribute.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ class Unpicklable:
         )
 
 
-class Closable(Protocol):
+class AsyncClosable(Protocol):
     async def close(self) -> None: ...
 
 
-T = TypeVar("T", bound=Closable)
+T = TypeVar("T", bound=AsyncClosable)
 
 
 class Opening(Generic[T]):
@@ -87,7 +87,7 @@ class Opening(Generic[T]):
             raise AttributeError(f"{self._call}() has no {name!r} before it is open: write {how}, then `x.{name}`")
 
 
-async def close_after(opened: Closable, error: BaseException | None) -> None:
+async def close_after(opened: AsyncClosable, error: BaseException | None) -> None:
     """The end of a block: what went wrong in its body is what is raised."""
     try:
         await opened.close()

@@ -263,7 +263,7 @@ class Weights(Unpicklable):
         return _finish(self._weights.prefetch(selector, timeout))
 
     def close(self, abandon: bool = False) -> None:
-        """LeaveRequest what is published and give the registration up; see `tensorhub.Weights.close`."""
+        """Take back what is published and give the registration up; see `tensorhub.Weights.close`."""
         _finish(self._weights.close(abandon))
 
 

@@ -233,7 +233,7 @@ class Weights(Unpicklable):
         return await self._thread.call(prefetch, self._handle, selector, timeout_s)
 
     async def close(self, abandon: bool = False) -> None:
-        """LeaveRequest what is published, as `unpublish` does, and give the registration up.
+        """Take back what is published, as `unpublish` does, and give the registration up.
 
         With the last handle of this process (whatever it holds) the retained versions in its host memory are handed over to
         other workers, too, as the process may end then. (Leaving the hub waits for nobody: close the handles before.)

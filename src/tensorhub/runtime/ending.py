@@ -1,8 +1,8 @@
-"""The end of a process: what it has open then ends, in time, whoever still holds it.
+"""The end of a process: everything that it has open is ended in time, whoever still holds it.
 
-Library threads are daemons, which stand still once the interpreter is being taken apart: whoever waits for one then waits
-for ever. So each one that is open is ended before that, by `atexit`: threads that are no daemons have ended by then, and
-with them what they did with a hub. Responsible for which threads are open and for their end; not for how one ends.
+Library threads are daemons. A daemon stands still once the interpreter is being taken apart, and whoever waits for one then
+waits for ever. So `atexit` ends each thread that is open. Threads that are not daemons have ended by then, and so has their
+use of a hub. Responsible for knowing which threads are open, and for ending them. Not responsible for how one ends.
 """
 
 from __future__ import annotations

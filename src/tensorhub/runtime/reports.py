@@ -1,7 +1,7 @@
-"""How long a fill took, and for what: the phases of its report are wall time, and add up to the call.
+"""How long a fill took, and for what. The phases of its report are wall time, and add up to the call.
 
-Responsible for what is noted while a call runs, and for the `FetchReport` made of it. Not responsible for what a pull's
-lanes have counted (`runtime.data.lanes`).
+Responsible for the times that are noted while a call runs, and for the `FetchReport` that is made of them. Not responsible
+for what a pull's lanes count (`runtime.data.lanes`).
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""SIGTERM, on which a process leaves its clusters before it ends: what a preempted machine has time for.
+"""SIGTERM: a process leaves its clusters before it ends, which is what a preempted machine has time for.
 
-The handler only passes it on, since Python runs it in the midst of whatever the main thread does; a thread of its own waits
-for the hubs, and then lets SIGTERM do what it did before.
+Python runs the handler in the midst of whatever the main thread does, so the handler only passes the signal on. A thread of
+its own waits for the hubs, and then lets SIGTERM do what it did before.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What blocks, in a thread; where there is none to be had, in the loop."""
+"""Runs what blocks in a thread, or in the loop where no thread can be had."""
 
 from __future__ import annotations
 

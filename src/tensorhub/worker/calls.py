@@ -1,4 +1,4 @@
-"""What a caller can ask of a handle, and what the handle's machine asks of its shell: two closed unions."""
+"""Two closed unions: what a caller can ask of a handle, and what the handle's machine asks of its shell."""
 
 from __future__ import annotations
 

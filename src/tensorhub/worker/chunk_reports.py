@@ -1,4 +1,4 @@
-"""A worker's words about its chunks and their digests, in messages of bounded size."""
+"""Messages about a worker's chunks and their digests, each of a bounded size."""
 
 from __future__ import annotations
 

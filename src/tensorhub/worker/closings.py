@@ -1,8 +1,7 @@
 """The close of a handle, with the host copies that end with it (R5).
 
-What was prefetched for a handle ends with it. With a caller's last handle the worker's retention copies end as well, as the
-process may end then. The copies are set aside first, each with its own leave, so that an error leaves all of them as they
-were.
+The handle's prefetched copy ends with it. The worker's retention copies end with the caller's last handle, since the process
+may end then. The copies are set aside first, each with its own leave. So an error leaves all of them as they were.
 
 Responsible for that order, and for whether this process may end at any time. Not responsible for leaves: each copy's
 `Member` asks for its own.

@@ -1,12 +1,12 @@
-"""One handle's calls, and the actions that its member wants carried out for them, one after the other.
+"""One handle's calls, and the actions that its member wants carried out, one after the other.
 
-Theory of operation. What the member wants is queued in `todo`; the shell (`runtime.worker.handle`, or a simulated one)
-takes the first action, carries it out, and only then takes the next: so nothing is said, opened or finished before a fence
-stands that came before it. A call is begun here, and is over when its `Finish` has come to the front: the member is done
-with it earlier, while its fences are still to be carried out. One call runs at a time.
+Theory of operation. The member's actions are queued in `todo`. The shell (`runtime.worker.handle`, or a simulated one) takes
+the first action, carries it out, and only then takes the next. So nothing is said, opened or finished before an earlier
+fence stands. A call begins here, and is over when its `Finish` is carried out. The member is done with it earlier, while
+fences are still to be carried out. One call runs at a time.
 
-Responsible for what a caller may do now, for what his call raises in the end, and for what is told of memory. Not
-responsible for what the calls do (`worker.member`), nor for how anything is carried out.
+Responsible for what a caller may do now, for what a call raises in the end, and for reports about memory. Not responsible
+for what the calls do (`worker.member`), nor for how an action is carried out.
 """
 
 from __future__ import annotations

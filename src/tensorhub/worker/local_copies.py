@@ -1,6 +1,6 @@
-"""Which host copies one worker has, and what they hold: where a fill finds bytes that need no network.
+"""What one worker's host copies hold: where a fill finds bytes that need no network.
 
-Responsible for that question only. Not responsible for what the copies are for or when they end, nor for copying.
+Not responsible for what the copies are for or when they end, nor for copying.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""The manifests that a worker knows, and whether a registration can be filled with one.
+"""The manifests that a worker knows, and whether one fits a registration.
 
-Responsible for fetching and comparing each manifest only once. Not responsible for asking for one (`filling`).
+Each manifest is fetched and compared only once. Not responsible for asking for one (`filling`).
 """
 
 from __future__ import annotations

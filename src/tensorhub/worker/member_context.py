@@ -1,7 +1,4 @@
-"""What the parts of one rank's machine share: who it is, what time it is, and the one place through which they act.
-
-Not responsible for anything else: there are no rules here.
-"""
+"""What the parts of one rank's machine share: who the rank is, what time it is, and the one way to act. It has no rules."""
 
 from __future__ import annotations
 

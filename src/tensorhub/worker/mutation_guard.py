@@ -1,7 +1,8 @@
-"""What the owner of a memory has promised: that its bytes stay as they are while others may read them (R8, R15).
+"""The promise of a memory's owner: its bytes stay as they are while others may read them (R8, R15).
 
-Responsible for who is told that they were written: each finding once, by the call that takes the memory back or by the next
-one. Not responsible for finding out (the shell's `written` says which tensors were, and digests are made there again).
+Responsible for telling the caller that published bytes were written. Each finding is told once, by the call that takes the
+memory back or by the next one. Not responsible for the finding itself: the shell's `written` names the tensors, and digests
+are made there again.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A rank's publish: the memory is opened, and that is said; whether it counts is the coordinator's to decide (R6)."""
+"""A rank's publish: it opens the memory and says so. The coordinator decides whether that counts (R6)."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """One registration's standing with the coordinator: is it heard, is it known, and which operation comes next.
 
-Responsible for the membership epoch and the sequence of this rank's group calls (an `OpKey` is taken once). After each lost
-connection it says anew what the memory holds, and ends the operation that was left without hearing its outcome. Not
-responsible for calls (`worker.active_call`) or memory (`worker.member_memory`).
+Responsible for the membership epoch and for the sequence of this rank's group calls: an `OpKey` is taken once. After each
+lost connection the session registers anew, and ends an operation that was left without an outcome. Not responsible for
+calls (`worker.active_call`) or memory (`worker.member_memory`).
 """
 
 from __future__ import annotations

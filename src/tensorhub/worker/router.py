@@ -1,13 +1,12 @@
-"""Whom each message of the coordinator concerns: a message in; a handle and what it is told, an answer, or an order out.
+"""Routes each message of the coordinator: to a handle, to whoever has asked a question, or to the worker itself.
 
 A message names what it is about in one of three ways: by a request, whose answer goes to whoever asked; by a registration;
-or by a rank of a group. Only this module keeps the worker's handles (of any kind `H`) under these names. Questions that the
-worker asks for itself, not for a handle (`runtime.worker.coordinator_client`), take their numbers from the same iterator,
-so that no two questions share an answer.
+or by a rank of a group. Only this module keeps the worker's handles (of any kind `H`) under these names. The worker's own
+questions (`runtime.worker.coordinator_client`) take their numbers from the same iterator, so no two questions share an
+answer.
 
-Responsible for messages about something that is not known here, or no longer: an answer that comes twice, a rank that has
-left, a registration that has ended. Not responsible for connections, nor for what a handle does with what it is told
-(`worker.member`).
+Responsible for messages about something that is unknown here, or gone: an answer that comes twice, a rank that has left, a
+registration that has ended. Not responsible for connections, nor for what a handle does with a message (`worker.member`).
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The tables of a handle: what its memory is, and in which phase the call is that runs on it."""
+"""The tables of a handle: the states of its memory, and the phases of the call that runs on it."""
 
 from __future__ import annotations
 

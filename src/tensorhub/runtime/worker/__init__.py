@@ -1,1 +1,1 @@
-"""A worker's shell: its handles, its host copies, its questions. Carries out what `tensorhub.worker` decides."""
+"""A worker's shell: its handles, host copies and questions. It carries out what `tensorhub.worker` decides."""

@@ -1,7 +1,7 @@
-"""What callers do with a registered memory: which calls follow from that, and what each raises before and after.
+"""A registered memory, as callers use it: the calls that follow from each method, and what a method raises.
 
-Responsible for being the handle of `runtime.worker.ports`. Not responsible for carrying a call out:
-`runtime.worker.handle` does, and in a simulation `testing.callers`. Lives in the worker runtime's loop.
+`Weights` and the prefetcher stand on `CallersHandle`. Not responsible for carrying a call out: `runtime.worker.handle` does
+that, and a simulated handle in a simulation. Lives in the worker runtime's loop.
 """
 
 from __future__ import annotations

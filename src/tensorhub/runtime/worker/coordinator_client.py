@@ -1,4 +1,4 @@
-"""What a worker asks its coordinator for itself, not for one of its handles: asked again after a lost connection."""
+"""A worker's own questions to its coordinator. A question is asked again after a lost connection."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""When publishers tell their digests: all at once as soon as they are complete, else what was made in a while, together.
+"""When a publisher reports its digests: all at once when they are complete, else every `REPORT_S` what was made in between.
 
-Responsible for the time. Not responsible for what is told (`handle`), nor for what becomes of it.
+Responsible for the time. Not responsible for the content of a report (`handle`), nor for what becomes of it.
 """
 
 from __future__ import annotations

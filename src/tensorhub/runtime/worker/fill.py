@@ -1,7 +1,7 @@
 """How one handle's memory is filled: from other memory of its worker, and from other workers.
 
-Responsible for the pull or the copy that runs, for its sources and its progress, and for what the call's report says of it.
-Not responsible for where the bytes go (`places`), nor for reading them (`lanes`), nor for when it is done (`handle`).
+Responsible for the pull or the copy that runs, for its sources and its progress, and for the call's times. Not responsible
+for where the bytes go (`mapped_memory`), for reading them (`runtime.data.lanes`), or for the actions' order (`handle`).
 """
 
 from __future__ import annotations

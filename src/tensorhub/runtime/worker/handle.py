@@ -1,7 +1,8 @@
 """One registration's shell: carries out what its `worker.Member` wants, one action after the other.
 
-Responsible for the order of fences, openings and pulls of one memory (each is done before the next begins), and for a
-call's future. Not responsible for how the memory is filled (`filler`). Decides nothing. Lives in the worker runtime's loop.
+Responsible for the order of fences, openings and pulls of one memory, each of which ends before the next begins, and for
+waking the caller when the call is over. Not responsible for filling the memory (`fill`). Decides nothing. Lives in the
+worker runtime's loop.
 """
 
 from __future__ import annotations

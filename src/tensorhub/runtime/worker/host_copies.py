@@ -1,4 +1,4 @@
-"""The shell of a worker's host copies: does what `worker.host_copies` wants, and lets callers wait for what they asked for.
+"""The shell of a worker's host copies: does what `worker.host_copies` wants, and wakes callers when their request is over.
 
 Responsible for the copies' handles and their memory, and for waking the machine at its deadlines. Decides nothing. Lives in
 the worker runtime's loop.
@@ -48,7 +48,7 @@ from tensorhub.worker.registration_session import Shard
 log = get_logger("tensorhub.worker")
 
 
-class Desk(Protocol):
+class CopiesWorker(Protocol):
     """What the copies need of their worker."""
 
     options: Options
@@ -66,7 +66,7 @@ class Desk(Protocol):
 
 
 @dataclass(slots=True)
-class _Asked:
+class _Request:
     """What a caller waits for."""
 
     ended: anyio.Event = field(default_factory=anyio.Event)
@@ -75,7 +75,7 @@ class _Asked:
 
 
 @dataclass(slots=True)
-class _Call:
+class _CopysCall:
     """One that the machine wants of a handle."""
 
     handle: Handle
@@ -86,14 +86,14 @@ class _Call:
 class HostCopyRunner:
     """`tasks`: the worker's, while it runs. Its handles have this as their room, see `HostRoom`."""
 
-    def __init__(self, desk: Desk) -> None:
-        self._desk = desk
-        options = desk.options
+    def __init__(self, worker: CopiesWorker) -> None:
+        self._worker = worker
+        options = worker.options
         self.machine = HostCopies(options.host_memory_bytes, options.op_timeout_s, lambda: secrets.token_hex(12))
         self.tasks: anyio.abc.TaskGroup | None = None
         self._handles: dict[str, Handle] = {}  # all of this worker, by registration
-        self._calls: dict[int, _Call] = {}  # that run, by number
-        self._asked: dict[int, _Asked] = {}  # by request
+        self._calls: dict[int, _CopysCall] = {}  # that run, by number
+        self._asked: dict[int, _Request] = {}  # by request
         self._requests = itertools.count(1)
         self._todo: deque[CopyAction] = deque()
         self._is_busy = False
@@ -127,7 +127,7 @@ class HostCopyRunner:
 
     async def _ask(self, ask: Callable[[int], list[CopyAction]]) -> FetchReport | None:
         """Wait for what was asked for; cancelling ends it as soon as may be, and leaves nothing running."""
-        request, asked = next(self._requests), _Asked()
+        request, asked = next(self._requests), _Request()
         self._asked[request] = asked
         self._apply(ask(request))
         try:
@@ -210,13 +210,13 @@ class HostCopyRunner:
     def _do(self, action: CopyAction) -> None:
         match action:
             case Say():
-                self._desk.link.say(action.message)
+                self._worker.link.say(action.message)
             case StartHandle():
                 self._start(action.shard)
             case DropHandle():
                 handle = self._handles.get(action.registration)
                 if handle is not None:
-                    self._desk.drop_handle(handle)
+                    self._worker.drop_handle(handle)
             case BeginCall():
                 self._begin(action)
             case CancelCall():
@@ -244,9 +244,9 @@ class HostCopyRunner:
                 assert_never(action)
 
     def _start(self, shard: Shard) -> None:
-        devices = [handle.memory.device for handle in self._desk.callers() if handle.memory.device is not None]
+        devices = [handle.memory.device for handle in self._worker.callers() if handle.memory.device is not None]
         reserve = partial(self.machine.take, shard.registration, shard.purpose)
-        self._desk.start_handle(shard, HostMemory(reserve, pinning(devices[0] if devices else None)))
+        self._worker.start_handle(shard, HostMemory(reserve, pinning(devices[0] if devices else None)))
 
     def _begin(self, action: BeginCall) -> None:
         handle = self._handles.get(action.registration)
@@ -254,10 +254,10 @@ class HostCopyRunner:
             error = StateError("the hub was closed while the call was running")
             self._apply(self.machine.call_ended(action.number, clock.now(), error=error))
             return
-        self._calls[action.number] = _Call(handle)
+        self._calls[action.number] = _CopysCall(handle)
         self.tasks.start_soon(self._run_call, action, self._calls[action.number])
 
-    async def _run_call(self, action: BeginCall, call: _Call) -> None:
+    async def _run_call(self, action: BeginCall, call: _CopysCall) -> None:
         report, error, handle = None, call.error, call.handle
         try:
             if error is None:
@@ -286,7 +286,7 @@ class HostCopyRunner:
 
     async def _ask_manifest(self, ask: AskManifest) -> None:
         try:
-            encoded = await self._desk.coordinator.manifest(ask.version, ask.shard, ask.timeout_s)
+            encoded = await self._worker.coordinator.manifest(ask.version, ask.shard, ask.timeout_s)
         except TensorHubError as error:
             self._apply(self.machine.manifest_failed(ask.number, error, clock.now()))
         else:

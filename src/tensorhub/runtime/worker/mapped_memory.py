@@ -1,7 +1,7 @@
-"""Where the bytes of one handle's memory are, and those of what is staged for it.
+"""Where the bytes of one handle's memory are, and the bytes of a staged update of it.
 
-Responsible for mapping them, once per manifest, and for taking host memory and giving it back, in a thread, with its room in
-the budget. Not responsible for who may read or write them, nor when.
+Responsible for mapping them, once per manifest. Also takes host memory and gives it back, in a thread and within the
+budget. Not responsible for who may read or write the bytes, nor when.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The versions that this worker keeps: said again after each lost connection, and ended even if nobody waits for that."""
+"""A worker's pins. Each is said again after a lost connection, and ended even if nobody waits for that."""
 
 from __future__ import annotations
 

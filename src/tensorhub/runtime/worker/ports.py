@@ -1,7 +1,8 @@
-"""What the public classes need of the library's other side: a worker, its handles, its host copies, and a thread to call.
+"""What the public classes need of the library's other side: a worker, its host copies, and a thread to call.
 
-`runtime.worker.worker`, `runtime.worker.handle`, `runtime.worker.host_copies` and `runtime.loop_thread` are that; so is a
-simulation, which the same `Hub` and `Weights` stand on. What is in neither of these protocols is not used by them.
+`runtime.worker.worker`, `runtime.worker.host_copies` and `runtime.loop_thread` implement these protocols. So does a
+simulation, on which the same `Hub` and `Weights` stand. The public classes use nothing that is not in a protocol here, or
+in `runtime.worker.calling.CallersHandle`.
 """
 
 from __future__ import annotations

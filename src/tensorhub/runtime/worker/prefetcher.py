@@ -1,7 +1,8 @@
-"""`connect(prefetch=True)`: each new version is prefetched in the background for the handles that follow their model.
+"""`connect(prefetch=True)`: each new version is prefetched in the background, for the handles that follow their model.
 
-Responsible for when: as it is announced, one version at a time, the newest first, and never while another call runs on the
-handle. Not responsible for prefetching itself (`host_copies`); what goes wrong there is logged, and the next version tried.
+Responsible for the time of a prefetch: when a version is announced, one at a time, the newest first, and never while
+another call runs on the handle. Not responsible for prefetching itself (`host_copies`). A failed prefetch is logged, and
+the next version is tried.
 """
 
 from __future__ import annotations

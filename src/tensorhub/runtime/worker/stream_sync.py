@@ -1,7 +1,7 @@
-"""What a caller has queued on his GPU, on whatever stream: memory is shown to others, or written, only behind it (R14).
+"""What a caller has queued on a GPU comes first: the library shows or writes memory only behind it (R14).
 
-A caller's thread notes what is queued when he calls; the library's waits until that is done. Not responsible for the
-library's own copies, which are waited for where they are made.
+The caller's thread notes what is queued when it calls. The library's loop waits until that is done. Not responsible for the
+library's own copies, each of which is waited for where it is made.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """The worker's shell: one connection to the coordinator, one listener for readers, and the handles of this process.
 
-Responsible for being somebody (R11: a lost worker comes back as a new incarnation behind the same handles), for passing
-messages to whom they concern, and for registering. Its link, channels, questions, pins and news are modules of their own.
-Decides nothing about memory: each handle's `Member` does. Runs in the library's own loop (R14), on asyncio or trio.
+Responsible for the worker's identity (R11: a lost worker comes back as a new incarnation behind the same handles), for
+passing each message to the handle that it concerns, and for registering. The link, channels, questions, pins and watches
+are modules of their own. Decides nothing about memory: each handle's `Member` does. Runs in the library's own loop (R14).
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""Whether memory that others may read was written: by torch's counts (R15), and by a second digest (R8).
+"""Whether memory that others may read was written: torch's counts (R15) and a second digest (R8) tell.
 
-Not responsible for who is told (`worker.mutation_guard`), nor for who may read it (`worker.owner`).
+Not responsible for telling the caller (`worker.mutation_guard`), nor for who may read the memory (`worker.owner`).
 """
 
 from __future__ import annotations
