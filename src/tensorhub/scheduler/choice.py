@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from tensorhub.scheduler.links import LATENCY_S, distance
+from tensorhub.scheduler.links import LATENCY_S, Distance, distance
 from tensorhub.types import Location
 
 
@@ -38,13 +38,20 @@ class Wanted:
     chunk_bytes: float
 
 
+def finish_s(apart: Distance, readers: int, depth: int, wanted: Wanted, rates: Sequence[float]) -> float:
+    """Seconds until a reader would be done at a source that is so far away, has so many readers and is so deep, where links
+    carry `rates`, by distance.
+    """
+    rate = rates[apart]
+    return wanted.nbytes * (readers + 1) / rate + (LATENCY_S[apart] + wanted.chunk_bytes / rate) * (depth + 1)
+
+
 def estimate_finish_s(reader: Location, candidate: Candidate, wanted: Wanted, rates: Sequence[float]) -> float:
     """Seconds until the reader would be done at this source, where links carry `rates`, by distance."""
     apart = distance(reader, candidate.location)
-    share = rates[apart] / (candidate.readers + 1)
     own = candidate.bytes_missing / rates[apart]
     hop_s = LATENCY_S[apart] + wanted.chunk_bytes / rates[apart]
-    return max(wanted.nbytes / share, own) + hop_s * (candidate.depth + 1)
+    return max(wanted.nbytes * (candidate.readers + 1) / rates[apart], own) + hop_s * (candidate.depth + 1)
 
 
 def choose(reader: Location, candidates: Sequence[Candidate], wanted: Wanted, rates: Sequence[float]) -> Candidate | None:

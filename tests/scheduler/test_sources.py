@@ -1,0 +1,105 @@
+"""The order of sources chooses as a look at all of them would, and its cost does not grow with their number."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import pytest
+from hypothesis import given, strategies as st
+
+from tensorhub.scheduler.choice import Candidate, Wanted, choose
+from tensorhub.scheduler.links import SUPPOSED_BYTES_PER_S
+from tensorhub.scheduler.sources import Sources, Standing
+from tensorhub.types import SAME_HOST_TRANSPORTS, Location
+
+NAMES = st.integers(0, 2).map(str)
+LOCATIONS = st.builds(lambda site, rack, host: Location(site, rack, f"{site}.{rack}.{host}"), NAMES, NAMES, NAMES)
+TRANSPORTS = st.frozensets(st.sampled_from(["tcp", "rdma", "cma", "shm"]), max_size=3)
+RATES = st.tuples(*[st.floats(1e5, 1e12)] * 4) | st.just(SUPPOSED_BYTES_PER_S)
+WANTED = st.builds(lambda nbytes, chunks: Wanted(nbytes, nbytes / chunks), st.integers(0, 2**40), st.integers(1, 10_000))
+PUT = st.tuples(st.integers(0, 11), LOCATIONS, TRANSPORTS, st.integers(0, 3), st.integers(0, 4))
+CHANGES = st.lists(PUT | st.integers(0, 11), max_size=40)
+
+
+def scanned(
+    there: dict[int, Standing],
+    reader: Location,
+    transports: frozenset[str],
+    wanted: Wanted,
+    rates: tuple[float, ...],
+    refuses: Callable[[int], bool],
+) -> int | None:
+    """The same by a look at all of them."""
+    candidates = []
+    for source, at in sorted(there.items(), key=lambda item: -item[1].number):
+        common = at.transports & transports
+        if at.location.host != reader.host:
+            common -= SAME_HOST_TRANSPORTS
+        if common and not refuses(source):
+            readers = 0 if common & SAME_HOST_TRANSPORTS else at.readers
+            candidates.append(Candidate(str(source), at.location, readers, at.depth, 0, 0))
+    best = choose(reader, candidates, wanted, rates)
+    return None if best is None else int(best.ident)
+
+
+@given(CHANGES, LOCATIONS, TRANSPORTS, WANTED, RATES, st.frozensets(st.integers(0, 11), max_size=4))
+def test_it_chooses_as_a_look_at_all_would(
+    changes: list[tuple[int, Location, frozenset[str], int, int] | int],
+    reader: Location,
+    transports: frozenset[str],
+    wanted: Wanted,
+    rates: tuple[float, ...],
+    refused: frozenset[int],
+) -> None:
+    sources, there = Sources[int](), dict[int, Standing]()
+    for number, change in enumerate(changes):
+        if isinstance(change, int):
+            sources.drop(change)
+            there.pop(change, None)
+        else:
+            source, location, theirs, readers, depth = change
+            there[source] = Standing(location, theirs, readers, depth, number)
+            sources.put(source, there[source])
+        for refuses in (lambda source: source in refused, lambda source: False):
+            expected = scanned(there, reader, transports, wanted, rates, refuses)
+            assert sources.best(reader, transports, wanted, rates, refuses) == expected
+        assert {source: sources.standing(source) for source in there} == there
+        assert len(sources) == len(there)
+    for source in there:
+        sources.drop(source)
+    assert not any(root.first or root.children for root in sources._roots.values())
+
+
+@dataclass
+class Calls:
+    """How many calls of Python functions were made."""
+
+    count: int = 0
+
+    def __call__(self, frame: object, event: str, arg: object) -> None:
+        self.count += event == "call"
+
+
+@pytest.mark.parametrize("sources_per_host", [1, 8])
+def test_a_change_and_a_choice_cost_the_same_among_many(sources_per_host: int) -> None:
+    def cost(count: int) -> int:
+        sources = Sources[int]()
+        for number in range(count):
+            host = number // sources_per_host
+            at = Location("s", f"r{host // 16}", f"h{host}")
+            sources.put(number, Standing(at, frozenset({"tcp"}), min(1, number % 7), number % 5, number))
+        calls = Calls()
+        sys.setprofile(calls)
+        try:
+            at = Location("s", "r0", "h0")
+            for number in range(50):
+                found = sources.best(at, frozenset({"tcp"}), Wanted(10**9, 10**6), SUPPOSED_BYTES_PER_S, lambda _: False)
+                assert found is not None
+                sources.put(found, Standing(at, frozenset({"tcp"}), 1 + number % 3, number % 5, count + number))
+        finally:
+            sys.setprofile(None)
+        return calls.count
+
+    assert cost(8192) <= 1.3 * cost(128)
